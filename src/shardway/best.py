@@ -1,8 +1,7 @@
 """Which validation of a run is the best, and how many came after it.
 
-Invariant: a value that is not finite is never the best, and of equal values the earlier is; so whoever reads the same
-results finds the same steps. `parse_monitor(str(monitor)) == monitor`. This module must not know where results come
-from.
+Invariant: a value that is not finite is never the best, and of equal values the earlier one is, so the same results
+always give the same steps. `parse_monitor(str(monitor)) == monitor`. Where results come from is not known here.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ class Monitor:
         )
 
     def find_best(self, results: Results) -> BestResult | None:
-        """The best of them; None where no value is a finite number."""
+        """The best validation; None if no value is a finite number."""
         ranked = self.rank(results)
         return BestResult(ranked[0], results[ranked[0]]) if ranked else None
 
     def count_since_best(self, results: Results) -> int:
-        """How many validations that have the metric came after the best one, or in all where there is no best."""
+        """The number of validations with this metric after the best one; all of them if there is no best."""
         best = self.find_best(results)
         return sum(self.metric in results[step] for step in results if best is None or step > best.step)
 

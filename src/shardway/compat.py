@@ -1,6 +1,6 @@
 """Every place where supported torch releases (2.11 to 2.13) differ, each with its reason.
 
-Invariant: nothing outside this module asks which torch is installed. This module must not do anything else.
+Invariant: nothing outside this module asks which torch release is installed, and this module does nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def without_buffer_sync() -> dict[str, Any]:
-    """The keyword of DDP that leaves buffers alone in a forward pass: torch 2.13 renamed it and warns of the old."""
+    """The keyword of DDP that skips buffers in a forward pass: torch 2.13 renamed it and warns about the old one."""
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
 
@@ -28,8 +28,8 @@ def all_gather_along(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> tor
 
 
 def library_collectives() -> dict[str, Callable[..., Any]]:
-    """Eager all-gather and reduce-scatter under the names by which DeepSpeed keeps them: torch 2.13 renamed both, and
-    warns of the old ones at each call."""
+    """Eager all-gather and reduce-scatter under the names that DeepSpeed uses: torch 2.13 renamed both and warns at
+    each call of an old name."""
     return {
         "all_gather_function": getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
         "reduce_scatter_function": getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor,
@@ -43,7 +43,7 @@ def reduce_scatter_along(x: torch.Tensor, dim: int, group: dist.ProcessGroup) ->
 
 
 def runs_v_schedules(device: torch.device) -> bool:
-    """Whether a rank may hold two neighbouring stages of a pipeline: before torch 2.13 the warm-up of a schedule sends
-    messages from such a rank to itself, which gloo cannot."""
+    """Whether a rank may hold two neighbouring stages of a pipeline. Before torch 2.13 the warm-up of a schedule sends
+    messages from such a rank to itself, which gloo does not support."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     return device.type != "cpu" or (major, minor) >= (2, 13)

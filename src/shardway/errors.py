@@ -1,15 +1,15 @@
-"""The error tree, by who can act.
+"""The error tree, by the party that can act.
 
     ShardwayError
-    ├── UserError   exit 2    the person can mend it: a run file, a path, an option
+    ├── UserError   exit 2    the user can fix it: a run file, a path, an option
     ├── SiteError   exit 3    the machine or its profile has to change: scheduler, devices, ports
     ├── JobError    exit 4    the job went wrong while it ran: a rank died, a checkpoint is damaged, no space
     │   ├── LostContact       another rank is gone or silent: the consequence of that rank's error, not a cause
     │   └── Fenced            another run has taken the run directory over: nothing more may be written
     └── Bug         exit 70   Shardway itself is wrong; the message asks for a report
 
-Invariant: the text of an error is complete for the person who reads it: what happened, the value and where it
-came from, what is allowed, what to do. This module must not import anything of Shardway nor print.
+Invariant: a message is complete: what happened, the value and where it came from, what is allowed, what to do. This
+module imports nothing of Shardway and prints nothing.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class ShardwayError(Exception):
 
 
 class _MessageAlone:
-    """In a notebook the message alone is shown, since it says all that there is to know."""
+    """Shows the message without a traceback in a notebook; the message is complete."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows in place of a traceback: a name that it looks for."""
+        """What IPython shows in place of a traceback; IPython looks for this name."""
         return [f"shardway: {legible(str(self))}"]
 
 
 class UserError(_MessageAlone, ShardwayError):
-    """Something that the person who started the run can mend; `problems` where the message counts several."""
+    """Something that the user can fix; `problems` holds the parts of a message that counts several."""
 
     exit_code = 2
 
@@ -56,23 +56,23 @@ class JobError(_MessageAlone, ShardwayError):
 
 
 class LostContact(JobError):
-    """Another rank is gone or silent; whoever explains the job looks for that rank's own error first."""
+    """Another rank is gone or silent. That rank's own error is the cause to look for first."""
 
 
 class NodeLost(JobError):
-    """A node of the job does not answer any more."""
+    """A node of the job no longer answers."""
 
 
 class Fenced(JobError):
-    """This run no longer holds its run directory: whoever gets this must not write there, not even why."""
+    """This run no longer holds its run directory: nothing may be written there any more, not even the reason."""
 
 
 class LateStop(JobError):
-    """A stop that was asked for took longer than it may, so the ranks were ended; nothing starts again by itself."""
+    """A requested stop took longer than allowed, so the ranks were ended; nothing restarts automatically."""
 
 
 class Bug(ShardwayError):
-    """A state that Shardway promised never to reach."""
+    """A state that must never be reached."""
 
     exit_code = 70
 
@@ -85,10 +85,10 @@ ERRORS_BY_NAME: dict[str, type[ShardwayError]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with what the person wrote.
+    """One thing wrong with the user's input.
 
-    `where` is the key or file, `origin` where its value came from ("run.toml:12", "command line"), `what` a
-    sentence with the value in it, `allowed` what may stand there instead, `remedy` what to do.
+    `where` is the key or file, `origin` where its value came from ("run.toml:12", "command line"), `what` a sentence
+    with the value in it, `allowed` what is valid instead, `remedy` what to do.
     """
 
     where: str
@@ -112,30 +112,30 @@ def render_problems(title: str, problems: Sequence[Problem]) -> str:
 
 
 def check_no_problems(title: str, problems: Sequence[Problem]) -> None:
-    """Raise one UserError that names every problem; return where there is none."""
+    """Raise one UserError that names every problem; do nothing if there is none."""
     if problems:
         raise UserError(render_problems(title, problems), problems)
 
 
 def render_reason(message: str) -> str:
-    """An error in one line, for a status: its first line, and of counted problems the first problem too."""
+    """An error as one line of a status: its first line, and of counted problems the first one too."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no reason was given"]
     counted = len(lines) > 1 and re.match(r"\d+ problems? in ", lines[0])
     return f"{lines[0]}: {lines[1]}" if counted else lines[0]
 
 
 def list_some(names: Sequence[str], most: int) -> str:
-    """The first names, at most so many, and how many more there are: "a, b and 3 more"."""
+    """The first `most` names, and how many more there are: "a, b and 3 more"."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 WIDEST = 1000
-"""Characters of a line of a message that are printed; of a longer one the middle is left out."""
+"""Characters of a message's line that are printed; the middle of a longer line is left out."""
 
 
 def legible(text: str) -> str:
-    """A message as it is printed, whatever a damaged file has put into it: what a terminal would obey (or could not
-    show) is written as an escape, and a line is no longer than a person reads."""
+    """A message that is safe to print, also from a damaged file: control characters are written as escapes, and long
+    lines are cut."""
     lines = ("".join(char if char.isprintable() else ascii(char)[1:-1] for char in line) for line in text.split("\n"))
     return "\n".join(map(_shorten, lines))
 

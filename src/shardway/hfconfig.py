@@ -1,8 +1,7 @@
-"""Where a Hugging Face model lies, and what its config.json says, without torch and transformers.
+"""Finds a Hugging Face model and reads its config.json, without torch and transformers.
 
-Invariant: works on a login node: huggingface_hub is imported only where something has to be downloaded, nothing else
-beyond the standard library. A name of the hub is taken from its cache where it is there, and HF_HUB_OFFLINE is
-obeyed. This module must not read weights.
+Invariant: works on a login node: huggingface_hub is imported only for a download, nothing else beyond the standard
+library. A hub name is taken from the cache if it is there, and HF_HUB_OFFLINE is obeyed. No weights are read.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _CONVERT = "convert it once with transformers: from_pretrained(...), then save_p
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What planning and resolving need to know of a decoder-only model."""
+    """The facts of a decoder-only model that planning and resolving need."""
 
     family: str
     """`model_type` of the config: llama, qwen3 ..."""
@@ -66,14 +65,14 @@ class ModelFacts:
     experts_per_token: int = 0
     expert_dim: int = 0
     tokenizer: str = ""
-    """Path of its tokenizer.json, where it has one."""
+    """Path of its tokenizer.json, if it has one."""
 
 
 def locate_model(hf: str, *, weights: bool = True) -> Path:
-    """The folder of a model: a local one as it is, a hub name ("org/name", "org/name@revision") from the cache or
-    downloaded: config, safetensors and tokenizer files alone; without `weights` no more than `read_facts` looks at.
+    """The folder of a model: a local one as it is; a hub name ("org/name", "org/name@revision") from the cache or
+    downloaded: config, safetensors and tokenizer files only; without `weights` only what `read_facts` reads.
 
-    Ranks that share a cache call it on one of them first. Raises UserError where it cannot be had.
+    Ranks that share a cache call it on one of them first. Raises UserError if the model cannot be had.
     """
     folder = expand_place(hf)
     if folder.is_dir():
@@ -91,7 +90,7 @@ def locate_model(hf: str, *, weights: bool = True) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of config.json. Raises UserError where it is missing or no JSON object."""
+    """The content of config.json. Raises UserError if it is missing or no JSON object."""
     path = folder / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -105,7 +104,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_facts(folder: Path) -> ModelFacts:
-    """The facts of the model in a folder. Raises UserError that names every key that is missing or no number."""
+    """The facts of the model in a folder. Raises UserError that names every key that is missing or not a number."""
     config = read_config(folder)
     check_no_problems(
         str(folder / CONFIG), [_describe_key(key, config) for key in _NEEDED if not _is_size(config, key)]
@@ -132,7 +131,7 @@ def read_facts(folder: Path) -> ModelFacts:
 
 
 def import_extra(package: str, extra: str = "hf") -> ModuleType:
-    """A package of an extra. Raises UserError that says how to install it."""
+    """A package of an extra. Raises UserError with the install command if it is missing."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -142,7 +141,7 @@ def import_extra(package: str, extra: str = "hf") -> ModuleType:
 
 
 def hf_error(hf: str, what: str, allowed: str = "", remedy: str = "") -> UserError:
-    """Something wrong with what `model.hf` names."""
+    """An error about what `model.hf` names."""
     problem = Problem("model.hf", f'"{hf}" {what}', allowed=allowed, remedy=remedy)
     return UserError(render_problems("the model", [problem]))
 
@@ -152,12 +151,12 @@ def _download(hf: str, patterns: Sequence[str]) -> Path:
     name, _, revision = hf.partition("@")
     try:
         return Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=list(patterns)))
-    except Exception as error:  # its errors have no base of their own: OSError, ValueError and those of HTTP clients
+    except Exception as error:  # the client's errors share no base: OSError, ValueError and those of HTTP clients
         raise _explain(hf, error) from error
 
 
 def _explain(hf: str, error: Exception) -> UserError:
-    """By the name of the error's classes, so that no version of the hub's client is needed to explain one."""
+    """The error by its class names, so that no version of the hub's client has to be imported."""
     kinds = {cls.__name__ for cls in type(error).__mro__}
     fetch = _DOWNLOAD.format(name=hf.partition("@")[0])
     for kind, (what, remedy) in _REFUSALS.items():

@@ -1,12 +1,12 @@
-"""Which variables of the environment mean something for one job, step or rank alone, and so never reach another one.
+"""Environment variables that belong to one job, step or rank, and so never reach another one.
 
-A shell in which somebody types `shardway submit` may be one of a login node, of `salloc`, of a step, of a job of
-another scheduler, of a notebook, or of a rank; a site's modules and profiles add defaults for `sbatch`. What of all
-that a new job would take for its own is left out at the border; what may have been meant for the job is told.
+`shardway submit` may be typed in a shell of a login node, of `salloc`, of a step, of a job of another scheduler, of a
+notebook, or of a rank; a site's modules and profiles add defaults for `sbatch`. Variables that a new job would take
+for its own are removed at submission; those that may have been meant for the job are reported.
 
-Invariant: the table is the only place that says so, but for the devices of a job, which shell/slurm.sh drops where it
-submits the next one (a person who submits may mean them); docs/environment.md shows it, Python (`strip`) and the shell
-of job scripts (`list_patterns`) go by it. This module must not import torch, nor read `os.environ` by itself.
+Invariant: the table here is the only list of them. One exception: shell/slurm.sh drops the devices of a job when it
+submits the next one, since a user who submits may mean them. docs/environment.md shows the table; Python (`strip`) and
+the shell of job scripts (`list_patterns`) follow it. This module imports no torch and does not read `os.environ`.
 
 Sources: the sections on environment variables of sbatch(1), salloc(1), srun(1), squeue(1), sacct(1), scancel(1), Pyxis
 0.24 (args.c), qsub(1B), bsub(1), flux-environment(7), torchrun's and accelerate's manuals; variables seen in ranks of
@@ -24,10 +24,10 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Family:
-    """Variables of one kind: shell patterns of their names, those of them that pass all the same (`kept`), and why.
+    """Variables of one kind: shell patterns of their names, exceptions that pass (`kept`), and the reason.
 
-    `settings`: those that a job may set for its own ranks all the same. `reaches_ranks`: whether the ranks that an
-    agent starts see them; no job that is submitted does.
+    `settings`: those that a job may set for its own ranks. `reaches_ranks`: whether ranks that an agent starts see
+    them; a submitted job never does.
     """
 
     subject: str
@@ -38,7 +38,7 @@ class Family:
     reaches_ranks: bool = False
 
     def has(self, name: str) -> bool:
-        """Whether a variable is one of them."""
+        """Whether a variable belongs to this family."""
         return _matches(name, self.names) and not _matches(name, self.kept)
 
 
@@ -185,14 +185,14 @@ KEYS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("SBATCH_ARRAY_INX", "SBATCH_WAIT", "SBATCH_IGNORE_PBS", "SBATCH_DEBUG", "SBATCH_NO_KILL"), ""),
     }
 )
-"""The keys of a run file that mean the same as an option for sbatch; "" for what the job script says itself. Of all
-others it is one of site.options."""
+"""Options of sbatch -> the key of a run file with the same meaning; "" for what the job script sets itself. All other
+options go into site.options."""
 
 ACCOUNT = "SBATCH_ACCOUNT"
-"""Where sites leave the account that a person works for (`jutil env activate` does); sbatch reads no other one."""
+"""Where sites leave the project account (`jutil env activate` sets it); sbatch reads no other variable."""
 
 OPTIONS = ("SBATCH_*",)
-"""Patterns of the variables that may be meant for a job and do not reach it by themselves."""
+"""Patterns of variables that may be meant for a job and do not reach it automatically."""
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 
@@ -200,8 +200,8 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(
 def list_patterns(*, of_ranks: bool) -> tuple[str, ...]:
     """The table for `drop_variables` of a job script: "!PATTERN" for what passes, then PATTERN for the rest.
 
-    `of_ranks`: of the families that reach no ranks, which a job drops when it begins; else of the others, which stay
-    in a job and do not reach the next one.
+    `of_ranks`: the families that reach no ranks, which a job drops when it begins; otherwise those that stay in a job
+    and do not reach the next one.
     """
     chosen = [family for family in FAMILIES if family.reaches_ranks is not of_ranks]
     kept = (f"!{name}" for family in chosen for name in family.kept)
@@ -209,12 +209,12 @@ def list_patterns(*, of_ranks: bool) -> tuple[str, ...]:
 
 
 def strip(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a job which is submitted from here may inherit."""
+    """The variables that a job submitted from here may inherit."""
     return {name: value for name, value in environ.items() if find_family(name) is None}
 
 
 def list_unfit_for_ranks(environ: Mapping[str, str]) -> list[str]:
-    """The variables that ranks which an agent starts must not inherit."""
+    """The variables that ranks started by an agent must not inherit."""
     return [name for name in environ if (family := find_family(name)) is not None and not family.reaches_ranks]
 
 
@@ -229,14 +229,14 @@ def find_family(name: str) -> Family | None:
 
 
 def name_key(name: str) -> str:
-    """The key of a run file that means the same as a variable with an option for sbatch; "" for none."""
+    """The key of a run file with the same meaning as a variable with an option for sbatch; "" if there is none."""
     return KEYS.get(name, f"site.options.{_option_of(name)}") if _matches(name, OPTIONS) else ""
 
 
 def describe_options(options: Mapping[str, str], asked: Mapping[str, str]) -> Iterator[str]:
-    """A sentence for each option of `list_options`: that it is used (an account), or what holds in its place.
+    """A sentence for each option of `list_options`: that it is used (an account), or what applies instead.
 
-    `asked`: what the job asks of Slurm, by key. Nothing is told of one that says the same.
+    `asked`: what the job requests from Slurm, by key. An option with the same value gets no sentence.
     """
     for name, value in options.items():
         key = name_key(name)
@@ -253,7 +253,7 @@ def describe_options(options: Mapping[str, str], asked: Mapping[str, str]) -> It
 
 
 def _as_asked(key: str, value: str) -> str:
-    """An option's value as the job would say it: a time in seconds (sbatch(1), --time)."""
+    """An option's value in the form of the job's request: a time in seconds (sbatch(1), --time)."""
     match = _TIME.fullmatch(value) if key == "site.walltime" else None
     if match is None:
         return value

@@ -1,9 +1,9 @@
-"""Where a rank stands on each axis: the arithmetic of the grid, without torch.
+"""The coordinate of a rank on each axis: the arithmetic of the grid, without torch.
 
-Invariant: a rank's coordinates follow from its number and the degrees alone, row-major over `AXES`: who talks most is
-nearest. So tp varies fastest and stays inside a node, then cp, then the shards; pipeline stages send only activations
-and may cross nodes, and copies of the model, which talk once a step, are farthest apart. This module must not make
-process groups (that is `parallel.mesh`).
+Invariant: coordinates follow from the rank and the degrees alone, row-major over `AXES`, so that the axes with most
+traffic are nearest: tp varies fastest and stays inside a node, then cp, then the shards. Pipeline stages send only
+activations and may cross nodes; copies of the model exchange once a step and are farthest apart. Process groups are
+made in `parallel.mesh`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING
 
 from shardway.errors import Bug
 
-if TYPE_CHECKING:  # the planner asks where ranks stand without a run file
+if TYPE_CHECKING:  # the planner uses layouts without a run file
     from shardway.runfile.schema import ParallelSection
 
 AXES = ("dp_replicate", "pp", "dp_shard", "cp", "tp")
 """Axes of the grid, outermost first; ep lives over dp_shard x cp and is no axis of its own."""
 
 SHARD = "dp_shard_cp"
-"""dp_shard and cp seen as one: the ranks that share one copy of the states."""
+"""dp_shard and cp as one dim: the ranks that share one copy of the states."""
 
 EXPERT_SHARD = "dp_shard_by_ep"
-"""What is left of `SHARD` for the states of experts once ep has split them; ep varies faster."""
+"""The part of `SHARD` that is left for the states of experts after ep has split them; ep varies faster."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The degrees of a run. Raises Bug for one that was not resolved."""
+    """The degrees of a run. Raises Bug for a layout that is not resolved."""
 
     degrees: Mapping[str, int]
     ep: int = 1
@@ -42,15 +42,15 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Into how many shares a global batch is cut."""
+        """The number of shares of a global batch."""
         return self.degrees["dp_replicate"] * self.degrees["dp_shard"]
 
     def data_rank(self, rank: int) -> int:
-        """Which share of the global batch is a rank's."""
+        """The index of a rank's share of the global batch."""
         return self.coordinate(rank, "dp_replicate") * self.degrees["dp_shard"] + self.coordinate(rank, "dp_shard")
 
     def degree(self, dim: str) -> int:
-        """The degree of an axis, or of a dim made of axes."""
+        """The degree of an axis, or of a dim that combines axes."""
         merged = {
             SHARD: self.degrees["dp_shard"] * self.degrees["cp"],
             EXPERT_SHARD: self.degrees["dp_shard"] * self.degrees["cp"] // self.ep,
@@ -59,17 +59,17 @@ class Layout:
         return merged[dim] if dim in merged else self.degrees[dim]
 
     def coordinate(self, rank: int, dim: str) -> int:
-        """A rank's place on an axis, or on a dim made of axes."""
+        """The index of a rank on an axis, or on a dim that combines axes."""
         return rank // self._inner(dim) % self.degree(dim)
 
     def peers(self, rank: int, dim: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` in this dim alone, itself among them, in the order of their places."""
+        """The ranks that differ from `rank` in this dim alone, including itself, in the order of their coordinates."""
         inner = self._inner(dim)
         first = rank - self.coordinate(rank, dim) * inner
         return tuple(range(first, first + self.degree(dim) * inner, inner))
 
     def _inner(self, dim: str) -> int:
-        """By how much the rank grows with one step along a dim."""
+        """The difference in rank number between neighbours along a dim."""
         tp, cp, shard = self.degrees["tp"], self.degrees["cp"], self.degrees["dp_shard"]
         whole = tp * cp * shard
         inner = {
@@ -96,26 +96,26 @@ def layout_of(parallel: ParallelSection) -> Layout:
 
 
 def needs_sharding(layout: Layout) -> bool:
-    """Whether the states go through FSDP2: where they are shared, and where they are copied beside another axis.
+    """Whether FSDP2 holds the states: if they are sharded, or if they are replicated beside another axis.
 
-    DDP takes no weights that another axis has split, and fails under most pipeline schedules (decision 0009).
+    DDP does not take weights that another axis has split, and fails under most pipeline schedules (decision 0009).
     """
     copied = layout.degree("dp_replicate") > 1
     return layout.degree(SHARD) > 1 or (copied and (layout.degree("tp") > 1 or layout.degree("pp") > 1))
 
 
 IN_ROUNDS = ("interleaved", "zero_bubble")
-"""Schedules that take micro-batches in rounds of equal size, of as many as there are ranks or a few more."""
+"""Schedules that run micro-batches in rounds of equal size: as many as there are ranks, or a few more."""
 
 
 def count_rounds(passes: int, ranks: int) -> int:
-    """Rounds of an interleaved schedule as PyTorch makes them: each of as many micro-batches as there are ranks, or a
-    few more; one where there are fewer."""
+    """Rounds of an interleaved schedule as PyTorch makes them: each has as many micro-batches as there are ranks or a
+    few more; a single round if there are fewer."""
     return max(1, passes // ranks)
 
 
 def stages_of_rank(place: int, ranks: int, per_rank: int, schedule: str) -> tuple[int, ...]:
-    """Which stages a rank holds: every `ranks`-th, or for zbv there and back like a V."""
+    """The stages that a rank holds: every `ranks`-th, or for zbv one on each arm of a V."""
     if schedule == "zbv":
         return (place, 2 * ranks - 1 - place)
     return tuple(range(place, ranks * per_rank, ranks))

@@ -1,10 +1,9 @@
-"""Where the person's own files are: the home folder, the folders of the XDG Base Directory Specification, and paths
-that are written with `~` or `$VARIABLES`.
+"""The user's own folders: the home, those of the XDG Base Directory Specification, and paths with `~` or `$VARIABLES`.
 
-An account may have no home: HOME is not set (or no whole path) and the system does not know the account, as in a
-container that runs under a bare number. What is kept in a home is then not there, and work goes on without it.
+An account may have no home: HOME is unset or not absolute and the system has no entry for the account, as in a
+container that runs under a bare user id. Whatever is kept in a home is then absent, and work goes on without it.
 
-Invariant: nothing here raises, and nothing is made. This module must not know what is kept in a folder.
+Invariant: nothing here raises or creates anything, and no content of a folder is assumed.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from pathlib import Path
 from typing import Literal
 
 LENT = "SHARDWAY_LENT_CACHE"
-"""The folder that a job in a container lends, which lasts longer than the container; made where it is used."""
+"""The folder that a job lends to its container; it outlives the container and is created on use."""
 
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))", re.ASCII)
-"""`$NAME` or `${NAME}`, as a shell has it; any other `$` is a character of a name."""
+"""`$NAME` or `${NAME}`, as in a shell; any other `$` is a plain character."""
 
 _BELOW_HOME = {"CACHE": ".cache", "CONFIG": ".config", "STATE": ".local/state"}
 
 
 def find_home() -> Path | None:
-    """$HOME, or what the system says of this account; None where neither is a whole path."""
+    """$HOME, or the system's entry for this account; None if neither is an absolute path."""
     home = os.environ.get("HOME") or _look_up_home()
     return Path(home) if os.path.isabs(home) else None
 
@@ -41,32 +40,32 @@ def _look_up_home() -> str:
 def find_own_folder(kind: Literal["CACHE", "CONFIG", "STATE"], root: Path = Path("/")) -> Path | None:
     """Shardway's part of $XDG_<kind>_HOME or of its default below the home; None for an account without a home.
 
-    In a container the cache is the one that its job lends (LENT), unless that of the user was brought in: what is on
-    the file system of the container's root ends with it. A container whose root lies on the same file system as the
-    home that was brought in cannot be told from that, and uses the lent one.
+    In a container the cache is the one that the job lends (LENT), unless the user's own is mounted: files on the
+    container's root file system are lost with it. If the root lies on the same file system as the mounted home, the two
+    cannot be told apart and the lent one is used.
     """
     own, lent = _find_by_rule(kind), os.environ.get(LENT, "") if kind == "CACHE" else ""
     return Path(lent) / "shardway" if lent and (own is None or not _is_kept(own, root)) else own
 
 
 def _is_kept(folder: Path, root: Path) -> bool:
-    """Whether the user may write to a folder, or to where it would be made, and it is not part of the root."""
+    """Whether a folder (or the place where it would be created) is writable for the user and outside the root."""
     there = next((above for above in (folder, *folder.parents) if os.path.exists(above)), root)
     try:
         return os.access(there, os.W_OK) and there.stat().st_dev != root.stat().st_dev
-    except OSError:  # it went away meanwhile, or its server did
+    except OSError:  # it or its server has gone away
         return False
 
 
 def _find_by_rule(kind: str) -> Path | None:
     base, home = Path(os.environ.get(f"XDG_{kind}_HOME", "")), find_home()
-    if base.is_absolute():  # the specification says to ignore a relative one
+    if base.is_absolute():  # the specification ignores a relative one
         return base / "shardway"
     return home / _BELOW_HOME[kind] / "shardway" if home else None
 
 
 def expand_home(path: str | Path) -> Path:
-    """A path whose `~` or `~name` is filled in; one of which the system knows no home stays as it is."""
+    """A path with `~` or `~name` filled in; unchanged if the system has no such home."""
     text = str(path)
     if text == "~" or text.startswith("~/"):
         home = find_home()
@@ -75,9 +74,9 @@ def expand_home(path: str | Path) -> Path:
 
 
 def expand_place(path: str | Path) -> Path:
-    """A path of a run file, whose `~` and `$VARIABLES` are filled in; what is not set stays as it is.
+    """A path of a run file with `~` and `$VARIABLES` filled in; unset variables stay as they are.
 
-    A folder that is there under the very name, `$` and all, is meant by it.
+    If a folder of the literal name exists, `$` included, the path means that folder.
     """
     text = str(path)
     if list_variables(text) and is_there_as_written(text):
@@ -99,7 +98,7 @@ def list_variables(path: str) -> list[str]:
 
 
 def fill_variables(path: str, values: Mapping[str, str]) -> str:
-    """A path whose variables have these values."""
+    """A path with its variables replaced by these values."""
     return _VARIABLE.sub(lambda match: values[_name_of(match)], path)
 
 
@@ -113,17 +112,17 @@ def _value_of(match: re.Match[str]) -> str:
 
 
 def is_there_as_written(path: str) -> bool:
-    """Whether the folder is there whose name holds the last `$` of a path."""
+    """Whether a folder exists whose name has the last `$` of a path."""
     before, dollar, after = path.rpartition("$")
     return bool(dollar) and os.path.lexists(before + dollar + after.partition("/")[0])
 
 
 def folder_is_gone() -> bool:
-    """Whether the current folder of this process was removed, so that no relative path leads anywhere."""
+    """Whether the current folder of this process was removed, so that relative paths lead nowhere."""
     try:
         os.getcwd()
     except FileNotFoundError:
         return True
-    except OSError:  # a folder above may not be read: relative paths still lead somewhere
+    except OSError:  # a parent folder may be unreadable: relative paths still work
         return False
     return False

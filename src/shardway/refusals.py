@@ -1,6 +1,6 @@
-"""What a file system refuses, and what to do about it: one table for all messages.
+"""What to do when a file system refuses an operation: one table for all messages.
 
-Invariant: the same refusal has the same remedy wherever it is met. This module must not touch a file or raise.
+Invariant: the same refusal has the same remedy everywhere. Nothing here touches a file or raises.
 
 Sources: errno(3), open(2), write(2); proc_sys_fs(5) "file-max".
 """
@@ -16,11 +16,11 @@ AWAY = frozenset(
         *(errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EBADFD),
     )
 )
-"""What a file system says whose server is away, or that has lost what this host knew of it (GlusterFS, Lustre, NFS,
-FUSE). It says nothing of the file; EIO may be of the file, and counts as damage."""
+"""Reasons of a file system whose server is away, or that has lost this host's state (GlusterFS, Lustre, NFS, FUSE).
+They do not concern the file itself; EIO may, and counts as damage."""
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
-"""What a file system says that has no room, or a quota that is used up."""
+"""Reasons of a file system that is full, or of a quota that is used up."""
 
 _IN_ITS_PLACE = "move away the file that stands in place of a folder there"
 _PERMISSION = "ask its owner for permission (`ls -ld` shows who may do what there)"
@@ -45,10 +45,10 @@ _OTHERWISE = "look what stands there, and who may write it"
 
 
 def find_remedy(reason: OSError | str, instead: str = "", otherwise: str = _OTHERWISE) -> str:
-    """What to do about a refusal, as the start of a sentence: an error, or words that hold the system's reason.
+    """The remedy for a refusal, as the start of a sentence. `reason`: an error, or words that hold the system's reason.
 
-    `instead` is the way that avoids the place, such as "choose another folder with --dir"; `otherwise` what is said of
-    a reason that the table does not know.
+    `instead` is the way around the place, such as "choose another folder with --dir"; `otherwise` is the remedy for a
+    reason that is not in the table.
     """
     if isinstance(reason, OSError):
         found = _REMEDIES.get(reason.errno or 0)

@@ -1,7 +1,7 @@
 """Text such as "64GiB", "1h30m", "2e9 tokens" <-> typed values.
 
-Invariant: `parse_x(render_x(v)) == v` for every value that a run file can hold. Errors are `ValueError` with a
-sentence that names the text and what is allowed. This module must not know any key of a run file.
+Invariant: `parse_x(render_x(v)) == v` for every value that a run file can hold. Errors are `ValueError` with a sentence
+that names the text and what is allowed. No key of a run file is named here.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _MS_PER_S = 1000.0
 _COUNTS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 _GLANCE = 4
-"""Figures of a number that a person takes in at a glance."""
+"""Significant figures of a number for people."""
 
 MAX_BYTES = 2**80
 MAX_SECONDS = 3650 * 86400.0
 MAX_AMOUNT = 2.0**53
-"""Above this a float no longer holds every whole number."""
+"""Above this a float no longer holds every integer."""
 
 _NUMBER = r"(?P<number>\d+(?:_\d+)*(?:\.\d+)?(?:[eE][+-]?\d+)?)"
 _BYTES_PATTERN = re.compile(rf"{_NUMBER}\s*(?P<unit>[A-Za-z]*)")
@@ -35,7 +35,7 @@ _TIME_PATTERN = re.compile(rf"{_NUMBER}\s*(?P<unit>ms|min|d|h|m|s)\s*")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from "64GiB", "1.5 GB", "4096"; a whole number of a binary or decimal unit is exact."""
+    """Bytes from "64GiB", "1.5 GB", "4096"; an integer count of a binary or decimal unit is exact."""
     match = _BYTES_PATTERN.fullmatch(text.strip())
     units = {**_BINARY, **_DECIMAL, "": 1}
     if match is None or match["unit"] not in units:
@@ -47,8 +47,8 @@ def parse_bytes(text: str) -> int:
 
 
 def render_bytes(count: int) -> str:
-    """The shortest exact form, binary rather than decimal where both are as short: 68719476736 -> "64GiB",
-    480000000000 -> "480GB", 2049 -> "2049B"."""
+    """The shortest exact form, binary if both are as short: 68719476736 -> "64GiB", 480000000000 -> "480GB",
+    2049 -> "2049B"."""
     units = (*_BINARY.items(), *((unit, size) for unit, size in _DECIMAL.items() if unit != "KB"))
     exact = [(size, unit) for unit, size in units if count % size == 0]
     size, unit = max(exact, key=lambda each: (-len(str(count // each[0])), each[1].endswith("iB"), each[0]))
@@ -56,7 +56,7 @@ def render_bytes(count: int) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """A size for people: `render_bytes`, and where that is a long number, about how many GiB it is:
+    """A size for people: `render_bytes`, with the GiB in brackets if that is a long number:
     540016640000 -> "515000MiB (about 502.9GiB)"."""
     exact = render_bytes(count)
     is_long = count >= _BINARY["GiB"] and len(exact.rstrip("BkKMGTPi")) > _GLANCE
@@ -68,7 +68,7 @@ def parse_seconds(text: str) -> float:
     rest, total, matched = text.strip(), 0.0, False
     while match := _TIME_PATTERN.match(rest):
         number, unit = float(match["number"]), match["unit"]
-        # 1900 / 1000 is 1.9 where 1900 * 0.001 is not.
+        # 1900 / 1000 is 1.9, but 1900 * 0.001 is not.
         total += number / _MS_PER_S if unit == "ms" else number * _SECONDS[unit]
         rest, matched = rest[match.end() :], True
     if rest or not matched:
@@ -107,7 +107,7 @@ def render_count(count: float) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """How one unit of progress converts to another: samples a step, tokens a sample, samples an epoch."""
+    """How units of progress convert: samples per step, tokens per sample, samples per epoch."""
 
     samples_per_step: int
     tokens_per_sample: int

@@ -1,6 +1,6 @@
-"""The version, where rooms that must not import the whole package find it.
+"""The version, for modules that must not import the whole package.
 
-Invariant: the same as in pyproject.toml, which a test compares. This module must not import anything.
+Invariant: equal to the version in pyproject.toml, which a test compares. This module imports nothing.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Saves on a thread of its own: a copy of the state in host memory, written while training goes on.
+"""Saves in a background thread: a copy of the state in host memory is written while training goes on.
 
 Invariants:
-- One flight writes one checkpoint, by the same functions as a save that is waited for; its outcome is known once and
-  changes nothing by itself. The thread never keeps a process alive that wants to end.
-- What was staged never changes while it is in use, and has the bits, shapes, strides and placements of its source.
-  Buffers are made once and used again: memory that was touched before is filled several times as fast.
+- One AsyncSave writes one checkpoint, by the same functions as a blocking save. Its outcome is reported once and has no
+  effect by itself. The thread never keeps alive a process that is about to end.
+- A staged copy never changes while it is in use, and has the bits, shapes, strides and placements of its source.
+  Buffers are made once and reused: filling memory that was touched before is several times as fast.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardway.ranks.start import Ranks
 
 @dataclass(frozen=True)
 class AsyncSave:
-    """How a flight ended: what was saved (None: there was nothing to save), or what went wrong.
+    """How a background save ended: what was saved (None: there was nothing to save), or the error.
 
     `ended` is a time of `time.perf_counter`.
     """
@@ -39,7 +39,7 @@ class AsyncSave:
 
 
 class Flight:
-    """A save under way: `write` runs in the thread, on all ranks together, over ranks that were set apart."""
+    """A save under way: `write` runs in the thread, on all ranks together, over process groups of its own."""
 
     def __init__(self, step: int, ranks: Ranks, write: Callable[[], SavedCheckpoint | None]) -> None:
         self.step = step
@@ -51,16 +51,16 @@ class Flight:
 
     @property
     def landing(self) -> AsyncSave | None:
-        """How it ended; None while it is under way."""
+        """How it ended; None while it runs."""
         return self._landing
 
     @property
     def has_landed(self) -> bool:
-        """Whether it has ended, well or badly."""
+        """Whether it has ended, with or without an error."""
         return self._landing is not None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has ended, or for so many seconds; whether it has."""
+        """Wait until it has ended, or for `timeout_s`; returns whether it has ended."""
         self._thread.join(timeout_s)
         return self._landing is not None
 
@@ -71,27 +71,27 @@ class Flight:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a new thread's device is the first, which is another rank's
             saved = self._write()
-        except BaseException as caught:  # told by the thread of training, which decides what it means
+        except BaseException as caught:  # reported by the training thread
             error = caught
         self._landing = AsyncSave(saved, error, time.perf_counter())
 
 
-# --- A copy of a state in host memory, so that training goes on while the copy is written
+# --- the copy of a state in host memory
 
 MOST_OF_MEMORY = 0.8
-"""Of the host's memory that is left, no more than this is taken for copies: what is written is cached as well."""
+"""The part of the free host memory that copies may take: written files are cached in the rest."""
 
 
 @dataclass(frozen=True)
 class _HostBuffer:
-    """Memory of the host, and the strides of what it was made for: those of the memory differ where that had gaps."""
+    """Host memory, and the strides of the tensor it was made for (they differ if that tensor has gaps)."""
 
     memory: torch.Tensor
     source_stride: tuple[int, ...]
 
 
 class Staging:
-    """The host's buffers of one rank, by the place of a tensor in its state."""
+    """The host buffers of one rank, by the place of a tensor in its state."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, _HostBuffer] = {}
@@ -102,7 +102,7 @@ class Staging:
         return sum(tensor.numel() * tensor.element_size() for _, tensor in found)
 
     def reserve(self, tensors: Tensors) -> None:
-        """Make the buffers that are missing, and touch them. Raises what torch raises where memory runs out."""
+        """Make the buffers that are missing, and touch them. Raises what torch raises if memory runs out."""
         for place, tensor in _plain_tensors(tensors, ""):
             self._buffer(place, tensor)
 
@@ -145,12 +145,12 @@ class Staging:
 
 
 def has_room(wanted_bytes: int, root: Path = Path("/")) -> bool:
-    """Whether this process's host, and its control group, leave so much memory for copies."""
+    """Whether the host, and this process's control group, have this much memory left for copies."""
     return wanted_bytes <= MOST_OF_MEMORY * read_memory_left(root)
 
 
 def _plain_tensors(tensors: Tensors, place: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor that holds numbers of this rank, those within sharded ones too, with its place."""
+    """Every plain tensor of this rank, also inside sharded ones, with its place."""
     for name, value in tensors.items():
         here = f"{place}/{name}"
         if isinstance(value, dict):

@@ -1,12 +1,13 @@
-"""Which checkpoints a run has, what is in each without torch, whether it is whole, and copies of it for another run.
+"""Lists, describes, verifies, quarantines and copies the checkpoints of a run, without torch.
 
 Invariants:
-- A folder is taken for a checkpoint by its name or by its manifest, never by guessing.
-- A checkpoint passes only where every file that was saved is there with the bytes that were saved.
-- What is shown was compared with the manifest as far as it was read.
-- Nothing is deleted; a damaged one is only set aside after an older one was loaded, an undone one before.
-- What was copied was compared with its seals where it is now, before it is a checkpoint; files of the source are read
-  alone, and nothing is written outside of the new folder.
+- A folder counts as a checkpoint by its name or its manifest, never by a guess.
+- Verify: a checkpoint passes only if every file that was saved is there with the bytes that were saved.
+- Describe: whatever is read for display is compared with the manifest.
+- Quarantine: nothing is deleted. A damaged checkpoint is renamed only after an older one was loaded, an undone one
+  before.
+- Copy: the copy is compared with its checksums before it becomes a checkpoint. Files of the source are only read, and
+  nothing is written outside the new folder.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import fsync_folder
 from shardway.rundir.names import find_run_id, step_of_checkpoint
 
-# --- Which checkpoints a person means: those of a run, or one by its own folder, wherever that was copied to
+# --- the checkpoints of a run, or one by its own folder
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint's folder and the step that its name says; None where somebody gave it another name.
+    """A checkpoint's folder and the step in its name; None if the folder has another name.
 
-    `run`: the id of the run in whose directory it was found; empty where that has none, or it was named by itself.
+    `run`: the id of the run in whose directory it was found; empty if the run has no id, or if the user named the
+    folder.
     """
 
     folder: Path
@@ -55,15 +57,15 @@ class FoundCheckpoint:
 
 @dataclass(frozen=True)
 class PassedOver:
-    """A checkpoint that is newer than the one that was loaded, and why it was not."""
+    """A checkpoint that is newer than the loaded one, and why it was not loaded."""
 
     step: int
     reason: str
 
 
 def find_checkpoints(path: Path) -> list[FoundCheckpoint]:
-    """All checkpoints of a run directory, the newest first, or the one whose folder this is. Raises UserError where
-    there is none."""
+    """All checkpoints of a run directory, the newest first, or the one in this folder. Raises UserError if there is
+    none."""
     run = RunDir(path)
     found = [find_in_run(run, step) for step in reversed(run.checkpoint_steps())]
     step = step_of_checkpoint(path)
@@ -78,7 +80,7 @@ def find_checkpoints(path: Path) -> list[FoundCheckpoint]:
 
 
 def find_in_run(run: RunDir, step: int) -> FoundCheckpoint:
-    """The checkpoint of a step where it stands in a run directory, whether it is there or not."""
+    """The checkpoint of a step in a run directory, whether it exists or not."""
     return FoundCheckpoint(run.checkpoint_path(step), step, find_run_id(run.path))
 
 
@@ -92,14 +94,14 @@ def find_checkpoint(path: Path, step: int | None = None) -> FoundCheckpoint:
     return chosen
 
 
-# --- Compares a checkpoint with its manifest, byte by byte
+# --- comparison with the manifest, byte by byte
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What one checkpoint was found to be; `reasons` is empty for one that is whole, `manifest` None for a lost one.
+    """The result for one checkpoint: `reasons` is empty for a complete one, `manifest` is None if it cannot be read.
 
-    `step` is None where neither name nor manifest says it.
+    `step` is None if neither name nor manifest has it.
     """
 
     step: int | None
@@ -109,7 +111,7 @@ class Verified:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a run can go on from it."""
+        """Whether a run can resume from it."""
         return not self.reasons
 
     def as_json(self) -> dict[str, Any]:
@@ -127,7 +129,7 @@ class Verified:
 
 
 def verify_all(checkpoints: Iterable[FoundCheckpoint]) -> Iterator[Verified]:
-    """What each of these is. Raises UserError for a newer format."""
+    """The result for each checkpoint. Raises UserError for a newer format."""
     for found in checkpoints:
         step, manifest = found.step, None
         try:
@@ -151,8 +153,8 @@ def verify_found(found: FoundCheckpoint, rank: int = 0, world: int = 1) -> Manif
 
 
 def check_files(found: FoundCheckpoint, *read: str) -> Manifest:
-    """Whether all files are there in their size, and those in `read` with the bytes that were saved: quick, and enough
-    to look into. Raises Damaged."""
+    """Quick check: all files are there in their size, and those in `read` with the bytes that were saved. Raises
+    Damaged."""
     manifest = manifest_of(found)
     checks = {name: find_damage if name in read else find_short for name in manifest.files}
     damages = [what for name, check in checks.items() if (what := check(found.folder, name, manifest.files[name]))]
@@ -172,7 +174,7 @@ def manifest_of_step(directory: RunDir, step: int) -> Manifest:
 
 
 def manifest_of(found: FoundCheckpoint) -> Manifest:
-    """The manifest of a checkpoint. Raises Damaged where it cannot be read or is another's, UserError for a newer
+    """The manifest of a checkpoint. Raises Damaged if it cannot be read or is of another run, UserError for a newer
     format."""
     manifest = read_manifest(found.folder)
     if found.step is not None and manifest.step != found.step:
@@ -183,23 +185,24 @@ def manifest_of(found: FoundCheckpoint) -> Manifest:
     return manifest
 
 
-# --- What a checkpoint is: step, ranks, counters and files by its manifest, tensors by its table; without torch
+# --- description: manifest and table
 
 PARTS = ("model", "optimizer", "random", "kept", "script", "stream", "order")
-"""What of a run a tensor may belong to; a script of one's own may keep things, and has settings and schedulers."""
+"""The parts of a run that a tensor may belong to; a script may keep objects, and has settings and schedulers."""
 
 
 def part_of(name: str) -> str:
     """The part of the run that a name in a checkpoint belongs to: one of `PARTS`.
 
-    Further models and optimizers have a name after a dash; `structure` says how a part is built that is no plain tree.
+    Further models and optimizers have a name after a dash; `structure` states how a part is built that is no plain
+    tree.
     """
     first, _, rest = name.partition(".")
     return part_of(rest) if first == "structure" else first.partition("-")[0]
 
 
 VALUE = "value"
-"""Stands for the dtype of what is no tensor."""
+"""The dtype shown for a value that is not a tensor."""
 
 
 _EMBEDDING, _HEAD = "model.model.embed_tokens.weight", "model.lm_head.weight"
@@ -228,9 +231,9 @@ class CheckpointHead:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor as it is saved, whole: its name in the model that nothing wraps, its shape, its size in bytes.
+    """One tensor as it is saved, whole: its name in the unwrapped model, its shape, its size in bytes.
 
-    What is no tensor has the dtype "value", no shape, and the size of its JSON.
+    A value that is not a tensor has the dtype "value", no shape, and the size of its JSON.
     """
 
     name: str
@@ -240,12 +243,12 @@ class TensorEntry:
 
     @property
     def part(self) -> str:
-        """What of the run it belongs to: one of `PARTS`."""
+        """The part of the run it belongs to: one of `PARTS`."""
         return part_of(self.name)
 
 
 def read_head(found: FoundCheckpoint) -> CheckpointHead:
-    """The manifest of a checkpoint whose files are all there in their size; the table in it is compared.
+    """The manifest of a checkpoint, after the size of each file and the content of the table were checked.
 
     Raises Damaged.
     """
@@ -253,27 +256,27 @@ def read_head(found: FoundCheckpoint) -> CheckpointHead:
 
 
 def list_entries(head: CheckpointHead) -> list[TensorEntry]:
-    """What a checkpoint holds, by name. Raises Damaged."""
+    """The tensors and values of a checkpoint, by name. Raises Damaged."""
     return make_entries(read_table(head.found.folder, head.manifest))
 
 
 def list_newest(run: RunDir) -> list[TensorEntry]:
-    """What the newest checkpoint of a run holds that can be looked into; nothing where there is none."""
+    """The entries of the newest readable checkpoint of a run; empty if there is none."""
     for step in reversed(run.checkpoint_steps()):
-        with contextlib.suppress(Damaged):  # a load passes it over, and tells
+        with contextlib.suppress(Damaged):  # a load skips it and reports it
             return list_entries(read_head(find_in_run(run, step)))
     return []
 
 
 def find_tie(run: RunDir) -> bool | None:
-    """Whether the checkpoints of a model of the Hugging Face library hold one matrix for embedding and output layer;
-    None where no checkpoint tells."""
+    """Whether the checkpoints of a Hugging Face model hold one matrix for embedding and output layer; None if no
+    checkpoint shows it."""
     names = {entry.name for entry in list_newest(run)}
     return _HEAD not in names if _EMBEDDING in names else None
 
 
 def make_entries(table: TensorTable) -> list[TensorEntry]:
-    """What a table tells of, by name."""
+    """The entries of a table, by name."""
     tensors = [
         TensorEntry(name, row.shape, row.dtype, math.prod(row.shape) * _item_bytes(row.dtype))
         for name, row in table.tensors.items()
@@ -283,20 +286,19 @@ def make_entries(table: TensorTable) -> list[TensorEntry]:
 
 
 def _item_bytes(dtype: str) -> int:
-    """Bytes of one number: names of formats end with their bits, but for what follows them in those of 8."""
+    """Bytes of one number: dtype names end with their bits, except 8-bit formats, which have a suffix."""
     if dtype == "bool":
         return 1
     bits = re.search(r"\d+", dtype)
     return max(1, int(bits.group()) // 8) if bits else 0
 
 
-# --- Sets checkpoints aside that are damaged or undone, so that the run can save these steps again and nobody takes
-# them for good ones
+# --- quarantine of damaged and undone checkpoints
 
 
 @dataclass(frozen=True)
 class CorruptCheckpoint:
-    """A checkpoint: its name, the name that it has now, and what is wrong with it."""
+    """A quarantined checkpoint: its name, its new name, and what is wrong with it."""
 
     name: str
     kept_as: str
@@ -306,7 +308,7 @@ class CorruptCheckpoint:
 def set_aside(directory: RunDir, found: Sequence[PassedOver], kind: str = "damaged") -> list[CorruptCheckpoint]:
     """Rename checkpoints that are "damaged" or "undone"; called on rank 0 while it holds the writer's lock.
 
-    Raises JobError where the file system refuses.
+    Raises JobError if the file system refuses.
     """
     done = []
     for each in found:
@@ -324,11 +326,11 @@ def set_aside(directory: RunDir, found: Sequence[PassedOver], kind: str = "damag
     return done
 
 
-# --- A whole checkpoint of one run as the checkpoint of another
+# --- a copy as the checkpoint of another run
 
 
 def copy_checkpoint(found: FoundCheckpoint, directory: RunDir) -> Manifest:
-    """Copy a checkpoint into a run that has none of its step. Raises Damaged, JobError where it cannot be written."""
+    """Copy a checkpoint into a run that has none of its step. Raises Damaged, JobError if it cannot be written."""
     manifest = replace(manifest_of(found), epoch=0, run=find_run_id(directory.path))
     final, partial = directory.checkpoint_path(manifest.step), directory.partial_checkpoint_path(manifest.step)
     try:

@@ -1,7 +1,7 @@
-"""In what two checkpoints differ: tensors that only one has, shapes, formats, values, and files of other libraries.
+"""Compares two checkpoints: tensors that only one has, shapes, formats, values, and files of other libraries.
 
-Invariant: two checkpoints are equal only where every bit of every tensor is. At most two tensors are in memory, and
-what a few blocks of them need. This module must not decide what a difference means.
+Invariant: two checkpoints are equal only if every bit of every tensor is equal. At most two tensors and the few blocks
+around them are in memory. This module must not decide what a difference means.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ INFINITE = float("inf")
 
 @dataclass(frozen=True)
 class Values:
-    """How far two tensors of one shape and dtype are apart: elements, those with the same bits, and of the others the
-    largest |a - b| and the largest |a - b| / max(|a|, |b|). Infinite where one is no finite number."""
+    """How far two tensors of one shape and dtype are apart: their elements, those with equal bits, and of the others
+    the largest |a - b| and the largest |a - b| / max(|a|, |b|). Infinite if one is not finite."""
 
     elements: int
     same_bits: int
@@ -35,7 +35,7 @@ class Values:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that is not the same in both; None where one has none of this name, `values` where values differ."""
+    """A tensor that differs; a side is None if it has none of this name, `values` is set if values differ."""
 
     name: str
     first: TensorEntry | None
@@ -51,7 +51,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class FileDifference:
-    """A file besides ours that is not the same in both; its size in bytes, None where there is none."""
+    """A file of another library that differs; its size in bytes, None if it is missing."""
 
     name: str
     first: int | None
@@ -59,8 +59,8 @@ class FileDifference:
 
 
 def find_differences(first: TensorReader, second: TensorReader, parts: Sequence[str]) -> list[TensorDifference]:
-    """The tensors of these parts that differ, by name; read in the order of the first checkpoint's files, so that each
-    block of them is read once."""
+    """The tensors of these parts that differ, by name. They are read in the order of the first checkpoint's files, so
+    each block of these is read once."""
     names = {name for name in {*first.entries, *second.entries} if part_of(name) in parts}
     ordered = sorted(names, key=lambda name: (first.place(name), second.place(name), name))
     return sorted(_compare(first, second, ordered), key=lambda each: each.name)
@@ -78,7 +78,7 @@ def _compare(first: TensorReader, second: TensorReader, names: Sequence[str]) ->
 
 
 def find_other_files(first: Manifest, second: Manifest) -> list[FileDifference]:
-    """Files that another library wrote and that differ, by their seals; ours are compared by tensors."""
+    """Files of other libraries that differ, by their checksums; our own are compared by tensors."""
     names = sorted(name for name in {*first.files, *second.files} if name != file_format.TABLE and not is_shard(name))
     return [
         FileDifference(name, _size(first.files, name), _size(second.files, name))
@@ -88,7 +88,7 @@ def find_other_files(first: Manifest, second: Manifest) -> list[FileDifference]:
 
 
 def compare_values(first: torch.Tensor, second: torch.Tensor) -> Values:
-    """Compare two tensors of one dtype and as many elements, a block at a time; bytes of unlike length as well."""
+    """Compare two tensors of one dtype, a block at a time; byte strings may differ in length."""
     if first.numel() != second.numel():  # values that are no tensors
         return Values(max(first.numel(), second.numel()), 0, INFINITE, INFINITE)
     blocks = [_compare_block(*pair) for pair in zip(_blocks(first), _blocks(second), strict=True)]

@@ -1,18 +1,18 @@
-"""Writes models of a checkpoint for others: a folder for `from_pretrained` of transformers, or plain state dicts for
-any PyTorch script.
+"""Exports the models of a checkpoint: a folder for `from_pretrained` of transformers, or plain state dicts for any
+PyTorch script.
 
 Invariants:
-- The folder appears whole or not at all, and an existing one is never touched; no rank holds more than one whole
-  parameter at a time beside its own part.
-- Names, shapes and formats are those of each model's own `state_dict`, whatever layout saved it, and no class of a
-  model is needed; the folder appears whole or not at all. One tensor is in memory at a time: `model.pt` is written from
-  the pages of the file beside it.
+- The folder appears complete or not at all, and an existing one is never touched.
+- Hugging Face: beside its own part, no rank holds more than one whole parameter at a time.
+- State dicts: names, shapes and formats are those of each model's own `state_dict`, whatever layout saved it, and the
+  class of the model is not needed. One tensor is in memory at a time: `model.pt` is written from the memory-mapped
+  safetensors file beside it.
 
-A safetensors file is eight bytes with the length of a header (little endian), the header (JSON: of each tensor its
-dtype, shape and place), and the tensors one after the other (https://github.com/huggingface/safetensors, "Format").
-Written here rather than by the library, which wants all tensors of a file in memory.
+A safetensors file is eight bytes with the length of the header (little endian), the header (JSON: dtype, shape and
+offsets of each tensor), then the tensors one after the other (https://github.com/huggingface/safetensors, "Format").
+It is written here, because the library wants all tensors of a file in memory.
 
-Weights that a model uses under several names are in a checkpoint under each of them, and so they are in these files.
+Weights that a model uses under several names are in a checkpoint, and in these files, under each name.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ SAFETENSORS_FORMATS: Mapping[torch.dtype, str] = MappingProxyType(
         torch.bool: "BOOL",
     }
 )
-"""Number formats that a safetensors file knows, by torch's."""
+"""torch dtype -> its name in a safetensors file."""
 
 
 @dataclass(frozen=True)
 class _Parameter:
-    """What a rank tells the others of a parameter that it holds a part of."""
+    """What a rank reports to the others of a parameter that it holds a part of."""
 
     name: str
     shape: Shape
@@ -82,7 +82,7 @@ class _Parameter:
 
 @dataclass(frozen=True)
 class _File:
-    """A file to be: its pieces in order, each with the parameter that it comes from, and the rank that writes it."""
+    """A file to write: its pieces in order, each with the parameter it comes from, and the rank that writes it."""
 
     name: str
     writer: int
@@ -94,8 +94,8 @@ def save_weights(
 ) -> Path:
     """Write the parameters of a model (names of the whole model -> tensors or DTensors) on all ranks together.
 
-    Every rank calls it with what it holds; a parameter is written, in `dtype`, by the first rank that holds a part of
-    it. Returns the folder. Raises UserError where it exists, JobError on every rank where it cannot be written.
+    Each rank passes what it holds. The first rank that holds a part of a parameter writes it, in `dtype`. Returns the
+    folder. Raises UserError if the folder exists, JobError on every rank if it cannot be written.
     """
     partial = folder.with_name(f".{folder.name}.unfinished")
     ranks.together(lambda: begin_folder(folder, partial) if ranks.is_first else None)
@@ -119,7 +119,8 @@ def save_weights(
 
 
 def begin_folder(folder: Path, partial: Path) -> None:
-    """Make the hidden neighbour that will become `folder`. Raises UserError where that exists or cannot be made."""
+    """Make the hidden neighbour that will be renamed to `folder`. Raises UserError if `folder` exists or cannot be
+    made."""
     if folder.exists():
         raise UserError(
             f"{folder} exists, and is not overwritten.\n  To do: name a folder that does not exist, or move it away."
@@ -132,8 +133,8 @@ def begin_folder(folder: Path, partial: Path) -> None:
 
 
 def _plan_files(held: Sequence[Sequence[_Parameter]], names: Names, limit: int) -> list[_File]:
-    """The files of all ranks, the same on every rank: of each rank those parameters that none before it holds, cut
-    where `limit` elements are reached."""
+    """The files of all ranks, the same on every rank: each rank writes the parameters that no earlier rank holds, cut
+    at `limit` elements."""
     seen: set[str] = set()
     groups: list[tuple[int, list[tuple[str, WeightPiece]]]] = []
     for rank, parameters in enumerate(held):
@@ -160,9 +161,9 @@ def _cut(pieces: Sequence[tuple[str, WeightPiece]], limit: int) -> Iterator[list
 
 
 def _write_tensors(state: Tensors, writers: Sequence[_TensorFileWriter]) -> None:
-    """Gather one parameter after the other and hand it to the files that it has a part in.
+    """Gather one parameter after the other and pass it to the files that need a part of it.
 
-    A writer that fails goes on taking part: the gathering needs every rank.
+    A writer that fails still takes part, since the gathering needs every rank.
     """
     failures: list[OSError] = []
     for name, tensor in state.items():
@@ -191,7 +192,7 @@ class _TensorFileWriter:
         self._stream: Any = None
 
     def take(self, name: str, whole: torch.Tensor) -> list[OSError]:
-        """Append the pieces of a parameter that belong here; what the file system refused."""
+        """Append the pieces of a parameter that belong here; returns the errors of the file system."""
         try:
             for piece in self._pieces.get(name, ()):
                 self._append(whole[piece.region.slices])
@@ -200,7 +201,7 @@ class _TensorFileWriter:
         return []
 
     def close(self) -> list[OSError]:
-        """Make the file durable; what the file system refused."""
+        """Make the file durable; returns the errors of the file system."""
         if self._stream is None:
             return []
         try:
@@ -231,7 +232,7 @@ def render_header(tensors: Sequence[tuple[str, torch.dtype, Shape]]) -> bytes:
 
 
 def _finish(files: Sequence[_File], form: Form, partial: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Everything beside the tensors, then the rename that makes the folder exist."""
+    """Write everything beside the tensors, then make the folder appear by a rename."""
     try:
         if len(files) > 1:
             _write_json(partial / INDEX, _index(files, dtype))
@@ -244,7 +245,7 @@ def _finish(files: Sequence[_File], form: Form, partial: Path, folder: Path, dty
 
 
 def finish_folder(partial: Path, folder: Path) -> None:
-    """Let the folder appear. Raises OSError."""
+    """Rename the folder to its final name. Raises OSError."""
     fsync_folder(partial)
     os.rename(partial, folder)
     fsync_folder(folder.parent)
@@ -268,19 +269,18 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-# --- Writes the models of a checkpoint as files that any PyTorch script reads: `model.safetensors` and `model.pt`,
-# and `model-NAME.safetensors` and `model-NAME.pt` for each further model of a script
+# --- state dicts: model.safetensors and model.pt
 
 NO_MODEL = ("optimizer", "random", "kept", "script")
-"""How the parts of a checkpoint begin that are no weights."""
+"""Prefixes of the parts of a checkpoint that are not weights."""
 
 _EXTRA = "_extra_state"
-"""What `nn.Module.get_extra_state` gives stands under this name in a `state_dict`."""
+"""The name in a `state_dict` of what `nn.Module.get_extra_state` returns."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """The files of one export, and why a file that belongs there is not among them ("" where none is missing)."""
+    """The files of one export, and why one is missing ("" if none is)."""
 
     files: tuple[str, ...]
     left_out: tuple[str, ...] = ()
@@ -289,8 +289,8 @@ class Written:
 def write_state_dicts(found: FoundCheckpoint, folder: Path, dtype: torch.dtype | None) -> Written:
     """Write each model of a checkpoint; `dtype` None keeps the format of each tensor, another one converts weights.
 
-    Raises UserError where the checkpoint has no weights in Shardway's form or the folder exists, Damaged where it is
-    not what was saved, JobError where it cannot be written.
+    Raises UserError if the checkpoint has no weights in Shardway's form or the folder exists, Damaged if it is not what
+    was saved, JobError if it cannot be written.
     """
     reader = TensorReader(found.folder)
     models = find_models(list(reader.entries.values()))
@@ -312,7 +312,7 @@ def write_state_dicts(found: FoundCheckpoint, folder: Path, dtype: torch.dtype |
 
 
 def find_models(entries: Sequence[TensorEntry]) -> dict[str, list[TensorEntry]]:
-    """The models of a checkpoint: `model`, and `model-NAME` for each further one that a script has given a name."""
+    """The models of a checkpoint: `model`, and `model-NAME` for each further one that a script has named."""
     parts: dict[str, list[TensorEntry]] = {}
     for entry in entries:
         if not entry.part.startswith(NO_MODEL):
@@ -321,7 +321,7 @@ def find_models(entries: Sequence[TensorEntry]) -> dict[str, list[TensorEntry]]:
 
 
 def no_weights(folder: Path) -> UserError:
-    """What holds DeepSpeed's files alone."""
+    """The error for a checkpoint that holds only DeepSpeed's files."""
     return UserError(
         f"{folder} holds no weights in Shardway's form: what DeepSpeed trained is saved in DeepSpeed's own files.\n"
         "  To do: take the weights out with `python zero_to_fp32.py . OUTPUT` in that folder."
@@ -356,7 +356,7 @@ def _write_model(
 
 @dataclass(frozen=True)
 class _Weight:
-    """A tensor as it is written: its name in the model and in the checkpoint, its format there, its shape."""
+    """A tensor to write: its name in the model and in the checkpoint, its format there, its shape."""
 
     name: str
     saved_as: str
@@ -369,7 +369,7 @@ class _Weight:
 
 
 def _lay_out(reader: TensorReader, entries: Sequence[TensorEntry], dtype: torch.dtype | None) -> list[_Weight]:
-    """The order in a file: wide formats first, so that every tensor begins at a multiple of its items' size."""
+    """The order in a file: wide formats first, so that every tensor begins at a multiple of its item size."""
     weights = []
     for entry in sorted(entries, key=lambda each: reader.place(each.name)):
         saved = find_dtype(entry.dtype)
@@ -383,7 +383,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _map(file: BinaryIO, start: int, tensors: Sequence[_Weight]) -> dict[str, torch.Tensor]:
-    """The tensors that were written, on the pages of the file."""
+    """The written tensors, memory-mapped from the file."""
     if not any(each.bytes for each in tensors):
         return {each.name: torch.empty(each.shape, dtype=each.dtype) for each in tensors}
     pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch takes no memory that may not be written
@@ -397,13 +397,13 @@ def _map(file: BinaryIO, start: int, tensors: Sequence[_Weight]) -> dict[str, to
 
 
 def _read_values(reader: TensorReader, model: str, entries: Sequence[TensorEntry]) -> dict[str, Any]:
-    """What of a `state_dict` is no tensor."""
+    """The values of a `state_dict` that are not tensors."""
     values = [entry.name for entry in entries if entry.dtype == VALUE]
     return {name.removeprefix(f"{model}."): json.loads(bytes(reader.read(name).tolist())) for name in values}
 
 
 def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A `state_dict` whose extra states are dicts again, as modules gave them."""
+    """A `state_dict` with its extra states as nested dicts again."""
     state: dict[str, Any] = {}
     for name, value in flat.items():
         owner, found, inner = name.partition(f"{_EXTRA}.")
@@ -418,7 +418,7 @@ def _save(state: Mapping[str, Any], path: Path) -> None:
     with open(path, "xb") as file:
         try:
             torch.save(dict(state), file)
-        except RuntimeError as error:  # how torch's zip writer says that a write failed
+        except RuntimeError as error:  # torch's zip writer reports a failed write so
             raise OSError(f"torch.save: {error}") from error
         _sync(file)
 

@@ -1,20 +1,17 @@
-"""The files of a checkpoint: checksums of their blocks, the manifest, the table of tensors, and reads that verify as
-they go.
+"""The file format of a checkpoint: block checksums, the manifest, the table of tensors, and reads that verify.
 
 Invariants:
-- A seal is computed from what was in memory when a file was written, or from the file alone, and is the same in both
-  ways; a file that differs from its seal in one bit is found.
-- A folder without a manifest is no checkpoint; a file that is not what the manifest says is damage. So is a manifest
-  that does not say what it said: it has a checksum of its own.
-- What is no tensor stands in the table itself, as JSON; nothing is a pickle.
-- A block is hashed before a byte of it is handed out, and that once, however many little pieces of it are asked for; at
-  most `HELD` blocks are in memory.
-- Every byte of a block that holds a part of a range is read once and hashed where it was put; nobody is told that a
-  range is there before its last block was found whole.
+- Checksums: the checksum of a file is the same whether it is computed from memory while the file is written or from the
+  file later. A difference of one bit is found.
+- Manifest: a folder without one is no checkpoint, and a file that differs from it is damaged. The manifest has a
+  checksum of its own.
+- Table: values that are not tensors are stored in it as JSON. Nothing is a pickle.
+- Reads: each block is read and hashed once, before any of its bytes is handed out, however small the pieces asked for.
+  At most `HELD` blocks are in memory.
 
-torch's own formats load a flipped bit or a zeroed page without a word, so each block carries an XXH3-128 checksum
-(https://xxhash.com), which costs far less than reading the block. Blocks, so that who wants a part of a file needs to
-read no more than the blocks around it.
+torch's own formats load a flipped bit or a zeroed page without an error, so each block carries an XXH3-128 checksum
+(https://xxhash.com), which costs far less than reading the block. Checksums are per block, so a partial read verifies
+only the blocks it touches.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ import xxhash
 from shardway.errors import JobError, UserError
 from shardway.rundir.file_io import check_answers, render_json, write_json
 
-# --- Seals: the size of a file and a checksum of each of its blocks
+# --- checksums: the size of a file and its blocks
 
 BLOCK = 2**24
 """Bytes of a file that share a checksum."""
@@ -44,14 +41,14 @@ STEP = 2**20
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """Size of one file, and the checksum of each block (`BLOCK` bytes, the last one what is left) in hexadecimal."""
+    """Size of one file, and the checksum of each block (`BLOCK` bytes; the last may be shorter) in hexadecimal."""
 
     bytes: int
     blocks: tuple[str, ...]
 
 
 class ChecksumWriter:
-    """Computes the seal of bytes that come one after another."""
+    """Computes the checksums of bytes that come one after another."""
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
@@ -59,7 +56,7 @@ class ChecksumWriter:
         self._bytes = 0
 
     def update(self, data: memoryview | bytes) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         view = memoryview(data)
         while len(view):
             part = view[: BLOCK - self._bytes % BLOCK]
@@ -71,20 +68,20 @@ class ChecksumWriter:
                 self._digest.reset()
 
     def seal(self) -> FileChecksum:
-        """Of all bytes that came."""
+        """The checksums of all bytes so far."""
         rest = [self._digest.hexdigest()] if self._bytes % BLOCK else []
         return FileChecksum(self._bytes, (*self._blocks, *rest))
 
 
 def seal_bytes(data: bytes) -> FileChecksum:
-    """The seal of a file with this content."""
+    """The checksums of a file with this content."""
     sealer = ChecksumWriter()
     sealer.update(data)
     return sealer.seal()
 
 
 def seal_file(path: Path) -> FileChecksum:
-    """Read a whole file and compute its seal."""
+    """Read a whole file and compute its checksums."""
     sealer, step = ChecksumWriter(), memoryview(bytearray(STEP))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(step):
@@ -116,13 +113,13 @@ def find_short(folder: Path, name: str, seal: FileChecksum) -> str | None:
 
 
 def describe_unreadable(folder: Path, name: str, error: OSError) -> str:
-    """A file that cannot be opened or read. Raises JobError where its file system is away: that is no damage."""
+    """Describe a file that cannot be opened or read. Raises JobError if its file system is away: that is no damage."""
     check_answers(folder / name, error)
     return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name} cannot be read ({error.strerror})"
 
 
 def describe_changed(name: str, seal: FileChecksum, block: int) -> str:
-    """A block that is not what was saved."""
+    """Describe a block that is not what was saved."""
     first, end = block * BLOCK, min((block + 1) * BLOCK, seal.bytes)
     which = "its checksum" if len(seal.blocks) == 1 else f"the checksum of its bytes {first} to {end}"
     return f"the content of {name} has changed ({which} is another)"
@@ -132,7 +129,7 @@ def _format_size(name: str, size: int, seal: FileChecksum) -> str:
     return f"{name} has {size} bytes, the manifest says {seal.bytes}"
 
 
-# --- The manifest: which files a checkpoint consists of, their seals, and the numbers of the run
+# --- the manifest
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -142,7 +139,7 @@ MANIFEST = "manifest.json"
 class Manifest:
     """`numbers` are the run's counters at `step`; `world` is how many ranks wrote the files.
 
-    `epoch` is that of the writer's lease; 0 where it had none. `run` is the id of the run; empty in older ones.
+    `epoch` is that of the writer's lease; 0 if it had none. `run` is the id of the run; empty in older manifests.
     """
 
     step: int
@@ -159,7 +156,7 @@ class Manifest:
 
 
 class Damaged(JobError):
-    """A checkpoint is not what was saved; `reasons` say what of it."""
+    """A checkpoint is not what was saved; `reasons` lists the differences."""
 
     def __init__(self, folder: Path, reasons: Sequence[str]) -> None:
         self.reasons = tuple(reasons)
@@ -167,7 +164,7 @@ class Damaged(JobError):
 
 
 def list_files(folder: Path) -> list[str]:
-    """The files in a folder and in the folders within, as paths from it, in the same order on every rank."""
+    """The files in a folder and its subfolders, as paths relative to it, in the same order on every rank."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
@@ -178,7 +175,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def digest_manifest(manifest: Manifest) -> str:
-    """A checksum of all that a manifest says, the same as stands in its file."""
+    """A checksum of the content of a manifest, as its file states it."""
     return _digest(_content_of(manifest))
 
 
@@ -189,7 +186,7 @@ def _content_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises Damaged where it cannot be read, UserError for another format."""
+    """The manifest of a checkpoint. Raises Damaged if it cannot be read, UserError for another format."""
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
@@ -208,7 +205,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """Of what a manifest says, however that is written; what is not finite is written as null."""
+    """The digest of a manifest's content, however it is written; numbers that are not finite become null."""
     return xxhash.xxh3_128_hexdigest(render_json(content, sort_keys=True).encode())
 
 
@@ -227,8 +224,7 @@ def _other_format(folder: Path, found: Any) -> str:
     )
 
 
-# --- The table of a checkpoint: of each tensor its format, its shape and which file has which part of it, from
-# which byte
+# --- the table of tensors
 
 TABLE = "tensors.json"
 
@@ -241,7 +237,7 @@ def shard_name(rank: int) -> str:
 
 
 def is_shard(name: str) -> bool:
-    """Whether a file of a checkpoint is that of a rank."""
+    """Whether a file of a checkpoint is a rank's shard."""
     return re.fullmatch(r"rank-\d{5,}\.bin", name) is not None
 
 
@@ -256,7 +252,7 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class Special:
-    """A tensor of a class of its own: the class, what it needs besides its parts (JSON), and these in their order."""
+    """A tensor of a special class: the class, what it needs besides its parts (JSON), and the parts in order."""
 
     kind: str
     context: Any
@@ -265,7 +261,7 @@ class Special:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: where it begins in the tensor and its size, and the file and byte where its numbers begin.
+    """A box of a tensor: its offset and size in the tensor, and the file and byte where its numbers begin.
 
     The numbers are in C order, little endian.
     """
@@ -288,14 +284,14 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class TensorTable:
-    """By name: tensors, and values that are none, each as JSON of its own (so that one that is not finite survives)."""
+    """By name: tensors, and other values, each as a JSON string of its own (so values that are not finite survive)."""
 
     tensors: Mapping[str, TensorRow]
     values: Mapping[str, str]
 
 
 def write_table(path: Path, table: TensorTable) -> FileChecksum:
-    """Write a table; the seal of its file. The caller makes it durable."""
+    """Write a table; returns the checksums of its file. The caller makes it durable."""
     files = sorted({chunk.file for row in table.tensors.values() for chunk in row.chunks})
     numbers = {name: number for number, name in enumerate(files)}
     rows = {
@@ -309,7 +305,7 @@ def write_table(path: Path, table: TensorTable) -> FileChecksum:
 
 
 def read_table(folder: Path, manifest: Manifest) -> TensorTable:
-    """The table of a checkpoint, compared with its seal. Raises Damaged."""
+    """The table of a checkpoint, compared with its checksums. Raises Damaged."""
     seal = manifest.files.get(TABLE)
     if seal is None:
         raise Damaged(folder, [f"its manifest knows no {TABLE}"])
@@ -326,7 +322,7 @@ def read_table(folder: Path, manifest: Manifest) -> TensorTable:
 
 
 def _pack(chunk: Chunk, numbers: Mapping[str, int]) -> list[Any]:
-    """As a short list: large models have millions of chunks."""
+    """A chunk as a short list: large models have millions of chunks."""
     packed: list[Any] = [numbers[chunk.file], chunk.at, chunk.offsets, chunk.sizes]
     if (special := chunk.special) is not None:
         parts = [[part.attribute, part.dtype, part.shape] for part in special.parts]
@@ -348,16 +344,16 @@ def _unpack(packed: list[Any], files: list[str]) -> Chunk:
     return Chunk(files[number], int(at), tuple(offsets), tuple(sizes), special)
 
 
-# --- Bytes out of a checkpoint's files for whoever reads them a little at a time, in any order
+# --- small reads in any order, verified
 
 HELD = 8
-"""Blocks that are kept for what is asked for next: one for each of a few files that are read side by side."""
+"""Blocks that stay in memory: one for each of a few files that are read side by side."""
 
 
 class BlockReader:
     """Reads ranges of files of one checkpoint.
 
-    What is wanted of a block that was let go of is read alone then, since the block was found whole before.
+    If a dropped block is needed again, only the wanted bytes are read: the block was verified before.
     """
 
     def __init__(self, folder: Path, seals: Mapping[str, FileChecksum]) -> None:
@@ -367,7 +363,7 @@ class BlockReader:
         self._whole: set[tuple[str, int]] = set()
 
     def read(self, name: str, at: int, target: memoryview) -> None:
-        """Fill memory with the bytes of a file from `at` on. Raises Damaged where they are not what was saved."""
+        """Fill memory with the bytes of a file from `at` on. Raises Damaged if they are not what was saved."""
         seal = self._seals.get(name)
         if seal is None:
             raise Damaged(self._folder, [f"{name} is not in the manifest"])
@@ -402,7 +398,7 @@ class BlockReader:
         return block
 
     def _fill(self, name: str, at: int, target: memoryview) -> None:
-        """Read from the file itself."""
+        """Read from the file without a check."""
         try:
             with open(self._folder / name, "rb", buffering=0) as file:
                 file.seek(at)
@@ -416,16 +412,16 @@ class BlockReader:
             raise Damaged(self._folder, [describe_unreadable(self._folder, name, error)]) from None
 
 
-# --- Reads ranges of one file into memory, block by block, each compared with its checksum
+# --- ranges of a file into memory, verified
 
 MOST_PIECES = 512
-"""Of one read; systems take 1024 (IOV_MAX)."""
+"""Buffers of one read; systems allow 1024 (IOV_MAX)."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Bytes of a file: the first, how many, the memory that they go into (asked for when it is needed), and what to do
-    once they are there."""
+    """Bytes of a file: offset, length, a function that gives the target memory when it is needed, and one that is
+    called when they are there."""
 
     at: int
     length: int
@@ -434,13 +430,13 @@ class Range:
 
     @property
     def end(self) -> int:
-        """The byte after the last."""
+        """The offset after the last byte."""
         return self.at + self.length
 
 
 def read_ranges(folder: Path, name: str, seal: FileChecksum, ranges: Sequence[Range], *, whole: bool) -> str | None:
-    """Read ranges that do not overlap; what is damaged, or None. `whole`: compare the blocks around which nothing is
-    wanted as well. Raises OSError."""
+    """Read ranges that do not overlap; returns what is damaged, or None. `whole`: also verify blocks that no range
+    touches. Raises OSError."""
     if short := find_short(folder, name, seal):
         return short
     if any(each.end > seal.bytes for each in ranges):
@@ -457,19 +453,19 @@ def read_ranges(folder: Path, name: str, seal: FileChecksum, ranges: Sequence[Ra
 
 
 class _Pending:
-    """The ranges that are still to be read, in the order of the file."""
+    """The ranges that are not read yet, in the order of the file."""
 
     def __init__(self, ranges: Sequence[Range]) -> None:
         self._left = sorted(ranges, key=lambda each: (each.at, each.end))
         self._next = 0
 
     def touches(self, first: int, end: int) -> bool:
-        """Whether one has bytes there; what ends before is done already."""
+        """Whether a range has bytes there; ranges that end before are done."""
         return self._next < len(self._left) and self._left[self._next].at < end
 
     def pieces(self, first: int, end: int, nowhere: memoryview) -> Iterator[memoryview]:
-        """The memory into which the bytes from first to end go, in order. For those that nobody wants parts of
-        `nowhere`, each of its own: all are hashed once all were read."""
+        """The memory for the bytes from `first` to `end`, in order. Bytes outside all ranges go to parts of `nowhere`,
+        each its own, since all are hashed after all were read."""
         at, number = first, self._next
         while at < end:
             while number < len(self._left) and self._left[number].end <= at:
@@ -486,7 +482,7 @@ class _Pending:
             at = stop
 
     def finish(self, end: int) -> None:
-        """All bytes before `end` are there and whole."""
+        """All bytes before `end` are there and verified."""
         while self._next < len(self._left) and self._left[self._next].end <= end:
             if (done := self._left[self._next].done) is not None:
                 done()
@@ -494,7 +490,7 @@ class _Pending:
 
 
 def _read_block(descriptor: int, first: int, end: int, pending: _Pending) -> str:
-    """Read one block to where it belongs; its checksum."""
+    """Read one block into its targets; returns its checksum."""
     digest, nowhere = xxhash.xxh3_128(), memoryview(bytearray(STEP))
     for at in range(first, end, STEP):
         stop = min(at + STEP, end)
@@ -509,7 +505,7 @@ def _read_block(descriptor: int, first: int, end: int, pending: _Pending) -> str
 
 
 def _read_pieces(descriptor: int, pieces: list[memoryview], at: int, digest: xxhash.xxh3_128) -> int:
-    """Fill all pieces from the file, one after the other, and hash them; where the file goes on."""
+    """Fill all pieces from the file, one after the other, and hash them; returns the offset after the last."""
     left = [piece for piece in pieces if len(piece)]
     for piece in _filled(descriptor, left, at):
         digest.update(piece)

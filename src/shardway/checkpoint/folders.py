@@ -1,10 +1,10 @@
 """The folders that checkpoints are written to, and the retention policy that prunes them.
 
 Invariants:
-- In each folder one rank leads, which makes, names and removes what stands there. Whoever writes, the right to write is
-  that of the run directory.
-- An older checkpoint goes only once a newer one was read back and is what was in memory when it was saved; the last
-  that is whole never goes. Nothing is removed that Shardway did not make.
+- One rank leads each folder: it alone creates, renames and removes what is in it. The right to write is that of the run
+  directory.
+- An older checkpoint is removed only after a newer one was read back and equals what was in memory when it was saved.
+  The last complete checkpoint is never removed, nor is anything that Shardway did not make.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from shardway.rundir.file_io import remove_folder
 from shardway.rundir.lineage import LOCAL, SHARED
 from shardway.rundir.names import LocalRun, list_steps, partial_name, step_name
 
-# --- Where checkpoints are written: one folder of all ranks in the run directory, or a folder a node on its own
-# disk
+# --- folders of all ranks or of one node
 
 _ROOM = "make room, lower checkpoint.keep"
 
 
 @dataclass(frozen=True)
 class Local:
-    """This rank's node: its number, which part of all ranks it has, and the name of the start that saves there."""
+    """This rank's node: its number, its share of all ranks, and the name of the start that saves there."""
 
     files: LocalRun
     node: int
@@ -42,7 +41,7 @@ class Local:
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """Where this rank writes checkpoints of a run; `local` where that is the disk of its node."""
+    """Where this rank writes checkpoints of a run; `local` is set for the disk of its node."""
 
     run: RunDir
     leads: bool
@@ -50,35 +49,35 @@ class CheckpointFolder:
 
     @property
     def tier(self) -> str:
-        """Which of the two it is."""
+        """The tier: shared or local."""
         return SHARED if self.local is None else LOCAL
 
     @property
     def share(self) -> float:
-        """Which part of the bytes of all ranks comes into this folder."""
+        """The part of the bytes of all ranks that goes into this folder."""
         return 1.0 if self.local is None else self.local.share
 
     @property
     def folder(self) -> Path:
-        """The folder that the folders of checkpoints are in."""
+        """The folder that holds the folders of checkpoints."""
         return self.run.checkpoints if self.local is None else self.local.files.node(self.local.node)
 
     def make(self) -> Path:
-        """The folder; that on a disk is made where it is missing. Raises OSError, JobError."""
+        """The folder; a local one is made if it is missing. Raises OSError, JobError."""
         return self.folder if self.local is None else self.local.files.make(self.local.node)
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step stands once it is complete."""
+        """The folder of a complete checkpoint of a step."""
         return self.folder / step_name(step)
 
     def partial_path(self, step: int) -> Path:
-        """Where it is written before; each start of the run has a place of its own."""
+        """The folder in which a checkpoint is written; each start of the run has its own on a local disk."""
         if self.local is None:
             return self.run.partial_checkpoint_path(step)
         return self.folder / partial_name(step, f"start-{self.local.start}")
 
     def explain(self, error: ShardwayError, step: int) -> str:
-        """What somebody is told whose save has failed."""
+        """The message for a save that failed."""
         if self.local is not None:
             return (
                 f"the checkpoint of step {step} could not be saved on the disk of a node ({self.folder}): {error}\n"
@@ -101,29 +100,29 @@ class CheckpointFolder:
 
 
 def shared_place(run: RunDir, ranks: Ranks) -> CheckpointFolder:
-    """The run directory, in which rank 0 leads."""
+    """The run directory, which rank 0 leads."""
     return CheckpointFolder(run, ranks.is_first)
 
 
-# --- Which checkpoints stay, and the removal of the others
+# --- the retention policy
 
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Which checkpoints stay: the `newest` (at least 1), for ever those whose step is a multiple of `every`, and as
-    many as `best` of those with the best validation."""
+    """Which checkpoints stay: the `newest` (at least 1), those whose step is a multiple of `every`, and the `best` ones
+    by validation."""
 
     newest: int
     every: int | None = None
     best: int = 0
 
     def find_best(self, steps: Sequence[int], ranking: Sequence[int]) -> list[int]:
-        """Of some steps, those that are kept for their validation; `ranking` has all validated ones, the best first."""
+        """Of some steps, those kept for their validation; `ranking` has all validated ones, the best first."""
         there = frozenset(steps)
         return [step for step in ranking if step in there][: self.best]
 
     def find_doomed(self, steps: Sequence[int], ranking: Sequence[int] = ()) -> list[int]:
-        """Of the steps that are saved, oldest first, those that may go."""
+        """Of the saved steps, oldest first, those that may be removed."""
         best = self.find_best(steps, ranking)
         return [s for s in steps[: -self.newest] if (self.every is None or s % self.every) and s not in best]
 
@@ -131,7 +130,8 @@ class RetentionPolicy:
 def retire(directory: RunDir, ranks: Ranks, keep: RetentionPolicy, newest: int, ranking: Sequence[int] = ()) -> None:
     """Remove what no rule keeps, after the checkpoint of step `newest` was read back; on all ranks together.
 
-    Raises JobError on every rank where it is not what was saved, or another run has taken over: nothing goes then.
+    Raises JobError on every rank if it is not what was saved, or if another run has taken over; then nothing is
+    removed.
     """
     doomed = ranks.ask_first(lambda: keep.find_doomed(directory.checkpoint_steps(), ranking))
     if not doomed:
@@ -141,13 +141,14 @@ def retire(directory: RunDir, ranks: Ranks, keep: RetentionPolicy, newest: int, 
 
 
 def remove_leftovers(directory: RunDir) -> None:
-    """Remove what saves that were cut off have left; called on rank 0 while it holds the writer's lock."""
+    """Remove what interrupted saves have left; called on rank 0 while it holds the writer's lock."""
     for partial in directory.partial_checkpoints():
         remove_folder(partial)
 
 
 def _read_back(directory: RunDir, ranks: Ranks, step: int) -> None:
-    """Each rank reads files of the next node, where there is one: a node's own cache would show what it believes."""
+    """Each rank reads files of the next node if there is one: the cache of its own node would hide errors of the
+    disk."""
     share = (ranks.rank + ranks.placement.local_world) % ranks.world
     try:
         verify_checkpoint(directory, step, share, ranks.world)
@@ -162,9 +163,9 @@ def _remove_all(directory: RunDir, steps: Sequence[int]) -> None:
 
 
 def _remove(directory: RunDir, step: int) -> None:
-    # Renamed first, so that one that is half deleted is never taken for a checkpoint.
+    # Renamed first, so that a half-deleted folder is never taken for a checkpoint.
     doomed = directory.partial_checkpoint_path(step)
     remove_folder(doomed)
-    with contextlib.suppress(OSError):  # one that cannot be removed now is tried again after the next save
+    with contextlib.suppress(OSError):  # tried again after the next save
         directory.checkpoint_path(step).rename(doomed)
     remove_folder(doomed)

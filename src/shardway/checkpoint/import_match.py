@@ -1,11 +1,11 @@
-"""From a path to the tensors of a model: which source it is, how names, shapes, formats and settings correspond.
+"""Matches the tensors of a source with those of a model (names, shapes, formats, settings); finds a source's kind.
 
 Invariants:
-- A setting is compared only where both sides say it; one that differs is a problem, since the same weights would
-  compute something else.
-- Whatever does not fit is one UserError that counts it all, before a number is read (but those of an output layer that
-  may be the embedding). Names are those that an export writes, or the model's own.
-- Decided by what is there, never by the ending of a name.
+- A setting is compared only if both sides state it. A difference is a problem, since the same weights would compute
+  something else.
+- All mismatches are listed in one UserError before any number is read, except those of an output layer that may be the
+  embedding. Names are those that an export writes, or the model's own.
+- The kind of a source is found from its content, never from the ending of a name.
 """
 
 from __future__ import annotations
@@ -53,15 +53,14 @@ from shardway.models.transformer import Transformer, TransformerShape
 from shardway.rundir.directory import RunDir
 from shardway.rundir.names import step_of_checkpoint
 
-# --- What weights mean beside their shapes: numbers of heads, rotary base, epsilons, as a source's config.json says
-# them
+# --- settings that shapes do not show
 
 _OF_CONFIG = (
     *("model_type", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "sliding_window", "clip_qkv"),
     *("tie_word_embeddings", "num_experts_per_tok", "norm_topk_prob", "no_rope_layers", "layer_types"),
 )
-"""Of a config.json, what shapes do not say."""
+"""Keys of a config.json that shapes do not show."""
 
 
 def is_tied(model: nn.Module) -> bool:
@@ -85,7 +84,7 @@ def list_setting_problems(source: ForeignSource, model: nn.Module) -> list[Probl
             if config.get(key) is not None
             and key in own
             and not _alike(own[key], config[key])
-            and not (key == "tie_word_embeddings" and config[key])  # what the values say counts then
+            and not (key == "tie_word_embeddings" and config[key])  # then the values decide
         ]
     if isinstance(model, Transformer):
         here, there = _settings_of(model.shape), _settings_of(to_transformer_shape(config))
@@ -98,7 +97,7 @@ def list_setting_problems(source: ForeignSource, model: nn.Module) -> list[Probl
 
 
 def _settings_of(shape: TransformerShape) -> dict[str, Any]:
-    """Keys of [model] that no shape of a weight says."""
+    """Keys of [model] that no shape of a weight shows."""
     settings = {
         "heads": shape.heads,
         "kv_heads": shape.kv_heads,
@@ -114,7 +113,7 @@ def _settings_of(shape: TransformerShape) -> dict[str, Any]:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two values mean the same; of two tables, in what both say."""
+    """Whether two values mean the same; of two tables, the keys that both have are compared."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return all(_alike(one[key], other[key]) for key in one.keys() & other.keys())
     return bool(one == other)
@@ -124,17 +123,17 @@ def _differs(where: str, here: Any, there: Any, remedy: str) -> Problem:
     return Problem(where, f"{here!r} in this run, {there!r} where the weights come from", remedy=remedy)
 
 
-# --- How the tensors of a source become those of a model: names, what stands before them, shapes, formats, settings
+# --- names, prefixes, shapes and formats
 
 LISTED = 40
-"""How many names of one sort a message has."""
+"""How many names of one kind a message lists."""
 
 _WEIGHT_FORMATS = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class View:
-    """Tensors of a source under other names: short name -> name there, and what is there."""
+    """Tensors of a source under other names: short name -> name in the source, and its description."""
 
     source: ForeignSource
     names: Mapping[str, str]
@@ -143,12 +142,12 @@ class View:
 
     @property
     def folder(self) -> Path:
-        """What messages name."""
+        """The path for messages."""
         return self.source.path
 
     @contextmanager
     def open(self) -> Iterator[Renaming]:
-        """A reader that takes short names."""
+        """A reader that takes the short names."""
         with self.source.open() as reader:
             yield Renaming(reader, self.names)
 
@@ -168,7 +167,7 @@ class Renaming:
 @dataclass(frozen=True)
 class Match:
     """A source that fits a model: `fit` has its parameters, `buffers` names those that the source has, `initial` those
-    that it has not. `prefix` stood before all names; `unused` counts the tensors of other parts."""
+    that it lacks. `prefix` stood before all names; `unused` counts the tensors of other parts."""
 
     view: View
     fit: Fit
@@ -178,7 +177,7 @@ class Match:
     unused: Mapping[str, int]
 
     def fill(self, model: nn.Module) -> None:
-        """Put the values into a model in any sharding, converted to its formats. Raises UserError, Damaged."""
+        """Load the values into a model in any sharding, converted to its formats. Raises UserError, Damaged."""
         load_weights(model, self.fit)
         with self.view.open() as reader, torch.no_grad():
             for name, buffer in model.named_buffers():
@@ -187,7 +186,7 @@ class Match:
                     buffer.copy_(reader.read(short, whole))
 
     def count_conversions(self, model: nn.Module) -> dict[str, int]:
-        """Of the tensors of the source that have another format than the model's: "bfloat16 to float32" -> how many."""
+        """Tensors of the source whose format is not the model's: "bfloat16 to float32" -> how many."""
         described = self.view.tensors
         pairs = Counter(
             (described[piece.name].dtype, str(parameter.dtype).removeprefix("torch."))
@@ -198,9 +197,9 @@ class Match:
 
 
 def match_source(source: ForeignSource, model: nn.Module, prefix: str | None = None) -> Match:
-    """Find every tensor of a whole model (the meta device will do) in a source.
+    """Match every tensor of a whole model (the meta device is enough) with a source.
 
-    `prefix`: what stands before its names there; None finds it. Raises UserError that names all that does not fit.
+    `prefix`: what stands before its names in the source; None finds it. Raises UserError that lists all mismatches.
     """
     parameters = {canonical_name(name): tuple(each.shape) for name, each in model.named_parameters()}
     saved = {canonical_name(name): tuple(each.shape) for name, each in model.state_dict().items()}
@@ -223,7 +222,7 @@ def match_source(source: ForeignSource, model: nn.Module, prefix: str | None = N
 
 
 def _look_under(source: ForeignSource, prefix: str) -> View:
-    """What of a source has names that begin so, by the rest of these."""
+    """The tensors of a source whose names begin with `prefix`, by the rest of the name."""
     described = source.tensors
     names = {canonical_name(name).removeprefix(prefix): name for name in described if _starts(name, prefix)}
     tensors = {short: described[name] for short, name in names.items()}
@@ -255,7 +254,7 @@ def _joined(ways: Sequence[Names]) -> Names:
 
 
 def _count(way: Names, parameters: Mapping[str, Shape], view: View) -> int:
-    """How many tensors of a source have such a name."""
+    """How many tensors of a source have the names of `way`."""
     named = {piece.name for name, shape in parameters.items() for piece in _all(way, name, shape)}
     return len(named & view.names.keys())
 
@@ -265,7 +264,7 @@ def _starts(name: str, prefix: str) -> bool:
 
 
 def _find_prefix(source: ForeignSource, expected: set[str]) -> str:
-    """What stands before most names that the model knows. Raises UserError where that is not one thing."""
+    """The prefix of most names that the model has. Raises UserError if it is ambiguous."""
     if isinstance(source, OwnSource):
         return "model."
     counts: Counter[str] = Counter()
@@ -285,7 +284,7 @@ def _find_prefix(source: ForeignSource, expected: set[str]) -> str:
 
 
 def _list_misfits(fit: Fit, model: nn.Module, buffers: Mapping[str, Shape], *, own: bool) -> list[Problem]:
-    """All that is missing, left over, of another shape or of no format of weights."""
+    """All that is missing, left over, of another shape or not in a format of weights."""
     described = fit.files.tensors if isinstance(fit.files, View) else {}
     spare = (*SPARE, *(SPARE_IF_TIED if is_tied(model) else ()), *buffers)
     misfit = find_misfit(fit, spare)
@@ -318,7 +317,8 @@ def _problem(where: str, what: str, names: Sequence[str], more: str = "") -> lis
 
 
 def _check_head(view: View, model: nn.Module) -> None:
-    """Raise UserError where an output layer would be left out that is not the embedding which the model uses for it."""
+    """Raise UserError if an output layer would be left out that differs from the embedding that the model uses for
+    it."""
     if not is_tied(model) or not {HEAD, EMBEDDING} <= view.shapes.keys() or are_equal(view, HEAD, EMBEDDING):
         return
     raise UserError(
@@ -328,7 +328,7 @@ def _check_head(view: View, model: nn.Module) -> None:
 
 
 def has_own_head(source: ForeignSource) -> bool:
-    """Whether a source holds an output layer in the library's names that is not the embedding beside it."""
+    """Whether a source holds an output layer, under the library's names, that differs from its embedding."""
     for name in source.tensors:
         prefix = canonical_name(name).removesuffix(HEAD)
         if prefix + HEAD == canonical_name(name):
@@ -337,7 +337,7 @@ def has_own_head(source: ForeignSource) -> bool:
     return False
 
 
-# --- Which source a path is
+# --- the kind of a source
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _KNOWN = (
@@ -347,7 +347,7 @@ _KNOWN = (
 
 
 def open_source(path: Path, step: int | None = None) -> ForeignSource:
-    """The source at a path; `step` chooses among the checkpoints of a run. Raises UserError where it is none, or is
+    """The source at a path; `step` chooses among the checkpoints of a run. Raises UserError if it is no source, or is
     damaged; Damaged for a checkpoint of Shardway's."""
     if path.is_dir() and is_own(path):
         found = find_checkpoint(path, step)

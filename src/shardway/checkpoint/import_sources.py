@@ -1,17 +1,16 @@
 """Weights of other tools as sources of tensors: safetensors, torch.save, torch.distributed.checkpoint, another run.
 
 Invariants:
-- A source that was opened describes all its tensors; what is wrong with its files is a UserError that says so in one
-  message.
-- Headers alone are read until a region is asked for.
-- Torch's reader of weights alone opens it (`weights_only`), mapped into memory: a file that asks for anything but
-  tensors and plain data is refused, and nothing of it is run.
-- `.metadata`, which is a pickle, is read by an unpickler that makes records of the few classes it consists of and
-  refuses every other name, so that nothing of it can run; tensors are read by `torch.load` with `weights_only`.
-- What is read of it was compared with its seals.
+- An open source describes all its tensors. All that is wrong with its files is one UserError.
+- Only headers are read until a region is asked for.
+- torch.save: files are opened by `torch.load` with `weights_only`, memory-mapped. A file that holds anything but
+  tensors and plain data is refused, and none of its code runs.
+- torch.distributed.checkpoint: `.metadata` is a pickle. A restricted unpickler makes records of the few classes it
+  needs and refuses every other name. Tensors are read by `torch.load` with `weights_only`.
+- Another run: what is read is compared with its checksums.
 
-The form is that of torch's FileSystemWriter: of each box of a tensor the file, the first byte and the length, where
-torch.save has written it (torch/distributed/checkpoint/metadata.py, filesystem.py).
+torch's FileSystemWriter stores for each box of a tensor the file, the first byte and the length of what torch.save has
+written (torch/distributed/checkpoint/metadata.py, filesystem.py).
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from shardway.models.huggingface.pieces import Shape, TensorRegion
 from shardway.models.huggingface.weights import WeightFiles
 from shardway.rundir.directory import RunDir
 
-# --- What every source of weights is: tensors with names, shapes and formats, read by regions
+# --- what every source is
 
 
 @dataclass(frozen=True)
 class Described:
-    """A tensor of a source: its whole shape, and its number format in torch's words ("float32")."""
+    """A tensor of a source: its whole shape, and its dtype in torch's words ("float32")."""
 
     shape: Shape
     dtype: str
@@ -58,11 +57,11 @@ class SourceReader(Protocol):
 
 
 class ForeignSource(Protocol):
-    """Tensors that somebody else has written."""
+    """Tensors that another tool or run has written."""
 
     @property
     def kind(self) -> str:
-        """What it is, in a few words."""
+        """A short name of the kind."""
         ...
 
     @property
@@ -77,7 +76,7 @@ class ForeignSource(Protocol):
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """What its config.json says, where it has one."""
+        """Its config.json, None if it has none."""
         ...
 
     def open(self) -> AbstractContextManager[SourceReader]:
@@ -86,7 +85,8 @@ class ForeignSource(Protocol):
 
 
 class WholeTensors:
-    """Regions out of tensors that can only be read whole: the last one is kept, since its regions come together."""
+    """Reads regions of tensors that can only be read whole. The last tensor is kept, since its regions come
+    together."""
 
     def __init__(self, source: ReadsWhole) -> None:
         self._source = source
@@ -114,12 +114,12 @@ def source_error(path: Path, what: str, remedy: str) -> UserError:
     return UserError(f"{path} {what}.\n  Nothing was written. To do: {remedy}.")
 
 
-# --- Safetensors as a source: a folder in the layout of the hub, any folder of such files, or one file
+# --- safetensors: a folder or one file
 
 _DTYPES: Mapping[str, str] = MappingProxyType(
     {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "BOOL": "bool"}
 )
-"""How safetensors names formats -> torch's name; others stay as they are, and are no format of weights."""
+"""safetensors' dtype names -> torch's; others stay as they are, and are not formats of weights."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class HubSource:
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """Of its folder. Raises UserError for one that cannot be read."""
+        """The config.json of its folder. Raises UserError if it cannot be read."""
         folder = self.files.folder
         return read_config(folder) if (folder / CONFIG).is_file() else None
 
@@ -155,7 +155,7 @@ class HubSource:
         return list(self.files.shapes.items())
 
 
-# --- A file of torch.save as a source
+# --- torch.save: one file
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class TorchFile:
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """It has none."""
+        """None."""
         return None
 
     @contextmanager
@@ -186,12 +186,12 @@ class TorchFile:
         yield WholeTensors(self)
 
     def read_whole(self, name: str) -> torch.Tensor:
-        """A view of the file's pages in memory."""
+        """A view of the memory-mapped file."""
         return self.found[name]
 
 
 def open_torch_file(path: Path) -> TorchFile:
-    """Map a file into memory. Raises UserError where it is damaged or holds more than tensors and plain data."""
+    """Map a file into memory. Raises UserError if it is damaged or holds more than tensors and plain data."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -223,7 +223,7 @@ def _flatten(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from _flatten(each, f"{name}.{key}" if name else str(key))
 
 
-# --- A checkpoint of torch.distributed.checkpoint as a source: a folder with `.metadata` and files of tensors
+# --- torch.distributed.checkpoint: .metadata and files
 
 METADATA = ".metadata"
 
@@ -272,7 +272,7 @@ class DistributedSource:
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """It has none."""
+        """None."""
         return None
 
     @contextmanager
@@ -281,7 +281,7 @@ class DistributedSource:
         yield WholeTensors(self)
 
     def read_whole(self, name: str) -> torch.Tensor:
-        """A tensor, put together. Raises UserError where a file is damaged."""
+        """A tensor, assembled from its boxes. Raises UserError if a file is damaged."""
         described = self.tensors[name]
         whole = torch.empty(described.shape, dtype=find_dtype(described.dtype))
         for box in self.boxes[name]:
@@ -302,7 +302,7 @@ class DistributedSource:
 
 
 def open_distributed(folder: Path) -> DistributedSource:
-    """Read the metadata. Raises UserError where they name more than they may, or files that are missing or short."""
+    """Read the metadata. Raises UserError for names that are not allowed, or for files that are missing or short."""
     found = _read_metadata(folder / METADATA)
     try:
         places = {(index.fqn, _offset(index)): info for index, info in found.storage_data.items()}
@@ -337,7 +337,7 @@ def _describe(row: Any) -> Described:
 
 
 def _offset(index: Any) -> Shape:
-    """Where a box begins; what is no tensor has none."""
+    """Where a box begins; () for what is not a tensor."""
     return _sizes(getattr(index, "offset", None) or ())
 
 
@@ -376,11 +376,11 @@ def _damaged(folder: Path, what: str) -> Exception:
     return source_error(folder, f"is damaged ({what})", "fetch or copy it again")
 
 
-# --- the pickle
+# --- the restricted unpickler
 
 
 class _StandIn:
-    """Stands in for an object of the metadata: holds what it was made with and its state, and runs nothing."""
+    """Stands in for an object of the metadata: holds its arguments and state, and runs nothing."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -393,14 +393,14 @@ class _StandIn:
 
 
 class _Refused(Exception):
-    """The pickle names what it may not."""
+    """The pickle names something that is not allowed."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names of `_RECORDS`, sizes and number formats, and no other."""
+    """Finds the names of `_RECORDS`, sizes and number formats, and no other."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """A stand-in, made anew each time: what a pickle does to it, it does to nobody else."""
+        """A new stand-in class each time, so that a pickle can change only its own."""
         if (module, name) in _RECORDS:
             return type("_Record", (_StandIn,), {})
         if (module, name) == ("torch", "Size"):
@@ -427,7 +427,7 @@ def _read_metadata(path: Path) -> Any:
         raise _damaged(path.parent, f"{METADATA}: {error!r}") from None
 
 
-# --- A checkpoint of another run as a source
+# --- a checkpoint of another run
 
 
 @dataclass(frozen=True)
@@ -455,12 +455,12 @@ class OwnSource:
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """It has none: `resolved` says what its model is."""
+        """None: `resolved` describes its model."""
         return None
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """The resolved run that it is a part of; empty for a checkpoint that was taken out of its run."""
+        """The resolved run that it is part of; empty for a checkpoint outside its run."""
         return RunDir(self.path.resolve().parent.parent).read_resolved()
 
     @contextmanager

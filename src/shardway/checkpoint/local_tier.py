@@ -1,14 +1,14 @@
-"""Checkpoints on the disks of the nodes: which there are, how a rank finds and fetches their files, copies to the run.
+"""Checkpoints on the disks of the nodes: finds them, fetches their files for a rank, copies them to the run directory.
 
 Invariants:
-- One that is given has one manifest on all nodes and every file of it on some, in its size; whether the bytes are right
-  is for who reads them. Every rank finds the same.
-- What arrives is compared with its seal on the way; a file that came otherwise is told of and is not there. A rank that
-  cannot read or write still takes its part in every message, so that none waits for ever.
-- What `bring` was asked for stands in `found.folder` of every rank that asked, or somebody hears why not. What lies on
-  disks of nodes is read through a folder of its own, which is gone afterwards; what was saved is not changed.
-- Each rank copies the files that it wrote, and what is copied is what was in memory when they were written: a file that
-  is another by now makes no checkpoint.
+- A listed checkpoint has one manifest on all nodes, and each of its files is on some node in its full size. Bytes are
+  verified when they are read. All ranks find the same checkpoints.
+- Transfers: what arrives is compared with its checksum; a file that differs is reported and not kept. A rank that
+  cannot read or write still takes part in every message, so no rank waits forever.
+- A rank's files: what `bring` was asked for is in `found.folder` of every rank that asked, or an error is reported.
+  Files of other nodes are read through a temporary folder. What was saved is not changed.
+- Copies: each rank copies the files that it wrote. If a file is no longer what was in memory when it was written, the
+  copy makes no checkpoint.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from shardway.ranks.start import Ranks
 from shardway.rundir.file_io import list_names, remove_folder
 from shardway.rundir.names import LocalRun, partial_name, step_name
 
-# --- Which checkpoints lie on the disks of the nodes, seen from all of them together
+# --- which checkpoints the nodes have together
 
 Judge = Callable[[Manifest], str]
-"""Why a run must not go on from a checkpoint with this manifest; empty where it may."""
+"""Why a run must not resume from a checkpoint with this manifest; empty if it may."""
 
 
 @dataclass(frozen=True)
 class LocalCopy:
     """What one folder has of a checkpoint: the manifest's digest, the files that are there, and what is wrong with it.
 
-    `files` are all that the manifest names, `present` those that are there: name -> folder. `wrong` is why it is not
-    taken at all; `short` tells of files that are there and are not whole.
+    `files` are all that the manifest names, `present` those that are there: name -> folder. `wrong`: why the folder is
+    not used at all; `short`: files that are there but not complete.
     """
 
     step: int
@@ -67,7 +67,7 @@ class LocalCopy:
 
 @dataclass(frozen=True)
 class Nearby:
-    """A checkpoint on the disks of nodes: of each file the ranks whose node has it, and what this rank's node has."""
+    """A checkpoint on the disks of nodes: for each file the ranks whose node has it, and what this rank's node has."""
 
     step: int
     digest: str
@@ -77,14 +77,14 @@ class Nearby:
 
 @dataclass(frozen=True)
 class Survey:
-    """Checkpoints that a run may go on from, and those that it may not, the newest first."""
+    """Checkpoints that a run may resume from, and those that it may not, the newest first."""
 
     nearby: tuple[Nearby, ...] = ()
     passed_over: tuple[PassedOver, ...] = ()
 
 
 def list_held(local: LocalRun, run: str, newer_than: int, judge: Judge) -> list[LocalCopy]:
-    """What the folders that are seen from here have of checkpoints that are newer than a step."""
+    """What the folders that this rank sees have of checkpoints that are newer than a step."""
     return [
         _look(FoundCheckpoint(node / step_name(step), step, run), judge)
         for node in local.nodes()
@@ -106,7 +106,7 @@ def _look(found: FoundCheckpoint, judge: Judge) -> LocalCopy:
 
 
 def survey(of_ranks: Sequence[Iterable[LocalCopy]], rank: int) -> Survey:
-    """What all ranks have told of what they see; a rank that does not look has told nothing."""
+    """Combines what all ranks see; a rank that does not look reports nothing."""
     held = [(other, each) for other, share in enumerate(of_ranks) for each in share]
     found = [_judge(step, held, rank) for step in sorted({each.step for _, each in held}, reverse=True)]
     return Survey(
@@ -147,7 +147,7 @@ def read_nearby(nearby: Nearby) -> Manifest:
     return manifest_of(FoundCheckpoint(Path(where), nearby.step))
 
 
-# --- Sends files of a checkpoint from the nodes that have them to those that want them
+# --- transfers between nodes
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,9 @@ class Transfer:
 
 
 def plan_transfers(holders: Mapping[str, Sequence[int]], wanted: Mapping[int, frozenset[str]]) -> list[Transfer]:
-    """Who sends what to whom, the same on every rank: `holders` of each file, and what each rank wants and has not.
+    """The transfers, the same on every rank: `holders` of each file, and the files that each rank needs and lacks.
 
-    Several ranks that have a file take turns.
+    Ranks that have the same file take turns.
     """
     wishes = sorted((name, receiver) for receiver, names in wanted.items() for name in names)
     return [
@@ -174,7 +174,8 @@ def plan_transfers(holders: Mapping[str, Sequence[int]], wanted: Mapping[int, fr
 def make_transfers(
     ranks: Ranks, transfers: Sequence[Transfer], folder: Path, seals: Mapping[str, FileChecksum]
 ) -> Iterator[str]:
-    """Send and receive this rank's files, read from and written into `folder`; what came damaged or could not be kept.
+    """Send and receive this rank's files, read from and written into `folder`; yields what arrived damaged or could not
+    be kept.
 
     All ranks go through the same list in the same order, so that every message meets its other end.
     """
@@ -186,7 +187,7 @@ def make_transfers(
 
 
 def _send(ranks: Ranks, transfer: Transfer, path: Path, size: int) -> None:
-    """Send a file block by block; zeros in place of what cannot be read, which its seal then shows."""
+    """Send a file block by block; zeros replace what cannot be read, which the checksum then shows."""
     with contextlib.ExitStack() as stack:
         file: BinaryIO = io.BytesIO()
         with contextlib.suppress(OSError):
@@ -199,7 +200,7 @@ def _send(ranks: Ranks, transfer: Transfer, path: Path, size: int) -> None:
 
 
 def _receive(ranks: Ranks, transfer: Transfer, folder: Path, seal: FileChecksum) -> str:
-    """Receive a file; what is wrong with it, or nothing."""
+    """Receive a file; returns what is wrong with it, or ""."""
     sealer, wrong = ChecksumWriter(), ""
     path = folder / transfer.name
     with contextlib.ExitStack() as stack:
@@ -223,7 +224,7 @@ def _receive(ranks: Ranks, transfer: Transfer, folder: Path, seal: FileChecksum)
 
 
 def _lengths(size: int) -> Iterator[int]:
-    """Of the blocks of a file."""
+    """The lengths of the blocks of a file."""
     yield from (min(BLOCK, size - at) for at in range(0, size, BLOCK))
 
 
@@ -246,7 +247,7 @@ def _describe_unkept(name: str, error: OSError) -> str:
     return f"{name} cannot be kept where it is wanted: {error.strerror}"
 
 
-# --- The files of one checkpoint as a rank finds them: on the file system of the run, or on the disks of the nodes
+# --- one checkpoint as a rank finds it
 
 
 class ShardStore(Protocol):
@@ -254,15 +255,15 @@ class ShardStore(Protocol):
 
     @property
     def found(self) -> FoundCheckpoint:
-        """Where this rank reads."""
+        """The checkpoint as this rank reads it."""
         ...
 
     def bring(self, find: Callable[[], Collection[str]]) -> list[str]:
-        """Let this rank read the files that `find` names; what of them is damaged."""
+        """Make the files that `find` names readable for this rank; returns what of them is damaged."""
         ...
 
     def share(self, names: Sequence[str]) -> list[str]:
-        """Of all files, by name, those that this rank reads from first to last: each is read so by one rank."""
+        """The files that this rank reads whole; each file is read whole by one rank."""
         ...
 
 
@@ -274,17 +275,17 @@ class SharedShardStore:
     ranks: Ranks
 
     def bring(self, find: Callable[[], Collection[str]]) -> list[str]:
-        """They are there."""
+        """Nothing to do."""
         return []
 
     def share(self, names: Sequence[str]) -> list[str]:
-        """Every so manyth."""
+        """Every `world`-th file."""
         return list(names[self.ranks.rank :: self.ranks.world])
 
 
 @dataclass(frozen=True)
 class LocalShardStore:
-    """Each node sees what it has saved; `nodes` is the node of each rank, `apart` opens the ranks over which files are
+    """Each node has what it has saved; `nodes` is the node of each rank, `apart` opens the ranks over which files are
     sent."""
 
     found: FoundCheckpoint
@@ -296,7 +297,7 @@ class LocalShardStore:
     refused: str = ""
 
     def bring(self, find: Callable[[], Collection[str]]) -> list[str]:
-        """Have those that this node has not sent to the rank that leads it."""
+        """Send the files that this node lacks to the rank that leads it."""
         if self.refused:
             return [self.refused]
         wishes, lead = self.ranks.gather(self.ranks.together(lambda: frozenset(find()))), self._lead_of
@@ -311,7 +312,7 @@ class LocalShardStore:
         return self._move(transfers) if transfers else []
 
     def share(self, names: Sequence[str]) -> list[str]:
-        """Of those that its node has; where several nodes have one, they take turns, and so do the ranks of a node."""
+        """Files that its node has; nodes that have the same file take turns, and so do the ranks of a node."""
         return [name for number, name in enumerate(names) if self._reader(name, number) == self.ranks.rank]
 
     def _reader(self, name: str, number: int) -> int:
@@ -337,7 +338,7 @@ class LocalShardStore:
 def open_local_stock(
     place: CheckpointFolder, ranks: Ranks, nearby: Nearby, nodes: tuple[int, ...], apart: Callable[[], Ranks]
 ) -> Iterator[LocalShardStore]:
-    """The files of a checkpoint on disks of nodes, which each node reads through links in a folder of its own."""
+    """The files of a checkpoint on disks of nodes; each node reads them through links in a folder of its own."""
     start = place.local.start if place.local is not None else ""
     folder = place.folder / partial_name(nearby.step, f"read-{start}")
     first = min(rank for holders in nearby.holders.values() for rank in holders)
@@ -361,7 +362,7 @@ def _try_to_read(nearby: Nearby) -> Manifest | str:
 
 
 def _try_to_link(place: CheckpointFolder, folder: Path, here: Mapping[str, str], manifest: Manifest) -> str:
-    """Make the folder that this node reads from; why it cannot be made, or nothing."""
+    """Make the folder that this node reads from; returns why it cannot be made, or ""."""
     try:
         place.make()
         remove_folder(folder)
@@ -374,13 +375,13 @@ def _try_to_link(place: CheckpointFolder, folder: Path, here: Mapping[str, str],
     return ""
 
 
-# --- Copies a checkpoint from the disks of the nodes to the file system of the run
+# --- copies to the run directory
 
 
 def carry_checkpoint(
     source: CheckpointFolder, target: CheckpointFolder, ranks: Ranks, saved: SavedCheckpoint
 ) -> SavedCheckpoint:
-    """Copy what `saved` tells of, on all ranks together, in any thread of theirs.
+    """Copy what `saved` describes, on all ranks together, in any thread of theirs.
 
     Raises JobError on every rank alike.
     """
@@ -399,7 +400,7 @@ def _carry_all(source: Path, target: Path, saved: SavedCheckpoint) -> None:
 
 
 def _carry(source: Path, target: Path, seal: FileChecksum) -> None:
-    """Copy one file, durably, and compare what was read with its seal on the way."""
+    """Copy one file, durably, and compare what was read with its checksum on the way."""
     sealer, step = ChecksumWriter(), memoryview(bytearray(STEP))
     with with_file_errors(), open(source, "rb", buffering=0) as old, open(target, "xb") as new:
         while count := old.readinto(step):

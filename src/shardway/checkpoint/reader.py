@@ -1,14 +1,12 @@
-"""Reads tensors and whole states out of a checkpoint; every byte that is read is compared with its checksum.
+"""Reads tensors and whole states from a checkpoint; every byte that is read is compared with its checksum.
 
 Invariants:
-- Each byte is read once, into the tensor itself where that has room for it as it lies in the file; a block that differs
-  from its seal is damage, and none of its numbers is copied on from a buffer. After damage the tensors that were read
-  into are a mixture.
-- One tensor is in memory at a time beside what the caller keeps and a few blocks, and what is read of it was compared
-  with its seal. Asked for in the order of `place`, tensors cost one reading of each block, however small they are.
-- What `load_latest` returns was installed on every rank, and every byte of that checkpoint was compared; an error names
-  the files. Bytes are compared while they are read into the state, so after an error that state is a mixture and nobody
-  goes on with it. It must not change anything on disk.
+- Shards: each byte is read once, directly into the tensor if its memory layout allows. No number of a damaged block is
+  copied on from a buffer. After damage, the tensors that were read into are a mixture.
+- Plain tensors: beside what the caller keeps, one tensor and a few blocks are in memory. In the order of `place`, each
+  block is read once, however small the tensors are.
+- `load_latest` returns a state that was installed on every rank and of which every byte was compared. An error names
+  the files. Nothing on disk is changed.
 """
 
 from __future__ import annotations
@@ -78,13 +76,13 @@ from shardway.rundir.directory import START_OVER, RunDir
 from shardway.rundir.lineage import SHARED
 from shardway.rundir.names import step_name
 
-# --- Reads tensors out of a checkpoint's files, and compares every byte that is read with its seal meanwhile
+# --- tensors from shards, verified
 
 
 @dataclass(frozen=True)
 class ShardSource:
-    """The files of a checkpoint: their folder, seals and table. `whole`: those that are read from first to last, so
-    that they are compared whatever is wanted of them."""
+    """The files of a checkpoint: folder, checksums and table. `whole`: files that are read from first to last byte, so
+    that they are verified whatever is wanted of them."""
 
     folder: Path
     seals: Mapping[str, FileChecksum]
@@ -93,9 +91,9 @@ class ShardSource:
 
 
 def read_tensors(source: ShardSource, tensors: Tensors) -> list[str]:
-    """Read a nested state, each rank for itself; what is damaged (empty: it was read).
+    """Read a nested state, each rank for itself; returns what is damaged (empty: it was read).
 
-    Raises what torch raises where the state does not fit (RuntimeError, KeyError, ValueError).
+    Raises what torch raises if the state does not fit (RuntimeError, KeyError, ValueError).
     """
     planner, boxes = _plan(source.table, tensors), dict[tuple[str, Shape], list[_Wish]]()
     chunks = _chunks(source.table)
@@ -127,7 +125,7 @@ def _plan(table: TensorTable, tensors: Tensors) -> LoadPlanner:
 
 
 def _chunks(table: TensorTable) -> dict[tuple[str, Shape], Chunk]:
-    """By tensor and where they begin in it."""
+    """By tensor and offset in it."""
     return {(name, chunk.offsets): chunk for name, row in table.tensors.items() for chunk in row.chunks}
 
 
@@ -157,7 +155,7 @@ class _Wish:
 
 
 def _ranges(chunk: Chunk, wishes: Sequence[_Wish]) -> Iterator[Range]:
-    """What to read of a chunk: rows from the first that is wished for to the last, once."""
+    """The ranges of a chunk to read: rows from the first wanted to the last, once."""
     if chunk.special is not None:
         yield from _special_ranges(chunk, chunk.special, wishes)
         return
@@ -183,7 +181,7 @@ def _ranges(chunk: Chunk, wishes: Sequence[_Wish]) -> Iterator[Range]:
 
 
 def _special_ranges(chunk: Chunk, special: Special, wishes: Sequence[_Wish]) -> Iterator[Range]:
-    """The parts of a tensor of a special class, which is put together when the last was read."""
+    """The ranges of a tensor of a special class, which is put together after the last was read."""
     buffers = [_ReadBuffer((part.shape, find_dtype(part.dtype))) for part in special.parts]
 
     def copy_on() -> None:
@@ -199,7 +197,7 @@ def _special_ranges(chunk: Chunk, special: Special, wishes: Sequence[_Wish]) -> 
 
 
 class _ReadBuffer:
-    """Memory that is made when it is first needed, and let go of when its tensor is taken."""
+    """Memory that is made when it is first needed, and freed when its tensor is taken."""
 
     def __init__(self, form: tuple[Sequence[int], torch.dtype]) -> None:
         self._shape, self._dtype = tuple(form[0]), form[1]
@@ -235,7 +233,7 @@ def _rows(wishes: Sequence[_Wish]) -> tuple[int, int]:
 
 
 def _describe(found: TensorTable) -> Metadata:
-    """The table in torch's words."""
+    """The table as torch's Metadata."""
     entries: dict[str, Any] = {name: BytesStorageMetadata() for name in found.values}
     for name, row in found.tensors.items():
         boxes = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in row.chunks]
@@ -243,11 +241,11 @@ def _describe(found: TensorTable) -> Metadata:
     return Metadata(entries)
 
 
-# --- The tensors of a checkpoint, without the run that it belongs to
+# --- tensors without their run
 
 
 class TensorReader:
-    """Reads tensors of one checkpoint, whole, on the CPU. Raises Damaged where it is not what was saved."""
+    """Reads tensors of one checkpoint, whole, on the CPU. Raises Damaged if it is not what was saved."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -257,12 +255,13 @@ class TensorReader:
         self.entries: dict[str, TensorEntry] = {entry.name: entry for entry in make_entries(self._table)}
 
     def place(self, name: str) -> tuple[str, int]:
-        """Where a tensor begins: its first file and byte there; before all for what is no tensor, or is not there."""
+        """Where a tensor begins: its first file and the byte in it; values that are not tensors, and missing names,
+        sort first."""
         row = self._table.tensors.get(name)
         return min(((chunk.file, chunk.at) for chunk in row.chunks), default=("", 0)) if row is not None else ("", 0)
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor with the values that were saved; of what is no tensor, the bytes of its JSON. Raises Damaged."""
+        """A tensor with the values that were saved; for another value, the bytes of its JSON. Raises Damaged."""
         row = self._table.tensors.get(name)
         if row is None:
             return torch.frombuffer(bytearray(self._table.values[name].encode()), dtype=torch.uint8)
@@ -297,7 +296,7 @@ class TensorReader:
 
 
 def _is_covered(row: TensorRow) -> bool:
-    """Whether the boxes lie within the tensor and have as many elements as it."""
+    """Whether the boxes lie within the tensor and have as many elements."""
     inside = all(
         len(chunk.sizes) == len(chunk.offsets) == len(row.shape)
         and all(0 <= at <= at + n <= size for at, n, size in zip(chunk.offsets, chunk.sizes, row.shape, strict=True))
@@ -306,14 +305,14 @@ def _is_covered(row: TensorRow) -> bool:
     return inside and sum(math.prod(chunk.sizes) for chunk in row.chunks) == math.prod(row.shape)
 
 
-# --- Reads the newest checkpoint that is whole: every byte of it was compared with its manifest
+# --- the newest complete checkpoint
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
     """What was restored: the checkpoint's name, its counters, and whether the random state came with it.
 
-    `passed_over`: newer ones that are damaged, the newest first. `tier`: where it was (`rundir.line`).
+    `passed_over`: newer ones that are damaged, the newest first. `tier`: where it was (`rundir.lineage`).
     """
 
     name: str
@@ -327,7 +326,7 @@ class LoadedCheckpoint:
 
 @dataclass(frozen=True)
 class _Opened:
-    """A checkpoint whose manifest and table are whole."""
+    """A checkpoint whose manifest and table were verified."""
 
     folder: Path
     manifest: Manifest
@@ -335,9 +334,9 @@ class _Opened:
 
 
 def peek_latest(directory: RunDir) -> Manifest | None:
-    """The manifest of the newest checkpoint that has one, or None where there is no checkpoint.
+    """The manifest of the newest checkpoint that has one, or None if there is no checkpoint.
 
-    Cheap, so that a run that cannot go on is told before its model is built. Raises JobError where no manifest can be
+    It is cheap, so a run that cannot resume is refused before its model is built. Raises JobError if no manifest can be
     read, UserError for a newer format.
     """
     passed_over = []
@@ -354,10 +353,9 @@ def peek_latest(directory: RunDir) -> Manifest | None:
 def load_latest(
     directory: RunDir, ranks: Ranks, state: CheckpointState, without: Sequence[int] = ()
 ) -> LoadedCheckpoint | None:
-    """Restore the newest whole checkpoint on all ranks together; None where there is no checkpoint but the steps
-    `without`.
+    """Restore the newest complete checkpoint on all ranks together; None if there is none besides the steps `without`.
 
-    Raises JobError where there are checkpoints and none is whole, or where it does not fit the state.
+    Raises JobError if there are checkpoints and none is complete, or if it does not fit the state.
     """
     steps = [step for step in ranks.ask_first(directory.checkpoint_steps) if step not in without]
     passed_over: list[PassedOver] = []
@@ -372,7 +370,7 @@ def load_latest(
 
 
 def load_from(stock: ShardStore, ranks: Ranks, state: CheckpointState) -> LoadedCheckpoint | PassedOver:
-    """Restore one checkpoint, or say what of it is damaged; the same on every rank."""
+    """Restore one checkpoint, or return what of it is damaged; the same on every rank."""
     step = stock.found.step or 0
     if damaged := _agree(ranks, step, stock.bring(lambda: [TABLE])):
         return damaged
@@ -410,13 +408,13 @@ def _open(found: FoundCheckpoint) -> _Opened | Damaged:
 
 
 def _agree(ranks: Ranks, step: int, reasons: Sequence[str]) -> PassedOver | None:
-    """What any rank found damaged, on every rank; None where nobody found anything."""
+    """What any rank found damaged, on every rank; None if no rank found anything."""
     found = dict.fromkeys(reason for share in ranks.gather(tuple(reasons)) for reason in share)
     return PassedOver(step, "; ".join(found)) if found else None
 
 
 def nothing_whole(directory: RunDir, damaged: Sequence[PassedOver]) -> str:
-    """What is told where every checkpoint of a run is damaged."""
+    """The message if every checkpoint of a run is damaged."""
     told = "\n".join(f"  {directory.checkpoint_path(each.step).name}: {each.reason}" for each in damaged)
     return (
         f"no checkpoint in {directory.checkpoints} is whole:\n{told}\n"
@@ -426,7 +424,7 @@ def nothing_whole(directory: RunDir, damaged: Sequence[PassedOver]) -> str:
 
 @contextlib.contextmanager
 def _misfits_told(folder: Path) -> Iterator[None]:
-    """What torch and this module raise where a state is not that of a checkpoint, as a JobError."""
+    """Turns what torch and this module raise for a state that does not fit into a JobError."""
     try:
         yield
     except (RuntimeError, KeyError, ValueError) as error:
@@ -434,7 +432,7 @@ def _misfits_told(folder: Path) -> Iterator[None]:
 
 
 def _fit(opened: _Opened, tensors: Tensors) -> None:
-    """Leave out of a template what was not saved. Raises JobError where it does not fit."""
+    """Leave out of a template what was not saved. Raises JobError if it does not fit."""
     saved = sorted({**opened.table.tensors, **opened.table.values})
     with _misfits_told(opened.folder):
         _check_nothing_is_lost(tensors, saved)
@@ -443,7 +441,7 @@ def _fit(opened: _Opened, tensors: Tensors) -> None:
 
 
 def _check_model_is_whole(ranks: Ranks, opened: _Opened, tensors: Mapping[str, Any]) -> None:
-    """Raise UserError on every rank where the checkpoint holds tensors of a model that no rank has today."""
+    """Raise UserError on every rank if the checkpoint holds tensors of a model that no rank has today."""
     if not any(map(is_model, tensors)):
         return
     today = {f"{part}.{name}" for part in filter(is_model, tensors) for name in tensors[part]}
@@ -461,13 +459,13 @@ def _check_model_is_whole(ranks: Ranks, opened: _Opened, tensors: Mapping[str, A
 
 
 def _want(opened: _Opened, tensors: Tensors) -> set[str]:
-    """The files that a template is read from. Raises JobError where it does not fit."""
+    """The files that a template is read from. Raises JobError if it does not fit."""
     with _misfits_told(opened.folder):
         return list_wanted(opened.table, tensors)
 
 
 def _read(opened: _Opened, tensors: Tensors, share: Sequence[str]) -> list[str]:
-    """Read what this rank wants, and compare its share of the files besides; what is damaged."""
+    """Read what this rank needs, and verify its share of the other files; returns what is damaged."""
     folder, seals, table = opened.folder, opened.manifest.files, opened.table
     shards = {chunk.file for row in table.tensors.values() for chunk in row.chunks}
     with _misfits_told(folder):
@@ -477,9 +475,9 @@ def _read(opened: _Opened, tensors: Tensors, share: Sequence[str]) -> list[str]:
 
 
 def _leave_out_unsaved_state(tensors: dict[str, Any], saved: Sequence[str]) -> None:
-    """Ask for no optimizer state of a parameter that has none among the sorted names `saved`.
+    """Drop optimizer states of parameters that have none among the sorted names `saved`.
 
-    A parameter that no batch had used by then had none; the template made it up. A checkpoint of weights alone has no
+    A parameter that no batch had used had no state; the template has made one. A checkpoint of weights alone has no
     optimizer.
     """
     for part in [part for part in tensors if is_optimizer(part)]:
@@ -493,7 +491,7 @@ def _leave_out_unsaved_state(tensors: dict[str, Any], saved: Sequence[str]) -> N
 
 
 def _leave_out_unsaved_generators(tensors: dict[str, Any], saved: Sequence[str]) -> None:
-    """Ask for no generator that has no state among the sorted names `saved`: that of a GPU where there was none."""
+    """Drop generators that have no state among the sorted names `saved`, such as that of a GPU if there was none."""
     for rank, generators in tensors.get("random", {}).items():
         if not _has(saved, f"random.{rank}."):
             generators.clear()
@@ -502,13 +500,13 @@ def _leave_out_unsaved_generators(tensors: dict[str, Any], saved: Sequence[str])
 
 
 def _has(saved: Sequence[str], prefix: str) -> bool:
-    """Whether one of sorted names begins so."""
+    """Whether one of sorted names begins with `prefix`."""
     at = bisect_left(saved, prefix)
     return at < len(saved) and saved[at].startswith(prefix)
 
 
 def _check_nothing_is_lost(tensors: dict[str, Any], saved: Sequence[str]) -> None:
-    """Raise ValueError where the optimizer of today keeps less of a parameter than the sorted names `saved` hold."""
+    """Raise ValueError if today's optimizer keeps less of a parameter than the sorted names `saved` hold."""
     for part in filter(is_optimizer, tensors):
         for name in list_parameters(tensors):
             if lost := _saved_state(part, name, saved) - set(tensors[part].get("state", {}).get(name, ())):

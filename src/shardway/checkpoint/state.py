@@ -1,10 +1,10 @@
 """What a checkpoint holds of a run: model, optimizer, random state, counters, and the objects of a user's script.
 
 Invariants:
-- Names are those of the unwrapped model and values are whole or DTensors, so that another world size or sharding can
-  read them.
-- What was saved can be read whatever the object of today looks like; what ranks hold alike is rank 0's, and what they
-  hold as shards is saved and read as shards.
+- Names are those of the unwrapped model, and values are whole tensors or DTensors, so another world size or sharding
+  can read them.
+- A script's own objects: what was saved can be read whatever the object looks like today. What is the same on all ranks
+  is saved from rank 0; what ranks hold as shards is saved and read as shards.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Tensors = dict[str, Any]
 
 
 class CheckpointState(Protocol):
-    """What a checkpoint holds of a run and puts back: tensors in Shardway's form, files in that of another library.
+    """What a checkpoint holds of a run and restores: tensors in Shardway's form, files in that of another library.
 
     Every method is called on all ranks together.
     """
@@ -58,38 +58,38 @@ class CheckpointState(Protocol):
         ...
 
     def prepare(self, table: TensorTable) -> None:
-        """Get ready for a checkpoint with this table; before `template`."""
+        """Get ready for a checkpoint with this table; called before `template`."""
         ...
 
     def template(self, table: TensorTable) -> Tensors:
-        """What a checkpoint with this table is read into."""
+        """The tensors that a checkpoint with this table is read into."""
         ...
 
     def install(self, tensors: Tensors) -> None:
-        """Take loaded tensors."""
+        """Install loaded tensors."""
         ...
 
     def count_file_bytes(self) -> int:
-        """About how large the files of all ranks become."""
+        """About how large the files of all ranks become, in bytes."""
         ...
 
     def write_files(self, folder: Path) -> None:
-        """Write files into the folder of a checkpoint that is no checkpoint yet, and make them durable."""
+        """Write files into the folder of an unfinished checkpoint, and make them durable."""
         ...
 
     def read_files(self, folder: Path, world: int) -> None:
-        """Take what `write_files` of `world` ranks has left. Raises JobError where it does not fit."""
+        """Read what `write_files` of `world` ranks has written. Raises JobError if it does not fit."""
         ...
 
 
 class WithoutFiles:
-    """What the states here have in common: all that they hold is in tensors and values."""
+    """The base of states that hold only tensors and values."""
 
     def prepare(self, table: TensorTable) -> None:
         """Nothing."""
 
     def count_file_bytes(self) -> int:
-        """Nothing."""
+        """0."""
         return 0
 
     def write_files(self, folder: Path) -> None:
@@ -101,10 +101,10 @@ class WithoutFiles:
 
 @dataclass(frozen=True)
 class Trained(WithoutFiles):
-    """The parts of a run that have tensors; the optimizer is None where only the model counts. It has no files.
+    """The parts of a run that have tensors; the optimizer is None if only the model counts. It has no files.
 
     `further` are models beside the first, by name: each is saved as a part of its own ("model-NAME"). `others` are
-    optimizers beside the first, which are saved as "optimizer-NAME". An optimizer may be over several of the models.
+    optimizers beside the first, saved as "optimizer-NAME". An optimizer may cover several models.
     """
 
     model: nn.Module
@@ -128,7 +128,7 @@ class Trained(WithoutFiles):
         return collect_tensors(self)
 
     def template(self, table: TensorTable) -> Tensors:
-        """The same, with states also for parameters that have not been updated yet."""
+        """The same as `collect`, with states also for parameters that have not been updated yet."""
         tensors: Tensors = {part: get_model_state_dict(model) for part, model in self.models.items()}
         for part, optimizer in self.optimizers.items():
             if structure_name(part) in table.values:
@@ -149,7 +149,7 @@ class Trained(WithoutFiles):
         install_tensors(self, tensors)
 
     def _around(self, optimizer: torch.optim.Optimizer) -> nn.Module:
-        """A module that has all models in it, as far as torch looks at one."""
+        """One module that holds all models, for torch's functions that take one."""
         if not self.further:
             return self.model
         around = nn.Module()
@@ -174,7 +174,7 @@ class Trained(WithoutFiles):
 
 
 MODEL, OPTIMIZER = "model", "optimizer"
-"""What the names of tensors of the first model and the first optimizer begin with."""
+"""The prefixes of names of tensors of the first model and the first optimizer."""
 
 
 def _prefix(part: str) -> str:
@@ -201,8 +201,8 @@ def list_parameters(tensors: Tensors) -> list[str]:
 def make_room(
     table: TensorTable, begin: str, today: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, torch.Tensor]:
-    """Empty tensors for those of a table whose names begin so, by the rest of their names; in shards where that of
-    `today` with the same shape is."""
+    """Empty tensors for the entries of a table whose names begin with `begin`, by the rest of their names; sharded if
+    that of `today` with the same shape is."""
     room: dict[str, torch.Tensor] = {}
     for name, row in table.tensors.items():
         if name.startswith(begin):
@@ -215,12 +215,12 @@ def make_room(
 
 
 def structure_name(part: str) -> str:
-    """The name of the value that says how the state of this part is built."""
+    """The name of the value that states how this part is built."""
     return f"structure.{part}"
 
 
 def collect_tensors(trained: Trained) -> Tensors:
-    """The tensors of models and optimizers. Raises UserError where a checkpoint cannot hold what an optimizer keeps."""
+    """The tensors of models and optimizers. Raises UserError if a checkpoint cannot hold what an optimizer keeps."""
     tensors: Tensors = {part: get_model_state_dict(model) for part, model in trained.models.items()}
     for part, optimizer in trained.optimizers.items():
         # Settings of parameter groups are none of its tensors, and how many groups there are depends on the layout.
@@ -237,9 +237,9 @@ def collect_tensors(trained: Trained) -> Tensors:
 
 
 def install_tensors(trained: Trained, tensors: Tensors) -> None:
-    """Put loaded tensors into models and optimizers; the settings of an optimizer's groups stay what they are.
+    """Load tensors into models and optimizers; the settings of an optimizer's groups stay as they are.
 
-    Where weights came alone, the optimizer begins anew: to collect a template has made up states for it.
+    If there are only weights, the optimizer starts anew: its states were made up for the template.
     """
     for part, model in trained.models.items():
         if part in tensors:
@@ -270,7 +270,7 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _take_optimizer_apart(part: str, optimizer: torch.optim.Optimizer) -> Parts:
-    """The state of an optimizer for which torch's own form has no room. Raises UserError."""
+    """The state of an optimizer that does not fit torch's own form. Raises UserError."""
     try:
         parts = take_state_apart({"of": type(optimizer).__name__, "state": optimizer.state_dict()["state"]})
         found = "lists of shards" if any(isinstance(each, DTensor) for each in parts.tensors.values()) else ""
@@ -286,7 +286,7 @@ def _take_optimizer_apart(part: str, optimizer: torch.optim.Optimizer) -> Parts:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether torch's own form of an optimizer's state, tensors and single values by parameter, has room for it."""
+    """Whether an optimizer's state fits torch's own form: tensors and single values by parameter."""
     return isinstance(value, torch.Tensor) or type(value) in (type(None), bool, int, float, str)
 
 
@@ -313,7 +313,8 @@ def _install_structure(
 
 @contextlib.contextmanager
 def all_trainable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Meanwhile every parameter of the optimizer may have a state: one that is frozen now may have been trained."""
+    """In this context every parameter of the optimizer may have a state: one that is frozen now may have been
+    trained."""
     frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
@@ -326,7 +327,7 @@ def all_trainable(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooks_silenced(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Meanwhile a step of the optimizer calls no hook of a script: torch takes one to make its states."""
+    """In this context a step of the optimizer calls no hook of a script: torch takes one to make its states."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     hooks = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
     for name in hooks:
@@ -339,13 +340,13 @@ def hooks_silenced(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 class Together(WithoutFiles):
-    """Several states as one: what each of them holds has names of its own."""
+    """Several states as one; their names do not overlap."""
 
     def __init__(self, states: Sequence[CheckpointState]) -> None:
         self._states = states
 
     def collect(self) -> Tensors:
-        """What all hold."""
+        """The tensors of all."""
         return {name: value for state in self._states for name, value in state.collect().items()}
 
     def prepare(self, table: TensorTable) -> None:
@@ -358,7 +359,7 @@ class Together(WithoutFiles):
         return {name: value for state in self._states for name, value in state.template(table).items()}
 
     def install(self, tensors: Tensors) -> None:
-        """Let all take their part, in their order."""
+        """Install each part, in their order."""
         for state in self._states:
             state.install(tensors)
 
@@ -379,9 +380,9 @@ class Together(WithoutFiles):
 
 @contextlib.contextmanager
 def settings_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Whatever is loaded meanwhile, the settings of parameter groups are afterwards what they were before.
+    """In this context a load leaves the settings of parameter groups as they are.
 
-    The groups are the same dicts as well: a script may hold one of them, and torch makes new ones.
+    The groups also stay the same dicts: a script may hold one of them, and torch makes new ones.
     """
     groups = list(optimizer.param_groups)
     settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
@@ -394,23 +395,23 @@ def settings_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 class Freezable(Together):
-    """States that stay in a checkpoint what they were when they were frozen, whatever becomes of them."""
+    """States of which a checkpoint keeps the frozen values, whatever becomes of them later."""
 
     def __init__(self, states: Sequence[CheckpointState]) -> None:
         super().__init__(states)
         self._frozen: Tensors | None = None
 
     def freeze(self) -> None:
-        """Keep what all hold now."""
+        """Keep the current values."""
         self._frozen = tree_map_only(torch.Tensor, torch.clone, super().collect())
 
     def collect(self) -> Tensors:
-        """What all hold, or held when they were frozen."""
+        """The tensors of all, or those at `freeze`."""
         return super().collect() if self._frozen is None else self._frozen
 
 
 def count_bytes(tensors: Tensors) -> int:
-    """Bytes of the tensors as they are saved: each whole and once, however many ranks hold parts or copies of it."""
+    """Bytes of the tensors as they are saved: each whole and once, however many ranks hold parts or copies."""
     total = 0
     for value in tensors.values():
         if isinstance(value, dict):
@@ -434,7 +435,7 @@ def random_state() -> Tensors:
 
 
 def set_random_state(state: Tensors) -> None:
-    """Put the generators of this rank back to a saved state."""
+    """Restore the generators of this rank."""
     torch.set_rng_state(state["torch"])
     others = json.loads(bytes(state["others"].tolist()))
     kind, keys, position, has_gauss, gauss = others["numpy"]
@@ -446,7 +447,7 @@ def set_random_state(state: Tensors) -> None:
 
 
 def seed_all(seed: int, rank: int) -> None:
-    """Start every generator of this rank anew; ranks differ, so that their dropout masks do."""
+    """Seed every generator of this rank; ranks differ, so that their dropout masks do."""
     mixed = (seed * 1_000_003 + rank) % 2**63
     torch.manual_seed(mixed)
     np.random.seed(mixed % 2**32)
@@ -454,42 +455,42 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def _pack(value: Any) -> torch.Tensor:
-    """JSON as bytes of a fixed length: a template must have the shape of what it is read into."""
+    """JSON as bytes of a fixed length, since a template must have the shape of what is read."""
     return torch.tensor(list(json.dumps(value).encode().ljust(_PACKED_BYTES)), dtype=torch.uint8)
 
 
-# --- What a checkpoint holds of a script's own objects: each state dict as one structure and its tensors
+# --- a script's own objects
 
 KEPT = "kept"
-"""What the names of tensors of kept objects begin with."""
+"""The prefix of names of tensors of kept objects."""
 
 
 class KeptObjects(WithoutFiles):
-    """The objects that a script keeps, by name; `leads`: whether this is the rank whose copies count.
+    """The objects that a script keeps, by name; `leads`: whether this rank's copies are saved.
 
-    What a checkpoint holds of an object that is not here (yet) waits in `waiting`.
+    What a checkpoint holds of an object that is not here yet waits in `waiting`.
     """
 
     def __init__(self, device: torch.device, *, leads: bool) -> None:
         self.objects: dict[str, Any] = {}
         self.waiting: dict[str, Any] = {}
         self.missing: list[str] = []
-        """Objects that the checkpoint that was loaded last holds nothing of."""
+        """Objects of which the last loaded checkpoint holds nothing."""
         self._device, self._leads = device, leads
         self._saved: dict[str, str] = {}
 
     def add(self, name: str, thing: Any) -> None:
-        """Keep an object from now on; it takes what waits for it. Raises UserError where its state cannot be stored."""
+        """Keep an object from now on; it loads its waiting state. Raises UserError if its state cannot be stored."""
         check_storable(name, thing)
         self.objects[name] = thing
         if name in self.waiting:
             _load(name, thing, self.waiting.pop(name))
 
     def collect(self) -> Tensors:
-        """The states as they are now; of ranks that do not lead, their shards alone."""
+        """The current states; of ranks that do not lead, only their shards."""
         kept: Tensors = {}
         texts: dict[str, str] = {}
-        # What was not taken yet (the script makes it later in the run) is saved as it was.
+        # What no object has taken yet (the script makes it later in the run) is saved as it was.
         for name, state in [*((name, each.state_dict()) for name, each in self.objects.items()), *self.waiting.items()]:
             try:
                 parts = _take_apart(name, state)
@@ -503,7 +504,7 @@ class KeptObjects(WithoutFiles):
         return {**({KEPT: kept} if kept else {}), **(texts if self._leads else {})}
 
     def template(self, table: TensorTable) -> Tensors:
-        """Room for all that was saved: shards where today's object has shards of that shape, else whole tensors."""
+        """Targets for all that was saved: shards if today's object has shards of that shape, else whole tensors."""
         begin = structure_name(f"{KEPT}.")
         texts = {name: json.loads(text) for name, text in table.values.items() if name.startswith(begin)}
         self._saved = {name.removeprefix(begin): text for name, text in texts.items()}
@@ -511,7 +512,7 @@ class KeptObjects(WithoutFiles):
         return {KEPT: template} if template else {}
 
     def install(self, tensors: Tensors) -> None:
-        """Let each object load its state. Raises UserError where one does not take it."""
+        """Let each object load its state. Raises UserError if one refuses it."""
         kept = tensors.get(KEPT, {})
         self.missing = [name for name in self.objects if name not in self._saved]
         for name, text in self._saved.items():
@@ -527,7 +528,7 @@ class KeptObjects(WithoutFiles):
         return make_room(table, f"{KEPT}.{name}.", today)
 
     def _find(self, loaded: Mapping[str, torch.Tensor], key: str, device: str) -> torch.Tensor:
-        """A tensor that was read; a whole one on a device of the kind that it was on, where this rank has one."""
+        """A tensor that was read; a whole one goes to the kind of device that it was on, if this rank has one."""
         tensor = loaded[key]
         if isinstance(tensor, DTensor) or device == "cpu" or self._device.type != device:
             return tensor
@@ -535,7 +536,7 @@ class KeptObjects(WithoutFiles):
 
 
 def check_storable(name: str, thing: Any) -> None:
-    """Raise UserError where a checkpoint cannot hold the state of an object."""
+    """Raise UserError if a checkpoint cannot hold the state of an object."""
     if isinstance(thing, type):
         raise UserError(
             f"run.keep({name!r}, ...) was given the class {thing.__name__}.\n  To do: give it an object of it."

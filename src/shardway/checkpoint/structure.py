@@ -1,10 +1,10 @@
-"""Any state dict as text and tensors, and back: nested dicts, lists and tuples of tensors, numbers, strings and None.
+"""Converts any state dict to a string and tensors, and back: nested dicts, lists, tuples, numbers, strings and None.
 
-Invariant: what comes back has the types and the bits of what went in; nothing is a pickle, and a shape of today is not
+Invariant: the result has the types and the bits of the original. Nothing is a pickle, and the shapes of today are not
 needed to read what was saved. This module must not touch the disk.
 
-The text is JSON. Each value is a list that begins with its kind; a tensor stands in it by name or, where it is
-`inline`, with its numbers.
+The string is JSON. Each value is a list that begins with its kind. A tensor appears by name or, if it is `inline`, with
+its numbers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 from shardway.checkpoint.tensor_subclasses import dtype_name, find_dtype
 
 MOST_INLINE = 4096
-"""Elements of a tensor that text holds; settings of an optimizer are single numbers."""
+"""The most elements of a tensor in JSON; settings of an optimizer are single numbers."""
 
 
 class Unstorable(ValueError):
-    """A value that no checkpoint holds: where in the state it is, and its type."""
+    """A value that a checkpoint cannot hold: its place in the state, and its type."""
 
     def __init__(self, path: str, kind: str) -> None:
         self.path, self.kind = path, kind
@@ -37,7 +37,7 @@ class Unstorable(ValueError):
 
 @dataclass(frozen=True)
 class Parts:
-    """A state taken apart: its structure, and its tensors by name. Those of DTensors are still DTensors."""
+    """A state taken apart: its structure, and its tensors by name. DTensors stay DTensors."""
 
     text: str
     tensors: Mapping[str, torch.Tensor]
@@ -61,7 +61,7 @@ def take_state_apart(state: Any) -> Parts:
 
 
 def put_state_together(text: str, find: Callable[[str, str], torch.Tensor]) -> Any:
-    """The state of a text; `find` gives a tensor by its name and the type of the device that it was on."""
+    """The state of a JSON string; `find` gives a tensor by its name and the type of its device."""
     return _decode(json.loads(text), find)
 
 
@@ -71,7 +71,7 @@ def inline(value: Any) -> Any:
 
 
 def read_inline(encoded: Any) -> Any:
-    """The value of what `inline` gave."""
+    """The value that `inline` encoded."""
 
     def find(name: str, device: str) -> torch.Tensor:
         raise ValueError(f"the tensor {name} is not in the text")
@@ -169,7 +169,7 @@ def _decode(node: Any, find: Callable[[str, str], torch.Tensor]) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A number as JSON that comes back with its bits, whoever writes it."""
+    """A number as JSON that keeps its bits."""
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,7 +1,7 @@
-"""Tensors of special classes, taken apart into plain ones and put together again.
+"""Takes tensors of special classes apart into plain ones and puts them together again.
 
-Invariant: Only classes named here are made from a file, so that a file cannot choose what is imported; what is put
-together has the bits of what was taken apart.
+Invariant: only classes named here are made from a file, so a file cannot choose what is imported. The result has the
+bits of the original.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_known(tensor: torch.Tensor) -> bool:
 
 
 def take_apart(tensor: torch.Tensor) -> tuple[Special | None, list[torch.Tensor]]:
-    """The plain tensors that a tensor consists of, and what puts them together; None for a plain one."""
+    """The plain tensors of a tensor, and what puts them together; None for a plain one."""
     if not is_traceable_wrapper_subclass(tensor):
         return None, [tensor]
     kind = type(tensor).__name__
@@ -56,8 +56,7 @@ def take_apart(tensor: torch.Tensor) -> tuple[Special | None, list[torch.Tensor]
 
 
 def put_together(special: Special, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensor that was taken apart. Raises ValueError for a class that is not known, SiteError where a library is
-    missing."""
+    """The tensor that was taken apart. Raises ValueError for an unknown class, SiteError if a library is missing."""
     if special.kind not in _MODULES:
         raise ValueError(f"a tensor is a {special.kind}, which this Shardway does not know")
     try:

@@ -1,12 +1,12 @@
-"""Writes a checkpoint: a file of each rank, the table, the manifest, then the rename that makes it exist.
+"""Writes a checkpoint: one file per rank, the table, the manifest, then the rename that makes it exist.
 
 Invariants:
-- Torch plans who writes and who reads what; no pickle is made nor read.
-- What is sealed is what was in memory, not what a disk gave back; every file is on the disk (fsync) when
+- torch plans which rank writes and reads what. No pickle is made or read.
+- Checksums are of what was in memory, not of what a disk gave back. Every file is on the disk (fsync) when
   `write_tensors` returns.
-- Until the rename there is no checkpoint of this step, after it there is a whole one; an existing one is never
-  overwritten. A failed save raises on every rank and leaves what was saved before as it was.
-- What the writer of a checkpoint would raise for a value of the state is a UserError here, which names all such values.
+- Before the rename there is no checkpoint of this step, after it there is a complete one. An existing one is never
+  overwritten. A failed save raises on every rank and leaves earlier checkpoints as they were.
+- The check before training raises one UserError that names all values that the writer would refuse.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ from shardway.rundir.file_io import fsync_folder, is_there, remove_folder
 from shardway.rundir.names import find_run_id
 from shardway.watch.words import render_size
 
-# --- Plans of torch.distributed.checkpoint for states whose values that are no tensors are JSON
+# --- plans with JSON for values that are not tensors
 
 
 class SavePlanner(DefaultSavePlanner):
-    """torch's, with JSON in place of pickles."""
+    """torch's planner, with JSON in place of pickles."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """A tensor as it is, anything else as JSON."""
@@ -76,7 +76,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """torch's, with JSON in place of pickles; always for nested states."""
+    """torch's planner, with JSON in place of pickles; always for nested states."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value where it belongs in the state."""
@@ -92,17 +92,17 @@ def survives_json(value: Any) -> bool:
     return type(value) in (type(None), bool, int, float, str)
 
 
-# --- Writes the tensors of all ranks: each rank its file, rank 0 the table
+# --- tensors: a file per rank, a table on rank 0
 
 
 def write_tensors(folder: Path, ranks: Ranks, tensors: Tensors) -> dict[str, FileChecksum]:
-    """Write a state on all ranks together; the seals of the files that this rank wrote.
+    """Write a state on all ranks together; returns the checksums of the files that this rank wrote.
 
-    Raises CheckpointException (a BaseException) on every rank where one fails.
+    Raises CheckpointException (a BaseException) on every rank if one fails.
     """
     writer = _ShardWriter(folder, ranks.rank)
-    # That a process without a group saves alone is meant. The filter stays: to put filters back is for a process with
-    # one thread, and this may be another than that of training.
+    # A process without a group saves alone. The filter stays: restoring filters is only safe in a process with one
+    # thread, and this may be another than that of training.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     dcp.save(
         tensors,
@@ -116,13 +116,13 @@ def write_tensors(folder: Path, ranks: Ranks, tensors: Tensors) -> dict[str, Fil
 
 @dataclass(frozen=True)
 class _Value:
-    """What is no tensor, as JSON."""
+    """A value that is not a tensor, as JSON."""
 
     text: str
 
 
 class _ShardWriter(StorageWriter):
-    """What torch.distributed.checkpoint writes through, on one rank."""
+    """torch.distributed.checkpoint's storage writer of one rank."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
@@ -168,7 +168,7 @@ class _ShardWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Nobody asks: the folder is given."""
+        """True: the folder is given."""
         return True
 
     def _write_box(self, stream: _Stream, item: WriteItem, planner: AnySavePlanner) -> WriteResult:
@@ -182,7 +182,7 @@ class _ShardWriter(StorageWriter):
 
 
 class _Stream:
-    """A file that is written from first to last, and its seal."""
+    """A file that is written from first to last byte, and its checksums."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -199,7 +199,7 @@ class _Stream:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The numbers of a plain tensor in C order; its own memory where that is on the host and has no gaps."""
+    """The numbers of a plain tensor in C order; its own memory if that is contiguous on the host."""
     flat = tensor.cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -225,18 +225,18 @@ def _make_table(metadata: Metadata, written: list[WriteResult]) -> TensorTable:
     return TensorTable(rows, values)
 
 
-# --- Writes a checkpoint: shards, then the manifest, then the rename that makes it exist
+# --- shards, manifest, rename
 
 HEADROOM = 1.05
 """A checkpoint needs a little more than its tensors: metadata and file system blocks."""
 
 FURTHER_FILES = 5
-"""Files and folders of a checkpoint besides one shard a rank."""
+"""Files and folders of a checkpoint besides one shard per rank."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """What a save left: the checkpoint's name, size and manifest, and which of its files this rank wrote."""
+    """The result of a save: the checkpoint's name, size and manifest, and the files that this rank wrote."""
 
     name: str
     bytes: int
@@ -246,9 +246,9 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class Content:
-    """What becomes a checkpoint: this rank's tensors at `step`, the run's counters, and the bytes of all ranks.
+    """The content of a checkpoint: this rank's tensors at `step`, the run's counters, and the bytes of all ranks.
 
-    `write_files` writes what is no tensor into the folder that it is given; it is called on all ranks together.
+    `write_files` writes files of another library into the given folder; it is called on all ranks together.
     """
 
     step: int
@@ -260,9 +260,9 @@ class Content:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What makes a checkpoint: its step, about how many bytes it has, and what writes its files into a folder.
+    """A save: its step, its approximate size in bytes, and what writes its files into a folder.
 
-    `write` is called on all ranks together, and says what the manifest shall be and which files this rank wrote.
+    `write` is called on all ranks together, and returns the manifest and the files that this rank wrote.
     """
 
     step: int
@@ -273,7 +273,7 @@ class SaveRequest:
 def save_checkpoint(
     directory: RunDir, ranks: Ranks, state: CheckpointState, step: int, numbers: Mapping[str, Any]
 ) -> SavedCheckpoint | None:
-    """Save in the run directory, on all ranks together; None where this step is saved already.
+    """Save in the run directory, on all ranks together; None if this step is saved already.
 
     Raises JobError on every rank alike.
     """
@@ -283,24 +283,24 @@ def save_checkpoint(
 def save_to(
     place: CheckpointFolder, ranks: Ranks, state: CheckpointState, step: int, numbers: Mapping[str, Any]
 ) -> SavedCheckpoint | None:
-    """The same in any place."""
+    """As `save_checkpoint`, in any folder."""
     if is_saved(place, ranks, step):
         return None
     return write_checkpoint(place, ranks, collect_content(ranks, state, step, numbers))
 
 
 def is_saved(place: CheckpointFolder, ranks: Ranks, step: int) -> bool:
-    """Whether there is a checkpoint of this step; asked on all ranks together.
+    """Whether there is a checkpoint of this step; called on all ranks together.
 
-    Who leads there looks for all: on a network file system ranks may see different things for a while. Raises JobError
-    on every rank where it does not answer.
+    The rank that leads the folder looks for all: on a network file system ranks may see different things for a while.
+    Raises JobError on every rank if the file system does not answer.
     """
     found = ranks.gather(ranks.together(lambda: is_there(place.path(step)) if place.leads else None))
     return all(each for each in found if each is not None)
 
 
 def collect_content(ranks: Ranks, state: CheckpointState, step: int, numbers: Mapping[str, Any]) -> Content:
-    """The state as it is now, by reference, with this rank's random state; called on all ranks together."""
+    """The current state, by reference, with this rank's random state; called on all ranks together."""
     tensors = state.collect()
     tensors["random"] = {f"rank-{ranks.rank}": random_state()}
     random_elsewhere = (ranks.world - 1) * count_bytes(tensors["random"])
@@ -321,8 +321,8 @@ def write_checkpoint(place: CheckpointFolder, ranks: Ranks, content: Content) ->
 
 
 def make_checkpoint(place: CheckpointFolder, ranks: Ranks, work: SaveRequest) -> SavedCheckpoint:
-    """Make room, let the files be written, and make them a checkpoint; on all ranks together. Raises JobError on every
-    rank alike."""
+    """Check the room, write the files, and rename the folder; on all ranks together. Raises JobError on every rank
+    alike."""
     partial, final = place.partial_path(work.step), place.path(work.step)
     try:
         _check_space(place, ranks, work.bytes)
@@ -334,7 +334,7 @@ def make_checkpoint(place: CheckpointFolder, ranks: Ranks, work: SaveRequest) ->
         if place.leads:
             remove_folder(partial)
         if isinstance(error, Bug | Fenced | LostContact):
-            raise  # nothing that more room would mend
+            raise  # more room would not help
         raise JobError(place.explain(error, work.step)) from error
     return SavedCheckpoint(final.name, manifest.total_bytes, manifest, tuple(own))
 
@@ -342,7 +342,8 @@ def make_checkpoint(place: CheckpointFolder, ranks: Ranks, work: SaveRequest) ->
 def _agree_on_manifest(
     place: CheckpointFolder, ranks: Ranks, content: Content, seals: Mapping[str, FileChecksum]
 ) -> Manifest:
-    """The same on every rank, also where several write it: rank 0 says what is not known from the files."""
+    """The manifest, the same on every rank, also if several write it: rank 0 gives what does not follow from the
+    files."""
     numbers, run = ranks.ask_first(lambda: (content.numbers, find_run_id(place.run.path)))
     return Manifest(content.step, ranks.world, numbers, seals, place.run.epoch, run)
 
@@ -370,7 +371,7 @@ def _clear_and_make(partial: Path) -> None:
 
 
 def _write_share(ranks: Ranks, content: Content, folder: Path) -> dict[str, FileChecksum]:
-    """Write what this rank has to write; the seals of its files of tensors, made from what was in memory."""
+    """Write this rank's share; returns the checksums of its tensor files, computed from memory."""
     with ranks.contact("during a save"), with_file_errors(ranks.rank):
         seals = write_tensors(folder, ranks, content.tensors)
         content.write_files(folder)
@@ -379,7 +380,7 @@ def _write_share(ranks: Ranks, content: Content, folder: Path) -> dict[str, File
 
 @contextlib.contextmanager
 def with_file_errors(rank: int = 0) -> Iterator[None]:
-    """What a file system refuses, or torch's writer for it, as a JobError.
+    """Turns errors of a file system, or of torch's writer for it, into a JobError.
 
     torch's CheckpointException is a BaseException: it would escape `except Exception`. Every rank gets those of all.
     """
@@ -396,7 +397,7 @@ def with_file_errors(rank: int = 0) -> Iterator[None]:
 
 
 def _seal_others(ranks: Ranks, folder: Path, known: Mapping[str, FileChecksum]) -> dict[str, FileChecksum]:
-    """The seals of what another library wrote: every rank reads its share of these files."""
+    """The checksums of another library's files: every rank reads its share of them."""
 
     def seal_share() -> dict[str, FileChecksum]:
         with with_file_errors():
@@ -429,20 +430,20 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# --- Whether a checkpoint can hold a state: asked before there is work that could be lost
+# --- whether a checkpoint can hold a state
 
 _ALLOWED = "tensors; numbers, strings, None, and lists and dicts of them"
 
 
 def check_savable(tensors: Mapping[str, Any], what: str) -> None:
-    """Raise UserError where a checkpoint cannot hold some value of a nested dict, such as a model's `state_dict`."""
+    """Raise UserError if a checkpoint cannot hold some value of a nested dict, such as a model's `state_dict`."""
     flat, _ = flatten_state_dict(dict(tensors))
     problems = [Problem(name, why, allowed=_ALLOWED) for name, value in flat.items() if (why := _find_hindrance(value))]
     check_no_problems(f"{what}, which a checkpoint has to hold", problems)
 
 
 def check_collects(collect: Callable[[], Tensors]) -> None:
-    """The same of the whole state of a run, by what collects it. Raises UserError where that raises anything, too."""
+    """The same for the whole state of a run that `collect` gives. Raises UserError also if `collect` fails."""
     try:
         tensors = collect()
     except ShardwayError:
@@ -459,7 +460,7 @@ def check_collects(collect: Callable[[], Tensors]) -> None:
 
 
 def _find_hindrance(value: Any) -> str:
-    """Why a checkpoint cannot hold a value; "" where it can."""
+    """Why a checkpoint cannot hold a value; "" if it can."""
     if not isinstance(value, torch.Tensor):
         return "" if survives_json(value) else f"a {type(value).__name__}"
     if value.layout is not torch.strided:

@@ -1,12 +1,12 @@
 """What a checkpoint of ZeRO holds: DeepSpeed's own files, in the folder of a Shardway checkpoint.
 
-Invariant: DeepSpeed writes into a folder that is no checkpoint yet, and reads only what was compared with the manifest;
-settings of the optimizer stay those of the run file of today. This module must not import deepspeed: it is handed an
-engine.
+Invariant: DeepSpeed writes only into a folder that is not a checkpoint yet, and reads only what was compared with the
+manifest. Optimizer settings stay those of today's run file. This module must not import deepspeed: it gets an engine.
 
-The folder is what DeepSpeed's tools expect: `python zero_to_fp32.py . OUTPUT` in it makes fp32 weights, but not where
-optimizer states are on disk (nvme), for which those tools do not look. Nor does DeepSpeed 0.19.8 itself read these back
-right: a new process goes on without their moments, and does not say so. They are written and read here, group by group.
+The folder is what DeepSpeed's tools expect: `python zero_to_fp32.py . OUTPUT` in it makes fp32 weights, except if
+optimizer states are on disk (nvme), which those tools do not read. DeepSpeed 0.19.8 does not read these back correctly
+either: a new process goes on without their moments, without an error. So they are written and read here, group by
+group.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class ZeroState(WithoutFiles):
-    """The state of a `deepspeed.DeepSpeedEngine` whose model has so many `parameters`."""
+    """The state of a `deepspeed.DeepSpeedEngine` whose model has `parameters` parameters."""
 
     engine: Any
     optimizer: torch.optim.Optimizer
@@ -41,7 +41,7 @@ class ZeroState(WithoutFiles):
     ranks: Ranks
 
     def collect(self) -> Tensors:
-        """Nothing: DeepSpeed's flat parts mean something to DeepSpeed alone."""
+        """Nothing: only DeepSpeed can interpret its flat parts."""
         return {}
 
     def template(self, table: TensorTable) -> Tensors:
@@ -65,7 +65,7 @@ class ZeroState(WithoutFiles):
                 self.engine.save_checkpoint(str(folder), tag=TAG)
             if self.engine.zero_nvme_offload_optimizer():
                 self._write_groups(folder / TAG)
-        except RuntimeError as error:  # how torch's zip writer says that the disk is full
+        except RuntimeError as error:  # torch's zip writer reports a full disk so
             if is_lost_contact(error):
                 raise
             raise OSError(str(error)) from error
@@ -73,7 +73,7 @@ class ZeroState(WithoutFiles):
             _sync(folder / name)
 
     def read_files(self, folder: Path, world: int) -> None:
-        """Let DeepSpeed load. Raises JobError where other ranks have saved, or another engine."""
+        """Let DeepSpeed load. Raises JobError if another number of ranks, or another engine, has saved."""
         if world != self.ranks.world:
             raise JobError(
                 f"the checkpoint {folder} was saved by {world} ranks, and ZeRO's parts of it fit {world} ranks alone; "
@@ -113,7 +113,7 @@ class ZeroState(WithoutFiles):
                 zero._release_swap_buffers(number)
 
     def _read_groups(self, folder: Path) -> None:
-        """Put back what `_write_groups` has written, and the weights that are trained with it."""
+        """Restore what `_write_groups` has written, and the weights that are trained with it."""
         zero = self.engine.optimizer
         zero.checkpoint_event_prologue()
         for number, weights in enumerate(zero.fp32_partitioned_groups_flat):
@@ -133,7 +133,7 @@ class ZeroState(WithoutFiles):
 
 
 def _copied(value: Any) -> Any:
-    """A copy with memory of its own: a view would be saved with all that it is a view of."""
+    """A copy with memory of its own: saving a view would save all that it is a view of."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

@@ -1,9 +1,8 @@
 """`shardway checkpoint`: verify, inspect and diff checkpoints, export weights of a run, import weights into a new one.
 
 Invariants:
-- Nothing is written; what is damaged is an error before anything of it is shown.
-- Nothing that exists is changed.
-- A run directory that exists is only read.
+- An existing run directory is only read; no existing file is changed.
+- A damaged checkpoint is an error before any of it is shown.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ if TYPE_CHECKING:
     from shardway.watch.progress import BestCheckpoint
 
 
-# --- `shardway checkpoint inspect` and `diff`: what is in a checkpoint, and in what two differ
+# --- inspect and diff
 
 DIFFERS = 1
-"""Exit code of a comparison that found a difference, as that of diff(1)."""
+"""Exit code of a comparison that found a difference, as in diff(1)."""
 
 
 class ContentPart(StrEnum):
-    """What of a run the tensors of a checkpoint belong to."""
+    """The part of a run that the tensors of a checkpoint belong to."""
 
     model = "model"
     optimizer = "optimizer"
@@ -197,7 +196,7 @@ def _render_end(compared: int, tensors: Sequence[TensorDifference], files: Seque
     ]
 
 
-# --- `shardway checkpoint import`: a run directory that begins with weights from elsewhere
+# --- import
 
 SourceArgument = Annotated[
     Path,
@@ -263,8 +262,7 @@ def _render(imported: Imported) -> Iterator[str]:
     yield f"{imported.directory}: `shardway train` with the same run file and --dir {begins}"
 
 
-# --- `shardway checkpoint`: are a run's checkpoints whole, what is in them, and weights out of a run and into a new
-# one
+# --- verify and export
 
 app = typer.Typer(
     help="Whether a run's checkpoints are whole, what is in them, and weights to and from elsewhere.",
@@ -286,7 +284,7 @@ class Format(StrEnum):
 
 
 _OF_OWN_NAMES = ("files", "left_out")
-"""What is told of an export where there is something to tell."""
+"""Facts of an export that are reported only if they are not empty."""
 
 
 @app.command("verify")
@@ -303,7 +301,7 @@ def verify(
     from shardway.watch.progress import find_best_checkpoint
 
     found, best = [], None
-    with contextlib.suppress(JobError):  # events that cannot be read are no damage of a checkpoint
+    with contextlib.suppress(JobError):  # unreadable events do not make a checkpoint damaged
         best = find_best_checkpoint(RunDir(run))
     for each in verify_all(find_checkpoints(run)):
         found.append(each)

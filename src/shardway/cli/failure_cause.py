@@ -1,12 +1,12 @@
-"""The rank or node that caused the end of a start, its error, and whether the run had completed before.
+"""The cause of a start that ended badly: the rank or node, its error, and whether the run had completed before.
 
 Invariants:
-- The error is that of whoever failed first on its own account, not of those that lost contact with it.
-- Work that is left is never taken for done: what ended without a save, what another run recorded, and a stop that
-  nobody but an agent that is lost has asked for are no end.
+- The error is that of the rank that failed first by itself, not of one that lost contact with it.
+- Unfinished work never counts as complete: an end without a save, an end that another run recorded, and a stop that
+  only a lost agent requested do not count.
 
-By the time that rank 0 records an end, all that is worth keeping is saved. Who fails after that, while it leaves, does
-no harm; ranks that were started again would train on after a stop.
+When rank 0 records an end, everything is saved. A rank that fails after that, during its shutdown, does no harm;
+restarted ranks would train on after a stop.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ from shardway.rundir.lease import TAKEN_OVER
 
 @dataclass(frozen=True)
 class LaunchOutcome:
-    """How one start of the ranks ended, on all its nodes: ranks that ended badly with the causes first, a hang, nodes
-    that were lost (as people call them). `called_off`: a stop was asked for before all nodes were there."""
+    """How one start of the ranks ended, on all its nodes.
+
+    `failures`: ranks that ended badly, the causes first. `found`: a hang. `lost`: names of lost nodes. `called_off`: a
+    stop was requested before all nodes were present.
+    """
 
     failures: tuple[RankFailure, ...] = ()
     found: DetectedHang | None = None
@@ -50,7 +53,7 @@ class LaunchOutcome:
 
 @dataclass(frozen=True)
 class Blame:
-    """An error, who says it, and whether memory ran out."""
+    """The cause of a failure: an error, its reporter, and whether memory ran out."""
 
     error: ShardwayError
     by: str = BY_AGENT
@@ -58,7 +61,7 @@ class Blame:
 
 
 def find_blame(run: RunDir, ended: LaunchOutcome, marks: Mapping[int, int]) -> Blame:
-    """Who is to blame for a start that ended badly; events of a rank before its mark are of earlier starts."""
+    """The cause of a start that ended badly; events of a rank before its mark are of earlier starts."""
     if ended.lost:
         return Blame(_explain_lost(run, ended.lost))
     if (writer := run.find_writer()) is not None:
@@ -69,7 +72,7 @@ def find_blame(run: RunDir, ended: LaunchOutcome, marks: Mapping[int, int]) -> B
 
 
 def has_begun(run: RunDir, marks: Mapping[int, int]) -> bool:
-    """Whether the run went on in a start whose events begin at these marks; before that, nothing of it has changed."""
+    """Whether the run went on in a start whose events begin at these marks; before that, the run is unchanged."""
     return any(event["event"] == "started" for event in islice(run.all_events(0), marks.get(0, 0), None))
 
 
@@ -83,10 +86,10 @@ def _explain_lost(run: RunDir, lost: tuple[str, ...]) -> NodeLost:
 
 
 def _explain(run: RunDir, failures: tuple[RankFailure, ...], marks: Mapping[int, int]) -> Blame:
-    """The error of the rank that is to blame.
+    """The error of the rank that caused the failure.
 
-    That is the first one where it was killed, else one with an error that is no lost contact, else one that was
-    killed: a rank may lose contact before the agent sees who died, and the agent ends the others by signals.
+    That is the first rank if it was killed; else one with an error other than lost contact; else one that was killed. A
+    rank may lose contact before the agent detects the dead one, and the agent ends the others by signals.
     """
     for_memory = next((failure for failure in failures if failure.for_memory), None)
     if for_memory is not None:
@@ -109,10 +112,10 @@ def _explain(run: RunDir, failures: tuple[RankFailure, ...], marks: Mapping[int,
 
 
 def _explain_taken(run: RunDir, failures: tuple[RankFailure, ...], writer: str) -> ShardwayError:
-    """All ranks of this start are gone and somebody writes here: another run, in whose record nothing is written."""
+    """All ranks of this start have ended and another run writes here; nothing is written into its record."""
     words = {failure: text for failure in failures if (text := _last_words(failure))}
     for failure, text in words.items():
-        if failure.exit_code == UserError.exit_code:  # it was there before the ranks could begin
+        if failure.exit_code == UserError.exit_code:  # the other run was there before the ranks could begin
             return UserError(text)
     told = sorted(words.values(), key=lambda text: not text.startswith(TAKEN_OVER))
     return Fenced(
@@ -124,8 +127,8 @@ def _explain_taken(run: RunDir, failures: tuple[RankFailure, ...], writer: str) 
 
 
 def _explain_hang(run: RunDir, found: DetectedHang, *, began: bool) -> JobError:
-    """What the agent saw, with where the ranks were; recorded as a fault of the first of them where the run had begun
-    to go on."""
+    """What the agent detected, with the stacks of the ranks; written as a fault of the first of them if the run had
+    begun."""
     hang, groups = found.hang, found.seen.groups
     told = explain_collectives(found.seen.heard)
     message = f"{hang.message}: {told[0]}" if told else hang.message
@@ -151,7 +154,7 @@ def _explain_hang(run: RunDir, found: DetectedHang, *, began: bool) -> JobError:
 
 
 def _place(group: StackGroup) -> str:
-    """The innermost frames of a group of ranks, in a line."""
+    """The innermost frames of a group of ranks, in one line."""
     return _line(group.frames) or "n/a"
 
 
@@ -170,7 +173,7 @@ def _killed(run: RunDir, failure: RankFailure) -> JobError:
 
 
 def _crashed(run: RunDir, failure: RankFailure) -> JobError:
-    """A library's own code, not Python's, which cannot raise an error; where Python called it is told where known."""
+    """A crash in native code, which cannot raise an error; with the Python frame that called it if it is known."""
     frames = _line(read_crash(failure.read_printed()))
     return JobError(
         f"rank {failure.rank} (process {failure.pid}) crashed in native code ({failure.signal_name})"
@@ -195,7 +198,7 @@ def _unexplained(run: RunDir, failure: RankFailure) -> ShardwayError:
 
 
 def _last_words(failure: RankFailure) -> str:
-    """The error that a rank printed last, where it had no events to write it into; empty for none."""
+    """The error that a rank printed last, if it had no events to write it into; empty for none."""
     _, *told = re.split(r"^shardway: ", failure.read_printed(), flags=re.MULTILINE)
     return told[-1].strip() if told else ""
 
@@ -205,12 +208,13 @@ def _where_output(printed: Sequence[Path]) -> str:
 
 
 def _last_fault(run: RunDir, rank: int, mark: int) -> Event | None:
-    """The fault that a rank wrote in this start (events before `mark` are older), or said before the run went on."""
+    """The fault that a rank recorded in this start (events before `mark` are older), or reported before the run went
+    on."""
     events = list(run.all_events(rank))[mark:]
     return next((event for event in reversed(events) if event["event"] == "fault"), None) or run.read_setup_fault(rank)
 
 
-# --- Whether a start of the ranks that ended badly had come to the end of the run, or of the attempt, before
+# --- whether the run or attempt had completed before
 
 _NAMES = frozenset(("started", "stopped", "finished"))
 
@@ -221,15 +225,15 @@ def has_come_to_its_end(run: RunDir, mark: int, ended: LaunchOutcome) -> bool:
     if sum(event["event"] == "started" for event in events) > 1 or run.find_writer() is not None:
         return False  # another run has taken over
     end = next((event for event in reversed(events) if event["event"] != "started"), None)
-    if end is None or end.get("reason") == SECOND_SIGNAL:  # which saves nothing
+    if end is None or end.get("reason") == SECOND_SIGNAL:  # a second signal saves nothing
         return False
-    # Ranks whose agent is gone ask for a stop, and the others may go on without their node.
+    # Ranks that lose their agent ask for a stop, and the others may go on without their node.
     by_orphans = end["event"] == "stopped" and end.get("failure") == BY_SIGNAL and find_received() is None
     return not (ended.lost and by_orphans)
 
 
 def name_trouble(ended: LaunchOutcome) -> str:
-    """What went wrong, in a few words."""
+    """What failed, in a few words."""
     if ended.found is not None:
         return ended.found.hang.message
     if ended.lost:

@@ -1,7 +1,7 @@
 """`shardway image import | build`: a container image for a site, as one file.
 
-Invariant: what --dry-run prints on stdout is the script that would run, to the byte but for the token in its names.
-This module must not know runtimes.
+Invariant: what --dry-run prints on stdout is the script that would run, byte for byte except for the token in its
+names.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def build_image(
 
 @dataclass(frozen=True)
 class _Manner:
-    """How a verb goes about it: the longest time in seconds, print only, facts as JSON."""
+    """How a verb works: the time limit in seconds, print only, facts as JSON."""
 
     limit_s: float
     dry_run: bool

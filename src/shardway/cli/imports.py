@@ -1,6 +1,6 @@
-"""How a process that trains imports what it needs: without looking for garbage meanwhile.
+"""How a training process imports what it needs: without garbage collection meanwhile.
 
-Invariant: afterwards garbage is looked for as Python has it. This module must not import torch itself.
+Invariant: afterwards the garbage collector is as before. torch itself is not imported here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The ranks of a run from the side of the agent that leads: starts them, again after a failure, and says how it ended.
+"""Starts the ranks of a run, again after a failure, and records how the run ended.
 
-Invariant: whatever ends the ranks, the run directory says so, and the job that they are a part of. This module must
-not train.
+Invariant: however the ranks end, the run directory records it, and so does their job, if there is one. Nothing is
+trained here.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ from shardway.units import render_seconds
 
 ASKED = "a signal asked for a stop"
 AWAY_S, LOOK_EVERY_S = 600.0, 1.0
-"""How long the ranks' start waits for a file system that is away: its failover takes minutes."""
+"""How long a start of the ranks waits for an unreachable file system: its failover takes minutes."""
 
 _STOPS = tuple(number.name for number in STOP_SIGNALS)
-"""What ends a rank that does not listen yet; one that does, obeys."""
+"""Signals that end a rank before it handles them; later it obeys them."""
 
 
 class NodeGroup(Protocol):
-    """Who starts the ranks: this machine alone, or with others (`cli.nodes`)."""
+    """Starts the ranks: on this machine alone, or together with other nodes (`cli.nodes`)."""
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are at most."""
+        """The largest number of ranks."""
 
     def start(self, run: RunDir, launch: LocalLaunch, patience: HangTimeout | None) -> LaunchOutcome:
-        """Run the ranks to their end. Raises LateStop, KeyboardInterrupt, and what keeps them from starting."""
+        """Run the ranks to their end. Raises LateStop, KeyboardInterrupt, and the error that keeps them from
+        starting."""
 
     def why_not_again(self) -> str:
-        """What keeps them from starting once more; empty for nothing."""
+        """Why the ranks cannot start once more; empty if they can."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,12 @@ class Alone:
         return LaunchOutcome(tuple(failures), watch.found)
 
     def why_not_again(self) -> str:
-        """Nothing does."""
+        """Always empty."""
         return ""
 
 
 def open_reserve(settings: RunSection) -> WarmStandby:
-    """The spares that a run file asks for; none where ranks do not start again."""
+    """The warm standbys that a run file requests; none if ranks do not restart."""
     if settings.spares == "off" or settings.max_restarts == 0:
         return WarmStandby(None)
     if settings.spares == "auto":
@@ -92,7 +93,7 @@ def open_reserve(settings: RunSection) -> WarmStandby:
 
 
 def build_launch(resolution: Resolution, ranks: int) -> LocalLaunch:
-    """What `ranks` ranks of this machine run, and where what they print goes."""
+    """What `ranks` ranks of this machine run, and where their output goes."""
     run, settings = resolution.directory, resolution.resolved.values.run
     return LocalLaunch(
         ranks=ranks,
@@ -106,17 +107,18 @@ def build_launch(resolution: Resolution, ranks: int) -> LocalLaunch:
 
 
 def _as_rank(resolution: Resolution) -> ResolveRequest:
-    """What a rank is asked for. Who starts them has set aside what was there, so that what the ranks print does not
-    move with it; and a rank that is bound to its own cores could not tell that it need not share them."""
+    """The request of a rank. It is not `fresh`: the agent has already moved an earlier run aside, and the ranks' output
+    must stay. Threads are explicit, since a rank that is bound to its own cores cannot derive that it need not share
+    them."""
     request, threads = resolution.request, int(resolution.resolved.values.run.threads)
     further = (f"run.threads={threads}",) if MASKS in os.environ else ()
     return replace(request, fresh=False, overrides=(*request.overrides, *further))
 
 
 def train_local(resolution: Resolution, launch: LocalLaunch, crew: NodeGroup) -> dict[str, Any]:
-    """Train on the ranks of a crew, again after a failure where `ranks.agent.policy` says so.
+    """Train on the ranks of a node group, again after a failure if `ranks.agent.policy` allows it.
 
-    Raises the error of the rank that failed first, that of the last time.
+    Raises the error of the rank that failed first in the last start.
     """
     with _as_it_was(resolution.directory, fresh=resolution.request.fresh):
         return _train_local(resolution, launch, crew)
@@ -124,8 +126,8 @@ def train_local(resolution: Resolution, launch: LocalLaunch, crew: NodeGroup) ->
 
 @contextlib.contextmanager
 def _as_it_was(run: RunDir, *, fresh: bool) -> Iterator[None]:
-    """Make the run directory, an earlier run set aside for a `fresh` one. Where the ranks are refused before the run
-    goes on, the directory is as it was: what they printed is in the error."""
+    """Make the run directory, with an earlier run moved aside for a `fresh` one. If the ranks are refused before the
+    run goes on, the directory is restored; their output is in the error."""
     aside = run.set_aside() if fresh else None
     made = list_missing(run.path)
     marks = {0: sum(1 for _ in run.all_events(0))}
@@ -137,7 +139,7 @@ def _as_it_was(run: RunDir, *, fresh: bool) -> Iterator[None]:
             return
         run.remove_log_folders(run.list_log_folders() - logs)
         for folder in made:
-            with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
+            with contextlib.suppress(OSError):  # another process has put something there meanwhile
                 folder.rmdir()
         if aside is not None:
             with contextlib.suppress(OSError):
@@ -176,7 +178,7 @@ def _train_local(resolution: Resolution, launch: LocalLaunch, crew: NodeGroup) -
         if find_received() is not None:
             _end_early(run, attempt)
     except KeyboardInterrupt:
-        run.clear_stop()  # nobody is left to obey it, and the next start must not
+        run.clear_stop()  # no rank is left to obey it, and the next start must not
         if has_begun(run, marks):
             _mark_ended(run, "stopped", SECOND_SIGNAL)
         if attempt is not None:
@@ -199,7 +201,7 @@ def _read_outcome(run: RunDir, failures: list[RepeatedFailure]) -> dict[str, Any
 
 
 def _report_good_end(run: RunDir, attempt: Attempt) -> None:
-    """How the ranks say that it ended, once they do not start again: the words of rank 0, from its last event."""
+    """Report the end of ranks that do not start again, from the last event of rank 0."""
     last = next((event for event in reversed(run.last_events(0)) if event["event"] in ("stopped", "finished")), None)
     if last is not None and (ending := last.get("ending")) in set(Ending):
         failure = str(last.get("failure", ""))
@@ -207,7 +209,7 @@ def _report_good_end(run: RunDir, attempt: Attempt) -> None:
 
 
 def _end_early(run: RunDir, attempt: Attempt | None) -> None:
-    """A stop that no rank could obey: none was there yet, or they began and did not listen yet."""
+    """Record a stop that no rank could obey: none existed yet, or they did not handle signals yet."""
     run.create()
     end = find_end(Decision(ASKED), run.stop_reason() if run.stop_requested() else None)
     run.clear_stop()
@@ -217,13 +219,13 @@ def _end_early(run: RunDir, attempt: Attempt | None) -> None:
 
 
 def _why_refused(run: RunDir) -> str:
-    """What keeps ranks from writing into the run directory, where they would only fail again."""
+    """Why ranks cannot write into the run directory, so that they would only fail again; empty if they can."""
     why = why_refused(run.path)
     return f"nothing can be written into {run.path} now ({why})" if why else ""
 
 
 def _run_once(run: RunDir, launch: LocalLaunch, patience: HangTimeout | None, crew: NodeGroup) -> Blame | None:
-    """Run the ranks to their end; the error of who failed first, or None."""
+    """Run the ranks to their end; the cause if the start ended badly, else None."""
     marks = {rank: sum(1 for _ in run.all_events(rank)) for rank in range(crew.ranks)}
     run.clear_setup_faults()
     try:
@@ -251,8 +253,8 @@ def _run_once(run: RunDir, launch: LocalLaunch, patience: HangTimeout | None, cr
 
 
 def _await_answer(run: RunDir) -> None:
-    """Ranks have failed while their file system is away, perhaps for that. What they said is read, and they start
-    again, once it answers, or after `AWAY_S`, or once a signal asks for a stop."""
+    """Wait while the file system of failed ranks is unreachable, which may be the cause. Ends when it answers, after
+    `AWAY_S`, or when a signal asks for a stop; then the ranks' records are read and they restart."""
     if answers(run.path):
         return
     print(f"the file system of {run.path} is away; waiting {render_seconds(AWAY_S)} for it", file=sys.stderr)
@@ -262,7 +264,7 @@ def _await_answer(run: RunDir) -> None:
 
 
 def report_wake(hang: Hang) -> None:
-    """Say on stderr that ranks were stopped and go on."""
+    """Report on stderr that stopped ranks were continued."""
     print(f"{hang.message}, and was told to go on", file=sys.stderr)
 
 
@@ -276,11 +278,11 @@ def _describe(resolution: Resolution, error: ShardwayError) -> RepeatedFailure:
 
 
 def _list_local_steps(resolution: Resolution) -> list[int]:
-    """Steps that were saved on the disk of this node, where the run saves there."""
+    """Steps that were saved on this node's disk, if the run saves there."""
     section, run_id = resolution.resolved.values.checkpoint, find_run_id(resolution.directory.path)
     if section.local_every == "off" or not run_id:
         return []
-    with contextlib.suppress(UserError):  # told by the ranks
+    with contextlib.suppress(UserError):  # reported by the ranks
         return find_local_run(section.local_dir, run_id).steps()
     return []
 
@@ -299,9 +301,9 @@ def _give_up(
         times = "once" if len(failures) == 1 else f"{len(failures)} times"
         again = f"; it is not started again: {verdict.reason}" if verdict.reason else ""
         error = type(error)(f"{error}\n  The ranks were started {times}{again}.")
-    if run.find_writer() is None:  # else it is another run's to say how it goes
+    if run.find_writer() is None:  # else another run writes there
         if attempt is None:
-            run.clear_stop()  # nobody is left to obey it, and the next start must not; a job script reads it first
+            run.clear_stop()  # no rank is left to obey it, and the next start must not; a job script reads it first
         if began:
             _mark_ended(run, "failed", render_reason(str(error)))
     fault = describe_error(error, out_of_memory=blame.out_of_memory)
@@ -310,9 +312,9 @@ def _give_up(
 
 
 def report_restart(run: RunDir, error: ShardwayError, failures: int, saved_step: int | None = None) -> None:
-    """In the events of rank 0, which is gone by now, for whoever reads or shows the run: the ranks start again.
+    """Write into the events of rank 0, which has ended, that the ranks start again.
 
-    `saved_step` is the newest checkpoint, where that is known and not only in the run directory.
+    `saved_step`: the newest checkpoint, if it may be elsewhere than in the run directory.
     """
     saved = max(run.checkpoint_steps(), default=0) if saved_step is None else saved_step
     with contextlib.suppress(OSError, JobError), run.event_writer(0) as events:
@@ -326,17 +328,17 @@ def pack_request(request: ResolveRequest) -> str:
 
 
 def ask_to_stop(run: RunDir) -> None:
-    """Ask the ranks by the stop file, and say so on stderr. Raises UserError where there can be none."""
+    """Ask the ranks by the stop file, and report it on stderr. Raises UserError if the file cannot be written."""
     print("stopping after this step and saving; once more to end at once", file=sys.stderr)
-    if not run.stop_requested():  # a job script that was warned has written why
+    if not run.stop_requested():  # a job script that was warned has written the reason
         run.request_stop(f"{BY_SIGNAL} asked for a stop")
 
 
 def _mark_ended(run: RunDir, state: str, reason: str, *, where_missing: bool = False) -> None:
-    """A rank 0 that was killed could not say so itself, and one that lost contact could not know why."""
+    """Record the end in place of a rank 0 that was killed, or that lost contact and could not see the reason."""
     status = run.read_status()
     if status.get("state") in ("running", "failed") or (where_missing and not status):
         try:
             run.change_state(status, state, reason)
-        except OSError as error:  # the reason itself is told in any case
+        except OSError as error:  # the reason itself is reported in any case
             print(f"{run.path} could not be told how the run ended: {error.strerror}", file=sys.stderr)

@@ -128,7 +128,7 @@ def _events(run: RunDir, rank: int, follow: bool) -> Iterator[Event]:
 
 
 def _followed_events(run: RunDir, rank: int) -> Iterator[Event]:
-    """Events until nobody writes any more, or whoever held the lock died without freeing it, which is told."""
+    """Events until no process writes any more, or the lock's holder died without releasing it, which is reported."""
     from shardway.launch.hosts import find_host
     from shardway.launch.runs.logs import LeftLock
 

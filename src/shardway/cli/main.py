@@ -1,13 +1,12 @@
 """The command `shardway`: its verbs, the one place where errors become messages and exit codes, and text in any locale.
 
 Invariants:
-- Nothing that is printed ends in an error of encoding, and names are printed as their bytes where the terminal takes
-  UTF-8.
+- No output ends in an encoding error; names are printed as their bytes if the terminal takes UTF-8.
 - Exit codes are 0 done, 1 a comparison found a difference, 2 user, 3 site, 4 job, 70 bug, 130 ended by a second signal.
 
-Names of files are bytes. In UTF-8 mode (PEP 540) every name comes in as text and goes out as the same bytes, also one
+Names of files are bytes. In UTF-8 mode (PEP 540) every name is read as text and written as the same bytes, also one
 that is not UTF-8: such a byte is a lone surrogate in between (PEP 383). In another mode a name of a run file, which is
-UTF-8, is looked for under other bytes, or cannot be expressed.
+UTF-8, would be searched under other bytes, or could not be expressed.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from shardway.ranks.shutdown import Shutdown, flush_output
 from shardway.refusals import FULL, find_remedy
 from shardway.rundir.file_io import UNREADABLE, unanswered
 
-# --- Text that goes into and out of the command: names of files and what is printed, whatever the locale is
+# --- file names and output in any locale
 
 _HANDLER = "shardway"
 
@@ -63,7 +62,7 @@ def _express(error: UnicodeError) -> tuple[str | bytes, int]:
     return codecs.backslashreplace_errors(error)
 
 
-# --- The command `shardway`: its verbs, and the one place where errors become messages and exit codes
+# --- the command, its errors and exit codes
 
 EXIT_KILLED = 130
 
@@ -142,7 +141,7 @@ def run_guarded(work: Callable[[], object]) -> int:
     except SystemExit as error:
         if not isinstance(error.__context__, BrokenPipeError):
             raise
-        return 0  # nobody reads on (`| head`); typer ends a verb so
+        return 0  # the reader has closed the pipe (`| head`); typer ends a verb so
     except Exception as error:
         from shardway.hardware.limits import explain_limit
 
@@ -158,12 +157,13 @@ def run_guarded(work: Callable[[], object]) -> int:
 
 def _print_all() -> None:
     """What a verb has printed leaves this process. Raises OSError where it cannot be written."""
-    with contextlib.suppress(BrokenPipeError):  # nobody reads on
+    with contextlib.suppress(BrokenPipeError):  # the reader has closed the pipe
         flush_output()
 
 
 def _explain(error: OSError) -> ShardwayError | None:
-    """What a file system says of a place is for whoever looks after that place; None where it may be a defect."""
+    """A file system error as one of the place that it names, for the person responsible for it; None if it may be a
+    defect."""
     if isinstance(error, FileNotFoundError) and folder_is_gone():
         return UserError("the current folder is not there.")
     path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None

@@ -1,10 +1,12 @@
-"""The agent of one node of several: it leads, or does what the agent that leads says, and leads once that one is gone.
+"""The agent of one node of several: it coordinates, or follows the coordinator and succeeds it if it is lost.
 
-The first node leads. Where it is lost, the next one that is there takes over, if `run.elastic` lets a run go on with
+The first node coordinates. If it is lost, the next node that is left takes over, if `run.elastic` lets a run go on with
 fewer nodes.
 
-Invariant: ranks start on nodes that `ranks.crew` has gathered, in the order of the nodes, and end before an agent
-does. This module must not judge who is there (`ranks.crew`) nor what a failure means (`cli.local`).
+Invariants:
+- Ranks start on the nodes that `ranks.rendezvous` has gathered, in the order of the nodes, and end before an agent
+  does.
+- Which nodes are present is decided by `ranks.rendezvous`, what a failure means by `cli.local`.
 """
 
 from __future__ import annotations
@@ -43,19 +45,19 @@ from shardway.rundir.directory import RunDir
 from shardway.units import render_seconds
 
 SUCCEED_S = 30.0
-"""How long the next node may take to lead once the one before is gone; and to gather those that are left."""
+"""How long the next node may take to become the coordinator after a loss, and to gather the nodes that are left."""
 ELASTIC_S = 60.0
 """How long a run that may start with fewer nodes waits for all of them."""
 REGATHER_S = 150.0
 """How long nodes may take to be ready again after a failure: longer than ranks take to be killed."""
 JOIN_S = 10.0
-"""How long a node that looks for the first one does so before it looks whether that has given up."""
+"""How long a node tries to reach the first one before it checks whether that node has given up."""
 _INTERRUPTED = 130
 
 
 def train_on_nodes(resolution: Resolution, nodes: NodeSpec) -> dict[str, Any] | int:
-    """Train together with the agents of the other nodes: the outcome where this one leads at the end, or the exit code
-    that the one which leads has told. Raises ShardwayError, KeyboardInterrupt."""
+    """Train together with the agents of the other nodes. Returns the outcome if this node coordinates at the end, else
+    the exit code from the coordinator. Raises ShardwayError, KeyboardInterrupt."""
     _check_count(resolution, nodes)
     return _lead(resolution, nodes) if nodes.node == 0 else _follow(resolution, nodes)
 
@@ -70,12 +72,12 @@ def _check_count(resolution: Resolution, nodes: NodeSpec) -> None:
         )
 
 
-# --- to lead
+# --- the coordinator
 
 
 @dataclass(frozen=True)
 class Led:
-    """The crew of the agent that leads."""
+    """The node group of the coordinator."""
 
     resolution: Resolution
     nodes: NodeSpec
@@ -86,12 +88,12 @@ class Led:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are at most."""
+        """The largest number of ranks."""
         return len(self.nodes.addresses) * self.nodes.ranks
 
     @property
     def least(self) -> int:
-        """With how many nodes the run may go on."""
+        """The smallest number of nodes with which the run may go on."""
         elastic = self.resolution.resolved.values.run.elastic
         return len(self.nodes.addresses) if elastic == "off" else int(elastic[0])
 
@@ -107,14 +109,14 @@ class Led:
         return self._combine(self.lead.await_end(), launch)
 
     def why_not_again(self) -> str:
-        """Nothing, unless too few nodes are left."""
+        """Why the ranks cannot start again: too few nodes are left; else empty."""
         left = len(self.lead.list_present())
         if left >= self.least:
             return ""
         return f"{left} of {len(self.nodes.addresses)} nodes are left, and it needs {self.least} (run.elastic)"
 
     def _gather(self, run: RunDir) -> tuple[int, ...]:
-        """The nodes of the next start; none where a stop was asked for before enough of them were there."""
+        """The nodes of the next start; none if a stop was requested before enough of them were present."""
 
         def is_called_off() -> bool:
             return run.stop_requested() or find_received() is not None or find_told() is not None
@@ -136,14 +138,14 @@ class Led:
         return free[: self._find_count(len(free))]
 
     def _find_count(self, free: int) -> int:
-        """The most of so many nodes with which the run file makes sense: a batch has to divide among the ranks."""
+        """The largest count of at most `free` nodes that the run file allows: a batch must divide among the ranks."""
         for count in range(free, self.least - 1, -1):
             with contextlib.suppress(UserError):
                 return self._check_fits(count)
-        return self._check_fits(free)  # which raises, and so tells why
+        return self._check_fits(free)  # raises, with the reason
 
     def _check_fits(self, count: int) -> int:
-        """The same number, where the run file makes sense with so many nodes. Raises UserError."""
+        """Return `count` if the run file allows so many nodes. Raises UserError."""
         if count < len(self.nodes.addresses):
             resolve_request(self.resolution.request, count * self.nodes.ranks, self.nodes.ranks)
         return count
@@ -183,11 +185,11 @@ def _lead(resolution: Resolution, nodes: NodeSpec, gone: Sequence[int] = ()) -> 
     return outcome
 
 
-# --- to follow
+# --- the follower
 
 
 def _follow(resolution: Resolution, nodes: NodeSpec) -> dict[str, Any] | int:
-    resolution = replace(resolution, request=replace(resolution.request, fresh=False))  # who leads has seen to it
+    resolution = replace(resolution, request=replace(resolution.request, fresh=False))  # the coordinator has applied it
     wait_s, leader = resolution.resolved.values.run.start_timeout, 0
     try:
         board = _join_first(nodes, wait_s)
@@ -209,8 +211,8 @@ def _follow(resolution: Resolution, nodes: NodeSpec) -> dict[str, Any] | int:
 
 
 def _join_first(nodes: NodeSpec, wait_s: float) -> KeyValueStore:
-    """The board of the first node, which may begin later than this one, unless it has said how the attempt ended.
-    Raises Unreachable."""
+    """The key-value store of the first node, which may start later than this one; gives up when the attempt has a
+    result. Raises Unreachable."""
     until = time.monotonic() + wait_s
     while True:
         left = until - time.monotonic()
@@ -222,13 +224,13 @@ def _join_first(nodes: NodeSpec, wait_s: float) -> KeyValueStore:
 
 
 def find_told() -> Result | None:
-    """How the attempt ended, where somebody has said it: an agent that could not begin, for one."""
+    """How the attempt ended, if that is recorded, such as by an agent that could not start."""
     attempt = find_attempt(os.environ)
     return attempt.read_result() if attempt is not None else None
 
 
 def _obey(resolution: Resolution, nodes: NodeSpec, follow: FollowingAgent, leader: int) -> int | None:
-    """Do what the one who leads says; the exit code of the whole, or None once nobody leads."""
+    """Follow the coordinator; return the exit code of the whole, or None when the coordinator is lost."""
     run, launch = resolution.directory, _launch(resolution, nodes)
     settings, start = resolution.resolved.values.run, 0
     with follow.keep(), open_reserve(settings) as reserve:
@@ -247,13 +249,13 @@ def _obey(resolution: Resolution, nodes: NodeSpec, follow: FollowingAgent, leade
 
 
 def _pass_on(run: RunDir) -> None:
-    """A signal that came while there are no ranks here."""
+    """Pass a signal on to the stop file while no ranks run here."""
     if find_received() is not None and run.exists() and not run.stop_requested():
         ask_to_stop(run)
 
 
 def _find_successor(nodes: NodeSpec, leader: int) -> tuple[int, KeyValueStore] | None:
-    """Who leads after `leader`, and its board; None: this node does."""
+    """The coordinator after `leader`, and its key-value store; None if it is this node."""
     for node in range(leader + 1, nodes.node):
         try:
             return node, join_board(nodes.addresses[node], nodes.port, len(nodes.addresses), SUCCEED_S)
@@ -263,7 +265,7 @@ def _find_successor(nodes: NodeSpec, leader: int) -> tuple[int, KeyValueStore] |
 
 
 def _succeed(resolution: Resolution, nodes: NodeSpec, leader: int, present: Sequence[int]) -> dict[str, Any]:
-    """Lead those that were there last, since nobody before this node does."""
+    """Coordinate the nodes that were present last, since no earlier node does."""
     lost = f"{nodes.name(leader)}, which led the others, does not answer any more"
     if resolution.resolved.values.run.elastic == "off":
         raise NodeLost(
@@ -280,7 +282,7 @@ def _succeed(resolution: Resolution, nodes: NodeSpec, leader: int, present: Sequ
 
 
 def _launch(resolution: Resolution, nodes: NodeSpec) -> LocalLaunch:
-    """What the ranks of this node run; in a job, what they print goes to its output as well."""
+    """What the ranks of this node run; in a job, their output also goes to the job's output."""
     launch, attempt = build_launch(resolution, nodes.ranks), find_attempt(os.environ)
     if attempt is None:
         return launch
@@ -288,7 +290,7 @@ def _launch(resolution: Resolution, nodes: NodeSpec) -> LocalLaunch:
 
 
 def _seated(launch: LocalLaunch, seats: Seats) -> LocalLaunch:
-    """A start of the ranks at these seats; outside a job what they print is found by the first of their numbers."""
+    """The launch with these seats; outside a job, the log folder is named by the first rank number."""
     folder = launch.log_folder if launch.shown else launch.log_folder / f"from-{seats.first}"
     return replace(launch, seats=seats, log_folder=folder)
 
@@ -302,7 +304,7 @@ def _seat(nodes: NodeSpec, news: News, leader: int) -> Seats:
 
 @dataclass(frozen=True)
 class Here:
-    """What an agent brings to each start of its ranks: its patience, its place in the crew, its spares."""
+    """What an agent uses in each start of its ranks: hang timeout, rendezvous, warm standbys."""
 
     patience: HangTimeout | None
     member: RendezvousMember
@@ -310,7 +312,7 @@ class Here:
 
 
 def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, here: Here) -> NodeOutcome:
-    """Run the ranks of this node in one start of all, in touch with the other nodes."""
+    """Run the ranks of this node in one common start, in contact with the other nodes."""
     member = here.member
     launch = _seated(launch, seats)
     share_s = SHARE_S if seats.nodes > 1 else 0.0

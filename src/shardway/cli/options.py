@@ -1,8 +1,8 @@
-"""Arguments that several verbs share, how words become a request, and what a shell is offered for a word that is begun.
+"""Arguments that several verbs share, how words become a request, and shell completion.
 
 Invariants:
-- Quick, and without torch; what cannot be read is not offered.
-- A verb that takes a run takes it in the same words as every other.
+- Completion is quick and without torch; what cannot be read is not offered.
+- A run is named in the same words for every verb.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardway.rundir.directory import RunDir
 
 
-# --- What a shell is offered for a word that is begun: keys of a run file, run files, runs, examples
+# --- shell completion
 
 
 def complete_words(incomplete: str) -> list[str]:
@@ -88,7 +88,7 @@ def _list_paths(incomplete: str, suffix: str) -> Iterator[str]:
                     yield shown
 
 
-# --- Arguments that several verbs share, and how words on the command line become a request
+# --- shared arguments and requests
 
 Words = Annotated[
     list[str] | None,

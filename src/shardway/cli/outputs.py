@@ -1,9 +1,9 @@
-"""Outputs that may close while a run trains: a terminal that goes, a pipe whose reader has ended, PBS's collector of
-outputs after `qdel`, a log on a full disk. What is printed then is lost; the run is not. A pipe that is full, since its
-reader does something else, is waited for while the run trains, and for a few seconds when it leaves.
+"""Outputs that may close while a run trains: a terminal, a pipe, PBS's collector of outputs, a log on a full disk.
 
-Invariant: a run does not end for want of somebody who reads what it prints. This module must not decide what is
-printed.
+What is printed to a closed output is lost; the run is not. A full pipe, whose reader is busy, is waited for while the
+run trains, and for a few seconds when it ends.
+
+Invariant: a run never ends because its output is not read. What is printed is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, TextIO
 from shardway.refusals import FULL
 
 _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ESHUTDOWN, errno.ECONNRESET)
-"""What a write says where nobody will ever read: of a pipe, a terminal that was hung up, a socket."""
+"""Errors of a write whose output has no reader any more: a pipe, a terminal that was hung up, a socket."""
 
 _PIECE = select.PIPE_BUF // len(r"\U0001f600")
 """Characters of which a pipe that is ready takes each, whatever they are in its encoding: more than PIPE_BUF bytes may
@@ -35,7 +35,7 @@ _LEAVING_S = 5.0
 
 
 class EnduringOutput:
-    """A stream that goes on, to nowhere, once nobody reads it any more."""
+    """A stream that discards its output once its reader is gone."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,7 +1,6 @@
-"""The options of `shardway plan`, each with its sentence of help.
+"""The options of `shardway plan`, each with its help sentence.
 
-Invariant: an option that is left out is None, empty or off; what stands for it then is assumed by `plan.answer`, and
-told. This module must not read a value.
+Invariant: an option that is not given is None, empty or off; `plan.answer` assumes a value for it and reports that.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""What `shardway plan` is asked: the model behind a word or a run file, the machine behind --on or --gpu, the terms of
-its queue.
+"""Turns the words and options of `shardway plan` into a question: model, machine, terms of its queue.
 
 Invariants:
-- Files and profiles are read here, and nowhere behind.
-- What a run file says is not said a second time by an option. torch is imported for --trace alone, whose result is kept
-  beside the run file, so that the next plan needs none.
+- Run files and profiles are read here; the planner behind reads none.
+- An option that the run file already sets is refused.
+- torch is imported for --trace alone. Its result is kept beside the run file, so that the next plan needs no torch.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _SUFFIXES = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 @dataclass(frozen=True)
 class MachineQuestion:
-    """The machine in a person's words, the queue, and what an hour costs."""
+    """The machine in the user's words, the queue, and the price of an hour."""
 
     on: str | None
     gpu: str | None
@@ -54,7 +53,7 @@ class MachineQuestion:
 
 @dataclass(frozen=True)
 class _PlannedMachine:
-    """The machine, and the profile of its site where there is one."""
+    """The machine, and the profile of its site if there is one."""
 
     machine: Machine
     site: SiteProfile | None
@@ -63,7 +62,7 @@ class _PlannedMachine:
 def answer_of(
     model: list[str], where: MachineQuestion, said: PlanOptions, counting: Counting
 ) -> PlanAnswer | UnitAnswer:
-    """The plan. Raises UserError with what cannot be."""
+    """The plan. Raises UserError with all problems."""
     where = _with_site_of_run(model, where)
     place = _check_both(model, where)
     asked = _ask(model, place.machine, said, counting)
@@ -76,7 +75,7 @@ def answer_of(
 
 
 def _check_both(model: list[str], where: MachineQuestion) -> _PlannedMachine:
-    """The machine. Raises UserError with what is wrong with it and with the model's name, all at once."""
+    """The machine. Raises UserError with the problems of the machine and of the model's name, all at once."""
     try:
         return _find_place(where)
     except UserError as error:
@@ -85,7 +84,7 @@ def _check_both(model: list[str], where: MachineQuestion) -> _PlannedMachine:
 
 
 def _name_problems(name: str) -> list[Problem]:
-    """What is wrong with a model that is named by a word alone."""
+    """Problems of a model that is named by a word alone."""
     path = expand_home(name)
     if name.endswith(".toml") or "/" in name or path.exists():
         return []
@@ -97,7 +96,7 @@ def _name_problems(name: str) -> list[Problem]:
 
 
 def _with_site_of_run(model: list[str], where: MachineQuestion) -> MachineQuestion:
-    """The site that a run file names, where no option says another."""
+    """The question with the site of the run file, unless an option names a machine."""
     if where.on or where.gpu or not model[0].endswith(".toml"):
         return where
     from shardway.resolve.request import parse_words, site_of
@@ -115,7 +114,7 @@ def parse_question_words(text: str) -> tuple[str, ...]:
 
 
 def read_length(tokens: str | None, steps: int | None) -> Span | None:
-    """How long a run shall be; None where nobody says. Raises UserError."""
+    """The length of a run; None if no option gives one. Raises UserError."""
     if tokens is not None and steps is not None:
         raise _refusal("--steps", "a length in steps and one in tokens are said both", "one of --tokens and --steps")
     if steps is not None:
@@ -137,7 +136,7 @@ def _parse_count(text: str) -> float:
 
 
 def parse_price(text: str | None) -> Price | None:
-    """A price in a text such as "2.5 EUR". Raises UserError."""
+    """A price in a string such as "2.5 EUR". Raises UserError."""
     if text is None:
         return None
     digits = text.strip().rstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz€$£¥ ")
@@ -190,7 +189,7 @@ def _terms(site: SiteProfile | None, where: MachineQuestion, nodes: int) -> JobT
 
 
 def _find_queue(site: SiteProfile, name: str | None, nodes: int) -> Queue | None:
-    """The queue of that name; otherwise the first that takes so many nodes, or the first of all."""
+    """The queue of that name; else the first that takes so many nodes; else the first."""
     if name is not None:
         found = next((queue for queue in site.queues if queue.name == name), None)
         if found is None:
@@ -220,7 +219,7 @@ def _stray(word: str) -> Problem:
 
 
 def _find_shape(name: str, path: Path) -> Shape:
-    """That of a folder or a config.json, of a hub name, or of a model known by name."""
+    """The shape of a folder or a config.json, of a hub name, or of a model known by name."""
     from shardway.plan.shapes.huggingface import read_shape
     from shardway.plan.shapes.section import find_named
 
@@ -235,8 +234,7 @@ def _lay_out(shape: Shape) -> Architecture:
     raise _refusal("model", f"{shape.name} is no transformer", "a transformer, or a run file with --trace")
 
 
-# --- What `shardway plan run.toml` asks: the run as it resolves on the machine, its model laid out, counted or
-# traced
+# --- the question of a run file
 
 KEYS = {
     "seq_len": ("--seq-len", "data.seq_len"),
@@ -253,7 +251,7 @@ KEYS = {
     "compiled": ("--compiled", "train.compile"),
     "offload": ("--offload", "parallel.cpu_offload"),
 }
-"""What an option says -> the option, and the key of a run file that says it there."""
+"""Field of `PlanOptions` -> its option, and the key of a run file that sets the same."""
 
 SETTLED = frozenset((*AXES, *SETTINGS, "offload", "sequence"))
 """What a resolved run leaves no choice of."""
@@ -261,7 +259,7 @@ SETTLED = frozenset((*AXES, *SETTINGS, "offload", "sequence"))
 
 @dataclass(frozen=True)
 class AskedUnits:
-    """The question of a model that is known by its units, and what was assumed."""
+    """The question of a model that is known by its units, and its assumptions."""
 
     question: UnitQuestion
     assumed: tuple[str, ...]
@@ -269,16 +267,16 @@ class AskedUnits:
 
 @dataclass(frozen=True)
 class _FoundShape:
-    """A shape, and where it is from, where that is not the run file."""
+    """A shape, and its origin if that is not the run file."""
 
     shape: Shape
     told: str = ""
     samples: int | None = None
-    """Of an epoch, where the data are open."""
+    """Samples of an epoch, if the data can be opened."""
 
 
 def ask_run(words: list[str], machine: Machine, said: PlanOptions, counting: Counting) -> SearchQuestion | AskedUnits:
-    """The question of a run file on a machine. Raises UserError with all that cannot be."""
+    """The question of a run file on a machine. Raises UserError with all problems."""
     check_no_problems("the plan", [*find_problems(said, machine), *_find_doubles(said)])
     ranks = said.gpus or (said.nodes or 1) * machine.per_node
     request = parse_words(words)
@@ -307,7 +305,7 @@ def _find_doubles(said: PlanOptions) -> list[Problem]:
 
 
 def _length_of(resolved: Resolved, samples: int | None) -> Span | None:
-    """In steps where that is known; None where only the data can say how long an epoch is."""
+    """The length in steps if it is known; None if the number of steps of an epoch depends on the data."""
     if resolved.derived.total_steps:
         return Span(float(resolved.derived.total_steps), "steps")
     span = resolved.values.train.steps
@@ -336,12 +334,12 @@ def _ask_units(resolved: Resolved, shape: Measured, machine: Machine, ranks: int
 
 
 def shape_path(run_file: Path) -> Path:
-    """Where the shape that was traced for a run file is kept."""
+    """Where the traced shape of a run file is kept."""
     return run_file.with_suffix(".shape.json")
 
 
 def _find_run_shape(values: RunFile, hf: Shape | None, path: Path) -> _FoundShape:
-    """What was traced for the run file, otherwise what it describes."""
+    """The traced shape if there is one, else that of the run file's model section."""
     stored = shape_path(path)
     if stored.exists():
         return _FoundShape(
@@ -353,7 +351,7 @@ def _find_run_shape(values: RunFile, hf: Shape | None, path: Path) -> _FoundShap
 
 
 def _read(stored: Path, values: RunFile) -> Measured:
-    """Raises UserError where the run file has another model since."""
+    """Read a traced shape. Raises UserError if the run file has another model since."""
     shape = read_measured(stored)
     if not shape.source.endswith(_digest(values)):
         raise UserError(
@@ -364,7 +362,7 @@ def _read(stored: Path, values: RunFile) -> Measured:
 
 
 def _digest(values: RunFile) -> str:
-    """Of what a sample and the model are made from, by the first names of keys, so that an earlier count holds."""
+    """Digest of what a sample and the model are made from; by the first names of keys, so that earlier counts hold."""
     text = values.model.model_dump_json() + str((values.data.seq_len, values.data.shape))
     for first, today in EARLIER_KEYS.items():
         text = text.replace(f'"{today.removeprefix("model.")}":', f'"{first.removeprefix("model.")}":')
@@ -372,7 +370,7 @@ def _digest(values: RunFile) -> str:
 
 
 def _of_images(values: RunFile) -> _FoundShape:
-    """The data say how large their images are."""
+    """The shape of an image model, with the image size of the data."""
     from shardway.data.open import are_there, find_sample, open_described
     from shardway.plan.shapes.section import shape_of_section
 
@@ -383,7 +381,7 @@ def _of_images(values: RunFile) -> _FoundShape:
 
 
 def _trace(values: RunFile, path: Path, module: str) -> _FoundShape:
-    """The model that the run file names, counted with torch; kept for the next plan."""
+    """The model of the run file, counted with torch; kept for the next plan."""
     try:
         from shardway.train.param_count import count_model
     except ModuleNotFoundError as error:
@@ -404,7 +402,7 @@ def _trace(values: RunFile, path: Path, module: str) -> _FoundShape:
 
 
 def _without_data(values: RunFile) -> str:
-    """What stands for data that are not there yet."""
+    """A note about what is assumed for data that do not exist yet."""
     images = values.model.kind in IMAGE_MODELS and not values.model.hf
     says = "samples of data.seq_len tokens"
     if images:

@@ -1,7 +1,7 @@
 """Shows a run while it trains: a live view on a terminal, plain lines elsewhere.
 
-Invariant: it follows the run directory like any other reader, so that what is shown is what was written, whoever
-trains. This module must not slow the run: it looks twice a second.
+Invariant: it reads the run directory like any other reader, so it shows what was written, by any launcher. It reads
+twice a second, so that the run is not slowed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Display:
         self._plain = plain or not self._console.is_terminal
         self._run = run
         self._validations: list[ValidatedEvent] = []
-        with contextlib.suppress(JobError, OSError):  # told by whoever writes there
+        with contextlib.suppress(JobError, OSError):  # reported by the process that writes there
             self._validations = read_validations(run)
         self._events = run.follow_events(from_end=True)
         self._done = threading.Event()
@@ -72,8 +72,8 @@ class Display:
                 live.update(view.render(), refresh=True)
 
     def _new_events(self) -> Iterator[list[Event]]:
-        """What was appended, now and then until the end. Where it cannot be read now it comes later: whoever writes
-        there tells of a file system that is away."""
+        """New events, polled until the end. If the files cannot be read now, the events come later: the writing process
+        reports an unreachable file system."""
         ended = False
         while not ended:
             ended = self._done.wait(REFRESH_S)

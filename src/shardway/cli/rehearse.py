@@ -1,7 +1,6 @@
-"""`shardway rehearse`: a run is stopped by a deadline on this machine, goes on, and has to give the same losses.
+"""`shardway rehearse`: stops a run by a deadline on this machine, resumes it, and compares the losses.
 
-Invariant: nothing of the run itself is touched: everything happens in a scratch folder beside it. This module must
-not judge: it starts the rehearsal and prints its checks.
+Invariant: the run itself is not touched: everything happens in a scratch folder beside it.
 """
 
 from __future__ import annotations
@@ -93,8 +92,8 @@ def _read_piece(
 
 
 def _plan_copies(words: Sequence[str]) -> Callable[[Path], Path]:
-    """Where a command works: in copies of the folder in which it was typed. Raises UserError where none can be made,
-    and for words that would mean something else there."""
+    """The working folders of a command: copies of the current folder. Raises UserError if none can be made, and for
+    words that would mean something else there."""
     from shardway.launch.snapshot import plan_snapshot
     from shardway.launch.snapshot.take import work_in_copies
     from shardway.launch.submission.host_checks import Code, list_lost_paths
@@ -113,7 +112,7 @@ def _is_command(words: Sequence[str]) -> bool:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM as Ctrl-C, so that the attempt under way is ended with its rehearsal."""
+    """SIGTERM acts as Ctrl-C, so that the current attempt is ended with its rehearsal."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

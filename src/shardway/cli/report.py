@@ -1,6 +1,6 @@
-"""`shardway report`: writes report.html of a run again, from what the run directory says now.
+"""`shardway report`: writes report.html of a run again, from the current state of the run directory.
 
-Invariant: apart from the report nothing is written. This module must not draw: that is `shardway.watch`.
+Invariant: nothing except the report is written.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def probe(write: WriteOption = None, as_json: JsonOption = False) -> None:
 
 
 def _describe(file: ProfileFile) -> dict[str, str]:
-    """A profile as a row; of one that cannot be used, why not."""
+    """A profile as a row; if it cannot be used, the reason."""
     from shardway.sites.load import load_profile
 
     origin = f"{file.origin}, in place of the shipped one" if file.shadows else file.origin
@@ -116,7 +116,7 @@ def _describe(file: ProfileFile) -> dict[str, str]:
 
 
 def _first_line(error: UserError) -> str:
-    """How many problems there are and in which file, or the one that there is."""
+    """The number of problems and the file, or the only problem."""
     return str(error).splitlines()[0].rstrip(".:")
 
 
@@ -158,7 +158,7 @@ def _fact_json(fact: SiteFact) -> dict[str, Any]:
 
 
 def _render_facts(facts: tuple[SiteFact, ...]) -> list[str]:
-    """One block a source, so that no source is repeated; facts in the profile's order."""
+    """One block per source, so that no source is repeated; facts in the profile's order."""
     width = max((len(fact.path) for fact in facts), default=0)
     lines: list[str] = []
     before: object = ()
@@ -192,7 +192,7 @@ def _render_source(source: Any) -> list[str]:
 
 
 def _free_name(site: str) -> str:
-    """A name for a profile that is printed: the site's own, unless a profile has it."""
+    """A name for a printed profile: the site's own, unless a profile has it."""
     from shardway.sites.find import list_sites
 
     name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in site).strip("-.") or "my-site"

@@ -1,7 +1,7 @@
-"""`shardway status`: where runs stand, here and where they were submitted to.
+"""`shardway status`: the state of runs, here and on the hosts they were submitted to.
 
-Invariant: it only reads. This module must not import torch, nor interpret events or a scheduler's answers: that is
-`shardway.watch` and `shardway.launch`.
+Invariant: it only reads, without torch. Events and a scheduler's answers are interpreted in `shardway.watch` and
+`shardway.launch`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def status(run: RunWord = None, as_json: JsonOption = False) -> None:
 
 
 def _choose(word: str | None) -> list[Known]:
-    """One run, those of a folder, or where nothing is said those of ./runs and all that were submitted."""
+    """One run, those of a folder, or by default those of ./runs and all submitted ones."""
     from shardway.launch.runs.find import Known, find_all, find_known, is_run, list_runs
 
     if word is None:
@@ -83,7 +83,7 @@ def _by_host(chosen: Sequence[Known]) -> list[list[Known]]:
 
 
 def _look(group: Sequence[Known], *, alone: bool) -> list[_ShownRun]:
-    """The runs of one host, asked in a few exchanges. A host that cannot be asked is told, and the others are shown."""
+    """The runs of one host, queried in a few exchanges. An unreachable host is reported, and the others are shown."""
     from shardway.launch.hosts import find_host
     from shardway.launch.runs.job_status import read_ledgers, read_standings
 
@@ -103,7 +103,7 @@ def _look(group: Sequence[Known], *, alone: bool) -> list[_ShownRun]:
 
 @contextmanager
 def _describe(*, alone: bool) -> Iterator[None]:
-    """Of many runs, what cannot be read is told, and the others are still shown."""
+    """With several runs, report one that cannot be read and show the others."""
     try:
         yield
     except ShardwayError as error:
@@ -113,7 +113,8 @@ def _describe(*, alone: bool) -> Iterator[None]:
 
 
 def _summarise(ledger: Ledger, attempts: Sequence[JobStatus]) -> RunSummary | None:
-    """What the run wrote; its state is that of a job where one goes on with it, or where ranks could not say why."""
+    """What the run recorded; its state is that of a job that continues it, or that has a reason the ranks could not
+    record."""
     from shardway.watch.summary import GONE, summarise
 
     if not ledger.run.exists():
@@ -131,7 +132,7 @@ def _summarise(ledger: Ledger, attempts: Sequence[JobStatus]) -> RunSummary | No
 
 @dataclass(frozen=True)
 class _LastEnd:
-    """How the last attempt ended that had anything to do; `began` in Unix seconds."""
+    """How the last attempt with work to do ended; `began` in Unix seconds."""
 
     failed: bool
     reason: str
@@ -139,7 +140,7 @@ class _LastEnd:
 
 
 def _find_last_end(attempts: Sequence[JobStatus]) -> _LastEnd | None:
-    """A link of a chain that found nothing to do says nothing of the run."""
+    """The end of the last attempt that did not find the run complete."""
     from shardway.rundir.attempts import FAILURES, Ending
 
     for attempt in reversed(attempts):
@@ -151,7 +152,7 @@ def _find_last_end(attempts: Sequence[JobStatus]) -> _LastEnd | None:
 
 
 def _is_readable(path: Path, *, alone: bool) -> bool:
-    """Whether this Shardway, and this person, can read a run."""
+    """Whether this version and this user can read a run."""
     from shardway.rundir.directory import RunDir
 
     with _describe(alone=alone):
@@ -170,7 +171,7 @@ def _as_json(shown: _ShownRun) -> dict[str, Any]:
 
 
 def _render(shown: _ShownRun) -> str:
-    """One run in a few lines, what is unknown left out."""
+    """One run in a few lines, without what is unknown."""
     from shardway.launch.runs.job_status import render_attempts
 
     head = _summary_lines(shown.summary, shown.standings) if shown.summary else _bare_lines(shown)
@@ -178,7 +179,7 @@ def _render(shown: _ShownRun) -> str:
 
 
 def _bare_lines(shown: _ShownRun) -> list[str]:
-    """What status.json says of a run that has not begun here, or is on another host."""
+    """The lines from status.json for a run that has not begun here, or is on another host."""
     from shardway.launch.runs.find import render_known
 
     status = shown.ledger.status

@@ -1,7 +1,7 @@
 """`shardway stop`: ends a run after its current step, or kills its jobs.
 
-Invariant: nothing is killed without --now, and with it not before the person was told what is lost. This module must
-not know schedulers.
+Invariant: nothing is killed without --now, and with it only after the user was shown what is lost. No scheduler is
+named here.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _warn(ledger: Ledger, yes: bool) -> None:
 def _agrees() -> bool:
     try:
         return typer.confirm("Kill them?", err=True)
-    except typer.Abort:  # nobody is there to answer
+    except typer.Abort:  # no answer is possible
         typer.echo(err=True)
         return False
 

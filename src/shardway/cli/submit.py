@@ -1,7 +1,8 @@
 """`shardway submit`: hands a run to a scheduler, here or on a login node, once or until it is done.
 
-Invariant: it returns as soon as the scheduler has taken the job, and what --dry-run prints is the script that would be
-submitted, to the byte but for the token in its name. This module must not build scripts or ask schedulers.
+Invariants:
+- It returns as soon as the scheduler has taken the job.
+- What --dry-run prints is the script that would be submitted, byte for byte except for the token in its name.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def submit(
 
 
 def carry_out(order: SubmitRequest, host: Host, *, dry_run: bool, as_json: bool) -> None:
-    """Submit an order and say what became of it, or print its job script."""
+    """Submit an order and report the result, or print its job script."""
     if not dry_run:
         from shardway.launch.submission.send import send
         from shardway.launch.submission.submit import Submitter
@@ -64,7 +65,7 @@ def carry_out(order: SubmitRequest, host: Host, *, dry_run: bool, as_json: bool)
 
 
 def read_order(ctx: typer.Context, words: list[str], site: str, directory: Path | None) -> SubmitRequest:
-    """What the words of the command line ask for. Raises UserError where a program stands in place of a run file."""
+    """The order in the words of the command line. Raises UserError for a program in place of a run file."""
     from shardway.launch.submission.prepare import SubmitRequest
 
     command = read_program_words(ctx)
@@ -76,7 +77,7 @@ def read_order(ctx: typer.Context, words: list[str], site: str, directory: Path 
 
 
 def _check_no_program(words: list[str], command: tuple[str, ...]) -> None:
-    """Raise UserError for a program of a person, which belongs behind `--` and would be read as a run file."""
+    """Raise UserError for a user's program, which belongs after `--` and would be read as a run file."""
     script = next((word for word in words if word.endswith((".py", ".sh")) and "=" not in word), "")
     if script and not command:
         starts = "python " if script.endswith(".py") else "bash "
@@ -106,7 +107,7 @@ def _set(words: list[str], nodes: int | None, walltime: str | None) -> list[str]
 
 
 def _warn(prepared: Prepared) -> None:
-    """Tell what may be meant so, on stderr."""
+    """Print the warnings on stderr."""
     for warning in prepared.warnings:
         _report(warning)
 
@@ -116,7 +117,7 @@ def _report(text: str) -> None:
 
 
 def _print_sent(sent: SentSubmission, as_json: bool) -> None:
-    """Say what was submitted and how to watch it."""
+    """Print what was submitted and how to watch it."""
     from shardway.launch.script import quote
 
     _warn(sent.prepared)

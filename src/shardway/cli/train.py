@@ -1,7 +1,7 @@
-"""`shardway train`: trains a run file on one rank, on N local ranks, or as a rank of whatever launched it.
+"""`shardway train`: trains a run file on one rank, on N local ranks, or as a rank of any launcher.
 
-Invariant: every mistake that can be known without torch is told before torch is imported. This module must not
-train: it starts ranks, shows what they write, and says how it ended.
+Invariant: every mistake that can be found without torch is reported before torch is imported. Nothing is trained here:
+this module starts ranks, shows what they write, and reports how the run ended.
 """
 
 from __future__ import annotations
@@ -158,15 +158,15 @@ def _train(request: ResolveRequest, nproc: int | None, *, dry_run: bool, as_json
 
 @dataclass
 class Telling:
-    """Whether what goes wrong here ends the attempt: not on a node without which the others may go on."""
+    """Whether an error here ends the attempt: not on a node without which the others may go on."""
 
     ends_attempt: bool = True
 
 
 @contextmanager
 def _failure_told(telling: Telling) -> Iterator[None]:
-    """Tell the job, where there is one, what went wrong before a rank could or after all are gone; not where the ranks
-    start again."""
+    """Report to the job, if there is one, an error before a rank could report it or after all have ended; not if the
+    ranks start again."""
     from shardway.ranks.attempt import describe_error, find_attempt, report_fault
     from shardway.ranks.launcher import has_restarts_left
 
@@ -182,7 +182,7 @@ def _failure_told(telling: Telling) -> Iterator[None]:
 
 
 def _resolve(request: ResolveRequest, ranks: int, ranks_per_node: int, *, told: bool) -> Resolution:
-    """Every rank of a launch finds the same mistakes; one of them tells."""
+    """Resolve the run. Every rank of a launch finds the same mistakes; one rank reports them."""
     from shardway.resolve.request import check_variables, resolve_request
 
     try:
@@ -196,8 +196,8 @@ def _resolve(request: ResolveRequest, ranks: int, ranks_per_node: int, *, told: 
 
 
 def _check_free(resolution: Resolution) -> None:
-    """Tell a second writer before torch is imported, also one whose ranks are still to begin; the lock itself is taken
-    by rank 0, which is who asks here."""
+    """Report a second writer before torch is imported, also one whose ranks are still to begin; the lock itself is
+    taken by rank 0, which calls this."""
     run = resolution.directory
     run.check_no_strangers()
     if run.exists():
@@ -213,8 +213,7 @@ def _check_free(resolution: Resolution) -> None:
 
 @contextmanager
 def _old_stop_dropped(run: RunDir) -> Iterator[None]:
-    """Without what was asked of those who were at the run before, and left without obeying it. It stands there again
-    where this start is refused."""
+    """Remove a stop request that was meant for an earlier start and not obeyed; restore it if this start is refused."""
     from shardway.launch.runs.stop import ASKED, is_of_its_time
     from shardway.ranks.launcher import was_started_before
 

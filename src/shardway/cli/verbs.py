@@ -1,7 +1,7 @@
-"""The verbs by name, imported when they are asked for; verbs that take a program after `--`.
+"""The verbs by name, imported when they are used; verbs that take a program after `--`.
 
 Invariants:
-- What stands after the first `--` is handed on word by word, and nothing of it is taken for an option.
+- The words after the first `--` are passed on one by one; none is taken for an option.
 - `shardway submit` imports nothing of `shardway plan`; a list of all verbs imports all.
 """
 
@@ -18,7 +18,7 @@ from typer.main import get_group
 from shardway.errors import UserError
 from shardway.places import folder_is_gone
 
-# --- A verb that takes a program after `--`, as `shardway submit -- python train.py --lr 3e-4`
+# --- verbs with a program after `--`
 
 _KEY = "shardway.program"
 
@@ -46,7 +46,7 @@ def read_program_words(ctx: Any) -> tuple[str, ...]:
     return tuple(words or ())
 
 
-# --- The verbs by name; the module of a verb is imported when the verb is asked for
+# --- the verbs by name
 
 _ROOM = "shardway.cli"
 

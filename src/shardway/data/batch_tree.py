@@ -1,14 +1,14 @@
-"""A batch as a tree: samples joined field by field, rows counted and cut, tensors moved.
+"""A batch as a tree: joins samples field by field, counts and cuts rows, moves tensors.
 
-Invariant: A cut takes the same rows of everything in a batch, or raises UserError with the path of what it cannot cut.
+Invariants:
+- A cut takes the same rows of everything in a batch, or raises UserError with the path of what it cannot cut.
+- Joining gives the values of `torch.utils.data.default_collate` for all that torch can join. In addition, None stays
+  None, dataclasses are trees too, and what cannot be stacked is one UserError that names the field.
+- Nothing here depends on ranks, batches of a run or workers.
 
 A tree is made of mappings, lists, tuples, named tuples and dataclasses. A *row* is what a batch holds of one sample.
-Tensors and arrays have their rows in dim 0; a list of as many elements as there are rows is one element a row, unless
-its elements have rows themselves. Numbers, strings, None and tensors without dimensions belong to all rows.
-
-As `torch.utils.data.default_collate`, and besides: None stays None, dataclasses are trees too, and what cannot be
-stacked is one UserError that names the field. Invariant: what torch's function can join has the same values here. This
-module must not know ranks, batches or workers.
+Tensors and arrays have their rows in dim 0. A list with as many elements as there are rows has one element per row,
+unless its elements have rows themselves. Numbers, strings, None and tensors without dimensions belong to all rows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _OfSamples:
 
 
 class FieldList(list[Any], _OfFields):
-    """The fields of a sample, in their order, each collated over the samples."""
+    """The fields of a sample, in order, each collated over the samples."""
 
 
 class SampleList(list[Any], _OfSamples):
@@ -65,20 +65,20 @@ class SampleTuple(tuple[Any, ...], _OfSamples):
 
 
 _MARKS = {(list, True): SampleList, (list, False): FieldList, (tuple, True): SampleTuple, (tuple, False): FieldTuple}
-"""(kind, whether it is of samples) -> the same, marked as such."""
+"""(kind, whether it is of samples) -> the marked class."""
 
-for _kind in _MARKS.values():  # so that torch sees what they hold
+for _kind in _MARKS.values():  # so that torch's pytree functions see their elements
     register_pytree_node(_kind, lambda node: (list(node), type(node)), lambda parts, kind: kind(parts))
 
 
 class _Rows(enum.Enum):
-    """What a part of a batch has to do with its rows."""
+    """How a part of a batch relates to its rows."""
 
     SHARED = enum.auto()
     EACH = enum.auto()
     """It has every row once."""
     MISFIT = enum.auto()
-    """It is neither, so it cannot be cut."""
+    """Neither, so it cannot be cut."""
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -95,7 +95,7 @@ def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def move_batch(tree: Any, device: torch.device) -> Any:
-    """The tree on a device: its tensors, and what else has a method `to`, such as graphs and packed sequences."""
+    """The tree on a device: its tensors, and other leaves with a method `to`, such as graphs and packed sequences."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -106,15 +106,15 @@ def move_batch(tree: Any, device: torch.device) -> Any:
 
 
 def pin_batch(tree: Any) -> Any:
-    """The tree in page-locked memory, as far as its leaves can be."""
+    """The tree in page-locked memory, as far as its leaves support it."""
     return map_leaves(lambda leaf: leaf.pin_memory() if _has_method(leaf, "pin_memory") else leaf, tree)
 
 
 def count_rows(batch: Any, known: int | None = None) -> int:
     """The rows of a batch: the length of dim 0 of its tensors.
 
-    `known` is how many samples the batch was made of (None: not known). It counts, unless all tensors agree on fewer
-    rows: a collate function may leave samples out. Raises UserError where nothing says how many there are.
+    `known` is how many samples the batch was made of (None: unknown). It counts, unless all tensors agree on fewer
+    rows: a collate function may leave samples out. Raises UserError if the number cannot be found.
     """
     arrays = [leaf for leaf in _list_direct(batch) if _is_array(leaf) and leaf.ndim]
     lengths = {len(array) for array in arrays}
@@ -131,12 +131,12 @@ def count_rows(batch: Any, known: int | None = None) -> int:
 
 
 def is_pair(batch: Any, rows: int) -> bool:
-    """Whether a batch is (inputs, targets), and no list of two samples."""
+    """Whether a batch is (inputs, targets) and not a list of two samples."""
     return isinstance(batch, list | tuple) and len(batch) == 2 and not _holds_samples(batch, rows, _TOP)
 
 
 def cut_rows(batch: Any, rows: int, start: int, end: int) -> Any:
-    """The rows `start` to `end` of a batch that has `rows`. Raises UserError for a part that cannot be cut."""
+    """The rows `start` to `end` of a batch with `rows` rows. Raises UserError for a part that cannot be cut."""
     return _cut(batch, rows, start, end, _TOP)
 
 
@@ -148,7 +148,7 @@ def fill_empty(batch: Any) -> Any:
 
 
 def _children(node: Any) -> list[tuple[str, Any]] | None:
-    """The parts of a node, each with what its path ends in; None for a leaf."""
+    """The parts of a node, each with its path component; None for a leaf."""
     if isinstance(node, torch.Tensor | str | PackedSequence | torch.Size):
         return None
     if isinstance(node, Mapping):
@@ -193,13 +193,13 @@ def list_leaves(tree: Any) -> Iterator[Any]:
 
 
 def _has_list_of(tree: Any, length: int) -> bool:
-    """Whether a tree holds a list or tuple of so many elements."""
+    """Whether a tree holds a list or tuple of `length` elements."""
     here = isinstance(tree, list | tuple) and not _is_of_fields(tree) and len(tree) == length
     return here or any(_has_list_of(child, length) for _, child in _children(tree) or ())
 
 
 def _list_direct(tree: Any, *, top: bool = True) -> Iterator[Any]:
-    """The leaves that are in no list or tuple that may be one of samples."""
+    """The leaves outside all lists and tuples that may hold one element per sample."""
     children = _children(tree)
     if children is None:
         yield tree
@@ -236,7 +236,7 @@ def _find_rows(node: Any, rows: int) -> _Rows:
 
 
 def _holds_samples(node: list[Any] | tuple[Any, ...], rows: int, path: str) -> bool:
-    """Whether a list has one element for each row. Raises UserError where it may as well be a list of fields."""
+    """Whether a list has one element for each row. Raises UserError if it may also be a list of fields."""
     if _is_of_fields(node) or len(node) != rows:
         return False
     if isinstance(node, _OfSamples):
@@ -245,7 +245,7 @@ def _holds_samples(node: list[Any] | tuple[Any, ...], rows: int, path: str) -> b
     if path == _TOP and (isinstance(node, tuple) or len(node) == 2):
         return _Rows.EACH not in found
     if rows == 1:
-        return _Rows.MISFIT in found  # else both come to the same
+        return _Rows.MISFIT in found  # else both give the same result
     if not _may_be_either(node, rows):
         return True
     raise UserError(
@@ -258,7 +258,7 @@ def _holds_samples(node: list[Any] | tuple[Any, ...], rows: int, path: str) -> b
 
 
 def _may_be_either(node: list[Any] | tuple[Any, ...], rows: int) -> bool:
-    """Whether a list of so many elements may be one of samples, and as well one of fields."""
+    """Whether a list of this length may hold either samples or fields."""
     if isinstance(node, _OfSamples) or _is_of_fields(node) or len(node) != rows:
         return False
     found = [_find_rows(child, rows) for child in node]
@@ -267,7 +267,7 @@ def _may_be_either(node: list[Any] | tuple[Any, ...], rows: int) -> bool:
 
 
 def has_unclear_lists(batch: Any, rows: int) -> bool:
-    """Whether a batch holds a list that may be one of samples, and as well one of fields."""
+    """Whether a batch holds a list that may hold either samples or fields."""
     children = _children(batch)
     if children is None:
         return False
@@ -277,7 +277,8 @@ def has_unclear_lists(batch: Any, rows: int) -> bool:
 
 
 def mark_lists(batch: Any, rows: int, smaller: Any) -> Any:
-    """The batch with its unclear lists marked as what they are: `smaller` is the same batch of one sample less."""
+    """The batch with its unclear lists marked as samples or fields: `smaller` is the same batch with one sample
+    less."""
     children, others = _children(batch), _children(smaller)
     if children is None or others is None:
         return batch
@@ -348,7 +349,7 @@ def _misfit(node: Any, rows: int, path: str) -> UserError:
     )
 
 
-# --- Joins the samples of a user's dataset to a batch, field by field, where the user gives no `collate_fn`
+# --- joining samples without a collate_fn
 
 _REMEDY = (
     "  To do: give run.loader (or run.validation) a collate_fn, a function from a list of samples to a batch: "
@@ -364,8 +365,8 @@ def collate_samples(samples: Sequence[Any]) -> Any:
 def collate_by(collate: Callable[[list[Any]], Any] | None, samples: list[Any]) -> Any:
     """The batch that a user's function makes of some samples (None: `collate_samples`).
 
-    Where a list in it may be one of samples or one of fields, the function is asked again with a sample less: that
-    tells one from the other.
+    If a list in it may hold samples or fields, the function is called again with one sample less, which tells them
+    apart.
     """
     if collate is None or collate is collate_samples:
         return collate_samples(samples)
@@ -376,7 +377,7 @@ def collate_by(collate: Callable[[list[Any]], Any] | None, samples: list[Any]) -
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             smaller = collate(samples[:-1])
-    except Exception:  # it takes this many alone
+    except Exception:  # it accepts only this many
         return batch
     return mark_lists(batch, rows, smaller)
 

@@ -1,12 +1,12 @@
-"""How batches come from loader processes to their rank: in shared memory where there is room for them, else as bytes
-through the pipe.
+"""Hands batches from loader processes to their rank: in shared memory if there is room, else as bytes through the pipe.
 
-torch puts each tensor of an answer into a file of /dev/shm and hands its descriptor over by a socket below TMPDIR. In a
-container /dev/shm may be small or missing, a path below TMPDIR may be longer than a socket's (unix(7): 108 bytes) or
-not writable, open files may be few, the thread behind the socket may be one too many. Each of these failures ends in a
-thread of the loader process that tells nobody: the rank waits for ever.
+torch puts each tensor of an answer into a file of /dev/shm and passes its descriptor through a socket below TMPDIR. In
+a container /dev/shm may be small or missing, a path below TMPDIR may be longer than a socket's (unix(7): 108 bytes) or
+not writable, open files may run out, or the thread behind the socket may be one too many. Each of these failures ends
+in a thread of the loader process without a report, and the rank waits forever.
 
-Invariant: an answer arrives, whatever the room. This module must not know what an answer is made of but its tensors.
+Invariant: an answer arrives, however little room there is. This module must not depend on the content of an answer
+beyond its tensors.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from shardway.units import render_bytes
 
 SHARED = "/dev/shm"
 SPARE = 4
-"""How often an answer has to fit: other loader processes put theirs there at the same moment."""
+"""How many answers of the same size must fit: other loader processes put theirs there at the same moment."""
 PLENTY = 256 * 2**20
 _SPARE_FILES = 16
-"""What a rank may open while answers are on their way."""
+"""Files that a rank may open while answers are on their way."""
 _LONGEST_SOCKET = 107
 _BELOW_TMPDIR = len("/pymp-12345678/listener-12345678")
 _SHORT = ("/tmp", "/var/tmp", "/dev/shm")
@@ -49,7 +49,7 @@ class PackedAnswer:
 
 
 def find_room() -> int:
-    """Bytes that are free in shared memory; 0 where nothing can be written there."""
+    """Free bytes in shared memory; 0 if it cannot be written."""
     try:
         found = os.statvfs(SHARED)
     except OSError:
@@ -58,7 +58,7 @@ def find_room() -> int:
 
 
 def describe_shortage() -> str:
-    """Why answers will mostly come through pipes, and what to do; "" where they need not."""
+    """Why most answers will come through pipes, and what to do; "" if they will not."""
     room = find_room()
     if room >= PLENTY // 4:
         return ""
@@ -70,7 +70,7 @@ def describe_shortage() -> str:
 
 @dataclass
 class Sender:
-    """How a loader process sends its answers; a copy is in each of them.
+    """How a loader process sends its answers; each process has a copy.
 
     `ahead`: how many answers of one rank's loader processes may wait to be taken over.
     """
@@ -80,10 +80,10 @@ class Sender:
     """Whether descriptors can be handed over."""
 
     def begin(self) -> None:
-        """In a loader process, before its first answer.
+        """Prepare a loader process, before its first answer.
 
-        torch's own function would join samples in shared memory, and end the process where there is no room (SIGBUS).
-        Descriptors are handed over by a thread with a socket; where it cannot start, it would only be waited for.
+        torch's own collate function would join samples in shared memory, and end the process if there is no room
+        (SIGBUS). Descriptors are handed over by a thread with a socket; if it cannot start, bytes are sent instead.
         """
         if find_room() < PLENTY:
             default_collate_fn_map[torch.Tensor] = _stack
@@ -96,8 +96,8 @@ class Sender:
                 self.shares = False
 
     def hand_over(self, answer: Any) -> Any:
-        """What is sent: the answer, or its bytes where shared memory has too little room, or the rank has so many files
-        open that those of further answers may not fit."""
+        """The answer, or its bytes if shared memory has too little room, or if the rank has so many open files that
+        those of further answers may not fit."""
         tensors = [leaf for leaf in list_leaves(answer) if isinstance(leaf, torch.Tensor)]
         fits = self.shares and find_room() >= SPARE * sum(leaf.nbytes for leaf in tensors) + 2**16
         if fits and find_files_left() >= (self.ahead + 2) * len(tensors) + _SPARE_FILES:
@@ -111,7 +111,7 @@ def find_files_left() -> int:
 
 
 def take_over(answers: Iterator[Any]) -> Iterator[Any]:
-    """The answers as they were before they were handed over; an error of ours among them is raised."""
+    """The answers as they were before they were handed over; raises an error of Shardway among them."""
     for sent in answers:
         answer = pickle.loads(sent.data) if isinstance(sent, PackedAnswer) else sent
         if isinstance(answer, ShardwayError):
@@ -125,8 +125,8 @@ def _stack(batch: list[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Te
 
 @functools.cache
 def shorten_sockets() -> None:
-    """Let loader processes that this process starts have their sockets in a folder with a short path, where that below
-    TMPDIR is too long for a socket."""
+    """Give the sockets of future loader processes a folder with a short path if a path below TMPDIR is too long for a
+    socket."""
     usual = find_temporary()
     if usual is not None and len(os.fsencode(usual)) + _BELOW_TMPDIR <= _LONGEST_SOCKET:
         return

@@ -1,12 +1,12 @@
 """The batches of one rank, from any position on.
 
-One mechanism for our sources and for a user's map-style dataset: requests, a pure function of (order, start
-position, share), are answered in this process, or in workers by torch's DataLoader whose batch sampler they are.
-What a worker has read ahead but nobody has consumed is dropped and read again; there is nothing to save but the
-position of the next batch.
+One mechanism serves our sources and a user's map-style dataset. Requests are a pure function of (order, start position,
+share). They are answered in this process, or in workers by torch's DataLoader, whose batch sampler they are. What a
+worker has read ahead and the loop has not consumed is dropped and read again, so only the position of the next batch
+needs to be saved.
 
-Invariant: the ids of a step do not depend on workers, prefetch or where reading began, and torch's random state
-is left as it was. This module must not keep a position of its own nor know steps, losses or checkpoints.
+Invariant: the ids of a step do not depend on workers, prefetch or where reading began, and torch's random state is left
+as it was. This module must not keep a position of its own or depend on steps, losses or checkpoints.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ class LoaderOptions:
     worker_init: Callable[[int], object] | None = None
     """Called in each worker with its number before it reads, as torch's `worker_init_fn`."""
     tell: Callable[[str], object] = logging.getLogger("shardway").warning
-    """Says something to the person who runs this."""
+    """Shows a message to the user."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     """This rank's samples of one step.
 
-    `data` is {"inputs": tensor, "targets": tensor} from a source, or what the user's dataset collates to; `ids`
-    are the samples in it, int64; `position` is that of the step's first sample over all ranks, and the next step begins
-    at `next_position` (more than a batch later where positions are skipped). `snapshot`: where a stream of samples
-    stood when it had given them, where it says that. Where there are no `ids`, `data` holds one
-    sample that does not count, so that a model never sees a batch without rows.
+    `data` is {"inputs": tensor, "targets": tensor} from a source, or what the user's dataset collates to; `ids` are its
+    samples, int64. `position` is that of the step's first sample over all ranks; the next step begins at
+    `next_position` (more than a batch later if positions are skipped). `snapshot` is the state of a stream after these
+    samples, if it has one. Without `ids`, `data` holds one sample that does not count, so that a model never gets a
+    batch without rows.
     """
 
     data: Any
@@ -90,13 +90,13 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class StepRequest:
-    """What the sampler asks of the dataset for one step."""
+    """The request of the sampler to the dataset for one step."""
 
     position: int
     next_position: int
     ids: Ids
     seed: int
-    """For what the dataset draws at random in a worker; in the rank itself the rank's random state serves."""
+    """Seeds the random draws of the dataset in a worker; in the rank itself the rank's random state is used."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class StepSampler:
     def __iter__(self) -> Iterator[StepRequest]:
         batch = self.share.global_batch
         rows = np.array(position_share(batch, self.share.rank, self.share.ranks), np.int64)
-        # A sampler is asked no earlier than it must be: a script may change it between two epochs.
+        # A sampler is read no earlier than needed: a script may change it between two epochs.
         at_once = max(1, _IDS_AT_ONCE // max(1, rows.size)) if isinstance(self.order, SampleOrder) else 1
         kept_before = self.skips.count_kept(self.position)
         step = 0
@@ -131,7 +131,7 @@ class StepSampler:
 
 @dataclass(frozen=True)
 class BatchRequests:
-    """As `StepSampler`, where a batch sampler says which samples each step has. Spans of `skips` are whole steps."""
+    """As `StepSampler`, for a batch sampler that gives the samples of each step. Spans of `skips` are whole steps."""
 
     order: BatchOrder
     share: Share
@@ -159,7 +159,7 @@ def _derive_seeds(seed: int, rank: int, starts: Ids) -> Words:
 
 
 class SourceDataset(Dataset[Any]):
-    """A source as torch's map-style dataset: one gather for each batch."""
+    """A source as torch's map-style dataset: one gather per batch."""
 
     def __init__(self, source: DataSource) -> None:
         self.source = source
@@ -173,7 +173,7 @@ class SourceDataset(Dataset[Any]):
 
 
 class CollatedDataset(Dataset[Any]):
-    """A user's map-style dataset whose samples are collated where they are read."""
+    """A user's map-style dataset whose samples are collated in the process that reads them."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
         self.dataset = dataset
@@ -190,7 +190,7 @@ class CollatedDataset(Dataset[Any]):
 
 
 class _WorkerDataset(Dataset[Any]):
-    """Answers requests in a worker; an error of ours is an answer too, so that its text stays as it is."""
+    """Answers requests in a worker; an error of Shardway is an answer too, so that its text is kept."""
 
     def __init__(self, dataset: SourceDataset | CollatedDataset) -> None:
         self.dataset = dataset
@@ -206,8 +206,8 @@ class _WorkerDataset(Dataset[Any]):
 class StepLoader:
     """The steps of one rank over a source or a user's map-style dataset.
 
-    `collate` joins the samples of a user's dataset (`collate_samples` where it is None); a source needs none.
-    Raises UserError for a dataset without length and index, whose samples have no numbers.
+    `collate` joins the samples of a user's dataset (None: `collate_samples`); a source needs none. Raises UserError for
+    a dataset without length and index, whose samples have no numbers.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class StepLoader:
         self._order, self._share, self._options = order, share, options
 
     def batches(self, position: int, steps: int | None = None, skips: Skips | None = None) -> Iterator[Batch]:
-        """This rank's batches from `position` (where its first step begins) on; without end where `steps` is None.
+        """This rank's batches from `position` (the beginning of the first step) on; without end if `steps` is None.
 
         Positions in `skips` are left out. A rank whose share is empty gets batches without `ids`. Closing the iterator
         ends its worker processes.
@@ -270,7 +270,7 @@ def make_dataset(
 
 
 def is_map_style(samples: Any) -> bool:
-    """Whether a dataset has a length and gives a sample by its number (torch's Dataset has a __getitem__ anyway)."""
+    """Whether a dataset has a length and gives a sample by number (torch's Dataset always has a __getitem__)."""
     return hasattr(samples, "__len__") and hasattr(samples, "__getitem__") and not isinstance(samples, IterableDataset)
 
 
@@ -279,8 +279,8 @@ def read_batches(
 ) -> Iterator[Batch]:
     """Answer each request, in order. Closing the iterator, or dropping it, leaves no process behind.
 
-    Raises UserError where the dataset cannot be sent to a worker, JobError where a worker dies; an error of the
-    user's dataset passes unchanged. Where no workers can be started, this process reads, and it is told.
+    Raises UserError if the dataset cannot be sent to a worker, JobError if a worker dies; an error of the user's
+    dataset passes unchanged. If no workers can be started, this process reads, and this is reported.
     """
     if options.workers:
         requests, asked = itertools.tee(requests)
@@ -289,17 +289,17 @@ def read_batches(
         except NoWorkers as refused:
             options.tell(str(refused))
         else:
-            del requests, asked  # nothing is kept of what is asked from here on
+            del requests, asked  # keep no reference to the requests
             with ended_workers(started, _error_if_any_worker_fails) as answers:
                 yield from take_over(answers)
             return
-    for request in requests:  # without the DataLoader, whose fixed cost is more than that of a gather
+    for request in requests:  # no DataLoader: its fixed cost exceeds a gather
         batch = _answer(dataset, request)
         yield batch.pin_memory() if options.pin_memory else batch
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with its tensors on a device; the copy overlaps with other work where the memory is pinned."""
+    """The batch with its tensors on a device; with pinned memory the copy overlaps with other work."""
     return replace(batch, data=move_batch(batch.data, device))
 
 
@@ -320,17 +320,17 @@ def start_workers(
     **reading: Any,
 ) -> Iterator[Any]:
     """The iterator of a DataLoader with `options.workers` processes, whose answers `take_over` reads. Raises UserError
-    where they cannot be sent what they read, NoWorkers where the system refuses to start them.
+    if the dataset cannot be sent to them, NoWorkers if the system refuses to start them.
 
     Workers are spawned. A fork of a process that runs threads (a process group, CUDA) may copy a held lock and wait for
-    it for ever. Workers of a fork server hold the pipe that keeps the server alive, so that after a SIGKILL of the rank
-    all of them stay behind.
+    it forever. Workers of a fork server hold the pipe that keeps the server alive, so they all stay after a SIGKILL of
+    the rank.
     """
     ForkingPickler.register(torch.Generator, _reduce_generator)
     shorten_sockets()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Got pickle error")
-        warnings.filterwarnings("ignore", message="This DataLoader will create")  # told by `describe_few_cores`
+        warnings.filterwarnings("ignore", message="This DataLoader will create")  # reported by `describe_few_cores`
         return _start(dataset, options, Sender(options.workers * options.prefetch), reading)
 
 
@@ -357,7 +357,7 @@ def _start(dataset: Dataset[Any], options: LoaderOptions, sender: Sender, readin
 
 
 def _reduce_generator(generator: torch.Generator) -> tuple[Callable[..., torch.Generator], tuple[str, bytes]]:
-    """A generator that a dataset holds, by value: torch sends its state in a file that is closed before it is read."""
+    """Pickle a generator of a dataset by value: torch sends its state in a file that is closed before it is read."""
     return _make_generator, (str(generator.device), bytes(generator.get_state().tolist()))
 
 

@@ -1,8 +1,8 @@
-"""From the [data] section to the sources of a run.
+"""Opens the sources that the [data] section names.
 
-Invariant: whatever is wrong with the data is one UserError here, before any rank starts. Text is prepared here:
-where ranks share a cache folder, rank 0 calls `open_data` first and the others after a barrier, so that the work
-is done once (all of them at once is safe, but each would do it). This module must not import torch.
+Invariant: all that is wrong with the data is one UserError here, before any rank starts. Text is prepared here. Ranks
+that share a cache folder call `open_data` first on rank 0 and then, after a barrier, on the others, so that the work is
+done once (all at once is safe, but each would do it). This module must not import torch.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _VALIDATION_OPENERS = {**_OPENERS, "idx": open_idx_validation}
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains and validates on; no validation where nothing is held out."""
+    """What a run trains and validates on; validation is None if nothing is held out."""
 
     train: DataSource
     validation: DataSource | None
 
     @property
     def facts(self) -> DataFacts:
-        """What resolving needs to know of the training data."""
+        """The facts of the training data that resolving needs."""
         return DataFacts(len(self.train), self.train.tokens_per_sample, self.train.facts.vocab)
 
 
@@ -55,14 +55,14 @@ def wants_of(model_kind: str) -> Wants:
 
 
 def are_there(values: RunFile) -> bool:
-    """Whether there is anything where the data of a run file are to be."""
+    """Whether anything exists at the paths of a run file's data."""
     section = values.data
     return section.kind == "synthetic" or section.path == STDLIB or expand_place(section.path).exists()
 
 
 def find_sample(values: RunFile) -> tuple[tuple[int, ...], int | None]:
-    """The shape of a sample and the vocabulary, None where the model takes none: of the data, or where they are not
-    there yet, as data.shape, data.seq_len and data.tokenizer say. Raises UserError where nothing says it."""
+    """The shape of a sample and the vocabulary (None if the model takes none): of the data, or, if they do not exist
+    yet, of data.shape, data.seq_len and data.tokenizer. Raises UserError if none of them gives it."""
     section, tokens = values.data, wants_of(values.model.kind) == "tokens" or bool(values.model.hf)
     if are_there(values):
         facts = open_described(values).train.facts
@@ -93,11 +93,11 @@ def open_data(
 ) -> Data:
     """The sources that a [data] section names, checked.
 
-    `wants` is what the model takes; `vocab` and `classes` are the model's, None where it follows the data. Validation
-    is data.validation; for idx without it the t10k files, where they are there; else the last
-    data.validation_fraction of the samples of data.path (of windows that share one token with the training part).
+    `wants` is what the model takes; `vocab` and `classes` are the model's, None if they follow the data. Validation is
+    data.validation; for idx without it the t10k files if they exist; else the last data.validation_fraction of the
+    samples of data.path (of windows that share one token with the training part).
 
-    Raises UserError for anything wrong with the data, JobError where the cache has no space.
+    Raises UserError for anything wrong with the data, JobError if the cache has no space.
     """
     asked = DataRequest(section, seed, wants, vocab, classes)
     _check_kind(section, wants)

@@ -1,15 +1,15 @@
-"""Which sample comes when, as a pure function of (seed, position), and spans of positions that no step takes.
+"""The order of samples as a pure function of (seed, position), and spans of positions that no step takes.
 
 Invariants:
-- For one `ORDER_VERSION` the same (samples, seed, shuffle, position) gives the same id for ever; the golden vectors of
-  the tests hold it.
-- Everything here is a pure function of (position, spans): a step takes the next positions at or after its beginning
-  that lie in no span, and a span that lies behind changes nothing.
+- For one `ORDER_VERSION` the same (samples, seed, shuffle, position) gives the same id forever; golden vectors in the
+  tests check it.
+- Skips: a step takes the next positions at or after its beginning that lie in no span. A span that lies behind changes
+  nothing.
 
-A *position* counts the samples that come before it over all ranks; step s of global batch G takes positions
-[sG, (s+1)G), or as many later ones where some are skipped (`data.skips`), and each rank a contiguous share of those
-rows. Position p is row i of epoch e with (e, i) = divmod(p, samples), and the sample is pi(i) under a permutation keyed
-by (seed, e). No state exists but the position itself.
+A *position* counts the samples that come before it over all ranks. Step s of global batch G takes positions
+[sG, (s+1)G), or as many later ones if some are skipped (`data.skips`), and each rank a contiguous share of those rows.
+Position p is row i of epoch e with (e, i) = divmod(p, samples), and the sample is pi(i) under a permutation keyed by
+(seed, e). There is no state but the position itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardway.errors import UserError
 
 ORDER_VERSION = 1
 TABLE_SAMPLES = 65536
-"""Up to so many samples the permutation is a sorted table: a Feistel network on a tiny domain is visibly not
+"""The most samples for which the permutation is a sorted table: a Feistel network on a tiny domain is visibly not
 random (on 16 samples its chi-square is several times the limit), and the table is cheap there."""
 
 Ids = npt.NDArray[np.int64]
@@ -94,7 +94,7 @@ class SampleOrder:
         return ids
 
     def _permute_feistel(self, epochs: Ids, rows: Ids) -> Ids:
-        """Encrypt each row; what falls outside the samples is encrypted again until it falls inside."""
+        """Encrypt each row; a result outside the samples is encrypted again until it falls inside."""
         keys = self._epoch_keys(epochs)
         words = encrypt(rows.astype(np.uint64), keys, self.samples)
         outside = np.flatnonzero(words >= np.uint64(self.samples))
@@ -144,28 +144,28 @@ def position_share(global_batch: int, rank: int, ranks: int) -> range:
     return range(global_batch * rank // ranks, global_batch * (rank + 1) // ranks)
 
 
-# --- Spans of positions that no step takes, and where the positions between them are
+# --- skipped spans of positions
 
 
 @dataclass(frozen=True)
 class Skips:
-    """Spans [from, to) of positions: in order, apart from one another, none of them empty (as `data.skip` has them).
+    """Spans [from, to) of positions: in order, not touching, none of them empty (as in `data.skip`).
 
-    Positions in no span are *kept*; they are counted from 0 on.
+    Positions in no span are *kept*; they are numbered from 0.
     """
 
     spans: Sequence[Sequence[int]] = ()
 
     def count_kept(self, position: int) -> int:
-        """How many kept positions come before this one."""
+        """The number of kept positions before this one."""
         behind = int(np.searchsorted(self._starts, position, side="right"))
         in_them = self._jumped[behind]
         if behind:
-            in_them -= max(0, self.spans[behind - 1][1] - position)  # what is left of the span that it lies in
+            in_them -= max(0, self.spans[behind - 1][1] - position)  # the rest of the span around it
         return position - int(in_them)
 
     def find_kept(self, numbers: Ids) -> Ids:
-        """The kept positions of these numbers (any shape), int64 -> int64."""
+        """The kept positions with these numbers (any shape), int64 -> int64."""
         kept_before = self._starts - self._jumped[:-1]
         return numbers + self._jumped[np.searchsorted(kept_before, numbers, side="right")]
 
@@ -175,5 +175,5 @@ class Skips:
 
     @cached_property
     def _jumped(self) -> Ids:
-        """How many positions lie in the spans before the i-th, and in all of them."""
+        """For each span the number of skipped positions before it, and at the end their total."""
         return np.cumsum([0, *(end - start for start, end in self.spans)], dtype=np.int64)

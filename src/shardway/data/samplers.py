@@ -1,13 +1,13 @@
-"""The order of samples that a sampler of torch gives, as a function of the position, so that a run can go on anywhere.
+"""The order of samples of a torch sampler as a function of the position, so that a run can resume anywhere.
 
-A position counts in the sampler's order: position p is its element i in epoch e, (e, i) = divmod(p, its length). The
-random generators of torch, numpy and Python are seeded by (seed, epoch) while a sampler is run through, and put back
-afterwards. A generator of the sampler's own starts as it was when the loader was made, and earlier epochs are run
-through first; so the order after a resume is that of a run without one. What generators and a sampler with a state were
-before the epochs that a run goes on in can be taken to another process (`SamplerStands`).
+Position p is element i of the sampler in epoch e, with (e, i) = divmod(p, its length). While a sampler runs, the random
+generators of torch, numpy and Python are seeded by (seed, epoch); afterwards they are restored. A sampler's own
+generator starts as it was when the loader was made, and earlier epochs are run through first, so a resumed run has the
+order of an uninterrupted one. The states of generators, and of a sampler with a state, at the beginning of the epochs
+where a run resumes can be moved to another process (`SamplerStands`).
 
-Invariant: the same sampler with the same seed gives the same ids, unless it draws from something that is not named
-above. This module must not know ranks, workers or batches of data.
+Invariant: the same sampler with the same seed gives the same ids, unless it draws from something not named above. This
+module must not depend on ranks, workers or batches of data.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from shardway.errors import UserError
 
 _STATELESS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _BLOCK = 2**16
-"""Elements that a sampler is asked for at once: an epoch that is longer, RandomSampler(replacement=True,
-num_samples=10**10) for one, is read as far as is needed."""
+"""Elements read from a sampler at once. A longer epoch, such as that of RandomSampler(replacement=True,
+num_samples=10**10), is read only as far as needed."""
 _KEPT = 64
 """Blocks that are kept: going back after a spike must not run through a sampler again."""
 
@@ -53,7 +53,7 @@ class RandomStates:
 
     @staticmethod
     def read() -> RandomStates:
-        """Their states now."""
+        """The current states."""
         return RandomStates(torch.get_rng_state(), np.random.get_state(), random.getstate())
 
     def equals(self, other: RandomStates) -> bool:
@@ -63,14 +63,14 @@ class RandomStates:
         return same and torch.equal(self.torch_cpu, other.torch_cpu) and self.python == other.python
 
     def put_back(self) -> None:
-        """Let every generator go on from here."""
+        """Restore every generator to these states."""
         torch.set_rng_state(self.torch_cpu)
         np.random.set_state(self.numpy)
         random.setstate(self.python)
 
     @staticmethod
     def seeded(seed: int, number: int) -> RandomStates:
-        """As they are after seeding with the derived key of (seed, number); the states of now are left alone."""
+        """The states after seeding with the derived key of (seed, number); the current states stay as they are."""
         with kept_random_states():
             key = int(derive_keys(np.array([seed], np.uint64), np.array([number]))[0])
             random.seed(key)
@@ -81,7 +81,7 @@ class RandomStates:
 
 @contextlib.contextmanager
 def kept_random_states() -> Iterator[None]:
-    """What is drawn in here leaves nothing behind."""
+    """Restore the generators at the end of the context."""
     before = RandomStates.read()
     try:
         yield
@@ -91,7 +91,7 @@ def kept_random_states() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SamplerStand:
-    """Where a sampler stood: the states of the generators that it holds, and its own where it has `state_dict()`."""
+    """Where a sampler was: the states of the generators that it holds, and its own if it has `state_dict()`."""
 
     generators: tuple[bytes, ...]
     own: bytes | None
@@ -99,7 +99,7 @@ class SamplerStand:
 
 @dataclass(frozen=True)
 class SamplerStands:
-    """Where a sampler stood at `first`, before each epoch from `epoch` on that it was run through for, and `now`, when
+    """Where a sampler was at `first`, before each epoch from `epoch` on that it was run through for, and `now`, when
     the block `read` (epoch, number) was the next."""
 
     first: SamplerStand
@@ -126,17 +126,17 @@ class _Epochs:
 
     @property
     def hidden_state(self) -> bool:
-        """Whether the sampler may draw from what is not known here."""
+        """Whether the sampler may draw from a generator that is not seen here."""
         known = _is_known(self._sampler) or self._set_epoch is not None or self._generators
         return not known and self._first.own is None
 
     def element(self, epoch: int, row: int) -> Any:
-        """What it gives in an epoch as number `row`."""
+        """Element `row` of an epoch."""
         number, at = divmod(row, _BLOCK)
         return self.block(epoch, number)[at]
 
     def block(self, epoch: int, number: int = 0) -> list[Any]:
-        """What it gives in an epoch from `number` x _BLOCK on, until the next block or the end."""
+        """The elements of an epoch from `number` x _BLOCK on, until the next block or the end."""
         wanted = (epoch, number)
         if wanted not in self._kept:
             begins_anywhere = self._set_epoch is not None and not self._generators
@@ -148,19 +148,19 @@ class _Epochs:
                 self._put(self._first)
             elif self._next == (0, 0):
                 self._put_generators(self._first)
-                self._first = self._stand()  # with what the script has done with it since it was given
+                self._first = self._stand()  # includes the script's changes so far
             self._has_read = True
             while self._next <= wanted:
                 self._read_on()
         return self._kept[wanted]
 
     def stands(self, epoch: int) -> SamplerStands:
-        """What another process needs to give the same from this epoch on."""
+        """What another process needs to continue from this epoch."""
         befores = {each: stand for each, stand in self._befores.items() if each >= epoch}
         return SamplerStands(self._first, epoch, befores, self._stand(), self._next)
 
     def go_on(self, stands: SamplerStands) -> None:
-        """Give what the process has given whose sampler stood so; nothing where it held other generators."""
+        """Continue as the process whose sampler was in these states; nothing happens if it held other generators."""
         if len(stands.first.generators) != len(self._generators):
             return
         self._kept, self._befores, self._has_read = {}, {}, True
@@ -177,7 +177,7 @@ class _Epochs:
         self._befores = {epoch: stand for epoch, stand in self._befores.items() if epoch < place[0]}
 
     def _read_on(self) -> None:
-        """Read the next block, and forget the oldest."""
+        """Read the next block, and drop the oldest."""
         place = self._next
         self._kept[place] = self._run_on(*place)
         for old in sorted(self._kept)[:-_KEPT]:
@@ -226,7 +226,7 @@ class _Epochs:
 
 
 class SamplerOrder:
-    """The endless sequence of ids of a sampler; as `Order`, whose attributes it has."""
+    """The endless sequence of ids of a sampler, with the attributes of `SampleOrder`."""
 
     def __init__(self, sampler: Any, seed: int) -> None:
         self._epochs = _Epochs(_whole(sampler), seed, f"the sampler {type(sampler).__name__}")
@@ -234,15 +234,16 @@ class SamplerOrder:
 
     @property
     def hidden_state(self) -> bool:
-        """Whether the order after a resume may be another, since the sampler draws from what is not known here."""
+        """Whether the order after a resume may differ, since the sampler draws from a generator that is not seen
+        here."""
         return self._epochs.hidden_state
 
     def stands(self, epoch: int) -> SamplerStands:
-        """Where the sampler stands, for a process that goes on in this epoch."""
+        """The states of the sampler, for a process that continues in this epoch."""
         return self._epochs.stands(epoch)
 
     def go_on(self, stands: SamplerStands) -> None:
-        """Go on where it stood."""
+        """Continue from these states."""
         self._epochs.go_on(stands)
 
     def ids(self, positions: Ids) -> Ids:
@@ -252,9 +253,9 @@ class SamplerOrder:
 
 
 class BatchOrder:
-    """The endless sequence of batches of a batch sampler; step s takes its batch number s mod its length.
+    """The endless sequence of batches of a batch sampler; step s takes batch s mod its length.
 
-    Positions count as if each batch had `size` samples, which is the most that any of epoch 1 has (of its first block).
+    Positions count as if each batch had `size` samples, the largest size in the first block of epoch 1.
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
@@ -267,15 +268,15 @@ class BatchOrder:
 
     @property
     def hidden_state(self) -> bool:
-        """As of `SamplerOrder`."""
+        """As in `SamplerOrder`."""
         return self._epochs.hidden_state
 
     def stands(self, epoch: int) -> SamplerStands:
-        """As of `SamplerOrder`."""
+        """As in `SamplerOrder`."""
         return self._epochs.stands(epoch)
 
     def go_on(self, stands: SamplerStands) -> None:
-        """As of `SamplerOrder`."""
+        """As in `SamplerOrder`."""
         self._epochs.go_on(stands)
 
     def batch(self, number: int) -> Ids:
@@ -286,19 +287,19 @@ class BatchOrder:
 
 @dataclass(frozen=True)
 class WholeBatches:
-    """An order of which each epoch is left before its last batch where that would not be whole (`drop_last`)."""
+    """An order whose epochs end before their last batch if that would be incomplete (`drop_last`)."""
 
     order: SampleOrder | SamplerOrder
     samples: int
-    """Those of an epoch that are left: a multiple of the global batch."""
+    """Samples of an epoch that are used: a multiple of the global batch."""
 
     @property
     def seed(self) -> int:
-        """That of the order."""
+        """The seed of the order."""
         return self.order.seed
 
     def ids(self, positions: Ids) -> Ids:
-        """As `Order.ids`."""
+        """As `SampleOrder.ids`."""
         epochs, rows = np.divmod(positions, np.int64(self.samples))
         return self.order.ids(epochs * np.int64(self.order.samples) + rows)
 
@@ -307,14 +308,14 @@ AnyOrder = SampleOrder | SamplerOrder | WholeBatches
 
 
 def _is_known(sampler: Any) -> bool:
-    """Whether a sampler draws from torch's generator alone, if at all."""
+    """Whether a sampler draws from torch's generator alone, or not at all."""
     if type(sampler) is BatchSampler:
         return _is_known(sampler.sampler)
     return isinstance(sampler, list | tuple | range) or type(sampler) in _STATELESS
 
 
 def _whole(sampler: Any) -> Any:
-    """A sampler that gives each rank its own part, as the one that gives all: the loader shares batches over ranks."""
+    """For a sampler that gives each rank its own part, the one that gives all: the loader shares batches over ranks."""
     if type(sampler) is BatchSampler and isinstance(sampler.sampler, DistributedSampler):
         return BatchSampler(_whole(sampler.sampler), sampler.batch_size, sampler.drop_last)
     if not isinstance(sampler, DistributedSampler):
@@ -324,14 +325,14 @@ def _whole(sampler: Any) -> Any:
 
 
 def _find_set_epoch(sampler: Any) -> Callable[[int], object] | None:
-    """What tells a sampler, or the one inside it, which epoch comes."""
+    """The method of a sampler, or of the one inside it, that sets the epoch."""
     inner = getattr(sampler, "sampler", None)
     found = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
     return found if callable(found) else None
 
 
 def _find_generators(sampler: Any) -> list[torch.Generator]:
-    """Those that a sampler, or one inside it, holds."""
+    """The generators that a sampler, or one inside it, holds."""
     found: list[torch.Generator] = []
     for value in getattr(sampler, "__dict__", {}).values():
         if isinstance(value, torch.Generator):

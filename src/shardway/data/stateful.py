@@ -1,10 +1,10 @@
-"""Data that say where they stand: `state_dict()` and `load_state_dict(state)`, as torchdata's StatefulDataLoader asks
-for them, of an iterable dataset or of the iterator that it gives.
+"""Iterable datasets with a state: `state_dict()` and `load_state_dict(state)`, in the form of torchdata's
+StatefulDataLoader, of the dataset or of the iterator that it gives.
 
-A state is taken between two batches and belongs to what was given by then; the next sample after it was loaded is the
-one that would have come. It is kept as bytes: the dataset goes on changing what it has handed out.
+A state is taken between two batches. After it is loaded, the next sample is the one that would have come. It is kept as
+bytes, since the dataset may go on changing the object that it returned.
 
-Invariant: taking states costs a small part of the time of reading. This module must not know ranks nor the disk.
+Invariant: taking states costs a small part of the time of reading. This module must not depend on ranks or the disk.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 _SHARE = 0.1
-"""Part of the time that states may cost; where one takes long, further batches go without."""
+"""Fraction of the time that states may cost; if one takes long, the next batches have none."""
 
 
 def has_state(thing: Any) -> bool:
-    """Whether it says where it stands."""
+    """Whether it has a state."""
     return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def read_state(thing: Any) -> bytes | None:
-    """Where it stands now; None where it does not say, or not yet."""
+    """Its current state; None if it has none, or none yet."""
     if not has_state(thing):
         return None
     try:
         state = thing.state_dict()
         return None if state is None else pickle.dumps(state)
-    except Exception:  # it is run through then, which is said
+    except Exception:  # the dataset is run through then, which is reported
         return None
 
 
 def load_state(thing: Any, state: bytes) -> None:
-    """Let it stand there; its errors pass."""
+    """Load a state; errors pass through."""
     thing.load_state_dict(pickle.loads(state))
 
 
 def rewind(thing: Any, begin: bytes | None) -> None:
-    """Let it stand where it began, unless it does."""
+    """Return to the beginning, unless it is there."""
     if begin is not None and read_state(thing) != begin:
         load_state(thing, begin)
 
 
 @dataclass(frozen=True)
 class StreamSnapshot:
-    """Where a stream of samples stood: `given` samples in all, `in_epoch` of them in `epoch`, and the state of its
+    """The place of a stream of samples: `given` samples in all, `in_epoch` of them in `epoch`, and the state of its
     dataset (`of_iterator`: of the dataset's iterator)."""
 
     given: int
@@ -58,21 +58,21 @@ class StreamSnapshot:
 
 
 class Stands(Protocol):
-    """A stream that says where it stands."""
+    """A stream with a state."""
 
     def snapshot(self) -> StreamSnapshot | None:
-        """None where it does not."""
+        """The current place; None if it has no state."""
         ...
 
 
 @dataclass
 class SnapshotPace:
-    """When a state may be taken once more."""
+    """How often a state may be taken."""
 
     _next: float = 0.0
 
     def take(self, stream: Stands) -> StreamSnapshot | None:
-        """Where a stream stands now; None as well where the last one was too dear."""
+        """The current place of a stream; also None if the last one took too long."""
         started = time.perf_counter()
         if started < self._next:
             return None

@@ -1,13 +1,13 @@
-"""The batches of one rank from an iterable dataset: from any position on, by its state or by running through what comes
-before it.
+"""The batches of one rank from an iterable dataset, from any position on: by its state, or by reading all that comes
+before.
 
-Position p is the p-th sample that the dataset gives; where it ends, it begins again (the next epoch). Every rank runs
-through all samples and takes its share of each global batch, unless the dataset gives each rank samples of its own.
+Position p is the p-th sample that the dataset gives; after its end it begins again (the next epoch). Every rank reads
+all samples and takes its share of each global batch, unless the dataset gives each rank samples of its own.
 
 Invariant: the generators of torch, numpy and Python that a dataset draws from are seeded by (seed, epoch), the same on
-every rank, and those of the run are left as they are; so a dataset that draws from nothing else gives the same samples
-after a resume. A state is used only where the dataset has drawn from none of these since its epoch began: what it draws
-when it begins and what it draws for a sample could not be told apart. This module must not know losses or checkpoints.
+every rank, and those of the run are left as they are. So a dataset that draws from nothing else gives the same samples
+after a resume. A state is used only if the dataset has drawn from none of these since its epoch began, since draws at
+its beginning and draws for a sample could not be told apart. This module must not depend on losses or checkpoints.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from shardway.errors import ShardwayError, UserError
 
 
 class SampleStream:
-    """The samples of an iterable dataset, epoch after epoch, each with its number. Raises UserError where there are
-    none any more."""
+    """The samples of an iterable dataset, epoch after epoch, each with its number. Raises UserError if the dataset
+    gives none any more."""
 
     def __init__(
         self, dataset: Any, seed: int, begin: bytes | None = None, snapshot: StreamSnapshot | None = None
     ) -> None:
-        """From the state `begin` of the dataset, or from where a `snapshot` of an earlier process stood."""
+        """Start from the state `begin` of the dataset, or from a `snapshot` of an earlier process."""
         self._dataset, self._seed, self._first = dataset, seed, begin
         self._epoch, self._at, self._in_epoch = 0, 0, 0
         self._iterator: Iterator[Any] | None = None
         self._random: RandomStates | None = None
         self._fresh: RandomStates | None = None
-        """As the generators were when this epoch began."""
+        """The generators at the beginning of this epoch."""
         if snapshot is not None:
             with self._drawing():
                 self._resume(snapshot)
 
     def snapshot(self) -> StreamSnapshot | None:
-        """Where the stream stands; None where it does not say, or has drawn from generators that go on."""
+        """The place of the stream; None if it has no state, or has drawn from generators that go on."""
         iterator, of_iterator = self._iterator, has_state(self._iterator)
         if iterator is None or not (of_iterator or has_state(self._dataset)) or self._has_drawn():
             return None
@@ -76,7 +76,7 @@ class SampleStream:
             self._iterator = iter(self._dataset)
 
     def take(self, numbers: Sequence[int]) -> list[Any]:
-        """The samples of these numbers, in rising order and none of them behind; those between are passed over."""
+        """The samples with these numbers, in rising order and none of them in the past; those between are skipped."""
         found = []
         with self._drawing():
             for number in numbers:
@@ -87,7 +87,7 @@ class SampleStream:
         return found
 
     def take_rest(self, most: int) -> list[Any]:
-        """Up to so many more samples of this epoch."""
+        """At most `most` further samples of this epoch."""
         found: list[Any] = []
         with self._drawing():
             if self._iterator is None:
@@ -132,7 +132,7 @@ class SampleStream:
 
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
-        """The dataset draws from generators of its own in here."""
+        """In this context the dataset draws from generators of its own."""
         with kept_random_states():
             if self._random is not None:
                 self._random.put_back()
@@ -149,8 +149,8 @@ _END = object()
 class StreamLoader:
     """The steps of one rank over an iterable dataset.
 
-    `own_share`: the dataset gives this rank samples of its own, of which it takes all. One worker process at most reads
-    a stream.
+    `own_share`: the dataset gives this rank samples of its own, and it takes all of them. At most one worker process
+    reads a stream.
     """
 
     dataset: Any
@@ -160,13 +160,13 @@ class StreamLoader:
     collate: Callable[[list[Any]], Any] | None = None
     own_share: bool = False
     begin: bytes | None = None
-    """The state that the dataset began with, where it has one."""
+    """The state in which the dataset began, None if it has none."""
 
     def batches(
         self, position: int, skips: Skips | None = None, snapshot: StreamSnapshot | None = None
     ) -> Iterator[Batch]:
-        """This rank's batches from `position` (where its first step begins) on, without end; from a `snapshot` that was
-        taken before it."""
+        """This rank's batches from `position` (the beginning of the first step) on, without end; from a `snapshot` that
+        was taken before it."""
         reading = _Reading(self, position, skips or Skips(), snapshot)
         if self.options.workers and not self.own_share:
             sent = replace(reading, loader=replace(self, options=LoaderOptions()))  # `tell` is for this process
@@ -184,7 +184,7 @@ class StreamLoader:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What a stream gives from a position on."""
+    """The batches of a stream from a position on."""
 
     loader: StreamLoader
     position: int
@@ -214,7 +214,7 @@ class _Reading:
 
 
 class _WorkerStream(IterableDataset[Any]):
-    """A stream that is read in a worker; an error of ours is an answer too, so that its text stays as it is."""
+    """A stream that is read in a worker; an error of Shardway is an answer too, so that its text is kept."""
 
     def __init__(self, reading: _Reading) -> None:
         self.reading = reading
@@ -227,8 +227,7 @@ class _WorkerStream(IterableDataset[Any]):
 
 
 class HeldOutStream:
-    """An iterable dataset that is validated on, each time from where it stood first; how many samples it gives is
-    counted once."""
+    """An iterable dataset for validation, each time from its beginning; its samples are counted once."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset, self._first = dataset, read_state(dataset)
@@ -246,7 +245,7 @@ class HeldOutStream:
 
 
 def count_samples(dataset: Any, most: int | None) -> int:
-    """How many samples a dataset gives in an epoch, or `most`: by its length, or by running through it."""
+    """How many samples a dataset gives in an epoch, at most `most`: by its length, or by running through it."""
     if isinstance(dataset, HeldOutStream):
         return dataset.count(most)
     if hasattr(dataset, "__len__"):
@@ -279,9 +278,9 @@ def validation_stream(
 
 
 def digest_first(dataset: Any, seed: int) -> str:
-    """A digest of the first sample, drawn with the same seed on every rank; "" where it cannot be taken."""
+    """A digest of the first sample, drawn with the same seed on every rank; "" if it cannot be computed."""
     if iter(dataset) is dataset:
-        return ""  # it can be run through once
+        return ""  # it can be run through only once
     begin = read_state(dataset)
     found = SampleStream(dataset, seed).take_rest(1)
     rewind(dataset, begin)

@@ -1,10 +1,9 @@
-"""Loader processes: how many a rank can have, isolated while they work, ended with their iterator, gone with their
-rank.
+"""Loader processes: how many a rank can have, isolated while they work, ended with their iterator and with their rank.
 
 Invariants:
-- No worker outlives the rank that started it, however that rank ends; and the death of a worker is told nowhere but in
-  a wait for its answers.
-- Never more than were asked for, and the samples of a step do not depend on how many there are.
+- No worker outlives the rank that started it, however that rank ends. The death of a worker is reported only while its
+  answers are waited for.
+- There are never more workers than were asked for, and the samples of a step do not depend on their number.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from shardway.ranks.shutdown import end_with_parent
 from shardway.ranks.signals import BrokenOff
 
 _DYING_S = 5.0
-"""How long after its connections a worker may end: its memory is given back in between, by all its threads."""
+"""How long after its connections a worker may end: its threads free their memory in between."""
 _DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
 _DEAD_WORKER_TEXT = """\
 a loader process died: {reason}
@@ -41,19 +40,19 @@ _LIKELY = """\
 out of memory (of the node, or of /dev/shm), or its own traceback above says that the new process
       could not import the dataset, or that the script lacks `if __name__ == "__main__":`"""
 _STARTING = ("multiprocessing", "threading.py")
-"""Where in Python's library processes and threads are started."""
+"""The places in Python's library that start processes and threads."""
 
 
 class NoWorkers(SiteError):
-    """The system does not start loader processes here."""
+    """The system does not allow loader processes here."""
 
 
 @contextlib.contextmanager
 def ended_workers(answers: Iterator[Any], check: Callable[[], None] = lambda: None) -> Iterator[Iterator[Any]]:
     """Use the iterator of a DataLoader; its workers end with the context, or with the interpreter. `check` raises
-    RuntimeError where one has died.
+    RuntimeError if one has died.
 
-    Raises JobError where a worker died, and only where answers are waited for.
+    Raises JobError if a worker died, and only while answers are waited for.
     """
     workers: list[BaseProcess] = list(getattr(answers, "_workers", []))
     end = functools.partial(_end_workers, answers, workers)
@@ -61,7 +60,7 @@ def ended_workers(answers: Iterator[Any], check: Callable[[], None] = lambda: No
     try:
         yield _awaited(answers, check)
     except (BrokenOff, KeyboardInterrupt):
-        _kill_quietly(workers)  # they may wait for the very file that nobody wanted to wait for
+        _kill_quietly(workers)  # they may hang on the same file
         raise
     except RuntimeError as error:
         if _DEAD_WORKER.search(str(error)):
@@ -87,13 +86,13 @@ def _explain_death(reason: str) -> JobError:
 
 @contextlib.contextmanager
 def dropped_if_refused() -> Iterator[None]:
-    """Around the start of a DataLoader's iterator: where the system refuses to start its processes or threads, or what
-    they are reached by, end those that it has started and raise NoWorkers."""
+    """Around the start of a DataLoader's iterator: if the system refuses its processes, threads or connections, end
+    those that it has started and raise NoWorkers."""
     try:
         yield
     except (OSError, RuntimeError) as error:
         if not (_is_refusal(error) and _starts_something(error)):
-            raise  # one of what is sent to them, of a sampler, or of how a script is started
+            raise  # an error of the dataset, of a sampler, or of the start of the script
         _drop_begun(error)
         why = explain_limit(error).partition("\n")[0].rstrip(".")
         remedy = "raise that limit" if why else "let it (processes and the semaphores of /dev/shm are needed)"
@@ -107,7 +106,7 @@ _REFUSALS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSP
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether the system has said that it starts no more."""
+    """Whether the system has refused to start more."""
     if isinstance(error, OSError):
         return error.errno in (*_REFUSALS, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
     return bool(explain_limit(error))
@@ -121,7 +120,7 @@ def _starts_something(error: BaseException) -> bool:
 
 
 def _drop_begun(error: BaseException) -> None:
-    """End what the iterator of a DataLoader had begun before this error, and close its pipes now."""
+    """End what the iterator of a DataLoader had started before this error, and close its pipes now."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         begun: Any = frame.f_locals.get("self")
         if hasattr(begun, "_shutdown_workers"):
@@ -133,10 +132,10 @@ def _drop_begun(error: BaseException) -> None:
 
 
 def _find_dying(workers: Sequence[BaseProcess]) -> BaseProcess | None:
-    """The worker that ends within a moment, or has ended; None where all live on.
+    """The worker that ends within a moment, or has ended; None if all live on.
 
-    What a worker was sending breaks off before the kernel calls the worker dead, so that torch, which looks once,
-    takes the error for one of the dataset.
+    A worker's messages break off before the kernel reports its death, so torch, which checks once, takes the error for
+    one of the dataset.
     """
     until = time.monotonic() + _DYING_S
     while workers:
@@ -150,10 +149,10 @@ def _find_dying(workers: Sequence[BaseProcess]) -> BaseProcess | None:
 
 
 class _Deaths:
-    """A handler of SIGCHLD, torch's for one, which raises where a worker has died, put off until answers are awaited.
+    """A handler of SIGCHLD (such as torch's) that raises if a worker has died, put off until answers are awaited.
 
     Raised in the middle of a collective, the error would leave this rank a collective behind or ahead of the others,
-    and all of them waiting; in a save it would look like one of the save's.
+    and all of them waiting; in a save it would look like an error of the save.
     """
 
     def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
@@ -168,7 +167,7 @@ class _Deaths:
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """While entered, in the main thread, the handler raises; at once where a child has ended before."""
+        """In this context, in the main thread, the handler raises; at once if a child has ended before."""
         self._waits = threading.current_thread() is threading.main_thread()
         try:
             if self._waits and self._came:
@@ -180,8 +179,8 @@ class _Deaths:
 
 
 def _hold_deaths(check: Callable[[], None]) -> _Deaths | None:
-    """The handler of this process, in place of the one that torch sets with its first loader, which somebody may have
-    replaced since; None outside of the main thread."""
+    """The handler of SIGCHLD in this process, around the one that is set (torch sets one with its first loader); None
+    outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return None
     handler = signal.getsignal(signal.SIGCHLD)
@@ -193,7 +192,7 @@ def _hold_deaths(check: Callable[[], None]) -> _Deaths | None:
 
 
 def _awaited(answers: Iterator[Any], check: Callable[[], None]) -> Iterator[Any]:
-    """The answers, with the deaths of workers told while one is waited for."""
+    """The answers; deaths of workers are reported while one is waited for."""
     deaths = _hold_deaths(check)
     while True:
         with deaths.told() if deaths is not None else contextlib.nullcontext():
@@ -205,16 +204,16 @@ def _awaited(answers: Iterator[Any], check: Callable[[], None]) -> Iterator[Any]
 
 
 def isolation() -> Callable[[int], None]:
-    """What a worker that this thread starts does first (`worker_init_fn`): see `isolate_worker`."""
+    """The first function that a worker started by this thread runs (`worker_init_fn`): see `isolate_worker`."""
     return functools.partial(isolate_worker, by_main=threading.current_thread() is threading.main_thread())
 
 
 def isolate_worker(_: int, *, by_main: bool = False) -> None:
-    """Let a worker live exactly as long as its rank wants it; runs in the worker.
+    """Let a worker live exactly as long as its rank needs it; runs in the worker.
 
-    Ctrl-C and a scheduler's signals reach every process of a job; the rank answers them and still needs its batches
-    until the step has ended. A rank that was killed cannot end its workers, so each watches for that; one that is
-    stopped cannot watch, so the kernel ends it, but only where `by_main`: for the kernel a parent is a thread.
+    Ctrl-C and a scheduler's signals reach every process of a job; the rank handles them and still needs its batches
+    until the step has ended. A killed rank cannot end its workers, so each watches its rank. A stopped worker cannot
+    watch, so the kernel ends it, but only if `by_main`: for the kernel a parent is a thread.
     """
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(name, signal.SIG_IGN)
@@ -229,11 +228,11 @@ def _end_workers(answers: Iterator[Any], workers: Sequence[BaseProcess]) -> None
     """End the workers now: torch does so only when the last reference goes, which a traceback may hold."""
     shutdown = getattr(answers, "_shutdown_workers", None)
     if shutdown is not None:
-        # Nobody waits for their answers any more: how a worker ended must not hide why the reading did.
+        # No answers are awaited any more: how a worker ended must not hide why the reading did.
         with contextlib.suppress(RuntimeError):
             shutdown()
     for worker in workers:
-        worker.kill()  # nothing where it has ended; SIGTERM is ignored by workers
+        worker.kill()  # no effect if it has ended; workers ignore SIGTERM
         worker.join()
 
 
@@ -258,16 +257,17 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-# --- How many loader processes a rank can have where the machine limits processes, threads or open files
+# --- how many workers the machine allows
 
 OWN_TASKS = 5
-"""A loader process itself, its three threads (one watches the rank, two send), and the rank's thread that asks it."""
+"""A loader process itself, its three threads (one watches the rank, two send), and the thread of the rank that reads
+from it."""
 SPARE_TASKS = 12
-"""Threads that a rank starts besides: of collectives, saves, the watch over a stop."""
+"""Further threads that a rank starts: for collectives, saves, the stop watchdog."""
 OWN_FILES = 4
 """Open files of a rank for each of its loader processes."""
 SPARE_FILES = 24
-"""What a rank opens besides while it trains: connections, checkpoints, its events."""
+"""Further files that a rank opens while it trains: connections, checkpoints, its events."""
 
 
 def fit_workers(
@@ -275,8 +275,8 @@ def fit_workers(
 ) -> tuple[int, str]:
     """How many of the `wanted` loader processes each of `ranks` on this node can have, and why no more ("": all).
 
-    `limit`: as it was before any rank had some. `to_come`: threads that a rank will start to compute with. A validation
-    has as many loader processes again.
+    `limit`: before any rank started one. `to_come`: threads that a rank will start to compute with. A validation has as
+    many loader processes again.
     """
     if not wanted:
         return 0, ""
@@ -302,7 +302,7 @@ def fit_workers(
 
 
 def _count_library_threads(environ: Mapping[str, str]) -> int:
-    """Threads that numpy's OpenBLAS starts in each process that imports it, besides the one that is there."""
+    """Further threads that numpy's OpenBLAS starts in each process that imports it."""
     text = environ.get("OPENBLAS_NUM_THREADS") or environ.get("OMP_NUM_THREADS", "")
     first = text.split(",")[0].strip()
     return (int(first) if first.isdecimal() and int(first) else min(64, os.cpu_count() or 1)) - 1

@@ -82,7 +82,7 @@ def _finish(process: subprocess.Popen[str], deadline: float) -> CommandResult:
 
 
 def _give_up(process: subprocess.Popen[str]) -> None:
-    """Kill it; one that hangs in the kernel ends when the kernel lets go of it, and nobody waits for that."""
+    """Kill it; one that hangs in the kernel ends when the kernel releases it, and is not waited for."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):

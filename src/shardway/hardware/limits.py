@@ -1,12 +1,10 @@
-"""What limits leave to this process: control group, processes and threads, open files, memory, a folder for temporary
-files.
+"""Limits of this process: control group, processes and threads, open files, memory, a folder for temporary files.
 
 Invariants:
-- A limit is the tightest one on the way from the process's group to the root, in version 1 and in version 2 of the
-  interface (Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst); an absent or unreadable file is
-  no limit.
-- What cannot be read is no limit, and nothing is used up by looking.
-- The tightest of what the machine has and what its control groups leave.
+- A limit is the tightest one from the process's control group up to the root, in version 1 and version 2 of the
+  interface (Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst).
+- A file that is absent or unreadable is no limit, and reading a limit uses nothing up.
+- The memory left is the smaller of the machine's and the control groups'.
 
 Sources: getrlimit(2), setrlimit(2) on RLIMIT_NPROC and RLIMIT_NOFILE; Linux, Documentation/admin-guide/cgroup-v2.rst
 (pids.max, cpu.max); pthread_create(3); Python's manual, tempfile.gettempdir.
@@ -27,8 +25,7 @@ from pathlib import Path
 from shardway.errors import SiteError
 from shardway.places import folder_is_gone
 
-# --- What a job's control group leaves to this process of a Linux machine: cores, memory, processes; how often
-# memory ran out
+# --- control groups
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ def read_cgroup_tasks(root: Path = Path("/")) -> tuple[int, int] | None:
 
 
 def count_oom_kills(root: Path = Path("/")) -> int | None:
-    """How many processes of this process's own group the kernel has ended since memory ran out; None: nobody says.
+    """How many processes of this process's own group the kernel has killed for lack of memory; None: not available.
 
     The line oom_kill of memory.events.local (older kernels of version 2: memory.events; version 1: memory.oom_control),
     which counts the victims that were in the group (Linux, Documentation/admin-guide/cgroup-v2.rst).
@@ -129,7 +126,7 @@ def _read_stripped(path: Path) -> str:
         return ""
 
 
-# --- What limits leave to this process: processes and threads, open files, cores, a folder for temporary files
+# --- processes, files, cores, temporary files
 
 MOST_FILES = 65536
 """More open files than this are not asked for: some programs run through all numbers that a limit allows."""
@@ -213,7 +210,7 @@ def count_threads() -> int:
 
 
 def raise_file_limit() -> None:
-    """Let this process, and those that it starts, open as many files as may be without asking anybody."""
+    """Raise the limit of open files, for this process and its children, as far as no privilege is needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -367,7 +364,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-# --- Memory that this host still has for this process
+# --- memory left on this host
 
 
 def read_memory_left(root: Path = Path("/")) -> int:

@@ -1,11 +1,10 @@
-"""What this machine is: cores, memory, accelerators (by nvidia-smi and the kernel's lists), and the same as labelled
-text.
+"""This machine: cores, memory, accelerators (by nvidia-smi and the kernel's lists), and the same as labelled text.
 
 Invariants:
 - `probe_machine` never raises for what a machine lacks; what cannot be read is `None` or empty.
-- A GPU library that hangs costs `limit_s` seconds once and nothing more; a field that the driver does not know is
-  missing, and voids no other.
-- What is not known shows as "n/a".
+- A GPU library that hangs costs `limit_s` seconds once; a field that the driver does not support is missing and
+  affects no other.
+- Unknown values show as "n/a".
 
 Sources: nvidia-smi(1), `nvidia-smi --help-query-gpu`, `nvidia-smi --help-query-remapped-rows`; NVML API reference,
 "NvmlClocksEventReasons"; Linux, drivers/gpu/drm/amd/amdkfd (topology in sysfs).
@@ -157,7 +156,7 @@ def _read_memory_bytes(nvml: Any, handle: Any) -> int | None:
         return None
 
 
-# --- NVIDIA's GPUs as nvidia-smi describes them, and AMD's as the kernel lists them: no driver library is loaded
+# --- NVIDIA and AMD GPUs without driver libraries
 
 QUERIES = {
     "driver": ("gpu", "driver_version"),
@@ -260,7 +259,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-# --- Machines and accelerators as labelled text, for reports and for people who read a terminal
+# --- labelled text
 
 UNKNOWN = "n/a"
 

@@ -1,20 +1,19 @@
 """Container runtimes, and what each contributes to a job script: Apptainer, Charliecloud, Enroot, Podman, Pyxis.
 
 Invariants:
-- The functions are pure; the scheduler's own commands always stay outside.
-- The container sees the job's variables, since Apptainer passes the environment on.
-- The container sees the job's variables, since ch-run passes the environment on.
-- Containers of two jobs or nodes never share a name or a folder.
-- The container gets the secrets and what the launcher tells a rank, and nothing else of the host's environment.
-- Ranks find what Pyxis hands on of the environment, which is all that the image does not set itself. They may write
-  into the container, as with every other runtime that makes one for a job: its root is read-only and has no home of the
-  person where Enroot's configuration says nothing else.
+- The functions are pure; the scheduler's own commands run outside the container.
+- Apptainer and Charliecloud: the container gets the job's variables, since both pass the environment on.
+- Enroot: containers of two jobs or nodes never share a name or a folder.
+- Enroot and Podman: of the host's environment the container gets only the secrets and the
+  launcher's variables of a rank.
+- Pyxis: ranks get all of the environment that the image does not set itself. They may write into the container, as with
+  every other runtime that creates one per job: by default its root is read-only and without the user's home.
 
-Where PBS makes the container itself (`containers.by_scheduler` of the site: container_engine=enroot, container_image,
-container_name), it is only started, under the name and from the folder that PBS gave it.
+If PBS creates the container (`containers.by_scheduler` of the site: container_engine=enroot, container_image,
+container_name), the script only starts it, under the name and from the folder that PBS gave it.
 
-A container has the name of its job and of its node, since enroot keeps containers in the home folder, which nodes
-share, unless the site or ENROOT_DATA_PATH says otherwise, and refuses a name that is there.
+An Enroot container has the name of its job and node, since enroot keeps containers in the home folder, which nodes
+share, unless the site or ENROOT_DATA_PATH sets another, and refuses an existing name.
 
 Sources: Apptainer User Guide, "apptainer exec" (--nv, --rocm, --bind, --pwd); ch-run(1) (--bind, --cd); enroot's
 documentation, "enroot create", "enroot start" (--root, --rw, --mount, --env), "Image format" (x-create);
@@ -32,7 +31,7 @@ from shardway.launch.job import ContainerMount, ContainerUse, Job
 from shardway.launch.schedulers.base import SchedulerScript
 from shardway.launch.script import ScriptLine, quote, quote_expanding, quote_place, quote_shell, wrap_command
 
-# --- What a container runtime contributes to a job script
+# --- what a container runtime contributes
 
 HOST_NAMES = ContainerMount("/etc/hosts", "/etc/hosts", read_only=True)
 """For runtimes whose containers have a file of their own, in which the nodes of the job are not named."""
@@ -74,7 +73,7 @@ def command_of(use: ContainerUse, usual: str) -> str:
     return use.rules.command or usual
 
 
-# --- Apptainer (or Singularity, its older name): `exec` of an image file or folder
+# --- Apptainer or Singularity: exec of an image file or folder
 
 _APPTAINER_ACCELERATORS = {"nvidia": ("--nv",), "amd": ("--rocm",)}
 
@@ -96,7 +95,7 @@ APPTAINER = Runtime(
 )
 
 
-# --- Charliecloud: `ch-run` of an image folder or squashfs file, without any privilege
+# --- Charliecloud: ch-run of an image folder or squashfs file
 
 
 def _wrap_charliecloud(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
@@ -114,7 +113,7 @@ def _wrap_charliecloud(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
 CHARLIECLOUD = Runtime(wrap=_wrap_charliecloud, images="a .sqfs or .sqsh file, or a folder")
 
 
-# --- Enroot: a container that is created on each node from a squashfs file, started for each rank, and removed
+# --- Enroot: created per node, started per rank, removed
 
 _PLACE = '[ -w "${XDG_RUNTIME_DIR:-/run}" ] || export XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/$0\n'
 """$HOSTNAME may be another node's, whose environment srun handed on, and so may XDG_RUNTIME_DIR be, which PBS does not
@@ -227,7 +226,7 @@ def _teardown(job: Job, scheduler: SchedulerScript) -> tuple[ScriptLine, ...]:
 ENROOT = Runtime(wrap=_wrap_enroot, setup=_set_up_enroot, teardown=_teardown, images="a .sqsh file")
 
 
-# --- Podman: a container of the host's network, removed when the rank has ended
+# --- Podman: a container on the host's network
 
 _PODMAN_ACCELERATORS = {
     "nvidia": ("--device nvidia.com/gpu=all",),
@@ -269,7 +268,7 @@ PODMAN = Runtime(
 )
 
 
-# --- Pyxis: options of srun that run its tasks in an enroot container
+# --- Pyxis: options of srun
 
 _SAID = frozenset(("--container-writable", "--container-readonly"))
 """Of both, Pyxis takes one."""

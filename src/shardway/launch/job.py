@@ -1,8 +1,8 @@
-"""One job as it is asked of a scheduler, a launcher and a container runtime: all that its script is made of.
+"""One job for a scheduler, a launcher and a container runtime: everything that its script is made of.
 
-Invariant: a `Job` is complete and consistent: whatever depends on the site, the run file or this machine was decided
-before it was made (`launch.submission.wish`), and the same job always gives the same script. This module must not read
-files.
+Invariant: a `Job` is complete and consistent. All that depends on the site, the run file or this machine was decided
+before it was made (`launch.submission.job_request`), and the same job always gives the same script. No file is read
+here.
 """
 
 from __future__ import annotations
@@ -155,9 +155,9 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Again:
-    """How often a launcher that looks after its ranks starts them again, and after how long a silence in seconds.
+    """How often a launcher with restarts starts its ranks again, and after how many seconds of silence.
 
-    `silent_s`: None for the launcher's own limit, infinity where nobody shall look; `start_s`: while they start.
+    `silent_s`: None for the launcher's own limit, infinity for no limit; `start_s`: the same while they start.
     """
 
     restarts: int = 0

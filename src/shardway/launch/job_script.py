@@ -1,11 +1,13 @@
-"""The text of a job script: where scheduler, launcher and container runtime meet.
+"""The text of a job script: scheduler, launcher and container runtime combined.
 
-Each of the three is one table, name -> what it contributes; their product is never written out. The script is bash for
-people to read: each line under its purpose, in the order in which things happen, and it can be submitted by hand.
+Each of the three is one table, name -> its contribution; their product is never written out. The script is bash for
+people to read: each line below its purpose, in the order of execution. It can be submitted by hand.
 
-Invariant: two attempts of a chain have the same script but for the four places that name the attempt, so that a job
-can make its successor's script without Python (`queue_next` in launch/shell/control.sh). Scheduler commands always
-run outside the container. This module must not read files of the person nor start anything.
+Invariants:
+- Two attempts of a chain have the same script except for the four places that name the attempt, so that a job can make
+  its successor's script without Python (`queue_next` in launch/shell/control.sh).
+- Scheduler commands run outside the container.
+- Nothing is read or started here.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ LAUNCHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "local": ("torchrun", "mpirun", "agent", "ft_launcher"),
     }
 )
-"""Scheduler -> launchers that it goes with."""
+"""Scheduler -> the launchers that work with it."""
 
 _PATHS = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "ENROOT_DATA_PATH")
 _IN_EVERY_SCRIPT = (
@@ -205,7 +207,7 @@ _ASKING = {
     "TERM": "SIGTERM, as schedulers send it before they kill",
     **{name: f"SIG{name}" for name in ("INT", "USR1", "HUP")},
 }
-"""Signals that ask a job to stop, with what is said of each."""
+"""Signals that ask a job to stop, with what is recorded for each."""
 
 
 def _traps() -> tuple[ScriptLine, ...]:
@@ -213,24 +215,24 @@ def _traps() -> tuple[ScriptLine, ...]:
 
 
 def _warns_itself(job: Job, scheduler: SchedulerScript) -> bool:
-    """Whether the script tells itself that the wall-time is about to end."""
+    """Whether the script itself warns before the end of the wall-time."""
     return job.warn_s > 0 and not scheduler.warns
 
 
 def _ends_mpirun(job: Job) -> bool:
-    """Whether the script ends mpirun, where the ranks say themselves how they ended."""
+    """Whether the script ends mpirun, since the ranks record how they ended."""
     return job.launcher == "mpirun" and job.program.meets_by_itself
 
 
 def _awaits_ranks(job: Job, scheduler: SchedulerScript) -> bool:
-    """Whether a job that was asked to end waits for the word of ranks which its scheduler has told as well."""
+    """Whether a job that was asked to end waits for the results of ranks that the scheduler has signalled too."""
     return scheduler.signals_every_process and job.program.meets_by_itself
 
 
 def _around(job: Job) -> tuple[ScriptLine, ...]:
     around, cores = job.around, job.shape.cores_per_rank
     lines = _modules(job)
-    if cores:  # PBS has set it to all cores of the node
+    if cores:  # PBS sets it to all cores of the node
         lines.append(ScriptLine(f"export OMP_NUM_THREADS={cores}", "threads of a rank"))
     lines.append(
         ScriptLine("export PYTHONUNBUFFERED=1", "what a rank prints is seen at once, and not lost with the rank")
@@ -251,7 +253,7 @@ def _around(job: Job) -> tuple[ScriptLine, ...]:
 
 
 def _enter(around: JobEnvironment) -> str:
-    """The way into the snapshot; there is none of a script that was submitted by hand."""
+    """Shell that changes into the working folder; for a script submitted by hand, without a snapshot, into `source`."""
     workdir, gone = quote(str(around.workdir)), "fail 'there is no folder to run in'"
     if around.code is not None:
         words = (around.code, around.workdir, around.source or "")
@@ -264,8 +266,9 @@ def _enter(around: JobEnvironment) -> str:
 
 
 _SAVING_S = 30
-"""How long mpirun leaves ranks between SIGTERM and SIGKILL, in place of one second; schedulers wait about as long
-(Slurm's KillWait is 30 s, PBS's kill_delay 10 s). It waits as long twice in any case, also for ranks that have left."""
+"""How long mpirun leaves ranks between SIGTERM and SIGKILL; its default is one second. Schedulers wait about as long
+(Slurm's KillWait is 30 s, PBS's kill_delay 10 s). mpirun waits twice this time in any case, also for ranks that have
+left."""
 
 _MEET = "where the ranks meet: rules of this site for the name of a node on the network for computing"
 
@@ -294,7 +297,7 @@ def _modules(job: Job) -> list[ScriptLine]:
 
 
 def _or_fail(command: str, key: str, name: str = "") -> str:
-    """A command without which the ranks would find other software than was asked for. Old modules fail with 0."""
+    """A command without which the ranks would find other software than requested. Old `module` commands fail with 0."""
     return f"{command} || fail {quote(f'{name or command} failed, as the lines before say; see {key}')}"
 
 
@@ -307,7 +310,7 @@ def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[Script
     if "on_each_node" in scheduler.functions(job):
         lines.append(ScriptLine(f"carried=({' '.join(_carried(job))})", "what other nodes need to find programs"))
     lines += runtime.setup(job, scheduler)
-    lines += _mpirun_options(job) if job.launcher == "mpirun" else []  # of variables that the lines before have set
+    lines += _mpirun_options(job) if job.launcher == "mpirun" else []  # from variables that earlier lines set
     if job.preflight is not None:
         doctor = _command(_as_doctor(job, job.preflight), scheduler, runtime)
         doctor = f"prints=$here/log/doctor.out {doctor}" if _by_function(job) else doctor
@@ -334,31 +337,31 @@ def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[Script
 
 
 _LAST_WORD_S = 120
-"""How long a job that was asked to end waits for the word of its ranks; the scheduler kills it sooner."""
+"""How long a job that was asked to end waits for the results of its ranks; the scheduler kills it sooner."""
 
 _SHIELD = "signals of the scheduler reach every process of this job: what starts the ranks has to outlive them"
 
 
 def _ranks_within(job: Job) -> int:
-    """Seconds in which rank 0 has to say that it is there; 0 where nobody can tell, or nobody shall look."""
+    """Seconds in which rank 0 must report its start; 0 for no limit, or if it is unknown."""
     within = 2 * job.again.start_s
     return round(within) if job.program.meets_by_itself and math.isfinite(within) else 0
 
 
 def _as_doctor(job: Job, doctor: Program) -> Job:
-    """The same job with the doctor in place of its program. Our agent starts nothing but training, and a doctor that
-    fails is not started again."""
+    """The same job with the doctor as its program. Our agent starts only trainings, and a failed doctor is not
+    restarted."""
     launcher = "torchrun" if job.launcher in ("agent", "ft_launcher") else job.launcher
     return replace(job, program=doctor, launcher=launcher, elastic=False)
 
 
 def _notes_modules(job: Job) -> bool:
-    """Whether what modules set has to be carried to the other nodes by name."""
+    """Whether the variables that modules set must be passed to the other nodes by name."""
     return job.scheduler == "pbs" and bool(job.around.modules)
 
 
 def _carried(job: Job) -> tuple[str, ...]:
-    """Names of variables that other nodes need, as words of shell."""
+    """Names of variables that other nodes need, as shell words."""
     return (*_PATHS, '"${loaded[@]}"') if _notes_modules(job) else _PATHS
 
 
@@ -368,12 +371,12 @@ def _inherits_nothing(job: Job) -> bool:
 
 
 def _by_function(job: Job) -> bool:
-    """Whether `on_each_node` starts the ranks, which has to be told where they print."""
+    """Whether `on_each_node` starts the ranks, and needs to be given their output files."""
     return job.scheduler == "pbs" and job.one_agent_a_node
 
 
 def _command(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> str:
-    """What starts the program on every rank: launcher, container, environment, program."""
+    """The command that starts the program on every rank: launcher, container, environment, program."""
     started = LAUNCH_COMMANDS[job.launcher](job, scheduler)
     outside = (*started.outside, *runtime.of_launcher(job, scheduler))
     inside = (*_prepared(job), *started.inside)
@@ -381,8 +384,8 @@ def _command(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> str:
 
 
 def _prepared(job: Job) -> tuple[str, ...]:
-    """Words before a rank's program that give it the job's variables, and in a container its virtual environment: one
-    that was named, and made with the Python of the image."""
+    """Words before a rank's program that set the job's variables and, in a container, its virtual environment, if one
+    was named and was made with the image's Python."""
     inside = job.container.runtime != "none"
     files = ['"$here/environment.sh"'] if inside or job.launcher == "mpirun" else []
     if inside and job.around.venv and not job.around.venv.startswith("conda:"):
@@ -391,7 +394,7 @@ def _prepared(job: Job) -> tuple[str, ...]:
 
 
 def _mpirun_options(job: Job) -> list[ScriptLine]:
-    """mpirun gives other nodes the variables that are named, so that no value is seen in the list of processes."""
+    """mpirun passes variables to other nodes by name, so no value appears in the list of processes."""
     names = (*job.around.secret_names, *_carried(job))
     lines = [
         ScriptLine(

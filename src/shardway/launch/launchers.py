@@ -1,26 +1,25 @@
 """Launchers, and what each contributes to a job script: our agent, torchrun, ft_launcher, srun and mpirun.
 
 Invariants:
-- The words of a program are handed on as separate words, never joined into a text that a shell reads again.
-- As `torchrun`'s. It starts `shardway train` alone, which is an agent itself.
-- Whichever node an agent is on, it gets the same endpoint and its own address from the list that the job script made.
-- As `torchrun`'s, with whose options it is started. It is `python3 -m` and not the command of that name, so that it is
-  the Python of the ranks that has to have it.
+- The words of a program stay separate words, never joined into text that a shell reads again.
 - Ranks are numbered node by node, so that local ranks are neighbours.
+- torchrun and ft_launcher: every agent gets the same endpoint, and its own address from the job script's list.
 
-The agents know each other by the list of addresses that the job script has made (`shardway train --nodes`); the first
-one leads.
+Our agent starts `shardway train` alone, which is an agent itself. The agents use the job script's list of addresses
+(`shardway train --nodes`); the first one coordinates.
 
-The agents meet by the c10d rendezvous. Who hosts its store is said (`is_host`) and not guessed: torch compares the
-endpoint with the node's own names, and where these mean another network nobody hosts and all wait until they give up.
-For the same reason each agent is told its own address on the network for computing (`--local-addr`), which the ranks
-get as MASTER_ADDR.
+torchrun's agents meet by the c10d rendezvous. The host of its store is stated (`is_host`): torch would compare the
+endpoint with the node's own names, and if these belong to another network, no agent hosts it and all wait until they
+give up. For the same reason each agent gets its own address on the network for computing (`--local-addr`), which
+becomes MASTER_ADDR.
 
-Its limits are those of the run. A training tells its monitor what they are by activity (`ranks.monitor`); any other
-program has what stands here.
+ft_launcher is started with torchrun's options, as `python3 -m`, so that it runs in the Python of the ranks. Its limits
+are those of the run: a training reports them by activity (`ranks.ft_launcher_client`), any other program has those of
+the options.
 
-A program of Shardway finds its rank in what the launcher says. Any other program gets torch's own variables from it,
-set by the shell of the rank, since outside a rank (`$SLURM_PROCID` in a job script) they would mean rank 0 everywhere.
+srun and mpirun: a program of Shardway finds its rank in the launcher's variables. Any other program gets torch's
+variables from the shell of the rank, since outside a rank (`$SLURM_PROCID` in a job script) they would mean rank 0
+everywhere.
 
 Sources: torchrun's manual, "Multi-node multi-worker"; pytorch/pytorch#73656; the options of nvidia-resiliency-ext
 0.4.1, `ft_launcher --help`; srun(1) "OUTPUT ENVIRONMENT VARIABLES"; mpirun(1) of Open MPI, "--map-by", "-x".
@@ -36,12 +35,12 @@ from shardway.launch.schedulers.base import SchedulerScript
 from shardway.launch.schedulers.slurm import srun
 from shardway.launch.script import quote, quote_all, quote_shell
 
-# --- What a launcher contributes to a job script
+# --- what a launcher contributes
 
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """A command in two halves: `outside` a container (who starts processes where), and `inside` (what each runs).
+    """A command in two halves: `outside` a container (which processes start where), and `inside` (what each runs).
 
     All words are quoted already.
     """
@@ -59,7 +58,7 @@ def name_cores(job: Job) -> tuple[str, ...]:
     return (f"export SHARDWAY_CPU_MASKS={','.join(job.start.masks)}",) if job.start.masks else ()
 
 
-# --- Our own agent on each node: it starts the ranks there, again after a failure, and goes on with fewer nodes
+# --- our own agent on each node
 
 
 def start_agent(job: Job, scheduler: SchedulerScript) -> LaunchCommand:
@@ -74,8 +73,7 @@ def start_agent(job: Job, scheduler: SchedulerScript) -> LaunchCommand:
     return LaunchCommand(each_node.words, ("bash", "-c", quote_shell("\n".join(lines)), "agent", *words))
 
 
-# --- torchrun: one agent on each node starts the ranks there. What takes the same options may be started in its
-# place
+# --- torchrun and launchers with its options
 
 SHOWN_RANKS = 16
 """A larger job shows the output of one rank of each node; that of each rank is in its own file in any case."""
@@ -100,8 +98,8 @@ def program_words(job: Job) -> tuple[str, ...]:
 
 
 def _choose_python(job: Job, module: str) -> tuple[str, ...]:
-    """The lines of shell that find who starts ranks of another interpreter: itself where it has the launcher, so that
-    both have the same torch, else the Python of the environment."""
+    """Shell lines that choose the Python of the launcher for ranks of another interpreter: that interpreter if it has
+    the launcher, so that both have the same torch, else the Python of the environment."""
     if not job.program.interpreter:
         return ()
     look = f"import importlib.util as u, sys; sys.exit(u.find_spec('{module.split('.')[0]}') is None)"
@@ -129,7 +127,7 @@ def _agent(job: Job, index: str, module: str, further: tuple[str, ...]) -> str:
     return "\n".join(lines)
 
 
-# --- NVIDIA's ft_launcher: one on each node, as torchrun, with a monitor for each rank that ends a silent one
+# --- NVIDIA's ft_launcher, with a monitor for each rank
 
 MODULE = "nvidia_resiliency_ext.fault_tolerance.launcher"
 
@@ -147,7 +145,7 @@ def start_ft_launcher(job: Job, scheduler: SchedulerScript) -> LaunchCommand:
     return start_launcher(job, scheduler, MODULE, " ".join(looks), " ".join(limits))
 
 
-# --- srun and mpirun: one process a rank
+# --- srun and mpirun: one process per rank
 
 _SRUN_PLACE = "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; "
 _MPI_PLACE = (

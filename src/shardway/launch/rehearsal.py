@@ -1,11 +1,10 @@
 """A rehearsal on this machine: attempts cut by a deadline, compared with one without a break.
 
 Invariants:
-- When `run_trial` returns or raises, nothing that it started is alive: what outlives its deadline is ended as a
-  scheduler ends it, by SIGTERM and then SIGKILL.
-- Numbers of two runs are compared bit for bit, and what cannot be known is told as unknown, never as passed.
-- What cannot be seen from outside (losses, where it goes on) is told as unknown.
-- Both runs start from nothing in folders of their own and are given the same words.
+- When `run_trial` returns or raises, none of its processes is alive: what outlives the deadline gets SIGTERM and then
+  SIGKILL, as from a scheduler.
+- Both runs start from nothing in their own folders, with the same command.
+- Numbers of two runs are compared bit for bit. What cannot be observed is reported as unknown, never as passed.
 """
 
 from __future__ import annotations
@@ -27,38 +26,36 @@ from shardway.rundir.attempts import VARIABLE, Attempt, AttemptStart, Ending, Re
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 
-# --- One attempt on this machine, started as a job script would start it, with a deadline or without
+# --- one attempt on this machine, with or without a deadline
 
 POLL_S = 0.1
 KILL_AFTER_S = 10.0
-"""What schedulers leave between SIGTERM and SIGKILL (OpenPBS: kill_delay 10 s; Slurm: KillWait 30 s)."""
+"""Seconds between SIGTERM and SIGKILL under schedulers (OpenPBS: kill_delay 10 s; Slurm: KillWait 30 s)."""
 JOB = "rehearsal"
 STOP_VARIABLE = "SHARDWAY_STOP_FILE"
-"""Environment variable in which a job tells a program which file asks it to save and leave."""
+"""Environment variable with the path of the file that asks a program to save and leave."""
 LAST_LINES = 5
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What ends an attempt: seconds until its deadline (None: none), and what has to come for a stop to be asked for.
+    """What ends an attempt: seconds until its deadline (None: none), and the condition on which a stop is requested.
 
-    `stop_when` is told the events that rank 0 has written in this attempt so far, and the seconds since its start.
-    """
+    `stop_when` gets the events of rank 0 in this attempt so far, and the seconds since its start."""
 
     deadline_s: float | None = None
     stop_when: Callable[[Sequence[Event], float], bool] = lambda events, seconds: False
     patience_s: float = 60.0
-    """Seconds that a stop that was asked for may take."""
+    """Seconds that a requested stop may take."""
 
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """What came of one attempt.
+    """The result of one attempt.
 
-    `code` is the exit code of its command, negative for a signal; times are in seconds. `killed`: it did not end by
-    itself in time. `asked_s` is when a stop was asked for, None where none was; `events` are those of rank 0 in this
-    attempt, and `left_s` what was left until the deadline when the command ended.
-    """
+    `code`: exit code of its command, negative for a signal. Times are in seconds. `killed`: it did not end by itself in
+    time. `asked_s`: when a stop was requested, None if none was. `events`: those of rank 0 in this attempt. `left_s`:
+    time left until the deadline when the command ended."""
 
     attempt: Attempt
     code: int
@@ -75,27 +72,27 @@ class TrialOutcome:
 
     @property
     def steps(self) -> list[int]:
-        """Steps that it took."""
+        """The steps that it took."""
         return [int(event["step"]) for event in self.named("step")]
 
     @property
     def first_step(self) -> int:
-        """The step that it went on from; 0 for the start."""
+        """The step that it resumed from; 0 for the start."""
         started = self.named("started")
         return int(started[-1].get("step", 0)) if started else 0
 
     @property
     def last_step(self) -> int:
-        """The last step that is done after it."""
+        """The last completed step."""
         return self.steps[-1] if self.steps else self.first_step
 
     @property
-    def report_s_deadline(self) -> bool:
-        """Whether it has said, while it could, that the deadline stopped it; then all was saved before."""
+    def says_deadline(self) -> bool:
+        """Whether it reported, before its end, that the deadline stopped it; all was saved by then."""
         return self.result is not None and self.result.state is Ending.DEADLINE
 
     def last_words(self) -> str:
-        """The end of what it printed."""
+        """The end of its output."""
         try:
             said = self.attempt.job_log.read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -106,8 +103,7 @@ class TrialOutcome:
 def run_trial(words: Sequence[str], run: RunDir, limits: Limits, where: Path | None = None) -> TrialOutcome:
     """Run a command as the next attempt of `run`, in the folder `where`, until it ends.
 
-    Raises OSError where it cannot be started.
-    """
+    Raises OSError if it cannot be started."""
     attempt = run.attempt(len(run.attempts()) + 1)
     attempt.make()
     follower = run.follow_events(0, from_end=True)
@@ -159,7 +155,7 @@ def _started(words: Sequence[str], attempt: Attempt, where: Path | None) -> Iter
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """As a scheduler ends a job: all of it is asked, and after a while killed."""
+    """End all processes of an attempt as a scheduler does: SIGTERM, and SIGKILL after a while."""
     all_of_it = _descendants(process)
     for each in (process, *all_of_it):
         with contextlib.suppress(psutil.Error, ProcessLookupError):
@@ -170,7 +166,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes], descendants: Sequence[psutil.Process]) -> None:
-    """Also what outlives the one that started it; ranks of torch's agent are in sessions of their own."""
+    """Also kills descendants that outlive their parent; ranks of torch's agent have sessions of their own."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     for each in descendants:
@@ -186,14 +182,14 @@ def _descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
         return []
 
 
-# --- What a rehearsal has shown, as checks that are pure functions of the attempts
+# --- checks as pure functions of the attempts
 
 COLUMNS = ("loss", "grad_norm", "lr")
-"""Numbers of a step that have to be the same."""
+"""Columns of a step that must be equal."""
 
 
 class RehearsalVerdict(StrEnum):
-    """What a check says."""
+    """The result of a check."""
 
     OK = "ok"
     FAIL = "fail"
@@ -202,7 +198,7 @@ class RehearsalVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class RehearsalCheck:
-    """One thing that was looked at, what was found, and where it failed what to do."""
+    """One check: what was tested, what was found and, if it failed, what to do."""
 
     name: str
     verdict: RehearsalVerdict
@@ -211,7 +207,7 @@ class RehearsalCheck:
 
 
 def check_reference(trial: TrialOutcome) -> RehearsalCheck:
-    """Whether the run that nothing cuts trains at all."""
+    """Whether the run without a deadline trains at all."""
     if trial.code or trial.killed or not trial.steps:
         return RehearsalCheck(
             "trains", RehearsalVerdict.FAIL, f"{_how(trial)}\n{trial.last_words()}", "make it train here first"
@@ -223,13 +219,14 @@ def check_reference(trial: TrialOutcome) -> RehearsalCheck:
 
 
 def check_stop(trial: TrialOutcome) -> RehearsalCheck:
-    """Whether an attempt stopped by itself before its deadline, and said so; its processes may end a bit later."""
+    """Whether an attempt stopped by itself before its deadline, and reported so; its processes may end a little
+    later."""
     name = f"attempt {trial.attempt.number} stops in time"
-    if trial.killed and not trial.report_s_deadline:
+    if trial.killed and not trial.says_deadline:
         return RehearsalCheck(
             name, RehearsalVerdict.FAIL, f"it was still running at its deadline{_describe(trial)}", LONGER
         )
-    if not trial.report_s_deadline or (trial.code and not trial.killed):
+    if not trial.says_deadline or (trial.code and not trial.killed):
         remedy = "" if trial.code else LONGER
         return RehearsalCheck(name, RehearsalVerdict.FAIL, f"{_how(trial)}\n{trial.last_words()}".rstrip(), remedy)
     if trial.killed:
@@ -254,7 +251,7 @@ def check_save(trial: TrialOutcome, saved: Sequence[int]) -> RehearsalCheck:
 
 
 def check_resume(before: TrialOutcome, trial: TrialOutcome) -> RehearsalCheck:
-    """Whether an attempt goes on where the one before it has stopped."""
+    """Whether an attempt resumes where the one before it stopped."""
     name = f"attempt {trial.attempt.number} resumes"
     if not trial.named("started"):
         return RehearsalCheck(name, RehearsalVerdict.FAIL, f"{_how(trial)}\n{trial.last_words()}".rstrip())
@@ -265,7 +262,8 @@ def check_resume(before: TrialOutcome, trial: TrialOutcome) -> RehearsalCheck:
 
 
 def check_losses(reference: Sequence[Event], cut: Sequence[Event]) -> RehearsalCheck:
-    """Whether two runs have the same numbers in every step that both took; these are their step events that hold."""
+    """Whether two runs have the same numbers in every step that both took. Arguments: their step events that are
+    valid."""
     theirs = {int(event["step"]): event for event in cut}
     shared = [(event, theirs[int(event["step"])]) for event in reference if int(event["step"]) in theirs]
     if len(shared) < len(reference) or not shared:
@@ -292,7 +290,7 @@ DIFFERENT = (
 
 
 def _describe(trial: TrialOutcome) -> str:
-    """The deadline, and the margin in the words of the run: " of 20.0 s (it stopped with ...)"."""
+    """The deadline, with the margin as the run states it: " of 20.0 s (it stopped with ...)"."""
     whole = f" of {trial.seconds + trial.left_s:.1f} s" if trial.left_s is not None else ""
     told = [str(event.get("reason", "")) for event in trial.named("stopped") or trial.named("deadline")]
     return whole + (f" ({told[-1]})" if told else "")
@@ -306,7 +304,7 @@ def _how(trial: TrialOutcome) -> str:
     return f"it ended with exit code {trial.code} after {trial.seconds:.1f} s{said}"
 
 
-# --- The rehearsal of a command that writes no events: whether it stops when it is told, and starts again
+# --- the rehearsal of a command without events
 
 OBEY = (
     "look between steps whether the file `stop` of the run directory is there (two folders above that which "
@@ -325,7 +323,7 @@ def rehearse_foreign(
     folder: Path,
     first: TrialOutcome,
 ) -> Iterator[RehearsalCheck]:
-    """The checks of a command of which `first` is an attempt that was asked to stop after `deadline_s` seconds."""
+    """The checks of a command whose attempt `first` was asked to stop after `deadline_s` seconds."""
     obeyed = check_stop_file(first)
     yield obeyed
     if obeyed.verdict is RehearsalVerdict.FAIL:
@@ -358,7 +356,7 @@ def check_stop_file(trial: TrialOutcome) -> RehearsalCheck:
 
 
 def check_deadline(trial: TrialOutcome) -> RehearsalCheck:
-    """Whether a command ends by itself before its deadline; one that obeys the stop file need not know it."""
+    """Whether a command ends by itself before its deadline; one that obeys the stop file need not."""
     name = "ends before its deadline"
     if trial.killed:
         return RehearsalCheck(
@@ -372,45 +370,43 @@ def check_deadline(trial: TrialOutcome) -> RehearsalCheck:
 
 
 def check_second_start(trial: TrialOutcome) -> RehearsalCheck:
-    """Whether a command that was stopped can be started again in the same place."""
+    """Whether a stopped command can be started again in the same folder."""
     if trial.code or trial.killed:
         found = f"it ended with exit code {trial.code}\n{trial.last_words()}".rstrip()
         return RehearsalCheck("starts again", RehearsalVerdict.FAIL, found)
     return RehearsalCheck("starts again", RehearsalVerdict.OK, f"it ran for {trial.seconds:.1f} s")
 
 
-# --- The course of a rehearsal: once without a break, then cut by a deadline and gone on with, then compared
+# --- the whole rehearsal
 
 TRIES = 3
 LATER, EARLIER = 1.5, 0.8
-"""Factors by which a deadline that came before the first step, or after the last, is moved."""
+"""Factors that move a deadline that came before the first step, or after the last."""
 SLOWER = 1.5
-"""A start may take so much longer than the one that was measured."""
+"""Factor by which a start may be slower than the measured one."""
 RESERVE_S, RESERVE_PART = 4.0, 0.1
-"""Of a short wall-time, what a run keeps for two saves before it has measured one, and for its end."""
+"""Of a short wall-time, what a run reserves for two saves before it has measured one, and for its end."""
 
 
 @dataclass(frozen=True)
 class RehearsedProgram:
-    """What is rehearsed: the words that start it in a run directory, the deadline of an attempt in seconds.
+    """What is rehearsed: the words that start it in a run directory, and the deadline of an attempt in seconds.
 
-    `whole`: the run without a break goes on to its own end; else it is stopped after as long as the deadline, which
-    may take `patience_s` seconds.
-    """
+    `whole`: the run without a break trains to its own end; else it is stopped after the time of the deadline, which may
+    take `patience_s` seconds."""
 
     words: Callable[[Path], Sequence[str]]
     deadline_s: float
     whole: bool = False
     patience_s: float = 60.0
     place: Callable[[Path], Path | None] = lambda run: None
-    """The folder in which a run directory's attempts work; None for the one that rehearses."""
+    """The working folder of a run directory's attempts; None for the current folder."""
 
 
 def rehearse(piece: RehearsedProgram, folder: Path) -> Iterator[RehearsalCheck]:
-    """Rehearse in a folder that is there and empty; each check as soon as it is known, the first failure the last.
+    """Rehearse in an existing, empty folder. Yields each check as soon as it is known; the first failure is the last.
 
-    Raises OSError where the command cannot be started.
-    """
+    Raises OSError if the command cannot be started."""
     through = RunDir(folder / "through")
     stop_when = _never if piece.whole else _trained_for(piece.deadline_s)
     limits = Limits(stop_when=stop_when, patience_s=piece.patience_s)
@@ -428,7 +424,7 @@ def _rehearse(piece: RehearsedProgram, folder: Path, reference: TrialOutcome) ->
     checked = check_reference(reference)
     yield checked
     if checked.verdict is RehearsalVerdict.FAIL:
-        return  # there is nothing to time a deadline by
+        return  # no measured time to set a deadline by
     last = reference.last_step
     cut, before, deadline = _cut_once(piece, folder, reference)
     yield check_stop(before)
@@ -448,15 +444,14 @@ def _rehearse(piece: RehearsedProgram, folder: Path, reference: TrialOutcome) ->
 def _cut_once(piece: RehearsedProgram, folder: Path, reference: TrialOutcome) -> tuple[RunDir, TrialOutcome, float]:
     """A first attempt that a deadline cuts, its run, and the deadline in seconds.
 
-    How fast a machine starts ranks varies, so that a deadline may fall before or after a short run: it is moved then.
-    """
+    The start of ranks varies in time, so a deadline may fall before or after a short run: it is then moved."""
     last, timing = reference.last_step, _read_timing(reference)
     deadline = min(max(piece.deadline_s, timing.least_s), timing.middle_s)
     for number in range(1, TRIES + 1):
         cut = RunDir(folder / f"cut-{number}")
         limits = Limits(deadline, stop_when=_reached(last))
         trial = run_trial(piece.words(cut.path), cut, limits, piece.place(cut.path))
-        if trial.report_s_deadline:
+        if trial.says_deadline:
             break
         if trial.killed:
             next_s = LATER * deadline
@@ -471,15 +466,15 @@ def _cut_once(piece: RehearsedProgram, folder: Path, reference: TrialOutcome) ->
 
 @dataclass(frozen=True)
 class _Timing:
-    """Deadlines in seconds from the start, as one run suggests them: the shortest after which a start like this one
-    leaves time for steps, and one in the middle of its steps."""
+    """Deadlines in seconds from the start, as measured on one run: the shortest one that leaves time for steps after a
+    start, and one in the middle of its steps."""
 
     least_s: float
     middle_s: float
 
 
 def _read_timing(trial: TrialOutcome) -> _Timing:
-    """From an attempt that took steps."""
+    """The deadlines from an attempt that took steps."""
     steps, started = trial.named("step"), trial.attempt.read_started()
     begun = started.started if started is not None else 0.0
     first, last = float(steps[0]["time"]) - float(steps[0]["seconds"]), float(steps[-1]["time"])
@@ -502,12 +497,13 @@ def _never(events: Sequence[Event], seconds: float) -> bool:
 
 
 def _reached(step: int) -> Callable[[Sequence[Event], float], bool]:
-    """Once a step is done."""
+    """A condition: a step is done."""
     return lambda events, seconds: any(event["event"] == "step" and event["step"] >= step for event in events)
 
 
 def _trained_for(limit_s: float) -> Callable[[Sequence[Event], float], bool]:
-    """Once steps were taken for so long; what says nothing of itself is stopped as long after its start."""
+    """A condition: steps were taken for `limit_s` seconds; a program without events is stopped as long after its
+    start."""
 
     def look(events: Sequence[Event], seconds: float) -> bool:
         first = next((event for event in events if event["event"] == "step"), None)

@@ -1,12 +1,11 @@
-"""A job script as a value: lines with their purpose, the one place where shell is quoted, and blocks of shell from
-`launch/shell/`.
+"""A job script as a value: lines with their purpose, the only place that quotes shell, and blocks from `launch/shell/`.
 
 Invariants:
-- `quote` gives a word that bash hands on unchanged, whatever is in it.
-- A block goes into a script as it stands in its file; what differs between scripts is a variable that the script sets.
+- `quote` gives a word that bash passes on unchanged, whatever it contains.
+- A block goes into a script as it is in its file; what differs between scripts is a variable that the script sets.
 
-A block begins with `#: NAME ARGUMENTS: what it is for` and ends before the next; the line goes into the script as the
-purpose of the function.
+A block begins with `#: NAME ARGUMENTS: what it is for` and ends before the next; that line becomes the comment of the
+function.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def render_script(parts: Iterable[ScriptSection]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-# --- Shell functions of job scripts, kept as shell in `launch/shell/*.sh`, where editors and linters know them
+# --- shell functions kept in `launch/shell/*.sh`
 
 _HEAD = re.compile(r"^#: (?P<name>\w+)", re.MULTILINE)
 

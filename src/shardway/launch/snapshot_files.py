@@ -1,14 +1,14 @@
-"""Which files of a project belong to a snapshot: those of git, or those that look written by people; copied, linked or
-excluded.
+"""Which files of a project belong to a snapshot: copied, linked or excluded, by git or by their names.
 
 Invariants:
-- A path of the project is in at most one of files, links and left out, relative to the root, with "/" between names.
-- Only names decide; nothing is opened.
-- Paths are relative to the root of the listing.
-- No file is copied whose way leads through a symbolic link, so that a snapshot never reaches what it was taken of.
+- A path is in at most one of files, links and excluded paths. It is relative to the root of its listing, with "/"
+  between names.
+- What a file is (secret, cache, source) is decided by its name; no file is opened.
+- No file is copied through a symbolic link, so a snapshot never refers back to the folder it was taken of.
 - A folder with more entries than the limit is not walked.
-- Nothing in the repository changes, not even its index.  Formats: git-status(1) "Porcelain Format Version 2" with -z,
-  git-ls-files(1) --stage -z; git 2.16 and later.
+- git: nothing in the repository changes, not even its index.
+
+Formats: git-status(1) "Porcelain Format Version 2" with -z, git-ls-files(1) --stage -z; git 2.16 and later.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from typing import Any
 from shardway.rundir.directory import RunDir
 from shardway.units import render_bytes
 
-# --- What a snapshot consists of, as values
+# --- the parts of a snapshot
 
 FORMAT = 1
 _MOST_TOLD = 1000
-"""Entries of a kind that a record lists; of further ones it says how many there are."""
+"""Most entries of a kind that a record lists; of further ones it has only the count."""
 
 
 @dataclass(frozen=True)
 class SnapshotLimits:
     """How large a snapshot may grow; sizes in bytes.
 
-    A larger file is linked instead; more than `total_bytes` or `files` is an error. `entries`: a folder without git
-    that holds more than so many is taken for data. `links`: further ones are left out.
-    """
+    A larger file is linked instead. More than `total_bytes` or `files` is an error. `entries`: a folder without git
+    with more entries is taken for data. `links`: further ones are excluded."""
 
     file_bytes: int = 8 << 20
     total_bytes: int = 256 << 20
@@ -69,7 +68,7 @@ class LinkedPath:
 
 @dataclass(frozen=True)
 class ExcludedPath:
-    """A file or folder that the snapshot has not at all."""
+    """A file or folder that is missing in the snapshot."""
 
     path: str
     reason: str
@@ -77,7 +76,7 @@ class ExcludedPath:
 
 @dataclass(frozen=True)
 class Submodule:
-    """A repository inside of the repository: a submodule, or a clone that lies there."""
+    """A repository inside the repository: a submodule or a clone."""
 
     path: str
     commit: str
@@ -86,12 +85,11 @@ class Submodule:
 
 @dataclass(frozen=True)
 class Revision:
-    """Where the code stands in git.
+    """The state of the code in git.
 
-    `commit` is empty before the first one, `branch` where none is checked out. `dirty`: the commit alone does not
-    give this code, for changed or for untracked files. `diff` holds tracked text against the commit, cut where
-    `diff_cut`; secrets are not in it.
-    """
+    `commit` is empty before the first one, `branch` if none is checked out. `dirty`: the commit alone does not give
+    this code, since files are changed or untracked. `diff`: changes of tracked text against the commit, truncated if
+    `diff_cut`, without secrets."""
 
     commit: str
     branch: str
@@ -106,9 +104,8 @@ class Revision:
 class SnapshotPlan:
     """What a snapshot will consist of.
 
-    `root` is the project: the top of the git repository, or the folder itself. `below` is the folder that was asked
-    for, relative to it ("" for the root). `notes` are sentences that people should read.
-    """
+    `root`: the project, which is the top of the git repository or the folder itself. `below`: the requested folder,
+    relative to it ("" for the root). `notes`: sentences for the user."""
 
     root: Path
     below: str
@@ -118,21 +115,21 @@ class SnapshotPlan:
     left_out: tuple[ExcludedPath, ...]
     notes: tuple[str, ...]
     folders: tuple[str, ...] = ()
-    """Folders with nothing in them, relative to `root`."""
+    """Empty folders, relative to `root`."""
 
     @property
     def bytes(self) -> int:
-        """Size of all that is copied."""
+        """Total size of the copied files."""
         return sum(file.bytes for file in self.files)
 
     def start_folder(self, target: Path) -> Path:
-        """Where in a snapshot at `target` the folder lies that was asked for."""
+        """The requested folder in a snapshot at `target`."""
         return target / self.below if self.below else target
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot that was taken: the plan, and what became of it. `taken` in Unix seconds."""
+    """A snapshot that was taken: its plan and its result. `taken` in Unix seconds."""
 
     plan: SnapshotPlan
     files: int
@@ -141,7 +138,7 @@ class Snapshot:
     taken: float
 
     def as_json(self) -> dict[str, Any]:
-        """Its record; lists are cut to a thousand entries, and their lengths are told."""
+        """Its record; lists are cut to a thousand entries, with their full lengths beside them."""
         plan, revision = self.plan, self.plan.revision
         return {
             "format": FORMAT,
@@ -165,7 +162,7 @@ class Snapshot:
         }
 
 
-# --- What a name says of a file: a secret, a cache, source code
+# --- what a file name means: secret, cache or source
 
 _CODE = frozenset((".py", ".pyi", ".pyx", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".rs", ".go", ".js", ".ts"))
 _SOURCE = _CODE | frozenset(
@@ -182,18 +179,17 @@ _SECRET_NAME = re.compile(
     r"|\.?secrets?(\..*)?",
     re.IGNORECASE,
 )
-# As the last word of a name: "hf_token.txt" is one, "token-counts.txt" and "train_tokens.txt" are none.
+# Only as the last word of a name: "hf_token.txt" is a secret, "token-counts.txt" and "train_tokens.txt" are not.
 _SECRET_WORD = re.compile(r"(^|[._\- ])(api[._-]?key|token|credentials?)(\.[a-z0-9]+)?$", re.IGNORECASE)
 _EXAMPLE = re.compile(r"\.(example|sample|template|dist)$", re.IGNORECASE)
 _PLAIN_TOKEN = frozenset((".bin", ".npy", ".npz", ".pt", ".safetensors", ".idx", ".md"))
-"""Endings with which "token" means text for a model."""
+"""Suffixes with which "token" means text for a model."""
 
 
 def is_secret(name: str) -> bool:
-    """Whether a file's name says that it holds a key, a password or a token.
+    """Whether a file name stands for a key, a password or a token.
 
-    `tokenizer.json`, `tokens.bin` and code about tokens are none; `.env.example` is none.
-    """
+    `tokenizer.json`, `tokens.bin`, code about tokens and `.env.example` are no secrets."""
     ending = _ending(name)
     if ending in _CODE or _EXAMPLE.search(name):
         return False
@@ -201,12 +197,12 @@ def is_secret(name: str) -> bool:
 
 
 def is_cache(name: str) -> bool:
-    """Whether a file or folder is made again by whoever needs it; a snapshot does not even mention it."""
+    """Whether a file or folder is a cache that programs make again; a snapshot does not list it."""
     return name in _CACHES or name.endswith((".pyc", ".pyo"))
 
 
 def is_source(name: str) -> bool:
-    """Whether a file's name says that people wrote it."""
+    """Whether a file name is that of source code or other hand-written text."""
     return _ending(name) in _SOURCE or name in _SOURCE_NAMES or name.startswith("Dockerfile.")
 
 
@@ -215,12 +211,12 @@ def _ending(name: str) -> str:
     return f".{ending}".lower() if dot and stem else ""
 
 
-# --- What a rule found in a project: which files to copy, and what stays outside
+# --- listings of a project
 
 
 @dataclass(frozen=True)
 class Outside:
-    """A file or folder that is not copied, but is linked where that makes sense."""
+    """A file or folder that is not copied, but linked if that makes sense."""
 
     path: str
     reason: str
@@ -236,11 +232,11 @@ class Listing:
     revision: Revision | None = None
     notes: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
-    """Folders with nothing in them, which a program may want to write into."""
+    """Empty folders, into which a program may want to write."""
 
 
 def nest(listing: Listing, path: str) -> Listing:
-    """The same listing as seen from above: each path with `path` before it."""
+    """The same listing with `path` before each path."""
     return replace(
         listing,
         files=tuple(f"{path}/{file}" for file in listing.files),
@@ -251,7 +247,7 @@ def nest(listing: Listing, path: str) -> Listing:
 
 
 def join(outer: Listing, inner: Listing, path: str) -> Listing:
-    """A listing with that of a repository inside of it; `path` is where that lies."""
+    """Merge a listing with that of a repository inside it; `path` is the inner repository."""
     nested = nest(inner, path)
     revision, found = outer.revision, inner.revision
     if revision and found:
@@ -268,12 +264,12 @@ def join(outer: Listing, inner: Listing, path: str) -> Listing:
     )
 
 
-# --- Each listed path looked at: copied, linked, or left out
+# --- sort paths: copied, linked or excluded
 
 
 class Sorter:
-    """Sorts the paths of one listing; what was found stands in `files`, `links`, `left_out` and `notes`, and in `large`
-    the files among the links that are there for their size."""
+    """Sorts the paths of one listing into `files`, `links`, `left_out` and `notes`; `large` has the files that are
+    linked because of their size."""
 
     def __init__(self, root: Path, limits: SnapshotLimits) -> None:
         self.files: list[CopiedFile] = []
@@ -286,7 +282,7 @@ class Sorter:
         self._stops: dict[str, str] = {"": ""}
 
     def sort(self, listing: Listing) -> None:
-        """Look at every path of a listing, once."""
+        """Sort every path of a listing, each once."""
         self.left_out += listing.left_out
         for path in dict.fromkeys(listing.files):
             self._sort_file(path)
@@ -304,7 +300,7 @@ class Sorter:
             return
         try:
             state = os.lstat(f"{self._root}/{path}")
-        except FileNotFoundError:  # deleted, but git still tracks it
+        except FileNotFoundError:  # deleted, but still tracked by git
             return
         except OSError as error:
             self.left_out.append(ExcludedPath(path, f"cannot be read: {error.strerror}"))
@@ -321,7 +317,7 @@ class Sorter:
             self.files.append(CopiedFile(path, state.st_size))
 
     def _sort_symlink(self, path: str) -> None:
-        """One that leads out of the project leads to the same place from the snapshot."""
+        """Copy a symbolic link; one that leads out of the project keeps its target."""
         target = os.readlink(f"{self._root}/{path}")
         place = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
         if posixpath.isabs(target) or place == ".." or place.startswith("../"):
@@ -331,7 +327,7 @@ class Sorter:
             self.files.append(CopiedFile(path, 0))
 
     def _sort_outside(self, path: str, reason: str, inside: set[str], copied: set[str]) -> None:
-        """Link a file or a folder; of a folder with copied files in it, whatever else is in it."""
+        """Link a file or a folder; in a folder with copied files, link each of the other entries."""
         name = posixpath.basename(path)
         if path in copied or is_cache(name) or self._stop(posixpath.dirname(path)):
             return
@@ -354,7 +350,7 @@ class Sorter:
         self.links.append(LinkedPath(path, f"{self._root}/{path}", reason))
 
     def _stop(self, folder: str) -> str:
-        """Why nothing below a folder is copied, empty where it may be; a run directory is linked as one thing."""
+        """Why nothing below a folder is copied; empty if it may be. A run directory is linked as a whole."""
         known = self._stops.get(folder)
         if known is not None:
             return known
@@ -374,12 +370,12 @@ class Sorter:
 
 
 def list_parents(path: str) -> list[str]:
-    """Every folder above a path, relative like it."""
+    """Every folder above a path, relative as the path is."""
     parts = path.split("/")[:-1]
     return ["/".join(parts[: number + 1]) for number in range(len(parts))]
 
 
-# --- The files of a project that is in no git repository: what looks written by people, up to where data begins
+# --- a project without git: what looks like source
 
 _ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
 _INSTALLED = frozenset(("node_modules", "site-packages"))
@@ -395,7 +391,8 @@ class _WalkResult:
 
 
 def list_folder(root: Path, limits: SnapshotLimits) -> Listing:
-    """Source-like files; folders without any, environments and other files stay outside; hidden ones are left out."""
+    """Source-like files are copied. Folders without any, environments and other files stay outside; hidden ones are
+    excluded."""
     found = _walk(str(root), "", limits.entries)
     if isinstance(found, str):
         return Listing((), notes=(f"{root} {found}: none of it is copied.",))
@@ -403,7 +400,7 @@ def list_folder(root: Path, limits: SnapshotLimits) -> Listing:
 
 
 def _walk(root: str, below: str, most: int) -> _WalkResult | str:
-    """What is in a folder, or why it is to be taken as one thing."""
+    """The contents of a folder, or why it is treated as a whole."""
     try:
         with os.scandir(os.path.join(root, below)) as scan:
             entries = sorted(itertools.islice(scan, most + 1), key=lambda entry: entry.name)
@@ -427,7 +424,7 @@ def _sort(root: str, below: str, entry: os.DirEntry[str], most: int, found: _Wal
     if entry.is_dir(follow_symlinks=False):
         _sort_folder(root, path, most, found)
     elif is_secret(entry.name):
-        found.files.append(path)  # whoever looks at each file tells why it is left out
+        found.files.append(path)  # the sorter reports why it is excluded
     elif entry.name.startswith("."):
         found.left_out.append(ExcludedPath(path, "hidden"))
     elif is_source(entry.name) or entry.is_symlink():
@@ -452,22 +449,23 @@ def _sort_folder(root: str, path: str, most: int, found: _WalkResult) -> None:
         found.left_out += inner.left_out
 
 
-# --- The files of a git repository as they are now, and where it stands
+# --- a project with git
 
 IGNORED = "ignored by git"
 _TIMEOUT_S = 120.0
 _SUBMODULE = "160000"
 _FOREIGN = frozenset(("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY"))
-"""Variables with which a hook of git points at another repository."""
+"""Variables with which a git hook points at another repository."""
 
 
 class GitUnusable(Exception):
-    """git is not there, or does not answer for this folder; the text says why, empty where there is no repository."""
+    """git is missing, or does not answer for this folder. The message is the reason, empty if there is no
+    repository."""
 
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository's top folder, and the folder that was asked for below it ("" for the top)."""
+    """A repository's top folder, and the requested folder below it ("" for the top)."""
 
     top: Path
     below: str
@@ -475,7 +473,7 @@ class Repository:
 
 @dataclass(frozen=True)
 class Status:
-    """What `git status` says; folders end with "/"."""
+    """The output of `git status`; folders end with "/"."""
 
     commit: str
     branch: str
@@ -485,14 +483,14 @@ class Status:
 
 
 def find_repository(folder: Path) -> Repository:
-    """The repository that a folder is in. Raises GitUnusable."""
+    """The repository that contains a folder. Raises GitUnusable."""
     top = os.fsdecode(_git(folder, "rev-parse", "--show-toplevel")).removesuffix("\n")
     below = os.fsdecode(_git(folder, "rev-parse", "--show-prefix")).removesuffix("\n").removesuffix("/")
     return Repository(Path(top), below)
 
 
 def list_repository(top: Path, limits: SnapshotLimits) -> Listing:
-    """Tracked files and untracked ones that are not ignored, of repositories inside too. Raises GitUnusable."""
+    """Tracked files and untracked ones that are not ignored, also those of inner repositories. Raises GitUnusable."""
     tracked, submodules = parse_stage(_git(top, "ls-files", "--stage", "-z"))
     status = parse_status(
         _git(top, "status", "--porcelain=v2", "--branch", "-z", "--untracked-files=all", "--ignored=matching")
@@ -527,7 +525,7 @@ def _is_empty(folder: Path) -> bool:
 
 
 def parse_stage(output: bytes) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Tracked files and submodules from `git ls-files --stage -z`; a path in conflict is named once."""
+    """Tracked files and submodules from `git ls-files --stage -z`; a path in conflict appears once."""
     files: dict[str, None] = {}
     submodules: dict[str, None] = {}
     for entry in os.fsdecode(output).split("\0"):
@@ -560,7 +558,7 @@ def parse_status(output: bytes) -> Status:
 
 
 def _add_inner(listing: Listing, top: Path, path: str, limits: SnapshotLimits) -> Listing:
-    """The listing with a repository inside; one that is not checked out or does not answer is told."""
+    """The listing with an inner repository added; one that is not checked out or does not answer gives a note."""
     if not (top / path / ".git").exists():
         reason = "submodule that is not checked out"
     else:
@@ -572,21 +570,22 @@ def _add_inner(listing: Listing, top: Path, path: str, limits: SnapshotLimits) -
 
 
 def _read_diff(top: Path, most: int) -> tuple[str, bool]:
-    """Changes of tracked text against the commit, at most so many bytes, and whether there is more."""
+    """Changes of tracked text against the commit, at most `most` bytes, and whether there is more."""
     plain = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
     names = os.fsdecode(_git(top, *plain, "--name-only", "-z", "HEAD", "--")).split("\0")
-    # A secret that was once committed stands in a diff when it changes or goes.
+    # A secret that was once committed appears in a diff when it changes or is deleted.
     hidden = [f":(top,exclude,literal){name}" for name in names if is_secret(name.rpartition("/")[2])]
     words = _words(top, *plain, "HEAD", "--", ":(top)", *hidden)
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_environment()) as process:
         text = process.stdout.read(most + 1) if process.stdout else b""
         process.kill()
-    # git takes a file for text that has a NUL only far from its start; a text that is sent elsewhere cannot hold one.
+    # git takes a file for text if its first NUL is far from the start; a text that is sent elsewhere cannot contain
+    # one.
     return text[:most].decode("utf-8", "replace").replace("\0", "\ufffd"), len(text) > most
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
-    """What a git command prints. Raises GitUnusable."""
+    """The output of a git command. Raises GitUnusable."""
     try:
         done = subprocess.run(
             _words(folder, *arguments),
@@ -612,5 +611,5 @@ def _words(folder: Path, *arguments: str) -> Sequence[str]:
 
 
 def _environment() -> dict[str, str]:
-    """The caller's environment without pointers at another repository, and with git's own words in English."""
+    """The caller's environment without pointers at another repository, and with git's messages in English."""
     return {**{name: value for name, value in os.environ.items() if name not in _FOREIGN}, "LC_ALL": "C"}

@@ -1,5 +1,5 @@
 """Small reference models, and the contract by which any `nn.Module` can hand over a plan.
 
-Invariant: a model knows nothing of ranks, meshes or data; what others need to know of it is data in its
-`ModelPlan`. This package must not import `parallel`, `data` or `train`.
+Invariant: a model does not depend on ranks, meshes or data; what others need of it is data in its `ModelPlan`. This
+package must not import `parallel`, `data` or `train`.
 """

@@ -1,7 +1,7 @@
-"""From the resolved [model] section and what is known of the data to a model.
+"""Builds a model from the resolved [model] section and the facts of the data.
 
-Invariant: what does not fit together is a UserError before any weight exists. This module must not resolve "auto"
-(that is `shardway.resolve`) nor read data.
+Invariant: all that does not fit together is a UserError before any weight exists. This module must not resolve "auto"
+(that is `shardway.resolve`) or read data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardway.runfile.schema import ModelSection
 
 @dataclass(frozen=True)
 class Sample:
-    """What one sample is: `vocab` of its tokens, or None for numbers; `shape` without the batch dim."""
+    """One sample: `vocab` of its tokens, or None for numbers; `shape` without the batch dim."""
 
     vocab: int | None
     shape: tuple[int, ...]
@@ -40,8 +40,8 @@ def build_model(
 ) -> nn.Module:
     """The model of `section.kind` on `device`, its weights not yet set: call `init_weights(seed)`.
 
-    `vocab` is the data's vocabulary, None where samples are not tokens; `sample_shape` is (seq_len,) or the image's
-    (channels, height, width). Raises UserError where model and data do not fit.
+    `vocab` is the data's vocabulary, None if samples are not tokens; `sample_shape` is (seq_len,) or the image's
+    (channels, height, width). Raises UserError if model and data do not fit.
     """
     build = BUILDERS[section.kind]
     with torch.device(device):
@@ -162,7 +162,7 @@ def _mixture_of(section: ModelSection) -> MixtureShape:
 
 
 def _vocab_of(section: ModelSection, sample: Sample) -> int:
-    """The vocabulary of a model of tokens. Raises UserError where the data have none, or a larger one."""
+    """The vocabulary of a model of tokens. Raises UserError if the data have none, or a larger one."""
     if sample.vocab is None or len(sample.shape) != 1:
         raise _misfit(section, sample, "sequences of tokens")
     vocab = _resolved(section, "vocab")
@@ -171,7 +171,7 @@ def _vocab_of(section: ModelSection, sample: Sample) -> int:
 
 
 def _image_of(section: ModelSection, sample: Sample) -> tuple[int, int, int]:
-    """Channels, height and width of a sample. Raises UserError where it is no image."""
+    """Channels, height and width of a sample. Raises UserError if it is no image."""
     if sample.vocab is not None or len(sample.shape) != 3:
         raise _misfit(section, sample, "images of channels x height x width")
     channels, height, width = sample.shape

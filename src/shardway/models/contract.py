@@ -1,12 +1,12 @@
-"""What a model may tell the rest of Shardway about itself, as data.
+"""What a model may state about itself to the rest of Shardway, as data.
 
 Every `nn.Module` whose `forward` takes the inputs and returns logits can be trained. Two methods are optional:
 
     def plan(self) -> ModelPlan             which modules form units, how weights split, where it may be cut
     def init_weights(self, seed: int)       fill every parameter and buffer, needed when it is built on meta
 
-Invariant: a plan names modules by pattern and never holds a module, so it is as true of the model on the meta
-device as of one that was sharded. This module must not change a model.
+Invariant: a plan names modules by pattern and never holds a module, so it holds for the model on the meta device and
+for a sharded one. This module must not change a model.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor
 from shardway.errors import Problem, check_no_problems
 
 Split = Literal["column", "key_value", "row", "vocabulary", "logits", "sequence"]
-"""What the tensor axis does to a module.
+"""How the tensor axis splits a module.
 
-`column`: its weight [out, in] splits by output features; `key_value`: so do projections into key and value heads,
-which are repeated over ranks where there are fewer heads than ranks; `row`: by input features, so that its output is
-a sum over the ranks; `vocabulary`: an embedding table splits by rows, so that its output is a sum as well; `logits`:
-the output layer, by columns; `sequence`: nothing of it splits, it works on each token alone (norms, tables of
-positions), so that it may be given a part of the sequence. A model that marks none keeps its sequence whole.
+`column`: its weight [out, in] splits by output features; `key_value`: so do projections into key and value heads, which
+are repeated over ranks if there are fewer heads than ranks; `row`: by input features, so its output is a sum over the
+ranks; `vocabulary`: an embedding table splits by rows, so its output is also a sum; `logits`: the output layer, by
+columns; `sequence`: nothing splits, and it works on each token alone (norms, tables of positions), so it may get a part
+of the sequence. A model that marks none keeps its sequence whole.
 """
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
@@ -38,8 +38,8 @@ _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Facts of a model that its parallel forms need; a pattern is compared part by part between the dots:
-    "blocks.*" is every child of `blocks` and no grandchild."""
+    """Facts of a model that its parallel forms need. A pattern is compared part by part between the dots: "blocks.*" is
+    every child of `blocks` and no grandchild."""
 
     blocks: tuple[str, ...] = ()
     """Modules that are one unit of sharding, compilation and recompute, each called once in a forward pass."""
@@ -47,8 +47,7 @@ class ModelPlan:
     """How modules take part in the tensor axis."""
     regions: tuple[str, ...] = ()
     """Modules that hold all `column` and `row` modules of one sum: the tensor axis gathers the first input (the whole
-    sequence) where it enters and adds the outputs up where they leave. What is in it and not split is computed by
-    every rank alike."""
+    sequence) at the beginning and adds up the outputs at the end. All ranks compute the rest of a region alike."""
     held: Mapping[str, int] = field(default_factory=dict)
     """Parameters inside a region that the tensor axis splits in this dim, read through `held_by_rank`."""
     kv_width: int = 0
@@ -59,29 +58,30 @@ class ModelPlan:
     positions: str = ""
     """Keyword of `forward` that takes int64 positions [seq]; without it the sequence cannot be split."""
     experts: tuple[str, ...] = ()
-    """Modules (tokens [n, dim] sorted by expert, counts [experts]) -> [n, dim], whose parameters all have the expert
-    in dim 0 and are read through `held_by_rank`. The expert axis splits them and sends tokens to where they live."""
+    """Modules (tokens [n, dim] sorted by expert, counts [experts]) -> [n, dim], whose parameters all have the expert in
+    dim 0 and are read through `held_by_rank`. The expert axis splits them and sends tokens to the ranks of their
+    experts."""
     active: float = 1.0
     """The part of its experts that one token uses (top-k / experts)."""
     first: tuple[str, ...] = ()
     """Modules before the blocks: a pipeline's first stage keeps them."""
     last: tuple[str, ...] = ()
     """Modules after the blocks: a pipeline's last stage keeps them. A module that a stage lacks is None (or gone from
-    its `nn.ModuleDict`), and `forward` must then hand on what it was given. Without `last` a model cannot be cut."""
+    its `nn.ModuleDict`), and `forward` must then return its input. Without `last` a model cannot be cut."""
     shared: tuple[tuple[str, str], ...] = ()
     """Pairs of modules of which the second uses a weight of the first (tied embeddings): they must stay together."""
 
 
 @runtime_checkable
 class Balancing(Protocol):
-    """A module that sends tokens to experts and keeps those equally busy."""
+    """A module that sends tokens to experts and keeps them equally busy."""
 
     load: torch.Tensor
     """int64 [experts]: choices counted in training since `adjust`."""
     gradient_scale: float
-    """What the sum over tokens of the main loss is multiplied by, for an auxiliary loss; 0 counts nothing."""
+    """The factor on the sum over tokens of the main loss, for an auxiliary loss; 0 counts nothing."""
     sum_over_context: Callable[[torch.Tensor], torch.Tensor] | None
-    """Adds up counts over the ranks that hold parts of a sequence; None where a rank holds it whole."""
+    """Adds up counts over the ranks that hold parts of a sequence; None if a rank holds it whole."""
 
     def adjust(self, load: torch.Tensor) -> None:
         """Take the sum of `load` over all ranks, and count anew."""
@@ -95,8 +95,8 @@ def held_by_rank(parameter: torch.Tensor) -> torch.Tensor:
 def find_plan(model: nn.Module) -> ModelPlan | None:
     """The plan that the class of a whole model offers, or None.
 
-    Raises UserError where `plan()` returns something else, and where a pattern of it matches nothing, with all that
-    do not and the nearest names.
+    Raises UserError if `plan()` returns something else, or if patterns of it match nothing, with all of them and the
+    nearest names.
     """
     if not callable(getattr(type(model), "plan", None)):  # on the class: a submodule may happen to be named plan
         return None
@@ -114,7 +114,7 @@ def find_init_weights(model: nn.Module) -> Callable[[int], None] | None:
 def match_modules(model: nn.Module, patterns: Iterable[str]) -> list[tuple[str, nn.Module]]:
     """The (name, module) pairs that any pattern matches, each once, in the order of `model.named_modules()`.
 
-    A part of a model (a pipeline stage) may lack some: what a whole model lacks is told by `find_plan`.
+    A part of a model (a pipeline stage) may lack some: `find_plan` reports what a whole model lacks.
     """
     wanted = list(patterns)
     modules = _module_names(model)

@@ -1,10 +1,10 @@
 """The MNIST convolutional network of introductory courses.
 
-Invariant: no parameter has a gradient that is zero by construction; a convolution before a batch norm therefore has
-no bias. This module must not know where images come from.
+Invariant: no parameter has a gradient that is zero by construction; so a convolution before a batch norm has no bias.
+This module must not depend on where images come from.
 
-Batch norm takes its statistics from the images that one rank sees at once, so this model's curve depends on the size
-of that portion, unlike that of a model without it.
+Batch norm takes its statistics from the images that one rank sees at once, so the loss curve of this model depends on
+the size of that share, unlike that of a model without batch norm.
 """
 
 from __future__ import annotations

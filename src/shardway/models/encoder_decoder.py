@@ -1,11 +1,11 @@
 """The encoder-decoder of introductory courses (`torch.nn.Transformer`; Vaswani et al., arXiv:1706.03762), as a
 language model.
 
-The sequence is the source; what is to be predicted, the sequence one token on, is the target. The decoder is fed the
-same tokens, and no layer sees later ones, in the source neither: what `torch.nn.Transformer` computes when it is given
-three causal masks.
+The source is the sequence; the target is the sequence shifted by one token. The decoder gets the same tokens as the
+encoder, and no layer sees later ones, not even in the source. This equals `torch.nn.Transformer` with three causal
+masks.
 
-Invariant: logits of a token depend on that token and earlier ones alone. This module must not know of the loss.
+Invariant: logits of a token depend on that token and earlier ones alone. This module must not depend on the loss.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """A mixture of experts: the router and the experts (Shazeer et al., arXiv:1701.06538).
 
 Invariants:
-- A choice depends on its token, the weights and the balance bias alone, never on how a batch is cut; neither does the
-  auxiliary loss, which is one of whole sequences.
-- The output is linear in the hidden features that a rank holds, so that the outputs of ranks which hold parts of every
-  expert add up to the whole; and every weight has a gradient, also that of an expert nobody chose.
+- The choice of experts for a token depends on the token, the weights and the balance bias alone, never on how a batch
+  is cut. The auxiliary loss is one of whole sequences, so it does not depend on the cut either.
+- The output is linear in the hidden features that a rank holds, so the outputs of ranks that hold parts of every expert
+  add up to the whole. Every weight has a gradient, even that of an expert with no tokens.
 
-Balancing counts survive recompute: a block that runs its forward pass twice counts all its tokens twice, and the bias
-moves by the sign of a difference of counts, which a common factor does not change.
+Balancing counts survive recompute: a block that runs its forward pass twice counts all its tokens twice. The bias moves
+by the sign of a difference of counts, which a common factor does not change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 from shardway.models.contract import held_by_rank
 from shardway.models.shapes import MixtureShape
 
-# --- Which experts a token is sent to, and how they are kept equally busy
+# --- the router, and how experts are kept equally busy
 
 TINY = 1e-20
 """Keeps the division by a sum of scores finite; far below any sum that matters in float32."""
@@ -45,9 +45,9 @@ class Choice:
 class Router(nn.Module):
     """Tokens [batch, seq, dim] -> their `Choice`, from scores in float32.
 
-    Who trains it sets, before each forward pass in training, `gradient_scale` to the factor that multiplies the sum
-    over tokens of the main loss (0 for rows that do not count), divided by the number of ranks that compute the same
-    tokens; and `sum_over_context`, once, where ranks hold parts of a sequence.
+    Before each forward pass in training, the trainer sets `gradient_scale` to the factor that multiplies the sum over
+    tokens of the main loss (0 for rows that do not count), divided by the number of ranks that compute the same tokens.
+    It sets `sum_over_context` once if ranks hold parts of a sequence.
     """
 
     bias: torch.Tensor | None
@@ -137,7 +137,7 @@ class _AddLoss(torch.autograd.Function):
         return grad, grad.new_ones(())
 
 
-# --- The mixture of experts that takes the place of a feed-forward layer (Shazeer et al., arXiv:1701.06538)
+# --- the experts, in place of a feed-forward layer
 
 ALIGNED = 8
 """Rows of bf16 matrices must be a multiple of 16 bytes long for the grouped kernel."""

@@ -1,9 +1,9 @@
 """Initial values that do not depend on the layout.
 
 Invariant: every value is a pure function of (seed, parameter name, row-major index of the element in the whole
-parameter). A rank that holds a slice computes that slice alone, and it has the same bits on CPU and CUDA, in any
-sharding and any world size: all arithmetic is on integers until one float32 multiplication. This module must not
-touch a random generator of torch.
+parameter). A rank computes only the slice that it holds, with the same bits on CPU and CUDA, in any sharding and any
+world size: all arithmetic is on integers until one float32 multiplication. This module must not touch torch's random
+generators.
 
 Element i takes outputs 2i and 2i+1 of splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
 Generators", OOPSLA 2014), whose state starts at a hash of seed and name. Their eight 16-bit pieces are summed: the

@@ -1,7 +1,7 @@
 """A multi-layer perceptron on flattened samples.
 
-Invariant: any shape of sample is taken, as long as its size is that of the first layer. This module must not know
-what the numbers of a sample mean.
+Invariant: a sample of any shape is taken if its size is that of the first layer. This module must not depend on what
+the numbers of a sample mean.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The sizes of a transformer block, all resolved, and what follows from them: parameters and FLOPs.
 
-Invariant: numbers alone, so that a shape can be counted where no weight exists. This module must not import torch.
+Invariant: only numbers, so that a shape can be counted without weights. This module must not import torch.
 """
 
 from __future__ import annotations

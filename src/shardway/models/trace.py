@@ -1,14 +1,14 @@
-"""Counts any model by running its forward pass without numbers: parameters, FLOPs, and what the backward pass keeps.
+"""Counts any model by a forward pass on fake tensors: parameters, FLOPs, and the bytes kept for the backward pass.
 
-Invariant: no memory is taken for tensors, and the module that is handed in is not changed. FLOPs are those of
-`torch.utils.flop_counter`: products of matrices, convolutions, and all scores of attention, those behind a mask too:
-`Architecture.forward_flops_per_token(causal=False)` of a model without windows. Kept are the tensors that autograd
+Invariant: no memory is taken for tensors, and the given module is not changed. FLOPs are those of
+`torch.utils.flop_counter`: matrix products, convolutions, and all attention scores, also masked ones
+(`Architecture.forward_flops_per_token(causal=False)` of a model without windows). Kept are the tensors that autograd
 saves on a CPU: each storage once, whole, without parameters and buffers, in the unit that saves it first; a fused
-attention keeps no scores. This module must not know what a model is trained with.
+attention keeps no scores. This module must not depend on how a model is trained.
 
-It refuses a forward pass that depends on values (experts that are sent lists of tokens), and does not see what
-recompute holds, nor tensors that an autograd function holds beside `save_for_backward`. Dropout on a CPU keeps a number
-where CUDA keeps a byte. An unfused attention keeps its scores, as on a GPU.
+A forward pass that depends on values (experts that get lists of tokens) is refused. Not seen are what recompute holds
+and tensors that an autograd function holds beside `save_for_backward`. Dropout on a CPU keeps a number where CUDA keeps
+a byte. An unfused attention keeps its scores, as on a GPU.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _run(module: nn.Module, units: Mapping[str, nn.Module], tally: _Tally, input
 
 
 def _list_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, a shared one once: `functional_call` knows its other names."""
+    """Parameters and buffers, a shared one once: `functional_call` finds its other names."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 

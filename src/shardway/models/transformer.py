@@ -1,13 +1,11 @@
 """Shardway's transformer: attention (grouped-query, multi-head latent), feed-forward layers, blocks, the whole model.
 
 Invariants:
-- No layer mentions how many heads it holds beyond the size of one, so a projection whose columns were split over ranks
-  runs the same code on fewer heads.
-- Its output is linear in what `down` holds, so that parts of the hidden features give parts of a sum.
-- A block is one unit of sharding, compilation and recompute, and has the initial values that its names give it.
 - No sub-layer mentions how many heads or features it holds beyond the size of one head, so a projection whose columns
-  were split over ranks runs the same code on fewer of them; and `init_weights` fills all that is lost when the model is
-  built on meta.
+  are split over ranks runs the same code on fewer of them.
+- A feed-forward layer's output is linear in what `down` holds, so parts of the hidden features give parts of a sum.
+- A block is one unit of sharding, compilation and recompute, and its initial values follow from its names.
+- `init_weights` fills all that is lost when the model is built on meta.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from shardway.models.experts import MixtureOfExperts, Router
 from shardway.models.initialise import constant_, normal_
 from shardway.models.shapes import BlockShape, LatentShape
 
-# --- Attention: grouped-query and multi-head latent, rotary positions, and the cores that mix positions
+# --- attention
 
 
 class Attention(nn.Module):
@@ -148,7 +146,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return (x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin).type_as(x)
 
 
-# --- The dense feed-forward layer
+# --- the dense feed-forward layer
 
 
 class FeedForward(nn.Module):
@@ -170,7 +168,7 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x)) * hidden)
 
 
-# --- One block of a transformer: attention and feed-forward, each after a norm and added to the residual stream
+# --- one block: pre-norm attention and feed-forward
 
 
 class Block(nn.Module):
@@ -253,8 +251,7 @@ def held_plan(shape: BlockShape) -> dict[str, int]:
     return {**experts, **(shared if shape.mixture.shared else {})}
 
 
-# --- A decoder-only transformer: pre-norm; rotary or learned positions; grouped-query or latent attention; dense or
-# a mixture of experts. The shapes of Llama, GPT-2, Qwen, Mixtral and DeepSeek are settings of it
+# --- the decoder-only transformer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """A vision transformer (Dosovitskiy et al., arXiv:2010.11929): the blocks of the transformer over patches of an image.
 
 Invariant: attention is over all patches, and positions are learned, so the number of patches is fixed. This module
-must not know where images come from.
+must not depend on where images come from.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The one ordered function that makes a model parallel, and what it refuses before it begins.
+"""The one ordered function that makes a model parallel, and the models that it refuses.
 
 Invariants:
-- All that is wrong is told at once, each with the module or tensor and what to do.
-- A method that works on the shards is left as it is (one that clips weights in place, for one); only one that torch
-  refuses for mixing shards with plain tensors is run with gathered weights, from then on. Like a forward pass it is
+- All problems of a model are reported at once, each with the module or tensor and the remedy.
+- A method that works on the shards is left as it is (for example one that clips weights in place). Only a method that
+  torch refuses for mixing shards with plain tensors runs with gathered weights, from then on; like a forward pass it is
   called on all ranks.
 - The order is written here and nowhere else: cut (pipeline), expert, tensor and sequence, context, recompute,
-  precision, compile, shard, materialise and initialise, replicate. The model that comes out computes the same loss
-  whatever the degrees.
+  precision, compile, shard, materialise and initialise, replicate. The resulting model computes the same loss whatever
+  the degrees.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from shardway.parallel.mesh import Mesh
 from shardway.parallel.recompute import apply_recompute
 from shardway.runfile.schema import ParallelSection, RecomputeSection
 
-# --- What of a model torch's wrappers do not take, told before anything is done with it
+# --- models that torch's wrappers do not take
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
 
@@ -107,7 +107,7 @@ def _list_sparse_gradients(model: nn.Module) -> Iterator[Problem]:
             yield Problem(name or "the model", what, remedy="set sparse=False, or train it on one rank")
 
 
-# --- A sharded model's own methods beside `forward`: they compute with whole weights, as on one rank
+# --- methods of a sharded model beside forward
 
 MIXED = "got mixed torch.Tensor and DTensor"
 """What torch says where a weight is used that is not gathered."""
@@ -198,7 +198,7 @@ def _saving_whole(model: nn.Module, save: Callable[..., Any]) -> Callable[..., A
     return call
 
 
-# --- The one ordered function that makes a model parallel
+# --- the ordered function
 
 
 @dataclass(frozen=True)

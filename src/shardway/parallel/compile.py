@@ -1,5 +1,4 @@
-"""torch.compile of each block or the whole model, torch's process-wide backend flags, and the units that are compiled,
-sharded and recomputed.
+"""torch.compile of blocks or the whole model, torch's process-wide backend flags, and the units of a model.
 
 Invariants:
 - A module is compiled in place, so that names stay and hooks of what goes around it still run; what is kept on disk is
@@ -89,7 +88,7 @@ def _auto_folder() -> Path:
     return folder / "compiled"
 
 
-# --- The switches of torch that hold for a whole process, set from a resolved run
+# --- backend flags of the process
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -134,7 +133,7 @@ def _set_deterministic(wanted: bool) -> None:
     torch.backends.cudnn.deterministic = wanted
 
 
-# --- Which submodules are one unit of sharding, compilation and recompute
+# --- units of sharding, compilation and recompute
 
 
 def find_units(model: nn.Module, plan: ModelPlan | None) -> list[nn.Module]:

@@ -52,7 +52,7 @@ def _added_up(grad: torch.Tensor) -> torch.Tensor:
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
-# --- Gradient accumulation: when gradients travel between ranks
+# --- gradient accumulation
 
 
 @contextlib.contextmanager
@@ -77,7 +77,7 @@ def accumulating(model: nn.Module, *, last: bool) -> Iterator[None]:
     yield
 
 
-# --- Numbers of the host on their way to a device
+# --- host values sent to a device
 
 
 def send(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

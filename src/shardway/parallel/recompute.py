@@ -33,8 +33,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from shardway.errors import UserError
 from shardway.runfile.schema import RecomputeSection
 
-# --- Selective recompute outside of the compiler: results of chosen operators, kept in the forward pass, are handed
-# out again in the backward pass
+# --- selective recompute without the compiler
 
 Operator = torch._ops.OpOverload
 
@@ -111,8 +110,7 @@ def _keep(value: Any) -> Any:
         return _Kept(value.detach(), value._version)
 
 
-# --- Recompute: what a block computed in the forward pass is computed again in the backward pass instead of being
-# kept
+# --- recompute of blocks
 
 OPERATORS = MappingProxyType(
     {
@@ -145,7 +143,7 @@ OPERATORS = MappingProxyType(
 def apply_recompute(units: Sequence[nn.Module], section: RecomputeSection) -> None:
     """Let every k-th unit recompute in the backward pass what it does not keep, in place.
 
-    Mode "budget" changes nothing here: the compiler chooses (`parallel.switches`). Raises UserError where an
+    Mode "budget" changes nothing here: the compiler chooses (`parallel.compile`). Raises UserError where an
     operator of `save` does not exist.
     """
     if section.mode not in ("selective", "full"):

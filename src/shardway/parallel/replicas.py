@@ -25,7 +25,7 @@ from shardway.models.contract import canonical_name, held_by_rank
 from shardway.parallel.mesh import Mesh, Part
 from shardway.ranks.start import Ranks
 
-# --- Tensors as the numbers that their bits make, for comparing them without moving them
+# --- bit checksums of tensors
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -67,7 +67,7 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(_INTEGERS[width.bit_length() - 1])
 
 
-# --- Whether ranks that hold the same part of a parameter hold the same bits
+# --- the comparison of replicas
 
 Sums = Mapping[Part, Mapping[str, int]]
 """Part that a rank holds -> name of a parameter -> sum of its bits."""

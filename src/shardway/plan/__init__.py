@@ -1,5 +1,5 @@
-"""What would happen: numbers about a run before it runs, from its layout and shapes alone.
+"""Estimates of a run before it starts, from its layout and shapes alone.
 
-Invariant: pure functions without torch; every formula cites its source and is held against what a run does. This room
-must not read files or look at the machine.
+Invariant: pure functions without torch; every formula cites its source and is tested against real runs. This package
+reads no files and does not look at the machine.
 """

@@ -1,6 +1,6 @@
-"""What a layer keeps of a micro-batch for its backward pass, tensor by tensor.
+"""The tensors of a micro-batch that a layer keeps for its backward pass.
 
-Invariant: Counts bytes of tensors that autograd saves, each once, with what splits it; for the layer of Korthikanti et
+Invariant: counts bytes of tensors that autograd saves, each once, with what splits it; for the layer of Korthikanti et
 al. they sum to its published 34 sbh + 5 a s^2 b (arXiv:2205.05198, section 4.1).
 """
 
@@ -21,14 +21,14 @@ ONLY_PRODUCTS = (
     "summands of attention's last product",
     "summands of feed-forward's last product",
 )
-"""What the backward pass itself does not need, and recompute of other operators does."""
+"""Inputs that the backward pass itself does not need, but recompute of other operators does."""
 
 STATISTIC_BYTES = 4
 
 
 @dataclass(frozen=True)
 class ActivationRules:
-    """What of a case decides what a layer keeps; `input_bytes` of inputs of products, `tp`, `ep`, `etp` degrees."""
+    """What decides what a layer keeps. `input_bytes`: of product inputs; `tp`, `ep`, `etp`: degrees."""
 
     recompute: Recompute
     value_bytes: int
@@ -44,7 +44,7 @@ class ActivationRules:
     fused_activations: bool
     fused_scores: bool
     norm_bytes: int
-    """Of what a norm reads."""
+    """Bytes of a norm's input."""
     stream_bytes: int
     casts_each: bool
     whole_regions: bool
@@ -56,7 +56,7 @@ class ActivationRules:
 
 
 def saving_of(case: Case) -> ActivationRules:
-    """An engine may keep inputs of products in the format that they are multiplied in."""
+    """The rules of a case; an engine may keep inputs of products in the format in which they are multiplied."""
     engine, degrees = case.engine, case.degrees
     return ActivationRules(
         recompute=case.recompute,
@@ -83,9 +83,9 @@ def saving_of(case: Case) -> ActivationRules:
 class SavedActivation:
     """A tensor of `bytes_per_token`, before anything splits it.
 
-    `split`: "tensor" (features or heads), "stream" (by sequence where the tensor axis does that), "expert", "none".
-    `product` is the part of it that is a result of a product (or of attention) or the layer's input, `second` the part
-    that is left where only every second product's result is kept.
+    `split`: "tensor" (features or heads), "stream" (by sequence if the tensor axis does that), "expert", "none".
+    `product` is the part of it that is a result of a product (or of attention) or the layer's input; `second` the part
+    that remains if only every second product's result is kept.
     """
 
     name: str
@@ -96,7 +96,7 @@ class SavedActivation:
 
 
 def list_saved(layer: LayerShape, how: ActivationRules) -> tuple[SavedActivation, ...]:
-    """All that a layer saves when nothing is recomputed."""
+    """All that a layer saves if nothing is recomputed."""
     found: list[SavedActivation] = []
     for attention in layer.attentions:
         found += _attention(layer, attention, how)
@@ -110,7 +110,7 @@ def kept_bytes(layer: LayerShape, case: Case) -> float:
 
 
 def whole_bytes(layer: LayerShape, case: Case) -> float:
-    """The same as if nothing was recomputed: what one layer needs while it is computed again."""
+    """The same without recompute: what one layer needs while it is computed again."""
     return _layer_bytes(layer, saving_of(case)).whole
 
 
@@ -122,7 +122,7 @@ class _LayerBytes:
 
 @lru_cache(maxsize=4096)
 def _layer_bytes(layer: LayerShape, how: ActivationRules) -> _LayerBytes:
-    """Both at once; a search asks for the same layer thousands of times."""
+    """Both values at once, cached, since a search asks for the same layer thousands of times."""
     saved = [(each, local_bytes(each, how)) for each in list_saved(layer, how)]
     whole = sum(size for each, size in saved if each.name not in ONLY_PRODUCTS)
     if how.recompute == "full":
@@ -131,7 +131,7 @@ def _layer_bytes(layer: LayerShape, how: ActivationRules) -> _LayerBytes:
 
 
 def local_bytes(saved: SavedActivation, how: ActivationRules) -> float:
-    """What a rank of the tensor axis has of it."""
+    """The bytes of it on a rank of the tensor axis."""
     expert = how.tp  # the rows of a token's experts, or their features, are shared by the tensor ranks
     ranks = {"tensor": how.tp, "stream": how.stream_split, "none": 1, "expert": expert}
     return saved.bytes_per_token / ranks[saved.split]
@@ -176,19 +176,19 @@ def _attention(layer: LayerShape, attention: AttentionShape, how: ActivationRule
 
 
 def _summands(name: str, width: int, how: ActivationRules) -> Iterator[SavedActivation]:
-    """Of all tokens on each rank of the tensor axis, whatever splits their sum."""
+    """Summands of all tokens on each rank of the tensor axis, whatever splits their sum."""
     if how.whole_regions and how.tp > 1:
         yield SavedActivation(name, width * how.value_bytes, "none", product=1)
 
 
 def _norm(width: int, how: ActivationRules) -> Iterator[SavedActivation]:
-    """What a norm of several operators keeps beside its input: that in fp32, and the result before its gain."""
+    """What an unfused norm keeps beside its input: a copy in fp32, and the result before its gain."""
     if not (how.fused_norms):
         yield SavedActivation("copies in a norm", width * (4 + how.value_bytes))
 
 
 def _scores(attention: AttentionShape, how: ActivationRules) -> Iterator[SavedActivation]:
-    """Softmax, and with dropout its mask and result: 5 bytes a score in 16 bits."""
+    """Softmax, and with dropout its mask and result: 5 bytes per score in 16 bits."""
     scores = attention.heads * how.seq_len
     yield SavedActivation("scores after softmax", scores * how.value_bytes, "tensor")
     if not how.fused_scores:
@@ -213,7 +213,7 @@ def _feed_forward(layer: LayerShape, how: ActivationRules) -> Iterator[SavedActi
 
 
 def _activation(layer: LayerShape, width: int, copies: float, how: ActivationRules) -> Iterator[SavedActivation]:
-    """Between the two products of a feed-forward layer (or of `copies` experts)."""
+    """Tensors between the two products of a feed-forward layer (or of `copies` experts)."""
     wide, size = 2 if layer.gated else 1, how.value_bytes
     split = "tensor" if width == layer.ffn and not layer.experts else "expert"
     yield SavedActivation("input of the activation", copies * wide * width * size, split, product=1, second=1 / wide)
@@ -239,10 +239,10 @@ def _mixture(layer: LayerShape, how: ActivationRules) -> Iterator[SavedActivatio
 
 
 def busiest_share(how: ActivationRules) -> float:
-    """Tokens of the rank that gets most, over the mean: an assumption, half as many again where ep is large."""
+    """Tokens of the busiest rank over the mean; an assumption, approaching 1.5 for large ep."""
     return 1 + EXPERT_IMBALANCE * (1 - 1 / how.ep)
 
 
 def _token_split(how: ActivationRules) -> str:
-    """Tokens reach experts once each: their rows are shared by the tensor ranks where experts are not split."""
+    """Tokens reach experts once each; if experts are not split, the tensor ranks share their rows."""
     return "tensor" if how.etp == 1 else "stream"

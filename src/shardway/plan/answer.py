@@ -1,10 +1,9 @@
-"""From a question in a person's terms to a plan: assumptions, terms of the queue, the layout, the whole run.
+"""From a question in the user's terms to a plan: assumptions, terms of the queue, the layout, the whole run.
 
 Invariants:
-- Each assumption comes with a sentence that names its value, its reason, and how to say otherwise.
-- None and empty mean "not said". All that cannot be is told at once, in the words of the command line.
-- Nothing here depends on how a step was priced.
-- All figures come from the rooms beside this one; here they are put together.
+- Each assumption has a sentence with its value, its reason, and how to override it.
+- None and empty mean "not given". All problems of the options are reported at once, in the words of the command line.
+- The estimate of the whole run does not depend on how a step was priced.
 
 Sources: batches: Brown et al., arXiv:2005.14165, table 2.1; tokens for a model's size: Hoffmann et al.,
 arXiv:2203.15556, section 3; images: Dosovitskiy et al., arXiv:2010.11929, table 3.
@@ -48,38 +47,38 @@ from shardway.plan.shapes.architecture import Architecture
 from shardway.plan.time.ceilings import generation_of
 from shardway.units import Scale, Span, render_count
 
-# --- What is assumed where a person says nothing: batch, sequence, length, what saving and starting take
+# --- assumptions: batch, sequence, length, saving, starting
 
 USUAL_SEQ = 4096
 USUAL_IMAGES = 4096
 BATCH_TOKENS = ((1e9, 0.5e6), (5e9, 1e6), (20e9, 2e6))
-"""Parameters up to which a batch of so many tokens is usual."""
+"""(Parameters, tokens): up to so many parameters a batch of so many tokens is usual."""
 LARGE_BATCH_TOKENS = 3.2e6
 TOKENS_PER_PARAMETER = 20
 
 SAVED_BYTES = 12
-"""Of a parameter in a checkpoint: in fp32 with two moments."""
+"""Bytes of a parameter in a checkpoint: fp32 with two moments."""
 WRITE_RATE = 1e9
 """Bytes per second that a node writes to the shared file system."""
 MOST_WRITE_RATE = 50e9
 START_SECONDS = 180.0
-"""From the start of a job to its first step: imports, communicators, kernels that are compiled."""
+"""Seconds from the start of a job to its first step: imports, communicators, kernel compilation."""
 NOTICE_SECONDS = 120.0
-"""From a failure to a new start."""
+"""Seconds from a failure to a new start."""
 MARGIN_SECONDS = 60.0
-"""Kept at the end of a job beside the time of a save."""
+"""Seconds kept free at the end of a job beside the time of a save."""
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """A value that nobody said, and the sentence that tells it."""
+    """A value that was not given, and the sentence that reports it."""
 
     value: int
     told: str
 
 
 def assume_seq_len(model: Architecture) -> Assumed:
-    """Of a text model; of an image model the patches that it has positions for."""
+    """The sequence length of a text model; for an image model its number of patches."""
     if model.patch_features:
         length = model.positions or 197
         return Assumed(length, f"{length:,} patches an image, as many as the model has positions for")
@@ -89,7 +88,7 @@ def assume_seq_len(model: Architecture) -> Assumed:
 
 
 def assume_batch(model: Architecture, seq_len: int, ranks: int) -> Assumed:
-    """Sequences that make a usual batch, as many for each rank where there are enough of them."""
+    """A usual batch in sequences, a multiple of the ranks if it is large enough."""
     if model.patch_features:
         batch = _split_over(USUAL_IMAGES, ranks)
         return Assumed(batch, f"a global batch of {batch:,} images, about {USUAL_IMAGES:,} (--global-batch)")
@@ -101,9 +100,9 @@ def assume_batch(model: Architecture, seq_len: int, ranks: int) -> Assumed:
 
 
 def _split_over(batch: float, ranks: int) -> int:
-    """Next to a batch, so many for each rank that micro-batches divide them: a power of two or three times one.
+    """The number near `batch` that gives each rank a power of two, or three times one, so that micro-batches divide it.
 
-    Where there are more ranks, their largest divisor that is no more than the batch.
+    With more ranks than that: their largest divisor that is at most `batch`.
     """
     if batch >= ranks:
         shares = [number << power for power in range(int(batch / ranks).bit_length() + 1) for number in (1, 3)]
@@ -112,7 +111,7 @@ def _split_over(batch: float, ranks: int) -> int:
 
 
 def assume_tokens(model: Architecture) -> Assumed:
-    """What a model of this size should see at least."""
+    """The least tokens that a model of this size should see."""
     tokens = TOKENS_PER_PARAMETER * model.active_parameters
     told = f"{render_count(tokens)} tokens, {TOKENS_PER_PARAMETER} for each parameter that a token meets"
     return Assumed(tokens, f"{told} (Hoffmann et al.; --tokens)")
@@ -120,18 +119,18 @@ def assume_tokens(model: Architecture) -> Assumed:
 
 @dataclass(frozen=True)
 class SaveTime:
-    """How long a checkpoint takes, and the sentence that tells why."""
+    """The seconds of a checkpoint, and the sentence with the reason."""
 
     seconds: float
     told: str
 
     @property
     def faults(self) -> Faults:
-        """Training stands still for a save; after a failure the job starts anew and loads."""
+        """Training stands still during a save; after a failure the job restarts and loads."""
         return Faults(save_seconds=self.seconds, restart_seconds=NOTICE_SECONDS + START_SECONDS + self.seconds)
 
     def slot(self, wall_seconds: float) -> Slot:
-        """A job of so much wall-time."""
+        """A job of this wall-time."""
         return Slot(
             seconds=wall_seconds,
             start_seconds=START_SECONDS,
@@ -141,7 +140,7 @@ class SaveTime:
 
 
 def assume_saving(parameters: int, nodes: int) -> SaveTime:
-    """Of weights and moments in fp32, written by all nodes at once."""
+    """The time to save weights and moments in fp32, written by all nodes at once."""
     size, rate = parameters * SAVED_BYTES, min(nodes * WRITE_RATE, MOST_WRITE_RATE)
     told = (
         f"a checkpoint of {size / 1e9:,.3g} GB takes {size / rate:,.3g} s ({WRITE_RATE / 1e9:g} GB/s a node, at most "
@@ -150,7 +149,7 @@ def assume_saving(parameters: int, nodes: int) -> SaveTime:
     return SaveTime(size / rate, told)
 
 
-# --- What a person says of a run that is to be planned, in their own terms; the rest is assumed
+# --- the options of a plan
 
 MOST_RANKS = 2**20
 
@@ -179,7 +178,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class SearchQuestion:
-    """A question for the search, how long the run shall be (None: nobody can say), and what was assumed."""
+    """A question for the search, the length of the run (None: unknown), and the assumptions."""
 
     question: Question
     length: Span | None
@@ -187,7 +186,7 @@ class SearchQuestion:
 
 
 def parse_layout(text: str) -> dict[str, int]:
-    """Degrees in a text such as "tp=8,pp=4" or "tp 8 x pp 4". Raises UserError that names every part that is none."""
+    """Degrees from a text such as "tp=8,pp=4" or "tp 8 x pp 4". Raises UserError that names every invalid part."""
     found: dict[str, int] = {}
     problems = []
     for part in filter(None, (each.strip() for each in text.replace(" x ", ",").split(","))):
@@ -202,7 +201,7 @@ def parse_layout(text: str) -> dict[str, int]:
 
 
 def ask(said: PlanOptions, model: Architecture, machine: Machine) -> SearchQuestion:
-    """The question in what was said. Raises UserError with all that cannot be."""
+    """The question that the options ask. Raises UserError with all problems."""
     check_no_problems("the plan", list(find_problems(said, machine)))
     ranks = said.gpus or (said.nodes or 1) * machine.per_node
     told = list(machine.assumed)
@@ -224,7 +223,7 @@ def ask(said: PlanOptions, model: Architecture, machine: Machine) -> SearchQuest
 
 
 def _sharers(said: PlanOptions, ranks: int) -> int:
-    """Ranks that a batch is to be split over: those that no other axis takes."""
+    """Ranks that the batch is split over: those that no other axis takes."""
     taken = math.prod(size for name, size in said.layout.items() if name in ("cp", "tp", "pp"))
     return ranks // taken * (said.micro_batch or 1) if ranks % taken == 0 else ranks
 
@@ -244,7 +243,7 @@ def _case(said: PlanOptions, model: Architecture, machine: Machine, seq_len: int
         seq_len=seq_len,
         global_batch=global_batch,
         micro_batch=said.micro_batch or 1,
-        # Experts split over ranks that the search has not found yet.
+        # The search has not chosen yet which ranks experts are split over.
         degrees=degrees if degrees.ep == 1 or "dp_shard" in said.layout else replace(degrees, dp_shard=degrees.ep),
         engine=engine,
         zero=said.zero or 0,
@@ -259,7 +258,7 @@ def _usual_precision(machine: Machine) -> Precision:
 
 
 def _usual_attention(machine: Machine, *, eager: bool) -> AttentionKernel:
-    """Volta has no kernel of the second version; engines with kernels of their own have those for Hopper."""
+    """Volta has no kernel of FlashAttention 2; engines with kernels of their own have one for Hopper."""
     generation = generation_of(machine.accelerator.key)
     if generation == "volta":
         return "flash1"
@@ -272,7 +271,7 @@ def _fixed(said: PlanOptions) -> frozenset[str]:
 
 
 def find_problems(said: PlanOptions, machine: Machine) -> Iterator[Problem]:
-    """What of the options cannot be on a machine."""
+    """Problems of the options on a machine."""
     sizes = {
         "--nodes": said.nodes,
         "--gpus": said.gpus,
@@ -314,7 +313,7 @@ def _find_layout_problems(said: PlanOptions, ranks: int) -> Iterator[Problem]:
 
 
 def refuse(question: Question) -> UserError:
-    """Why a question has no legal layout at all."""
+    """The error for a question without a legal layout."""
     case, world = question.case, question.world
     what = f"no layout of {world:,} ranks is legal for a global batch of {case.global_batch:,} sequences"
     remedy = "choose a global batch that the ranks (or a divisor of them) divide, or set fewer degrees"
@@ -323,12 +322,12 @@ def refuse(question: Question) -> UserError:
     return UserError(render_problems("the plan", [Problem("--global-batch", what, remedy=remedy)]))
 
 
-# --- The terms of a run: its queue, its price; and the whole run that follows from a step under them
+# --- the queue, the price, and the whole run
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobTerms:
-    """What a site and a person say about jobs: the queue with its limits (None: not known), what an hour costs."""
+    """A site's terms for jobs: the queue with its limits (None: not known), the price of an hour."""
 
     queue: str = ""
     wall_seconds: float | None = None
@@ -339,7 +338,7 @@ class JobTerms:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingWork:
-    """What is to be run: so long, in steps that take so many seconds on so many ranks."""
+    """The work of a run: its length, the seconds of a step, the ranks."""
 
     length: Span
     scale: Scale
@@ -367,7 +366,7 @@ def price_run(work: TrainingWork, machine: Machine, terms: JobTerms, saving: Sav
 
 
 def list_warnings(terms: JobTerms, nodes: int) -> tuple[str, ...]:
-    """What of the terms the run does not keep to."""
+    """Limits of the terms that the run exceeds."""
     if terms.most_nodes and nodes > terms.most_nodes:
         return (
             f"the queue {terms.queue} takes {terms.most_nodes:,} nodes a job, and these are {nodes:,}: "
@@ -376,32 +375,32 @@ def list_warnings(terms: JobTerms, nodes: int) -> tuple[str, ...]:
     return ()
 
 
-# --- Everything that answers a question: the layout, what it costs, the whole run, what else there is
+# --- the answer
 
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """A plan. `shown` is the layout to take, or, where nothing fits, the one that needs least memory."""
+    """A plan. `shown` is the layout to use or, if nothing fits, the one that needs least memory."""
 
     question: Question
     terms: JobTerms
     found: SearchResult
     shown: Estimate
     run: RunEstimate | None
-    """The whole run, where its length is known and the layout fits."""
+    """The whole run, if its length is known and the layout fits."""
     changes: tuple[Change, ...]
-    """What to do differently where nothing fits, or nothing without the host's memory."""
+    """What to change if nothing fits, or nothing without the host's memory."""
     assumed: tuple[str, ...]
     warnings: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
-        """Whether there is a layout that every device can hold."""
+        """Whether some layout fits on every device."""
         return bool(self.found.candidates)
 
 
 def answer(asked: SearchQuestion, terms: JobTerms | None = None) -> PlanAnswer:
-    """Search, and price the whole run of the best. Raises UserError where no layout is legal."""
+    """Search, and price the whole run of the best layout. Raises UserError if no layout is legal."""
     terms = terms or JobTerms()
     question = asked.question
     found = search(question)

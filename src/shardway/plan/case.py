@@ -1,10 +1,10 @@
-"""The one question that memory and time answer: this model, this batch, this layout, these formats, this engine.
+"""The input of memory and time estimates: model, batch, layout, formats, engine.
 
 Invariants:
-- An entry states how a library works (formats, fusion, overlap, what is launched), never how fast it was in some
+- An `EngineTraits` entry states how a library works (formats, fusion, overlap, kernels), never how fast it was in some
   measurement.
-- A `Case` is complete and consistent: every degree divides what it must, and nothing is left to a default that memory
-  and time could read differently.
+- A `Case` is complete and consistent: every degree divides what it must, and no default is left that memory and time
+  could read differently.
 
 Sources: Megatron-LM: Narayanan et al., arXiv:2104.04473, sections 4 and 5, and Korthikanti et al., arXiv:2205.05198;
 DeepSpeed: Rajbhandari et al., arXiv:1910.02054, section 5; FSDP: Zhao et al., arXiv:2304.11277, section 3; torchtitan:
@@ -23,15 +23,15 @@ from typing import Literal, get_args
 from shardway.errors import Problem, UserError, check_no_problems, render_problems
 from shardway.plan.shapes.architecture import Architecture, Side
 
-# --- What training libraries keep and do, as far as memory and time depend on it
+# --- traits of training libraries
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineTraits:
     """How a library trains.
 
-    Bytes are per parameter where products are in 16 bits: `weight_bytes` of what products read, `gradient_bytes` of
-    what gradients are summed in, `master_bytes` of the copy that the optimizer updates (0: the weights are that copy).
+    Bytes are per parameter with products in 16 bits: `weight_bytes` of what products read, `gradient_bytes` of the
+    sums of gradients, `master_bytes` of the copy that the optimizer updates (0: the weights are that copy).
     """
 
     name: str
@@ -39,56 +39,57 @@ class EngineTraits:
     gradient_bytes: int = 4
     master_bytes: int = 4
     spare_gradient_bytes: int = 0
-    """Of a second gradient, kept beside the one that is summed."""
+    """Bytes of a second gradient, kept beside the summed one."""
     logit_bytes: int = 10
     """Bytes per logit at the peak of the loss: logits in 16 bits, in fp32, and a gradient."""
     split_logit_bytes: int = 0
-    """Beside these where the tensor axis splits the logits and the loss is several operators."""
+    """Bytes per logit in addition, if the tensor axis splits the logits and the loss is several operators."""
     splits_loss: bool = True
     """The tensor axis keeps logits split by vocabulary in the loss."""
     fused_norms: bool = True
-    """A norm is one kernel and keeps its input alone; otherwise it goes through copies in fp32."""
+    """A norm is one kernel and keeps only its input; otherwise it goes through copies in fp32."""
     fused_activations: bool = True
     """A gated activation is one kernel."""
     fused_scores: bool = True
-    """Scale, mask and softmax of scores are one kernel, where scores are kept at all."""
+    """Scale, mask and softmax of scores are one kernel, if scores are kept at all."""
     casts_each: bool = False
-    """Formats follow each operator (`torch.autocast`): norms read fp32, the residual stream is left as it comes, and
-    every product makes copies in 16 bits of what it reads, and of its weight where that was not gathered so."""
+    """Formats follow each operator (`torch.autocast`): norms read fp32, the residual stream keeps its format, and every
+    product makes 16-bit copies of its inputs, and of its weight unless that was gathered in 16 bits."""
     whole_regions: bool = False
-    """The tensor axis keeps whole what enters a region, where others gather it again on the way back; where results of
-    products are kept, each rank's summands beside their sum; and keys and values that their heads do not split."""
+    """The tensor axis keeps the whole input of a region, where others gather it again in the backward pass. With
+    results of products kept, each rank's summands beside their sum; and keys and values that their heads do not
+    split."""
     by_parameter: bool = False
-    """Shards are gathered and gradients scattered parameter by parameter, not in buckets or layers."""
+    """Shards are gathered and gradients scattered per parameter, not in buckets or layers."""
     overlaps_gradients: bool = True
     overlaps_parameters: bool = True
     splits_sends: bool = True
-    """Stages send each tensor rank's share of the stream alone."""
+    """Stages send only each tensor rank's share of the stream."""
     between: Literal["none", "products", "operators"] = "none"
-    """What it recomputes between nothing and everything."""
+    """Its mode of recompute between nothing and everything."""
     keeps_low_bits: bool = False
     """Inputs of products in eight bits are kept in eight bits."""
     splits_experts: bool = False
-    """The tensor axis splits each expert as well, and experts are dealt out over the shards alone."""
+    """The tensor axis also splits each expert, and experts are distributed over the shards alone."""
     short_pipelines: bool = True
     """1F1B also runs fewer micro-batches than there are ranks; PyTorch's own schedule refuses that."""
     buffers_each_pass: bool = False
-    """Each micro-batch of a pass through the pipeline has buffers of its own to arrive in."""
+    """Each micro-batch of a pass through the pipeline has its own receive buffers."""
     passes_per_stage: int = 0
-    """Micro-batches of a pass for each stage, where it is left to the engine; 0 = it has no such rule."""
+    """Micro-batches of a pass per stage, if the engine decides; 0 = it has no such rule."""
     shards_weights: bool = False
-    """Shards weights themselves (ZeRO 3) where it shards at all; others share optimizer states (ZeRO 1)."""
+    """With sharding, weights are sharded too (ZeRO 3); other engines shard optimizer states (ZeRO 1)."""
     sums_apart: bool = False
-    """With shared optimizer states, gradients of a pass are added to earlier ones after its products, not by them."""
+    """With sharded optimizer states, gradients of a pass are added to earlier ones after its products, not by them."""
     pads_vocab: bool = False
-    """Where the tensor axis splits them, embedding and head have rows of no token, so that their sizes suit kernels."""
+    """If the tensor axis splits them, embedding and head are padded with unused rows, to sizes that suit kernels."""
     cut: Literal["even", "filled", "weighed"] = "even"
-    """Layers of pipeline stages: alike, ends last to get one more; as many as the largest stage has until none is left;
-    or by FLOPs, the head's among them."""
+    """Layers of pipeline stages. "even": equal, the ends last to get one more; "filled": as many as the largest stage
+    has until none is left; "weighed": by FLOPs, including the head's."""
     rails: bool = True
-    """A group's messages between nodes use the adapters of all its ranks, not each rank's own alone."""
+    """A group's messages between nodes use the adapters of all its ranks, not only each rank's own."""
     eager: bool = True
-    """Kernels are launched one by one by Python."""
+    """Python launches kernels one by one."""
 
 
 ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
@@ -177,31 +178,30 @@ ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
         )
     }
 )
-"""The libraries whose figures can be told, by name."""
+"""The engines that can be priced, by name."""
 
 
 def find_engine(name: str) -> EngineTraits:
-    """The engine of that name. Raises UserError with those that there are."""
+    """The engine of that name. Raises UserError with the known names."""
     if name not in ENGINES:
         problem = Problem("--engine", f'"{name}" is not known', allowed=", ".join(ENGINES))
         raise UserError(render_problems("the plan", [problem]))
     return ENGINES[name]
 
 
-# --- The one question that memory and time answer: this model, this batch, this layout, in these formats, by this
-# engine
+# --- the case
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "fp4"]
-"""Format of matrix products; what is kept follows from it and the engine."""
+"""Format of matrix products; the formats of kept tensors follow from it and the engine."""
 
 Recompute = Literal["none", "selective", "products", "operators", "full"]
-"""What the backward pass computes again: nothing; attention's scores (Korthikanti et al., arXiv:2205.05198, section
-5); all but results of products and attention; all but every second of these (Liang et al., arXiv:2410.06511, section
+"""What the backward pass computes again: nothing; attention's scores (Korthikanti et al., arXiv:2205.05198, section 5);
+all but results of products and attention; all but every second of these (Liang et al., arXiv:2410.06511, section
 2.2.1); all of a layer but its input."""
 
 AttentionKernel = Literal["plain", "flash1", "flash2", "flash3"]
-"""Scores in memory; fused as by FlashAttention (arXiv:2205.14135), its second version (arXiv:2307.08691), or by kernels
-made for Hopper and later (arXiv:2407.08608, cuDNN)."""
+"""Kernels of attention: scores in memory; fused as by FlashAttention (arXiv:2205.14135), its second version
+(arXiv:2307.08691), or by kernels made for Hopper and later (arXiv:2407.08608, cuDNN)."""
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
 Optimizer = Literal["adamw", "adamw8bit", "adafactor", "sgd", "muon"]
@@ -227,7 +227,7 @@ class Degrees:
 
     @cached_property
     def data(self) -> int:
-        """Shares that a global batch is cut into."""
+        """The number of shares of a global batch."""
         return self.dp_replicate * self.dp_shard
 
     @cached_property
@@ -241,7 +241,7 @@ class Degrees:
         return max(1, self.shards * self.tp // (self.ep * self.etp))
 
     def render(self) -> str:
-        """The degrees above 1: "dp_shard 16 x tp 8"; "one rank" where there is none."""
+        """The degrees above 1: "dp_shard 16 x tp 8"; "one rank" if there is none."""
         above = [f"{field.name} {getattr(self, field.name)}" for field in fields(self) if field.name != "etp"]
         return " x ".join(part for part in above if not part.endswith(" 1")) or "one rank"
 
@@ -250,7 +250,7 @@ class Degrees:
 class Case:
     """A step of training to be priced. Raises UserError that names everything that does not divide.
 
-    `global_batch` and `micro_batch` count sequences (images), over all ranks and in one pass of one data rank.
+    `global_batch` and `micro_batch` count sequences (images): over all ranks, and in one pass of one data rank.
     """
 
     model: Architecture
@@ -262,11 +262,11 @@ class Case:
     optimizer: Optimizer = "adamw"
     engine: EngineTraits = field(default_factory=lambda: find_engine("shardway"))
     zero: int = 0
-    """What `dp_shard * cp` ranks share: 0 nothing, 1 optimizer, 2 gradients too, 3 weights too."""
+    """What `dp_shard * cp` ranks share: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
     reshard: bool = True
     """Weights are freed after the forward pass (zero 3)."""
     sequence: bool = True
-    """The tensor axis splits norms and the residual stream by sequence as well."""
+    """The tensor axis also splits norms and the residual stream, by sequence."""
     recompute: Recompute = "none"
     attention: AttentionKernel = "flash2"
     dropout: bool = False
@@ -278,7 +278,7 @@ class Case:
     fused_loss: bool = False
     """The loss is computed without a full copy of the logits in fp32."""
     async_tensor: bool = False
-    """Collectives of the tensor axis run beside its products."""
+    """Collectives of the tensor axis overlap with its products."""
 
     def __post_init__(self) -> None:
         check_no_problems(f"the plan of {self.model.name}", _find_problems(self))
@@ -290,26 +290,26 @@ class Case:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of one micro-batch on one rank: what a context rank keeps of the sequences."""
+        """Tokens of one micro-batch on one rank, of the part of the sequences that a context rank holds."""
         return self.micro_batch * self.seq_len // self.degrees.cp
 
     def side_tokens(self, side: Side) -> int:
-        """The same of an encoder's or a decoder's sequence."""
+        """The same for an encoder's or a decoder's sequence."""
         return self.micro_batch * self.model.side_seq(side, self.seq_len) // self.degrees.cp
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks."""
+        """Tokens of all ranks in a step."""
         return self.global_batch * self.seq_len
 
     @property
     def stages(self) -> int:
-        """Parts that the pipeline cuts the layers into."""
+        """The number of parts that the pipeline cuts the layers into."""
         return self.degrees.pp * self.stages_per_rank
 
     @property
     def stream_split(self) -> int:
-        """Ranks over which norms and residual stream are split."""
+        """Ranks over which norms and the residual stream are split."""
         return self.degrees.tp if self.sequence else 1
 
     @property
@@ -324,35 +324,35 @@ class Case:
 
     @cached_property
     def splits_copy(self) -> bool:
-        """Whether products read a copy in 16 bits of the weights that the optimizer updates."""
+        """Whether products read a 16-bit copy of the weights that the optimizer updates."""
         return self.value_bytes == 2 and self.engine.master_bytes > 0
 
     @cached_property
     def kept_weight_bytes(self) -> int:
-        """Of a weight as the optimizer updates it."""
+        """Bytes of a weight as the optimizer updates it."""
         return self.engine.master_bytes or self.engine.weight_bytes if self.value_bytes == 2 else 4
 
     @cached_property
     def casts_each(self) -> bool:
-        """Whether every product makes copies in 16 bits of what it reads: none where weights are kept so."""
+        """Whether every product makes 16-bit copies of its inputs; not if weights are kept in 16 bits."""
         return self.engine.casts_each and self.value_bytes == 2 and self.kept_weight_bytes == 4
 
     @cached_property
     def casts_weights(self) -> bool:
-        """Whether weights are among these: those that are gathered come in 16 bits, and so do copies of a model that is
-        split otherwise as well (`layout.needs_sharding`)."""
+        """Whether weights are among these copies: gathered weights arrive in 16 bits, as do copies of a model that is
+        also split otherwise (`layout.needs_sharding`)."""
         degrees = self.degrees
         gathered = self.zero == 3 and degrees.shards > 1
         return self.casts_each and not gathered and (degrees.data == 1 or degrees.tp * degrees.pp == 1)
 
     @cached_property
     def stream_bytes(self) -> int:
-        """Of a number of the residual stream, which has the format of the embedding."""
+        """Bytes of a number of the residual stream, which has the format of the embedding."""
         return 4 if self.casts_weights else self.value_bytes
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Of a summed gradient."""
+        """Bytes of a summed gradient."""
         return self.engine.gradient_bytes if self.value_bytes == 2 else 4
 
     @cached_property
@@ -369,7 +369,7 @@ _SIZES: Mapping[str, str] = MappingProxyType(
         "stages_per_rank": "parallel.pp_stages_per_rank",
     }
 )
-"""A size of a case -> the key of a run file that says it."""
+"""A size of a case -> the key of a run file for it."""
 
 _WORDS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -379,13 +379,13 @@ _WORDS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
         "schedule": ("parallel.pp_schedule", get_args(Schedule)),
     }
 )
-"""A word of a case -> the key of a run file that says it, and what it may be."""
+"""A word of a case -> the key of a run file for it, and its allowed values."""
 
 _DEGREES = tuple(each.name for each in fields(Degrees))
 
 
 def _find_problems(case: Case) -> list[Problem]:
-    """A search makes thousands of cases: what is right must be seen fast."""
+    """All problems; fast if there are none, since a search makes thousands of cases."""
     sizes = list(_find_size_problems(case))
     return [*(sizes or _find_division_problems(case)), *_find_word_problems(case)]
 
@@ -448,7 +448,7 @@ def _render_divisors(number: int) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors in order; of a number below 1 none."""
+    """All divisors in order; empty for a number below 1."""
     if number < 1:
         return []
     low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]

@@ -2,8 +2,8 @@
 
 Invariants:
 - Items are those of `plan.memory` and `plan.time`, and add up as theirs do. A unit is a black box: its products run at
-  the rate of large ones, and what it saves is all that passes through memory.
-- Of what fits the fastest step wins; copies where these are as fast as shards.
+  the rate of large ones, and everything that it saves passes through memory.
+- Of the cases that fit the fastest step wins; copies if they are as fast as shards.
 
 Sources: states: Rajbhandari et al., arXiv:1910.02054, section 5; what FSDP gathers: Zhao et al., arXiv:2304.11277,
 section 3.3.
@@ -42,12 +42,12 @@ from shardway.plan.time.step import (
 )
 from shardway.units import Scale, Span
 
-# --- Memory and time of a step of a model that is known by its units, on ranks that share or copy its states
+# --- memory and time of a step
 
 STATE_BYTES = 4
-"""Of a weight and of a gradient, which are kept in fp32."""
+"""Bytes of a weight and of a gradient, which are kept in fp32."""
 FORWARD_MOVES, BACKWARD_MOVES = 2, 3
-"""How often what a unit saves passes through memory: written and read; read, its gradient written and read."""
+"""How often saved tensors pass through memory: forward written and read; backward read, gradient written, read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +77,12 @@ class UnitCase:
 
     @property
     def low_bits(self) -> bool:
-        """Whether products are in eight bits or less: those of a unit that is a black box count as in 16."""
+        """Whether products are in eight bits or less; a unit, as a black box, then counts as in 16."""
         return self.precision in ("fp8", "mxfp8", "fp4")
 
     @property
     def value_bytes(self) -> int:
-        """Of an activation and of a gathered weight."""
+        """Bytes of an activation and of a gathered weight."""
         return 4 if self.precision in ("fp32", "tf32") else 2
 
 
@@ -111,7 +111,7 @@ class UnitEstimate:
 
     @property
     def usable_bytes(self) -> float:
-        """What a plan may use of a device."""
+        """The part of a device's memory that a plan may use."""
         return self.machine.memory_bytes * self.peak.overheads.usable
 
     @property
@@ -121,12 +121,12 @@ class UnitEstimate:
 
     @property
     def samples_per_second(self) -> float:
-        """Of all ranks."""
+        """Samples of all ranks per second."""
         return self.case.global_batch / self.time.seconds
 
     @property
     def peak_flops(self) -> float:
-        """The rate on paper that utilisation is measured by."""
+        """The rated FLOP/s by which utilisation is measured."""
         return self.machine.peak(self.case.precision)
 
     @property
@@ -137,7 +137,7 @@ class UnitEstimate:
 
 
 def estimate_units(case: UnitCase, machine: Machine) -> UnitEstimate:
-    """Price a case. Raises UserError where the machine has no rate for the precision."""
+    """Price a case. Raises UserError if the machine has no rate for the precision."""
     return UnitEstimate(
         case, machine, _memory(case, load_overheads()), _Step(case, machine, ceilings_of(machine)).time()
     )
@@ -147,7 +147,7 @@ def _memory(case: UnitCase, overheads: Overheads) -> StageMemory:
     model, share = case.model, case.model.parameters / case.dp_shard
     saved = [_saved(case, index) for index in range(len(model.units))]
     largest = max(unit.parameters for unit in model.units)
-    # The unit in use and the next, and one gradient that is summed in fp32.
+    # The unit in use and the next one, and one gradient that is summed in fp32.
     gathered = largest * (3 * case.value_bytes + STATE_BYTES) if case.dp_shard > 1 else 0.0
     return StageMemory(
         rank=0,
@@ -165,7 +165,7 @@ def _memory(case: UnitCase, overheads: Overheads) -> StageMemory:
 
 
 def _saved(case: UnitCase, index: int) -> float:
-    """Bytes that one of a unit's copies keeps of a micro-batch."""
+    """Bytes that one part of a unit keeps of a micro-batch."""
     unit = case.model.units[index]
     scale = case.value_bytes / case.model.value_bytes
     return case.micro_batch * (unit.fixed_bytes + (unit.saved_bytes - unit.fixed_bytes) * scale)
@@ -217,12 +217,12 @@ class _Step:
         return max(messages - self.ceilings.overlap * cover, LEAST_EXPOSED * messages)
 
 
-# --- The plan of a model that is known by its units: copies or shards, the micro-batch, the whole run
+# --- the plan: copies or shards, the micro-batch, the whole run
 
 
 @dataclass(frozen=True)
 class UnitQuestion:
-    """What is fixed: a case (its micro-batch and shards too where `fixed` names them), machine, ranks, length."""
+    """What is fixed: a case (its micro-batch and shards only if `fixed` names them), machine, ranks, length."""
 
     case: UnitCase
     machine: Machine
@@ -239,7 +239,7 @@ class UnitQuestion:
 
 @dataclass(frozen=True)
 class UnitAnswer:
-    """What fits, best first; `shown` is the best, or what needs least memory where nothing fits."""
+    """The cases that fit, best first; `shown` is the best, or the one with least memory if nothing fits."""
 
     question: UnitQuestion
     terms: JobTerms
@@ -251,7 +251,7 @@ class UnitAnswer:
 
 
 def answer_units(question: UnitQuestion, terms: JobTerms, assumed: tuple[str, ...] = ()) -> UnitAnswer:
-    """Price every micro-batch and both ways to hold the states. Raises UserError where the batch does not split."""
+    """Price every micro-batch, with copies and with shards. Raises UserError if the batch does not split."""
     priced = [estimate_units(case, question.machine) for case in _list_cases(question)]
     fitting = _order([each for each in priced if each.fits])
     shown = fitting[0] if fitting else min(priced, key=lambda each: each.peak.device)
@@ -271,7 +271,7 @@ def answer_units(question: UnitQuestion, terms: JobTerms, assumed: tuple[str, ..
 
 
 def _order(fitting: list[UnitEstimate]) -> list[UnitEstimate]:
-    """Fastest first, but copies before shards, and large passes before small, among those as fast as the fastest."""
+    """Fastest first; among those as fast as the fastest, copies before shards and large passes before small."""
     fastest = min((each.time.seconds for each in fitting), default=0.0)
     equal = [each for each in fitting if each.time.seconds <= fastest * (1 + NEAR)]
     others = [each for each in fitting if each.time.seconds > fastest * (1 + NEAR)]
@@ -282,7 +282,7 @@ def _order(fitting: list[UnitEstimate]) -> list[UnitEstimate]:
 def _list_cases(question: UnitQuestion) -> Iterator[UnitCase]:
     base, world = question.case, question.world
     shards = [base.dp_shard] if "dp_shard" in question.fixed else [1, world] if world > 1 else [1]
-    # Where the batch does not split over the ranks the case itself refuses, with what is allowed.
+    # If the batch does not split over the ranks, the case itself raises with what is allowed.
     sizes = divisors(base.global_batch // world) if base.global_batch % world == 0 else [1]
     for shard in shards:
         for size in [base.micro_batch] if "micro_batch" in question.fixed else sizes:

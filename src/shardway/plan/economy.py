@@ -1,8 +1,8 @@
 """A whole run from the time of one step: days, failures, jobs in the queue, GPU-hours, energy, money, allocation.
 
 Invariant: the parts of `WallTime` add up to the time for which nodes are held, and every amount is for that time; all
-are expected values, with failures that come at a constant rate. Waiting in the queue holds no node and is not counted.
-This module must not know how long a step or a save takes, nor what a site asks for an hour: they are inputs.
+are expected values, with failures at a constant rate. Waiting in the queue holds no node and is not counted. The time
+of a step, the time of a save and the price of an hour are inputs.
 
 Sources: the time that failures cost, and the interval between checkpoints that costs least: Daly, "A higher order
 estimate of the optimum checkpoint interval for restart dumps", Future Gener. Comput. Syst. 22 (2006), 303-312,
@@ -23,7 +23,7 @@ from shardway.errors import Problem, check_no_problems
 from shardway.units import Scale, Span
 
 Unit = Literal["GPU-hours", "node-hours", "core-hours"]
-"""What a site counts an allocation in."""
+"""Units in which sites count an allocation."""
 
 _HOUR = 3600.0
 _DAY = 24 * _HOUR
@@ -41,44 +41,44 @@ PUE = 1.2
 """Watts of a data centre over those of its nodes, as OLMo 2 (arXiv:2501.00656) assumes; a site publishes its own."""
 
 MOST_TRIES = 1000
-"""A run that repeats the same work more often than this, on average, is one that does not get on."""
+"""A run that repeats the same work more often than this, on average, makes no progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """What failures and the guard against them cost, in seconds."""
+    """The cost of failures and of checkpoints, in seconds."""
 
     save_seconds: float
-    """For which training stands still when it saves."""
+    """Time for which training stands still during a save."""
     restart_seconds: float
-    """From a failure to the next step: notice it, start again, load."""
+    """From a failure to the next step: detection, restart, load."""
     node_mtbf_seconds: float | None = None
-    """Mean time between failures of one node; infinite where nothing fails; None: from `GPU_MTBF_SECONDS`."""
+    """Mean time between failures of one node; infinite if nothing fails; None: from `GPU_MTBF_SECONDS`."""
     interval_seconds: float | None = None
-    """Of training between two checkpoints; None: the one that costs least."""
+    """Training between two checkpoints; None: the interval with least cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """The wall-time of one job in a queue, and what of it is not training, in seconds."""
+    """The wall-time of one job in a queue, and the parts of it without training, in seconds."""
 
     seconds: float
     start_seconds: float
     """From the start of the job to the first step of a new run."""
     resume_seconds: float
-    """That it takes longer when a checkpoint is loaded."""
+    """Additional start time if a checkpoint is loaded."""
     margin_seconds: float
     """Kept free at the end for the last save; counted as lost, though a job may end before its wall-time does."""
 
     @property
     def training_seconds(self) -> float:
-        """What is left of a job that resumes and is continued by another."""
+        """Training time of a job that resumes and is continued by another."""
         return self.seconds - self.start_seconds - self.resume_seconds - self.margin_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Power:
-    """What a GPU is rated for, and what is drawn beside it."""
+    """The rated power of a GPU, and factors for the power drawn beside it."""
 
     tdp_watts: float
     node_factor: float = NODE_FACTOR
@@ -87,7 +87,7 @@ class Power:
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """Of one GPU for an hour, with all that belongs to it."""
+    """The price of one GPU for an hour, with everything that belongs to it."""
 
     per_gpu_hour: float
     currency: str
@@ -95,7 +95,7 @@ class Price:
 
 @dataclass(frozen=True, kw_only=True)
 class Charge:
-    """The unit in which a site counts; nodes are counted whole, and so are all their cores."""
+    """The unit in which a site counts; nodes are counted whole, with all their cores."""
 
     unit: Unit
     cores_per_node: int | None = None
@@ -103,7 +103,7 @@ class Charge:
 
 @dataclass(frozen=True)
 class Amount:
-    """So much of something: 1,200 node-hours, 3,600 EUR."""
+    """An amount with its unit: 1,200 node-hours, 3,600 EUR."""
 
     value: float
     unit: str
@@ -113,8 +113,8 @@ class Amount:
 class RunRequest:
     """A run to be estimated. Raises UserError that names everything wrong with it.
 
-    `scale` says how many tokens a step has; a length in steps needs none. What is None is not estimated; without a
-    `slot` one job holds the nodes to the end, and how it starts is not counted. Nothing fails while a job starts.
+    `scale` has the tokens of a step; a length in steps needs none. What is None is not estimated. Without a `slot` one
+    job holds the nodes to the end, and its start is not counted. No failures are assumed while a job starts.
     """
 
     step_seconds: float
@@ -144,44 +144,44 @@ class RunRequest:
 
     @property
     def mtbf_seconds(self) -> float:
-        """Mean time between failures of all nodes: each of them stops the run."""
+        """Mean time between failures of all nodes together: each of them stops the run."""
         node = self.faults.node_mtbf_seconds
         return (GPU_MTBF_SECONDS / self.gpus_per_node if node is None else node) / self.nodes
 
     @cached_property
     def interval_steps(self) -> int:
-        """Steps from one checkpoint to the next, which is never later than the end of the job."""
+        """Steps between checkpoints, at most up to the end of the job."""
         chosen = self.faults.interval_seconds
         seconds = daly_interval(self.faults.save_seconds, self.mtbf_seconds) if chosen is None else chosen
         longest = self.slot.training_seconds if self.slot else math.inf
-        # A quotient that is whole but for rounding must not lose a step.
+        # A quotient that is an integer up to rounding must not lose a step.
         return max(1, int(min(min(seconds, longest) / self.step_seconds + 1e-9, self.steps)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class WallTime:
-    """Where the time goes for which nodes are held, in seconds."""
+    """The parts of the time for which nodes are held, in seconds."""
 
     ideal_seconds: float
     """The steps, each once."""
     save_seconds: float
-    """Checkpoints that training waits for."""
+    """Time for which training waits for checkpoints."""
     lost_seconds: float
     """Steps and saves that a failure undoes."""
     restart_seconds: float
-    """From failures to the next step, those while restarting included."""
+    """From failures to the next step, including failures during a restart."""
     slot_seconds: float
     """Start, resume and margin of the jobs."""
 
     @property
     def total_seconds(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         return self.ideal_seconds + self.save_seconds + self.lost_seconds + self.restart_seconds + self.slot_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEstimate:
-    """What a run takes; `slots` jobs follow each other, and a failure that ends its job asks for one more."""
+    """The cost of a run; `slots` jobs follow each other, and a failure that ends its job needs one more."""
 
     steps: int
     nodes: int
@@ -196,22 +196,22 @@ class RunEstimate:
 
     @property
     def days(self) -> float:
-        """Of wall time, without what jobs wait in the queue."""
+        """Days of wall time, without waiting in the queue."""
         return self.wall.total_seconds / _DAY
 
     @property
     def ideal_days(self) -> float:
-        """If nothing failed, nothing were saved and one job did it all."""
+        """Days without failures, without saves and in one job."""
         return self.wall.ideal_seconds / _DAY
 
     @property
     def goodput(self) -> float:
-        """Share of the time that goes into steps that count."""
+        """The share of the time that goes into steps that count."""
         return self.wall.ideal_seconds / self.wall.total_seconds
 
 
 def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
-    """Seconds of training between two checkpoints that cost least (Daly 2006, eq. 37; infinite where nothing fails)."""
+    """The cheapest interval between two checkpoints, in seconds (Daly 2006, eq. 37); infinite without failures."""
     if math.isinf(mtbf_seconds) or save_seconds >= 2 * mtbf_seconds:
         return mtbf_seconds
     share = save_seconds / (2 * mtbf_seconds)
@@ -219,7 +219,7 @@ def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
 
 
 def estimate_run(request: RunRequest) -> RunEstimate:
-    """Everything that follows from a request."""
+    """The estimate of a request."""
     slots, wall = _fill_slots(request, _estimate_work(request))
     hours = wall.total_seconds / _HOUR
     gpu_hours = request.gpus * hours
@@ -253,7 +253,7 @@ def _estimate_work(request: RunRequest) -> WallTime:
     return WallTime(
         ideal_seconds=request.steps * request.step_seconds,
         save_seconds=intervals * faults.save_seconds,
-        # Rounding may leave less than nothing of the difference.
+        # Rounding may leave a negative difference.
         lost_seconds=intervals * max(0.0, mtbf * tries - length) if fails else 0.0,
         restart_seconds=intervals * tries * mtbf * math.expm1(faults.restart_seconds / mtbf) if fails else 0.0,
         slot_seconds=0.0,
@@ -261,7 +261,7 @@ def _estimate_work(request: RunRequest) -> WallTime:
 
 
 def _fill_slots(request: RunRequest, work: WallTime) -> tuple[int, WallTime]:
-    """The jobs that the work takes, and its time with theirs: the first does not resume, the last needs no margin."""
+    """The number of jobs, and the time with their overhead: the first does not resume, the last needs no margin."""
     slot = request.slot
     if slot is None:
         return 1, work
@@ -281,7 +281,7 @@ def _charge(request: RunRequest, hours: float) -> Amount | None:
     return Amount(held[request.charge.unit] * hours, request.charge.unit)
 
 
-# --- what is wrong with a request
+# --- problems of a request
 
 _ABOVE_0, _FROM_0, _FROM_1, _MAYBE_INFINITE = "a number above 0", "0 or more", "1 or more", "above 0, also infinite"
 
@@ -335,7 +335,7 @@ def _find_values_not_allowed(request: RunRequest) -> Iterator[Problem]:
 
 
 def _find_gaps(request: RunRequest) -> Iterator[Problem]:
-    """What a choice needs besides."""
+    """Values that a choice requires and the request lacks."""
     if request.length.unit != "steps" and request.scale is None:
         what = f'"{request.length}" is no number of steps, and nothing says how much a step is'
         yield Problem("length", what, remedy="give the length in steps, or the scale")

@@ -1,7 +1,7 @@
-"""What a case costs on a machine: memory by stage, time by item, throughput, utilisation.
+"""The cost of a case on a machine: memory by stage, time by item, throughput, utilisation.
 
-Invariant: every figure follows from the case and the machine alone, and says by which convention it counts. This module
-must not choose between cases.
+Invariant: every figure follows from the case and the machine alone and states its convention. Nothing here chooses
+between cases.
 
 Sources: model and hardware FLOPs utilisation: Chowdhery et al., arXiv:2204.02311, appendix B, and Korthikanti et al.,
 arXiv:2205.05198, section 6.3.
@@ -29,7 +29,7 @@ from shardway.plan.time.step import StepTime, estimate_step, every_second
 
 @dataclass(frozen=True)
 class Estimate:
-    """A case on a machine; `memory` has one entry a pipeline rank."""
+    """A case on a machine; `memory` has one entry per pipeline rank."""
 
     case: Case
     machine: Machine
@@ -43,7 +43,7 @@ class Estimate:
 
     @property
     def usable_bytes(self) -> float:
-        """What a plan may use of a device."""
+        """The part of a device's memory that a plan may use."""
         return self.machine.memory_bytes * self.peak.overheads.usable
 
     @cached_property
@@ -58,7 +58,7 @@ class Estimate:
 
     @property
     def memory_high(self) -> float:
-        """Its upper end."""
+        """The upper end of that interval."""
         return self.peak.device * self.peak.overheads.high
 
     @property
@@ -68,7 +68,7 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens of all ranks per second."""
         return self.case.tokens_per_step / self.time.seconds
 
     def flops_per_second(self, *, causal: bool) -> float:
@@ -78,7 +78,7 @@ class Estimate:
 
     @property
     def peak_flops(self) -> float:
-        """The rate on paper that utilisation is measured by: that of the products' own format."""
+        """The rated FLOP/s by which utilisation is measured: that of the products' own format."""
         return self.machine.peak(self.case.precision)
 
     def mfu(self, *, causal: bool) -> float:
@@ -86,11 +86,11 @@ class Estimate:
         return self.flops_per_second(causal=causal) / self.peak_flops
 
     def hfu(self, *, causal: bool) -> float:
-        """Hardware FLOPs utilisation: what is computed again counts as well."""
+        """Hardware FLOPs utilisation: includes what is computed again."""
         return self.mfu(causal=causal) * (1 + self._computed_again(causal))
 
     def _computed_again(self, causal: bool) -> float:
-        """FLOPs that recompute adds, as a part of the model's."""
+        """FLOPs that recompute adds, as a fraction of the model's."""
         case = self.case
         forward = case.model.forward_flops_per_token(case.seq_len, causal=causal)
         head = case.model.head.flops_per_token
@@ -107,8 +107,7 @@ class Estimate:
 
 
 def holds(machine: Machine, peak: StageMemory, ranks: int) -> bool:
-    """Whether a machine has the memory that the fullest of so many ranks needs; a host that nobody knows is taken to
-    have it."""
+    """Whether a machine has the memory that the fullest of `ranks` ranks needs; a host of unknown size always does."""
     on_host = (
         machine.host_bytes is None
         or machine.bytes_of_node(peak.host, ranks) <= machine.host_bytes * peak.overheads.usable

@@ -1,9 +1,9 @@
-"""A plan as values for a program: what `shardway plan --json` prints, also for a model known by its units.
+"""A plan as data: what `shardway plan --json` prints, also for a model known by its units.
 
 Invariants:
-- Units stand in the names of the keys (`_bytes`, `_seconds`), shares are 0 to 1, and every number is the answer's own,
+- Units are in the names of the keys (`_bytes`, `_seconds`), shares are 0 to 1, and every number is the answer's own,
   not rounded.
-- The same words and the same keys as for a transformer, wherever both have them.
+- A model known by its units has the same words and keys as a transformer, where both have them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from shardway.plan.memory import StageMemory
 from shardway.plan.search import ScalingPoint, efficiency
 from shardway.plan.text import count, duration, gib, headline, line, list_breakdowns, list_notes, list_run, percent
 
-# --- A plan as values for a program: what `shardway plan --json` prints
+# --- transformers
 
 FORMAT = 1
 
 
 def answer_facts(answer: PlanAnswer, curve: Sequence[ScalingPoint] = ()) -> dict[str, Any]:
-    """Everything of an answer."""
+    """All data of an answer."""
     question, terms = answer.question, answer.terms
     return {
         "format": FORMAT,
@@ -48,7 +48,7 @@ def answer_facts(answer: PlanAnswer, curve: Sequence[ScalingPoint] = ()) -> dict
 
 
 def machine_facts(answer: PlanAnswer) -> dict[str, Any]:
-    """The machine as the plan saw it."""
+    """The machine of the plan."""
     machine = answer.question.machine
     return {
         "name": machine.name,
@@ -169,7 +169,7 @@ def _point_facts(curve: Sequence[ScalingPoint], point: ScalingPoint) -> dict[str
     return {"nodes": point.nodes, "best": best, "why_not": point.why_not, **cost}
 
 
-# --- The plan of a model that is known by its units, as a table and as facts
+# --- models known by their units
 
 MOST_OTHERS = 5
 
@@ -229,7 +229,7 @@ def _others(answer: UnitAnswer) -> Iterator[str]:
 
 
 def unit_facts(answer: UnitAnswer) -> dict[str, Any]:
-    """Everything of an answer; units stand in the names of the keys."""
+    """All data of an answer; units are in the names of the keys."""
     machine, question = answer.question.machine, answer.question
     return {
         "format": FORMAT,

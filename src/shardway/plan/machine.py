@@ -1,7 +1,7 @@
 """The machine that a plan is for, in the numbers that time and memory need.
 
-Invariant: every rate is one direction and per accelerator. This module must not hold efficiency factors (that is
-`plan.time.ceilings`), nor read a profile (that is `plan.site`).
+Invariant: every rate is one direction and per accelerator. Efficiency factors are in `plan.time.ceilings`; profiles are
+read in `plan.site`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from shardway.errors import Problem, UserError, render_problems
 from shardway.hardware.catalogue import Accelerator, Dtype
 
 SHEET_WATTS = {"h100-sxm5-96gb": 700.0}
-"""Power limit of the part whose peaks stand in for those of another one with less power."""
+"""Power limit of the part whose peaks are also used for a variant with less power."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """Nodes of `per_node` accelerators; `domain` of them are joined by the fast link (a node, or a rack of nodes).
 
-    `link` and `network` are bytes per second and accelerator, one direction; `peer` is what two neighbours share.
+    `link` and `network` are bytes per second and accelerator, one direction; `peer` is the part between two neighbours.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Machine:
     host_bytes: int | None = None
     """Memory of a node's host that a job may use; None: not known."""
     assumed: tuple[str, ...] = ()
-    """What no source said, in sentences."""
+    """Assumptions for what no source states, in sentences."""
     measured: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Factors that were measured on this machine, by name; they stand before the shipped ones."""
+    """Factors measured on this machine, by name; they override the shipped ones."""
 
     def bytes_of_node(self, rank_bytes: float, ranks: int) -> float:
-        """Of a node's host, where each of so many ranks needs `rank_bytes`."""
+        """Bytes on a node's host if each of `ranks` ranks needs `rank_bytes`."""
         return rank_bytes * min(self.per_node, ranks)
 
     def spans_nodes(self, ranks: int, stride: int = 1) -> bool:
@@ -47,9 +47,9 @@ class Machine:
         return ranks * stride > self.domain
 
     def peak(self, precision: str) -> float:
-        """FLOP/s on paper in a format; a part without it is told by name, but for fp16 and bf16, which run as fp32.
+        """Rated FLOP/s in a format; fp16 and bf16 run as fp32 on a part without them.
 
-        Raises UserError where the part has no such products.
+        Raises UserError if the part has no such products.
         """
         names: dict[str, tuple[Dtype, ...]] = {
             "fp32": ("fp32",),
@@ -68,6 +68,6 @@ class Machine:
 
     @property
     def power_share(self) -> float:
-        """The part's power limit over that of the part whose peaks it is given; 1 for its own peaks."""
+        """The part's power limit over that of the part whose peaks it uses; 1 for its own peaks."""
         sheet, own = SHEET_WATTS.get(self.accelerator.key), self.accelerator.power_w
         return own / sheet if sheet and own else 1.0

@@ -1,8 +1,7 @@
-"""Which ranks of a mesh are on which node, as a value and as a picture for a person.
+"""The ranks of each node of a mesh, as data and as a picture.
 
-Invariant: ranks fill one node after the other, as every launcher that Shardway knows numbers them, and where a rank
-stands on each axis is what `shardway.layout` says. This module must not decide degrees: it shows what follows from
-them.
+Invariant: ranks fill one node after the other, as every supported launcher numbers them; the coordinates of a rank are
+those of `shardway.layout`. No degree is decided here.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ TRAVELS: Mapping[str, str] = MappingProxyType(
         "pp": "activations between stages",
     }
 )
-"""What the ranks of a group exchange, by dim; the dims that have a group of their own, innermost first."""
+"""What the ranks of a group exchange, by dim: the dims with a group of their own, innermost first."""
 
 SHOWN_NODES = 4
-"""Nodes drawn one by one at the start of a picture; of more than these and the last, the others are counted."""
+"""Nodes drawn one by one at the start of a picture; beyond these and the last, nodes are only counted."""
 
 SHOWN_GROUPS = 3
 SHOWN_RANKS = 8
@@ -34,7 +33,7 @@ SHOWN_RANKS = 8
 
 @dataclass(frozen=True)
 class DimPlacement:
-    """The groups of one dim, each of `degree` ranks; `nodes` is the most that one of them is on."""
+    """The groups of one dim, each of `degree` ranks; `nodes` is the most nodes that one of them spans."""
 
     dim: str
     degree: int
@@ -43,7 +42,7 @@ class DimPlacement:
 
     @property
     def crosses(self) -> bool:
-        """Whether some group is on more than one node."""
+        """Whether some group spans more than one node."""
         return self.nodes > 1
 
 
@@ -66,7 +65,7 @@ class MeshPlacement:
         return range(first, min(first + self.ranks_per_node, self.layout.world))
 
     def facts(self) -> dict[str, object]:
-        """The same as JSON holds it, every group written out."""
+        """The same as JSON data, with every group written out."""
         return {
             "ranks": self.layout.world,
             "nodes": self.nodes,
@@ -79,7 +78,7 @@ class MeshPlacement:
 
 
 def place_mesh(layout: Layout, ranks_per_node: int) -> MeshPlacement:
-    """Put the ranks of a layout on nodes."""
+    """The placement of a layout's ranks on nodes."""
     dims = [dim for dim in TRAVELS if layout.degree(dim) > 1]
     return MeshPlacement(layout, ranks_per_node, tuple(_place_dim(layout, dim, ranks_per_node) for dim in dims))
 
@@ -91,7 +90,7 @@ def _place_dim(layout: Layout, dim: str, ranks_per_node: int) -> DimPlacement:
 
 
 def render_placement(placement: MeshPlacement) -> str:
-    """The picture: degrees, a line a node, the groups of each dim, and in words which of them cross nodes."""
+    """The picture: degrees, a line per node, the groups of each dim, and a sentence on those that cross nodes."""
     parts = [_render_title(placement), "\n".join(_node_lines(placement))]
     if placement.dims:
         parts += ["\n".join(_dim_lines(placement)), "\n".join(_crossing_lines(placement))]
@@ -108,7 +107,7 @@ def _render_title(placement: MeshPlacement) -> str:
 
 
 def _node_lines(placement: MeshPlacement) -> Iterator[str]:
-    """A line for each node that is shown: its ranks, those of one tp group in brackets, and where they stand."""
+    """A line for each node that is shown: its ranks, tp groups in brackets, and their coordinates."""
     last = placement.nodes - 1
     shown = [node for node in range(placement.nodes) if node < SHOWN_NODES or node == last]
     digits, numbers = len(str(last)), len(str(placement.layout.world - 1))
@@ -122,7 +121,7 @@ def _node_lines(placement: MeshPlacement) -> Iterator[str]:
 
 
 def _render_ranks_of(placement: MeshPlacement, node: int, digits: int) -> str:
-    """ "[ 0  1][ 2  3]" with tp 2; what a node holds of a group that goes on elsewhere has no bracket there."""
+    """ "[ 0  1][ 2  3]" with tp 2; a group that continues on another node has no bracket on that side."""
     tp, ranks = placement.layout.degree("tp"), placement.ranks_of(node)
     cells = (
         ("[" if rank % tp == 0 else " ") + f"{rank:>{digits}}" + ("]" if rank % tp == tp - 1 else "") for rank in ranks
@@ -131,7 +130,7 @@ def _render_ranks_of(placement: MeshPlacement, node: int, digits: int) -> str:
 
 
 def _render_places(layout: Layout, ranks: Iterable[int]) -> str:
-    """The coordinates that these ranks have between them, on the axes that split something."""
+    """The coordinates of these ranks, on the axes that split something."""
     named = [(axis, {layout.coordinate(rank, axis) for rank in ranks}) for axis in AXES if layout.degree(axis) > 1]
     return ", ".join(f"{axis} {_render_span(sorted(places))}" for axis, places in named)
 
@@ -167,7 +166,7 @@ def _render_group(ranks: Sequence[int]) -> str:
 
 
 def _crossing_lines(placement: MeshPlacement) -> Iterator[str]:
-    """Which dims stay inside a node and which cross nodes, with what travels there."""
+    """The dims that stay inside a node and those that cross nodes, with what they exchange."""
     inside = [dim_name(placement.layout, each.dim) for each in placement.dims if not each.crosses]
     if inside:
         yield f"inside a node: {', '.join(inside)}"
@@ -189,7 +188,7 @@ def _warnings(placement: MeshPlacement) -> Iterator[str]:
 
 
 def dim_name(layout: Layout, dim: str) -> str:
-    """What a person calls a dim: the merged one by the axes that it is made of here."""
+    """The name of a dim for people: a merged one by the axes that it combines here."""
     if dim != SHARD:
         return dim
     axes = [axis for axis in ("dp_shard", "cp") if layout.degree(axis) > 1]

@@ -1,14 +1,14 @@
-"""The search: every legal layout, the best of them, what would make a run fit, and the curve over nodes.
+"""The search: every legal layout, the best of them, changes that make a run fit, and the curve over nodes.
 
 Invariants:
-- A layout is listed once, in an order that does not depend on chance, and only where every degree divides what it must.
-- Of two layouts the one that takes less time for a step wins; within `NEAR` of each other the simpler one. A layout is
-  only offered where its memory fits.
-- A change is listed only where the search found a layout that fits with it, and that layout is shown with it. Two
-  things are changed at once only where no single one helps: everything that is set is left open then.
-- The global batch stays what it is (strong scaling), so that every point trains the same model.
+- A layout is listed once, in a deterministic order, and only if every degree divides what it must.
+- Of two layouts the one with the shorter step wins; within `NEAR` of each other the simpler one. A layout is offered
+  only if its memory fits.
+- A change is listed only if the search found a layout that fits with it, and that layout is shown with it. Two things
+  are changed at once only if no single change helps; then everything that is set is left open.
+- The curve keeps the global batch (strong scaling), so that every point trains the same model.
 
-What is legal follows Narayanan et al., arXiv:2104.04473, section 5.1 (tensor parallel inside the fast link), and
+Legality follows Narayanan et al., arXiv:2104.04473, section 5.1 (tensor parallel inside the fast link), and
 Korthikanti et al., arXiv:2205.05198; recompute goes from nothing to everything.
 """
 
@@ -28,14 +28,14 @@ from shardway.plan.stages import fills_schedule
 from shardway.plan.time.ceilings import ceilings_of
 from shardway.plan.time.step import estimate_step
 
-# --- Every legal layout of a question: degrees, micro-batch, recompute, schedule, sharding
+# --- legal layouts
 
 AXES = tuple(each.name for each in fields(Degrees) if each.name != "etp")
 SETTINGS = ("micro_batch", "recompute", "schedule", "zero")
-"""What a question may fix: axes, and what does not change which ranks work together."""
+"""What a question may fix: axes, and settings that do not change which ranks work together."""
 
 LONGEST_PART = 4096
-"""A sequence is split only where each part still has so many tokens."""
+"""The least tokens of each part of a split sequence."""
 MOST_MICRO_BATCH = 64
 MOST_STAGES_PER_RANK = 8
 
@@ -44,8 +44,8 @@ MOST_STAGES_PER_RANK = 8
 class Question:
     """What is fixed: the case's model, batch, precision, optimizer and engine, the machine, and how many ranks.
 
-    `fixed` names what the person set and the search must keep. Formats that are listed in `precisions` are all tried;
-    without any that of the case is kept. Offload is tried only where it is not fixed and nothing fits without.
+    `fixed` names what the user set and the search must keep. All formats in `precisions` are tried; if it is empty, the
+    case's format is kept. Offload is tried only if it is not fixed and nothing fits without it.
     """
 
     case: Case
@@ -54,7 +54,7 @@ class Question:
     fixed: frozenset[str] = frozenset()
     precisions: tuple[Precision, ...] = ()
     as_run: Callable[[Case], Case | None] = lambda case: case
-    """The case as its engine runs it; None for a layout that it refuses."""
+    """The case as its engine runs it; None for a layout that the engine refuses."""
 
     @property
     def nodes(self) -> int:
@@ -68,7 +68,7 @@ class Question:
 
     @property
     def ladder(self) -> tuple[Recompute, ...]:
-        """Modes of recompute that the engine has, from the fastest to the smallest."""
+        """Modes of recompute that the engine has, from the fastest to the one with least memory."""
         if "recompute" in self.fixed:
             return (self.case.recompute,)
         between: Recompute = self.case.engine.between if self.case.flash else "selective"
@@ -87,7 +87,7 @@ def list_degrees(question: Question) -> Iterator[Degrees]:
 
 
 def _choices(question: Question, name: str, sizes: list[int]) -> list[int]:
-    """The sizes, or the one that the person set."""
+    """The sizes, or the one that the user set."""
     return [getattr(question.case.degrees, name)] if name in question.fixed else sizes
 
 
@@ -104,7 +104,7 @@ def _context_degrees(case: Case, ranks: int) -> list[int]:
 
 
 def _data_degrees(question: Question, tp: int, pp: int, cp: int) -> Iterator[Degrees]:
-    """What is left is data parallel: shared by all, or by each node (or by as few as hold it) and copied."""
+    """The remaining ranks are data parallel: sharded over all, or over a node (or the fewest that fit) and copied."""
     case = question.case
     data = question.world // (tp * pp * cp)
     if case.global_batch % data:
@@ -117,7 +117,7 @@ def _data_degrees(question: Question, tp: int, pp: int, cp: int) -> Iterator[Deg
 
 
 def _shard_degrees(question: Question, data: int, inner: int) -> list[int]:
-    """All ranks share, or those of a node (hybrid sharding, arXiv:2304.11277, section 3.2.2), or nobody does."""
+    """Shards over all ranks, over those of a node (hybrid sharding, arXiv:2304.11277, section 3.2.2), or none."""
     near = max(1, question.machine.domain // inner)
     copies = question.case.degrees.dp_replicate if "dp_replicate" in question.fixed else 0
     sizes = {max(1, data // copies)} if copies else {data, 1, near}
@@ -133,7 +133,7 @@ def _expert_degrees(question: Question, ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class DegreeCandidates:
-    """A way to run some degrees: cases with ever larger micro-batches, which need ever more memory."""
+    """A way to run some degrees: cases with increasing micro-batches, and so increasing memory."""
 
     cases: tuple[Case, ...]
 
@@ -172,8 +172,8 @@ def list_micro_batches(question: Question, degrees: Degrees) -> list[int]:
 
 
 def list_schedules(question: Question, degrees: Degrees) -> list[tuple[Schedule, int]]:
-    """Plain and interleaved pipelines; others only where the person asks for them, with any number of stages that the
-    schedule takes unless that is set too."""
+    """Plain and interleaved pipelines; other schedules only if the user asks for them, with any number of stages that
+    the schedule takes unless that is set too."""
     case = question.case
     if degrees.pp == 1:
         return [("1f1b", 1)]
@@ -189,17 +189,17 @@ def list_schedules(question: Question, degrees: Degrees) -> list[tuple[Schedule,
 STAGES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"interleaved": (2, MOST_STAGES_PER_RANK), "zero_bubble": (2, MOST_STAGES_PER_RANK), "zbv": (2, 2)}
 )
-"""Schedules that want several stages on each rank, and how many they take."""
+"""Schedules that require several stages on each rank, and how many they take."""
 
 
 def _stages_per_rank(held: int) -> list[int]:
-    """Numbers of stages above 1 that so many layers of a rank split into evenly, or one where none does."""
+    """Numbers of stages above 1 that evenly split this many layers of a rank, or one number if none does."""
     sizes = [size for size in divisors(max(1, held)) if 1 < size <= MOST_STAGES_PER_RANK]
     return sizes or ([min(held, MOST_STAGES_PER_RANK)] if held > 1 else [])
 
 
 def list_sharding(question: Question, degrees: Degrees) -> list[tuple[int, bool]]:
-    """Stages of ZeRO with whether weights are freed after use."""
+    """Stages of ZeRO, each with whether weights are freed after use."""
     if degrees.shards == 1:
         return [(0, True)]
     if "zero" in question.fixed:
@@ -209,15 +209,15 @@ def list_sharding(question: Question, degrees: Degrees) -> list[tuple[int, bool]
     return [(1, True)]
 
 
-# --- The best layouts of a question, and why the others lost
+# --- the best layouts
 
 NEAR = 0.02
-"""Layouts whose steps differ by less are equal: the estimate is not that sharp."""
+"""Layouts whose steps differ by less count as equal, given the precision of the estimate."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """The best way to run some degrees, and what it loses against the best of all."""
+    """The best way to run some degrees, and its loss against the best of all."""
 
     estimate: Estimate
     reason: str = ""
@@ -225,12 +225,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Layouts that fit, best first, one for each set of degrees; how many were looked at; the nearest miss."""
+    """Layouts that fit, best first, one per set of degrees; the number of layouts priced; the nearest miss."""
 
     candidates: tuple[Candidate, ...]
     looked_at: int
     nearest: Estimate | None
-    """Where nothing fits: what needs least memory."""
+    """The layout with least memory, if nothing fits."""
 
     @property
     def best(self) -> Estimate | None:
@@ -239,7 +239,7 @@ class SearchResult:
 
 
 def search(question: Question, most: int = 10) -> SearchResult:
-    """Look at every legal layout and return the `most` best; with states on the host where nothing else fits."""
+    """Price every legal layout and return the `most` best; states are on the host only if nothing else fits."""
     found = _search(question, most)
     if found.candidates or question.case.offload or "offload" in question.fixed:
         return found
@@ -266,7 +266,7 @@ def _search(question: Question, most: int) -> SearchResult:
 
 @dataclass(frozen=True)
 class _Priced:
-    """A case whose memory is known, and its time where that was worth asking."""
+    """A case whose memory is known, and its time if that was computed."""
 
     case: Case
     peak: StageMemory
@@ -274,7 +274,7 @@ class _Priced:
 
 
 class _Pricer:
-    """Prices cases of one machine, memory first: what does not fit is not timed."""
+    """Prices cases of one machine, memory first: a case that does not fit is not timed."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.looked_at = machine, 0
@@ -284,7 +284,7 @@ class _Pricer:
         return holds(self.machine, priced.peak, priced.case.degrees.world)
 
     def best_of(self, question: Question, degrees: Degrees) -> tuple[_Priced | None, _Priced | None]:
-        """The fastest way to run some degrees that fits, and the one that needs least memory where none does."""
+        """The fastest way to run some degrees that fits, and the one with least memory if none does."""
         best: _Priced | None = None
         smallest: _Priced | None = None
         for way in list_ways(question, degrees):
@@ -300,9 +300,9 @@ class _Pricer:
         return replace(found, seconds=estimate_step(found.case, self.machine, self.ceilings).seconds)
 
     def _walk(self, way: DegreeCandidates, ladder: Sequence[Recompute]) -> Iterator[_Priced]:
-        """Each micro-batch with as little recompute as fits, up to the first that does not fit with the most.
+        """Each micro-batch with as little recompute as fits, up to the first that does not fit with full recompute.
 
-        What was too much for a micro-batch is too much for a larger one.
+        A mode that was too large for a micro-batch is not tried for a larger one.
         """
         modes = list(ladder)
         for case in way.cases:
@@ -321,7 +321,7 @@ class _Pricer:
 
 
 def _order(priced: Sequence[_Priced]) -> list[_Priced]:
-    """Fastest first, but the simplest of those that are as fast as the fastest."""
+    """Fastest first, but among those as fast as the fastest the simplest first."""
     ordered = sorted(priced, key=lambda each: each.seconds)
     if not ordered:
         return []
@@ -336,7 +336,7 @@ def count_axes(degrees: Degrees) -> int:
 
 
 def explain_loss(best: Estimate, other: Estimate) -> str:
-    """What a layout spends more time on than the best: "bubble +11 %, tensor messages +4 %"; "" for the best."""
+    """The items on which a layout spends more time: "bubble +11 %, tensor messages +4 %"; "" for the best."""
     if other is best:
         return ""
     lost = sorted(_differences(best, other), reverse=True)
@@ -350,11 +350,11 @@ def _differences(best: Estimate, other: Estimate) -> Iterator[tuple[float, str]]
         yield (seconds - best.time.items.get(name, 0.0)) / best.time.seconds, name
 
 
-# --- What to do differently so that a run fits which does not: each change alone, the smallest first
+# --- changes that make a run fit
 
 MOST_NODES_TO_FIT = 4096
 SHORTEST = 1024
-"""Tokens of a sequence, below which a shorter one is no help to anybody."""
+"""Shorter sequences than this are not proposed."""
 
 
 @dataclass(frozen=True)
@@ -367,16 +367,16 @@ class Change:
 
 @dataclass(frozen=True)
 class _Try:
-    """A question that differs in one thing; `what` says in which, where the layout that is found does not."""
+    """A question that differs in one thing; `what` describes it, unless the layout that is found does."""
 
     question: Question
     what: str = ""
     told: tuple[str, ...] = ()
-    """Fields of a case whose new values say what the change is."""
+    """Fields of a case whose new values describe the change."""
 
 
 def list_changes(question: Question) -> tuple[Change, ...]:
-    """All changes that help, the smallest first: settings, layout, host memory, nodes; then what alters training."""
+    """All changes that help, smallest first: settings, layout, host memory, nodes; then those that alter training."""
     here = replace(question, fixed=question.fixed | {"offload"})
     found = []
     for each in _list_tries(here):
@@ -398,7 +398,7 @@ _ALL = ("micro_batch", "recompute")
 
 
 def fixed_settings(question: Question) -> frozenset[str]:
-    """What a person set that the search could choose."""
+    """Settings of the user that the search could choose."""
     return question.fixed & {*SETTINGS, *AXES}
 
 
@@ -448,22 +448,22 @@ def _more_nodes(question: Question) -> Change | None:
 
 
 def on_nodes(question: Question, nodes: int) -> Question:
-    """The same question for so many whole nodes; dp_replicate and dp_shard are kept where the ranks are the same."""
+    """The same question for `nodes` whole nodes; dp_replicate and dp_shard are kept if the ranks are the same."""
     world = nodes * question.machine.per_node
     loose = question.fixed if world == question.world else question.fixed - {"dp_replicate", "dp_shard"}
     return replace(question, world=world, fixed=loose)
 
 
-# --- The same work on more and on fewer nodes: the best layout on each, and what a token costs there
+# --- the curve over nodes
 
 MOST_NODES = 131072
 POINTS_BEYOND = 2
-"""Times that the nodes are doubled beyond those that are asked for."""
+"""Doublings of nodes beyond the requested number."""
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """A number of nodes with its best layout; where there is none `why_not` says why."""
+    """A number of nodes with its best layout; if there is none, `why_not` has the reason."""
 
     nodes: int
     best: Estimate | None
@@ -471,23 +471,23 @@ class ScalingPoint:
 
     @property
     def device_seconds_per_token(self) -> float:
-        """What a token costs, in seconds of one accelerator; 0 where nothing runs."""
+        """The cost of a token in seconds of one accelerator; 0 if nothing runs."""
         return self.best.case.degrees.world / self.best.tokens_per_second if self.best else 0.0
 
 
 def scaling_curve(question: Question, nodes: Sequence[int]) -> tuple[ScalingPoint, ...]:
-    """One point for each number of nodes."""
+    """One point per number of nodes."""
     return tuple(_point(question, count) for count in nodes)
 
 
 def default_nodes(question: Question) -> tuple[int, ...]:
-    """Powers of two up to two doublings beyond those that are asked for, which are among them."""
+    """Powers of two up to two doublings beyond the requested number, and that number."""
     powers = {2**power for power in range((question.nodes - 1).bit_length() + POINTS_BEYOND + 1)}
     return tuple(sorted({each for each in powers if each <= 4 * question.nodes} | {question.nodes}))
 
 
 def parse_nodes(text: str) -> tuple[int, ...]:
-    """Numbers of nodes in a text such as "1,2,8". Raises UserError."""
+    """Numbers of nodes from a text such as "1,2,8". Raises UserError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 1 <= int(part) <= MOST_NODES for part in parts):
         allowed = f'"nodes", or numbers from 1 to {MOST_NODES:,} such as 1,2,8'
@@ -496,7 +496,7 @@ def parse_nodes(text: str) -> tuple[int, ...]:
 
 
 def efficiency(points: Sequence[ScalingPoint], point: ScalingPoint) -> float:
-    """What a token costs at the cheapest point over what it costs here, 0 to 1; 0 where nothing runs."""
+    """The cost of a token at the cheapest point over that at this one, 0 to 1; 0 if nothing runs."""
     costs = [each.device_seconds_per_token for each in points if each.best]
     return min(costs) / point.device_seconds_per_token if point.best else 0.0
 
@@ -513,7 +513,7 @@ def _point(question: Question, nodes: int) -> ScalingPoint:
 
 
 def _no_layout(there: Question) -> str:
-    """Why no layout of so many ranks is legal."""
+    """Why no layout of this many ranks is legal."""
     degrees = there.case.degrees
     taken = math.prod(getattr(degrees, name) for name in ("cp", "tp", "pp") if name in there.fixed)
     if there.world % taken:

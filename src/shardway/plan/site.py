@@ -1,7 +1,7 @@
 """The machine of a site profile, or of an accelerator alone, as the planner sees it.
 
-Invariant: what neither profile nor catalogue says is told as assumed, or refused where no plan is possible without it.
-This module must not guess a part.
+Invariant: what neither profile nor catalogue states is either marked as assumed, or refused with an error if no plan is
+possible without it; no accelerator is guessed.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ COMMON = {
     "mi250": "mi250x-gcd",
     "mi250x": "mi250x-gcd",
 }
-"""A short name -> the variant that most machines have."""
+"""A short name -> the most common variant."""
 
 USUAL_NODE = 8
-"""Accelerators of a node where only the part is named."""
+"""Accelerators per node if only the part is named."""
 
 USUAL_HOST_BYTES = 2 * 10**12
-"""Memory of a node's host where only the part is named."""
+"""Memory of a node's host if only the part is named."""
 
 USUAL_NETWORK = 25e9
-"""Bytes per second of an accelerator between nodes where nobody says: one adapter of 200 Gb/s each."""
+"""Bytes per second of an accelerator between nodes if nothing states it: one adapter of 200 Gb/s each."""
 
 
 def machine_of_site(site: SiteProfile) -> Machine:
-    """Raises UserError that names every fact without which nothing can be planned."""
+    """The machine of a site. Raises UserError that names every missing fact that planning needs."""
     node, problems = site.node, []
     if node.accelerator is None or node.accelerator == CPU:
         told = "no accelerator" if node.accelerator is None else "nodes without accelerators"
@@ -71,7 +71,7 @@ def machine_of_site(site: SiteProfile) -> Machine:
 
 
 def _check_measured(site: SiteProfile) -> Mapping[str, float]:
-    """What was measured on the site. Raises UserError with every name that is no ceiling."""
+    """The values measured on the site. Raises UserError with every name that is no ceiling."""
     names = [each.name for each in fields(Ceilings)]
     unknown = [name for name in site.measured if name not in names]
     check_no_problems(
@@ -87,8 +87,8 @@ def _lacks(site: SiteProfile, where: str, what: str) -> Problem:
 
 
 def machine_of_part(name: str) -> Machine:
-    """Nodes of eight of an accelerator, with the network that such nodes usually have; of a short name the most common
-    variant. Raises UserError."""
+    """Nodes of eight of an accelerator, with the network that such nodes usually have; a short name means the most
+    common variant. Raises UserError."""
     parts = load_accelerators()
     short = name.strip().lower().replace("_", "-").replace(" ", "-")
     key = short if short in parts else COMMON.get(short, name)
@@ -134,7 +134,7 @@ def _machine(
 
 
 def _network_of(site: SiteProfile, per_node: int) -> tuple[float, tuple[str, ...]]:
-    """Bytes per second of an accelerator between nodes, and what had to be assumed for it."""
+    """Bytes per second of an accelerator between nodes, and the assumptions made for it."""
     link = load_links().get(site.network.link or "")
     if link is None or not link.bandwidth_bytes_per_s:
         return USUAL_NETWORK, (f"{USUAL_NETWORK * 8 / 1e9:g} Gb/s for each accelerator between nodes",)

@@ -1,7 +1,7 @@
-"""Which layers each pipeline rank has, and how many micro-batches it keeps at once.
+"""The layers of each pipeline rank, and how many micro-batches it keeps at once.
 
-Invariant: stages follow one another and each has a layer at least. Unless an engine cuts otherwise, sizes differ by one
-at most: the ends, which carry the embedding and the head, are never the larger ones. This module must price no layer.
+Invariant: stages are consecutive and each has at least one layer. Unless an engine cuts otherwise, sizes differ by at
+most one, and the ends, which carry the embedding and the head, are never the larger ones. No layer is priced here.
 
 Sources: cuts: `partition_balanced` of DeepSpeed before its pull request 4312 (2023), `build_model` of nanotron 0.5;
 schedules: Narayanan et al., arXiv:2104.04473, section 2.2 (GPipe, 1F1B, interleaved); Korthikanti et al.,
@@ -25,7 +25,7 @@ Runs = tuple[LayerRun, ...]
 
 @dataclass(frozen=True)
 class StageLayers:
-    """What one pipeline rank computes: layers with how many of each, and which ends of the model are with it."""
+    """The layers of one pipeline rank with their counts, and which ends of the model it holds."""
 
     rank: int
     layers: Runs
@@ -34,17 +34,17 @@ class StageLayers:
 
     @property
     def count(self) -> int:
-        """Layers in all."""
+        """The number of layers."""
         return sum(run.count for run in self.layers)
 
 
 def list_stages(case: Case) -> tuple[StageLayers, ...]:
-    """One entry a pipeline rank."""
+    """One entry per pipeline rank."""
     return _cut(case.model.runs, case.degrees.pp, case.stages_per_rank, case.schedule, layers_of_stages(case))
 
 
 def layers_of_stages(case: Case) -> tuple[int, ...]:
-    """How many layers each stage has, in the order of the layers."""
+    """The number of layers of each stage, in order."""
     layers = case.model.depth
     if case.engine.cut == "filled":
         return fill_up(layers, case.stages)
@@ -85,14 +85,14 @@ def _merge(parts: Sequence[Runs]) -> Runs:
 
 @cache
 def split_evenly(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage; what does not divide goes to stages in the middle."""
+    """Layers of each stage; the remainder goes to stages in the middle."""
     base, more = divmod(layers, stages)
     start = (stages - more + 1) // 2
     return tuple(base + (start <= stage < start + more) for stage in range(stages))
 
 
 def fill_up(layers: int, stages: int) -> tuple[int, ...]:
-    """As many layers as the largest stage must have, until too few are left to go on so."""
+    """Each stage has as many layers as the largest must have, until too few are left for that."""
     most = -(-layers // stages)
     sizes: list[int] = []
     for after in reversed(range(stages)):
@@ -101,7 +101,7 @@ def fill_up(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def split_by_weight(weights: Sequence[float], last: float, stages: int) -> tuple[int, ...]:
-    """Layers of each stage where a stage ends with the layer that takes it beyond its share; `last`: of the head."""
+    """Layers of each stage; a stage ends with the layer that takes it beyond its share. `last`: weight of the head."""
     total, done, sizes = sum(weights) + last, 0.0, [0]
     for place, weight in enumerate(weights):
         left = len(weights) - place
@@ -113,8 +113,8 @@ def split_by_weight(weights: Sequence[float], last: float, stages: int) -> tuple
 
 
 def fills_schedule(case: Case) -> bool:
-    """Whether a pipeline takes so many micro-batches: rounds of equal size where a rank has several stages, and for
-    1F1B as many as there are ranks, unless the engine fills up what is missing."""
+    """Whether the schedule takes this number of micro-batches: rounds of equal size if a rank has several stages; for
+    1F1B at least as many as there are ranks, unless the engine runs fewer."""
     ranks, passes = case.degrees.pp, case.micro_batches
     if ranks == 1:
         return True
@@ -126,7 +126,7 @@ def fills_schedule(case: Case) -> bool:
 def kept_micro_batches(case: Case, rank: int) -> float:
     """Micro-batches whose activations a pipeline rank holds at its peak, in units of all of its layers.
 
-    A rank leads by some forward passes before it alternates; where gradients of weights wait, what they need does too.
+    A rank leads by some forward passes before it alternates; delayed gradients of weights keep their inputs as well.
     """
     ranks, passes, per_rank = case.degrees.pp, case.micro_batches, case.stages_per_rank
     if ranks == 1:

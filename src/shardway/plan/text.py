@@ -1,9 +1,9 @@
-"""A plan as the table that `shardway plan` prints, its explanation, and its numbers in words.
+"""A plan as text: the table that `shardway plan` prints, its explanation, and numbers in words.
 
 Invariants:
-- Three figures, a unit, and the same words wherever a plan is shown.
-- Each line starts with what it is about, and docs/plan.md explains every one of them.
-- The items are those of the table, each with what it is; the factors are those that were used.
+- Numbers have three figures, a unit, and the same words wherever a plan is shown.
+- Each line of the table starts with its subject, and docs/plan.md explains every line.
+- The explanation has the items of the table, each with its meaning, and the factors that were used.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from shardway.plan.time.step import TIME_ITEMS as TIME_ITEMS
 from shardway.plan.time.step import StepTime, groups_of
 from shardway.units import render_count
 
-# --- Numbers and settings of a plan in words: sizes, times, a layout in a sentence
+# --- numbers and settings in words
 
 GIB, MIB = 2**30, 2**20
 _DAY, _HOUR, _MINUTE = 86400.0, 3600.0, 60.0
 
 
 def gib(size: float) -> str:
-    """ "12.3 GiB", or in MiB where that says more."""
+    """ "12.3 GiB", or in MiB if that has more figures."""
     return f"{size / GIB:,.1f} GiB" if size >= 0.1 * GIB else f"{size / MIB:,.1f} MiB"
 
 
 def duration(seconds: float) -> str:
-    """Three figures in the unit that suits: "4.71 s", "2.5 h", "3.02 days"."""
+    """Three figures in a suitable unit: "4.71 s", "2.5 h", "3.02 days"."""
     if seconds < 1:
         return f"{_three(seconds * 1000)} ms"
     for unit, size in (("days", _DAY), ("h", _HOUR), ("min", _MINUTE)):
@@ -49,7 +49,7 @@ def duration(seconds: float) -> str:
 
 
 def amount(value: float) -> str:
-    """A number with separators, without digits that nobody believes: 12345.6 -> "12,300"."""
+    """A number with separators, rounded to meaningful digits: 12345.6 -> "12,300"."""
     if abs(value) < 999.5:
         return f"{value:.3g}"
     return f"{round(value, 3 - len(str(round(abs(value))))):,.0f}"
@@ -60,7 +60,7 @@ def _three(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """With a suffix for thousands and more: "8.03B"."""
+    """A number with a suffix for thousands and more: "8.03B"."""
     return render_count(value)
 
 
@@ -70,7 +70,7 @@ def percent(share: float) -> str:
 
 
 def describe_layout(case: Case) -> str:
-    """Degrees, and how the batch goes through them."""
+    """Degrees, and how the batch is split into passes."""
     return ", ".join([case.degrees.render(), *_describe_passes(case)])
 
 
@@ -93,7 +93,7 @@ def _describe_sharing(case: Case) -> str:
     return {0: "states copied", 1: "optimizer states sharded", 2: "optimizer states and gradients sharded"}[case.zero]
 
 
-# --- A plan as the table that `shardway plan` prints
+# --- the table
 
 LABEL = 13
 MOST_OTHERS = 5
@@ -114,7 +114,7 @@ def render_answer(answer: PlanAnswer) -> str:
 
 
 def render_prediction(answer: PlanAnswer) -> tuple[str, ...]:
-    """Lines for the head of another library's file: what was planned, and what it is expected to cost."""
+    """Header lines for another library's file: what was planned, and its expected cost."""
     shown = answer.shown
     return (_headline(answer), f"memory {_memory(answer)}", f"step {_step(shown)}", f"{_utilisation(shown)}")
 
@@ -125,7 +125,7 @@ def _headline(answer: PlanAnswer) -> str:
 
 
 def headline(model: str, machine: Machine, world: int) -> str:
-    """What is planned for which machine."""
+    """The model and the machine of the plan."""
     nodes = -(-world // machine.per_node)
     there = f"{nodes:,} {'node' if nodes == 1 else 'nodes'}, {world:,} x {machine.accelerator.name}"
     return f"{model} on {machine.name}: {there}"
@@ -181,7 +181,7 @@ def _memory(answer: PlanAnswer) -> str:
 
 
 def verdict(shown: Estimate) -> str:
-    """Whether a layout fits, and whether that is sure."""
+    """Whether a layout fits, and how certain that is."""
     if not shown.fits:
         return "does not fit"
     return "fits, but may not: try it first" if shown.memory_high > shown.machine.memory_bytes else "fits"
@@ -203,7 +203,7 @@ def _utilisation(shown: Estimate) -> str:
 
 
 def list_run(run: RunEstimate, terms: JobTerms) -> Iterator[str]:
-    """The lines of the whole run."""
+    """The lines about the whole run."""
     total, slot = duration(run.wall.total_seconds), terms.wall_seconds
     jobs = f" in {run.slots:,} {'job' if run.slots == 1 else 'jobs'} of {duration(slot)}" if slot else ""
     queue = f" ({terms.queue})" if slot and terms.queue else ""
@@ -214,7 +214,7 @@ def list_run(run: RunEstimate, terms: JobTerms) -> Iterator[str]:
 
 
 def list_costs(run: RunEstimate) -> Iterator[str]:
-    """What a run takes beside GPU-hours, in every unit that is known."""
+    """The cost of a run beside GPU-hours, in every known unit."""
     yield f"{amount(run.nodes * run.wall.total_seconds / 3600)} node-hours"
     if run.charge:
         yield f"{amount(run.charge.value)} {run.charge.unit}"
@@ -225,16 +225,16 @@ def list_costs(run: RunEstimate) -> Iterator[str]:
 
 
 class Costs(Protocol):
-    """What has a peak of memory and a time of a step."""
+    """Anything with a peak of memory and a time of a step."""
 
     @property
     def peak(self) -> StageMemory:
-        """Of the fullest rank."""
+        """The memory of the fullest rank."""
         ...
 
     @property
     def time(self) -> StepTime:
-        """Of all ranks."""
+        """The time of a step, over all ranks."""
         ...
 
 
@@ -282,7 +282,7 @@ def _short(shown: Estimate) -> str:
 
 
 def list_notes(machine: Machine, assumed: Sequence[str], warnings: Sequence[str]) -> Iterator[str]:
-    """Where the factors come from, what was assumed, what to look out for."""
+    """Sources of the factors, assumptions, warnings."""
     measured = machine.measured
     yield ""
     if measured:
@@ -311,7 +311,7 @@ def _curve_line(points: Sequence[ScalingPoint], point: ScalingPoint) -> str:
     return f"{point.nodes:>7,} {best.case.degrees.world:>8,} {speed} {worth}  {_short(best)}"
 
 
-# --- Why a plan says what it says: where the bytes, the milliseconds and the layout come from
+# --- the explanation
 
 _MEANINGS: Mapping[str, str] = MappingProxyType(
     {
@@ -325,7 +325,7 @@ _MOST_STAGES = 16
 
 
 def explain(topic: str, answer: PlanAnswer) -> str:
-    """A topic of the plan in full. Raises UserError with the topics that there are."""
+    """A topic of the plan in full. Raises UserError with the known topics."""
     if topic not in TOPICS:
         problem = Problem("--explain", f'"{topic}" is not known', allowed=", ".join(TOPICS))
         raise UserError(render_problems("the plan", [problem]))
@@ -447,4 +447,4 @@ def _candidates(answer: PlanAnswer) -> Iterator[str]:
 TOPICS: Mapping[str, Callable[[PlanAnswer], Iterator[str]]] = MappingProxyType(
     {"memory": _explain_memory, "time": _time, "layout": _layout}
 )
-"""What can be explained."""
+"""The topics that can be explained."""

@@ -1,7 +1,7 @@
 """How all ranks come to the same decision between two steps.
 
 Invariant: every rank puts its own wishes into one small vector, the vector is summed over the ranks, and each reads
-the same decision out of the sum; nobody acts on a wish of its own. It must not know where wishes come from.
+the same decision out of the sum; no rank acts on a wish of its own. It must not know where wishes come from.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Binds a rank to the cores of its node that are next to its accelerator, where somebody says which they are.
+"""Binds a rank to the cores of its node that are next to its accelerator, where the profile or the job names them.
 
 srun binds each task that it starts. An agent is one task with all cores of its node, and so are the ranks that it
 starts; what the site's profile says of their cores comes in a variable.

@@ -1,11 +1,10 @@
 """A rank that ended badly: what its agent saw, whether memory ran out, and whether the ranks start again.
 
 Invariants:
-- A value.
-- It is said only where the count of the ranks' own control group says so; where nobody can read that, nothing is said.
-- A run that makes progress starts again however often it fails, one that makes none does not for ever; what a person
-  has to change is never tried again. Progress is a checkpoint that is newer than all before, nothing else. A checkpoint
-  on the disks of the nodes may be the fault itself, so a run does not end before it has begun from another.
+- Memory counts as the cause only where the control group of the ranks counts such a kill.
+- A run that makes progress starts again however often it fails; one that makes none stops after a few. What the user
+  has to change is never tried again. Progress is a checkpoint that is newer than all before. A checkpoint on the disks
+  of the nodes may be the fault itself, so a run does not end before it has begun from another one.
 """
 
 from __future__ import annotations

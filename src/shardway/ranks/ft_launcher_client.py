@@ -1,10 +1,10 @@
 """What a rank shows the monitor that NVIDIA's ft_launcher keeps for it: that it lives, and how long it may be silent.
 
 A heartbeat follows a change of activity, in the loop of steps one a second at most: it goes over a socket and is
-answered. The monitor knows one limit, which the rank sets anew where its activity has another (`ranks.agent.patience`),
+answered. The monitor knows one limit, which the rank sets anew where its activity has another (`ranks.agent.hang`),
 so that a save may take longer than a step.
 
-Invariant: a rank whose monitor is gone, silent or of another mind trains on, and says once that nobody watches it. No
+Invariant: a rank whose monitor is gone, silent or refuses trains on, and reports once that it is not watched. No
 heartbeat comes from anywhere but a change of activity, so that a rank that hangs is silent. This is the only module
 that imports nvidia_resiliency_ext, and only where ft_launcher has started the rank.
 

@@ -8,7 +8,7 @@ way to the address at which all ranks meet is one that works.
 Sources: NCCL environment variables (NCCL_SOCKET_IFNAME: prefixes, "=" exact, "^" not these); gloo in torch
 (GLOO_SOCKET_IFNAME: exact names).
 
-Invariant: an interface that somebody has named stays, and none is chosen where gloo's own way is that one. This
+Invariant: an interface that was named stays, and none is chosen where gloo's own way is that one. This
 module must not make connections: a UDP socket that is connected sends nothing (udp(7)), and knows its own address.
 """
 

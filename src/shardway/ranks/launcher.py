@@ -1,13 +1,11 @@
-"""Where this process stands among the ranks, read from the variables of any launcher, and where the ranks meet.
+"""This process's place among the ranks, read from the variables of any launcher, and where the ranks meet.
 
 Invariants:
-- A value.
+- Every rank of one launch gets the same world, address and port, and a rank of its own, or a SiteError. Partial or
+  contradictory variables never end as rank 0 of 1.
 - Address and port come only from variables and files that all ranks of the launch share, so that each rank computes the
-  same ones without talking.
-- All ranks of one launch on one node find the same process.
-- Every rank of one launch gets the same world, address and port, and a rank of its own, or a SiteError; variables that
-  are partial or contradict each other never end as rank 0 of 1.
-- What such a library reads is this rank's placement, whatever launched it, and these variables are as they were when
+  same ones without communication. All ranks of one launch on one node find the same launching process.
+- `variables_for_libraries`: libraries read this rank's placement, whatever launched it; the variables are restored when
   the context ends.
 
 Sources: names of the processes that MPICH's, Intel's and Open MPI's `mpiexec` leave above a rank, as seen there;
@@ -40,12 +38,12 @@ from shardway.ranks.variables import (
     variables_error,
 )
 
-# --- Where a machine stands among those of a run that has an agent on each
+# --- nodes of a run with an agent on each
 
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """Addresses of the nodes, which of them this is, by which port they meet, and ranks on each."""
+    """Addresses of the nodes, the index of this one, the port of the rendezvous, and ranks on each."""
 
     addresses: tuple[str, ...]
     node: int
@@ -53,11 +51,11 @@ class NodeSpec:
     ranks: int
 
     def name(self, node: int) -> str:
-        """A node as people call it: "node 1 (10.0.0.2)"."""
+        """A node's display name: "node 1 (10.0.0.2)"."""
         return f"node {node} ({self.addresses[node]})"
 
 
-# --- Where the ranks of one launch meet: the master's address and port
+# --- address and port of the rendezvous
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT = 15000
@@ -72,12 +70,12 @@ _LOOPBACK_NAMES = re.compile(r"localhost[46]?(\..*)?|.*\.localhost|ip6-(localhos
 
 
 def find_address(environ: Environ, launcher: str, *, one_node: bool, may_be_own: bool = False) -> str:
-    """The host of rank 0 as every rank can name it.
+    """The host of rank 0, under a name that every rank can use.
 
     MASTER_ADDR, else 127.0.0.1 where all ranks are on one node, else the first host of the Slurm step or job, else
-    the first of PBS_NODEFILE. Raises SiteError where none of these is there or it is no address, and for a loopback
-    address with several nodes unless it `may_be_own`: the ranks of one node may meet there, and be told another one
-    than the others.
+    the first of PBS_NODEFILE. Raises SiteError where none of these exists or it is not an address, and for a loopback
+    address with several nodes unless it `may_be_own`: the ranks of one node may meet there under another address than
+    the other nodes use.
     """
     if environ.get("MASTER_ADDR"):
         address = _read_address(environ, launcher)
@@ -87,7 +85,7 @@ def find_address(environ: Environ, launcher: str, *, one_node: bool, may_be_own:
         return address
     if one_node:
         return LOOPBACK
-    # The step of another launcher is that of its daemons, which may leave out the node on which it was called itself.
+    # With another launcher the Slurm step is that of its daemons, which may leave out the node it was called on.
     steps = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if launcher == "srun" else ("SLURM_JOB_NODELIST",)
     nodelist = first_set(environ, *steps)
     if nodelist in environ:
@@ -100,7 +98,7 @@ def find_address(environ: Environ, launcher: str, *, one_node: bool, may_be_own:
 
 
 def _first_of_several(environ: Environ, launcher: str, name: str, hosts: list[str]) -> str:
-    """The first host of a job that has several; where it has one, the variable is of another job than the ranks."""
+    """The first host of a job that has several; a job with one host is not the job of these ranks."""
     if len(set(hosts)) > 1:
         return hosts[0]
     allowed = f"several hosts, since the ranks are on several nodes ({name} may be left over from another job)"
@@ -121,7 +119,7 @@ def parse_host(text: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address, or a name by its usual meaning, is of each node's own network: no other node reaches it."""
+    """Whether an address, or a name by its usual meaning, is loopback: no other node reaches it."""
     name = address.lower().removesuffix(".")
     if _LOOPBACK_NAMES.fullmatch(name):
         return True
@@ -167,7 +165,7 @@ def find_port(environ: Environ, launcher: str, world: int, job: str) -> int:
 
 
 def list_ports(launch: str) -> tuple[int, ...]:
-    """The ports that follow from what a launch is called, in the order in which they are tried.
+    """The ports that follow from the launch's name, in the order in which they are tried.
 
     The first is 15000 + crc32(launch) % 15000. They lie below Linux' range of ephemeral ports (32768 and up); two jobs
     on one node get the same first port once in 15000 times.
@@ -204,14 +202,13 @@ def _read_port(environ: Environ, launcher: str) -> int:
     return port
 
 
-# --- Which process started the ranks of this node, where no variable names their launch: hydra gives its processes
-# none
+# --- the process that launched the ranks, for hydra, which sets no variable with an id
 
 _NAMES = ("hydra_pmi_proxy", "mpiexec", "mpirun", "orterun", "prterun", "orted", "prted", "mpispawn", "pmi_proxy")
 
 
 def find_launching_process() -> str:
-    """Name and id of the nearest process above this one that starts ranks; "" for none."""
+    """Name and id of the nearest ancestor process that launches ranks; "" for none."""
     import psutil  # here, since nearly every launch names itself
 
     try:
@@ -221,7 +218,7 @@ def find_launching_process() -> str:
     return next((f"{name} {pid}" for name, pid in above if name.startswith(_NAMES)), "")
 
 
-# --- Where this process stands among the ranks, read from the variables of whatever started it
+# --- placement from the launcher's variables
 
 FT_LAUNCHER = "ft_launcher"
 """NVIDIA's resiliency extension, which gives its ranks torchrun's variables and a socket of a monitor."""
@@ -234,10 +231,10 @@ class Placement:
     """One rank's place in its launch.
 
     `node` and `nodes` are None where the launcher does not number nodes (Open MPI, hydra, over several nodes).
-    `master_port` 0 means that nobody else has to find it: choose any free port. `launcher` is "none" where
-    nothing started this process: rank 0 of 1. `starts_again`: its launcher says that it starts the ranks again if one
-    fails. `launch`: what the launch is called where its port follows from that, and another one may be taken
-    (`ranks.port`); "" where a port was named.
+    `master_port` 0 means that any free port will do, since no other process has to find it. `launcher` is "none" for a
+    process without a launcher: rank 0 of 1. `starts_again`: the launcher states that it restarts the ranks if one
+    fails. `launch`: the launch's name, if the port follows from it and another port may be taken (`ranks.port`); ""
+    if a port was given.
     """
 
     rank: int
@@ -254,7 +251,7 @@ class Placement:
 
     @property
     def has_agent(self) -> bool:
-        """Whether an agent of this node has started it: it is a child of the agent, which has chosen the port.
+        """Whether an agent of this node has started this rank, which is its child; the agent has chosen the port.
 
         The store at that port is kept by our own agent and by torchrun's; with ft_launcher rank 0 keeps it.
         """
@@ -263,7 +260,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class _Names:
-    """The variables in which one launcher tells a rank its place; None where it tells no such thing."""
+    """The variables in which one launcher gives a rank its place; None for numbers it does not give."""
 
     rank: str
     world: str
@@ -301,11 +298,11 @@ _JSRUN = _Names("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL
 def find_placement(environ: Environ) -> Placement:
     """This process's place, from the first launcher whose variables are there.
 
-    Agents come first, since their ranks inherit the variables of the scheduler around them; MPI's launchers come
+    Agents come first, since their ranks inherit the variables of the surrounding scheduler; MPI's launchers come
     before srun, since they start their daemons with srun. A batch script, the shell of salloc and the job script
-    of PBS are no ranks, whatever they carry: they get launcher "none", rank 0 of 1.
+    of PBS are not ranks, whatever variables they have: they get launcher "none", rank 0 of 1.
 
-    Raises SiteError where variables are missing, are no numbers, contradict each other, or name no way to meet.
+    Raises SiteError where variables are missing, not numbers, contradictory, or give no way to meet.
     """
     for read in _READERS.values():
         placement = read(environ)
@@ -316,30 +313,30 @@ def find_placement(environ: Environ) -> Placement:
 
 
 def is_in_terminal(environ: Environ) -> bool:
-    """Whether this is the first task of `srun --pty` (srun(1)), whose others are shells that start nothing."""
+    """Whether this is the first task of `srun --pty` (srun(1)); its other tasks are shells that start nothing."""
     return "SLURM_PTY_PORT" in environ and environ.get("SLURM_PROCID", "0") == "0"
 
 
 def was_started_before(environ: Environ) -> bool:
-    """Whether this is a further start of one launch or job, whose earlier ones were asked what it is asked."""
+    """Whether this is a restart of a launch or job, whose first start has answered the same questions."""
     return any(environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def has_restarts_left(environ: Environ) -> bool:
-    """Whether torchrun or ft_launcher has not yet started this rank as often as it may; no where it does not say so."""
+    """Whether torchrun or ft_launcher has restarts left for this rank; False where the variables do not state it."""
     count, most = (environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return AGENT_VARIABLE not in environ and count.isdecimal() and most.isdecimal() and int(count) < int(most)
 
 
 def _read_agent(environ: Environ) -> Placement | None:
-    """Our own agent, which gives its ranks torchrun's variables."""
+    """Shardway's own agent, which gives its ranks torchrun's variables."""
     if AGENT_VARIABLE not in environ:
         return None
     return _place(environ, "shardway", _read_seat(environ, "shardway", _TORCHRUN))
 
 
 def _read_ft_launcher(environ: Environ) -> Placement | None:
-    """Its ranks may have started an agent of ours, which comes first."""
+    """NVIDIA's ft_launcher; its ranks may have started an agent of Shardway, which comes first."""
     if _FT_VARIABLE not in environ or "TORCHELASTIC_RUN_ID" not in environ:
         return None
     return _place(environ, FT_LAUNCHER, _read_seat(environ, FT_LAUNCHER, _TORCHRUN))
@@ -356,13 +353,13 @@ def _read_torchrun(environ: Environ) -> Placement | None:
 def _read_mpirun(environ: Environ) -> Placement | None:
     if _MPIRUN.rank not in environ and _MPIRUN.world not in environ:
         return None
-    # One value for each mpirun, by Open MPI 5 and 4: two of them in one job get two ports.
+    # One value for each mpirun, by Open MPI 5 and 4: two mpiruns in one job get two ports.
     launch = first_value(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
     return _place(environ, "mpirun", _read_seat(environ, "mpirun", _MPIRUN), launch)
 
 
 def _read_pals(environ: Environ) -> Placement | None:
-    # Slurm's plug-in for Cray systems sets PALS_RANKID as well; there srun knows all of it.
+    # Slurm's plug-in for Cray systems sets PALS_RANKID as well; there srun's variables are complete.
     if _PALS.rank not in environ or _is_srun_task(environ):
         return None
     return _place(environ, "mpiexec (PALS)", _read_seat(environ, "mpiexec (PALS)", _PALS), environ.get("PALS_APID", ""))
@@ -373,9 +370,9 @@ def _read_hydra(environ: Environ) -> Placement | None:
     by_srun = _is_srun_task(environ) and _HYDRA.local_rank not in environ
     if _HYDRA.rank not in environ or by_srun:
         return None
-    if "MPI_APPNUM" in environ and _HYDRA.local_rank not in environ:  # mpiexec.gforker, which knows one machine
+    if "MPI_APPNUM" in environ and _HYDRA.local_rank not in environ:  # mpiexec.gforker, for one machine only
         return _place(environ, "mpiexec.gforker", _read_seat_of_one_node(environ, "mpiexec.gforker", _HYDRA))
-    # Others that speak hydra's protocol to their processes have names of their own for the local numbers, or none.
+    # Other launchers with hydra's protocol have their own names for the local numbers, or none.
     names = replace(
         _HYDRA,
         local_rank=first_set(environ, _HYDRA.local_rank, "PMI_LOCAL_RANK"),
@@ -399,7 +396,7 @@ def _read_jsrun(environ: Environ) -> Placement | None:
 
 
 def _read_flux(environ: Environ) -> Placement | None:
-    """Flux says how many nodes there are and not how many tasks are on this one, which only equal shares tell."""
+    """Flux gives the number of nodes but not of tasks on this one, which follows only from equal shares."""
     if "FLUX_TASK_RANK" not in environ:
         return None
     rank, world, local_rank, nodes = (
@@ -427,7 +424,7 @@ def _read_srun(environ: Environ) -> Placement | None:
 
 
 def _is_srun_task(environ: Environ) -> bool:
-    """Whether srun started this process. A batch step carries SLURM_PROCID=0 too, but no step id (22.05, 24.11) or
+    """Whether srun started this process. A batch step has SLURM_PROCID=0 too, but no step id (22.05, 24.11) or
     -5 (26.05); batch, interactive and extern steps are 0xfffffffb, -a and -c as unsigned numbers (slurm.h)."""
     step = environ.get("SLURM_STEP_ID", "")
     return "SLURM_PROCID" in environ and step.isdecimal() and int(step) < 0xFFFFFFF0
@@ -477,8 +474,8 @@ _OWN_ADDRESSES = (LOOPBACK, "localhost", "::1", "[::1]")
 
 
 def _read_environment(environ: Environ) -> Placement | None:
-    """RANK and WORLD_SIZE, set by hand, by Ray or by DeepSpeed's launcher (LOCAL_SIZE, CROSS_RANK); the local numbers
-    may be left out where all ranks are on one node, and RANK as well where these are there, as Lightning does."""
+    """RANK and WORLD_SIZE, set by hand, by Ray or by DeepSpeed's launcher (LOCAL_SIZE, CROSS_RANK). The local numbers
+    may be left out where all ranks are on one node, and RANK as well if these are set, as Lightning does."""
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return None
     one_node = environ.get("WORLD_SIZE") == "1" or environ.get("MASTER_ADDR", "") in _OWN_ADDRESSES
@@ -495,11 +492,11 @@ def _read_environment(environ: Environ) -> Placement | None:
 
 
 _NUMBERED_ALONE = {"prun": "PMIX_RANK", "blaunch": "LSF_PM_TASKID", "aprun": "ALPS_APP_PE"}
-"""Launchers that number their processes, and say in no variable how many there are."""
+"""Launchers that number their processes, but give their count in no variable."""
 
 
 def _read_numbered_alone(environ: Environ) -> Placement | None:
-    """None where nothing numbers this process; else SiteError, since each of them would be rank 0 of 1."""
+    """None where no launcher numbers this process; else SiteError, since each process would be rank 0 of 1."""
     for launcher, name in _NUMBERED_ALONE.items():
         if name in environ:
             allowed = f"{name} not set, or with it RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"
@@ -526,7 +523,7 @@ _READERS: dict[str, Callable[[Environ], Placement | None]] = {
 
 
 def _read_seat(environ: Environ, launcher: str, names: _Names) -> _Seat:
-    """The seat of a launcher that tells each number in a variable of its own."""
+    """The seat from a launcher that gives each number in its own variable."""
     rank, world, local_rank, local_world = (
         read_int(environ, launcher, name) for name in (names.rank, names.world, names.local_rank, names.local_world)
     )
@@ -548,7 +545,7 @@ def _read_seat_of_one_node(environ: Environ, launcher: str, names: _Names) -> _S
 
 
 def _check_seat(environ: Environ, launcher: str, names: _Names, seat: _Seat) -> None:
-    """Raise where a number is outside its range; the message names all variables of the comparison."""
+    """Raise where a number is out of range; the message names all variables of the comparison."""
     if seat.rank >= seat.world:
         allowed = f"{names.rank} less than {names.world}"
         raise variables_error(environ, launcher, (names.rank, names.world), allowed)
@@ -561,8 +558,8 @@ def _check_seat(environ: Environ, launcher: str, names: _Names, seat: _Seat) -> 
 
 
 def _check_agrees_with_environment(environ: Environ, placement: Placement) -> None:
-    """Raise where RANK or WORLD_SIZE beside a launcher's numbers says otherwise: exported earlier, or expanded in
-    the job script, where `$SLURM_PROCID` is still 0, rather than in each task."""
+    """Raise where RANK or WORLD_SIZE differ from a launcher's numbers: exported earlier, or expanded in the job script,
+    where `$SLURM_PROCID` is still 0, rather than in each task."""
     launched = _read_srun(environ) if placement.launcher == "the environment" else placement
     if launched is None or launched.has_agent:
         return
@@ -575,8 +572,8 @@ def _check_agrees_with_environment(environ: Environ, placement: Placement) -> No
 
 
 def _may_meet_itself(launcher: str, seat: _Seat) -> bool:
-    """Whether a node may have been told a loopback address on purpose: torchrun's several agents of one machine, and
-    operators that tell the first node "localhost" and the others its name."""
+    """Whether a loopback address may be intended on a node: with several torchrun agents on one machine, or operators
+    that give the first node "localhost" and the others its name."""
     if launcher in ("shardway", "torchrun", FT_LAUNCHER):
         return True
     return launcher == "the environment" and seat.rank == seat.local_rank
@@ -604,7 +601,7 @@ def _place(environ: Environ, launcher: str, seat: _Seat, launch: str = "") -> Pl
     )
 
 
-# --- Launcher variables for libraries that look them up themselves
+# --- launcher variables for libraries
 
 
 @contextlib.contextmanager

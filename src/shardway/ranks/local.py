@@ -1,12 +1,12 @@
 """The ranks of this node as processes: started with torchrun's variables, watched to their end.
 
-Invariants:
-- A process has the variables of its rank before its program begins (a spare: before it is released).
-- When `run_local` returns or raises, none of the ranks it started is alive; should this process be killed, the kernel
-  tells the ranks (`ranks.parent`).
+Of torch's elastic launcher only the processes are used. Its rendezvous is left out: agents of several nodes use
+`ranks.rendezvous`.
 
-Of torch's elastic launcher these are the processes alone (`ranks.processes`). Its rendezvous is left out: nodes that
-hold together do so by `ranks.crew`.
+Invariants:
+- A process has the variables of its rank before its program begins (a warm standby: before it is released).
+- When `run_local` returns or raises, none of the ranks it started is alive; if this process is killed, the kernel
+  signals the ranks (`ranks.shutdown`).
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from shardway.ranks.variables import AGENT_VARIABLE
 from shardway.rundir.file_io import is_seen
 from shardway.units import render_seconds
 
-# --- The processes of the ranks of this node: those of torch's elastic launcher, with torchrun's variables
+# --- processes of torch's elastic launcher
 
 _TORCHS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 @dataclass(frozen=True)
 class Seats:
-    """Which ranks of a start are this node's, and where all of them meet: a store that an agent keeps for this start
-    alone. `start` counts."""
+    """Which ranks of a start are on this node, and where all of them meet: a store that an agent hosts for this start
+    alone. `start` counts starts."""
 
     first: int
     world: int
@@ -72,9 +72,9 @@ class Seats:
 class LocalLaunch:
     """How many ranks run which Python module with which arguments, where their output goes, and CPU threads each.
 
-    `pages` is the folder where they show what they do (`ranks.agent`); None: nobody looks. A stop, whoever asked for
-    it by this file, may take `stop_timeout_s`. `seats` are theirs among all ranks; None: these are all. `shown`: what
-    they print is printed here as well, each line with its rank.
+    `pages` is the folder of their heartbeats (`ranks.agent`); None: they are not watched. A stop by the stop file may
+    take `stop_timeout_s`. `seats` are their places among all ranks; None: these are all. `shown`: their output is
+    printed here as well, each line with its rank.
     """
 
     ranks: int
@@ -90,7 +90,7 @@ class LocalLaunch:
 
 
 def start_program(launch: LocalLaunch, seats: Seats, gates: Sequence[Path] = ()) -> PContext:
-    """Start the program of each local rank; as spares that wait at these gates, where there are any."""
+    """Start the program of each local rank; with `gates`, as warm standbys that wait there."""
     ranks = range(launch.ranks)
     waits = {local: {GATE: str(gate)} for local, gate in enumerate(gates)}
     with _surroundings_of_ranks():
@@ -109,8 +109,8 @@ def start_program(launch: LocalLaunch, seats: Seats, gates: Sequence[Path] = ())
 
 
 def _let_go_of_output(processes: PContext) -> None:
-    """Close what only the ranks write to: where the server of these files was away, closing them later would raise, and
-    torch does that between ending one rank and the next."""
+    """Close the output files, which only the ranks write to: after an outage of their server, closing them later would
+    raise, and torch does that between ending one rank and the next."""
     for handler in handlers_of(processes).values():
         for name in ("_stdout", "_stderr"):
             if (file := getattr(handler, name, None)) is not None:
@@ -123,15 +123,15 @@ def handlers_of(processes: PContext) -> dict[int, SubprocessHandler]:
 
 
 def output_folder(processes: PContext) -> Path:
-    """The folder that these processes have for what they print, and no others: FOLDER/attempt_0/RANK/stdout.log."""
+    """The folder with the output of these processes alone: FOLDER/attempt_0/RANK/stdout.log."""
     return Path(processes.stdouts[0]).parents[2]
 
 
 def rank_variables(launch: LocalLaunch, seats: Seats, local: int) -> dict[str, str]:
-    """What a rank finds besides what is inherited; the threads that the user set stay.
+    """A rank's variables besides the inherited ones; thread counts that the user set stay.
 
-    Source: "Environment Variables" of torchrun's manual; TORCHELASTIC_USE_AGENT_STORE lets ranks meet in the store
-    that the agent keeps, which outlives rank 0.
+    Source: "Environment Variables" of torchrun's manual; with TORCHELASTIC_USE_AGENT_STORE ranks meet in the store
+    that the agent hosts, which outlives rank 0.
     """
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(launch.threads)),
@@ -155,9 +155,9 @@ def rank_variables(launch: LocalLaunch, seats: Seats, local: int) -> dict[str, s
 
 @contextlib.contextmanager
 def _surroundings_of_ranks() -> Iterator[None]:
-    """Stop signals are ours; torch, which would raise an error of its own at them, keeps one that nobody sends.
+    """Handle stop signals here; torch, which would raise its own error at them, gets one that is never sent.
 
-    Ranks do not inherit what another launch has left (`inherited`): an agent is no task of MPI, and neither are they.
+    Ranks do not inherit the variables of another launcher (`inherited`): neither the agent nor its ranks are MPI tasks.
     """
     before = dict(os.environ)
     for name in list_unfit_for_ranks(before):
@@ -170,21 +170,21 @@ def _surroundings_of_ranks() -> Iterator[None]:
         os.environ.update(before)
 
 
-# --- Runs the ranks of this node as processes to their end, and says how they ended
+# --- running the ranks to their end
 
 LATER_S = 10.0
-"""How much more time than `run.stop_timeout` the ranks get: they end themselves, and know better what they were at."""
+"""Time that the ranks get beyond `run.stop_timeout`: they end themselves, and can report best what they were doing."""
 LOOK_EVERY_S = 1.0
 POLL_S = 0.1
 LEAVE_S = 2.0
-"""How long ranks may take to end once another has failed: they lose contact, and may say so. Those that wait for it
-where they hear no signal, as at the start of all, have nothing to say; torch would give them 30 s."""
+"""Time for ranks to end once another has failed: they lose contact, and may report it. Ranks that wait where they
+receive no signal, as at the start, have nothing to report; torch would give them 30 s."""
 
 
 @dataclass
 class StopRequests:
-    """What was asked for while the ranks run, by signals and by a stop that takes too long. `passes_on`: there can be
-    no stop file, so the ranks get a signal, which they obey alike."""
+    """Stop requests while the ranks run: signals, and a stop that takes too long. `passes_on`: no stop file can be
+    written, so the ranks get a signal, which has the same effect."""
 
     on_stop: Callable[[], None]
     signals: list[int] = field(default_factory=list)
@@ -193,7 +193,7 @@ class StopRequests:
     passes_on: bool = False
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        """A stop signal; Ctrl-C after another one means at once."""
+        """Receive a stop signal; Ctrl-C after another one means an immediate end."""
         self.at_once |= bool(self.signals) and number == signal.SIGINT
         self.signals.append(number)
         if len(self.signals) == 1:
@@ -209,13 +209,13 @@ def run_local(
     on_look: Callable[[bool], bool] = lambda failed: False,
     start: Callable[[LocalLaunch, Seats], PContext] = start_program,
 ) -> list[RankFailure]:
-    """Run the ranks to their end; those that ended badly, the causes first (empty: all went well).
+    """Run the ranks to their end; returns those that failed, the causes first (empty: all succeeded).
 
-    The first Ctrl-C or SIGTERM calls `on_stop` (which asks the ranks to stop gracefully; where it raises UserError,
-    they get SIGTERM); Ctrl-C after it kills them, and raises KeyboardInterrupt. Raises LateStop where a stop takes too
-    long; then they are killed as well. `on_look` is told now and then whether a rank has failed, and says whether the
-    others are to end for another node's sake.
-    `start` gives the processes (`ranks.spares` may have some ready).
+    The first Ctrl-C or SIGTERM calls `on_stop` (which asks the ranks to stop gracefully; if it raises UserError, they
+    get SIGTERM); Ctrl-C after it kills them, and raises KeyboardInterrupt. Raises LateStop where a stop takes too long;
+    then they are killed as well. `on_look` is called repeatedly with whether a rank has failed, and returns whether
+    the others must end because of another node. `start` returns the processes (`ranks.warm_standby` may have some
+    ready).
     """
     launch = replace(launch, log_folder=_find_log_folder(launch.log_folder))
     asked = StopRequests(on_stop)
@@ -230,7 +230,7 @@ def run_local(
 
 
 def _find_log_folder(wanted: Path) -> Path:
-    """The folder, or a temporary one where the disk is full or read-only: a run does not end for want of its output."""
+    """The folder, or a temporary one where the disk is full or read-only: lost output does not end a run."""
     try:
         wanted.mkdir(parents=True, exist_ok=True)
         Path(tempfile.mkdtemp(dir=wanted)).rmdir()
@@ -272,18 +272,18 @@ def _describe(processes: PContext, launch: LocalLaunch, local: int, causes: Sequ
 
 
 def _find_failed(processes: PContext) -> list[int]:
-    """Local ranks that have ended badly by now."""
+    """Local ranks that have failed by now."""
     return [local for local, handler in handlers_of(processes).items() if handler.proc.poll() not in (None, 0)]
 
 
 def _find_output(processes: PContext, local: int) -> tuple[Path, ...]:
-    """Files with what a rank printed, stdout first, of those that are not empty."""
+    """Files with the output of a rank, stdout first, without empty ones."""
     files = (Path(processes.stdouts[local]), Path(processes.stderrs[local]))
     return tuple(path for path in files if _has_content(path))
 
 
 def _has_content(path: Path) -> bool:
-    """Whether there is something to read, as far as the file system answers now."""
+    """Whether the file has content, as far as the file system answers now."""
     try:
         return path.is_file() and path.stat().st_size > 0
     except OSError:
@@ -292,7 +292,7 @@ def _has_content(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _meeting(launch: LocalLaunch) -> Iterator[Seats]:
-    """The seats, with a store of this process where the ranks are all on this node."""
+    """The seats, with a store of this process if all ranks are on this node."""
     if launch.seats is not None:
         yield launch.seats
         return
@@ -301,12 +301,12 @@ def _meeting(launch: LocalLaunch) -> Iterator[Seats]:
 
 
 def host_store(address: str = "0.0.0.0") -> TCPStore:
-    """A store of this process, at a port that is free, in which the ranks of one start meet."""
+    """A store of this process, at a free port, in which the ranks of one start meet."""
     return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 
 
 def _silence_agent() -> None:
-    """How ranks end is told by who called; torch gives each of its loggers a level of its own."""
+    """Silence torch's loggers, each of which has its own level: the caller reports how ranks end."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -323,7 +323,7 @@ def _explain_late(launch: LocalLaunch) -> LateStop:
 
 @contextlib.contextmanager
 def _late_stop_seen(launch: LocalLaunch, asked: StopRequests) -> Iterator[None]:
-    """While entered, a thread looks for the stop file (a file system may hang), and notes when time is up."""
+    """While entered, a thread looks for the stop file (a file system may hang), and notes when the time is up."""
     done = threading.Event()
 
     def look() -> None:

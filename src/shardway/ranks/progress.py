@@ -1,9 +1,9 @@
 """What this rank does now, how long it has spent on what, and when its process began.
 
 Invariants:
-- Between the first call of `enter` and any later moment every second belongs to exactly one activity, so that the times
-  add up to the time that passed. Clocks of other hosts play no part.
-- Clocks of two hosts are never compared; where an age cannot be known on this host, it is 0.
+- From the first `enter` on every second belongs to exactly one activity, so that the times add up to the time that
+  passed.
+- Clocks of two hosts are never compared; an age that cannot be known on this host is 0.
 """
 
 from __future__ import annotations

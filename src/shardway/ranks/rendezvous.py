@@ -1,15 +1,16 @@
-"""Agents of several nodes: one coordinates starts and ends, the others follow and replace it when it is gone.
+"""Rendezvous of the agents of several nodes: one coordinates starts and ends, the others follow and can replace it.
+
+The ranks meet in the same store under other keys (`ranks.local.Seats`), as those of torchrun do.
 
 Invariants:
-- Every call comes back within `WAIT_S` or raises Unreachable. What is read is text of others and may be anything
-  (`notes`).
-- What the thread does may block (a network that was cut); the main thread reads what it left and never waits for it.
-- A start begins with nodes that were there and had no ranks left, and is over once any of them failed, left or was
-  lost. What it decides depends on the notes and its own clock alone.
-- Without news for LOST_S of its own time, or once the store is gone, its start is over: whoever leads next begins
-  another.
-
-The ranks of the crew meet in the same store, under other keys (`ranks.processes.Seats`), as those of torchrun do.
+- Store: every call returns within `WAIT_S` or raises Unreachable. What is read comes from other processes and may be
+  anything (`rendezvous_notes`).
+- Threads: the thread of `Keeper` may block (a network that was cut); the main thread reads its results and never waits
+  for it.
+- Coordinator: a start begins with nodes that were present and had no ranks left, and is over once any of them failed,
+  left or was lost. Decisions depend on the notes and its own clock alone.
+- Follower: after LOST_S of its own time without news, or once the store is gone, its start is over; the next
+  coordinator begins another.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from shardway.ranks.rendezvous_notes import (
     render,
 )
 
-# --- Where the notes and the news of a crew are: a store that the agent which leads keeps, on its own address
+# --- the key-value store for notes and news
 
 WAIT_S = 10.0
 _NEWS = "shardway/news"
 
 
 class Unreachable(Exception):
-    """The store does not answer: whoever keeps it is gone, or the network is."""
+    """The store does not answer: its host process is gone, or the network is."""
 
 
 class KeyValueStore:
@@ -59,32 +60,32 @@ class KeyValueStore:
 
     @property
     def port(self) -> int:
-        """Where the store listens."""
+        """The port at which the store listens."""
         return int(self._store.port)
 
     def write_note(self, node: int, note: Note) -> None:
-        """Say how this node is. Raises Unreachable."""
+        """Write the state of this node. Raises Unreachable."""
         with _reaching():
             self._store.set(self._keys[node], render(note))
 
     def read_notes(self) -> list[Note | None]:
-        """What each node has said, by node; None for nothing. Raises Unreachable."""
+        """The notes of all nodes, by node; None for none yet. Raises Unreachable."""
         with _reaching():
             return [read_note(_decode(text)) for text in self._store.multi_get(self._keys)]
 
     def write_news(self, news: News) -> None:
-        """Say how the crew is. Raises Unreachable."""
+        """Write the state of the whole group. Raises Unreachable."""
         with _reaching():
             self._store.set(_NEWS, render(news))
 
     def read_news(self) -> News | None:
-        """What the agent that leads has said. Raises Unreachable."""
+        """The coordinator's last news. Raises Unreachable."""
         with _reaching():
             return read_news(_decode(self._store.get(_NEWS)))
 
 
 def host_board(port: int, nodes: int) -> KeyValueStore:
-    """A board of this process; `port` 0 chooses one. Raises SiteError where something else listens there."""
+    """A store hosted by this process; `port` 0 chooses one. Raises SiteError where another program listens there."""
     try:
         store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
     except (DistError, RuntimeError) as error:
@@ -94,14 +95,14 @@ def host_board(port: int, nodes: int) -> KeyValueStore:
             "  To do: choose another port for all of them (--port), or look for a job that was left over."
         ) from error
     board = KeyValueStore(store, nodes)
-    for key in board._keys:  # so that reading one that was never written does not wait
+    for key in board._keys:  # so that reading a key that was never written does not wait
         store.set(key, "")
     board.write_news(News())
     return board
 
 
 def join_board(address: str, port: int, nodes: int, wait_s: float) -> KeyValueStore:
-    """The board that the agent at `address` keeps, once it does. Raises Unreachable after `wait_s`."""
+    """The store hosted by the agent at `address`, once it is up. Raises Unreachable after `wait_s`."""
     with _reaching():
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=wait_s))
         board = KeyValueStore(store, nodes)
@@ -125,33 +126,33 @@ def _decode(text: bytes) -> str:
     return text.decode("utf-8", errors="replace")
 
 
-# --- What the agents of a crew have in common: a note of their own, and a thread that keeps up with the others
+# --- the agent's own note and its thread
 
 LOOK_EVERY_S = 0.25
 LEAVE_S = 2.0
 
 
 class RendezvousMember(Protocol):
-    """An agent of a crew, as whoever runs its ranks sees it."""
+    """An agent of the group, as the code that runs its ranks sees it."""
 
     @property
     def elsewhere(self) -> Behind:
-        """How far the hindmost of all ranks is."""
+        """The progress of the hindmost of all ranks."""
 
     def publish(self, state: AgentState, start: int, behind: Behind, outcome: NodeOutcome | None = None) -> None:
-        """Say how this node is; the others hear it at the next look."""
+        """Set the state of this node; the others read it at their next look."""
 
     def is_asked(self, start: int) -> bool:
-        """Whether a rank of this start hangs somewhere, so that all are asked where they are."""
+        """Whether a rank of this start hangs on any node, so that all ranks are asked for their state."""
 
     def is_over(self, start: int) -> bool:
-        """Whether the ranks of this start are to end, for another node's sake."""
+        """Whether the ranks of this start must end because of another node."""
 
 
 class Keeper:
-    """The own note of an agent. While entered, a thread calls `look` every LOOK_EVERY_S, and when something was said.
+    """The own note of an agent. While entered, a thread calls `look` every LOOK_EVERY_S, and after every `publish`.
 
-    `look` is handed the own note, which says anew that this agent lives.
+    `look` receives the own note with a new count, which shows that this agent lives.
     """
 
     def __init__(self, look: Callable[[Note], None]) -> None:
@@ -178,12 +179,12 @@ class Keeper:
     ) -> None:
         self._done.set()
         self._wake.set()
-        self._thread.join(LEAVE_S)  # it may hang in the network, and is left then
+        self._thread.join(LEAVE_S)  # it may hang in the network; then it is left behind
 
     def _run(self) -> None:
         while True:
             is_last = self._done.is_set()
-            self._look(self._beat())  # once more at the end, so that the last words are heard
+            self._look(self._beat())  # once more at the end, so that the last note is published
             if is_last:
                 return
             self._wake.wait(LOOK_EVERY_S)
@@ -195,13 +196,13 @@ class Keeper:
             return self._note
 
 
-# --- The agent that leads a crew: it gathers nodes, begins a start of the ranks, finds that it is over, ends all
+# --- the coordinator
 
 PAUSE_S = 0.05
 END_S = 120.0
-"""How long the ranks of another node may take to be gone once a start is over; a node that takes longer is lost."""
+"""Time for the ranks of another node to end once a start is over; a node that takes longer is lost."""
 FINISH_S = 5.0
-"""How long the others may take to hear that all is done."""
+"""Time for the others to read that all is done."""
 
 _FREE = (AgentState.READY, AgentState.ENDED)
 _WITH_RANKS = (AgentState.RUNNING, AgentState.HANGS)
@@ -220,7 +221,7 @@ class Ends:
 
 
 class Coordinator:
-    """Node `node` of `nodes`, which leads; while `keep` is entered it hears the others."""
+    """Node `node` of `nodes`, which coordinates; while `keep` is entered it reads the others' notes."""
 
     def __init__(
         self, board: KeyValueStore, node: int, nodes: int, clock: Callable[[], float] = time.monotonic
@@ -238,11 +239,11 @@ class Coordinator:
 
     @contextlib.contextmanager
     def keep(self) -> Iterator[None]:
-        """While entered, a thread looks at the notes."""
+        """While entered, a thread reads the notes and writes the news."""
         with self._keeper:
             yield
 
-    # --- what it hears and says
+    # --- exchange
 
     def look(self, own: Note) -> None:
         """Read the notes and write the news; called by the thread, and by tests."""
@@ -277,23 +278,23 @@ class Coordinator:
         badly = note.outcome is not None and not note.outcome.is_well
         return badly or note.state in (AgentState.FAILED, AgentState.LEFT)
 
-    # --- a Member
+    # --- RendezvousMember
 
     @property
     def elsewhere(self) -> Behind:
-        """How far the hindmost of all ranks is."""
+        """The progress of the hindmost of all ranks."""
         return self._news.behind
 
     def publish(self, state: AgentState, start: int, behind: Behind, outcome: NodeOutcome | None = None) -> None:
-        """Say how this node is."""
+        """Set the state of this node."""
         self._keeper.publish(state, start, behind, outcome)
 
     def is_asked(self, start: int) -> bool:
-        """Whether a rank of this start hangs somewhere, so that all are asked where they are."""
+        """Whether a rank of this start hangs on any node, so that all ranks are asked for their state."""
         return self._news.start == start and self._news.hangs
 
     def is_over(self, start: int) -> bool:
-        """Whether the ranks of this start are to end."""
+        """Whether the ranks of this start must end."""
         return self._news.start != start or self._news.over
 
     # --- starts
@@ -304,16 +305,16 @@ class Coordinator:
         return self._news.start > 0
 
     def find_free(self) -> tuple[int, ...]:
-        """Nodes that are there and have no ranks."""
+        """Nodes that are present and have no ranks."""
         return tuple(node for node in self.list_present() if self._notes[node].state in _FREE)
 
     def list_present(self) -> tuple[int, ...]:
-        """Nodes that are there, whatever they do."""
+        """Nodes that are present, whatever their state."""
         left = {node for node, note in self._notes.items() if note.state is AgentState.LEFT}
         return tuple(node for node in self._roll.present if node not in self._gone | left)
 
     def gather(self, wait_s: float, is_called_off: Callable[[], bool]) -> tuple[int, ...]:
-        """The nodes that are there and free, once all are that can be, or after `wait_s` those that are.
+        """The nodes that are present and free, once no further ones are expected, or after `wait_s`.
 
         Nodes that were lost are not waited for.
         """
@@ -326,22 +327,22 @@ class Coordinator:
         return self.find_free()
 
     def _list_missing(self) -> list[int]:
-        """Nodes that are not free now, and may be soon: those with ranks, and those that never came."""
+        """Nodes that are not free now and may be soon: those with ranks, and those that never came."""
         free, present = self.find_free(), self.list_present()
         never = {node for node in range(self._nodes) if node not in self._notes and node not in self._gone}
         return [node for node in range(self._nodes) if node in never or (node in present and node not in free)]
 
     def give_up_on(self, nodes: tuple[int, ...]) -> None:
-        """Do not wait for these any more."""
+        """No longer wait for these nodes."""
         self._gone.update(nodes)
 
     def begin(self, members: tuple[int, ...], port: int) -> News:
-        """Begin the next start with these nodes, whose ranks meet in a store at `port` of this one."""
+        """Begin the next start with these nodes; their ranks meet in a store at `port` of this one."""
         self._report(start=self._news.start + 1, members=members, port=port, hangs=False, over=False)
         return self._news
 
     def await_end(self) -> Ends:
-        """How the newest start ended everywhere; waits until the ranks are gone on every node that is there."""
+        """How the newest start ended on each node; waits until the ranks are gone on every present node."""
         until: float | None = None
         while waiting := [node for node in self._news.members if not self._has_ended(node)]:
             if self._news.over and until is None:
@@ -365,7 +366,7 @@ class Coordinator:
         return note.outcome
 
     def finish(self, code: int) -> None:
-        """Tell the others that all is done, with the exit code of the whole, and wait until they have heard it."""
+        """Publish the end with the exit code of the whole, and wait until the others have read it."""
         with contextlib.suppress(Unreachable):
             self._report(code=code, over=True)
         until = self._clock() + FINISH_S
@@ -376,13 +377,13 @@ class Coordinator:
         return self._notes[node].state is not AgentState.LEFT
 
 
-# --- An agent of a crew that does not lead: it does what the news say, and knows when nobody leads any more
+# --- the following agent
 
 FOLLOWING_PAUSE_S = 0.05
 
 
 class FollowingAgent:
-    """Node `node`, which follows the agent that keeps the board; while `keep` is entered it hears the news."""
+    """Node `node`, which follows the coordinator that hosts the store; while `keep` is entered it reads the news."""
 
     def __init__(self, board: KeyValueStore, node: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.node = node
@@ -395,7 +396,7 @@ class FollowingAgent:
 
     @contextlib.contextmanager
     def keep(self) -> Iterator[None]:
-        """While entered, a thread hears the news."""
+        """While entered, a thread reads the news."""
         with self._keeper:
             yield
 
@@ -411,39 +412,39 @@ class FollowingAgent:
             self._news = news
 
     def is_alone(self) -> bool:
-        """Whether nobody leads any more. Asked again and again by the main thread, since the other may hang."""
+        """Whether there is no coordinator any more. Polled by the main thread, since the other thread may hang."""
         self._roll.look({0: self._news.count}, self._clock())
         return self._unreachable or self._roll.is_lost(0)
 
     @property
     def present(self) -> tuple[int, ...]:
-        """Nodes that were there when the last news came."""
+        """Nodes that were present at the last news."""
         return self._news.present
 
-    # --- a Member
+    # --- RendezvousMember
 
     @property
     def elsewhere(self) -> Behind:
-        """How far the hindmost of all ranks is."""
+        """The progress of the hindmost of all ranks."""
         return self._news.behind
 
     def publish(self, state: AgentState, start: int, behind: Behind, outcome: NodeOutcome | None = None) -> None:
-        """Say how this node is."""
+        """Set the state of this node."""
         self._keeper.publish(state, start, behind, outcome)
 
     def is_asked(self, start: int) -> bool:
-        """Whether a rank of this start hangs somewhere, so that all are asked where they are."""
+        """Whether a rank of this start hangs on any node, so that all ranks are asked for their state."""
         return self._news.start == start and self._news.hangs
 
     def is_over(self, start: int) -> bool:
-        """Whether the ranks of this start are to end."""
+        """Whether the ranks of this start must end."""
         news = self._news
         return self.is_alone() or news.start != start or news.over or news.code is not None
 
     def await_order(self, after: int, on_wait: Callable[[], None] = lambda: None) -> News | None:
-        """News of a start later than `after` in which this node takes part, or of the end; None: nobody leads.
+        """News of a start later than `after` with this node, or of the end; None: the coordinator is gone.
 
-        `on_wait` is called now and then.
+        `on_wait` is called while waiting.
         """
         while not self.is_alone():
             on_wait()

@@ -1,9 +1,9 @@
 """What the agents of several nodes write for each other: notes, news of the coordinator, membership.
 
 Invariants:
-- Text that is no note or no news reads as None, never as something half understood. Pure.
-- Pure but for its own memory. A node's silence grows only by what its observer lived through: one that was asleep
-  itself (a stopped process, a machine that swaps) accuses nobody.
+- Text that is no note or no news reads as None, never as something half understood.
+- The silence of a node grows only while its observer runs: one that was asleep itself (a stopped process, a machine
+  that swaps) reports no node as lost.
 """
 
 from __future__ import annotations

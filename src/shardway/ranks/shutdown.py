@@ -1,15 +1,14 @@
 """How a rank ends: with its agent, and without the interpreter's cleanup, in which libraries hang or crash.
 
-Invariants:
-- Quick to import (no torch), and without effect where the kernel does not know it. No rank is ended here but by
-  SIGTERM, a wish to stop, upon which the ranks save (`ranks.signals`).
-- An error leaves at once only where other ranks share the process group or somebody asked for it twice, and only after
-  the reason was shown: what a process group does when the interpreter ends can wait for ever for a peer that is gone,
-  and a job whose ranks wait so keeps its nodes. A good end waits for threads and runs what libraries have registered
-  for it.
+A process that starts ranks as children and is killed cannot end them. Without this module they would train on, and the
+next launch would write into the same run. srun and mpirun need no help: their daemons end what they started.
 
-Whoever starts ranks as children and is killed cannot end them: without this they train on, and the next launch writes
-into the same run beside them. srun and mpirun need no help, their daemons end what they started.
+Invariants:
+- With the agent: quick to import (no torch), and without effect where the kernel lacks it. A rank is ended only by
+  SIGTERM, a stop request, upon which it saves (`ranks.signals`).
+- After an error a rank leaves at once only if other ranks share the process group or after a second Ctrl-C, and only
+  after the reason was shown. At interpreter exit a process group can wait forever for a peer that is gone, and a job
+  whose ranks wait so keeps its nodes. A successful end waits for threads and runs the exit handlers of libraries.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from types import FrameType, TracebackType
 from shardway.errors import Bug, ShardwayError, legible
 from shardway.ranks.variables import AGENT_VARIABLE
 
-# --- A rank does not outlive the agent that started it, nor a process of a rank that rank
+# --- ending with the parent process
 
 _PR_SET_PDEATHSIG = 1
 
@@ -40,7 +39,7 @@ def stop_with_parent() -> None:
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to end this process, even one that is stopped, with the thread that has started it."""
+    """Ask the kernel to kill this process, even a stopped one, when the thread that started it ends."""
     _signal_with_parent(signal.SIGKILL)
 
 
@@ -50,36 +49,36 @@ def _signal_with_parent(number: signal.Signals) -> None:
 
 
 def stop_with_agent(environ: Mapping[str, str]) -> None:
-    """The same for a rank that our agent has started as a child; at once where the agent is gone already."""
+    """`stop_with_parent` for a rank that an agent has started as a child; at once if the agent is already gone."""
     stop_with_parent()
     if is_orphan(find_agent(environ)):
         signal.raise_signal(signal.SIGTERM)
 
 
 def find_agent(environ: Mapping[str, str]) -> int:
-    """The process that has started this rank: our agent, which says so, or who is its parent now."""
+    """The pid of the process that started this rank: the agent's from its variable, else the current parent's."""
     return int(environ.get(AGENT_VARIABLE, "") or os.getppid())
 
 
 def is_orphan(agent: int) -> bool:
-    """Whether the process that has started this rank is gone; 0 for a rank that has none to outlive."""
+    """Whether the process that started this rank is gone; 0 for a rank without one."""
     return agent not in (0, os.getppid())
 
 
-# --- How a rank leaves: without the tidying up of an interpreter, in which libraries wait for ever, or crash
+# --- leaving without the interpreter's cleanup
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 UNKNOWN, INTERRUPTED, TOLD = 1, 130, 2
-"""Exit codes of Python for an error, and of a shell for Ctrl-C; the descriptor on which people are told."""
+"""Exit codes of Python for an error, and of a shell for Ctrl-C; the descriptor for messages to the user."""
 
 
 @contextlib.contextmanager
 def left_at_once(world: int) -> Iterator[None]:
-    """Where an error leaves this context and nobody catches it, end the process without tidying up.
+    """If an uncaught error leaves this context, end the process without cleanup.
 
-    With one rank only after a second Ctrl-C, since a save may be under way in a thread. The command line has a way of
-    its own to end; this is for scripts that own their loop.
+    With one rank only after a second Ctrl-C, since a save may be under way in a thread. The command line ends in its
+    own way; this is for scripts that own their loop.
     """
     try:
         yield
@@ -96,8 +95,8 @@ def left_at_once(world: int) -> Iterator[None]:
 
 @dataclass
 class ScriptHook:
-    """Stands as `sys.excepthook` before the one that was there: an error of Shardway that nobody catches ends a script
-    with its message and its exit code, as on the command line; any other goes to the hook before.
+    """Replaces `sys.excepthook`: an uncaught Shardway error ends a script with its message and exit code, as on the
+    command line; any other error goes to the previous hook.
 
     `closes` are called first with the error: they end what is still open.
     """
@@ -108,10 +107,10 @@ class ScriptHook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         closes = [*reversed(self.closes)]
         for close in closes:
-            with contextlib.suppress(BaseException):  # the error itself is told below
+            with contextlib.suppress(BaseException):  # the error itself is reported below
                 try:
                     close(kind, error, trace)
-                except ShardwayError as explained:  # what it means
+                except ShardwayError as explained:  # the explained cause
                     kind, error, trace = type(explained), explained, explained.__traceback__
         if closes and sys.excepthook is not self:  # among several ranks, the process is to end at once
             sys.excepthook(kind, error, trace)
@@ -125,31 +124,31 @@ class ScriptHook:
 
 
 def script_hook() -> ScriptHook:
-    """The hook that stands, put there by the first call."""
+    """The installed hook; the first call installs it."""
     if not isinstance(sys.excepthook, ScriptHook):
         sys.excepthook = ScriptHook(sys.excepthook)
     return sys.excepthook
 
 
 def restore_hook() -> None:
-    """Put the hook back that was there before, once nothing is open."""
+    """Restore the previous hook, once nothing is open."""
     if isinstance(sys.excepthook, ScriptHook) and not sys.excepthook.closes:
         sys.excepthook = sys.excepthook.previous
 
 
 def report_errors() -> None:
-    """From now on an error of Shardway that nobody catches is its message; IPython shows it so by itself
+    """From now on an uncaught Shardway error is shown as its message only; IPython does that by itself
     (`errors`)."""
     script_hook()
 
 
 class ScriptExit:
-    """Ends the process of a script that came to its own end, after all that libraries and the script have registered
-    for it, and before the destructors of C++ (see `LastExit`).
+    """Ends the process of a script that ran to its end, after all exit handlers of libraries and the script, and before
+    C++ destructors (see `Shutdown`).
 
-    Only where the outermost frame has returned is the exit code known to be 0 before the interpreter ends. A script
-    that ends by `sys.exit` or by an error ends as any Python does, but for those destructors (where the library of C
-    has `on_exit`, which is told the code).
+    Only if the outermost frame has returned is the exit code known to be 0 before the interpreter ends. A script that
+    ends by `sys.exit` or by an error ends as usual in Python, but without those destructors (where the C library has
+    `on_exit`, which receives the code).
     """
 
     def __init__(self, frame: FrameType) -> None:
@@ -158,10 +157,10 @@ class ScriptExit:
         self._outermost = frame
 
     def arm(self) -> None:
-        """From now on; called in the main thread."""
-        register = getattr(threading, "_register_atexit", None)  # what is registered so comes before `atexit`
+        """Take effect from now on; called in the main thread."""
+        register = getattr(threading, "_register_atexit", None)  # its callbacks run before those of `atexit`
         if register is not None:
-            with contextlib.suppress(RuntimeError):  # the interpreter ends already
+            with contextlib.suppress(RuntimeError):  # the interpreter is already ending
                 register(self._come_first)
         _exit_before_destructors()
 
@@ -181,11 +180,10 @@ class ScriptExit:
 
 
 class Shutdown:
-    """Made before anything else registers what it does at the end, so that this comes last of all.
+    """Created before any other exit handler is registered, so that it runs last.
 
-    After it come destructors of C++. Those of torch have ended a rank with SIGABRT after all its work was done, when
-    another rank of its group had left a moment before (torch 2.13, gloo, "terminate called without an active
-    exception").
+    It skips C++ destructors. Those of torch have ended a rank with SIGABRT after all its work was done, when another
+    rank of its group had left a moment before (torch 2.13, gloo, "terminate called without an active exception").
     """
 
     def __init__(self) -> None:
@@ -193,7 +191,7 @@ class Shutdown:
         atexit.register(self._leave)
 
     def leave_with(self, code: int) -> None:
-        """With which code this process leaves, once it has come to its end; without this word as any Python does."""
+        """Set the exit code for the end of this process; without it Python ends as usual."""
         self._code = code
 
     def _leave(self) -> None:
@@ -206,7 +204,7 @@ class Shutdown:
 
 
 def _exit_before_destructors() -> None:
-    """Of what C runs at an exit, the newest comes first: what was printed leaves, then the process, with its code."""
+    """C runs exit handlers newest first: flush the output, then end the process with its code."""
     import ctypes
 
     library = ctypes.CDLL(None)
@@ -216,35 +214,35 @@ def _exit_before_destructors() -> None:
 
 
 def _flush_libraries() -> None:
-    """What libraries of C have printed leaves this process."""
+    """Flush the output buffers of C libraries."""
     import ctypes
 
     ctypes.CDLL(None).fflush(None)
 
 
 def flush_output() -> None:
-    """What was printed leaves this process; a stream may be closed. Raises OSError."""
+    """Flush Python's output; a stream may be closed. Raises OSError."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
 
 
 def leave_now(words: str, code: int) -> None:
-    """End this process from any thread, whatever the others do."""
+    """End this process from any thread, whatever the other threads do."""
     with contextlib.suppress(OSError):
         os.write(TOLD, f"shardway: {words}\n".encode())
     os._exit(code)
 
 
 def _show_interrupt(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Where it came is of no interest: somebody wanted it to end."""
+    """Without a traceback: the user asked for the end."""
     with contextlib.suppress(OSError):
         os.write(TOLD, b"shardway: ended at once by a second signal\n")
 
 
 def _leave_after(show: Hook) -> Hook:
     def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        with contextlib.suppress(SystemExit):  # of a hook that says with which code to leave
+        with contextlib.suppress(SystemExit):  # from a hook that sets the exit code
             show(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()

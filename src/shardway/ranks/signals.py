@@ -1,14 +1,14 @@
-"""Signals become a wish to stop that ranks agree on between steps; a watchdog thread acts where the main thread cannot.
+"""Stop signals: ranks agree on a stop between steps; a watchdog thread acts where the main thread cannot.
+
+Python runs a signal's handler in the main thread, and only once that returns from a library. The watchdog reads from a
+pipe what the interpreter writes there at once (`signal.set_wakeup_fd`).
 
 Invariants:
-- A signal only sets a flag, so that no step is cut in half; only a second Ctrl-C ends the process at once (schedulers
-  and launchers repeat theirs, and mean the same), and only a wait that says it can be broken off is. Handlers that were
-  there before are put back.
-- Without a wish to stop nothing happens. What takes time (a file system that hangs) is done in threads of its own, so
-  that this one always sees the clock.
-
-Python runs a signal's handler in the main thread, and only once that comes back from a library. This thread reads from
-a pipe what the interpreter writes there at once (`signal.set_wakeup_fd`).
+- A signal only sets a flag, so that no step is cut in half. Only a second Ctrl-C ends the process at once (schedulers
+  and launchers repeat their signals with the same meaning), and only a wait marked as breakable is broken off. Earlier
+  handlers are restored.
+- The watchdog does nothing without a stop request. Slow work (a file system that hangs) is done in other threads, so
+  that the watchdog always sees the clock.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGUSR1, s
 when a terminal or a connection is gone."""
 
 _OF_OTHERS = (signal.SIGUSR1, signal.SIGHUP)
-"""Stop signals that are left to who has them: a script that has a use of its own for one, `nohup` that ignores one."""
+"""Stop signals that are left to their present handlers: a script's own use of one, `nohup` that ignores one."""
 
 BREAK = signal.SIGUSR2
-"""What a thread of this process sends to the main thread to break off a wait: a system call ends with a signal."""
+"""The signal by which a thread of this process breaks off a wait of the main thread: it ends a system call."""
 
 
 class BrokenOff(BaseException):
-    """A wait that was broken off; no Exception, since whoever waits may catch those and try again."""
+    """A wait that was broken off; not an Exception, since waiting code may catch those and try again."""
 
 
 class SignalWatch:
     """While entered, remembers that a stop signal came; Ctrl-C after it raises KeyboardInterrupt.
 
-    One that is entered within another knows what that one has received. `breakable` is for the main thread to set
-    around a wait that `break_off` may end. `killed`: the second Ctrl-C came, whoever has caught the KeyboardInterrupt.
+    A watch entered within another takes over the signal that the outer one received. The main thread sets `breakable`
+    around a wait that `break_off` may end. `killed`: the second Ctrl-C came, even if its KeyboardInterrupt was caught.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
@@ -64,7 +64,7 @@ class SignalWatch:
         return bool(self._before)
 
     def holds(self, number: int) -> bool:
-        """Whether this signal comes here, and not to somebody else in this process."""
+        """Whether this watch handles the signal, and no other handler in this process."""
         return number in self._before
 
     def break_off(self) -> None:
@@ -86,7 +86,7 @@ class SignalWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            if getattr(signal.getsignal(number), "__self__", None) is self:  # and nobody has set another one since
+            if getattr(signal.getsignal(number), "__self__", None) is self:  # and no other one was set since
                 signal.signal(number, handler)  # type: ignore[arg-type]
         self._before = {}
 
@@ -117,12 +117,12 @@ def list_free(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
 
 
 def _is_shielded() -> bool:
-    """Whether a job script has let torchrun ignore what its ranks shall take for a stop."""
+    """Whether a job script made torchrun ignore a signal that its ranks take for a stop."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "SHARDWAY_ATTEMPT_DIR" in os.environ
 
 
 def _is_caught(number: int) -> bool:
-    """Whether a handler is set that Python does not know of: by the fault handler, or a library (proc(5), SigCgt)."""
+    """Whether a handler is set outside Python: by the fault handler, or a library (proc(5), SigCgt)."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
         caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
@@ -132,7 +132,7 @@ def _is_caught(number: int) -> bool:
 
 
 def find_received() -> str | None:
-    """The stop signal that the watch which is entered in this process has received; None for none."""
+    """The stop signal received by the watch that is entered in this process; None for none."""
     watch = _find_watch()
     return watch.received if watch is not None else None
 
@@ -142,14 +142,14 @@ def _find_watch() -> SignalWatch | None:
     return owner if isinstance(owner, SignalWatch) else None
 
 
-# --- A thread that sees to a stop while the main thread cannot: it is in a library, or waits for data
+# --- the watchdog thread
 
 TICK_S = 0.25
 PATIENCE_S = 5.0
-"""How long the main thread may wait for data once a stop was asked for; and how long it may take to hear a signal
-before others are told of it."""
+"""How long the main thread may wait for data after a stop request; and how long it may take to notice a signal before
+other processes are notified of it."""
 LEAVE_S = 3.0
-"""How long the main thread may take to leave after a second Ctrl-C."""
+"""How long the main thread may take to end after a second Ctrl-C."""
 
 Act = Callable[[], None]
 
@@ -160,8 +160,8 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Duties:
-    """What is done when: the stop took longer than `timeout_s`; a second Ctrl-C did not end the process; a signal came
-    and the main thread is in a library. Each is called once, the first two in a thread that may end the process."""
+    """What to call if: the stop took longer than `timeout_s`; a second Ctrl-C did not end the process; a signal came
+    while the main thread is in a library. Each is called once, the first two in a thread that may end the process."""
 
     timeout_s: float = float("inf")
     on_late: Act = _nothing
@@ -180,14 +180,14 @@ class Times:
     done: set[str] = field(default_factory=set)
 
     def hear(self, number: int, now: float) -> None:
-        """A stop signal came; a Ctrl-C after another one means at once."""
+        """Record a stop signal; a Ctrl-C after another one means an immediate end."""
         if self.signalled is not None and number == signal.SIGINT and self.killed is None:
             self.killed = now
         self.asked = now if self.asked is None else self.asked
         self.signalled = now if self.signalled is None else self.signalled
 
     def find_due(self, now: float, timeout_s: float, *, heard: bool) -> list[str]:
-        """What is to be done now, each once: "killed", "late", "deaf". `heard`: the main thread knows of the signal."""
+        """What to do now, each once: "killed", "late", "deaf". `heard`: the main thread has handled the signal."""
         due = []
         if _past(self.killed, LEAVE_S, now):
             due.append("killed")
@@ -205,7 +205,7 @@ def _past(since: float | None, seconds: float, now: float) -> bool:
 
 
 class StopWatchdog:
-    """While entered in the main thread, where its `signals` are watched; elsewhere it does nothing."""
+    """Works while entered in the main thread, where its `signals` are watched; elsewhere it does nothing."""
 
     def __init__(self, signals: SignalWatch, duties: Duties) -> None:
         self._signals, self._duties = signals, duties
@@ -218,12 +218,12 @@ class StopWatchdog:
         self._before = -1
 
     def ask(self) -> None:
-        """A stop was asked for, or is agreed: from the first call on it may take `timeout_s`."""
+        """A stop was requested or agreed on: from the first call on it may take `timeout_s`."""
         if self._times.asked is None:
             self._times.asked = time.monotonic()
 
     def begin_wait(self, look: Callable[[], bool]) -> None:
-        """The main thread waits for data; `look` (called in another thread) says whether a stop is asked for."""
+        """The main thread waits for data; `look` (called in another thread) returns whether a stop is requested."""
         self._look = look
         self._times.waits = time.monotonic()
 
@@ -268,7 +268,7 @@ class StopWatchdog:
         return os.read(self._pipe[0], 256) if ready else b""
 
     def _is_own(self, number: int) -> bool:
-        """Whether this is what broke off a wait, and not a wish of somebody's."""
+        """Whether this is the signal that broke off a wait, and not a stop request from outside."""
         if number != BREAK or not self._own:
             return False
         self._own -= 1
@@ -282,7 +282,7 @@ class StopWatchdog:
         threading.Thread(target=self._look_while, args=(waits,), name="look", daemon=True).start()
 
     def _look_while(self, waits: float) -> None:
-        """Until this wait is over, or a stop ends it."""
+        """Look until this wait is over, or a stop ends it."""
         try:
             while self._times.waits == waits and not self._done.is_set():
                 if self._look is not None and self._look():

@@ -1,10 +1,10 @@
-"""Where a spare process waits until it is needed as a rank, and what it is told then.
+"""Where a spare process waits until it is needed as a rank, and with which variables it starts then.
 
 Invariant: A process that is no spare is not kept waiting; a spare is released once, with the variables of its rank.
 
 A spare is a rank's program, started while the ranks train: it imports what takes seconds (on a shared file system of a
 large machine, minutes) and waits. When ranks have to start again it becomes one of them at once. A FIFO is the gate:
-whoever holds it open for writing is alive, so that nobody waits for an agent that was killed.
+the process that holds it open for writing is alive, so no spare waits for an agent that was killed.
 """
 
 from __future__ import annotations

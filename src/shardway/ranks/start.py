@@ -1,8 +1,8 @@
 """Starts this process as one of the ranks, and ends it.
 
 Invariant: after `start_ranks` every rank of the launch is in the default process group, or every rank has an error
-that says who waited where; after `Ranks.end` no group is left. The only place that makes the default process group.
-It must not make subgroups (that is `parallel.mesh`) nor read a rank's place (that is `ranks.launcher`).
+that states which ranks waited where; after `Ranks.end` no group is left. Only this module makes the default process
+group. It makes no subgroups (`parallel.mesh`) and does not determine a rank's place (`ranks.launcher`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from shardway.units import render_seconds
 T = TypeVar("T")
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""On CUDA both: decisions between ranks travel by gloo, so that they never wait for the device."""
+"""Both on CUDA: decisions between ranks go over gloo, so that they never wait for the device."""
 
 
 @dataclass(frozen=True)
 class StartOptions:
     """How the ranks start: device type, CPU threads a rank, and the two nested waits in seconds.
 
-    `group_alone`: a process that nothing launched gets a process group of its own as well.
+    `group_alone`: a process without a launcher gets a process group too.
     """
 
     device: str = "cpu"
@@ -52,7 +52,7 @@ class StartOptions:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of this launch as seen from one of them; `group` is what they talk over (None: the default group)."""
+    """The ranks of this launch as seen from one of them; `group` carries their exchange (None: the default group)."""
 
     placement: Placement
     device: torch.device
@@ -71,7 +71,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, the one that writes what is written once."""
+        """Whether this is rank 0, which writes what is written once."""
         return self.placement.rank == 0
 
     def gather(self, value: T) -> list[T]:
@@ -95,19 +95,19 @@ class Ranks:
         self.gather(None)
 
     def first_then_all(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and, once that went well, on the others; its error is raised on every rank."""
+        """Run `work` on rank 0 and, if that succeeded, on the others; its error is raised on every rank."""
         outcome = self.together(lambda: work() if self.is_first else None)
         return cast(T, outcome) if self.is_first else work()
 
     def ask_first(self, work: Callable[[], T]) -> T:
-        """What `work` gives on rank 0, on every rank; its error is raised on every rank."""
+        """The result of `work` on rank 0, on every rank; its error is raised on every rank."""
         result, failure = _attempt(work) if self.is_first else (None, None)
         note, told = self.gather((_note(failure), result))[0]
         _raise_alike(failure, note)
         return cast(T, told)
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank; if it fails on any, raise that error on all, so that none waits for ever."""
+        """Run `work` on every rank; if it fails on any, raise that error on all, so that none waits forever."""
         result, failure = _attempt(work)
         notes = self.gather(_note(failure))
         _raise_alike(failure, next((note for note in notes if note is not None), None))
@@ -115,7 +115,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def contact(self, when: str) -> Iterator[None]:
-        """Turn the loss of another rank into a LostContact that says when it happened."""
+        """Turn the loss of another rank into a LostContact that states when it happened."""
         try:
             yield
         except RuntimeError as error:
@@ -128,7 +128,7 @@ class Ranks:
             ) from error
 
     def end(self) -> None:
-        """Leave the process group; on the clean path only, since a dead peer would make it wait."""
+        """Leave the process group; only after a success, since it would wait for a dead peer."""
         if self.grouped and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -149,12 +149,12 @@ def start_ranks(placement: Placement, options: StartOptions) -> Ranks:
 
 
 _OWN_THREADS = 4
-"""Threads of a rank besides those that compute: of the watch over a stop, of saves; as many again for collectives."""
+"""Threads of a rank besides the computing ones: of the stop watchdog, of saves; as many again for collectives."""
 
 
 def _fit_threads(placement: Placement, threads: int) -> int:
-    """How many of the threads that are to compute can start; OpenMP would end the process in the first step. Raises
-    SiteError where a rank's other threads cannot."""
+    """How many of the computing threads can start; with too few, OpenMP would end the process in the first step. Raises
+    SiteError where a rank's other threads cannot start."""
     limit, own = read_task_limit(), _OWN_THREADS if placement.launcher == "none" else 2 * _OWN_THREADS
     if limit is None:
         return threads
@@ -173,9 +173,9 @@ def _fit_threads(placement: Placement, threads: int) -> int:
 
 
 def _show_native_crashes() -> None:
-    """A library that crashes (SIGSEGV, SIGBUS, SIGABRT, ...) leaves where Python was in the log of the rank."""
+    """On a native crash (SIGSEGV, SIGBUS, SIGABRT, ...) write Python's stack to the log of the rank."""
     if not faulthandler.is_enabled() and sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr that is no file, as in a notebook
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr that is not a file, as in a notebook
             faulthandler.enable(sys.stderr)
 
 
@@ -183,8 +183,8 @@ def _choose_device(placement: Placement, kind: str) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     visible = torch.cuda.device_count()
-    # A scheduler that gives each task its devices (srun --gpus-per-task) shows it these alone, numbered from 0 on.
-    # One that binds tasks to the devices near their cores (--gpu-bind=closest) shows some tasks these, and some those.
+    # A scheduler that gives each task its devices (srun --gpus-per-task) shows it only these, numbered from 0 on. One
+    # that binds tasks to the devices near their cores (--gpu-bind=closest) shows different tasks different ones.
     index = placement.local_rank % visible if visible else 0
     if not visible or not torch.cuda.is_available():
         raise SiteError(
@@ -199,8 +199,8 @@ def _choose_device(placement: Placement, kind: str) -> torch.device:
 
 
 def _check_own_device(placement: Placement, device: torch.device, store: dist.Store) -> None:
-    """Raise SiteError where ranks that see less devices than there are ranks of the node have the same one; said
-    before NCCL meets."""
+    """Raise SiteError where ranks of a node share a device because they see fewer devices than there are ranks; checked
+    before NCCL connects."""
     if device.type != "cuda":
         return
     store.set(f"{_DEVICE}{placement.rank}", str(torch.cuda.get_device_properties(device).uuid))
@@ -219,11 +219,11 @@ def _check_own_device(placement: Placement, device: torch.device, store: dist.St
 
 
 _DEVICE = "shardway/device-"
-"""Key of the store: which device a rank has."""
+"""Key in the store: the device of a rank."""
 
 
 def _join(placement: Placement, options: StartOptions, device: torch.device) -> Placement:
-    """Make the process group; the placement, with the port at which the ranks have met."""
+    """Make the process group; returns the placement with the port at which the ranks met."""
     began, has_met = time.monotonic(), False
     where = render_endpoint(placement.master_addr, placement.master_port)
     if placement.world > 1:
@@ -281,12 +281,12 @@ def _join(placement: Placement, options: StartOptions, device: torch.device) -> 
 
 
 def _is_agents_store(placement: Placement) -> bool:
-    """Whether an agent listens at the port, or nobody else has to find it."""
+    """Whether an agent listens at the port, or no other process has to find it."""
     return placement.has_agent or placement.world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _describe_way() -> str:
-    """By which interface this node is reached, as far as gloo was told or finds out."""
+    """The interface by which this node is reached, as far as gloo was given one or finds one."""
     name = os.environ.get(VARIABLE, "")
     own = socket.gethostname()
     if name:
@@ -307,7 +307,7 @@ def is_lost_contact(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, is that of an allocator with no memory left to give."""
+    """Whether an error, or one of its causes, is that of an allocator without memory."""
     if error is None:
         return False
     allocator = isinstance(error, MemoryError | torch.OutOfMemoryError) or (
@@ -321,7 +321,7 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, ShardwayError | None]:
         return work(), None
     except ShardwayError as error:
         return None, error
-    except Exception as error:  # the other ranks wait for word from this one, whatever went wrong
+    except Exception as error:  # the other ranks wait for this one's answer, whatever went wrong
         kind = JobError if is_out_of_memory(error) else Bug
         why = explain_limit(error)
         failure = JobError(why) if why else kind(f"{type(error).__name__}: {error}")
@@ -330,14 +330,14 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, ShardwayError | None]:
 
 
 def _note(failure: ShardwayError | None) -> tuple[str, str] | None:
-    """What the other ranks are told: memory that is gone is the business of the rank that has none left."""
+    """The message for the other ranks; without text for lost memory, which concerns only the rank that ran out."""
     if is_out_of_memory(failure):
         return LostContact.__name__, "another rank ran out of memory"
     return None if failure is None else (type(failure).__name__, str(failure))
 
 
 def _raise_alike(own: ShardwayError | None, told: tuple[str, str] | None) -> None:
-    """Raise the error of this rank, or else that of another which this one was told of, if there is any."""
+    """Raise the error of this rank, or else the one that another rank reported, if any."""
     if own is not None:
         raise own
     if told is not None:
@@ -346,7 +346,7 @@ def _raise_alike(own: ShardwayError | None, told: tuple[str, str] | None) -> Non
 
 
 def _transport_words(error: BaseException) -> str:
-    """What gloo or NCCL says without the place in their own source and their advice."""
+    """The message of gloo or NCCL without its source location and advice."""
     said = re.sub(r"^\[[^\]]*\.cc:\d+\]\s*", "", _first_line(error))
     return said.split(". This is typically")[0].rstrip(".")
 

@@ -1,10 +1,11 @@
 """Spare processes of this node, which take the place of its ranks when these have to start again.
 
-Invariant: Spares that were taken are ranks, all others are dead when the reserve is left. A start never waits for
+Invariant: Spares that were taken are ranks, all others are dead when the standby ends. A start never waits for
 spares, nor fails for want of them.
 
-They are started while the ranks train, import what takes long, and wait (`ranks.gate`). Ranks that start again then
-need no new Python and no import of torch, which takes seconds here, and minutes on a shared file system that is busy.
+They are started while the ranks train, import what takes long, and wait (`ranks.standby_gate`). Ranks that start again
+then need no new Python and no import of torch, which takes seconds here, and minutes on a shared file system that is
+busy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""RunFile + circumstances -> Resolved: what was asked for becomes what will happen.
+"""RunFile + circumstances -> Resolved: settles every open key of a run.
 
-Invariant: a `Resolved` holds no "auto" that could be settled, every value has its origin, and no rule changes what
-the user set. This room must not import torch, read data or look at the machine.
+Invariant: a `Resolved` holds no "auto" that could be settled, every value has its origin, and no rule changes what the
+user set. This package does not import torch, read data or look at the machine.
 """
 
 from shardway.resolve.build import check_same_run, find_changes, resolve, resolve_with_data, scale_of

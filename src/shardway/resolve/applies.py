@@ -1,7 +1,7 @@
 """Which keys have an effect under which choice.
 
-Invariant: one table says it for the rule that refuses an ineffective key and for what is shown and written. This
-module must not refuse.
+Invariant: this table alone decides it, for the rule that refuses an ineffective key and for what is shown and written.
+Nothing is refused here.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ IMAGE_DATA = ("arrays", "idx")
 TOKEN_MODELS = ("transformer", "encoder_decoder")
 IMAGE_MODELS = ("vit", "convnet", "mlp")
 BLOCK_MODELS = ("transformer", "vit")
-"""Kinds whose samples are tokens, those whose samples are images, and those made of the same blocks."""
+"""Kinds of models whose samples are tokens, kinds whose samples are images, and kinds made of transformer blocks."""
 
 ABOVE_ZERO = "above 0"
-"""The choice of a selector that is a number, where it is not 0."""
+"""The choice of a numeric selector that is not 0."""
 
 _SIZES = ("dim", "layers", "heads", "ffn_dim")
 _BLOCKS = ("head_dim", "norm", "norm_eps", "activation", "bias", "qkv_bias", "qk_norm")
@@ -31,17 +31,17 @@ _LATENT = ("q_rank", "rope_head_dim", "value_head_dim")
 _IMAGES = ("channels", "hidden", "patch", "pooling", "classes")
 
 WEIGHT_KEYS = ("kind", "hf", "vocab", *_SIZES, *_BLOCKS, *_DECODER, *_MIXTURE, *_LATENT, *_IMAGES)
-"""Keys of [model] that say what its weights are, or what they mean."""
+"""Keys of [model] about its weights or their meaning."""
 
 _BALANCING = ("bias_update_rate", "balance_weight", "capacity_factor")
 SHAPE_KEYS = (*(name for name in WEIGHT_KEYS if name not in ("kind", "hf")), *_BALANCING, "dropout")
-"""Keys of [model] that describe a reference model; with model.hf its config.json says it."""
+"""Keys of [model] that describe a reference model; with model.hf its config.json decides them."""
 
 _OF_TORCH = ("static_graph", "compress", "powersgd_rank", "reshard_after_forward", "prefetch", "cpu_offload")
-"""Keys of [parallel] about copies and shards that PyTorch makes."""
+"""Keys of [parallel] about PyTorch's copies and shards."""
 
 _OF_ROLL_BACK = ("spike_steps", "spike_margin", "max_left_out", "max_roll_backs")
-"""Keys of [guard] about going back before a spike."""
+"""Keys of [guard] about rewinding before a spike."""
 
 
 def _model(names: tuple[str, ...], *choices: str) -> dict[str, tuple[str, ...]]:
@@ -57,7 +57,7 @@ AXES_OF_KIND: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mlp": ("pp",),
     }
 )
-"""model.kind -> axes beside dp_replicate and dp_shard along which it splits."""
+"""model.kind -> axes along which it splits, beside dp_replicate and dp_shard."""
 
 OWNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -140,7 +140,7 @@ def applies(dotted: str, values: RunFile) -> bool:
 
 
 def choice_of(selector: str, values: RunFile) -> str:
-    """What a selector such as "model.kind" chooses."""
+    """The choice of a selector such as "model.kind"."""
     section, name = selector.split(".")
     return name_choice(getattr(getattr(values, section), name))
 

@@ -1,10 +1,9 @@
-"""Applies the rules to a loaded run file, completes it with the opened data, and says whether a run may go on with
-changes.
+"""Applies the rules to a loaded run file, completes it with the opened data, and checks changes of a continued run.
 
 Invariants:
-- All that cannot be is told at once, and nothing that the user set is changed.
-- A change that would make saved weights, optimizer state or the data position mean something else is refused; every
-  other change is allowed.
+- All problems are reported at once, and nothing that the user set is changed.
+- A change that would alter the meaning of saved weights, optimizer state or the data position is refused; every other
+  change is allowed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from shardway.units import Scale, Span
 
 
 def resolve(loaded: LoadedRunFile, circumstances: Circumstances) -> Resolved:
-    """Apply every rule in order. Raises UserError with all that cannot be."""
+    """Apply every rule in order. Raises UserError with all problems."""
     draft = Draft(loaded, circumstances)
     for rule in (a_run_without_a_name_is_called_after_its_file(_name_of_file(loaded)), *RULES):
         if not (circumstances.own_model and rule in OF_WHAT_IS_DESCRIBED):
@@ -38,7 +37,7 @@ def resolve(loaded: LoadedRunFile, circumstances: Circumstances) -> Resolved:
 
 
 def name_of_run(loaded: LoadedRunFile) -> str:
-    """What a run is called: its run.name, or as its file."""
+    """The name of a run: its run.name, or its file's."""
     name = loaded.values.run.name
     return name if name != "auto" else _name_of_file(loaded)
 
@@ -48,7 +47,7 @@ def _name_of_file(loaded: LoadedRunFile) -> str:
 
 
 def _spans_without_data(resolved: Resolved) -> _Spans | None:
-    """The lengths of a run where none of them depends on the data."""
+    """The lengths of a run if none of them depends on the data."""
     optim = resolved.values.optim
     units = {span.unit for span in (resolved.values.train.steps, optim.warmup, optim.decay)}
     if units <= {"steps", "samples"}:
@@ -69,7 +68,7 @@ def _derive(draft: Draft) -> Derived:
 
 
 def resolve_with_data(resolved: Resolved, facts: DataFacts) -> Resolved:
-    """Settle what only the opened data can: vocabulary, and spans in steps. Raises UserError."""
+    """Settle the keys that need the opened data: vocabulary, and spans in steps. Raises UserError."""
     values, origins, problems = resolved.values, dict(resolved.origins), []
     if values.model.kind in TOKEN_MODELS and facts.vocab is not None:
         if values.model.vocab == "auto":
@@ -87,7 +86,7 @@ def resolve_with_data(resolved: Resolved, facts: DataFacts) -> Resolved:
 
 
 def _list_vocabulary_problems(vocab: int, tp: int) -> list[Problem]:
-    """A vocabulary that only the data could say is checked here; one that the run file says, by a rule."""
+    """Problems of a vocabulary that comes from the data; that of a run file is checked by a rule."""
     if vocab % tp == 0:
         return []
     what, padded = f"{vocab} entries do not split into parallel.tp = {tp} equal parts", ceil_div(vocab, tp) * tp
@@ -115,12 +114,12 @@ class _Spans:
         self._steps = {name: self._fit(name, span.in_steps(scale)) for name, span in self._spans.items()}
 
     def _fit(self, name: str, steps: int) -> int:
-        """A default that is long for a short run shrinks with it; what the user set is never changed."""
+        """A default that is long for a short run is shortened; what the user set is never changed."""
         is_default = self._resolved.origins[f"optim.{name}"] == DEFAULT
         return min(steps, self._total // 10) if is_default else steps
 
     def find_problems(self) -> list[Problem]:
-        """What cannot be about these lengths."""
+        """Problems of these lengths."""
         origins = self._resolved.origins
         if self._total == 0:
             what = f"{self._resolved.values.train.steps} is no step at all"
@@ -141,7 +140,7 @@ class _Spans:
         ]
 
     def settle(self) -> Resolved:
-        """The resolved run with its lengths in steps; a shrunk default is written down as derived."""
+        """The resolved run with its lengths in steps; a shortened default is recorded as derived."""
         optim, origins = self._resolved.values.optim, dict(self._resolved.origins)
         for name, steps in self._steps.items():
             if origins[f"optim.{name}"] == DEFAULT and self._spans[name] != Span(steps, "steps"):
@@ -161,7 +160,7 @@ class _Spans:
 
 
 def scale_of(resolved: Resolved, facts: DataFacts) -> Scale:
-    """How steps, samples, tokens and epochs of this run convert."""
+    """The conversion of steps, samples, tokens and epochs of this run."""
     return Scale(resolved.values.train.global_batch, facts.tokens_per_sample, facts.samples)
 
 
@@ -169,7 +168,7 @@ def _title(loaded: LoadedRunFile) -> str:
     return str(loaded.path) if loaded.path else "the run"
 
 
-# --- Whether a run directory may be continued with a run file that has changed since
+# --- continuing a run with a changed run file
 
 FIXED_AT_RESUME = (
     *(f"model.{name}" for name in WEIGHT_KEYS),
@@ -181,7 +180,7 @@ FIXED_AT_RESUME = (
     "optim.name",
     "precision.weights",
 )
-"""Keys whose change would make the saved weights, optimizer state or data position mean something else."""
+"""Keys whose change would alter the meaning of the saved weights, optimizer state or data position."""
 
 
 FREE_AT_RESUME = (
@@ -195,15 +194,15 @@ FREE_AT_RESUME = (
     "data.prefetch",
     "data.cache",
 )
-"""Sections and keys that change where a run goes on elsewhere, and nothing that it computes."""
+"""Sections and keys that change where a run continues, and nothing that it computes."""
 
 
 WAYS_OUT = "choose another directory with --dir, or start {directory} over with --fresh, which sets it aside"
-"""Where `shardway train` refuses it."""
+"""The ways out that `shardway train` offers."""
 
 
 def find_changes(saved: Mapping[str, Any], resolved: Resolved) -> dict[str, list[Any]]:
-    """Keys that changed what is computed since the saved resolved run: key -> [before, now]."""
+    """Keys that changed since the saved resolved run: key -> [before, now]."""
     changes = {}
     for section, table in resolved.values.model_dump(mode="json").items():
         before = saved.get(section, {}) if section not in FREE_AT_RESUME else {}
@@ -214,9 +213,9 @@ def find_changes(saved: Mapping[str, Any], resolved: Resolved) -> dict[str, list
 
 
 def check_same_run(saved: Mapping[str, Any], resolved: Resolved, directory: str, ways_out: str = WAYS_OUT) -> None:
-    """Raise UserError where a key that must not change between attempts differs from the saved resolved run.
+    """Raise UserError if a key that must not change between attempts differs from the saved resolved run.
 
-    `ways_out`: what else to do than to restore the value; "{directory}" in it is the run's.
+    `ways_out`: alternatives to restoring the value; "{directory}" in it is the run's.
     """
     now = resolved.values.model_dump(mode="json")
     problems = []

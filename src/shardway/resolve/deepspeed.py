@@ -1,7 +1,7 @@
-"""The settings of DeepSpeed that follow from a run: what stands in ds_config.json.
+"""The settings of DeepSpeed that follow from a run: the content of ds_config.json.
 
-Invariant: a pure function of the resolved run; what another key decides wins over [deepspeed] settings, and a rule has
-refused those that say otherwise. This module must not import deepspeed, nor read or write files.
+Invariant: a pure function of the resolved run. Keys of other sections win over [deepspeed] settings; a rule has refused
+settings that contradict them. This module does not import deepspeed, and reads and writes no files.
 
 Names and meanings: https://www.deepspeed.ai/docs/config-json/.
 """
@@ -16,13 +16,13 @@ from shardway.resolve.draft import Resolved
 from shardway.runfile.schema import DeepspeedSection, RunFile
 
 Settings = dict[str, Any]
-"""What JSON can hold, by name."""
+"""Values that JSON can hold, by name."""
 
 _FP32_BYTES = 4
 
 
 def resolve_ds_config(resolved: Resolved) -> Settings:
-    """The settings that DeepSpeed is started with: those of the run over those of `deepspeed.settings`."""
+    """The settings for DeepSpeed: those of the run over those of `deepspeed.settings`."""
     values = resolved.values
     return _lay_over(own_settings(values, resolved.derived.accumulation), values.deepspeed.settings)
 
@@ -40,7 +40,7 @@ def render_settings(settings: Settings) -> str:
 def own_settings(values: RunFile, accumulation: int) -> Settings:
     """The settings that keys of the run file decide.
 
-    train_batch_size is left to DeepSpeed, which wants the product of the others also where shares are uneven.
+    train_batch_size is left to DeepSpeed, which requires the product of the others even if shares are uneven.
     """
     precision, clip = values.precision, values.optim.clip
     settings: Settings = {
@@ -48,7 +48,7 @@ def own_settings(values: RunFile, accumulation: int) -> Settings:
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.0 if clip == "off" else clip,
         "zero_optimization": _zero(values),
-        # Shardway's optimizers are plain torch.optim ones, also for what is offloaded: nothing is compiled for them.
+        # Shardway's optimizers are plain torch.optim ones, also with offload: nothing is compiled for them.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "communication_data_type": precision.reduce,
@@ -57,13 +57,13 @@ def own_settings(values: RunFile, accumulation: int) -> Settings:
     if precision.compute == "bf16":
         settings["bf16"] = {"enabled": True}
     if precision.compute == "fp16":
-        # The factor of [precision] loss_scale is put in and taken out by Shardway, alike for every engine.
+        # Shardway applies the factor of [precision] loss_scale and removes it, the same for every engine.
         settings["fp16"] = {"enabled": True, "loss_scale": 1.0}
     return settings
 
 
 def adds_gradients_in_bf16(values: RunFile) -> bool:
-    """Whether gradients of micro-batches are added up in bf16.
+    """Whether gradients of micro-batches are summed in bf16.
 
     ZeRO 1 would use another optimizer wrapper for fp32, which cannot scale gradients after the passes.
     """
@@ -85,7 +85,7 @@ def _offload(device: str, section: DeepspeedSection, *, pinned: bool) -> Setting
 
 
 def find_conflicts(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Dotted name, own value and other value of each setting that both have, with different values."""
+    """Dotted name, own value and other value of each setting on which the two differ."""
     for name in own.keys() & other.keys():
         mine, theirs = own[name], other[name]
         if isinstance(mine, Mapping) and isinstance(theirs, Mapping):

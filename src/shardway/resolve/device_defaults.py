@@ -1,8 +1,7 @@
-"""What `precision.compute`, `precision.tf32` and `train.compile` are where they are "auto": what a device does fast.
+"""The values of `precision.compute`, `precision.tf32` and `train.compile` that are "auto": what a device does fast.
 
-Invariant: pure functions of facts about devices and of the other keys; of several devices the weakest decides, unknown
-hardware computes in fp32 and compiles nothing, and what is chosen is what no rule refuses. This module must not look
-at a machine.
+Invariant: pure functions of facts about devices and of the other keys. Of several devices the weakest decides; unknown
+hardware computes in fp32 and compiles nothing; no rule refuses a chosen value. The machine is not looked at.
 """
 
 from __future__ import annotations
@@ -24,30 +23,30 @@ COMPUTE, TF32, COMPILE = KEYS = ("precision.compute", "precision.tf32", "train.c
 WEAKEST: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {COMPUTE: ("fp32", "bf16"), TF32: (False, True), COMPILE: ("off", "blocks")}
 )
-"""Key -> what a device may choose, the weakest first."""
+"""Key -> the values that a device may choose, the weakest first."""
 
 SHORT_RUN = 100
-"""Steps below which compiling, about a minute, takes longer than what it saves."""
+"""With fewer steps, compilation (about a minute) takes longer than it saves."""
 
 TRITON_FROM = (7, 0)
-"""Compute capability from which Triton makes kernels: Volta."""
+"""Compute capability from which Triton supports a device: Volta."""
 
 BEFORE = "as this run computed before"
-"""Why a resumed run keeps what its device would not choose."""
+"""The reason why a resumed run keeps a value that its device would not choose."""
 
 DROPS = "dropout starts anew from a seed at each block"
-"""Why blocks with dropout are not compiled."""
+"""The reason why blocks with dropout are not compiled."""
 
 _ZERO_BUBBLE = ("zero_bubble", "zbv")
 _KEPT_COMPUTE = ("fp32", "bf16", "fp16")
 _FORMATS_OF_DEEPSPEED = ("bf16", "fp16", "data_types", "bfloat16")
 
 
-# --- what one device does fast
+# --- the choice of one device
 
 
 def choose_compute(device: DeviceFacts) -> Settled:
-    """bf16 where the device multiplies it natively, and faster than fp32 as far as that is known."""
+    """bf16 if the device multiplies it natively, and faster than fp32 as far as that is known."""
     if device.kind in ("cpu", "mps"):
         return Settled("fp32", device.name)
     if device.native_bf16 is None or device.kind == "unknown":
@@ -62,7 +61,7 @@ def choose_compute(device: DeviceFacts) -> Settled:
 
 
 def choose_tf32(device: DeviceFacts) -> Settled:
-    """Wherever the device has it."""
+    """TF32 on every device that has it."""
     if device.kind in ("cpu", "mps"):
         return Settled(False, device.name)
     if device.has_tf32 is None or device.kind == "unknown":
@@ -71,8 +70,8 @@ def choose_tf32(device: DeviceFacts) -> Settled:
 
 
 def choose_compile(device: DeviceFacts) -> Settled:
-    """Blocks on a CUDA device for which Triton makes kernels here. A part of the catalogue has no capability beside it,
-    and all that are in it are Volta or newer."""
+    """Blocks on a CUDA device that Triton supports here. A part of the catalogue has no capability, and all parts in it
+    are Volta or newer."""
     if device.kind in ("cpu", "mps"):
         return Settled("off", device.name)
     if device.kind != "cuda":
@@ -91,18 +90,18 @@ _CHOICES: Mapping[str, Callable[[DeviceFacts], Settled]] = MappingProxyType(
 
 
 def choose_for(key: str, devices: Sequence[DeviceFacts]) -> Settled:
-    """What the weakest of some devices chooses."""
+    """The choice of the weakest of several devices."""
     if not devices:
         return _CHOICES[key](DeviceFacts("unknown", "this accelerator"))
     return min((_CHOICES[key](device) for device in devices), key=lambda choice: WEAKEST[key].index(choice.value))
 
 
-# --- what the rest of a run leaves to it
+# --- the choice for a run
 
 
 def choose(draft: Draft, key: str) -> Settled:
-    """The value of a key that is "auto", with the reason: what the other keys or the script settle, or else what the
-    run computed with before, or else what the devices do fast."""
+    """The value of a key that is "auto", with the reason: what the other keys or the script require, else the value of
+    the run's earlier attempts, else what the devices do fast."""
     facts = draft.circumstances
     devices = (A_CPU,) if draft.get("run.device") == "cpu" else facts.devices
     usual = choose_for(key, devices)
@@ -115,7 +114,7 @@ def choose(draft: Draft, key: str) -> Settled:
 
 
 def _may_keep(draft: Draft, key: str, value: Any) -> bool:
-    """Whether what a run computed with before can be here, and no rule refuses it."""
+    """Whether the value of earlier attempts is possible here and no rule refuses it."""
     on_cpu = draft.get("run.device") == "cpu"
     if key == COMPUTE:
         return value in _KEPT_COMPUTE
@@ -160,7 +159,7 @@ def _find_compile_needed(draft: Draft, usual: Settled) -> Settled | None:
 
 
 def _find_no_gain(draft: Draft) -> Iterator[str]:
-    """Why blocks that the device could gain by are not compiled."""
+    """Reasons not to compile blocks on a device that could gain by it."""
     if draft.get("train.engine") != "torch":
         yield f'train.engine = "{draft.get("train.engine")}" runs the model'
     if draft.get("train.deterministic"):
@@ -179,7 +178,7 @@ def _find_no_gain(draft: Draft) -> Iterator[str]:
 
 
 def leave_short_runs_uncompiled(resolved: Resolved) -> Resolved:
-    """The same run without compiled blocks where the data have shown that it is short, and nothing else wants them."""
+    """The run without compiled blocks if the data shows that it is short and nothing else requires them."""
     facts, steps = resolved.circumstances, resolved.derived.total_steps
     is_open = resolved.is_derived(COMPILE) and resolved.values.recompute.mode != "budget"
     if not is_open or COMPILE in facts.before or COMPILE in facts.settled or steps >= SHORT_RUN:
@@ -194,7 +193,7 @@ def _describe_short(steps: int) -> str:
 
 
 def _count_steps(draft: Draft) -> int | None:
-    """The length of the run in steps, where no data is needed to know it."""
+    """The length of the run in steps, if it does not depend on the data."""
     span = draft.get("train.steps")
     if span.unit not in ("steps", "samples"):
         return None

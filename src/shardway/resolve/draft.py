@@ -1,8 +1,8 @@
-"""What resolving takes and gives, and the draft that rules work on.
+"""The input and the result of resolving, and the draft that rules work on.
 
 Invariants:
-- All of it is frozen; nobody derives a value after this room.
-- A rule can only derive what was left open or refuse; it never sees or changes the user's file.
+- Input and result are frozen; no value is derived after this package.
+- A rule can only derive an open key or refuse; it never sees or changes the user's file.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from shardway.plan.shapes.measured import Shape
 
 
-# --- What resolving takes and gives: circumstances, data facts, and the resolved run
+# --- circumstances, data facts, the resolved run
 
 DERIVED = "derived: "
-"""How the origin of a value begins that a rule has settled."""
+"""The start of the origin of a value that a rule has settled."""
 
 
 @dataclass(frozen=True)
 class Settled:
-    """The value of a key that is "auto", and why."""
+    """The value of a key that is "auto", and the reason."""
 
     value: Any
     reason: str
@@ -41,7 +41,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What the machine and the launcher say: ranks in all and on a node, cores and accelerators of a node."""
+    """The facts of machine and launcher: ranks in all and per node, cores and accelerators of a node."""
 
     ranks: int = 1
     ranks_per_node: int = 1
@@ -49,21 +49,21 @@ class Circumstances:
     accelerators: int = 0
     site: str = "laptop"
     hf: ModelFacts | None = None
-    """What the config of model.hf says, where there is one."""
+    """The facts of model.hf's config, if there is one."""
     machine: Machine | None = None
-    """The accelerators that the run is for, as the planner sees them; None where none is known or none is wanted."""
+    """The accelerators of the run, as the planner sees them; None if unknown or unwanted."""
     shape: Shape | None = None
-    """The layers of model.hf, where the planner knows its family."""
+    """The layers of model.hf, if the planner supports its family."""
     own_model: bool = False
     """Whether a script brings its own model and data, so that [model] and [data] describe nothing."""
     local_disk: str = ""
-    """Folder on each node's own disk, as the site's profile says; empty where it says none."""
+    """Folder on each node's own disk from the site's profile; empty if it has none."""
     devices: tuple[DeviceFacts, ...] = ()
-    """What the accelerators that the ranks have can do, each kind once; empty where that is not known."""
+    """The abilities of the ranks' accelerators, each kind once; empty if unknown."""
     before: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that follow the device -> what earlier attempts of this run computed with; empty for a new run."""
+    """Keys that follow the device -> values of earlier attempts of this run; empty for a new run."""
     settled: Mapping[str, Settled] = field(default_factory=dict)
-    """Keys that follow the device -> what the script that owns the model has settled."""
+    """Keys that follow the device -> values that the script with its own model has settled."""
 
 
 def value_of(values: RunFile, dotted: str) -> Any:
@@ -74,7 +74,7 @@ def value_of(values: RunFile, dotted: str) -> Any:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What only the opened data can say."""
+    """Facts that only the opened data has."""
 
     samples: int
     tokens_per_sample: int
@@ -96,7 +96,7 @@ class Derived:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A run as it will happen. Frozen; `origins` says of every key where its value came from."""
+    """A run as it will happen. Frozen; `origins` has the origin of every key's value."""
 
     values: RunFile
     origins: Mapping[str, str]
@@ -108,7 +108,7 @@ class Resolved:
         return self.origins[dotted].startswith(DERIVED)
 
     def with_values(self, settled: Mapping[str, Settled]) -> Resolved:
-        """The same run with other values of keys that were left open."""
+        """The same run with other values for open keys."""
         values, origins = self.values, dict(self.origins)
         for dotted, each in settled.items():
             section, name = dotted.split(".")
@@ -118,11 +118,11 @@ class Resolved:
         return replace(self, values=values, origins=MappingProxyType(origins))
 
     def render(self, keep: Callable[[str], bool] = lambda dotted: True) -> str:
-        """The resolved run as a run file: the keys that have an effect and that `keep` wants, with their origins."""
+        """The resolved run as a run file: the effective keys that pass `keep`, with their origins."""
         return render_run(self.values, self.origins, lambda dotted: applies(dotted, self.values) and keep(dotted))
 
 
-# --- The state that rules work on
+# --- the draft
 
 
 class Draft:
@@ -149,7 +149,7 @@ class Draft:
         return self.origin(dotted) != DEFAULT
 
     def is_open(self, dotted: str) -> bool:
-        """Whether nobody has settled the key: it is not set, or it is "auto"."""
+        """Whether the key is not settled yet: it is not set, or it is "auto"."""
         return not self.is_set(dotted) or bool(self.get(dotted) == "auto")
 
     def is_derived(self, dotted: str) -> bool:
@@ -161,18 +161,18 @@ class Draft:
         return self._origins[dotted]
 
     def derive(self, dotted: str, value: Any, reason: str) -> None:
-        """Settle a key that was left open."""
+        """Settle an open key."""
         section, name = dotted.split(".")
         table = getattr(self._values, section).model_copy(update={name: value})
         self._values = self._values.model_copy(update={section: table})
         self._origins[dotted] = f"{DERIVED}{reason}"
 
     def refuse(self, dotted: str, what: str, allowed: str = "", remedy: str = "") -> None:
-        """Record that a value cannot be."""
+        """Record a problem of a value."""
         self.problems.append(Problem(dotted, what, self.origin(dotted), allowed, remedy))
 
     def finish(self, derived: Derived) -> Resolved:
-        """The outcome, once no rule has anything left to say."""
+        """The outcome, after the last rule."""
         return Resolved(self._values, MappingProxyType(self._origins), self.circumstances, derived)
 
 

@@ -1,7 +1,7 @@
 """The case that a run file describes: what the planner needs to price the run.
 
-Invariant: Every key of the run file that memory or time depend on is in the case, or `list_assumptions` says what
-stands for it.
+Invariant: every key of the run file that memory or time depend on is in the case, or `list_assumptions` has a sentence
+on what replaces it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from shardway.resolve.applies import IMAGE_MODELS
 from shardway.runfile.schema import ParallelSection, PrecisionSection, RecomputeSection, RunFile
 
 ASSUMED_VOCAB = 32768
-"""Entries of a vocabulary that only the opened data can say: that of Llama 2's tokenizer, and padded to a power of
-two."""
+"""Vocabulary to assume before the data is opened: that of Llama 2's tokenizer, padded to a power of two."""
 
 BETWEEN: Recompute = "products"
 """What the planner calls `recompute.mode = "selective"`: results of products and of attention are kept."""
@@ -34,9 +33,9 @@ _PRECISIONS: Mapping[str, Precision] = MappingProxyType({"fp32": "fp32", "bf16":
 def shape_of_run(values: RunFile, hf: Shape | None = None, sample: tuple[int, ...] | None = None) -> Architecture:
     """The shape of the model that a run trains, its [model] resolved.
 
-    `hf`: what config.json says of model.hf (`plan.shapes.hf.read_shape`). `sample`: the image's (channels, height,
-    width) where the data are open; otherwise only synthetic ones say it. Raises UserError for a model that the planner
-    cannot lay out.
+    `hf`: the shape from the config.json of model.hf (`plan.shapes.huggingface.read_shape`). `sample`: the image's
+    (channels, height, width) if the data is open; otherwise only synthetic data has one. Raises UserError for a model
+    that the planner cannot lay out.
     """
     model = values.model
     if model.hf:
@@ -64,10 +63,10 @@ def _refusal(where: str, what: str, allowed: str) -> UserError:
 
 
 def case_of(values: RunFile, shape: Architecture, micro_batch: int | None = None) -> Case:
-    """The case of a resolved run; `micro_batch` stands for `train.micro_batch` where that is given.
+    """The case of a resolved run; `micro_batch` overrides `train.micro_batch` if it is given.
 
-    Shares that do not divide are rounded up: the rank with most samples is the one that the others wait for. Raises
-    UserError where the planner cannot hold a degree.
+    Shares that do not divide are rounded up: the others wait for the rank with most samples. Raises UserError if the
+    planner cannot hold a degree.
     """
     degrees, micro = degrees_of(values, shape), micro_batch or int(values.train.micro_batch)
     accumulation = -(-values.train.global_batch // (degrees.data * micro))
@@ -84,7 +83,7 @@ def case_of(values: RunFile, shape: Architecture, micro_batch: int | None = None
 
 
 def fixed_case_of(values: RunFile, shape: Architecture, **laid_out: object) -> Case:
-    """What a run says without its degrees, and `laid_out`, which says them."""
+    """The case of a run, with degrees and layout from `laid_out`."""
     degrees, parallel = laid_out["degrees"], values.parallel
     reshards = parallel.pp == 1 if parallel.reshard_after_forward == "auto" else bool(parallel.reshard_after_forward)
     settings = {
@@ -106,7 +105,7 @@ def fixed_case_of(values: RunFile, shape: Architecture, **laid_out: object) -> C
 
 def degrees_of(values: RunFile, shape: Architecture) -> Degrees:
     """The resolved degrees as the planner counts them: DeepSpeed shards over the ranks of dp_replicate, and the tensor
-    axis splits experts as well."""
+    axis also splits experts."""
     parallel = values.parallel
     sizes = {axis: int(getattr(parallel, axis)) for axis in AXES}
     if values.train.engine == "deepspeed":
@@ -115,13 +114,13 @@ def degrees_of(values: RunFile, shape: Architecture) -> Degrees:
 
 
 def split_experts(degrees: Degrees, shape: Architecture) -> Degrees:
-    """The same degrees with each expert split over the tensor axis, where there are experts."""
+    """The same degrees with each expert split over the tensor axis, if there are experts."""
     mixed = any(run.layer.experts for run in shape.runs)
     return replace(degrees, etp=degrees.tp if mixed else 1)
 
 
 def zero_of(values: RunFile, degrees: Degrees) -> int:
-    """What the ranks of dp_shard x cp share: everything, or what deepspeed.stage says."""
+    """What the ranks of dp_shard x cp share: everything, or deepspeed.stage."""
     if values.train.engine == "deepspeed":
         return values.deepspeed.stage
     return 3 if degrees.shards > 1 else 0
@@ -135,7 +134,7 @@ def engine_of(values: RunFile) -> EngineTraits:
 
 
 def precision_of(section: PrecisionSection) -> Precision:
-    """The format of matrix products; fp32 where that is still left to the device."""
+    """The format of matrix products; fp32 if the device has still to decide."""
     if section.compute == "float8":
         return "mxfp8" if section.float8_recipe == "mxfp8" else "fp8"
     compute = _PRECISIONS.get(section.compute, "fp32")
@@ -143,7 +142,7 @@ def precision_of(section: PrecisionSection) -> Precision:
 
 
 def recompute_of(section: RecomputeSection) -> Recompute:
-    """The planner's mode that keeps no less: where blocks are left out of recompute, all count as kept."""
+    """The planner's mode that keeps no less: if some blocks are exempt from recompute, all count as kept."""
     if section.mode == "none" or (section.every > 1 and section.mode != "budget"):
         return "none"
     if section.mode == "full" or (section.mode == "selective" and not section.save_ops):
@@ -159,17 +158,18 @@ def offloads(values: RunFile) -> bool:
 
 
 def machine_for(machine: Machine, ranks: int) -> Machine:
-    """The nodes that so many ranks see: fewer than a node has accelerators have the host to themselves."""
+    """The nodes as this many ranks use them: with fewer ranks than accelerators, each has a larger share of the
+    host."""
     return replace(machine, per_node=min(machine.per_node, ranks))
 
 
 def list_assumptions(values: RunFile) -> tuple[str, ...]:
-    """What of a run the planner does not know exactly, in sentences."""
+    """Assumptions of the planner about a run, in sentences."""
     return tuple(_find_assumptions(values, values.parallel))
 
 
 def _describe_batch(values: RunFile) -> Iterator[str]:
-    """Where shares do not divide."""
+    """The assumption for shares that do not divide."""
     batch, sizes = values.train.global_batch, (values.train.micro_batch, values.parallel.dp_replicate)
     if "auto" in (*sizes, values.parallel.dp_shard):
         return

@@ -1,10 +1,10 @@
-"""The fastest layout and micro-batch of a run that fits, among those that its rules take.
+"""The fastest layout and micro-batch of a run that fits, among those that its rules allow.
 
 Invariants:
-- One line without a period.
-- The draft behind it is never changed, and what a rule says here is what it would say of a run file with these values.
-- A size is at most a rank's share.
-- What the person set is kept, and no layout is priced that a rule would refuse.
+- A description is one line without a period.
+- The original draft is never changed; rules judge a trial draft as they would a run file with these values.
+- A micro-batch is at most a rank's share.
+- What the user set is kept, and no layout is priced that a rule would refuse.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shardway.resolve.rules.numbers import ceil_div
 from shardway.resolve.rules.pipeline import stages_of_schedule
 from shardway.runfile.schema import RunFile, all_keys
 
-# --- What a plan says in the origin of a value
+# --- descriptions
 
 
 def format_gib(count_bytes: float) -> str:
@@ -47,7 +47,7 @@ def format_gib(count_bytes: float) -> str:
 
 
 def describe_need(missed: Estimate) -> str:
-    """What does not fit: "81.2 GiB of an accelerator, 6.3 GiB more than the 74.9 GiB that a plan may use"."""
+    """The missing memory: "81.2 GiB of an accelerator, 6.3 GiB more than the 74.9 GiB that a plan may use"."""
     peak, machine = missed.peak, missed.machine
     need, usable, where = peak.device, missed.usable_bytes, "an accelerator"
     if need <= usable and machine.host_bytes is not None:
@@ -59,11 +59,11 @@ def describe_need(missed: Estimate) -> str:
 
 
 def describe_memory(estimate: Estimate) -> str:
-    """What the fullest device holds: "31.2 of 71.2 GiB by the plan"."""
+    """The memory of the fullest device: "31.2 of 71.2 GiB by the plan"."""
     return f"{estimate.peak.device / 2**30:,.1f} of {format_gib(estimate.usable_bytes)} by the plan"
 
 
-# --- A draft on which the rules of layouts are tried with other values
+# --- trial drafts
 
 
 def list_values(draft: Draft) -> dict[str, Any]:
@@ -72,8 +72,8 @@ def list_values(draft: Draft) -> dict[str, Any]:
 
 
 class TrialDraft(Draft):
-    """A draft where `tried` stands before its own values; `own` are these, so that a search lists them once for the
-    thousands of trials that it makes."""
+    """A draft in which `tried` overrides the values `own`; these are passed in, so that a search with thousands of
+    trials lists them once."""
 
     def __init__(self, draft: Draft, ranks: int, tried: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         self.circumstances = replace(draft.circumstances, ranks=ranks)
@@ -95,20 +95,20 @@ class TrialDraft(Draft):
         return self._table[dotted]
 
     def is_set(self, dotted: str) -> bool:
-        """Whether a value is tried, or stands in the draft."""
+        """Whether a value is tried, or set in the draft."""
         return dotted in self._tried or self._draft.is_set(dotted)
 
     def derive(self, dotted: str, value: Any, reason: str) -> None:
-        """Try what a rule settles."""
+        """Try the value that a rule settles."""
         self._tried.add(dotted)
         self._table[dotted] = value
 
     def origin(self, dotted: str) -> str:
-        """That of the draft."""
+        """The origin in the draft."""
         return self._draft.origin(dotted)
 
     def passes(self, rules: Sequence[Callable[[Draft], None]]) -> bool:
-        """Whether no rule refuses anything; the first that does is the last that is asked."""
+        """Whether no rule refuses anything; stops at the first that does."""
         for rule in rules:
             rule(self)
             if self.problems:
@@ -116,22 +116,22 @@ class TrialDraft(Draft):
         return True
 
 
-# --- The fastest micro-batch that fits, where everything else of a run is settled
+# --- the micro-batch
 
 LARGEST = 4096
-"""No size above it is looked at: a device is busy long before."""
+"""The largest size that is tried: a device is busy long before."""
 
 
 @dataclass(frozen=True)
 class Sized:
-    """A micro-batch, in samples, and why."""
+    """A micro-batch, in samples, and the reason."""
 
     samples: int
     reason: str
 
 
 def fastest_micro_batch(values: RunFile, share: int, machine: Machine, hf: Shape | None) -> Sized | None:
-    """Of the sizes that cut a rank's share evenly, and of powers of two, the fastest; of equal ones that with least
+    """The fastest of the sizes that cut a rank's share evenly and of powers of two; of equal ones that with least
     memory. None for a model or a format that the planner cannot price."""
     try:
         shape = shape_of_run(values, hf)
@@ -150,16 +150,16 @@ def fastest_micro_batch(values: RunFile, share: int, machine: Machine, hf: Shape
 
 
 def list_sizes(share: int) -> list[int]:
-    """Sizes worth a look, smallest first."""
+    """Sizes to try, smallest first."""
     most = min(share, LARGEST)
     even = {size for size in divisors(share) if size <= most} if share <= LARGEST**2 else set()
     return sorted(even | {2**power for power in range(most.bit_length())})
 
 
-# --- The fastest layout of a run that fits, among those that its rules take
+# --- the layout
 
 MODES: Mapping[str, str] = MappingProxyType({"none": "none", BETWEEN: "selective", "full": "full"})
-"""The planner's modes of recompute in the words of a run file."""
+"""The planner's modes of recompute -> the words of a run file."""
 
 _AXIS_NAMES = (*AXES, "ep")
 KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -171,15 +171,15 @@ KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "zero": ("parallel.reshard_after_forward",),
     }
 )
-"""What a search may be told to keep -> the keys of a run file that say it."""
+"""Settings that a search may have to keep -> their keys of a run file."""
 
 MOST_TIMES = 64
-"""How many times the ranks may be multiplied in a proposal."""
+"""The largest multiple of the ranks that is proposed."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Values of the keys that were open, and why."""
+    """Values of the open keys, and the reasons."""
 
     values: Mapping[str, Any]
     reasons: Mapping[str, str]
@@ -187,8 +187,8 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Missed:
-    """No layout: what needs least memory, where any is legal, its keys, and the smallest change that is known to
-    help."""
+    """No layout fits: the one with least memory, if any is legal, its keys, and the smallest known change that
+    helps."""
 
     nearest: Estimate | None
     values: Mapping[str, Any]
@@ -197,8 +197,7 @@ class Missed:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenLayout:
-    """A run whose layout is open: the draft as it stands, the rules that its layout will meet, the model, the
-    machine."""
+    """A run whose layout is open: its draft, the rules that the layout has to pass, the model, the machine."""
 
     draft: Draft
     rules: Sequence[Rule]
@@ -211,7 +210,7 @@ class OpenLayout:
         return bool(self.draft.get("train.engine") == "deepspeed")
 
     def is_open(self, name: str, loose: frozenset[str] = frozenset()) -> bool:
-        """Whether a search may choose what `KEYS` calls so."""
+        """Whether a search may choose the setting called `name` in `KEYS`."""
         return name in loose or all(self.draft.is_open(key) for key in KEYS[name])
 
 
@@ -228,9 +227,9 @@ def choose_layout(wish: OpenLayout) -> Chosen | Missed:
 
 
 def _search(wish: OpenLayout, ranks: int, loose: frozenset[str] = frozenset(), **changes: Any) -> SearchResult | None:
-    """What a search finds; None where no layout is legal.
+    """The result of a search; None if no layout is legal.
 
-    Where the ranks do not divide the batch, it is tried rounded up as well: a step takes as long as its largest share.
+    If the ranks do not divide the batch, it is also tried rounded up: a step takes as long as its largest share.
     """
     batch, unit = wish.draft.get("train.global_batch"), ranks
     if not wish.is_open("micro_batch", loose):
@@ -244,7 +243,7 @@ def _search(wish: OpenLayout, ranks: int, loose: frozenset[str] = frozenset(), *
 def _find(wish: OpenLayout, ranks: int, loose: frozenset[str], changes: Mapping[str, Any]) -> SearchResult | None:
     try:
         question = _ask(wish, ranks, loose, changes)
-    except UserError:  # the degrees that are set do not go with each other or with this batch
+    except UserError:  # the degrees that are set contradict each other or this batch
         return None
     return search(question, most=2)
 
@@ -254,7 +253,7 @@ def _seconds_of(found: SearchResult) -> float:
 
 
 def _ask(wish: OpenLayout, ranks: int, loose: frozenset[str], changes: Mapping[str, Any]) -> Question:
-    """The question; its case carries what is fixed. Raises UserError where that cannot be."""
+    """The question; its case carries what is fixed. Raises UserError if that is impossible."""
     draft, deepspeed = wish.draft, wish.on_deepspeed
     fixed = {name for name in KEYS if not wish.is_open(name, loose)}
     fixed |= {"offload", *(() if draft.get("parallel.tp_sequence") else ("sequence",))}
@@ -273,7 +272,7 @@ def _ask(wish: OpenLayout, ranks: int, loose: frozenset[str], changes: Mapping[s
 
 
 def _carry_degrees(draft: Draft, fixed: set[str]) -> Degrees:
-    """Those that are set; experts split over ranks that are not found yet."""
+    """The degrees that are set; the ranks that experts are split over are not known yet."""
     sizes = {axis: draft.get(f"parallel.{axis}") for axis in _AXIS_NAMES if axis in fixed}
     if "ep" in fixed and "dp_shard" not in fixed:
         sizes["dp_shard"] = sizes["ep"]
@@ -281,7 +280,7 @@ def _carry_degrees(draft: Draft, fixed: set[str]) -> Degrees:
 
 
 def _schedule_of(draft: Draft) -> tuple[Schedule, int]:
-    """The schedule and the stages of a rank that follow from what is set of the two."""
+    """The schedule and the stages per rank, derived from the one of the two that is set."""
     schedule, stages = draft.get("parallel.pp_schedule"), draft.get("parallel.pp_stages_per_rank")
     if stages == "auto":
         return schedule, stages_of_schedule(schedule).least
@@ -291,11 +290,11 @@ def _schedule_of(draft: Draft) -> tuple[Schedule, int]:
 
 
 def _adapt(wish: OpenLayout, loose: frozenset[str], asked: Case) -> Callable[[Case], Case | None]:
-    """A layout as the run's engine runs it; None where a rule refuses it or it is not what the person set."""
+    """A function: a layout as the run's engine runs it; None if a rule refuses it or it is not what the user set."""
     draft, own = wish.draft, list_values(wish.draft)
     kept = {key: draft.get(key) for name, keys in KEYS.items() for key in keys if not draft.is_open(key)}
     kept = {key: value for key, value in kept.items() if not any(key in KEYS[name] for name in loose)}
-    # A vocabulary that is not known yet may turn out to be one that the tensor axis cannot split.
+    # A vocabulary that is not known yet may be one that the tensor axis cannot split.
     whole = draft.get("model.vocab") == "auto" and "parallel.tp" not in kept
 
     def as_run(case: Case) -> Case | None:
@@ -316,7 +315,7 @@ def _changed(asked: Case, draft: Draft, case: Case) -> dict[str, Any]:
 
 
 def values_of(wish: OpenLayout, case: Case) -> dict[str, Any]:
-    """The keys of a run file that say what a case says, those alone that have an effect in its layout."""
+    """The keys of a run file for a case, only those that have an effect in its layout."""
     degrees = case.degrees
     values: dict[str, Any] = {f"parallel.{axis}": getattr(degrees, axis) for axis in _AXIS_NAMES}
     if wish.on_deepspeed:
@@ -332,7 +331,7 @@ def values_of(wish: OpenLayout, case: Case) -> dict[str, Any]:
 
 
 def _describe_choice(wish: OpenLayout, found: SearchResult, best: Estimate) -> tuple[dict[str, Any], dict[str, str]]:
-    """The open keys with their values, and with why."""
+    """The open keys with their values, and with the reasons."""
     values = _list_open(wish, best.case)
     told = f"the fastest of {found.looked_at:,} ways to run that were priced"
     if len(found.candidates) > 1:
@@ -355,13 +354,13 @@ def _list_open(wish: OpenLayout, case: Case) -> dict[str, Any]:
 
 
 def _list_unsplit(values: Mapping[str, Any]) -> list[str]:
-    """Keys of axes of one rank, but for that of copies where all axes are such."""
+    """Keys of axes of one rank, except that of copies if all axes are such."""
     ones = [f"parallel.{axis}" for axis in _AXIS_NAMES if values.get(f"parallel.{axis}") == 1]
     return ones[len(ones) == len(_AXIS_NAMES) :]
 
 
 def _find_help(wish: OpenLayout) -> str:
-    """The first change of those below with which something fits; "" where none does."""
+    """The first of the changes below with which something fits; "" if none does."""
     for what, attempt in _list_attempts(wish):
         found = attempt()
         if found is not None and found.best is not None:
@@ -370,7 +369,7 @@ def _find_help(wish: OpenLayout) -> str:
 
 
 def _list_attempts(wish: OpenLayout) -> Iterator[tuple[str, Callable[[], SearchResult | None]]]:
-    """Changes, the smallest first."""
+    """Changes to try, the smallest first."""
     ranks = wish.draft.circumstances.ranks
     for name in SETTINGS:
         if not wish.is_open(name):

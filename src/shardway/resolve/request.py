@@ -1,7 +1,7 @@
-"""From what a person asked for to the resolved run: reads the run file, the site profile and this machine.
+"""From a request to the resolved run: reads the run file, the site profile and this machine.
 
-Invariant: the same request on the same machine gives the same `Resolved` on every rank, so that each can do it for
-itself. The only module of this room that reads files; it must not write any.
+Invariant: the same request on the same machine gives the same `Resolved` on every rank, so each rank resolves for
+itself. This is the only module of its package that reads files, and it writes none.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from shardway.sites.find import UnknownSite
 from shardway.sites.load import load_site
 from shardway.sites.schema import CPU, SiteProfile
 
-if TYPE_CHECKING:  # the planner is loaded where something is planned
+if TYPE_CHECKING:  # the planner is loaded only to plan
     from shardway.plan.machine import Machine
     from shardway.plan.shapes.measured import Shape
 
 LAPTOP = "laptop"
-"""The profile of which every fact of a node is detected."""
+"""The profile whose node facts are all detected."""
 
 _OVERRIDE = re.compile(r"[A-Za-z_]+\.[A-Za-z0-9_.]+\s*=")
 
@@ -44,7 +44,7 @@ _OVERRIDE = re.compile(r"[A-Za-z_]+\.[A-Za-z0-9_.]+\s*=")
 class ResolveRequest:
     """A run file (None: the default run), `key.path=value` overrides, the run directory (None: root/name).
 
-    A script with its `own_model` is not held to what [model] and [data] say, and its directory is a default.
+    A script with its `own_model` does not have to match [model] and [data], and its directory is a default.
     """
 
     run_file: Path | None = None
@@ -55,7 +55,7 @@ class ResolveRequest:
 
 
 def parse_words(words: Sequence[str]) -> ResolveRequest:
-    """The request in words such as `run.toml train.steps=500`. Raises UserError where they name two run files."""
+    """The request from words such as `run.toml train.steps=500`. Raises UserError if they name two run files."""
     overrides = tuple(word for word in words if _is_override(word))
     files = [word for word in words if not _is_override(word)]
     if len(files) > 1:
@@ -67,15 +67,16 @@ def parse_words(words: Sequence[str]) -> ResolveRequest:
 
 
 def _is_override(word: str) -> bool:
-    """Also `steps=500`, which lacks its section and shall be told so, unless there is a file of that name."""
+    """Whether a word is an override; also `steps=500`, whose missing section is reported, unless a file has that
+    name."""
     return bool(_OVERRIDE.match(word)) or ("=" in word and not os.path.exists(word))
 
 
 def find_folder(path: str | Path) -> Path:
-    """A folder that a run writes to, its `~` and `$VARIABLES` filled in (`check_variables` tells those that are not
-    set). Raises UserError where the system knows no such home.
+    """A folder that a run writes to, with `~` and `$VARIABLES` filled in (`check_variables` reports unset ones). Raises
+    UserError if the system has no such home.
 
-    A folder that is itself called `~` would be the home of whoever removes it from a shell.
+    A folder literally called `~` is dangerous: removing it in a shell would remove the home.
     """
     folder = expand_place(path)
     if str(folder).startswith("~"):
@@ -88,7 +89,7 @@ def find_folder(path: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class Resolution:
-    """A request, what was read for it, and what follows."""
+    """A request, what was read for it, and the result."""
 
     request: ResolveRequest
     loaded: LoadedRunFile
@@ -96,23 +97,23 @@ class Resolution:
 
     @property
     def directory(self) -> RunDir:
-        """Where the run writes."""
+        """The run directory."""
         values = self.resolved.values.run
         return RunDir(find_folder(values.root) / values.name)
 
     def with_default(self, dotted: str, value: Any, origin: str) -> Resolution:
-        """The same resolution where `value` stands in for a key that nobody set."""
+        """The same resolution with `value` for a key that is not set."""
         loaded = self.loaded.with_default(dotted, value, origin)
         return replace(self, loaded=loaded, resolved=resolve(loaded, self.resolved.circumstances))
 
     def under(self, **circumstances: Any) -> Resolution:
-        """The same resolution where some circumstances are others; not for a run that the data has completed."""
+        """The same resolution under other circumstances; not for a run that the data has completed."""
         known = replace(self.resolved.circumstances, **circumstances)
         return replace(self, resolved=resolve(self.loaded, known))
 
 
 def check_variables(loaded: LoadedRunFile) -> None:
-    """Raise UserError for paths of a run that begins here, whose `$VARIABLES` are not set here."""
+    """Raise UserError for paths of a new run whose `$VARIABLES` are not set here."""
     problems = []
     for dotted in _PATHS:
         section, name = dotted.split(".")
@@ -127,7 +128,7 @@ def check_variables(loaded: LoadedRunFile) -> None:
 _PATHS = (
     *("run.root", "data.path", "data.validation", "data.tokenizer", "data.cache", "model.hf", "train.compile_cache"),
 )
-"""Keys whose value is a path of the machine that trains."""
+"""Keys whose value is a path on the machine that trains."""
 
 
 def resolve_request(
@@ -144,7 +145,7 @@ def resolve_loaded(
     ranks_per_node: int = 1,
     planned: Machine | None = None,
 ) -> Resolution:
-    """The same of what was read already."""
+    """The same for a run file that is already loaded."""
     if request.directory is not None:
         loaded = _place(loaded, request.directory, by_default=request.own_model)
     values, machine = loaded.values, probe.probe_machine()
@@ -164,16 +165,16 @@ def resolve_loaded(
         devices=(facts_of_part(planned.accelerator),) if planned else _list_devices(values.run.device, machine),
     )
     if not request.fresh:
-        with contextlib.suppress(ShardwayError, OSError):  # told where the run begins
+        with contextlib.suppress(ShardwayError, OSError):  # reported when the run begins
             place = RunDir(find_folder(values.run.root) / name_of_run(loaded))
             circumstances = replace(circumstances, before=read_before(place, values))
     return Resolution(request, loaded, resolve(loaded, circumstances))
 
 
 def read_before(run: RunDir, values: RunFile) -> dict[str, Any]:
-    """What a run that goes on computed with so far, of the keys that follow the device.
+    """The values that earlier attempts of a run used for the keys that follow the device.
 
-    Empty where nothing was saved that it could go on from. Raises JobError, OSError where its record cannot be read.
+    Empty if there is no checkpoint to resume from. Raises JobError, OSError if its record cannot be read.
     """
     if not run.checkpoint_steps() and values.checkpoint.local_every == "off":
         return {}
@@ -185,12 +186,12 @@ def read_before(run: RunDir, values: RunFile) -> dict[str, Any]:
 
 
 def _list_devices(kind: str, machine: probe.LocalMachine) -> tuple[DeviceFacts, ...]:
-    """What the accelerators of this machine can do, each kind once."""
+    """The abilities of this machine's accelerators, each kind once."""
     return tuple(dict.fromkeys(facts_of_found(each) for each in machine.accelerators)) if kind != "cpu" else ()
 
 
 def site_of(loaded: LoadedRunFile, machine: probe.LocalMachine | None = None) -> SiteProfile:
-    """The profile that a run names, seen from this machine. Raises UserError, for an unknown name with its origin."""
+    """The profile that a run names, seen from this machine. Raises UserError, with the origin of an unknown name."""
     try:
         return load_site(loaded.values.site.name, lambda: machine or probe.probe_machine())
     except UnknownSite as error:
@@ -198,12 +199,12 @@ def site_of(loaded: LoadedRunFile, machine: probe.LocalMachine | None = None) ->
 
 
 def _facts_of(hf: str) -> ModelFacts | None:
-    """What the config of `model.hf` says, where that is set."""
+    """The facts of `model.hf`'s config, if it is set."""
     return read_facts(locate_model(hf, weights=False)) if hf else None
 
 
 def _shape_of(hf: str) -> Shape | None:
-    """The layers of `model.hf`; None where it is not set, or is of a family that the planner does not know."""
+    """The layers of `model.hf`; None if it is not set, or of a family that the planner does not support."""
     if not hf:
         return None
     from shardway.plan.shapes.huggingface import read_shape
@@ -215,7 +216,7 @@ def _shape_of(hf: str) -> Shape | None:
 
 
 def _planned_machine(site: SiteProfile, found: probe.LocalMachine) -> Machine | None:
-    """The machine of the site, or, where its profile names no accelerator, nodes like this one."""
+    """The machine of the site or, if its profile names no accelerator, nodes like this one."""
     if site.node.accelerator is None:
         own = load_site(LAPTOP, lambda: found).node
         facts = {"accelerator": own.accelerator, "accelerators_per_node": own.accelerators_per_node}
@@ -224,8 +225,7 @@ def _planned_machine(site: SiteProfile, found: probe.LocalMachine) -> Machine | 
 
 
 def machine_of_known(site: SiteProfile) -> Machine | None:
-    """The machine of a site; None for nodes without accelerators, and for those whose memory and rates the catalogue
-    does not know."""
+    """The machine of a site; None for nodes without accelerators, and if the catalogue lacks their memory and rates."""
     part = load_accelerators().get(site.node.accelerator or CPU)
     if part is None or not (part.memory_bytes and part.peak_flops and site.node.accelerators_per_node):
         return None
@@ -237,7 +237,7 @@ def machine_of_known(site: SiteProfile) -> Machine | None:
 def _place(loaded: LoadedRunFile, directory: Path, *, by_default: bool) -> LoadedRunFile:
     """The run with a directory as its root and name, so that `resolved.toml` leads back to it.
 
-    That of `--dir` wins over the keys; that of a script stands where nothing sets them.
+    The directory of `--dir` overrides the keys; that of a script applies only if no key sets it.
     """
     path = find_folder(directory)
     path = path if path.name not in ("", "..") else path.resolve()

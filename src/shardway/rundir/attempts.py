@@ -1,19 +1,18 @@
-"""One attempt of a run: its folder, and what is written there of how it was submitted, started and ended.
+"""One attempt of a run: its folder, and the records of its submission, start and end.
 
     attempts/0001/
       job.sh            the job script, as it was submitted
-      order.json        what was asked for, by the words of a person; run.toml, the run file of that order; site.toml,
-                        the site's profile where it is the person's own
-      submission.json   written by whoever submits: scheduler, token, job id
+      order.json        the user's request, in the words of the command; run.toml, the run file of that request;
+                        site.toml, the site's profile if it is the user's own
+      submission.json   written at submission: scheduler, token, job id
       started.json      written by the job when it starts: job id, nodes, deadline
-      result.json       written once: by rank 0, else by the job script, else by whoever looks later
+      result.json       written once: by rank 0, else by the job script, else by the next command that looks
       log/ code/        output of the job and of its ranks; the snapshot of the code
-      replaced/         what a program had changed where it works, and newer code took the place of
+      replaced/         a foreign program's changes in its working directory that newer code replaced
     attempts/in_work    the attempt whose code that folder has
 
-Invariant: `result.json` is written at most once and appears whole, so that two who know how an attempt ended never
-mix their words. JSON here has one key a line: job scripts read it with sed. This module must not decide what an
-ending means.
+Invariant: `result.json` is written at most once and appears whole, so that two reports of an end are never mixed. JSON
+here has one key a line, since job scripts read it with sed. This module does not decide what an ending means.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from shardway.rundir.file_io import read_fields, render_json, write_json, write_
 FORMAT = 1
 
 VARIABLE = "SHARDWAY_ATTEMPT_DIR"
-"""Environment variable in which a job tells its ranks the folder of its attempt."""
+"""Environment variable by which a job passes the attempt's folder to its ranks."""
 
 T = TypeVar("T")
 
 
 SECOND_SIGNAL = "a second signal ended the run at once"
-"""Why a run was stopped whose person did not want to wait."""
+"""Reason of a stop that the user made immediate."""
 
 BY_AGENT = "shardway train"
 """`by` of a result that the command wrote, not one of its ranks."""
 
 BY_SIGNAL = "signal"
-"""`failure` of an attempt that obeyed a signal: only the scheduler knows whether that meant a stop, the end of the
-wall-time, or that it wanted the nodes for another job."""
+"""`failure` of an attempt that obeyed a signal: only the scheduler can tell whether it meant a stop, the end of the
+wall-time or preemption."""
 
 
 class Ending(StrEnum):
@@ -56,26 +55,26 @@ class Ending(StrEnum):
     DEADLINE = "deadline"
     """Stopped gracefully because the wall-time was about to end."""
     STOPPED = "stopped"
-    """Stopped because somebody asked for it."""
+    """Stopped on request."""
     PREEMPTED = "preempted"
     """The scheduler took the nodes for another job."""
     OUT_OF_MEMORY = "out_of_memory"
     NODE_FAILURE = "node_failure"
     CRASHED = "crashed"
-    """The program failed, and said so or ended with an exit code."""
+    """The program failed, with an error or a nonzero exit code."""
     UNKNOWN = "unknown"
-    """It is over, and what ended it is not known."""
+    """It has ended, and the cause is not known."""
     NOT_NEEDED = "not_needed"
     """A link of a chain that found the work done, or the chain stopped, and ran nothing."""
 
 
 FAILURES = frozenset((Ending.OUT_OF_MEMORY, Ending.NODE_FAILURE, Ending.CRASHED, Ending.UNKNOWN))
-"""Endings that nobody wanted, and that were no end of a time."""
+"""Endings that are failures: neither wanted, nor the end of a time."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How an attempt ended, in the words of whoever knew first.
+    """How an attempt ended, by the first report of it.
 
     `failure` is a signature of what failed, in one line: two attempts that failed alike have the same. `step` is the
     optimizer step at that moment. `ended` is in Unix seconds. `by` is "rank 0", "rank 3", "job script", "scheduler".
@@ -94,12 +93,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Submission:
-    """What was asked of a scheduler for one attempt.
+    """A request to a scheduler for one attempt.
 
-    `token` is unique and is part of what the scheduler is told, so that a submission whose answer was lost is found
-    again. `job` is empty until the scheduler has answered. `asked` is what the job asks for, for sentences about it
-    (keys of `schedulers.records.Asked`); a link of a chain that its job submitted asks for what the one before it did.
-    `claim` is a line that names the process which is at it, so that others see whether it still is.
+    `token` is unique and part of the request, so that a submission whose answer was lost can be found again. `job` is
+    empty until the scheduler has answered. `asked` holds the requested resources, for messages (keys of
+    `schedulers.records.Asked`); a link of a chain that its job submitted requests the same as the one before it.
+    `claim` identifies the process that is submitting, so that others can check whether it still is.
     """
 
     scheduler: str
@@ -114,7 +113,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class AttemptStart:
-    """What the job said when it started; times are Unix seconds of its first node, `deadline` 0 for none."""
+    """The job's record of its start; times are Unix seconds of its first node, `deadline` 0 for none."""
 
     job: str
     host: str = ""
@@ -125,7 +124,7 @@ class AttemptStart:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The folder of one attempt; the object itself touches the disk only when a method is called."""
+    """The folder of one attempt; the object touches the disk only when a method is called."""
 
     path: Path
 
@@ -136,7 +135,7 @@ class Attempt:
 
     @property
     def run_path(self) -> Path:
-        """The run directory that it is an attempt of."""
+        """The run directory of the attempt."""
         return self.path.parents[1]
 
     @property
@@ -151,11 +150,11 @@ class Attempt:
 
     @property
     def job_log(self) -> Path:
-        """What the job script and everything that it started printed."""
+        """Output of the job script and everything that it started."""
         return self.log_folder / "job.out"
 
     def node_log_folder(self, node: int) -> Path:
-        """What the ranks of one node printed, where an agent started them."""
+        """Output of the ranks of one node that an agent started."""
         return self.log_folder / f"node-{node}"
 
     @property
@@ -165,12 +164,12 @@ class Attempt:
 
     @property
     def snapshot_path(self) -> Path:
-        """What the snapshot consists of and what was left out."""
+        """List of what is in the snapshot and what was left out."""
         return self.path / "snapshot.json"
 
     @property
     def diff_path(self) -> Path:
-        """How tracked text of the snapshot differs from its commit."""
+        """Diff of the snapshot's tracked text files against its commit."""
         return self.path / "code.diff"
 
     @property
@@ -180,7 +179,7 @@ class Attempt:
 
     @property
     def order_path(self) -> Path:
-        """What the person asked for when this attempt was submitted."""
+        """The user's request when this attempt was submitted."""
         return self.path / "order.json"
 
     @property
@@ -190,7 +189,7 @@ class Attempt:
 
     @property
     def site_file(self) -> Path:
-        """The profile of the site, where it is the person's own."""
+        """The profile of the site, if it is the user's own."""
         return self.path / "site.toml"
 
     @property
@@ -200,16 +199,16 @@ class Attempt:
 
     @property
     def started_path(self) -> Path:
-        """What the job said when it started."""
+        """The job's record of its start."""
         return self.path / "started.json"
 
     @property
     def record_paths(self) -> tuple[Path, ...]:
-        """The files that tell of its life."""
+        """The files that record its life."""
         return (self.submission_path, self.started_path, self.result_path)
 
     def make(self) -> bool:
-        """Make the folder and those in it; False where it was there before."""
+        """Make the folder and its subfolders; False where it existed."""
         try:
             self.path.mkdir(parents=True)
         except FileExistsError:
@@ -218,11 +217,11 @@ class Attempt:
         return True
 
     def read_result(self) -> Result | None:
-        """How it ended; None where nobody has written it, or it is damaged."""
+        """How it ended; None where that is not written yet, or damaged."""
         return parse_result(_read_text(self.result_path))
 
     def write_result(self, result: Result) -> bool:
-        """Say how it ended, unless somebody has; whether these words were taken."""
+        """Write how it ended, unless that is written already; returns whether this result was taken."""
         return write_new(self.result_path, render_result(result))
 
     def read_submission(self) -> Submission | None:
@@ -230,20 +229,20 @@ class Attempt:
         return _parse(Submission, _read_text(self.submission_path))
 
     def write_submission(self, submission: Submission) -> None:
-        """Replace what is known of the submission."""
+        """Replace the record of the submission."""
         write_json(self.submission_path, {"format": FORMAT, **asdict(submission)})
 
     def read_started(self) -> AttemptStart | None:
-        """What the job said when it started; None where it has not."""
+        """The job's record of its start; None for none."""
         return parse_started(_read_text(self.started_path))
 
     def write_started(self, started: AttemptStart) -> None:
-        """Say that it starts, for a job without a script."""
+        """Write the record of the start, for a job without a script."""
         write_json(self.path / "started.json", {"format": FORMAT, **asdict(started)})
 
     def note_began(self) -> None:
-        """Say that rank 0 is there, for the job script, which waits for it no longer than it may. A disk that refuses
-        is for what comes next to tell."""
+        """Mark that rank 0 has started, for the job script, which waits for it for a limited time. Errors of the disk
+        are ignored; the next write reports them."""
         with contextlib.suppress(OSError):
             (self.path / "began").touch()
 
@@ -276,7 +275,7 @@ def parse_submission(text: str) -> Submission | None:
 
 
 def _parse(kind: type[T], text: str) -> T | None:
-    """The dataclass in a JSON text; None where that is damaged or says too little."""
+    """The dataclass in a JSON string; None where that is damaged or incomplete."""
     with contextlib.suppress(ValueError, RecursionError):
         return read_fields(kind, json.loads(text))
     return None

@@ -1,6 +1,6 @@
 """The layout of a run directory, as one object.
 
-Invariant: every path inside a run directory is made here. This module must not decide what to write.
+Invariant: every path inside a run directory is made here. This module does not decide what is written.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from shardway.rundir.lock import LockPaths, WriterLock, find_holder, find_holder
 from shardway.rundir.names import list_partials, list_steps, partial_name, step_name
 
 FORMAT = 1
-"""Version of the run directory that this code writes, and the newest that it reads."""
+"""Version of the run directory that this code writes; the newest that it reads."""
 
 FOLDER_MODE = 0o750
-"""Of a new run directory: what a run says of data, code and machine is for its owner and group."""
+"""Mode of a new run directory: facts about data, code and machine are for its owner and group."""
 
 START_OVER = "start over with --fresh, which sets the run directory aside"
-"""The last way out of a run that cannot go on: what it has learnt stays on disk (`RunDir.set_aside`)."""
+"""The last remedy for a run that cannot go on; its files stay on disk (`RunDir.set_aside`)."""
 
 START_OVER_IN_SCRIPT = "start over with shardway.start(fresh=True), which sets the run directory aside"
-"""As `START_OVER`, for a script of one's own."""
+"""As `START_OVER`, for a user's own script."""
 
 WAITS = "waits"
-"""A file in the folder of what the processes of a start print, while they are spares that wait to be ranks."""
+"""A file in the log folder of a start whose processes are warm standbys and not yet ranks."""
 
 OWN_NAMES = frozenset(
     (
@@ -65,7 +65,7 @@ OWN_NAMES = frozenset(
         "cache",
     )
 )
-"""What a run directory consists of."""
+"""Names that belong to a run directory."""
 
 _ATTEMPT = re.compile(r"\d{4,}")
 _EVENTS = re.compile(r"rank-(\d{5,})\.jsonl")
@@ -73,25 +73,25 @@ _EVENTS = re.compile(r"rank-(\d{5,})\.jsonl")
 
 @dataclass(frozen=True)
 class RunDir:
-    """One run's directory; the object itself touches the disk only when a method is called.
+    """One run's directory; the object touches the disk only when a method is called.
 
-    `tenure` is the right to write here; None for those who only read, and in tools that work on a run at rest.
+    `tenure` is the right to write here; None for readers, and for tools that work on a run at rest.
     """
 
     path: Path
     tenure: Tenure | None = field(default=None, compare=False)
 
     def exists(self) -> bool:
-        """Whether a run has been here."""
+        """Whether the directory holds a run."""
         return any(map(is_there, (self.status_path, self.resolved_path, self._events_folder)))
 
     def check_readable(self) -> None:
-        """Raise JobError where it cannot be seen who is at the run: what may not be read is not empty."""
+        """Raise JobError where the writer cannot be determined: an unreadable directory is not an empty one."""
         for folder in (self._place.lease, self.attempts_folder, *(attempt.path for attempt in self.attempts())):
             list_names(folder)
 
     def check_no_strangers(self) -> None:
-        """Raise UserError where the folder holds files of somebody else's and no run."""
+        """Raise UserError where the folder holds foreign files and no run."""
         strangers = [] if self.exists() else sorted(set(list_names(self.path)) - OWN_NAMES)
         if strangers:
             shown = ", ".join(strangers[:3]) + (", ..." if len(strangers) > 3 else "")
@@ -101,9 +101,9 @@ class RunDir:
             )
 
     def create(self, *, empty: bool = False) -> None:
-        """Make the directory (parents too) and, unless it is to be `empty`, the folders in it.
+        """Make the directory (parents too) and, unless `empty`, the folders in it.
 
-        A new one is for its owner and group alone. Raises UserError where that is refused.
+        A new one is for its owner and group alone. Raises UserError where the file system refuses.
         """
         try:
             self.path.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
@@ -134,39 +134,39 @@ class RunDir:
     # --- one writer
 
     def writer_lock(self, attempt: str = "") -> WriterLock:
-        """The lock that whoever writes here must hold; `attempt` says what it is a part of."""
+        """The lock that a writer must hold; `attempt` names the attempt that it is part of."""
         return WriterLock(self._place, Means(attempt=attempt))
 
     def find_writer(self, *, by_hand: bool = False) -> str | None:
-        """Who is training here now (outside of jobs of this run, if `by_hand`), or None."""
+        """A description of the process that trains here now (with `by_hand` only outside of jobs), or None."""
         return find_holder(self._place, by_hand=by_hand)
 
     def signal_writer(self, number: int) -> bool:
-        """Send a signal to the process that is training here now; whether it is one of this machine, and may be."""
+        """Send a signal to the process that trains here; returns whether it is on this machine and may be signalled."""
         return signal_holder(self._place, number)
 
     def find_writer_host(self) -> str:
-        """The host of whoever is training here now; empty for nobody."""
+        """The host of the process that trains here now; empty for none."""
         return find_holder_host(self._place)
 
     def beside(self, epoch: int) -> RunDir:
-        """This directory for a rank beside the one that holds it in this epoch."""
+        """This directory for a rank that writes in the holder's epoch."""
         return replace(self, tenure=Follower(self._place.files, self._place.run, epoch))
 
     @property
     def epoch(self) -> int:
-        """The epoch in which is written here; 0 for those who hold nothing."""
+        """The epoch under which this process writes; 0 without the right to write."""
         return self.tenure.epoch if self.tenure is not None else 0
 
     def check_writer(self) -> None:
-        """Cheap. Raises Fenced where this process may write here no more, OSError where that cannot be known now."""
+        """Cheap check. Raises Fenced where this process may no longer write, OSError where that is unknown now."""
         if self.tenure is not None:
             self.tenure.check()
 
     def confirm_writer(self) -> None:
-        """Look whether this process may still write here; before what must not happen twice.
+        """Check that this process may still write here, before what must not happen twice.
 
-        Raises Fenced where it may not, JobError where that cannot be known now.
+        Raises Fenced where it may not, JobError where that is unknown now.
         """
         if self.tenure is None:
             return
@@ -179,18 +179,18 @@ class RunDir:
             ) from error
 
     def fence_saves(self) -> list[tuple[Path, Path]]:
-        """Take from whoever wrote here before what it has not made a checkpoint yet: its last rename will fail.
+        """Rename the unfinished saves of earlier writers, so that their last rename fails.
 
-        Called by a new holder before it looks for checkpoints: what was complete by then is found, and nothing of an
-        earlier epoch becomes complete later. Returns what was renamed, as (before, after), for `unfence_saves`. Raises
-        JobError where the file system refuses.
+        A new holder calls it before it looks for checkpoints: complete ones are found, and none of an earlier epoch
+        becomes complete later. Returns what was renamed, as (before, after), for `unfence_saves`. Raises JobError where
+        the file system refuses.
         """
         if not is_there(self.checkpoints):
             return []
         fenced = []
         try:
             mark = self.checkpoints / f".step-fence.{self.epoch:06d}.partial"
-            mark.mkdir(exist_ok=True)  # a network file system lists a folder anew for whoever has changed it
+            mark.mkdir(exist_ok=True)  # a network file system lists a folder anew after a change by this process
             mark.rmdir()
             for partial in self.partial_checkpoints():
                 after = partial.with_name(f"{partial.name}.fenced-{self.epoch:06d}.partial")
@@ -206,25 +206,25 @@ class RunDir:
 
     @staticmethod
     def unfence_saves(fenced: Sequence[tuple[Path, Path]]) -> None:
-        """Undo `fence_saves`, for a holder that goes on with nothing here; what cannot be renamed stays."""
+        """Undo `fence_saves`, for a holder that ends without writing; what cannot be renamed stays."""
         for before, after in fenced:
             with contextlib.suppress(OSError):
                 after.rename(before)
 
-    # --- what was asked and decided
+    # --- request and resolved run
 
     @property
     def resolved_path(self) -> Path:
-        """The resolved run; runs again as it stands."""
+        """The resolved run, which can be run again as it is."""
         return self.path / "resolved.toml"
 
     @property
     def request_path(self) -> Path:
-        """The user's file as it was read; empty where there was none."""
+        """The user's run file as it was read; empty where there was none."""
         return self.path / "run.toml"
 
     def write_request(self, run_toml: str, resolved_toml: str) -> None:
-        """Keep the user's file as it was read, and what was made of it."""
+        """Keep the user's run file as it was read, and the resolved run."""
         write_whole(self.request_path, run_toml)
         write_whole(self.resolved_path, resolved_toml)
 
@@ -233,19 +233,19 @@ class RunDir:
         write_whole(self.path / "ds_config.json", text)
 
     def write_setup_fault(self, rank: int, facts: dict[str, Any]) -> None:
-        """Tell the agent that started this rank what ended it before the run went on. Raises OSError."""
+        """Leave the cause of an early failure of this rank for the agent that started it. Raises OSError."""
         self._setup_faults.mkdir(parents=True, exist_ok=True)
         write_json(self._setup_faults / f"rank-{rank:05d}.json", {"event": "fault", **facts}, durable=False)
 
     def read_setup_fault(self, rank: int) -> Event | None:
-        """What that rank said so; None where it did not."""
+        """The early failure that a rank has left; None for none."""
         try:
             return parse_event((self._setup_faults / f"rank-{rank:05d}.json").read_bytes())
         except OSError:
             return None
 
     def clear_setup_faults(self) -> None:
-        """Called by the agent that leads before each start, and once it has read them."""
+        """Remove them; called by the coordinator before each start, and once it has read them."""
         remove_folder(self._setup_faults)
 
     @property
@@ -271,15 +271,15 @@ class RunDir:
         return EventWriter(self._events_path(rank))
 
     def events(self, rank: int = 0) -> list[Event]:
-        """The events of a rank that still hold (steps that were undone are left out)."""
+        """The valid events of a rank (undone steps are left out)."""
         return drop_undone(self.all_events(rank))
 
     def all_events(self, rank: int = 0, names: Sequence[str] = ()) -> Iterator[Event]:
-        """Every event of a rank, or those of some names, as they were written, undone steps too."""
+        """Every event of a rank, or those of some names, as written, undone steps included."""
         return read_events(self._events_path(rank), names)
 
     def last_events(self, rank: int = 0, most_bytes: int = 2**18) -> list[Event]:
-        """The last events of a rank, as many as stand in so many bytes: quick however long the run was."""
+        """The last events of a rank that fit into so many bytes; quick however long the run was."""
         return read_last_events(self._events_path(rank), most_bytes)
 
     def follow_events(self, rank: int = 0, *, from_end: bool = False) -> EventFollower:
@@ -298,7 +298,7 @@ class RunDir:
         write_json(self.status_path, {"format": FORMAT, **facts}, durable=durable)
 
     def read_status(self) -> dict[str, Any]:
-        """status.json, or an empty dict where there is none or it is damaged: it only repeats what the events say."""
+        """status.json; empty where there is none or it is damaged, since it only repeats the events."""
         try:
             status = json.loads(self.status_path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError, OSError):
@@ -313,38 +313,38 @@ class RunDir:
         return self.path / "stop"
 
     def request_stop(self, reason: str = "") -> None:
-        """Ask the run to stop after its current step, and say why. Raises UserError where that is refused.
+        """Ask the run to stop after its current step, with a reason. Raises UserError where the file system refuses.
 
-        A file system that has no room for a new file, or a quota of files, still takes a second name of an old one.
+        Where there is no room for a new file, or a quota on files, a second name for an old file still works.
         """
         try:
             write_whole(self.stop_path, reason)
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.link(self.status_path, self.stop_path)
-            if not self.stop_requested():  # a folder of that name asks for the same
+            if not self.stop_requested():  # a folder of that name is a request too
                 raise UserError(f"{self.stop_path} cannot be written: {error.strerror}.") from None
 
     def stop_requested(self) -> bool:
-        """Whether somebody asked for a stop, as far as the file system answers now."""
+        """Whether a stop was requested, as far as the file system answers now."""
         return is_seen(self.stop_path)
 
     def stop_is_record(self) -> bool:
         """Whether the stop file is a second name of a record, as `request_stop` and `shardway stop` make it where there
-        is no room: nobody has touched it by hand."""
+        is no room, and not one touched by hand."""
         with contextlib.suppress(OSError), open(self.stop_path, "rb") as file:
             return file.read(1) == b"{"
         return False
 
     def stop_reason(self) -> str:
-        """What the stop file says, in one line; empty for one that was only touched, or is a record's second name."""
+        """The reason in the stop file, in one line; empty if it was only touched, or is a record's second name."""
         with contextlib.suppress(OSError, UnicodeDecodeError):
             text = self.stop_path.read_text(encoding="utf-8")
             return "" if text.startswith("{") else " ".join(text.split())
         return ""
 
     def clear_stop(self) -> None:
-        """Take the request back (it has been obeyed); a folder that holds something stays."""
+        """Remove the request, once obeyed; a folder that is not empty stays."""
         with contextlib.suppress(OSError):
             (self.stop_path.rmdir if self.stop_path.is_dir() else self.stop_path.unlink)()
 
@@ -356,15 +356,15 @@ class RunDir:
         return self.path / "checkpoints"
 
     def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint of a step stands once it is complete."""
+        """The folder of a step's complete checkpoint."""
         return self.checkpoints / step_name(step)
 
     def partial_checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint of a step is written before it is complete; each epoch has a place of its own."""
+        """The folder in which a step's checkpoint is written before it is complete; each epoch has its own."""
         return self.checkpoints / partial_name(step, f"epoch-{self.epoch:06d}" if self.epoch else "")
 
     def read_step(self) -> int:
-        """How many steps are done, by the last event of rank 0, or by the status, which is up to a second behind."""
+        """Steps done, by the last event of rank 0 or by the status, which is up to a second behind."""
         with contextlib.suppress(JobError):
             for event in reversed(self.last_events()):
                 if isinstance(event.get("step"), int):
@@ -373,12 +373,12 @@ class RunDir:
         return step if isinstance(step, int) else 0
 
     def change_state(self, status: dict[str, Any], state: str, reason: str) -> None:
-        """Write a status that was read again, with another state and its reason."""
+        """Write a status that was just read, with another state and its reason."""
         kept = {name: value for name, value in status.items() if name != "format"}
         self.write_status(**{**kept, "state": state, "reason": reason})
 
     def describe_base(self) -> str:
-        """What the next start goes on from: "the checkpoint of step 40", or the start."""
+        """Where the next start continues from: "the checkpoint of step 40", or the start."""
         steps = self.checkpoint_steps()
         return f"the checkpoint of step {steps[-1]}" if steps else "the start, since nothing was saved yet"
 
@@ -387,18 +387,18 @@ class RunDir:
         return list_steps(self.checkpoints)
 
     def aside_path(self, step: int, kind: str) -> Path:
-        """A free name for a checkpoint that is "damaged" or "undone", where it is kept and not taken for one."""
+        """A free name for a checkpoint that is "damaged" or "undone"; it is kept there and never resumed from."""
         first = self.checkpoints / f"{kind}-{step_name(step)}"
         names = chain([first], (first.with_name(f"{first.name}.{number}") for number in count(2)))
         return next(path for path in names if not is_there(path))
 
     def partial_checkpoints(self) -> list[Path]:
-        """Leftovers of saves that never became complete."""
+        """Unfinished saves."""
         return list_partials(self.checkpoints)
 
     @property
     def left_out(self) -> LeftOutFile:
-        """What the run left out of its data by itself."""
+        """The data that the run skipped by itself."""
         return LeftOutFile(self.path / "left_out.json")
 
     # --- attempts
@@ -409,7 +409,7 @@ class RunDir:
         return self.path / "attempts"
 
     def attempt(self, number: int) -> Attempt:
-        """The attempt of that number, whether it is there or not."""
+        """The attempt of that number, whether it exists or not."""
         return Attempt(self.attempts_folder / f"{number:04d}")
 
     def attempts(self) -> list[Attempt]:
@@ -417,11 +417,11 @@ class RunDir:
         numbers = sorted(int(name) for name in list_names(self.attempts_folder) if _ATTEMPT.fullmatch(name))
         return [self.attempt(number) for number in numbers]
 
-    # --- pictures and logs
+    # --- report and logs
 
     @property
     def work(self) -> Path:
-        """Where a program that is not Shardway's works; it lasts over attempts, and so does what is written there."""
+        """Working directory of a foreign program; it and its files last over attempts."""
         return self.path / "work"
 
     @property
@@ -435,7 +435,7 @@ class RunDir:
 
     @property
     def log_folder(self) -> Path:
-        """Output of ranks that this machine's agent started, one folder a start."""
+        """Output of the ranks that this node's agent started, one folder a start."""
         return self.path / "logs"
 
     def list_log_folders(self) -> set[Path]:
@@ -443,7 +443,7 @@ class RunDir:
         return {*self.log_folder.glob("*"), *self.log_folder.glob("from-*/*")}
 
     def remove_log_folders(self, folders: Iterable[Path]) -> None:
-        """Remove what ranks printed in those starts, and the folder of all where nothing is left in it."""
+        """Remove the output of those starts, and the folder of all where nothing is left in it."""
         for folder in folders:
             remove_folder(folder)
         remove_folder(self._setup_faults)
@@ -451,9 +451,9 @@ class RunDir:
             self.log_folder.rmdir()
 
     def rank_output(self, rank: int) -> list[Path]:
-        """Files with what a rank printed in its newest start by an agent, stdout first; empty where none was.
+        """Files with the output of a rank in its newest start by an agent, stdout first; empty where there was none.
 
-        A start whose folder has a file WAITS has not begun: its processes are spares.
+        A start whose folder has a file WAITS is skipped: its processes are warm standbys.
         """
         places = [f"*/attempt_*/{rank}", *(f"from-{first}/*/attempt_*/{rank - first}" for first in range(rank + 1))]
         found = [path for place in places for path in self.log_folder.glob(f"{place}/std*.log")]
@@ -464,9 +464,9 @@ class RunDir:
         return sorted(newest.glob("std*.log"), reverse=True)
 
     def set_aside(self) -> Path | None:
-        """Move what an earlier run left here out of the way (for a fresh start); where it went, or None.
+        """Rename what an earlier run left here, for a fresh start; returns the new path, or None.
 
-        Nothing is deleted: the old run stands beside as `<name>.old-N`. Raises UserError for a path such as ".".
+        Nothing is deleted: the old run stands beside it as `<name>.old-N`. Raises UserError for a path such as ".".
         """
         if not self.exists():
             return None
@@ -480,7 +480,7 @@ class RunDir:
         while is_there(target := place.with_name(f"{place.name}.old-{number}")):
             number += 1
         place.rename(target)
-        if is_link:  # the new run is to be where the old one was, not on the disk of the link
+        if is_link:  # the new run goes where the old one was, not to the disk of the link
             place.mkdir(FOLDER_MODE)
         with contextlib.suppress(FileNotFoundError):
             (target / "stop").unlink()
@@ -497,7 +497,7 @@ class RunDir:
 
     @property
     def status_path(self) -> Path:
-        """State, step and reason, as the run last wrote them."""
+        """State, step and reason, as last written by the run."""
         return self.path / "status.json"
 
     @property

@@ -1,8 +1,8 @@
 """Event files: one JSON object a line, append only.
 
-Invariant: a line is never changed, and what the file system refuses is written later, in order; a torn last line (the
-writer was killed) is skipped by readers and closed off by the next writer. This module must not interpret events
-beyond `event` and `step`.
+Invariant: a line is never changed; a line that the file system refuses is written later, in order. Readers skip a torn
+last line (the writer was killed), and the next writer closes it off. This module interprets no events beyond `event`
+and `step`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Event = dict[str, Any]
 
 
 _LASTING = frozenset(("started", "fault", "rolled_back"))
-"""Events that hold also where the steps that they belong to were undone."""
+"""Events that stay valid when the steps they belong to were undone."""
 
 
 class EventWriter:
-    """Appends events to one file; each carries `event` and `time` (Unix seconds). Raises JobError where a device or the
-    like stands in place of the file: it would take every event and keep none."""
+    """Appends events to one file; each carries `event` and `time` (Unix seconds). Raises JobError where the path is a
+    device or the like, which would take every event and keep none."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._waiting: deque[bytes] = deque()
         self._is_sure = False
-        """Whether the file ends with a whole line, and the last write was as it seemed."""
+        """Whether the file ends with a whole line and the last write succeeded."""
         self._descriptor = _open_to_append(path)
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             self.close()
@@ -50,24 +50,24 @@ class EventWriter:
 
     @property
     def waiting(self) -> int:
-        """How many lines the file system has not taken yet."""
+        """How many lines the file system has not accepted yet."""
         return len(self._waiting)
 
     def write(self, event: str, /, **facts: Any) -> None:
         """Append one event, after those that wait.
 
-        Raises OSError where the file system refuses it: then it waits, for the next write or for `flush`.
+        Raises OSError where the file system refuses; then the event waits for the next write or for `flush`.
         """
         self.keep(event, **facts)
         self.flush()
 
     def keep(self, event: str, /, **facts: Any) -> None:
-        """Let an event wait, for the next write or for `flush`."""
+        """Hold an event back for the next write or for `flush`."""
         line = render_json({"event": event, **facts, "time": time.time()}, separators=(", ", ": "))
         self._waiting.append(line.encode() + b"\n")
 
     def flush(self) -> None:
-        """Write what waits. Raises OSError where the file system refuses it, or where the file was closed."""
+        """Write the waiting events. Raises OSError where the file system refuses, or the file was closed."""
         if self._descriptor < 0:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         while self._waiting:
@@ -80,9 +80,9 @@ class EventWriter:
             self._is_sure = True
 
     def _find_rest(self, line: bytes) -> bytes:
-        """What of a line is not in the file yet, whose end somebody has torn, this writer for one.
+        """The part of a line that is not yet in the file, after a torn write.
 
-        An open file of a server that was away may not come back with it, so it is opened again.
+        The file is opened again, since an open file may not survive an outage of its server.
         """
         reopened = _open_to_append(self._path)
         self.close()
@@ -96,7 +96,7 @@ class EventWriter:
         return line[len(torn) :] if line.startswith(torn) else b"\n" + line
 
     def close(self) -> None:
-        """Close the file; a second call does nothing. What it was to hold is there already, or still waits."""
+        """Close the file; a second call does nothing. Its events are in it already, or still wait."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             with contextlib.suppress(OSError):
@@ -129,7 +129,7 @@ def parse_event(line: bytes) -> Event | None:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[BinaryIO | None]:
-    """The file, None where there is none. Raises JobError where it cannot be opened or read."""
+    """The file, or None where there is none. Raises JobError where it cannot be opened or read."""
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), open(path, "rb") as file:
             yield file
@@ -144,8 +144,8 @@ def _reading(path: Path) -> Iterator[BinaryIO | None]:
 
 
 def read_events(path: Path, names: Sequence[str] = ()) -> Iterator[Event]:
-    """Every whole event of a file, in the order written, or those of some names, which is many times as quick; nothing
-    where there is no file. Raises JobError where it cannot be read."""
+    """Every whole event of a file in order, or only those of some names, which is many times faster; none where there
+    is no file. Raises JobError where it cannot be read."""
     names = (*names, *(earlier for earlier, name in EARLIER_EVENTS.items() if name in names))
     begins = tuple(f'{{"event": "{name}"'.encode() for name in names) or b""
     with _reading(path) as file:
@@ -155,8 +155,8 @@ def read_events(path: Path, names: Sequence[str] = ()) -> Iterator[Event]:
 
 
 def read_last_events(path: Path, most_bytes: int) -> list[Event]:
-    """The whole events among the last bytes of a file, in the order written; none where there is no file. Raises
-    JobError where it cannot be read."""
+    """The whole events among the last bytes of a file, in order; none where there is no file. Raises JobError where it
+    cannot be read."""
     with _reading(path) as file:
         if file is None:
             return []
@@ -166,8 +166,8 @@ def read_last_events(path: Path, most_bytes: int) -> list[Event]:
 
 
 def drop_undone(events: Iterator[Event]) -> list[Event]:
-    """The events that still hold: a run that resumed at step s, or went back to it, undoes the steps after s that came
-    before."""
+    """The valid events: a run that resumed at step s, or went back to it, undoes the earlier events of steps after
+    s."""
     kept: list[Event] = []
     for event in events:
         if event["event"] in ("started", "rolled_back"):
@@ -194,8 +194,8 @@ class EventFollower:
             self._offset, self._inode = found.st_size, found.st_ino
 
     def new_events(self) -> list[Event]:
-        """Whole events that were appended since the last call; from its start for a file that took its place. Raises
-        JobError where it cannot be read."""
+        """Whole events appended since the last call; a file that replaced it is read from its start. Raises JobError
+        where it cannot be read."""
         with _reading(self._path) as file:
             if file is None:
                 self._offset, self._rest = 0, b""
@@ -211,7 +211,7 @@ class EventFollower:
         return [event for event in map(parse_event, lines) if event is not None]
 
     def follow(self, until: Callable[[], bool], pause_s: float = 0.25) -> Iterator[Event]:
-        """Yield events as they come; after `until` turns true, what is left, then end."""
+        """Yield events as they come; once `until` turns true, yield the rest and end."""
         while True:
             ended = until()
             yield from self.new_events()

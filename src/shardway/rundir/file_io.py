@@ -1,12 +1,12 @@
-"""Files of a run directory: whole or not at all, typed when read, looked for without hanging, refused in words.
+"""Files of a run directory: written whole, read with types, looked up without hanging, errors with a remedy.
 
 Invariants:
-- After `write_whole` returns, the file has the new content even across a power cut (unless it need not be durable); if
-  it raises, the file has the old content.
-- "no" means that the file system said so. One that does not answer (a server that is gone, a mount that was lost) is an
-  error that says what to do, since what is taken for absent may be made anew, and what is taken for damaged set aside.
-- An OSError becomes a JobError, of which the user hears what to do; nothing else is changed.
-- What it gives has no value of another type, and no number that is not finite.
+- After `write_whole` returns, the file has the new content even across a power cut (if `durable`); if it raises, the
+  file has the old content.
+- "Absent" means that the file system answered so. A file system that does not answer (a server that is gone, a lost
+  mount) is a JobError: what counts as absent may be made anew, and what counts as damaged set aside.
+- `refusals` turns an OSError into a JobError with a remedy, and passes every other error on.
+- `read_fields` returns no value of another type and no number that is not finite.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from shardway.errors import JobError
 from shardway.refusals import AWAY, find_remedy
 
-# --- Files that appear whole or not at all
+# --- files written whole or not at all
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What file systems without links say: FAT, some of FUSE and SMB."""
+"""Errors of file systems without links: FAT, some of FUSE and SMB."""
 
 
 def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
     """Write `text` to a temporary neighbour, fsync it, rename it over `path` and fsync the folder.
 
-    Not `durable`, it is not fsynced, which takes a disk milliseconds: readers find the old or the new content, and
+    Without `durable` there is no fsync, which takes a disk milliseconds: readers find the old or the new content, and
     after a power cut perhaps none.
     """
     with _written_beside(path, text, durable=durable) as temporary:
@@ -47,9 +47,9 @@ def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def write_new(path: Path, text: str) -> bool:
-    """Write a whole file under a name that nobody has taken; whether it was free.
+    """Write a whole file under a free name; returns whether the name was free.
 
-    Where the file system has no links, readers may find it empty for an instant.
+    Where the file system has no links, readers may find the file empty for an instant.
     """
     with _written_beside(path, text, durable=True) as temporary:
         try:
@@ -66,7 +66,7 @@ def write_new(path: Path, text: str) -> bool:
 
 
 def why_refused(folder: Path) -> str:
-    """Why nothing can be written into a folder now, in the words of the system; empty where something can."""
+    """The system's reason why nothing can be written into a folder now; empty where something can."""
     try:
         with _written_beside(folder / "probe", " " * 4096, durable=True):
             return ""
@@ -87,7 +87,7 @@ def _write_exclusively(path: Path, text: str) -> bool:
 
 @contextlib.contextmanager
 def _written_beside(path: Path, text: str, *, durable: bool) -> Iterator[Path]:
-    """A temporary neighbour of `path` that holds `text`; gone afterwards, unless it was renamed."""
+    """A temporary neighbour of `path` with `text` in it; removed afterwards unless it was renamed."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "x", encoding="utf-8", errors="surrogateescape") as file:
@@ -107,7 +107,7 @@ def write_json(path: Path, content: Mapping[str, Any], *, durable: bool = True) 
 
 
 def render_json(content: Any, **form: Any) -> str:
-    """JSON that every reader takes; a number that is not finite, which has no form there (RFC 8259), is null."""
+    """JSON that every reader accepts; a number that is not finite, which JSON lacks (RFC 8259), is null."""
     try:
         return json.dumps(content, allow_nan=False, **form)
     except ValueError:
@@ -125,16 +125,16 @@ def _without_nan(value: Any) -> Any:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder and what is in it, as far as the file system lets: what is left is no file of anybody's.
+    """Remove a folder and its content as far as the file system allows; what is left is of no use.
 
-    `shutil.rmtree` raises in spite of `ignore_errors` where a file system goes away while a folder is open.
+    `shutil.rmtree` raises despite `ignore_errors` where a file system goes away while a folder is open.
     """
     with contextlib.suppress(OSError):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make renames in `folder` durable; file systems that cannot fsync a folder are left alone."""
+    """Make renames in `folder` durable; file systems that cannot fsync a folder are ignored."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -143,17 +143,17 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# --- Whether something stands at a path, where a file system may not answer
+# --- existence on a file system that may not answer
 
 ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG))
-"""What a file system says where nothing stands at a path, or can."""
+"""Errors that mean: nothing exists at the path, or nothing can."""
 
 UNREADABLE = AWAY | {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EIO}
-"""What says nothing of the file either: it may not, or cannot, be looked at from here."""
+"""Errors that do not tell whether the file exists: it may not, or cannot, be looked at from here."""
 
 
 def is_there(path: Path) -> bool:
-    """Whether something stands there. Raises JobError where the file system does not answer."""
+    """Whether something exists there. Raises JobError where the file system does not answer."""
     try:
         os.stat(path)
     except OSError as error:
@@ -164,14 +164,14 @@ def is_there(path: Path) -> bool:
 
 
 def is_seen(path: Path) -> bool:
-    """The same as far as the file system answers now: for what is looked for again."""
+    """The same, with False where the file system does not answer: for repeated looks."""
     with contextlib.suppress(JobError):
         return is_there(path)
     return False
 
 
 def list_names(folder: Path) -> list[str]:
-    """The names in a folder, in no order; none where there is no folder. Raises JobError as `is_there` does."""
+    """The names in a folder, unordered; none where there is no folder. Raises JobError as `is_there` does."""
     try:
         return os.listdir(folder)
     except OSError as error:
@@ -181,12 +181,12 @@ def list_names(folder: Path) -> list[str]:
 
 
 def list_missing(path: Path) -> tuple[Path, ...]:
-    """Of a path and the folders above it, those that are not there, innermost first. Raises JobError."""
+    """Of a path and the folders above it, those that do not exist, innermost first. Raises JobError."""
     return tuple(takewhile(lambda folder: not is_there(folder), (path, *path.parents)))
 
 
 def answers(folder: Path) -> bool:
-    """Whether the file system of a folder answers now: asked for a name that no cache knows."""
+    """Whether the file system of a folder answers now; asks for a name that no cache holds."""
     try:
         os.stat(folder / f".shardway-{uuid.uuid4().hex}")
     except OSError as error:
@@ -195,13 +195,13 @@ def answers(folder: Path) -> bool:
 
 
 def check_answers(path: Path, error: Exception) -> None:
-    """Raise JobError where this error, of reading a file, says nothing of the file."""
+    """Raise JobError where this error of reading a file is no evidence about the file."""
     if isinstance(error, OSError) and error.errno in AWAY:
         raise unanswered(path, error) from error
 
 
 def unanswered(path: Path, error: OSError) -> JobError:
-    """That error of a file system which was only asked."""
+    """The JobError for a file system that did not answer a question."""
     return JobError(
         f"{path} cannot be looked at: {error.strerror}.\n"
         f"  Nothing that was saved has changed. To do: {find_remedy(error)}; then run the same command again. A run "
@@ -209,12 +209,12 @@ def unanswered(path: Path, error: OSError) -> JobError:
     )
 
 
-# --- What the file system of a run directory refuses, in words for whoever started the run
+# --- errors of the file system with a remedy
 
 
 @contextlib.contextmanager
 def refusals(run: Path) -> Iterator[None]:
-    """What is refused while something is written into a run directory, as a JobError with what to do."""
+    """While entered, errors of writing into a run directory become a JobError with a remedy."""
     try:
         yield
     except OSError as error:
@@ -222,7 +222,7 @@ def refusals(run: Path) -> Iterator[None]:
 
 
 def refused(run: Path, error: OSError) -> JobError:
-    """That error of the file system."""
+    """The JobError for an error of the file system."""
     target = error.filename2 or error.filename
     where = f" ({target})" if target else ""
     return JobError(
@@ -232,7 +232,7 @@ def refused(run: Path, error: OSError) -> JobError:
     )
 
 
-# --- From a table that was read from a file to a dataclass, with every value of the type that the dataclass says
+# --- from a table to a typed dataclass
 
 T = TypeVar("T")
 
@@ -240,9 +240,9 @@ _WRONG = object()
 
 
 def read_fields(kind: type[T], table: Any) -> T | None:
-    """The dataclass in a table: keys that it does not know, and values of another type, count as not there.
+    """The dataclass in a table: unknown keys, and values of another type, count as absent.
 
-    None where that leaves out a field without a default, or `table` is no table.
+    None where a field without a default stays unset, or `table` is not a table.
     """
     if not isinstance(table, Mapping):
         return None
@@ -257,7 +257,7 @@ def read_fields(kind: type[T], table: Any) -> T | None:
 
 
 def check_sections(resolved: dict[str, Any]) -> dict[str, Any]:
-    """The same tables. Raises ValueError where something else than the format is none."""
+    """The same tables. Raises ValueError where the value of a section is not a table."""
     for name, section in resolved.items():
         if name != "format" and not isinstance(section, dict):
             raise ValueError(f"{name} is no section")
@@ -277,7 +277,7 @@ def _read(hint: Any, value: Any) -> Any:
 
 
 def _read_plain(kind: type, value: Any) -> Any:
-    """The value as a text, number, truth value or nothing, or _WRONG. A whole number also stands for a float."""
+    """The value as a string, number, boolean or None, or _WRONG. An integer also counts as a float."""
     if kind is NoneType:
         return value if value is None else _WRONG
     if kind is bool or isinstance(value, bool):
@@ -298,7 +298,7 @@ def _finite(value: float) -> Any:
 
 
 def _is_text(value: str) -> bool:
-    """Whether it can be printed and handed to a program: no lone surrogate, no NUL."""
+    """Whether it can be printed and passed to a program: no lone surrogate, no NUL."""
     try:
         value.encode()
     except UnicodeEncodeError:

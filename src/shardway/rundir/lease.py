@@ -1,20 +1,18 @@
-"""Who may write a run directory: the holder of its highest epoch, for as long as it can say that it lives.
+"""The lease of a run directory: the holder of the highest epoch may write, for as long as its heartbeats come.
 
 Invariants:
-- A process is said to be gone only where that is certain: the same kernel, the same view of processes, and no such
-  process in it. On another host nothing is certain.
-- An epoch is claimed by at most one, since its file is made exclusively; the highest epoch counts. The newest one is
-  never removed, except by its own holder where it wrote nothing under it.
-- Time is measured on the watcher's own clock alone, from one of its own looks to another; no clock of another host is
-  read, nor any date of a file. Time in which the watcher slept itself, or could not see, does not count.
-- An epoch has one holder, and a holder that was overtaken finds out at its next `confirm`, which looks itself, and
-  never later than `sure_s` of its own clock at its next `check`. Correct without file locks and whatever the clocks of
-  the hosts say; it needs a file system where a name is made exclusively and where a process that has changed a folder
-  sees all of it.
+- An epoch is claimed by at most one process, since its file is created exclusively; the highest epoch counts. The
+  newest one is removed only by its own holder, and only if nothing was written under it.
+- A holder that was overtaken finds out at its next `confirm`, and at its next `check` after at most `sure_s` of its own
+  clock. This needs no file locks and no agreement of clocks between hosts. It needs a file system that creates a name
+  exclusively and shows a process the whole folder after that process has changed it.
+- Time is measured on the watcher's own clock, between two of its own looks; no clock of another host and no file date
+  is read. Time in which the watcher was asleep or could not read the folder does not count.
+- A process counts as gone only where that is certain: the same kernel and PID namespace, and no such process in it.
 
-epoch-000007.json   who holds epoch 7; made once, never changed
-    beat-000007         how often its holder has said that it lives, and whether it has released it; replaced whole
-    silent-000007       the beat at which somebody watched it for long enough without seeing another
+    epoch-000007.json   the process that holds epoch 7; written once, never changed
+    beat-000007         how many heartbeats its holder has written, and whether it has released it; replaced whole
+    silent-000007       the heartbeat count at which a watcher found the holder silent
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from typing import Any, Protocol
 from shardway.errors import Fenced, JobError, UserError
 from shardway.rundir.file_io import render_json, write_new, write_whole
 
-# --- Which process somebody is, in words that another process can check, on the same machine or not
+# --- identity of a process, checkable from other processes and hosts
 
 _ENDED = ("Z", "X")
 
@@ -45,8 +43,8 @@ _ENDED = ("Z", "X")
 class Identity:
     """A process: its host, that host's boot, the namespace of its pid, the pid, and when it started (clock ticks).
 
-    An empty field is not known. The boot tells a host from one of the same name, the namespace a container from another
-    on the same host, the start a process from a later one of the same pid.
+    An empty field is unknown. The boot id distinguishes hosts of the same name, the namespace a container from
+    another on the same host, and the start time a process from a later one with the same pid.
     """
 
     host: str = ""
@@ -63,14 +61,14 @@ def own_identity(proc: Path = Path("/proc")) -> Identity:
 
 
 def is_gone(other: Identity, proc: Path = Path("/proc")) -> bool:
-    """Whether a process has certainly ended; False for one that lives and for one that cannot be seen from here."""
+    """Whether a process has certainly ended; False where it lives or cannot be seen from here."""
     if not is_seen_here(other, proc):
         return False
     try:
         os.kill(other.pid, 0)
     except ProcessLookupError:
         return True
-    except OSError:  # it is somebody else's; what follows may not be visible then
+    except OSError:  # the process is another user's, so what follows may not be visible
         pass
     state, started = _read_stat(proc, other.pid)
     if state in _ENDED:
@@ -79,14 +77,14 @@ def is_gone(other: Identity, proc: Path = Path("/proc")) -> bool:
 
 
 def is_seen_here(other: Identity, proc: Path = Path("/proc")) -> bool:
-    """Whether a process has its number among those of this machine that this process sees."""
+    """Whether the pid of a process belongs to this process's own PID namespace."""
     known = (other.host, other.boot, other.namespace)
     here = (socket.gethostname(), _read_boot(proc), _read_namespace(proc))
     return all(known) and known == here and other.pid > 0
 
 
 def is_here(other: Identity) -> bool:
-    """Whether a process is, by its name, of this host."""
+    """Whether a process is on this host, by the host's name."""
     return other.host == socket.gethostname()
 
 
@@ -105,7 +103,7 @@ def _read_namespace(proc: Path) -> str:
 
 
 def _read_stat(proc: Path, pid: int) -> tuple[str, str]:
-    """State and start of a process (proc(5), fields 3 and 22); both empty where they cannot be read."""
+    """State and start of a process (proc(5), fields 3 and 22); both empty where they are unreadable."""
     try:
         fields = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -120,12 +118,12 @@ def _count_threads(proc: Path, pid: int) -> int:
         return 0
 
 
-# --- The files of a lease: who has claimed which epoch, how often it has said that it lives, who was found silent
+# --- files of a lease: claims, heartbeats, silence
 
 FORMAT = 1
 
 KEPT = 8
-"""How many epochs stay: somebody who was asleep while so many passed would have to claim one that is gone."""
+"""Epochs that are kept: a process that was asleep while so many passed would try to claim one that was removed."""
 
 _OF_EPOCH = re.compile(r"\.?(?:epoch-(\d{6,})\.json|(?:beat|silent)-(\d{6,}))(?:\.\w+\.tmp)?")
 _CLAIM = re.compile(r"epoch-(\d{6,})\.json")
@@ -135,13 +133,13 @@ class ClaimFiles(Protocol):
     """The files of one folder. All methods raise OSError where the file system refuses."""
 
     def names(self) -> list[str]:
-        """What the folder holds; nothing where there is none."""
+        """The names in the folder; none where there is no folder."""
 
     def read(self, name: str) -> str:
-        """The text of a file; FileNotFoundError where there is none."""
+        """The content of a file; FileNotFoundError where there is none."""
 
     def create(self, name: str, text: str) -> bool:
-        """Write a whole and durable file under a name that is free; whether it was."""
+        """Write a whole and durable file under a free name; returns whether the name was free."""
 
     def replace(self, name: str, text: str) -> None:
         """Write a whole file in place of another; it need not be durable."""
@@ -152,23 +150,23 @@ class ClaimFiles(Protocol):
 
 @dataclass(frozen=True)
 class DiskFiles:
-    """The files of a folder on disk; the folder is made by the first that is written."""
+    """The files of a folder on disk; the first write makes the folder."""
 
     folder: Path
 
     def names(self) -> list[str]:
-        """What the folder holds; nothing where there is none."""
+        """The names in the folder; none where there is no folder."""
         try:
             return os.listdir(self.folder)
         except FileNotFoundError:
             return []
 
     def read(self, name: str) -> str:
-        """The text of a file, whatever bytes stand in it."""
+        """The content of a file; undecodable bytes are replaced."""
         return (self.folder / name).read_text(encoding="utf-8", errors="replace")
 
     def create(self, name: str, text: str) -> bool:
-        """Write a whole and durable file under a name that is free; whether it was."""
+        """Write a whole and durable file under a free name; returns whether the name was free."""
         self.folder.mkdir(exist_ok=True)
         return write_new(self.folder / name, text)
 
@@ -183,7 +181,7 @@ class DiskFiles:
 
 @dataclass(frozen=True)
 class Claim:
-    """That somebody holds an epoch. `token` is unique, `since` the date on its host, `attempt` what it is part of."""
+    """One claim of an epoch. `token` is unique, `since` the date on the holder's host, `attempt` its attempt."""
 
     epoch: int
     token: str = ""
@@ -194,7 +192,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Beat:
-    """How often a holder has said that it lives (-1: never, or that cannot be read), and whether it has released."""
+    """How many heartbeats the holder has written (-1: none, or unreadable), and whether it has released the epoch."""
 
     count: int = -1
     released: bool = False
@@ -202,7 +200,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class ClaimState:
-    """The newest epoch as it stands; `silent_at` is the beat at which somebody found it silent (None: nobody did)."""
+    """The newest epoch as it stands; `silent_at` is the heartbeat at which it was found silent (None: never)."""
 
     claim: Claim
     beat: Beat
@@ -210,12 +208,12 @@ class ClaimState:
 
     @property
     def given_up(self) -> bool:
-        """Whether its holder has released it, or has said nothing since it was found silent."""
+        """Whether the holder has released the epoch, or has not beaten since it was found silent."""
         return self.beat.released or self.silent_at == self.beat.count
 
 
 def survey(files: ClaimFiles) -> ClaimState | None:
-    """The newest epoch; None where nobody has claimed any. Raises OSError."""
+    """The newest epoch; None where none is claimed. Raises OSError."""
     epoch = newest_epoch(files.names())
     if epoch is None:
         return None
@@ -223,12 +221,12 @@ def survey(files: ClaimFiles) -> ClaimState | None:
 
 
 def newest_epoch(names: Iterable[str]) -> int | None:
-    """The highest epoch that is claimed; None for none."""
+    """The highest claimed epoch; None where none is."""
     return max((int(match[1]) for match in map(_CLAIM.fullmatch, names) if match), default=None)
 
 
 def read_claim(files: ClaimFiles, epoch: int) -> Claim:
-    """Who has claimed an epoch; a claim of nobody known where that cannot be understood. Raises OSError."""
+    """The claim of an epoch; one with an unknown holder where the file is not valid. Raises OSError."""
     table = _parse(files.read(_claim_name(epoch)))
     who = table.get("who")
     identity = _fill(Identity, who if isinstance(who, dict) else {})
@@ -237,9 +235,9 @@ def read_claim(files: ClaimFiles, epoch: int) -> Claim:
 
 
 def write_claim(files: ClaimFiles, claim: Claim) -> bool:
-    """Claim an epoch; whether it is this claim's. Raises OSError where that is not known.
+    """Claim an epoch; returns whether this claim has it. Raises OSError where that is unknown.
 
-    A server may tell somebody whose request was repeated that the name is taken, by itself: the file says whose it is.
+    A server may answer a repeated request with "the name is taken" although it took the first one: the file decides.
     """
     text = render_json({"format": FORMAT, **asdict(claim)}, indent=1) + "\n"
     try:
@@ -253,30 +251,30 @@ def write_claim(files: ClaimFiles, claim: Claim) -> bool:
 
 
 def read_beat(files: ClaimFiles, epoch: int) -> Beat:
-    """The last beat of an epoch. Raises OSError."""
+    """The last heartbeat of an epoch. Raises OSError."""
     words = _read_words(files, beat_name(epoch))
     return Beat(_whole(words), "released" in words)
 
 
 def write_beat(files: ClaimFiles, epoch: int, beat: Beat) -> None:
-    """Say that the holder of an epoch lives, or has released it. Raises OSError."""
+    """Write a heartbeat, or that the holder has released the epoch. Raises OSError."""
     files.replace(beat_name(epoch), f"{beat.count}{' released' if beat.released else ''}\n")
 
 
 def write_silent(files: ClaimFiles, standing: ClaimState) -> None:
-    """Say that a holder was watched for long enough and found silent; true until it beats again. Raises OSError."""
+    """Note that the holder was watched for long enough and found silent; holds until its next beat. Raises OSError."""
     files.replace(_silent_name(standing.claim.epoch), f"{standing.beat.count}\n")
 
 
 def remove_claim(files: ClaimFiles, epoch: int) -> None:
-    """Take an epoch back, as if it had never been claimed. Raises OSError."""
-    for name in (_claim_name(epoch), beat_name(epoch)):  # in this order: a claim without beats would be watched
+    """Remove a claim, as if the epoch had never been claimed. Raises OSError."""
+    for name in (_claim_name(epoch), beat_name(epoch)):  # in this order: a claim without heartbeats would be watched
         with contextlib.suppress(FileNotFoundError):
             files.remove(name)
 
 
 def remove_old(files: ClaimFiles, epoch: int) -> None:
-    """Remove what is left of epochs long before this one; what cannot be removed stays."""
+    """Remove the files of epochs long before this one; what cannot be removed stays."""
     with contextlib.suppress(OSError):
         for name in files.names():
             match = _OF_EPOCH.fullmatch(name)
@@ -286,7 +284,7 @@ def remove_old(files: ClaimFiles, epoch: int) -> None:
 
 
 def beat_name(epoch: int) -> str:
-    """The name of the file of an epoch's beats."""
+    """Name of the file with an epoch's heartbeats."""
     return f"beat-{epoch:06d}"
 
 
@@ -323,37 +321,37 @@ def _parse(text: str) -> dict[str, Any]:
 
 
 def _fill(kind: type[Identity], table: dict[str, Any]) -> Identity | None:
-    """An identity from plain data; None where a field is of another type."""
+    """An identity from plain data; None where a field has another type."""
     kinds = {entry.name: type(entry.default) for entry in fields(kind)}
     known = {name: value for name, value in table.items() if name in kinds}
     return kind(**known) if all(type(value) is kinds[name] for name, value in known.items()) else None
 
 
-# --- Watches a holder that cannot be asked: whether it still says that it lives
+# --- watching a holder that cannot be asked
 
 
 class LeaseClock(Protocol):
-    """A clock of this host that never goes back, the way to wait on it, and the host's date for words alone."""
+    """A clock of this host that never goes back, a way to wait on it, and the host's date for display."""
 
     def now(self) -> float:
-        """Seconds since some moment."""
+        """Seconds since a fixed moment."""
 
     def date(self) -> str:
-        """The host's date and time, like "2026-01-02 03:04:05"; nothing is decided by it."""
+        """The host's date and time, like "2026-01-02 03:04:05"; for display only."""
 
     def sleep(self, seconds: float) -> None:
         """Wait."""
 
 
 class HostClock:
-    """The clock of this host that counts while the host sleeps too, where the system has one."""
+    """The clock of this host; where the system has one, it counts while the host sleeps too."""
 
     def now(self) -> float:
         """Seconds since the host was started."""
         return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
     def date(self) -> str:
-        """The host's date and time, like "2026-01-02 03:04:05"; nothing is decided by it."""
+        """The host's date and time, like "2026-01-02 03:04:05"; for display only."""
         return time.strftime("%Y-%m-%d %H:%M:%S")
 
     def sleep(self, seconds: float) -> None:
@@ -365,9 +363,9 @@ class HostClock:
 class LeaseTimes:
     """The times of a lease in seconds.
 
-    A holder beats every `beat_s`. Whoever saw no beat for `ttl_s` may take over. A holder that could not beat for
-    `sure_s` writes nothing before it has looked; what is left to `ttl_s` is for clocks that go at different speeds. A
-    watcher looks every `look_s`; a look or a wait that took `slack_s` longer does not count.
+    A holder beats every `beat_s`. A process that saw no beat for `ttl_s` may take over. A holder that could not beat
+    for `sure_s` looks before it writes again; the rest up to `ttl_s` allows for clocks of different speeds. A watcher
+    looks every `look_s`; a look or a wait that took `slack_s` longer does not count.
     """
 
     beat_s: float = 2.0
@@ -378,7 +376,7 @@ class LeaseTimes:
 
 
 class LeaseVerdict(Enum):
-    """What a watch found: another beat; none for long enough; another epoch, or that it was released."""
+    """What a watch found: another beat; no beat for long enough; another epoch or a release."""
 
     LIVES = "lives"
     SILENT = "silent"
@@ -386,9 +384,9 @@ class LeaseVerdict(Enum):
 
 
 def watch(files: ClaimFiles, clock: LeaseClock, first: ClaimState, terms: LeaseTimes) -> LeaseVerdict:
-    """Watch the holder of an epoch from now on, which was last seen as `first`.
+    """Watch the holder of an epoch, last seen as `first`, until a verdict is certain.
 
-    Raises OSError where the folder could not be read for as long as a watch takes.
+    Raises OSError where the folder stays unreadable for as long as a watch takes.
     """
     seen_at = since = clock.now()
     while True:
@@ -413,35 +411,35 @@ def watch(files: ClaimFiles, clock: LeaseClock, first: ClaimState, terms: LeaseT
             return LeaseVerdict.SILENT
 
 
-# --- Who may write a run directory: the holder of its highest epoch, for as long as it can say that it lives
+# --- holding the lease
 
 TRIES = 20
-"""How often somebody tries to claim an epoch while others are faster."""
+"""How often a claim is tried while other processes are faster."""
 
 TAKEN_OVER = "another run has taken over"
-"""How the error of a writer begins that was overtaken."""
+"""How the error of an overtaken writer begins."""
 
 
 Tell = Callable[[str], None]
 
 
 class Tenure(Protocol):
-    """The right to write a run directory, as whoever writes sees it."""
+    """The right to write a run directory, as the writing code sees it."""
 
     @property
     def epoch(self) -> int:
-        """The epoch in which is written."""
+        """The epoch under which this process writes."""
 
     def check(self) -> None:
-        """Cheap. Raises Fenced where the right is lost, OSError where that cannot be known now."""
+        """Cheap check. Raises Fenced where the right is lost, OSError where that is unknown now."""
 
     def confirm(self) -> None:
-        """Looks. Raises Fenced where the right is lost, OSError where that cannot be known now."""
+        """Reads the folder. Raises Fenced where the right is lost, OSError where that is unknown now."""
 
 
 @dataclass(frozen=True)
 class Means:
-    """Who asks, as which part of what; how it knows who is gone; what makes tokens and mutexes; its clock and times."""
+    """What a lease works with: own identity, attempt, test for gone processes, tokens, mutexes, clock and times."""
 
     who: Identity = field(default_factory=own_identity)
     attempt: str = ""
@@ -453,9 +451,9 @@ class Means:
 
 
 class Lease:
-    """An epoch of one run directory, from `take` until `release`; `where` is what its messages call the directory.
+    """An epoch of one run directory, from `take` until `release`; `where` is the directory's name in messages.
 
-    Whoever holds it calls `beat` every `terms.beat_s`, from any thread.
+    The holder calls `beat` every `terms.beat_s`, from any thread.
     """
 
     def __init__(self, files: ClaimFiles, where: str, means: Means | None = None) -> None:
@@ -474,19 +472,19 @@ class Lease:
         """The epoch that this process holds; 0 before `take`."""
         return self._claim.epoch
 
-    # --- to take
+    # --- taking it
 
     def take(self, tell: Tell) -> None:
-        """Claim the next epoch once the newest is free; `tell` is told where that takes a while.
+        """Claim the next epoch once the newest is free; `tell` is called with a line where that takes a while.
 
-        Raises UserError where somebody holds it and lives, JobError where others are always faster, OSError.
+        Raises UserError where a living process holds it, JobError where others are always faster, OSError.
         """
         for tries_left in reversed(range(TRIES)):
             try:
                 standing = self._await_free(tell)
                 if self._try_claim(standing.claim.epoch + 1 if standing is not None else 1):
                     return
-            except FileNotFoundError:  # somebody may have withdrawn between two looks
+            except FileNotFoundError:  # another process may have withdrawn between two looks
                 if not tries_left:
                     raise
             self._clock.sleep(self._terms.look_s)
@@ -496,9 +494,9 @@ class Lease:
         )
 
     def await_free(self, tell: Tell) -> None:
-        """Return once the newest epoch is free; what was found out is noted for whoever takes the next.
+        """Return once the newest epoch is free; a finding of silence is noted for the next `take`.
 
-        Raises UserError where somebody holds it and lives, OSError.
+        Raises UserError where a living process holds it, OSError.
         """
         self._await_free(tell)
 
@@ -517,7 +515,7 @@ class Lease:
                 return standing
 
     def _try_claim(self, epoch: int) -> bool:
-        """Claim an epoch; whether it is ours, and the highest: a later one may have come and gone meanwhile."""
+        """Claim an epoch; returns whether it is ours and still the highest: a later one may have come meanwhile."""
         means = self._means
         began, since = self._clock.now(), self._clock.date()
         claim = Claim(epoch, means.make_token(), means.who, since, means.attempt)
@@ -528,13 +526,13 @@ class Lease:
             self.beat()
         return True
 
-    # --- to hold
+    # --- holding it
 
     def beat(self) -> None:
-        """Say that this process lives, and look whether it still holds.
+        """Write a heartbeat and check that this process still holds the epoch.
 
-        The look comes after a change of the folder: a network file system shows it as it is then. Raises Fenced where
-        another epoch is the highest, OSError where it cannot be said or seen.
+        The check comes after a change of the folder, so that a network file system shows its current state. Raises
+        Fenced where another epoch is the highest, OSError where the folder cannot be written or read.
         """
         with self._mutex:
             if self._lost is not None:
@@ -546,9 +544,9 @@ class Lease:
             self._beaten_at = began
 
     def check(self) -> None:
-        """Cheap: looks only where this process could not beat for a while (it was stopped, files were away).
+        """Cheap: reads the folder only if this process could not beat for `sure_s` (it was stopped, files were away).
 
-        Raises Fenced where it holds no more, OSError where that cannot be known now.
+        Raises Fenced where it holds no more, OSError where that is unknown now.
         """
         if self._lost is not None:
             raise Fenced(str(self._lost))
@@ -556,15 +554,15 @@ class Lease:
             self.beat()
 
     def confirm(self) -> None:
-        """Look now; for what must not happen twice. Raises as `check` does."""
+        """Check now, before what must not happen twice. Raises as `check` does."""
         self.beat()
 
     def prune(self) -> None:
-        """Remove what is left of epochs long before this one; called once something is written under it."""
+        """Remove the files of epochs long before this one; called once something is written under this one."""
         remove_old(self._files, self.epoch)
 
     def withdraw(self) -> None:
-        """Give the epoch back as if it had never been taken; for a holder that wrote nothing under it."""
+        """Give the epoch back as if it had never been taken, for a holder that wrote nothing under it."""
         with self._mutex:
             if self.epoch and self._lost is None:
                 with contextlib.suppress(Fenced, OSError):
@@ -573,7 +571,7 @@ class Lease:
                     remove_claim(self._files, self.epoch)
 
     def release(self) -> None:
-        """Give the epoch back, so that the next is taken at once; where that cannot be written, it takes a watch."""
+        """Give the epoch back, so that the next is taken at once; if that cannot be written, the next needs a watch."""
         with self._mutex:
             if self.epoch and self._lost is None:
                 self._lost = Fenced(f"this run has ended its writing in {self._where}.")
@@ -592,17 +590,17 @@ class Lease:
 
 @dataclass(frozen=True)
 class Follower:
-    """A rank beside the one that holds: it writes in that epoch, and does not say that it lives."""
+    """A rank that writes in the epoch of another process: it holds nothing and writes no heartbeats."""
 
     files: ClaimFiles
     where: str
     epoch: int
 
     def check(self) -> None:
-        """Nothing: this rank takes no step that the holder does not take."""
+        """Does nothing: this rank takes no step that the holder does not take."""
 
     def confirm(self) -> None:
-        """Look now. Raises Fenced where another epoch is the highest, OSError where that cannot be seen."""
+        """Check now. Raises Fenced where another epoch is the highest, OSError where that is unknown."""
         newest = newest_epoch(self.files.names())
         if newest is None:
             raise FileNotFoundError(2, "its lease is not there")
@@ -610,18 +608,18 @@ class Follower:
             raise Fenced(render_lost(self.where, Claim(self.epoch), read_claim(self.files, newest)))
 
 
-# --- words
+# --- messages
 
 
 def render_holder(claim: Claim | None) -> str:
-    """Who holds: "process 4711 on host n1 since 2026-01-02 03:04:05"."""
+    """The holder: "process 4711 on host n1 since 2026-01-02 03:04:05"."""
     if claim is None or not (claim.who.pid and claim.who.host and claim.since):
         return "a process that has just started"
     return f"process {claim.who.pid} on host {claim.who.host} since {claim.since}"
 
 
 def render_held(where: str, holder: str) -> str:
-    """What a second writer is told."""
+    """The error message for a second writer."""
     return (
         f"another run is training into {where}: {holder}.\n"
         "  Two writers would destroy each other's checkpoints, so this one stops before it wrote anything.\n"
@@ -631,7 +629,7 @@ def render_held(where: str, holder: str) -> str:
 
 
 def render_watch(claim: Claim, terms: LeaseTimes) -> str:
-    """What somebody who has to wait is told, in a line."""
+    """The line for a process that has to wait."""
     who = f"another host ({claim.who.host or 'unknown'})"
     if is_here(claim.who):
         who = f"process {claim.who.pid} of this host"
@@ -639,7 +637,7 @@ def render_watch(claim: Claim, terms: LeaseTimes) -> str:
 
 
 def render_lost(where: str, own: Claim, other: Claim) -> str:
-    """What a writer is told that was overtaken."""
+    """The error message for an overtaken writer."""
     return (
         f"{TAKEN_OVER} {where}: {render_holder(other)} (epoch {other.epoch}; this one had {own.epoch}).\n"
         "  This one could not show for a while that it lives: it was stopped, or the file system did not answer. It "

@@ -1,13 +1,13 @@
-"""From which checkpoint each start went on, and which positions a run left out.
+"""The lineage of a run: the checkpoint each start continued from, and the positions that the run skipped.
+
+A checkpoint on a node's disk does not show whether the run still descends from it. So every entry of the lineage has a
+name, checkpoints hold the name of the entry they were saved under, and a resume looks it up.
 
 Invariants:
-- A checkpoint of a writer that was overtaken, or from after the step that the run went back to later, is never on the
-  line. A file that is lost or damaged is a line without entries: nothing is on it.
-- A span that was written stays, and stays first: whoever goes on leaves out the same samples. A file that cannot be
-  read is an error, never an empty list.
-
-What lies on the disk of a node does not say whether the run still comes from it. So every entry has a name of its own,
-checkpoints hold the name of the entry that they were saved under, and whoever wants to go on from one asks the line.
+- The lineage: never contains a checkpoint of an overtaken writer, or one from after a step that the run later went back
+  to. A lost or damaged file is a lineage without entries.
+- Skipped positions: a written range stays, in its place, so that every resume skips the same samples. A file that
+  cannot be read is an error, never an empty list.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from shardway.rundir.file_io import is_there, read_fields, write_json
 NAME = "line.json"
 FORMAT = 1
 MOST = 64
-"""Entries that are kept: whoever was overtaken longer ago has nothing on any disk that would be taken."""
+"""Entries that are kept: a writer overtaken longer ago has no checkpoint on any disk that would be taken."""
 
 SHARED, LOCAL = "shared", "local"
-"""The tiers: the run directory, on a file system that all nodes see; and the disks of the nodes."""
+"""The tiers: the run directory, on a file system that all nodes see; and the nodes' own disks."""
 
 TWICE = 2
 
 
 @dataclass(frozen=True)
 class LineageBranch:
-    """The run went on in that epoch from that step (0: its beginning) of that tier; `name` is in what it saves then."""
+    """The run continued in that epoch from that step (0: its start) of that tier; its checkpoints then hold `name`."""
 
     epoch: int
     from_step: int
@@ -47,21 +47,21 @@ class LineageBranch:
 
 @dataclass(frozen=True)
 class Lineage:
-    """Where the run went on from, the newest last."""
+    """The starts of the run, newest last."""
 
     entries: tuple[LineageBranch, ...] = ()
 
     @property
     def last(self) -> LineageBranch | None:
-        """Where it went on from last."""
+        """The newest entry."""
         return self.entries[-1] if self.entries else None
 
     def add(self, entry: LineageBranch) -> Lineage:
-        """The line with one entry more, and no more than `MOST`."""
+        """The lineage with one more entry, at most `MOST` in all."""
         return Lineage((*self.entries, entry)[-MOST:])
 
     def why_off(self, name: str, step: int) -> str:
-        """Why a checkpoint of that step, saved under the entry of that name, is not on the line; empty where it is."""
+        """Why a checkpoint of that step, saved under that entry, is not in the lineage; empty where it is."""
         names = [entry.name for entry in self.entries]
         if name not in names:
             return "the run does not come from the start that saved it"
@@ -70,18 +70,18 @@ class Lineage:
         return "" if step <= before else f"the run went on from step {before} after it was saved"
 
     def failed_twice(self, step: int) -> bool:
-        """Whether the last two starts both went on from this step of the local tier."""
+        """Whether the last two starts both continued from this step of the local tier."""
         last = self.entries[-TWICE:]
         return len(last) == TWICE and all((each.tier, each.from_step) == (LOCAL, step) for each in last)
 
 
 def has_line(run: Path) -> bool:
-    """Whether a run has ever saved on the disks of nodes."""
+    """Whether a run has ever saved on the nodes' own disks."""
     return is_there(run / NAME)
 
 
 def read_line(run: Path) -> Lineage:
-    """The line of a run; without entries where there is none that can be read."""
+    """The lineage of a run; without entries where no file can be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         content = json.loads((run / NAME).read_text(encoding="utf-8"))
         entries = [read_fields(LineageBranch, entry) for entry in content["entries"]]
@@ -91,7 +91,7 @@ def read_line(run: Path) -> Lineage:
 
 
 def write_line(run: Path, line: Lineage) -> None:
-    """Replace the line; durable once this returns. Called by whoever holds the run directory. Raises JobError."""
+    """Replace the lineage; durable once this returns. Called by the holder of the run directory. Raises JobError."""
     try:
         write_json(run / NAME, {"format": FORMAT, "entries": [asdict(entry) for entry in line.entries]})
     except OSError as error:
@@ -102,7 +102,7 @@ def write_line(run: Path, line: Lineage) -> None:
         ) from error
 
 
-# --- The spans of positions that a run left out by itself, one for each time that it went back before a spike
+# --- ranges of positions that a run skipped
 
 LEFT_OUT_FORMAT = 1
 
@@ -112,7 +112,7 @@ MOST_POSITION = 10**18
 
 @dataclass(frozen=True)
 class SkippedRange:
-    """Positions from `start` up to before `end`, of which `samples` would have been trained on.
+    """Positions from `start` up to but not including `end`; `samples` of them would have been trained on.
 
     The run went back to the checkpoint of step `back_to` after a spike from step `first` to step `last`, at `time`
     (Unix seconds).
@@ -129,7 +129,7 @@ class SkippedRange:
 
     @property
     def span(self) -> list[int]:
-        """As in `data.skip`."""
+        """The range in the form of `data.skip`."""
         return [self.start, self.end]
 
     def as_json(self) -> dict[str, Any]:
@@ -139,12 +139,12 @@ class SkippedRange:
 
 @dataclass(frozen=True)
 class LeftOutFile:
-    """The file of these spans."""
+    """The file of skipped ranges."""
 
     path: Path
 
     def read(self) -> tuple[SkippedRange, ...]:
-        """Those of the run, in the order in which it went back; none where there is no file. Raises JobError."""
+        """The ranges, in the order of the rollbacks; none where there is no file. Raises JobError."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
             if content["format"] != LEFT_OUT_FORMAT:
@@ -172,7 +172,7 @@ class LeftOutFile:
 
 
 def read_left_out(entries: Any) -> tuple[SkippedRange, ...]:
-    """Spans as they stand in a file or in a checkpoint. Raises ValueError where one is none."""
+    """Ranges as stored in a file or a checkpoint. Raises ValueError for an invalid one."""
     if not isinstance(entries, list):
         raise ValueError("spans is no list")
     spans = [read_fields(SkippedRange, entry) for entry in entries]

@@ -1,14 +1,14 @@
-"""One writer a run directory: a lease on disk, and `flock` where the file system has it.
+"""One writer for each run directory: a lease on disk, and `flock` where the file system has it.
+
+A held lock proves at once that its holder lives. A free one proves nothing, since not every file system shows locks to
+other hosts. So the lease decides, and the lock only saves the wait for it.
 
 Invariants:
-- While a `WriterLock` is held, nobody else's `acquire` returns before the lease of this one was found silent for its
-  time. The lock file is removed only with a lease that nobody has ever held: unlinking a locked file lets two writers
-  hold two locks of the same name, and then the lease alone decides.
-- The kernel frees a folder with its holder, in whichever namespace that is; where the file system knows no locks,
-  nobody is taken for gone.
-
-A lock that is held proves that its holder lives, at once; one that is free proves nothing, since not every file system
-shows it to other hosts. So the lease decides, and the lock saves the wait for it.
+- While a `WriterLock` is held, no `acquire` of another process returns before the lease was found silent for its time.
+- The lock file is removed only with a lease that was never held: unlinking a locked file lets two writers hold two
+  locks of the same name, and then the lease alone decides.
+- `hold_folder`: the kernel frees a folder when its holder ends, in any namespace. Where the file system has no locks,
+  no holder is taken for gone.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from shardway.rundir.lease import (
 
 TRIES, PAUSE_S = 5, 0.05
 LEAVE_S = 5.0
-"""How long a release waits for a beat under way: a file system that hangs shall not keep a run from ending."""
+"""How long a release waits for a heartbeat under way, so that a hanging file system does not keep a run from ending."""
 
 SHOWN_S = 120.0
-"""For how long a holder that only its lease speaks for is shown as one, after its last beat."""
+"""How long after its last heartbeat a holder without a visible lock is still shown."""
 
 
 @dataclass(frozen=True)
 class LockPaths:
-    """Where a run directory keeps its lock and its lease."""
+    """The lock file and the lease folder of a run directory."""
 
     lock: Path
     lease: Path
@@ -64,7 +64,7 @@ class LockPaths:
 
     @property
     def run(self) -> str:
-        """What messages call the run directory."""
+        """The run directory's name in messages."""
         return str(self.lock.parent)
 
 
@@ -76,14 +76,14 @@ class WriterLock:
         self._means = means or Means()
         self._descriptor = -1
         self._made = False
-        """Whether this made the lock file."""
+        """Whether this object made the lock file."""
         self._beats: _Beats | None = None
         self.lease = self._make_lease()
 
     def acquire(self, tell: Tell = lambda line: None) -> None:
-        """Take the right; `tell` is told in a line where somebody has to be watched first.
+        """Take the right; `tell` is called with a line if the previous holder has to be watched first.
 
-        Raises UserError that names the holder where another process has it, or where the directory may not be written.
+        Raises UserError that names the holder if another process has it, or if the directory may not be written.
         """
         with _refusals(self._place):
             self._lock(fcntl.LOCK_EX)
@@ -96,7 +96,7 @@ class WriterLock:
         self._beats = _Beats(self.lease, self._means.terms.beat_s)
 
     def await_free(self, tell: Tell) -> None:
-        """Return once `acquire` will not have to wait, unless somebody is faster. Raises UserError as it does."""
+        """Return once `acquire` need not wait, unless another process is faster. Raises UserError as it does."""
         if not is_there(self._place.lock) and not is_there(self._place.lease):
             return
         with _refusals(self._place):
@@ -112,7 +112,7 @@ class WriterLock:
         self._unlock()
 
     def prune(self) -> None:
-        """Remove what is left of holders long before this one; called once something is written."""
+        """Remove the files of much earlier holders; called once something is written."""
         self.lease.prune()
 
     def withdraw(self) -> None:
@@ -132,7 +132,7 @@ class WriterLock:
     def _lock(self, kind: int) -> None:
         self._made |= not is_there(self._place.lock)
         self._descriptor = os.open(self._place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):  # a device, whose lock is one for the whole machine
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):  # a device: one lock for the whole machine
             self._unlock()
             raise OSError(errno.EINVAL, "it is no file", str(self._place.lock))
         if not _try_lock(self._descriptor, kind):
@@ -145,12 +145,12 @@ class WriterLock:
     def _unlock(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            with contextlib.suppress(OSError):  # of a server that went away meanwhile: the lock went with it
+            with contextlib.suppress(OSError):  # the server went away meanwhile, and the lock with it
                 os.close(descriptor)
 
 
 class _Beats:
-    """A thread that beats until it is stopped, or its lease was lost."""
+    """A thread that writes heartbeats until it is stopped or its lease is lost."""
 
     def __init__(self, lease: Lease, every_s: float) -> None:
         self._lease = lease
@@ -160,28 +160,27 @@ class _Beats:
         self._thread.start()
 
     def stop(self) -> bool:
-        """Whether the thread has ended; False where a file system holds it."""
+        """Stop the thread; False where a file system still blocks it."""
         self._done.set()
         self._thread.join(LEAVE_S)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         while not self._done.wait(self._every_s):
-            with contextlib.suppress(OSError):  # tried again; the lease knows how long it has not beaten
+            with contextlib.suppress(OSError):  # tried again; the lease counts how long there was no heartbeat
                 try:
                     self._lease.beat()
-                except Fenced:  # told by whoever writes next
+                except Fenced:  # the next write reports it
                     return
 
 
-# --- for those who only look
+# --- for readers
 
 
 def find_holder(place: LockPaths, *, by_hand: bool = False) -> str | None:
-    """Who holds the run ("process 4711 on host n1 since ..."), or None where nobody does, or a job does and only who
-    trains `by_hand` is asked for.
+    """The holder ("process 4711 on host n1 since ..."), or None for none; with `by_hand` a job counts as none.
 
-    Of a holder whose lock is not seen here: when its last beat came, by the clock of the file system.
+    For a holder whose lock is not visible here, it includes when its last heartbeat came, by the file system's clock.
     """
     sight = _see(place)
     if sight is None or (by_hand and sight.claim is not None and sight.claim.attempt):
@@ -191,13 +190,13 @@ def find_holder(place: LockPaths, *, by_hand: bool = False) -> str | None:
 
 
 def find_holder_host(place: LockPaths) -> str:
-    """The host of whoever holds the run; empty where nobody does, or has not said so yet."""
+    """The host of the holder; empty for none, or while it is not yet written."""
     sight = _see(place)
     return sight.claim.who.host if sight is not None and sight.claim is not None else ""
 
 
 def signal_holder(place: LockPaths, number: int) -> bool:
-    """Send a signal to the process that holds the run; whether it is seen from here and may be signalled."""
+    """Send a signal to the holder; returns whether it is visible from here and may be signalled."""
     sight = _see(place)
     who = sight.claim.who if sight is not None and sight.claim is not None else None
     if who is None or not is_seen_here(who) or is_gone(who):
@@ -211,7 +210,7 @@ def signal_holder(place: LockPaths, number: int) -> bool:
 
 @dataclass(frozen=True)
 class _Sight:
-    """A holder, where it is known who; `beaten` is the date of its last beat (Unix seconds), 0 where it has a lock."""
+    """A holder, if known; `beaten` is the date of its last heartbeat (Unix seconds), 0 where its lock is visible."""
 
     claim: Claim | None
     beaten: float = 0.0
@@ -220,7 +219,7 @@ class _Sight:
 def _see(place: LockPaths) -> _Sight | None:
     """The holder as it can be seen without a watch.
 
-    Where no lock is seen, the date of the last beat is compared with this host's: good enough for words alone.
+    Where no lock is visible, the date of the last heartbeat is compared with this host's: good enough for display.
     """
     standing = _survey(place)
     if _is_locked(place.lock) and not _is_left(standing):
@@ -235,7 +234,7 @@ def _see(place: LockPaths) -> _Sight | None:
 
 
 def _is_left(standing: ClaimState | None) -> bool:
-    """Whether a lock that is seen is what the children of a dead holder have left: they have its open file."""
+    """Whether a visible lock is held only by children of a dead holder, which inherited its open file."""
     return standing is not None and not standing.given_up and is_gone(standing.claim.who)
 
 
@@ -247,7 +246,7 @@ def _survey(place: LockPaths) -> ClaimState | None:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether somebody's lock is seen from here."""
+    """Whether a lock of another process is visible from here."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -264,9 +263,9 @@ def _is_locked(path: Path) -> bool:
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:
-    """Take the lock, with a little patience: a reader that looks who holds it holds it for an instant itself.
+    """Take the lock, with a few retries: a reader that checks for a holder holds it for an instant itself.
 
-    True as well where the file system knows no locks (ENOSYS of a Lustre that is mounted without, ENOLCK of an NFS).
+    Also True where the file system has no locks (ENOSYS of a Lustre mounted without, ENOLCK of an NFS).
     """
     for _ in range(TRIES):
         try:
@@ -285,7 +284,7 @@ _NO_FILE = "move away what stands there where it is no file"
 
 @contextlib.contextmanager
 def _refusals(place: LockPaths) -> Iterator[None]:
-    """Turn what the file system refuses into a UserError with what to do."""
+    """Turn errors of the file system into a UserError with a remedy."""
     try:
         yield
     except OSError as error:
@@ -295,13 +294,12 @@ def _refusals(place: LockPaths) -> Iterator[None]:
         ) from None
 
 
-# --- A folder that a process holds for as long as it lives, so that others know what was left by one that was
-# killed
+# --- folders held while their process lives
 
 
 @contextlib.contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Hold a folder while entered, where the file system knows locks. Raises OSError where it is no folder."""
+    """Hold a folder while entered, where the file system has locks. Raises OSError where it is not a folder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         with contextlib.suppress(OSError):
@@ -313,7 +311,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def take_left_folder(folder: Path) -> Iterator[int]:
-    """Hold a folder that nobody holds, as an open descriptor. Raises OSError where somebody does, or none is there."""
+    """Hold a folder that no process holds, as an open descriptor. Raises OSError where one does, or none exists."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,11 +1,11 @@
-"""Names: the id of a run, the folders of its checkpoints, its folder on a node's own disk.
+"""Names in and of a run: its id, the folders of its checkpoints, its folder on a node's own disk.
 
 Invariants:
-- It is written once, by whoever holds the run directory, and stays with the directory wherever that is copied or moved.
-  A file that is not what was written (a checksum stands behind the id) is as good as none, since a wrong id would make
-  all checkpoints strangers.
-- The name of a complete one is never that of an unfinished one.
-- Every path below it is made here, and nothing outside of it is touched. It is its owner's alone.
+- The run id: written once, by the holder of the run directory; it stays with the directory wherever that is copied or
+  moved. A file whose checksum does not match counts as absent, since a wrong id would reject all checkpoints.
+- Checkpoint folders: the name of a complete one is never that of an unfinished one.
+- `LocalRun`: makes every path below the run's folder on a node's disk and touches nothing outside it. The folder is
+  its owner's alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardway.places import expand_place
 from shardway.refusals import find_remedy
 from shardway.rundir.file_io import list_names, remove_folder, write_whole
 
-# --- The id of a run: a random name that its run directory and all its checkpoints have in common
+# --- the id of a run
 
 NAME = "run-id"
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -42,7 +42,7 @@ def find_run_id(run: Path) -> str:
 
 
 def ensure_run_id(run: Path, known: str = "") -> str:
-    """The id of a run, given to it where it has none; `known` is what its checkpoints say, where they do.
+    """The id of the run, created if there is none; `known` is the id in its checkpoints, if any.
 
     Called while the run directory is held. Raises JobError where the file system refuses.
     """
@@ -61,11 +61,11 @@ def ensure_run_id(run: Path, known: str = "") -> str:
 
 
 def _seal(name: str) -> str:
-    """The id and a checksum of it."""
+    """The id and its checksum."""
     return f"{name} {zlib.crc32(name.encode()):08x}"
 
 
-# --- The names of checkpoints' folders: the same on the file system of the run and on a node's own disk
+# --- names of checkpoint folders
 
 _STEP = re.compile(r"step-(\d{9})")
 _PARTIAL = re.compile(r"\.step-.*\.partial")
@@ -78,12 +78,12 @@ def step_name(step: int) -> str:
 
 
 def partial_name(step: int, mark: str = "") -> str:
-    """The folder of one that is not complete; `mark` says whose it is."""
+    """The folder of an incomplete checkpoint; `mark` identifies its writer."""
     return f".{step_name(step)}{mark and f'.{mark}'}.partial"
 
 
 def step_of_checkpoint(folder: Path) -> int | None:
-    """The step that the name of a checkpoint's folder says, also of one that was set aside; None for another name."""
+    """The step in the name of a checkpoint's folder, also of one that was set aside; None for another name."""
     match = _STEP.fullmatch(folder.name) or _SET_ASIDE.fullmatch(folder.name)
     return int(match[1]) if match else None
 
@@ -102,11 +102,11 @@ def find_steps(names: Iterable[str]) -> list[int]:
 
 
 def list_partials(folder: Path) -> list[Path]:
-    """What stands in a folder and never became complete."""
+    """Incomplete checkpoints in a folder."""
     return sorted(folder / name for name in list_names(folder) if _PARTIAL.fullmatch(name))
 
 
-# --- The folder of a run on a node's own disk: `shardway-<run id>/node-<index>/step-NNNNNNNNN`
+# --- a run's folder on a node's disk
 
 MODE = 0o700
 _NODE = re.compile(r"node-\d+")
@@ -114,7 +114,8 @@ _NODE = re.compile(r"node-\d+")
 
 @dataclass(frozen=True)
 class LocalRun:
-    """What a run has on the disk of this machine: a folder a node, since one machine may stand for several."""
+    """A run's files on this machine's disk, `shardway-<run id>/node-<index>/step-NNNNNNNNN`: one folder a node, since
+    one machine may act as several."""
 
     path: Path
 
@@ -123,7 +124,7 @@ class LocalRun:
         return self.path / f"node-{index}"
 
     def nodes(self) -> list[Path]:
-        """The folders of all nodes that are seen from here, also of those that an earlier start had."""
+        """The folders of all nodes visible from here, also those of an earlier start."""
         with contextlib.suppress(OSError, JobError):
             self._check_own()
             return sorted(path for path in self.path.iterdir() if _NODE.fullmatch(path.name) and path.is_dir())
@@ -134,13 +135,13 @@ class LocalRun:
         return sorted({step for node in self.nodes() for step in self.steps_of(node)})
 
     def steps_of(self, node: Path) -> list[int]:
-        """Steps that the folder of a node has complete; none where another node of this machine has just removed it."""
+        """Complete steps in a node's folder; none where another node of this machine has just removed it."""
         with contextlib.suppress(JobError):
             return list_steps(node)
         return []
 
     def make(self, index: int) -> Path:
-        """The folder of a node, made where it is missing, its owner's alone. Raises OSError, JobError."""
+        """The folder of a node, for its owner alone; made if missing. Raises OSError, JobError."""
         folder = self.node(index)
         self.path.mkdir(MODE, parents=True, exist_ok=True)
         self._check_own()
@@ -148,7 +149,7 @@ class LocalRun:
         return folder
 
     def keep_only(self, steps: Collection[int], *, up_to: int) -> None:
-        """Remove every checkpoint up to that step but these."""
+        """Remove every checkpoint up to that step except these."""
         for step in self.steps():
             if step <= up_to and step not in steps:
                 self._remove(step)
@@ -160,7 +161,7 @@ class LocalRun:
                 self._remove(later)
 
     def remove_partials(self, index: int) -> None:
-        """Remove what was never complete in the folder of a node."""
+        """Remove incomplete checkpoints in the folder of a node."""
         for partial in list_partials(self.node(index)):
             remove_folder(partial)
 
@@ -169,22 +170,22 @@ class LocalRun:
         remove_folder(self.path)
 
     def _check_own(self) -> None:
-        """In a folder for all, such as /tmp, anybody can make one of that name: nothing there is read or written."""
+        """In a shared folder such as /tmp, another user can make this name: nothing is read or written there then."""
         found = self.path.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             raise JobError(f"{self.path} belongs to somebody else")
 
     def _remove(self, step: int) -> None:
-        # Renamed first, so that one that is half deleted is never taken for a checkpoint.
+        # Renamed first, so that a half-deleted one is never taken for a checkpoint.
         for node in self.nodes():
             doomed = node / partial_name(step, f"gone-{uuid.uuid4().hex}")
-            with contextlib.suppress(OSError):  # another node of this machine was faster, or it is tried again later
+            with contextlib.suppress(OSError):  # another node of this machine was faster, or a later call retries
                 (node / step_name(step)).rename(doomed)
             remove_folder(doomed)
 
 
 def find_local_run(folder: str, run_id: str) -> LocalRun:
-    """The folder of the run of that id on this machine, within `folder`, in which variables may stand.
+    """This machine's folder of the run with that id, within `folder`, which may contain variables.
 
     Raises UserError where they are not set here.
     """

@@ -1,9 +1,9 @@
 """Reads a run file, its parent and the overrides into one typed value with the line or option of each key.
 
 Invariants:
-- A wrong answer is impossible for what `tomllib` accepts; where a key is written in a way that this scanner does not
-  know (quoted, in an inline table, in an array of tables), it is left out rather than guessed. It must not read values.
-- Nothing read is changed on disk, and all problems of a run file are told at once.
+- `key_lines` is never wrong for text that `tomllib` accepts: keys in a form that it does not parse (quoted, in an
+  inline table, in an array of tables) are left out rather than guessed. It reads no values.
+- No file is changed, and all problems of a run file are reported at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
-# --- Finds the line of a key in a TOML text, for "run.toml:12" in origins and errors
+# --- the line of each key
 
 _TABLE = re.compile(r"\s*\[\s*([A-Za-z0-9_.\-\s]+?)\s*\]\s*(#.*)?")
 _KEY = re.compile(r"\s*([A-Za-z0-9_.\-]+)\s*=.*")
@@ -72,7 +72,7 @@ def _statement_lines(text: str) -> Iterator[int]:
             yield number
 
 
-# --- Reads a run file, its parent and the overrides into one typed value with the origin of each key
+# --- files, parents and overrides
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -88,7 +88,7 @@ class LoadedRunFile:
     path: Path | None = None
 
     def with_default(self, dotted: str, value: Any, origin: str) -> LoadedRunFile:
-        """The same run where `value` stands in for a key that nobody set. Raises UserError for a wrong value."""
+        """The same run with `value` for a key that is not set. Raises UserError for a wrong value."""
         return self if self.origins[dotted] != DEFAULT else self.with_value(dotted, value, origin)
 
     def with_value(self, dotted: str, value: Any, origin: str) -> LoadedRunFile:
@@ -127,7 +127,7 @@ class _Draft:
 
 
 def _into_table(section: Mapping[str, Any], of: str, name: str, value: Any) -> tuple[str, Any]:
-    """Key and value of `site.environment.NAME=value`: an entry of a table that holds names of the person's own."""
+    """Key and value of `site.environment.NAME=value`: an entry of a table with names of the user's own."""
     key, _, entry = name.partition(".")
     held = section.get(key, {})
     if not entry or f"{of}.{key}" not in open_tables() or not isinstance(held, dict):

@@ -1,10 +1,9 @@
-"""What is wrong with a run file in sentences, what other trainers call a key, and the doc of a key.
+"""Problems of a run file in sentences, the names that other trainers use for keys, and the doc of a key.
 
 Invariants:
-- Every key named here is one of the schema's; a name of a peer that means two things has a row each.
-- Every problem names the key, the value, where the value came from and what is allowed; an unknown key is answered with
-  its nearest match.
-- What is said here is what the schema enforces.
+- Every key named here is one of the schema's; a peer's name with two meanings has a row for each.
+- Every problem names the key, the value, its origin and what is allowed; an unknown key gets its nearest match.
+- The doc of a key comes from the schema that enforces it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from shardway.errors import Problem, UserError
 from shardway.runfile.schema import RunFile, all_keys, sections
 from shardway.runfile.write import render_value
 
-# --- What other trainers call what a key of a run file says: one row a name
+# --- names in other trainers
 
 HF, LIGHTNING, DEEPSPEED, FSDP = "transformers, accelerate", "Lightning", "DeepSpeed", "PyTorch's FSDP"
 MEGATRON, TITAN, SLURM = "Megatron-LM", "torchtitan", "Slurm"
@@ -28,7 +27,7 @@ MEGATRON, TITAN, SLURM = "Megatron-LM", "torchtitan", "Slurm"
 
 @dataclass(frozen=True)
 class PeerName:
-    """A name that `peer` has for what `keys` say; `note` is what differs."""
+    """A name in `peer` for `keys`; `note` is the difference."""
 
     name: str
     peer: str
@@ -207,11 +206,11 @@ PEERS: tuple[PeerName, ...] = (
     PeerName("ntasks_per_node", SLURM, ("site.ranks_per_node",)),
     PeerName("nodes", SLURM, ("site.nodes",)),
 )
-"""What a person may be used to."""
+"""Names that users may be familiar with."""
 
 
 def plain_name(word: str) -> str:
-    """A name as the table has it: "--tensor-model-parallel-size" -> "tensor_model_parallel_size"."""
+    """A name in the table's form: "--tensor-model-parallel-size" -> "tensor_model_parallel_size"."""
     return word.strip().lstrip("-").replace("-", "_").lower()
 
 
@@ -225,7 +224,7 @@ def find_peers(word: str) -> list[PeerName]:
     return exact or [row for row in PEERS if "." in name and row.name == name.rpartition(".")[2]]
 
 
-# --- Turns what pydantic found wrong into sentences for the person who wrote the run file
+# --- problems found by pydantic
 
 _WORDS = {
     "int_type": ("is not a whole number", "a whole number"),
@@ -238,7 +237,7 @@ _WORDS = {
 
 
 def find_problems(errors: Sequence[ErrorDetails], origins: Mapping[str, str], default_origin: str) -> list[Problem]:
-    """One problem a key, in the order in which pydantic met them."""
+    """One problem per key, in pydantic's order."""
     problems: dict[str, Problem] = {}
     for error in errors:
         location = [str(part) for part in error["loc"]]
@@ -322,7 +321,7 @@ def _show(value: Any) -> str:
 
 
 def render_bound(bound: Any) -> str:
-    """A bound as a person writes it: 1.0 -> "1"."""
+    """A bound as a user writes it: 1.0 -> "1"."""
     return f"{bound:g}" if isinstance(bound, float) else str(bound)
 
 
@@ -332,7 +331,7 @@ def _merge(first: Problem, second: Problem) -> Problem:
     return Problem(first.where, first.what, first.origin, " or ".join(both), first.remedy)
 
 
-# --- The doc of a key, from the schema alone
+# --- the doc of a key
 
 _MOST = 12
 

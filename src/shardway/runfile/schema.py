@@ -1,11 +1,7 @@
 """Every key of a run file: its type, default, bounds and meaning.
 
-Invariants:
-- A key without a sentence cannot be made.
-- As in `schema`: strict keys, each with its sentence.
-- As in `schema`: strict keys, each with its sentence.
-- As in `schema`: strict keys, each with its sentence.
-- Keys are strict (an unknown one is an error) and each carries the sentence that `shardway config explain` prints.
+Invariant: keys are strict (an unknown key is an error), and each has the sentence that `shardway config explain`
+prints: a key cannot be made without one.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from shardway.runfile.types import (
 )
 from shardway.units import Span
 
-# --- What the sections of a run file are made of: documented keys, bounds, strictness
+# --- documented keys, bounds, strictness
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -50,7 +46,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-# --- The keys of a run file about what is saved, and where: [checkpoint]
+# --- [checkpoint]
 
 
 class CheckpointSection(Section):
@@ -94,7 +90,7 @@ class CheckpointSection(Section):
     )
 
 
-# --- The keys of a run file about faults that a run survives: [guard]
+# --- [guard]
 
 SpikeSteps = Annotated[int, Field(ge=1, le=10)]
 """More would shift the median of the least window (20 values) that a spike is measured by."""
@@ -142,7 +138,7 @@ class GuardSection(Section):
     )
 
 
-# --- The keys of a run file about the process and the machine: [run] and [site]
+# --- [run] and [site]
 
 
 class RunSection(Section):
@@ -222,7 +218,7 @@ class SiteSection(Section):
     )
 
 
-# --- Every key of a run file: its type, default, bounds and meaning
+# --- the other sections and the whole file
 
 
 class ModelSection(Section):
@@ -566,7 +562,7 @@ def sections() -> dict[str, type[Section]]:
 
 
 def open_tables() -> frozenset[str]:
-    """The keys whose value is a table with names of the person's own, such as `site.environment`."""
+    """The keys whose value is a table with names of the user's own, such as `site.environment`."""
     return frozenset(
         f"{name}.{field}"
         for name, section in sections().items()

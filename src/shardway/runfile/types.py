@@ -1,8 +1,8 @@
 """Field types of the run file: how the text of a unit becomes a typed value and back.
 
 Invariants:
-- What is returned is accepted again and stays as it is; all that is wrong is said at once.
-- What a field serialises to is accepted by the same field again.
+- What a field serialises to is accepted by the same field again, unchanged.
+- `read_skips` reports all problems at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardway.units import (
     render_seconds,
 )
 
-# --- The spans of `data.skip`: read from what a run file says, sorted and merged
+# --- the spans of data.skip
 
 MOST = 10**18
 """The largest position: sums of it and of a batch still fit in 64 bits."""
@@ -59,7 +59,7 @@ def _find_wrong(entry: Any) -> str:
     return "" if start < end else f"{entry!r} ends where or before it begins"
 
 
-# --- Field types of the run file: how the text of a unit becomes a typed value and back
+# --- field types
 
 Auto = Literal["auto"]
 Off = Literal["off"]

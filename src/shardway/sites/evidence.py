@@ -1,8 +1,8 @@
 """Which facts of a profile have a source, and which have none.
 
-Invariant: a fact is a key path that the profile itself states ("node.cores", "queues.gpu.max_walltime"); a
-source covers the fact it names and every fact below it, and the longest path that covers a fact is its source. This
-module must not judge whether a source is right.
+Invariant: a fact is a key path that the profile itself states ("node.cores", "queues.gpu.max_walltime"); a source
+covers the fact it names and every fact below it, and the longest path that covers a fact is its source. Whether a
+source is right is not judged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SiteFact:
 
     @property
     def is_unsure(self) -> bool:
-        """Whether nobody vouches for it: no source, or one that says that it is unverified."""
+        """Whether the fact is unverified: it has no source, or one that states so."""
         return self.source is None or self.source.is_unsure
 
     @property

@@ -1,10 +1,8 @@
-"""Where profiles of sites are: shipped with Shardway, in the user's own folder, or at a path; and how one is kept
-there.
+"""Where site profiles are: shipped with Shardway, in the user's own folder, or at a path; and how one is saved there.
 
 Invariants:
-- A name means one file. A file of the user's that has the name of a shipped profile is found before it, and says that
-  it `shadows`.
-- A file that is there is never written over, and a new one appears whole.
+- A name means one file. A user's file with the name of a shipped profile is found first, and marked by `shadows`.
+- An existing file is never overwritten, and a new one appears complete.
 """
 
 from __future__ import annotations
@@ -155,7 +153,7 @@ def _render_unknown_site(name: str) -> str:
     )
 
 
-# --- Writes a profile into the user's own folder
+# --- save a profile in the user's own folder
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

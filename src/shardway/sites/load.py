@@ -1,10 +1,10 @@
-"""From a site's name, or the path of a user's TOML file, to a checked `SiteProfile`; one profile may extend another.
+"""From a site's name, or the path of a user's TOML file, to a checked `SiteProfile`; a profile may extend another.
 
 Invariants:
-- What the child states holds; a fact that the child changes loses the source that the parent had for it, so that no
-  source vouches for a value that it never gave.
-- A loaded profile says "detect" nowhere: such values were read from this machine. Whatever is wrong with a profile is
-  one `UserError` that names every problem.
+- A value of the child replaces the parent's, and the parent's source for it, so no source covers a value that it never
+  stated.
+- A loaded profile has no "detect": such values were read from this machine.
+- All problems of a profile are one `UserError`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardway.sites.find import ProfileFile, find_parent, find_profile, list_sit
 from shardway.sites.problems import list_implausible, list_problems, list_wrong_defaults
 from shardway.sites.schema import CPU, FORMAT, SiteProfile
 
-# --- A profile and the one that it extends, as one table
+# --- merge a profile with the one it extends
 
 _OWN_KEYS = ("extends", "replaces")
 """What a profile says of itself, and does not hand down."""
@@ -78,7 +78,7 @@ def _keep_sources(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[s
     return {fact: sources[path] for fact, path in covering.items() if path is not None}
 
 
-# --- From a site's name, or the path of a user's TOML file, to a checked `SiteProfile`
+# --- load a profile by name or path
 
 __all__ = ["DETECT", "list_sites", "load_profile", "load_site", "parse_profile"]
 
@@ -179,7 +179,7 @@ def _check_name(file: ProfileFile, table: Mapping[str, Any]) -> None:
     check_no_problems(file.title, problems)
 
 
-# --- what is read from this machine
+# --- values read from this machine
 
 
 def _wanted(table: Mapping[str, Any]) -> list[str]:

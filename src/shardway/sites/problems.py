@@ -1,8 +1,8 @@
-"""What is wrong with a profile: by its schema, by keys that contradict each other, by numbers that no machine has.
+"""Problems of a profile: of its schema, of keys that contradict each other, of impossible numbers.
 
 Invariants:
-- One problem per finding, in the order of the findings; each says the value and what is allowed.
-- Every problem names a key path and what stands there; a profile that leaves a key out is never at fault for it.
+- Each problem has a key path and its value; schema problems also state what is allowed, in the order of the findings.
+- A key that a profile leaves out is never a problem of consistency.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _describe_missing(location: Sequence[int | str]) -> str:
     return f"add {key}: {_table_of(location).model_fields[key].description}"
 
 
-# --- What the keys of a checked profile say to each other: contradictions, and numbers that no machine has
+# --- contradictions and impossible numbers
 
 _ACCELERATOR_REQUESTS = {"slurm": ("gres", "gpus-per-node", "none"), "pbs": ("ngpus", "none"), "local": ("none",)}
 

@@ -1,8 +1,9 @@
 """The schema of a site profile, format 1.
 
-Invariant: a `SiteProfile` is frozen and checked; what a profile leaves out is `None`, which means unknown. A new
-kind of fact is a new optional key, so that profiles written before it stay valid. This module must not read
-files, nor look at the machine.
+Invariants:
+- A `SiteProfile` is frozen and checked; what a profile leaves out is `None`, which means unknown.
+- A new kind of fact is a new optional key, so older profiles stay valid.
+- No file and no property of the machine is read here.
 """
 
 from __future__ import annotations
@@ -272,7 +273,7 @@ class FactSource(_Table):
 
     @property
     def is_unsure(self) -> bool:
-        """Whether the source itself says that nobody has verified the fact."""
+        """Whether the source itself states that the fact is unverified."""
         return "unverified" in self.source.lower()
 
 

@@ -1,13 +1,13 @@
 """Gradient work by hand: a script computes its loss and steps its optimizer, and `run.backward` stands between.
 
 Invariant: `run.backward` adds the gradient of the mean over the global batch to `.grad`, whatever the layout. A call
-that does not count adds nothing, so that the optimizer of the script leaves its weights alone. Gradients that no update
-has used yet are a part of a checkpoint. This module must not run a forward pass and must not update weights.
+that does not count adds nothing, so the script's optimizer leaves its weights alone. Gradients that no update has used
+yet are part of a checkpoint. This module must not run a forward pass or update weights.
 
-The gradients of one call come about alone: those that were there are put aside and added afterwards. So a call can be
-undone, a mean over targets needs no count beforehand, and sums over ranks never count a gradient twice. Replicas add
-their gradients up after the backward pass, not in the hooks of DDP: a script may call any methods of its model, any
-number of times, and leave any parameters out (decision 0040).
+Each call computes its gradients apart: those that exist are put aside and added afterwards. So a call can be undone, a
+mean over targets needs no count beforehand, and sums over ranks never count a gradient twice. Replicas add up their
+gradients after the backward pass, not in the hooks of DDP: a script may call any methods of its model, any number of
+times, and leave out any parameters (decision 0040).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from shardway.train.snapshot import Before, RngAndBufferSnapshot, find_changeabl
 from shardway.train.step import StepContext, StepResult
 
 PART = "kept-gradients"
-"""What the names of gradients that no update has used yet begin with in a checkpoint."""
+"""The prefix in a checkpoint of the names of gradients that no update has used yet."""
 
 PATIENCE = 100
-"""After how many batches without an update it is told that the script makes none."""
+"""Batches without an update after which a warning states that the script makes none."""
 
 _NOTE = "gradients_by_hand"
 
@@ -61,8 +61,8 @@ _NOTE = "gradients_by_hand"
 class BackwardCall:
     """A call of `run.backward`: the models whose gradients count, and the script's arguments.
 
-    `samples`: of how many samples the loss is the mean (None: of this rank's whole share). `engine` is that of the
-    first optimizer of the models, `name` is what the loss is called.
+    `samples`: the number of samples that the loss is the mean of (None: this rank's whole share). `engine` is that of
+    the first optimizer of the models, `name` the name of the loss.
     """
 
     engine: Engine
@@ -74,7 +74,7 @@ class BackwardCall:
 
 
 class GradientsByHand(WithoutFiles):
-    """What `run.backward` and `run.clip` of one rank know between their calls; a state that a checkpoint holds."""
+    """The state of `run.backward` and `run.clip` on one rank between their calls; a checkpoint holds it."""
 
     def __init__(self, session: Session, held: Holdings, engines: Mapping[int, Engine]) -> None:
         self._session, self._held, self._engines = session, held, engines
@@ -88,7 +88,7 @@ class GradientsByHand(WithoutFiles):
         self._used: dict[nn.Parameter, tuple[int, int]] = {}
         """Parameters whose gradient an update has used, and which gradient that was."""
         self._keeps_used = False
-        """Whether the script has let gradients grow that an update had used."""
+        """Whether the script has let gradients accumulate that an update had used."""
         self._at_begin: dict[nn.Parameter, torch.Tensor | None] = {}
         """Unused gradients at the beginning of the batch, for parameters that a call has given one since."""
         self._refused: set[nn.Parameter] = set()
@@ -96,7 +96,7 @@ class GradientsByHand(WithoutFiles):
         """Losses whose gradients no update has used since the batch began."""
         self._before: Before | None = None
         self._is_void = False
-        """Whether the batch under way counts for nothing."""
+        """Whether the current batch does not count."""
         self._steps_alone, self._under_autocast, self._without_update = False, False, 0
         for model in held.models:
             if isinstance(model.parallel.call, ReplicatedModule):
@@ -105,7 +105,7 @@ class GradientsByHand(WithoutFiles):
     # --- around a batch
 
     def begin(self, batch: Batch, position: int) -> None:
-        """A batch goes to the script; `position` is where it begins in the order of samples."""
+        """A batch goes to the script; `position` is its beginning in the order of samples."""
         self._at_begin, self._refused, self._open_names = {}, set(), set()
         self._is_void, self._under_autocast = False, False
         for engine in self._engines.values():
@@ -115,7 +115,7 @@ class GradientsByHand(WithoutFiles):
         for model in self._held.models:
             if model.parallel.dropout is not None:
                 model.parallel.dropout.start(self._first_passes.first_sample(position), stride=1)
-        # A script of run.step alone need not pay for a copy of its buffers.
+        # A script with only run.step need not pay for a copy of its buffers.
         self._before = None if self._steps_alone else self._changeable.remember(None)
 
     def close(self, step: OpenStep, number: int) -> None:
@@ -143,7 +143,7 @@ class GradientsByHand(WithoutFiles):
     def take(
         self, step: OpenStep, call: BackwardCall, lr: float, moment: StepContext, freeze: Callable[[], None]
     ) -> float:
-        """A call for a batch that waits for it, and the loss; `freeze` keeps what a checkpoint holds of the script.
+        """The loss of a call for the current batch; `freeze` keeps what a checkpoint holds of the script.
 
         Losses of one name add up until an update has used their gradients.
         """
@@ -157,7 +157,7 @@ class GradientsByHand(WithoutFiles):
             step.taken.append(TakenStep(call.name, lr, result, by_hand=True))
         self._open_names.add(call.name)
         if result.decision.void:
-            freeze()  # with the gradients of before; what the script does next counts for nothing
+            freeze()  # with the earlier gradients; what the script does next does not count
             self._is_void = True
             self._unused.clear()
             for each in self._names:
@@ -165,13 +165,14 @@ class GradientsByHand(WithoutFiles):
         return result.loss
 
     def _run_backward(self, call: BackwardCall, moment: StepContext, batch: Batch) -> StepResult:
-        """The gradients of a loss that the script has computed from its share of a batch, and what all ranks agree on.
+        """The gradients of a loss that the script has computed from its share of a batch, and the numbers that all
+        ranks agree on.
 
-        The host waits for the device once. Raises UserError where gradients cannot be computed so.
+        The host waits for the device once. Raises UserError if gradients cannot be computed.
         """
         self._begin_use()
         passes, ranks = call.engine.passes, self._session.ranks
-        rows = count_rows(batch.data, moment.rows) if moment.rows is not None else 0  # a stand-in
+        rows = count_rows(batch.data, moment.rows) if moment.rows is not None else 0  # a dummy batch
         loss, weight = _read_loss(call, batch, rows)
         targets_of = self._list_targets(call)
         aside = {each: each.grad for each in self._names}
@@ -219,9 +220,9 @@ class GradientsByHand(WithoutFiles):
 
     @torch.no_grad()
     def clip(self, target: Any, max_norm: float) -> float:
-        """Bring the norm of gradients over all ranks and shards down to `max_norm`; what it was before.
+        """Scale gradients so that their norm over all ranks and shards is at most `max_norm`; returns the norm before.
 
-        `target`: a model, an optimizer, parameters. No number where the step does not count.
+        `target`: a model, an optimizer, or parameters. NaN if the step does not count.
         """
         parameters = self._find_parameters(target)
         if self._is_void:
@@ -232,7 +233,7 @@ class GradientsByHand(WithoutFiles):
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
-        """Around a forward pass and its loss: the format that precision.compute asks for, and logits in parts."""
+        """Around a forward pass and its loss: autocast to the format of precision.compute, and logits in parts."""
         self._under_autocast = True
         splits = any(model.parallel.splits_logits for model in self._held.models)
         parts = loss_parallel() if splits else contextlib.nullcontext()
@@ -242,19 +243,19 @@ class GradientsByHand(WithoutFiles):
     # --- what a checkpoint holds
 
     def collect(self) -> Tensors:
-        """The gradients that no update has used, of ranks that do not lead their shards alone."""
+        """The gradients that no update has used; of ranks that do not lead, only their shards."""
         leads = self._session.ranks.is_first
         grads = {name: each.grad for each, name in self._names.items() if each.grad is not None and self._owes(each)}
         own = {name: grad.detach() for name, grad in grads.items() if leads or isinstance(grad, DTensor)}
         return {PART: own} if own else {}
 
     def template(self, table: TensorTable) -> Tensors:
-        """Room for what was saved."""
+        """Targets for what was saved."""
         room = make_room(table, f"{PART}.", {name: each for each, name in self._names.items()})
         return {PART: room} if room else {}
 
     def install(self, tensors: Tensors) -> None:
-        """Go on with the gradients that were saved."""
+        """Continue with the saved gradients."""
         saved = tensors.get(PART, {})
         self._used.clear()
         self._unused.clear()
@@ -281,7 +282,8 @@ class GradientsByHand(WithoutFiles):
 
     @cached_property
     def _replica_group(self) -> Any:
-        """The ranks that hold copies of all weights and add gradients up here; None where FSDP2 does, or none has."""
+        """The ranks that hold copies of all weights and add up gradients here; None if FSDP2 does so, or there are no
+        copies."""
         mesh = self._first_passes.parallel.mesh
         copied = mesh.degree("dp_replicate") > 1 and not needs_sharding(mesh.layout)
         return mesh.group("dp_replicate") if copied else None
@@ -308,7 +310,7 @@ class GradientsByHand(WithoutFiles):
             )
 
     def _list_targets(self, call: BackwardCall) -> list[nn.Parameter]:
-        """The parameters whose gradients count: those of the models, and what their optimizers update besides."""
+        """The parameters whose gradients count: those of the models, and further ones that their optimizers update."""
         found = {each: None for model in call.models for each in self._of_model[model.name]}
         for held in self._held.optimizers:
             own = held.parameters()
@@ -317,7 +319,7 @@ class GradientsByHand(WithoutFiles):
         return list(found)
 
     def _add_up(self, targets: Sequence[nn.Parameter]) -> SummedGradients | None:
-        """Over the tensor axis what is a part there, over replicas all."""
+        """Sum partial gradients over the tensor axis, and all gradients over replicas."""
         counted = set(targets)
         for model in self._held.models:
             parallel = model.parallel
@@ -337,7 +339,7 @@ class GradientsByHand(WithoutFiles):
     def _refuse(
         self, targets: Sequence[nn.Parameter], aside: Mapping[nn.Parameter, torch.Tensor | None], *, repeats: bool
     ) -> None:
-        """The gradients of this batch are of no use, those of an earlier call of it neither."""
+        """Drop the gradients of this batch, also those of earlier calls."""
         owed = {each: self._at_begin.get(each, aside[each]) if self._owes(each) else None for each in targets}
         if repeats:
             self._put_back(aside)
@@ -359,8 +361,8 @@ class GradientsByHand(WithoutFiles):
         *,
         may_refuse: bool,
     ) -> bool:
-        """Add what was there to the gradients of this call; whether there was any. What a later call of the batch may
-        refuse is kept as it was."""
+        """Add earlier gradients to those of this call; returns whether there were any. What a later call of the batch
+        may refuse is kept as it was."""
         joined, counted = False, set(targets)
         for each, grad in aside.items():
             if each not in counted:
@@ -413,7 +415,7 @@ class GradientsByHand(WithoutFiles):
         return found
 
     def _before_update(self, held: HeldOptimizer, *_: Any) -> None:
-        """What the run file asks for where it sets optim.clip."""
+        """Clip before an update if the run file sets optim.clip."""
         clip, session = self._session.resolved.values.optim.clip, self._session
         if clip == "off" or session.leaves_alone("optim.clip") or self._unused.isdisjoint(held.parameters()):
             return
@@ -423,7 +425,7 @@ class GradientsByHand(WithoutFiles):
         self._without_update = 0
         self._open_names.clear()
         for model in self._held.models:
-            let_go(model.parallel)  # what a pass without a backward pass has gathered is old now
+            let_go(model.parallel)  # weights gathered without a backward pass are outdated
         own = held.parameters()
         if self._unused.isdisjoint(own):
             self._refused.difference_update(own)
@@ -441,7 +443,7 @@ class GradientsByHand(WithoutFiles):
 def check_awaits_backward(
     by_hand: GradientsByHand | None, step: OpenStep | None, number: int
 ) -> tuple[GradientsByHand, OpenStep]:
-    """The batch that waits for a gradient. Raises UserError where none does; `number` is that of its step."""
+    """The batch that waits for a gradient. Raises UserError if none does; `number` is that of its step."""
     if by_hand is None or step is None:
         raise UserError("run.backward was called outside `for batch in run.steps(loader)`.")
     if step.taken and not step.by_hand:
@@ -450,7 +452,7 @@ def check_awaits_backward(
 
 
 def refuse_mixture(now: str, before: str, number: int) -> UserError:
-    """Where a batch has had a call of the other kind."""
+    """The error for a batch with calls of both kinds."""
     return UserError(
         f"{now} was called after {before} for the batch of step {number}.\n"
         "  To do: use one of the two for all models of a batch: run.step drops gradients that run.backward has left."
@@ -458,7 +460,7 @@ def refuse_mixture(now: str, before: str, number: int) -> UserError:
 
 
 def _key(grad: torch.Tensor) -> tuple[int, int]:
-    """Which gradient it is, and how often it was written to."""
+    """The identity of a gradient, and how often it was written to."""
     return id(grad), int(held_by_rank(grad)._version)
 
 
@@ -498,13 +500,13 @@ def _read_loss(call: BackwardCall, batch: Batch, rows: int) -> tuple[LossSum, fl
 
 
 def _silent(loss: torch.Tensor) -> torch.Tensor:
-    """A loss that does not count, also where it is no number; its backward pass keeps ranks in step."""
+    """A loss that does not count, also if it is NaN; its backward pass keeps ranks in step."""
     return torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, torch.zeros_like(loss))
 
 
 @contextlib.contextmanager
 def _silenced(loss: torch.Tensor) -> Iterator[None]:
-    """Meanwhile every gradient of this loss is 0, also where a derivative on the way is no number."""
+    """In this context every gradient of this loss is 0, also if a derivative on the way is NaN."""
     found, waiting = set[Any](), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -521,7 +523,7 @@ def _silenced(loss: torch.Tensor) -> Iterator[None]:
 
 
 def _find_not_finite(tried: Tried, moment: StepContext) -> First | None:
-    """The numbers where the guard looks at them and they are not finite."""
+    """The numbers, if the guard checks them and they are not finite."""
     if moment.watch is None:
         return None
     total, targets, squares = tried.numbers[0], tried.numbers[1], tried.numbers[SUMS]
@@ -542,7 +544,7 @@ def _joined(earlier: StepResult, later: StepResult) -> StepResult:
 
 
 def _check_possible(session: Session, held: Holdings) -> None:
-    """Raise UserError where the run is asked for what goes with run.step alone."""
+    """Raise UserError for settings that only work with run.step."""
     values, parallel = session.resolved.values, session.resolved.values.parallel
     degree = held.models[0].parallel.mesh.degree
     name = next((type(each.optimizer).__name__ for each in held.optimizers if needs_closure(each.optimizer)), "")

@@ -1,11 +1,11 @@
-"""What a checkpoint holds of a script's data beside the position: where an iterable dataset with a state stands, and a
-sampler that holds generators or a state.
+"""What a checkpoint holds of a script's data beside the position: states of iterable datasets, and of samplers with
+generators or a state.
 
-Each rank saves the state that belongs to the last batch that counts, however far ahead was read; ranks that read alike
-(of one pipeline, or of one tensor group) save one. On as many ranks it goes on from there; else, and where nothing was
-saved, the dataset is run through from its beginning, which is said once.
+Each rank saves the state that belongs to the last batch that counts, however far ahead was read. Ranks that read the
+same data (of one pipeline, or of one tensor group) save one. With the same number of ranks the dataset resumes from its
+state. Otherwise, or if none was saved, the dataset is run through from its beginning, which is reported once.
 
-Invariant: a state that cannot be saved or put back exactly is not used. This module must not read data.
+Invariant: a state that cannot be saved or restored exactly is not used. This module must not read data.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shardway.data.stateful import StreamSnapshot
 from shardway.train.session import Session
 
 STREAM, ORDER = "stream", "order"
-"""What the names in a checkpoint begin with; after the first follows a rank's place among those that read."""
+"""Prefixes of names in a checkpoint; the first is followed by a rank's place among those that read."""
 
 
 class StreamState(WithoutFiles):
-    """The state of a stream on this rank. `find_position` says where the run stands when it is saved."""
+    """The state of a stream on this rank. `find_position` gives the position of the run when it is saved."""
 
     def __init__(self, session: Session, name: str, find_position: Callable[[], int]) -> None:
         mesh = session.mesh
@@ -41,10 +41,10 @@ class StreamState(WithoutFiles):
         self._unused = ""
         self._find_position = find_position
         self.begin: StreamSnapshot | None = None
-        """Where the next reading goes on from."""
+        """Where the next reading starts."""
 
     def watched(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches, whose states are remembered; it is said once where they have none."""
+        """The batches; their states are remembered, and it is reported once if there are none."""
         first = True
         for batch in batches:
             if batch.snapshot is not None:
@@ -96,7 +96,7 @@ class StreamState(WithoutFiles):
         return {**own, structure_name(part): json.dumps(facts)}
 
     def template(self, table: TensorTable) -> Tensors:
-        """Room for this rank's state, where as many ranks have saved theirs."""
+        """Targets for this rank's state, if as many ranks have saved theirs."""
         self.begin, self._unused = None, ""
         self._facts = self._read(table)
         if not self._facts:
@@ -106,7 +106,7 @@ class StreamState(WithoutFiles):
         return {part: room} if room else {}
 
     def install(self, tensors: Tensors) -> None:
-        """The next reading goes on from the state that was loaded."""
+        """The next reading starts from the loaded state."""
         if not self._facts:
             return
         loaded = tensors.get(f"{STREAM}-{self._rank}", {})
@@ -115,7 +115,7 @@ class StreamState(WithoutFiles):
         self.begin = StreamSnapshot(**known, state=pickle.dumps(state))
 
     def _find(self) -> StreamSnapshot | None:
-        """The newest state of a batch that counts; what this attempt began with, where it has none yet."""
+        """The newest state of a batch that counts; else that at the beginning of this attempt."""
         position = self._find_position()
         counted = [snapshot for end, snapshot in self._seen if end <= position]
         return counted[-1] if counted else self.begin
@@ -139,17 +139,17 @@ class StreamState(WithoutFiles):
 
 
 class OrderState(WithoutFiles):
-    """The state of a sampler, which all ranks have alike: before the epochs that it was run through for, and now."""
+    """The state of a sampler, the same on all ranks: before the epochs that it was run through for, and now."""
 
     def __init__(
         self, session: Session, order: SamplerOrder | BatchOrder, samples: int, find_position: Callable[[], int]
     ) -> None:
-        """`samples`: those of an epoch."""
+        """`samples`: the samples of an epoch."""
         self._session, self._order, self._samples, self._find_position = session, order, samples, find_position
         self._text = ""
 
     def collect(self) -> Tensors:
-        """Of rank 0, as one structure and its tensors; nothing where a position says all."""
+        """Rank 0's state, as one structure and its tensors; nothing if a position is enough."""
         stands = self._order.stands(self._find_position() // self._samples)
         if not self._session.ranks.is_first or (not stands.first.generators and stands.first.own is None):
             return {}
@@ -174,14 +174,14 @@ class OrderState(WithoutFiles):
         return {**own, structure_name(ORDER): parts.text}
 
     def template(self, table: TensorTable) -> Tensors:
-        """Room for what was saved."""
+        """Targets for what was saved."""
         name = structure_name(ORDER)
         self._text = json.loads(table.values[name]) if name in table.values else ""
         room = make_room(table, f"{ORDER}.")
         return {ORDER: room} if room and self._text else {}
 
     def install(self, tensors: Tensors) -> None:
-        """Let the sampler go on."""
+        """Continue the sampler from its state."""
         if not self._text:
             return
         loaded = tensors.get(ORDER, {})
@@ -201,7 +201,7 @@ def _gather(saved: Mapping[str, Any]) -> SamplerStand:
 
 
 def find_data_state(session: Session, loader: Any, find_position: Callable[[], int]) -> StreamState | OrderState | None:
-    """What a checkpoint holds of the data of a loader beside the position; None where that says all."""
+    """What a checkpoint holds of a loader's data beside the position; None if the position is enough."""
     if loader.is_stream:
         return StreamState(session, loader.fingerprint, find_position)
     if loader.order is not None:

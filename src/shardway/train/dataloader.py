@@ -1,10 +1,10 @@
-"""From a dataset or DataLoader of the user to this rank's batches on its device, for training and validation.
+"""From a user's dataset or DataLoader to this rank's batches on its device, for training and validation.
 
 Invariants:
-- It only tells; which positions are left out is decided by `data.skips` alone.
-- Which samples a rank gets follows from the resolved run, the grid and the position alone, as far as the data
-  themselves do; where they may not, it is said once.
-- What the script says stands where no run file or command line does, and what cannot be right is refused before
+- Reports on skipped data have no effect: `data.skips` alone decides which positions are left out.
+- Which samples a rank gets follows from the resolved run, the grid and the position alone, if the data themselves are
+  repeatable. If they may not be, this is reported once.
+- Settings of the script hold where neither run file nor command line sets them. What cannot be right is refused before
   anything is read.
 """
 
@@ -49,11 +49,11 @@ from shardway.train.loop_state import Counters
 from shardway.train.session import Session
 from shardway.units import Span
 
-# --- What is told of data that a run leaves out: by `data.skip`, or by itself after a spike
+# --- reports on skipped data
 
 
 def report_skipped(session: Session, before: Counters, after: Counters, own: Sequence[SkippedRange] = ()) -> None:
-    """An event where the step between these counters has left positions out; `own` are those of the run itself."""
+    """An event if the step between these counters has skipped positions; `own` are the spans of the run itself."""
     left_out = (after.position - before.position) - (after.samples - before.samples)
     if left_out:
         lists = {"data.skip": session.resolved.values.data.skip, "guard.on_spike": [each.span for each in own]}
@@ -70,7 +70,7 @@ def _meet(one: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def report_late_spans(session: Session, counters: Counters) -> None:
-    """An event where a span that is new lies behind a run that goes on, at least in part: it comes too late."""
+    """An event if a new span lies, at least in part, before the position of a resumed run: it comes too late."""
     before, now = session.changes.get("data.skip", ([], []))
     late = [span for span in now if span not in before and span[0] < counters.position]
     if late and counters.step:
@@ -81,17 +81,16 @@ def report_late_spans(session: Session, counters: Counters) -> None:
         session.recorder.event("skip_too_late", step=counters.step, spans=late, reason=reason)
 
 
-# --- From data to this rank's batches on its device: for training from any position, for validation from the start
+# --- batches of this rank on its device
 
 Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
 class Loader:
-    """Where a run's batches come from: a source, a map-style dataset or an iterable one, and what is known of it.
+    """The source of a run's batches: a source, a map-style dataset or an iterable one, and its facts.
 
-    `size`: samples of an epoch; 0 where nothing says how many there are. `order`: what a script's own sampler gives
-    (None: the run's own order).
+    `size`: samples of an epoch; 0 if unknown. `order`: the order of a script's own sampler (None: the run's own order).
     """
 
     samples: Any
@@ -103,11 +102,11 @@ class Loader:
     whole_batches: bool = False
     worker_init: Callable[[int], object] | None = None
     begin: bytes | None = None
-    """The state that an iterable dataset began with, where it has one."""
+    """The state in which an iterable dataset began, None if it has none."""
 
     @property
     def is_stream(self) -> bool:
-        """Whether its samples have no numbers and are run through."""
+        """Whether its samples have no numbers and are read in sequence."""
         return not isinstance(self.samples, DataSource) and not is_map_style(self.samples)
 
 
@@ -115,7 +114,7 @@ def training_batches(
     session: Session, loader: Loader, state: CheckpointState | None, position: int, skips: Sequence[Sequence[int]]
 ) -> Iterator[Batch]:
     """This rank's share of every global batch from `position` on, without end; `skips` as in `data.skip`. `state`:
-    where the data go on from, as far as the position does not say that."""
+    where the data resume, beyond what the position gives."""
     values, mesh = session.resolved.values, session.mesh
     share = Share(values.train.global_batch, mesh.data_rank, mesh.data_ranks)
     options = _options(session, loader)
@@ -139,7 +138,7 @@ def training_batches(
 
 
 def _gives_own_samples(session: Session, loader: Loader) -> bool:
-    """Whether an iterable dataset gives each rank other samples by itself; asked on all ranks together."""
+    """Whether an iterable dataset itself gives each rank other samples; called on all ranks together."""
     if session.mesh.data_ranks == 1:
         return False
     digests = session.ranks.gather(session.ranks.together(lambda: digest_first(loader.samples, 0)))
@@ -154,7 +153,7 @@ def _gives_own_samples(session: Session, loader: Loader) -> bool:
 
 
 def _check_alike(session: Session, loader: Loader, position: int) -> None:
-    """Raise UserError where a sampler gives each rank another order; called on all ranks together."""
+    """Raise UserError if a sampler gives each rank another order; called on all ranks together."""
     if session.mesh.data_ranks == 1 or loader.order is None:
         return
     batch, order = session.resolved.values.train.global_batch, loader.order
@@ -171,7 +170,7 @@ def _check_alike(session: Session, loader: Loader, position: int) -> None:
 
 
 def _note_order(session: Session, loader: Loader) -> None:
-    """Say once what of the order of samples may not be the same after a resume."""
+    """Report once why the order of samples may change after a resume."""
     if loader.order is not None and loader.order.hidden_state:
         session.note_once(
             "data_order_noted",
@@ -182,7 +181,7 @@ def _note_order(session: Session, loader: Loader) -> None:
 
 
 def validation_data(session: Session, samples: Any, collate: Collate | None = None) -> Iterator[Any]:
-    """This rank's share of the held-out samples (a source, a map-style or an iterable dataset), as many batches on
+    """This rank's share of the held-out samples (a source, a map-style or an iterable dataset), with as many batches on
     every rank."""
     most, share = _validation_share(session, samples)
     count = count_samples(samples, most)
@@ -202,7 +201,7 @@ def validation_rows(session: Session, samples: Any) -> list[int]:
 
 
 def _validation_share(session: Session, samples: Any) -> tuple[int | None, Share]:
-    """How many samples are validated on at most (None: all), and this rank's share of them."""
+    """The most samples that are validated on (None: all), and this rank's share of them."""
     values, mesh = session.resolved.values, session.mesh
     most = None if session.leaves_alone("train.validation_samples") else values.train.validation_samples
     at_once = int(values.train.micro_batch) * session.resolved.derived.per_pass
@@ -225,7 +224,7 @@ def _options(session: Session, loader: Loader | None = None) -> LoaderOptions:
     here = session.ranks.placement.local_world
     if loader is not None and loader.is_stream:
         workers = min(workers, 1)
-    to_come = max(0, torch.get_num_threads() - count_threads())  # torch starts them when it is told how many, or later
+    to_come = max(0, torch.get_num_threads() - count_threads())  # torch starts them later
     workers, too_few = fit_workers(workers, here, session.task_limit, to_come)
     few_cores = describe_few_cores(workers, here) if workers else ""
     for said in (session.temporary, too_few, few_cores, describe_shortage() if workers else ""):
@@ -236,7 +235,7 @@ def _options(session: Session, loader: Loader | None = None) -> LoaderOptions:
 
 
 def _report(session: Session, text: str) -> None:
-    """Say what happened on this rank alone."""
+    """Report something of this rank alone."""
     if session.ranks.is_first:
         session.note_once("data_order_noted", text)
     else:
@@ -252,7 +251,7 @@ def _can_be_sent(function: Any) -> bool:
 
 
 def _on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches on a device, a source's as the pair (inputs, targets)."""
+    """The batches on a device, those of a source as pairs (inputs, targets)."""
     with contextlib.closing(batches) as stream:  # type: ignore[type-var]
         for batch in stream:
             yield to_device(_paired(batch), device)
@@ -266,13 +265,12 @@ def _paired(batch: Batch) -> Batch:
     return batch
 
 
-# --- What a script hands to `run.loader` and `run.validation`: datasets, samplers, collate functions, torch's
-# DataLoader
+# --- what a script hands to run.loader and run.validation
 
 
 @dataclass(frozen=True)
 class LoaderArguments:
-    """What a script hands to `run.loader`; None for what it leaves open."""
+    """The script's arguments of `run.loader`; None for those it leaves open."""
 
     dataset: Any
     batch_size: int | None = None
@@ -288,7 +286,7 @@ class LoaderArguments:
 
 
 def make_loader(session: Session, given: LoaderArguments) -> Loader:
-    """The loader that a script asks for; what it says stands where no run file or command line does.
+    """The loader that a script asks for; its settings hold unless a run file or the command line sets them.
 
     Raises UserError for arguments that contradict each other, and for data that cannot be read in order.
     """
@@ -326,13 +324,13 @@ def make_loader(session: Session, given: LoaderArguments) -> Loader:
 
 
 def _is_loader(data: Any) -> bool:
-    """Whether it is a DataLoader of torch, or one of its kind, such as torchdata's."""
+    """Whether it is a DataLoader of torch, or one with its attributes, such as torchdata's."""
     names = ("dataset", "batch_size", "sampler", "batch_sampler", "collate_fn", "drop_last", "num_workers")
     return isinstance(data, DataLoader) or all(hasattr(data, name) for name in names)
 
 
 def _take_over(given: LoaderArguments) -> LoaderArguments:
-    """What a DataLoader of torch was made with, where `run.loader` was given nothing else."""
+    """The arguments that a DataLoader of torch was made with, if `run.loader` was given nothing else."""
     loader = given.dataset
     taken = replace(
         given,
@@ -367,14 +365,15 @@ def _take_over(given: LoaderArguments) -> LoaderArguments:
 
 
 def _own_collate(loader: DataLoader[Any]) -> Collate | None:
-    """The `collate_fn` that a DataLoader was given; None where it was given none."""
+    """The `collate_fn` that a DataLoader was given; None if none."""
     return loader.collate_fn if loader.collate_fn not in (default_collate, default_convert) else None
 
 
 def _is_plain_shuffle(loader: Any) -> bool:
     """Whether the sampler of a loader is what `shuffle=True` makes: then the run's own order shuffles, by train.seed.
 
-    That of torchdata's loader has a generator also where the script has given none, with another seed in each process.
+    The sampler of torchdata's loader has a generator even if the script has given none, with another seed in each
+    process.
     """
     sampler = loader.sampler
     if type(sampler) is not RandomSampler:
@@ -403,7 +402,7 @@ def _take_batches(session: Session, given: LoaderArguments, seed: int) -> tuple[
 
 
 def _make_stream(session: Session, given: LoaderArguments) -> Loader:
-    """An iterable dataset, which is run through from its beginning."""
+    """An iterable dataset, read from its beginning."""
     name = type(given.dataset).__name__
     if not hasattr(given.dataset, "__iter__"):
         raise UserError(
@@ -423,7 +422,7 @@ def _make_stream(session: Session, given: LoaderArguments) -> Loader:
 
 
 def _refuse_beside(given: LoaderArguments, data: str) -> None:
-    """Raise UserError for an argument that such data cannot follow."""
+    """Raise UserError for an argument that such data do not support."""
     arguments = {
         "collate_fn": given.collate_fn is not None,
         "sampler": given.sampler is not None,
@@ -439,7 +438,7 @@ def _refuse_beside(given: LoaderArguments, data: str) -> None:
 
 
 def _set_defaults(session: Session, given: LoaderArguments) -> None:
-    """Let what the script says stand where nothing else does."""
+    """Apply the script's settings where nothing else sets them."""
     said = {
         "train.global_batch": ("batch_size", given.batch_size),
         "data.workers": ("workers", given.workers),
@@ -453,9 +452,9 @@ def _set_defaults(session: Session, given: LoaderArguments) -> None:
 
 
 def check_length(session: Session, loader: Loader, *, given: bool) -> None:
-    """Raise UserError where a length needs to know how many samples an epoch has, and nothing says so.
+    """Raise UserError if a length needs the number of samples of an epoch, and it is unknown.
 
-    `given`: whether the script says how long the run is.
+    `given`: whether the script sets the length of the run.
     """
     if loader.size:
         return
@@ -483,7 +482,7 @@ def check_length(session: Session, loader: Loader, *, given: bool) -> None:
 
 
 def take_validation(dataset: Any, collate: Collate | None) -> tuple[Any, Collate | None]:
-    """What is validated on, and how it is collated: of a DataLoader, the samples that its sampler gives."""
+    """The validation data and their collate function: of a DataLoader, the samples that its sampler gives."""
     if not _is_loader(dataset):
         known = isinstance(dataset, DataSource) or is_map_style(dataset) or not hasattr(dataset, "__iter__")
         return dataset if known else HeldOutStream(dataset), collate

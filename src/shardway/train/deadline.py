@@ -1,10 +1,9 @@
-"""When a run has to stop before its wall-time ends, and which request gives its end a name.
+"""When a run has to stop before its wall-time ends, and which request names the end of an attempt.
 
 Invariants:
-- What a person asked for wins over the clock, so that the next attempt of a chain is held.
-- Only rank 0 looks at a clock, and its wish travels to the others; but a rank that waits for data looks itself, since
-  rank 0 may wait for it. The margin is never less than what the steps and saves of this attempt have shown to be
-  needed.
+- A user's request wins over the clock, so that the next attempt of a chain is held.
+- Only rank 0 reads the clock, and its request reaches the others; a rank that waits for data reads its own, since rank
+  0 may wait for it. The margin is never less than the measured steps and saves of this attempt need.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from shardway.ranks.agreement import Decision
 from shardway.rundir.attempts import BY_SIGNAL, Attempt, Ending
 from shardway.units import MAX_SECONDS
 
-# --- How an attempt ends: which of the things that asked for a stop gives it its name
+# --- how an attempt ends
 
 _BY_SCRIPT = {"deadline": Ending.DEADLINE, "preempted": Ending.PREEMPTED}
 """First word of a stop file that a job script wrote when the scheduler warned it -> how the attempt ends."""
@@ -36,13 +35,13 @@ class AttemptEnd:
     state: Ending
     reason: str
     failure: str = ""
-    """BY_SIGNAL where a signal was obeyed, whose meaning only the scheduler knows."""
+    """BY_SIGNAL if a signal was obeyed, which only the scheduler can interpret."""
 
 
 def find_end(decision: Decision, stop_file: str | None, deadline: str = "") -> AttemptEnd:
     """The end that all ranks have agreed on, in the words of rank 0.
 
-    `stop_file` is what the stop file says (None: there is none), `deadline` how the clock stands.
+    `stop_file` is the content of the stop file (None: there is none), `deadline` the description of the clock.
     """
     if stop_file is not None:
         if stop_file.startswith(f"{BY_SIGNAL} "):
@@ -56,34 +55,33 @@ def find_end(decision: Decision, stop_file: str | None, deadline: str = "") -> A
     return AttemptEnd(Ending.STOPPED, decision.stop_reason, BY_SIGNAL)
 
 
-# --- When a run has to stop so that it is saved before its wall-time ends, from what was measured
+# --- the deadline and its margin
 
 TEARDOWN_S = 30.0
-"""What the end of the ranks and of the job script may take after the last save."""
+"""Seconds reserved for the end of the ranks and of the job script after the last save."""
 TEARDOWN_LEAST_S, TEARDOWN_PART = 2.0, 0.1
-"""Of a short wall-time, no more than these seconds and this part of it are kept for that."""
+"""For a short wall-time, the reserve is no more than these seconds plus this part of it."""
 LAST_SAVES = 3
-"""A file system has good and bad minutes: the slowest of so many saves counts."""
+"""The slowest of this many last saves counts, since a file system has good and bad minutes."""
 SAVES, STEPS = 2.0, 2.0
-"""A save on its cadence may come right before the last one; and the step under way while rank 0 looks is followed by
-one more."""
+"""Factors: a save on its cadence may come right before the last one, and one more step may follow the current one."""
 
 ESTIMATED_RATE = 200e6
-"""Bytes a second that one rank writes, syncs and reads back, until a save was measured (a slow shared disk)."""
+"""Bytes per second that one rank writes, syncs and reads back, until a save was measured (a slow shared disk)."""
 ESTIMATED_BYTES = 12
-"""Bytes of state for each parameter until then: fp32 weights and two moments."""
+"""Bytes of state per parameter until then: fp32 weights and two moments."""
 ESTIMATED_LEAST_S = 1.0
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds that were measured before this attempt; None for what was not."""
+    """Seconds that were measured before this attempt; None if not measured."""
 
     save_s: float | None = None
     validation_s: float | None = None
 
     def as_facts(self) -> dict[str, float]:
-        """What is known of it, as a status holds it."""
+        """The measured values, as a status holds them."""
         facts = {"save_seconds": self.save_s, "validation_seconds": self.validation_s}
         return {name: value for name, value in facts.items() if value is not None}
 
@@ -124,11 +122,12 @@ class Deadline:
         return self._at - self._clock()
 
     def expect_save_of(self, parameters: float) -> None:
-        """What a save is thought to take until one was measured, from the parameters that a rank answers for."""
+        """Estimate the time of a save until one was measured, from the parameters that a rank answers for."""
         self._estimated_save_s = ESTIMATED_LEAST_S + parameters * ESTIMATED_BYTES / ESTIMATED_RATE
 
     def took_step(self, seconds: float) -> None:
-        """A step was measured. The first of an attempt compiles and fills caches: it counts while there is no other."""
+        """A step was measured. The first of an attempt compiles and fills caches: it counts only until there is
+        another."""
         if self._first_step_s is None:
             self._first_step_s = seconds
         else:
@@ -143,7 +142,7 @@ class Deadline:
         self._validation_s = max(self._validation_s or 0.0, seconds)
 
     def margin(self) -> Margin:
-        """What has to be left of the wall-time for the run to begin another step."""
+        """The wall-time that must be left for the run to begin another step."""
         if self._fixed is not None:
             return Margin(self._fixed, "run.stop_margin says so")
         save, why = self._save()
@@ -156,23 +155,23 @@ class Deadline:
         return Margin(seconds, " + ".join(parts))
 
     def is_near(self) -> bool:
-        """Whether it is time to stop; once it is, it stays so, and `describe` says how the clock stood."""
+        """Whether it is time to stop; it stays so, and `describe` gives the clock at that moment."""
         if not self._passed and self.left_s < self.margin().seconds:
             self._passed = self.describe()
         return bool(self._passed)
 
     def fits_validation(self) -> bool:
-        """Whether a validation that begins now ends early enough for a save; one never measured is thought to."""
+        """Whether a validation that begins now ends early enough for a save; True until one was measured."""
         if self._fixed is not None:
             return self.left_s - (self._validation_s or 0.0) > self._fixed
         return self.left_s - (self._validation_s or 0.0) > self._save()[0] + self._teardown_s
 
     def has_passed(self) -> bool:
-        """Whether no more is left than a save and the end take."""
+        """Whether no more time is left than a save and the end take."""
         return self.left_s < (self._fixed if self._fixed is not None else self._save()[0] + self._teardown_s)
 
     def seen_here(self, left_s: float) -> Deadline:
-        """The same, on a host whose clock may say another time; `left_s` are left now."""
+        """The same on a host whose clock may differ; `left_s` are left now."""
         self._at = self._clock() + left_s
         return self
 
@@ -184,7 +183,7 @@ class Deadline:
         return f"deadline in {self.left_s:.1f} s, margin {margin.seconds:.1f} s: {margin.reason}"
 
     def facts(self) -> dict[str, Any]:
-        """How the clock stands, for an event."""
+        """The state of the clock, for an event."""
         return {"left_s": self.left_s, "margin_s": self.margin().seconds, "reason": self.describe()}
 
     def _save(self) -> tuple[float, str]:
@@ -199,7 +198,7 @@ class Deadline:
 
 
 def read_pace(status: Mapping[str, Any]) -> Pace:
-    """What an earlier attempt has measured, from its status."""
+    """The measurements of an earlier attempt, from its status."""
     times = (status.get(name) for name in ("save_seconds", "validation_seconds"))
     return Pace(*(float(value) if _is_time(value) else None for value in times))
 
@@ -209,7 +208,7 @@ def _is_time(value: Any) -> TypeGuard[float]:
 
 
 def find_deadline(attempt: Attempt | None, fixed_margin_s: float | None, before: Pace) -> Deadline | None:
-    """The deadline that the job of this attempt has written down; None without one."""
+    """The deadline that the job of this attempt has written down; None if there is none."""
     started = attempt.read_started() if attempt is not None else None
     if started is None or started.deadline <= 0:
         return None

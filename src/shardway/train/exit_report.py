@@ -1,7 +1,7 @@
-"""What a rank says from another thread before it ends at once, since its main thread cannot.
+"""The last report of a rank, written by another thread before the process ends at once, since its main thread cannot.
 
-Invariant: a file system that hangs does not keep the process: the words have a few seconds, then it ends without them.
-What was saved is not touched. This module must not import torch.
+Invariant: a file system that hangs does not keep the process: the report has a few seconds, then the process ends
+without it. What was saved is not touched. This module must not import torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardway.rundir.directory import RunDir
 from shardway.units import render_seconds
 
 SAY_S = 3.0
-"""How long what is written may take."""
+"""The most seconds that writing may take."""
 
 KILLED = 130
 """Exit code of a process that a second signal ended."""
@@ -35,7 +35,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class ExitReport:
-    """One rank as its last words need it. `origin` says where `run.stop_timeout`, `limit_s` seconds, came from."""
+    """What the last report of one rank needs. `origin` is where `run.stop_timeout`, `limit_s` seconds, came from."""
 
     directory: RunDir
     rank: int
@@ -44,17 +44,15 @@ class ExitReport:
     progress: Progress
     attempt: Attempt | None = None
     may_write: Callable[[], bool] = lambda: True
-    """Whether the run goes on, so that what happens is a part of it."""
+    """Whether the run has begun, so that events belong to it."""
 
     def duties(self, was_heard: Callable[[], bool]) -> Duties:
-        """What its lookout calls; `was_heard`: whether the main thread knows of the signal by now."""
+        """The functions that its stop watchdog calls; `was_heard`: whether the main thread has handled the signal."""
         return Duties(self.limit_s, self._end_late, self._end_killed, lambda: self._pass_on(was_heard))
 
     def _pass_on(self, was_heard: Callable[[], bool]) -> None:
-        """A signal reached this rank alone, and it waits for others: they are asked by the stop file."""
-        with contextlib.suppress(
-            OSError, UserError
-        ):  # where there can be no stop file, the others get a signal as well
+        """A signal reached this rank alone, and it waits for others: the stop file asks them to stop."""
+        with contextlib.suppress(OSError, UserError):  # without a stop file, the others get a signal as well
             if not self.directory.stop_requested() and not was_heard():
                 self.directory.request_stop(f"{BY_SIGNAL} asked rank {self.rank} for a stop")
 
@@ -83,7 +81,7 @@ class ExitReport:
         facts = {"rank": self.rank, "kind": kind, "exit_code": code, "message": message, "stacks": stacks}
         self._write("fault", "failed", facts, render_reason(message))
         report_fault(self.attempt, f"rank {self.rank}", RankFault(kind, message, code), step)
-        if self.attempt is None:  # the job script of an attempt wants to know that somebody asked
+        if self.attempt is None:  # the job script of an attempt reads the stop file
             self.directory.clear_stop()
 
     def _end_killed(self) -> None:
@@ -98,7 +96,7 @@ class ExitReport:
             report_end(self.attempt, result)
 
     def _write(self, event: str, state: str, facts: dict[str, Any], reason: str) -> None:
-        """An event of this rank, and by rank 0 the status, unless the main thread has said it."""
+        """An event of this rank, and on rank 0 the status, unless the main thread has written it."""
         status = self.directory.read_status()
         if not self.may_write():
             return

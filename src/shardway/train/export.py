@@ -1,10 +1,10 @@
-"""From a run directory to a folder of weights, and the layout that a run has over ranks that do not train.
+"""Exports the weights of a run directory to a folder, and gives the layout of a run over ranks that do not train.
 
 Invariants:
-- What says which weights there are and what they mean stays; what says how and where they are trained is left to its
-  default, so that a machine without GPUs can do it.
-- The run is only read; each rank holds its share of a model that is built, on as many ranks as it is started on,
-  whatever layout the run had.
+- Keys that decide which weights there are and what they mean are kept; keys that decide how and where they are trained
+  are left to their defaults, so that a machine without GPUs can export.
+- The run is only read. Each rank holds its share of a model that is built, on as many ranks as were started, whatever
+  layout the run had.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from shardway.runfile.load import DEFAULT, LoadedRunFile, load_run
 from shardway.runfile.schema import PrecisionSection, RunFile
 from shardway.watch.progress import find_best_checkpoint
 
-# --- A run as it lies over ranks that read or write its weights and do not train
+# --- the layout over ranks that do not train
 
 _OF_TRAIN = ("micro_batch", "compile", "compile_cache")
-"""Of [train], what says how and where."""
+"""Keys of [train] that decide how and where a run is trained."""
 
 
 def lay_evenly(asked: LoadedRunFile) -> LoadedRunFile:
-    """The same run with weights that all ranks share, on CPUs, and without what says how it is trained."""
+    """The same run with weights shared by all ranks, on CPUs, and without the keys that decide how it is trained."""
     fresh = load_run(None).values
     narrow = asked.values.precision.weights == "bf16"
     updates: dict[str, dict[str, Any]] = {
@@ -69,14 +69,13 @@ def lay_evenly(asked: LoadedRunFile) -> LoadedRunFile:
 
 
 def is_of_layout(dotted: str) -> bool:
-    """Whether a key says how and where a run is trained, and nothing of its weights."""
+    """Whether a key decides how and where a run is trained, and nothing of its weights."""
     section, _, name = dotted.partition(".")
     whole = section in ("parallel", "recompute") or (section == "precision" and name != "weights")
     return whole or dotted == "run.device" or (section == "train" and name in _OF_TRAIN)
 
 
-# --- From a run directory to a folder of weights: one that `from_pretrained` of the Hugging Face library reads, or,
-# for the model of a script, files with the model's own names
+# --- the export
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name of a number format of weights -> torch's."""
@@ -84,13 +83,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Which:
-    """The checkpoint that is meant: that of a step, the best by `checkpoint.monitor`, or else the newest."""
+    """The chosen checkpoint: that of a step, the best by `checkpoint.monitor`, or else the newest."""
 
     step: int | None = None
     best: bool = False
 
     def choose(self, run: RunDir) -> int | None:
-        """Its step; None for the newest. Raises UserError where there is no such checkpoint."""
+        """Its step; None for the newest. Raises UserError if there is no such checkpoint."""
         if not self.best:
             return find_checkpoint(run.path, self.step).step if self.step is not None else None
         found = find_best_checkpoint(run)
@@ -110,7 +109,7 @@ NEWEST = Which()
 class Exported:
     """Where a model was written, from which step of the run, and which newer checkpoints are damaged.
 
-    `files`, where names are the model's own: which files there are, and in `left_out` why one is not among them.
+    `files`, if names are the model's own: the written files, and in `left_out` why one is missing.
     """
 
     folder: str
@@ -130,9 +129,9 @@ def export_run(
     which: Which = NEWEST,
 ) -> Exported | None:
     """Write a checkpoint of a run: as a Hugging Face folder, or, for the model of a script and with `own_names`, as
-    `model.safetensors` and `model.pt`; None on a rank that had nothing to do.
+    `model.safetensors` and `model.pt`; None on a rank that has nothing to do.
 
-    Raises UserError for a run without a checkpoint and for a model that the library has no form for, JobError where it
+    Raises UserError for a run without a checkpoint and for a model that the library has no form for, JobError if it
     cannot be written.
     """
     placement = find_placement(environ)
@@ -169,7 +168,7 @@ def is_of_script(run: RunDir) -> bool:
 
 
 def export_state_dicts(run: RunDir, folder: Path, dtype: str | None, which: Which = NEWEST) -> Exported:
-    """A checkpoint under the names of its models, in `dtype` or as it was saved; nothing else is needed."""
+    """Write a checkpoint under the names of its models, in `dtype` or as it was saved; nothing else is needed."""
     passed_over: list[PassedOver] = []
     chosen = which.choose(run)
     for found in find_checkpoints(run.path) if chosen is None else [find_in_run(run, chosen)]:
@@ -188,7 +187,7 @@ def export_state_dicts(run: RunDir, folder: Path, dtype: str | None, which: Whic
 def export_on(
     ranks: Ranks, resolution: Resolution, run: RunDir, folder: Path, dtype: str, which: Which = NEWEST
 ) -> Exported:
-    """The same on ranks that are there."""
+    """The same on ranks that have started."""
     values, chosen = resolution.resolved.values, ranks.ask_first(lambda: which.choose(run))
     model = _build(ranks, values, run)
     form = _find_form(model, values.data.seq_len)
@@ -219,7 +218,7 @@ def _find_form(model: nn.Module, max_positions: int) -> Form:
 
 
 def _check_has_weights(run: RunDir) -> None:
-    """Raise UserError where the newest checkpoint that can be looked into holds nothing of Shardway's form."""
+    """Raise UserError if the newest readable checkpoint holds nothing in Shardway's form."""
     entries = list_newest(run)
     if entries and not find_models(entries):
         raise no_weights(run.path)

@@ -1,11 +1,10 @@
-"""The guard: what is looked at in a step, losses far above the last ones, and what follows where numbers are not sound.
+"""The guard: what is checked in a step, losses far above the last ones, and what follows if numbers are not sound.
 
 Invariants:
-- Pure: what is told of a value follows from the values before it alone, so that whoever has the same values finds the
-  same spikes.
-- Each error names the step, what was seen, the newest checkpoint that can be trusted and what to do.
-- Decided from numbers that are the same on every rank, so that all ranks skip, go on or end together; weights that a
-  rank could not vouch for are never saved.
+- Spikes: what is found follows from the values alone, so the same values give the same spikes.
+- Errors: each names the step, the finding, the newest checkpoint that can be trusted, and what to do.
+- Decisions follow from numbers that are the same on every rank, so that all ranks skip, continue or end together.
+  Weights that a rank could not verify are never saved.
 
 A value is compared with the median of the last ones in units of their spread, which is 1.4826 times the median absolute
 deviation: the standard deviation where values are normal, and hardly moved by single outliers (Hampel, "The influence
@@ -32,19 +31,19 @@ from shardway.train.session import Session
 from shardway.train.step import StepResult
 from shardway.units import Scale
 
-# --- Losses and gradient norms far above those of the last steps
+# --- spikes of loss and gradient norm
 
 WINDOW = 100
 """Values that the next is compared with."""
 LEAST = 20
-"""Values before which nothing is told."""
+"""Values that are needed before spikes are found."""
 SMALLEST_SPREAD = 1e-3
-"""The least spread, relative to the median: where a loss hardly moves, a breath is no spike."""
+"""The least spread, relative to the median: if a loss hardly moves, a tiny change is not a spike."""
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A value so many `deviations` above the `median` of those before it."""
+    """A value that is `deviations` above the `median` of those before it."""
 
     value: float
     median: float
@@ -62,7 +61,7 @@ class Recent:
         return Recent((*self.values, value)[-WINDOW:]) if math.isfinite(value) else self
 
     def find_spike(self, value: float, threshold: float) -> Spike | None:
-        """Whether the next value lies more than `threshold` deviations above the last ones; None where it does not."""
+        """The spike, if the next value lies more than `threshold` deviations above the last ones; else None."""
         if len(self.values) < LEAST or not math.isfinite(value):
             return None
         median = statistics.median(self.values)
@@ -73,8 +72,8 @@ class Recent:
 
 @dataclass(frozen=True)
 class Spikes:
-    """The last values of each number that is looked at, how many steps in a row up to now held a spike, and the first
-    of them (0: none did)."""
+    """The last values of each watched number, how many steps in a row up to now held a spike, and the first of them (0:
+    none)."""
 
     recent: Mapping[str, Recent] = field(default_factory=lambda: MappingProxyType({}))
     in_a_row: int = 0
@@ -86,14 +85,14 @@ class Spikes:
         return {name: spike for name, spike in found.items() if spike is not None}
 
     def after(self, step: int, values: Mapping[str, float], found: Mapping[str, Spike]) -> Spikes:
-        """With one more step. One whose numbers are not finite neither belongs to a row nor ends it."""
+        """With one more step. A step with numbers that are not finite neither extends nor ends a row."""
         recent = {name: self._recent(name).after(value) for name, value in values.items()}
         if not found and not all(map(math.isfinite, values.values())):
             return replace(self, recent=recent)
         return Spikes(recent, self.in_a_row + 1, self.first or step) if found else Spikes(recent)
 
     def as_numbers(self) -> dict[str, Any]:
-        """For a checkpoint's manifest: whoever goes on from it finds what this run would find."""
+        """For a checkpoint's manifest, so that a resumed run finds the same spikes."""
         recent = {name: list(each.values) for name, each in self.recent.items()}
         return {"recent": recent, "in_a_row": self.in_a_row, "first": self.first}
 
@@ -102,12 +101,12 @@ class Spikes:
 
 
 def read_spikes(numbers: Mapping[str, Any]) -> Spikes:
-    """Those of a manifest; the window begins anew where it has none."""
+    """Those of a manifest; a new window if it has none."""
     recent = {name: Recent(tuple(map(float, values))) for name, values in numbers.get("recent", {}).items()}
     return Spikes(recent, int(numbers.get("in_a_row", 0)), int(numbers.get("first", 0)))
 
 
-# --- What the guard says when it ends a run
+# --- errors that end a run
 
 SHOWN = 6
 """How many samples, ranks or parameters a message lists."""
@@ -125,14 +124,14 @@ class Skipped:
 
 
 def describe_numbers(result: StepResult) -> str:
-    """Which of the two numbers of a step is none: "loss of step 3 is nan"."""
+    """Which of the two numbers of a step is not finite: "loss of step 3 is nan"."""
     if math.isfinite(result.loss):
         return f"norm of its gradient is {result.grad_norm}"
     return f"loss is {result.loss}"
 
 
 def refuse_weights(step: int, result: StepResult, saved: Sequence[int]) -> JobError:
-    """What a step without a guard has made of the weights must not push good checkpoints out."""
+    """The error for a step without a guard: its weights must not replace good checkpoints."""
     what = f"loss of step {step} is {result.loss}"
     if math.isfinite(result.loss):
         what = f"gradient of step {step} has the norm {result.grad_norm}"
@@ -144,7 +143,8 @@ def refuse_weights(step: int, result: StepResult, saved: Sequence[int]) -> JobEr
 
 
 def refuse_skips(skipped: Skipped, result: StepResult, limit: str, saved: Sequence[int]) -> JobError:
-    """The last of the skipped steps that a run may have. `limit` says which key allows how many, and its origin."""
+    """The error for the last skipped step that a run may have. `limit` is the key that allows this many, and its
+    origin."""
     steps = f"step {skipped.step}"
     if skipped.in_a_row > 1:
         steps = f"steps {skipped.step - skipped.in_a_row + 1} to {skipped.step}"
@@ -160,7 +160,7 @@ def refuse_skips(skipped: Skipped, result: StepResult, limit: str, saved: Sequen
 
 
 def refuse_machine(step: int, corruption: Corruption, saved: Sequence[int]) -> JobError:
-    """Three runs of the same passes, three results."""
+    """The error for three runs of the same passes with three results."""
     return JobError(
         f"the passes of step {step} were run three times and gave three different results {_name_places(corruption)}; "
         "no rank changed its weights, and the run ends here.\n"
@@ -186,7 +186,7 @@ class Mismatch:
 
 
 def refuse_replicas(mismatch: Mismatch, saved: Sequence[int]) -> JobError:
-    """Copies of a weight differ."""
+    """The error for copies of a weight that differ."""
     names = list_some([each.parameter for each in mismatch.differences], SHOWN)
     ranks = list_some([str(rank) for rank in mismatch.ranks], SHOWN)
     hosts = list_some(list(mismatch.hosts), SHOWN)
@@ -232,12 +232,12 @@ def _name_checkpoint(saved: Sequence[int]) -> str:
     return f"The last checkpoint is that of step {saved[-1]}" if saved else "No checkpoint was saved yet"
 
 
-# --- The guard: what is looked at in a step, and what follows where numbers or machine are not sound
+# --- the guard
 
 
 @dataclass(frozen=True)
 class BackPlan:
-    """How a run goes back before a spike, as [guard] has it: in steps, global batches, and times in a run."""
+    """How a run goes back before a spike, from [guard]: in steps, global batches, and times per run."""
 
     spike_steps: int
     spike_margin: int
@@ -247,9 +247,9 @@ class BackPlan:
 
 @dataclass(frozen=True)
 class GuardPlan:
-    """What a run asks of its guard; steps, None: never. `repeats`: numbers that are not finite change no weights.
+    """What a run asks of its guard, in steps (None: never). `repeats`: numbers that are not finite change no weights.
 
-    `back`: how a run goes back before a spike, None where a spike is only told.
+    `back`: how a run goes back before a spike; None if a spike is only reported.
     """
 
     repeats: bool = False
@@ -262,7 +262,7 @@ class GuardPlan:
 
 
 def plan_guard(session: Session, scale: Scale) -> GuardPlan:
-    """That of a run; a script that owns its loop has its passes run once, unless it asks for more."""
+    """The plan of a run; a script that owns its loop has its passes run once, unless it asks for more."""
     section, torch_steps = session.resolved.values.guard, session.resolved.values.train.engine == "torch"
     repeats = section.non_finite != "off" and not session.leaves_alone("guard.non_finite")
     return GuardPlan(
@@ -287,8 +287,8 @@ def _in_steps(section: GuardSection, name: str, scale: Scale) -> int | None:
 
 @dataclass(frozen=True)
 class GuardCounters:
-    """Steps that were skipped, those among them since the last that was not, and the last step after which all copies
-    of the weights were compared and equal (-1: none)."""
+    """Skipped steps, how many of them in a row now, and the last step after which all copies of the weights were
+    compared and equal (-1: none)."""
 
     skipped: int = 0
     in_a_row: int = 0
@@ -299,7 +299,7 @@ class GuardCounters:
 class Guard:
     """One rank's view of the guard; `is_new`: no step was taken in this process yet.
 
-    `settle` waits for a save that is under way, so that an error names the last checkpoint there will be.
+    `settle` waits for a save that is under way, so that an error names the last checkpoint.
     """
 
     session: Session
@@ -326,21 +326,21 @@ class Guard:
         return {"guard": asdict(self.counters), **known}
 
     def restore(self, numbers: Mapping[str, Any]) -> None:
-        """Go on with the counters of a manifest; one of before the guard has none."""
+        """Continue with the counters of a manifest; an old one has none."""
         self.counters = GuardCounters(**{name: int(number) for name, number in numbers.get("guard", {}).items()})
         self.spikes = read_spikes(numbers.get("spikes", {}) if self.plan.back is not None else {})
 
     def watch(self, step: int, *, scales_loss: bool) -> GuardChecks | None:
-        """What to look at in the step to come. fp16 has a way of its own with gradients that overflow.
+        """The checks of the next step. fp16 handles gradients that overflow by itself.
 
-        The first passes of a process are not probed: they settle in which order DDP adds up.
+        The first passes of a process are not probed: in them DDP fixes the order in which it adds up.
         """
         probe = _is_due(self.plan.probe_every, step) and not self.is_new
         repeat = self.plan.repeats and not scales_loss
         return GuardChecks(repeat, probe) if repeat or probe else None
 
     def look_at(self, step: int, result: StepResult, batch: Batch) -> None:
-        """What a finished step says. Raises JobError on every rank where the run cannot go on."""
+        """Check a finished step. Raises JobError on every rank if the run cannot go on."""
         self.is_new = False
         watched = result.watched
         if watched is not None and watched.corruption is not None:
@@ -362,7 +362,7 @@ class Guard:
             raise refuse_machine(step, corruption, self._saved())
 
     def _report_first(self, step: int, result: StepResult, watched: Watched, batch: Batch) -> None:
-        """Passes that were not finite: a fault that has passed, or a step without an update."""
+        """Report passes that were not finite: a transient fault, or a step without an update."""
         first = watched.first
         if watched.finite and first is not None:
             per_target = 1 / first.targets if first.targets else math.nan
@@ -400,7 +400,7 @@ class Guard:
         return f"{name} = {value}, {self.session.resolved.origins[name]}"
 
     def _look_for_spikes(self, step: int, result: StepResult, threshold: float) -> None:
-        """Told by rank 0 from numbers that all ranks have."""
+        """Find spikes in numbers that all ranks have; rank 0 reports them."""
         values = {"loss": result.loss, "grad_norm": result.grad_norm}
         found = self.spikes.find(values, threshold)
         self.spikes = self.spikes.after(step, values, found)
@@ -408,7 +408,7 @@ class Guard:
             self._event("spike", step, of=name, **asdict(spike))
 
     def _compare(self, step: int) -> None:
-        """Right after a step and so before its save: a checkpoint of the same step holds what was compared."""
+        """Compare copies after a step and before its save, so that its checkpoint holds what was compared."""
         ranks = self.session.ranks
         with ranks.contact("while the copies of weights were compared"):
             found = (compare_replicas(each.module, self.session.mesh, ranks) for each in self.parallels)

@@ -1,7 +1,7 @@
-"""Passes of a step that are run again: since their numbers are not finite, or to see whether they come out the same.
+"""Repeats the passes of a step: after numbers that are not finite, or to check that the same numbers come out.
 
-Invariant: Every rank runs the passes as often as every other, and what is decided is the same on all of them; the
-gradients that are left belong to the numbers that are returned.
+Invariant: all ranks run the passes equally often and decide the same. The gradients that are left belong to the numbers
+that are returned.
 
 A transient fault (of memory, of a link, of an arithmetic unit) does not come twice; data, code and weights give the
 same numbers again. Running a step again tells one from the other (Dixit et al., "Silent Data Corruptions at Scale",
@@ -28,7 +28,7 @@ from shardway.train.snapshot import Before
 
 @dataclass(frozen=True)
 class GuardChecks:
-    """What is looked at before an update: `repeat` numbers that are not finite, `probe` whether a second run of the
+    """The checks before an update: `repeat` passes whose numbers are not finite, `probe` whether a second run of the
     passes gives the same bits."""
 
     repeat: bool
@@ -53,7 +53,7 @@ class Tried:
 class Corruption:
     """Two runs of the same passes differed: the ranks whose own numbers did, and their hosts.
 
-    `decided`: a third run was equal to one of the two, and its gradients are the ones that are left.
+    `decided`: a third run equals one of the two, and its gradients are the ones that are left.
     """
 
     ranks: tuple[int, ...]
@@ -72,7 +72,7 @@ class First:
 
 @dataclass(frozen=True)
 class Watched:
-    """The run of the passes that counts. `finite`: whether its numbers are (True where nobody looked)."""
+    """The run of the passes that counts. `finite`: whether its numbers are (True if unchecked)."""
 
     tried: Tried
     finite: bool = True
@@ -82,7 +82,7 @@ class Watched:
 
     @property
     def is_refused(self) -> bool:
-        """Whether no rank may change its weights by these gradients."""
+        """Whether these gradients must not change weights on any rank."""
         return not self.finite or (self.corruption is not None and not self.corruption.decided)
 
 
@@ -105,7 +105,7 @@ class RepeatablePasses:
         return self.run()
 
     def read(self, tried: Tried) -> First | None:
-        """The numbers of a run that are not finite; None where they are."""
+        """The numbers of a run that are not finite; None if all are finite."""
         numbers = tried.numbers
         total, targets, squares = numbers[0], numbers[1], numbers[self.squares_at]
         finite = math.isfinite(squares) and (math.isfinite(total) or not targets)
@@ -113,9 +113,9 @@ class RepeatablePasses:
 
 
 def run_watched(work: RepeatablePasses, watch: GuardChecks, before: Before) -> Watched:
-    """The passes of a step, run again where `watch` wants it; `before` is the state without them.
+    """The passes of a step, repeated if `watch` asks for it; `before` is the state without them.
 
-    Raises UserError where a probe cannot run them again.
+    Raises UserError if a probe cannot repeat them.
     """
     tried, corruption = work.run(), None
     if watch.probe:
@@ -134,7 +134,7 @@ def run_watched(work: RepeatablePasses, watch: GuardChecks, before: Before) -> W
 
 
 def _can_repeat(work: RepeatablePasses, before: Before) -> bool:
-    """Whether every rank still has the batch that it began with."""
+    """Whether every rank still has its batch unchanged."""
     return all(work.ranks.gather(before.has_its_batch()))
 
 
@@ -147,7 +147,7 @@ class _Print:
 
 
 def _probe(work: RepeatablePasses, before: Before, first: Tried) -> tuple[Tried, Corruption | None]:
-    """A second run, and where it differs on any rank a third: two equal ones of three are right."""
+    """A second run, and if it differs on any rank a third: two equal ones of three are right."""
     if not _can_repeat(work, before):
         raise UserError(
             "guard.probe_every runs the passes of a step twice, and the first run wrote into the tensors of its "
@@ -174,7 +174,7 @@ def _digest(numbers: Sequence[float]) -> str:
 
 
 def _name_ranks(ranks: Ranks, one: list[_Print], other: list[_Print], *, decided: bool) -> Corruption:
-    """The ranks whose own losses differ; where none do, those whose gradients do."""
+    """The ranks whose own losses differ; if none do, those whose gradients do."""
     pairs = list(enumerate(zip(one, other, strict=True)))
     named = [rank for rank, (a, b) in pairs if a.own != b.own] or [rank for rank, (a, b) in pairs if a != b]
     hosts = ranks.gather(socket.gethostname())

@@ -1,16 +1,15 @@
-"""What a script holds of its run, each under a name, kept alike on all ranks, and whether it is whole after an error.
+"""What a script keeps in its run, by name: equal on all ranks, and complete after an error or not.
 
 Invariants:
-- Names are unique, and the same in each process of the run, so that a checkpoint finds what it was made of. What a
-  script did not hand over and the run finds by itself (a scheduler of one of its optimizers, an average of one of its
-  models) is held as well, unless two of a kind make its name a guess: then the run ends with a sentence before it
-  trains.
+- Names are unique and the same in each process of the run, so that a checkpoint finds its objects. Objects that the run
+  finds by itself (a scheduler of one of the script's optimizers, an average of one of its models) are held as well. If
+  two of a kind make a name ambiguous, the run ends with an error before it trains.
 - Only what every rank keeps under the same name takes part, so no rank waits for another.
-- What is saved was whole. In a notebook an interrupt waits until it is (`ranks.notebook`), and the run goes on in the
-  next cell.
+- What is saved is complete. In a notebook an interrupt waits until it is (`ranks.notebook`), and the run continues in
+  the next cell.
 
-Each rank's running statistics come from its own samples, and so do those that an average makes of them. A checkpoint
-has one copy of what is kept, so without this a rank would go on with the statistics of another.
+Each rank's running statistics come from its own samples, and so do the averages of them. A checkpoint has one copy of
+what is kept, so without this a rank would resume with the statistics of another.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _MARK = "_shardway_run"
 
 
 class _RunMark:
-    """Which run a model belongs to. A copy of the model has the same mark."""
+    """The run that a model belongs to. A copy of the model has the same mark."""
 
     def __deepcopy__(self, memo: object) -> _RunMark:
         return self
@@ -61,17 +60,17 @@ class _RunMark:
 
 @dataclass(frozen=True, eq=False)
 class HeldModel:
-    """A model that `run.shard` was given; `part` is what its tensors are called in a checkpoint."""
+    """A model that `run.shard` was given; `part` is the prefix of its tensors in a checkpoint."""
 
     name: str
     part: str
     parallel: ParallelModel
     precision: Precision | None = None
-    """What it is computed in; None: as the run says."""
+    """The precision it is computed in; None: that of the run."""
 
     @property
     def prefix(self) -> str:
-        """What stands before the names of its parameters where several models are named together."""
+        """The prefix of its parameters' names when several models are named together."""
         return "" if self.part == MODEL else f"{self.part.removeprefix(f'{MODEL}-')}:"
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -82,7 +81,7 @@ class HeldModel:
 
 @dataclass(frozen=True, eq=False)
 class HeldOptimizer:
-    """An optimizer that `run.optimizer` has made of a model, and what its states are called in a checkpoint."""
+    """An optimizer that `run.optimizer` has made of a model, and the prefix of its states in a checkpoint."""
 
     name: str
     part: str
@@ -90,7 +89,7 @@ class HeldOptimizer:
     model: HeldModel
 
     def parameters(self) -> list[nn.Parameter]:
-        """All that it updates."""
+        """All parameters that it updates."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
 
@@ -107,14 +106,14 @@ class Holdings:
     # --- what the script hands over
 
     def add_model(self, parallel: ParallelModel, name: str | None, precision: Precision | None = None) -> HeldModel:
-        """A model; the first is called "model" where it has no name."""
+        """Add a model; the first is called "model" if it has no name."""
         called, part = _call(name, MODEL, [each.name for each in self.models], "run.shard")
         parallel.module.__dict__[_MARK] = self._mark
         self.models.append(HeldModel(called, part, parallel, precision))
         return self.models[-1]
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, name: str | None) -> HeldOptimizer:
-        """An optimizer of a model; the first is called "optimizer" where it has no name."""
+        """Add an optimizer of a model; the first is called "optimizer" if it has no name."""
         called, part = _call(name, OPTIMIZER, [each.name for each in self.optimizers], "run.optimizer")
         held = self.find_model(model) or (self.models[0] if self.models else None)
         if held is None:
@@ -123,7 +122,7 @@ class Holdings:
         return self.optimizers[-1]
 
     def add_scheduler(self, scheduler: Any, optimizer: torch.optim.Optimizer, name: str | None) -> str:
-        """A scheduler of one of the optimizers, and its name: without one it is called after optimizer and class."""
+        """Add a scheduler of one of the optimizers; returns its name: by default that of optimizer and class."""
         held = next((each for each in self.optimizers if each.optimizer is optimizer), None)
         if held is None:
             raise UserError(
@@ -144,18 +143,18 @@ class Holdings:
         return called
 
     def keep(self, name: str, thing: Any) -> None:
-        """Anything else that has a state."""
+        """Keep any other object with a state."""
         _check_name(name, self.kept.objects, "run.keep")
         self.kept.add(name, thing)
 
     # --- what the script may mean
 
     def find_model(self, model: nn.Module) -> HeldModel | None:
-        """The held model that a script calls so; None where it is none of them."""
+        """The held model for the script's module; None if it is not held."""
         return next((each for each in self.models if model in (each.parallel.call, each.parallel.module)), None)
 
     def find_given(self, model: nn.Module, caller: str) -> HeldModel:
-        """The same. Raises UserError where it is none of them."""
+        """The same. Raises UserError if it is not held."""
         held = self.find_model(model)
         if held is None:
             raise UserError(
@@ -165,7 +164,7 @@ class Holdings:
         return held
 
     def find_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> HeldOptimizer:
-        """What updates a model in `run.step`. Raises UserError where that is none or not clear."""
+        """The optimizer of a model in `run.step`. Raises UserError if there is none or it is ambiguous."""
         if optimizer is not None:
             found = next((each for each in self.optimizers if each.optimizer is optimizer), None)
             if found is None:
@@ -190,7 +189,7 @@ class Holdings:
         )
 
     def around(self, held: HeldOptimizer) -> tuple[ParallelModel, tuple[ParallelModel, ...], tuple[ParallelModel, ...]]:
-        """The model of an optimizer, those that it updates besides, and those that it does not update."""
+        """The model of an optimizer, further models that it updates, and those that it does not update."""
         own = {id(each) for each in held.parameters()}
         updated = [each for each in self.models if own & {id(p) for _, p in each.parameters()}]
         first = held.model if held.model in updated or not updated else updated[0]
@@ -212,7 +211,7 @@ class Holdings:
     # --- what is found
 
     def adopt(self, *, late: bool = False) -> None:
-        """Hold the schedulers and averages that the script has made and not handed over. Raises UserError."""
+        """Hold the schedulers and averages that the script has made without the run. Raises UserError."""
         try:
             self._adopt(late=late)
         except UserError:  # perhaps for something that nothing refers to any more
@@ -279,7 +278,7 @@ class Holdings:
 
 
 def check_several(held: Holdings, values: RunFile) -> None:
-    """Raise UserError where a run of several models or optimizers is asked for what one alone can have."""
+    """Raise UserError for settings that need a single model and optimizer."""
     if len(held.models) == 1 and len(held.optimizers) == 1:
         return
     many = f"{len(held.models)} models and {len(held.optimizers)} optimizers"
@@ -296,7 +295,7 @@ def check_several(held: Holdings, values: RunFile) -> None:
 
 
 def _call(name: str | None, kind: str, taken: Sequence[str], caller: str) -> tuple[str, str]:
-    """How a model or optimizer is called, and the part of a checkpoint that is its own."""
+    """The name of a model or optimizer, and its part of a checkpoint."""
     if name is not None:
         _check_name(name, taken, f"{caller}(name=...)")
     number = len(taken) + 1
@@ -318,7 +317,7 @@ def _check_name(name: object, taken: Any, caller: str) -> None:
 
 
 def _instances(*kinds: type[Any]) -> list[Any]:
-    """All objects of some classes that live. Asked for twice in a run: a look at every object takes 50 ms."""
+    """All living objects of some classes. Called twice in a run: a look at every object takes 50 ms."""
     classes = {each for kind in kinds for each in _with_subclasses(kind)}
     return [each for each in gc.get_objects() if type(each) in classes]
 
@@ -334,7 +333,7 @@ def _belongs(scheduler: Any, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _roots(schedulers: Sequence[Any]) -> list[Any]:
-    """Those that are no part of another scheduler, in the order in which torch lists them."""
+    """The schedulers that are not part of another, in the order in which torch lists them."""
     inner = {id(each) for scheduler in schedulers for each in _parts_of(scheduler)}
     return [each for each in schedulers if id(each) not in inner]
 
@@ -344,12 +343,12 @@ def _parts_of(scheduler: Any) -> Iterator[Any]:
         yield from value if isinstance(value, list | tuple) else (value,)
 
 
-# --- Buffers of modules that a script keeps, averages of weights for one: alike on all ranks before they are saved
+# --- buffers of kept modules, equal on all ranks
 
 
 def average_kept_buffers(objects: Mapping[str, object], ranks: Ranks, mesh: Mesh) -> None:
-    """Set floating-point buffers of kept modules to their mean over the ranks, as those of the run's models are; called
-    on all ranks together."""
+    """Set floating-point buffers of kept modules to their mean over the ranks, as for the run's models; called on all
+    ranks together."""
     if ranks.world == 1:
         return
     modules = {name: each for name, each in objects.items() if isinstance(each, nn.Module) and _has_statistics(each)}
@@ -363,22 +362,22 @@ def _has_statistics(module: nn.Module) -> bool:
     return any(each.is_floating_point() for each in buffers) and not any(isinstance(each, DTensor) for each in buffers)
 
 
-# --- Whether what a run holds is whole: between two steps it is, and an error in the midst of an update breaks it
+# --- whether what a run holds is complete
 
 
 class Intact:
-    """What the loop asks around its pieces of work."""
+    """Whether the model is between two updates; the loop enters it around its pieces of work."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._interrupts, self._broken = ranks, Interrupts(), False
 
     def held(self, *, apply: bool = True) -> AbstractContextManager[None]:
-        """While entered, an interrupt waits; not for what takes long and is made again where it is interrupted."""
+        """In this context an interrupt waits, except for slow work that is repeated after an interrupt."""
         return self._interrupts.held() if apply else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def update(self, engine: Engine, moment: StepContext) -> Iterator[None]:
-        """One update: before it has begun, an error leaves the model as it was."""
+        """One update: until it begins, an error leaves the model as it was."""
         with self._interrupts.held():
             try:
                 yield
@@ -387,7 +386,7 @@ class Intact:
                 raise
 
     def is_broken(self) -> bool:
-        """Whether the model is neither before nor after an update, on any rank; asked on all of them."""
+        """Whether an update was broken off on any rank; called on all of them."""
         return any(self._ranks.gather(self._broken))
 
     def describe(self, step: int) -> str:
@@ -396,7 +395,7 @@ class Intact:
 
 
 def refuse_broken(saved: int) -> UserError:
-    """The error where a loop goes on after an update that was broken off; `saved`: the step of the last checkpoint."""
+    """The error if a loop continues after an update that was broken off; `saved`: the step of the last checkpoint."""
     where = f"step {saved}, which is saved" if saved else "the start, since nothing is saved yet"
     return UserError(
         "an error has ended the last update in its midst, so the model is neither before nor after it.\n"

@@ -1,7 +1,7 @@
-"""From weights of elsewhere to a run directory that `shardway train` goes on from.
+"""Makes a run directory that `shardway train` continues from weights of another tool or run.
 
-Invariant: the run directory appears whole or not at all, and nothing that exists is touched; its checkpoint is one as
-any other, so that every layout reads it. Each rank holds its share of the model. This module must not train.
+Invariant: the run directory appears complete or not at all, and nothing that exists is touched. Its checkpoint is like
+any other, so every layout can read it. Each rank holds its share of the model. This module must not train.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from shardway.train.loop_state import Counters
 
 @dataclass(frozen=True)
 class ImportRequest:
-    """What to import: a path, the step of a run (None: its newest), what stands before the names of the weights (None:
+    """What to import: a path, the step of a run (None: its newest), the prefix of the names of the weights (None:
     found), and whether optimizer, position and random state come along (`full`)."""
 
     source: Path
@@ -58,8 +58,8 @@ class ImportRequest:
 
 @dataclass(frozen=True)
 class Imported:
-    """Where a run begins now, and how its weights came there: tensors and elements of the model, formats that were
-    converted, parts of the source that were left out, buffers that it had not."""
+    """The beginning of an imported run: tensors and elements of the model, formats that were converted, parts of the
+    source that were left out, buffers that it lacked."""
 
     directory: str
     step: int
@@ -75,8 +75,8 @@ class Imported:
 
 
 def import_run(request: ResolveRequest, wanted: ImportRequest, environ: Mapping[str, str]) -> Imported:
-    """Prepare the run directory of a request. Raises UserError where the source does not fit or the directory exists,
-    JobError where it cannot be written."""
+    """Prepare the run directory of a request. Raises UserError if the source does not fit or the directory exists,
+    JobError if it cannot be written."""
     placement = find_placement(environ)
     resolution = resolve_import(request, placement.world, placement.local_world)
     _check_free(resolution.directory.path)
@@ -100,7 +100,7 @@ def resolve_import(request: ResolveRequest, ranks: int, ranks_per_node: int) -> 
 
 
 def import_on(ranks: Ranks, resolution: Resolution, wanted: ImportRequest) -> Imported:
-    """The same on ranks that are there."""
+    """The same on ranks that have started."""
     target = resolution.directory.path
     ranks.together(lambda: _check_free(target))
     source = ranks.together(lambda: open_source(wanted.source, wanted.step))
@@ -142,7 +142,7 @@ def _check_free(target: Path) -> None:
 
 
 def _check_run(source: ForeignSource, resolved: Resolved, wanted: ImportRequest) -> None:
-    """Raise UserError where the source is of no use to this run, whatever its tensors are."""
+    """Raise UserError if the source cannot serve this run, whatever its tensors are."""
     if wanted.full and not isinstance(source, OwnSource):
         raise UserError(
             f"{source.path} is {source.kind}, which has no whole state of a Shardway run.\n"
@@ -157,10 +157,10 @@ def _check_run(source: ForeignSource, resolved: Resolved, wanted: ImportRequest)
 
 
 def _list_other_keys(saved: Mapping[str, Any], resolved: Resolved) -> list[Problem]:
-    """Keys of [model] that say what weights mean and are not those of the run that the weights come from."""
+    """Keys of [model] that decide what weights mean and differ from those of the source's run."""
     before, now = saved.get("model", {}), resolved.values.model.model_dump(mode="json")
     if before.get("hf") or now["hf"]:
-        return []  # a config.json says it then, and shapes do
+        return []  # then a config.json and the shapes decide
     return [
         Problem(
             f"model.{key}",
@@ -186,7 +186,7 @@ class _Target:
 
 @contextmanager
 def _appearing(ranks: Ranks, target: Path) -> Iterator[RunDir]:
-    """A hidden neighbour of the run directory that takes its place in the end, or is gone."""
+    """A hidden neighbour of the run directory that is renamed to it at the end, or removed."""
     partial = target.with_name(f".{target.name}.unfinished")
     ranks.together(lambda: _refused(target, lambda: _make(partial)) if ranks.is_first else None)
     try:
@@ -221,7 +221,7 @@ def _refused(target: Path, work: Callable[[], None]) -> None:
 
 
 def _begin(directory: RunDir, resolution: Resolution, resolved: Resolved) -> None:
-    """What was asked for; of layouts and formats of products, training will decide."""
+    """Write the request; training decides on layouts and formats of products."""
     text = resolved.render(lambda dotted: not is_of_layout(dotted))
     _refused(directory.path, lambda: directory.write_request(resolution.loaded.text, text))
 
@@ -252,7 +252,7 @@ def _write_weights(ranks: Ranks, directory: RunDir, match: Match, target: _Targe
 
 
 def _filler(match: Match, seed: int) -> Callable[[nn.Module], None]:
-    """Before the weights come: nothing, or initial values where the source has not all buffers."""
+    """The function that runs before the weights come: none, or initial values if the source lacks buffers."""
 
     def fill(model: Any) -> None:
         if match.initial:

@@ -1,8 +1,8 @@
 """The disks of the nodes as a place for checkpoints, and when a save by the clock is due.
 
 Invariants:
-- A save that failed makes the next one due soon, whatever the interval.
-- What is saved here names the start of the run that it comes from (`rundir.line`), which is written down before
+- After a failed save the next one is due soon, whatever the interval.
+- What is saved here names the start of the run that it comes from (`rundir.lineage`), which is written down before
   anything is saved under it.
 """
 
@@ -23,16 +23,16 @@ from shardway.rundir.lineage import LineageBranch, has_line, read_line, write_li
 from shardway.rundir.names import LocalRun, find_local_run
 from shardway.train.session import Session
 
-# --- When a save is due by the clock, for one place that checkpoints are written to
+# --- saves by the clock
 
 
 @dataclass(frozen=True)
 class LeastCost:
-    """The interval at which saves and what failures undo cost least together (Daly 2006; `plan.economy`).
+    """The interval at which saves and the work lost in failures cost least together (Daly 2006; `plan.economy`).
 
-    `mtbf_s` is the mean time between failures of the whole job, in seconds. `shortest_s` until a save was measured and
-    as the least; `longest_s` is for jobs that hardly ever fail, since people stop them too; `most_share` bounds the
-    share of the time that goes into saves.
+    `mtbf_s` is the mean time between failures of the whole job, in seconds. `shortest_s` holds until a save was
+    measured, and is the least; `longest_s` is for jobs that hardly ever fail, since users stop them too; `most_share`
+    bounds the share of the time that goes into saves.
     """
 
     mtbf_s: float
@@ -41,7 +41,7 @@ class LeastCost:
     most_share: float = 0.05
 
     def interval_s(self, save_s: float | None) -> float:
-        """Seconds from one save to the next, where the run stands still for `save_s` at each (None: not known yet)."""
+        """Seconds from one save to the next, if the run stands still for `save_s` at each (None: unknown)."""
         if save_s is None:
             return self.shortest_s
         least = max(self.shortest_s, save_s / self.most_share)
@@ -49,7 +49,7 @@ class LeastCost:
 
 
 class Cadence:
-    """The clock of one place; `every_s` None where only numbers of steps ask for saves."""
+    """The clock of one folder; `every_s` None if only numbers of steps ask for saves."""
 
     def __init__(self, every_s: float | LeastCost | None, clock: Callable[[], float]) -> None:
         self._every_s = every_s
@@ -60,7 +60,7 @@ class Cadence:
 
     @property
     def interval_s(self) -> float | None:
-        """Seconds from one save to the next; None where the clock does not ask for any."""
+        """Seconds from one save to the next; None if the clock asks for none."""
         if isinstance(self._every_s, LeastCost):
             return self._every_s.interval_s(self._stall_s)
         return self._every_s
@@ -71,7 +71,7 @@ class Cadence:
         return isinstance(self._every_s, LeastCost)
 
     def is_due(self, retry_s: float) -> bool:
-        """Whether it is time for a save: by the interval, or so many seconds after one that failed."""
+        """Whether a save is due: by the interval, or `retry_s` seconds after a failed one."""
         since = self._clock() - self._tried_at
         due = self.interval_s is not None and since >= self.interval_s
         return due or (self.has_failed and since >= retry_s)
@@ -90,11 +90,10 @@ class Cadence:
         self.has_failed, self._stall_s = False, stall_s
 
 
-# --- The disks of the nodes as a place for checkpoints: which node a rank is on, what is kept there, and for how
-# long
+# --- the disks of the nodes
 
 KEPT = 2
-"""Of the newest complete checkpoints so many stay, and one that is being copied."""
+"""The newest complete checkpoints that stay, besides one that is being copied."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class LocalTier:
         self.copied: int | None = None
         """The step that is being copied to the run directory."""
         self.is_base = False
-        """Whether the run went on from here, so that the run directory lacks that step."""
+        """Whether the run resumed from here, so that the run directory lacks that step."""
 
     @property
     def leads(self) -> bool:
@@ -129,34 +128,35 @@ class LocalTier:
 
     @property
     def place(self) -> CheckpointFolder:
-        """Where this rank writes, as the start of the run that it is in now."""
+        """Where this rank writes, in the folder of the run's current start."""
         node = self.nodes[self._session.ranks.rank]
         share = self.nodes.count(node) / len(self.nodes)
         return CheckpointFolder(self._session.directory, self.leads, Local(self.files, node, share, self._start))
 
     def apart(self) -> Ranks:
-        """The ranks over a group of their own, made at the first call, which is on all ranks together."""
+        """The ranks over a process group of their own, made at the first call, on all ranks together."""
         if self._apart is None:
             self._apart = set_apart(self._session.ranks)
         return self._apart
 
     def begin(self, from_step: int, tier: str) -> None:
-        """Write down where the run goes on from; what is saved from now on comes from there."""
+        """Write down where the run resumes; later saves have this origin."""
         self._start = descend(self._session, from_step, tier)
 
     def settle(self, step: int, *, is_here: bool) -> None:
-        """The run goes on from this step, from these disks or not: what is newer here goes. On all ranks together."""
+        """The run resumes from this step, from these disks or not: what is newer here is removed. On all ranks
+        together."""
         self._complete, self.is_base = [step] if is_here else [], is_here
         self._session.ranks.together(lambda: self.files.remove_after(step) if self.leads else None)
 
     def retire(self, step: int, ranks: Ranks) -> None:
-        """A checkpoint is complete: older ones may go. On all ranks together, over `ranks`."""
+        """A checkpoint is complete: older ones may be removed. On all ranks together, over `ranks`."""
         self._complete = [*self._complete, step][-KEPT:]
         kept = {*self._complete, *([] if self.copied is None else [self.copied])}
         ranks.together(lambda: self.files.keep_only(kept, up_to=step) if self.leads else None)
 
     def remove_partials(self) -> None:
-        """Remove what saves that were cut off have left, on all ranks together."""
+        """Remove what interrupted saves have left, on all ranks together."""
         node = self.nodes[self._session.ranks.rank]
         self._session.ranks.together(lambda: self.files.remove_partials(node) if self.leads else None)
 
@@ -170,8 +170,8 @@ class LocalTier:
 
 
 def open_tier(session: Session, plan: LocalPlan | None) -> LocalTier | None:
-    """The disks of the nodes, where the run is to use them; on all ranks together. Raises UserError on every rank where
-    a variable is missing on some."""
+    """The disks of the nodes if the run uses them; on all ranks together. Raises UserError on every rank if a variable
+    is missing on some."""
     if plan is None:
         return None
     ranks, folder = session.ranks, plan.folder
@@ -179,7 +179,7 @@ def open_tier(session: Session, plan: LocalPlan | None) -> LocalTier | None:
 
 
 def find_nodes(ranks: Ranks) -> tuple[int, ...]:
-    """The node of each rank; by the names of hosts where the launcher does not number nodes."""
+    """The node of each rank; from host names if the launcher does not number nodes."""
     told = ranks.gather((ranks.placement.node, socket.gethostname()))
     if all(node is not None for node, _ in told):
         return tuple(node or 0 for node, _ in told)
@@ -188,24 +188,24 @@ def find_nodes(ranks: Ranks) -> tuple[int, ...]:
 
 
 def line_of(numbers: Mapping[str, Any]) -> str:
-    """The start that a checkpoint with these numbers was saved in; empty where it does not say."""
+    """The start that saved a checkpoint with these numbers; empty if they have none."""
     return str(numbers.get("line", ""))
 
 
 def descend(session: Session, from_step: int, tier: str) -> str:
-    """Write down where the run goes on from; the name of the entry, on all ranks together. Raises JobError."""
+    """Write down where the run resumes, on all ranks together; returns the name of the entry. Raises JobError."""
     return session.ranks.ask_first(lambda: _write_down(session, from_step, tier))
 
 
 def note_descent(session: Session, from_step: int, tier: str) -> None:
-    """The same where the run saves on no disks of nodes any more, but has: what lies there may be undone by now."""
+    """The same for a run that no longer saves on disks of nodes but has: what is there may be undone by now."""
     if session.ranks.ask_first(lambda: has_line(session.directory.path)):
         descend(session, from_step, tier)
 
 
 @contextlib.contextmanager
 def line_kept(session: Session, tier: LocalTier | None) -> Iterator[None]:
-    """A run that is refused has not gone on from anywhere: what was written down of that is taken back."""
+    """If a run is refused, remove what was written down of where it resumes."""
     path, is_first = session.directory.path, session.ranks.is_first and tier is not None
     before = read_line(path) if is_first and has_line(path) else None
     try:

@@ -1,7 +1,7 @@
 """The loop: an explicit state machine that yields batches and does everything that happens between two steps.
 
-Invariant: the only loop of the project. Recipes and scripts that own their loop walk through the same states; a
-user extends it by passing functions or by what stands between two batches. It must not run a model in training.
+Invariant: this is the only loop of the project. Recipes and scripts that own their loop walk through the same states; a
+user extends it by passing functions or by code between two batches. It must not run a model in training.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Loop:
         return self._counters
 
     def batches(self) -> Iterator[Any]:
-        """Yield the batch of each step that is left; what happens between two steps happens in here."""
+        """Yield the batch of each step that is left; all work between two steps happens in here."""
         while self._phase is not LoopPhase.END:
             self._session.progress.enter(_ACTIVITIES[self._phase], self._counters.step)
             if self._phase is LoopPhase.STEP:
@@ -138,7 +138,7 @@ class Loop:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it is known where the run goes on from."""
+        """Whether the step where the run resumes has been found."""
         return self._phase is not LoopPhase.RESTORE
 
     @property
@@ -147,7 +147,7 @@ class Loop:
         return self._phase is LoopPhase.END
 
     def step(self, call: StepCall, batch: Any, look: Callable[[int | None], None]) -> float:
-        """The update that the script asks for with the batch that it was handed; its loss.
+        """The update that the script asks for with its batch; returns the loss.
 
         `look` is called with the rows of the batch once an update counts.
         """
@@ -159,7 +159,7 @@ class Loop:
         if self._open_step is not None and self._open_step.taken and self._open_step.decision.void:
             return math.nan  # nothing of this batch counts
         self._lrs.check()
-        lr, moment = lr_of(call.engine), self._moment()  # that looks for the stop file: a hang there is none of a step
+        lr, moment = lr_of(call.engine), self._moment()  # it reads the stop file, outside of the step's time
         self._session.progress.take_step(self._counters.step)
         with self.intact.update(call.engine, moment):
             result = call.engine.step(call.model, batch, call.loss_fn, moment)
@@ -175,7 +175,7 @@ class Loop:
         return result.loss
 
     def backward(self, call: BackwardCall) -> float:
-        """The gradients of a loss that the script has computed from the batch that it was handed; the loss."""
+        """The gradients of a loss that the script has computed from its batch; returns the loss."""
         by_hand, step = check_awaits_backward(self._by_hand, self._open_step, self._counters.step + 1)
         self._lrs.check()
         lr, moment = lr_of(call.engine), self._moment(void=step.finishing)
@@ -186,11 +186,11 @@ class Loop:
         return loss
 
     def finish_early(self, reason: str) -> None:
-        """The run is done after the step under way: the script says so, on any rank."""
+        """Finish the run after the current step; any rank of the script may call it."""
         self._finish_reason = self._finish_reason or str(reason).strip() or "the script ended it"
 
     def log(self, values: Mapping[str, Any], way: str) -> None:
-        """Values of the step under way, of this rank's samples in its batch."""
+        """Log values of the current step, for this rank's samples in its batch."""
         if not self.has_begun:
             raise UserError(
                 "run.log was called before the first batch.\n  To do: call it within `for batch in run.steps(loader)`."
@@ -204,12 +204,12 @@ class Loop:
         self._session.recorder.event("logged", step=step, values=values)
 
     def resume_scheduler(self, name: str, scheduler: Any) -> None:
-        """A scheduler that was made while the run goes on takes what the checkpoint has of it."""
+        """Load a scheduler that was made during the run from the checkpoint."""
         if self._script is not None and self.has_begun:
             self._script.take_waiting(name, scheduler)
 
     def _check_awaits_step(self) -> None:
-        """Raise UserError unless a batch waits for a step: its one step, where the run has one optimizer."""
+        """Raise UserError unless a batch waits for a step: for its only step, if the run has one optimizer."""
         if self._open_step is None:
             raise UserError("run.step was called outside `for batch in run.steps(loader)`.")
         if self._open_step.by_hand:
@@ -221,7 +221,7 @@ class Loop:
             )
 
     def leave(self) -> None:
-        """End a walk that the script broke off: count the step that it took, save, and say so."""
+        """End a loop that the script left: count the step that it took, save, and record the stop."""
         if self._phase in (LoopPhase.RESTORE, LoopPhase.END):
             return
         with self.intact.held():
@@ -243,7 +243,7 @@ class Loop:
             self._end("stopped", AttemptEnd(Ending.STOPPED, "the script left its loop"))
 
     def _moment(self, *, void: bool = False) -> StepContext:
-        """What the step to come needs to know of where the run stands."""
+        """The context of the next step."""
         watch = self._guard.watch(self._counters.step + 1, scales_loss=self._loss_scale is not None)
         missed = self._stream is not None and self._stream.missed
         finish = bool(self._finish_reason)
@@ -273,13 +273,14 @@ class Loop:
         )
 
     def _is_save_due(self, *, done: bool) -> bool:
-        """By the plan; and before a script's own loss sees its first validation, so that an error costs no step."""
+        """Whether the plan asks for a save; also before the first validation of a script's own loss, so that an error
+        costs no step."""
         first = self._session.own_model and self._owes_validation and not self._has_validated
         return ((done or first) and self._plan.save_at_end) or self._plan.saves_after(self._counters.step)
 
     @property
     def _save_owed(self) -> bool:
-        """Whether the run is where it went on from, and its directory has no checkpoint of that."""
+        """Whether the run is at the step where it resumed, and its directory has no checkpoint of it."""
         return self._tier is not None and self._tier.is_base and self._counters.step == self._began
 
     def _validates_here(self) -> bool:
@@ -332,7 +333,7 @@ class Loop:
         self._agree()
 
     def _resume(self) -> Restored:
-        """Go on from the newest checkpoint that holds, or from the start."""
+        """Resume from the newest checkpoint that holds, or start from the beginning."""
         restored = restore(self._session, self._plan, self._state, self._tier)
         self._counters, self._loss_scale = restored.counters, restored.loss_scale
         self._guard.restore(restored.loaded.numbers if restored.loaded is not None else {})
@@ -354,7 +355,7 @@ class Loop:
         return restored
 
     def _report_script(self, checkpoint: str) -> None:
-        """What of the script is not as the checkpoint has it: on rank 0, once."""
+        """Report once, on rank 0, how the script differs from the checkpoint."""
         held, script = self._parts.held, self._script
         if held is None or script is None:
             return
@@ -365,13 +366,13 @@ class Loop:
                 logging.getLogger("shardway").warning(line)
 
     def _settle(self, restored: Restored) -> Restored:
-        """The run goes on from there: its directory says so from now on."""
+        """Record in the run directory where the run resumes."""
         restored = settle_restored(self._session, restored, self._tier)
         self._left_out = restored.left_out
         return restored
 
     def _is_done_already(self, restored: Restored) -> bool:
-        """Whether an earlier attempt has finished the run as it is asked for: then nothing is written once more."""
+        """Whether an earlier attempt has finished the run as it is asked for: then nothing is written again."""
         step, session = self._counters.step, self._session
         done = step >= self._plan.total_steps or self._finishes
         if restored.loaded is None or not done or self._owes_validation or self._save_owed:
@@ -404,7 +405,8 @@ class Loop:
         )
 
     def _go_back(self) -> None:
-        """To a checkpoint from before a spike, in this process as a new one would; a run that stops only decides."""
+        """Go back to a checkpoint from before a spike, in this process as in a new one; a run that stops only
+        decides."""
         plan, session = self._plan.guard.back, self._session
         if plan is None or self._untrained is None or self._stream is None:
             raise Bug("the run goes back before it has begun")
@@ -457,7 +459,8 @@ class Loop:
             self._close_step(self._open_step)
 
     def _finish_without_step(self) -> bool:
-        """The script has ended the run in place of a step: whether that is done, or a step agrees on it."""
+        """Handle a script that has ended the run in place of a step; returns whether the run is done, or needs a step
+        to agree."""
         if self._open_step is None or self._stream is None:
             return False
         if self._session.ranks.world > 1:
@@ -470,9 +473,9 @@ class Loop:
         return True
 
     def _agree_to_finish(self, call: StepCall, step: OpenStep) -> None:
-        """The script of this rank has ended the run after its last step, and other ranks may wait for it in the next.
+        """Agree with ranks that may wait for this one in the next step, after its script has ended the run.
 
-        So it takes part in that one with the wish that it shall not count, by which all ranks know.
+        It takes part in that step and votes to discard it, by which all ranks learn of the end.
         """
         self._lrs.write(self._counters.step)
         lr, moment = lr_of(call.engine), self._moment(void=call.engine.can_void)
@@ -483,7 +486,7 @@ class Loop:
         step.taken.append(TakenStep(call.name, lr, result))
 
     def _count_parameters(self) -> int:
-        """Of the whole model, whatever part of it this rank holds."""
+        """The parameters of the whole model, whatever part of it this rank holds."""
         ranks, count = self._session.ranks, self._parts.engine.count_parameters()
         return int(ranks.sum(torch.tensor(count, dtype=torch.int64, device=ranks.device)))
 
@@ -525,7 +528,7 @@ class Loop:
             raise UserError(self._monitoring.unknown)
 
     def _heed_results(self) -> None:
-        """Let what the results up to this step ask for come next."""
+        """Do next what the results up to this step ask for."""
         self._monitoring.look(self._counters.step, finished=self._finishes)
         self._finish_reason = self._finish_reason or self._monitoring.finish_reason
         self._finishes = self._finishes or bool(self._monitoring.finish_reason)
@@ -556,7 +559,7 @@ class Loop:
             **self._guard.as_numbers(),
             **as_numbers(self._left_out),
         }
-        if self._finishes and not self._monitoring.finish_reason:  # which the results say
+        if self._finishes and not self._monitoring.finish_reason:  # the results give that reason
             numbers["finished"] = self._agree_on_reason()
         if self._owes_validation:
             numbers["validation_owed"] = True
@@ -567,7 +570,7 @@ class Loop:
         self._saver.save(SavePoint(self._state, step, numbers, last, self._guard.in_spike, *asked))
 
     def _adopt_late(self) -> None:
-        """Once: hold what the script has made since it trains. A name that is a guess must not cost a save."""
+        """Once: hold what the script has made during training. An ambiguous name must not prevent a save."""
         if not self._adopts or self._parts.held is None:
             return
         self._adopts = False

@@ -1,16 +1,14 @@
 """The state of the loop: counters, schedule, phases, what it works with, and what validations ask for.
 
 Invariants:
-- The position is where the next step begins in the order of samples, whatever was skipped before it, so that it means
-  the same on any world size and under any `data.skip`.
-- The factor depends on the step and the lengths alone, so that a resumed run needs no state for it. It must not know an
-  optimizer.
-- Every phase that is entered on one rank is entered on all, since the facts it follows from are agreed.
-- Values alone, the same on every rank.
-- A learning rate that a script has set is never overwritten; where run file and script both set it, the run ends with a
-  sentence.
-- It follows from the results that hold and from the steps that are saved, and nothing of it is written down; so a
-  resume knows the same. All ranks know what rank 0 found.
+- Counters: the position is where the next step begins in the order of samples, whatever was skipped before it, so it
+  means the same on any world size and under any `data.skip`.
+- Schedule: the factor depends on the step and the lengths alone, so a resumed run needs no state for it.
+- Phases: all ranks enter the same phases, since the facts they follow from are agreed.
+- Learning rate: one that a script has set is never overwritten. If run file and script both set it, the run ends with
+  an error.
+- Validations: what they ask for follows from the results that hold and the steps that are saved. Nothing of it is
+  written down, so a resumed run finds the same. All ranks get what rank 0 found.
 
 RESTORE ─► STEP ─► SAVE ─► VALIDATE ─► STEP ...        (SAVE and VALIDATE only when due)
        └─────────┴───────┴─────────┴─► STOP ─► END         (asked to stop: save first, do not validate)
@@ -49,14 +47,14 @@ from shardway.train.loss import LossScale
 from shardway.train.session import Session
 from shardway.train.validate import Validation
 
-# --- How far a run is
+# --- counters
 
 
 @dataclass(frozen=True)
 class Counters:
     """Finished steps, samples that were trained on, targets that counted in the loss, and the position in the data.
 
-    Where nothing was skipped, the position is the number of samples.
+    If nothing was skipped, the position is the number of samples.
     """
 
     step: int = 0
@@ -74,12 +72,12 @@ class Counters:
 
 
 def read_counters(numbers: Mapping[str, Any]) -> Counters:
-    """The counters of a manifest; one without a position is from before any could be skipped."""
+    """The counters of a manifest; one without a position was written before skips existed."""
     samples = int(numbers["samples"])
     return Counters(int(numbers["step"]), samples, int(numbers["targets"]), int(numbers.get("position", samples)))
 
 
-# --- The learning rate of a step, as a pure function
+# --- the learning-rate schedule
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ COURSES: dict[str, Callable[[LRSchedule, int], float]] = {
 """Name in the run file -> factor after the warm-up."""
 
 
-# --- The states of the loop and the order in which they follow each other, as a pure function
+# --- phases and their order
 
 
 class LoopPhase(Enum):
@@ -152,11 +150,11 @@ class LoopPhase(Enum):
 
 @dataclass(frozen=True)
 class Facts:
-    """What the next phase follows from; the same on every rank.
+    """The facts that the next phase follows from; the same on every rank.
 
-    `validate_due`: a validation belongs after the step that was done last, and was not made. `goes_back`: the last
-    steps were a spike that the run goes back before. `save_owed`: the run directory lacks the step that the run went on
-    from. `result_save_due`: the validation of this step asks for a checkpoint of it in the run directory.
+    `validate_due`: a validation belongs after the last step, and was not made. `goes_back`: the last steps were a spike
+    that the run goes back before. `save_owed`: the run directory lacks the step where the run resumed.
+    `result_save_due`: the validation of this step asks for a checkpoint of it in the run directory.
     """
 
     done: bool
@@ -187,7 +185,7 @@ def next_phase(phase: LoopPhase, facts: Facts) -> LoopPhase:
     return LoopPhase.FINISH if facts.done else LoopPhase.STEP
 
 
-# --- What a walk through a run is told before it begins: lengths, cadences, and what it works with
+# --- lengths, cadences and what the loop works with
 
 
 @dataclass(frozen=True)
@@ -222,11 +220,11 @@ class LoopPlan:
         return self.saves_shared_after(step) or self.saves_local_after(step)
 
     def saves_shared_after(self, step: int) -> bool:
-        """One into the run directory; that which is kept for ever is made, whatever the cadence."""
+        """Whether a save into the run directory is due; one that is kept forever is made whatever the cadence."""
         return any(every is not None and step % every == 0 for every in (self.save_every, self.keep.every))
 
     def saves_local_after(self, step: int) -> bool:
-        """One on the disks of the nodes."""
+        """Whether a save on the disks of the nodes is due."""
         return self.local is not None and self.local.every is not None and step % self.local.every == 0
 
 
@@ -235,8 +233,8 @@ class LoopParts:
     """What the loop works with: the engine, a stream of batches from a data position without some spans, validation.
 
     `others` are the engines of further optimizers. `reading_draws`: whether reading a batch may draw random numbers.
-    `held` is what a script of its own holds, `by_hand` what its run.backward knows; None for a recipe. `data`: where
-    its data stand, as far as a position does not say that.
+    `held` is what a script holds, `by_hand` the state of its run.backward; None for a recipe. `data`: the state of its
+    data beyond the position.
     """
 
     engine: Engine
@@ -262,8 +260,7 @@ class LoopParts:
         return (self.engine.passes.parallel,)
 
 
-# --- The learning rate that the loop writes: by the schedule of the run file, where that is wished for, and by no
-# other
+# --- the learning rate that the loop writes
 
 
 class ScheduledLR:
@@ -275,7 +272,7 @@ class ScheduledLR:
         self._written: list[float] = []
 
     def begin(self) -> None:
-        """Take what the groups have now as their peaks. Raises UserError where the script has schedulers besides."""
+        """Take the current rates of the groups as their peaks. Raises UserError if the script also has schedulers."""
         if not self._plan.writes_lr:
             return
         self._peaks = [float(group["lr"]) for group in self._groups()]
@@ -287,7 +284,7 @@ class ScheduledLR:
             )
 
     def write(self, step: int) -> None:
-        """Set the learning rate of the step that follows `step` finished ones; nothing where it is the script's."""
+        """Set the learning rate of the step that follows `step` finished ones; nothing if it is the script's."""
         if not self._plan.writes_lr:
             return
         self.check()
@@ -297,7 +294,7 @@ class ScheduledLR:
             group["lr"] = lr
 
     def check(self) -> None:
-        """Raise UserError where the script has changed what was written."""
+        """Raise UserError if the script has changed what was written."""
         if self._parts.held is None or not self._written:
             return
         found = [group["lr"] for group in self._groups()]
@@ -320,7 +317,7 @@ class ScheduledLR:
         return f"optim.schedule = {resolved.values.optim.schedule!r} ({resolved.origins['optim.schedule']})"
 
 
-# --- What the results of validations ask for: a checkpoint of a step that is one of the best, or the end of the run
+# --- what validations ask for
 
 
 @dataclass(frozen=True)
@@ -331,11 +328,11 @@ class _Verdict:
 
 
 class Monitoring:
-    """Looks at the results of one run; without a validation there is nothing to look at.
+    """Evaluates the results of one run; without a validation there are none.
 
-    `save_due`: the step is one of the best or the last, and the run directory lacks it. `finish_reason`: why the run is
-    finished by `train.patience`; empty where it is not. `unknown`: that no result has the metric which
-    `checkpoint.monitor` names.
+    `save_due`: the step is one of the best or the last, and the run directory lacks it. `finish_reason`: why
+    `train.patience` finishes the run; empty if it does not. `unknown`: a message that no result has the metric of
+    `checkpoint.monitor`.
     """
 
     def __init__(self, session: Session, plan: LoopPlan, validation: Validation | None) -> None:
@@ -346,7 +343,7 @@ class Monitoring:
 
     @property
     def ranking(self) -> tuple[int, ...]:
-        """The steps that were validated, the best first, where checkpoints are kept by it."""
+        """The validated steps, the best first, if checkpoints are kept by it."""
         return tuple(self._plan.monitor.rank(self._results)) if self._plan.keep.best else ()
 
     def look(self, step: int, *, finished: bool) -> None:
@@ -362,7 +359,7 @@ class Monitoring:
             logging.getLogger("shardway").warning(told)
 
     def take_save(self) -> tuple[bool, tuple[int, ...]]:
-        """For a save, which is made now: whether the result asks for it, and the ranking."""
+        """For a save that is made now: whether the result asks for it, and the ranking."""
         due, self.save_due = self.save_due, False
         return due, self.ranking
 
@@ -381,7 +378,7 @@ class Monitoring:
         return _Verdict((is_best or bool(finish_reason)) and step not in saved, finish_reason, self._find_unknown())
 
     def _find_finish(self) -> str:
-        """Why the run is finished, where enough validations in a row were no better."""
+        """Why the run is finished, if enough validations in a row were no better."""
         monitor, patience, results = self._plan.monitor, self._plan.patience, self._results
         count = monitor.count_since_best(results)
         if patience is None or count < patience:
@@ -406,7 +403,7 @@ class Monitoring:
 
 
 def check_is_validated(session: Session, validation: Validation | None) -> None:
-    """Raise UserError where a key goes by the results of validations, and the script has none."""
+    """Raise UserError if a key uses the results of validations, and the script has none."""
     values, origins = session.resolved.values, session.resolved.origins
     asked = {"checkpoint.keep_best": values.checkpoint.keep_best, "train.patience": values.train.patience}
     named = [f"{key} is {value} ({origins[key]})" for key, value in asked.items() if value not in (0, "off")]

@@ -1,11 +1,11 @@
 """Losses as sums with their counts, and the factor that keeps fp16 gradients in range.
 
 Invariants:
-- A loss function never divides; whoever knows the global count does.
-- A value that follows from the one before and from whether a gradient overflowed, so that all ranks that agree on the
-  overflow agree on the factor. Its course is that of torch.amp.GradScaler.
+- Losses: a loss function never divides; the step divides by the global count.
+- Loss scale: it follows from the last scale and from whether a gradient overflowed, so ranks that agree on the overflow
+  agree on the scale. Its course is that of torch.amp.GradScaler.
 
-A factor that overflows gradients is divided, and the step is skipped; after a run of good steps it is multiplied
+A scale that overflows gradients is divided, and the step is skipped; after a run of good steps it is multiplied
 (Micikevicius et al., arXiv:1710.03740, section 3.2).
 """
 
@@ -31,10 +31,10 @@ IGNORED = -100
 class LossSum:
     """Sum of the losses of a micro-batch (0-dim), and how many targets it counts.
 
-    `count` may be a tensor (it depends on the data). `correct` is the number of right answers where that means
-    something. `metrics` are further sums by name: a validation adds them up over all samples and gives the sums back.
-    `outputs` is what metric objects of a validation are updated with (predictions, targets), where that is not what the
-    loss function was given.
+    `count` may be a tensor (it depends on the data). `correct` is the number of right answers, if they exist. `metrics`
+    are further sums by name: a validation adds them up over all samples and returns the sums. `outputs` is what metric
+    objects of a validation are updated with (predictions, targets), if it differs from the arguments of the loss
+    function.
     """
 
     total: torch.Tensor
@@ -44,7 +44,7 @@ class LossSum:
     outputs: Sequence[Any] | None = None
 
     def counted(self, counts: torch.Tensor) -> LossSum:
-        """The same where `counts` (a 0-dim bool), and else nothing."""
+        """The same if `counts` (a 0-dim bool) is true, else nothing."""
         correct = None if self.correct is None else self.correct * counts
         metrics = {name: value * counts for name, value in self.metrics.items()}
         return LossSum(self.total * counts, self.count * counts, correct, metrics)
@@ -115,13 +115,13 @@ def _fill(targets: Any) -> tuple[Any, torch.Tensor | None]:
 
 
 def as_sum(loss: LossSum | torch.Tensor, samples: int) -> LossSum:
-    """A user's mean over `samples` as the sum that it stands for."""
+    """A user's mean over `samples`, as a sum."""
     if isinstance(loss, LossSum):
         return loss
     return LossSum(loss * samples if samples else torch.zeros_like(loss), samples)
 
 
-# --- The factor on the loss that keeps fp16 gradients above the smallest number of the format
+# --- the fp16 loss scale
 
 LOWEST = 2.0**-14
 """The smallest normal fp16 number: a loss near 1 that is scaled below it leaves nothing of its gradients."""
@@ -132,7 +132,7 @@ _LARGEST = (2.0 - 2.0**-23) * 2.0**127
 
 @dataclass(frozen=True)
 class LossScale:
-    """The factor now, and the steps since it last changed; the rest says how it changes."""
+    """The current factor, and the steps since it last changed; the other fields are the rules of its changes."""
 
     scale: float = 65536.0
     growth: float = 2.0
@@ -141,7 +141,7 @@ class LossScale:
     good_steps: int = 0
 
     def after(self, found_inf: bool) -> LossScale:
-        """The factor of the next step. Raises JobError where it has fallen so far that scaling is not the cause."""
+        """The factor of the next step. Raises JobError if it has fallen so far that scaling is not the cause."""
         if found_inf:
             return self._lowered()
         if self.good_steps + 1 < self.interval:
@@ -159,7 +159,7 @@ class LossScale:
         return replace(self, scale=scale, good_steps=0)
 
     def as_numbers(self) -> tuple[float, int]:
-        """What a checkpoint keeps: the factor and the steps since it changed."""
+        """The saved numbers: the factor and the steps since it changed."""
         return self.scale, self.good_steps
 
     def with_numbers(self, numbers: Sequence[float]) -> LossScale:

@@ -1,16 +1,15 @@
 """Finds out, once, whether a script's loss is a mean over samples, and undoes what its calls changed.
 
 Invariants:
-- After `put_back` each of them holds what it held, and is the same object.
-- The run is left as it was, to the bit: no gradients, and random numbers, buffers, modes and what the script counts in
-  Python objects are put back. Every rank makes the same passes.
+- After the probe the run is as before, to the bit: there are no gradients, and random numbers, buffers, modes and
+  Python objects of the script are restored. Each object is the same object. Every rank makes the same passes.
 
-Counters, lists and dicts that a function reaches: in its closure, among the global names that it uses, in attributes
-of its object or module; also random generators of its own. Objects of libraries are left alone.
+Restored are counters, lists and dicts that a function reaches (in its closure, among the global names that it uses, in
+attributes of its object or module), and random generators of its own. Objects of libraries are left alone.
 
-The same rows are run through at once and in parts. A mean over samples comes out the same; a mean over targets that
-count, of which samples have different numbers, does not, nor does a loss that compares samples with each other. Of a
-loss that draws random numbers nothing can be said so.
+The same rows are run at once and in parts. A mean over samples comes out the same. A mean over targets that count, of
+which samples have different numbers, does not, nor does a loss that compares samples with each other. A loss that draws
+random numbers cannot be classified.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ from shardway.train.passes import Loss, Passes
 from shardway.train.session import Session
 from shardway.train.snapshot import find_changeable
 
-# --- What a script's own model and loss function keep in Python objects, so that calls of them can be undone
+# --- Python objects that a script's functions change
 
 _DEPTH = 8
 _MOST, _SMALL = 1_000_000, 200
-"""Elements of a container that is copied, and of one whose elements are looked at: a longer one holds data."""
+"""Limits: elements of a container that is copied, and of one whose elements are visited. A longer one holds data."""
 
 
 class PythonState:
-    """What some functions and modules of a script hold now."""
+    """The current state of some functions and modules of a script."""
 
     def __init__(self, *holders: Any) -> None:
         self._undo: list[Callable[[], object]] = []
@@ -55,7 +54,7 @@ class PythonState:
             self._look_at(holder, _DEPTH)
 
     def put_back(self) -> None:
-        """Everything as it was."""
+        """Restore everything."""
         for undo in self._undo:
             undo()
 
@@ -67,7 +66,7 @@ class PythonState:
             self._look_at(part, depth - 1)
 
     def _take(self, value: Any) -> Iterator[Any]:
-        """Remember what a value holds; what else it leads to."""
+        """Remember the content of a value; yields the values that it leads to."""
         if isinstance(value, functools.partial):
             yield from (value.func, *value.args, *value.keywords.values())
         elif isinstance(value, types.MethodType):
@@ -126,7 +125,7 @@ class PythonState:
 
 
 def _refill(value: Any, kept: list[Any]) -> None:
-    """A container with what it held; nothing is done where it has not changed."""
+    """Restore the content of a container; nothing is done if it has not changed."""
     now = list(value.items()) if isinstance(value, dict) else list(value)
     if len(now) == len(kept) and all(a is b or _is_same_item(a, b) for a, b in zip(now, kept, strict=True)):
         return
@@ -141,7 +140,7 @@ def _refill(value: Any, kept: list[Any]) -> None:
 
 
 def _is_same_item(one: Any, other: Any) -> bool:
-    """Whether two items of a dict have the same key and the very same value."""
+    """Whether two items of a dict have the same key and the same value object."""
     pair = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2
     return pair and one[0] is other[0] and one[1] is other[1]
 
@@ -155,20 +154,19 @@ def _names_of(code: types.CodeType) -> Iterator[str]:
 
 
 def _module_of(value: Any) -> str:
-    """Where a function, or the class of an object, was written."""
+    """The module in which a function, or the class of an object, was defined."""
     if isinstance(value, functools.partial):
         return _module_of(value.func)
     named = value if isinstance(value, types.FunctionType | types.MethodType) else type(value)
     return str(getattr(named, "__module__", ""))
 
 
-# --- Finds out, once, whether a script's loss is a mean over samples: what a run computes depends on its cut
-# otherwise
+# --- the probe
 
 MOST_ROWS, MOST_WINDOWS = 16, 4
-"""How many rows are looked at, and in how many groups of the size of a micro-batch."""
+"""How many rows are compared, and in how many groups of the size of a micro-batch."""
 EXACT, NARROW, LEAST = 1e-4, 1e-2, 1e-6
-"""How far the two may be apart by rounding: relatively in fp32 and in narrower formats, and absolutely."""
+"""The most that the two may differ by rounding: relatively in fp32 and in narrower formats, and absolutely."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +182,7 @@ class Compared:
         return not math.isclose(self.whole, self.parts, rel_tol=relative, abs_tol=LEAST)
 
     def describe(self) -> str:
-        """What it means, and what to do."""
+        """What the difference means, and what to do."""
         return (
             f"the loss of {self.rows} samples is {self.whole:.6g} at once and {self.parts:.6g} as the mean of their "
             "parts: it is no mean over samples, so the result depends on train.micro_batch and on the number of ranks."
@@ -196,7 +194,7 @@ class Compared:
 
 
 def probe_loss(session: Session, passes: Passes, model: nn.Module, batch: Any, loss_fn: Loss, rows: int | None) -> None:
-    """Say so where the loss of a batch depends on how it is cut; called on all ranks together, after a step on it."""
+    """Report a loss that depends on how its batch is cut; called on all ranks together, after a step on the batch."""
     if not _can_probe(session, passes) or loss_fn in passes.sum_losses:
         return
     count = min(session.ranks.gather(_count_rows(batch, rows)))
@@ -209,7 +207,7 @@ def probe_loss(session: Session, passes: Passes, model: nn.Module, batch: Any, l
         found = _measure(passes, model, batch, loss_fn, rows, _choose_windows(count, passes.portions.micro_batch))
     except LostContact:
         raise
-    except Exception:  # a model that cannot be evaluated so is no reason to end a run
+    except Exception:  # a failed probe must not end a run
         found = None
     finally:
         for module, training in modes.items():
@@ -229,7 +227,7 @@ def _can_probe(session: Session, passes: Passes) -> bool:
 
 
 def _count_rows(batch: Any, rows: int | None) -> int:
-    """The rows of this rank's share; 0 where it cannot be cut."""
+    """The rows of this rank's share; 0 if it cannot be cut."""
     try:
         count = count_rows(batch, rows)
         cut_rows(batch, count, 0, 1)
@@ -239,7 +237,7 @@ def _count_rows(batch: Any, rows: int | None) -> int:
 
 
 def _choose_windows(count: int, micro_batch: int) -> list[tuple[int, int]]:
-    """Rows that are compared, from one to another: no more at a time than a micro-batch, but at least two."""
+    """Spans of rows to compare: at least two rows, else no more than a micro-batch."""
     size = min(count, max(2, min(micro_batch, MOST_ROWS)))
     number = max(1, min(MOST_WINDOWS, count // size, MOST_ROWS // size))
     return [(start, start + size) for start in range(0, number * size, size)]
@@ -253,7 +251,7 @@ def _measure(
     rows: int | None,
     windows: Sequence[tuple[int, int]],
 ) -> Compared | None:
-    """The first window whose mean loss is another one at once than in parts; None where there is none."""
+    """The first window whose mean loss differs at once and in parts; None if there is none."""
     first = None
     for start, end in windows:
         parts = [(start, end)] * 2 + [(start + a, start + b) for a, b in _cut_unevenly(end - start)]

@@ -1,7 +1,7 @@
 """What a rank holds in memory, and what to do when that is too much.
 
-Invariant: counts bytes of tensors that exist, each once; what is no parameter, gradient or optimizer state is the rest.
-This module must not free or allocate tensors.
+Invariant: counts bytes of tensors that exist, each once; what is not a parameter, gradient or optimizer state is the
+rest. This module must not free or allocate tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REST = "activations and all else"
 
 @dataclass(frozen=True)
 class Holder:
-    """A rank and what it holds: models and optimizers as far as they are made, and how many steps are done."""
+    """A rank and what it holds: the models and optimizers made so far, and the number of finished steps."""
 
     ranks: Ranks
     values: RunFile
@@ -68,7 +68,7 @@ def advise(largest: str, values: RunFile, kind: str) -> list[str]:
 
 @contextlib.contextmanager
 def memory_told(find_holder: Callable[[], Holder]) -> Iterator[None]:
-    """Turn an error of an allocator into a JobError that says what this rank holds, and what to do."""
+    """Turn an error of an allocator into a JobError that states what this rank holds, and what to do."""
     try:
         yield
     except Exception as error:
@@ -96,7 +96,7 @@ def _explain(error: BaseException, holder: Holder) -> str:
 
 
 def _asked(error: BaseException) -> str:
-    """How much the allocator was asked for, where an error in the chain says so."""
+    """How much the allocator was asked for, if an error in the chain states it."""
     cause: BaseException | None = error
     while cause is not None:
         if found := re.search(r"[Tt]ried to allocate ([\d.]+ [KMGT]iB)", str(cause)):
@@ -119,7 +119,7 @@ def _count_bytes(values: Iterable[Any], kind: str) -> int:
 
 
 def _bytes_of(tensor: torch.Tensor, kind: str) -> int:
-    """Of a tensor that is made of others (8-bit states), the bytes of those."""
+    """The bytes of a tensor; of one made of others (8-bit states), theirs."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return sum(_bytes_of(getattr(tensor, name), kind) for name in names)

@@ -1,10 +1,10 @@
-"""Metrics of a script: what `run.log` is given in training, and the metric objects of a validation, right over ranks.
+"""Metrics of a script, correct over ranks: values of `run.log` in training, and metric objects of a validation.
 
-Invariant: the value of several ranks is that of one rank which had seen all their samples: a mean is weighted by
-samples, the state of a metric object is joined before it is computed. No rank waits for a value that another has not
-logged: values wait until all ranks meet. This module must not write files.
+Invariant: the value over several ranks is that of one rank with all their samples: a mean is weighted by samples, the
+state of a metric object is joined before it is computed. No rank waits for a value that another has not logged: values
+wait until all ranks meet. This module must not write files.
 
-A metric object is one of torchmetrics, or of its kind: `update(...)`, `compute()`, `reset()`, and `metric_state` where
+A metric object is one of torchmetrics, or has its methods: `update(...)`, `compute()`, `reset()`, and `metric_state` if
 there are several ranks.
 """
 
@@ -28,7 +28,7 @@ from shardway.train.loss import LossSum, fill_missing_targets
 Values = dict[str, float]
 
 METHODS = ("update", "compute", "reset")
-"""What makes an object a metric."""
+"""The methods that make an object a metric."""
 
 
 def is_metric(value: Any) -> bool:
@@ -73,20 +73,20 @@ class MetricLog:
         return bool(self._waiting)
 
     def add(self, step: int, samples: int, values: Mapping[str, Any], way: str) -> None:
-        """Values of a step, of a batch of which this rank has some samples; a name counts as it was logged last.
+        """Add values of a step, for this rank's samples; the last value of a name counts.
 
-        Raises UserError for what is no number.
+        Raises UserError for what is not a number.
         """
         _check_values(values, way)
         for name, value in _list_items(values):
             self._waiting[step, name] = _Entry(_snapshot(value), way, samples)
 
     def drop_after(self, step: int) -> None:
-        """What was logged for a later step belongs to one that does not count."""
+        """Drop what was logged for later steps, which do not count."""
         self._waiting = {key: entry for key, entry in self._waiting.items() if key[0] <= step}
 
     def flush(self) -> None:
-        """Write down what waits on any rank; called on all of them together."""
+        """Write the waiting values of all ranks; called on all of them together."""
         own = {key: (_as_plain(entry.value), entry.way, entry.samples) for key, entry in self._waiting.items()}
         self._waiting = {}
         every = self._ranks.gather(own)
@@ -109,7 +109,7 @@ def _join_logged(name: str, found: Sequence[tuple[Any, str, int]]) -> Values:
 
 
 def _mean(pairs: Sequence[tuple[float, float]]) -> float:
-    """Weighted by samples; a rank without any does not count."""
+    """The mean weighted by samples; a rank without any does not count."""
     counted = [(value, weight) for value, weight in pairs if weight]
     total = math.fsum(weight for _, weight in counted)
     return math.fsum(value * weight for value, weight in counted) / total if total else math.nan
@@ -146,7 +146,7 @@ def _is_loggable(value: Any) -> bool:
 
 
 def _snapshot(value: Any) -> Any:
-    """As it is now; what the script does with it next changes nothing. The device is not waited for."""
+    """A copy of the current value; later changes by the script have no effect. The device is not waited for."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return copy.deepcopy(value) if is_metric(value) else value
@@ -164,9 +164,9 @@ def _as_plain(value: Any) -> Any:
 
 
 class OutputMetrics:
-    """Copies of the metric objects of a validation, which see what the model gives for each sample, once.
+    """Copies of the metric objects of a validation, which get the model's output for each sample once.
 
-    `device`: where outputs are; `counts`: whether this rank's outputs are not another rank's as well.
+    `device`: where outputs are; `counts`: whether this rank's outputs are not those of another rank as well.
     """
 
     def __init__(self, metrics: Mapping[str, Any], device: torch.device, *, counts: bool) -> None:
@@ -181,7 +181,8 @@ class OutputMetrics:
             self._sees = counts is None or bool(counts)
 
     def watch(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The loss function, whose inputs the metrics are given: outputs and targets, or what its LossSum names."""
+        """The loss function, wrapped: the metrics get its arguments, outputs and targets, or the `outputs` of its
+        LossSum."""
 
         def watched(first: Any, second: Any) -> Any:
             loss = loss_fn(first, second)
@@ -216,7 +217,7 @@ class OutputMetrics:
 
 
 def check_metrics(metrics: Any) -> dict[str, Any]:
-    """What a script gave `run.validation` as metrics, by name. Raises UserError."""
+    """The metrics that a script gave `run.validation`, by name. Raises UserError."""
     if not callable(getattr(metrics, "items", None)):
         raise UserError(
             f"run.validation(metrics=...) was given a {type(metrics).__name__}.\n"
@@ -234,7 +235,7 @@ def check_metrics(metrics: Any) -> dict[str, Any]:
 
 
 def _begin(metric: Any, device: torch.device) -> Any:
-    """A copy that has seen nothing, on a device; the script keeps its own as it is."""
+    """An empty copy on a device; the script's own stays as it is."""
     own = copy.deepcopy(metric)
     own.reset()
     return own.to(device) if hasattr(own, "to") else own
@@ -248,7 +249,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _join_metrics(name: str, metrics: Sequence[Any]) -> Any:
-    """What a metric computes of all that its copies have seen."""
+    """The value of a metric over all samples of its copies."""
     one = metrics[0]
     if len(metrics) == 1:
         one.distributed_available_fn = lambda: False  # nothing is to be had from other processes
@@ -276,7 +277,7 @@ def _join_metrics(name: str, metrics: Sequence[Any]) -> Any:
 
 
 def _syncs_as_ever(metric: Any) -> bool:
-    """Whether it joins states by what add_state() said, not by communication of its own, nor through other metrics."""
+    """Whether it joins states as declared in add_state(), not by communication of its own or through other metrics."""
     of = next((kind for kind in type(metric).__mro__ if "_sync_dist" in vars(kind)), None)
     within = (each for each in metric.modules() if each is not metric)
     return of is not None and of.__name__ == "Metric" and not any(is_metric(each) for each in within)

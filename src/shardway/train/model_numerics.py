@@ -1,7 +1,7 @@
-"""How a script's own model is computed where that is left open: in its own formats where these are not fp32 alone,
-compiled where its plan names its blocks.
+"""How a script's own model is computed where the run leaves it open: in its own formats if they are not all fp32,
+compiled if its plan names its blocks.
 
-Invariant: what a user sets holds for every model; nothing about a model that a run file describes is decided here. This
+Invariant: what a user sets holds for every model. Nothing is decided here about a model that a run file describes. This
 module must not change a model.
 """
 
@@ -34,8 +34,8 @@ class ModelNumerics:
 
 
 def resolve_for_model(session: Session, model: nn.Module, *, is_first: bool) -> ModelNumerics:
-    """How a model is computed. What the first model of a script needs is what the run resolves to; a further one that
-    needs something else has it for itself, which is said."""
+    """How a model is computed. The needs of a script's first model are settled for the run; a further one that needs
+    something else has it for itself, which is reported."""
     if session.settled and not session.own_model:
         return ModelNumerics(session.precision, session.resolved.values.train.compile)
     settled = fit_to_model(session.resolved, model)
@@ -51,8 +51,8 @@ def resolve_for_model(session: Session, model: nn.Module, *, is_first: bool) -> 
 
 
 def _read_own(resolved: Resolved) -> Precision:
-    """The formats of a script's model: bf16 that nobody asked for ends with its forward pass, since a loss that was
-    written for fp32 may not be computable under autocast."""
+    """The formats of a script's model: default bf16 ends with its forward pass, since a loss written for fp32 may not
+    be computable under autocast."""
     values, precision = resolved.values, read_precision(resolved.values.precision)
     plain = values.train.engine == "torch" and values.parallel.pp == 1 and values.precision.weights == "fp32"
     wants_bf16 = resolved.is_derived(COMPUTE) and values.precision.compute == "bf16"
@@ -60,14 +60,14 @@ def _read_own(resolved: Resolved) -> Precision:
 
 
 def keep_formats(session: Session, model: nn.Module, precision: Precision) -> None:
-    """Let a model that sees to its products itself do so until the run ends."""
+    """Let a model that has formats of its own for products keep them until the run ends."""
     if precision.model_dtype is not None:
         session.at_end.callback(autocast_model(model, session.ranks.device, precision.model_dtype))
 
 
 @contextlib.contextmanager
 def format_named(resolved: Resolved, precision: Precision) -> Iterator[None]:
-    """An error of a step says that its format is a default, which may be why."""
+    """Add to an error of a step that its format is a default, which may be the cause."""
     try:
         yield
     except RuntimeError as error:
@@ -81,7 +81,7 @@ def format_named(resolved: Resolved, precision: Precision) -> Iterator[None]:
 
 
 def fit_to_model(resolved: Resolved, model: nn.Module) -> dict[str, Settled]:
-    """Of the keys that are left to the device, what a model has otherwise, and why."""
+    """Keys that are left to the device and that the model sets otherwise, with the reason."""
     settled, values, kind = {}, resolved.values, type(model).__name__
     narrows = values.precision.compute not in ("fp32", "auto") and values.precision.weights == "fp32"
     if resolved.is_derived(COMPUTE) and narrows and (own := find_own_format(model)):
@@ -96,7 +96,7 @@ def fit_to_model(resolved: Resolved, model: nn.Module) -> dict[str, Settled]:
 
 
 def find_own_format(model: nn.Module) -> str:
-    """What of a model is made for another format than fp32; "" where nothing is."""
+    """The part of a model that is made for another format than fp32; "" if none."""
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             return f"parameters in {str(parameter.dtype).removeprefix('torch.')} ({name})"
@@ -104,7 +104,7 @@ def find_own_format(model: nn.Module) -> str:
 
 
 def pin(resolution: Resolution, settled: Mapping[str, Settled]) -> Resolution:
-    """The same resolution with these values, however it is resolved again: the model is made for them."""
+    """The resolution with these values fixed for later resolving: the model is made for them."""
     resolved = resolution.resolved.with_values(settled)
     known = {
         key: Settled(value_of(resolved.values, key), resolved.origins[key].removeprefix(DERIVED))

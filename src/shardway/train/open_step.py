@@ -1,6 +1,6 @@
-"""A batch that the loop has handed to a script, and the updates that the script has made with it.
+"""The batch that the loop has handed to a script, and the updates that the script has made with it.
 
-Invariant: values alone; what they mean for the run is the loop's to say.
+Invariant: only values; the loop decides what they mean for the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardway.train.step import StepResult
 
 @dataclass(frozen=True)
 class StepCall:
-    """A call of `run.step`: the engine that takes it, what its loss is called, and the script's arguments."""
+    """A call of `run.step`: its engine, the name of its loss, and the script's arguments."""
 
     engine: Engine
     name: str
@@ -31,9 +31,9 @@ class StepCall:
 
 @dataclass(frozen=True)
 class TakenStep:
-    """An update: what its loss is called, the learning rate that it was made with, and its numbers.
+    """An update: the name of its loss, its learning rate, and its numbers.
 
-    `by_hand`: these are the gradients of run.backward, of which the script makes an update.
+    `by_hand`: the gradients are those of run.backward, and the script makes the update.
     """
 
     name: str
@@ -67,7 +67,7 @@ class OpenStep:
 
 
 def check_taken(step: OpenStep, number: int) -> None:
-    """Raise UserError where nothing was learnt from a batch; `number` is that of its step."""
+    """Raise UserError if no update was made with a batch; `number` is that of its step."""
     if not step.taken:
         raise UserError(
             f"the loop went on without run.step for the batch of step {number}, so nothing was learnt from it.\n"
@@ -77,5 +77,5 @@ def check_taken(step: OpenStep, number: int) -> None:
 
 
 def lr_of(engine: Engine) -> float:
-    """The learning rate of the first group; no number where it has none."""
+    """The learning rate of the first group; NaN if it has none."""
     return float(engine.groups[0].get("lr", math.nan)) if engine.groups else math.nan

@@ -1,7 +1,7 @@
-"""Counts the model that a run file names, or a module of the person's own, without training it.
+"""Counts the parameters of the model that a run file names, or of a user's module, without training it.
 
-Invariant: nothing is written and no weights are read; a module of one's own is code that the person named on the
-command line. This module must not plan.
+Invariant: nothing is written and no weights are read. A user's module is code that the user named on the command line.
+This module must not plan.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from shardway.runfile.schema import RunFile
 
 
 def count_model(values: RunFile, own: str = "") -> Measured:
-    """The model of a resolved run, or what `own` makes: "file.py:function", which returns a module, or a module and
-    the inputs of its forward pass. Raises UserError where there is none or it cannot be counted."""
+    """The counts of the model of a resolved run, or of what `own` makes: "file.py:function", which returns a module, or
+    a module and the inputs of its forward pass. Raises UserError if there is none or it cannot be counted."""
     sample = _sample(values)
     if own:
         module, inputs = _call(own)
@@ -56,7 +56,7 @@ def _call(own: str) -> tuple[nn.Module, Any]:
         made = _find(Path(path), name, own)()
     except UserError:
         raise
-    except Exception as error:  # whatever the person's own code raises
+    except Exception as error:  # any error of the user's code
         raise UserError(
             f'--module "{own}" failed: {type(error).__name__}: {error}\n  To do: call it without arguments from Python.'
         ) from error

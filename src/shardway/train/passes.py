@@ -2,12 +2,12 @@
 
 Invariants:
 - Afterwards gradients hold the sum over this rank's samples of their losses, divided by the samples of the global
-  batch, and the sums of `SUMS` are returned; only the rank that answers for a loss has numbers other than 0.
-- The gradients of all models that the optimizer updates are what one model of all of them would get; a model beside
-  them is run and keeps none of its gradients.
+  batch. The sums of `SUMS` are returned; only the rank that answers for a loss has numbers other than 0.
+- Several models: the gradients of all models that the optimizer updates are those of one model made of them. A model
+  beside them is run and keeps no gradients.
 
-Each micro-batch is divided by the number of samples of the global batch, which all ranks know; the factor from samples
-to targets, which is known only when every rank has seen its share, comes later.
+Each micro-batch is divided by the number of samples of the global batch, which all ranks have. The factor from samples
+to targets comes later, since it needs every rank's share.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shardway.train.loss import LossSum, as_sum, fill_missing_targets
 Loss = Callable[..., LossSum | torch.Tensor]
 
 SUMS = 4
-"""Sum of losses, targets that count, right answers, targets for which it is known whether they were."""
+"""Sum of losses, targets that count, right answers, targets with a right or wrong answer."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Micro:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What a rank has found out about a batch without training on it: [SUMS], and the sums that its loss names."""
+    """The result of a batch without training on it: [SUMS], and the sums that its loss names."""
 
     sums: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -106,10 +106,10 @@ class Passes:
         loss_scale: float = 1.0,
         rows: int | None = None,
     ) -> torch.Tensor:
-        """Accumulate gradients, multiplied by `loss_scale`; [SUMS] of this rank.
+        """Accumulate gradients, multiplied by `loss_scale`; returns [SUMS] of this rank.
 
-        `position`: where this batch begins in the order of samples. `rows`: how many samples it was made of (None: what
-        its tensors say).
+        `position`: where this batch begins in the order of samples. `rows`: how many samples it was made of (None: from
+        its tensors).
         """
         batch = take_chunks(self.parallel.chunks, batch)
         scale = loss_scale * self.count_averaged(model) / self.portions.global_batch
@@ -120,7 +120,7 @@ class Passes:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, batch: Any, loss_fn: Loss, rows: int | None = None) -> Evaluated:
-        """Forward passes alone, of this rank. A batch without rows is run through as well, and does not count."""
+        """Forward passes alone, on this rank. A batch without rows is run as well, and does not count."""
         batch = take_chunks(self.parallel.chunks, batch)
         with self._split_logits():
             if self.parallel.pipeline is not None:
@@ -129,7 +129,7 @@ class Passes:
             return self._add_up([(self._forward(model, micro, loss_fn), micro.weight)])
 
     def count_averaged(self, model: nn.Module) -> int:
-        """Over how many ranks gradients are averaged: DDP does so, everything else of torch adds up."""
+        """The number of ranks that gradients are averaged over: DDP does so, all else in torch sums."""
         return self.parallel.mesh.data_ranks if find_copies(model) is not None else 1
 
     def around(self, model: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
@@ -152,7 +152,7 @@ class Passes:
         return self._answered(sums)
 
     def _forward(self, model: nn.Module, micro: Micro, loss_fn: Loss) -> LossSum:
-        """The loss of a micro-batch; nothing where it is a mean over no targets at all, which would be no number."""
+        """The loss of a micro-batch; zero if it is a mean over no targets, which would be NaN."""
         needs_filling = loss_fn not in self.sum_losses
         data, counts = fill_missing_targets(micro.data, pair=micro.pair) if needs_filling else (micro.data, None)
         with self.precision.autocast(self.device):
@@ -165,7 +165,7 @@ class Passes:
     def measure(
         self, model: nn.Module, batch: Any, loss_fn: Loss, parts: Sequence[tuple[int, int]], rows: int | None = None
     ) -> list[tuple[float, float]]:
-        """The loss of some parts of a batch, each from one row to another, as sum and count; no pipeline."""
+        """The loss of some parts of a batch, each a span of rows, as sum and count; no pipeline."""
         batch = take_chunks(self.parallel.chunks, batch)
         count = count_rows(batch, rows)
         pair, sums = is_pair(batch, count), []
@@ -180,7 +180,7 @@ class Passes:
 
     @cached_property
     def sum_losses(self) -> list[Loss]:
-        """The loss function that was called last, where it gives a LossSum."""
+        """The last called loss function, if it returns a LossSum."""
         return []
 
     def _one_by_one(
@@ -236,10 +236,10 @@ class Passes:
         return self._add_up(weights.values())
 
     def _rehearse(self, pipeline: Pipeline, inputs: torch.Tensor, loss_of: LossOf) -> None:
-        """A first pass that leaves nothing behind: torch runs a new schedule once more to learn shapes, which must
-        not count for routers and batch norms nor take the place of a micro-batch for dropout.
+        """A first pass without effect: torch runs a new schedule once more to find shapes, which must not count for
+        routers and batch norms or replace a micro-batch for dropout.
 
-        Whether this rank's stages have any of these does not matter: all ranks of a pipeline take part.
+        All ranks of a pipeline take part, whether their stages have any of these or not.
         """
         set_gradient_scale(self.routers, 0.0, self.parallel.mesh)
         buffers = [(buffer, buffer.clone()) for buffer in self.parallel.module.buffers()]
@@ -252,7 +252,7 @@ class Passes:
 
     def first_sample(self, position: int) -> int:
         """A number that this rank's first sample has and no other of the run: the next batch begins at least a whole
-        one later, also where positions are skipped."""
+        one later, also if positions are skipped."""
         mesh = self.parallel.mesh
         return position + position_share(self.portions.global_batch, mesh.data_rank, mesh.data_ranks).start
 
@@ -288,14 +288,14 @@ class Passes:
 
 
 def take_chunks(chunks: Chunks, batch: Any) -> Any:
-    """This rank's chunks of every tensor [batch, seq, ...] of a tree, where the sequence is split."""
+    """This rank's chunks of every tensor [batch, seq, ...] of a tree, if the sequence is split."""
     if chunks.ranks == 1:
         return batch
     return map_tensors(lambda tensor: chunks.take(tensor) if tensor.dim() > 1 else tensor, batch)
 
 
 def call_loss(loss_fn: Loss, model: nn.Module, data: Any, *, pair: bool) -> LossSum | torch.Tensor:
-    """The loss of one batch: of a pair (inputs, targets), or of whatever else the loss function takes."""
+    """The loss of one batch: of a pair (inputs, targets), or of any other argument of the loss function."""
     if pair:
         inputs, targets = data
         return loss_fn(model(inputs), targets)
@@ -309,7 +309,7 @@ def call_loss(loss_fn: Loss, model: nn.Module, data: Any, *, pair: bool) -> Loss
 
 
 def _take_apart(loss: LossSum | torch.Tensor) -> tuple[Any, ...] | torch.Tensor:
-    """As DDP looks for tensors in what a forward pass returns."""
+    """The loss as tensors that DDP finds in what a forward pass returns."""
     return (loss.total, loss.count, loss.correct, loss.metrics) if isinstance(loss, LossSum) else loss
 
 
@@ -352,7 +352,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-# --- Passes of a loss that runs several models of one run: those that its optimizer updates, and others beside them
+# --- a loss of several models
 
 
 @dataclass(frozen=True)
@@ -377,10 +377,10 @@ class SeveralPasses(Passes):
         loss_scale: float = 1.0,
         rows: int | None = None,
     ) -> torch.Tensor:
-        """As for one model; what the loss has gathered of models beside is let go of.
+        """As for one model; what the loss has gathered of models beside is freed.
 
-        FSDP frees the weights of a model after its backward pass. One that has had none would go on with the weights of
-        now after its next update.
+        FSDP frees the weights of a model after its backward pass. A model without one would use outdated weights after
+        its next update.
         """
         sums = super().train(model, batch, loss_fn, position=position, loss_scale=loss_scale, rows=rows)
         for parallel in (*self.further, *self.beside):
@@ -394,7 +394,7 @@ class SeveralPasses(Passes):
 
     @contextlib.contextmanager
     def around(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """Each model that is updated holds back what need not travel yet; those beside send nothing at all."""
+        """Each model that is updated delays communication until the last micro-batch; those beside send nothing."""
         with contextlib.ExitStack() as stack:
             for each in self.parallels:
                 stack.enter_context(accumulating(each.call, last=last))
@@ -406,7 +406,7 @@ class SeveralPasses(Passes):
 
 @contextlib.contextmanager
 def evaluating(parallels: Sequence[ParallelModel]) -> Iterator[None]:
-    """Models that a validation may run besides its own: each module has its own mode again afterwards."""
+    """In this context the models that a validation may run evaluate; afterwards each module has its own mode again."""
     for parallel in parallels:
         average_buffers(parallel.module, parallel.mesh)
     modes = [(module, module.training) for parallel in parallels for module in parallel.call.modules()]
@@ -420,8 +420,8 @@ def evaluating(parallels: Sequence[ParallelModel]) -> Iterator[None]:
 
 
 def let_go(parallel: ParallelModel) -> None:
-    """Let FSDP free the weights that a forward pass alone has gathered: a script that looks at the parameters (or
-    freezes one) between two steps means its shards."""
+    """Let FSDP free the weights that a forward pass alone has gathered: a script that reads or freezes parameters
+    between two steps expects its shards."""
     for module in parallel.module.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,7 +1,7 @@
 """The run that a run file describes, from its data to its report, through the library door.
 
-Invariant: everything it does, a script of a user's own could do with the same calls. This module must not hold a
-loop of its own beside the one of `Run.steps`.
+Invariant: all that it does, a user's script could do with the same calls. This module must not hold a loop of its own
+beside the one of `Run.steps`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def train_run(run: Run) -> RunOutcome:
 
 
 def _open(run: Run) -> Data:
-    """The data, opened by rank 0 first (it prepares what the others then find), and the run completed with it."""
+    """The data, opened by rank 0 first (it prepares the files for the others), and the run completed with it."""
     data = run.session.ranks.first_then_all(lambda: open_described(run.resolved.values))
     run.session.settle(data.facts)
     return data
@@ -94,5 +94,5 @@ def _build(run: Run, data: Data) -> nn.Module:
 
 
 def _look_back(session: Session) -> tuple[bool, bool | None]:
-    """Whether a run has a checkpoint, and whether that ties the output layer of a language model to its embedding."""
+    """Whether a run has a checkpoint, and whether it ties the output layer of a language model to its embedding."""
     return bool(session.list_saved()), find_tie(session.directory)

@@ -1,12 +1,11 @@
-"""Writes down what happens: events of every rank that has something to say, status by rank 0, the time of earlier
-attempts.
+"""Records a run: events of every rank that has something to report, status by rank 0, the time of earlier attempts.
 
 Invariants:
-- It costs the same however long the run was: the end of the event file and status.json are read, no more. What is
-  damaged or missing counts as nothing left.
-- Recording never changes the run. What the file system refuses while the run goes on is kept and written later; at the
-  start and at the end of an attempt it becomes one JobError with what to do. A run that no longer holds its directory
-  writes nothing (Fenced). Rank 0 writes one step event a step; every file of events says where an attempt began.
+- Earlier attempts: the cost does not grow with the length of the run, since only the end of the event file and
+  status.json are read. What is damaged or missing counts as nothing left.
+- Recording never changes the run. What the file system refuses during the run is kept and written later; at the start
+  and at the end of an attempt it becomes one JobError with what to do. A run that no longer holds its directory writes
+  nothing (Fenced). Rank 0 writes one event per step; every event file states where an attempt began.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ from shardway.rundir.events import Event, EventWriter
 from shardway.rundir.file_io import refusals, refused
 from shardway.train.deadline import AttemptEnd
 
-# --- What earlier attempts of a run have left that the next one must know for its book of time
+# --- what earlier attempts left
 
 _KEPT = ("pid", "host", "step", "spent", "time")
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """`reached`: the most steps that an attempt has done. `last`: the last status, as far as it tells of times."""
+    """`reached`: the most steps that an attempt has done. `last`: the last status, as far as it holds times."""
 
     reached: int = 0
     last: Mapping[str, Any] = field(default_factory=dict)
 
     def as_facts(self) -> dict[str, Any]:
-        """For the event that says that the next attempt starts, since its first status replaces the last one."""
+        """Facts for the event that starts the next attempt, since its first status replaces the last one."""
         return ({"reached": self.reached} if self.reached else {}) | ({"before": dict(self.last)} if self.last else {})
 
 
 def read_earlier(run: RunDir) -> Earlier:
-    """What is there before the next attempt has written anything."""
+    """The state before the next attempt has written anything."""
     status = run.read_status()
     last = {key: status[key] for key in _KEPT if key in status} if "spent" in status else {}
     return Earlier(max(_steps_of(run, status)), last)
@@ -63,22 +62,22 @@ def _steps_of(run: RunDir, status: Mapping[str, Any]) -> Iterator[int]:
 
 
 def find_early_end(directory: RunDir, step: int) -> str:
-    """Why the script has finished the run at this step, where its checkpoint was saved before it did; else empty."""
+    """Why the script has finished the run at this step, if its checkpoint was saved before; else empty."""
     status = directory.read_status()
     here = status.get("state") == "finished" and status.get("step") == step
     return str(status.get("finished_early", "")) if here else ""
 
 
-# --- Writes down what happens: events of every rank that has something to say, status by rank 0
+# --- the recorder
 
 STATUS_EVERY_S = 1.0
-"""A status is written to be read by people and schedulers: once a second is often enough."""
+"""Least seconds between two statuses: enough for users and schedulers that read them."""
 
 MOST_WAITING = 100_000
-"""How many events wait for a file system that refuses them; some tens of megabytes of memory, hours of most runs."""
+"""The most events that wait for a file system that refuses them: some tens of megabytes, hours of most runs."""
 
 _WITH_TIMES = frozenset(("started", "saved", "rolled_back", "stopped", "finished"))
-"""Events that say what rank 0 has spent its time on until then: enough to tell of an attempt that was killed."""
+"""Events that state how rank 0 has spent its time until then: enough to describe a killed attempt."""
 
 
 class Recorder:
@@ -103,36 +102,36 @@ class Recorder:
         self._status_at = 0.0
         self._trouble: OSError | None = None
         self.is_open = False
-        """Whether the run goes on, so that what happens is a part of it."""
+        """Whether the run has begun, so that events belong to it."""
         self.show: Callable[[Event], None] | None = None
-        """Takes each event of this rank for a person who reads its output; it never raises."""
+        """Takes each event of this rank for display to the user; it never raises."""
 
     def open(self, directory: RunDir) -> None:
-        """The run goes on, in this directory: from here on what happens is written down."""
+        """Begin to record, in this directory."""
         self._directory, self.is_open = directory, True
 
     @property
     def step_done(self) -> int:
-        """The last step that this rank knows of; 0 before the first."""
+        """The last finished step on this rank; 0 before the first."""
         return int(self._status.get("step", 0))
 
     def begin(self, step: int, **facts: Any) -> None:
         """The start of an attempt at `step`: by rank 0 with all facts, and marked in the events of every other rank.
 
-        Also of ranks that an earlier world had and this one lacks: what they wrote after `step` is undone as well.
+        Ranks of an earlier world that this one lacks are marked too: what they wrote after `step` is undone as well.
         """
         self.event("started", step=step, epoch=self._directory.epoch, **facts, **self._look_back())
         self._mark("started", step)
 
     def go_back(self, step: int, **facts: Any) -> None:
-        """The run goes on at an earlier `step` within this attempt: what came after it is undone, as by a start."""
+        """The run continues from an earlier `step` within this attempt: later steps are undone, as by a start."""
         self._progress.reached = max(self._progress.reached, self.step_done)
         self.event("rolled_back", step=step, **facts)
         self._mark("rolled_back", step)
         self.status(step=step, reached=self._progress.reached)
 
     def _mark(self, name: str, step: int) -> None:
-        """In the events of every rank but the first, also of those that an earlier world had."""
+        """A mark in the events of every rank but the first, including those of an earlier world."""
         known, world = self._directory.ranks_with_events(), self._ranks.world
         if self._ranks.is_first:
             for rank in (rank for rank in known if rank >= world):
@@ -141,7 +140,7 @@ class Recorder:
             self._write(name, {"step": step, "world": world})
 
     def _look_back(self) -> dict[str, Any]:
-        """On rank 0: what the start says of earlier attempts, whose steps count as repeated from now on."""
+        """On rank 0: facts of earlier attempts for the start event; their steps count as repeated from now on."""
         if not self._ranks.is_first:
             return {}
         earlier = read_earlier(self._directory)
@@ -164,7 +163,7 @@ class Recorder:
             self._write("step", facts if ids is None else {**facts, "ids": ids})
 
     def fault(self, **facts: Any) -> None:
-        """What ended this rank, and after which step: written by the rank itself."""
+        """What ended this rank, and after which step; the rank itself writes it."""
         self._directory.confirm_writer()
         times = self._progress.as_facts() if self._ranks.is_first else {}
         step = {"step": self.step_done} if "step" in self._status else {}
@@ -172,7 +171,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def failure_noted(self, name: str, step: int) -> Iterator[None]:
-        """Write an event of this rank where its own work in here ends in an error."""
+        """Write an event of this rank if its work in this context ends in an error."""
         try:
             yield
         except (LostContact, Fenced):
@@ -183,7 +182,7 @@ class Recorder:
             raise
 
     def setup_fault(self, **facts: Any) -> None:
-        """What ended this rank before the run went on: for an agent of ours alone, which tells it."""
+        """What ended this rank before the run began: only for an agent of Shardway, which reports it."""
         if self._ranks.placement.launcher == "shardway":
             with refusals(self._directory.path):
                 self._directory.write_setup_fault(self._ranks.rank, {"rank": self._ranks.rank, **facts})
@@ -203,7 +202,7 @@ class Recorder:
                 raise refused(self._directory.path, error) from error
 
     def keep(self, **facts: Any) -> None:
-        """Facts that the next status shall hold, though nothing of now says them."""
+        """Facts that later statuses keep, although they are not passed again."""
         self._status.update(facts)
 
     def failed(self, reason: str) -> None:

@@ -1,14 +1,14 @@
-"""Where a run goes on from: the newest whole checkpoint, one on the disks of the nodes, or one from before a spike.
+"""Where a run resumes: the newest complete checkpoint, one on the disks of the nodes, or one from before a spike.
 
 Invariants:
-- The decision is durable before training goes on, and everything else follows from it.
-- Only what is on the line of the run, and was not undone by going back before a spike, is loaded; a checkpoint that two
-  starts in a row have begun from is left out, with all others there.
-- The counters that come back belong to the state that was installed, and the position in the data to the data of today.
+- A decision to go back is durable before training continues, and everything else follows from it.
+- Only checkpoints that are on the lineage of the run, and were not undone by going back before a spike, are loaded. A
+  local checkpoint that two starts in a row have begun from is left out, with all others there.
+- The restored counters belong to the installed state, and the position to the data of today.
 
-The decision is one small file (`rundir.left_out`), written before anything else happens. A checkpoint knows which of
-these decisions it was saved after; one that lies in what a later decision undid is set aside whenever a run looks for
-where to go on. So it makes no difference whether the process that decided goes on, or another one later.
+The decision is one small file (`rundir.lineage`), written before anything else happens. Each checkpoint records which
+of these decisions came before it. A checkpoint that a later decision undid is quarantined whenever a run looks for
+where to resume. So it makes no difference whether the process that decided continues, or a later one.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from shardway.train.loop_state import Counters, LoopPlan, read_counters
 from shardway.train.loss import LossScale
 from shardway.train.session import Session
 
-# --- Back to a checkpoint from before a spike, and what of the data is left out then
+# --- back before a spike
 
 
 @dataclass(frozen=True)
 class Spiked:
-    """A run that goes back: the steps of the spike, the position after it, and what it has left out by itself before.
+    """A run that goes back: the steps of the spike, the position after it, and the spans it has left out before.
 
-    `limit` says how `guard.max_roll_backs` was set.
+    `limit` describes how `guard.max_roll_backs` was set.
     """
 
     first: int
@@ -57,7 +57,8 @@ class Spiked:
 
 @dataclass(frozen=True)
 class Back:
-    """Where the run goes on: the counters of that checkpoint, and all that it leaves out by itself from now on."""
+    """Where the run resumes: the counters of that checkpoint, and all spans that it leaves out by itself from now
+    on."""
 
     counters: Counters
     left_out: tuple[SkippedRange, ...]
@@ -66,7 +67,7 @@ class Back:
 def decide_back(session: Session, plan: BackPlan, spiked: Spiked) -> Back:
     """Choose the checkpoint and the span, and write them down; on all ranks together.
 
-    Raises JobError on every rank where the run has gone back often enough, or has nothing to go back to.
+    Raises JobError on every rank if the run has gone back often enough, or has no checkpoint to go back to.
     """
     if len(spiked.known) >= plan.max_roll_backs:
         raise _often_enough(session.directory, spiked)
@@ -86,7 +87,7 @@ def find_undone(session: Session) -> list[int]:
 
 
 def set_undone_aside(session: Session) -> list[CorruptCheckpoint]:
-    """Set aside what was saved before a decision that undid it; on all ranks together. Raises JobError."""
+    """Quarantine checkpoints that a decision undid; on all ranks together. Raises JobError."""
 
     def act() -> list[CorruptCheckpoint]:
         if not session.ranks.is_first or not (undone := _find_undone(session.directory)):
@@ -98,9 +99,10 @@ def set_undone_aside(session: Session) -> list[CorruptCheckpoint]:
 
 
 def know_left_out(session: Session, numbers: Mapping[str, Any]) -> tuple[SkippedRange, ...]:
-    """All that the run leaves out by itself, once a checkpoint with these numbers was loaded; on all ranks together.
+    """All spans that the run leaves out by itself, after a checkpoint with these numbers was loaded; on all ranks
+    together.
 
-    A file that was lost is written again from what the checkpoint says. Raises JobError.
+    A lost file is written again from the checkpoint. Raises JobError.
     """
 
     def look() -> tuple[SkippedRange, ...]:
@@ -117,7 +119,7 @@ def know_left_out(session: Session, numbers: Mapping[str, Any]) -> tuple[Skipped
 
 
 def as_numbers(left_out: Sequence[SkippedRange]) -> dict[str, Any]:
-    """For a checkpoint's manifest: the decisions that it was saved after."""
+    """For a checkpoint's manifest: the decisions made before it."""
     return {"left_out": [each.as_json() for each in left_out]} if left_out else {}
 
 
@@ -143,8 +145,8 @@ def _write_down(session: Session, plan: BackPlan, spiked: Spiked) -> Back:
 
 
 def _find_base(directory: RunDir, plan: BackPlan, spiked: Spiked) -> Counters:
-    """The counters of the newest checkpoint from before the spike and its margin whose manifest can be read; where
-    none is so old, of the oldest. Raises JobError."""
+    """The counters of the newest checkpoint from before the spike and its margin whose manifest can be read; if none is
+    so old, of the oldest. Raises JobError."""
     before = [step for step in directory.checkpoint_steps() if step < spiked.first]
     old = [step for step in before if step < spiked.first - plan.spike_margin]
     for step in [*reversed(old), *(step for step in before if step not in old)]:
@@ -159,7 +161,7 @@ def _find_base(directory: RunDir, plan: BackPlan, spiked: Spiked) -> Counters:
 
 
 def _find_undone(directory: RunDir) -> list[PassedOver]:
-    """Checkpoints of steps that a decision undid which they know nothing of, the newest first."""
+    """Checkpoints of undone steps that do not record the decision that undid them, the newest first."""
     left_out = directory.left_out.read()
     oldest = min((each.back_to for each in left_out), default=None)
     undone = []
@@ -173,7 +175,7 @@ def _find_undone(directory: RunDir) -> list[PassedOver]:
 
 
 def why_undone(numbers: Mapping[str, Any], step: int, left_out: Sequence[SkippedRange]) -> str:
-    """Which decision undid a checkpoint with these numbers, of all that there are; empty for none."""
+    """The decision that undid a checkpoint with these numbers; empty for none."""
     reasons = [each.reason for each in left_out[len(_of_numbers(numbers)) :] if each.back_to < step]
     return f"the run went back before it after {reasons[0]}" if reasons else ""
 
@@ -194,12 +196,12 @@ def _often_enough(directory: RunDir, spiked: Spiked) -> JobError:
     )
 
 
-# --- Going on from what lies on the disks of the nodes, where that is newer than what the run directory has
+# --- resuming from the disks of the nodes
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """What was loaded (None: nothing), what was passed over, and the step for which all of it was left out."""
+    """What was loaded (None: nothing), what was skipped, and the step for which all of it was left out."""
 
     loaded: LoadedCheckpoint | None = None
     passed_over: tuple[PassedOver, ...] = ()
@@ -208,7 +210,7 @@ class Nearest:
 
 @dataclass(frozen=True)
 class _Known:
-    """What rank 0 reads of the run: where it comes from, what undid steps of it, its newest checkpoint, its id."""
+    """What rank 0 reads of the run: its lineage, decisions that undid steps, its newest checkpoint, its id."""
 
     line: Lineage
     left_out: tuple[SkippedRange, ...]
@@ -216,7 +218,7 @@ class _Known:
     run: str
 
     def why_not(self, manifest: Manifest) -> str:
-        """Why the run must not go on from this checkpoint; empty where it may."""
+        """Why the run must not resume from this checkpoint; empty if it may."""
         off = self.line.why_off(line_of(manifest.numbers), manifest.step)
         return off or why_undone(manifest.numbers, manifest.step, self.left_out)
 
@@ -224,7 +226,7 @@ class _Known:
 def load_nearest(session: Session, tier: LocalTier, state: CheckpointState) -> Nearest:
     """Restore the newest checkpoint on the disks of the nodes that holds, on all ranks together.
 
-    Raises JobError where it does not fit the state.
+    Raises JobError if it does not fit the state.
     """
     known = _ask(session)
     tier.remove_partials()
@@ -258,15 +260,15 @@ def _survey(session: Session, tier: LocalTier, known: _Known) -> Survey:
     return survey(session.ranks.gather(held), session.ranks.rank)
 
 
-# --- Where a run goes on from: the newest whole checkpoint, or its first step
+# --- where a run resumes
 
 
 @dataclass(frozen=True)
 class Restored:
-    """The checkpoint that was loaded (None: the run begins), and what its numbers say.
+    """The checkpoint that was loaded (None: the run begins), and its numbers.
 
-    `left_out` is what the run leaves out by itself, `undone` what was set aside before anything was loaded, `nearest`
-    what became of the checkpoints on the disks of the nodes.
+    `left_out` are the spans that the run leaves out by itself, `undone` what was quarantined before anything was
+    loaded, `nearest` the result for the checkpoints on the disks of the nodes.
     """
 
     loaded: LoadedCheckpoint | None
@@ -283,13 +285,13 @@ class Restored:
 
 
 def restore(session: Session, plan: LoopPlan, state: CheckpointState, tier: LocalTier | None = None) -> Restored:
-    """Install the newest whole checkpoint that holds, on all ranks together; those of a `tier` as well.
+    """Install the newest complete checkpoint that holds, on all ranks together; also from a `tier`.
 
-    What follows for the run directory is for `settle_restored`, once the run goes on. Raises JobError where none is
-    whole, UserError where it belongs to other data or is past what is asked for.
+    `settle_restored` changes the run directory afterwards, once the run goes on. Raises JobError if none is complete,
+    UserError if it belongs to other data or is past what is asked for.
     """
     if session.starts_over:
-        session.begin()  # there is nothing here to go on from, nor to be refused for
+        session.begin()  # nothing here to resume from, or to be refused for
     undone = find_undone(session)
     with line_kept(session, tier):
         nearest = load_nearest(session, tier, state) if tier is not None else Nearest()
@@ -305,8 +307,8 @@ def restore(session: Session, plan: LoopPlan, state: CheckpointState, tier: Loca
 
 
 def settle_restored(session: Session, restored: Restored, tier: LocalTier | None) -> Restored:
-    """The run goes on from what was restored: write down where from, and set aside what a decision has undone; the same
-    with what it leaves out by itself. On all ranks together, after `session.begin`. Raises JobError."""
+    """Write down where the run resumes, and quarantine undone checkpoints; returns `restored` with the spans that the
+    run leaves out by itself. On all ranks together, after `session.begin`. Raises JobError."""
     undone = set_undone_aside(session)
     _settle_tier(session, tier, restored.loaded)
     left_out = know_left_out(session, restored.loaded.numbers if restored.loaded is not None else {})
@@ -314,7 +316,7 @@ def settle_restored(session: Session, restored: Restored, tier: LocalTier | None
 
 
 def _settle_tier(session: Session, tier: LocalTier | None, loaded: LoadedCheckpoint | None) -> None:
-    """Write down where the run goes on from, unless that was done; what is newer on disks of nodes goes."""
+    """Write down where the run resumes, unless that was done; newer checkpoints on disks of nodes are removed."""
     step, where = (loaded.step, loaded.tier) if loaded is not None else (0, SHARED)
     if tier is None:
         note_descent(session, step, where)
@@ -325,7 +327,7 @@ def _settle_tier(session: Session, tier: LocalTier | None, loaded: LoadedCheckpo
 
 
 def set_damaged_aside(session: Session, restored: Restored) -> None:
-    """A damaged checkpoint must not stand where this run will save the same step again. Tells of undone ones too."""
+    """Quarantine damaged checkpoints, since this run will save the same steps again. Reports undone ones too."""
     _report_nearest(session, restored)
     damaged = restored.loaded.passed_over if restored.loaded is not None else ()
     if not damaged and not restored.undone:
@@ -344,7 +346,7 @@ def set_damaged_aside(session: Session, restored: Restored) -> None:
 
 
 def _report_nearest(session: Session, restored: Restored) -> None:
-    """What lay on the disks of the nodes and was not used, which is gone by now."""
+    """Report the unused checkpoints on the disks of the nodes, which are gone by now."""
     step, recorder = restored.counters.step, session.recorder
     for each in restored.nearest.passed_over:
         name, reason = step_name(each.step), each.reason
@@ -357,7 +359,7 @@ def _report_nearest(session: Session, restored: Restored) -> None:
 
 
 def _check_goes_on(session: Session, plan: LoopPlan, step: int, saved_data: str) -> None:
-    """Raise UserError where the checkpoint belongs to other data, or is past what is asked for."""
+    """Raise UserError if the checkpoint belongs to other data, or is past what is asked for."""
     own = session.own_model
     start_over = START_OVER_IN_SCRIPT if own else START_OVER
     if saved_data and plan.data_fingerprint and saved_data != plan.data_fingerprint:

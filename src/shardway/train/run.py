@@ -7,8 +7,8 @@
         for batch in run.steps(loader):
             loss = run.step(model, batch, loss_fn)
 
-Invariant: the command line trains through this same door. This module must not hold logic of its own: it hands each
-call to the room that knows.
+Invariant: the command line trains through this same door. This module must not hold logic of its own: it passes each
+call to the room that owns it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""When a run is saved besides its cadence in steps, in which places, in the background, and what a failed save means.
+"""When a run is saved besides its cadence in steps, where, in the background, and what a failed save means.
 
 Invariants:
-- All ranks begin the same flights in the same order, and none before every rank's last one has ended; what is written
-  is the state of the moment at which the flight began.
-- One at a time, begun on all ranks in the same order; a copy begins once every rank's part of its source is complete,
-  and there is none where that failed.
-- A save that fails while the run goes on costs nothing but the time until the next try; where the run ends, it is an
-  error. The last save goes into the run directory, and so does what is due there while the disks of the nodes take
-  nothing.
+- Background saves and copies run one at a time and begin on all ranks in the same order, after every rank's last one
+  has ended. What is written is the state at the moment when the save began.
+- A copy begins once every rank's part of its source is complete; if that failed, there is none.
+- A save that fails during the run costs nothing but the time until the next try; at the end of the run it is an error.
+  The last save goes into the run directory, and so does what is due there while the disks of the nodes take nothing.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ from shardway.train.local_tier import Cadence, LeastCost, LocalTier
 from shardway.train.session import Session
 from shardway.watch.words import render_size
 
-# --- Saves that are written while the run goes on: whether a rank can, one at a time, and how each has ended
+# --- saves in the background
 
 
 @dataclass(frozen=True)
 class Landed:
-    """A save that has ended: what was saved or what went wrong, seconds until then, and those that the run stood still.
+    """A save that has ended: what was saved or the error, seconds until then, and seconds that the run stood still.
 
     `tier` is where it went.
     """
@@ -51,7 +49,7 @@ class Landed:
 
 @dataclass(frozen=True)
 class UnderWay:
-    """A save that is written, where to, when the run came to a stand for it (perf_counter), and for how long."""
+    """A save in progress, its folder, when the run stopped for it (perf_counter), and for how long."""
 
     flight: Flight
     started: float
@@ -59,7 +57,7 @@ class UnderWay:
     tier: str
 
     def land(self) -> Landed | None:
-        """How it has ended; None while it has not."""
+        """How it has ended; None while it runs."""
         landing = self.flight.landing
         if landing is None:
             return None
@@ -80,17 +78,17 @@ class Background:
 
     @property
     def saving(self) -> int | None:
-        """The step whose save this rank has under way or has not told of; None for none."""
+        """The step whose save on this rank is running or not yet reported; None for none."""
         return self._under_way.flight.step if self._under_way is not None else None
 
     def is_busy(self) -> bool:
-        """Whether any rank has a save under way; asked on all ranks together."""
+        """Whether any rank has a save under way; called on all ranks together."""
         if self._apart is None:
             return False
         return any(self._session.ranks.gather(self._under_way is not None and not self._under_way.flight.has_landed))
 
     def takes(self, state: CheckpointState) -> bool:
-        """Whether such a state is written in the background; asked on all ranks together, before each save."""
+        """Whether this state is written in the background; called on all ranks together, before each save."""
         if not self._possible or state.count_file_bytes():
             return False
         if self._apart is None:
@@ -123,7 +121,7 @@ class Background:
             self._under_way.flight.wait(timeout_s)
 
     def take_landed(self) -> Landed | None:
-        """How the save that was under way has ended, once; None where there is nothing to tell."""
+        """How the last save has ended, once; None if there is nothing to report."""
         landed = self._under_way.land() if self._under_way is not None else None
         if landed is not None:
             self._under_way = None
@@ -153,7 +151,7 @@ class Background:
         return True
 
 
-# --- Copies from the disks of the nodes to the run directory, made while the run goes on
+# --- copies from the disks of the nodes
 
 
 class RankCopies:
@@ -167,7 +165,7 @@ class RankCopies:
 
     @property
     def copying(self) -> int | None:
-        """The step whose copy this rank has under way or has not told of; None for none."""
+        """The step whose copy on this rank is running or not yet reported; None for none."""
         return self._under_way.flight.step if self._under_way is not None else None
 
     def is_busy(self) -> bool:
@@ -197,7 +195,7 @@ class RankCopies:
             self._under_way.flight.wait(timeout_s)
 
     def take_landed(self) -> Landed | None:
-        """How the copy that was under way has ended, once; with neither `saved` nor `error` where its source failed."""
+        """How the last copy has ended, once; with neither `saved` nor `error` if its source failed."""
         landed = self._under_way.land() if self._under_way is not None else None
         if landed is not None:
             self._under_way, self._tier.copied = None, None
@@ -212,25 +210,24 @@ def _await(source: UnderWay | Landed) -> SavedCheckpoint | None:
     return landing.saved if landing is not None else None
 
 
-# --- When a run is saved besides its cadence in steps, in which of its places, and what a save that failed means
-# for it
+# --- when and where a run is saved
 
 RETRY_S = 30.0
-"""How long after a save that failed the next is tried: a file system that was busy or full for a moment is well again,
-and one that stays full costs a few tries an hour."""
+"""Seconds from a failed save to the next try: a file system that was busy or full for a moment works again, and one
+that stays full costs few tries."""
 
 LEAVE_S = 30.0
-"""How long a rank that ends with an error waits for a save under way: the others write their parts meanwhile, if they
-live."""
+"""Seconds that a rank with an error waits for a save under way: the other ranks, if alive, write their parts
+meanwhile."""
 
 
 @dataclass(frozen=True)
 class SavePoint:
-    """What is saved: the state, the step that it belongs to, the run's counters.
+    """What is saved: the state, its step, the run's counters.
 
-    `last`: nothing comes after it. `in_doubt`: it may be undone, so that no older one is removed for it. `shared` and
-    `local`: for which tiers its number is one to be saved at. `best`: its validation is one of the best, so that it is
-    never left out. `ranking`: the steps that were validated, the best first.
+    `last`: nothing comes after it. `in_doubt`: it may be undone, so no older one is removed for it. `shared` and
+    `local`: the tiers whose cadence asks for this step. `best`: its validation is one of the best, so it is never left
+    out. `ranking`: the validated steps, the best first.
     """
 
     state: CheckpointState
@@ -247,9 +244,9 @@ class SavePoint:
 class Saver:
     """Saves on all ranks together; only rank 0's clock counts.
 
-    `on_saved` is told the seconds that each save into the run directory took from its beginning until it was complete,
-    whether the run stood still meanwhile or not. With a `tier` what is saved goes to the disks of the nodes, and on to
-    the run directory where that is due. All methods but `is_due` and `poll` are called on all ranks together.
+    `on_saved` gets the seconds that each save into the run directory took from its beginning until it was complete,
+    whether the run stood still meanwhile or not. With a `tier`, saves go to the disks of the nodes, and from there to
+    the run directory if that is due. All methods but `is_due` and `poll` are called on all ranks together.
     """
 
     def __init__(
@@ -278,7 +275,7 @@ class Saver:
         return self._cadences[SHARED].interval_s
 
     def is_due(self) -> bool:
-        """Whether rank 0 wishes for a save: by the clock, or since the last failed; never while one is under way."""
+        """Whether rank 0 asks for a save: by the clock, or since the last failed; never while one is under way."""
         return self._session.ranks.is_first and self._background.saving is None and any(self._due().values())
 
     def save(self, point: SavePoint) -> None:
@@ -302,7 +299,7 @@ class Saver:
                 self._cadences[place.tier].try_now()
 
     def poll(self) -> None:
-        """Tell of saves that were written meanwhile. Raises what ends a run where one failed for no want of room."""
+        """Report saves that have ended. Raises the errors that end a run; other failures are tried again later."""
         self._report(self._background.take_landed())
         if self._copies is not None and (landed := self._copies.take_landed()) is not None:
             self._report(landed)
@@ -310,12 +307,13 @@ class Saver:
                 self._cadences[SHARED].fail()
 
     def settle(self) -> None:
-        """Wait for what is under way, if anything is, and tell of it."""
+        """Wait for a save under way, and report it."""
         self._wait()
         self.poll()
 
     def prune(self, ranking: tuple[int, ...], *, in_doubt: bool) -> None:
-        """Remove what the last validation has made one too many, unless it may be undone; nothing is under way."""
+        """Remove checkpoints that the last validation made superfluous, unless it may be undone; no save is under
+        way."""
         if not self._keep.best or in_doubt:
             return
         steps = self._session.ranks.ask_first(self._session.directory.checkpoint_steps)
@@ -323,13 +321,13 @@ class Saver:
             retire(self._session.directory, self._session.ranks, self._keep, steps[-1], ranking)
 
     def finish(self) -> None:
-        """The run is at its end, and saved: nothing of it stays on the disks of the nodes."""
+        """The run is finished and saved: remove its files on the disks of the nodes."""
         self.settle()
         if self._tier is not None:
             self._tier.remove()
 
     def _is_under_way(self, step: int) -> bool:
-        """Whether this step is on its way into the run directory by now; asked on all ranks together."""
+        """Whether this step is on its way into the run directory; called on all ranks together."""
         if self._copies is None:
             return self._background.last_begun == step and self._background.is_busy()
         return self._copies.last_begun == step and self._copies.is_busy()
@@ -343,7 +341,7 @@ class Saver:
         return {**due, SHARED: (due[SHARED] or self._owed) and not copying}
 
     def _route(self, point: SavePoint) -> list[tuple[CheckpointFolder, bool]]:
-        """Where to save, and whether it is copied on from there; the same on all ranks. At most one place."""
+        """Where to save, and whether it is copied on from there; the same on all ranks. At most one folder."""
         shared = shared_place(self._session.directory, self._session.ranks)
         if point.last or self._tier is None or self._copies is None:
             return [(shared, False)]
@@ -398,13 +396,13 @@ class Saver:
         return landed
 
     def _retire(self, place: CheckpointFolder, point: SavePoint, ranks: Ranks) -> None:
-        """A save is complete: older ones may go, unless it may be undone."""
+        """A save is complete: older ones may be removed, unless it may be undone."""
         if place.local is not None and self._tier is not None:
             self._tier.retire(point.step, ranks)
         elif not point.in_doubt:
             retire(self._session.directory, ranks, self._keep, point.step, point.ranking)
 
-    # --- what is told
+    # --- what is reported
 
     def _report(self, landed: Landed | None) -> None:
         if landed is None:
@@ -433,7 +431,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _failures_noted(self, step: int, tier: str, *, last: bool = False) -> Iterator[None]:
-        """A save that fails while the run goes on is told, and tried again later."""
+        """A save that fails during the run is reported, and tried again later."""
         try:
             yield
         except (LostContact, Fenced):
@@ -456,7 +454,7 @@ class Saver:
             self._copies.wait(timeout_s)
 
     def _leave(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """However the run ends, a save under way may still become whole; not for ever where other ranks may be gone."""
+        """However the run ends, let a save under way complete; with a limit if other ranks may be gone."""
         if kind is None:
             self.settle()
         elif issubclass(kind, Exception):

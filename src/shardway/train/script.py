@@ -1,12 +1,12 @@
 """A run that a script has opened: closed at its end, and shown in the lines of `shardway train`.
 
 Invariants:
-- What cannot be shown never ends or changes the run.
-- A run is closed once, with the error that ended its script where there was one.
+- A failure to show something never ends or changes the run.
+- A run is closed once, with the error that ended its script if there was one.
 
-A line is written by the event that it tells of, in the thread that records it: so it stands whole between what the
-script itself prints (a bar of tqdm makes room for it), and in the cell of a notebook that trains. It goes to stderr,
-since a script's stdout is its own; in a notebook, whose stdout nobody parses, there.
+A line is written by its event, in the thread that records it. So it stands whole between the script's own output (a bar
+of tqdm makes room for it), and in the cell of a notebook that trains. It goes to stderr, since a script's stdout is its
+own; in a notebook, whose stdout is not parsed, it goes to stdout.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from shardway.watch.plain import PlainLines
 from shardway.watch.progress import read_validations
 from shardway.watch.words import list_last_lines
 
-# --- What a script that owns its loop shows of its run: the lines of `shardway train`, on rank 0
+# --- the lines of shardway train, on rank 0
 
 LONGEST_ON_TERMINAL_S, LONGEST_IN_FILE_S = 60.0, 600.0
-"""How far apart the step lines of a long run are at most."""
+"""The most seconds between two step lines of a long run."""
 
 
 class ScriptDisplay:
-    """Takes the events that rank 0 records, and writes the lines that they are worth."""
+    """Takes the events that rank 0 records, and writes their lines."""
 
     def __init__(self, directory: RunDir, said: Container[str]) -> None:
-        """`said`: reasons that were said in full already."""
+        """`said`: reasons that were shown in full already."""
         self._lines: PlainLines | None = None
         self._directory, self._said = directory, said
 
     def show(self, event: Event) -> None:
         """An event that was recorded now."""
         if event["event"] == "fault" or event.get("reason") in self._said:
-            return  # the error itself is told when it ends the script
+            return  # the error is shown when it ends the script
         with contextlib.suppress(Exception):
             if self._lines is None:
                 self._lines = self._make_lines()
             self._write(self._lines.lines(event))
 
     def end(self) -> None:
-        """The script is done with its run: where it is, and how it goes on."""
+        """At the end of the script's run: show where the run is, and how to continue it."""
         with contextlib.suppress(Exception):
             status = self._directory.read_status()
             state, reason = str(status.get("state", "")), str(status.get("reason", ""))
@@ -91,12 +91,12 @@ class ScriptDisplay:
 
 
 def _find_stream() -> TextIO | None:
-    """Where people read: looked up each time, since a notebook or a test may set another."""
+    """The stream that users read, looked up each time, since a notebook or a test may set another."""
     return sys.stdout if find_shell() is not None else sys.stderr
 
 
 def open_display(session: Session) -> ScriptDisplay | None:
-    """The display of this rank's script; None where `run.display` is "off", on other ranks, and where an agent of ours
+    """The display of this rank's script; None if `run.display` is "off", on other ranks, and if an agent of Shardway
     shows the run."""
     is_shown = session.resolved.values.run.display != "off" and session.ranks.placement.launcher != "shardway"
     if not is_shown or not session.ranks.is_first:
@@ -106,7 +106,7 @@ def open_display(session: Session) -> ScriptDisplay | None:
     return display
 
 
-# --- A run that a script has opened: closed at the end of a `with`, by `run.close()`, or when the script ends
+# --- the end of a run
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ class OpenedRun(Generic[T]):
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> bool:
-        """Leave the run, with the error that ends it where there is one; a second call does nothing."""
+        """Leave the run, with the error that ends it if there is one; a second call does nothing."""
         if not self._is_open or self._context is None:
             return False
         self._is_open = False
@@ -155,7 +155,7 @@ class OpenedRun(Generic[T]):
 
 
 def close_earlier() -> None:
-    """Close the run that an earlier cell of a notebook has opened and not closed: its cell runs again, or another."""
+    """Close a run that an earlier cell of a notebook has left open."""
     opened = getattr(find_shell(), _OPENED, None)
     if isinstance(opened, OpenedRun) and opened.is_open:
         logging.getLogger("shardway").warning("the run that was still open is closed; this one begins.")

@@ -1,9 +1,9 @@
-"""What a script changes between two steps besides tensors, saved and put back: settings of parameter groups (learning
+"""What a script changes between two steps besides tensors, saved and restored: settings of parameter groups (learning
 rate, weight decay, ...), groups that were added, its schedulers, what is frozen, which modules evaluate.
 
-Invariant: what the script has changed holds after a resume as if the run had not stopped. Where today's script begins
-otherwise than the saved one began (another argument), the person has changed it: today's value holds, and that is
-told. This module must not touch the disk.
+Invariant: after a resume, what the script has changed holds as if the run had not stopped. If today's script begins
+with another value than the saved one did (another argument), the user has changed it: today's value holds, and this is
+reported. This module must not touch the disk.
 
 Each value is kept twice: as it was when the loop began, and as it is now. Values are JSON (`checkpoint.structure`).
 """
@@ -38,7 +38,7 @@ Changes = dict[str, list[Any]]
 
 _NOT_SETTINGS = frozenset(("params", "param_names"))
 _DERIVED = frozenset(("base_lrs", "initial_lr", "min_lrs"))
-"""What schedulers make of the optimizer's learning rate: told of once, as the learning rate."""
+"""Settings that schedulers derive from the learning rate: they are reported only as the learning rate."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class ScriptState(WithoutFiles):
         self.changes: Changes = {}
 
     def begin(self) -> None:
-        """Take what the script has set up, before anything is put back. Raises UserError where it cannot be stored."""
+        """Take the script's settings, before anything is restored. Raises UserError if they cannot be stored."""
         held = self._holdings
         self._begin = Begin(
             {each.name: [_read_group(group) for group in each.optimizer.param_groups] for each in held.optimizers},
@@ -103,8 +103,8 @@ class ScriptState(WithoutFiles):
         return {_value_of(self._stage): json.dumps(content)}
 
     def prepare(self, table: TensorTable) -> None:
-        """Make groups that the run has added, and freeze what it has frozen. Raises UserError where a group cannot be
-        made again."""
+        """Make groups that the run has added, and freeze what it has frozen. Raises UserError if a group cannot be made
+        again."""
         self._saved = self._read(table)
         self.changes = {}
         for model in self._holdings.models:
@@ -130,13 +130,13 @@ class ScriptState(WithoutFiles):
 
     @property
     def unknown(self) -> list[str]:
-        """Schedulers that the checkpoint that was loaded last knows and the script of today has not made."""
+        """Schedulers in the last loaded checkpoint that today's script has not made."""
         return [name for name in self._saved.get("schedulers", {}) if name not in self._holdings.schedulers]
 
     def list_notes(
         self, checkpoint: str, waiting: Iterable[str], missing: Iterable[str], finished: str
     ) -> Iterator[str]:
-        """What of the script is not as its checkpoint has it; `finished`: why it has ended the run, where it has."""
+        """How the script differs from its checkpoint; `finished`: why it has ended the run, if it has."""
         for name, (before, today) in self.changes.items():
             yield f"{name} was {before} when {checkpoint} was saved and is {today} now: it goes on with {today}."
         for name in (*self.unknown, *waiting):
@@ -155,7 +155,7 @@ class ScriptState(WithoutFiles):
     # --- parts
 
     def _read(self, table: TensorTable) -> dict[str, Any]:
-        """What was saved of this rank's stage; of all stages where there were others than today."""
+        """The saved state of this rank's stage; of all stages if their number differs today."""
         names = itertools.takewhile(lambda name: name in table.values, map(_value_of, itertools.count()))
         stages = [json.loads(json.loads(table.values[name])) for name in names]
         if len(stages) == self._stages:
@@ -240,9 +240,9 @@ def read_scheduler(name: str, scheduler: Any) -> Any:
 
 
 def _merge(place: str, before: Any, now: Any, today: Any, changes: Changes) -> Any:
-    """What holds of a value: what it had become, where the script of today begins as the saved one has begun.
+    """The value that holds: the saved final value, if today's script begins as the saved one did.
 
-    All are values as JSON; of dicts and lists each element is merged for itself.
+    All are values as JSON; each element of dicts and lists is merged for itself.
     """
     if before == today:
         return now
@@ -274,12 +274,12 @@ def _shown(encoded: Any) -> Any:
 
 
 def _plain(encoded: Any) -> Any:
-    """As it comes back from a file."""
+    """A value as it is after a round trip through JSON."""
     return json.loads(json.dumps(encoded))
 
 
 def _read_group(group: Mapping[str, Any]) -> Settings:
-    """The settings of a group. What cannot be stored (a function) is the script's own to make again."""
+    """The settings of a group. What cannot be stored (a function) is left to the script."""
     settings: Settings = {}
     for name, value in group.items():
         if name not in _NOT_SETTINGS:
@@ -311,7 +311,7 @@ def _add_groups(held: HeldOptimizer, saved: Mapping[str, Any], parameters: Mappi
     optimizer, begun = held.optimizer, len(saved["begin"])
     missing = range(len(optimizer.param_groups), len(saved["now"]))
     if len(optimizer.param_groups) < begun:
-        return  # told as a change of the groups that the script makes
+        return  # reported as a change of the script's groups
     taken = {id(each) for each in held.parameters()}
     for number in missing:
         names = saved["parameters"][number - begun]

@@ -2,12 +2,11 @@
 defaults.
 
 Invariants:
-- All ranks resolve the same values, and what a script has set stands before any default.
-- Until `begin`, nothing of an earlier run has changed: what the hold itself has written (a lease, a new folder) is
-  taken back where the run is refused. From `begin` on the directory is this run's.
-- Nothing in a run directory changes before the run may go on (`begin`), so a run that is refused leaves it as it was; a
-  second writer is refused on all ranks. On the clean path the process group is left in order; on the error path it is
-  not, since a peer may be dead.
+- All ranks resolve the same values, and settings of a script hold before any default.
+- Until `begin`, a run directory is as earlier runs left it, so a refused run changes nothing: what the hold itself has
+  written (a lease, a new folder) is removed again. From `begin` on the directory is this run's. A second writer is
+  refused on all ranks.
+- After a run without error the process group is destroyed in order; after an error it is not, since a peer may be dead.
 """
 
 from __future__ import annotations
@@ -62,13 +61,12 @@ from shardway.train.engines import ENGINES
 from shardway.train.exit_report import KILLED, ExitReport
 from shardway.train.record import Recorder
 
-# --- What is left to the device, on the ranks that are there: what their devices are, and what a script has set in
-# torch
+# --- defaults of the device, settings of a script
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank says of its device (None: a CPU), and of what its script has set in torch."""
+    """The report of one rank on its device (None: a CPU), and on what its script has set in torch."""
 
     device: DeviceFacts | None
     script: Mapping[str, Settled]
@@ -97,7 +95,7 @@ def _look_at(device: torch.device) -> DeviceFacts | None:
 
 
 def _read_script(device: torch.device) -> dict[str, Settled]:
-    """What a script has settled by torch's own switches before it opened its run."""
+    """Settings that a script has made by torch's own switches before it opened its run."""
     settled = {}
     if torch.is_autocast_enabled(device.type):
         settled[COMPUTE] = Settled("fp32", "the script has an autocast of its own")
@@ -107,7 +105,7 @@ def _read_script(device: torch.device) -> dict[str, Settled]:
 
 
 def read_tf32_of_script() -> Settled | None:
-    """Whether fp32 products run in TF32 where torch's switches are not at their defaults; None where they are."""
+    """Whether fp32 products run in TF32, if torch's switches are not at their defaults; None if they are."""
     said = "the script has set torch's own switches"
     try:
         precision = torch.get_float32_matmul_precision()
@@ -119,7 +117,7 @@ def read_tf32_of_script() -> Settled | None:
 
 
 def agree(resolution: Resolution, reports: Sequence[RankReport], before: Mapping[str, Any]) -> Resolution:
-    """The resolution that all ranks come to by what all of them report, and by what rank 0 finds in the directory."""
+    """The resolution of all ranks, from all their reports and from what rank 0 finds in the directory."""
     facts = resolution.resolved.circumstances
     devices = tuple(dict.fromkeys(report.device for report in reports if report.device is not None))
     script = {key: settled for report in reversed(reports) for key, settled in report.script.items()}
@@ -133,16 +131,15 @@ def describe_numerics(resolved: Resolved) -> dict[str, list[Any]]:
     return {key: [value_of(resolved.values, key), resolved.origins[key]] for key in KEYS}
 
 
-# --- Rank 0's hold of a run directory: from the look at what is there, over the moment when the run goes on, to its
-# end
+# --- rank 0's hold of a run directory
 
 
 @dataclass
 class DirectoryHold:
     """One process's right to write a run directory.
 
-    `starts_over`: an earlier run is here that `begin` sets aside. `run_id` is the id of the run, also before it is
-    written; `before` what it computed with so far (`resolve.request.read_before`). `made` are folders that were made
+    `starts_over`: there is an earlier run that `begin` sets aside. `run_id` is the id of the run, also before it is
+    written; `before` the settings that it computed with so far (`resolve.request.read_before`). `made` are the folders
     made here, innermost first.
     """
 
@@ -156,9 +153,9 @@ class DirectoryHold:
     begun: bool = False
 
     def begin(self, write: Callable[[RunDir], None]) -> RunDir:
-        """The run goes on: set an earlier one aside where it starts over, and `write` what was asked for.
+        """The run begins: set an earlier one aside if it starts over, and `write` the request.
 
-        Returns the directory, by the right that is held from now on. Raises JobError, UserError, Fenced.
+        Returns the directory, with the right that is held from now on. Raises JobError, UserError, Fenced.
         """
         self.directory.confirm_writer()
         if self.starts_over:
@@ -177,7 +174,8 @@ class DirectoryHold:
         return self.directory
 
     def end(self) -> None:
-        """Give the right back; what was written before `begin` goes, unless a script has put files of its own here."""
+        """Release the right; what was written before `begin` is removed, unless a script has put files of its own
+        here."""
         if not self.begun and self._holds_strangers():
             with contextlib.suppress(Exception):  # it is a run directory from now on, so that the next start takes it
                 self.directory.create()
@@ -188,7 +186,7 @@ class DirectoryHold:
         self.directory.unfence_saves(self.fenced)
         self.lock.withdraw()
         for folder in self.made:
-            with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
+            with contextlib.suppress(OSError):  # another process has written there meanwhile
                 folder.rmdir()
 
     def _holds_strangers(self) -> bool:
@@ -199,10 +197,10 @@ class DirectoryHold:
 
 
 def take_directory(directory: RunDir, job: str, *, fresh: bool) -> DirectoryHold:
-    """Take the right to write a directory, made where it is missing, and see that what is there can be continued.
+    """Take the right to write a directory, make it if it is missing, and check that its run can be continued.
 
-    Raises UserError where another run holds it, and where it is not a run's or of a newer format; JobError where no
-    checkpoint can be read.
+    Raises UserError if another run holds it, or if it is not a run's or of a newer format; JobError if no checkpoint
+    can be read.
     """
     directory.check_no_strangers()
     existed = directory.exists()
@@ -232,18 +230,18 @@ def _know_id(hold: DirectoryHold) -> str:
     return find_run_id(hold.directory.path) or known or uuid.uuid4().hex
 
 
-# --- Opens and closes what every run needs around its steps: ranks, grid, run directory, recorder, signals
+# --- what every run needs around its steps
 
 
 @dataclass
 class Session:
     """One rank's view of a run.
 
-    `resolution` is completed when the data is open; `own_model` tells a script that brings its own model and data
-    from a run that its run file describes whole. `at_end` is unwound when the session ends, well or badly. `attempt` is
-    None where no job script started this rank; `agent` the process that did, 0 where that need not outlive it.
-    `hold` is of rank 0; on every rank: `run_id`, whether the run `starts_over` (`begin` sets an earlier one aside), and
-    what `begin` is `to_write`.
+    `resolution` is completed when the data is open; `own_model` marks a script that brings its own model and data,
+    rather than a run that its run file describes fully. `at_end` is unwound when the session ends, with or without an
+    error. `attempt` is None if no job script started this rank; `agent` is the process that did, 0 if it need not
+    outlive it. `hold` is of rank 0; on every rank: `run_id`, whether the run `starts_over` (`begin` sets an earlier one
+    aside), and what `begin` is `to_write`.
     """
 
     resolution: Resolution
@@ -269,7 +267,7 @@ class Session:
     task_limit: TaskLimit | None = None
     """What limits processes and threads here, as it was before any rank had loader processes."""
     temporary: str = ""
-    """What is wrong with the folder for temporary files."""
+    """What is wrong with the folder for temporary files; "" if nothing."""
 
     @property
     def resolved(self) -> Resolved:
@@ -278,15 +276,15 @@ class Session:
 
     @property
     def directory(self) -> RunDir:
-        """Where the run writes, and by which right."""
+        """Where the run writes, and with which right."""
         return replace(self.resolution.directory, tenure=self.tenure)
 
     def leaves_alone(self, dotted: str) -> bool:
-        """Whether a default must not touch a script that owns its model: what it did not ask for does not happen."""
+        """Whether a default must not touch a script that owns its model, since the script did not ask for it."""
         return self.own_model and self.resolved.origins[dotted] == DEFAULT
 
     def note_once(self, event: str, text: str) -> None:
-        """Say something once to a person who reads the output of rank 0, and write it down."""
+        """Show something once to the user on rank 0, and write it down."""
         is_new = text not in self.noted
         self.noted.add(text)
         if is_new and self.ranks.is_first:
@@ -294,9 +292,9 @@ class Session:
             self.recorder.event(event, step=self.recorder.step_done, reason=text)
 
     def settle(self, facts: DataFacts, keep: Callable[[str], bool] = lambda dotted: True) -> None:
-        """Complete the resolved run with what the opened data says; `begin` writes down the keys that `keep` wants.
+        """Complete the resolved run with the facts of the open data; `begin` writes down the keys that `keep` selects.
 
-        Raises UserError on every rank where the run does not fit the data or what was trained here before.
+        Raises UserError on every rank if the run does not fit the data or what was trained here before.
         """
         resolved = resolve_with_data(self.resolved, facts)
         self.resolution = replace(self.resolution, resolved=resolved)
@@ -307,11 +305,11 @@ class Session:
         self.settled = True
 
     def list_saved(self) -> list[int]:
-        """Steps that the run can go on from in its directory, oldest first; none where it starts over."""
+        """Steps that the run can resume from in its directory, oldest first; none if it starts over."""
         return [] if self.starts_over else self.directory.checkpoint_steps()
 
     def begin(self) -> None:
-        """The run goes on, on all ranks together: from here on it writes into its directory. A second call does
+        """The run begins, on all ranks together: from here on it writes into its directory. A second call does
         nothing."""
         if self.recorder.is_open:
             return
@@ -415,7 +413,7 @@ def hold_session(
 
 
 def _lookout(session: Session) -> StopWatchdog:
-    """The thread that ends this rank where a stop takes longer than it may."""
+    """The stop watchdog: the thread that ends this rank if a stop takes longer than allowed."""
     signals, rank, resolved = session.signals, session.ranks.rank, session.resolved
     limit, origin = resolved.values.run.stop_timeout, resolved.origins["run.stop_timeout"]
     speaker = ExitReport(session.directory, rank, limit, origin, session.progress, session.attempt)
@@ -443,14 +441,14 @@ def _hold_directory(
 
 
 _NOT_HELD: tuple[int, str, bool, Mapping[str, Any]] = (0, "", False, {})
-"""What a rank that does not hold the run directory says in its place."""
+"""The values of a rank that does not hold the run directory."""
 
 
 @contextlib.contextmanager
 def _faults_recorded(recorder: Recorder, *, own_model: bool) -> Iterator[None]:
     """Write down what ends this rank; recording is best effort here, the error itself matters more.
 
-    What ends it before the run goes on is no part of the run: only an agent of ours is told.
+    What ends it before the run begins is not part of the run: only an agent of Shardway gets it.
     """
     try:
         yield
@@ -474,7 +472,7 @@ def _faults_recorded(recorder: Recorder, *, own_model: bool) -> Iterator[None]:
                 recorder.setup_fault(**facts)
         if told is error:
             raise
-        if own_model:  # where a script opens too many files, its traceback says that
+        if own_model:  # if a script opens too many files, its traceback shows it
             error.add_note(str(told))
             raise
         raise told from error
@@ -493,7 +491,7 @@ def _dated(message: str, step: int) -> str:
 
 
 def _find_told(attempt: Attempt | None, placement: Placement) -> Attempt | None:
-    """The attempt whose end its ranks tell; not where an agent of ours does, which may start them again."""
+    """The attempt whose end its ranks report; None if an agent of Shardway does, which may start them again."""
     return None if placement.launcher == "shardway" else attempt
 
 

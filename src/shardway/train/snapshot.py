@@ -1,11 +1,11 @@
-"""What the passes of a step change beside gradients, kept so that they can be run again as if for the first time.
+"""What the passes of a step change beside gradients, kept so that they can be repeated as if for the first time.
 
-Invariant: after `Before.put_back` the same passes on the same batch compute the same bits; the first backward pass of a
-process is the exception, since DDP orders its buckets by it. This module must not run passes.
+Invariant: after `put_back` the same passes on the same batch compute the same bits, except in the first backward pass
+of a process, by which DDP orders its buckets. This module must not run passes.
 
-That is: the random generators of this rank, the buffers of the model (running statistics, counts of balanced experts)
-and what PowerSGD remembers. Gradients are not kept: whoever repeats drops them. What a script's own model or loss
-function keeps in Python objects is not seen.
+Kept are the random generators of this rank, the buffers of the model (running statistics, counts of balanced experts)
+and what PowerSGD remembers. Gradients are not kept: the caller drops them. What a script's own model or loss function
+keeps in Python objects is not seen.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Generators:
     python: Any
 
     def put_back(self) -> None:
-        """Let every generator go on from here."""
+        """Restore every generator."""
         torch.set_rng_state(self.torch_cpu)
         if self.torch_cuda is not None:
             torch.cuda.set_rng_state(self.torch_cuda)
@@ -58,7 +58,7 @@ class _SavedBuffer:
     values: torch.Tensor
 
     def put_back(self) -> None:
-        """The same tensor with the same values, whether the pass changed it or put another in its place."""
+        """Restore the same tensor with its values, whether the pass changed or replaced it."""
         self.tensor.copy_(self.values)
         self.owner._buffers[self.name] = self.tensor
 
@@ -73,7 +73,7 @@ class Before:
     batch: tuple[tuple[torch.Tensor, int], ...]
 
     def put_back(self) -> None:
-        """Everything as it was."""
+        """Restore everything."""
         self.generators.put_back()
         self.put_back_model()
 
@@ -112,7 +112,7 @@ class RngAndBufferSnapshot:
 
 
 def find_changeable(*parallels: ParallelModel) -> RngAndBufferSnapshot:
-    """Of models as they are trained."""
+    """The parts that passes may change, of models in training."""
     owners = tuple(module for each in parallels for module in each.module.modules() if module._buffers)
     found = (find_compression(each.call) for each in parallels)
     return RngAndBufferSnapshot(owners, tuple(each for each in found if each is not None))

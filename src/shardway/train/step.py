@@ -1,8 +1,8 @@
 """One optimizer step: passes, the exact mean over the global batch, clipping, the update.
 
 Invariant: the gradient that the optimizer sees is that of the mean loss over all targets that count in the global
-batch, however it was cut into ranks and micro-batches; every rank leaves with the same numbers. This module must not
-fetch data, write files or decide what comes next.
+batch, however it was cut into ranks and micro-batches. All ranks return the same numbers. This module must not fetch
+data, write files or decide what comes next.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from shardway.train.snapshot import Before, RngAndBufferSnapshot, find_changeabl
 
 @dataclass(frozen=True)
 class StepParts:
-    """What a step works with; `clip` is what the norm of its gradient is limited to (None: not at all).
+    """What a step works with; `clip` limits the norm of its gradient (None: no limit).
 
-    `beside` are the run's other models: a loss may run them, and what it leaves in their gradients counts for nothing.
+    `beside` are the run's other models: a loss may run them, and their gradients do not count.
     """
 
     passes: Passes
@@ -59,7 +59,7 @@ class StepParts:
 
     @cached_property
     def needs_closure(self) -> bool:
-        """Whether the optimizer evaluates the loss itself, as often as it wants."""
+        """Whether the optimizer evaluates the loss itself, as often as it needs."""
         return needs_closure(self.optimizer)
 
     def check_takes_closure(self) -> None:
@@ -95,9 +95,9 @@ class UpdateMark:
 
 @dataclass(frozen=True)
 class StepContext:
-    """When a step happens: where it begins in the order of samples, what this rank wishes, the loss scale (None: no
-    fp16), what is looked at before the update (None: nothing), and how many samples this rank has (None: as many as the
-    tensors of its batch say)."""
+    """The context of a step: its position in the order of samples, this rank's requests, the loss scale (None: no
+    fp16), the checks before the update (None: none), and how many samples this rank has (None: from the tensors of its
+    batch)."""
 
     position: int = 0
     wishes: Wishes = field(default_factory=Wishes)
@@ -111,10 +111,10 @@ class StepContext:
 class StepResult:
     """Numbers of a finished step, the same on every rank: mean loss, norm of its gradient before clipping, targets.
 
-    Where `decision.void`, a rank had no batch: nothing has changed, and the loss is no number.
+    If `decision.void`, a rank had no batch: nothing has changed, and the loss is NaN.
 
-    `skipped`: no rank changed its weights, since fp16 gradients overflowed on some rank, or since `watched` says that
-    they are of no use.
+    `skipped`: no rank changed its weights, since fp16 gradients overflowed on some rank, or since the checks in
+    `watched` refused them.
     """
 
     loss: float
@@ -179,7 +179,7 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, mom
 
 
 def _step_with_closure(parts: StepParts, run: Callable[[], Tried], loss: float) -> None:
-    """A step of an optimizer that evaluates loss and gradients itself: the first evaluation is there already."""
+    """A step of an optimizer that evaluates loss and gradients itself: the first evaluation exists already."""
     losses = [loss]
 
     def evaluate() -> Any:
@@ -199,7 +199,7 @@ def _step_with_closure(parts: StepParts, run: Callable[[], Tried], loss: float) 
 def _run_passes(
     parts: StepParts, run: Callable[[], Tried], batch: Any, watch: GuardChecks | None, before: Before
 ) -> Watched:
-    """The passes of a step, watched where somebody wants that."""
+    """The passes of a step, checked if `watch` is given."""
     if watch is None:
         return Watched(run())
     return run_watched(
@@ -220,14 +220,14 @@ def _accumulate(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, m
 
 
 def _own_vector(sums: torch.Tensor, parameters: list[nn.Parameter], passes: Passes, wishes: Wishes) -> torch.Tensor:
-    """What this rank adds to the sum over all: [SUMS], squares of gradients, wishes."""
+    """This rank's part of the sum over all ranks: [SUMS], squares of gradients, requests."""
     squares = own_squares(parameters, passes.parallel.mesh, sums.device)
     wished = send(wishes.as_numbers(), torch.float64, sums.device)
     return torch.cat([sums, squares[None], wished])
 
 
 def _clipping(norm: float, most: float | None) -> float:
-    """What brings gradients of this norm down to `most`."""
+    """The factor that brings gradients of this norm down to `most`."""
     return 1.0 if most is None else min(most / (norm + 1e-6), 1.0)
 
 

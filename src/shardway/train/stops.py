@@ -1,20 +1,21 @@
-"""How all ranks come to one stop: in a step, between two, in a validation, while data are waited for.
+"""How all ranks come to one stop: in a step, between two, in a validation, while they wait for data.
 
 Invariants:
-- Without a wish to stop a wait is as long as it takes, and batches are what they were. A stand-in has the shapes of the
-  batches before it.
-- At which batches is asked is the same on every rank, whatever their clocks say.
-- What is obeyed was agreed. Rank 0 looks for the stop file and at the clock; a rank that waits for its data looks
-  itself, since rank 0 may wait for it.
+- Waits: without a request to stop, a wait is as long as it takes, and batches are unchanged. A dummy batch has the
+  shapes of the batches before it.
+- Validations: the batches at which ranks agree are the same on every rank, whatever their clocks show.
+- A stop is obeyed only when all ranks agreed on it. Rank 0 reads the stop file and the clock; a rank that waits for its
+  data reads them itself, since rank 0 may wait for it.
 
-The rank that waits for its data keeps all others waiting in a collective, so it cannot simply leave: it goes on with a
-stand-in and the wish that what is computed from it shall not count.
+A rank that waits for its data keeps all others waiting in a collective, so it cannot simply leave: it computes on a
+dummy batch and votes to discard the step.
 
 All ranks agree before the first batch and then about once a second, by a small sum over CPU tensors that waits for no
-device: after how many batches the next one comes follows from the time that all ranks together say the last ones took.
+device. The number of batches until the next agreement follows from the time that all ranks together took for the last
+ones.
 
-One path for all that asks: a signal, the stop file (which job scripts and agents touch as well), the end of the
-wall-time. Each is a wish of some rank; the wishes are added up, and all ranks read the same decision from the sum.
+All requests take one path: a signal, the stop file (which job scripts and agents touch as well), the end of the
+wall-time. Each is a request of some rank. The requests are added up, and all ranks read the same decision from the sum.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from shardway.train.session import Session
 from shardway.train.snapshot import Generators, find_generators
 from shardway.train.validate import Validation
 
-# --- Waits for batches that a stop may end, and what stands in for a batch that did not come
+# --- waits for batches that a stop may end
 
 T = TypeVar("T")
 
@@ -56,14 +57,14 @@ class Fetched(Generic[T]):
 
 @dataclass(frozen=True)
 class Waits:
-    """The waits of one rank; `is_asked` (called in any thread) says whether it knows of a wish to stop."""
+    """The waits of one rank; `is_asked` (called in any thread): whether this rank has a request to stop."""
 
     signals: SignalWatch
     lookout: StopWatchdog
     is_asked: Callable[[], bool]
 
     def fetch(self, stream: Iterator[T], *, breakable: bool = True) -> Fetched[T]:
-        """The next of a stream. A stream whose wait was ended has ended too."""
+        """The next value of a stream. A stream whose wait was ended has ended too."""
         self.lookout.begin_wait(self.is_asked)
         try:
             try:
@@ -80,13 +81,13 @@ class Waits:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The tensors of a batch without their values, on no device; None where they have no shapes to speak of."""
+    """The tensors of a batch without their values, on no device; None if they have no shapes."""
 
     tree: Any
     device: torch.device
 
     def make(self, rows: int | None = None) -> Any:
-        """Such a batch of zeros, with so many samples (None: as many)."""
+        """Such a batch of zeros, with `rows` samples (None: as many)."""
 
         def zeros(tensor: torch.Tensor) -> torch.Tensor:
             shape = tensor.shape if rows is None or not tensor.dim() else (rows, *tensor.shape[1:])
@@ -104,11 +105,11 @@ def read_shapes(data: Any, device: torch.device) -> Shapes | None:
 
 
 class TrainingStream:
-    """The batches of training, from the one at which this process begins.
+    """The batches of training, from the first one of this process.
 
-    `agree_first(ready)` is asked once, on all ranks together, when each has its first batch or gave up: whether the run
-    stops before its first step. `can_void`: whether a step may be taken with a stand-in. `draws`: whether reading a
-    batch may draw random numbers in this process.
+    `agree_first(ready)` is called once, on all ranks together, when each has its first batch or gave up: whether the
+    run stops before its first step. `can_void`: whether a step may be taken with a dummy batch. `draws`: whether
+    reading a batch may draw random numbers in this process.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class TrainingStream:
         self.missed = False
 
     def next(self) -> Batch | None:
-        """The next batch, or a stand-in where it is `missed`; None where all ranks stop before their first step."""
+        """The next batch, or a dummy batch if it is `missed`; None if all ranks stop before their first step."""
         self._before = find_generators() if self._draws else None
         can_stand_in = self._shapes is not None and self._can_void
         fetched = self._waits.fetch(self._stream, breakable=can_stand_in or not self._begun)
@@ -150,7 +151,7 @@ class TrainingStream:
         return self._stand_in()
 
     def put_back(self) -> None:
-        """What reading the last batch has drawn at random is drawn again by whoever reads it next."""
+        """Restore the generators to before the last batch, so that reading it again draws the same numbers."""
         if self._before is not None:
             self._before.put_back()
 
@@ -168,9 +169,9 @@ class TrainingStream:
 def with_stand_ins(
     stream: Iterator[Any], waits: Waits, device: torch.device, rows: Sequence[int] | None
 ) -> Iterator[tuple[Any, bool]]:
-    """The batches of a validation, and whether each is a stand-in: from the first that was missed on, all are.
+    """The batches of a validation, and whether each is a dummy: all are, from the first missed one on.
 
-    `rows`: the samples of each batch that there will be; None: not known, so that no wait is ended.
+    `rows`: the samples of each batch to come; None: unknown, so that no wait is ended.
     """
     shapes: Shapes | None = None
     number = 0
@@ -186,15 +187,16 @@ def with_stand_ins(
             yield (shapes.make(max(count, 1)) if shapes is not None else None), True
 
 
-# --- Ends a validation before its end, on all ranks at the same batch
+# --- the early end of a validation
 
 ASK_EVERY_S = 1.0
 GROWTH = 4
-"""By how much the batches between two questions may grow at once: the first ones are slow (compilers, caches)."""
+"""The most by which the batches between two agreements may grow at once: the first ones are slow (compilers,
+caches)."""
 
 
 def count_until_next(batches: int, seconds: float) -> int:
-    """Batches until the ranks ask again, where so many took so long: about ASK_EVERY_S, at least one."""
+    """Batches until the next agreement, from the time of the last `batches`: about ASK_EVERY_S, at least one."""
     if seconds <= 0 or not math.isfinite(seconds):
         return max(1, GROWTH * batches)
     return max(1, min(int(batches * ASK_EVERY_S / seconds), GROWTH * batches))
@@ -206,7 +208,8 @@ def agree(ranks: Ranks, wishes: Wishes) -> Decision:
 
 
 class ValidationBreaks:
-    """Of one validation; `wishes(missed)` is what this rank wants by now, `decision` what all have agreed on."""
+    """The agreements of one validation; `wishes(missed)` gives this rank's requests, `decision` what all have agreed
+    on."""
 
     def __init__(
         self,
@@ -251,16 +254,16 @@ class ValidationBreaks:
         return bool(self.decision.stop_reason)
 
 
-# --- What this rank knows of a stop, and how all ranks come to one: in a step, between two, in a validation
+# --- how all ranks agree on a stop
 
 ORPHANED = "the agent that started the ranks is gone (killed?)"
 
 LOOK_EVERY_S = 0.5
-"""How often rank 0 looks for the stop file: a look costs a millisecond on a busy parallel file system."""
+"""Seconds between two looks of rank 0 at the stop file: a look costs a millisecond on a busy parallel file system."""
 
 
 class StopAgreement:
-    """One rank's part in stopping; `decision` is what all ranks agreed on last, `deadline` None without one."""
+    """One rank's part in stopping; `decision` is what all ranks agreed on last, `deadline` is None without one."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -271,7 +274,7 @@ class StopAgreement:
         self.waits = Waits(session.signals, session.lookout, self._knows)
 
     def set_deadline(self, margin_s: float | None, step: int, parameters: int) -> None:
-        """Rank 0 reads when the wall-time ends and tells of it; the others count from then on."""
+        """Rank 0 reads when the wall-time ends and sends it; the others count from then on."""
         session = self._session
         if session.ranks.is_first:
             pace = read_pace(session.directory.read_status())
@@ -285,7 +288,7 @@ class StopAgreement:
         session.recorder.event("deadline", step=step, **self.deadline.facts())
 
     def wishes(self, *, save: bool = False, void: bool = False, finish: bool = False, log: bool = False) -> Wishes:
-        """What this rank wants to happen after the current step; `void`: it waited for data until it gave up."""
+        """This rank's requests after the current step; `void`: it gave up waiting for data."""
         now, looks = time.monotonic(), void or self._session.ranks.is_first
         if void or (looks and now - self._looked_at >= LOOK_EVERY_S):
             self._looked_at = now
@@ -304,7 +307,8 @@ class StopAgreement:
         return self.obey(agree(self._session.ranks, replace(wishes, deadline=wishes.deadline and obeys_clock)))
 
     def obey(self, decision: Decision) -> bool:
-        """What all ranks agreed on; whether they stop. From here on the stop may take `run.stop_timeout`."""
+        """Apply what all ranks agreed on; returns whether they stop. From here on the stop may take
+        `run.stop_timeout`."""
         self.decision = decision
         if decision.stop_reason:
             self._session.lookout.ask()
@@ -324,7 +328,7 @@ class StopAgreement:
         return skips
 
     def find_end(self) -> AttemptEnd:
-        """How the attempt ends; a person's request wins over the clock up to the last moment."""
+        """How the attempt ends; a user's request wins over the clock up to the last moment."""
         if self._session.ranks.is_first:
             self._look_for_stop_file()
         end = find_end(self.decision, self._stop_file, self.deadline.describe() if self.deadline else "")
@@ -339,12 +343,13 @@ class StopAgreement:
         return self.deadline is not None and self.deadline.is_near()
 
     def _knows(self) -> bool:
-        """Whether this rank knows of a wish to stop while it waits; called in another thread."""
+        """Whether this rank has a request to stop while it waits; called in another thread."""
         session = self._session
         asked = session.signals.received is not None or session.directory.stop_requested()
         return asked or self._is_near_deadline()
 
     def _validation_wishes(self, missed: bool) -> Wishes:
-        """Whether it fits before the deadline was asked before; what counts now is that the last save still does."""
+        """The requests in a validation. It fitted before the deadline; what counts now is that the last save still
+        does."""
         late = self._session.ranks.is_first and self.deadline is not None and self.deadline.has_passed()
         return replace(self.wishes(void=missed), deadline=late)

@@ -1,10 +1,10 @@
-"""The loss on held-out data, and what earlier validations of the run were.
+"""The loss on held-out data, and the earlier validations of the run.
 
 Invariants:
-- Every held-out sample counts once, whatever the number of ranks, and every rank runs the same number of forward passes
-  (a sharded model waits for all of them), also where a stop breaks it off: then there is no result. Training state is
-  left as it was. It must not train.
-- All ranks know the same, read by rank 0 from the events that still hold.
+- Every held-out sample counts once, whatever the number of ranks. All ranks run the same number of forward passes (a
+  sharded model waits for all of them), also if a stop breaks a validation off; then there is no result. Training state
+  is left as it was.
+- Earlier validations are the same on all ranks: rank 0 reads them from the events that still hold.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from shardway.watch.facts import read_validation
 
 @dataclass(frozen=True)
 class Validation:
-    """What is validated on: a fresh pass over this rank's batches (as many on every rank, the last one perhaps
-    without samples), and the loss. `rows`: this rank's samples in each of them, where that is known. `objects` are
-    metrics with a state, by name.
+    """What is validated on: a fresh pass over this rank's batches (as many on every rank, the last one perhaps without
+    samples), and the loss. `rows`: this rank's samples in each of them, if known. `objects` are metrics with a state,
+    by name.
 
     `results` are the metrics of each validation of the run by its step, the same on all ranks: the loop puts them in,
-    those of earlier attempts as well. `monitor` says which of them is the best.
+    also those of earlier attempts. `monitor` decides which of them is the best.
     """
 
     batches: Callable[[], Iterable[Any]]
@@ -56,7 +56,7 @@ class Validation:
 
     @property
     def step(self) -> int:
-        """The step after which the last validation was made; 0 where there was none."""
+        """The step after which the last validation was made; 0 if there was none."""
         return max(self.results, default=0)
 
     @property
@@ -71,14 +71,14 @@ class Validation:
 
 
 class Breaks(Protocol):
-    """What a validation asks before each batch."""
+    """How a validation can be broken off before each batch."""
 
     def over(self, validation: Validation) -> Iterator[tuple[Any, bool]]:
-        """The batches, and whether each stands in for one that this rank gave up waiting for."""
+        """The batches, and whether each is a dummy for one that this rank gave up waiting for."""
         ...
 
     def breaks_off(self, *, missed: bool, last: bool = False) -> bool:
-        """Whether all ranks end the validation here; asked on all of them before the same batches.
+        """Whether all ranks end the validation here; called on all of them before the same batches.
 
         `last`: after all of them, since some rank has missed one.
         """
@@ -101,8 +101,8 @@ class Undisturbed:
 def validate(
     model: nn.Module, validation: Validation, passes: Passes, ranks: Ranks, breaks: Breaks | None = None
 ) -> dict[str, float] | None:
-    """Mean loss in nats, accuracy or bits per byte where they mean something, the sums over all samples that the loss
-    names, and the values of metrics; None where it was broken off."""
+    """Mean loss in nats, accuracy or bits per byte if they apply, the sums over all samples that the loss names, and
+    the values of metrics; None if it was broken off."""
     breaks, loss_fn, objects = breaks or Undisturbed(), validation.loss_fn, None
     if validation.objects:
         _check_no_pipeline(passes)
@@ -166,27 +166,27 @@ def _check_names(names: Iterable[str], where: str) -> None:
 
 
 def _sum_named(ranks: Ranks, own: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Sums by name over all ranks; a rank may know nothing of a name. Raises UserError for a name that is taken."""
+    """Sums by name over all ranks; a rank may lack a name. Raises UserError for a name that is taken."""
     _check_names(own, "LossSum(metrics=...) of the loss function")
     every = ranks.gather({name: float(value) for name, value in own.items()})
     names = dict.fromkeys(name for each in every for name in each)
     return {name: math.fsum(each.get(name, 0.0) for each in every) for name in names}
 
 
-# --- What a run that goes on knows of the validations that were made before
+# --- earlier validations of the run
 
 
 @dataclass(frozen=True)
 class Validated:
-    """`results`: metrics by step. `tried_last`: whether the validation after the step that the run goes on from was
-    made, or ended in an error, and would again."""
+    """`results`: metrics by step. `tried_last`: whether the validation after the step where the run resumes was made,
+    or ended in an error, and would again."""
 
     results: Mapping[int, dict[str, float]] = field(default_factory=dict)
     tried_last: bool = False
 
 
 def recall_validations(session: Session, step: int) -> Validated:
-    """Those up to the step that the run goes on from; called on all ranks together."""
+    """The validations up to the step where the run resumes; called on all ranks together."""
     return session.ranks.ask_first(lambda: _read(session.directory, step))
 
 

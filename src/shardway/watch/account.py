@@ -1,12 +1,12 @@
-"""The account of a run: where the time of all its attempts went.
+"""The time account of a run: what the time of all its attempts was spent on.
 
-Rank 0 books every second of its own on one activity (`shardway.ranks.progress`) and says so in its events and in
-status.json. From these sums the account is made: what is left of the steps when resumes have undone some, what else
-was needed, and what lay between the attempts.
+Rank 0 books each of its seconds on one activity (`shardway.ranks.progress`) and reports the sums in its events and in
+status.json. The account is made from these sums: the time in steps that remain after resumes, other work, and the
+time between attempts.
 
-Invariant: the rows add up to `wall_s`, which is the time from the beginning of the first attempt to the last sign of
-life (or to now); what a rank measured itself goes before the difference of two dates. Memory grows with saves and
-attempts, never with steps; reading never raises. This module must not read files nor render.
+Invariant: the rows add up to `wall_s`, the time from the beginning of the first attempt to the last sign of life (or
+to now); times that a rank measured itself take precedence over differences of dates. Memory grows with saves and
+attempts, never with steps; reading never raises. This module neither reads files nor renders.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _ROWS = {
     "script": "script_s",
     "end": "end_s",
 }
-"""Activity of rank 0 -> row of the account. Steps are shared between two rows; an unknown activity is not accounted."""
+"""Activity of rank 0 -> row of the account. Steps are split between two rows; an unknown activity is unaccounted."""
 
 
 @dataclass(frozen=True)
 class TimeAccount:
-    """Seconds of rank 0, by what they were for; together `wall_s`.
+    """Seconds of rank 0, by purpose; together `wall_s`.
 
-    `productive_s`: steps that hold, each counted once. `lost_s`: steps that a resume undid, and those that were never
-    finished. `idle_s`: from an attempt's last sign of life to the beginning of the next. `unaccounted_s`: after the
-    last record of an attempt that was killed, or of one that runs. Not part of the sum: `repeated_s` of the steps took
-    what had been done before, `undone_steps` were undone.
+    `productive_s`: steps that hold, each counted once. `lost_s`: steps that a resume undid, and unfinished ones.
+    `idle_s`: from an attempt's last sign of life to the beginning of the next. `unaccounted_s`: after the last record
+    of an attempt that was killed or still runs. Not part of the sum: `repeated_s` is time in steps that had been done
+    before, `undone_steps` is the number of undone steps.
 
-    The share of productive time is known as goodput, or as effective training time ratio (ETTR; Kokolis et al. 2024,
+    The share of productive time is also called goodput, or effective training time ratio (ETTR; Kokolis et al. 2024,
     arXiv 2410.21680). Waiting for data, saves and validation do not count as productive here.
     """
 
@@ -61,7 +61,7 @@ class TimeAccount:
 
     @property
     def rows(self) -> dict[str, float]:
-        """What adds up: seconds by the name of the field."""
+        """The rows that add up: seconds by field name."""
         return {name: getattr(self, name) for name in ROW_NAMES}
 
     @property
@@ -80,12 +80,12 @@ class TimeAccount:
 
 
 ROW_NAMES = tuple(each.name for each in fields(TimeAccount) if each.name not in ("repeated_s", "undone_steps"))
-"""The fields of an account that add up, in the order in which they are shown."""
+"""The fields of an account that add up, in display order."""
 
 
 @dataclass(frozen=True)
 class _SpentAt:
-    """What rank 0 had spent (seconds by activity) when `step` steps were done, at `time` (Unix seconds)."""
+    """Rank 0's time spent so far (seconds by activity) when `step` steps were done, at `time` (Unix seconds)."""
 
     time: float
     step: int
@@ -98,7 +98,7 @@ class _SpentAt:
 
     @property
     def work_s(self) -> float:
-        """In steps that were finished."""
+        """Seconds in finished steps."""
         return max(0.0, self._all_work_s - self.unfinished_s)
 
     @property
@@ -106,15 +106,15 @@ class _SpentAt:
         return sum(self.spent.get(name, 0.0) for name in _WORK)
 
     def lost_s(self, kept_s: float) -> float:
-        """In steps besides those that are kept."""
+        """Seconds in steps other than those that are kept."""
         return max(0.0, self._all_work_s - kept_s)
 
 
 @dataclass
 class _AttemptTime:
-    """An attempt that went on from step `base` at `started` (Unix seconds); `step`, `last_time` are the last seen.
+    """An attempt that continued from step `base` at `started` (Unix seconds); `step`, `last_time` are the last seen.
 
-    What follows a way back within an attempt counts as one more: `before` is what rank 0 had spent until then.
+    A rollback within an attempt begins another entry: `before` is what rank 0 had spent until then.
     """
 
     base: int
@@ -126,11 +126,11 @@ class _AttemptTime:
     before: Mapping[str, float] = field(default_factory=dict)
 
     def begun(self) -> float:
-        """When its first activity did."""
+        """When its first activity began."""
         return self.records[0].time - self.records[0].total_s if self.records else self.started
 
     def add(self, source: Mapping[str, Any]) -> None:
-        """Take what an event or a status says of the time, where that is newer than what is known."""
+        """Add the times in an event or a status, if they are newer than the last record."""
         found = _read_record(source, self.step)
         if found is not None and (not self.records or found.time >= self.records[-1].time):
             spent = {name: max(0.0, each - self.before.get(name, 0.0)) for name, each in found.spent.items()}
@@ -142,7 +142,7 @@ class _AttemptTime:
         return _owner(status) == self.owner
 
     def kept_work_s(self, keep: int) -> float:
-        """Seconds in finished steps up to `keep`: exact where a record was made there, as it is at every save."""
+        """Seconds in finished steps up to `keep`: exact where a record was made there, as at every save."""
         before = [record for record in self.records if record.step <= keep]
         after = next((record for record in self.records if record.step > keep), None)
         if not before or keep <= self.base:
@@ -155,13 +155,13 @@ class _AttemptTime:
 
 
 class Book:
-    """Fed with rank 0's events in the order written, it has the account ready."""
+    """Builds the account from rank 0's events, given in the order written."""
 
     def __init__(self) -> None:
         self._attempts: list[_AttemptTime] = []
 
     def update(self, event: Event) -> None:
-        """Take one event into account, undone ones too."""
+        """Add one event, undone ones too."""
         if event["event"] == "started":
             self._start(event)
         elif self._attempts:
@@ -184,7 +184,7 @@ class Book:
         self._attempts[-1].add(event)
 
     def _go_back(self, attempt: _AttemptTime, event: Event) -> None:
-        """The attempt ends at the step that it has reached, and goes on from the one that the event says."""
+        """End the attempt at the step reached, and begin another entry from the event's step."""
         base, at = whole(event, "step") or 0, _time_of(event)
         attempt.add({**event, "step": attempt.step})
         spent = event.get("spent")
@@ -193,9 +193,9 @@ class Book:
         self._attempts[-1].add(event)
 
     def account(self, status: Mapping[str, Any], now: float | None = None) -> TimeAccount | None:
-        """The account with what the last status knows; to `now` (Unix seconds) where the run goes on.
+        """The account including the last status; up to `now` (Unix seconds) if the run goes on.
 
-        None where nobody has booked anything: the run never began, or was made before times were recorded.
+        None where no time was booked: the run never began, or is older than time records.
         """
         attempts = [*self._attempts]
         if attempts and attempts[-1].owns(status):
@@ -229,7 +229,7 @@ def _add_up(attempts: Sequence[_AttemptTime], now: float | None) -> TimeAccount:
 
 
 def _add_attempt(rows: dict[str, float], attempt: _AttemptTime, keep: int, span: tuple[float, float | None]) -> float:
-    """Add one attempt's times; when it ended. `span`: the end of the one before, and now where it goes on."""
+    """Add one attempt's times; returns when it ended. `span`: the end of the one before, and now if it goes on."""
     earliest, now = span
     end = max(attempt.last_time, now or 0.0, earliest)
     if not attempt.records:
@@ -257,7 +257,7 @@ def _owner(source: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _read_record(source: Mapping[str, Any], step: int) -> _SpentAt | None:
-    """The times in an event or a status; None where there are none. `step` stands where none is said."""
+    """The times in an event or a status; None where there are none. `step` is used where none is given."""
     spent, at = source.get("spent"), seconds(source, "time")
     if not isinstance(spent, Mapping) or at is None:
         return None

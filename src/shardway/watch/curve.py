@@ -1,7 +1,7 @@
 """Curves that are cheap to draw, and the data that plotly.js draws in a report.
 
 Invariants:
-- Thinning never hides an extreme: the least and the greatest value of every bucket stay.
+- Thinning never hides an extreme: the minimum and the maximum of every bucket stay.
 - A curve has at most about 2000 points however long the run was, and no value that strict JSON lacks.
 """
 
@@ -30,7 +30,7 @@ class CurvePoint:
 
 
 class GrowingCurve:
-    """Means of equally many consecutive values, at most `capacity` of them (even): full, it joins neighbours."""
+    """Means of equally many consecutive values, at most `capacity` (even); when full, neighbours are joined."""
 
     def __init__(self, capacity: int = 256) -> None:
         self._capacity = capacity
@@ -52,7 +52,7 @@ class GrowingCurve:
             self._stride *= 2
 
     def undo_after(self, step: int) -> None:
-        """Forget what came after `step`."""
+        """Drop the values after `step`."""
         self._means = [point for point in self._means if point.step <= step]
         self._pending.clear()
 
@@ -76,9 +76,9 @@ def thin(points: Sequence[CurvePoint], limit: int) -> list[CurvePoint]:
 
 
 def smooth(points: Sequence[CurvePoint], half_window: int) -> list[CurvePoint]:
-    """At each finite point the mean of it and of `half_window` finite ones on either side.
+    """At each finite point the mean of it and of `half_window` finite points on either side.
 
-    Near the ends both sides shrink alike, so that the mean does not lag behind a slope. Points that are not finite
+    Near the ends both sides shrink equally, so that the mean does not lag behind a slope. Points that are not finite
     are left out.
     """
     finite = [point for point in points if math.isfinite(point.value)]
@@ -107,22 +107,22 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-# --- The curves of a report, as the plain data that plotly.js draws
+# --- plotly data for a report
 
 POINTS = 2000
-"""Points that are drawn of one curve."""
+"""Maximum points of one curve."""
 
 SAVE_MARKS = 200
-"""Marks of saves that are drawn at most."""
+"""Maximum marks of saves."""
 NAMED = 24
-"""Pictures of a script's own values that are drawn at most."""
+"""Maximum figures of a script's own values."""
 
 Trace = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a step: `kind` is "save", "resume" or "fault"."""
+    """An event marked at a step: `kind` is "save", "resume" or "fault"."""
 
     kind: str
     step: int
@@ -130,7 +130,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Figure:
-    """One picture: `wide` takes the whole row, `log` offers a logarithmic axis."""
+    """One figure: `wide` takes the whole row, `log` offers a logarithmic axis."""
 
     name: str
     title: str
@@ -141,7 +141,7 @@ class Figure:
 
 
 def make_figures(events: Sequence[Event], progress: RunProgress) -> list[Figure]:
-    """Every picture that the events have data for."""
+    """Every figure that the events have data for."""
     steps = [event for event in events if event["event"] == "step"]
     unit = render_unit(progress.start)
     candidates = [
@@ -156,7 +156,7 @@ def make_figures(events: Sequence[Event], progress: RunProgress) -> list[Figure]
 
 
 def _named_figures(events: Sequence[Event], progress: RunProgress) -> list[Figure]:
-    """One for each name under which a script has logged values or returned them from a validation."""
+    """One figure for each name that a script has logged or returned from a validation."""
     logged = [read_logged(event) for event in events if event["event"] == "logged"]
     values = (*(each.values for each in logged), *(each.others for each in progress.validations))
     figures = []
@@ -170,7 +170,7 @@ def _named_figures(events: Sequence[Event], progress: RunProgress) -> list[Figur
 
 
 def find_marks(progress: RunProgress) -> list[Mark]:
-    """Saves (evenly chosen where they are many), resumes and faults."""
+    """Saves (an even selection if there are many), resumes and faults."""
     stride = -(-len(progress.saves) // SAVE_MARKS) or 1
     saves = [Mark("save", save.step) for save in progress.saves[::stride]]
     resumes = [Mark("resume", attempt.start.step) for attempt in progress.attempts[1:]]
@@ -194,7 +194,7 @@ def _loss_traces(steps: Sequence[Event], validations: Sequence[ValidatedEvent]) 
 
 
 def _noisy_traces(steps: Sequence[Event], key: str, name: str, colour: str) -> list[Trace]:
-    """The values as they are, faint behind their mean where there are enough of them."""
+    """The values, drawn faintly behind their mean where there are enough of them."""
     half_window = min(100, len(steps) // 100)
     raw = _step_traces(steps, key, name, colour)
     if not raw or half_window == 0:

@@ -1,7 +1,7 @@
 """Events as typed values.
 
-Invariant: reading never raises; a field that is absent, null or of another type becomes None, "" or (for a loss
-that was measured) NaN. This module must not combine events: that is `shardway.watch.progress`.
+Invariant: reading never raises; a field that is absent, null or of another type becomes None, "" or (for a measured
+loss) NaN. This module does not combine events: that is `shardway.watch.progress`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardway.rundir.lineage import SHARED
 
 MOST = 2.0**63
 MOST_SECONDS = 1e12
-"""Some thirty thousand years, before and after 1970."""
+"""About thirty thousand years, before and after 1970."""
 
 
 def number(event: Mapping[str, Any], key: str) -> float | None:
@@ -29,32 +29,32 @@ def number(event: Mapping[str, Any], key: str) -> float | None:
 
 
 def measured(event: Mapping[str, Any], key: str) -> float:
-    """A number that was measured: null stands for a NaN, because strict JSON has none."""
+    """A measured number; null stands for NaN, which strict JSON lacks."""
     value = number(event, key)
     return math.nan if value is None else value
 
 
 def whole(event: Mapping[str, Any], key: str) -> int | None:
-    """The number under `key` as an int, or None, also for one that is larger than anything that is counted."""
+    """The number under `key` as an int; None as well for one too large to be a count."""
     value = number(event, key)
     return int(value) if value is not None and abs(value) < MOST else None
 
 
 def seconds(event: Mapping[str, Any], key: str) -> float | None:
-    """The time under `key`, or None, also for one that is no time."""
+    """The time under `key`; None as well for a value that is no time."""
     value = number(event, key)
     return value if value is not None and abs(value) < MOST_SECONDS else None
 
 
 def text(event: Mapping[str, Any], key: str) -> str:
-    """The text under `key`, or an empty one."""
+    """The string under `key`, or an empty one."""
     value = event.get(key)
     return value if isinstance(value, str) else ""
 
 
 @dataclass(frozen=True)
 class Start:
-    """The beginning of an attempt: from which step, on what, with what."""
+    """The start of an attempt: its first step, machine and settings."""
 
     step: int
     total_steps: int | None
@@ -74,17 +74,17 @@ class Start:
     machine: dict[str, str]
     monitor: Monitor = LOSS
     numerics: tuple[tuple[str, Any, str], ...] = ()
-    """Number formats and compilation: key, value, where the value comes from."""
+    """Number formats and compilation: key, value, origin of the value."""
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether tokens are the unit of this run: its samples have more than one, or a token has a size."""
+        """Whether this run is measured in tokens: its samples have several, or a token has a size."""
         longer = (self.tokens_per_step or 0) > (self.samples_per_step or 0) > 0
         return longer or self.bytes_per_token is not None
 
 
 def _read_changes(event: Mapping[str, Any]) -> tuple[str, ...]:
-    """ "optim.lr 0.003 -> 0.1" for each key that an attempt was started with another value of."""
+    """ "optim.lr 0.003 -> 0.1" for each key whose value differs from the attempt before."""
     changed = event.get("changed")
     pairs = changed.items() if isinstance(changed, dict) else ()
     return tuple(f"{key} {pair[0]} -> {pair[1]}" for key, pair in pairs if isinstance(pair, list) and len(pair) == 2)
@@ -122,7 +122,7 @@ def read_start(event: Mapping[str, Any]) -> Start:
 
 
 def _read_monitor(event: Mapping[str, Any]) -> Monitor:
-    """By which metric an attempt finds its best validation; attempts before there was a choice went by the loss."""
+    """The metric that picks the best validation; the loss for attempts made before there was a choice."""
     try:
         return parse_monitor(text(event, "monitor"))
     except ValueError:
@@ -135,7 +135,7 @@ _NOT_METRICS = frozenset(("event", "time", "step", "seconds"))
 @dataclass(frozen=True)
 class ValidatedEvent:
     """One validation; `loss` is NaN where it was not a number, the other metrics None where not measured. `metrics` has
-    all of them by name, sums of the loss function too."""
+    all by name, sums of the loss function too."""
 
     step: int
     time: float
@@ -147,7 +147,7 @@ class ValidatedEvent:
 
     @property
     def others(self) -> dict[str, float]:
-        """The metrics that a script names itself."""
+        """Metrics that a script named itself."""
         return {name: value for name, value in self.metrics.items() if name not in _KNOWN_METRICS}
 
 
@@ -173,7 +173,7 @@ def read_validation(event: Mapping[str, Any]) -> ValidatedEvent:
 
 @dataclass(frozen=True)
 class Logged:
-    """What a script has logged for a step; NaN where a value was no number."""
+    """Values that a script logged for a step; NaN where a value was not a number."""
 
     step: int
     values: Mapping[str, float]
@@ -188,7 +188,7 @@ def read_logged(event: Mapping[str, Any]) -> Logged:
 
 @dataclass(frozen=True)
 class Save:
-    """One complete checkpoint; `tier` says whether it is in the run directory or on the disks of the nodes."""
+    """One complete checkpoint; `tier` is the run directory or the nodes' own disks."""
 
     step: int
     time: float
@@ -225,7 +225,7 @@ def read_failed_save(event: Mapping[str, Any]) -> FailedSave:
 
 @dataclass(frozen=True)
 class QuarantinedEvent:
-    """A damaged checkpoint and the name under which it is kept; empty for one on the disk of a node, which is not."""
+    """A damaged checkpoint and the name under which it is kept; empty on a node's own disk, where it is not kept."""
 
     name: str
     reason: str
@@ -239,7 +239,7 @@ def read_set_aside(event: Mapping[str, Any]) -> QuarantinedEvent:
 
 @dataclass(frozen=True)
 class Restart:
-    """Ranks that start again after a failure: from which step, why, and how many failures there were."""
+    """A restart of the ranks after a failure: from which step, why, and how many failures there were."""
 
     step: int | None
     reason: str
@@ -253,7 +253,7 @@ def read_restart(event: Mapping[str, Any]) -> Restart:
 
 @dataclass(frozen=True)
 class FaultEvent:
-    """Something that went wrong; `kind` is the name of the error class."""
+    """A fault; `kind` is the name of the error class."""
 
     step: int | None
     time: float
@@ -275,7 +275,7 @@ def read_fault(event: Mapping[str, Any]) -> FaultEvent:
 
 @dataclass(frozen=True)
 class EndedEvent:
-    """How an attempt ended by itself: `state` is "finished", "stopped" or "failed"."""
+    """How an attempt ended, by its own record: `state` is "finished", "stopped" or "failed"."""
 
     state: str
     step: int | None

@@ -1,7 +1,7 @@
-"""A run's progress for a person: a panel for a terminal; `PlainLines` for everything else.
+"""Live view of a run in a terminal: one panel, redrawn; other outputs use `PlainLines`.
 
-Invariant: a render reads no file and costs little (it shares its cores with the training): all that it shows was
-folded when its event came. This module must not print; whoever owns the terminal does.
+Invariant: a render reads no file and costs little, since it shares its cores with the training; everything shown was
+folded when its event came. This module does not print; the owner of the terminal does.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _STATE_STYLES = {"starting": "dim", "running": "cyan", "finished": "green", "sto
 
 
 class Sparkline:
-    """A curve as one row of blocks, as wide as there is room for, up to `width`."""
+    """A curve as one row of blocks, as wide as the room allows, up to `width`."""
 
     def __init__(self, curve: GrowingCurve, width: int = 40, style: str = "cyan") -> None:
         self._curve = curve
@@ -66,7 +66,7 @@ class Sparkline:
 
 
 class LiveRow:
-    """One line: fixed text, a part that takes the room that is left, fixed text. A table would cost thrice the time."""
+    """One line: fixed text, a part that fills the room left, fixed text. A table would take three times as long."""
 
     def __init__(self, before: Text, flexible: RenderableType, after: Text) -> None:
         self._before = before
@@ -89,7 +89,7 @@ def render_blocks(values: list[float], blocks: str) -> str:
 
 
 class LiveView:
-    """Fed with events, it renders where the run stands; `clock` is Unix seconds, `validations` those of attempts
+    """Folds events and renders the state of the run; `clock` gives Unix seconds, `validations` are those of attempts
     before."""
 
     def __init__(
@@ -107,7 +107,7 @@ class LiveView:
         self._messages: deque[Text] = deque(maxlen=_MESSAGES)
 
     def update(self, event: Event) -> None:
-        """Take one event into account."""
+        """Add one event."""
         self._progress.update(event)
         match event["event"]:
             case "step":
@@ -130,7 +130,7 @@ class LiveView:
         self._report(one_line(text), {"event": "note", "time": self._clock()}, "yellow")
 
     def render(self) -> RenderableType:
-        """The view at this moment; build it anew for every refresh."""
+        """The view at this moment; call it for every refresh."""
         alive = "running" if self._progress.attempts else "starting"
         state = self._progress.ending.state if self._progress.ending else alive
         style = _STATE_STYLES[state]

@@ -1,8 +1,8 @@
 """A run's progress as plain lines, for output that is not a terminal.
 
-Invariant: the first and the last step of an attempt get a line whatever the clock says; between them at most one
-step line every `every_s` seconds, fewer as the run grows longer where `longest_s` lets it. A step that is not told
-costs next to nothing. This module must not print nor sleep.
+Invariant: the first and the last step of an attempt get a line whatever the clock says; between them there is at most
+one step line every `every_s` seconds, fewer as the run grows longer if `longest_s` allows it. A step without a line
+costs next to nothing. This module neither prints nor sleeps.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from shardway.watch.words import (
 )
 
 _SHARE = 0.02
-"""After which part of the time that an attempt has taken the next step line comes, between the two bounds."""
+"""Interval between step lines as a share of the attempt's time, within the two bounds."""
 
 
 class PlainLines:
-    """Turns events into lines; each tells of one thing and starts with the step where there is one."""
+    """Turns events into lines; each line is about one thing and starts with the step where there is one."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class PlainLines:
         self._has_untold = False
 
     def lines(self, event: Event) -> list[str]:
-        """The lines that this event is worth: none for most steps."""
+        """The lines for this event: none for most steps."""
         ends = event["event"] in ("finished", "stopped", "failed", "restarted", "rolled_back")
         before = self._flush() if ends else []
         self._progress.update(event)
@@ -94,7 +94,7 @@ class PlainLines:
         return self._flush() if last or self._clock() >= self._next_line else []
 
     def _flush(self) -> list[str]:
-        """The line of the last step, unless it was told."""
+        """The line of the last step, unless it was printed."""
         if not self._has_untold:
             return []
         self._has_untold, now = False, self._clock()

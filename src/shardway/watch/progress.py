@@ -1,8 +1,8 @@
 """The state of a run after each of its events: the one fold that status, live view and report share.
 
-Invariant: memory grows with validations, saves and attempts, never with steps; after a resume from step s, or a way
-back to it, nothing that came after s is left but faults and the time it took. This module must not read files except
-through a RunDir.
+Invariant: memory grows with validations, saves and attempts, never with steps. After a resume from step s, or a
+rollback to it, only faults and the time account remain of what came after s. This module reads files only through a
+RunDir.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ RECENT_STEPS = 20
 
 @dataclass
 class AttemptProgress:
-    """One start of the run and what came of it: `step` is the last step done, `last_time` that of any event. `again`:
-    the ranks started again in place, after a failure, as a part of the attempt before."""
+    """One start of the run and its progress: `step` is the last step done, `last_time` that of any event. `again`: the
+    ranks restarted in place after a failure, as part of the attempt before."""
 
     start: Start
     step: int
@@ -69,8 +69,8 @@ class AttemptProgress:
 
 
 class RunProgress:
-    """Fed with events in the order written, it knows where the run stands; `validations` are those of attempts before,
-    for a reader that begins with the next one."""
+    """Folds events, given in the order written, into the state of the run; `validations` are those before the first
+    event given."""
 
     def __init__(self, validations: Sequence[ValidatedEvent] = ()) -> None:
         self.attempts: list[AttemptProgress] = []
@@ -82,11 +82,11 @@ class RunProgress:
         self._restarted: Event | None = None
 
     def update(self, event: Event) -> None:
-        """Take one event into account; events of unknown names only count as a sign of life."""
+        """Add one event; events of unknown names only count as a sign of life."""
         self.book.update(event)
         if event["event"] == "started":
             self._start(event)
-        elif not self.attempts:  # the line of a start was lost, or is to come
+        elif not self.attempts:  # the event of the start was lost, or comes later
             start = read_start({"time": event.get("time")})
             self.attempts.append(AttemptProgress(start, start.step, start.time))
         attempt = self.attempts[-1]
@@ -111,7 +111,7 @@ class RunProgress:
 
     def _start(self, event: Event) -> None:
         start, restarted = read_start(event), self._restarted
-        # An attempt may end before the ranks that were to start again have; then the next one starts.
+        # An attempt may end before its ranks have restarted; then the next one starts.
         again = bool(self.attempts) and restarted is not None and restarted.get("agent") == event.get("agent")
         self.attempts.append(AttemptProgress(start, start.step, start.time, again=again))
         self._restarted = None
@@ -134,11 +134,11 @@ class RunProgress:
             attempt.first_step, attempt.first_step_time = attempt.step, attempt.last_time
         self.recent.append(event)
 
-    # --- what is known now
+    # --- current state
 
     @property
     def attempt(self) -> AttemptProgress | None:
-        """The attempt that runs now, or ran last."""
+        """The running attempt, or the last one."""
         return self.attempts[-1] if self.attempts else None
 
     @property
@@ -153,17 +153,17 @@ class RunProgress:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps that the run shall have."""
+        """Steps that the run is to do."""
         return self.attempts[-1].start.total_steps if self.attempts else None
 
     @property
     def ending(self) -> EndedEvent | None:
-        """How the last attempt ended, None while it goes on (or was killed)."""
+        """How the last attempt ended; None while it goes on (or if it was killed)."""
         return self.attempts[-1].ending if self.attempts else None
 
     @property
     def wall_s(self) -> float:
-        """Seconds that all attempts took together, undone steps included."""
+        """Seconds of all attempts together, undone steps included."""
         return sum(attempt.wall_s for attempt in self.attempts)
 
     @property
@@ -188,7 +188,7 @@ class RunProgress:
 
     @property
     def monitor(self) -> Monitor:
-        """By which metric a validation is the best."""
+        """The metric that picks the best validation."""
         return self.attempts[-1].start.monitor if self.attempts else LOSS
 
     @property
@@ -197,14 +197,14 @@ class RunProgress:
         return self.find_best()
 
     def find_best(self, among: Collection[int] | None = None) -> ValidatedEvent | None:
-        """The best validation, or the best of those of some steps."""
+        """The best validation, or the best among some steps."""
         by_step = {each.step: each for each in self.validations if among is None or each.step in among}
         best = self.monitor.find_best({step: each.metrics for step, each in by_step.items()})
         return by_step[best.step] if best is not None else None
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the last step at this attempt's pace; None where that cannot be told."""
+        """Seconds until the last step at this attempt's pace; None where unknown."""
         if self.attempt is None or self.total_steps is None or self.ending is not None:
             return None
         pace = self.attempt.seconds_per_step
@@ -220,13 +220,13 @@ class RunProgress:
 
 
 def read_validations(run: RunDir) -> list[ValidatedEvent]:
-    """The validations of a run that hold."""
+    """The valid validations of a run."""
     return _read_validated(run).validations
 
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """The checkpoint with the best validation of those that are there: its step, the metric and its value."""
+    """The saved checkpoint with the best validation: its step, the metric and its value."""
 
     step: int
     metric: str
@@ -234,7 +234,7 @@ class BestCheckpoint:
 
 
 def find_best_checkpoint(run: RunDir) -> BestCheckpoint | None:
-    """None where no step that is saved was validated."""
+    """The best checkpoint; None where no saved step was validated."""
     progress = _read_validated(run)
     best, metric = progress.find_best(run.checkpoint_steps()), progress.monitor.metric
     return BestCheckpoint(best.step, metric, best.metrics[metric]) if best is not None else None
@@ -248,7 +248,7 @@ def _read_validated(run: RunDir) -> RunProgress:
 
 
 def read_progress(run: RunDir) -> RunProgress:
-    """Where a run stands, from every event of its first rank."""
+    """The state of a run, from every event of rank 0."""
     progress = RunProgress()
     for event in run.all_events():
         progress.update(event)

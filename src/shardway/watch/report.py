@@ -1,11 +1,10 @@
 """The report of a run: one HTML file that a browser shows without a network.
 
 Invariants:
-- Every text passes `html.escape`, data in a script cannot close it, and nothing is fetched from anywhere.
-- A run whose site, model or numbers say too little for a plan has none: nothing is raised. Memory is not compared:
-  events do not tell its peak.
-- The parts of the bar are as wide as their rows say.
-- It can be made of any run directory, however little is in it or however the run died; what is missing is said.
+- Every text passes `html.escape`, data cannot close its script element, and nothing is fetched.
+- A report can be made of any run directory, however little is in it or however the run died; missing parts are named.
+- A run whose site, model or numbers are not enough for a plan has no comparison with one; nothing is raised. Memory is
+  not compared, since events do not record its peak.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from shardway.watch.words import (
     render_total,
 )
 
-# --- The HTML of a report: its frame, style, script and small building blocks
+# --- HTML frame, style, script and building blocks
 
 STYLE = """
 :root {
@@ -180,7 +179,7 @@ SCRIPT = """
 
 
 def render_page(title: str, body: str, scripts: str) -> str:
-    """A whole document; `body` and `scripts` are HTML already."""
+    """A whole document; `body` and `scripts` are already HTML."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -192,7 +191,7 @@ def render_page(title: str, body: str, scripts: str) -> str:
 
 
 def render_data(name: str, data: Any) -> str:
-    """Data for the page's script, as JSON that cannot end the script element."""
+    """Data for the page's script, as JSON that cannot close the script element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>'
 
@@ -209,14 +208,14 @@ def render_pairs(title: str, pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def render_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table with a head, that scrolls sideways where it is too wide."""
+    """A table with a head; it scrolls sideways where it is too wide."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def render_figure(name: str, title: str, *, wide: bool, log: bool) -> str:
-    """The frame that the script draws a picture into."""
+    """The frame into which the script draws a figure."""
     button = f'<button data-log="{escape(name)}" aria-pressed="false">log axis</button>' if log else ""
     kind = "card figure wide" if wide else "card figure"
     return (
@@ -225,16 +224,16 @@ def render_figure(name: str, title: str, *, wide: bool, log: bool) -> str:
     )
 
 
-# --- What the planner says of a run beside what was measured in it
+# --- plan and measurement compared
 
 FEWEST_STEPS = 10
-"""Steps of an attempt, below which a median says little; the first ones compile and warm up."""
+"""With fewer steps in an attempt a median means little: the first steps compile and warm up."""
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """Seconds of a step as the plan has them, with the interval that holds four of five measured steps, and as they
-    were; MFU with all scores of attention counted."""
+    """Seconds a step: planned, the planned interval that holds four of five measured steps, and measured; MFU with all
+    attention scores counted."""
 
     seconds: float
     low: float
@@ -244,17 +243,17 @@ class Predicted:
 
     @property
     def measured_mfu(self) -> float:
-        """The same FLOPs in the time that was measured."""
+        """MFU: the same FLOPs in the measured time."""
         return self.mfu * self.seconds / self.measured_seconds
 
     @property
     def held(self) -> bool:
-        """Whether the interval held the step."""
+        """Whether the measured step lies in the interval."""
         return self.low <= self.measured_seconds <= self.high
 
 
 def predict(run: RunDir, attempts: Sequence[AttemptProgress], events: Sequence[Event]) -> Predicted | None:
-    """Of the last attempt; None on a CPU, where no site names accelerators, and of a model that has no plan."""
+    """For the last attempt; None on a CPU, where no site names accelerators, and for a model without a plan."""
     rate = _median_rate(events)
     if not attempts or attempts[-1].start.device.startswith("cpu") or rate is None:
         return None
@@ -265,7 +264,7 @@ def predict(run: RunDir, attempts: Sequence[AttemptProgress], events: Sequence[E
 
 
 def _median_rate(events: Sequence[Event]) -> float | None:
-    """Samples a second of the steps since the run was started last, without the first ones."""
+    """Samples a second in the steps since the last start, without the first ones."""
     starts = [number for number, event in enumerate(events) if event.get("event") == "started"]
     steps = [event for event in events[starts[-1] if starts else 0 :] if event.get("event") == "step"]
     rates = [event.get("samples_per_s") for event in steps]
@@ -287,7 +286,7 @@ def _price(values: RunFile, rate: float) -> Predicted:
     return Predicted(found.time.seconds, found.time.low, found.time.high, measured, found.mfu(causal=False))
 
 
-# --- The section of a report that says where the time of a run went
+# --- time account
 
 TITLE = "Where the time went"
 
@@ -313,11 +312,11 @@ _COLOURS = {
     "idle_s": "soft",
     "unaccounted_s": "line",
 }
-"""Row -> colour of the page."""
+"""Row -> colour on the page."""
 
 
 def render_spent(account: TimeAccount | None) -> str:
-    """The share of productive time, a bar, and a table of what took any time."""
+    """The share of productive time, a bar, and a table of the rows that took any time."""
     if account is None:
         return f'<h2>{TITLE}</h2><p class="soft">It was not recorded.</p>'
     shown = {name: seconds for name, seconds in account.rows.items() if seconds > 0}
@@ -350,11 +349,11 @@ def _note(name: str, account: TimeAccount) -> str:
 
 
 def _render_seconds(seconds: float) -> str:
-    """3:25, or 4.2 s where a clock would show little."""
+    """3:25, or 4.2 s for short times."""
     return render_clock(seconds) if seconds >= 100 else f"{seconds:.1f} s"
 
 
-# --- The report of a run: one HTML file that a browser shows without a network
+# --- the whole report
 
 
 def render_report(run: RunDir) -> str:
@@ -391,7 +390,7 @@ def _scripts(figures: Sequence[Figure], progress: RunProgress) -> str:
     return f"<script>{get_plotlyjs()}</script>\n{render_data('data', data)}\n<script>{SCRIPT}</script>"
 
 
-# --- the top
+# --- head of the page
 
 
 def _header(summary: RunSummary) -> str:
@@ -492,7 +491,7 @@ def _attempt_row(number: int, attempt: AttemptProgress) -> list[str]:
 
 
 def _left_out(summary: RunSummary) -> str:
-    """What the run left out of its data by itself; nothing where it left out nothing."""
+    """The samples that the run skipped by itself; empty where there are none."""
     if not summary.left_out:
         return ""
     rows = [
@@ -504,7 +503,7 @@ def _left_out(summary: RunSummary) -> str:
 
 
 def _predicted(found: Predicted | None) -> str:
-    """The plan beside what was measured; nothing where there is no plan."""
+    """The plan beside the measurement; empty where there is no plan."""
     if found is None:
         return ""
     interval = f"{found.low:.3g} to {found.high:.3g} s"
@@ -567,7 +566,7 @@ def _render_value(value: Any) -> str:
 
 
 def _render_date(seconds: float | None) -> str:
-    """Local time with its zone, or n/a where it is unknown or no date."""
+    """Local time with its zone, or n/a where it is unknown or not a date."""
     if not seconds:
         return UNKNOWN
     try:

@@ -1,6 +1,6 @@
-"""All facts of a run that a status shows.
+"""All facts of a run that `shardway status` shows.
 
-Invariant: the keys of `as_json` are stable; a value that is unknown is None. This module must not render for people.
+Invariant: the keys of `as_json` are stable; an unknown value is None. This module does not render for people.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardway.watch.facts import Logged, Save, ValidatedEvent, text, whole
 from shardway.watch.progress import RunProgress, read_progress
 
 GONE = "the process is gone (killed?)"
-"""Reason of a run whose status says running although nobody holds its lock."""
+"""Reason of a run whose status is "running" although no process holds its lock."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,13 @@ class RunSummary:
     """Where a run stands.
 
     `state` is "new" (nothing recorded yet), "running", "finished", "stopped" or "failed". Losses are NaN where they
-    were not a number. `tokens_per_s` and `samples_per_s` are medians over the last 20 steps; `unit` says which of
-    them the run is measured in. `seconds_left` is None unless the run is running. Times are Unix seconds: `started`
-    that of the first attempt, `updated` that of the last event; `wall_s` adds up all attempts. `restarts`: how often
-    ranks started again in place, as a part of their attempt. `account` says where the time went; None where that was
-    not recorded. `left_out` is what the run left out of its data by itself.
-    `best_validation` is the best by the metric `monitor`, `best_checkpoint` the best whose step is saved.
-    `local_checkpoints_ignored`: the step from which two starts failed, so that it left out what the
-    nodes had saved.
+    were not a number. `tokens_per_s` and `samples_per_s` are medians over the last 20 steps; `unit` names the one that
+    the run is measured in. `seconds_left` is None unless the run is running. Times are Unix seconds: `started` of the
+    first attempt, `updated` of the last event; `wall_s` adds up all attempts. `restarts`: how often ranks restarted in
+    place, as part of their attempt. `account` is the time account; None where it was not recorded. `left_out`: the
+    data that the run skipped by itself. `best_validation` is the best by the metric `monitor`, `best_checkpoint` the
+    best whose step is saved. `local_checkpoints_ignored`: the step from which two starts failed, so that the
+    checkpoints on the nodes' disks were ignored.
     """
 
     name: str
@@ -76,7 +75,7 @@ class RunSummary:
     logged: Logged | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data that strict JSON can hold: paths as text, numbers that are not finite as None."""
+        """Plain data for strict JSON: paths as strings, numbers that are not finite as None."""
         account = self.account.as_json() if self.account else None
         plain: dict[str, Any] = _as_plain({**asdict(self), "account": account})
         return plain
@@ -89,12 +88,12 @@ def _read_ignored(status: Mapping[str, Any]) -> int | None:
 
 
 def summarise(run: RunDir) -> RunSummary:
-    """Where the run stands now. Raises JobError where status.json is damaged."""
+    """The state of the run now. Raises JobError where status.json is damaged."""
     return summarise_progress(run, read_progress(run))
 
 
 def summarise_progress(run: RunDir, progress: RunProgress) -> RunSummary:
-    """Where the run stands, for a reader that has read its events already."""
+    """The state of the run, for a reader that has read its events already."""
     standing = _standing(run, progress)
     start, saved = progress.start, run.checkpoint_steps()
     return RunSummary(
@@ -136,14 +135,14 @@ def summarise_progress(run: RunDir, progress: RunProgress) -> RunSummary:
 
 
 def _left_out(run: RunDir) -> tuple[SkippedRange, ...]:
-    """Nothing where the file cannot be read: the run that goes on tells that."""
+    """The skipped ranges; none where the file cannot be read, which the run reports when it continues."""
     with contextlib.suppress(JobError):
         return run.left_out.read()
     return ()
 
 
 def find_runs(root: Path) -> list[RunDir]:
-    """The runs directly under `root`, by name; `root` itself where it is a run; none where it is no folder."""
+    """The runs directly under `root`, by name; `root` itself where it is a run; none where it is not a folder."""
     if RunDir(root).exists():
         return [RunDir(root)]
     folders = sorted(path for path in root.iterdir() if path.is_dir()) if os.path.isdir(root) else []
@@ -160,7 +159,7 @@ class _Standing:
 
 
 def _standing(run: RunDir, progress: RunProgress) -> _Standing:
-    """What status.json says, or where it is missing the events, checked against who holds the lock."""
+    """The state by status.json, or by the events where it is missing, checked against the lock's holder."""
     writer, status = run.find_writer(), run.read_status()
     ending = progress.ending
     open_state = "running" if progress.attempts or writer else "new"

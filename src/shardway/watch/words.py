@@ -1,9 +1,8 @@
-"""The phrases in which a person reads of a run and of each event; plain ASCII, one line each.
+"""Phrases for a run and for each of its events; plain ASCII, one line each.
 
 Invariants:
-- What is unknown reads "n/a"; text that came from an event stays on one line.
-- As in `watch.words`: whatever an event holds, there is a line of plain text for it, and reading never raises.
-- As in `watch.words`: whatever an event holds, there is a line of plain text for it, and reading never raises.
+- Whatever an event holds, there is a line of plain text for it; reading never raises.
+- An unknown value reads "n/a"; a string from an event stays on one line.
 """
 
 from __future__ import annotations
@@ -56,22 +55,22 @@ ACCOUNT_WORDS = {
     "idle_s": "between attempts",
     "unaccounted_s": "not accounted for",
 }
-"""Row of an account -> what it is called."""
+"""Row of an account -> its label."""
 
 REMEDIES = {"data_s": ": raise data.workers or data.prefetch"}
-"""Row of an account -> what makes it smaller, where that is known."""
+"""Row of an account -> a remedy, where one is known."""
 
 _SHOWN, _WORTH_A_REMEDY = 0.01, 0.05
-"""From which share of the time on a row is named, and its remedy."""
+"""Share of the time from which a row is named, and from which its remedy is."""
 
 
 def one_line(text: str) -> str:
-    """Text without line breaks and control characters."""
+    """The string without line breaks and control characters."""
     return "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
 
 
 def render_loss(loss: float | None) -> str:
-    """Four decimals, or four figures where that would hide a small loss."""
+    """Four decimals, or four significant digits where that would hide a small loss."""
     if loss is None or not math.isfinite(loss):
         return UNKNOWN if loss is None else str(loss)
     return f"{loss:.4f}" if loss == 0 or abs(loss) >= 0.01 else f"{loss:.3e}"
@@ -83,7 +82,7 @@ def render_number(value: float | None, form: str) -> str:
 
 
 def render_total(total: float | None) -> str:
-    """Three figures and a suffix: 1264512 -> "1.26M"."""
+    """Three significant digits and a suffix: 1264512 -> "1.26M"."""
     return UNKNOWN if total is None or not math.isfinite(total) else render_count(total)
 
 
@@ -93,7 +92,7 @@ def render_time(seconds: float | None) -> str:
 
 
 def render_size(size_bytes: float | None) -> str:
-    """Three figures and a binary unit: 14889779 -> "14.2 MiB"."""
+    """Three significant digits and a binary unit: 14889779 -> "14.2 MiB"."""
     if size_bytes is None or not math.isfinite(size_bytes):
         return UNKNOWN
     power = next((power for power in (4, 3, 2, 1) if abs(size_bytes) >= 1024**power), 0)
@@ -152,12 +151,12 @@ _NUMERICS: Mapping[str, Callable[[Any], str]] = MappingProxyType(
         "train.compile": lambda value: "not compiled" if value == "off" else f"{value} compiled",
     }
 )
-"""Key -> what its value is in words."""
+"""Key -> the phrase for its value."""
 
 
 def render_validation(validation: ValidatedEvent, metric: str = "loss") -> str:
-    """ "loss 2.4012  1.830 bits/byte  98.51 % correct  f1 0.8125": a script's own metrics come last, of these first the
-    one that a best validation is found by."""
+    """ "loss 2.4012  1.830 bits/byte  98.51 % correct  f1 0.8125": a script's own metrics come last; among them the
+    monitored one is first."""
     parts = [f"loss {render_loss(validation.loss)}"]
     if validation.bits_per_byte is not None:
         parts.append(f"{validation.bits_per_byte:.3f} bits/byte")
@@ -180,17 +179,17 @@ def _render_named(values: Mapping[str, float]) -> list[str]:
 
 
 _MOST_NAMED = 5
-"""Values of a script that a line shows."""
+"""How many of a script's values a line shows."""
 
 
 def render_monitored(metric: str, value: float) -> str:
-    """ "loss 2.4012", "f1 0.8125", "accuracy 98.51 %": what a validation is the best by."""
+    """ "loss 2.4012", "f1 0.8125", "accuracy 98.51 %": the value that a validation is compared by."""
     return f"accuracy {value:.2%}" if metric == "accuracy" else f"{one_line(metric)} {render_loss(value)}"
 
 
 def render_account(account: TimeAccount) -> str:
-    """ "93 % of 1:02:41, then saving (4 %); start-up 0:38": the productive share of the time after start-up, and where
-    most of the rest went, with a remedy where one knows it; start-up by itself."""
+    """ "93 % of 1:02:41, then saving (4 %); start-up 0:38": the productive share of the time after start-up, the
+    largest other row with a remedy if one is known, and start-up by itself."""
     running_s = account.wall_s - account.start_s
     is_shown = account.start_s > 0 and account.start_s >= _SHOWN * account.wall_s
     started = f"start-up {render_time(account.start_s)}" if is_shown else ""
@@ -219,7 +218,7 @@ def render_failed_save(failed: FailedSave) -> str:
 
 
 def render_set_aside(damaged: QuarantinedEvent) -> str:
-    """ "step-000000200 is damaged (a shard is missing) and kept as damaged-step-000000200"; on the disk of a node it is
+    """ "step-000000200 is damaged (a shard is missing) and kept as damaged-step-000000200"; on a node's own disk it is
     not kept."""
     if not damaged.kept_as:
         return one_line(f"{damaged.name} on the disks of the nodes was not used and removed ({damaged.reason})")
@@ -234,7 +233,7 @@ def render_left_out(left_out: SkippedRange) -> str:
 
 
 def render_save(save: Save) -> str:
-    """ "saved step-000000100  14.2 MiB in 0.3 s"; on the disks of the nodes it says so."""
+    """ "saved step-000000100  14.2 MiB in 0.3 s"; says so if it is on the nodes' own disks."""
     took = "" if save.seconds is None else f" in {save.seconds:.1f} s"
     where = " on the nodes" if save.tier == LOCAL else ""
     return f"saved {one_line(save.name)}{where}  {render_size(save.size_bytes)}{took}"
@@ -268,9 +267,9 @@ def list_last_lines(
     status: Mapping[str, Any],
     by_hand: bool,
 ) -> list[str]:
-    """What stands below a run when its command or script ends: where it is, and how it goes on. `report` is the page,
-    or the command that makes it; `nothing_done`: the run was finished before, as its `status` says; `by_hand`: no job
-    goes on with it."""
+    """The lines below a run when its command or script ends: its directory, and how it continues. `report` is the page,
+    or the command that makes it; `nothing_done`: the run was finished before, as its `status` states; `by_hand`: no job
+    continues it."""
     lines = [f"run directory  {directory}", f"report         {report}"]
     if nothing_done:
         key = status.get("finished_by", "train.steps")
@@ -281,7 +280,7 @@ def list_last_lines(
     return lines
 
 
-# --- What the guard of a run has seen, in one line each
+# --- findings of the guard
 
 
 def _transient(event: Mapping[str, Any]) -> str:
@@ -336,7 +335,7 @@ def render_guarded(event: Mapping[str, Any]) -> str:
 
 
 def _numbers(event: Mapping[str, Any]) -> str:
-    """JSON has no form for a number that is not finite: it is null."""
+    """JSON has no form for a number that is not finite; it is null there."""
     loss, norm = number(event, "loss"), number(event, "grad_norm")
     shown = "not finite" if loss is None else render_loss(loss)
     return f"loss {shown}, gradient norm {'not finite' if norm is None else render_number(norm, '.3f')}"
@@ -352,7 +351,7 @@ def _list(event: Mapping[str, Any], key: str) -> str:
     return ", ".join(str(each) for each in found) if isinstance(found, list) and found else "n/a"
 
 
-# --- What an event tells a person, in a line: the same words in the live view and in plain lines
+# --- one line for each event
 
 
 class Severity(Enum):
@@ -364,7 +363,7 @@ class Severity(Enum):
 
 
 class StepLabel(Enum):
-    """Which step a line belongs to: that at which the run is when it is told, that of the event, none."""
+    """The step that labels a line: the run's current one, the event's own, or none."""
 
     RUN = auto()
     EVENT = auto()
@@ -421,6 +420,6 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
 
 
 def describe(event: Event) -> EventText | None:
-    """What an event tells; None for one that is no news of its own, such as a step."""
+    """The line of an event; None for one that has no line of its own, such as a step."""
     kind = _KINDS.get(event["event"])
     return EventText(kind.words(event), kind.weight, kind.place) if kind is not None else None

@@ -1,7 +1,7 @@
-"""What a source is: its protocol, the facts about it, a view of a part of it.
+"""What a source is: its protocol, its facts, and a view of a part of it.
 
-Invariant: a source is picklable without its data where that lies in a file (a worker opens the file anew). This
-module must not read files nor know any sort of data.
+Invariant: a source whose data lie in a file is pickled without them (a worker opens the file anew). This module must
+not read files or depend on a kind of data.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Wants = Literal["tokens", "images"]
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """What others need to know of a source without reading it.
+    """Facts about a source that need no reading of samples.
 
     `sample_shape` is that of the inputs of one sample. `bytes_per_token` is the number of text bytes that a target
-    token stands for, so that bits per byte = loss / ln 2 / bytes_per_token; None where there is no text.
-    `fingerprint` is xxh3-128 over what identifies the content: sizes, names, some blocks.
+    token stands for, so that bits per byte = loss / ln 2 / bytes_per_token; None without text. `fingerprint` is
+    xxh3-128 over what identifies the content: sizes, names, some blocks.
     """
 
     description: str
@@ -90,7 +90,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class DataPath:
-    """A path as the person wrote it and the key that holds it, for messages that name both."""
+    """A path as the user wrote it and the key that holds it, for messages that name both."""
 
     key: str
     text: str
@@ -100,15 +100,15 @@ class DataPath:
         return expand_place(self.text)
 
     def error(self, what: str, allowed: str = "", remedy: str = "") -> UserError:
-        """The error for this place: `what` goes on after the quoted path."""
+        """The error for this path: `what` follows the quoted path."""
         return data_error(self.key, f'"{self.text}" {what}', allowed, remedy)
 
 
 @dataclass(frozen=True)
 class DataRequest:
-    """What the run wants from its data: the [data] section, train.seed and what the model takes.
+    """The run's request for its data: the [data] section, train.seed and what the model takes.
 
-    `vocab` and `classes` are those of the model, None where it takes what the data has.
+    `vocab` and `classes` are those of the model, None if it takes what the data have.
     """
 
     section: DataSection
@@ -124,7 +124,7 @@ def data_error(key: str, what: str, allowed: str = "", remedy: str = "") -> User
 
 
 def fingerprint(*parts: object) -> str:
-    """xxh3-128 in hex over the texts of `parts`, each ended so that no two lists run into the same bytes."""
+    """xxh3-128 in hex over the strings of `parts`, each terminated so that no two lists give the same bytes."""
     digest = xxhash.xxh3_128()
     for part in parts:
         text = str(part).encode()

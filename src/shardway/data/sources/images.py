@@ -1,11 +1,11 @@
-"""Images with a label each, from .npz arrays or MNIST's idx files, normalised as they are gathered.
+"""Images with one label each, from .npz arrays or MNIST's idx files, normalised when they are gathered.
 
 Invariants:
 - Inputs are float32 [n, C, H, W] (or [n, features]), targets int64 [n].
-- Nothing in the file is executed (no pickles).
-- A file is used only when its size is exactly what its header says.
+- Nothing in a file is executed (no pickles).
+- An idx file is used only if its size is exactly what its header states.
 
-Format (as described with the MNIST database): two zero bytes, a type code (0x08 = unsigned byte), the number of
+The idx format, as described with the MNIST database: two zero bytes, a type code (0x08 = unsigned byte), the number of
 dimensions, each dimension as a big-endian uint32, then the data in C order.
 """
 
@@ -55,7 +55,7 @@ class Images:
 def make_images(
     inputs: npt.NDArray[Any], labels: npt.NDArray[Any], place: DataPath, asked: DataRequest, description: str
 ) -> Images:
-    """The samples of an input and a label array; UserError where they do not fit each other or the model.
+    """The samples of an input and a label array; UserError if they do not fit each other or the model.
 
     `inputs`: uint8 or floating [N, H, W], [N, C, H, W] or [N, features]; `labels`: integers [N] from 0 on.
     """
@@ -98,7 +98,7 @@ def _check_labels(labels: npt.NDArray[Any], place: DataPath, classes: int | None
     return highest + 1 if classes is None else classes
 
 
-# --- Images and labels out of one .npz file
+# --- one .npz file
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +142,7 @@ def _read_named(place: DataPath, name: str) -> _Archive:
         ) from error
 
 
-# --- MNIST's idx files: images and labels, gzip-compressed or not
+# --- MNIST's idx files, gzip-compressed or not
 
 TRAIN, TEST = "train", "t10k"
 
@@ -160,7 +160,7 @@ def open_idx(place: DataPath, asked: DataRequest, part: str = TRAIN) -> Images:
 
 
 def open_idx_validation(place: DataPath, asked: DataRequest) -> Images:
-    """The t10k part of a folder, or its train part where it has no t10k files."""
+    """The t10k part of a folder, or its train part if it has no t10k files."""
     return open_idx(place, asked, TEST if has_part(place, TEST) else TRAIN)
 
 
@@ -202,7 +202,7 @@ def _find(place: DataPath, name: str) -> Path:
 
 
 def _read_plain(place: DataPath, path: Path) -> bytes:
-    """The content, decompressed where it is gzip whatever its name says (a browser may have unpacked it)."""
+    """The content, decompressed if it is gzip, whatever its name (a browser may have unpacked it)."""
     content = path.read_bytes()
     if content[:2] != _GZIP_MAGIC:
         return content

@@ -1,4 +1,4 @@
-"""Made-up data that can be learnt, without storage.
+"""Synthetic data that can be learnt, without storage.
 
 Invariant: each sample is a pure function of (seed, id) by splitmix64, the same on every machine. This module must
 not read files.
@@ -16,7 +16,7 @@ from shardway.data.order import SampleOrder, Words, derive_keys
 from shardway.data.sources.base import Arrays, DataRequest, Ids, SourceFacts, data_error, fingerprint
 
 NOISE = 0.1
-"""Part of the tokens that are drawn at random instead of following the successor table."""
+"""Fraction of the tokens that are drawn at random instead of following the successor table."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class SyntheticTokens:
         columns = np.arange(self.seq_len + 1)
         jumps = _as_unit(drawn) < NOISE
         jumps[:, 0] = True
-        # The place in the cycle is that of the last jump plus the steps since: no loop over the sequence.
+        # The place in the cycle is that of the last jump plus the steps since, without a loop over the sequence.
         last = np.maximum.accumulate(np.where(jumps, columns, 0), axis=1)
         places = (drawn & np.uint64(0xFFFFFFFF)).astype(np.int64) % len(self.cycle)
         starts = np.take_along_axis(places, last, axis=1)
@@ -77,7 +77,7 @@ class SyntheticImages:
 
 
 def open_synthetic(asked: DataRequest) -> SyntheticTokens | SyntheticImages:
-    """data.samples made-up samples of what the model takes."""
+    """data.samples synthetic samples of the kind that the model takes."""
     return _make_tokens(asked) if asked.wants == "tokens" else _make_images(asked)
 
 

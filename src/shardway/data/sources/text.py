@@ -1,11 +1,10 @@
 """Text files as one row of tokens: the tokenizer, and the cache of prepared files.
 
 Invariants:
-- A file in the cache is whole under its final name; it is written beside it and renamed.
-- The tokens of a text depend on the file alone, not on cores or threads. The libraries are imported when a tokenizer is
-  opened, so that byte data works without them.
-- A prepared file appears by rename only when it is whole, so that many processes may prepare the same text at once and
-  a kill leaves nothing half. The text itself is never written.
+- A prepared file is written beside its final name and renamed when it is complete. So many processes may prepare the
+  same text at once, and a kill leaves no partial file. The text itself is never written.
+- The tokens of a text depend on the text and the tokenizer file alone, not on cores or threads. The tokenizer libraries
+  are imported when a tokenizer is opened, so byte data need none.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from shardway.errors import Bug, JobError, UserError, list_some
 from shardway.places import expand_place, find_own_folder
 from shardway.refusals import FULL, find_remedy
 
-# --- The cache of prepared token files
+# --- the cache of prepared token files
 
 STALE_S = 86400.0
 """A temporary file older than this was left by a kill and is removed."""
@@ -44,7 +43,7 @@ _PREFIX = ".preparing-"
 
 
 def cache_folder(configured: str) -> Path:
-    """data.cache, where "auto" is shardway in the user's cache folder. Raises UserError where there is none."""
+    """data.cache; "auto" is shardway in the user's cache folder. Raises UserError if there is none."""
     if configured != "auto":
         return expand_place(configured)
     folder = find_own_folder("CACHE")
@@ -55,11 +54,11 @@ def cache_folder(configured: str) -> Path:
 
 
 def prepare_tokens(folder: Path, name: str, dtype: np.dtype[Any], tokens: Callable[[], Iterator[Tokens]]) -> TokenFile:
-    """The token file `name` of a cache folder; where it is missing or damaged, `tokens()` is written to it.
+    """The token file `name` of a cache folder; if it is missing or damaged, `tokens()` is written to it.
 
     `tokens` gives pieces of `dtype` and turns its own reading errors into Shardway's: an OSError here is the cache's.
     Safe for many processes at once: each writes a file of its own and the last rename stands, with equal content.
-    Raises UserError where the folder may not be written, JobError where there is no space.
+    Raises UserError if the folder may not be written, JobError if there is no space.
     """
     target = folder / f"{name}.npy"
     if not _is_whole(target):
@@ -90,7 +89,7 @@ def _write_tokens(target: Path, dtype: np.dtype[Any], tokens: Iterator[Tokens]) 
 
 
 def _write_npy(stream: IO[bytes], dtype: np.dtype[Any], tokens: Iterator[Tokens]) -> None:
-    """A NumPy file whose length is known only at the end: the header is written twice, NumPy pads it for that."""
+    """A NumPy file whose length is known only at the end: the header is written twice, and NumPy pads it for that."""
     count, start = 0, _write_header(stream, dtype, 0)
     for piece in tokens:
         stream.write(piece.data)
@@ -117,7 +116,7 @@ def _remove_stale(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _cache_errors(folder: Path) -> Iterator[None]:
-    """Say which folder could not be written, and what to do."""
+    """Turn an error of the cache into one that names the folder and a remedy."""
     try:
         yield
     except OSError as error:
@@ -132,17 +131,17 @@ def _cache_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-# --- Text -> tokens by a tokenizer file, behind one small interface for both libraries
+# --- the tokenizer, one interface for both libraries
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 """Usual names of the token that ends a document; the first that a tokenizer.json has is used."""
 
 PIECE_CHARACTERS = 2**20
-"""Text is encoded in pieces that end at a line and have about this length, so that memory stays bounded."""
+"""Text is encoded in pieces of about this many characters that end at a line, so that memory stays bounded."""
 
 
 class Tokenizer(Protocol):
-    """`vocab` is one more than the largest token; `end` is the token between documents, where there is one."""
+    """`vocab` is one more than the largest token; `end` is the token between documents, or None."""
 
     @property
     def vocab(self) -> int: ...
@@ -193,7 +192,8 @@ class SentencePiece:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a .json or .model file; UserError where it is missing, damaged or its package is."""
+    """The tokenizer of a .json or .model file; UserError if the file is missing or damaged, or its package is
+    missing."""
     place = DataPath("data.tokenizer", name)
     openers = {".json": _open_json, ".model": _open_sentencepiece}
     if place.path.suffix not in openers:
@@ -245,7 +245,7 @@ def _import_package(name: str) -> ModuleType:
         ) from error
 
 
-# --- Text files as one row of tokens, prepared once into a cache
+# --- text files as one row of tokens
 
 PREPARE_VERSION = 1
 STDLIB = "python:stdlib"
@@ -256,7 +256,7 @@ _PIECES_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class TextFile:
-    """One document: its name below the folder, and what tells that it has not changed."""
+    """One document: its name below the folder, and what shows that it has not changed."""
 
     name: str
     size: int
@@ -278,9 +278,9 @@ class Text:
 def open_text(place: DataPath, asked: DataRequest) -> TokenWindows:
     """The samples of a text file, or of the files of a folder whose name matches data.include.
 
-    A single file read as bytes is mapped where it lies. Otherwise the files, sorted by their path below the folder
-    and joined by one zero byte (or the tokenizer's end-of-document token), are prepared in data.cache, which rank 0
-    does first while the others wait. Bytes that are not UTF-8 reach a tokenizer as U+FFFD.
+    A single file read as bytes is memory-mapped. Otherwise the files, sorted by their path below the folder and joined
+    by one zero byte (or the tokenizer's end-of-document token), are prepared in data.cache, first by rank 0 while the
+    others wait. Bytes that are not UTF-8 reach a tokenizer as U+FFFD.
     """
     text = list_text(place, asked.section.include)
     if asked.section.tokenizer == "bytes":
@@ -289,7 +289,7 @@ def open_text(place: DataPath, asked: DataRequest) -> TokenWindows:
 
 
 def list_text(place: DataPath, include: str) -> Text:
-    """The documents at a place; raises UserError where there is none or one may not be read."""
+    """The documents at a path; raises UserError if there is none or one may not be read."""
     root = Path(sysconfig.get_path("stdlib")) if place.text == STDLIB else place.path
     if root.is_file():
         text = Text(root.parent, (_describe(root, root.name),))
@@ -373,7 +373,7 @@ def _summarise(text: Text) -> str:
 
 
 def _prepare(asked: DataRequest, text: Text, dtype: np.dtype[Any], tokens: Callable[[], Iterator[Tokens]]) -> TokenFile:
-    """The token file of this text and tokenizer in the cache, made now where it is not there yet."""
+    """The token file of this text and tokenizer in the cache, made now if it is missing."""
     tokenizer = identify_tokenizer(asked.section.tokenizer)
     listed = ((file.name, file.size, file.mtime_ns) for file in text.files)
     key = fingerprint(PREPARE_VERSION, tokenizer, dtype, text.root.resolve(), *listed)

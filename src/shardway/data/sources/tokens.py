@@ -1,7 +1,7 @@
-"""Windows over one long row of tokens that is memory-mapped from a file.
+"""Windows over one long row of tokens, memory-mapped from a file.
 
-Invariant: sample i is tokens iL .. iL + L (L + 1 of them): windows share one token, and every token but the first
-is a target once. This module must not know where the tokens came from.
+Invariant: sample i is tokens iL .. iL + L (L + 1 of them): neighbouring windows share one token, and every token but
+the first is a target once. This module must not depend on where the tokens come from.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HEADER_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.f
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Where tokens lie: `tokens` of `dtype`, from byte `offset_bytes` of a file on."""
+    """Where tokens are stored: `tokens` of `dtype`, from byte `offset_bytes` of a file on."""
 
     path: Path
     dtype: str
@@ -84,7 +84,7 @@ class TokenWindows:
 
 
 def check_tokens(tokens: npt.NDArray[Any], vocab: int | None, place: DataPath) -> None:
-    """Raise UserError where a token is negative or not below `vocab` (None: any is allowed)."""
+    """Raise UserError if a token is negative or not below `vocab` (None: any is allowed)."""
     if tokens.size == 0:
         return
     highest = int(tokens.max())
@@ -100,9 +100,9 @@ def check_tokens(tokens: npt.NDArray[Any], vocab: int | None, place: DataPath) -
 
 
 def make_windows(file: TokenFile, place: DataPath, asked: DataRequest, facts: SourceFacts) -> TokenWindows:
-    """The samples of a token file; the fingerprint of `facts` is what made the tokens, and the tokens are added.
+    """The samples of a token file; the fingerprint combines that of `facts` and the tokens.
 
-    Raises UserError where there are too few tokens for one sample, or where sampled tokens exceed the vocabulary.
+    Raises UserError if there are too few tokens for one sample, or if sampled tokens exceed the vocabulary.
     """
     seq_len = asked.section.seq_len
     if file.tokens < seq_len + 1:
@@ -119,7 +119,7 @@ def make_windows(file: TokenFile, place: DataPath, asked: DataRequest, facts: So
 
 
 def open_tokens(place: DataPath, asked: DataRequest) -> TokenWindows:
-    """The samples of a .npy or raw .bin token file; their vocabulary is the model's, where that is given."""
+    """The samples of a .npy or raw .bin token file; their vocabulary is the model's if that is given."""
     readers = {".npy": read_npy, ".bin": lambda place: read_raw(place, asked.section.token_dtype)}
     path = place.path
     if not path.exists():
@@ -136,7 +136,7 @@ def open_tokens(place: DataPath, asked: DataRequest) -> TokenWindows:
 
 
 def read_raw(place: DataPath, dtype: str) -> TokenFile:
-    """A file that is nothing but tokens; its size must be a whole number of them."""
+    """A file that contains only tokens; its size must be a multiple of theirs."""
     size, width = place.path.stat().st_size, np.dtype(dtype).itemsize
     if size == 0:
         raise place.error("is empty")
@@ -149,7 +149,7 @@ def read_raw(place: DataPath, dtype: str) -> TokenFile:
 
 
 def read_npy(place: DataPath) -> TokenFile:
-    """A NumPy file with one row of integers; its size must be what its header says."""
+    """A NumPy file with one row of integers; its size must be what its header states."""
     size = place.path.stat().st_size
     shape, dtype, offset_bytes = _read_npy_header(place)
     if len(shape) != 1 or dtype.kind not in "iu":

@@ -1,9 +1,9 @@
-"""A host: it runs a command, takes files, gives files; `user@host:SITE` and `~` or `$VARIABLES` of paths are read here.
+"""A host: it runs commands, takes and gives files; `user@host:SITE`, and `~` or `$VARIABLES` of paths, are read here.
 
 Invariants:
-- A command is a list of words, never a text that a shell takes apart; each has a time limit.
-- A host that is accepted cannot be taken for an option of ssh, nor for more than one word.
-- Nothing of a path is ever run: `$(...)`, backquotes and globs stay the characters that they are.
+- A command is a list of words, never text for a shell to split; each has a time limit.
+- An accepted host name is one word, and no option of ssh.
+- Nothing of a path is run: `$(...)`, backquotes and globs stay literal.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Host(Protocol):
         ...
 
 
-# --- The words `user@host:SITE` of a command line as a value
+# --- the words `user@host:SITE`
 
 _HOST = re.compile(r"([A-Za-z0-9_.+@\\%-]+@)?([A-Za-z0-9_.-]+|[0-9A-Fa-f:.%a-z]*:[0-9A-Fa-f:.%a-z]*)")
 _SHAPE = re.compile(r"(?P<host>[^\[\]:]+|(?:[^\[\]:]*@)?\[[^\[\]]+\]):(?P<site>.*)")
@@ -136,7 +136,7 @@ def _check_host(host: str, text: str) -> str:
     return host
 
 
-# --- `~` and `$VARIABLES` of a path, filled in with the values of the host that the path is on
+# --- expansion of `~` and `$VARIABLES` in a path
 
 
 def list_variables(path: str) -> list[str]:
@@ -148,7 +148,7 @@ def list_variables(path: str) -> list[str]:
 def fill_in(path: str, values: Mapping[str, str], base: str, host: str) -> PurePosixPath:
     """The absolute path; a relative one is below `base`.
 
-    Raises UserError for a variable that the host does not set, and for `~other`, whose folder nobody could check.
+    Raises UserError for a variable that the host does not set, and for `~other`, whose folder cannot be checked.
     """
     if path == "~" or path.startswith("~/"):
         path = "${HOME}" + path[1:]
@@ -162,5 +162,5 @@ def fill_in(path: str, values: Mapping[str, str], base: str, host: str) -> PureP
             "  To do: write the folder out, or set the variable there."
         )
     whole = places.fill_variables(path, values)
-    # POSIX keeps two leading slashes; nobody means them.
+    # POSIX keeps two leading slashes, which are never meant.
     return PurePosixPath("/" + posixpath.normpath(posixpath.join(base, whole)).lstrip("/"))

@@ -1,9 +1,9 @@
 """This machine as a host: commands are processes, files are files.
 
-Commands have the variables of this process but for those that mean something for another job (`inherited`).
+Commands get the variables of this process except those that mean something for another job (`inherited`).
 
-Invariant: a command that ran out of time is gone with all that it started, but for a process that the kernel does not
-let go (a hung mount), which is left behind: nobody waits for it. This module must not use a shell.
+Invariant: a command that ran out of time has ended with all its processes, except one that the kernel does not release
+(a hung mount), which is left behind without waiting. No shell is used.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class LocalHost:
                 write_whole(here, text)
                 if path in executable:
                     mode = here.stat().st_mode
-                    here.chmod(mode | (mode & 0o444) >> 2)  # whoever may read it may run it
+                    here.chmod(mode | (mode & 0o444) >> 2)  # execute permission where there is read permission
             except OSError as error:
                 raise UserError(refuse_to_write(path, error.strerror or str(error))) from None
 

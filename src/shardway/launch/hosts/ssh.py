@@ -1,16 +1,16 @@
 """A host behind the user's own ssh: several commands in one exchange, files and folders over one shared connection.
 
 Invariants:
-- What a command prints comes back byte for byte, whatever login shells print around it: each output ends with a random
-  mark that also carries the exit code.
-- A command's exit code is the one that its own mark carries; where no mark came back the connection failed, and that is
-  told as such, never as a code of the command.
+- The output of a command is returned byte for byte, whatever login shells print around it: each output ends with a
+  random mark that also carries the exit code.
+- The exit code of a command is the one in its own mark. If no mark comes back, the connection failed; this is reported
+  as such, never as a code of the command.
 
-The script is read by bash from its standard input: no word of it is on a command line that `ps` shows or that a login
-shell (csh, fish, zsh) takes apart. Shells that read a script from a pipe take no byte more than they need (POSIX.1,
-sh, INPUT FILES), so that a payload may follow the script.
+bash reads the script from its standard input, so none of it is on a command line, which `ps` shows and a login shell
+(csh, fish, zsh) splits. Shells read no more bytes of a piped script than they need (POSIX.1, sh, INPUT FILES), so a
+payload may follow the script.
 
-Needed there: bash and the usual tar, gzip, sed and mv; no Python.
+Required on the host: bash and the usual tar, gzip, sed and mv; no Python.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from shardway.launch.hosts.local import refuse_to_write
 from shardway.launch.hosts.ssh_connection import Connection, ConnectionContext
 from shardway.launch.script import quote, quote_all, quote_shell, read_block
 
-# --- Several commands in one script for the shell of another machine, and their outputs taken apart again
+# --- several commands in one script
 
 BOOTSTRAP = "exec bash --norc -s"
-"""What the login shell is asked to run: words that every shell reads alike."""
+"""What the login shell runs: words that every shell reads alike."""
 
 _KILLED = (124, 137)
-"""Codes of coreutils' `timeout`: it ended the command, or had to kill it."""
+"""Exit codes of coreutils' `timeout`: command ended, or killed."""
 
 _PROLOGUE = """\
 mark={mark}
@@ -61,7 +61,7 @@ ends 0
 
 @dataclass(frozen=True)
 class Command:
-    """A command as text of a script, and the words that it came from."""
+    """A command as text of a script, and its original words."""
 
     words: tuple[str, ...]
     text: str
@@ -69,7 +69,7 @@ class Command:
 
 @dataclass(frozen=True)
 class ScriptCommandResult:
-    """How one command of a script ended; `whole` is False where its end never came back."""
+    """How one command of a script ended; `whole` is False if its end is missing."""
 
     code: int
     out: bytes
@@ -87,7 +87,7 @@ class Exchange:
     mark: str = field(default_factory=lambda: f"shardway-{secrets.token_hex(16)}")
 
     def render(self) -> bytes:
-        """The script, after which nothing is read of the input but by its commands."""
+        """The script; after it, only its commands read the input."""
         limit = math.ceil(self.limit_s)
         lines = [f"{command.text}\nends {number}" for number, command in enumerate(self.commands, 1)]
         drop = read_block("inherited", "drop_variables").text
@@ -98,7 +98,7 @@ class Exchange:
         return "\n".join([prologue + "{", *lines, "exit 0", "}", ""]).encode("utf-8", "surrogateescape")
 
     def parse(self, out: bytes, err: bytes) -> list[ScriptCommandResult] | None:
-        """How each command ended, as far as the outputs reach; None where the script was never begun."""
+        """How each command ended, as far as the outputs reach; None if the script did not start."""
         outs, errs = parse_marked(self.mark, out), parse_marked(self.mark, err)
         if not outs.ends:
             return None
@@ -123,7 +123,7 @@ class CommandEnd:
 
 @dataclass(frozen=True)
 class Marked:
-    """An output cut at its marks: `texts[0]` is what stood before the first, `texts[i]` belongs to command i."""
+    """An output split at its marks: `texts[0]` precedes the first, `texts[i]` belongs to command i."""
 
     texts: tuple[bytes, ...]
     ends: tuple[CommandEnd, ...]
@@ -134,36 +134,36 @@ class Marked:
 
 
 def parse_marked(mark: str, output: bytes) -> Marked:
-    """Cut an output at the marks that `ends` of a script printed."""
+    """Split an output at the marks that `ends` of a script printed."""
     pieces = re.split(re.escape(mark.encode()) + rb":\d+:(\d+):(\d+):", output)
     ends = tuple(CommandEnd(int(code), int(s)) for code, s in zip(pieces[1::3], pieces[2::3], strict=True))
     return Marked(tuple(pieces[::3]), ends)
 
 
 def run_command(words: Sequence[str], stdin: str = "") -> Command:
-    """A command of a script, within the time limit, with a text as its input (none: an empty input)."""
+    """A command of a script, within the time limit; `stdin` is its input (empty for none)."""
     source = f"printf %s {quote(stdin)} | " if stdin else ""
     empty = "" if stdin else " </dev/null"
     return Command(tuple(words), f"{source}$limit {quote_all(words)}{empty}")
 
 
 def options_command() -> Command:
-    """What stood in the environment for sbatch: NAME=VALUE, a line each."""
+    """The options for sbatch in the host's environment: NAME=VALUE, one per line."""
     return Command(("left_out",), 'printf %s "$left_out"')
 
 
 def follow_command(words: Sequence[str]) -> Command:
-    """A command that ends when the input of the script does: nothing is left running behind a lost connection."""
+    """A command that ends when the input of the script does, so that a lost connection leaves nothing running."""
     watch = "{ cat <&3; kill -- -$child; } >/dev/null 2>&1 & watch=$!"
     # Job control gives the command a process group of its own, which ends as one.
     start = f"exec 3<&0; set -m; {{ exec {quote_all(words)} </dev/null 2>/dev/null 3<&-; }} & child=$!"
-    # The watch ends first: it must never kill a process that was given the same number since.
+    # The watch ends first: it must never kill a process that got the same number since.
     end = "{ wait $child; code=$?; kill -- -$watch; } 2>/dev/null; (exit $code)"
     return Command(tuple(words), f"{start}\n{watch}\n{end}")
 
 
 def write_command(path: str, text: str, executable: bool, token: str) -> Command:
-    """Write a file under another name in its folder, and give it its own when it is complete."""
+    """Write a file under a temporary name in its folder, and rename it when it is complete."""
     folder, _, name = path.rpartition("/")
     temporary = quote(f"{folder}/.{name}.{token}.tmp")
     mode = f" && chmod +x {temporary}" if executable else ""
@@ -175,9 +175,9 @@ def write_command(path: str, text: str, executable: bool, token: str) -> Command
 
 
 def unpack_command(target: str, token: str) -> Command:
-    """Unpack what follows the script (tar, gzip) beside a folder that does not exist yet, and give it its name.
+    """Unpack the payload after the script (tar, gzip) beside a folder that does not exist yet, and rename it.
 
-    Code 17 (EEXIST) where the folder exists.
+    Code 17 (EEXIST) if the folder exists.
     """
     folder, _, name = target.rpartition("/")
     there, temporary = quote(target), quote(f"{folder}/.{name}.{token}.tmp")
@@ -189,17 +189,17 @@ def unpack_command(target: str, token: str) -> Command:
     )
 
 
-# --- A host behind the user's own ssh: commands, files and folders over one shared connection
+# --- the host
 
 _ANSWER_S = 15.0
-"""Seconds that the way there and back, and a slow profile, may take besides the command itself."""
+"""Seconds that the network and a slow profile may take besides the command itself."""
 _WRITE_S = 120.0
 _COPY_S = 1800.0
 _EXISTS = 17
 
 
 class SshHost:
-    """A machine as ssh knows it: "alice@login.example.org", or a name of ~/.ssh/config."""
+    """A machine in ssh's words: "alice@login.example.org", or a name of ~/.ssh/config."""
 
     def __init__(self, name: str, surroundings: ConnectionContext | None = None) -> None:
         self.name = name
@@ -210,11 +210,11 @@ class SshHost:
         return self._run([run_command(words, stdin)], timeout_s)[0]
 
     def run_many(self, commands: Sequence[Sequence[str]], *, timeout_s: float = 60.0) -> list[Done]:
-        """Run several commands in a row in one exchange; those that the time does not reach are marked as timed out."""
+        """Run several commands in sequence in one exchange; those that do not start in time are marked as timed out."""
         return self._run([run_command(words) for words in commands], timeout_s) if commands else []
 
     def follow(self, words: Sequence[str]) -> Iterator[str]:
-        """Yield the lines of a command's standard output as they come. Raises HostUnreachable when it is cut off."""
+        """Yield the lines of a command's standard output as they arrive. Raises HostUnreachable if it is cut off."""
         exchange = Exchange((follow_command(words),), 0.0)
         with tempfile.TemporaryFile() as messages:
             process = subprocess.Popen(
@@ -234,12 +234,12 @@ class SshHost:
             )
 
     def read_files(self, paths: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
-        """The text of each of these files that can be read, in one exchange."""
+        """The text of each of these files that is readable, in one exchange."""
         done = self.run_many([["cat", "--", str(path)] for path in paths])
         return {path: ended.out for path, ended in zip(paths, done, strict=True) if ended.ok}
 
     def write_files(self, files: Mapping[PurePosixPath, str], *, executable: Sequence[PurePosixPath] = ()) -> None:
-        """Write whole files in one exchange. Raises UserError where the file system refuses one, HostUnreachable."""
+        """Write complete files in one exchange. Raises UserError if the file system refuses one, HostUnreachable."""
         token = secrets.token_hex(8)
         commands = [write_command(str(path), text, path in executable, token) for path, text in files.items()]
         for path, ended in zip(files, self._exchange(commands, _WRITE_S), strict=False):
@@ -247,7 +247,7 @@ class SshHost:
                 raise UserError(refuse_to_write(path, _reason(ended), self.name))
 
     def copy_tree(self, source: Path, target: PurePosixPath) -> None:
-        """Copy a folder with its links as one stream. Raises UserError where the target exists or cannot be written."""
+        """Copy a folder with its links as one stream. Raises UserError if the target exists or cannot be written."""
         command = unpack_command(str(target), secrets.token_hex(8))
         [ended] = self._exchange([command], _COPY_S, lambda file: _pack(source, file))
         if ended.code != 0:
@@ -255,18 +255,18 @@ class SshHost:
             raise UserError(refuse_to_write(target, reason, self.name))
 
     def expand(self, path: str) -> PurePosixPath:
-        """An absolute path there; a relative one is below the home folder there. Raises UserError, HostUnreachable."""
+        """An absolute path on the host; a relative one is below its home folder. Raises UserError, HostUnreachable."""
         return self.expand_many([path])[0]
 
     def expand_many(self, paths: Sequence[str]) -> list[PurePosixPath]:
-        """Absolute paths there, in their order and in one exchange, or none where all are plain."""
+        """Absolute paths on the host, in their order, in one exchange, or in none if all are plain."""
         names = list(dict.fromkeys(name for path in paths for name in _list_unknown(path)))
         done = self.run_many([["printenv", name] for name in names])
         values = {name: ended.out.removesuffix("\n") for name, ended in zip(names, done, strict=True) if ended.ok}
         return [fill_in(path, values, values.get("HOME", "/"), self.name) for path in paths]
 
     def read_options(self) -> dict[str, str]:
-        """Variables there that hold options for sbatch, and that no command gets. Raises HostUnreachable."""
+        """Variables on the host that hold options for sbatch; no command gets them. Raises HostUnreachable."""
         [done] = self._run([options_command()], _ANSWER_S)
         return dict(line.split("=", 1) for line in done.out.splitlines() if "=" in line)
 
@@ -287,9 +287,9 @@ class SshHost:
         payload: Callable[[IO[bytes]], None] | None = None,
         keep_late: bool = False,
     ) -> list[ScriptCommandResult]:
-        """Send one script and take its answer apart; `keep_late`: what came back in time is worth something.
+        """Send one script and split its answer; `keep_late`: return what arrived in time.
 
-        Raises HostUnreachable where the script was not begun, or its end did not come back.
+        Raises HostUnreachable if the script did not start, or if its end did not come back.
         """
         exchange = Exchange(tuple(commands), timeout_s)
         with tempfile.TemporaryFile() as script:
@@ -320,12 +320,12 @@ class SshHost:
 
 
 def _list_unknown(path: str) -> list[str]:
-    """The variables without which a path is not absolute; a relative one is below HOME."""
+    """The variables that are needed to make a path absolute; HOME for a relative one."""
     return [] if path.startswith("/") and "$" not in path else ["HOME", *list_variables(path)]
 
 
 def _call(words: Sequence[str], stdin: IO[bytes], timeout_s: float) -> tuple[int | None, bytes, bytes]:
-    """Exit code (None: its time was over) and outputs of a process."""
+    """Exit code (None: time limit reached) and outputs of a process."""
     try:
         done = subprocess.run(words, stdin=stdin, capture_output=True, timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
@@ -359,7 +359,7 @@ def _follow_lines(process: subprocess.Popen[bytes], exchange: Exchange) -> Gener
 
 
 def _hang_up(process: subprocess.Popen[bytes]) -> None:
-    """End an ssh; the end of its input ends what it runs there."""
+    """End an ssh; the end of its input ends what it runs on the host."""
     with process, contextlib.suppress(BrokenPipeError):
         process.terminate()
         if process.stdin:
@@ -367,7 +367,7 @@ def _hang_up(process: subprocess.Popen[bytes]) -> None:
 
 
 def _pack(source: Path, file: IO[bytes]) -> None:
-    """A folder as gzipped tar in the form that GNU, BSD and busybox tar read; owners are left out."""
+    """Pack a folder as gzipped tar in the form that GNU, BSD and busybox tar read, without owners."""
 
     def drop_owner(entry: tarfile.TarInfo) -> tarfile.TarInfo:
         entry.uid = entry.gid = 0
@@ -382,15 +382,15 @@ def _pack(source: Path, file: IO[bytes]) -> None:
 
 
 def _describe(exchange: Exchange, err: bytes) -> str:
-    """What was said outside of the commands: by ssh, a profile or a login shell."""
+    """What ssh, a profile or a login shell printed outside the commands."""
     return _text(re.sub(re.escape(exchange.mark.encode()) + rb":\d+:\d+:\d+:", b"", err))
 
 
 def _reason(ended: ScriptCommandResult) -> str:
-    """Why a command failed: the end of the first line that it printed ("... : No space left on device")."""
+    """Why a command failed: the end of its first line of output ("... : No space left on device")."""
     lines = [line for line in _text(ended.err).splitlines() if line.strip()]
     reason = lines[0].rpartition(": ")[2].strip() if lines else f"code {ended.code}"
-    # GNU tar counts the bytes of a full disk and does not name it.
+    # GNU tar counts the bytes when a disk is full, and does not name the reason.
     return f"no space left ({reason})" if reason.startswith("Wrote only") else reason
 
 

@@ -1,10 +1,10 @@
-"""One ssh connection that every later call shares: how often a host may be connected to, and what a refusal means.
+"""One shared ssh connection per host: how often a new one may be opened, and what ssh's refusals mean.
 
 Invariants:
-- Two new connections are never closer than `GAP_S`, and the more of them failed in a row, the longer the gap.
-- Every refusal has a remedy, and what ssh itself said is never lost.
-- Only `open` ever makes a new connection, never closer to the last than the budget allows; a call that finds the
-  connection gone fails rather than to make one by accident.
+- Only `open` makes a new connection. Two new ones are never closer than `GAP_S`; each failure in a row lengthens the
+  gap.
+- A call that finds the connection gone fails; it never opens one by accident.
+- Every refusal has a remedy, and ssh's own message is kept.
 
 Options are those of ssh_config(5) and ssh(1) of OpenSSH 7.3 and later.
 """
@@ -29,7 +29,7 @@ from shardway.launch.hosts.base import HostUnreachable
 from shardway.launch.script import quote, quote_all
 from shardway.rundir.file_io import write_json
 
-# --- How often a host may be connected to: sites shut out machines that come too often in a short time
+# --- how often a host may be connected to
 
 GAP_S = 5.0
 """Seconds between two new connections while all is well."""
@@ -72,14 +72,14 @@ def write_budget(path: Path, budget: Budget) -> None:
         write_json(path, asdict(budget), durable=False)
 
 
-# --- What ssh says when it does not get through, as a sentence and a remedy
+# --- refusals of ssh as a sentence and a remedy
 
 _MOST_LINES = 6
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a connection failed; `needs_person` where somebody at a terminal could have answered."""
+    """Why a connection failed; `needs_person` if a user at a terminal could have answered."""
 
     sentence: str
     remedy: str
@@ -155,16 +155,16 @@ def render_said(said: str) -> str:
     return "".join(f"\n    ssh: {line}" for line in lines[-_MOST_LINES:])
 
 
-# --- One connection to a host by the user's own ssh, which every later call rides
+# --- the shared connection
 
 CONNECT_S = 20
-"""Seconds that a host has to answer at all."""
+"""Seconds within which a host must answer."""
 PERSON_S = 180.0
-"""Seconds that a person has to type a password and a code."""
+"""Seconds in which the user may type a password and a code."""
 PERSIST = "10m"
 """How long a connection stays open after its last use."""
 LONGEST_WAIT_S = 30.0
-"""Longest wait before a new connection; where more is needed, the caller is told."""
+"""Longest wait before a new connection; if more is needed, the call fails with the time."""
 
 _QUIET = (
     *("-T", "-a", "-x", "-o", "ClearAllForwardings=yes", "-o", "RemoteCommand=none", "-o", "PermitLocalCommand=no"),
@@ -173,7 +173,7 @@ _QUIET = (
 
 
 def has_terminal() -> bool:
-    """Whether somebody sits at a terminal where ssh can ask for a password."""
+    """Whether ssh can ask for a password at a terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -204,7 +204,7 @@ class Connection:
         """The command that runs `words` there over the open connection. Raises HostUnreachable, SiteError."""
         if not self.is_open():
             self.open()
-        # A client that finds no connection would make its own: instead it is given a way that leads nowhere.
+        # A client that finds no connection would open one; this proxy command leads nowhere and prevents it.
         ride = ("-o", "ControlMaster=no", "-o", "BatchMode=yes", "-o", "ProxyCommand=false")
         return [*self._around.program, *_QUIET, *self._path_option(), *ride, "--", self.host, *words]
 

@@ -1,1 +1,3 @@
-"""Container images: fetched from a registry or built on one, as a script that is printed first and then run."""
+"""Container images: fetched from a registry or built on a base image, as a script that is printed first and then
+run.
+"""

@@ -1,15 +1,14 @@
-"""Makes an image on this machine or a login node: what is asked of the machine first, the run of the script, why it
-failed.
+"""Makes an image on this machine or a login node: surveys the machine, runs the script, explains a failure.
 
 Invariants:
-- It only asks, in few exchanges.
-- What a person said wins over the profile.
-- What was printed is never lost: an explanation only comes before it.
-- Whatever happens - an error, the end of the time, an interrupt - no half-made file is left, and where that cannot be
-  known (the host is gone) it is said.
+- Survey: it only reads, in few exchanges.
+- Options of the user take precedence over the profile.
+- Output is never lost: an explanation is printed before it.
+- After an error, a timeout or an interrupt no half-made file is left; if that cannot be verified (the host is gone), it
+  is reported.
 
 Sources: POSIX, df (-P, -k); GNU coreutils, df (-T), stat (-c); messages of Apptainer 1.4.5 as it printed them without a
-network, a registry or user namespaces, of curl, apt and pip; of enroot as its source has them.
+network, a registry or user namespaces, of curl, apt and pip; of enroot from its source.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ from shardway.launch.image.request import (
 )
 from shardway.sites.schema import Internet, SiteProfile
 
-# --- What has to be known of a machine before an image is made on it
+# --- survey of the machine
 
 RUNTIMES = (("enroot", ""), ("apptainer", ""), ("apptainer", "singularity"))
-"""Runtimes that are looked for where nobody names one, with their command where it has another name."""
+"""Runtimes that are tried if none is named, with their command if it has another name."""
 
 _DF = re.compile(r"\s(?P<kind>\S+)\s+\d+\s+\d+\s+(?P<free>\d+)\s+\d+%\s")
 _KIB = 1024
 
 
 def find_runtime(order: ImageRequest, host: Host) -> ImageRequest:
-    """The order with the first runtime that the machine has. Raises UserError where it has none."""
+    """The request with the first runtime that the machine has. Raises UserError if it has none."""
     found = host.run_many([_has_command(command or name) for name, command in RUNTIMES])
     for (name, command), done in zip(RUNTIMES, found, strict=True):
         if done.ok:
@@ -65,7 +64,7 @@ def find_runtime(order: ImageRequest, host: Host) -> ImageRequest:
 
 
 def survey_host(order: ImageRequest, host: Host) -> Ground:
-    """Look at the machine. Raises UserError for a path that cannot be filled in, HostUnreachable."""
+    """Survey the machine. Raises UserError for a path that cannot be expanded, HostUnreachable."""
     tool = TOOLS[order.runtime]
     target = host.expand(order.target or default_name(order))
     base = host.expand(order.source.path) if isinstance(order.source, ImageFile) else None
@@ -98,14 +97,14 @@ def survey_host(order: ImageRequest, host: Host) -> Ground:
 
 
 def parse_df(text: str) -> tuple[int | None, str]:
-    """Free bytes and kind of file system in what `df -P -k -T PATH` printed; None and "" where it says neither."""
+    """Free bytes and file system type in the output of `df -P -k -T PATH`; None and "" if it has neither."""
     last = (text.strip().splitlines() or [""])[-1]
     match = _DF.search(last)
     return (int(match["free"]) * _KIB, match["kind"]) if match else (None, "")
 
 
 def _measure(host: Host, folders: Sequence[PurePosixPath]) -> list[BuildFolder]:
-    """The room of each folder, or of the first one above it that is there."""
+    """The free space of each folder, or of its first existing parent."""
     asked = [(folder, above) for folder in folders for above in (folder, *folder.parents)]
     answers = host.run_many([["df", "-P", "-k", "-T", "--", str(above)] for _, above in asked])
     found: dict[PurePosixPath, BuildFolder] = {}
@@ -123,10 +122,10 @@ def _text(done: Done) -> str:
     return done.out.strip() if done.ok else ""
 
 
-# --- What a site's profile says about making an image for it: the runtime, the architecture, the way out
+# --- what a site's profile states about images
 
 _MAKERS = {"enroot": "enroot", "pyxis": "enroot", "apptainer": "apptainer"}
-"""Container runtime of a site -> who makes its images."""
+"""Container runtime of a site -> the runtime that makes its images."""
 
 _INSTEAD = {
     "podman": "make it with `podman build`, and carry it with `podman save` and `podman load`, or pull it on the nodes",
@@ -136,7 +135,7 @@ _INSTEAD = {
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """Options as a person wrote them; empty where nothing was said."""
+    """Options as the user wrote them; empty if not given."""
 
     runtime: str = ""
     architecture: str = ""
@@ -148,10 +147,10 @@ class ImageOptions:
 def make_order(
     source: Source, recipe: Recipe, said: ImageOptions, target: Target | None = None, profile: SiteProfile | None = None
 ) -> ImageRequest:
-    """The order; `runtime` is empty where neither the person nor the profile names one.
+    """The request; `runtime` is empty if neither the user nor the profile names one.
 
-    Raises UserError for a runtime or an architecture that is not known, a proxy with a password, and a site whose
-    runtime has no images of this kind.
+    Raises UserError for an unknown runtime or architecture, a proxy with a password, and a site whose runtime has no
+    images of this kind.
     """
     rules = profile.internet if profile else Internet()
     runtime = _choose_runtime(said.runtime, profile)
@@ -198,7 +197,7 @@ def _parse_architecture(text: str) -> Architecture | None:
 
 
 def _choose_way(proxy: str, rules: Internet) -> NetworkAccess:
-    """The profile's proxy counts where login nodes use it; what is said always."""
+    """The network access: the given proxy, else the profile's if its login nodes use it."""
     if proxy:
         try:
             Internet.model_validate({"proxy": proxy})
@@ -212,13 +211,13 @@ def _choose_way(proxy: str, rules: Internet) -> NetworkAccess:
 
 
 def _find_door(target: Target | None, profile: SiteProfile | None) -> str:
-    """Where files are copied in, as rsync takes it."""
+    """Where files are copied to the site, in rsync's form."""
     user, at, host = target.host.rpartition("@") if target else ("", "", "")
     doors: Sequence[str] = (profile.access.transfer or profile.access.login) if profile else ()
     return f"{user}{at}{doors[0]}" if doors else f"{user}{at}{host}"
 
 
-# --- What runtimes, apt and pip print when they fail, as a sentence and a remedy
+# --- failures as a sentence and a remedy
 
 
 @dataclass(frozen=True)
@@ -297,7 +296,7 @@ _KNOWN: tuple[tuple[str, ImageFailure], ...] = (
 
 
 def parse_failure(lines: Sequence[str], order: ImageRequest) -> ImageFailure:
-    """The first known reason, looked for from the last line up; the exit code speaks for itself where none is known."""
+    """The first known reason, searched from the last line up; if none is known, the exit code."""
     for line in reversed(lines):
         for pattern, failure in _KNOWN:
             if re.search(pattern, line):
@@ -310,30 +309,30 @@ def _credentials(order: ImageRequest) -> str:
     return describe_credentials(registry, order.runtime).removesuffix(".")
 
 
-# --- Run the script that makes an image, on this machine or a login node
+# --- run the script
 
 _KEPT_LINES = 400
 _SHOWN_LINES = 15
 _GRACE_S = 60
 _CLEAN_S = 600.0
 _TIMED_OUT = 143
-"""Exit code of the script when it was ended by a signal, which is how its time ends."""
+"""Exit code of the script after a signal, which also ends it at its time limit."""
 
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Made:
-    """An image that is whole: where, and its size (0: not known)."""
+    """A complete image: its path, and its size (0: unknown)."""
 
     path: PurePosixPath
     bytes: int = 0
 
 
 def make_image(host: Host, order: ImageRequest, making: Making, limit_s: float, tell: Tell) -> Made:
-    """Make it, and hand each line that is printed to `tell`.
+    """Make the image, and pass each line of output to `tell`.
 
-    Raises UserError where it cannot be made there, SiteError where a command failed or its time (seconds) was over,
+    Raises UserError if it cannot be made there, SiteError if a command failed or the time limit (seconds) was reached,
     HostUnreachable.
     """
     check_no_problems(f"the image {making.target}", making.hindrances)
@@ -347,7 +346,7 @@ def make_image(host: Host, order: ImageRequest, making: Making, limit_s: float, 
             code = _follow(output, making.token, lines, tell)
         finally:
             if isinstance(output, Generator):
-                output.close()  # now, since what it runs has to end before it is cleaned up
+                output.close()  # now: its commands must end before the cleanup
     finally:
         if code is None:
             _clean(host, making)
@@ -358,19 +357,19 @@ def make_image(host: Host, order: ImageRequest, making: Making, limit_s: float, 
 
 
 def _follow(output: Iterable[str], token: str, lines: deque[str], tell: Tell) -> int | None:
-    """The exit code that the script printed last; None where it did not come to that."""
+    """The exit code that the script printed last; None if it did not get that far."""
     mark = ended_mark(token)
     for line in output:
         if line.startswith(mark) and line.removeprefix(mark).strip().isdecimal():
             return int(line.removeprefix(mark))
-        shown = line.rstrip("\r").rpartition("\r")[2]  # the last state of a line that was drawn over
+        shown = line.rstrip("\r").rpartition("\r")[2]  # the last state of a line that was redrawn
         lines.append(shown)
         tell(shown)
     return None
 
 
 def _clean(host: Host, making: Making) -> None:
-    """What the script removes, had it come to its end."""
+    """Remove what the script removes at its end."""
     work, part = str(making.work), str(making.part)
     try:
         host.run_many([["chmod", "-R", "u+rwX", "--", work], ["rm", "-rf", "--", work, part]], timeout_s=_CLEAN_S)

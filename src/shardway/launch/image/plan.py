@@ -1,7 +1,7 @@
-"""From an order and the machine that makes it to the script that is printed, or run.
+"""From a request and its machine to the script that makes the image.
 
-Invariant: the script alone makes the image: run by hand it does what `shardway image` does with it. It leaves the image
-under its name, whole, or nothing. This module must not ask or change a machine.
+Invariant: the script alone makes the image: run by hand, it does the same as under `shardway image`. It leaves the
+image complete under its name, or nothing. No machine is read or changed here.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _proxy_lines(order: ImageRequest) -> Iterator[ScriptLine]:
         yield ScriptLine(f"export {quote_all(words)}", "the way out")
 
 
-# --- what speaks against it
+# --- hindrances and warnings
 
 
 def _list_hindrances(order: ImageRequest, ground: Ground) -> Iterator[Problem]:

@@ -1,16 +1,16 @@
-"""What image is wanted: its name, the packages that are added, and the machine that makes it.
+"""Which image is requested: its name, the packages that are added, and the machine that makes it.
 
 Invariants:
-- What `parse_uri` accepts means one image, and is the same value again after it was rendered in enroot's form.
-- Every word that a person wrote is one word of the script's shell, whatever is in it, and no secret of a URL gets into
+- Values only, without guesses: what is unknown is empty or None.
+- A name that `parse_uri` accepts means one image; rendered in enroot's form and parsed again, it gives the same value.
+- A recipe: every word of the user is one word of the script's shell, whatever it contains. No secret of a URL gets into
   the script, which stays in the image.
-- Both are values; nothing in them was guessed: what is not known is empty or None.
 
-nvcr.io#nvidia/pytorch:25.04-py3    enroot: docker://[USER@][REGISTRY#]IMAGE[:TAG]
+    nvcr.io#nvidia/pytorch:25.04-py3    enroot: docker://[USER@][REGISTRY#]IMAGE[:TAG]
     nvcr.io/nvidia/pytorch:25.04-py3    docker: docker://[REGISTRY/]IMAGE[:TAG][@DIGEST]
 
 Sources: enroot's documentation, "enroot import"; the grammar of references of the distribution project (docker), by
-which the first part of a name is a registry where it holds a "." or a ":" or is "localhost"; apt-get(8); pip's
+which the first part of a name is a registry if it contains a "." or a ":" or is "localhost"; apt-get(8); pip's
 documentation, "pip install" and "Requirements File Format"; POSIX sh, as images have it.
 """
 
@@ -26,14 +26,14 @@ from typing import Literal
 from shardway.errors import Problem, UserError, check_no_problems
 from shardway.launch.script import ScriptLine, ScriptSection, quote, quote_all, render_script, wrap_command
 
-# --- Names of images, in enroot's form, in docker's form, and as files, as one value
+# --- names of images, in enroot's and docker's form
 
 Transport = Literal["docker", "oras", "dockerd", "podman"]
 
 _HUB = ("docker.io", "index.docker.io", "registry-1.docker.io")
 _NGC = "nvcr.io"
 NGC_USER = "$oauthtoken"
-"""The one user name of NVIDIA's registry, these very characters; the password is the API key."""
+"""The only user name of NVIDIA's registry, literally; the password is the API key."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _LABEL = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
@@ -55,10 +55,10 @@ _EXAMPLE = "docker://nvcr.io#nvidia/pytorch:25.04-py3"
 
 @dataclass(frozen=True)
 class Reference:
-    """An image with a name: of a registry (docker, oras), or of an engine on the machine (dockerd, podman).
+    """An image with a name: in a registry (docker, oras), or in an engine on the machine (dockerd, podman).
 
-    `registry` is empty for Docker Hub, where `repository` is the short name ("ubuntu", not "library/ubuntu"). A digest
-    alone names the image where there is one: then `tag` is empty, and never both.
+    `registry` is empty for Docker Hub, where `repository` is the short name ("ubuntu", not "library/ubuntu"). An image
+    has a tag or a digest, never both: with a digest, `tag` is empty.
     """
 
     repository: str
@@ -70,12 +70,12 @@ class Reference:
 
     @property
     def is_remote(self) -> bool:
-        """Whether it comes over the network."""
+        """Whether it is fetched over the network."""
         return self.transport in ("docker", "oras")
 
     @property
     def version(self) -> str:
-        """What follows the name, with its ":" or "@"."""
+        """The tag or digest, with its ":" or "@"."""
         return f"@{self.digest}" if self.digest else f":{self.tag}"
 
     @property
@@ -87,25 +87,25 @@ class Reference:
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An image that is there already: a .sqsh or .sif file, or a folder. `path` as it was written."""
+    """An existing image: a .sqsh or .sif file, or a folder. `path` as the user wrote it."""
 
     path: str
 
     @property
     def is_remote(self) -> bool:
-        """Whether it comes over the network."""
+        """Whether it is fetched over the network."""
         return False
 
     @property
     def kind(self) -> Literal["squashfs", "sif", "folder"]:
-        """By its name, as the runtimes tell them apart too."""
+        """By its suffix, as the runtimes do too."""
         if self.path.endswith(".sif"):
             return "sif"
         return "squashfs" if self.path.endswith((".sqsh", ".sqfs", ".squashfs")) else "folder"
 
     @property
     def stem(self) -> str:
-        """A name for a file that is made of it."""
+        """A name for a file that is made from it."""
         name = self.path.rstrip("/").rpartition("/")[2]
         return re.sub(r"\.(sqsh|sqfs|squashfs|sif)$", "", name)
 
@@ -114,7 +114,7 @@ Source = Reference | ImageFile
 
 
 def parse_uri(text: str) -> Source:
-    """The image that a person named. Raises UserError for what is none, and for a secret in it."""
+    """The image that the user named. Raises UserError for an invalid name, and for one with a secret."""
     text = text.strip()
     if not text or (_UNPRINTABLE.search(text) and "://" in text):
         raise _refused(text, "it is empty" if not text else "an image has no blanks in its name")
@@ -134,12 +134,12 @@ def render_enroot(reference: Reference) -> str:
     user = f"{reference.user}@" if reference.user else ""
     registry = f"{reference.registry}#" if reference.registry else ""
     if not registry and reference.is_remote and (user or _names_registry(reference.repository)):
-        registry = f"{_HUB[-1]}#"  # lest the name be taken for a registry, or for a digest after the "@"
+        registry = f"{_HUB[-1]}#"  # else the name would be taken for a registry, or for a digest after the "@"
     return f"{reference.transport}://{user}{registry}{reference.repository}{reference.version}"
 
 
 def render_docker(reference: Reference) -> str:
-    """As docker and Apptainer take it, REGISTRY/IMAGE:TAG without a scheme; they keep users elsewhere."""
+    """As docker and Apptainer take it, REGISTRY/IMAGE:TAG without a scheme; they keep the user name elsewhere."""
     registry = f"{reference.registry}/" if reference.registry else ""
     if not registry and reference.is_remote and _names_registry(reference.repository):
         registry = f"{_HUB[0]}/"
@@ -169,7 +169,7 @@ def _parse_docker(text: str, body: str, transport: Transport) -> Reference:
 
 
 def _parse_engine(text: str, body: str, transport: Transport) -> Reference:
-    """An engine looks its own images up by the name that it is given, registry and all."""
+    """An image of an engine, which looks it up by the given name, registry included."""
     registry, slash, name = body.rpartition("/") if "/" in body else ("", "", body)
     repository, tag, digest = _split_version(text, name)
     if registry and not all(_REGISTRY.fullmatch(part) or _REPOSITORY.fullmatch(part) for part in registry.split("/")):
@@ -178,13 +178,13 @@ def _parse_engine(text: str, body: str, transport: Transport) -> Reference:
 
 
 def _names_registry(name: str) -> bool:
-    """Docker's rule for the part before the first slash."""
+    """Whether the part before the first slash is a registry, by docker's rule."""
     first, slash, _ = name.partition("/")
     return bool(slash) and ("." in first or ":" in first or first == "localhost")
 
 
 def _split_user(text: str, body: str) -> tuple[str | None, str]:
-    """The user before the "@" of enroot's form (None: no "@"), which a digest has too."""
+    """The user before the "@" of enroot's form (None: no "@"); a digest has an "@" too."""
     before, at, rest = body.partition("@")
     if not at or rest.startswith(("sha256:", "sha512:")) or "/" in before or "#" in before:
         return None, body
@@ -199,7 +199,7 @@ def _split_user(text: str, body: str) -> tuple[str | None, str]:
 
 
 def _split_version(text: str, name: str) -> tuple[str, str, str]:
-    """Repository, tag and digest; the tag is "latest" where nothing is said, and empty beside a digest."""
+    """Repository, tag and digest; the tag is "latest" if there is neither, and empty with a digest."""
     name, at, digest = name.partition("@")
     if at and not _DIGEST.fullmatch(digest):
         raise _refused(text, f'"{digest}" is no digest, which is sha256: and 64 hexadecimal digits')
@@ -228,7 +228,7 @@ def _check_user(text: str, registry: str, user: str | None) -> None:
 
 
 def describe_credentials(registry: str, runtime: str = "") -> str:
-    """Where a person keeps the password of a registry, for one runtime or for either; never on a command line."""
+    """Where the user stores the password of a registry, for one runtime or for either; never on a command line."""
     host = registry or "docker.io"
     user = NGC_USER if host == _NGC else "USER"
     machine = "auth.docker.io" if host == "docker.io" else host
@@ -247,11 +247,10 @@ def _refused(text: str, what: str) -> UserError:
     )
 
 
-# --- What is added to a base image: packages of Debian or Ubuntu, packages of Python; as the script that runs
-# inside it
+# --- what is added to a base image, as a script
 
 REQUIREMENTS = "/tmp/shardway-requirements.txt"
-"""Where the requirements are while they are installed."""
+"""Path of the requirements while they are installed."""
 
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]+(:[a-z0-9-]+)?(=[A-Za-z0-9.+~:-]+|/[a-z0-9-]+)?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -278,7 +277,7 @@ class Recipe:
 
 
 def parse_recipe(apt: Sequence[str], pip: Sequence[str], requirements: str = "") -> Recipe:
-    """What a person asked for. Raises UserError with everything that cannot be run as it stands."""
+    """The requested packages. Raises UserError with all problems that would make the installation fail."""
     lines = tuple(requirements.splitlines())
     problems = [*_list_wrong_packages(apt)]
     for line in pip:
@@ -290,9 +289,9 @@ def parse_recipe(apt: Sequence[str], pip: Sequence[str], requirements: str = "")
 
 
 def split_pip_line(line: str) -> tuple[str, ...]:
-    """The words of a line as after `pip install`: a requirement with blanks ("torch >= 2.1") is one word.
+    """The words of a line of `pip install`; a requirement with blanks ("torch >= 2.1") is one word.
 
-    Raises ValueError for a quote that is not closed.
+    Raises ValueError for an unclosed quote.
     """
     words = shlex.split(line)
     if any(word.startswith("-") for word in words):
@@ -327,7 +326,7 @@ def _lines(recipe: Recipe) -> Iterator[ScriptLine]:
 
 
 _APT = "apt-get -o APT::Sandbox::User=root"
-"""Without its user _apt, whom a container of an ordinary user cannot become."""
+"""Without apt's user _apt, which a container of an ordinary user cannot switch to."""
 
 _PIP = "python3 -m pip install --no-cache-dir"
 
@@ -348,7 +347,7 @@ def _list_wrong_packages(names: Sequence[str]) -> Iterator[Problem]:
 
 
 def _list_wrong_line(option: str, line: str, origin: str = "") -> Iterator[Problem]:
-    """A line that pip, the shell or the file of the recipe would not take as it was meant."""
+    """Problems of a line that pip, the shell or the recipe file would not take as meant."""
     shown = _SECRET.sub("https://...@", line)
     if _CONTROL.search(line.replace("\t", " ")):
         yield Problem(option, f"{shown!r} holds a control character", origin, remedy="give one option for each line")
@@ -379,17 +378,17 @@ def _list_unsplittable(option: str, line: str) -> Iterator[Problem]:
         yield Problem(option, "it is empty", allowed="what may follow `pip install`", remedy="name a package")
 
 
-# --- What image is wanted, and what the machine that makes it is like
+# --- the request, and the machine that makes the image
 
 Architecture = Literal["x86_64", "aarch64"]
 
 DEBIAN_NAMES: dict[str, str] = {"x86_64": "amd64", "aarch64": "arm64"}
-"""The same architectures as registries name them."""
+"""The same architectures in the names that registries use."""
 
 
 @dataclass(frozen=True)
 class NetworkAccess:
-    """How the machine that makes the image reaches others: itself, through a proxy, or not at all (None: unknown)."""
+    """The network access of the machine that makes the image: direct, through a proxy, or none (None: unknown)."""
 
     internet: Literal["none", "proxy", "direct"] | None = None
     proxy: str = ""
@@ -398,8 +397,8 @@ class NetworkAccess:
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """`recipe`: what is added to it; empty for an image that is only fetched. `target`, `scratch`: as a person wrote
-    them, empty where nothing was said. `command`: the runtime's, where the site has another name for it."""
+    """`recipe`: what is added; empty for an image that is only fetched. `target`, `scratch`: as the user wrote them,
+    empty if not given. `command`: the runtime's command, if it has another name at the site."""
 
     source: Source
     runtime: str
@@ -411,18 +410,18 @@ class ImageRequest:
     way: NetworkAccess = NetworkAccess()
     site: str = ""
     door: str = ""
-    """Where files are copied to the site, as rsync takes it: "data.example.org"; empty where that is not known."""
+    """Where files are copied to the site, in rsync's form: "data.example.org"; empty if unknown."""
     token: str = "token"
 
     @property
     def adds(self) -> bool:
-        """Whether something is installed, for which programs of the image run."""
+        """Whether something is installed, so that programs of the image must run."""
         return not self.recipe.is_empty
 
 
 @dataclass(frozen=True)
 class BuildFolder:
-    """A folder (or the first one above it that is there), the room in its file system, and of what kind that is."""
+    """A folder (or its first existing parent), with the free space and type of its file system."""
 
     path: PurePosixPath
     free_bytes: int | None = None
@@ -433,8 +432,8 @@ class BuildFolder:
 class Ground:
     """The machine that makes the image.
 
-    `architecture` as `uname -m` says it; `base`: an image file that it starts from, and its size; `own_cache`: whether
-    the person keeps the runtime's cache somewhere already.
+    `architecture`: from `uname -m`. `base`: an image file that it starts from, with its size. `own_cache`: whether the
+    user has already set the runtime's cache folder.
     """
 
     target: PurePosixPath

@@ -1,10 +1,11 @@
 """Container runtimes that make images: Apptainer (a SIF file) and Enroot (a squashfs file).
 
 Invariants:
-- The functions are pure; they write to `$part`, which becomes the image when it is whole, and below `$work`, which is
-  removed.
-- What is built follows from the definition file alone, which stays in the image; neither a proxy nor a secret is in it.
-- Containers, layers and temporary files lie below `$work`, so that nothing is left in the person's own enroot folders.
+- The functions are pure; their scripts write to `$part`, which becomes the image when it is complete, and below
+  `$work`, which is removed.
+- Apptainer: the image follows from the definition file alone, which stays in it and contains neither a proxy nor a
+  secret.
+- Enroot: containers, layers and temporary files are below `$work`, so nothing is left in the user's own enroot folders.
 
 Sources: Apptainer User Guide, "apptainer pull", "apptainer build", "Definition Files" (Bootstrap, From, %post), "Build
 Environment" (APPTAINER_TMPDIR, APPTAINER_CACHEDIR). Variables of a proxy, and those of the base image, reach %post by
@@ -33,7 +34,7 @@ from shardway.launch.image.request import (
 )
 from shardway.launch.script import ScriptLine, quote, wrap_command
 
-# --- What a container runtime contributes to the script that makes an image
+# --- what a runtime contributes to the script
 
 PART = '"$part"'
 """The image while it is made: another name in its folder."""
@@ -76,8 +77,7 @@ def write_file(path: str, text: str) -> str:
     return f"cat >{path} <<'END_OF_FILE'\n{text.rstrip()}\nEND_OF_FILE"
 
 
-# --- Apptainer (or Singularity, its older name): a SIF file, pulled from a registry, or built from a definition
-# file
+# --- Apptainer or Singularity: a SIF file
 
 
 def _list_apptainer_steps(order: ImageRequest, ground: Ground) -> Iterator[ScriptLine]:
@@ -143,7 +143,7 @@ APPTAINER = Tool(
 )
 
 
-# --- Enroot: a squashfs file, imported from a registry, or exported from a container in which a script has run
+# --- Enroot: a squashfs file
 
 _NO_DEVICES = ("--env NVIDIA_VISIBLE_DEVICES=void", "--env MELLANOX_VISIBLE_DEVICES=void")
 """Images of NVIDIA ask for the driver, which a machine without GPUs does not have."""

@@ -1,7 +1,7 @@
-"""What a probe found out, each thing with the command that said it; and the times that schedulers write.
+"""The findings of a probe, each with the command that printed it; and the time formats of schedulers.
 
-Invariant: a finding's path is that of a key of a site profile, as a tuple, since a queue's name may have a dot in it.
-This module must not run commands.
+Invariant: a finding's path is that of a key of a site profile, as a tuple, since a queue's name may contain a dot. No
+command is run here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What PBS Pro's own commands say of its nodes and queues.
+"""Parses what PBS Pro's own commands print about its nodes and queues.
 
-Invariant: a queue is in the profile only where jobs can be sent to it by everybody; every other is told in a note. A
-routing queue is in it without the limits of where it leads. This module must not run commands.
+Invariant: a queue is in the profile only if every user can send jobs to it; any other is a note. A routing queue is in
+it without the limits of its destinations. No command is run here.
 """
 
 from __future__ import annotations

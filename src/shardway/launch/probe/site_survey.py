@@ -1,11 +1,12 @@
-"""Asks a machine what it is, and writes the answers as a site profile.
+"""Surveys a machine and writes the answers as a site profile.
 
 Invariants:
-- What is found on the machine that is asked (mostly a login node) is stated of compute nodes only where it is the same
-  machine; else it is a note.
-- A command that is missing, fails or does not answer in time costs what it would have said and nothing else: a survey
-  never raises for it, and says so in a note. Nothing on the machine is changed.
-- What is written loads to exactly the findings, each with its command and date as the source; notes are comments.
+- A finding of the surveyed machine (mostly a login node) is stated of compute nodes only if it is one itself; else it
+  is a note.
+- A command that is missing, fails or does not answer in time loses only its own findings: a survey never raises for it,
+  and notes it. Nothing on the machine is changed.
+- The written profile loads to exactly the findings, each with its command and date as the source; notes are
+  comments.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from shardway.runfile.write import render_value
 from shardway.sites.schema import CPU, FORMAT, SiteProfile
 from shardway.units import render_bytes, render_seconds
 
-# --- What a machine has besides its scheduler: container runtimes, modules, folders, a way out, GPUs
+# --- containers, modules, folders, network, GPUs
 
 _RUNTIMES = {"enroot": "enroot", "apptainer": "apptainer", "singularity": "apptainer"}
 _RUNTIMES |= {"podman": "podman", "ch-run": "charliecloud"}
-"""Program -> the container runtime that it is, the first found counts."""
+"""Program -> its container runtime; the first one found counts."""
 
 _FOLDERS = {"home": ("HOME",), "project": ("PROJECT", "WORK", "CFS"), "scratch": ("SCRATCH", "PSCRATCH")}
 _DISKS = ("/raid", "/local", "/localscratch", "/local_scratch", "/scratch/local", "/nvme", "/mnt/nvme", "/lscratch")
@@ -57,12 +58,12 @@ INTERNET = (
 
 
 def parse_programs(text: str) -> frozenset[str]:
-    """Names of the programs that are there, from `PROGRAMS`."""
+    """Names of the installed programs, from `PROGRAMS`."""
     return frozenset(PurePosixPath(line.strip()).name for line in text.splitlines() if line.strip())
 
 
 def describe_containers(programs: frozenset[str], srun_help: str) -> ProbedFacts:
-    """The container runtime: Pyxis where srun knows its options, else the first that is found."""
+    """The container runtime: Pyxis if srun has its options, else the first that is found."""
     if "--container-image" in srun_help:
         return collect([(("container",), "pyxis", "srun --help")])
     found = [program for program in _RUNTIMES if program in programs]
@@ -76,7 +77,7 @@ def describe_containers(programs: frozenset[str], srun_help: str) -> ProbedFacts
 
 
 def describe_modules(text: str) -> ProbedFacts:
-    """A note where environment modules are there: which ones a run needs, no command says."""
+    """A note if environment modules exist: no command lists the ones that a run needs."""
     note = "Environment modules are there (`module avail`): name those of every job in [modules] load = [...]."
     return ProbedFacts((), (note,)) if text.strip() == "yes" else ProbedFacts()
 
@@ -92,14 +93,14 @@ def parse_folders(text: str) -> ProbedFacts:
 
 
 def parse_disks(text: str) -> tuple[str, ...]:
-    """Folders on a disk of the machine's own, from `df -P -T`: those that are no network file system and not /."""
+    """Folders on a local disk of the machine, from `df -P -T`: no network file systems, and not /."""
     rows = [line.split() for line in text.splitlines()[1:]]
     mounts = (row[6] for row in rows if len(row) >= 7 and row[1] in _DISK_SYSTEMS and row[6] != "/")
     return tuple(dict.fromkeys(mounts))
 
 
 def describe_disks(text: str, is_node: bool) -> ProbedFacts:
-    """A disk of the machine's own: a fact where jobs run on this machine, else a note on where to look."""
+    """A local disk: a fact if jobs run on this machine, else a note on where to look."""
     disks = parse_disks(text)
     if not disks:
         return ProbedFacts()
@@ -110,7 +111,7 @@ def describe_disks(text: str, is_node: bool) -> ProbedFacts:
 
 
 def parse_internet(text: str, is_node: bool) -> ProbedFacts:
-    """What can be reached from here, from `INTERNET`. A proxy's address with a password in it is not repeated."""
+    """What can be reached from here, from `INTERNET`. A proxy address with a password is not repeated."""
     lines = text.splitlines()
     if len(lines) < 3:
         return ProbedFacts()
@@ -145,8 +146,8 @@ def describe_machine(machine: LocalMachine) -> ProbedFacts:
 
 
 def describe_part(machine: LocalMachine, per_node: int | None) -> ProbedFacts:
-    """Which accelerators the nodes have, from those of this machine: a fact where it has as many as a node (it is one,
-    as far as one can tell), else a note."""
+    """The accelerators of the nodes, from this machine's: a fact if it has as many as a node (it is probably one), else
+    a note."""
     keys = _accelerator_keys(machine)
     part = next(iter(keys), None) if len(keys) == 1 else None
     if part is None:
@@ -167,21 +168,21 @@ def _accelerator_keys(machine: LocalMachine) -> set[str | None]:
     return {part.key if part else None for part in parts}
 
 
-# --- Asks a machine what it is, and puts the answers together
+# --- the survey
 
 _PATIENCE_S = 15.0
-"""Seconds for one command: a client of Slurm without a configuration tries for a minute."""
+"""Seconds for one command: a Slurm client without a configuration tries for a minute."""
 
 
 @dataclass
 class _Asker:
-    """Runs commands, and remembers which of them gave no answer."""
+    """Runs commands, and collects those that gave no answer."""
 
     host: Host
     silent: list[str] = field(default_factory=list)
 
     def ask(self, words: Sequence[str], *, quiet: bool = False) -> str:
-        """What a command prints; empty where it fails, which is remembered unless `quiet`."""
+        """The output of a command; empty if it fails, which is noted unless `quiet`."""
         done = self.host.run(words, timeout_s=_PATIENCE_S)
         if done.ok:
             return done.out
@@ -191,17 +192,17 @@ class _Asker:
         return done.out if quiet else ""
 
     def answers(self, words: Sequence[str]) -> bool:
-        """Whether a command has something to say."""
+        """Whether a command prints anything."""
         done = self.host.run(words, timeout_s=_PATIENCE_S)
         return done.ok and bool(done.out.strip())
 
     def notes(self) -> ProbedFacts:
-        """The commands that gave no answer."""
+        """Notes on the commands that gave no answer."""
         return ProbedFacts((), tuple(self.silent))
 
 
 def survey(host: Host, machine: LocalMachine | None = None) -> ProbedFacts:
-    """Everything that a host says of its site; `machine` is its hardware where it is this machine.
+    """All findings about a host's site; `machine` is its hardware if it is this machine.
 
     The first finding is always the scheduler. Raises HostUnreachable.
     """
@@ -222,13 +223,13 @@ def survey(host: Host, machine: LocalMachine | None = None) -> ProbedFacts:
 
 
 def name_site(host: Host) -> str:
-    """What the site calls itself: Slurm's cluster, else the host's own name; empty where neither is known."""
+    """The site's own name: Slurm's cluster, else the host's name; empty if neither is known."""
     cluster = slurm.parse_config(host.run(slurm.CONFIG, timeout_s=_PATIENCE_S).out).get("ClusterName", "")
     return cluster or host.run(("hostname", "-s"), timeout_s=_PATIENCE_S).out.strip()
 
 
 def _ask_scheduler(asker: _Asker, programs: frozenset[str]) -> ProbedFacts:
-    """Slurm where it is installed (it may bring a qstat of its own), else PBS, else none; of both, who answers."""
+    """Slurm if it is installed (it may bring its own qstat), else PBS, else none; if both are, the one that answers."""
     both = {"sinfo", "qstat"} <= programs
     if both and not asker.answers(slurm.SINFO) and asker.answers(pbs.SERVER):
         note = "sinfo is installed here and does not answer; PBS does."
@@ -262,14 +263,14 @@ def _ask_pbs(asker: _Asker) -> ProbedFacts:
     return nodes + pbs.describe_queues(pbs.parse_queues(asker.ask(pbs.QUEUES)), default)
 
 
-# --- Findings as the text of a site profile
+# --- findings as a site profile
 
 _PARENTS = {"slurm": "generic-slurm", "pbs": "generic-pbs", "local": "laptop"}
 _WIDTH = 118
 
 
 def render_profile(name: str, title: str, found: ProbedFacts, where: str, day: datetime.date) -> str:
-    """The text of a profile called `name`; `where` is the machine that was asked."""
+    """The text of a profile called `name`; `where` is the surveyed machine."""
     parent = _PARENTS[str(found.get("scheduler"))]
     head = [
         *_comment(
@@ -292,7 +293,7 @@ def render_profile(name: str, title: str, found: ProbedFacts, where: str, day: d
 
 
 def _tables(found: ProbedFacts) -> list[str]:
-    """Tables that have something in them, in the order of the schema."""
+    """The non-empty tables, in the order of the schema."""
     used = {fact.path[0] for fact in found.facts if len(fact.path) > 1}
     return [key for key in SiteProfile.model_fields if key in used]
 
@@ -327,7 +328,7 @@ def _with_unit(path: Sequence[str], value: Any) -> Any:
 
 
 def _sources(found: ProbedFacts, where: str, day: datetime.date) -> Iterator[str]:
-    """One source for a table that one command told all of, else one a fact."""
+    """One source per table if one command gave all of it, else one per fact."""
     groups: dict[str, list[ProbedFact]] = {}
     for fact in found.facts:
         groups.setdefault(fact.path[0], []).append(fact)
@@ -340,7 +341,7 @@ def _sources(found: ProbedFacts, where: str, day: datetime.date) -> Iterator[str
 
 
 def _comment(text: str, indent: str) -> list[str]:
-    """A text as comment lines; a control character in it would end the comment."""
+    """A text as comment lines, without control characters, which would end the comment."""
     clean = "".join(character if character.isprintable() else " " for character in text)
     rest = f"#{' ' * (len(indent) - 1)}"
     return textwrap.wrap(clean, _WIDTH, initial_indent=indent, subsequent_indent=rest, break_on_hyphens=False)

@@ -1,7 +1,7 @@
-"""What Slurm's own commands say of its nodes, partitions and accounts.
+"""Parses what Slurm's own commands print about its nodes, partitions and accounts.
 
-Invariant: a partition is a queue of the profile only where this user can send jobs to it and it has the nodes that the
-profile describes; every other is told in a note. This module must not run commands.
+Invariant: a partition is a queue of the profile only if this user can send jobs to it and it has the nodes that the
+profile describes; any other is a note. No command is run here.
 """
 
 from __future__ import annotations

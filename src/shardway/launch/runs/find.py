@@ -1,12 +1,12 @@
-"""Which runs a person has submitted, and which of them is meant.
+"""Which runs the user has submitted, and which of them a word means.
 
 Invariants:
-- A line that is torn or foreign is passed over, and a registry that cannot be written stops nobody.
-- A word that could mean several runs is refused with all of them named.
+- A torn or foreign line is skipped, and a registry that cannot be written stops no verb.
+- A word that could mean several runs is refused, with all of them named.
 
-One line of JSON a run in $XDG_STATE_HOME/shardway/submitted-runs (default ~/.local/state), appended in one write; a
-line with `"gone": true` takes back those before it. It points to run directories alone; what became of a run stands
-there.
+One line of JSON per run in $XDG_STATE_HOME/shardway/submitted-runs (default ~/.local/state), appended in one write; a
+line with `"gone": true` revokes those before it. It has only the places of run directories; the state of a run is in
+its directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardway.places import find_own_folder
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import is_there, list_names
 
-# --- Which runs this person has submitted, and where they are, so that they are found again from any folder
+# --- the registry of submitted runs
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _parse(line: str) -> tuple[Known, bool] | None:
         return None
 
 
-# --- Which run a person means: by its directory here, by host and directory, or by its name among those submitted
+# --- the run that a word means
 
 _REMOTE = re.compile(r"(?P<host>[^/:]+):(?P<run>[/~].*)")
 
@@ -143,7 +143,7 @@ def is_run(path: Path) -> bool:
 
 
 def _may_be_run(path: Path) -> bool:
-    """The same where a file system may be away: whoever looks at that run tells it, and the others are found."""
+    """The same if a file system may be unreachable: reading that run later reports it, and the others are found."""
     try:
         return is_run(path)
     except JobError:

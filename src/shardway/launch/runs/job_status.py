@@ -1,13 +1,13 @@
-"""The attempts of a run: what they wrote, what the scheduler says of them, how each ended; as values, lines and JSON.
+"""The attempts of a run: their records, their state at the scheduler, how each ended; as values, lines and JSON.
 
 Invariants:
-- What is read is what stands in the files; a file that is missing or torn is None, never a guess.
-- `decide` looks at nothing but its two arguments, has an answer for every pair of them, and never overrules a result
-  that a rank wrote, unless the rank only knew that a signal came or that another rank was gone.
-- A scheduler that does not answer makes an attempt's standing unknown, never ended.
-- A refusal names who is at it, and a scheduler that does not answer keeps nobody from training by hand: the lease of
-  the run directory stays the last word.
-- What is unknown is left out or said to be unknown.
+- Records are read as they are in the files; a missing or torn file is None, never a guess.
+- `decide` depends on its arguments alone and has an answer for every combination. It never overrules a result that a
+  rank wrote, unless the rank only saw a signal or a lost peer.
+- If a scheduler does not answer, the state of the attempt is unknown, never ended.
+- A refused start names the job or process that holds the run. A silent scheduler does not prevent training by hand: the
+  lease of the run directory decides.
+- Output: what is unknown is left out or marked as unknown.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import read_fields
 from shardway.units import render_clock
 
-# --- The attempts of a run as its directory tells them, on this machine or on a login node
+# --- the attempts as recorded in the run directory
 
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One attempt: how it was submitted, what its job said when it started, how it ended."""
+    """One attempt: how it was submitted, what its job recorded at its start, how it ended."""
 
     attempt: Attempt
     submission: Submission | None = None
@@ -67,12 +67,12 @@ class LedgerEntry:
 
     @property
     def job(self) -> str:
-        """The scheduler's id of the job; empty where it has none yet."""
+        """The scheduler's job id; empty before it has one."""
         return (self.submission.job if self.submission else "") or (self.started.job if self.started else "")
 
     @property
     def is_unsent(self) -> bool:
-        """Whether it was prepared and no scheduler is known to have taken it."""
+        """Whether it was prepared and is not known to be at a scheduler."""
         return not self.job and self.result is None
 
 
@@ -91,8 +91,7 @@ class Ledger:
 
     @property
     def next_number(self) -> int:
-        """The number of the attempt that is submitted next: of the newest again where no scheduler is known to have
-        taken it."""
+        """The number of the next attempt: the newest one again if no scheduler is known to have taken it."""
         if self.last is None:
             return 1
         return self.last.number if self.last.is_unsent else self.last.number + 1
@@ -126,7 +125,7 @@ def read_again(host: Host, entry: LedgerEntry) -> LedgerEntry:
 
 
 def write_submission(host: Host, attempt: Attempt, submission: Submission) -> None:
-    """Say how an attempt was submitted. Raises UserError where the file system refuses it."""
+    """Record how an attempt was submitted. Raises UserError if the file system refuses it."""
     host.write_files({PurePosixPath(attempt.submission_path): render_submission(submission)})
 
 
@@ -156,7 +155,7 @@ def _read_json(texts: Mapping[Any, str], path: Path) -> Mapping[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-# --- How an attempt ended: by what the job wrote, then by what the scheduler says
+# --- how an attempt ended
 
 _ENDINGS = {
     SchedulerEnding.COMPLETED: Ending.UNKNOWN,
@@ -169,8 +168,8 @@ _ENDINGS = {
     SchedulerEnding.NEVER_STARTED: Ending.CRASHED,
     SchedulerEnding.UNCLEAR: Ending.UNKNOWN,
 }
-"""What an ending is where the job wrote nothing. Exit code 0 alone does not say that the work is done: whoever did it
-would have written so."""
+"""Scheduler ending -> ending, if the job wrote nothing. Exit code 0 alone does not mean that the work is done: a run
+that is done records it."""
 
 _REASONS = {
     SchedulerEnding.COMPLETED: "the job ended with exit code 0, but wrote no result",
@@ -194,31 +193,30 @@ _CAUSES = frozenset(
         SchedulerEnding.NODE_FAILURE,
     )
 )
-"""Endings of which the job script sees only an exit code, and the scheduler knows why."""
+"""Endings for which the job script sees only an exit code, and the scheduler has the reason."""
 
 _REPEATS = frozenset((Ending.CRASHED, Ending.OUT_OF_MEMORY, Ending.DEADLINE))
-"""Endings that come again where nothing is changed, so that they need a signature."""
+"""Endings that repeat if nothing is changed, and therefore need a signature."""
 
 CONSEQUENCES = (BY_SIGNAL, "LostContact")
-"""Failures of a rank that are what something else did to it; the scheduler may know what."""
+"""Failures of a rank that something else caused; the scheduler may have the reason."""
 
 _LEFT_IN_TIME = "a signal asked for a stop, and nobody cancelled the job: the scheduler wanted its nodes"
-"""A job that saves and leaves during the time of grace is one that completed, as far as its scheduler knows."""
+"""A job that saves and leaves during the grace time is completed for its scheduler."""
 
 _CLOCKS_S = 30.0
-"""Schedulers look at wall-times now and then; none ends a job so long before."""
+"""Schedulers check wall-times at intervals; none ends a job this long before its limit."""
 
 _SCRIPT = "job script"
 _UNSURE = frozenset((Ending.CRASHED, Ending.UNKNOWN))
 
 
 def decide(result: Result | None, record: JobRecord | None, deadline: float = 0.0) -> Result | None:
-    """How an attempt ended; None where it is not over, or nobody answered and the job has written nothing.
+    """How an attempt ended; None if it is still active, or if there is neither a result nor an answer.
 
-    `result` is what the job wrote, `record` what the scheduler says now (None: it was not asked, or did not answer).
-    A job script that says no more than that its ranks failed is believed less than a scheduler that knows why, and
-    waits for it while the job is still there. `deadline` is the end of the wall-time in Unix seconds, 0 for unknown.
-    """
+    `result`: what the job wrote. `record`: the scheduler's answer (None: not asked, or silent). `deadline`: end of the
+    wall-time in Unix seconds, 0 for unknown. If the job script only recorded that its ranks failed, the scheduler's
+    reason takes precedence, and is waited for while the job is still there."""
     if result is None:
         return _from_scheduler(record)
     signalled = result.failure.startswith(CONSEQUENCES)
@@ -232,8 +230,8 @@ def decide(result: Result | None, record: JobRecord | None, deadline: float = 0.
 
 
 def _made_room(record: JobRecord, deadline: float) -> bool:
-    """Whether a job that obeyed a signal was preempted: it completed, or reached the end of a time that was none of
-    its own (Slurm says TIMEOUT of a job that needed all of the grace)."""
+    """Whether a job that obeyed a signal was preempted: it completed, or reached the end of a time that was not its own
+    (Slurm reports TIMEOUT for a job that used all of its grace time)."""
     if record.ending is SchedulerEnding.TIMEOUT:
         return bool(deadline and record.ended) and (record.ended or 0.0) < deadline - _CLOCKS_S
     return record.ending is SchedulerEnding.COMPLETED
@@ -260,7 +258,7 @@ def _from_scheduler(record: JobRecord | None) -> Result | None:
 
 
 def _refine(result: Result, record: JobRecord) -> Result:
-    """The job script's word with the scheduler's reason, where that knows one."""
+    """The job script's result with the scheduler's reason, if there is one."""
     if record.ending not in _CAUSES:
         return result
     state, reason = _ENDINGS[record.ending], _describe(record.ending, record)
@@ -269,22 +267,22 @@ def _refine(result: Result, record: JobRecord) -> Result:
 
 
 def _describe(ending: SchedulerEnding, record: JobRecord) -> str:
-    """A reason without what differs between two jobs that failed alike, such as nodes and times."""
+    """A reason without what differs between two equal failures, such as nodes and times."""
     status = f" (signal {record.signal})" if record.signal else ""
     if record.exit_code:
         status = f" (exit code {record.exit_code})"
     return _REASONS[ending] + (status if ending in (SchedulerEnding.FAILED, SchedulerEnding.UNCLEAR) else "")
 
 
-# --- Where the attempts of a run stand: what they wrote, and what the scheduler says of those that wrote no end
+# --- the state of each attempt now
 
 _TOLD_BY_CODE = frozenset((Ending.CRASHED, Ending.UNKNOWN))
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """One attempt now. `record` is None where the scheduler was not asked or did not answer (`silence` says why);
-    `result` is how it ended, None while it has not; `why` explains its waiting or its end."""
+    """One attempt now. `record`: None if the scheduler was not asked or did not answer (`silence` has the reason).
+    `result`: how it ended, None if it has not. `why`: the reason that it waits or ended."""
 
     entry: LedgerEntry
     record: JobRecord | None = None
@@ -305,17 +303,17 @@ class JobStatus:
 
     @property
     def is_active(self) -> bool:
-        """Whether its job waits, runs, or may do so for all that is known."""
+        """Whether its job waits or runs, or may do so."""
         return self.result is None and not self.entry.is_unsent
 
 
 def read_standing(host: Host, ledger: Ledger) -> list[JobStatus]:
-    """The attempts of one run, oldest first; the scheduler is asked once, and only of those that are open."""
+    """The attempts of one run, oldest first; one query to the scheduler, for open attempts only."""
     return read_standings(host, [ledger])[0]
 
 
 def read_standings(host: Host, ledgers: Sequence[Ledger]) -> list[list[JobStatus]]:
-    """The attempts of several runs on one host; each scheduler is asked once."""
+    """The attempts of several runs on one host; one query to each scheduler."""
     wanted: dict[str, list[str]] = {}
     for ledger in ledgers:
         for entry in ledger.entries:
@@ -326,13 +324,13 @@ def read_standings(host: Host, ledgers: Sequence[Ledger]) -> list[list[JobStatus
 
 
 def describe_active(standings: Sequence[JobStatus]) -> str:
-    """What still waits or runs: "attempt 2 queued as job 17"; empty for nothing."""
+    """The attempts that wait or run: "attempt 2 queued as job 17"; empty for none."""
     active = [standing for standing in standings if standing.is_active]
     return ", ".join(f"attempt {entry.entry.number} {entry.word} as job {entry.entry.job}" for entry in active)
 
 
 def _is_open(entry: LedgerEntry) -> bool:
-    """Whether the scheduler has something to add: nobody wrote how it ended, or who did could not know why."""
+    """Whether the scheduler may add something: there is no result, or its writer could not see the reason."""
     result = entry.result
     if result is None or result.failure.startswith(CONSEQUENCES):
         return True
@@ -354,7 +352,7 @@ def _ask(host: Host, scheduler: str, jobs: Sequence[str]) -> _Answer:
 
 
 def _asked(host: Host, ledger: Ledger, entry: LedgerEntry) -> RequestedResources:
-    """What an attempt asked for; of a link that a job submitted, what the one before it did."""
+    """What an attempt requested; for a link that a job submitted, what the attempt before it requested."""
     run = render_known(Known(str(ledger.run.path), host.name))
     for earlier in reversed(ledger.entries):
         asked = earlier.submission.asked if earlier.submission else None
@@ -380,22 +378,22 @@ def _stand(entry: LedgerEntry, answers: dict[str, _Answer], asked: RequestedReso
 
 
 def _leaves_open(result: Result) -> bool:
-    """Whether there is more to tell than whoever wrote it could: a rank and its agent know why, but an agent does not
-    know how much memory the job asked for."""
+    """Whether the scheduler may have more than the result. A rank and its agent record the reason of an end, but an
+    agent does not know how much memory the job requested."""
     if result.by == BY_AGENT:
         return result.state is Ending.OUT_OF_MEMORY
     return result.state in _TOLD_BY_CODE and not result.by.startswith("rank")
 
 
-# --- Whether a run is free for another start: no job of it waits or runs, and nobody trains it by hand
+# --- whether a run is free for another start
 
 
 def check_free_for_job(host: Host, ledger: Ledger, tell: Callable[[str], None]) -> None:
-    """Raise UserError where a job of this run waits or runs, or may do so for all that is known, or where somebody
-    trains it by hand, as far as its directory is seen from this machine.
+    """Raise UserError if a job of this run waits or runs, or may do so, or if a process trains it by hand, as far as
+    its directory is visible from this machine.
 
-    `tell` is told where a holder has to be watched: one that was killed on another host looks alive for a while.
-    """
+    `tell` gets a sentence if the lock's holder must be watched: a process that was killed on another host looks alive
+    for a while."""
     run = ledger.run
     if active := describe_active(read_standing(host, ledger)):
         raise _refuse_for_jobs(run.path, active)
@@ -413,7 +411,7 @@ def check_free_for_job(host: Host, ledger: Ledger, tell: Callable[[str], None]) 
 
 
 def check_free_for_hand(host: Host, run: Path, tell: Callable[[str], None]) -> None:
-    """Raise UserError where a job of this run waits or runs; `tell` is told of jobs of which nobody knows."""
+    """Raise UserError if a job of this run waits or runs; `tell` gets a sentence about jobs whose state is unknown."""
     active = [standing for standing in read_standing(host, read_ledger(host, run)) if standing.is_active]
     known = [standing for standing in active if not _is_unknown(standing)]
     if known:
@@ -438,11 +436,11 @@ def _refuse_for_jobs(run: Path, active: str) -> UserError:
     )
 
 
-# --- Attempts as lines for people, and as plain data
+# --- attempts as lines and as JSON
 
 
 def render_attempts(standings: Sequence[JobStatus]) -> list[str]:
-    """One line an attempt, oldest first, and under it why it waits or how it ended."""
+    """One line per attempt, oldest first, with why it waits or how it ended below it."""
     lines = []
     for standing in standings:
         lines.append(f"  attempt {standing.entry.number:<3} {standing.word:<13} {_render_facts(standing)}".rstrip())
@@ -477,7 +475,7 @@ def _render_why(standing: JobStatus) -> list[str]:
 
 
 def attempts_as_json(standings: Sequence[JobStatus]) -> list[dict[str, Any]]:
-    """Plain data, with stable keys."""
+    """The attempts as plain data, with stable keys."""
     return [_as_json(standing) for standing in standings]
 
 

@@ -1,13 +1,12 @@
-"""What the jobs of a run print: followed from the begin of a job, the job's own output, that of one rank or of one
-node.
+"""Output of a run's jobs, followed from the start of a job: the job's own, that of one rank or of one node.
 
 Invariants:
-- Following ends when the attempt has ended, on every host, and also where nothing was left to say so: as long as
-  nothing is printed, the scheduler is asked now and then.
-- The run directory is looked at often, the scheduler ever more rarely, and one look at which it knows no job ends
-  nothing: its accounting may lag behind.
+- Following ends when the attempt has ended, on every host, also if nothing was left to report it: while nothing is
+  printed, the scheduler is queried now and then.
+- The run directory is checked often, the scheduler ever more rarely. One answer without the job ends nothing, since
+  accounting may lag.
 
-Lines of ranks begin with the rank, whoever started them: "3: ..." (torchrun as the job script sets it, srun --label),
+Lines of ranks begin with the rank, with any launcher: "3: ..." (torchrun as the job script sets it, srun --label),
 "[1,3]<stdout>: ..." (mpirun --tag-output).
 """
 
@@ -144,8 +143,8 @@ class _Follower:
             tell(end.why)
 
     def _is_over(self, heard: bool) -> bool:
-        """At a tick, with or without output since the last: whether to end. Whoever is over is asked for twice, since
-        a scheduler's accounting may lag behind."""
+        """At a tick, with or without output since the last: whether to end. An ended job is queried twice, since a
+        scheduler's accounting may lag behind."""
         self.waited += 1
         if self.left:
             self.left -= 1
@@ -177,7 +176,7 @@ class LeftLock:
     next_s: float = 0.0
 
     def put_off(self) -> None:
-        """Somebody writes: there is nothing to ask for a while."""
+        """Another process writes: postpone the next query."""
         self.next_s = max(self.next_s, self.clock() + self.gap_s)
 
     def look(self) -> str:
@@ -238,7 +237,7 @@ def _files_of_node(host: Host, attempt: Attempt, node: int) -> list[str]:
     return files
 
 
-# --- Waits for a job of a run to begin: for its first events, or for its end where it never wrote one
+# --- waiting for a job of a run to begin
 
 PAUSE_S = 0.5
 FIRST_GAP_S, LONGEST_GAP_S = 10.0, 80.0
@@ -272,9 +271,9 @@ class Beginning:
     sleep: Callable[[float], None] = time.sleep
 
     def wait(self, rank: int) -> str:
-        """Wait until somebody trains here, and this rank has events or should have them.
+        """Wait until a process trains here, and this rank has events or should have them.
 
-        Empty then, and where no job waits or runs but events are there; else how the last attempt ended.
+        Returns "" then, and if no job waits or runs but events exist; else how the last attempt ended.
         """
         training = _Training(self.run, rank, self.clock)
         if training.is_seen():
@@ -319,8 +318,8 @@ class _Questions:
 
 @dataclass
 class _Training:
-    """Whether somebody trains here, and a rank has begun to write or had the time to. Events that come say so too: not
-    every file system shows a lock to other machines."""
+    """Whether a process trains here, and a rank has begun to write or had the time to. New events count as well, since
+    not every file system shows a lock to other machines."""
 
     run: RunDir
     rank: int

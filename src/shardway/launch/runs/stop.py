@@ -1,11 +1,11 @@
 """Ends a run: gracefully through its stop file, or at once through the scheduler.
 
-Gracefully: the stop file is touched, so that the ranks finish their step, save and leave in order; jobs that only
-wait are taken out of the queue. Where the file system takes no stop file, ranks get a signal, which they obey alike.
-Killing a job in the middle of a collective loses the work since the last checkpoint and, on some machines, takes nodes
-out of service until somebody resets them.
+Gracefully: the stop file is written, so that the ranks finish their step, save and exit; waiting jobs are removed from
+the queue. If the file system takes no stop file, ranks get a signal, which they obey alike. Killing a job in the middle
+of a collective loses the work since the last checkpoint and, on some machines, takes nodes out of service until an
+administrator resets them.
 
-Invariant: no job is cancelled that was not shown to be of this run. This module must not ask the person.
+Invariant: only jobs that belong to this run are cancelled. The user is not asked here.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _OF_A_WARNING = ("deadline", "preempted", "signal ")
 
 
 def is_of_its_time(words: str) -> bool:
-    """Whether a stop file was for those who were at the run when it was written, as a person's own need not be."""
+    """Whether a stop file was meant only for the processes of its time; one that the user wrote need not be."""
     return words in (ASKED, ASKED_AT_ONCE) or words.startswith(_OF_A_WARNING)
 
 
 @dataclass(frozen=True)
 class StopReport:
-    """What a stop did: which attempts were asked, and which jobs left the queue or were killed. `writer` is who
-    trains by hand ("process 4711 on host n1"), who can be asked and not killed; empty for nobody. `unwritten` is why
-    the stop file could not be written, so that a signal asked; empty where it was."""
+    """What a stop did: which attempts were asked, and which jobs left the queue or were killed. `writer`: the process
+    that trains by hand ("process 4711 on host n1"), which can be asked and not killed; empty for none. `unwritten`: why
+    the stop file could not be written, so that a signal was sent; empty if it was written."""
 
     asked: tuple[LedgerEntry, ...] = ()
     cancelled: tuple[LedgerEntry, ...] = ()
@@ -69,8 +69,8 @@ class Stopper:
     pause: Callable[[float], None] = field(default=time.sleep)
 
     def ask(self, ledger: Ledger) -> StopReport:
-        """Touch the stop file of a run, which whoever trains it by hand on this machine obeys too, and take what waits
-        out of the queue. Raises SiteError where that is refused."""
+        """Write the stop file of a run, which a training by hand on this machine obeys too, and remove its waiting jobs
+        from the queue. Raises SiteError if that is refused."""
         running, waiting = self._find_active(ledger)
         writer, unwritten = self._find_writer(ledger), ""
         if running or waiting or writer:
@@ -105,7 +105,7 @@ class Stopper:
         return StopReport(cancelled=active, writer=writer)
 
     def wait(self, ledger: Ledger, timeout_s: float) -> list[JobStatus]:
-        """The attempts once none of them is active and nobody trains by hand here, or when the time is over."""
+        """The attempts once none of them is active and no process trains by hand here, or when the time is over."""
         end, polls = time.monotonic() + timeout_s, iter(POLLS_S)
         pause = POLLS_S[0]
         while True:
@@ -117,12 +117,13 @@ class Stopper:
             self.pause(pause)
 
     def _find_writer(self, ledger: Ledger) -> str:
-        """Who trains the run by hand, as far as its directory is seen from this machine; empty for nobody."""
+        """The process that trains the run by hand, as far as its directory is visible from this machine; empty for
+        none."""
         return ("" if self.host.name else ledger.run.find_writer(by_hand=True)) or ""
 
     @contextmanager
     def _word_for_ranks(self, ledger: Ledger) -> Iterator[None]:
-        """While entered, ranks that have the time to obey a signal read who sent it: nobody could tell later."""
+        """While entered, ranks that obey a signal can read its sender, which is unknown later."""
         with suppress(UserError):  # a full file system: the job ends all the same
             self._write_stop(ledger, ASKED_AT_ONCE)
         try:

@@ -1,10 +1,10 @@
-"""What every scheduler gives: directives for a job script, records of jobs in one form, answers of its commands.
+"""What every scheduler provides: directives for a job script, records of jobs in one form, answers of its commands.
 
 Invariants:
-- A record holds what one answer said and nothing that was remembered; what the scheduler did not say is empty or None.
-- The functions are pure: a job in, lines out.
-- No answer is never taken for "no job".
-- Every option that was given appears, in the order given; false alone leaves one out.
+- The functions are pure.
+- A record holds what one answer stated, nothing remembered; what the scheduler did not state is empty or None.
+- A missing answer is never taken for "no job".
+- Options: each given option appears, in the order given, except those that are false.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardway.launch.hosts.base import MISSING, Done
 from shardway.launch.job import Job
 from shardway.launch.script import ScriptLine
 
-# --- What a scheduler says of one job, in words that are the same for every scheduler
+# --- one job's record, in words common to all schedulers
 
 
 class SchedulerSilent(SiteError):
@@ -42,16 +42,16 @@ class SchedulerEnding(StrEnum):
     COMPLETED = "completed"
     """Exit code 0."""
     FAILED = "failed"
-    """Another exit code, or a signal that nobody claims."""
+    """Another exit code, or a signal of unknown origin."""
     TIMEOUT = "timeout"
     """The wall-time was over."""
     CANCELLED = "cancelled"
-    """Somebody deleted it, running or queued; queued where it has no `started`."""
+    """A user deleted it, running or queued; queued if it has no `started`."""
     PREEMPTED = "preempted"
     OUT_OF_MEMORY = "out_of_memory"
     NODE_FAILURE = "node_failure"
     NEVER_STARTED = "never_started"
-    """It ended without having run and nobody deleted it: a dependency that cannot be met, a launch that failed."""
+    """It ended without having run and was not deleted: a dependency that cannot be met, a launch that failed."""
     UNCLEAR = "unclear"
 
 
@@ -120,7 +120,7 @@ class Explanation:
     hopeless: bool = False
 
 
-# --- What a scheduler contributes to a job script
+# --- what a scheduler contributes to a job script
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class SchedulerScript:
     own_jobs: str = ""
 
 
-# --- What the answers of every scheduler share: whether one came at all, and one record for many tasks of an array
+# --- shared by the answers of every scheduler
 
 _LINES = 2
 
@@ -195,7 +195,7 @@ def _latest(times: Iterable[float | None]) -> float | None:
     return max((time for time in times if time is not None), default=None)
 
 
-# --- A scheduler's options from a table, as words of its command line
+# --- options as words of a command line
 
 
 def render_options(options: Mapping[str, Any]) -> Iterator[str]:

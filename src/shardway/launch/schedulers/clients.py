@@ -1,9 +1,9 @@
-"""The schedulers by name: functions that submit, ask and cancel, and sentences for a scheduler's own words.
+"""The schedulers by name: functions that submit, query and cancel; explanations of a scheduler's messages.
 
 Invariants:
-- A table decides, in its order: the first rule whose pattern is found gives the sentence, with the values that were
-  asked for in it; words that no rule is for are handed on as they are, never guessed at.
-- Every function is pure: words to run, or the reading of what they printed.
+- The functions are pure: words to run, or the parsing of their output.
+- Explanations: the first rule of a table whose pattern matches gives the sentence, filled with the requested values. A
+  message without a rule is passed on as it is, never guessed at.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from shardway.launch.schedulers.base import Explanation, JobPhase, JobRecord, Re
 from shardway.launch.script import read_block
 from shardway.units import render_bytes, render_seconds
 
-# --- Sentences for a scheduler's words, from the tables in its folder: `reasons.toml` (why a job waits, how it
-# ended) and `refusals.toml` (why it was not taken), which name their sources
+# --- explanations, from `reasons.toml` and `refusals.toml`
 
 _UNNAMED, _NO_AMOUNT = "(none was named)", "no stated"
 _TRY_AGAIN = "wait: the submission is tried again, after a look whether the job got through"
@@ -115,8 +114,8 @@ def _one_line(text: str) -> str:
 
 
 def explain_result(state: str, exit_code: int | None, asked: RequestedResources, said: str = "") -> Explanation | None:
-    """How an attempt ended of which only its job script tells, or nobody: by the rules that hold for all schedulers,
-    for the lines "ended STATE" and "exit N"; `said` is the reason that is known."""
+    """How an attempt ended that at most its job script has recorded, by the rules for all schedulers on the lines
+    "ended STATE" and "exit N"; `said` is the known reason."""
     facts = [f"ended {state}", *([f"exit {exit_code}"] if exit_code is not None else [])]
     return explain(load_rules("endings", "ending"), "\n".join(facts), asked, said)
 
@@ -128,10 +127,11 @@ class Explainer:
     scheduler: str
 
     def explain_refusal(self, done: Done, asked: RequestedResources = _NOTHING) -> Explanation:
-        """Why a submission failed: by the rule for "exit CODE" and what was printed below it, or in its own words.
+        """Why a submission failed: by the rule for "exit CODE" and the output below it, or in the scheduler's own
+        words.
 
-        One that is not `hopeless` may be taken later, or hides a job that was taken: whoever tries again looks for it
-        by its name first.
+        If it is not `hopeless`, a later try may succeed, or the job may have been taken: a new try first looks for it
+        by its name.
         """
         program = done.words[0] if done.words else "the scheduler"
         if done.timed_out:
@@ -170,7 +170,7 @@ class Explainer:
         return found or Explanation("ended", f"The scheduler says of the job's end: {said}", _READ_LOG)
 
 
-# --- What each scheduler is told and asked, and how its answers are read: one table, scheduler -> functions
+# --- the functions of each scheduler
 
 Words = tuple[str, ...]
 
@@ -187,11 +187,11 @@ _TAKEN_BY_QSUB = re.compile(r"^(\d+(?:\[\])?(?:\.[\w.-]+)?)\s*$", re.MULTILINE)
 class SchedulerClient:
     """The functions of one scheduler.
 
-    `submit(script, log, after)` are the words that submit a script, to start when the job `after` has ended ("": at
-    once). `warn(jobs)` sends SIGUSR1 to every process of jobs that run: ranks obey it as they do the stop file.
-    `find(name)` looks for jobs of that name, `query(jobs)` asks about jobs; the outputs of their commands go
-    to `read_found` and `read_records`. `read_job_id` gives the id in what a submission printed, empty where there is
-    none. `forgets`: of a job that was cancelled it does not say so, but `cancel` has seen its end.
+    `submit(script, log, after)`: the words that submit a script, to start when the job `after` has ended ("": at once).
+    `warn(jobs)`: sends SIGUSR1 to every process of running jobs; ranks obey it as they obey the stop file. `find(name)`
+    lists jobs of that name, `query(jobs)` asks about jobs; `read_found` and `read_records` parse the outputs of their
+    commands. `read_job_id`: the id in the output of a submission, empty if there is none. `forgets`: the scheduler does
+    not report that a job was cancelled, but `cancel` has seen its end.
     """
 
     submit: Callable[[str, str, str], Words]

@@ -1,14 +1,15 @@
 """This machine as a scheduler: a job is a process with a wall-time.
 
 Invariants:
-- A process that is a zombie, or has another start, has ended; a process is the job's only where it bears its name
-  (SHARDWAY_JOB), or is in the session of its script or of one that does.  Source: proc_pid_stat(5), fields (1) pid, (3)
-  state, (5) pgrp, (6) session, (22) starttime; proc_pid_environ(5).
-- The job bears a name that all it starts inherits, so that ending it ends everything.
+- A zombie, or a process with another start time, has ended. A process belongs to a job only if it has its name
+  (SHARDWAY_JOB), or is in the session of its script or of such a process.
+- All processes of a job inherit its name, so ending it ends them all.
 
 A job's id is "PID.START", START being the process's start in clock ticks since the machine booted: a number alone may
-belong to another process by now. A job is all that its script has started: should the script be killed, the job goes
-on as long as one of these does.
+belong to another process by now. A job is everything that its script has started: if the script is killed, the job goes
+on as long as one of these processes runs.
+
+Source: proc_pid_stat(5), fields (1) pid, (3) state, (5) pgrp, (6) session, (22) starttime; proc_pid_environ(5).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from shardway.launch.schedulers.base import (
 )
 from shardway.launch.script import ScriptLine, quote_comment, read_block
 
-# --- Asks this machine about the processes that are its jobs, and reads the answers
+# --- queries and answers
 
 _JOB = re.compile(r"(\d+)\.(\d+)")
 _ANSWER = re.compile(r"(?P<job>\d+\.\d+) (?P<word>runs|waits)(?: (?P<after>\d+))?")
@@ -157,7 +158,7 @@ def _record(match: re.Match[str]) -> JobRecord:
     return JobRecord(match["job"], JobPhase.QUEUED, state="waits", reason=f"attempt {match['after'] or 'before it'}")
 
 
-# --- The part of a job script where this machine is the scheduler: a process with a wall-time
+# --- the job script's part
 
 
 def directives(job: Job) -> tuple[ScriptLine, ...]:

@@ -1,9 +1,9 @@
 """Takes a snapshot: its plan, its folder on disk, and the working folder of a rehearsal.
 
 Invariants:
-- Nothing that is ignored by git, secret by its name, or part of a run directory is ever copied.
-- A snapshot is complete, or not there. Nothing is ever written through a symbolic link.
-- Each run gets one copy, which its attempts share.
+- Files that git ignores, that are secrets by name, or that belong to a run directory are never copied.
+- A snapshot is complete or absent. Nothing is written through a symbolic link.
+- Rehearsal: each run directory gets one copy, which its attempts share.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import write_json, write_whole
 from shardway.units import render_bytes
 
-# --- What a snapshot of a project will consist of
+# --- the plan of a snapshot
 
 _FOLDERS_TOLD = 5
 
@@ -100,7 +100,7 @@ def _is_too_wide(folder: Path) -> bool:
 
 
 def _describe_unusable(folder: Path, why: str) -> list[str]:
-    """Why git's rule does not apply, where somebody would expect it to."""
+    """Why git's rule does not apply, if the user may expect it to."""
     repository = next((place for place in (folder, *folder.parents) if (place / ".git").exists()), None)
     if repository is None:
         return []
@@ -168,7 +168,7 @@ def _bound_links(
     return tuple(links[:most]), tuple(sorted([*left_out, *dropped], key=lambda entry: entry.path))
 
 
-# --- A snapshot on disk
+# --- a snapshot on disk
 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ESTALE, errno.EISDIR, errno.ELOOP)
 """What reading a file fails with that was deleted, replaced or closed to us since the plan was made."""
@@ -288,8 +288,7 @@ def _refused(target: Path, error: OSError) -> UserError:
     )
 
 
-# --- Where a command of a person is rehearsed: in a copy of its folder, as in a job, so that its own outputs are
-# let be
+# --- working copies for the rehearsal of a command
 
 
 def work_in_copies(plan: SnapshotPlan) -> Callable[[Path], Path]:

@@ -1,4 +1,5 @@
-"""From what a person asks for to an attempt that a scheduler has: the wish, what is wrong with it, the order, the job.
+"""From the user's request to an attempt at a scheduler: the request, its problems, the order, the job.
 
-Invariant: all that can be known before the queue is told before the queue. This room must not judge how a run ended.
+Invariant: all that can be found before the queue is reported before the queue. How a run ended is judged in
+`launch.runs`.
 """

@@ -1,18 +1,15 @@
-"""What stands after `--`, read as the program that every rank runs, by a table of first words.
+"""Reads the command after `--`: the program that every rank runs, recognised by a table of first words.
 
-Invariants:
-- A row is data; what is done with it is in `command`.
-- A word is handed on as it was typed, or the command is refused; none is dropped.
+Invariant: a word is passed on as it was typed, or the command is refused; none is dropped.
 
-wrapper     runs the command that follows it (env, uv run, conda run, nsys profile): it runs as it was typed
-    shell       runs text or a file: it runs as it was typed, and its text is known, so that checks can look at it
-    launcher    starts ranks (torchrun, mpirun, accelerate launch): refused, with the line to type in its place
-    scheduler   submits a job of its own (sbatch, qsub): refused
-    own         Shardway itself: refused, with the line to type in its place
+    wrapper     runs the command that follows it (env, uv run, conda run, nsys profile): runs as typed
+    shell       runs text or a file: runs as typed; its text is kept for the checks
+    launcher    starts ranks (torchrun, mpirun, accelerate launch): refused, with the line to type instead
+    scheduler   submits a job itself (sbatch, qsub): refused
+    own         Shardway itself: refused, with the line to type instead
 
-A word that no row names is a program of its own, and runs as it was typed; Python is read by `command` itself.
-
-The Python of the job's environment is `python` and `python3`; with a version or a path, it is that very interpreter.
+Any other first word is a program, and runs as typed. `python` and `python3` are those of the job's environment; with a
+version or a path, it is that very interpreter.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from shardway.errors import Problem, UserError, render_problems
 from shardway.launch.job import Program
 from shardway.launch.script import quote_all
 
-# --- The table by which the first words of a command are read: who starts what, and what a job does about it
+# --- the table of first words
 
 
 class Role(StrEnum):
@@ -48,10 +45,9 @@ class Role(StrEnum):
 class CommandForm:
     """A row: the words that a command begins with ("uv run"), and how to find what follows its options.
 
-    `flags` are options without a value, `values` those with one; of what is in neither, the row's `takes_values` says
-    which it is. `counts`: options that say a number of ranks or nodes -> the key of [site] that says it. `runs` is
-    what follows the options: "command", or "script" of Python (a launcher's), which `-m` makes a module.
-    """
+    `flags`: options without a value. `values`: options with one. For any other option `takes_values` decides. `counts`:
+    option that gives a number of ranks or nodes -> the key of [site] for it. `runs`: what follows the options:
+    "command", or a launcher's Python "script", which `-m` makes a module."""
 
     names: tuple[str, ...]
     role: Role
@@ -61,14 +57,14 @@ class CommandForm:
     counts: Mapping[str, str] = field(default_factory=dict)
     runs: str = "command"
     launcher: str = ""
-    """What site.launcher has to be in place of a launcher, where it matters to the program."""
+    """The value of site.launcher that replaces a launcher, if the program depends on it."""
     silent: frozenset[str] = frozenset()
-    """Options of a launcher that the job script says itself; of others that are left out the person is told."""
+    """Options of a launcher that the job script sets itself; other dropped options are reported to the user."""
     hint: str = ""
 
 
 def word_set(text: str) -> frozenset[str]:
-    """Words of a text."""
+    """The words of a string, as a set."""
     return frozenset(text.split())
 
 
@@ -193,13 +189,13 @@ MODULES: Mapping[str, str] = MappingProxyType(
         "shardway": "shardway",
     }
 )
-"""Modules of `python -m` that are a row of the table; "" for none."""
+"""Modules of `python -m` -> their row of the table; "" for none."""
 
 BY_NAME = {name: form for form in FORMS for name in form.names}
 
 
 def find_form(words: Sequence[str]) -> tuple[CommandForm | None, int]:
-    """The row of the table that a command begins with, and how many words that are."""
+    """The row of the table that a command begins with, and its number of words."""
     first = os.path.basename(words[0]) if words else ""
     for name, used in ((" ".join((first, *words[1:2])), 2), (first, 1)):
         if name in BY_NAME:
@@ -207,7 +203,7 @@ def find_form(words: Sequence[str]) -> tuple[CommandForm | None, int]:
     return None, 0
 
 
-# --- What stands after `--`, read as the program that every rank runs; `command_forms` is the table of first words
+# --- read a command
 
 _KEY, _ORIGIN = "the command", "command line"
 
@@ -220,16 +216,15 @@ _OF_THE_SHELL = frozenset((".", "source", "cd", "exec", "export", "eval", "modul
 _MOVE = word_set("-C --chdir --directory --cwd --project")
 """Options of wrappers that run a command in another folder."""
 _FEW = 4
-"""Wrappers around wrappers that are looked through."""
+"""Most nested wrappers that are followed."""
 
 
 @dataclass(frozen=True)
 class CommandRead:
-    """What a command was found to be: the program of the job, and what of it checks can look at.
+    """What a command is: the program of the job, and what the checks can read of it.
 
-    `script`: the Python script that runs in the end, `module` that of `-m`, "" where there is none or nobody knows.
-    `texts`: what a shell runs, by where it stands: ("bash -c", "torchrun x.py"), ("run.sh", ...).
-    """
+    `script`: the Python script that finally runs, `module` that of `-m`; "" if there is none or it is unknown. `texts`:
+    what a shell runs, with its place: ("bash -c", "torchrun x.py"), ("run.sh", ...)."""
 
     program: Program
     script: str = ""
@@ -238,10 +233,9 @@ class CommandRead:
 
 
 def read_command(command: Sequence[str], here: Path, nodes: int = 1) -> CommandRead:
-    """The command that was typed in the folder `here`, for a job of so many nodes.
+    """Read the command that was typed in the folder `here`, for a job of `nodes` nodes.
 
-    Raises UserError for one that cannot run as a rank, with the line to type in its place where there is one.
-    """
+    Raises UserError for a command that cannot run as a rank, with the line to type instead if there is one."""
     words = list(command)
     if not words[0].strip():
         _refuse("its first word, the program, is an empty text", remedy="look whether a variable in it is set")
@@ -263,7 +257,7 @@ def read_command(command: Sequence[str], here: Path, nodes: int = 1) -> CommandR
 
 
 def _find_inner(words: Sequence[str]) -> int:
-    """Where in a command that stands which wrappers run; the end where there is none."""
+    """Index of the command that the wrappers run; the length if there is none."""
     start = 0
     for _ in range(_FEW):
         form, used = find_form(words[start:])
@@ -278,7 +272,7 @@ def _find_inner(words: Sequence[str]) -> int:
         if {"numactl", "taskset", "timeout"} & {os.path.basename(words[start])}:
             inner += _count_numbers(words[inner:])
         if inner > start + used and inner < len(words) and not _is_known(words[inner:]):
-            # an option that the table does not know may have had a value
+            # an unknown option may have had a value
             inner = next((at for at in range(inner, len(words)) if _is_known(words[at:])), inner)
         if inner >= len(words):
             return start
@@ -291,13 +285,13 @@ def _is_known(words: Sequence[str]) -> bool:
 
 
 def _count_options(words: Sequence[str], form: CommandForm) -> int:
-    """How many words the options of a row take, which the command begins with."""
+    """How many words the leading options of a row take."""
     return sum(map(len, _split_options(words, form)))
 
 
 def _split_options(words: Sequence[str], form: CommandForm) -> list[tuple[str, ...]]:
-    """The options that the words begin with, each with its value. A value that is a script of Python ends them: an
-    option that the table does not know was taken for one with a value."""
+    """The leading options, each with its value. A Python script as a value ends them: the unknown option before it was
+    wrongly taken for one with a value."""
     options: list[tuple[str, ...]] = []
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] != "-":
@@ -323,7 +317,7 @@ def _takes_value(word: str, form: CommandForm) -> bool:
 
 
 def _plain_option(word: str) -> str:
-    """--nproc_per_node and --nproc-per-node are one option."""
+    """The option's name with "-" for "_": --nproc_per_node and --nproc-per-node are one option."""
     name = word.partition("=")[0]
     return name.replace("_", "-") if name.startswith("--") else name
 
@@ -333,7 +327,7 @@ def _count_numbers(words: Sequence[str]) -> int:
 
 
 def _read_inner(words: Sequence[str], start: int, here: Path, nodes: int) -> CommandRead:
-    """What a command is behind its wrappers, whose words are those before `start`."""
+    """Read a command behind its wrappers, which are the words before `start`."""
     inner = words[start:]
     form, used = find_form(inner)
     if form is not None and form.role is Role.LAUNCHER:
@@ -356,7 +350,7 @@ def _read_inner(words: Sequence[str], start: int, here: Path, nodes: int) -> Com
 
 
 def _read_script(words: Sequence[str], here: Path) -> CommandRead:
-    """A script of Python without its interpreter: one that may be executed names its own in its first line."""
+    """A Python script without its interpreter: an executable one names its own in its first line."""
     script, path = words[0], here / words[0]
     itself = False
     if "/" in script and os.access(path, os.X_OK) and path.is_file():
@@ -376,7 +370,7 @@ def _read_shell(words: Sequence[str], form: CommandForm, here: Path) -> tuple[tu
 
 
 def _read_text(here: Path, name: str) -> tuple[tuple[str, str], ...]:
-    """A script of shell by its name, with what stands in it; none where it cannot be read, or is none."""
+    """A shell script by its name, with its text; none if it cannot be read or is no script."""
     try:
         with open(here / name, "rb") as file:
             data = file.read(1 << 18)
@@ -390,7 +384,7 @@ def _read_text(here: Path, name: str) -> tuple[tuple[str, str], ...]:
 
 
 def _read_python(words: Sequence[str], start: int, here: Path, nodes: int) -> CommandRead:
-    """An interpreter with its own options, and what it runs. A launcher's module is refused as the launcher is."""
+    """An interpreter with its own options, and what it runs. A launcher's module is refused like the launcher."""
     inner = words[start:]
     options, kind = _split_python(inner)
     rest = inner[1 + len(options) :]
@@ -414,16 +408,15 @@ def _read_python(words: Sequence[str], start: int, here: Path, nodes: int) -> Co
 
 
 def _whole_path(word: str, here: Path) -> str:
-    """An interpreter by the path that it has where it was typed: one in a folder beside the code is not copied."""
+    """The absolute path of an interpreter as typed, since a folder beside the code is not copied."""
     path = os.path.normpath(here / word)
     return path if "/" in word and os.path.exists(path) else word
 
 
 def _split_python(words: Sequence[str]) -> tuple[tuple[str, ...], str]:
-    """Python's own options with their values, and what it runs after them: "file", "module", "code", "" for nothing.
+    """Python's own options with their values, and what follows: "file", "module", "code", "" for nothing.
 
-    Source: `python --help` of 3.10 to 3.14; letters may stand together ("-um").
-    """
+    Source: `python --help` of 3.10 to 3.14; letters may stand together ("-um")."""
     at = 1
     while at < len(words) and words[at].startswith("-"):
         word = words[at]
@@ -447,11 +440,11 @@ def _split_python(words: Sequence[str]) -> tuple[tuple[str, ...], str]:
 
 
 def _is_apart(options: Sequence[str]) -> bool:
-    """Whether the module of -m is a word of its own."""
+    """Whether the module of -m is a separate word."""
     return len(options) > 1 and options[-2].startswith("-") and options[-2].endswith("m")
 
 
-# --- what is refused, and what to type in its place
+# --- refusals, with the line to type instead
 
 
 def _refuse_own(words: Sequence[str]) -> NoReturn:
@@ -464,7 +457,7 @@ def _refuse_own(words: Sequence[str]) -> NoReturn:
 def _refuse_launcher(
     words: Sequence[str], start: int, form: CommandForm, used: int, nodes: int, python: str = "python"
 ) -> NoReturn:
-    """Raise UserError with the line that says the same without the launcher."""
+    """Raise UserError with the equivalent line without the launcher."""
     inner = words[start:]
     name = " ".join((os.path.basename(inner[0]), *inner[1:used]))
     at = "begins with" if start == 0 else "holds"
@@ -488,7 +481,7 @@ def _refuse_launcher(
 
 
 def _keys_of(options: Sequence[tuple[str, ...]], form: CommandForm, nodes: int) -> list[str]:
-    """Keys of [site] that say what the options of a launcher said."""
+    """Keys of [site] for what the options of the launcher set."""
     said: dict[str, int] = {}
     for option in options:
         glued = _GLUED.fullmatch(option[0])
@@ -505,7 +498,7 @@ def _keys_of(options: Sequence[tuple[str, ...]], form: CommandForm, nodes: int) 
 
 
 def _is_told(option: tuple[str, ...], form: CommandForm) -> bool:
-    """Whether an option says what the new line does not."""
+    """Whether an option sets something that the new line lacks."""
     glued = _GLUED.fullmatch(option[0])
     name = glued[1] if glued else _plain_option(option[0])
     return name not in form.silent and name not in form.counts and name != "--"
@@ -516,7 +509,7 @@ def _refuse(what: str, allowed: str = "", remedy: str = "") -> NoReturn:
     raise UserError(render_problems(_KEY, [problem]), [problem])
 
 
-# --- what shells start
+# --- launchers in shell text
 
 
 _STARTS_RANKS = re.compile(
@@ -526,7 +519,7 @@ _STARTS_RANKS = re.compile(
 
 
 def find_launcher(text: str) -> str:
-    """The launcher that a text of shell starts, "" for none; comments are no part of it."""
+    """The launcher that a shell text starts, "" for none; comments are ignored."""
     for line in text.splitlines():
         try:
             kept = " ".join(shlex.split(line, comments=True))

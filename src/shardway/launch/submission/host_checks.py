@@ -1,15 +1,11 @@
-"""A request against the host that submits, in one exchange: code, program, Python packages, files and folders.
+"""Checks of a job request on the submitting host, in one exchange: code, program, Python packages, files, folders.
 
 Invariants:
-- What a host does not answer is not held against anybody.
-- A path is called missing only where the job will not find it in the folder in which it runs.
-- It only warns, and says what was looked for and where; a program whose source is not here is believed.
-- What modules of the site, an image or variables of the job may bring is not known before the job runs, and not held
-  against anybody.
-- A place that cannot be judged from here (a variable, another host, one that does not answer) is not held against
-  anybody.
-
-The program's own source is read: its script and the modules beside it that it imports, and what a shell starts.
+- What cannot be judged from here is not reported: a host that does not answer, a path with a variable that is not set,
+  what modules, images or variables of the job may bring.
+- A path is reported missing only if the job will not find it in the folder in which it runs.
+- Copies: only a warning, with what was searched for and where. The program's script, the modules beside it that it
+  imports and the scripts that a shell starts are read; a program without source here is not warned about.
 """
 
 from __future__ import annotations
@@ -33,13 +29,15 @@ from shardway.launch.submission.command import CommandRead, find_launcher
 from shardway.launch.submission.job_request import JobRequest, build_job, launcher_of, parse_mount, runtime_of, shape_of
 from shardway.places import expand_home, list_variables
 
-# --- Looks at the host that submits: many commands, one exchange
+# --- checks on the submitting host: many commands, one exchange
 
 
 @dataclass(frozen=True)
 class HostCheck:
-    """A command, and what its answer means. `path` is one of the host (with `~` and `$NAMES`) that the command is
-    about, "" for none; `key` and `origin` are of the value that it comes from."""
+    """A command, and how its answer is judged.
+
+    `path`: the path on the host (with `~` and `$NAMES`) that the command is about, "" for none. `key` and `origin` are
+    those of the value that is checked."""
 
     key: str
     origin: str
@@ -49,8 +47,8 @@ class HostCheck:
 
 
 def take_looks(host: Host, looks: Sequence[HostCheck]) -> list[Problem]:
-    """What is wrong, in the order of the looks, each once; a path with a variable that the host does not set is a
-    problem as well. Raises HostUnreachable."""
+    """All problems, in the order of the checks, each once. A path with a variable that the host does not set is one
+    too. Raises HostUnreachable."""
     paths, problems = _expand(host, looks)
     asked = [look for look in looks if not look.path or look.path in paths]
     commands = [look.words(str(paths[look.path]) if look.path else "") for look in asked]
@@ -61,7 +59,7 @@ def take_looks(host: Host, looks: Sequence[HostCheck]) -> list[Problem]:
 
 
 def _expand(host: Host, looks: Sequence[HostCheck]) -> tuple[dict[str, PurePosixPath], list[Problem]]:
-    """Paths as the host knows them, all in one exchange; one by one only where one of them cannot be known."""
+    """The paths as expanded by the host, in one exchange; one by one if any of them fails."""
     named = {look.path: look for look in looks if look.path}
     try:
         return dict(zip(named, host.expand_many(list(named)), strict=True)), []
@@ -80,29 +78,29 @@ def _expand_one(host: Host, look: HostCheck) -> PurePosixPath | Problem:
 
 
 def test_exists(path: str) -> tuple[str, ...]:
-    """Whether there is anything at a path."""
+    """A command that succeeds if the path exists."""
     return ("test", "-e", path)
 
 
 def always(problem: Problem) -> Callable[[Done], Iterator[Problem]]:
-    """The problem where the command fails in time."""
+    """A judge that reports the problem if the command fails in time."""
     return lambda done: iter(()) if done.ok or done.timed_out else iter((problem,))
 
 
-# --- The folder that is submitted, as the job will see it: a snapshot, the folder itself, or nothing of it
+# --- the submitted folder as the job will see it
 
 
 @dataclass(frozen=True)
 class Code:
-    """`here`: the folder as it is now. `snapshot`: what is copied of it; None where the job runs in `here` itself, or,
-    if not `is_there`, on a host that has nothing of it."""
+    """The folder that is submitted. `here`: the folder as it is now. `snapshot`: its copy; None if the job runs in
+    `here` itself or, unless `is_there`, on a host that has nothing of it."""
 
     here: Path
     snapshot: SnapshotPlan | None = None
     is_there: bool = True
 
     def why_missing(self, path: str) -> str:
-        """Why the job will not find a relative path in its folder; "" where it will, or nobody can know."""
+        """Why the job will not find a relative path in its folder; "" if it will, or if that is unknown."""
         if not self.is_there:
             return ""
         if not (self.here / path).exists():
@@ -110,7 +108,7 @@ class Code:
         return self.why_lost(path)
 
     def why_lost(self, path: str) -> str:
-        """Why a relative path does not lead in the job where it leads here; "" where it does, or nobody can know."""
+        """Why a relative path that exists here does not exist for the job; "" if it does, or if that is unknown."""
         if not self.is_there or self.snapshot is None:
             return ""
         name = posixpath.normpath(posixpath.join(self.snapshot.below, path))
@@ -120,11 +118,11 @@ class Code:
         return f"{path} is not in the snapshot that the job runs in ({gone.reason})" if gone else ""
 
     def holds_module(self, name: str) -> bool:
-        """Whether `import name` finds it in the folder itself."""
+        """Whether `import name` finds the module in the folder itself."""
         return self.is_there and any((self.here / found).exists() for found in (name, f"{name}.py"))
 
 
-# --- Whether several ranks would each do all of the work of a program that knows nothing of ranks
+# --- several ranks of a program that ignores ranks
 
 _LIBRARIES = frozenset(
     (
@@ -133,14 +131,14 @@ _LIBRARIES = frozenset(
         *("ray", "shardway", "torchtitan", "torchtune"),
     )
 )
-"""Libraries that find ranks by themselves."""
+"""Libraries that find their ranks themselves."""
 _SIGN = re.compile(
     r"torch\.distributed|torch\s+import\s+distributed|init_process_group|DistributedDataParallel|fully_shard"
     r"|\b(?:LOCAL_)?RANK\b|\bWORLD_SIZE\b|SLURM_PROCID|SLURM_LOCALID|OMPI_COMM_WORLD|\bPMI_RANK\b"
     r"|transformers\.\w*Trainer\b|jax\.distributed|tf\.distribute|tensorflow\.distribute"
 )
 _TRAINERS = ("transformers.", "trl.")
-"""Modules whose trainers find ranks by themselves, and whose other parts do not."""
+"""Packages whose trainers find their ranks themselves; the rest of each package does not."""
 _LOOKED_FOR = (
     "torch.distributed, accelerate, lightning, deepspeed, horovod, mpi4py and their like, transformers.Trainer, RANK, "
     "WORLD_SIZE"
@@ -150,7 +148,7 @@ _MOST_BYTES = 1 << 20
 
 
 def list_copies(wish: JobRequest, code: Code) -> Iterator[str]:
-    """A sentence where several ranks will each run the same program and its source shows no sign of ranks."""
+    """A warning if several ranks will each run the same program and its source shows no sign of ranks."""
     shape, read = shape_of(wish), wish.read
     if read is None or shape.ranks < 2 or not code.is_there:
         return
@@ -170,7 +168,7 @@ def list_copies(wish: JobRequest, code: Code) -> Iterator[str]:
 
 
 def _list_scripts(read: CommandRead, here: Path) -> list[Path]:
-    """The script of a command, or those that a shell starts, as far as they are here."""
+    """The script of a command, or the scripts that its shell starts, if they are here."""
     module = read.module.replace(".", "/")
     named = [read.script] if read.script else []
     named += [f"{module}.py", f"{module}/__main__.py"] if module else []
@@ -179,7 +177,7 @@ def _list_scripts(read: CommandRead, here: Path) -> list[Path]:
 
 
 def _read_with_imports(scripts: list[Path], code: Code) -> dict[Path, str]:
-    """The text of scripts and of the modules that they import from the folders around them."""
+    """The text of the scripts and of the modules that they import from the folders around them."""
     files: dict[Path, str] = {}
     waiting = [code.here / script for script in scripts]
     while waiting and len(files) < _MOST_FILES:
@@ -198,7 +196,7 @@ def _read_with_imports(scripts: list[Path], code: Code) -> dict[Path, str]:
 
 
 def _list_imports(text: str) -> list[str]:
-    """Dotted names that a source imports; what it imports from a module may be a module too."""
+    """Dotted names that a source imports. A name imported from a module may be a module too."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError):
@@ -235,7 +233,7 @@ def _shows_ranks(text: str) -> bool:
     )
 
 
-# --- The program of a job: it is there, and its Python has what it needs
+# --- the program and its Python packages
 
 _KEY, _ORIGIN = "the command", "command line"
 
@@ -246,8 +244,8 @@ _ON_PATH = 'PATH=${1:+$1/bin:}$PATH; type -P -- "$0"'
 
 
 def list_local_problems(wish: JobRequest, code: Code) -> Iterator[Problem]:
-    """What is wrong with a command in the folder that is submitted: its script or program, other files that its words
-    name, and what a shell of it starts."""
+    """Problems of a command in the submitted folder: its script or program, other files among its words, and what its
+    shell starts."""
     read = wish.read
     if read is None:
         return
@@ -279,10 +277,9 @@ def _list_missing_program(read: CommandRead, code: Code) -> Iterator[Problem]:
 
 
 def list_lost_paths(word: str, code: Code) -> Iterator[Problem]:
-    """A relative path among the words (as it stands, or behind `--option=`) that means nothing where the job runs.
+    """Relative paths among the words (whole words, or after `--option=`) that do not exist where the job runs.
 
-    One that begins with `../` is a path in any case, any other word where there is a file of that name.
-    """
+    A word that begins with `../` always counts as a path; any other word only if a file of that name exists."""
     for path in dict.fromkeys((word, word.partition("=")[2])):
         if not path or path.startswith(("/", "-")) or "://" in path or "\n" in path:
             continue
@@ -296,12 +293,12 @@ def list_lost_paths(word: str, code: Code) -> Iterator[Problem]:
 def _is_there(code: Code, path: str) -> bool:
     try:
         return (code.here / path).exists()
-    except OSError:  # a word that is too long to be a path
+    except OSError:  # the word is too long to be a path
         return False
 
 
 def _list_launchers_of_shells(wish: JobRequest) -> Iterator[Problem]:
-    """A shell that starts ranks of its own, in each of several ranks of a node: every one of them would be a world."""
+    """A shell that starts ranks itself while a node runs several ranks: each of them would be a separate world."""
     ranks = shape_of(wish).ranks_per_node
     for where, text in wish.read.texts if wish.read is not None and ranks > 1 else ():
         if launcher := find_launcher(text):
@@ -311,7 +308,7 @@ def _list_launchers_of_shells(wish: JobRequest) -> Iterator[Problem]:
 
 
 def list_warnings(wish: JobRequest, code: Code) -> Iterator[str]:
-    """What of a command may be meant so, but is worth a sentence."""
+    """Warnings about a command that is valid but may not be meant so."""
     read = wish.read
     if read is None:
         return
@@ -328,7 +325,7 @@ def list_warnings(wish: JobRequest, code: Code) -> Iterator[str]:
 
 
 def _list_own_files(read: CommandRead, plan: SnapshotPlan) -> Iterator[str]:
-    """What the job does not have as a copy of its own."""
+    """Files that the job uses in place, not as a copy of its own."""
     if read.script.startswith("/") and Path(read.script).is_relative_to(plan.root):
         yield (
             f"{read.script} is named by its whole path, so the job runs that file as it is by then, and not the copy "
@@ -351,7 +348,7 @@ def _is_no_output(link: LinkedPath, root: Path) -> bool:
 
 
 _NO_OUTPUT = ("run directory", "environment", "installed packages", "leads out")
-"""Reasons of links into which no program writes, or of which their person knows."""
+"""Reasons of links into which no program writes, or which the user has made on purpose."""
 
 
 def _name_few(paths: Sequence[str]) -> str:
@@ -360,7 +357,7 @@ def _name_few(paths: Sequence[str]) -> str:
 
 
 def _find_activated(wish: JobRequest) -> str:
-    """The `python` of an environment that the person has activated, where the job would take that of another one."""
+    """The `python` of an environment that the user has activated, if the job would use another one."""
     if runtime_of(wish) != "none" or wish.loaded.values.site.venv != "auto" or _is_surrounded(wish, "PATH"):
         return ""
     active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX") or ""
@@ -381,7 +378,7 @@ def _read_script(code: Code, script: str) -> Iterator[Problem]:
 
 
 def list_looks(wish: JobRequest, host: Host, code: Code) -> Iterator[HostCheck]:
-    """Looks at the host for the program and for the environment of its Python."""
+    """Checks on the host for the program and its Python environment."""
     yield from _look_for_conda(wish, host)
     if runtime_of(wish) != "none":
         yield from _look_into_container(wish, host)
@@ -391,7 +388,7 @@ def list_looks(wish: JobRequest, host: Host, code: Code) -> Iterator[HostCheck]:
 
 
 def _look_for_program(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
-    """A program by its path, or by its name on the PATH, where nothing of the job changes that."""
+    """The program by its path, or by its name on the PATH if nothing in the job changes the PATH."""
     word, where, venv = wish.program.words[0], host.name or "this machine", _folder_of_venv(wish)
     script = wish.read.script if wish.read is not None else ""
     for path in dict.fromkeys((word, script)):
@@ -403,7 +400,7 @@ def _look_for_program(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
         gone = Problem(_KEY, what, _ORIGIN, remedy=f"correct its name; a file of the code is named by path: ./{word}")
 
         def judge(done: Done) -> Iterator[Problem]:
-            if done.code == 1:  # and not 127, where there is no bash
+            if done.code == 1:  # not 127, which means that bash is missing
                 yield gone
 
         yield HostCheck(_KEY, _ORIGIN, lambda at: ("bash", "-c", _ON_PATH, word, at), judge, venv)
@@ -414,8 +411,8 @@ def _test_path(path: str, _: str) -> tuple[str, ...]:
 
 
 def _look_into_container(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
-    """A program or script of the host that the image cannot have: it is outside of what is mounted, and of folders
-    that images have themselves."""
+    """A program or script of the host that the image cannot have: it is outside the mounts and outside the folders that
+    images bring themselves."""
     script = wish.read.script if wish.read is not None else ""
     for path in dict.fromkeys((wish.program.words[0], script)):
         if path.startswith("/") and may_be_hidden(wish, path):
@@ -427,11 +424,11 @@ def _look_into_container(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
 
 
 def may_be_hidden(wish: JobRequest, path: str) -> bool:
-    """Whether a whole path is outside of what the container shows of the host, and of folders that images have
-    themselves. Not where that cannot be told: a variable says what is mounted."""
+    """Whether an absolute path is outside the container's mounts and outside the folders that images bring themselves.
+    False if a mount contains a variable, since the path may be inside it."""
     job = build_job(wish, 1)
     seen = [mount.target for mount in all_mounts(job)]
-    # Apptainer shows the home folder unless a site forbids it; of others it is asked for (--container-mount-home)
+    # Apptainer mounts the home folder unless a site forbids it; other runtimes need an option (--container-mount-home).
     home = runtime_of(wish) == "apptainer" or any("home" in option for option in job.container.rules.options)
     seen += ["~"] if home else []
     places = [str(expand_home(place)) for place in seen if not place.startswith("$")]
@@ -440,17 +437,18 @@ def may_be_hidden(wish: JobRequest, path: str) -> bool:
 
 
 def where_it_is_there(problem: Problem, done: Done) -> Iterator[Problem]:
-    """The problem where the command that looks for it succeeds."""
+    """The problem if the command that searches for it succeeds."""
     if done.ok:
         yield problem
 
 
 _OF_IMAGES = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/opt", "/etc", "/root")
-"""Folders that an image has of its own; whether it has a path there is not seen from outside."""
+"""Folders that every image brings itself; whether a path there exists is not visible from outside."""
 
 
 def _look_for_modules(wish: JobRequest, code: Code) -> Iterator[HostCheck]:
-    """What the program needs of its virtual environment; one Python finds all of it and imports nothing."""
+    """The modules that the program needs from its virtual environment; one Python looks for all of them and imports
+    none."""
     venv, names = _folder_of_venv(wish), _list_modules(wish, code)
     named = wish.program.interpreter
     if named.startswith("/"):
@@ -463,19 +461,19 @@ def _look_for_modules(wish: JobRequest, code: Code) -> Iterator[HostCheck]:
             yield _describe_module(wish, venv, name)
 
     def words(python: str) -> tuple[str, ...]:
-        find = ("timeout", "10", python, "-c", _FIND, *names)  # seconds: nobody waits for a slow file system
-        # the Python of the environment starts another one's ranks only where that cannot
+        find = ("timeout", "10", python, "-c", _FIND, *names)  # seconds; a slow file system ends the check
+        # The named interpreter is asked first, the environment's Python only if a module is missing there.
         return ("bash", "-c", _OTHER, named, *find) if named else find
 
     yield HostCheck("site.venv", wish.loaded.origins["site.venv"], words, judge, f"{venv}/bin/python3")
 
 
 _OTHER = 'found=$(timeout 10 "$0" "${@:4}") && [ -z "$found" ] || exec "$@"'
-"""Looks with the first Python, and with the second where that one lacks something."""
+"""Runs the first Python, and the second one if the first lacks a module."""
 
 
 def _look_into_interpreter(wish: JobRequest, code: Code, python: str) -> Iterator[HostCheck]:
-    """The module of `-m`, in an interpreter that was named."""
+    """The module of `-m`, in an interpreter that the user has named."""
     module = wish.read.module.split(".")[0] if wish.read is not None else ""
     if not module.isidentifier() or code.holds_module(module) or _is_surrounded(wish, "PYTHONPATH"):
         return
@@ -490,7 +488,7 @@ def _look_into_interpreter(wish: JobRequest, code: Code, python: str) -> Iterato
 
 
 def _list_modules(wish: JobRequest, code: Code) -> tuple[str, ...]:
-    """torch for torchrun and what is like it, Shardway for its own runs, and the module of `python -m`."""
+    """torch for torchrun and similar launchers, Shardway for its own runs, and the module of `python -m`."""
     own = wish.program.meets_by_itself
     named = wish.read.module.split(".")[0] if wish.read is not None and not wish.program.interpreter else ""
     named = "" if code.holds_module(named) else named
@@ -511,7 +509,7 @@ def _describe_module(wish: JobRequest, venv: str, name: str) -> Problem:
 
 
 def _look_for_conda(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
-    """A conda environment, where conda is a program of the host and not of a module."""
+    """A conda environment, if conda is a program of the host and not of an environment module."""
     venv = build_job(wish, 1).around.venv
     name = venv.removeprefix("conda:")
     if name == venv or _is_surrounded(wish, "PATH"):
@@ -531,27 +529,27 @@ def _look_for_conda(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
 
 
 def parse_conda_environments(text: str) -> set[str]:
-    """Names of environments in what `conda env list` prints: the first word of a line, or the last part of its path."""
+    """Environment names in the output of `conda env list`: the first word of a line, or the last part of its path."""
     lines = [line.split() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     return {words[0] for words in lines} | {words[-1].rpartition("/")[2] for words in lines}
 
 
 def _folder_of_venv(wish: JobRequest) -> str | None:
-    """The virtual environment of the job, "" for none; None for one of conda, which is not looked into."""
+    """The virtual environment of the job, "" for none; None for a conda environment, which is not searched."""
     venv = build_job(wish, 1).around.venv
     return None if venv.startswith("conda:") else venv
 
 
 def _is_surrounded(wish: JobRequest, name: str) -> bool:
-    """Whether modules or a variable of the job may bring more than is seen from here."""
+    """Whether modules or a variable of the job may add what is not visible from here."""
     around = build_job(wish, 1).around
     return bool(around.modules) or name in around.names
 
 
-# --- Files and folders of a wish: those that a job needs are there, and where every node sees them
+# --- files and folders that the job needs
 
 _OF_ONE_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
-"""Folders that each node has for itself, on every Linux machine that does not say otherwise."""
+"""Folders that are local to each node, unless a machine states otherwise."""
 
 _MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
@@ -559,15 +557,15 @@ _DATA = ("data.path", "data.validation")
 
 
 def list_host_problems(wish: JobRequest, host: Host, code: Code) -> list[Problem]:
-    """What is wrong on the host that submits, in one exchange (and one more where paths have variables): the program,
-    the environment, the image, data, where the run writes. Raises HostUnreachable."""
+    """All problems on the submitting host, in one exchange (and one more if paths have variables): program,
+    environment, image, data, output folders. Raises HostUnreachable."""
     looks = [*_list_needed(wish, host, code), *_list_shared(wish), *list_looks(wish, host, code)]
     looks += [*_list_in_container(wish, host)] if runtime_of(wish) != "none" else []
     return [*_list_missing_data(wish, code), *take_looks(host, looks)]
 
 
 def _list_needed(wish: JobRequest, host: Host, code: Code) -> Iterator[HostCheck]:
-    """What has to be there before the job starts."""
+    """Checks for what must exist before the job starts."""
     venv, image = build_job(wish, 1).around.venv, wish.section.image
     if venv and not venv.startswith("conda:") and runtime_of(wish) == "none":
         yield _needed(wish, host, "site.venv", f"{venv}/bin/activate", "make the environment there, or name another")
@@ -582,7 +580,7 @@ def _list_needed(wish: JobRequest, host: Host, code: Code) -> Iterator[HostCheck
 
 
 def _list_in_container(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
-    """What has to be there for the container to start, and what the container has to show."""
+    """Checks for what the container needs to start, and for what it must mount."""
     image, runtime, origins = wish.section.image, runtime_of(wish), wish.loaded.origins
     if image.startswith(("/", "~", "$")):
         unread = Problem("site.image", f"{image} is there, and you may not read it", origins["site.image"])
@@ -596,21 +594,21 @@ def _list_in_container(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
         own = _local_folder(wish, mount.source) or mount.source.startswith(_OF_EACH_NODE)
         if mount.source.startswith(("/", "~")) and not own:
             yield _needed(wish, host, "site.mounts", mount.source, "correct the path; a mount has to be there")
-    # Apptainer shows what its site has set, which nobody sees from here
+    # Apptainer also mounts what its site configures, which is not visible from here.
     yield from _list_hidden(wish) if runtime != "apptainer" else ()
 
 
 _OF_EACH_NODE = ("/usr/", "/lib", "/etc/", "/var/", "/dev/", "/proc/", "/sys/", "/opt/", "/run/")
-"""Where a node has files of its own, which a login node need not have: drivers, daemons, devices."""
+"""Folders of files of each node's own (drivers, daemons, devices), which a login node may lack."""
 
 _READABLE = '[ ! -e "$0" ] || [ -r "$0" ]'
 _SQUASHFS = '[ ! -f "$0" ] || [ ! -r "$0" ] || [ "$(head -c 4 "$0" | tr -d "\\0")" = hsqs ]'
-"""Its magic number (squashfs of Linux since 4.0); what is missing is told already."""
+"""Tests the magic number of squashfs (Linux 4.0 and later); a missing file is already reported."""
 
 
 def _list_hidden(wish: JobRequest) -> Iterator[HostCheck]:
-    """Paths of the run file that the container does not see. What is not on the host may be in the image; a cache in
-    the image ends with the container."""
+    """Paths of the run file that the container does not see. A path that is not on the host may be in the image; a
+    cache in the image ends with the container."""
     values, paths = wish.loaded.values, {"site.venv": build_job(wish, 1).around.venv}
     kept = {"data.cache": values.data.cache, "train.compile_cache": values.train.compile_cache}
     if wish.program.meets_by_itself:
@@ -618,7 +616,7 @@ def _list_hidden(wish: JobRequest) -> Iterator[HostCheck]:
         paths |= {**dict(_list_data(wish)), **read, **kept}
     for key, path in paths.items():
         origin = wish.loaded.origins[key]
-        if path.startswith("~/") and runtime_of(wish) in _ROOTED and key != "site.venv":  # which the job script expands
+        if path.startswith("~/") and runtime_of(wish) in _ROOTED and key != "site.venv":  # the job script expands it
             what = f"{path} is another folder in the container, where the home is that of root"
             rooted = Problem(key, what, origin, remedy="name it by its whole path, and mount it (site.mounts)")
             yield HostCheck(key, origin, test_exists, partial(_anyhow, rooted), path)
@@ -630,7 +628,7 @@ def _list_hidden(wish: JobRequest) -> Iterator[HostCheck]:
 
 
 _ROOTED = ("enroot", "podman")
-"""Runtimes that start as the container's root."""
+"""Runtimes whose containers start as root."""
 
 
 def _anyhow(problem: Problem, done: Done) -> Iterator[Problem]:
@@ -643,7 +641,7 @@ def _needed(wish: JobRequest, host: Host, key: str, path: str, remedy: str) -> H
 
 
 def _list_missing_data(wish: JobRequest, code: Code) -> Iterator[Problem]:
-    """Data of a relative path, which the job looks for in the folder in which it runs."""
+    """Data at a relative path that is missing in the folder in which the job runs."""
     for key, path in _list_data(wish):
         if not path.startswith(("/", "~/")) and not list_variables(path) and (why := code.why_missing(path)):
             remedy = "correct the path, or name the data by their whole path"
@@ -651,7 +649,7 @@ def _list_missing_data(wish: JobRequest, code: Code) -> Iterator[Problem]:
 
 
 def _list_data(wish: JobRequest) -> Iterator[tuple[str, str]]:
-    """Keys and paths of files that a run file reads."""
+    """Keys and paths of the files that a run file reads."""
     data = wish.loaded.values.data
     if wish.program.meets_by_itself and data.kind != "synthetic":
         for key, path in zip(_DATA, (data.path, data.validation), strict=True):
@@ -660,7 +658,7 @@ def _list_data(wish: JobRequest) -> Iterator[tuple[str, str]]:
 
 
 def _list_shared(wish: JobRequest) -> Iterator[HostCheck]:
-    """What all nodes have to see: data, and the run directory, by which they and their jobs know of each other."""
+    """Paths that all nodes must see: data, and the run directory, through which nodes and jobs exchange state."""
     if wish.profile.scheduler == "local":
         return
     remedy = f"choose a folder on a shared file system{_storage(wish)}"
@@ -674,7 +672,7 @@ def _shared(wish: JobRequest, key: str, path: str, remedy: str) -> HostCheck:
     origin, above = wish.loaded.origins[key], _local_folder(wish, path)
 
     def judge(done: Done) -> Iterator[Problem]:
-        """The answer gives the kinds of file system of the folder and of those above, as far as they are there."""
+        """Judges the file system types of the folder and of its parents, as far as they exist."""
         if above or next(iter(done.out.split()), "") in _MEMORY:
             what = f"{path} is on a node's own disk ({above or 'in memory'}), which other nodes do not see"
             yield Problem(key, what, origin, remedy=remedy)
@@ -683,14 +681,14 @@ def _shared(wish: JobRequest, key: str, path: str, remedy: str) -> HostCheck:
 
 
 def _local_folder(wish: JobRequest, path: str) -> str:
-    """The folder of a node's own that a path lies in; "" for none that is known."""
+    """The node-local folder that contains a path; "" if none is known."""
     disk = wish.profile.node.local_disk
     local = (*_OF_ONE_NODE, *([disk] if disk else []))
     return next((folder for folder in local if path == folder or path.startswith(f"{folder}/")), "")
 
 
 def _list_ancestors(path: str) -> list[str]:
-    """A folder and those above it but the top one, the nearest first."""
+    """A folder and its parents without "/", the nearest first."""
     return [str(folder) for folder in (PurePosixPath(path), *PurePosixPath(path).parents) if folder.name]
 
 

@@ -1,7 +1,9 @@
-"""From what a person asked for and what the site is to the job that is asked of its scheduler.
+"""From the user's request and the site to the job for its scheduler.
 
-Invariant: every value of the job comes from the run file, the command line, the site's profile or a stated default;
-nothing is looked up on the machine. This module must not refuse: that is `checks`, which sees the same wish.
+Invariants:
+- Every value of the job comes from the run file, the command line, the site's profile or a stated default; nothing is
+  read from the machine.
+- Nothing is refused here; `site_checks` and `host_checks` do that, on the same request.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ from shardway.runfile.schema import SiteSection
 from shardway.sites.schema import CPU, Queue, SiteProfile
 
 DEFAULT_WALLTIME_S = 24 * 3600.0
-"""Wall-time on a machine without a scheduler, where nothing else says one."""
+"""Wall-time on a machine without a scheduler, if none is given."""
 
 RESTARTS = 3
-"""How often ft_launcher starts ranks again where a run leaves it open: it counts, and sees no checkpoints."""
+"""How often ft_launcher restarts ranks if a run does not set it: it counts, and does not see checkpoints."""
 
 _AGENT_BY_ITSELF = frozenset(("slurm", "local"))
-"""Schedulers under which our own agent starts a training where nobody asks for a launcher; under PBS it was never seen
-on a real machine."""
+"""Schedulers under which our own agent starts a training by default; under PBS it was never tested on a real
+machine."""
 
 _OFFLINE = MappingProxyType(
     {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
@@ -51,8 +53,8 @@ _OFFLINE = MappingProxyType(
 """Without these, libraries try for minutes to reach hosts that compute nodes cannot reach."""
 
 _DEVICE_LISTS = frozenset(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"))
-"""A profile gives the accelerators of a node an order. A job that gets a part of them sees these alone, from 0 on: a
-list that begins with a number beyond them would hide all, and which ones they are is for the scheduler to say."""
+"""A profile gives the accelerators of a node an order. A job with a part of a node sees only its own, numbered from 0:
+a list with higher numbers would hide them all, and the scheduler decides which ones they are."""
 
 _PATH_SIGNS = ("/", "~", "$", ".")
 
@@ -62,10 +64,10 @@ _LONGEST_NAME = 180
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What a job is made of: the run with its site's defaults, the site, and what the verb was told.
+    """What a job is made of: the run with its site's defaults, the site, and the arguments of the verb.
 
-    `run` is the run directory and `workdir` the folder of the ranks, both on the host where the job runs; `here` is
-    the Python environment that submits.
+    `run`: the run directory, and `workdir`: the folder of the ranks, both on the host where the job runs. `here`: the
+    Python environment that submits.
     """
 
     loaded: LoadedRunFile
@@ -74,26 +76,26 @@ class JobRequest:
     workdir: Path
     program: Program
     read: CommandRead | None = None
-    """What the command of a person was found to be; None for a run file."""
+    """How the user's command was read; None for a run file."""
     chain: Chain = field(default_factory=Chain)
     token: str = "0000"
     here: str = ""
     secret_names: tuple[str, ...] = ()
     project: Path | None = None
-    """The folder that a snapshot was taken of, where links in the snapshot lead back to it."""
+    """The folder that a snapshot was taken of, if links in the snapshot lead back to it."""
     source: Path | None = None
-    """The folder that `workdir` is a snapshot of, where it lies on the host of the job."""
+    """The folder that `workdir` is a snapshot of, if it is on the host of the job."""
     code: Path | None = None
-    """The snapshot that the working folder of the run takes its code from; see `Surroundings`."""
+    """The snapshot that provides the code of the run's working folder; see `JobEnvironment`."""
 
     @property
     def section(self) -> SiteSection:
-        """What the run says of the machine."""
+        """The [site] section of the run."""
         return self.loaded.values.site
 
     @property
     def queue(self) -> Queue | None:
-        """The queue that is meant; None where the profile does not know it."""
+        """The profile's queue for the job; None if the profile does not list it."""
         name, queues = self.section.queue, self.profile.queues
         if not name:
             return queues[0] if queues else None
@@ -101,14 +103,14 @@ class JobRequest:
 
 
 def with_site_defaults(loaded: LoadedRunFile, profile: SiteProfile) -> LoadedRunFile:
-    """The run with the profile's [defaults] where it sets none of these keys. Raises UserError for a wrong value."""
+    """The run with the profile's [defaults] for keys that it does not set. Raises UserError for a wrong value."""
     for name, value in profile.defaults.items():
         loaded = loaded.with_default(f"site.{name}", value, f"site {profile.name}, defaults.{name}")
     return loaded
 
 
 def with_account(loaded: LoadedRunFile, profile: SiteProfile, options: Mapping[str, str]) -> LoadedRunFile:
-    """The run with the account that the shell names (`inherited.ACCOUNT`), where neither it nor the site names one."""
+    """The run with the account from the shell (`inherited.ACCOUNT`), if neither run nor site names one."""
     account = options.get(ACCOUNT, "")
     if profile.scheduler != "slurm" or not account or loaded.values.site.account:
         return loaded
@@ -116,7 +118,7 @@ def with_account(loaded: LoadedRunFile, profile: SiteProfile, options: Mapping[s
 
 
 def shape_of(wish: JobRequest) -> Shape:
-    """Nodes and what of each is wanted."""
+    """Nodes, and the request of each."""
     section, node = wish.section, wish.profile.node
     accelerators = node.accelerators_per_node or 0 if node.accelerator != CPU else 0
     ranks = section.ranks_per_node if section.ranks_per_node != "auto" else max(1, accelerators)
@@ -127,8 +129,8 @@ def shape_of(wish: JobRequest) -> Shape:
         tasks = 1 if launcher_of(wish) in AGENTS else int(ranks)
         cores = max(1, asked * tasks // threads)
     elif cores is None and wish.profile.scheduler != "local":
-        cores = int(ranks)  # a scheduler that is told nothing gives one core, which all ranks of a node would share
-    elif cores and not whole:  # a part of a node comes with the same part of its cores
+        cores = int(ranks)  # without a number a scheduler gives one core, which all ranks of a node would share
+    elif cores and not whole:  # a part of a node gets the same part of its cores
         cores = max(1, (cores or 1) * int(ranks) // accelerators)
     return Shape(
         nodes=section.nodes,
@@ -148,14 +150,14 @@ def _options_of(wish: JobRequest) -> dict[str, str]:
 
 
 def _asked_cpus(wish: JobRequest) -> int:
-    """What an option of Slurm wants for each task, which its steps are to have as well; 0 for none."""
+    """The CPUs per task that a Slurm option requests, which its steps must have as well; 0 for none."""
     options = _options_of(wish) if wish.profile.scheduler == "slurm" else {}
     text = options.get("cpus-per-task", options.get("c", ""))
     return int(text) if text.isdecimal() else 0
 
 
 def _has_cores_alone(wish: JobRequest) -> bool:
-    """Whether options of Slurm leave one thread of each core, so that its CPUs are cores."""
+    """Whether Slurm options leave one thread of each core, so that its CPUs are cores."""
     options, words = _options_of(wish), " ".join(wish.profile.start.srun_options)
     asked = (options.get("hint") == "nomultithread", options.get("threads-per-core") == "1")
     return any(asked) or "nomultithread" in words or "threads-per-core=1" in words
@@ -171,13 +173,13 @@ def _memory(wish: JobRequest, ranks: int, accelerators: int) -> int | None:
 
 
 def list_memory_options(wish: JobRequest) -> list[str]:
-    """Options of Slurm that say memory in another way than a job does, of which it takes one (sbatch(1), --mem)."""
+    """Slurm options that set memory in another way than a job does; only one way is allowed (sbatch(1), --mem)."""
     options = _options_of(wish) if wish.profile.scheduler == "slurm" else {}
     return [name for name in ("mem-per-cpu", "mem-per-gpu") if name in options]
 
 
 def walltime_of(wish: JobRequest) -> float | None:
-    """Wall-time of an attempt in seconds; None where nothing says one."""
+    """Wall-time of an attempt in seconds; None if none is set."""
     if wish.section.walltime != "auto":
         return float(wish.section.walltime)
     if wish.queue is not None and wish.queue.max_walltime is not None:
@@ -186,7 +188,7 @@ def walltime_of(wish: JobRequest) -> float | None:
 
 
 def launcher_of(wish: JobRequest) -> str:
-    """The launcher: as asked, or our own agent for a training, or the site's, or the first that goes with its
+    """The launcher: as requested, or our own agent for a training, or the site's, or the first that works with its
     scheduler."""
     if wish.section.launcher != "auto":
         return wish.section.launcher
@@ -202,20 +204,20 @@ def is_elastic(wish: JobRequest) -> bool:
 
 
 def runtime_of(wish: JobRequest) -> str:
-    """The container runtime: as asked, or the site's where an image is named, or none."""
+    """The container runtime: as requested, or the site's if an image is named, or none."""
     if wish.section.container != "auto":
         return wish.section.container
     return wish.profile.container or "none" if wish.section.image else "none"
 
 
 def name_of(wish: JobRequest) -> str:
-    """The run's name as schedulers take it: letters, digits, dots, dashes, underlines."""
+    """The run's name in characters that schedulers accept: letters, digits, dots, dashes, underlines."""
     name = _NO_NAME.sub("-", wish.run.name).strip("-.")[:_LONGEST_NAME]
     return name if name[:1].isalpha() else f"run-{name}".rstrip("-")
 
 
 def build_job(wish: JobRequest, attempt: int) -> Job:
-    """The job of one attempt. What is missing stands at a harmless value, which `checks` refuses first."""
+    """The job of one attempt. A missing value becomes a harmless one, which the checks refuse first."""
     profile, program = wish.profile, wish.program
     walltime = walltime_of(wish) or 0.0
     return Job(
@@ -256,7 +258,7 @@ def _preflight(wish: JobRequest) -> Program | None:
 
 
 def warn_before(walltime_s: float) -> float:
-    """How long before the end a program is warned that does not look at the clock: a tenth, one to ten minutes."""
+    """How long before the end a program is warned that does not watch the clock: a tenth, one to ten minutes."""
     return min(max(60.0, walltime_s / 10), 600.0, walltime_s / 2)
 
 
@@ -294,7 +296,7 @@ def _around(wish: JobRequest) -> JobEnvironment:
 
 
 def _environment(wish: JobRequest) -> Mapping[str, str]:
-    """The profile's variables, those that list accelerators only where the job has all of a node."""
+    """The profile's variables; those that list accelerators only if the job has whole nodes."""
     environment, node = wish.profile.environment, wish.profile.node
     if shape_of(wish).accelerators_per_node >= (node.accelerators_per_node or 0):
         return environment
@@ -336,8 +338,8 @@ def _container(wish: JobRequest) -> ContainerUse:
 
 
 def name_image(runtime: str, text: str) -> str:
-    """An image as its runtime wants it named: either form of a URI in that of Pyxis, Apptainer or Podman; a path, and
-    what cannot be read, as it is."""
+    """An image as its runtime names it: either form of a URI in that of Pyxis, Apptainer or Podman; a path, or an
+    invalid name, unchanged."""
     if not text or text.startswith(_PATH_SIGNS) or runtime not in ("pyxis", "apptainer", "podman"):
         return text
     from shardway.launch.image.request import Reference, parse_uri, render_docker, render_enroot
@@ -354,7 +356,7 @@ def name_image(runtime: str, text: str) -> str:
 
 
 def parse_mount(text: str) -> ContainerMount | None:
-    """SOURCE:TARGET or SOURCE:TARGET:ro; a SOURCE alone is seen under the same name. None for anything else."""
+    """SOURCE:TARGET or SOURCE:TARGET:ro; a SOURCE alone is mounted under the same path. None for anything else."""
     source, _, rest = text.partition(":")
     target, _, mode = rest.partition(":")
     if not source or mode not in ("", "ro", "rw"):

@@ -1,13 +1,11 @@
-"""From the words of `shardway submit` to everything that a submission consists of, as one value, with all problems at
-once.
+"""Prepares a submission: from the words of `shardway submit` to one value, with all problems at once.
 
 Invariants:
-- What one source finds hides nothing that another would.
-- Of the file only names and numbers of lines come back, never a value or the text of a line.
-- Preparing writes nothing, here or on the site; what it gives is what would be written and submitted, and all that is
-  wrong with it has been told.
-
-The host itself reads it, with the very function that the job uses (`launch/shell/secret_lines.sh`): one rule for both.
+- The problems of one source hide none of another.
+- Preparing writes nothing, here or on the site. Its result is what would be written and submitted; all its problems
+  have been reported.
+- Secrets file: only names and line numbers are returned, never a value or the text of a line. The host reads it with
+  the function that the job uses (`launch/shell/secret_lines.sh`), so both apply one rule.
 """
 
 from __future__ import annotations
@@ -45,20 +43,21 @@ from shardway.sites.find import find_profile
 from shardway.sites.load import flatten_profile, load_site
 from shardway.sites.schema import SiteProfile
 
-# --- Problems of several sources as one list, so that a person is told once
+# --- problems of several sources as one list
 
 T = TypeVar("T")
 
 
 @dataclass
 class ProblemCollector:
-    """Problems as they are found."""
+    """Collects problems of several sources."""
 
     problems: list[Problem] = field(default_factory=list)
     _errors: list[UserError] = field(default_factory=list)
 
     def collect(self, where: str, make: Callable[[], T], otherwise: T) -> T:
-        """What `make` gives; its UserError becomes problems, of `where` if it does not say, and then `otherwise`."""
+        """The result of `make`. Its UserError is recorded as problems of `where`, unless it names its place; then the
+        result is `otherwise`."""
         try:
             return make()
         except UserError as error:
@@ -67,14 +66,14 @@ class ProblemCollector:
             return otherwise
 
     def check(self, title: str) -> None:
-        """Raise one UserError with all that was found, each once; where that is one error, as it was worded."""
+        """Raise one UserError with all problems, each once; a single error keeps its wording."""
         if len(self._errors) == 1 and len(self.problems) == max(1, len(self._errors[0].problems)):
             raise self._errors[0]
         check_no_problems(title, list(dict.fromkeys(self.problems)))
 
 
 def _as_problem(where: str, message: str) -> Problem:
-    """A message as one problem: what stands after "allowed:" and "to do:" is what these are."""
+    """A message as one problem: the parts after "allowed:" and "to do:" become its fields."""
     what, *tail = re.split(r"\n\s*(allowed|to do): ", message, flags=re.IGNORECASE)
     told = {name.lower(): _as_line(text) for name, text in zip(tail[::2], tail[1::2], strict=True)}
     return Problem(where, _as_line(what), allowed=told.get("allowed", ""), remedy=told.get("to do", ""))
@@ -84,7 +83,7 @@ def _as_line(text: str) -> str:
     return " ".join(text.split()).removesuffix(".")
 
 
-# --- The person's file of secrets on the host where the job runs: which names it sets, and what is wrong with it
+# --- the user's secrets file
 
 _TELL = """
 read_secrets "$0" 2> /dev/null
@@ -94,8 +93,8 @@ printf '%s\\n' "${secret_faults[*]}" "${secret_names[@]}"
 
 @dataclass(frozen=True)
 class Secrets:
-    """Names of what a secrets file sets, and numbers of lines that set nothing. `is_open`: people other than its owner
-    can read it."""
+    """Names that a secrets file sets, and numbers of lines that set nothing. `is_open`: users other than its owner can
+    read it."""
 
     names: tuple[str, ...] = ()
     faults: tuple[int, ...] = ()
@@ -103,11 +102,11 @@ class Secrets:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What its owner should know."""
+        """Warnings for its owner."""
         return (f"others can read {SECRETS}; close it: `chmod 600 {SECRETS}`",) if self.is_open else ()
 
     def list_problems(self) -> Iterator[Problem]:
-        """A line that the job would pass over, by its number alone."""
+        """A problem for each line that the job would skip, by its number alone."""
         for number in self.faults:
             yield Problem(
                 f"{SECRETS}, line {number}",
@@ -118,7 +117,7 @@ class Secrets:
 
 
 def read_secrets(host: Host, path: PurePosixPath) -> Secrets:
-    """What the secrets file on the host sets, and whether others can read it; nothing where there is none."""
+    """What the secrets file on the host sets, and whether other users can read it; nothing if there is no file."""
     shell = read_block("secret_lines", "read_secrets").text + _TELL
     told, mode = host.run_many([("bash", "-c", shell, str(path)), ("stat", "-c", "%a", str(path))])
     if not told.ok:
@@ -128,21 +127,21 @@ def read_secrets(host: Host, path: PurePosixPath) -> Secrets:
     return Secrets(tuple(dict.fromkeys(filter(None, names))), tuple(map(int, faults.split())), is_open)
 
 
-# --- From the words of `shardway submit` to everything that a submission consists of, as one value
+# --- everything of a submission as one value
 
 OPEN_CHAIN = 100
-"""Most attempts of a chain whose length nobody said; each link submits the next, so that none waits in vain."""
+"""Most attempts of a chain of unstated length; each link submits the next, so none waits in vain."""
 
 
 _REFUSED = CommandRead(Program(("-m", "torch")))
-"""Stands for a command that was refused, so that the rest of the job can be judged."""
+"""Replaces a refused command, so that the rest of the job can be checked."""
 
 
 @dataclass(frozen=True)
 class SubmitRequest:
-    """What the verb was told: a run file or a command, where, and how often.
+    """What the verb was given: a run file or a command, where to run it, and how often.
 
-    `site` is that of --on, `command` what stands after `--`. `max_attempts` 0: as many as the work needs.
+    `site` is that of --on, `command` the words after `--`. `max_attempts` 0: as many as the work needs.
     """
 
     request: ResolveRequest
@@ -155,8 +154,8 @@ class SubmitRequest:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A submission before it happens. `files` are those of the attempt's folder beside its script; `ledger` is what the
-    run has been so far."""
+    """A prepared submission. `files`: those of the attempt's folder beside its script. `ledger`: the run's attempts so
+    far."""
 
     wish: JobRequest
     job: Job
@@ -172,9 +171,9 @@ class Prepared:
 
 
 def prepare(order: SubmitRequest, host: Host, *, look: bool = False) -> Prepared:
-    """Everything of the next attempt, or of the newest again where its submission was interrupted.
+    """Everything of the next attempt, or of the newest again if its submission was interrupted.
 
-    `look`: at the host, for what the job will need there. Raises UserError with every problem that can be known,
+    `look`: check on the host what the job will need. Raises UserError with every problem that can be found,
     HostUnreachable.
     """
     findings = ProblemCollector()
@@ -229,20 +228,20 @@ def prepare(order: SubmitRequest, host: Host, *, look: bool = False) -> Prepared
 
 
 def _asked(wish: JobRequest) -> dict[str, str]:
-    """What the job asks of Slurm, as an option for sbatch would say it, by the key that says so."""
+    """What the job requests from Slurm, as values of sbatch options, by their keys."""
     terms = build_job(wish, 1).terms
     own = {"site.account": terms.account, "site.queue": terms.partition, "site.walltime": f"{terms.walltime_s:g} s"}
     return {**{f"site.options.{name}": str(value) for name, value in terms.options.items()}, **own}
 
 
 def _find_problems(findings: ProblemCollector, order: SubmitRequest, wish: JobRequest, code: Code) -> Resolved | None:
-    """What is wrong with a wish, as far as it is known without its host; the run file's run where that makes sense."""
+    """The problems of a request that can be found without its host. Returns the resolved run file if there is one."""
     for check in (*site_checks.NUMBER_CHECKS, *site_checks.NAME_CHECKS):
         findings.problems += check(wish)
     shape_is_known = not {"site.nodes", "site.ranks_per_node"} & {problem.where for problem in findings.problems}
     if order.command:
         findings.problems += host_checks.list_local_problems(wish, code)
-    elif shape_is_known:  # the rules of a run file are judged for the ranks that the job will have
+    elif shape_is_known:  # a run file is checked for the ranks that the job will have
         title = str(order.request.run_file or "the run")
         return findings.collect(title, lambda: site_checks.check_run(order.request, order.site, wish), None)
     return None
@@ -250,7 +249,7 @@ def _find_problems(findings: ProblemCollector, order: SubmitRequest, wish: JobRe
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What `order.json` says of an order; all of it is needed."""
+    """The fields of an order in `order.json`; all are required."""
 
     overrides: tuple[str, ...]
     site: str
@@ -261,7 +260,7 @@ class _Recorded:
 
 
 def render_order(order: SubmitRequest) -> str:
-    """An order as the text of `order.json`, from which `shardway resume` makes the next one."""
+    """The text of `order.json`, from which `shardway resume` makes the next order."""
     request = order.request
     table = {
         "format": 1,
@@ -277,8 +276,8 @@ def render_order(order: SubmitRequest) -> str:
 
 
 def parse_order(text: str, run: Path, run_file: Path | None) -> SubmitRequest | None:
-    """The order in such a text, for the same run directory; None where it is damaged. `run_file` holds all that the
-    run file and the overrides said then."""
+    """The order in such a text, for the same run directory; None if it is damaged. `run_file` holds all values of the
+    run file and the overrides of that time."""
     try:
         known = read_fields(_Recorded, json.loads(text))
     except (ValueError, RecursionError):
@@ -303,15 +302,15 @@ def _load(order: SubmitRequest) -> tuple[LoadedRunFile, SiteProfile]:
 
 
 def _site_word(loaded: LoadedRunFile, here: Path) -> str:
-    """The site as it is found again from any folder."""
+    """The site in a form that is found from any folder."""
     name = loaded.values.site.name
     is_shipped_or_own = find_profile(name).origin != "file"
     return name if is_shipped_or_own else str(here / expand_place(name))
 
 
 def _carry_site(loaded: LoadedRunFile, folder: Attempt) -> tuple[LoadedRunFile, dict[Path, str]]:
-    """The run with a copy of its site's profile beside it where that is the person's own: in a container or on another
-    host its file is not seen."""
+    """The run with a copy of its site profile beside it if the profile is the user's own, since in a container or on
+    another host that file is not visible."""
     name = loaded.values.site.name
     if find_profile(name).origin == "shipped":
         return loaded, {}
@@ -320,7 +319,8 @@ def _carry_site(loaded: LoadedRunFile, folder: Attempt) -> tuple[LoadedRunFile, 
 
 
 def _find_places(order: SubmitRequest, loaded: LoadedRunFile, host: Host) -> tuple[Path, PurePosixPath]:
-    """The run directory and the file of secrets on the host. Raises UserError for a variable that it does not set."""
+    """The run directory and the secrets file on the host. Raises UserError for a variable that the host does not
+    set."""
     directory, root = order.request.directory, loaded.values.run.root
     try:
         path, secrets = host.expand_many([str(directory or root), SECRETS])
@@ -342,8 +342,8 @@ def _name_run(order: SubmitRequest, loaded: LoadedRunFile) -> str:
 
 
 def _plan_snapshot(order: SubmitRequest, host: Host) -> tuple[SnapshotPlan | None, tuple[str, ...]]:
-    """The snapshot, and what to tell of it. A run file alone brings no code: where no snapshot can be made, it goes
-    without one."""
+    """The snapshot and its notes. A run file without a command brings no code: if no snapshot can be made, none is
+    used."""
     try:
         plan = plan_snapshot(order.here, links=not host.name)
     except UserError as error:
@@ -356,7 +356,7 @@ def _plan_snapshot(order: SubmitRequest, host: Host) -> tuple[SnapshotPlan | Non
 
 
 def _describe_other_command(order: SubmitRequest, host: Host, ledger: Ledger) -> Iterator[str]:
-    """Whether the run had another command, whose outputs this one would find in the folder where it works."""
+    """A warning if the run had another command, whose outputs this one would find in its working folder."""
     paths = [PurePosixPath(entry.attempt.order_path) for entry in ledger.entries] if order.command else []
     texts = host.read_files(paths) if paths else {}
     last = next((texts[path] for path in reversed(paths) if path in texts), "")
@@ -369,8 +369,8 @@ def _describe_other_command(order: SubmitRequest, host: Host, ledger: Ledger) ->
 
 
 def _work_folder(order: SubmitRequest, host: Host, snapshot: SnapshotPlan | None, folder: Attempt) -> Path:
-    """Where the ranks work: a training in the snapshot, any other program in the folder of the run that keeps what it
-    writes there; without a snapshot in the folder that submits, or where that is on another host, in the run directory.
+    """Where the ranks work: a training in the snapshot, any other program in the run's folder for its outputs. Without
+    a snapshot: in the submitting folder or, if that is on another host, in the run directory.
     """
     if snapshot is None:
         return folder.run_path if host.name else order.here
@@ -390,5 +390,5 @@ def _chain(order: SubmitRequest, profile: SiteProfile, number: int) -> Chain:
 
 
 def _is_set(loaded: LoadedRunFile) -> Callable[[str], bool]:
-    """Whether a key goes into the run file of an attempt: what nobody set is settled again where the ranks are."""
+    """Whether a key goes into the run file of an attempt: unset keys are resolved again on the machine of the ranks."""
     return lambda dotted: loaded.origins[dotted] != DEFAULT

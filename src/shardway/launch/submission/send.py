@@ -1,10 +1,8 @@
-"""Carries out a submission, or repeats one: the last looks, the snapshot, the attempt's folder, the scheduler, the
-registry.
+"""Carries out a submission, or repeats one: last checks, snapshot, attempt folder, scheduler, registry.
 
 Invariants:
-- What is refused leaves nothing behind, and a submission that was interrupted goes on where it was.
-- The run file of the order is the one that the last attempt recorded, so that a file that was edited since is not taken
-  by accident.
+- A refused submission leaves nothing behind; an interrupted one resumes where it was.
+- Repeated: the run file is the one that the last attempt recorded, so a later edit is not taken by accident.
 """
 
 from __future__ import annotations
@@ -140,7 +138,7 @@ def _snapshot_taker(host: Host, plan: SnapshotPlan | None) -> Fill:
     return take
 
 
-# --- What a run was submitted with the last time, as an order that can be submitted again
+# --- the last order of a run
 
 
 @contextlib.contextmanager

@@ -1,14 +1,12 @@
-"""A request against what can be judged without the host: the site's limits, names and options, the run file, the
-earlier run.
+"""Checks of a job request without its host: the site's limits, names and options, the run file, the earlier run.
 
 Invariants:
-- A limit that the profile does not state is not held against anybody. A check gives all of its problems and changes
-  nothing.
-- What passes here arrives unchanged.
-- What a rank would refuse when it begins is refused before the queue.
-- What its ranks would refuse when they go on from its newest checkpoint, or find done, is refused before the queue, as
-  far as it can be known without the data. Where there is no checkpoint, or the record of the run cannot be read,
-  nothing is refused.
+- A check returns all of its problems and changes nothing. A limit that the profile does not state is not checked.
+- What passes arrives at the scheduler and at the ranks unchanged.
+- Run file: what a rank would refuse when it starts is refused before the queue.
+- Resumed run: what its ranks would refuse when they resume from the newest checkpoint, or find complete, is refused
+  before the queue, as far as this can be decided without the data. Without a checkpoint, or if the record of the run
+  cannot be read, nothing is refused.
 """
 
 from __future__ import annotations
@@ -51,18 +49,18 @@ from shardway.runfile.load import is_text
 from shardway.sites.schema import CPU
 from shardway.units import format_bytes, render_seconds
 
-# --- A wish against the profile of its site: wall-time, nodes, accelerators, memory, account, launcher, container
+# --- the request against the profile of its site
 
 Check = Callable[[JobRequest], Iterator[Problem]]
 
 
 def problem(wish: JobRequest, key: str, what: str, allowed: str = "", remedy: str = "") -> Problem:
-    """A problem of a key of [site], with where its value comes from."""
+    """A problem of a key of [site], with the origin of its value."""
     return Problem(f"site.{key}", what, wish.loaded.origins[f"site.{key}"], allowed, remedy)
 
 
 def a_wall_time_is_known_and_within_the_limit(wish: JobRequest) -> Iterator[Problem]:
-    """Schedulers let a job over the limit wait for ever, or refuse it without naming the limit."""
+    """A job over the limit waits forever, or is refused by the scheduler without naming the limit."""
     walltime, queue = walltime_of(wish), wish.queue
     if walltime is None:
         unknown = wish.section.queue and queue is None and wish.profile.queues
@@ -77,7 +75,7 @@ def a_wall_time_is_known_and_within_the_limit(wish: JobRequest) -> Iterator[Prob
 
 
 def nodes_are_within_the_limits(wish: JobRequest) -> Iterator[Problem]:
-    """More nodes than a queue gives out are never found."""
+    """A job with more nodes than a queue gives out waits forever."""
     nodes, queue = wish.section.nodes, wish.queue
     if wish.profile.scheduler == "local" and nodes > 1:
         remedy = "leave it at 1, or name a site that has nodes: --on SITE"
@@ -91,7 +89,7 @@ def nodes_are_within_the_limits(wish: JobRequest) -> Iterator[Problem]:
 
 
 def an_account_is_named_where_one_is_needed(wish: JobRequest) -> Iterator[Problem]:
-    """A job without an account is refused, or charged to nobody knows whom."""
+    """A job without an account is refused, or charged to an arbitrary one."""
     request = wish.profile.request
     if request.account == "required" and not wish.section.account:
         listing = f"; `{request.account_command}` lists yours" if request.account_command else ""
@@ -112,7 +110,7 @@ def ranks_of_a_node_have_an_accelerator_each(wish: JobRequest) -> Iterator[Probl
 
 
 def memory_is_there_and_may_be_asked_for(wish: JobRequest) -> Iterator[Problem]:
-    """A node that no machine has is waited for for ever."""
+    """A job that requests more memory than any node has waits forever."""
     asked, node, request = wish.section.memory, wish.profile.node, wish.profile.request
     if asked == "auto":
         return
@@ -125,7 +123,7 @@ def memory_is_there_and_may_be_asked_for(wish: JobRequest) -> Iterator[Problem]:
 
 
 def a_launcher_goes_with_its_scheduler(wish: JobRequest) -> Iterator[Problem]:
-    """srun is Slurm's own."""
+    """srun needs Slurm."""
     launcher, scheduler = launcher_of(wish), wish.profile.scheduler
     if launcher not in LAUNCHERS[scheduler]:
         allowed = ", ".join(LAUNCHERS[scheduler])
@@ -142,7 +140,7 @@ def a_launcher_goes_with_its_scheduler(wish: JobRequest) -> Iterator[Problem]:
 
 
 def a_container_has_a_runtime_and_an_image(wish: JobRequest) -> Iterator[Problem]:
-    """An image needs somebody to start it, and a runtime something to start."""
+    """An image needs a runtime, and a runtime an image."""
     section, runtime = wish.section, runtime_of(wish)
     if section.image and runtime == "none":
         if section.container == "none":
@@ -161,7 +159,7 @@ def a_container_has_a_runtime_and_an_image(wish: JobRequest) -> Iterator[Problem
 
 
 def the_run_stops_before_its_time_is_over(wish: JobRequest) -> Iterator[Problem]:
-    """A margin as long as the wall-time leaves nothing to train in."""
+    """A stop margin as long as the wall-time leaves no time to train."""
     margin, walltime = wish.loaded.values.run.stop_margin, walltime_of(wish)
     if margin != "auto" and walltime is not None and float(margin) >= walltime:
         what = f"{render_seconds(float(margin))} before the end of a wall-time of {render_seconds(walltime)} is no time"
@@ -181,7 +179,7 @@ NUMBER_CHECKS: tuple[Check, ...] = (
 
 
 def list_warnings(wish: JobRequest) -> list[str]:
-    """What may be meant so, but is worth a sentence."""
+    """Warnings about a request that is valid but may not be meant so."""
     warnings, shape, node = [], shape_of(wish), wish.profile.node
     idle = (node.accelerators_per_node or 0) - shape.ranks_per_node
     if idle > 0 and wish.profile.request.whole_nodes and shape.accelerators_per_node:
@@ -209,7 +207,7 @@ NAMED_BY_KEYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             **dict.fromkeys(("gres", "gpus-per-node", "G", "gpus"), "site.ranks_per_node and site.accelerator_type"),
             **dict.fromkeys(("job-name", "J"), "run.name"),
             **dict.fromkeys(("mem",), "site.memory"),
-            # of sbatch they would put the job script itself into the container, where there is no srun
+            # as options of sbatch they would put the job script itself into the container, which has no srun
             **dict.fromkeys(("container", "container-image"), "site.container and site.image"),
             "container-mounts": "site.mounts",
             **dict.fromkeys(
@@ -232,10 +230,10 @@ NAMED_BY_KEYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "local": {},
     }
 )
-"""Scheduler -> options that a key of the run file names ("": that the job script needs for itself)."""
+"""Scheduler -> options that a key of the run file replaces ("": options that the job script sets itself)."""
 
 
-# --- Names, options, mounts and variables of a wish: whether they can be said, and whether they contradict a key
+# --- names, options, mounts and variables
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./%*-]*")
@@ -243,7 +241,7 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL|PRIVATE_KEY", re.I
 
 
 def options_do_not_contradict_keys(wish: JobRequest) -> Iterator[Problem]:
-    """An option beside the key of the same meaning would win on one scheduler and lose on another."""
+    """An option and the key of the same meaning: which one wins depends on the scheduler."""
     named = NAMED_BY_KEYS[wish.profile.scheduler]
     for name, value in wish.section.options.items():
         bare = name.lstrip("-")
@@ -267,7 +265,7 @@ def options_do_not_contradict_keys(wish: JobRequest) -> Iterator[Problem]:
 
 
 def memory_is_said_once(wish: JobRequest) -> Iterator[Problem]:
-    """sbatch would refuse both; where the site alone says the memory, the option stands in its place."""
+    """sbatch refuses two memory settings. If only the site sets the memory, the option replaces it."""
     if wish.section.memory != "auto":
         for name in list_memory_options(wish):
             what = f'"{name}" and site.memory both say the memory of the job, and Slurm takes one'
@@ -275,13 +273,13 @@ def memory_is_said_once(wish: JobRequest) -> Iterator[Problem]:
 
 
 def _has_no_gpu(gres: Any) -> bool:
-    """Whether generic resources of Slurm are others than those that keys ask for: local disks, licences of a node."""
+    """Whether Slurm's generic resources are others than those that keys request: local disks, licences of a node."""
     entries = gres if isinstance(gres, list) else [gres]
     return not any(part.strip().startswith("gpu") for entry in entries for part in str(entry).split(","))
 
 
 def variables_can_be_set_and_are_no_secrets(wish: JobRequest) -> Iterator[Problem]:
-    """A job script is read by others; a variable of the launcher would place every rank at rank 0."""
+    """Other users can read a job script; a variable of the launcher would place every rank at rank 0."""
     for name, value in wish.section.environment.items():
         if not _NAME.fullmatch(name):
             yield problem(wish, "environment", f'"{name}" is no name of a variable', "letters, digits and _")
@@ -297,7 +295,7 @@ def variables_can_be_set_and_are_no_secrets(wish: JobRequest) -> Iterator[Proble
 
 
 def names_are_plain(wish: JobRequest) -> Iterator[Problem]:
-    """Schedulers cut such words at blanks, or take a part of them for something else."""
+    """Schedulers cut such words at blanks, or interpret a part of them."""
     for key in ("queue", "account", "accelerator_type"):
         value = getattr(wish.section, key)
         if not _PLAIN.fullmatch(value):
@@ -310,14 +308,14 @@ def names_are_plain(wish: JobRequest) -> Iterator[Problem]:
 
 
 def the_run_directory_of_a_training_is_text(wish: JobRequest) -> Iterator[Problem]:
-    """The training keeps its own path in `resolved.toml`; a command of one's own does not."""
+    """A training stores its own path in `resolved.toml`, which is UTF-8; a user's command does not."""
     if wish.read is None and not is_text(str(wish.run)):
         what = f"the run directory {str(wish.run)!a} is not UTF-8 text"
         yield Problem("run.root", what, remedy="choose another folder with --dir or run.root")
 
 
 def an_image_is_one_that_its_runtime_starts(wish: JobRequest) -> Iterator[Problem]:
-    """Enroot and Charliecloud start files; a name in a registry has to be fetched first."""
+    """Enroot and Charliecloud start files; an image in a registry must be fetched first."""
     image, runtime = wish.section.image, runtime_of(wish)
     if not image or runtime == "none" or image.startswith(("/", "~", "$", ".")):
         return
@@ -334,7 +332,7 @@ def an_image_is_one_that_its_runtime_starts(wish: JobRequest) -> Iterator[Proble
 
 
 def mounts_can_be_said(wish: JobRequest) -> Iterator[Problem]:
-    """SOURCE:TARGET[:ro], as every runtime takes it; some take paths apart at more than the colon."""
+    """SOURCE:TARGET[:ro], as every runtime takes it; some runtimes split paths at more characters than the colon."""
     for text in wish.section.mounts:
         if parse_mount(text) is None:
             yield problem(wish, "mounts", f'"{text}" is no mount', "SOURCE:TARGET or SOURCE:TARGET:ro")
@@ -349,7 +347,8 @@ def mounts_can_be_said(wish: JobRequest) -> Iterator[Problem]:
 
 
 def own_folders_have_no_variables(wish: JobRequest) -> Iterator[Problem]:
-    """The job's shell fills in `$NAME` where a person writes it; in the name of a folder that is there it would too."""
+    """The job's shell expands `$NAME` in paths that the user writes, and would do so in the name of an existing
+    folder."""
     job = build_job(wish, 1)
     work = None if job.around.workdir.is_relative_to(job.run) else job.around.workdir
     own = [str(path) for path in (job.run, work, wish.project) if path is not None]
@@ -377,14 +376,13 @@ NAME_CHECKS: tuple[Check, ...] = (
 )
 
 
-# --- The rules of a run file, for the ranks and the machine that the job will have
+# --- the rules of the run file
 
 
 def check_run(request: ResolveRequest, site: str, wish: JobRequest) -> Resolved:
-    """The rules of the run file itself, for the ranks and the machine that the job will have; `site` is that of --on.
+    """Check the run file for the ranks and the machine that the job will have, and return the run as they will have it.
 
-    The run as they will have it. Raises UserError with every problem.
-    """
+    `site` is that of --on. Raises UserError with every problem."""
     values, profile, shape = wish.loaded.values, wish.profile, shape_of(wish)
     if values.parallel.layout == "auto" or values.model.hf:
         return _check_planned(request, site, wish)
@@ -404,7 +402,7 @@ def check_run(request: ResolveRequest, site: str, wish: JobRequest) -> Resolved:
 
 
 def _check_planned(request: ResolveRequest, site: str, wish: JobRequest) -> Resolved:
-    """The same where the layout is the planner's, or a checkpoint's config has to be read."""
+    """The same if the planner chooses the layout, or if the config of a checkpoint must be read."""
     shape = shape_of(wish)
     machine = machine_of_known(wish.profile) if wish.loaded.values.run.device != "cpu" else None
     named = [f"site.name={site}"] if site else []
@@ -412,16 +410,16 @@ def _check_planned(request: ResolveRequest, site: str, wish: JobRequest) -> Reso
     return resolve_request(request, shape.ranks, shape.ranks_per_node, planned=machine).resolved
 
 
-# --- A run that goes on: with other values than it was started with, or though all of it is done
+# --- a resumed run: changed keys, or complete
 
 _SAY_HOW_MANY = frozenset(("train.steps", "train.global_batch"))
-"""Keys on which it depends how many steps an amount of samples, tokens or epochs is."""
+"""Keys that decide how many steps a number of samples, tokens or epochs is."""
 
 _WAYS_OUT = "or submit it as another run (`shardway submit` with another run.name or --dir)"
 
 
 def check_goes_on(host: Host, ledger: Ledger, resolved: Resolved) -> None:
-    """Raise UserError where a key has changed that must not change between attempts, or nothing is left to do."""
+    """Raise UserError if a key has changed that must not change between attempts, or if the run is complete."""
     run = ledger.run
     listed, record = host.run_many([("ls", str(run.checkpoints)), ("cat", str(run.resolved_path))])
     steps = find_steps(listed.out.splitlines())
@@ -430,7 +428,7 @@ def check_goes_on(host: Host, ledger: Ledger, resolved: Resolved) -> None:
     try:
         saved = tomllib.loads(record.out)
     except (ValueError, RecursionError):
-        return  # its ranks tell what to do about it
+        return  # its ranks report what to do about it
     tables = {name: table for name, table in saved.items() if isinstance(table, dict)}
     check_same_run(tables, resolved, str(run.path), _WAYS_OUT)
     total = _find_total(tables, resolved, ledger.status)
@@ -442,7 +440,7 @@ def check_goes_on(host: Host, ledger: Ledger, resolved: Resolved) -> None:
 
 
 def _find_total(saved: Mapping[str, Any], resolved: Resolved, status: Mapping[str, Any]) -> int | None:
-    """How many steps are asked for. Where the data has a say: what it said before, if what it depends on has not
+    """The requested number of steps. If it depends on the data: the recorded number if nothing that decides it has
     changed; else None."""
     if resolved.values.train.steps.unit == "steps":
         return math.ceil(resolved.values.train.steps.amount)

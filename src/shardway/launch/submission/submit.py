@@ -1,21 +1,20 @@
-"""Submits one attempt of a run: claims it, writes its folder, hands its script to the scheduler, and knows what became
-of that.
+"""Submits one attempt of a run: claims it, writes its folder, hands its script to the scheduler.
 
 Invariants:
-- A claim is called alive or dead only by a process that sees the same process numbers since the same boot; everything
-  else is unknown.
-- An attempt has at most one job that does anything.
+- An attempt has at most one job that does any work.
+- A claim is alive or dead only for a process with the same boot and process namespace; otherwise it is unknown.
 
-The submitter writes its claim into the attempt's folder: host, process, the start of that process, and which boot and
-which process namespace its number belongs to. On the same machine whoever comes later looks whether it still runs;
-of a process elsewhere (a laptop that submits by ssh, another login node) nobody here can know, and only its age tells.
+The submitter writes its claim into the attempt's folder: host, process, the start of that process, and the boot and
+process namespace of its number. On the same machine a later submitter checks whether the process still runs; a process
+elsewhere (a laptop that submits by ssh, another login node) is judged only by the age of its claim.
 
-The order makes a lost answer harmless. The folder of an attempt is made by `mkdir`, which only one can do; who it is
-for is written there (with a name that no other job has) before the scheduler is asked; and when an answer is lost, the
-scheduler is asked for a job of that name before the script is handed over again. Should a job be there twice all the
-same, the second finds the attempt claimed and does nothing.
+The order makes a lost answer harmless. The folder of an attempt is made by `mkdir`, which succeeds only once. The job's
+unique name is written there before the scheduler is called. If the answer is lost, the scheduler is asked for a job of
+that name before the script is submitted again. If there are two jobs after all, the second finds the attempt claimed
+and does nothing.
 
-Sources: proc_pid_stat(5), fields (3) state and (22) starttime; proc_sys_kernel(5), random/boot_id; pid_namespaces(7).
+Sources: proc_pid_stat(5), fields (3) state and (22) starttime; proc_sys_kernel(5), random/boot_id;
+pid_namespaces(7).
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from shardway.refusals import find_remedy
 from shardway.rundir.attempts import Attempt, Submission
 from shardway.rundir.directory import FOLDER_MODE
 
-# --- Who is at work on a submission, so that one whose process died is known to be dead at once
+# --- the claim of a submitter
 
 _PROC = Path("/proc")
 _FIELDS = 5
 
 
 class Life(Enum):
-    """Whether the process of a claim is still there."""
+    """Whether the process of a claim still exists."""
 
     ALIVE = "alive"
     DEAD = "dead"
@@ -58,7 +57,7 @@ class Life(Enum):
 @dataclass(frozen=True)
 class ProcessIdentity:
     """One process: its number and its `start` (clock ticks since the boot) name it within `boot` and `namespace`; the
-    three are empty where the system does not tell them."""
+    three are empty if the system does not provide them."""
 
     host: str
     process: int
@@ -73,12 +72,12 @@ class ProcessIdentity:
 
     @property
     def words(self) -> str:
-        """As people name it: "process 4711 on login1"."""
+        """For people: "process 4711 on login1"."""
         return f"process {self.process} on {self.host}"
 
 
 def claim_of_this_process(proc: Path = _PROC) -> ProcessIdentity:
-    """The claim that this process makes."""
+    """The claim of this process."""
     host = "".join(socket.gethostname().split()) or "localhost"
     return ProcessIdentity(host, os.getpid(), _read_start(proc, os.getpid()) or "", *_read_realm(proc))
 
@@ -92,7 +91,7 @@ def parse_claim(text: str) -> ProcessIdentity | None:
 
 
 def look_at(claim: ProcessIdentity, proc: Path = _PROC) -> Life:
-    """Whether the process of a claim still runs, as far as it can be seen from here."""
+    """Whether the process of a claim still runs, as far as this process can see it."""
     here = claim_of_this_process(proc)
     realm = (claim.host, claim.boot, claim.namespace)
     if not (claim.start and claim.boot and claim.namespace) or realm != (here.host, here.boot, here.namespace):
@@ -104,7 +103,7 @@ def look_at(claim: ProcessIdentity, proc: Path = _PROC) -> Life:
 
 
 def _read_realm(proc: Path) -> tuple[str, str]:
-    """What process numbers belong to: the boot of the machine and the namespace; empty where there is no such file."""
+    """The boot of the machine and the namespace, within which process numbers are unique; empty without such files."""
     try:
         boot = (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return boot, os.readlink(proc / "self/ns/pid")
@@ -113,8 +112,8 @@ def _read_realm(proc: Path) -> tuple[str, str]:
 
 
 def _read_start(proc: Path, process: int) -> str | None:
-    """When a process started; empty for one that is dead and only waits for its parent (a zombie), None where it
-    cannot be seen."""
+    """The start time of a process; empty for a dead one that its parent has not reaped (a zombie), None if it is not
+    visible."""
     try:
         fields = (proc / str(process) / "stat").read_bytes().rpartition(b") ")[2].split()
     except OSError:
@@ -123,7 +122,7 @@ def _read_start(proc: Path, process: int) -> str | None:
 
 
 def _exists(process: int) -> bool:
-    """Whether there is a process of this number, of whoever: /proc may hide those of others (proc(5), hidepid)."""
+    """Whether there is a process of this number, of any user: /proc may hide those of others (proc(5), hidepid)."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -133,26 +132,25 @@ def _exists(process: int) -> bool:
     return True
 
 
-# --- Submits one attempt of a run: writes its folder, hands its script to the scheduler, and knows what became of
-# that
+# --- submit an attempt
 
 TRIES = 6
 FIRST_PAUSE_S = 2.0
-"""A scheduler that does not answer is asked again after 2, 4, 8, 16 and 32 seconds."""
+"""A silent scheduler is asked again after 2, 4, 8, 16 and 32 seconds."""
 
 SUBMIT_TIMEOUT_S = 60.0
 
 UNDER_WAY_S = 120.0
-"""An attempt that was prepared less long ago, by a process that cannot be looked at from here, and of which nobody
-said that it was given up, is being submitted."""
+"""An attempt counts as being submitted if it was prepared less long ago, by a process that is not visible from here,
+and is not recorded as given up."""
 
 IN_FLIGHT_S = 5.0
-"""What a submitter handed over just before it was killed may take so long to be seen in the queue."""
+"""How long a script may take to appear in the queue that was handed over just before its submitter was killed."""
 
 _ELSEWHERE = "choose another folder with --dir or run.root"
 
 _CERTAINLY_NOT_TAKEN = ("scheduler_down", "max_jobs_queued")
-"""Codes of refusals after which no job can be there."""
+"""Codes of refusals after which no job can exist."""
 
 
 @dataclass(frozen=True)
@@ -177,17 +175,17 @@ def _ignore(text: str) -> None:
 
 @dataclass(frozen=True)
 class Submitter:
-    """Where submissions go, and how a pause is made between two tries (tests make none). `tell` gets a sentence for
-    the person who waits."""
+    """Submits to one host. `pause` waits between two tries (tests do not wait); `tell` gets a sentence for the waiting
+    user."""
 
     host: Host
     pause: Callable[[float], None] = time.sleep
     tell: Callable[[str], None] = _ignore
 
     def submit(self, job: Job, files: dict[Path, str], after: str = "", fill: Fill = _nothing) -> Submitted:
-        """Submit an attempt whose folder does not exist yet, with these files and what `fill` puts into it.
+        """Submit an attempt whose folder does not exist yet, with these files and what `fill` adds.
 
-        Raises UserError where the folder is there or the scheduler refuses, SiteError where it does not answer.
+        Raises UserError if the folder exists or the scheduler refuses, SiteError if it does not answer.
         """
         attempt = job.folder
         made = self.make_folder(attempt)
@@ -207,7 +205,7 @@ class Submitter:
             texts = {**claimed, attempt.job_script: render_job_script(job), **files}
             self.host.write_files({PurePosixPath(path): text for path, text in texts.items()})
             fill(attempt)
-            submission = replace(submission, submitted=time.time())  # to fill it may take long
+            submission = replace(submission, submitted=time.time())  # filling may take long
             write_submission(self.host, attempt, submission)
         except BaseException:
             self._remove(attempt)
@@ -215,9 +213,9 @@ class Submitter:
         return self.send(job, submission)
 
     def make_folder(self, attempt: Attempt) -> tuple[str, ...]:
-        """Make the folder of an attempt; gives the folders above it that had to be made, the innermost first.
+        """Make the folder of an attempt; returns the parent folders that were made, the innermost first.
 
-        Raises UserError where somebody else just made it, or the file system refuses.
+        Raises UserError if another submitter has just made it, or if the file system refuses.
         """
         above = tuple(map(str, attempt.path.parents))
         look = ("find", *above, "-maxdepth", "0", "-print0")
@@ -247,13 +245,13 @@ class Submitter:
         return new
 
     def send(self, job: Job, submission: Submission) -> Submitted:
-        """Hand a prepared attempt to the scheduler, again where it does not answer. Raises as `submit` does."""
+        """Hand a prepared attempt to the scheduler, again if it does not answer. Raises as `submit` does."""
         try:
             return self._hand_over(job, submission)
         except UserError:
             raise  # and the folder is gone
         except BaseException:
-            with contextlib.suppress(ShardwayError):  # nobody is at it any more
+            with contextlib.suppress(ShardwayError):  # this process has given it up
                 write_submission(self.host, job.folder, replace(submission, submitted=0.0))
             raise
 
@@ -287,12 +285,15 @@ class Submitter:
         raise SiteError(_render_silence(job, refusal))
 
     def recover(self, job: Job, entry: LedgerEntry) -> Submitted | None:
-        """What became of an attempt whose submission was interrupted: its job where it got through, or None, and then
-        its folder is gone. Raises SchedulerSilent or HostUnreachable where nobody knows, UserError where it is being
-        submitted at this moment, or was since the entry was read."""
+        """Settle an interrupted submission: return its job if it reached the scheduler; else remove its folder and
+        return None.
+
+        Raises SchedulerSilent or HostUnreachable if this is unknown, UserError if the attempt is being submitted now,
+        or was submitted since the entry was read.
+        """
         submission = entry.submission
         self._check_nobody_is_at_it(entry)
-        now = read_again(self.host, entry)  # whoever was at it may have ended well meanwhile
+        now = read_again(self.host, entry)  # its submitter may have succeeded meanwhile
         if not now.is_unsent:
             raise UserError(_render_taken(now))
         if submission is not None:
@@ -306,7 +307,7 @@ class Submitter:
         return None
 
     def _try(self, client: SchedulerClient, job: Job, after: str) -> Done | None:
-        """One try; None where nothing is known of what became of it."""
+        """One try; None if its result is unknown."""
         words = client.submit(str(job.folder.job_script), str(job.folder.job_log), after)
         try:
             done = self.host.run(words, timeout_s=SUBMIT_TIMEOUT_S)
@@ -315,8 +316,8 @@ class Submitter:
         return None if done.timed_out else done
 
     def _check_nobody_is_at_it(self, entry: LedgerEntry) -> None:
-        """Raise UserError where another submitter may be at work on an attempt: one that runs on this machine is, one
-        that died here is not; where that cannot be seen, the age of its last word decides."""
+        """Raise UserError if another submitter may be at work on an attempt. A process on this machine is looked up;
+        for any other the age of its record decides."""
         submission = entry.submission
         if submission is None:
             minutes = f"-{round(UNDER_WAY_S / 60)}"  # by the clock of the host
@@ -334,7 +335,7 @@ class Submitter:
             raise UserError(_render_under_way(entry, claim, UNDER_WAY_S - age))
 
     def _find(self, client: SchedulerClient, job: Job) -> str | None:
-        """The id of a job with the name of this one; empty where the scheduler knows none, None where it is silent."""
+        """The id of a job with this one's name; empty if the scheduler has none, None if it is silent."""
         try:
             found = client.read_found(self.host.run_many(client.find(job.scheduler_name)))
         except (SchedulerSilent, HostUnreachable):
@@ -352,18 +353,18 @@ class Submitter:
         return Submitted(job.folder, taken, found)
 
     def _remove(self, attempt: Attempt) -> None:
-        """Take back a folder that no job will ever use, and those around it where it was all that they held."""
+        """Remove a folder that no job will ever use, and its parents if they are empty then."""
         around = [("rmdir", str(folder)) for folder in (attempt.path.parent, attempt.run_path)]
         self.host.run_many([("rm", "-rf", str(attempt.path)), *around])
 
     def _sweep(self, folders: Sequence[str]) -> None:
-        """Take back folders that were made for a submission, where nothing is left in them."""
+        """Remove the empty folders among those that were made for a submission."""
         with contextlib.suppress(ShardwayError):
             self.host.run_many([("rmdir", folder) for folder in folders])
 
 
 def asked_of(job: Job) -> RequestedResources:
-    """What a job asks of its scheduler, for sentences about it."""
+    """What a job requests from its scheduler, for messages about it."""
     terms, shape = job.terms, job.shape
     return RequestedResources(
         name=job.scheduler_name,

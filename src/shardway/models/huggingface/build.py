@@ -1,8 +1,8 @@
-"""From `model.hf` to a model on the meta device, and from a model to the names and config.json of the hub.
+"""Builds the model of `model.hf` on the meta device, and gives the names and config.json of a model for the hub.
 
 Invariants:
-- A form is complete before anything is written; a model that the hub has no form for is a UserError.
-- Whatever does not fit (family, config, files, data) is a UserError here, before any weight exists.
+- Export: a form is complete before anything is written. A model that the hub has no form for is a UserError.
+- Build: all that does not fit (family, config, files, data) is a UserError before any weight exists.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardway.models.huggingface.pieces import Arrangement, Names, Shape, keep_n
 from shardway.models.huggingface.weights import TensorFiles, are_equal, find_weights, fit_weights
 from shardway.models.transformer import Transformer
 
-# --- What is written for the hub beside the tensors, and under which names the tensors are
+# --- config.json and tensor names for the hub
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def form_of(model: nn.Module, *, max_positions: int, source: Path | None = None)
     )
 
 
-# --- From `model.hf` to a model on the meta device that knows where its weights are
+# --- from model.hf to a model on meta
 
 
 def build_huggingface(
@@ -113,7 +113,7 @@ def _describe_contradiction(folder: Path) -> str:
 
 def load_config(folder: Path) -> Any:
     """The config of a folder as an object of the library's. Raises UserError."""
-    read_config(folder)  # says what is wrong with the file in our words
+    read_config(folder)  # reports a damaged file with Shardway's message
     library = import_extra("transformers")
     try:
         return library.AutoConfig.from_pretrained(str(folder), local_files_only=True)

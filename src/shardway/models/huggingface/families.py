@@ -1,10 +1,10 @@
 """The decoder families of `transformers` that Shardway computes as the library does, and their experts.
 
 Invariants:
-- The numbers are those of the library's block with SwiGLU experts; gate and up projections, which the library keeps in
-  one stack, are apart, so that each splits by columns.
-- A family stands here only with a test that compares its logits with the library's own; what of a config this package
-  would not compute is refused, never ignored.
+- Experts: the numbers are those of the library's block with SwiGLU experts. Gate and up projections, one stack in the
+  library, are separate here, so that each splits by columns.
+- Families: each has a test that compares its logits with the library's own. A setting of a config that this package
+  does not compute is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardway.errors import Problem
 from shardway.models.experts import Experts
 from shardway.models.huggingface.pieces import Arrangement, Names, Shape, keep_name, keep_names, part_of, stack
 
-# --- A mixture's feed-forward block with the interface that the expert axis needs
+# --- the feed-forward block of a mixture
 
 
 class MixtureBlock(nn.Module):
@@ -83,7 +83,7 @@ def _stacked(prefix: str, leaf: str, shape: Shape) -> Arrangement:
     return part_of(f"{prefix}gate_up_proj", shape, dim=1, index=("gate", "up").index(leaf), parts=2)
 
 
-# --- The families of `transformers` whose decoder this package is known to compute as the library does
+# --- the supported families
 
 _QWEN_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 

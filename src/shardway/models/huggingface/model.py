@@ -1,10 +1,9 @@
 """A decoder-only language model of `transformers` behind Shardway's contract, and its plan of parallelism.
 
 Invariants:
-- What the library's plan says in a word that this module does not know is not guessed: the tensor axis then has no
-  plan, and says so.
-- Layers, norms and embeddings are the library's own modules under the library's own names; the loop around them and the
-  mixing of positions are ours, so that a model can be cut, and the axes find a module to take the place of.
+- Plan: an unknown word in the library's plan is not guessed. The tensor axis then has no plan, and states so.
+- Model: layers, norms and embeddings are the library's own modules under the library's own names. The loop around them
+  and the mixing of positions are ours, so that a model can be cut, and the axes find a module to replace.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from shardway.models.huggingface.weights import Fit, load_weights
 from shardway.models.initialise import constant_, normal_
 from shardway.models.transformer import CausalAttention, TiedHead
 
-# --- From the plans of `transformers` (tp_plan, pp_plan) to a `ModelPlan`
+# --- from tp_plan and pp_plan to a ModelPlan
 
 LAYERS = "model.layers"
 
@@ -96,7 +95,7 @@ def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-# --- A decoder-only language model of `transformers` behind Shardway's contract
+# --- the model
 
 ATTENTION = "shardway"
 """Name under which `mix_positions` is known to the library."""

@@ -1,8 +1,8 @@
 """Shardway's transformer <-> the families of `transformers` that compute the same: Llama, Qwen2, Qwen3, Mixtral and
 Qwen3-MoE.
 
-Invariant: a shape has a family only where that family computes the same logits with the same weights; what no family
-computes is refused with the key that stands in the way. This module must not import transformers.
+Invariant: a shape has a family only if that family computes the same logits with the same weights. A shape without a
+family is refused with the key that prevents it. This module must not import transformers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where in a folder of weights the values of a parameter stand: regions of parameters and of tensors in files.
+"""Where the values of a parameter are in a folder of weights: regions of parameters and of tensors in files.
 
 Invariant: the pieces of one arrangement cover a parameter once and without overlap. This module must not read files.
 """

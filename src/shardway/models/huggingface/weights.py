@@ -1,9 +1,9 @@
-"""Safetensors files read by regions, straight into the layout of a model.
+"""Reads safetensors files by regions, straight into the layout of a model.
 
 Invariants:
 - Opening a folder reads headers alone, and `read` no more than the region that is asked for.
-- A rank reads of each parameter the part that it holds, one piece at a time, and all that does not fit is told at once
-  before anything is read.
+- A rank reads only the part of each parameter that it holds, one piece at a time. All that does not fit is reported at
+  once, before anything is read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardway.models.huggingface.families import HEAD
 from shardway.models.huggingface.pieces import Arrangement, Names, Shape, TensorRegion, WeightPiece
 from shardway.models.initialise import HeldSlice, held_part
 
-# --- The tensors in a folder of safetensors files, read by slices
+# --- the tensors of a folder, read by slices
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -137,7 +137,7 @@ def _open(path: Path) -> Any:
         ) from error
 
 
-# --- Weights from safetensors files straight into the layout of a model
+# --- into the layout of a model
 
 _LISTED = 8
 _ROWS = 4096

@@ -123,7 +123,7 @@ class _GatherWhole(torch.autograd.Function):
         return narrow_to_rank(grad, grad.dim() - 1, ctx.group).contiguous(), None
 
 
-# --- Turns a parameter into this rank's part of it, a DTensor that knows the whole
+# --- parameters split over ranks
 
 
 def split_parameter(model: nn.Module, name: str, mesh: DeviceMesh, dims: Sequence[int]) -> None:

@@ -28,8 +28,7 @@ from shardway.errors import Bug, UserError
 from shardway.models.contract import ModelPlan, match_modules
 from shardway.parallel.axes.collectives import gathered, scattered_sum
 
-# --- Attention of some queries to some keys, with what is needed to join the results: the logarithm of the
-# softmax's sum
+# --- attention tiles and how they are joined
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def _kernels(device: torch.device) -> _Kernels:
     return _KERNELS[device.type]
 
 
-# --- The context axis: each rank holds a part of every sequence, and keys and values travel to all queries
+# --- the context axis
 
 
 @dataclass(frozen=True)

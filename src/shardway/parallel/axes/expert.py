@@ -1,10 +1,9 @@
-"""The expert axis: experts on different ranks, tokens that travel to them (GShard, arXiv:2006.16668), and an equal
-load.
+"""The expert axis: experts on different ranks, tokens exchanged between them (GShard, arXiv:2006.16668), load balance.
 
 Invariants:
 - Routers of the same layer stay equal on all ranks that hold a copy.
-- An experts module gets exactly the tokens of its experts from all ranks of the axis, and what it returns goes back to
-  where each token came from, in the order it had.
+- An experts module gets exactly the tokens of its experts from all ranks of the axis; its results return to each
+  token's rank, in the original order.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from shardway.models.contract import Balancing, ModelPlan, match_modules, match_
 from shardway.parallel.axes.collectives import split_parameter, summed
 from shardway.parallel.mesh import Mesh
 
-# --- Keeps experts equally busy over all ranks: their counts are added up, and each router adjusts to the same sum
+# --- load balance of experts
 
 
 def find_routers(model: nn.Module) -> list[Balancing]:
@@ -61,8 +60,7 @@ def balance(routers: Sequence[Balancing], mesh: Mesh) -> None:
         router.adjust(load)
 
 
-# --- The expert axis: each rank holds some experts, and tokens travel to where theirs live (Lepikhin et al.,
-# GShard, arXiv:2006.16668)
+# --- the exchange of tokens
 
 
 def apply_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:

@@ -1,5 +1,4 @@
-"""The pipeline axis: where a model is cut into stages, and how these work on different micro-batches (GPipe,
-arXiv:1811.06965).
+"""The pipeline axis: the cut of a model into stages, and schedules of their micro-batches (GPipe, arXiv:1811.06965).
 
 Invariants:
 - Stages follow one another as in the whole model, every module with parameters is in exactly one, and names do not
@@ -32,7 +31,7 @@ from shardway.compat import runs_v_schedules
 from shardway.errors import Bug, UserError
 from shardway.models.contract import ModelPlan, canonical_name, match_modules
 
-# --- Where a model is cut into pipeline stages, and which part of it each rank keeps
+# --- the cut into stages
 
 
 @dataclass(frozen=True)
@@ -218,8 +217,7 @@ def _drop(module: nn.Module, name: str) -> None:
         module._modules[name] = None
 
 
-# --- The pipeline axis: stages on different ranks work on different micro-batches at a time (Huang et al., GPipe,
-# arXiv:1811.06965), in one of the orders that `torch.distributed.pipelining` knows
+# --- the schedules
 
 LossOf = Callable[[torch.Tensor, int], torch.Tensor]
 """(output of the model for a micro-batch, its number) -> what is to be differentiated, 0-dim."""

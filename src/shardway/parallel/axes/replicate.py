@@ -1,5 +1,4 @@
-"""Replication: every rank holds the whole model, gradients are averaged (DistributedDataParallel), PowerSGD's memory
-included.
+"""Replication: every rank holds the whole model, gradients are averaged (DistributedDataParallel); PowerSGD's state.
 
 Invariants:
 - After `put_back` the hook compresses the same gradients to the same bits.
@@ -37,7 +36,7 @@ from shardway.layout import SHARD
 from shardway.parallel.mesh import Mesh
 from shardway.runfile.schema import ParallelSection
 
-# --- What PowerSGD remembers from one backward pass for the next, so that a pass can be repeated
+# --- the state of PowerSGD
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def find_compression(call: nn.Module) -> Compression | None:
     return Compression(states[0]) if states else None
 
 
-# --- Replication: every rank holds the whole model, gradients are averaged (DistributedDataParallel)
+# --- DistributedDataParallel
 
 T = TypeVar("T")
 

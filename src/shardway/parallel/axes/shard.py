@@ -1,8 +1,7 @@
 """Sharding: each rank holds a part of every weight and gathers the whole when it is used (FSDP2 `fully_shard`).
 
 Invariant: parameters are DTensors over the ranks that share the states (with dp_replicate around it: hybrid), and
-gradients are the sum over both: whoever runs the backward pass divides. This module must not replicate by other
-means.
+gradients are the sum over both: the caller of the backward pass divides. Nothing is replicated by other means.
 """
 
 from __future__ import annotations

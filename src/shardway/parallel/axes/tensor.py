@@ -119,7 +119,7 @@ def sum_partial_gradients(model: nn.Module, names: frozenset[str], group: dist.P
 
 
 def _check_sums(model: nn.Module, splits: Mapping[str, Split], regions: Sequence[str]) -> None:
-    """Raise UserError for a module whose parts nobody would add up: each rank would go on with its own."""
+    """Raise UserError for a module whose parts no collective would sum: each rank would continue with its own."""
     parts = [name for name, split in splits.items() if split in ("row", "column", "key_value")]
     for name in parts:
         if not any(name == region or name.startswith(f"{region}.") for region in regions):

@@ -61,7 +61,7 @@ class Float8Report:
     emulated: bool
 
     def render(self) -> str:
-        """One sentence for the person who asked for float8."""
+        """One sentence for the user who asked for float8."""
         count = len(self.converted) + len(self.kept) + len(self.unfit)
         head = f"{len(self.converted)} of {count} linear layers in blocks multiply in float8"
         head += " (emulated)" if self.emulated else ""

@@ -1,15 +1,15 @@
 """Number formats of a step: autocast, formats of weights and inputs, products of linear layers.
 
 Invariants:
-- `linear_with(module, x, module.weight, module.bias)` equals `module(x)`, so that a region that computes with the local
-  part of a weight need not know formats.
-- Names and values stay (values rounded once to bf16); buffers and batch norms keep fp32, since running statistics would
-  stand still in bf16.
-- A model that was copied computes as its original, with its own weights.
-- One `Precision` says all of it, and where weights are kept in fp32 the optimizer works on fp32. formats.float8`.
+- `linear_with(module, x, module.weight, module.bias)` equals `module(x)`, so a region that computes with the local part
+  of a weight is independent of formats.
+- `apply_formats` keeps names and values (rounded once to bf16); buffers and batch norms keep fp32, since running
+  statistics would not change in bf16.
+- A copy of an autocast model computes as its original, with its own weights.
+- One `Precision` holds all formats; if weights are kept in fp32 the optimizer works on fp32.
 
-A loss that a script has written for fp32 may hold what autocast refuses (`binary_cross_entropy` on CUDA) or mix its
-formats; around the whole of it, autocast is for who asks for it.
+A script's loss written for fp32 may use operators that autocast refuses (`binary_cross_entropy` on CUDA) or mix its
+formats, so autocast around the whole loss is optional.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 from shardway.parallel.formats.float8 import Float8Options
 from shardway.runfile.schema import PrecisionSection
 
-# --- Products of a linear layer with a weight that is handed in, whatever format the layer multiplies in
+# --- linear layers with a given weight
 
 
 class FormattedLinear(nn.Linear):
@@ -62,7 +62,7 @@ def linear_with(
         return y if bias is None else y + bias.to(y.dtype)
 
 
-# --- Formats that weights and inputs of a model are kept in: bf16 numbers, channels-last images
+# --- formats of weights and inputs
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -118,8 +118,7 @@ class _InputHook:
         return tensor
 
 
-# --- Autocast around a model's forward pass alone: what it returns is fp32 again, so that a loss is computed as it
-# is written
+# --- autocast of the model alone
 
 
 @dataclass(eq=False)
@@ -163,7 +162,7 @@ def autocast_model(model: nn.Module, device: torch.device, dtype: torch.dtype) -
     return end
 
 
-# --- Number formats of a step
+# --- the formats of a step
 
 _COMPUTE = {"auto": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16}
 """Format of products; with float8 that of everything which is not a converted linear layer. "auto" is of a section that
@@ -209,7 +208,7 @@ def read_precision(section: PrecisionSection) -> Precision:
 
 
 def left_to_model(precision: Precision) -> Precision:
-    """The same formats where the model itself sees to its products (`formats.model_autocast`)."""
+    """The same formats if the model itself casts its products (`ModelAutocast`)."""
     return replace(precision, autocast_dtype=None, model_dtype=precision.autocast_dtype)
 
 

@@ -1,4 +1,4 @@
-"""A plan as a configuration of other training libraries, so that what was priced can be started where it is wanted.
+"""A plan as a configuration of other training libraries.
 
-Invariant: what a library has no word for is told in sentences beside its files; no wish is dropped or bent in silence.
+Invariant: what a library cannot express is stated in sentences beside its files; no setting is dropped silently.
 """

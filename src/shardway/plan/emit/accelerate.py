@@ -1,8 +1,8 @@
 """Hugging Face Accelerate: the file that `accelerate launch --config_file` reads.
 
-Invariant: where Accelerate compares degrees with the number of processes, that is the plan's number of ranks, so that
-it refuses to start if the file lacks one; plain copies, of which it compares nothing, are started on the data ranks
-alone. This module must not import accelerate.
+Invariant: if Accelerate compares degrees with the number of processes, that is the plan's number of ranks, so that it
+refuses to start if the file lacks a degree. Of plain copies it compares nothing; they are started on the data ranks
+alone. This module does not import accelerate.
 
 Source: Accelerate 1.15.0 (commands/launch.py, parallelism_config.py, utils/dataclasses.py).
 """
@@ -42,7 +42,7 @@ def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
 
 
 def degrees_of(case: Case) -> Mapping[str, int]:
-    """As the file has them."""
+    """The degrees of the file."""
     degrees = case.degrees
     if not _shards(case):
         return {"dp_replicate": degrees.data}
@@ -55,7 +55,7 @@ def degrees_of(case: Case) -> Mapping[str, int]:
 
 
 def _shards(case: Case) -> bool:
-    """Plain copies are DDP's; all that is split is FSDP's, which Accelerate wants with tp and cp too."""
+    """Whether FSDP is used: plain copies are DDP's; every split is FSDP's, also with tp and cp."""
     return case.zero > 0 or case.degrees.cp * case.degrees.tp > 1
 
 

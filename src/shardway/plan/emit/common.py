@@ -1,12 +1,11 @@
-"""What configurations of other libraries share: files and comments, settings as text, sizes of layers, pipelines, notes
-on what is lost.
+"""What configurations of other libraries share: text formats, files with comments, sizes, pipelines, notes on losses.
 
 Invariants:
-- What is written is read back as the values that came in.
-- A file says how many ranks its degrees make and how many the plan has.
-- Where layers differ in more than that, it is said.
-- The layers of each stage are those that memory and time were worked out for.
-- A sentence names the wish, what the file does instead, and what follows for the prediction where it differs.
+- Settings are written so that each format reads back the same values.
+- A file states how many ranks its degrees make and how many the plan has.
+- One set of sizes stands for all layers; any further difference between layers is noted.
+- The layers of each stage are those for which memory and time were estimated.
+- A note names the setting, what the file does instead, and the effect on the prediction.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from shardway.plan.case import Case, Schedule
 from shardway.plan.shapes.architecture import Architecture, ExpertsShape, LayerShape
 from shardway.plan.stages import layers_of_stages
 
-# --- Settings as TOML, YAML, shell arrays and calls of Python
+# --- settings as TOML, YAML, shell arrays and Python calls
 
 Scalar: TypeAlias = str | int | float | bool
 Value: TypeAlias = Scalar | Sequence["Value"] | Mapping[str, "Value"] | None
@@ -33,13 +32,13 @@ Settings: TypeAlias = Mapping[str, Value]
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
-"""Characters that JSON leaves as they are, and TOML or YAML refuse or read as the end of a line."""
+"""Characters that JSON does not escape, but TOML or YAML reject or read as the end of a line."""
 _WORDS = {"yes", "no", "on", "off", "true", "false", "null", "y", "n"}
-"""That YAML reads as something else than text."""
+"""Words that YAML does not read as strings."""
 
 
 def write_toml(tables: Mapping[str, Settings]) -> str:
-    """Tables with their settings; those that are None or a table without settings are left out."""
+    """Tables with their settings; settings that are None and empty tables are left out."""
     parts = []
     for name, settings in tables.items():
         lines = [f"{key} = {_toml(value)}" for key, value in settings.items() if value is not None]
@@ -57,12 +56,12 @@ def _toml(value: Value) -> str:
 
 
 def quote(text: str) -> str:
-    """A text in double quotes that TOML, YAML and Python read alike."""
+    """A string in double quotes that TOML, YAML and Python read alike."""
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 
 def write_yaml(settings: Settings, indent: str = "") -> str:
-    """Settings with those below them further in; lists on one line."""
+    """Settings, nested ones indented; lists on one line."""
     lines = []
     for key, value in settings.items():
         if isinstance(value, Mapping):
@@ -77,11 +76,11 @@ def _yaml(value: Value) -> str:
         return f"[{', '.join(_yaml(each) for each in value)}]"
     if isinstance(value, str):
         return value if _PLAIN.fullmatch(value) and value.lower() not in _WORDS else quote(value)
-    return re.sub(r"^(-?\d+)e", r"\1.0e", json.dumps(value))  # YAML 1.1 takes 1e-05 for a text
+    return re.sub(r"^(-?\d+)e", r"\1.0e", json.dumps(value))  # YAML 1.1 reads 1e-05 as a string
 
 
 def write_flags(flags: Settings) -> str:
-    """Options as words of a shell array, one a line; True is an option without value, None and False are no option."""
+    """Options as words of a shell array, one per line; True is an option without value, None and False are left out."""
     return "".join(
         f"  {_flag(name, value)}\n" for name, value in flags.items() if value is not None and value is not False
     )
@@ -97,27 +96,26 @@ def _flag(name: str, value: Value) -> str:
 
 
 def write_call(callee: str, settings: Settings, indent: str = "") -> str:
-    """A call of Python with keywords, one a line."""
+    """A Python call with keywords, one per line."""
     lines = [f"{indent}    {key}={literal(value)},\n" for key, value in settings.items()]
     return f"{callee}(\n{''.join(lines)}{indent})" if lines else f"{callee}()"
 
 
 def literal(value: Value) -> str:
-    """A value as Python writes it, texts in double quotes."""
+    """A value as a Python literal, strings in double quotes."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(literal(each) for each in value)}]"
     return quote(value) if isinstance(value, str) else repr(value)
 
 
-# --- What is handed on: files, and sentences about what stands in none of them; the comment that each file starts
-# with
+# --- files and their header comment
 
 _WIDTH = 112
 
 
 @dataclass(frozen=True)
 class EmittedFile:
-    """A text and the name that it is meant to be kept under."""
+    """The text of a file and its name."""
 
     name: str
     text: str
@@ -125,19 +123,19 @@ class EmittedFile:
 
 @dataclass(frozen=True)
 class Emitted:
-    """The files of one library; `told` is what it cannot express and what a person still has to set, in sentences."""
+    """The files of one library; `told` are sentences on what it cannot express and what the user still has to set."""
 
     files: tuple[EmittedFile, ...]
     told: tuple[str, ...]
 
 
 Emitter = Callable[[Case, Sequence[str]], Emitted]
-"""Called with a case and the lines of its prediction."""
+"""A function of a case and the lines of its prediction."""
 
 
 @dataclass(frozen=True)
 class EmittedHeader:
-    """What a file says about itself before its settings: prediction, degrees that it expresses, what it lacks."""
+    """The header of a file: the prediction, the degrees that it expresses, what it lacks."""
 
     case: Case
     prediction: Sequence[str]
@@ -146,17 +144,17 @@ class EmittedHeader:
 
     @property
     def ranks(self) -> int:
-        """How many the degrees of the file make."""
+        """The product of the file's degrees."""
         return math.prod(self.degrees.values())
 
     def lines(self) -> list[str]:
-        """Without marks of a comment."""
+        """The lines without comment marks."""
         told = [line for sentence in self.told for line in _item(sentence)]
         heading = ["Still to do, or different from the plan:"] if told else []
         return [*self.prediction, *_wrapped(f"{self.case.model.name}: {self._degrees()}"), *heading, *told]
 
     def comment(self, mark: str = "#") -> str:
-        """The lines as a comment, with the newline after the last."""
+        """The lines as a comment, with a newline at the end."""
         return "".join(f"{mark} {line}".rstrip() + "\n" for line in self.lines())
 
     def _degrees(self) -> str:
@@ -168,12 +166,12 @@ class EmittedHeader:
 
 
 def write(name: str, head: EmittedHeader, body: str) -> EmittedFile:
-    """A file whose format has comments that start with #."""
+    """A file in a format whose comments start with #."""
     return EmittedFile(name, f"{head.comment()}\n{body}")
 
 
 def gather(sentences: Iterable[str]) -> tuple[str, ...]:
-    """Each once, in the order in which they were said first."""
+    """Each sentence once, in the order of its first occurrence."""
     return tuple(dict.fromkeys(sentences))
 
 
@@ -186,13 +184,12 @@ def _item(sentence: str) -> list[str]:
     return [f"- {first}", *(f"  {line}" for line in rest)]
 
 
-# --- An architecture as configurations of libraries know one: layers alike but for which of them have experts or a
-# window
+# --- uniform layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class UniformSizes:
-    """One layer that stands for all, with what may differ between layers as one entry a layer."""
+    """One layer that stands for all; what may differ between layers has one entry per layer."""
 
     layer: LayerShape
     ffn: int
@@ -201,16 +198,16 @@ class UniformSizes:
     """Which layers have experts."""
     window: int
     windowed: tuple[bool, ...]
-    """Which layers look at the last positions alone."""
+    """Which layers have a sliding window."""
 
     @property
     def count(self) -> int:
-        """Layers in all."""
+        """The number of layers."""
         return len(self.mixed)
 
 
 def read_sizes(model: Architecture) -> UniformSizes:
-    """The sizes of the decoder; the first layer of a kind speaks for those that differ."""
+    """The sizes of the decoder; the first layer of a kind stands for those that differ."""
     layers = _decoder(model)
     dense = [layer for layer in layers if layer.experts is None]
     return UniformSizes(
@@ -224,7 +221,7 @@ def read_sizes(model: Architecture) -> UniformSizes:
 
 
 def describe_irregular(model: Architecture) -> Iterator[str]:
-    """What one set of sizes cannot say about a model."""
+    """Properties of a model that one set of sizes cannot express."""
     layers = _decoder(model)
     if any(run.side == "encoder" for run in model.runs):
         yield "The encoder of the model is not in these sizes: they are those of its decoder."
@@ -252,38 +249,38 @@ def _kinds(layers: Sequence[LayerShape]) -> dict[str, set[object]]:
 
 
 def render_pattern(flags: Sequence[bool]) -> str:
-    """One entry a layer as an expression: "([0]*3+[1]*58)"."""
+    """One entry per layer as an expression: "([0]*3+[1]*58)"."""
     runs = [f"[{int(flag)}]*{len(list(group))}" for flag, group in groupby(flags)]
     return f"({'+'.join(runs)})"
 
 
-# --- The schedule and the cut of a pipeline in the terms that libraries share
+# --- pipelines
 
 
 def schedule_of(case: Case) -> Schedule:
-    """What the stages work by: 1F1B with several stages a rank is the interleaved one, and the other way round."""
+    """The schedule of the stages: 1F1B with several stages per rank is the interleaved one, and vice versa."""
     if case.schedule in ("1f1b", "interleaved"):
         return "interleaved" if case.stages_per_rank > 1 else "1f1b"
     return case.schedule
 
 
 def is_even(case: Case) -> bool:
-    """Whether all stages have as many layers."""
+    """Whether all stages have the same number of layers."""
     return len(set(layers_of_stages(case))) == 1
 
 
 def name_schedule(case: Case) -> str:
-    """In a sentence: "interleaved with 3 stages a rank"."""
+    """The schedule in words: "interleaved with 3 stages a rank"."""
     stages = "one stage" if case.stages_per_rank == 1 else f"{case.stages_per_rank} stages"
     return f"{case.schedule} with {stages} a rank"
 
 
 def render_layout(case: Case) -> str:
-    """One letter a layer, stages apart by bars, embedding and loss at the ends: "Ett|ttt|ttL"."""
+    """One letter per layer, stages separated by bars, embedding and loss at the ends: "Ett|ttt|ttL"."""
     return f"E{'|'.join('t' * count for count in layers_of_stages(case))}L"
 
 
-# --- Sentences about what several libraries have no word for
+# --- notes that several libraries share
 
 _OPTIMIZERS = {
     "adamw": "AdamW",
@@ -295,14 +292,14 @@ _OPTIMIZERS = {
 
 
 def describe_engine(case: Case, library: str, priced_as: Collection[str]) -> Iterator[str]:
-    """Where the prediction is that of another library."""
+    """A note if the prediction is that of another library."""
     if case.engine.name not in priced_as:
         others = " or ".join(f'"{name}"' for name in priced_as)
         yield f'The prediction is that of the engine "{case.engine.name}"; for {library} ask for that of {others}.'
 
 
 def describe_order(case: Case, library: str) -> Iterator[str]:
-    """Where a library puts pipeline ranks furthest apart, and the plan puts copies there."""
+    """A note if a library puts pipeline ranks outermost, where the plan puts copies."""
     if case.degrees.pp > 1 and case.degrees.dp_replicate > 1:
         yield (
             f"{library} places pipeline ranks furthest apart and copies of the model within; the plan has it the other "
@@ -311,14 +308,14 @@ def describe_order(case: Case, library: str) -> Iterator[str]:
 
 
 def describe_optimizer(case: Case, library: str, known: Collection[str]) -> Iterator[str]:
-    """Where a library lacks the optimizer."""
+    """A note if a library lacks the optimizer."""
     if case.optimizer not in known:
         wanted = _OPTIMIZERS[case.optimizer]
         yield f"{library} has no {wanted}: the file says AdamW, whose states take other memory than the prediction."
 
 
 def describe_zero(case: Case, library: str) -> Iterator[str]:
-    """Where a library has the third stage of ZeRO alone."""
+    """A note if a library has only the third stage of ZeRO."""
     if case.zero in (1, 2):
         yield (
             f"{library} shards weights, gradients and optimizer states alike, and the plan shares them as "
@@ -327,12 +324,12 @@ def describe_zero(case: Case, library: str) -> Iterator[str]:
 
 
 def describe_kernel(case: Case, library: str) -> Iterator[str]:
-    """Where the kernel of attention is the library's own choice."""
+    """A note if the library itself chooses the kernel of attention."""
     yield f"{library} chooses the kernel of attention by itself; the prediction is for {case.attention}."
 
 
 def describe_own_model(case: Case) -> Iterator[str]:
-    """Where the model is the script's, and with it the kernel of attention, dropout and the loss."""
+    """A note if the script provides the model, and with it the kernel of attention, dropout and the loss."""
     yield from describe_kernel(case, "Your model")
     if case.dropout:
         yield "Dropout is the model's; the plan has it."
@@ -341,19 +338,19 @@ def describe_own_model(case: Case) -> Iterator[str]:
 
 
 def describe_dropout(case: Case, library: str) -> Iterator[str]:
-    """Where models of a library have none."""
+    """A note if models of a library have no dropout."""
     if case.dropout:
         yield f"The plan has dropout, and the models of {library} have none."
 
 
 def describe_tf32(case: Case, said: str) -> Iterator[str]:
-    """Where tf32 is a setting of PyTorch alone; `said` is what the files have instead."""
+    """A note if tf32 is a setting of PyTorch alone; `said` is what the files have instead."""
     if case.precision == "tf32":
         yield f'{said}: set torch.set_float32_matmul_precision("high") for tf32.'
 
 
 def describe_offload(case: Case, library: str) -> Iterator[str]:
-    """Where offload takes weights and gradients along; a plan does so where it shares them (ZeRO 3)."""
+    """A note if offload also moves weights and gradients; a plan does so only if it shards them (ZeRO 3)."""
     if case.offload and case.zero < 3:
         yield (
             f"{library} keeps weights and gradients in CPU memory too, the plan optimizer states alone: slower steps, "
@@ -362,12 +359,12 @@ def describe_offload(case: Case, library: str) -> Iterator[str]:
 
 
 def describe_script(case: Case, what: str) -> Iterator[str]:
-    """What a file leaves to the person always."""
+    """What a file always leaves to the user."""
     yield f"Set in your own script or on the command line: {what}."
 
 
 def describe_copies(case: Case, library: str) -> Iterator[str]:
-    """Where sharding has to reach over all data ranks."""
+    """A note if sharding has to span all data ranks."""
     if case.degrees.dp_replicate > 1 and case.zero:
         shared = case.degrees.data
         yield (

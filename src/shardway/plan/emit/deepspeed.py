@@ -1,14 +1,14 @@
-"""DeepSpeed: its configuration in JSON, and a text beside it with what JSON has no comment for.
+"""DeepSpeed: its configuration in JSON, and a text file beside it, since JSON has no comments.
 
 Invariants:
-- Every field of a case that ds_config.json does not carry over as it stands has its sentence here.
-- Wherever DeepSpeed counts data ranks as the plan does, the three batch sizes stand in the file, so that it refuses a
-  world of another size. A pipeline is made by the script, and with it every degree but the data ranks, so the file then
-  has none of them.
+- Every field of a case that ds_config.json does not carry over unchanged has its sentence here.
+- If DeepSpeed counts data ranks as the plan does, the file has all three batch sizes, so that DeepSpeed rejects a world
+  of another size. A pipeline is made by the script, and with it every degree but the data ranks, so the file then has
+  none of these degrees.
 
-Sources: DeepSpeed 0.19.8 (runtime/engine.py, runtime/bf16_optimizer.py, runtime/pipe/engine.py, runtime/zero/stage3.py,
-runtime/sequence_parallel/ulysses_sp.py, module_inject/auto_ep_folding.py); DeepSpeed 0.19.8 (runtime/config.py,
-runtime/engine.py, runtime/zero/config.py, runtime/tensor_parallel/config.py, module_inject/auto_ep_config.py).
+Sources: DeepSpeed 0.19.8 (runtime/config.py, runtime/engine.py, runtime/bf16_optimizer.py, runtime/pipe/engine.py,
+runtime/zero/config.py, runtime/zero/stage3.py, runtime/tensor_parallel/config.py,
+runtime/sequence_parallel/ulysses_sp.py, module_inject/auto_ep_config.py, module_inject/auto_ep_folding.py).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from shardway.plan.emit.common import (
 )
 from shardway.plan.stages import layers_of_stages
 
-# --- What a plan says that DeepSpeed has no word for, and what its configuration leaves to the script
+# --- what DeepSpeed or its configuration cannot express
 
 _LIBRARY = "DeepSpeed"
 
 
 def describe_all(case: Case, sums_in_fp32: bool, made: Mapping[str, int]) -> Iterator[str]:
-    """Everything, the layout first; `made` are the degrees of the file."""
+    """All notes, the layout first; `made` are the degrees of the file."""
     yield from describe_engine(case, _LIBRARY, ("deepspeed", "megatron-deepspeed"))
     yield from _describe_pipeline(case)
     yield from _describe_tensor(case, made["tp"])
@@ -161,7 +161,7 @@ def _describe_optimizer(case: Case, sums_in_fp32: bool) -> Iterator[str]:
 
 
 def _refuses_muon(case: Case, sums_in_fp32: bool) -> bool:
-    """BF16_Optimizer does, which DeepSpeed takes with these settings and no others."""
+    """Whether Muon is refused: by BF16_Optimizer, which DeepSpeed uses with exactly these settings."""
     degrees = case.degrees
     if case.value_bytes == 4 or case.precision == "fp16":
         return False
@@ -186,18 +186,18 @@ def _describe_model(case: Case) -> Iterator[str]:
     yield from describe_own_model(case)
 
 
-# --- DeepSpeed: its configuration in JSON, and a text beside it with what JSON has no comment for
+# --- the files
 
 FILE = "ds_config.json"
 NOTES = "ds_config.txt"
 
 _OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon", "adafactor": "Adafactor"}
 _UNTESTED = ("sgd", "adafactor")
-"""Those that ZeRO takes only when it is told to."""
+"""Optimizers that ZeRO takes only with an explicit setting."""
 
 
 def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
-    """ds_config.json, and ds_config.txt with prediction, degrees and what is told."""
+    """ds_config.json, and ds_config.txt with prediction, degrees and notes."""
     told = gather(describe_all(case, sums_in_fp32(case), degrees_of(case)))
     head = EmittedHeader(case, prediction_lines, degrees_of(case), told)
     notes = "\n".join(head.lines()) + "\n"
@@ -206,8 +206,8 @@ def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
 
 
 def degrees_of(case: Case) -> Mapping[str, int]:
-    """As the file has them: AutoTP and groups for sequence parallelism (sp, here cp) exclude each other, and both do a
-    pipeline."""
+    """The degrees of the file: AutoTP and groups for sequence parallelism (sp, here cp) exclude each other, and a
+    pipeline excludes both."""
     degrees = case.degrees
     alone = degrees.pp == 1
     return {
@@ -218,7 +218,7 @@ def degrees_of(case: Case) -> Mapping[str, int]:
 
 
 def sums_in_fp32(case: Case) -> bool:
-    """Without ZeRO, DeepSpeed refuses gradients in another format than the weights'."""
+    """Whether gradients are summed in fp32: without ZeRO, DeepSpeed takes only the format of the weights."""
     return case.gradient_bytes == 4 and (case.zero > 0 or case.value_bytes == 4)
 
 
@@ -235,7 +235,7 @@ def _settings(case: Case) -> dict[str, Value]:
 
 
 def _batch(case: Case) -> Settings:
-    """DeepSpeed counts the ranks of AutoTP as data ranks when it checks the batch, so all of it is left out there."""
+    """The batch sizes; none with AutoTP, since DeepSpeed then counts its ranks as data ranks in the check."""
     whole: Settings = {} if degrees_of(case)["tp"] > 1 else {"train_batch_size": case.global_batch}
     return {
         **whole,
@@ -266,8 +266,8 @@ def _zero(case: Case) -> Settings:
 
 
 def _weights(case: Case) -> Settings:
-    """Every weight is shared, and freed after its use or held as in the plan; Muon needs whole gradients."""
-    whole = 2 * case.model.parameters  # from the first use of a weight on the way there to its use on the way back
+    """Every weight is sharded, and freed after use or kept as in the plan; Muon needs whole gradients."""
+    whole = 2 * case.model.parameters  # from the first use of a weight in the forward pass to its use in the backward
     held: Settings = {"stage3_max_live_parameters": whole, "stage3_max_reuse_distance": whole}
     return {
         "stage3_param_persistence_threshold": 0,
@@ -289,7 +289,7 @@ def _axes(case: Case) -> Settings:
 
 
 def _recompute(case: Case) -> Settings:
-    """Of deepspeed.checkpointing, which the model has to call."""
+    """Settings of deepspeed.checkpointing, which the model has to call."""
     if case.recompute != "full":
         return {}
     places: Settings = {"partition_activations": False, "contiguous_memory_optimization": False}

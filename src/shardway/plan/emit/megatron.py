@@ -1,16 +1,14 @@
 """Megatron-LM: a shell file with its flags; settings and notes of Megatron Core that NeMo shares.
 
 Invariants:
-- Both are told and given the same; only the spelling of a setting is theirs.
-- What both libraries are given is worked out here once, so that they cannot differ but in spelling.
-- Each flag follows from the sizes of the plan; what a plan does not know of a model (scaling of positions, epsilons,
-  how experts are chosen and balanced) is left to Megatron and told.
+- Settings and notes that both libraries share are derived here once, so that they differ only in spelling.
+- Each flag follows from the sizes of the plan. Properties of a model that a plan does not have (scaling of positions,
+  epsilons, how experts are chosen and balanced) are left to Megatron and noted.
 - Sourced, the file starts nothing and changes nothing but MEGATRON_ARGS, EXPECTED_RANKS and one variable of CUDA's.
-  Megatron derives the data degree from the world, so a comment and EXPECTED_RANKS say what that has to be.
+  Megatron derives the data degree from the world, so a comment and EXPECTED_RANKS state what that has to be.
 
-Sources: Megatron Core 0.16 to 0.19 (megatron/training/arguments.py, core/transformer/transformer_config.py); Megatron
-Core 0.16 to 0.19 (core/transformer/transformer_config.py, core/model_parallel_config.py);
-megatron/training/arguments.py of Megatron Core 0.19.2.
+Sources: Megatron Core 0.16 to 0.19 (megatron/training/arguments.py, core/transformer/transformer_config.py,
+core/model_parallel_config.py).
 """
 
 from __future__ import annotations
@@ -40,36 +38,35 @@ from shardway.plan.emit.common import (
 from shardway.plan.shapes.architecture import AttentionShape
 from shardway.plan.stages import layers_of_stages
 
-# --- How Megatron Core trains a plan, for the libraries that are built on it: Megatron-LM and NeMo's Megatron-
-# Bridge
+# --- notes on Megatron Core
 
 OPTIMIZERS = {"adamw": "adam", "sgd": "sgd", "muon": "muon"}
 
 
 def uses_fsdp(case: Case) -> bool:
-    """ZeRO beyond the first stage is Megatron-FSDP's; the first is the distributed optimizer's."""
+    """Whether Megatron-FSDP shards: ZeRO beyond the first stage; the first is the distributed optimizer."""
     return case.zero >= 2 and case.degrees.shards > 1
 
 
 def strategy(case: Case) -> str:
-    """What Megatron-FSDP shares."""
+    """Which states Megatron-FSDP shards."""
     return "optim_grads_params" if case.zero == 3 else "optim_grads"
 
 
 def degrees_of(case: Case) -> Mapping[str, int]:
-    """As Megatron has them; dp is what is left of the ranks."""
+    """The degrees as Megatron has them; dp is the rest of the ranks."""
     degrees = case.degrees
     return {"dp": degrees.data, "cp": degrees.cp, "tp": degrees.tp, "pp": degrees.pp}
 
 
 def keeps_mapping(case: Case) -> bool:
-    """Whether pipeline ranks lie within copies, as in the plan: Megatron can do that where nothing else shares data."""
+    """Whether pipeline ranks lie within copies, as in the plan; Megatron can do that if nothing else shares data."""
     degrees = case.degrees
     return degrees.pp > 1 and degrees.dp_replicate > 1 and degrees.dp_shard == 1
 
 
 def virtual_stages(case: Case) -> int | None:
-    """Stages of a rank, where there are several."""
+    """Stages of a rank, if there are several."""
     return case.stages_per_rank if case.degrees.pp > 1 and case.stages_per_rank > 1 else None
 
 
@@ -79,7 +76,7 @@ def needs_layout(case: Case) -> bool:
 
 
 def describe_megatron(case: Case, library: str, priced_as: Collection[str]) -> Iterator[str]:
-    """What either library lacks; `priced_as` are the engines whose prediction is that of the library."""
+    """Notes for either library; `priced_as` are the engines whose prediction is that of the library."""
     yield from describe_engine(case, library, priced_as)
     yield from _describe_sharing(case)
     yield from _describe_pipeline(case)
@@ -155,10 +152,10 @@ def _describe_vocabulary(case: Case) -> Iterator[str]:
         yield f"Megatron makes {padded:,} entries of the vocabulary of {case.model.vocab:,}, a multiple of 128 x tp."
 
 
-# --- Settings of Megatron Core that its libraries share, by the names of TransformerConfig
+# --- settings by the names of TransformerConfig
 
 _ATTENTION = {"plain": "unfused", "flash3": "fused"}
-"""cuDNN's kernel for those made for Hopper; FlashAttention's for the others."""
+"""cuDNN's kernel for attention made for Hopper; FlashAttention's for the others."""
 
 _RECOMPUTE: Mapping[str, Settings] = {
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -167,12 +164,12 @@ _RECOMPUTE: Mapping[str, Settings] = {
 
 
 def dashed(settings: Settings) -> Settings:
-    """The same as options of Megatron-LM."""
+    """The same settings as options of Megatron-LM."""
     return {name.replace("_", "-"): value for name, value in settings.items()}
 
 
 def latent_settings(attention: AttentionShape) -> Settings:
-    """Attention over compressed keys and values, where a model has it."""
+    """Settings of latent attention, if a model has it."""
     latent = attention.latent
     if latent is None:
         return {}
@@ -187,7 +184,7 @@ def latent_settings(attention: AttentionShape) -> Settings:
 
 
 def expert_settings(sizes: UniformSizes) -> Settings:
-    """Experts but for how many there are and in which layers, for which the libraries have words of their own."""
+    """Settings of experts except their number and layers, which the libraries spell differently."""
     experts = sizes.experts
     if experts is None:
         return {}
@@ -201,7 +198,7 @@ def expert_settings(sizes: UniformSizes) -> Settings:
 
 
 def degree_settings(case: Case) -> Settings:
-    """Degrees that Megatron is told; the data degree is what is left of the ranks."""
+    """Degrees except the data degree, which is the rest of the ranks."""
     degrees = case.degrees
     moe = any(layer.experts for layer in case.model.layers)
     return {
@@ -214,7 +211,7 @@ def degree_settings(case: Case) -> Settings:
 
 
 def state_settings(case: Case) -> Settings:
-    """Who shares which states, and which collectives of them run beside products."""
+    """Which ranks share which states, and which collectives of them overlap with products."""
     fsdp, shared, gradients = uses_fsdp(case), case.zero >= 1, case.engine.overlaps_gradients
     return {
         "use_distributed_optimizer": shared,
@@ -227,7 +224,7 @@ def state_settings(case: Case) -> Settings:
 
 
 def optimizer_settings(case: Case) -> Settings:
-    """Which one, and where it keeps its states."""
+    """The optimizer, and where it keeps its states."""
     return {
         "optimizer": OPTIMIZERS.get(case.optimizer, "adam"),
         "optimizer_cpu_offload": case.offload,
@@ -236,7 +233,7 @@ def optimizer_settings(case: Case) -> Settings:
 
 
 def kernel_settings(case: Case) -> Settings:
-    """Attention, recompute, what is fused or overlapped, dropout."""
+    """Attention, recompute, fusion, overlap, dropout."""
     rate = 0.1 if case.dropout else 0.0
     return {
         "attention_backend": _ATTENTION.get(case.attention, "flash"),
@@ -248,7 +245,7 @@ def kernel_settings(case: Case) -> Settings:
     }
 
 
-# --- The architecture of a model as flags of Megatron-LM
+# --- the architecture as flags of Megatron-LM
 
 
 def model_flags(case: Case) -> Settings:
@@ -286,7 +283,7 @@ def _attention(attention: AttentionShape) -> Settings:
 
 
 def _windows(sizes: UniformSizes) -> Settings:
-    """Megatron counts the positions before a token's own, a plan counts that one too."""
+    """The window; Megatron counts the positions before a token, a plan includes the token itself."""
     if not sizes.window:
         return {}
     some = None if all(sizes.windowed) else render_pattern(sizes.windowed)
@@ -305,12 +302,12 @@ def _experts(sizes: UniformSizes) -> Settings:
 
 
 def _has_biases(sizes: UniformSizes) -> bool:
-    """Megatron has them everywhere, or on queries, keys and values, or nowhere."""
+    """Whether biases are everywhere; Megatron has them everywhere, or on queries, keys and values, or nowhere."""
     return sizes.layer.ffn_bias or sizes.layer.attention.output_bias
 
 
 def describe_model(case: Case) -> Iterator[str]:
-    """What these flags leave open, or cannot say."""
+    """What these flags leave open or cannot express."""
     sizes = read_sizes(case.model)
     attention = sizes.layer.attention
     yield from describe_irregular(case.model)
@@ -324,7 +321,7 @@ def describe_model(case: Case) -> Iterator[str]:
         yield "How the router scores, balances and drops is not part of a plan: set the --moe-router options."
 
 
-# --- Megatron-LM: a file of shell that holds its flags in an array, and the environment that they want
+# --- the shell file
 
 FILE = "megatron.sh"
 
@@ -366,7 +363,7 @@ def _body(case: Case) -> str:
 
 
 def _connections(case: Case) -> str:
-    """One queue keeps collectives of tp and cp in order with products; Megatron-FSDP refuses it."""
+    """CUDA_DEVICE_MAX_CONNECTIONS: one queue orders collectives of tp and cp; Megatron-FSDP refuses it."""
     if uses_fsdp(case):
         return "unset CUDA_DEVICE_MAX_CONNECTIONS\n"
     return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if case.degrees.tp * case.degrees.cp > 1 else ""
@@ -382,7 +379,7 @@ def _pipeline(case: Case) -> Settings:
 
 
 def _gradients(case: Case) -> Settings:
-    """Megatron sums in fp32 beside bf16 and in fp16 beside fp16, unless it is told."""
+    """The format of sums: by default Megatron sums in fp32 beside bf16 and in fp16 beside fp16."""
     if case.value_bytes == 4:
         return {}
     wide = case.gradient_bytes == 4

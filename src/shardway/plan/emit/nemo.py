@@ -1,7 +1,7 @@
 """NeMo: settings in YAML that are merged over a recipe of its Megatron-Bridge.
 
-Invariant: every setting that the plan decides is written, also where a recipe has the same, so that the recipe is free
-to be any of the model's family. This module must not import megatron.
+Invariant: every setting that the plan decides is written, even if the recipe has the same, so that any recipe of the
+model's family can be used. This module does not import megatron.
 
 Source: Megatron-Bridge 0.3.1 and 0.6.2 (training/config.py, training/mixed_precision.py, models/gpt_provider.py).
 """
@@ -71,7 +71,7 @@ def _describe(case: Case) -> Iterator[str]:
 
 
 def _describe_gradients(case: Case) -> Iterator[str]:
-    """Of the recipe of mixed precision, which no other setting of a file overrules."""
+    """Notes on the recipe of mixed precision, which no other setting of a file overrides."""
     if case.value_bytes == 2 and case.precision == "fp16" and case.gradient_bytes == 4:
         yield "Megatron-Bridge sums gradients in fp16 beside fp16; the plan sums them in fp32."
     if case.value_bytes == 2 and case.precision != "fp16" and case.gradient_bytes == 2:
@@ -128,7 +128,7 @@ def _experts(sizes: UniformSizes) -> Settings:
 
 
 def _pipeline(case: Case) -> Settings:
-    """Both ways to cut are written, since a recipe may have the other one."""
+    """Both ways to cut are written, since a recipe may set the other one."""
     uneven = terms.needs_layout(case)
     return {
         "virtual_pipeline_model_parallel_size": None if uneven else terms.virtual_stages(case),

@@ -1,6 +1,6 @@
-"""The libraries that a plan can be handed to, by name.
+"""The libraries that a plan can be exported to, by name.
 
-Invariant: one entry a library, and nothing else in Shardway lists them. This module must not know what they write.
+Invariant: one entry per library; nothing else in Shardway lists them. What they write is their modules' own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EMITTERS: Mapping[str, Emitter] = MappingProxyType(
         "nemo": nemo.emit,
     }
 )
-"""What writes for a library, by its name."""
+"""The writer of each library, by its name."""
 
 
 ENGINES: Mapping[str, str] = MappingProxyType(
@@ -38,7 +38,7 @@ ENGINES: Mapping[str, str] = MappingProxyType(
 
 
 def emit(library: str, case: Case, prediction_lines: Sequence[str]) -> Emitted:
-    """A case as that library's configuration. Raises UserError with the libraries that there are."""
+    """A case as that library's configuration. Raises UserError with the known libraries."""
     if library not in EMITTERS:
         problem = Problem("--emit", f'"{library}" is not known', allowed=", ".join(EMITTERS))
         raise UserError(render_problems("the plan", [problem]))

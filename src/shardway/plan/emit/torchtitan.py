@@ -1,16 +1,15 @@
-"""torchtitan: a job config in TOML (up to 0.2) and as a function of Python (since 0.3), with notes on what is lost.
+"""torchtitan: a job config in TOML (up to 0.2) and as a Python function (since 0.3), with notes on what is lost.
 
 Invariants:
-- A flavor is found only where hidden size, layers, heads, vocabulary and the width of its feed-forward layers (of its
-  experts, where it has any) are all the same.
+- A flavor matches only if hidden size, layers, heads, vocabulary and the width of its feed-forward layers (of its
+  experts, if it has any) are all equal.
 - The function starts from torchtitan's config for these sizes and sets everything that the plan decides.
-- Every field of a case that the files of torchtitan do not carry over as it stands has its sentence here.
-- Both files say the same of what both versions know; what one of them lacks is told with its name. The plan's layout is
-  written degree by degree, nothing is left for torchtitan to derive.
+- Every field of a case that the files do not carry over unchanged has its sentence here.
+- Both files agree on what both versions have; what only one lacks is noted with its name. The plan's layout is written
+  degree by degree; nothing is left for torchtitan to derive.
 
-Sources: the registries of torchtitan 0.2.2 and 0.3.0 (torchtitan/models/*/__init__.py, config_registry.py); torchtitan
-0.3.0 (config/configs.py, models/*/config_registry.py, components/quantization/); torchtitan 0.2.2
-(config/job_config.py, distributed/pipeline_parallel.py) and 0.3.0 (config/configs.py).
+Sources: torchtitan 0.2.2 (config/job_config.py, distributed/pipeline_parallel.py) and 0.3.0 (config/configs.py,
+models/*/config_registry.py, components/quantization/); the registries of both (torchtitan/models/*/__init__.py).
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ from shardway.plan.emit.common import (
 from shardway.plan.shapes.architecture import Architecture, LayerShape, Part
 from shardway.plan.stages import layers_of_stages
 
-# --- The models that torchtitan has of its own, by the sizes that a plan knows
+# --- torchtitan's own models by their sizes
 
 
 @dataclass(frozen=True)
 class Flavor:
-    """A name of torchtitan's: the model, the flavor, and since 0.3 the function of its config_registry ("" none)."""
+    """torchtitan's names: the model, the flavor, and since 0.3 the function of its config_registry ("" none)."""
 
     model: str
     name: str
@@ -97,7 +96,7 @@ _FLAVORS = {
 
 
 def find_flavor(model: Architecture) -> Flavor | None:
-    """The flavor of these sizes, where torchtitan has one."""
+    """The flavor of these sizes, if torchtitan has one."""
     sizes = read_sizes(model)
     attention, experts = sizes.layer.attention, sizes.experts
     key = _Key(
@@ -112,7 +111,7 @@ def find_flavor(model: Architecture) -> Flavor | None:
     return _FLAVORS.get(key)
 
 
-# --- The file of Python that torchtitan reads since version 0.3: a function that changes one of its own configs
+# --- the Python file, since 0.3
 
 JOB = "torchtitan_job.py"
 
@@ -123,11 +122,11 @@ _GROUPED = {"fp8": "Float8GroupedExpertsConverter", "mxfp8": "MXFP8GroupedExpert
 
 _PARTS: Mapping[Part, str] = {"attention": "attention", "ffn": "feed_forward", "shared": "shared_experts"}
 _FP4_BLOCK = 128
-"""What NVFP4LinearConverter wants to divide both sides of a product."""
+"""NVFP4LinearConverter requires both sides of a product to be multiples of this."""
 
 
 def render_job(case: Case, flavor: Flavor, training: Settings, parallelism: Settings) -> str:
-    """The module without its head."""
+    """The module without its header."""
     return "\n".join([*_imports(case, flavor), "", "", *_function(case, flavor, training, parallelism), ""])
 
 
@@ -162,7 +161,7 @@ def _function(case: Case, flavor: Flavor, training: Settings, parallelism: Setti
 
 
 def _model(case: Case, flavor: Flavor) -> list[str]:
-    """Again also where the config has it, whose number format may be another."""
+    """The model settings; set even if the config has the model, whose number format may differ."""
     converters = [
         f"        {write_call(f'{name}.Config', settings, '        ')},"
         for name, settings in _job_converters(case).items()
@@ -182,7 +181,7 @@ def _compile(case: Case) -> Mapping[str, bool]:
 
 
 def fp4_parts(case: Case) -> tuple[list[str], list[str]]:
-    """Parts of a layer by the names of torchtitan: those that its fp4 takes, and those that have an odd width."""
+    """Parts of a layer by torchtitan's names: those that its fp4 takes, and those with an unsuitable width."""
     taken: list[str] = []
     odd: list[str] = []
     for part, name in _PARTS.items():
@@ -201,25 +200,25 @@ def _widths(layer: LayerShape, part: str, tp: int) -> Iterator[float]:
 
 
 def _products(case: Case) -> Settings:
-    """By what their names have in them."""
+    """Products by substrings of their names."""
     if case.precision == "fp8":
         return {"filter_fqns": ["lm_head", "router.gate"]}
     return {"fqns": fp4_parts(case)[0] if case.precision == "fp4" else list(_PARTS.values())}
 
 
 def _job_converters(case: Case) -> Mapping[str, Settings]:
-    """By name: of products, but for those of the head and of the router, and of experts."""
+    """Converters by name: of products, except those of the head and of the router, and of experts."""
     compiled = {"model_compile_enabled": case.compiled}
     linear, grouped = _LINEAR.get(case.precision), _GROUPED.get(case.precision)
     if linear is None or (case.precision == "fp4" and not fp4_parts(case)[0]):
-        return {}  # a converter without names would take every product
+        return {}  # a converter without names would convert every product
     found: dict[str, Settings] = {linear: {**_products(case), **compiled}}
     if grouped and any(layer.experts for layer in case.model.layers):
         found[grouped] = compiled
     return found
 
 
-# --- What a plan says that torchtitan has no word for, and what its job config leaves to a person
+# --- notes
 
 _LIBRARY = "torchtitan"
 _LOSS_BYTES = (
@@ -228,7 +227,7 @@ _LOSS_BYTES = (
 
 
 def describe_all(case: Case, copies: int, shards: int) -> Iterator[str]:
-    """Everything, the model first; `copies` and `shards` are what the files have."""
+    """All notes, the model first; `copies` and `shards` are what the files have."""
     yield from _describe_model(case)
     yield from describe_engine(case, _LIBRARY, ("fsdp2", "torchtitan"))
     yield from _describe_sharing(case, copies, shards)
@@ -331,7 +330,7 @@ def _describe_rest(case: Case) -> Iterator[str]:
         yield f"{_LOSS_BYTES}, which takes less memory than predicted."
 
 
-# --- torchtitan: a job config in TOML, read up to version 0.2, and the same as a function of Python, read since 0.3
+# --- the files
 
 TOML = "torchtitan.toml"
 
@@ -346,7 +345,7 @@ _RECOMPUTE = {"none": "none", "selective": "none", "products": "selective", "ope
 
 
 def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
-    """torchtitan.toml, and torchtitan_job.py where torchtitan has a model of these sizes to start from."""
+    """torchtitan.toml, and torchtitan_job.py if torchtitan has a model of these sizes to start from."""
     told = gather([*describe_irregular(case.model), *describe_all(case, *_replicas_and_shards(case))])
     flavor = find_flavor(case.model)
     head = EmittedHeader(case, prediction_lines, degrees_of(case), told)
@@ -358,14 +357,14 @@ def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
 
 
 def degrees_of(case: Case) -> Mapping[str, int]:
-    """As the files have them."""
+    """The degrees of the files."""
     copies, shards = _replicas_and_shards(case)
     degrees = case.degrees
     return {"dp_replicate": copies, "dp_shard": shards, "cp": degrees.cp, "tp": degrees.tp, "pp": degrees.pp}
 
 
 def _replicas_and_shards(case: Case) -> tuple[int, int]:
-    """Ranks that share nothing are copies, where torchtitan has copies: on an axis of their own alone."""
+    """Ranks that share nothing are copies; torchtitan has copies only on an axis of their own."""
     degrees = case.degrees
     if case.zero == 0 and degrees.cp * degrees.tp * degrees.pp * degrees.ep == 1:
         return degrees.data, 1
@@ -395,7 +394,7 @@ def _tables(case: Case) -> Mapping[str, Settings]:
 
 
 def _training(case: Case) -> Settings:
-    """A pipeline takes all of a rank's sequences at once and cuts them itself."""
+    """Batch settings; a pipeline takes all of a rank's sequences at once and cuts them itself."""
     single = case.degrees.pp == 1
     return {
         "local_batch_size": case.micro_batch if single else case.micro_batch * case.micro_batches,
@@ -422,7 +421,7 @@ def _parallelism(case: Case, head: str) -> Settings:
 
 
 def _schedule(case: Case) -> Schedule:
-    """1F1B stands in for a schedule that torchtitan does not have for so many stages a rank."""
+    """The schedule; 1F1B replaces one that torchtitan does not have for this number of stages per rank."""
     schedule, several = schedule_of(case), case.stages_per_rank > 1
     if (schedule, several) in (("zero_bubble", False), ("gpipe", True)):
         return "interleaved" if several else "1f1b"
@@ -447,7 +446,7 @@ def _pipeline(case: Case, head: str) -> Settings:
 
 
 def _their_cut(case: Case, first: int, last: int) -> tuple[int, ...]:
-    """Layers of each stage as torchtitan cuts them: what does not divide goes to the first ones, the ends weigh."""
+    """Layers of each stage as torchtitan cuts them: the remainder goes to the first stages, the ends have a weight."""
     weighed = len(case.model.layers) + first + last
     if math.ceil(weighed / math.ceil(weighed / case.stages)) != case.stages:
         return ()
@@ -459,7 +458,7 @@ def _their_cut(case: Case, first: int, last: int) -> tuple[int, ...]:
 
 
 def _modules(case: Case, head: str) -> list[list[str]]:
-    """The names of what each stage has, where no rule of torchtitan's cuts as the plan does."""
+    """The module names of each stage, if no rule of torchtitan's cuts as the plan does."""
     parts, place = [], 0
     for count in layers_of_stages(case):
         parts.append([f"layers.{layer}" for layer in range(place, place + count)])

@@ -1,17 +1,17 @@
 """The memory of one rank of each pipeline stage, item by item: parameters, states, activations, overheads.
 
 Invariants:
-- Experts are counted apart, since other ranks share their states.
-- The numbers are read from `overheads.toml`, which says what they were fitted on; this module must not hold one itself.
+- Experts are counted separately, since other ranks share their states.
+- Overheads are read from `overheads.toml`, which states what they were fitted on; no such number is written here.
 - Items add up to `allocated`, which is what `torch.cuda.max_memory_allocated` reports; `reserved` adds what the caching
   allocator holds beyond that, `device` what nvidia-smi shows on top.
-- Gradients and activations are gone between steps; what is written or read passes through the host, tensor by tensor or
-  as one copy.
+- Between steps there are no gradients and no activations; a checkpoint passes through the host, tensor by tensor or as
+  one copy.
 
 Sources: states: Rajbhandari et al., arXiv:1910.02054, section 5; activations: Korthikanti et al., arXiv:2205.05198,
 section 4; what FSDP gathers: Zhao et al., arXiv:2304.11277, section 3.3; `torch.distributed.checkpoint` (PyTorch
 documentation): `save` copies each rank's own shards to the host before they are written, `async_save` all of them at
-once; `load` reads into tensors that are there already.
+once; `load` reads into existing tensors.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from shardway.plan.case import Case
 from shardway.plan.shapes.architecture import LayerRun, LayerShape, Matrix
 from shardway.plan.stages import StageLayers, kept_micro_batches, list_stages
 
-# --- Parameters that one rank of a stage has before anything shards them: after tensor, expert and pipeline cuts
+# --- parameters of one rank before sharding
 
 
 @dataclass(frozen=True)
 class LocalParameters:
-    """Elements on a rank: of layers, of experts, of the two ends; `largest` is the most that one layer has."""
+    """Elements on a rank: of layers, of experts, of the two ends; `largest` is the most of one layer."""
 
     dense: float
     experts: float
@@ -48,7 +48,7 @@ class LocalParameters:
 
 
 def count_local(case: Case, stage: StageLayers) -> LocalParameters:
-    """What a rank of a stage has."""
+    """The elements on a rank of a stage, after tensor, expert and pipeline cuts."""
     dense = [(layer_dense(run.layer, case), run.count) for run in stage.layers]
     experts = [(layer_experts(run.layer, case), run.count) for run in stage.layers]
     return LocalParameters(
@@ -61,12 +61,12 @@ def count_local(case: Case, stage: StageLayers) -> LocalParameters:
 
 
 def layer_dense(layer: LayerShape, case: Case) -> float:
-    """A layer without its experts."""
+    """Elements of a layer without its experts."""
     return _count_layer(layer, _cut_of(case)).dense
 
 
 def layer_experts(layer: LayerShape, case: Case) -> float:
-    """The experts of a layer that are on one rank."""
+    """Elements of a layer's experts on one rank."""
     return _count_layer(layer, _cut_of(case)).experts
 
 
@@ -92,7 +92,7 @@ def _cut_of(case: Case) -> _Cut:
 
 @lru_cache(maxsize=4096)
 def _count_layer(layer: LayerShape, cut: _Cut) -> _LayerElements:
-    """Both at once; a search asks for the same layer thousands of times."""
+    """Both at once, cached, since a search asks for the same layer thousands of times."""
     dense = sum(_local(each, cut) for each in layer.matrices if each.part != "experts")
     experts = sum(_local(each, cut) for each in layer.matrices if each.part == "experts")
     return _LayerElements(dense + layer.norm_parameters, experts)
@@ -104,7 +104,7 @@ def _local(matrix: Matrix, cut: _Cut) -> float:
 
 
 def matrix_split(matrix: Matrix, case: Case) -> int:
-    """Ranks that a matrix (all copies of it) is cut over; keys and values are not cut below one head."""
+    """Ranks that a matrix (all copies of it) is cut over; keys and values are cut at most to one head."""
     return _split(matrix, _cut_of(case))
 
 
@@ -117,7 +117,7 @@ def _split(matrix: Matrix, cut: _Cut) -> int:
 
 
 def _count_ends(case: Case, stage: StageLayers) -> float:
-    """Embedding and head with its norm; one that is tied is on both ends of a pipeline."""
+    """Embedding and head with its norm; a tied one is on both ends of a pipeline."""
     model, tp = case.model, case.degrees.tp
     embedding = model.embedding_parameters / tp if stage.first else 0.0
     head = model.head_parameters / tp + model.final_norm_parameters if stage.last else 0.0
@@ -125,12 +125,12 @@ def _count_ends(case: Case, stage: StageLayers) -> float:
     return embedding + head + copied
 
 
-# --- What a device holds beyond the tensors, and how far off an estimate may be
+# --- overheads of a device, and the uncertainty
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
-    """`fragment_share`: of what comes and goes within a step; `context_bytes`: outside of the allocator.
+    """`fragment_share`: of the transient memory within a step; `context_bytes`: outside of the allocator.
 
     `usable`: the part of a device's memory that a plan may count on. `low` and `high`: factors of the interval that
     holds four of five measured peaks.
@@ -150,7 +150,7 @@ def load_overheads() -> Overheads:
     return Overheads(**tomllib.loads(text)["overheads"])
 
 
-# --- The memory of one rank of each pipeline stage, item by item
+# --- the memory at the peak of a step
 
 OPTIMIZER_BYTES: Mapping[str, float] = MappingProxyType(
     {"adamw": 8.0, "adamw8bit": 2.0, "adafactor": 0.02, "sgd": 4.0, "muon": 4.0}
@@ -159,7 +159,7 @@ OPTIMIZER_BYTES: Mapping[str, float] = MappingProxyType(
 and column sums (Shazeer and Stern, arXiv:1804.04235), one momentum (Jordan et al., 2024)."""
 
 SUMMED_BYTES = 4
-"""Of a gradient of gathered weights while it is summed up."""
+"""Bytes of a gradient of gathered weights while it is summed."""
 
 MEMORY_ITEMS: Mapping[str, str] = MappingProxyType(
     {
@@ -172,12 +172,12 @@ MEMORY_ITEMS: Mapping[str, str] = MappingProxyType(
         "messages": "buffers between pipeline stages",
     }
 )
-"""What a breakdown consists of."""
+"""The items of a breakdown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes of one rank of a pipeline stage at the peak of a step; `ITEMS` says what each is."""
+    """Bytes of one rank of a pipeline stage at the peak of a step; `ITEMS` describes each."""
 
     rank: int
     weights: float
@@ -190,7 +190,7 @@ class StageMemory:
     in_flight: float
     """Micro-batches whose activations are kept at once, in units of all layers of the rank."""
     host: float
-    """Bytes in the host's memory; no item, since no device holds them."""
+    """Bytes in the host's memory; no item, since they are not on the device."""
     overheads: Overheads
 
     @cached_property
@@ -200,13 +200,13 @@ class StageMemory:
 
     @property
     def device_items(self) -> Mapping[str, float]:
-        """Items, and what is held beyond them, which add up to `device`."""
+        """Items, and overheads beyond them, which add up to `device`."""
         beyond = {"fragmentation": self.reserved - self.allocated, "context": self.device - self.reserved}
         return MappingProxyType({**self.items, **beyond})
 
     @property
     def states(self) -> float:
-        """What stays from step to step."""
+        """Bytes that stay from step to step."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -216,27 +216,27 @@ class StageMemory:
 
     @property
     def passing(self) -> float:
-        """What comes and goes within a step."""
+        """Bytes that are transient within a step."""
         return self.activations + self.working + self.gathered
 
     @property
     def reserved(self) -> float:
-        """What the allocator takes for that: pieces that come and go leave gaps."""
+        """Bytes that the allocator reserves: transient tensors leave gaps."""
         return self.allocated + self.overheads.fragment_share * self.passing
 
     @property
     def device(self) -> float:
-        """What nvidia-smi shows: the driver's context, libraries and communicators too."""
+        """Bytes as nvidia-smi shows them, with the driver's context, libraries and communicators."""
         return self.reserved + self.overheads.context_bytes
 
 
 def estimate_memory(case: Case, overheads: Overheads) -> tuple[StageMemory, ...]:
-    """One entry a pipeline rank."""
+    """One entry per pipeline rank."""
     return tuple(_estimate_stage(case, stage, overheads) for stage in list_stages(case))
 
 
 def estimate_peak(case: Case, overheads: Overheads) -> StageMemory:
-    """The rank that needs most, found without pricing ranks that are like an earlier one and keep no more than it."""
+    """The fullest rank, found without pricing ranks that equal an earlier one and keep no more than it."""
     kinds: dict[tuple[tuple[LayerRun, ...], bool, bool], StageLayers] = {}
     for stage in list_stages(case):
         kinds.setdefault((stage.layers, stage.first, stage.last), stage)
@@ -244,7 +244,7 @@ def estimate_peak(case: Case, overheads: Overheads) -> StageMemory:
 
 
 def peak_stage(stages: tuple[StageMemory, ...]) -> StageMemory:
-    """The one that needs most."""
+    """The fullest rank."""
     return max(stages, key=lambda stage: stage.device)
 
 
@@ -267,7 +267,8 @@ def _estimate_stage(case: Case, stage: StageLayers, overheads: Overheads) -> Sta
 
 
 def _share(case: Case, local: LocalParameters, from_stage: int) -> float:
-    """Elements that a rank keeps: its share from a stage of ZeRO on, all of them before."""
+    """Elements that a rank keeps: its share if ZeRO shards these from `from_stage` on and is at least there, else
+    all."""
     if case.zero < from_stage:
         return local.total
     degrees = case.degrees
@@ -275,7 +276,7 @@ def _share(case: Case, local: LocalParameters, from_stage: int) -> float:
 
 
 def _weights(case: Case, local: LocalParameters) -> float:
-    """What products read. Shared weights (zero 3) are the copy that the optimizer updates."""
+    """The weights that products read. Sharded weights (zero 3) are the copy that the optimizer updates."""
     if case.zero == 3:
         return 0.0 if case.offload else _share(case, local, 3) * case.kept_weight_bytes
     return local.total * (case.value_bytes if case.splits_copy else case.kept_weight_bytes)
@@ -287,7 +288,7 @@ def _gradients(case: Case, local: LocalParameters) -> float:
 
 
 def _optimizer(case: Case, local: LocalParameters) -> float:
-    """Its states, and the copy that it updates where that is not the weights themselves."""
+    """Optimizer states, and the copy that the optimizer updates if that is not the weights themselves."""
     if case.offload:
         return 0.0
     copy = case.kept_weight_bytes if case.splits_copy and case.zero < 3 else 0
@@ -295,7 +296,7 @@ def _optimizer(case: Case, local: LocalParameters) -> float:
 
 
 def _on_host(case: Case, local: LocalParameters) -> float:
-    """What offload moves there: what `_optimizer` has without it, and of shared weights their gradients too."""
+    """What offload moves to the host: the items of `_optimizer`, and for sharded weights their gradients too."""
     if not case.offload:
         return 0.0
     here = replace(case, offload=False)
@@ -304,15 +305,16 @@ def _on_host(case: Case, local: LocalParameters) -> float:
 
 
 def _activations_of_pass(case: Case, stage: StageLayers) -> float:
-    """What one micro-batch leaves behind in all layers of a stage, and in the embedding. What the head reads is
-    counted apart."""
+    """Bytes that one micro-batch keeps in all layers of a stage, and in the embedding. The head's input is counted
+    separately."""
     layers = sum(case.side_tokens(run.side) * kept_bytes(run.layer, case) * run.count for run in stage.layers)
     mask = case.model.hidden if stage.first and case.dropout else 0
     return layers + case.tokens * mask / case.stream_split + _kept_copies(case, stage)
 
 
 def _kept_by_head(case: Case, stage: StageLayers) -> float:
-    """What the last norm reads, and the head: of one micro-batch, whose way back begins at once, but for GPipe."""
+    """The inputs of the last norm and the head, of one micro-batch (its backward pass follows at once), or all in
+    GPipe."""
     if not stage.last:
         return 0.0
     norm = 4 if case.casts_each else case.value_bytes
@@ -322,7 +324,7 @@ def _kept_by_head(case: Case, stage: StageLayers) -> float:
 
 
 def _kept_copies(case: Case, stage: StageLayers) -> float:
-    """Copies in 16 bits of weights that one micro-batch keeps: recompute of a layer makes them again."""
+    """16-bit copies of weights that one micro-batch keeps; recompute of a layer makes them again."""
     if not case.casts_weights:
         return 0.0
     head = case.model.head.parameters / case.degrees.tp if stage.last else 0.0
@@ -335,19 +337,19 @@ def _layer_elements(case: Case, stage: StageLayers) -> float:
 
 
 def _working(case: Case, stage: StageLayers) -> float:
-    """The loss, or the way back through one layer, whichever is more: the loss is over when the way back begins."""
+    """The larger of the loss and the backward pass through one layer: the loss ends when the backward pass begins."""
     back = max((_way_back(case, run) for run in stage.layers), default=0.0)
     return max(back, loss_bytes(case) + _cached_copies(case, stage) if stage.last else 0.0)
 
 
 def _cached_copies(case: Case, stage: StageLayers) -> float:
-    """Copies of weights that nothing keeps for the way back, and autocast does until the loss is there."""
+    """Copies of weights that autocast caches until the loss is computed, beyond those kept for the backward pass."""
     cached = case.casts_weights and case.degrees.pp == 1 and case.recompute != "none"
     return case.value_bytes * _layer_elements(case, stage) if cached else 0.0
 
 
 def _way_back(case: Case, run: LayerRun) -> float:
-    """What is computed again for a layer, gradients of its widest tensors, and its gathered stream."""
+    """What is recomputed for a layer, gradients of its widest tensors, and its gathered stream."""
     layer = run.layer
     again = whole_bytes(layer, case) - (0.0 if case.recompute == "full" else kept_bytes(layer, case))
     wide = _widest(layer) / case.degrees.tp + 2 * layer.hidden / case.stream_split
@@ -374,7 +376,7 @@ def loss_bytes(case: Case) -> float:
 
 
 def _gathered(case: Case, local: LocalParameters) -> float:
-    """Weights of the layer in use and of the next, and one layer's gradient; the ends are gathered by themselves.
+    """Weights of the layer in use and of the next, and one layer's gradient; the ends are gathered separately.
 
     Without resharding all weights stay gathered, and in a pipeline all gradients until its last micro-batch.
     """
@@ -389,31 +391,31 @@ def _gathered(case: Case, local: LocalParameters) -> float:
 
 
 def _messages(case: Case) -> float:
-    """Buffers of stages: two of the stream each way, or one each way for each micro-batch."""
+    """Receive and send buffers of stages: two of the stream each way, or one each way per micro-batch."""
     if case.degrees.pp == 1:
         return 0.0
     buffers = 2 * case.micro_batches * case.stages_per_rank if case.engine.buffers_each_pass else 4
     return buffers * case.tokens * case.model.hidden * case.stream_bytes / case.stream_split
 
 
-# --- What a rank holds when no step runs: while a checkpoint is written, and while one is read
+# --- the memory while a checkpoint is written or read
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Bytes of one rank. The allocator keeps what a step took, so that nvidia-smi shows no less than at a step's peak
-    while a checkpoint is written; a rank that resumes has not taken a step yet."""
+    """Bytes of one rank. The allocator keeps the memory of a step, so nvidia-smi shows at least a step's peak while a
+    checkpoint is written; a rank that resumes has not taken a step yet."""
 
     kept: float
     """On the device while a checkpoint is written: weights and optimizer states."""
     copied: float
-    """In the host's memory at once, where all of it is staged before it is written (`async_save`)."""
+    """In the host's memory at once, if all is staged before it is written (`async_save`)."""
     resuming: float
-    """On the device while it is read: the same, and the largest tensor on its way."""
+    """On the device while it is read: the same, and the largest tensor in transit."""
 
 
 def estimate_moments(case: Case, peak: StageMemory) -> Moments:
-    """Of the rank that `peak` is of."""
+    """The moments of the rank of `peak`."""
     kept = peak.weights + peak.optimizer
     stage = list_stages(case)[peak.rank]
     local = count_local(case, stage)

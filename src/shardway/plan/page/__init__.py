@@ -1,5 +1,5 @@
 """A plan as one HTML file that a browser shows without a network.
 
-Invariant: every number is one of the answer's, rounded; a picture has a table beside it that says the same. This room
-must not write the file, nor decide anything.
+Invariant: every number is one of the answer's, rounded; each picture has a table beside it with the same values. This
+package writes no file and decides nothing.
 """

@@ -1,11 +1,10 @@
 """Building blocks of a plan's page: style sheet, SVG drawings, facts, tables, keys of colours, rounding that adds up.
 
 Invariants:
-- A picture names a colour by the role of what it shows, so that an item has one colour wherever it is.
-- Every text passes `html.escape`, and every drawing says in words what it shows. Colours and strokes are classes of the
-  style sheet.
-- Rounded parts sum to the rounded total, and none is off by a whole last digit.
-- Every text passes `html.escape`; nothing is fetched from anywhere and no script runs.
+- A colour is named by the role of what it shows, so that an item has one colour everywhere; colours and strokes are
+  classes of the style sheet.
+- Every text passes `html.escape`, and every drawing has a label in words. Nothing is fetched and no script runs.
+- Rounded parts sum to the rounded total, and each is off by less than one last digit.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from types import MappingProxyType
 
-# --- The style sheet of a plan's page: colours by role for light, dark and paper
+# --- the style sheet: colours by role for light, dark and paper
 
 MEMORY_ROLES: Mapping[str, str] = MappingProxyType(
     {
@@ -31,7 +30,7 @@ MEMORY_ROLES: Mapping[str, str] = MappingProxyType(
         "context": "slate",
     }
 )
-"""Colours of what lies in a device's memory: states are blue, what comes and goes is warm."""
+"""Colours of the items of device memory: states are blue, transient items are warm."""
 
 TIME_ROLES: Mapping[str, str] = MappingProxyType(
     {
@@ -51,10 +50,10 @@ TIME_ROLES: Mapping[str, str] = MappingProxyType(
         "rest of the step": "grey",
     }
 )
-"""Colours of what a step goes to: computation is blue, messages are warm, waiting is grey."""
+"""Colours of the items of a step: computation is blue, messages are warm, waiting is grey."""
 
 OTHER_ROLE = "green"
-"""Of an item that has no colour of its own."""
+"""The colour of an item without one of its own."""
 
 _LIGHT: Mapping[str, str] = MappingProxyType(
     {
@@ -185,7 +184,7 @@ footer { margin-top: 40px; font-size: 13px; color: var(--soft); }
 
 
 def render_style() -> str:
-    """The whole sheet: light, dark where the reader's system is dark and the page is on a screen, and paper."""
+    """The whole sheet: light, dark (on a screen, if the reader's system is dark), and paper."""
     fills = "\n".join(f"svg .{role} {{ fill: var(--{role}); }}" for role in sorted({*_roles()}))
     dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {_variables(_DARK)} }} }}"
     return f":root {{ color-scheme: light dark; {_variables(_LIGHT)} }}\n{dark}\n{_RULES}{fills}\n"
@@ -199,7 +198,7 @@ def _variables(colours: Mapping[str, str]) -> str:
     return " ".join(f"--{name}: {value};" for name, value in colours.items())
 
 
-# --- Small pieces of SVG: a drawing with its label, boxes, lines, texts, axes
+# --- SVG: drawings, boxes, lines, text, axes
 
 
 @dataclass(frozen=True)
@@ -223,7 +222,7 @@ class Frame:
 
 
 def render_drawing(size: tuple[float, float], label: str, parts: Iterable[str], least: int = 0) -> str:
-    """A drawing of (width, height); on narrow screens it is never shown narrower than `least` pixels."""
+    """A drawing of (width, height), shown at least `least` pixels wide also on narrow screens."""
     width, height = size
     wide = f' style="min-width:{least}px"' if least else ""
     return (
@@ -233,7 +232,7 @@ def render_drawing(size: tuple[float, float], label: str, parts: Iterable[str], 
 
 
 def rect(frame: Frame, kind: str, told: str = "") -> str:
-    """A filled box; `told` appears where the pointer rests on it."""
+    """A filled box; `told` is its tooltip."""
     title = f"<title>{escape(told)}</title>" if told else ""
     place = f'x="{_short(frame.x)}" y="{_short(frame.y)}"'
     size = f'width="{_short(frame.width)}" height="{_short(frame.height)}"'
@@ -258,7 +257,7 @@ def circle(at: tuple[float, float], radius: float, kind: str, told: str = "") ->
 
 
 def text(at: tuple[float, float], words: str, kind: str = "", anchor: str = "start") -> str:
-    """Words that begin, end or are centred at a point of their base line."""
+    """Words that begin, end or are centred (`anchor`) at a point of their base line."""
     mark = f' class="{kind}"' if kind else ""
     side = "" if anchor == "start" else f' text-anchor="{anchor}"'
     return f'<text x="{_short(at[0])}" y="{_short(at[1])}"{mark}{side}>{escape(words)}</text>'
@@ -278,11 +277,11 @@ def _short(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-# --- Numbers of a table that add up as they are shown
+# --- rounding that adds up
 
 
 def round_parts(parts: Sequence[float], decimals: int) -> list[float]:
-    """Parts of at least 0, rounded so that they add up to their rounded sum: those nearest above are rounded up."""
+    """Non-negative parts, rounded so that they add up to their rounded sum; the largest remainders are rounded up."""
     scale = 10**decimals
     scaled = [part * scale for part in parts]
     floors = [math.floor(each) for each in scaled]
@@ -292,11 +291,11 @@ def round_parts(parts: Sequence[float], decimals: int) -> list[float]:
     return [(floor + (place in raised)) / scale for place, floor in enumerate(floors)]
 
 
-# --- The HTML of a plan's page: its frame, facts in large type, tables, keys of colours
+# --- HTML: frame, facts, tables, keys of colours
 
 
 def render_document(title: str, body: str) -> str:
-    """A whole document; `body` is HTML already."""
+    """A whole document; `body` is HTML."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -308,7 +307,7 @@ def render_document(title: str, body: str) -> str:
 
 @dataclass(frozen=True)
 class FactTile:
-    """A fact in large type, with what it is and what belongs to it."""
+    """A fact in large type, with its label and a note."""
 
     label: str
     value: str
@@ -329,7 +328,7 @@ def _render_tile(tile: FactTile) -> str:
 class TableBlock:
     """Rows under a head. The first cell of a row names it; columns listed in `words` hold text, others numbers.
 
-    `sums` are rows that add up what is above them, by their first cell; `chosen` those that stand out.
+    `sums` are rows, by their first cell, that add up those above; `chosen` are highlighted rows.
     """
 
     caption: str
@@ -341,7 +340,7 @@ class TableBlock:
 
 
 def render_table(table: TableBlock) -> str:
-    """A table that scrolls sideways where it is too wide."""
+    """A table that scrolls sideways if it is too wide."""
     head = "".join(
         f'<th scope="col"{_kind(table, place)}>{escape(name)}</th>' for place, name in enumerate(table.columns)
     )
@@ -366,7 +365,7 @@ def _kind(table: TableBlock, place: int) -> str:
 
 
 def render_figure(svg: str, key: Mapping[str, str], note: str = "") -> str:
-    """A picture with its key of colours (what is shown -> its role) and a line below."""
+    """A picture with its key of colours (label -> role) and a note below."""
     told = f'<figcaption class="soft">{escape(note)}</figcaption>' if note else ""
     return f'<figure class="card"><div class="scroll">{svg}</div>{_render_key(key)}{told}</figure>'
 
@@ -382,12 +381,12 @@ def _render_key(key: Mapping[str, str]) -> str:
 
 
 def render_list(texts: Iterable[str]) -> str:
-    """Sentences below each other."""
+    """A list of sentences."""
     return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ul>"
 
 
 def render_section(title: str, *parts: str) -> str:
-    """A heading with what belongs to it."""
+    """A heading with its parts."""
     inside = "\n".join(part for part in parts if part)
     return f"<section>\n<h2>{escape(title)}</h2>\n{inside}\n</section>"
 

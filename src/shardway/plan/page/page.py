@@ -1,9 +1,9 @@
 """A plan as one HTML file: its summary, the pipeline, scaling over nodes, alternatives.
 
 Invariants:
-- Each point is one of the curve's; a number of nodes without a layout is marked and its reason told.
+- The scaling picture has exactly the curve's points; a number of nodes without a layout is marked, with its reason.
 - Reasons, assumptions and warnings are the answer's own sentences.
-- The page is complete by itself: it fetches nothing, runs no script, and reads as well in the dark and on paper.
+- The page is complete: it fetches nothing, runs no script, and is readable in light, in dark and on paper.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from shardway.plan.search import ScalingPoint, efficiency
 from shardway.plan.text import amount, count, duration, gib, percent
 from shardway.plan.time.ceilings import ceilings_of
 
-# --- The same work on more and on fewer nodes: two curves, and the table that says the same
+# --- scaling over nodes
 
 _PLOT = Frame(62, 34, 446, 212)
 _SIZE = (520.0, 290.0)
 _APART = 36.0
-"""Pixels between two labels of nodes."""
+"""Least pixels between two labels of nodes."""
 _GIGA = 1e9
 
 
 def hours_per_giga(point: ScalingPoint) -> float:
-    """GPU-hours for 1e9 tokens; 0 where nothing runs."""
+    """GPU-hours for 1e9 tokens; 0 if nothing runs."""
     return point.device_seconds_per_token * _GIGA / 3600
 
 
 def ideal_rate(curve: Sequence[ScalingPoint], point: ScalingPoint) -> float:
-    """Tokens per second if a token cost here what it costs where it is cheapest; 0 where nothing runs."""
+    """Tokens per second if a token had the cost of the cheapest point; 0 if nothing runs."""
     return point.best.tokens_per_second / efficiency(curve, point) if point.best else 0.0
 
 
 def render_scaling(curve: Sequence[ScalingPoint], nodes: int) -> str:
-    """Throughput and cost over nodes; `nodes` are those that were asked for. "" for a curve without points."""
+    """Throughput and cost over nodes; `nodes` is the requested number. "" for a curve without points."""
     if not curve:
         return ""
     batch = next((point.best.case.global_batch for point in curve if point.best), None)
@@ -71,7 +71,7 @@ def render_scaling(curve: Sequence[ScalingPoint], nodes: int) -> str:
     return render_section("More and fewer nodes", render_text(f"{told}. {key}."), pictures, table)
 
 
-# --- the pictures
+# --- scaling: the pictures
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class _Plot:
     height: Callable[[float], float]
 
     def x(self, nodes: int) -> float:
-        """Where a number of nodes stands."""
+        """The horizontal position of a number of nodes."""
         low, high = math.log2(self.curve[0].nodes), math.log2(self.curve[-1].nodes)
         return _PLOT.x + _PLOT.width * (0.5 if high == low else (math.log2(nodes) - low) / (high - low))
 
     def y(self, value: float) -> float:
-        """Where a value stands."""
+        """The vertical position of a value."""
         return _PLOT.bottom - _PLOT.height * self.height(value)
 
     def frame(self, ticks: Sequence[tuple[float, str]]) -> Iterator[str]:
@@ -112,7 +112,7 @@ class _Plot:
         return polyline([(self.x(each.nodes), self.y(value_of(each))) for each in self.curve if each.best], kind)
 
     def dots(self, value_of: Callable[[ScalingPoint], float], unit: str) -> Iterator[str]:
-        """A dot for each layout, open for what was asked for."""
+        """A dot for each layout, an open one for the requested number of nodes."""
         for point in self.curve:
             if point.best:
                 value = value_of(point)
@@ -162,13 +162,13 @@ def _rate(point: ScalingPoint) -> float:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten between two logarithms, with 2 and 5 times these where there are few."""
+    """Powers of ten between two logarithms, with their 2- and 5-fold if there are few."""
     steps = (1,) if high - low > 2.5 else (1, 2, 5)
     values = [step * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for step in steps]
     return [value for value in values if low <= math.log10(value) <= high]
 
 
-# --- the table
+# --- scaling: the table
 
 
 def _table_of_points(curve: Sequence[ScalingPoint], nodes: int) -> TableBlock:
@@ -195,23 +195,23 @@ def _row(curve: Sequence[ScalingPoint], point: ScalingPoint, best: Estimate | No
 
 
 def describe_short(shown: Estimate) -> str:
-    """Degrees and what else decides between layouts."""
+    """Degrees and the other settings that distinguish layouts."""
     case = shown.case
     schedule = f", {case.schedule}" if case.degrees.pp > 1 else ""
     stages = f" with {case.stages_per_rank} stages a rank" if case.stages_per_rank > 1 else ""
     return f"{case.degrees.render()}, micro-batch {case.micro_batch}{schedule}{stages}, recompute {case.recompute}"
 
 
-# --- What else there is: other layouts with why they lost, what would make it fit, what the plan rests on
+# --- warnings, alternatives, assumptions
 
 
 def render_warnings(answer: PlanAnswer) -> str:
-    """What a person must know first; "" where there is nothing."""
+    """What the user must read first; "" if there is nothing."""
     return render_section("Warnings", render_list(answer.warnings)) if answer.warnings else ""
 
 
 def render_changes(answer: PlanAnswer) -> str:
-    """What to do differently where nothing fits; "" where something does."""
+    """What to change if nothing fits; "" if something does."""
     if answer.fits:
         return ""
     if not answer.changes:
@@ -230,7 +230,7 @@ def _figures(shown: Estimate) -> tuple[str, str, str]:
 
 
 def render_others(answer: PlanAnswer) -> str:
-    """Runners-up with what they spend more time on."""
+    """Runners-up with the items that take more time."""
     candidates = answer.found.candidates
     looked_at = f"{answer.found.looked_at:,} ways were looked at"
     fixed = f"; kept as they were set: {', '.join(sorted(answer.question.fixed))}" if answer.question.fixed else ""
@@ -255,7 +255,7 @@ def render_others(answer: PlanAnswer) -> str:
 
 
 def render_grounds(answer: PlanAnswer) -> str:
-    """What was assumed, and where rates come from."""
+    """The assumptions, and the sources of the rates."""
     assumed = render_list(answer.assumed) if answer.assumed else render_text("Nothing had to be assumed.")
     return render_section(
         "What the plan rests on", "<h3>Assumed</h3>", assumed, "<h3>Rates</h3>", render_list(_rates(answer))
@@ -282,7 +282,7 @@ def _rates(answer: PlanAnswer) -> Iterator[str]:
     )
 
 
-# --- A plan as one HTML file: facts, memory, the step, the pipeline, scaling, alternatives, grounds
+# --- the whole page
 
 
 def render_page(answer: PlanAnswer, curve: tuple[ScalingPoint, ...]) -> str:

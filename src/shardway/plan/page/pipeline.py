@@ -1,15 +1,15 @@
-"""The schedule of a pipeline: the order of passes, their times, and the picture of who works when.
+"""The schedule of a pipeline: the order of passes, their times, and a picture of when each rank works.
 
 Invariants:
-- Each forward and each backward pass of a stage and micro-batch comes once, and the orders of all ranks together never
-  wait for each other.
-- A rank does one thing at a time, and nothing begins before what it needs is there. Messages take no time here: the
-  plan counts them apart.
-- What is drawn is what `simulate_pipeline` found for the passes that the plan prices; what is left out is told.
+- Each forward and each backward pass of a stage and micro-batch occurs once, and the orders of all ranks together never
+  deadlock.
+- A rank does one thing at a time, and a pass starts only when its inputs are there. Messages take no time here: the
+  plan counts them separately.
+- The picture shows what `simulate_pipeline` found for the passes that the plan prices; what is left out is noted.
 
 Sources: GPipe, 1F1B and interleaved: Narayanan et al., arXiv:2104.04473, section 2.2; zero bubble and V: Qi et al.,
-arXiv:2401.10241, sections 2 and 6. Rounds of an interleaved schedule are those that PyTorch makes: as many
-micro-batches as there are ranks, or a few more.
+arXiv:2401.10241, sections 2 and 6. Rounds of an interleaved schedule are those of PyTorch: as many micro-batches as
+there are ranks, or a few more.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from shardway.plan.text import duration, percent
 from shardway.plan.time.ceilings import ceilings_of
 from shardway.plan.time.step import BACKWARD_SHARE, BUBBLE, Passer
 
-# --- In which order a pipeline rank works on its stages and micro-batches, for each schedule
+# --- the order of passes on each rank
 
 Kind = Literal["forward", "backward", "weight"]
-"""A pass; "weight" is the part of a backward pass that only gradients of weights need, where it comes later."""
+"""A pass; "weight" is the part of a backward pass for the gradients of weights, if it is run separately."""
 
 SPLIT: tuple[Schedule, ...] = ("zero_bubble", "zbv")
-"""Schedules that part the backward pass."""
+"""Schedules that split the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Action:
 
 
 def list_orders(case: Case) -> tuple[tuple[Action, ...], ...]:
-    """What each pipeline rank does, first to last."""
+    """The passes of each pipeline rank, first to last."""
     order = _order_there_and_back if case.schedule == "zbv" else _order_in_rounds
     return tuple(tuple(order(case, rank)) for rank in range(case.degrees.pp))
 
@@ -73,16 +73,16 @@ def count_held(case: Case) -> int:
 
 
 def split_rounds(passes: int, ranks: int) -> tuple[int, ...]:
-    """Micro-batches of each round, as equal as can be."""
+    """Micro-batches of each round, as equal as possible."""
     rounds = count_rounds(passes, ranks)
     base, more = divmod(passes, rounds)
     return tuple(base + (each < more) for each in range(rounds))
 
 
 def _order_in_rounds(case: Case, rank: int) -> Iterator[Action]:
-    """Forward passes alone at first, then a backward pass after each, then the rest of these.
+    """Forward passes alone at first, then a backward pass after each, then the remaining backward passes.
 
-    Gradients of weights wait for as many micro-batches as stages before this one do: then these get theirs sooner.
+    Gradients of weights are delayed by as many micro-batches as there are earlier stages, which get theirs sooner.
     """
     held = stages_of_rank(rank, case.degrees.pp, case.stages_per_rank, case.schedule)
     there, back = _in_rounds(case, held), _in_rounds(case, held[::-1])
@@ -99,7 +99,7 @@ def _order_in_rounds(case: Case, rank: int) -> Iterator[Action]:
 
 
 def _in_rounds(case: Case, held: Sequence[int]) -> list[tuple[int, int]]:
-    """Stages with micro-batches: a round goes through one stage of a rank as a whole before it goes on to the next."""
+    """Pairs of stage and micro-batch: a round passes one stage of a rank completely before the next stage."""
     rounds = split_rounds(case.micro_batches, case.degrees.pp) if len(held) > 1 else (case.micro_batches,)
     edges = pairwise(accumulate(rounds, initial=0))
     return [(stage, number) for start, end in edges for stage in held for number in range(start, end)]
@@ -116,14 +116,14 @@ def _lead(case: Case, rank: int) -> int:
     return whole + (1 if case.schedule in SPLIT else 2) * after
 
 
-# --- the V
+# --- the order of a V schedule
 
 _Walk = tuple[tuple[Kind, int], ...]
 
 _FORWARD: _Walk = (("forward", 0), ("forward", 1))
 _BACKWARD: _Walk = (("backward", 0), ("backward", 1))
 _WEIGHT: _Walk = (("weight", 0), ("weight", 1))
-"""A pass of a micro-batch through the stage on the way there (0) and through the one on the way back (1)."""
+"""A kind of pass, through the first arm of the V (0) or the second (1)."""
 _STEADY: _Walk = (_FORWARD[0], _BACKWARD[0], _WEIGHT[0], _FORWARD[1], _BACKWARD[1], _WEIGHT[1])
 
 
@@ -138,18 +138,18 @@ def _order_there_and_back(case: Case, rank: int) -> Iterator[Action]:
 
 
 def _walk_v(ranks: int, rank: int, passes: int) -> Iterator[tuple[Kind, int]]:
-    """Kinds of passes, each with its way; more of them than there are micro-batches for."""
+    """Kinds of passes with their arm of the V; it yields more than there are micro-batches."""
     after = ranks - rank
     yield from _FORWARD[:1] * (2 * after - 1)
     yield from _FORWARD[::-1] * rank
     yield from _STEADY[3:] * after
     yield from _STEADY * (passes - ranks)
-    # Ranks before this one wait for gradients of inputs; those of weights fill what is left.
+    # Earlier ranks wait for gradients of inputs; those of weights fill the idle time.
     yield from _BACKWARD * passes
     yield from _WEIGHT * passes
 
 
-# --- What each rank of a pipeline does at every moment of a step: the schedule run with given seconds of a pass
+# --- the times of passes
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class StageSeconds:
 
 @dataclass(frozen=True)
 class Box:
-    """A pass and when it is, in seconds from the start."""
+    """A pass with its start and end, in seconds from the start."""
 
     rank: int
     action: Action
@@ -178,7 +178,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Simulated:
-    """All passes, those of a rank in their order; `held` stages a rank."""
+    """All passes, per rank in order; `held` stages a rank."""
 
     ranks: int
     held: int
@@ -190,15 +190,15 @@ class Simulated:
         return max(box.end for box in self.boxes)
 
     def of_rank(self, rank: int) -> tuple[Box, ...]:
-        """What one rank does."""
+        """The passes of one rank."""
         return tuple(box for box in self.boxes if box.rank == rank)
 
     def idle_seconds(self, rank: int) -> float:
-        """For which a rank waits, before its first pass and after its last too."""
+        """Seconds for which a rank waits, including those before its first and after its last pass."""
         return self.seconds - sum(box.end - box.start for box in self.of_rank(rank))
 
     def in_flight(self, rank: int) -> float:
-        """Micro-batches whose activations a rank holds at once at most, in units of all of its stages."""
+        """The most micro-batches whose activations a rank holds at once, in units of all of its stages."""
         own = self.of_rank(rank)
         frees: Kind = "weight" if any(box.action.kind == "weight" for box in own) else "backward"
         held = accumulate((box.action.kind == "forward") - (box.action.kind == frees) for box in own)
@@ -206,7 +206,7 @@ class Simulated:
 
 
 def simulate_pipeline(case: Case, seconds: Sequence[StageSeconds]) -> Simulated:
-    """Run the schedule of a case; `seconds` has one entry a pipeline rank, for each of its stages."""
+    """Run the schedule of a case; `seconds` has one entry per pipeline rank, for each of its stages."""
     orders, parts = list_orders(case), case.schedule in SPLIT
     last = case.degrees.pp * count_held(case) - 1
     ends: dict[Action, float] = {}
@@ -230,14 +230,14 @@ def simulate_pipeline(case: Case, seconds: Sequence[StageSeconds]) -> Simulated:
 
 
 def _ready(action: Action, last: int, ends: dict[Action, float]) -> float | None:
-    """When everything that a pass needs is there; None where some of it has not been reached yet."""
+    """When all inputs of a pass are there; None if one is not computed yet."""
     needed = [ends.get(each) for each in _needs(action, last)]
     known = [end for end in needed if end is not None]
     return max(known, default=0.0) if len(known) == len(needed) else None
 
 
 def _needs(action: Action, last: int) -> Iterable[Action]:
-    """Passes that come before one."""
+    """Passes that must precede one."""
     stage, number = action.stage, action.micro_batch
     if action.kind == "forward":
         return [Action("forward", stage - 1, number)] if stage > 0 else []
@@ -248,7 +248,7 @@ def _needs(action: Action, last: int) -> Iterable[Action]:
 
 
 def _takes(action: Action, seconds: StageSeconds, parts: bool) -> float:
-    """Seconds of a pass; a backward pass that is not parted has both of its parts."""
+    """Seconds of a pass; a backward pass that is not split has both of its parts."""
     if action.kind == "forward":
         return seconds.forward
     if action.kind == "weight":
@@ -256,21 +256,21 @@ def _takes(action: Action, seconds: StageSeconds, parts: bool) -> float:
     return seconds.backward if parts else seconds.backward + seconds.weight
 
 
-# --- The schedule of a pipeline as a picture: what each rank does when, and when it waits
+# --- the picture and its notes
 
 MOST_PASSES = 32
-"""Micro-batches that are drawn."""
+"""Most micro-batches that are drawn."""
 MOST_STAGE_PASSES = 64
-"""Forward passes of a rank that are drawn, where a rank has several stages."""
+"""Most forward passes of a rank that are drawn, if a rank has several stages."""
 ROLES: dict[Kind, str] = {"forward": "blue", "backward": "teal", "weight": "plum"}
 
 _WIDTH, _LEFT, _TOP, _LANE = 1000.0, 64.0, 6.0, 24.0
 _NUMBERED = 13.0
-"""Width of a box that has room for a number."""
+"""Least width of a box with a number."""
 
 
 def render_schedule(shown: Estimate) -> str:
-    """The picture with how long each rank waits in it; "" without a pipeline."""
+    """The picture with the idle time of each rank; "" without a pipeline."""
     case = shown.case
     if case.degrees.pp == 1:
         return ""
@@ -286,7 +286,7 @@ def render_schedule(shown: Estimate) -> str:
 
 
 def stage_seconds(shown: Estimate) -> tuple[StageSeconds, ...]:
-    """What the plan prices for one micro-batch in each stage of every pipeline rank."""
+    """The plan's seconds of one micro-batch in each stage of every pipeline rank."""
     case, machine = shown.case, shown.machine
     priced = Passer(case, machine, ceilings_of(machine)).stages(list_stages(case))
     held = count_held(case)
@@ -294,20 +294,20 @@ def stage_seconds(shown: Estimate) -> tuple[StageSeconds, ...]:
 
 
 def _part(seconds: float) -> StageSeconds:
-    """A pass through a stage; half of the way back is for the stage's input, half for its weights."""
+    """A pass through a stage; half of the backward pass is for the stage's input, half for its weights."""
     back = BACKWARD_SHARE * seconds
     return StageSeconds(seconds - back, back / 2, back / 2)
 
 
 def _shorten(case: Case) -> Case:
-    """The same schedule for as many micro-batches as can be seen, in whole rounds where the step has whole rounds."""
+    """The same schedule with as many micro-batches as can be drawn, in whole rounds if the step has them."""
     ranks, passes = case.degrees.pp, case.micro_batches
     most = max(ranks, min(MOST_PASSES, MOST_STAGE_PASSES // count_held(case)))
     shown = min(passes, most // ranks * ranks if passes % ranks == 0 else most)
     return replace(case, global_batch=shown * case.micro_batch * case.degrees.data)
 
 
-# --- words
+# --- captions
 
 
 def _describe(shown: Estimate, drawn: Case, simulated: Simulated) -> str:
@@ -345,7 +345,7 @@ def _key(simulated: Simulated) -> dict[str, str]:
     return {**{names[kind]: role for kind, role in ROLES.items() if kind in kinds}, "waiting": "lane"}
 
 
-# --- the picture
+# --- the drawing
 
 
 @dataclass(frozen=True)
@@ -381,7 +381,7 @@ def _draw(simulated: Simulated, ranks: list[int], case: Case) -> str:
 
 
 def _boxes(boxes: tuple[Box, ...], lane: Frame, canvas: _Canvas) -> Iterator[str]:
-    """Boxes with numbers where these can be read, else one outline for each colour."""
+    """Numbered boxes if they are wide enough, else one outline per colour."""
     widths = [(box.end - box.start) * canvas.scale for box in boxes]
     if min(widths) >= _NUMBERED:
         for box in boxes:

@@ -1,9 +1,9 @@
 """The top of a plan's page: facts, memory of each pipeline rank, the step as one bar.
 
 Invariants:
-- Figures are those of the answer in the words of `plan.render.words`; utilisation names its convention and its peak.
-- Items of a bar, and of a column, add up to what nvidia-smi would show.
-- Items add up to the step.
+- Figures are those of the answer, in the words of `plan.text`; utilisation names its convention and its peak.
+- Memory items of a bar, and of a column, add up to what nvidia-smi would show.
+- Items of the step add up to the step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shardway.plan.page.blocks import (
 from shardway.plan.text import GIB, amount, count, describe_layout, duration, gib, list_costs, percent
 from shardway.plan.time.step import TIME_ITEMS
 
-# --- The top of a plan's page: what is planned, whether it fits, what it takes
+# --- the headline: what is planned, whether it fits, what it takes
 
 _DAY = 86400.0
 _HOUR = 3600.0
@@ -50,7 +50,7 @@ def title_of(answer: PlanAnswer) -> str:
 
 
 def render_headline(answer: PlanAnswer) -> str:
-    """Title, layout, verdict, the figures that people ask for first."""
+    """Title, layout, verdict, and the figures that are asked for most."""
     return "\n".join(
         [
             f"<header>\n<h1>{escape(title_of(answer))}</h1>",
@@ -80,7 +80,7 @@ def _batch(shown: Estimate) -> str:
 
 
 def describe_fit(shown: Estimate) -> str:
-    """Whether every device holds what it needs, and by how much it does or does not."""
+    """Whether every device holds what it needs, and by what margin."""
     peak, usable = shown.peak, shown.usable_bytes
     where = f"pipeline rank {peak.rank}" if shown.case.degrees.pp > 1 else "each device"
     if peak.device > usable:
@@ -157,7 +157,7 @@ def _ideal(run: RunEstimate) -> str:
 
 
 def render_run(answer: PlanAnswer) -> str:
-    """Where the days go; "" where no run was estimated."""
+    """The parts of the run's wall time; "" if no run was estimated."""
     run = answer.run
     return render_section("The whole run", render_text(_describe_run(run, answer)), _render_days(run)) if run else ""
 
@@ -196,10 +196,10 @@ def _render_days(run: RunEstimate) -> str:
     )
 
 
-# --- The memory of each pipeline rank: bars of items beside what a device has, and the tables that say the same
+# --- the memory of each pipeline rank
 
 MOST_RANKS = 16
-"""Bars that are drawn."""
+"""Most bars that are drawn."""
 
 BEYOND: Mapping[str, str] = MappingProxyType(
     {
@@ -227,7 +227,7 @@ def render_memory(shown: Estimate) -> str:
 
 
 def pick_ranks(ranks: int, always: int = 0, most: int = MOST_RANKS) -> list[int]:
-    """At most `most` ranks from the first to the last, evenly, one of them `always`."""
+    """At most `most` ranks from the first to the last, evenly spaced, including rank `always`."""
     if ranks <= most:
         return list(range(ranks))
     chosen = [round(number * (ranks - 1) / (most - 1)) for number in range(most)]
@@ -248,7 +248,7 @@ def _key(shown: Estimate) -> dict[str, str]:
     return {name: MEMORY_ROLES.get(name, OTHER_ROLE) for name in shown.peak.device_items if name in used}
 
 
-# --- the picture
+# --- memory: the picture
 
 
 def _draw_memory(shown: Estimate, stages: Sequence[StageMemory]) -> str:
@@ -278,7 +278,7 @@ def _memory_axis(top: float, scale: float, bottom: float) -> Iterator[str]:
 
 
 def _bar(stage: StageMemory, row: Frame, fullest: bool) -> Iterator[str]:
-    """One rank; `row.width` is pixels for a byte."""
+    """One rank; `row.width` is pixels per byte."""
     middle = row.y + row.height / 2 + 4
     yield text((_LEFT - 10, middle), f"rank {stage.rank}", "bold" if fullest else "", "end")
     x = row.x
@@ -291,18 +291,18 @@ def _bar(stage: StageMemory, row: Frame, fullest: bool) -> Iterator[str]:
 
 
 def _limit(x: float, bottom: float, told: str, kind: str) -> Iterator[str]:
-    """A line across all bars, with its words above them on the side where there is room."""
+    """A line across all bars, labelled above them on the side with room."""
     left = x > _WIDTH / 2
     yield line((x, _TOP - 8), (x, bottom), kind)
     yield text((x - 4 if left else x + 4, 14 if kind == "physical" else 30), told, "", "end" if left else "start")
     yield line((x, 4 if kind == "physical" else 20), (x, _TOP - 8), kind)
 
 
-# --- the tables
+# --- memory: the tables
 
 
 def _table_of_peak(shown: Estimate) -> TableBlock:
-    """Items of the fullest rank with three sums, each of all that is above it."""
+    """Items of the fullest rank, with three running sums."""
     peak = shown.peak
     sizes = _rounded(peak)
     rows, total = [], 0.0
@@ -343,12 +343,12 @@ def _row_of_rank(stage: StageMemory, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _rounded(stage: StageMemory) -> dict[str, float]:
-    """Items in GiB that add up as they are shown."""
+    """Items in GiB, rounded so that they add up."""
     items = stage.device_items
     return dict(zip(items, round_parts([size / GIB for size in items.values()], 2), strict=True))
 
 
-# --- The step as one bar of its items, and the table that says the same
+# --- the step
 
 _STEP_WIDTH, _SIDE, _BAR = 1000.0, 14.0, 44.0
 

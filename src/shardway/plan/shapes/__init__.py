@@ -1,4 +1,4 @@
-"""Architectures as numbers, and where they come from: named models, config.json, run files, traces.
+"""Architectures as numbers, and their sources: named models, config.json, run files, traces.
 
-Invariant: what is said of an architecture here depends on no layout, no machine and no number format.
+Invariant: nothing here depends on a layout, a machine or a number format.
 """

@@ -1,10 +1,10 @@
 """A transformer as numbers: its layers as matrices and attention, parameters, FLOPs.
 
 Invariants:
-- Parameters, FLOPs, matrix products and saved tensors are all read off the same matrices, so that they cannot disagree.
-- FLOPs are model FLOPs (no recompute counted), a multiplication and an addition each; the backward pass is twice the
-  forward pass (Kaplan et al., arXiv:2001.08361, section 2.1). With `causal` attention counts the half of the scores
-  that the mask leaves, without it all of them: both are published (docs/plan.md).
+- Parameters, FLOPs, matrix products and saved tensors are all derived from the same matrices, so they always agree.
+- FLOPs are model FLOPs (no recompute); a multiplication and an addition count as two. The backward pass is twice the
+  forward pass (Kaplan et al., arXiv:2001.08361, section 2.1). `causal` counts only the half of the scores that the
+  mask leaves, otherwise all of them: both conventions are published (docs/plan.md).
 
 Sources: attention and feed-forward: Vaswani et al., arXiv:1706.03762, section 3; grouped queries: Ainslie et al.,
 arXiv:2305.13245; gated units: Shazeer, arXiv:2002.05202; latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1;
@@ -20,7 +20,7 @@ from typing import Literal
 
 from shardway.errors import Problem, check_no_problems
 
-# --- One layer of a transformer as a list of matrices and an attention, from which all counts follow
+# --- one layer: matrices and attention
 
 Split = Literal["outputs", "inputs", "none"]
 """Which side of a matrix the tensor axis splits."""
@@ -30,7 +30,7 @@ Part = Literal["attention", "ffn", "router", "experts", "shared", "head", "embed
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight that tokens are multiplied with; of experts there are `copies`, and a token meets `met` of them."""
+    """A weight that tokens are multiplied with; experts have `copies` of it, and a token meets `met` of them."""
 
     name: str
     part: Part
@@ -41,7 +41,7 @@ class Matrix:
     copies: int = 1
     met: int = 1
     kv_heads: int = 0
-    """Heads of keys or values that the outputs are made of, beyond which the tensor axis cannot split them."""
+    """Heads of keys or values in the outputs; the tensor axis splits no further than these."""
 
     @property
     def parameters(self) -> int:
@@ -50,13 +50,13 @@ class Matrix:
 
     @property
     def flops_per_token(self) -> int:
-        """Forward: a multiplication and an addition for each element that a token meets."""
+        """Forward: two for each element that a token meets."""
         return 2 * self.met * self.inputs * self.outputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Sizes of multi-head latent attention; `head_dim` of the attention is then what carries no position."""
+    """Sizes of multi-head latent attention; `head_dim` of the attention is then the part without positions."""
 
     kv_rank: int
     q_rank: int = 0
@@ -66,7 +66,7 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """Heads that look at positions: all (`window` 0), or the last `window` of them; `causal` ones not ahead."""
+    """Heads that attend to all positions (`window` 0) or to the last `window`; `causal` heads not to later ones."""
 
     heads: int
     kv_heads: int
@@ -78,25 +78,25 @@ class AttentionShape:
     output_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False
-    """The norms of queries and of keys span all heads, each with a gain of its own (OLMo 2, arXiv:2501.00656)."""
+    """The norms of queries and keys span all heads, with one gain per feature (OLMo 2, arXiv:2501.00656)."""
     sinks: bool = False
-    """Each head has a learned score beside those of positions (gpt-oss, arXiv:2508.10925)."""
+    """Each head has a learned score (sink) beside those of positions (gpt-oss, arXiv:2508.10925)."""
     cross: bool = False
     """Keys and values come from the encoder."""
 
     @property
     def input_products(self) -> int:
-        """Products that read what goes in: those of queries, keys and values, or of both latents."""
+        """Products that read the input: queries, keys and values, or both latents."""
         return 3 if self.latent is None else 2
 
     @property
     def qk_width(self) -> int:
-        """Features of all queries, and of keys once they are there for each head."""
+        """Features of all queries, and of keys once repeated for each head."""
         return self.heads * (self.head_dim + (self.latent.rope_dim if self.latent else 0))
 
     @property
     def value_width(self) -> int:
-        """Features of what all heads give out."""
+        """Output features of all heads."""
         return self.heads * (self.latent.value_dim if self.latent else self.head_dim)
 
     @property
@@ -105,7 +105,7 @@ class AttentionShape:
         return self.qk_width + self.value_width if self.latent else 2 * self.kv_heads * self.head_dim
 
     def matrices(self, hidden: int) -> Iterator[Matrix]:
-        """Those around the scores."""
+        """The matrices before and after the scores."""
         if self.latent is not None:
             yield from self._latent_matrices(hidden, self.latent)
         else:
@@ -131,34 +131,34 @@ class AttentionShape:
         return (heads * self.head_dim if self.qk_norm else 0) + (self.heads if self.sinks else 0)
 
     def mean_span(self, seq: int, causal: bool) -> float:
-        """Positions that a query is scored with, on average; not `causal`: the count that ignores the mask."""
+        """Positions that a query is scored with, on average; with `causal` false the mask is ignored."""
         if not (self.causal and causal) or self.cross:
             return float(min(seq, self.window) if self.window and self.causal else seq)
         window = min(self.window or seq, seq)
         return (window * (window + 1) / 2 + (seq - window) * window) / seq
 
     def core_flops_per_token(self, seq: int, causal: bool) -> float:
-        """Scores and the sum of values, forward."""
+        """Forward FLOPs of scores and the sum of values."""
         return 2 * self.mean_span(seq, causal) * (self.qk_width + self.value_width)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsShape:
-    """A mixture: `count` experts of width `dim`, of which a token meets `per_token`, and shared width besides."""
+    """A mixture: `count` experts of width `dim`, of which a token meets `per_token`, and a shared width."""
 
     count: int
     per_token: int
     dim: int
     shared_dim: int = 0
     shared_gate: bool = False
-    """What the shared width gives is weighted by a score of its own (Qwen2-MoE, arXiv:2407.10671)."""
+    """The output of the shared experts is weighted by a score of its own (Qwen2-MoE, arXiv:2407.10671)."""
     bias: bool = False
-    """Of the router and of the experts."""
+    """Biases of the router and of the experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """Attention, perhaps a second one to an encoder, and a feed-forward layer or a mixture of experts."""
+    """Attention, optionally a second one to an encoder, and a feed-forward layer or a mixture of experts."""
 
     hidden: int
     attention: AttentionShape
@@ -175,23 +175,23 @@ class LayerShape:
 
     @cached_property
     def _hash(self) -> int:
-        """A search looks up the same layer thousands of times."""
+        """Cached, since a search looks up the same layer thousands of times."""
         return hash(tuple(getattr(self, each.name) for each in fields(self)))
 
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
-        """All of them, in the order in which a token meets them."""
+        """All matrices, in the order in which a token meets them."""
         cross = self.cross.matrices(self.hidden) if self.cross else ()
         return (*self.attention.matrices(self.hidden), *cross, *self._feed_forward())
 
     @property
     def gate_products(self) -> int:
-        """Products that read what goes into the feed-forward: up, and the gate."""
+        """Products that read the input of the feed-forward layer: up, and the gate."""
         return 2 if self.gated else 1
 
     @property
     def attentions(self) -> tuple[AttentionShape, ...]:
-        """Its own, and that to the encoder."""
+        """Its own attention, and that to the encoder."""
         return (self.attention, self.cross) if self.cross else (self.attention,)
 
     def _feed_forward(self) -> Iterator[Matrix]:
@@ -219,48 +219,48 @@ class LayerShape:
 
     @property
     def parameters(self) -> int:
-        """All of them, experts that a token does not meet too."""
+        """All parameters, including experts that a token does not meet."""
         return sum(each.parameters for each in self.matrices) + self.norm_parameters
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token meets."""
+        """Parameters that one token meets."""
         idle = sum(each.parameters // each.copies * (each.copies - each.met) for each in self.matrices)
         return self.parameters - idle
 
     @cached_property
     def matmul_flops_per_token(self) -> int:
-        """Forward, without attention's scores."""
+        """Forward FLOPs without attention's scores."""
         return sum(each.flops_per_token for each in self.matrices)
 
     @cached_property
     def source_flops_per_token(self) -> int:
-        """Those of `matmul_flops_per_token` that tokens of the encoder cost, and not the layer's own: keys and values
-        of the attention to it."""
+        """The part of `matmul_flops_per_token` that is spent on tokens of the encoder: keys and values of the attention
+        to it."""
         if self.cross is None:
             return 0
         return sum(each.flops_per_token for each in self.cross.matrices(self.hidden) if each.name == "kv")
 
     def core_flops_per_token(self, seq: int, causal: bool, source_seq: int | None = None) -> float:
-        """Forward, scores and sums of values alone; `source_seq` positions of the encoder, None: as many."""
+        """Forward FLOPs of scores and sums of values; `source_seq` positions of the encoder, None: `seq`."""
         spans = ((each, source_seq or seq if each.cross else seq) for each in self.attentions)
         return sum(each.core_flops_per_token(span, causal) for each, span in spans)
 
 
-# --- A whole model as numbers: its layers, its two ends, its parameters and FLOPs
+# --- a whole model
 
 LARGEST = 2**31
-"""No size of a layer is larger; a number above it is a slip of the pen."""
+"""The largest size of a layer; a larger number is taken for a typing error."""
 
 MOST_LAYERS = 100_000
-"""Layers of one sort, for the same reason."""
+"""The most layers of one sort, for the same reason."""
 
 Side = Literal["decoder", "encoder"]
 
 
 @dataclass(frozen=True)
 class LayerRun:
-    """So many layers alike; those of an encoder work on the encoder's sequence."""
+    """`count` identical layers; those of an encoder work on the encoder's sequence."""
 
     layer: LayerShape
     count: int
@@ -271,7 +271,7 @@ class LayerRun:
 class Architecture:
     """A transformer: tokens (or patches) in, layers, and a head over `vocab` entries (or classes).
 
-    Raises UserError that names every size that cannot be.
+    Raises UserError that names every invalid size.
     """
 
     name: str
@@ -282,16 +282,16 @@ class Architecture:
     positions: int = 0
     """Rows of a table of learned positions."""
     patch_features: int = 0
-    """Numbers in a patch; above 0 the input is patches, and the head is used once a sample."""
+    """Numbers in a patch; if above 0 the input is patches, and the head is used once per sample."""
     head_bias: bool = False
     final_norm_parameters: int = 0
     extra_parameters: int = 0
-    """Of the input beside its tables: a norm after them, kinds of tokens, a class token, relative positions."""
+    """Parameters of the input beside its tables: a norm, kinds of tokens, a class token, relative positions."""
     before_head: tuple[Matrix, ...] = ()
     """Products of every position between the last layer and the head: BERT has one (google-research/bert,
     run_pretraining.py, get_masked_lm_output)."""
     encoder_seq: int = 0
-    """Positions of the encoder, where there is one; 0 = as many as the decoder has."""
+    """Positions of the encoder, if there is one; 0 = as many as the decoder has."""
 
     def __post_init__(self) -> None:
         check_no_problems(f"the model {self.name}", _find_problems(self))
@@ -308,7 +308,7 @@ class Architecture:
 
     @property
     def embedding_parameters(self) -> int:
-        """What turns tokens or patches into features, positions too."""
+        """Parameters that turn tokens or patches into features, including positions."""
         table = self.patch_features * self.hidden + self.hidden if self.patch_features else self.vocab * self.hidden
         return table + self.positions * self.hidden + self.extra_parameters
 
@@ -319,7 +319,7 @@ class Architecture:
 
     @property
     def head_parameters(self) -> int:
-        """What the output layer, and what stands before it, have of their own."""
+        """Parameters of the output layer and of the part before it, without shared ones."""
         own = (self.vocab if self.head_bias else 0) if self.tied else self.head.parameters
         return own + sum(each.parameters for each in self.before_head)
 
@@ -330,7 +330,7 @@ class Architecture:
 
     @cached_property
     def active_parameters(self) -> int:
-        """Those that a token meets."""
+        """Parameters that a token meets."""
         return self._ends + sum(run.count * run.layer.active_parameters for run in self.runs)
 
     @property
@@ -338,7 +338,7 @@ class Architecture:
         return self.embedding_parameters + self.head_parameters + self.final_norm_parameters
 
     def forward_flops_per_token(self, seq: int, *, causal: bool) -> float:
-        """Of one token of the decoder in sequences of `seq`, its share of the encoder and of the head included."""
+        """FLOPs of one token of the decoder in sequences of `seq`, with its share of the encoder and of the head."""
         total, source = 0.0, self.side_seq("encoder", seq)
         for run in self.runs:
             length = self.side_seq(run.side, seq)
@@ -350,11 +350,11 @@ class Architecture:
         return total + patches + head / (seq if self.patch_features else 1)
 
     def flops_per_token(self, seq: int, *, causal: bool) -> float:
-        """Forward and backward of one token of the decoder."""
+        """Forward and backward FLOPs of one token of the decoder."""
         return 3 * self.forward_flops_per_token(seq, causal=causal)
 
     def side_seq(self, side: str, seq: int) -> int:
-        """Positions that layers of a side work on."""
+        """Length of the sequence that layers of a side work on."""
         return (self.encoder_seq or seq) if side == "encoder" else seq
 
 

@@ -1,11 +1,10 @@
 """Decoder-only families of Hugging Face models: from the keys of a config.json to an architecture.
 
 Invariants:
-- Reading goes on after a key that is wrong, so that all are told at once; `check` must be called before what was read
-  is used.
-- Nothing is built from keys that are missing or cannot be.
-- Parameters are those that the library builds for the same config, which a test compares for every family; what a
-  config leaves out is as the library has it.
+- Reading goes on after a wrong key, so that all problems are reported at once. `check` must be called before values are
+  used; nothing is built from keys that are missing or invalid.
+- Parameters are those that the library builds for the same config, which a test compares for every family; absent keys
+  have the library's defaults.
 
 Sources: the modeling files of huggingface/transformers 5.23, one a family.
 """
@@ -29,26 +28,26 @@ from shardway.plan.shapes.architecture import (
     LayerShape,
 )
 
-# --- Reads keys of a config.json, and remembers every one that is missing or cannot be
+# --- reading a config.json
 
 
 class Keys:
-    """The keys of one config; several names of a key are those that versions of the library gave it."""
+    """The keys of one config; several names of a key are those of different library versions."""
 
     def __init__(self, config: Mapping[str, Any], name: str, origin: str) -> None:
         self.config, self.name, self._origin = config, name, origin
         self.problems: list[Problem] = []
 
     def check(self) -> None:
-        """Raise UserError with every key that is missing or cannot be."""
+        """Raise UserError with every key that is missing or invalid."""
         check_no_problems(self._origin, self.problems)
 
     def refuse(self, key: str, what: str, allowed: str = "", remedy: str = "") -> None:
-        """Remember a problem of a key."""
+        """Record a problem of a key."""
         self.problems.append(Problem(key, what, allowed=allowed, remedy=remedy))
 
     def size(self, *names: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
-        """A whole number; null is as good as missing. Without a default it must be there."""
+        """An integer; null counts as missing. Without a default it is required."""
         key, value = self._find(names)
         if value is None and default is not None:
             return default
@@ -59,7 +58,7 @@ class Keys:
         return 1
 
     def count(self, *names: str, default: int = 0) -> int:
-        """A whole number that may be 0."""
+        """An integer that may be 0."""
         return self.size(*names, default=default, least=0)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -72,14 +71,14 @@ class Keys:
         return bool(value)
 
     def text(self, name: str, default: str) -> str:
-        """A word."""
+        """A string."""
         value = self.config.get(name)
         if value is not None and not isinstance(value, str):
             self.refuse(name, f"{value!r} is no text")
         return value if isinstance(value, str) else default
 
     def sizes(self, name: str) -> tuple[int, ...]:
-        """A list of whole numbers, at least one."""
+        """A list of integers, at least one."""
         value = self.config.get(name)
         if isinstance(value, list) and value and all(type(each) is int and 1 <= each <= LARGEST for each in value):
             return tuple(value)
@@ -87,7 +86,7 @@ class Keys:
         return (1,)
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """A list of numbers of layers; none where it is missing."""
+        """A list of layer numbers; empty if it is missing."""
         value = self.config.get(name) or []
         if isinstance(value, list) and all(type(each) is int for each in value):
             return tuple(value)
@@ -95,7 +94,7 @@ class Keys:
         return ()
 
     def words(self, name: str, count: int, allowed: Mapping[str, Any]) -> tuple[str, ...]:
-        """A list of `count` words; none where it is missing."""
+        """A list of `count` words; empty if it is missing."""
         value = self.config.get(name) or []
         if not isinstance(value, list) or (value and len(value) != count):
             self.refuse(name, f"{value!r} is no list of {count} words", f"{count} of {', '.join(allowed)}")
@@ -105,7 +104,7 @@ class Keys:
         return tuple(each for each in value if each in allowed)
 
     def table(self, name: str) -> Keys:
-        """The keys of a table in the config; its problems are found with these."""
+        """The keys of a table in the config; its problems are collected with these."""
         value = self.config.get(name) or {}
         if not isinstance(value, Mapping):
             self.refuse(name, f"{value!r} is no table")
@@ -115,14 +114,14 @@ class Keys:
         return inner
 
     def _find(self, names: tuple[str, ...]) -> tuple[str, Any]:
-        """The first of the names that is there, and its value."""
+        """The first of the names that is present, and its value."""
         for name in names:
             if self.config.get(name) is not None:
                 return name, self.config[name]
         return names[0], None
 
 
-# --- From what sets a decoder-only family apart, and the sizes in its config.json, to an architecture
+# --- from sizes and a style to an architecture
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -132,7 +131,7 @@ _LAYER_TYPES = {"full_attention": 0, "sliding_attention": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class FamilySizes:
-    """What every family has."""
+    """The sizes that every family has."""
 
     hidden: int
     layers: int
@@ -145,8 +144,8 @@ class FamilySizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """What sets families apart. `bias` stands for queries, keys and values; `norm_bias` says that norms are layer
-    norms with a bias; `norm_vectors` is 0 where norms have no parameters."""
+    """The differences between families. `bias` is about queries, keys and values; `norm_bias`: norms are layer norms
+    with a bias; `norm_vectors` is 0 if norms have no parameters."""
 
     gated: bool = True
     norms: int = 2
@@ -166,7 +165,7 @@ class Style:
 
 
 def read_sizes(keys: Keys, *, ffn_factor: int = 0) -> FamilySizes:
-    """The sizes; without `ffn_factor` the width of the feed-forward layer must be there."""
+    """The sizes; without `ffn_factor` the width of the feed-forward layer is required."""
     hidden, heads = keys.size(*_HIDDEN), keys.size(*_HEADS)
     ffn_default = ffn_factor * hidden or None
     kv_heads = keys.size("num_key_value_heads", default=heads)
@@ -194,8 +193,8 @@ def _check_heads(keys: Keys, sizes: FamilySizes) -> None:
 
 
 def read_windows(keys: Keys, layers: int, *, whole_every: int = 0) -> tuple[int, ...]:
-    """The window of each layer, 0 for all positions; where `layer_types` does not say it, all layers have the window
-    but each `whole_every`-th."""
+    """The window of each layer, 0 for all positions. Without `layer_types` all layers have the window except each
+    `whole_every`-th."""
     window = keys.count("sliding_window")
     types = keys.words("layer_types", layers, _LAYER_TYPES)
     if types:
@@ -213,7 +212,7 @@ def build_decoder(
     mixed: Sequence[bool] = (),
     latent: Latent | None = None,
 ) -> Architecture:
-    """The architecture, once all keys are right; of `experts` layers have some where `mixed` says so, or all."""
+    """The architecture, once all keys are valid; `mixed` states which layers have `experts` (default: all)."""
     if experts is not None and experts.per_token > experts.count:
         what = f"{experts.per_token} is more than there are experts, {experts.count}"
         keys.refuse("num_experts_per_tok", what, f"1 to {experts.count}")
@@ -240,7 +239,7 @@ def build_decoder(
 
 
 def gather_runs(layers: Sequence[LayerShape]) -> tuple[LayerRun, ...]:
-    """Layers in order, those alike that follow one another as one run."""
+    """Layers in order, with equal neighbours as one run."""
     return tuple(LayerRun(layer, len(list(same))) for layer, same in groupby(layers))
 
 
@@ -267,7 +266,7 @@ def _build_layer(sizes: FamilySizes, style: Style, latent: Latent | None) -> Lay
     )
 
 
-# --- Decoder-only families of Hugging Face models: what their layers have, from the keys of a config.json
+# --- the families
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _OPT_OFFSET = 2
@@ -334,7 +333,7 @@ def _qwen3(keys: Keys) -> Architecture:
 
 
 def _sparse_layers(keys: Keys, layers: int) -> tuple[bool, ...]:
-    """Which layers have experts (modeling_qwen2_moe.py, Qwen2MoeDecoderLayer)."""
+    """Whether each layer has experts (modeling_qwen2_moe.py, Qwen2MoeDecoderLayer)."""
     dense, step = keys.numbers("mlp_only_layers"), keys.size("decoder_sparse_step", default=1)
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
@@ -409,7 +408,7 @@ def _gpt2(keys: Keys) -> Architecture:
 
 
 def _gptj(keys: Keys) -> Architecture:
-    """Attention and feed-forward side by side, behind one norm."""
+    """Attention and feed-forward in parallel, behind one norm."""
     style = replace(_GPT, norms=1, bias=False, output_bias=False, tied=_tied(keys), head_bias=True)
     return build_decoder(keys, read_sizes(keys, ffn_factor=4), style)
 
@@ -442,7 +441,7 @@ def _bloom(keys: Keys) -> Architecture:
 
 
 def _mpt(keys: Keys) -> Architecture:
-    """As the library has it: no biases, and positions are biases of the scores."""
+    """As in the library: no biases, and positions are biases of the scores."""
     for name, wanted in (("no_bias", True), ("alibi", True)):
         inner = keys.table("attn_config") if name == "alibi" else keys
         if not inner.flag(name, wanted):
@@ -490,7 +489,7 @@ def _gemma3_text(keys: Keys) -> Architecture:
 
 
 def _gemma3(keys: Keys) -> Architecture:
-    """The language model of one that sees images too; its vision tower is not counted."""
+    """The language model of a multimodal one; its vision tower is not counted."""
     text = keys.table("text_config")
     text.name = f"{keys.name}, its language model alone"
     return _gemma3_text(text)
@@ -550,4 +549,4 @@ DECODERS: Mapping[str, Callable[[Keys], Architecture]] = {
     "smollm3": _smollm3,
     "starcoder2": _starcoder2,
 }
-"""`model_type` of a config -> what reads it."""
+"""`model_type` of a config -> its reader."""

@@ -1,9 +1,9 @@
 """The shape of a Hugging Face model from its config.json, without torch and without the library.
 
 Invariants:
-- Parameters are those that the library builds for the same config, which a test compares for every family; what a
-  config leaves out is as the library has it.
-- A family that is not known, or a key that is missing or cannot be, is told and never guessed.
+- Parameters are those that the library builds for the same config, which a test compares for every family; absent keys
+  have the library's defaults.
+- An unknown family, or a key that is missing or invalid, is an error and never guessed.
 
 Sources: the modeling files of huggingface/transformers 5.23, one a family.
 """
@@ -20,11 +20,11 @@ from shardway.plan.shapes.architecture import MOST_LAYERS, Architecture, Attenti
 from shardway.plan.shapes.hf_decoders import DECODERS, Keys, read_sizes
 from shardway.plan.shapes.measured import Measured, ResidualNetwork, Shape, residual_network
 
-# --- Families of Hugging Face models that are no decoders of text: BERT, T5, vision transformers, residual networks
+# --- families that are no text decoders: BERT, T5, vision transformers, residual networks
 
 _T5_BUCKETS = 32
 _CLASSES = 2
-"""What the library gives a classifier whose config names no labels."""
+"""The library's number of classes if a config names no labels."""
 
 
 def _bert(keys: Keys) -> Architecture:
@@ -58,7 +58,7 @@ def _bert(keys: Keys) -> Architecture:
 
 
 def _t5(keys: Keys) -> Architecture:
-    """An encoder and a decoder with attention to it; the first layer of each has a table of relative positions."""
+    """An encoder, and a decoder that attends to it; the first layer of each has a table of relative positions."""
     hidden, heads, layers = keys.size("d_model"), keys.size("num_heads"), keys.size("num_layers", most=MOST_LAYERS)
     width, ffn, vocab = keys.size("d_kv"), keys.size("d_ff"), keys.size("vocab_size")
     decoders = keys.size("num_decoder_layers", default=layers)
@@ -83,7 +83,7 @@ def _t5(keys: Keys) -> Architecture:
 
 
 def _vit(keys: Keys) -> Architecture:
-    """As a classifier by the class token."""
+    """A classifier by the class token."""
     image, patch, channels = _read_patches(keys)
     hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     ffn, layers = keys.size("intermediate_size"), keys.size("num_hidden_layers", most=MOST_LAYERS)
@@ -110,7 +110,7 @@ def _vit(keys: Keys) -> Architecture:
 
 
 def _read_patches(keys: Keys) -> tuple[int, int, int]:
-    """Height of the image and of a patch, channels."""
+    """Height of the image, height of a patch, channels."""
     image, patch = keys.size("image_size", default=224), keys.size("patch_size", default=16)
     if image % patch:
         keys.refuse("patch_size", f"{patch} does not divide image_size = {image}", "a divisor of image_size")
@@ -118,7 +118,7 @@ def _read_patches(keys: Keys) -> tuple[int, int, int]:
 
 
 def _resnet(keys: Keys) -> Measured:
-    """As a classifier, of square images."""
+    """A classifier of square images."""
     depths, widths = keys.sizes("depths"), keys.sizes("hidden_sizes")
     if len(depths) != len(widths):
         keys.refuse("hidden_sizes", f"{len(widths)} widths of {len(depths)} stages", "one a stage")
@@ -156,19 +156,19 @@ OTHERS: Mapping[str, Callable[[Keys], Shape]] = {
     "t5": _t5,
     "vit": _vit,
 }
-"""`model_type` of a config -> what reads it."""
+"""`model_type` of a config -> its reader."""
 
 
-# --- The shape of a Hugging Face model from its config.json, without torch and without the library
+# --- every family
 
 FAMILIES: Mapping[str, Callable[[Keys], Shape]] = MappingProxyType(dict(sorted({**DECODERS, **OTHERS}.items())))
-"""`model_type` of a config -> what reads it."""
+"""`model_type` of a config -> its reader."""
 
 
 def read_shape(hf: str) -> Shape:
-    """That of a folder or of a hub name, which is taken from the cache where it is there.
+    """The shape of a folder or of a hub name, from the cache if it is there.
 
-    Raises UserError where there is no config, the family is not known, or keys are missing or cannot be.
+    Raises UserError if there is no config, the family is unknown, or keys are missing or invalid.
     """
     folder = locate_model(hf, weights=False)
     return shape_of_config(read_config(folder), hf, str(folder / CONFIG))

@@ -1,12 +1,10 @@
-"""A model that is no transformer as units with what each holds, computes and keeps; networks of convolutions among
-them.
+"""A model that is no transformer, as units: what each holds, computes and keeps. Includes convolutional networks.
 
 Invariants:
-- All counts of a model are sums over its units, so that they cannot disagree; what is written as JSON is read back as
-  the same value.
-- What is kept for the backward pass is what autograd saves, each tensor once, in the unit that saves it first: inputs
+- All counts of a model are sums over its units, so they always agree; JSON is read back as the same value.
+- Saved bytes are what autograd saves for the backward pass, each tensor once, in the unit that saves it first: inputs
   of products and of batch norms, results of activations, indices of poolings. Statistics of batch norms, which are of
-  no one sample, are left out.
+  no single sample, are left out.
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ _REMEDY = "write the file anew: `shardway plan run.toml --trace`"
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """`count` parts alike that are sharded and recomputed as one each; all numbers are those of one of them.
+    """`count` identical parts, each sharded and recomputed as one; all numbers are those of one part.
 
-    FLOPs count a multiplication and an addition each; `saved_bytes` are all that the backward pass needs of a sample.
+    FLOPs count a multiplication and an addition as two; `saved_bytes` are kept for the backward pass of one sample.
     """
 
     name: str
@@ -42,12 +40,12 @@ class Unit:
     saved_bytes: float
     count: int = 1
     fixed_bytes: float = 0.0
-    """Those of `saved_bytes` that do not follow the format of activations: masks, indices."""
+    """The part of `saved_bytes` that does not follow the format of activations: masks, indices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A model known by its units. Raises UserError that names every number that cannot be."""
+    """A model known by its units. Raises UserError that names every invalid number."""
 
     name: str
     units: tuple[Unit, ...]
@@ -66,12 +64,12 @@ class Measured:
 
     @cached_property
     def forward_flops_per_sample(self) -> float:
-        """A multiplication and an addition each."""
+        """A multiplication and an addition count as two."""
         return sum(unit.count * unit.forward_flops for unit in self.units)
 
     @property
     def flops_per_sample(self) -> float:
-        """Forward and backward, which is twice as much (Kaplan et al., arXiv:2001.08361, section 2.1)."""
+        """Forward and backward; the latter is twice the former (Kaplan et al., arXiv:2001.08361, section 2.1)."""
         return 3 * self.forward_flops_per_sample
 
     def to_json(self) -> str:
@@ -80,11 +78,11 @@ class Measured:
 
 
 Shape = Architecture | Measured
-"""What a plan may be made for."""
+"""The kinds of models that can be planned."""
 
 
 def measured_from_json(text: str, origin: str = "the shape file") -> Measured:
-    """What `to_json` wrote. Raises UserError that names every key that is missing or cannot be."""
+    """The inverse of `to_json`. Raises UserError that names every key that is missing or invalid."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -96,7 +94,7 @@ def measured_from_json(text: str, origin: str = "the shape file") -> Measured:
 
 
 def read_measured(path: Path) -> Measured:
-    """A stored shape file. Raises UserError where it cannot be read."""
+    """Read a shape file. Raises UserError if that fails."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -145,7 +143,7 @@ def _describe(key: str, table: Mapping[str, Any], *kinds: type, where: str = "")
     return Problem(f"{where}.{key}".lstrip("."), what, allowed=words[kinds[-1]], remedy=_REMEDY)
 
 
-# --- Networks of convolutions and of plain linear layers as units, computed from their sizes
+# --- convolutional and plain linear networks
 
 VALUE_BYTES = 4
 INDEX_BYTES = 8
@@ -155,7 +153,7 @@ _CONVNET_KERNEL = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Convolution:
-    """A square kernel, perhaps a batch norm and an activation after it; its result has `area` positions."""
+    """A square kernel, optionally with batch norm and activation; its result has `area` positions."""
 
     inputs: int
     outputs: int
@@ -173,12 +171,12 @@ class Convolution:
 
     @property
     def flops(self) -> int:
-        """Of one image, forward."""
+        """Forward FLOPs of one image."""
         return 2 * self.area * self._kernels
 
     @property
     def values(self) -> int:
-        """Numbers kept of one image: what the norm reads, and what the activation gives."""
+        """Numbers kept of one image: the norm's input and the activation's output."""
         return self.area * self.outputs * (int(self.norm) + int(self.activated))
 
     @property
@@ -189,7 +187,7 @@ class Convolution:
 def convolution_unit(
     name: str, convolutions: Sequence[Convolution], *, values: int = 0, indices: int = 0, count: int = 1
 ) -> Unit:
-    """Convolutions as one unit, which keeps so many further values and indices of poolings of one image."""
+    """Convolutions as one unit; `values` and `indices` are kept in addition, per image."""
     kept = values + sum(each.values for each in convolutions)
     return Unit(
         name=name,
@@ -202,7 +200,7 @@ def convolution_unit(
 
 
 def linear_unit(name: str, inputs: int, outputs: int, *, values: int = 0, masks: int = 0) -> Unit:
-    """A linear layer with a bias, which keeps so many values and bytes of masks of one sample."""
+    """A linear layer with a bias; `values` and bytes of `masks` are kept per sample."""
     return Unit(
         name=name,
         parameters=(inputs + 1) * outputs,
@@ -213,7 +211,7 @@ def linear_unit(name: str, inputs: int, outputs: int, *, values: int = 0, masks:
 
 
 def perceptron(inputs: int, hidden: Sequence[int], classes: int, *, dropout: bool = False) -> Measured:
-    """Linear layers with ReLU between them: each keeps its result, and dropout what it leaves and a mask."""
+    """Linear layers with ReLU between them: each keeps its result, and dropout its output and a mask."""
     units = []
     for number, (before, after) in enumerate(pairwise((inputs, *hidden))):
         kept = after * (2 if dropout else 1) + (0 if number else inputs)
@@ -238,8 +236,8 @@ def convnet(image: tuple[int, int, int], channels: Sequence[int], classes: int) 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualNetwork:
-    """Sizes of a residual network (He et al., arXiv:1512.03385); the stride of a bottleneck is in its 3 x 3 kernel,
-    as in torchvision. Raises UserError for an image that the strides use up."""
+    """Sizes of a residual network (He et al., arXiv:1512.03385); the stride of a bottleneck is in its 3 x 3 kernel, as
+    in torchvision. Raises UserError for an image that is too small for the strides."""
 
     name: str
     depths: tuple[int, ...]
@@ -276,7 +274,7 @@ def _list_residual_units(sizes: ResidualNetwork) -> Iterator[Unit]:
     entering, (height, width) = channels * height * width, _halve(height, width)
     stem = Convolution(inputs=channels, outputs=sizes.stem, kernel=7, area=height * width)
     before, (height, width) = sizes.stem, _halve(height, width)
-    # What the pooling gives is kept by the first layer that reads it.
+    # The output of the pooling is kept by the first layer that reads it.
     pooled = before * height * width
     yield convolution_unit("stem", [stem], values=entering, indices=pooled)
     for stage, (depth, after) in enumerate(zip(sizes.depths, sizes.widths, strict=True)):
@@ -294,7 +292,7 @@ def _list_residual_units(sizes: ResidualNetwork) -> Iterator[Unit]:
 def _residual_layer(
     kind: Literal["basic", "bottleneck"], before: int, after: int, size: tuple[int, int], *, halved: bool
 ) -> list[Convolution]:
-    """The convolutions of one layer, that of the shortcut included where sizes change."""
+    """The convolutions of one layer, including the shortcut's if sizes change."""
     area, small = math.prod(size), math.prod(_halve(*size) if halved else size)
     if kind == "basic":
         layers = [
@@ -314,5 +312,5 @@ def _residual_layer(
 
 
 def _halve(height: int, width: int) -> tuple[int, int]:
-    """What a stride of 2 leaves with padding."""
+    """The size after a stride of 2 with padding."""
     return -(-height // 2), -(-width // 2)

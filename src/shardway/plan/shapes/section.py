@@ -1,8 +1,8 @@
-"""The shape of the model in the [model] section of a run file, or behind a name.
+"""The shape of the model in the [model] section of a run file, or of a named model.
 
 Invariants:
-- Parameters are those of what `shardway.models` builds from the same section, which a test compares.
-- Every model has a source, and its shape follows from the keys of its config.json as that of any other.
+- The shape of a section has the parameters that `shardway.models` builds from it, which a test compares.
+- Every named model has a source, and its shape follows from the keys of its config.json like that of any other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardway.runfile.schema import ModelSection
 def shape_of_section(model: ModelSection, sample: tuple[int, ...]) -> Shape:
     """The shape of a resolved [model]; `sample` is (data.seq_len,) or the image's (channels, height, width).
 
-    Raises UserError where the vocabulary is not known, or an image does not fit the model.
+    Raises UserError if the vocabulary is not known, or an image does not fit the model.
     """
     if model.hf:
         return read_shape(model.hf)
@@ -72,7 +72,7 @@ def _vit(model: ModelSection, sample: tuple[int, ...]) -> Architecture:
 
 
 def _encoder_decoder(model: ModelSection, sample: tuple[int, ...]) -> Architecture:
-    """Layers of `torch.nn.Transformer`: biases everywhere; no position sees later ones, in the source neither."""
+    """Layers of `torch.nn.Transformer`: biases everywhere; attention is causal, in the source too."""
     if model.dim % model.heads:
         what = f"{model.heads} heads do not split model.dim = {model.dim} into heads of equal width"
         raise _refusal("model.heads", what, "a divisor of model.dim")
@@ -144,7 +144,7 @@ def _attention(model: ModelSection) -> AttentionShape:
 
 
 def _latent_attention(model: ModelSection) -> AttentionShape:
-    """It has no biases."""
+    """Latent attention, which has no biases."""
     latent = Latent(
         kv_rank=model.kv_rank,
         q_rank=model.q_rank,
@@ -196,14 +196,14 @@ def _refusal(where: str, what: str, allowed: str, remedy: str = "") -> UserError
     return UserError(render_problems("the model", [Problem(where, what, allowed=allowed, remedy=remedy)]))
 
 
-# --- Models by name, read from the TOML file beside this module
+# --- named models, from the TOML file beside this module
 
 _MOST = 12
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model that can be asked for by name: where its sizes come from, and the keys of its config.json."""
+    """A model with a name: the source of its sizes, and the keys of its config.json."""
 
     name: str
     source: str
@@ -220,7 +220,7 @@ def load_named() -> Mapping[str, NamedModel]:
 
 @cache
 def find_named(name: str) -> Shape:
-    """The shape of a named model. Raises UserError that lists names like it."""
+    """The shape of a named model. Raises UserError that lists similar names."""
     model = load_named().get(name.lower())
     if model is None:
         raise _unknown(name)
@@ -232,7 +232,7 @@ def _named(name: str, tables: Mapping[str, dict[str, Any]]) -> NamedModel:
 
 
 def _config(name: str, tables: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """The keys of an entry, over those of the one that it is like."""
+    """The keys of an entry, merged over those of the entry that it extends."""
     own = {key: value for key, value in tables[name].items() if key not in ("source", "like")}
     return {**(_config(tables[name]["like"], tables) if "like" in tables[name] else {}), **own}
 

@@ -1,4 +1,4 @@
-"""Seconds of a step: products, operators bound by memory, collectives, pipelines, and what hides behind what.
+"""Seconds of a step: products, operators bound by memory, collectives, pipelines, and overlap.
 
-Invariant: every second that is reported belongs to one item, and items add up to the step.
+Invariant: every reported second belongs to one item, and items add up to the step.
 """

@@ -1,12 +1,13 @@
-"""What part of the rates on paper is reached, and seconds of a collective over fast links, network, or both.
+"""The achieved fraction of rated speeds, and seconds of a collective over fast links, network, or both.
 
 Invariants:
 - A factor belongs to a kind of part (a generation of accelerators, a kind of link, a kind of kernel), never to one
   machine, model or publication. The shipped factors are in `ceilings.toml`, which `bench/planner/fit.py` writes.
-- Sizes are those of the whole tensor (what an all-gather results in, what a reduce-scatter takes), on one rank.
+- Sizes of collectives are those of the whole tensor (the result of an all-gather, the input of a reduce-scatter), on
+  one rank.
 
-Sources: rings: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009), section 3. Ranks of a node that are in the
-same group carry its messages over all of their adapters (NVIDIA, Doubling all2all performance with NCCL 2.12, 2022).
+Sources: rings: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009), section 3. Ranks of a node in the same
+group carry its messages over all of their adapters (NVIDIA, Doubling all2all performance with NCCL 2.12, 2022).
 """
 
 from __future__ import annotations
@@ -35,48 +36,48 @@ GENERATIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """Factors by name. Rates are parts of the rate on paper, `_s` are seconds, `_bytes` bytes."""
+    """Factors by name. Rates are fractions of the rated speed, `_s` are seconds, `_bytes` bytes."""
 
     matmul: float
-    """Of the 16-bit peak, for a large product while a model trains."""
+    """Of the 16-bit peak, for a large product during training."""
     matmul_low: float
     """Of the 8-bit peak."""
     matmul_fp4: float
     """Of the 4-bit peak."""
     matmul_ramp: float
-    """Depth of a product at which it takes twice its time."""
+    """Depth of a product at which its time doubles."""
     narrow_ramp: float
-    """The same for its narrower side."""
+    """Width of its narrower side at which its time doubles."""
     misaligned: float
-    """What a product takes more where rows of its matrices are no multiples of 16 bytes."""
+    """Additional time of a product if rows of its matrices are no multiples of 16 bytes."""
     misaligned_batched: float
-    """The same for the products of unfused attention, whose heads have such a width."""
+    """The same for the products of unfused attention, with such a head width."""
     batched: float
     """Of the 16-bit peak, for the many small products of unfused attention."""
     scores_passes: float
     """How often unfused attention moves its scores, forward."""
     flash1: float
-    """Of the 16-bit peak, for the forward pass of fused attention of the first version; then of later ones."""
+    """Of the 16-bit peak, for the forward pass of fused attention: first version; then later ones."""
     flash2: float
     flash3: float
     flash_ramp: float
-    """Mean span of scores at which fused attention takes twice its time."""
+    """Mean span of scores at which the time of fused attention doubles."""
     flash_backward: float
     """The rate of its backward pass over that of its forward pass."""
     memory: float
     """Of the memory's bandwidth, for operators that only move numbers."""
     stream: float
-    """How often operators on the residual stream move what has to be moved at least once."""
+    """Traffic of operators on the residual stream over the least possible."""
     gates: float
     """The same for activations, rotations and casts."""
     plain_norm: float
-    """Moves of a norm that goes through copies; one that does not has 2."""
+    """Moves of a norm that goes through copies; one without copies has 2."""
     sums: float
-    """How often an engine that adds gradients to their sum apart from products moves what it has to at least once."""
+    """Traffic of an engine that adds gradients apart from products, over the least possible."""
     kernel_s: float
-    """What the host needs to start one operator."""
+    """Host seconds to start one operator."""
     power: float
-    """Rates fall with this power of a part's power limit over that of the sheet whose peaks it is given."""
+    """Rates fall with this power of a part's power limit over that of the part whose peaks it uses."""
     link: float
     """Of the fast link's bandwidth."""
     link_latency_s: float
@@ -84,15 +85,15 @@ class Ceilings:
     """Of the network's bandwidth, for large messages."""
     network_latency_s: float
     hop_s: float
-    """What one more rank in a ring over the network adds."""
+    """Added by one more rank in a ring over the network."""
     half_bytes: float
-    """Message of one rank that reaches half of the network's bandwidth."""
+    """Message size of one rank that reaches half of the network's bandwidth."""
     overlap: float
     """Part of the computation behind which messages hide."""
     async_tensor: float
     """Part of a tensor axis' messages that decomposed products hide (not fitted: Wang et al., ASPLOS 2023)."""
     optimizer_passes: float
-    """How often the update moves what has to be moved at least once."""
+    """Traffic of the update over the least possible."""
     step_s: float
     """Host time of a step beside its passes."""
     low: float
@@ -107,12 +108,12 @@ def load_ceilings(accelerator: Accelerator) -> Ceilings:
 
 
 def ceilings_of(machine: Machine) -> Ceilings:
-    """The shipped factors for a machine's accelerator, behind those that were measured on it."""
+    """The factors for a machine: those measured on it, else the shipped ones for its accelerator."""
     return replace(load_ceilings(machine.accelerator), **machine.measured)
 
 
 def generation_of(key: str) -> str:
-    """The generation that an accelerator of the catalogue belongs to; "" for none of those known."""
+    """The generation of an accelerator of the catalogue; "" if it is none of those known."""
     found = (name for name, patterns in GENERATIONS.items() if any(fnmatchcase(key, each) for each in patterns))
     return next(found, "")
 
@@ -125,7 +126,7 @@ def _read_table() -> Mapping[str, Mapping[str, Any]]:
     return {kind: {name: value for name, value in row.items() if name in names} for kind, row in kinds.items()}
 
 
-# --- Seconds of a collective in a group of ranks, over the fast link, the network, or both
+# --- collectives
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
@@ -140,7 +141,7 @@ class CollectiveGroup:
 
 @dataclass(frozen=True)
 class Wires:
-    """A machine with what is reached on it; without `rails` each rank's messages leave by its own adapter alone."""
+    """A machine with its factors; without `rails` each rank's messages use only its own adapter."""
 
     machine: Machine
     ceilings: Ceilings
@@ -159,7 +160,7 @@ class Wires:
         return travels / rate * (1 + self.ceilings.half_bytes * group.ranks / size) + self.start(group)
 
     def start(self, group: CollectiveGroup) -> float:
-        """What a message costs before its first byte."""
+        """Seconds before the first byte of a message."""
         if group.ranks == 1:
             return 0.0
         if not self._leaves(group):
@@ -167,7 +168,7 @@ class Wires:
         return self.ceilings.network_latency_s + self.ceilings.hop_s * group.ranks
 
     def send(self, size: float, stride: int) -> float:
-        """One message to the rank `stride` further on."""
+        """Seconds of one message to the rank `stride` further on."""
         leaves = self.machine.spans_nodes(2, stride)
         rate = self.machine.network * self.ceilings.network if leaves else self._link_rate(2)
         return size / rate + (self.ceilings.network_latency_s if leaves else self.ceilings.link_latency_s)
@@ -176,7 +177,7 @@ class Wires:
         return self.machine.spans_nodes(group.ranks, group.stride)
 
     def _link_rate(self, ranks: int) -> float:
-        """Without a switch a rank reaches each of the others over a part of its links."""
+        """Without a switch a rank reaches each peer over a part of its links."""
         return min(self.machine.link, self.machine.peer * (ranks - 1)) * self.ceilings.link
 
     def _near(self, group: CollectiveGroup) -> int:
@@ -189,7 +190,7 @@ class Wires:
         return min(wire, self._link_rate(near)) if near > 1 else wire
 
     def _exchange(self, travels: float, group: CollectiveGroup) -> float:
-        """Of an all-to-all only what is for ranks of other domains leaves by the network."""
+        """An all-to-all: only messages for ranks of other domains use the network."""
         near = self._near(group)
         inside = travels * (near - 1) / (group.ranks - 1)
         network = (travels - inside) / (self.machine.network * self.ceilings.network)

@@ -1,11 +1,11 @@
-"""Seconds of the operators of one layer on one rank: products, attention, and what only moves numbers.
+"""Seconds of the operators of one layer on one rank: products, attention, and memory-bound operators.
 
 Invariant: an operator takes the longer of its arithmetic and its memory traffic (Williams et al., Roofline, CACM 52
-(2009), doi:10.1145/1498765.1498785). This module must not know of messages or pipelines.
+(2009), doi:10.1145/1498765.1498785). Messages and pipelines are priced elsewhere.
 
 Sources: fused attention: Dao, arXiv:2307.08691, sections 3.1 and 4 (its backward pass has 2.5 times the forward FLOPs,
-since scores are computed again); products lose where rows are no multiples of 16 bytes: NVIDIA, Matrix
-Multiplication Background User's Guide, section 3.1; moves of norms and activations are counted from what they are.
+since scores are computed again); products are slower if rows are no multiples of 16 bytes: NVIDIA, Matrix
+Multiplication Background User's Guide, section 3.1; moves of norms and activations follow from their definitions.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from shardway.plan.time.ceilings import Ceilings
 
 FLASH_BACKWARD_FLOPS = 2.5
 HEAD_WIDTH = 128
-"""Width of a head for which fused kernels are made; narrower ones use their tiles less."""
+"""Width of a head for which fused kernels are made; narrower heads use their tiles less well."""
 HEAD_LOSS = 0.3
 PADDED_TO = 128
-"""Of which a vocabulary that is padded is a multiple."""
+"""A padded vocabulary is a multiple of this."""
 CAST_BYTES = 6
-"""Moved where a number is copied from fp32 to 16 bits, or back."""
+"""Bytes moved to copy a number from fp32 to 16 bits, or back."""
 ALIGNED_BYTES = 16
-"""What tensor cores read at once: rows of matrices that are no multiples of it take slower kernels."""
+"""Bytes that tensor cores read at once; rows of other multiples take slower kernels."""
 
 EAGER_KERNELS, FUSED_KERNELS, COMPILED_KERNELS = 45, 28, 24
 """Operators of a layer's forward pass, counted in eager GPT blocks, in blocks of fused modules, and compiled."""
 SCORE_KERNELS, TENSOR_KERNELS, EXPERT_KERNELS, CAST_KERNELS = 8, 4, 30, 20
-"""What unfused attention, the tensor axis, experts and casts to eight bits add to them."""
+"""Operators added by unfused attention, the tensor axis, experts and casts to eight bits."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ NOTHING = PassTimes(0.0, 0.0)
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one layer and micro-batch, by what they go to; `kernels`: operators of a forward pass."""
+    """Seconds of one layer and micro-batch by item; `kernels`: operators of a forward pass."""
 
     products: PassTimes
     attention: PassTimes
@@ -68,7 +68,7 @@ class Operators:
 
     @cached_property
     def bandwidth(self) -> float:
-        """Bytes per second that operators reach which only move numbers."""
+        """Bytes per second that memory-bound operators reach."""
         return machine_bandwidth(self.machine) * self.ceilings.memory
 
     @cached_property
@@ -79,7 +79,7 @@ class Operators:
 
     @cached_property
     def low_rate(self) -> float:
-        """FLOP/s of large products in the format of the case, where that has eight bits or less."""
+        """FLOP/s of large products in the format of the case, if that has eight bits or less."""
         if self.case.precision == "fp4" and self.machine.accelerator.peak("fp4"):
             return self.machine.peak("fp4") * self.ceilings.matmul_fp4 * self._clock
         return self.machine.peak("fp8") * self.ceilings.matmul_low * self._clock
@@ -117,7 +117,7 @@ class Operators:
         return PassTimes(copies * self._gemm(rows, outputs, inputs, low), copies * back)
 
     def _expert_rows(self, matrix: Matrix, tokens: int) -> int:
-        """Tokens of one expert: those of all ranks that it serves, evenly shared."""
+        """Tokens of one expert, from all ranks that it serves, evenly shared."""
         degrees = self.case.degrees
         shared = degrees.tp if degrees.etp == 1 else 1
         return max(1, round(tokens * matrix.met * degrees.ep / matrix.copies / shared))
@@ -152,7 +152,7 @@ class Operators:
         return self.machine.peak(wide) * self._clock
 
     def _plain_attention(self, attention: AttentionShape, tokens: int, seq: int) -> PassTimes:
-        """Batched products that take the mask no notice of, and passes over the scores in memory."""
+        """Batched products that ignore the mask, and passes over the scores in memory."""
         case, c = self.case, self.ceilings
         flops = tokens * attention.core_flops_per_token(seq, causal=False) / case.degrees.tp
         width = attention.qk_width // attention.heads
@@ -176,8 +176,7 @@ class Operators:
         return PassTimes(forward, 2 * forward)
 
     def _casts(self, layer: LayerShape, tokens: int) -> float:
-        """Numbers that are copied to 16 bits where each product makes its own copies; compiled code makes none of
-        them apart."""
+        """Numbers copied to 16 bits if each product makes its own copies; compiled code fuses these copies."""
         case = self.case
         if not case.casts_each or case.compiled:
             return 0.0

@@ -2,7 +2,7 @@
 
 Invariants:
 - Items of a stage are sums of items of its layers and ends.
-- Items add up to the step.
+- Items of the step add up to the step.
 
 Sources: the tensor axis' messages: Shoeybi et al., arXiv:1909.08053, section 3, and Korthikanti et al.,
 arXiv:2205.05198, section 4.2.2; shards: Zhao et al., arXiv:2304.11277, section 3.3; context: Liu et al.,
@@ -25,7 +25,7 @@ from shardway.plan.stages import StageLayers, list_stages
 from shardway.plan.time.ceilings import Ceilings, CollectiveGroup, Wires
 from shardway.plan.time.operators import LayerSeconds, Operators
 
-# --- Seconds of one micro-batch through one layer and through one pipeline stage, by what they go to
+# --- one micro-batch through a layer and a stage
 
 Items = dict[str, float]
 
@@ -34,19 +34,19 @@ TENSOR, CONTEXT, EXPERTS, SHARDS = "tensor messages", "context messages", "exper
 HOST = "waiting for the host"
 
 BACKWARD_KERNELS = 2
-"""Operators of a backward pass for each one forward."""
+"""Operators of a backward pass per forward one."""
 HIDDEN_RING = 0.8
 """Part of attention behind which a ring's messages hide."""
 CONTENTION = 0.1
-"""What computation loses while messages run beside it, as a part of their time."""
+"""The slowdown of computation while messages run beside it, as a fraction of their time."""
 LOSS_BYTES, FUSED_LOSS_BYTES = 40, 10
-"""Moved per logit: a cast to fp32 (2 + 4), a softmax in fp32 (8 + 4), its gradient (4 + 8 + 4) and a cast back (4 + 2);
-where all is one operator, logits in 16 bits are read twice and their gradient is written and read once, with sums."""
+"""Bytes moved per logit: a cast to fp32 (2 + 4), a softmax in fp32 (8 + 4), its gradient (4 + 8 + 4), a cast back
+(4 + 2). As one operator: 16-bit logits are read twice, and their gradient is written and read once, with sums."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of ranks that exchange something, by axis; tp is innermost, then cp, then shards, then stages."""
+    """The groups of ranks that exchange data, by axis; tp is innermost, then cp, then shards, then stages."""
 
     tp: CollectiveGroup
     cp: CollectiveGroup
@@ -58,7 +58,7 @@ class Groups:
 
 
 def groups_of(case: Case) -> Groups:
-    """Where ranks stand: neighbours on the axes that talk most are nearest."""
+    """The position of ranks: neighbours on the axes with most traffic are nearest."""
     degrees = case.degrees
     inner = degrees.tp * degrees.shards
     return Groups(
@@ -73,7 +73,7 @@ def groups_of(case: Case) -> Groups:
 
 
 def add_items(*parts: tuple[Mapping[str, float], float]) -> Items:
-    """Sums of items, each part with its factor."""
+    """The sum of items, each part with its factor."""
     total: Items = {}
     for items, factor in parts:
         for name, seconds in items.items():
@@ -92,7 +92,7 @@ class Passer:
         self._layers: dict[tuple[int, str], Items] = {}
 
     def stages(self, stages: Iterable[StageLayers]) -> list[Items]:
-        """Items of each stage, priced once where stages are alike."""
+        """Items of each stage, priced once for equal stages."""
         known: dict[tuple[tuple[LayerRun, ...], bool, bool], Items] = {}
         found = []
         for stage in stages:
@@ -108,7 +108,7 @@ class Passer:
         return add_items(*parts, *ends)
 
     def _layer(self, run: LayerRun) -> Items:
-        """Forward, perhaps again, and backward."""
+        """One layer: forward, recompute if any, and backward."""
         key = (id(run.layer), run.side)
         if key not in self._layers:
             priced = self.operators.layer(run)
@@ -129,7 +129,7 @@ class Passer:
         }
 
     def _summed(self, layer: LayerShape) -> float:
-        """A pass' gradients of all weights that a rank has are read, and added to sums in memory."""
+        """Adding the gradients of a pass to sums in memory, for all weights of a rank."""
         case = self.case
         if case.zero not in (1, 2) or not case.engine.sums_apart:
             return 0.0
@@ -138,7 +138,7 @@ class Passer:
         return self.ceilings.sums * moved / self.operators.bandwidth
 
     def _host(self, priced: LayerSeconds) -> float:
-        """What starting every operator takes, which the device waits for where it is faster."""
+        """Host time to start every operator; the device waits for it if it is faster."""
         again = 1 if self.case.recompute in ("full", "operators", "products") else 0
         return self.ceilings.kernel_s * priced.kernels * (1 + again + BACKWARD_KERNELS)
 
@@ -157,8 +157,8 @@ class Passer:
         return items
 
     def _tensor(self, stream: float, again: int) -> float:
-        """Two crossings forward and two backward; split by sequence, the way back gathers its inputs once more, unless
-        they were kept whole."""
+        """Two collectives forward and two backward. Split by sequence, the backward pass gathers its inputs once more,
+        unless they were kept whole."""
         tp = self.groups.tp
         if not self.case.sequence:
             return self.wires.seconds("all_reduce", stream, tp) * (4 + 2 * again)
@@ -167,7 +167,7 @@ class Passer:
         return gather * (gathers + 2 * again) + self.wires.seconds("reduce_scatter", stream, tp) * (4 + 2 * again)
 
     def _context(self, run: LayerRun, priced: LayerSeconds, again: int) -> float:
-        """Keys and values go round, and their gradients beside them on the way back."""
+        """Keys and values travel round the ring, in the backward pass with their gradients."""
         case = self.case
         kv = case.side_tokens(run.side) * run.layer.attention.kv_width * case.value_bytes / case.degrees.tp
         ring = (case.degrees.cp - 1) * self.wires.send(kv, self.groups.cp.stride)
@@ -175,7 +175,7 @@ class Passer:
         return (1 + again) * forward + max(0.0, 2 * ring - HIDDEN_RING * priced.attention.backward)
 
     def _gathered(self, layer: LayerShape, busy: float) -> Items:
-        """What computation does not hide of a layer's weights on their way to it, and of its gradients back."""
+        """Messages that computation does not hide: gathering a layer's weights, and scattering its gradients."""
         if self.case.zero < 3 or self.case.degrees.shards == 1:
             return {}
         messages = self._shard_seconds(layer_dense(layer, self.case), layer_experts(layer, self.case))
@@ -185,7 +185,7 @@ class Passer:
         return {SHARDS: messages - hidden + CONTENTION * hidden}
 
     def _shard_seconds(self, dense: float, experts: float) -> float:
-        """Gather before use (and again before the way back), scatter the gradient, in every micro-batch."""
+        """Gather before use (and again before the backward pass), scatter the gradient, in every micro-batch."""
         case, total = self.case, 0.0
         gathers = 2 if case.reshard else 1 / case.micro_batches
         scatters = 1 if case.reshard else 1 / case.micro_batches
@@ -232,7 +232,7 @@ def _computed_again(layer: LayerShape, case: Case) -> _Again:
 
 
 def every_second(layer: LayerShape) -> float:
-    """Part of a layer's FLOPs in every second product: keys, the one after attention, up (or down, without a gate)."""
+    """Every second product's share of a layer's FLOPs: keys, the one after attention, up (or down, without a gate)."""
     second = {"kv": 0.5, "o": 1.0, "ffn_up": 0.5 if layer.gated else 0.0, "ffn_down": 0.0 if layer.gated else 1.0}
     flops = sum(
         second.get(matrix.name, 0.5) * matrix.flops_per_token for matrix in layer.matrices if matrix.name != "q"
@@ -240,7 +240,7 @@ def every_second(layer: LayerShape) -> float:
     return flops / layer.matmul_flops_per_token
 
 
-# --- The time of one optimizer step, item by item
+# --- the whole step
 
 STAGES, BUBBLE = "stage messages", "bubble"
 GRADIENTS, WEIGHTS = "gradient messages", "weight messages"
@@ -264,24 +264,24 @@ TIME_ITEMS: Mapping[str, str] = MappingProxyType(
         REST: "reading data, logging, starting the step",
     }
 )
-"""What a step consists of."""
+"""The items of a step."""
 
 UPDATE_BYTES = 34
-"""Bytes that AdamW moves per parameter: reads and writes weight and two moments in fp32, reads the gradient, writes 16
-bits, and clips."""
+"""Bytes that AdamW moves per parameter: it reads and writes weight and two moments in fp32, reads the gradient, writes
+16 bits, and clips."""
 HOST_LINK = 20e9
-"""Bytes per second between a device and its host, one direction: an assumption, what PCIe 4.0 with 16 lanes reaches."""
+"""Bytes per second between a device and its host, one direction; an assumption: what PCIe 4.0 with 16 lanes reaches."""
 HOST_MEMORY = 25e9
-"""Bytes per second of the host's memory for each rank: an assumption, an eighth of a node with two sockets."""
+"""Bytes per second of the host's memory per rank; an assumption: an eighth of a node with two sockets."""
 LEAST_EXPOSED = 0.1
-"""Part of a hidden message that is seen all the same: the last bucket has nothing to hide behind."""
+"""The fraction of a hidden message that is exposed: the last bucket has nothing to hide behind."""
 BACKWARD_SHARE = 2 / 3
-"""Of a pass."""
+"""The fraction of a pass behind which messages hide."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by what they go to; the interval holds four of five measured steps."""
+    """Seconds of a step by item; the interval holds four of five measured steps."""
 
     items: Mapping[str, float]
     low: float
@@ -289,12 +289,12 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """All items."""
+        """The sum of all items."""
         return sum(self.items.values())
 
 
 def estimate_step(case: Case, machine: Machine, ceilings: Ceilings) -> StepTime:
-    """Price a step. Raises UserError where the machine has no rate for the precision."""
+    """Price a step. Raises UserError if the machine has no rate for the precision."""
     stages = list_stages(case)
     passer = Passer(case, machine, ceilings)
     priced = passer.stages(stages)
@@ -312,23 +312,23 @@ def estimate_step(case: Case, machine: Machine, ceilings: Ceilings) -> StepTime:
 
 
 def _pipeline(case: Case, passer: Passer, totals: list[float], slowest: int) -> Items:
-    """What the pipeline adds to the slowest stage's own work."""
+    """The pipeline's additions to the slowest stage's own work."""
     ranks = case.degrees.pp
     if ranks == 1:
         return {}
     others = (sum(totals) - totals[slowest]) / (ranks - 1)
     bubble = others * _bubble_passes(case)
     send = _send_seconds(case, passer)
-    # One of the two messages of a micro-batch is on its way while the other is computed with.
+    # One of the two messages of a micro-batch travels during the computation on the other.
     return {BUBBLE: bubble, STAGES: (case.micro_batches * case.stages_per_rank + 2 * (ranks - 1)) * send}
 
 
 def _bubble_passes(case: Case) -> float:
-    """What a rank waits in a step, in passes of a micro-batch through another rank.
+    """The idle time of a rank in a step, in passes of a micro-batch through another rank.
 
-    One stage of each other rank, there and back; with fewer micro-batches than ranks an interleaved pipeline runs dry
-    once more for each further stage of a rank. Zero-bubble schedules fill all but a third with gradients of weights,
-    the V all but a forward pass.
+    One stage of each other rank, forward and backward; with fewer micro-batches than ranks an interleaved pipeline
+    idles once more for each further stage of a rank. Zero-bubble schedules fill all but a third with gradients of
+    weights, the V all but a forward pass.
     """
     ranks, per_rank = case.degrees.pp, case.stages_per_rank
     stages = ranks - 1 + (per_rank - 1) * max(0, ranks - case.micro_batches)
@@ -345,14 +345,14 @@ def _send_seconds(case: Case, passer: Passer) -> float:
 
 
 class _Once:
-    """What happens once a step on a rank of the slowest stage."""
+    """The work of a rank of the slowest stage that occurs once per step."""
 
     def __init__(self, passer: Passer, stage: StageLayers) -> None:
         self.passer, self.case, self.stage = passer, passer.case, stage
         self.local: LocalParameters = count_local(self.case, stage)
 
     def items(self, pass_seconds: float) -> Items:
-        """`pass_seconds`: one micro-batch through the stage, behind whose backward pass messages may hide."""
+        """`pass_seconds`: one micro-batch through the stage; messages may hide behind its backward pass."""
         cover = self.passer.ceilings.overlap * BACKWARD_SHARE * pass_seconds / self.case.stages_per_rank
         engine = self.case.engine
         gradients = _exposed(self._gradients(), cover if engine.overlaps_gradients else 0.0)
@@ -360,7 +360,7 @@ class _Once:
         return {GRADIENTS: gradients, WEIGHTS: weights, OPTIMIZER: self._update()}
 
     def _gradients(self) -> float:
-        """Summed over the ranks that share states, then over copies."""
+        """Gradients summed over the ranks that share states, then over copies."""
         case, groups, size = self.case, self.passer.groups, self.case.gradient_bytes
         total = 0.0
         if case.zero < 3:
@@ -373,7 +373,7 @@ class _Once:
         return self._exchange("all_gather", self.case.value_bytes) if self.case.zero in (1, 2) else 0.0
 
     def _exchange(self, kind: str, size: int) -> float:
-        """Of all elements with the ranks that share their states; by parameter each message starts anew."""
+        """All elements, exchanged with the ranks that share their states; by parameter each has a start-up time."""
         local, groups = self.local, self.passer.groups
         total = self._seconds(kind, (local.dense + local.ends) * size, groups.shards)
         total += self._seconds(kind, local.experts * size, groups.expert_shards)
@@ -397,7 +397,7 @@ class _Once:
 
     def _update_on_host(self, elements: float) -> float:
         """Gradients go to the host, which updates (Ren et al., arXiv:2101.06840, section 4), and weights come back:
-        once a step, or, where weights themselves are kept there, each time that they are gathered."""
+        once per step, or, if weights themselves are kept there, each time that they are gathered."""
         case = self.case
         gathers = case.micro_batches * (2 if case.reshard else 1) if case.zero == 3 else 1
         moved = elements * (case.gradient_bytes + gathers * case.value_bytes)
@@ -405,5 +405,5 @@ class _Once:
 
 
 def _exposed(messages: float, cover: float) -> float:
-    """What of messages nothing hides."""
+    """Seconds of messages that nothing hides."""
     return max(messages - cover, LEAST_EXPOSED * messages)

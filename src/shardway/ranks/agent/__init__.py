@@ -1,12 +1,11 @@
-"""Watches over the ranks of a node: what each does, which of them hangs, whether they start again.
+"""Watches over the ranks of a node: what each does, and which of them hangs.
 
-    page      what a rank does now, in shared memory          patience  how long an activity may take
-    stacks    where every thread of a rank is                 hang      which ranks hang, from what the pages say
-    recorder  the last collectives of a rank, asked for         record    these as values
-    collectives  in which of them ranks wait, and for whom
-    watch     looks at the pages and ends ranks that hang     policy    whether the ranks start again
+    heartbeat       what a rank does now, in shared memory
+    stacks          where the threads of a rank are, and its last collectives, both asked for
+    flight_records  these collectives as values: in which ranks wait, and for which rank
+    hang            which ranks hang by their heartbeats, and how long an activity may take
+    watch           reads the heartbeats and ends ranks that hang
 
-Invariant: `hang`, `patience`, `policy`, `record` and `collectives` are pure; only `watch` touches processes, and only
-those that this process has started. No clock of another host plays a part. This room must not import torch nor know
-what the ranks compute.
+Invariant: `hang` and `flight_records` are pure; only `watch` touches processes, and only those that this process has
+started. No clock of another host plays a part. This room must not import torch nor know what the ranks compute.
 """

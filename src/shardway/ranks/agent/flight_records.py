@@ -1,18 +1,18 @@
-"""The last collectives of each rank and group, from torch's flight recorder, and which rank has not entered one.
+"""The last collectives of each rank and group, from torch's flight recorder, and the ranks that have not entered one.
+
+Torch notes each collective as it is entered, with a number that counts those of its group. On gloo the reported state
+never changes (torch 2.13); whether the collective counts as done ("retired") does. Gloo notes no point-to-point
+transfers; NCCL does, and counts them apart.
+
+Within one group collectives are numbered by their order, the same on all its ranks. A rank that others wait for may
+itself wait in another group, so only ranks that wait in no group are named; if every rank waits for another, that is
+reported. Point-to-point transfers are counted by pairs of ranks and not recorded by all libraries, so they are no
+evidence against a rank.
 
 Invariants:
-- Kept is what a comparison of ranks needs (`collectives`), a bounded number of calls a group. Text that is no record
-  raises ValueError, TypeError or KeyError. Pure.
-- Nobody is said not to have entered a collective whose record does not show it. Pure.
-
-Torch notes each collective as it is entered, with a number that counts those of its group. On gloo the state that it
-tells never changes (torch 2.13); whether it counts the collective as done ("retired") does. Gloo notes no transfers
-from point to point; NCCL does, and counts them apart.
-
-Within one group the numbers of collectives are those of their order, the same on all its ranks. A rank that others
-wait for may itself wait in another group, so only those are named that wait in none; where everybody waits for somebody
-else, that is what is told. Point-to-point transfers are counted by pairs of ranks and not recorded by all libraries:
-nobody is accused by them.
+- Everything here is pure. Of each group a bounded number of calls is kept, as a comparison of ranks needs.
+- A string that is not a record raises ValueError, TypeError or KeyError.
+- A rank is reported as missing from a collective only if its own record shows it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
-# --- What a rank entered last: the collectives of each of its groups, from the flight recorder of torch
+# --- the record of one rank
 
 LAST = 8
 """How many of the newest calls of a group are kept."""
 FIRST_OPEN = 4
-"""How many are kept besides of those that were entered and are not over, the oldest of them."""
+"""How many of the oldest open calls (entered and not over) are kept besides."""
 
 Span = tuple[int, int, int]
 
@@ -54,8 +54,8 @@ _UNNAMED = frozenset(("", "undefined", "default_pg"))
 
 @dataclass(frozen=True)
 class Call:
-    """A collective as one rank entered it: its number in the order of the group, its kind ("all_reduce"), what this
-    rank put in (elements of all tensors, their sizes and dtypes in words), and whether it is over for this rank."""
+    """A collective as one rank entered it: its number in the order of the group, its kind ("all_reduce"), this rank's
+    input (elements of all tensors, their sizes and dtypes as text), and whether it is over for this rank."""
 
     number: int
     kind: str
@@ -67,10 +67,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Team:
-    """A process group: the library that carries it, torch's name for it (the same on all its ranks), what people call
-    it (may be empty), and the ranks in it by their numbers among all, in the order of the group.
+    """A process group: its backend, torch's name for it (the same on all its ranks), its description (may be empty),
+    and its ranks by global number, in the order of the group.
 
-    These are kept as spans (first, distance, count), so that a record of a rank among thousands stays small.
+    The ranks are kept as spans (first, distance, count), so that a record of one rank among thousands stays small.
     """
 
     backend: str
@@ -80,7 +80,7 @@ class Team:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks; empty where they are not known."""
+        """The ranks; empty where unknown."""
         return tuple(first + distance * place for first, distance, count in self.spans for place in range(count))
 
 
@@ -112,8 +112,8 @@ class CallTimeline:
 class Record:
     """The last calls of a rank in all its groups.
 
-    `whole`: nothing was left out since the rank began, so that a group without a line was never used by it.
-    `transfer`: the oldest point-to-point transfer that it began after its last collective, and that is not over.
+    `whole`: nothing was left out since the rank started, so that it never used a group without a timeline.
+    `transfer`: the oldest unfinished point-to-point transfer that it began after its last collective.
     """
 
     rank: int
@@ -125,8 +125,8 @@ class Record:
 def build_record(
     rank: int, dumps: Sequence[Mapping[str, Any]], members: Mapping[str, tuple[int, ...]], *, recording: bool
 ) -> Record:
-    """The record of a rank from what the recorders of torch tell (one for NCCL, one for the rest), and the ranks of
-    each group by torch's name for it. `recording`: they were on from the start."""
+    """The record of a rank from the dumps of torch's recorders (one for NCCL, one for the rest) and the ranks of each
+    group by torch's name for it. `recording`: the recorders were on from the start."""
     entries = [list(dump.get("entries", ())) for dump in dumps]
     whole = recording and all(not each or int(each[0]["record_id"]) == 0 for each in entries)
     transfer = next(filter(None, (_find_transfer(each, members) for each in entries)), "")
@@ -140,10 +140,10 @@ def build_record(
 
 
 def trim_calls(calls: Iterable[Call]) -> tuple[Call, ...]:
-    """The calls to keep of one group, in order: the newest ones, and the oldest of those that are open at the end.
+    """The calls of one group to keep, in order: the newest ones, and the oldest of those still open.
 
-    Numbers that begin anew are those of a group that was made again under the same name; of several calls with one
-    number (sent together) the first stands for all.
+    Numbers that restart belong to a group that was made again under the same name; of several calls with one number
+    (sent together) the first is kept.
     """
     newest: list[Call] = []
     for call in calls:
@@ -156,18 +156,18 @@ def trim_calls(calls: Iterable[Call]) -> tuple[Call, ...]:
 
 
 def find_open(calls: Sequence[Call]) -> Sequence[Call]:
-    """Calls that are not over, after the last one that is."""
+    """Calls after the last finished one."""
     done = next((index for index in range(len(calls), 0, -1) if calls[index - 1].ended), 0)
     return calls[done:]
 
 
 def shift_record(record: Record, first: int) -> Record:
-    """The same with the number that the rank has among all, the first of its node being `first`."""
+    """The same with global rank numbers, `first` being that of this node's first rank."""
     return replace(record, rank=record.rank + first)
 
 
 def read_record(facts: Mapping[str, Any]) -> Record:
-    """A record from what `dataclasses.asdict` made of it."""
+    """A record from the result of `dataclasses.asdict`."""
     return Record(
         int(facts["rank"]), tuple(map(_read_line, facts["lines"])), bool(facts["whole"]), str(facts["transfer"])
     )
@@ -199,7 +199,7 @@ def _read_call(facts: Mapping[str, Any]) -> Call:
     )
 
 
-# --- what torch says
+# --- parsing torch's dumps
 
 
 def _find_team(entry: Mapping[str, Any]) -> tuple[str, str]:
@@ -236,7 +236,7 @@ def _is_transfer(entry: Mapping[str, Any]) -> bool:
 
 
 def _find_transfer(entries: Sequence[Mapping[str, Any]], members: Mapping[str, tuple[int, ...]]) -> str:
-    """What is said of the oldest open transfer after the last collective, as "recv from rank 0"."""
+    """The oldest open transfer after the last collective, as "recv from rank 0"."""
     last = next((index for index in range(len(entries), 0, -1) if not _is_transfer(entries[index - 1])), 0)
     for entry in entries[last:]:
         found = _TRANSFER.fullmatch(str(entry["profiling_name"]))
@@ -246,10 +246,10 @@ def _find_transfer(entries: Sequence[Mapping[str, Any]], members: Mapping[str, t
     return ""
 
 
-# --- In which collective ranks wait, and who has not entered it: the records of all ranks (`record`) held together
+# --- comparing the records of all ranks
 
 SHOWN = 3
-"""How many sentences are told at most."""
+"""Maximum number of sentences."""
 
 _ALIKE = frozenset(
     (
@@ -263,7 +263,7 @@ _ALIKE = frozenset(
         "reduce_scatter_single",
     )
 )
-"""Kinds in which all ranks put in as many elements, of one dtype."""
+"""Kinds for which all ranks pass the same number of elements, of one dtype."""
 
 CIRCLE = "each of these waits for another: they call collectives in different orders, or one is held up elsewhere"
 SILENT = "did not answer (stopped, or Python's lock is held)"
@@ -271,13 +271,13 @@ SILENT = "did not answer (stopped, or Python's lock is held)"
 
 @dataclass(frozen=True)
 class Heard:
-    """What ranks say of their collectives, and those that were asked and did not answer."""
+    """The records of ranks, and the ranks that were asked and did not answer."""
 
     records: tuple[Record, ...] = ()
     silent: tuple[int, ...] = ()
 
     def shift(self, first: int) -> Heard:
-        """The same with the numbers that the ranks have among all, the first of this node being `first`."""
+        """The same with global rank numbers, `first` being that of this node's first rank."""
         records = tuple(shift_record(record, first) for record in self.records)
         return Heard(records, tuple(rank + first for rank in self.silent))
 
@@ -286,14 +286,14 @@ NOTHING = Heard()
 
 
 def merge_heard(parts: Iterable[Heard]) -> Heard:
-    """What the ranks of several nodes say."""
+    """The records of the ranks of several nodes."""
     known = list(parts)
     records = sorted((record for part in known for record in part.records), key=lambda record: record.rank)
     return Heard(tuple(records), tuple(sorted(rank for part in known for rank in part.silent)))
 
 
 def explain_collectives(heard: Heard) -> tuple[str, ...]:
-    """What the records show, a sentence each without a full stop, what matters most first; at most SHOWN."""
+    """What the records show, a sentence each without a full stop, most important first; at most SHOWN."""
     known = {record.rank: record for record in heard.records}
     views = [_GroupView(team, known, frozenset(heard.silent)) for team in _list_teams(heard.records)]
     told = [text for view in views if (text := _explain_mismatch(view))]
@@ -308,7 +308,7 @@ def explain_collectives(heard: Heard) -> tuple[str, ...]:
 
 
 def render_ranks(ranks: Sequence[int]) -> str:
-    """As people say it: "rank 3", "ranks 0 and 2", "ranks 0 to 7, 9 and 12"."""
+    """Ranks as text: "rank 3", "ranks 0 and 2", "ranks 0 to 7, 9 and 12"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -337,20 +337,20 @@ class _GroupView:
         return tuple(rank for rank in self.team.ranks if rank in self.all_silent)
 
     def calls(self, rank: int) -> Sequence[Call]:
-        """The calls of a rank that are known, oldest first."""
+        """The known calls of a rank, oldest first."""
         record = self.records.get(rank)
         lines: Sequence[CallTimeline] = record.lines if record is not None else ()
         return next((line.calls for line in lines if _is_same(line.team, self.team)), ())
 
     def last(self, rank: int) -> int | None:
-        """The number of the last collective that a rank has entered, 0 for none; None where that is not known."""
+        """The number of the last collective that a rank has entered, 0 for none; None where unknown."""
         calls = self.calls(rank)
         if calls:
             return calls[-1].number
         return 0 if rank in self.records and self.records[rank].whole else None
 
     def call(self, rank: int, number: int) -> Call | None:
-        """The call of this number, where it is known."""
+        """The call of this number; None where unknown."""
         return next((call for call in self.calls(rank) if call.number == number), None)
 
 
@@ -371,14 +371,14 @@ class _Wait:
 
 
 def _list_teams(records: Sequence[Record]) -> list[Team]:
-    """All groups of several ranks whose ranks are known, in the same order whoever asks."""
+    """All groups of several known ranks, in an order that is the same on every node."""
     named = {line.team for record in records for line in record.lines}
     found = [team for team in named if len(team.ranks) > 1]
     return sorted(found, key=lambda team: (team.ranks, team.backend, team.name))
 
 
 def _is_same(team: Team, other: Team) -> bool:
-    """Whether two ranks speak of one group; who has left it does not know its ranks any more."""
+    """Whether two ranks mean the same group; a rank that has left it no longer has its list of ranks."""
     alike = (team.backend, team.name) == (other.backend, other.name)
     return alike and (team.spans == other.spans or not team.spans)
 
@@ -400,7 +400,7 @@ def _find_wait(view: _GroupView) -> _Wait | None:
 
 
 def _find_mismatch(view: _GroupView) -> dict[int, Call]:
-    """The first number under which ranks have entered what does not go together, by rank; empty for none."""
+    """The first number under which ranks have entered collectives that do not match, by rank; empty for none."""
     numbers = sorted({call.number for rank in view.team.ranks for call in view.calls(rank)})
     for number in numbers:
         calls = {rank: call for rank in view.team.ranks if (call := view.call(rank, number)) is not None}
@@ -410,11 +410,11 @@ def _find_mismatch(view: _GroupView) -> dict[int, Call]:
 
 
 def _sign(call: Call) -> tuple[str, int, str]:
-    """What has to be the same on all ranks."""
+    """What must be the same on all ranks."""
     return (call.kind, call.elements, call.dtype) if call.kind in _ALIKE else (call.kind, 0, "")
 
 
-# --- in words
+# --- sentences
 
 
 def _explain_mismatch(view: _GroupView) -> str:
@@ -432,7 +432,7 @@ def _explain_mismatch(view: _GroupView) -> str:
 
 
 def _choose_waits(waits: Sequence[_Wait]) -> list[_Wait]:
-    """The waits to tell: those for ranks that wait for nobody; else a circle of waits; else those for nobody at all."""
+    """The waits to report: those for ranks that wait nowhere; else a circle of waits; else those without absentees."""
     waiting = {rank for wait in waits if wait.awaited for rank in wait.inside}
     roots = [wait for wait in waits if wait.awaited - waiting]
     roots = [
@@ -443,7 +443,7 @@ def _choose_waits(waits: Sequence[_Wait]) -> list[_Wait]:
 
 
 def _is_circle(waits: Sequence[_Wait]) -> bool:
-    """Whether all that are waited for wait themselves."""
+    """Whether every rank that is waited for waits itself."""
     inside = {rank for wait in waits for rank in wait.inside}
     awaited = {rank for wait in waits for rank in wait.awaited}
     return bool(awaited) and awaited <= inside
@@ -475,7 +475,7 @@ def _explain_wait(wait: _Wait, records: Mapping[int, Record]) -> str:
 
 
 def _render_last(view: _GroupView, ranks: Sequence[int]) -> str:
-    """What these ranks entered last in the group."""
+    """The last collective of these ranks in the group."""
     calls = [(rank, view.calls(rank)[-1] if view.calls(rank) else None) for rank in ranks]
     order = sorted(calls, key=lambda pair: (pair[1].number if pair[1] is not None else 0, pair[0]))
     parts = []

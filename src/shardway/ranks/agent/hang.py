@@ -1,14 +1,14 @@
-"""Which ranks hang, from their heartbeats, and how long each activity may take.
+"""Hang detection: which ranks hang, from their heartbeats, and how long each activity may take.
+
+The hang timeout is three times the 99th percentile plus five seconds. Activities that wait for a file system get a
+minute more: storage is slow for a while every day, and a restart would meet the same storage. Until an activity was
+seen a few times, and for the first step of a start (compilers, caches, connections), the timeout is that of a start.
 
 Invariants:
-- Pure, without a clock. The patience never falls below its margin, nor grows without an observation that says so.
-- Pure but for its own memory. A rank's age grows only by what its observer lived through, so that an observer that was
-  asleep itself (Ctrl-Z, a closed lid, a machine that swaps) accuses nobody; what counts is when a page changed, never
-  what two clocks say.
-
-Three times the 99th percentile and five seconds. What waits for a file system gets a minute more: storage is slow for a
-while every day, and a restart would meet the same storage. Until an activity was seen a few times, and for the first
-step of a start (compilers, caches, connections), the patience is that of a start.
+- Everything here is pure but for its own memory; no clock is read.
+- A timeout never falls below its margin, and grows only with observations.
+- A rank's age counts only while its observer was running, so that a suspended observer (Ctrl-Z, a closed lid, a machine
+  that swaps) blames no rank. What counts is when a heartbeat changed, never a comparison of two clocks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from shardway.ranks.agent.heartbeat import HeartbeatEntry
 from shardway.ranks.progress import Activity
 from shardway.runfile.schema import RunSection
 
-# --- How long an activity of a rank may take before the rank is thought to hang: learnt from how long it took
-# before
+# --- hang timeouts, learnt from observations
 
 MARGIN_S = 5.0
 FACTOR = 3.0
 STORAGE_S = 60.0
-"""Further patience with activities that wait for a file system."""
+"""Further time for activities that wait for a file system."""
 
 ENOUGH = 3
 """Observations from which on an activity counts as known."""
@@ -41,14 +40,14 @@ _SAME = {Activity.REPEAT: Activity.STEP}
 
 @dataclass(frozen=True)
 class ActivitySpan:
-    """A time that a rank has spent in an activity; `is_first`: in the first step since the ranks started."""
+    """The time of a rank in an activity; `is_first`: in the first step since the ranks started."""
 
     activity: Activity
     is_first: bool = False
 
 
 class HangTimeout:
-    """Limits for every activity in seconds. `fixed_s` stands in place of what was learnt; `start_s` until then."""
+    """Limits for every activity in seconds. `fixed_s` overrides what was learnt; `start_s` holds until then."""
 
     def __init__(self, start_s: float, fixed_s: float | None = None) -> None:
         self._start_s = start_s
@@ -56,19 +55,19 @@ class HangTimeout:
         self._seen: dict[Activity, deque[float]] = {}
 
     def observe(self, span: ActivitySpan, seconds: float) -> None:
-        """An activity took so long."""
+        """Record the duration of an activity."""
         if not span.is_first:
             self._seen.setdefault(_SAME.get(span.activity, span.activity), deque(maxlen=_KEPT)).append(seconds)
 
     def usual_s(self, activity: Activity) -> float | None:
-        """The 99th percentile (nearest rank) of what was observed; None while that is too little."""
+        """The 99th percentile (nearest rank) of the observations; None while there are too few."""
         seen = self._seen.get(_SAME.get(activity, activity), ())
         if len(seen) < ENOUGH:
             return None
         return sorted(seen)[math.ceil(0.99 * len(seen)) - 1]
 
     def limit_s(self, span: ActivitySpan, *, stopped: bool) -> float:
-        """How long this activity may take now; `stopped`: the process is, and no storage will wake it."""
+        """How long this activity may take now; `stopped`: its process is, so slow storage is no excuse."""
         usual = None if span.is_first else self.usual_s(span.activity)
         if stopped:
             return FACTOR * (usual or 0.0) + MARGIN_S
@@ -81,20 +80,20 @@ class HangTimeout:
         return FACTOR * usual + MARGIN_S + (STORAGE_S if span.activity in _ON_STORAGE else 0.0)
 
     def as_facts(self) -> Mapping[str, float]:
-        """What was learnt, for people: seconds by activity."""
+        """What was learnt, for display: seconds by activity."""
         known = {activity: self.usual_s(activity) for activity in self._seen}
         return {activity.name.lower(): usual for activity, usual in known.items() if usual is not None}
 
 
 def read_patience(settings: RunSection) -> HangTimeout | None:
-    """How long ranks may do nothing, as a run file says; None where nobody shall look for hangs."""
+    """The hang timeout of a run file; None where it turns the search for hangs off."""
     limit = settings.hang_timeout
     if limit == "off":
         return None
     return HangTimeout(settings.start_timeout, None if limit == "auto" else float(limit))
 
 
-# --- Which ranks hang, from what their pages say at one moment after another
+# --- finding the ranks that hang
 
 WORDS = {
     Activity.START: "while starting",
@@ -117,20 +116,20 @@ _ORDER = {
     Activity.SAVE: 5,
     Activity.END: 6,
 }
-"""What comes after what once so many steps are done; only rank 0 knows that a step is repeated. A script comes before
-its step and once more after it: who is in it may keep others waiting in the step."""
+"""Order of activities at the same number of steps; only rank 0 can tell that a step is repeated. A script comes before
+its step and once more after it: a rank in its script may keep others waiting in the step."""
 
 _IN_STEP = frozenset((Activity.DATA, Activity.SCRIPT, Activity.STEP, Activity.REPEAT))
 
 _CHANGES_OF_STEP = 3
-"""A step shows that it waits for data, that it has them, and that it begins."""
+"""Heartbeat changes in a step: waiting for data, having data, beginning the step."""
 
 _FIRST_CHANGES = 8
-"""Changes of a page with which it is in its first step or the one after: start, load, and twice those of a step."""
+"""Changes of a heartbeat up to the first step or the one after: start, load, and twice those of a step."""
 
 
 class Stopped(StrEnum):
-    """Whose process is stopped (state T of proc(5)): nobody's, which is false, the rank's, or that of a loader."""
+    """Whose process is stopped (state T of proc(5)): none (false), the rank's, or that of a data loader."""
 
     NOBODY = ""
     RANK = "rank"
@@ -138,26 +137,26 @@ class Stopped(StrEnum):
 
     @property
     def why(self) -> str:
-        """What to say of it behind what a rank did."""
+        """The cause, to follow the description of what a rank did."""
         words = {self.RANK: ", stopped by a signal", self.LOADER: ", its loader process stopped by a signal"}
         return words.get(self, "")
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """A rank at one moment: its page, and what keeps it though it could go on."""
+    """A rank at one moment: its heartbeat, and whether one of its processes is stopped."""
 
     entry: HeartbeatEntry
     stopped: Stopped = Stopped.NOBODY
 
 
 Place = tuple[int, int]
-"""How far a rank is: steps done, and what comes after what within a step."""
+"""The progress of a rank: steps done, and the position of its activity within a step."""
 
 
 @dataclass(frozen=True)
 class Behind:
-    """How far the hindmost of some ranks is (None: nothing is known), and whether any of them is stopped."""
+    """The progress of the hindmost of some ranks (None: unknown), and whether any of them is stopped."""
 
     place: Place | None = None
     stopped: bool = False
@@ -168,7 +167,7 @@ NOBODY = Behind()
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that hang: those to blame, for how long, and what they were doing."""
+    """Ranks that hang: those at fault, for how long, and what they were doing."""
 
     ranks: tuple[int, ...]
     seconds: float
@@ -178,7 +177,7 @@ class Hang:
 
     @property
     def message(self) -> str:
-        """What happened, in a sentence without numbers of processes."""
+        """What happened, in a sentence without process ids."""
         entry = self.sighting.entry
         words = WORDS.get(entry.activity, "")
         what = f"did nothing for {self.seconds:.1f} s {words} after step {entry.step}"
@@ -191,21 +190,21 @@ class Hang:
 
 @dataclass
 class _Watched:
-    """`age`: since its page has changed; `alone`: for how long nobody has kept it waiting since, None where somebody
-    does."""
+    """`age`: seconds since its heartbeat changed; `alone`: seconds since then without another rank keeping it waiting,
+    None while one does."""
 
     entry: HeartbeatEntry
     age: float = 0.0
     alone: float | None = None
 
     def last(self, tick: float, *, alone: bool) -> _Watched:
-        """The same so much later."""
+        """The same after another `tick` seconds."""
         since = 0.0 if self.alone is None else self.alone + tick
         return replace(self, age=self.age + tick, alone=since if alone else None)
 
     @property
     def span(self) -> ActivitySpan:
-        """What the rank does, and whether that is its first step or what comes before it."""
+        """The rank's activity, and whether it is in or before its first step."""
         return ActivitySpan(
             self.entry.activity, self.entry.activity in _IN_STEP and self.entry.changes <= _FIRST_CHANGES
         )
@@ -221,14 +220,14 @@ class HangFinder:
         self._looked_at: float | None = None
 
     def forgive(self) -> None:
-        """Count from now: something was done about what was found."""
+        """Count from now on: the finding was acted on."""
         for watched in self._ranks.values():
             watched.age, watched.alone = 0.0, None
 
     def look(self, sightings: Mapping[int, Sighting], now: float, elsewhere: Behind = NOBODY) -> Hang | None:
-        """The hang that these sightings show, by rank; `now` in monotonic seconds. Ranks that are gone are left out.
+        """The hang that these sightings show, by rank; `now` in monotonic seconds. Ranks that have ended are left out.
 
-        Ranks `elsewhere`, on other nodes, may be what these wait for.
+        These ranks may be waiting for ranks `elsewhere`, on other nodes.
         """
         tick = min(now - self._looked_at, self._longest_tick_s) if self._looked_at is not None else 0.0
         self._looked_at = now
@@ -246,7 +245,7 @@ class HangFinder:
             return new
         if known.entry.changes == entry.changes:
             return known.last(tick, alone=alone)
-        # One change apart the page tells how long it took; else it was shorter than a look, or what was seen of it.
+        # After one change the heartbeat has the exact duration; else it was shorter than a look, or was seen in part.
         exact = entry.changes == known.entry.changes + 1
         seconds = min(entry.since - known.entry.since, known.age + tick) if exact else known.age
         self._patience.observe(known.span, max(0.0, seconds))
@@ -273,26 +272,26 @@ class HangFinder:
 
 
 def find_behind(sightings: Mapping[int, Sighting]) -> Behind:
-    """How far the hindmost of these ranks is."""
+    """The progress of the hindmost of these ranks."""
     return Behind(
         min(map(find_place, sightings.values()), default=None), any(sighting.stopped for sighting in sightings.values())
     )
 
 
 def merge_behind(parts: Iterable[Behind]) -> Behind:
-    """How far the hindmost of all is."""
+    """The progress of the hindmost of all."""
     known = [part for part in parts if part.place is not None]
     places = [part.place for part in known if part.place is not None]
     return Behind(min(places, default=None), any(part.stopped for part in known))
 
 
 def find_place(sighting: Sighting) -> Place:
-    """How far a rank is."""
+    """The progress of a rank."""
     return sighting.entry.step, _ORDER.get(sighting.entry.activity, 0)
 
 
 def _find_suspects(sightings: Mapping[int, Sighting], elsewhere: Behind) -> list[int]:
-    """Ranks that nobody else keeps waiting: those that are behind all others, and those that are stopped."""
+    """Ranks that no other rank keeps waiting: those behind all others, and those that are stopped."""
     hindmost = merge_behind((find_behind(sightings), elsewhere)).place
     return [
         rank

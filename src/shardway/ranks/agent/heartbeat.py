@@ -1,14 +1,14 @@
 """The heartbeat of a rank: what it does now, in memory that its agent reads; the private folder it is in.
 
 Invariants:
-- A reader gets an entry as it was written or none; a rank that has no page, or cannot make one, runs as well. Times are
-  those of CLOCK_MONOTONIC, which the processes of a host share.
+- A reader gets an entry as it was written or none; a rank that has no heartbeat file, or cannot make one, runs as well.
+  Times are those of CLOCK_MONOTONIC, which the processes of a host share.
 - A folder goes when it is left, and one whose agent was killed with the next agent of the same user here. What Shardway
-  did not make stays, and a folder that somebody holds.
+  did not make stays, and so does a folder that is held.
 - Without an agent nothing happens.
 
-A page is a small file in memory (`/dev/shm` where there is one), written by the rank at every change of activity and
-read by the agent at any moment, also while the rank is stopped or one of its threads holds Python's lock.
+A heartbeat is a small file in memory (`/dev/shm` where there is one), written by the rank at every change of activity
+and read by the agent at any moment, also while the rank is stopped or one of its threads holds Python's lock.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""What an agent asks of its ranks: where their threads are, and their last collectives.
+"""Questions of an agent to its ranks: where their threads are, and their last collectives.
 
-Invariants:
-- Asking never ends a rank, since only one that has promised an answer (its file is there) is asked.
-- Asking never ends a rank nor holds one up: no signal is sent, and what goes wrong in the thread stays there. Only a
-  rank that has promised an answer (its pipe is there) is asked.
+Stacks: the interpreter's fault handler writes them from the signal handler, so that a rank also answers while it waits
+in a library or one of its threads holds the GIL; a stopped process cannot.
 
-The interpreter's fault handler writes them from the signal itself, so a rank also answers while it waits in a library
-or a thread of it holds Python's lock; a process that is stopped cannot.
+Records: a thread of the rank waits at a named pipe. A rank that waits in a collective has released the GIL, so that
+the thread can answer; a rank that holds the GIL, or is stopped, does not answer.
 
-A thread of the rank waits at a named pipe. A rank that waits in a collective has let go of Python's lock, so that the
-thread can answer; one that holds the lock, or is stopped, does not answer.
+Invariant: asking never ends a rank or blocks it. Only a rank that has promised an answer (its file or pipe exists) is
+asked, and errors in the answering thread stay there.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from typing import Any
 from shardway.ranks.agent.flight_records import Heard, Record, build_record, read_record
 
 SIGNAL = signal.SIGURG
-"""One that ends nobody who does not listen, and that nobody sends to ask for a stop."""
+"""A signal that by default ends no process, and that is not used as a stop request."""
 STACKS_WAIT_S = 1.0
 _PAUSE_S = 0.02
 _OUTERMOST = re.compile(r'\n(  File "[^"]*", line \d+ in (<module>|_run_module_as_main)|  \.\.\.)\n\Z')
@@ -49,7 +47,7 @@ class StackGroup:
 
 
 def answer_with_stacks(folder: Path, local_rank: int) -> None:
-    """From now on this process writes its stacks when it gets SIGNAL. Called once, from the main thread."""
+    """From now on this process writes its stacks on SIGNAL. Called once, from the main thread."""
     with contextlib.suppress(OSError):
         # Kept open for the life of the process: the handler writes to its descriptor.
         descriptor = os.open(_path(folder, local_rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -57,7 +55,7 @@ def answer_with_stacks(folder: Path, local_rank: int) -> None:
 
 
 def ask_for_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
-    """What the fault handler writes of these ranks (local rank -> process id), of those that answer within WAIT_S."""
+    """The fault handler's output of these ranks (local rank -> process id), of those that answer within WAIT_S."""
     asked = [rank for rank in pids if _path(folder, rank).exists()]
     for rank in asked:
         with contextlib.suppress(OSError):
@@ -75,18 +73,18 @@ def _read_all(folder: Path, ranks: Iterable[int]) -> dict[int, str]:
 
 
 def _is_whole(text: str) -> bool:
-    """Whether the main thread, which the handler names last, is there to its outermost frame, that of a script or of
-    `python -m`. The handler writes piece by piece, and a busy machine may take its turn away in between."""
+    """Whether the main thread, which the handler writes last, is complete to its outermost frame, that of a script or
+    of `python -m`. The handler writes piece by piece, and may be preempted in between on a busy machine."""
     return _OUTERMOST.search(text) is not None
 
 
 def group_stacks(stacks: Mapping[int, str]) -> list[StackGroup]:
-    """Ranks by where their main thread is, the smallest groups first: who is alone is most likely to blame."""
+    """Ranks by the place of their main thread, smallest groups first: a lone rank is most likely at fault."""
     return merge_groups(StackGroup((rank,), _main_frames(text)) for rank, text in stacks.items())
 
 
 def merge_groups(groups: Iterable[StackGroup]) -> list[StackGroup]:
-    """Groups of several nodes, or of single ranks, as one for each place; the smallest first."""
+    """Groups of several nodes, or of single ranks, joined by place; smallest first."""
     places: dict[tuple[str, ...], list[int]] = {}
     for group in groups:
         places.setdefault(group.frames, []).extend(group.ranks)
@@ -95,8 +93,8 @@ def merge_groups(groups: Iterable[StackGroup]) -> list[StackGroup]:
 
 
 def read_crash(printed: str) -> tuple[str, ...]:
-    """Where Python was when a library crashed, of what the fault handler printed last: the frames of the thread that
-    crashed, or of the main one where that thread has never run Python. Empty where it printed nothing."""
+    """Python's stack at a native crash, from the fault handler's last output: the frames of the crashed thread, or of
+    the main thread if the crashed one never ran Python. Empty where there is none."""
     _, said, crash = printed.rpartition(_CRASH)
     threads = [part for part in crash.split("\n\n") if "(most recent call first)" in part] if said else []
     crashed = [part for part in threads if part.startswith("Current thread")]
@@ -104,12 +102,12 @@ def read_crash(printed: str) -> tuple[str, ...]:
 
 
 def _main_frames(text: str) -> tuple[str, ...]:
-    """Frames of the thread that the handler names last: the main one."""
+    """Frames of the thread that the handler writes last: the main one."""
     return _frames(text.split("\n\n")[-1])
 
 
 def _frames(thread: str) -> tuple[str, ...]:
-    """The innermost frames of what the handler writes of a thread."""
+    """The innermost frames in the handler's text of one thread."""
     found = [match for line in thread.splitlines() if (match := _FRAME.fullmatch(line)) is not None]
     return tuple(f"{each['name']} ({each['file']}:{each['line']})" for each in found[:_SHOWN])
 
@@ -118,35 +116,34 @@ def _path(folder: Path, local_rank: int) -> Path:
     return folder / f"stacks-{local_rank}"
 
 
-# --- How an agent asks its ranks for their last collectives, and how a rank answers: torch's flight recorder, by a
-# pipe
+# --- the last collectives, through a pipe
 
 RECORD_WAIT_S = 2.0
-"""How long a rank may take to answer; on a busy machine it has to be given a turn first."""
+"""How long a rank may take to answer; on a busy machine it may have to wait for a core."""
 SIZE = 2000
-"""How many calls a rank remembers, torch's own default; some of them are needed for each group."""
+"""How many calls a rank remembers: torch's own default. A comparison needs some of each group."""
 VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-"""Torch's names of that number, the present one and the one before; 0 turns its recorder off."""
+"""Torch's names of that number, the present and the previous one; 0 turns its recorder off."""
 
 _RECORD_PAUSE_S = 0.02
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 def choose_recording(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that a rank is started with, so that torch records; none where somebody has set it."""
+    """The variable that turns on torch's recorder in a rank; none if it is already set."""
     return {} if any(name in environ for name in VARIABLES) else {VARIABLES[0]: str(SIZE)}
 
 
-# --- the rank
+# --- rank side
 
 
 def answer_with_record(folder: Path, local_rank: int) -> None:
-    """From now on a thread of this process writes its record when it is asked. Called once."""
+    """From now on a thread of this process writes its record when asked. Called once."""
     pipe = _pipe_path(folder, local_rank)
     with contextlib.suppress(OSError):
         with contextlib.suppress(FileExistsError):
             os.mkfifo(pipe, 0o600)
-        # Open for writing as well, so that reading waits while nobody asks.
+        # Open for writing as well, so that reading waits for a question.
         descriptor = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
         threading.Thread(target=_answer, args=(descriptor, folder, local_rank), name="record", daemon=True).start()
 
@@ -156,7 +153,7 @@ def _answer(descriptor: int, folder: Path, local_rank: int) -> None:
     while os.read(descriptor, 1):
         try:
             record = _read_own(local_rank)
-        except Exception:  # torch's recorder is no stable interface; this rank answers, and knows nothing
+        except Exception:  # torch's recorder is no stable interface; this rank then answers with an empty record
             record = Record(local_rank, whole=False)
         with contextlib.suppress(OSError):
             new = answer.with_name(f"{answer.name}-new")
@@ -165,7 +162,7 @@ def _answer(descriptor: int, folder: Path, local_rank: int) -> None:
 
 
 def _read_own(local_rank: int) -> Record:
-    """What the recorders of this process hold."""
+    """The content of this process's recorders."""
     torch, distributed = sys.modules.get("torch"), sys.modules.get("torch.distributed.distributed_c10d")
     world = getattr(distributed, "_world", None)
     if torch is None or world is None or not world.pg_map:
@@ -182,11 +179,11 @@ def _is_recording(environ: Mapping[str, str]) -> bool:
     return size.isdecimal() and int(size) > 0
 
 
-# --- the agent
+# --- agent side
 
 
 def ask_for_records(folder: Path, ranks: Iterable[int]) -> Heard:
-    """The records of these local ranks, of those that answer within WAIT_S, and those that do not."""
+    """The records of these local ranks that answer within WAIT_S, and the ranks that do not."""
     asked = [rank for rank in ranks if _ask(folder, rank)]
     until = time.monotonic() + RECORD_WAIT_S
     while time.monotonic() < until and not all(_answer_path(folder, rank).exists() for rank in asked):
@@ -197,7 +194,7 @@ def ask_for_records(folder: Path, ranks: Iterable[int]) -> Heard:
 
 
 def _ask(folder: Path, local_rank: int) -> bool:
-    """Ask a rank that has promised an answer; whether it has."""
+    """Ask a rank that has promised an answer; returns whether it has."""
     try:
         descriptor = os.open(_pipe_path(folder, local_rank), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -1,10 +1,9 @@
-"""Looks at the pages of the ranks that this process has started, and ends them all where one hangs.
+"""Watches the heartbeats of the ranks that this process has started, and ends them all if one hangs.
 
-A rank that is only stopped is told to go on first, and so is a process that loads data for it: whoever stopped it, the
-run loses nothing.
+A rank that is only stopped is resumed first, and so is a process that loads data for it, so that the run loses nothing.
 
-Invariant: signals go to children of this process alone, whatever a page says, and to children of these to go on.
-This module must not decide what comes after: it remembers what it found in `hang`.
+Invariant: signals go only to children of this process, whatever a heartbeat contains, and SIGCONT also to their
+children. This module does not decide what comes after: it stores what it found in `found`.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from shardway.ranks.progress import Activity
 
 LOOK_EVERY_S = 0.25
 SHARE_S = 2.0
-"""How long ranks that hang are left alone where others wait for them on other nodes, so that these are asked as well
-before they lose contact: their agents hear of it within half a second."""
+"""How long hanging ranks are left alone if ranks on other nodes wait for them, so that those are asked as well before
+they lose contact: their agents get the news within half a second."""
 
 _STOPPED = "T"
 _LOADERS_WAITED_FOR = frozenset((Activity.DATA, Activity.VALIDATE))
@@ -46,13 +45,13 @@ _LOADERS_WAITED_FOR = frozenset((Activity.DATA, Activity.VALIDATE))
 
 @dataclass(frozen=True)
 class Seen:
-    """Where the ranks that answered were, and what they say of their collectives."""
+    """Where the ranks that answered were, and their collectives."""
 
     groups: tuple[StackGroup, ...] = ()
     heard: Heard = NOTHING
 
     def shift(self, first: int) -> Seen:
-        """The same with the numbers that the ranks have among all, the first of this node being `first`."""
+        """The same with global rank numbers, `first` being that of this node's first rank."""
         groups = tuple(replace(group, ranks=_add(group.ranks, first)) for group in self.groups)
         return Seen(groups, self.heard.shift(first))
 
@@ -68,15 +67,15 @@ class DetectedHang:
     seen: Seen = UNSEEN
 
     def shift(self, first: int) -> DetectedHang:
-        """The same with the numbers that the ranks have among all, the first of this node being `first`."""
+        """The same with global rank numbers, `first` being that of this node's first rank."""
         return DetectedHang(replace(self.hang, ranks=_add(self.hang.ranks, first)), self.seen.shift(first))
 
 
 class HeartbeatWatch:
-    """While entered, a thread looks at the pages of `ranks` local ranks; `on_wake` is told whom it let go on.
+    """While entered, a thread reads the heartbeats of `ranks` local ranks; `on_wake` is called with those it resumed.
 
-    `behind` says how far these ranks are, `has_hang` that one of them hangs. Whoever knows of ranks on other nodes sets
-    `elsewhere`, and `is_asked` where one of those hangs: what is `seen` of these ranks is needed then.
+    `behind` is the progress of these ranks; `has_hang`: one of them hangs. The caller sets `elsewhere`, the progress of
+    ranks on other nodes, and `is_asked` if one of those hangs: then `seen` of these ranks is needed.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class HeartbeatWatch:
                 self._end(hang, sightings)
 
     def _see(self) -> dict[int, Sighting]:
-        """The ranks that have a page and live, by local rank."""
+        """The ranks that have a heartbeat and live, by local rank."""
         entries = {rank: read_page(page_path(self.folder, rank)) for rank in range(self._ranks)}
         states = {rank: _child_state(entry.pid) for rank, entry in entries.items() if entry is not None}
         return {
@@ -126,7 +125,7 @@ class HeartbeatWatch:
         }
 
     def _wake(self, hang: Hang, sightings: dict[int, Sighting]) -> bool:
-        """Let ranks that are stopped go on, unless that was tried and they did nothing since; whether it was tried."""
+        """Resume stopped ranks, unless that was tried without effect; returns whether it was tried."""
         stopped = [sightings[rank].entry for rank in hang.ranks if sightings[rank].stopped]
         if not stopped or any(self._woken.get(entry.pid) == entry.changes for entry in stopped):
             return False
@@ -158,7 +157,7 @@ class HeartbeatWatch:
 
 @dataclass
 class Unwatched:
-    """Stands in place of a watch where nobody shall look."""
+    """Stands in for a watch if hangs are not looked for."""
 
     folder: None = None
     found: None = None
@@ -173,7 +172,7 @@ class Unwatched:
 def watched(
     ranks: int, patience: HangTimeout | None, on_wake: Callable[[Hang], None], share_s: float = 0.0
 ) -> Iterator[HeartbeatWatch | Unwatched]:
-    """Watch over the ranks that are started meanwhile with the watch's folder; without patience nobody looks."""
+    """Watch the ranks that are started meanwhile with the watch's folder; without `patience` they are not watched."""
     if patience is None:
         yield Unwatched()
         return
@@ -184,13 +183,13 @@ def watched(
 def _find_stopped(entry: HeartbeatEntry, state: str) -> Stopped:
     if state == _STOPPED:
         return Stopped.RANK
-    # A rank may have hundreds of threads, each with children of its own: they are looked at where it waits for long.
+    # A rank may have hundreds of threads, each with children: they are looked at only if it waits for long.
     waits = entry.activity in _LOADERS_WAITED_FOR and time.monotonic() - entry.since > 2 * LOOK_EVERY_S
     return Stopped.LOADER if waits and state and _list_stopped_children(entry.pid) else Stopped.NOBODY
 
 
 def _list_stopped_children(pid: int) -> list[int]:
-    """Those of a process, whichever of its threads has started them; none where the kernel does not list children."""
+    """Stopped children of any thread of a process; none where the kernel does not list children."""
     found: list[int] = []
     with contextlib.suppress(OSError):  # a process that has ended meanwhile
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -200,14 +199,14 @@ def _list_stopped_children(pid: int) -> list[int]:
 
 
 def _send(pid: int, number: signal.Signals, of: int | None = None) -> None:
-    """A signal to a child of this process, or of the process `of`; nothing where it is gone."""
+    """Send a signal to a child of this process, or of the process `of`; does nothing if it is gone."""
     if _child_state(pid, of):
         with contextlib.suppress(OSError):
             os.kill(pid, number)
 
 
 def _child_state(pid: int, of: int | None = None) -> str:
-    """The state of a child of this process, or of the process `of`, in a letter (proc(5)); empty where it has no such
+    """The state of a child of this process, or of the process `of`, as a letter (proc(5)); empty if it is not such a
     child."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -228,9 +227,9 @@ def merge_seen(parts: Sequence[Seen]) -> Seen:
 
 
 def merge_found(hangs: Sequence[Hang], seen: Seen, ranks: int) -> DetectedHang | None:
-    """What several nodes have found of one hang of `ranks` ranks, with the numbers among all; None for nothing.
+    """The findings of several nodes as one hang of `ranks` ranks, with global rank numbers; None for none.
 
-    To blame are those that are stopped, else those that are behind all others.
+    Stopped ranks are at fault, else those behind all others.
     """
     if not hangs:
         return None

@@ -1,10 +1,11 @@
 """Checks of what nodes share: network, file systems, versions, container, scheduler.
 
 Invariants:
-- A name is looked up, nothing is connected to: that is `rollcall`. Verdicts are functions of what was read.
-- A folder is used only after a program of its own has seen it in time, since a hung mount holds whoever touches it;
-  what a check writes it removes. What is written is a file of a name nobody else uses, in the run's folder.
-- No library is imported to learn its version. Only commands that read are given to a scheduler.
+- Network: names are looked up, but no connection is made; that is `connectivity_check`. Verdicts are functions of what
+  was read.
+- File systems: a folder is used only after a separate process has accessed it in time, since a hung mount blocks every
+  process that touches it. A check writes only a file of a unique name, in the run's folder, and removes it.
+- Versions and scheduler: no library is imported to read its version; only commands that read are given to a scheduler.
 
 Sources: NCCL environment variables (NCCL_SOCKET_IFNAME: prefixes, "=" exact, "^" not these); gloo in torch
 (GLOO_SOCKET_IFNAME: exact names); RFC 1122 section 3.2.1.3 on 127/8; statvfs(3), fsync(2), rename(2); huggingface_hub
@@ -33,11 +34,11 @@ from shardway.ranks.interface import choose_interface, list_others, look_up, sel
 from shardway.ranks.launcher import is_loopback
 from shardway.units import render_seconds
 
-# --- Checks of a node's network: interfaces that variables name, the master's address, InfiniBand ports
+# --- network: interfaces, master address, InfiniBand
 
 
 def check_interfaces(around: MachineView) -> CheckResult:
-    """Whether the interfaces that NCCL and gloo are told to use exist and are up."""
+    """Whether the interfaces that NCCL and gloo are set to use exist and are up."""
     return judge_interfaces(around, list_interfaces())
 
 
@@ -76,7 +77,7 @@ def _alone(around: MachineView) -> CheckResult:
 
 
 def check_master(around: MachineView) -> CheckResult:
-    """Whether the address at which ranks meet is known here, and is one that other nodes can use."""
+    """Whether the address at which ranks meet resolves here, and other nodes can use it."""
     if around.placement is None:
         return unknown("this rank does not know its place")
     if around.placement.world == 1:
@@ -85,7 +86,7 @@ def check_master(around: MachineView) -> CheckResult:
 
 
 def check_hostname(around: MachineView) -> CheckResult:
-    """Whether this node's own name leads to an address that others can use: gloo tells it to them."""
+    """Whether this node's own name resolves to an address that others can use: gloo passes that on."""
     if not around.several_nodes:
         return unknown("all ranks are on one node")
     addresses = look_up(around.host)
@@ -94,8 +95,8 @@ def check_hostname(around: MachineView) -> CheckResult:
 
 
 def judge_hostname(around: MachineView, addresses: tuple[str, ...], way: str = "") -> CheckResult:
-    """gloo tells others the first address of the name, or falls back to the loopback where there is none: then the
-    ranks of other nodes wait in vain. `way`: the interface that ranks of ours name to it."""
+    """gloo passes on the first address of the name, or the loopback if there is none: then the ranks of other nodes
+    wait in vain. `way`: the interface that Shardway's ranks give it."""
     chosen = around.environ.get("GLOO_SOCKET_IFNAME", "")
     if chosen:
         return good(f"gloo uses {chosen}, not the name of the host")
@@ -136,12 +137,12 @@ def judge_master(around: MachineView, addresses: tuple[str, ...]) -> CheckResult
 
 
 def check_infiniband(around: MachineView) -> CheckResult:
-    """Whether InfiniBand ports are active, as many and as fast as the profile says."""
+    """Whether InfiniBand ports are active, as many and as fast as the profile states."""
     return judge_infiniband(around, around.fast_ports)
 
 
 def judge_infiniband(around: MachineView, ports: tuple[Port, ...]) -> CheckResult:
-    """A node may have ports without a cable; it is short of some only where the profile says how many it uses."""
+    """A node may have ports without a cable; ports are missing only if the profile states how many are used."""
     network, active = around.site.network, [port for port in ports if port.active]
     wanted = network.adapters_per_node or 0
     down = ", ".join(f"{port.device}/{port.port} {port.state or 'unknown'}" for port in ports if not port.active)
@@ -174,7 +175,7 @@ def _expected_gbit_s(around: MachineView) -> float | None:
     return rate * 8 / 1e9 if rate else None
 
 
-# --- Checks of file systems: that they answer, take a checkpoint, and have room for it
+# --- file systems: answer, write, space
 
 GIB = 2**30
 _ANSWERS_WITHIN_S = 8.0
@@ -186,7 +187,7 @@ CACHES = ("HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "MIOPEN_USER
 
 
 def find_existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there."""
+    """The folder, or the nearest existing one above it."""
     path = expand_home(folder).absolute()
     return next((each for each in (path, *path.parents) if os.path.lexists(each)), Path("/"))
 
@@ -209,7 +210,7 @@ def check_mounts(around: MachineView) -> CheckResult:
 
 
 def list_places(around: MachineView) -> list[str]:
-    """Folders of the profile's storage whose variables are set, and that of the run."""
+    """Folders of the profile's storage whose variables are set, and the run's folder."""
     storage = around.site.storage
     texts = [text for text in (storage.home, storage.project, storage.scratch) if text]
     named = [str(expand_home(_expand(text, around))) for text in texts]
@@ -225,7 +226,7 @@ def _expand(text: str, around: MachineView) -> str:
 
 
 def check_write(around: MachineView) -> CheckResult:
-    """Whether a file can be written, made durable, renamed and removed where the run writes."""
+    """Whether a file can be written, made durable, renamed and removed in the run's folder."""
     if around.wanted.folder is None:
         return unknown("no run file or --dir says where the run writes")
     folder = find_existing(around.wanted.folder)
@@ -271,7 +272,7 @@ def check_space(around: MachineView) -> CheckResult:
 
 
 def judge_space(around: MachineView, folder: str, free: int, inodes: int | None) -> CheckResult:
-    """A checkpoint more than are kept is on disk while it is written."""
+    """One checkpoint more than are kept is on disk while it is written."""
     said = f"{folder} has {free / GIB:.1f} GiB free"
     remedy = "move old runs elsewhere, choose another folder with --dir, or keep fewer checkpoints (checkpoint.keep)"
     if inodes is not None and inodes < _FEW_INODES:
@@ -307,7 +308,7 @@ def check_speed(around: MachineView) -> CheckResult:
 
 
 def check_caches(around: MachineView) -> CheckResult:
-    """Whether caches of libraries go to a home folder that is small."""
+    """Whether caches of libraries are in a small home folder."""
     home, storage = around.environ.get("HOME", ""), around.site.storage
     if around.site.scheduler == "local" or not home or not (storage.project or storage.scratch):
         return unknown("nothing says that the home folder is small")
@@ -323,7 +324,7 @@ def check_caches(around: MachineView) -> CheckResult:
 
 
 def check_python(around: MachineView) -> CheckResult:
-    """Whether Python's thousands of small files are read from a parallel file system."""
+    """Whether Python's thousands of small files are on a parallel file system."""
     import sys
 
     mount = find_mount(sys.prefix, around.mounts)
@@ -333,13 +334,12 @@ def check_python(around: MachineView) -> CheckResult:
     return good(f"{sys.prefix}" + (f" on {mount.kind}" if mount else ""))
 
 
-# --- Checks of what a job finds around it: versions, the container, variables for nodes without internet, the
-# scheduler
+# --- versions, container, offline variables, scheduler
 
 VERSIONS = ("python", "torch", "shardway", "driver", "machine")
 """Facts that must be equal on all nodes."""
 
-_HUB = "HF_HUB_OFFLINE"  # read by the hub's own library, below transformers and datasets
+_HUB = "HF_HUB_OFFLINE"  # read by the hub's own library, on which transformers and datasets depend
 _SCHEDULER_LIMIT_S = 8.0
 _ASK = {"slurm": ("squeue", "--version"), "pbs": ("qstat", "--version")}
 _ASK_SERVER = {"slurm": ("sinfo", "-h", "-o", "%R"), "pbs": ("qstat", "-Q")}
@@ -359,7 +359,7 @@ def check_versions(around: MachineView) -> CheckResult:
 
 
 def _find_version(package: str) -> str:
-    """Of an installed package, from its metadata; "" for one that is not there."""
+    """The version of an installed package, from its metadata; "" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -367,7 +367,7 @@ def _find_version(package: str) -> str:
 
 
 def check_placement(around: MachineView) -> CheckResult:
-    """Whether the launcher's variables say which rank this is."""
+    """Whether the launcher's variables give this process a rank."""
     if around.placement is None:
         lines = around.trouble.splitlines()
         remedy = around.trouble.partition("to do:")[2].strip() or "start the ranks from a fresh shell"
@@ -379,7 +379,7 @@ def check_placement(around: MachineView) -> CheckResult:
 
 
 def check_container(around: MachineView) -> CheckResult:
-    """Whether this runs in a container, where the run wants one."""
+    """Whether this runs in a container, if the run wants one."""
     inside = find_container(around)
     wanted = around.wanted.container
     if inside:
@@ -395,7 +395,7 @@ _LOCK_OF_ENROOT = "/.lock"
 
 
 def find_container(around: MachineView) -> str:
-    """The runtime whose container this is, "a container" for one that cannot be told, or ""."""
+    """The runtime of the container this runs in, "a container" for an unknown one, or ""."""
     environ, root = around.environ, around.root
     for name, sign in (("apptainer", "APPTAINER_CONTAINER"), ("singularity", "SINGULARITY_CONTAINER")):
         if environ.get(sign):
@@ -415,7 +415,7 @@ def find_container(around: MachineView) -> str:
 
 
 def check_offline(around: MachineView) -> CheckResult:
-    """Whether libraries know that this node has no internet; otherwise they try for minutes."""
+    """Whether libraries are set to offline on a node without internet; otherwise they try for minutes."""
     reach = around.site.internet.nodes
     if reach is None:
         return unknown(f"the profile {around.site.name} does not say whether nodes have internet")
@@ -459,7 +459,7 @@ def check_scheduler(around: MachineView) -> CheckResult:
 
 
 def judge_scheduler(kind: str, answer: CommandResult) -> CheckResult:
-    """An empty answer of sinfo is that of a controller without partitions, or none."""
+    """An empty answer of sinfo comes from a controller without partitions, or from none."""
     command = " ".join(_ASK_SERVER[kind])
     remedy = "wait, and look at the site's status page; Shardway tries again by itself where it can"
     if answer.hung:
@@ -470,7 +470,7 @@ def judge_scheduler(kind: str, answer: CommandResult) -> CheckResult:
 
 
 def check_account(around: MachineView) -> CheckResult:
-    """Whether the account that the run is charged to is one of the user's, where the scheduler tells."""
+    """Whether the account charged for the run is one of the user's, if the scheduler lists them."""
     account, rule = around.wanted.account, around.site.request.account
     if around.site.scheduler == "local":
         return unknown("this machine charges nobody")
@@ -489,7 +489,7 @@ def check_account(around: MachineView) -> CheckResult:
 
 
 def judge_account(account: str, answer: CommandResult) -> CheckResult:
-    """Accounts are compared as Slurm does, without regard to case."""
+    """Accounts are compared as Slurm does, ignoring case."""
     if not answer.ok:
         return unknown(f"sacctmgr does not tell: {answer.said or 'no answer'}")
     yours = parse_accounts(answer.out)

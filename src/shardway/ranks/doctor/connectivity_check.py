@@ -1,12 +1,12 @@
-"""Ranks report to rank 0 over plain TCP, so that it is known which came, which did not, and what each tried.
+"""Connectivity check: ranks report to rank 0 over plain TCP, so that each missing rank and its attempts are known.
+
+torch's store is not used: it reports how many ranks are missing, not which; and torch may be what is broken.
 
 Invariants:
 - A message is whole or an OSError; none is larger than `MAX_BYTES`.
-- Rank 0 asks and the others answer, each wait has a limit, and a rank that is lost takes nobody along. The meeting
-  point is that of the launch: the master's address, and the port at which training will meet. torchrun's agent listens
-  there already, so under torchrun the port is another, which every rank derives from it.
-
-Why not torch's store: it says how many are missing, not which; and torch may be what is broken.
+- Rank 0 asks and the others answer, each wait has a limit, and a lost rank does not affect the others.
+- The meeting point is that of the launch: the master's address, and the port at which training will meet. Under
+  torchrun the agent listens there already, so every rank derives another port from it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 
 from shardway.ranks.launcher import FIRST_PORT, PORTS, Placement, list_ports
 
-# --- Messages between two processes over a TCP connection: one JSON object a line
+# --- JSON messages over TCP, one object a line
 
 MAX_BYTES = 4 * 2**20
 
 
 class Wire:
-    """One end of a connection; each wait has a limit. Raises OSError for an end, a limit, or a stranger's words."""
+    """One end of a connection; each wait has a limit. Raises OSError at its end, at a limit, or for foreign data."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -70,24 +70,24 @@ class Wire:
             self._socket.close()
 
 
-# --- Ranks report to rank 0 over plain TCP, so that it is known who came, who did not, and what each of them tried
+# --- the check itself
 
 _CONNECT_S = 3.0
 _HELLO_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _CLOCK_ROUNDS = 5
 _SILENCE_S = 600.0
-"""Longer than anything that rank 0 does between two questions; the end of its connection tells sooner."""
+"""Longer than anything that rank 0 does between two questions; the end of its connection is noticed sooner."""
 
 Answer = dict[str, Any]
 Answerer = Callable[[Answer], Answer]
-"""Does what rank 0 asks, and returns what to tell it."""
+"""Carries out a request of rank 0, and returns the answer to it."""
 
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Where the ranks of one launch report; `launch` tells its ranks from those of others. `further` ports are tried
-    where the first is taken, as for training (`ranks.port`)."""
+    """Where the ranks of one launch report; `launch` separates its ranks from those of others. `further` ports are
+    tried where the first is taken, as for training (`ranks.port`)."""
 
     address: str
     port: int
@@ -118,7 +118,7 @@ class CheckPortTaken(Exception):
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """How far a rank's clock is ahead of rank 0's, in seconds, and how sure that is (half the round trip)."""
+    """How far a rank's clock is ahead of rank 0's, in seconds, and its uncertainty (half the round trip)."""
 
     ahead_s: float
     error_s: float
@@ -131,7 +131,7 @@ class ConnectivityCheck:
     point: MeetingPoint
     world: int
     reports: dict[int, Answer] = field(default_factory=dict)
-    """What each rank said when it came."""
+    """The first message of each rank."""
     took_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -144,11 +144,11 @@ class ConnectivityCheck:
 
     @property
     def here(self) -> list[int]:
-        """Ranks that came and are still there."""
+        """Ranks that came and are still connected."""
         return sorted(self._wires)
 
     def gather(self, wait_s: float) -> None:
-        """Wait for every rank, at most `wait_s` seconds. Raises PortTaken."""
+        """Wait for every rank, at most `wait_s` seconds. Raises CheckPortTaken."""
         start = time.monotonic()
         listener = _listen_at_first(self.point)
         self.point = replace(self.point, port=listener.getsockname()[1], further=())
@@ -163,7 +163,7 @@ class ConnectivityCheck:
         self.took_s = time.monotonic() - start
 
     def _greet(self, wire: Wire) -> None:
-        """Take in a rank of this launch; somebody else is told nothing."""
+        """Accept a rank of this launch; a stranger gets no answer."""
         try:
             hello = wire.receive(_HELLO_S)
             rank = hello.get("rank")
@@ -196,7 +196,7 @@ class ConnectivityCheck:
     def ask(
         self, questions: Mapping[int, Answer], limit_s: float, meanwhile: Callable[[], None] | None = None
     ) -> dict[int, Answer]:
-        """Ask ranks, do something of our own, and take their answers; a rank that gives none is let go."""
+        """Ask ranks, do own work `meanwhile`, and collect their answers; a rank without an answer is dropped."""
         deadline = time.monotonic() + limit_s
         asked = [rank for rank, question in questions.items() if self._report(rank, question)]
         if meanwhile is not None:
@@ -217,7 +217,7 @@ class ConnectivityCheck:
         return True
 
     def end(self) -> None:
-        """Let every rank go."""
+        """Release every rank."""
         for rank in self.here:
             self._report(rank, {"ask": "end"})
             self._wires[rank].close()
@@ -225,7 +225,7 @@ class ConnectivityCheck:
 
 
 def _listen_at_first(point: MeetingPoint) -> socket.socket:
-    """At the first port that is free. Raises PortTaken."""
+    """Listen at the first free port. Raises CheckPortTaken."""
     trouble = ""
     for each in point.list_all():
         try:
@@ -236,7 +236,7 @@ def _listen_at_first(point: MeetingPoint) -> socket.socket:
 
 
 def _listen(point: MeetingPoint) -> socket.socket:
-    """At every address of this host: the master's name may mean another of them here than elsewhere."""
+    """Listen at every address of this host: the master's name may resolve to another one here than elsewhere."""
     listener = socket.socket(socket.AF_INET6 if ":" in point.address else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -250,14 +250,14 @@ def _listen(point: MeetingPoint) -> socket.socket:
 
 @dataclass(frozen=True)
 class Attendance:
-    """How a rank other than 0 fared: `met`, or what each of its tries ended with, commonest first."""
+    """The result for a rank other than 0: `met`, or how its attempts ended, commonest first."""
 
     met: bool
     tries: Mapping[str, int] = field(default_factory=dict)
 
 
 def attend(point: MeetingPoint, hello: Answer, answer: Answerer, wait_s: float) -> Attendance:
-    """Report to rank 0 and do what it asks until it lets us go."""
+    """Report to rank 0 and carry out its requests until it releases this rank."""
     start, tries, pause = time.monotonic(), Counter[str](), _FIRST_PAUSE_S
     points = itertools.cycle(point.list_all())
     while (left := start + wait_s - time.monotonic()) > 0:
@@ -282,7 +282,7 @@ def _connect(point: MeetingPoint, hello: Answer, limit_s: float) -> Wire:
     wire = Wire(socket.create_connection((point.address, point.port), timeout=min(limit_s, _CONNECT_S)))
     try:
         wire.send({"launch": point.launch, **hello})
-        wire.receive(min(limit_s, 2 * _HELLO_S))  # rank 0 may have to hear a stranger out first
+        wire.receive(min(limit_s, 2 * _HELLO_S))  # rank 0 may first have to wait for a stranger
     except OSError as error:
         wire.close()
         raise ConnectionError("something answered that is not rank 0 of this launch") from error
@@ -290,7 +290,7 @@ def _connect(point: MeetingPoint, hello: Answer, limit_s: float) -> Wire:
 
 
 def _obey(wire: Wire, answer: Answerer, wait_s: float) -> None:
-    """Answer until told to end; rank 0 may be waiting for others for as long as we would."""
+    """Answer until released; rank 0 may wait for other ranks for as long as this one would."""
     while True:
         question = wire.receive(wait_s + _SILENCE_S)
         if question.get("ask") == "end":
@@ -306,7 +306,7 @@ _WORDS = {
 
 
 def explain_error(error: OSError) -> str:
-    """What an error of a connection means."""
+    """The meaning of a connection error."""
     if isinstance(error, socket.gaierror):
         return "the name is not known here"
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:

@@ -1,10 +1,9 @@
-"""The doctor's visit: what the run wants, each rank looks at itself, rank 0 hears all and lets them try things
-together.
+"""The doctor's examination: each rank looks at itself, rank 0 collects the reports and runs tests across the ranks.
 
 Invariants:
-- What cannot be known without the data or the model's files is None; nothing raises for that.
-- It ends within its limits whatever happens, and never raises for what it finds; where ranks do not come together, each
-  of them says what it tried.
+- What needs the data or the model's files is None without them; nothing raises for that.
+- The examination ends within its limits and never raises for what it finds; if ranks do not meet, each of them reports
+  what it tried.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from shardway.ranks.doctor.torch_probe import Task, measure
 from shardway.resolve.request import Resolution
 from shardway.runfile.schema import RunFile
 
-# --- What a run file wants of a machine, as the doctor compares it: folder, device, size of a checkpoint
+# --- the run's needs
 
 
 def read_wanted(resolution: Resolution) -> MachineNeeds:
-    """The demands of a resolved run."""
+    """The needs of a resolved run."""
     values = resolution.resolved.values
     site = values.site
     container = site.container if site.container not in ("auto", "none") else "container" if site.image else ""
@@ -55,7 +54,7 @@ def read_wanted(resolution: Resolution) -> MachineNeeds:
 
 
 def count_kept_for_ever(values: RunFile) -> int:
-    """Checkpoints that `checkpoint.keep_every` adds up to; 0 where only the data can tell."""
+    """Checkpoints that `checkpoint.keep_every` adds up to; 0 where that depends on the data."""
     every, steps = values.checkpoint.keep_every, values.train.steps
     if every == "off" or every.unit != steps.unit:
         return 0
@@ -63,7 +62,7 @@ def count_kept_for_ever(values: RunFile) -> int:
 
 
 def estimate_checkpoint(values: RunFile, resolution: Resolution) -> float | None:
-    """Bytes of one checkpoint: weights and the optimizer's states of the whole model; None where it is not known."""
+    """Bytes of one checkpoint: weights and optimizer states of the whole model; None where unknown."""
     from shardway.plan.memory import OPTIMIZER_BYTES
     from shardway.resolve.planned_case import shape_of_run
 
@@ -75,7 +74,7 @@ def estimate_checkpoint(values: RunFile, resolution: Resolution) -> float | None
     return float(shape.parameters) * (weights + OPTIMIZER_BYTES.get(values.optim.name, 8.0))
 
 
-# --- The doctor's visit: each rank looks at itself, rank 0 hears all of them and lets them try things together
+# --- the examination
 
 SEEN_WITHIN_S = 5.0
 _PROBE_S = 100.0
@@ -85,7 +84,7 @@ _SUM_BYTES, _DEEP_SUM_BYTES = 4 * 2**20, 64 * 2**20
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is known after the visit. `speaks`: this rank has something to tell; the others leave it to rank 0."""
+    """The result of the examination. `speaks`: this rank has something to report; others leave that to rank 0."""
 
     reports: tuple[Report, ...]
     together: tuple[CheckResult, ...] = ()
@@ -117,7 +116,7 @@ def _follow(around: MachineView, own: Report, point: MeetingPoint, wait_s: float
 
 
 def _answer(question: Answer) -> Answer:
-    """Do what rank 0 asks for."""
+    """Carry out a request of rank 0."""
     match question.get("ask"):
         case "look":
             return {"after": _look_for(Path(question["path"]), question["token"], question["limit_s"])}
@@ -127,7 +126,7 @@ def _answer(question: Answer) -> Answer:
 
 
 def _look_for(path: Path, token: str, limit_s: float) -> float | None:
-    """Seconds until the file was there with its content; None for never."""
+    """Seconds until the file had the expected content; None for never."""
     start = time.monotonic()
     while (after := time.monotonic() - start) <= limit_s:
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -138,7 +137,7 @@ def _look_for(path: Path, token: str, limit_s: float) -> float | None:
 
 
 def _probe_alone(around: MachineView) -> list[CheckResult]:
-    """torch on one rank: where there is a device to try, or on request."""
+    """torch on one rank: if there is a device to test, or on request."""
     device = "cuda" if around.devices and around.wanted.device != "cpu" else "cpu"
     if not around.in_job or (device == "cpu" and not around.deep):
         return []
@@ -169,7 +168,7 @@ class _Visit:
         self._found: list[CheckResult] = []
 
     def lead(self, wait_s: float, *, quick: bool) -> Diagnosis:
-        """Gather the ranks, compare them, and let them go."""
+        """Gather the ranks, compare them, and release them."""
         call, point = self._call, self._call.point
         try:
             call.gather(wait_s)
@@ -211,7 +210,7 @@ class _Visit:
         return {rank: host for host, rank in first.items() if host != self._own.host}
 
     def _show_file(self, others: dict[int, str]) -> CheckResult:
-        """Write a file where the run writes, and ask each other node for it."""
+        """Write a file in the run's folder, and ask each other node for it."""
         if self._around.wanted.folder is None:
             return unknown("no run file or --dir says where the run writes")
         folder, token = find_existing(self._around.wanted.folder), uuid.uuid4().hex
@@ -248,7 +247,7 @@ class _Visit:
         self._found += _judge_probes(self._around, probes, {each.rank: each.host for each in reports}, device)
 
     def _choose_device(self, reports: Sequence[Report]) -> str:
-        """CUDA where every node has a device for each of its ranks, so that all ranks take the same."""
+        """CUDA if every node has a device for each of its ranks, so that all ranks use the same kind."""
         if self._around.wanted.device == "cpu":
             return "cpu"
         ranks: dict[str, int] = {}
@@ -259,7 +258,7 @@ class _Visit:
 
 
 def _parse_report(rank: int, hello: Answer) -> Report:
-    """A rank's own words; findings of another version that cannot be read are left out."""
+    """A rank's report; findings of another version that cannot be read are left out."""
     findings = []
     for table in hello.get("findings", ()):
         with contextlib.suppress(KeyError, TypeError, ValueError):

@@ -1,9 +1,9 @@
 """Checks of a node: GPUs and their driver, cores, threads, shared memory, limits, TMPDIR.
 
 Invariants:
-- Every verdict is made from what `look_around` gathered; nothing here asks a driver. Thresholds of ECC are those with
+- GPUs: every verdict comes from what `look_around` gathered; no check asks a driver. ECC thresholds are those with
   which operators of large systems did not reject healthy nodes (aggregate errors alone are no defect).
-- What is read is a limit or a size; nothing is used up. Verdicts are functions of numbers (`judge_*`).
+- The node itself: checks read limits and sizes and use nothing up. Verdicts are functions of numbers (`judge_*`).
 
 Sources: nvidia-smi(1); NVML API reference, "NvmlClocksEventReasons"; CUDA C++ Programming Guide, "CUDA Environment
 Variables"; ROCm documentation, "GPU isolation techniques"; sched_setaffinity(2), getrlimit(2), tmpfs(5); srun(1) on
@@ -23,7 +23,7 @@ from shardway.ranks.doctor.finding import CheckResult, bad, good, poor, unknown
 from shardway.ranks.doctor.surroundings import MachineView
 from shardway.sites.schema import CPU
 
-# --- Checks of GPUs: that the driver answers, how many there are, which ones ranks may use, and whether any is ill
+# --- GPUs: driver, count, visibility, health
 
 _ECC_WARN, _ECC_FAIL = 8, 64
 _BUSY_MIB = 1024
@@ -61,7 +61,7 @@ def _driver(around: MachineView) -> str:
 
 
 def check_count(around: MachineView) -> CheckResult:
-    """Whether there are as many GPUs as the profile says, as the scheduler gave, and as ranks need."""
+    """Whether there are as many GPUs as the profile states, the scheduler gave, and the ranks need."""
     found, said = around.devices, _describe(around)
     if around.nvidia.answer in ("hung", "failed"):
         return unknown("the driver does not say")
@@ -74,7 +74,7 @@ def check_count(around: MachineView) -> CheckResult:
 
 
 def _expect(around: MachineView) -> tuple[int, str]:
-    """How many GPUs this node must have at least, and who says so."""
+    """How many GPUs this node must have at least, and the source of that number."""
     if around.wanted.device == "cpu":
         return 0, ""
     node = around.site.node
@@ -106,7 +106,7 @@ def _ask_for(around: MachineView, wanted: int) -> str:
 
 
 def check_visible(around: MachineView) -> CheckResult:
-    """Whether the variables that hide GPUs leave each rank of the node one of its own."""
+    """Whether the variables that hide GPUs leave each rank of the node its own one."""
     lists = {name: around.environ[name] for name in _LISTS if name in around.environ}
     if not lists:
         return good("no variable hides a GPU") if _expects_gpus(around) else unknown("no GPU is wanted or hidden")
@@ -148,7 +148,7 @@ def _expects_gpus(around: MachineView) -> bool:
 
 
 def check_ecc(around: MachineView) -> CheckResult:
-    """Whether a GPU's memory has failed: errors since the driver was loaded, rows that could not be replaced."""
+    """Whether a GPU's memory has failed: errors since the driver was loaded, rows that could not be remapped."""
     state = around.nvidia
     volatile, aggregate = (max(state.numbers(name), default=None) for name in ("ecc_volatile", "ecc_aggregate"))
     waiting, failed = ("Yes" in state.columns.get(name, ()) for name in ("rows_pending", "rows_failed"))
@@ -170,7 +170,7 @@ def _or_na(number: float | None) -> str:
 
 
 def check_throttle(around: MachineView) -> CheckResult:
-    """Whether a GPU is slowed down by heat or by its power supply."""
+    """Whether a GPU is throttled by heat or by its power supply."""
     masks = around.nvidia.numbers("throttle_now") or around.nvidia.numbers("throttle")
     if not masks:
         return unknown("no GPU here says why it is slow")
@@ -187,7 +187,7 @@ def check_throttle(around: MachineView) -> CheckResult:
 
 
 def check_busy(around: MachineView) -> CheckResult:
-    """Whether somebody else's program is on a GPU: what an earlier job left behind."""
+    """Whether a foreign program is on a GPU, such as a leftover of an earlier job."""
     used = around.nvidia.numbers("memory_used_mib")
     if not used:
         return unknown("no GPU here tells its memory")
@@ -199,7 +199,7 @@ def check_busy(around: MachineView) -> CheckResult:
 
 
 def check_mode(around: MachineView) -> CheckResult:
-    """Whether a GPU refuses programs, or is cut into slices."""
+    """Whether a GPU refuses programs, or is split into slices."""
     modes, mig = (set(around.nvidia.columns.get(name, ())) for name in ("compute_mode", "mig"))
     if not modes:
         return unknown("no GPU here tells its mode")
@@ -211,7 +211,7 @@ def check_mode(around: MachineView) -> CheckResult:
     return good(f"compute mode {', '.join(sorted(modes))}")
 
 
-# --- Checks of a node itself: cores of a rank, threads, shared memory, limits of shell and container, TMPDIR
+# --- the node: cores, memory, limits, TMPDIR
 
 GIB = 2**30
 _SHM_FAIL, _SHM_WARN, _SHM_WARN_ALONE = GIB // 8, 8 * GIB, GIB
@@ -227,7 +227,7 @@ def check_affinity(around: MachineView) -> CheckResult:
 
 
 def judge_affinity(around: MachineView, usable: float) -> CheckResult:
-    """One core of many is what srun gives a task that asks for nothing; fewer than were asked for is a binding."""
+    """One core of many is what srun gives a task by default; fewer than were requested means a binding."""
     said = f"{usable:g} of {around.machine_cores} hardware threads"
     given = around.cores_given
     loose = "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK in the job script, or srun --cpu-bind=none"
@@ -244,7 +244,7 @@ def check_threads(around: MachineView) -> CheckResult:
 
 
 def judge_threads(around: MachineView, text: str) -> CheckResult:
-    """Unset is the number of all cores in every rank of a node; Shardway's own runs set their threads themselves."""
+    """If unset, every rank uses as many threads as the node has cores; Shardway's own runs set their threads."""
     bound = around.usable_cores <= max(2, around.machine_cores // around.local_world)
     cores = around.usable_cores if bound else max(1, around.usable_cores // around.local_world)
     remedy = f"export OMP_NUM_THREADS={cores}"
@@ -261,7 +261,7 @@ def judge_threads(around: MachineView, text: str) -> CheckResult:
 
 
 def check_shm(around: MachineView) -> CheckResult:
-    """How much shared memory is free: loaders' workers and NCCL pass data through it."""
+    """How much shared memory is free: data loader workers and NCCL pass data through it."""
     try:
         facts = os.statvfs(around.root / "dev/shm")
     except OSError as error:
@@ -271,7 +271,7 @@ def check_shm(around: MachineView) -> CheckResult:
 
 
 def judge_shm(around: MachineView, size: int, free: int) -> CheckResult:
-    """64 MiB is what container runtimes give by default, and NCCL alone needs more."""
+    """64 MiB is the default of container runtimes, and NCCL alone needs more."""
     said = f"/dev/shm has {free / GIB:.1f} of {size / GIB:.1f} GiB free"
     if free <= _SHM_FAIL:
         if size > _SHM_FAIL:
@@ -283,12 +283,12 @@ def judge_shm(around: MachineView, size: int, free: int) -> CheckResult:
 
 
 def check_memlock(around: MachineView) -> CheckResult:
-    """Whether memory may be locked: InfiniBand registers what it sends."""
+    """Whether memory may be locked, as InfiniBand does with its buffers."""
     return judge_memlock(around, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
 
 
 def judge_memlock(around: MachineView, limit: int) -> CheckResult:
-    """Matters where there is InfiniBand."""
+    """Relevant only with InfiniBand."""
     if limit == resource.RLIM_INFINITY:
         return good("unlimited")
     said = f"ulimit -l is {limit // 1024} KiB"
@@ -308,7 +308,7 @@ def check_files(around: MachineView) -> CheckResult:
 
 
 def judge_files(soft: int, hard: int) -> CheckResult:
-    """Workers of a loader pass tensors as open files."""
+    """Workers of a data loader pass tensors as open files."""
     said = "unlimited" if soft == resource.RLIM_INFINITY else f"ulimit -n is {soft}"
     if soft == resource.RLIM_INFINITY or soft >= _FILES_WARN:
         return good(said)
@@ -322,7 +322,7 @@ def check_tasks(around: MachineView) -> CheckResult:
 
 
 def judge_tasks(around: MachineView, limit: TaskLimit | None) -> CheckResult:
-    """A rank has a few dozen threads with its loader processes and those of CUDA."""
+    """A rank has a few dozen threads, including those of its loader processes and of CUDA."""
     if limit is None:
         return good("no limit on processes and threads")
     if limit.left < _TASKS_WARN * around.local_world:
@@ -344,7 +344,7 @@ def check_core(around: MachineView) -> CheckResult:
 
 
 def check_tmp(around: MachineView) -> CheckResult:
-    """Whether the folder for temporary files is there, can be written and has space."""
+    """Whether the folder for temporary files exists, is writable and has space."""
     folder = around.environ.get("TMPDIR") or "/tmp"
     try:
         facts = os.statvfs(folder)
@@ -363,7 +363,7 @@ def check_tmp(around: MachineView) -> CheckResult:
 
 
 def check_memory(around: MachineView) -> CheckResult:
-    """Whether the job has the memory of a whole node, where it has the whole node."""
+    """Whether a job with a whole node has all of its memory."""
     limit, expected = read_cgroup_limits(around.root).memory_bytes, around.site.node.memory
     if limit is None or limit > 2**60:
         return unknown("no limit on the memory of this job")

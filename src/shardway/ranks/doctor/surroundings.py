@@ -1,6 +1,6 @@
 """Everything that checks look at and that is cheap to know, gathered once: variables, profile, placement, GPUs.
 
-Invariant: a `Surroundings` is frozen, so that a verdict can be tried on any machine that a test makes up. Nothing here
+Invariant: a `MachineView` is frozen, so that a verdict can be tried on any machine that a test makes up. Nothing here
 raises for a machine that is not as it should be.
 """
 

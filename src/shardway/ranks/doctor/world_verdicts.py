@@ -1,9 +1,7 @@
-"""Verdicts over all ranks: who came, whether nodes, clocks, files and torch's probes agree.
+"""Verdicts over all ranks: attendance; agreement of nodes, clocks and files; torch's probes.
 
-Invariants:
-- A node is compared with its peers, not with a number that another kind of machine would have. Everything here is a
-  function of what was gathered; this module must not open a connection.
-- A rank is compared with the median of its peers.
+Invariant: every verdict is a function of what was gathered; no connection is opened. A rank or a node is compared with
+the median of its peers or with the peers themselves, not with a number for another kind of machine.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from shardway.ranks.doctor.finding import CheckResult, Report, bad, good, poor, 
 from shardway.ranks.doctor.surroundings import MachineView
 from shardway.units import render_seconds
 
-# --- Verdicts over all ranks: who came, whether nodes are alike, whether clocks and files agree
+# --- attendance, nodes, clocks, files
 
 _SKEW_S = 1.0
 _MOST_HOSTS_OF_A_VERDICT = 8
@@ -28,7 +26,7 @@ _MOST_HOSTS_OF_A_VERDICT = 8
 def judge_meeting(
     around: MachineView, reports: Sequence[Report], missing: Sequence[int], point: MeetingPoint, wait_s: float
 ) -> CheckResult:
-    """Rank 0's view: who reported in time, and which nodes no rank reported from."""
+    """Rank 0's view: which ranks reported in time, and which nodes no rank reported from."""
     if not missing:
         hosts = len({report.host for report in reports})
         return good(f"all {around.world} ranks on {hosts} node{'s' * (hosts != 1)} met at {point}")
@@ -46,7 +44,7 @@ def judge_meeting(
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in short: [1, 2, 3, 7] -> "1-3, 7"."""
+    """Ranks in short form: [1, 2, 3, 7] -> "1-3, 7"."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:
@@ -59,14 +57,14 @@ def list_ranks(ranks: Sequence[int]) -> str:
 
 
 def list_absent_hosts(around: MachineView, reports: Sequence[Report]) -> list[str]:
-    """Nodes of the job that no rank reported from; short names are compared, since schedulers differ in domains, and
-    without regard to case, as names of hosts are."""
+    """Nodes of the job that no rank reported from. Short names are compared, ignoring case, since schedulers differ in
+    domains."""
     came = {report.host.partition(".")[0].lower() for report in reports}
     return [host for host in around.hosts if host.partition(".")[0].lower() not in came]
 
 
 def judge_attendance(around: MachineView, attended: Attendance, point: MeetingPoint, wait_s: float) -> CheckResult:
-    """The view of a rank that wanted to report."""
+    """The view of a rank that tried to report."""
     tries = "; ".join(f"{count} x {words}" for words, count in attended.tries.items())
     if attended.met:
         return good(f"met rank 0 at {point}") if not tries else bad(f"met rank 0 at {point}, {tries}", _SEE_FIRST)
@@ -82,7 +80,7 @@ _SEE_FIRST = "look at the output of rank 0"
 
 
 def judge_port(point: MeetingPoint, trouble: str) -> CheckResult:
-    """Rank 0 listens where training will, so a taken port is known before."""
+    """Rank 0 listens where training will, so a taken port is known in advance."""
     if not trouble:
         return good(f"rank 0 listens at port {point.port}")
     remedy = "export MASTER_PORT with another port for all ranks, or ask for whole nodes (--exclusive)"
@@ -126,7 +124,7 @@ def judge_versions(reports: Sequence[Report]) -> CheckResult:
 
 
 def judge_master(reports: Sequence[Report]) -> CheckResult:
-    """Whether MASTER_ADDR means one address."""
+    """Whether MASTER_ADDR resolves to one address."""
     found: dict[str, list[str]] = {}
     for report in reports:
         address = report.fact("master_address")
@@ -141,7 +139,7 @@ def judge_master(reports: Sequence[Report]) -> CheckResult:
 
 
 def judge_clocks(clocks: Mapping[str, ClockOffset]) -> CheckResult:
-    """Whether clocks agree as far as the network lets us know."""
+    """Whether clocks agree, as far as the network allows to measure."""
     if not clocks:
         return unknown("one node has one clock")
     off = {host: clock for host, clock in clocks.items() if abs(clock.ahead_s) - clock.error_s > _SKEW_S}
@@ -158,7 +156,7 @@ def render_skew(clock: ClockOffset) -> str:
 
 
 def judge_visible(folder: str, seen: Mapping[str, float | None], limit_s: float) -> CheckResult:
-    """Whether each other node saw a new file of the first node's, and after how long."""
+    """Whether each other node saw a new file of the first node, and after how long."""
     if not seen:
         return unknown("one node sees its own files")
     blind = [host for host, after in seen.items() if after is None]
@@ -172,10 +170,10 @@ def judge_visible(folder: str, seen: Mapping[str, float | None], limit_s: float)
     return good(f"{folder}: {len(seen)} other node{'s' * (len(seen) > 1)} saw a new file after {slowest:.2f} s at most")
 
 
-# --- Verdicts on what the torch probes of all ranks found
+# --- torch probes
 
 Probes = Mapping[int, Mapping[str, Any]]
-"""Rank -> what its probe found; one that gave no answer has an "error"."""
+"""Rank -> the result of its probe; without an answer it has an "error"."""
 
 _SLOW_IMPORT_S = 20.0
 _MOST_RANKS_SHOWN = 4
@@ -193,7 +191,7 @@ _REMEDIES = {
 
 
 def judge_start(probes: Probes, hosts: Mapping[int, str]) -> CheckResult:
-    """Whether every rank got to the end; else the first stage that one did not pass, which is the cause."""
+    """Whether every rank finished; else the first stage that a rank did not pass, which is the cause."""
     failed = {rank: found for rank, found in probes.items() if "error" in found}
     if not failed:
         first = next(iter(probes.values()))
@@ -211,7 +209,7 @@ def _place(order: list[str], stage: str) -> int:
 
 
 def judge_import(probes: Probes, hosts: Mapping[int, str]) -> CheckResult:
-    """How long the slowest rank imported torch."""
+    """How long the slowest rank took to import torch."""
     seconds = {rank: float(found["import_s"]) for rank, found in probes.items() if "import_s" in found}
     if not seconds:
         return unknown("no rank could import torch")
@@ -225,7 +223,7 @@ def judge_import(probes: Probes, hosts: Mapping[int, str]) -> CheckResult:
 
 
 def judge_sum(probes: Probes, device: str) -> CheckResult:
-    """Time of the sum, and the rate by which NCCL's tests compare machines (bus bandwidth)."""
+    """Time of the sum, and its bus bandwidth as NCCL's tests define it."""
     seconds = [float(found["sum_s"]) for found in probes.values() if "sum_s" in found]
     if len(seconds) < len(probes) or not seconds:
         return unknown(f"{len(seconds)} of {len(probes)} ranks got to it") if seconds else unknown("no rank got to it")
@@ -240,7 +238,7 @@ def judge_sum(probes: Probes, device: str) -> CheckResult:
 
 
 def judge_matmul(probes: Probes, hosts: Mapping[int, str]) -> CheckResult:
-    """A GPU below 80 % of the median is slow, below 60 % ill."""
+    """A GPU below 80 % of the median is slow, below 60 % defective."""
     rates = {rank: float(found["tflops"]) for rank, found in probes.items() if "tflops" in found}
     if not rates:
         return unknown("no GPU was measured")

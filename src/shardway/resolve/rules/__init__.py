@@ -1,7 +1,7 @@
 """The rules between keys, one function each, named as a sentence; `RULES` is their order.
 
-Invariant: a rule derives what was left open or refuses; it never changes what the user set. This package must not
-read files or look at the machine.
+Invariant: a rule derives an open key or refuses; it never changes what the user set. This package reads no files and
+does not look at the machine.
 """
 
 from __future__ import annotations
@@ -198,4 +198,4 @@ OF_WHAT_IS_DESCRIBED: frozenset[Rule] = frozenset(
         float8_multiplies_whole_groups_of_tokens,
     }
 )
-"""Rules of what [model] and [data] describe: a script that brings its own is told the same when it hands them over."""
+"""Rules of what [model] and [data] describe; the objects that a script passes in are checked in the same way."""

@@ -1,9 +1,8 @@
-"""Rules of the axes that split a model: tensor, context, expert; and of what travels between copies.
+"""Rules of the axes that split a model: tensor, context, expert; and of the traffic between copies.
 
-Invariant: a rule derives what was left open or refuses; it never changes what the user set. This module must not
-read files or look at the machine.
-
-What a rule proposes satisfies the other rules of the same axis as well, and is a degree that divides the ranks.
+Invariants:
+- A rule derives an open key or refuses; it never changes what the user set. No files are read.
+- A proposed degree satisfies the other rules of the same axis as well, and divides the ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def the_tensor_axis_splits_evenly(draft: Draft) -> None:
 
 
 def key_value_heads_split_or_are_repeated(draft: Draft) -> None:
-    """As many key/value heads as heads are told of by the rule above."""
+    """If there are as many key/value heads as heads, the rule above reports it."""
     degree, heads = draft.get("parallel.tp"), draft.get("model.kv_heads")
     if heads != draft.get("model.heads") and not _splits_key_values(draft, degree):
         draft.refuse(
@@ -100,7 +99,7 @@ def experts_split_evenly(draft: Draft) -> None:
 
 
 def gathered_weights_are_kept_over_a_part_of_the_ranks(draft: Draft) -> None:
-    """A number of ranks to reshard to must divide those that share the states (torch: `reshard_after_forward`)."""
+    """reshard_after_forward must divide the ranks that share the states (torch: `reshard_after_forward`)."""
     group, shard = draft.get("parallel.reshard_after_forward"), draft.get("parallel.dp_shard")
     if isinstance(group, bool) or group == "auto" or shard == "auto":
         return
@@ -117,7 +116,7 @@ def gathered_weights_are_kept_over_a_part_of_the_ranks(draft: Draft) -> None:
 
 
 def only_plain_copies_compress_their_gradients(draft: Draft) -> None:
-    """DDP's communication hooks: FSDP2 has none."""
+    """DDP has communication hooks, FSDP2 has none."""
     method = draft.get("parallel.compress")
     others = [axis for axis in ("dp_shard", "cp", "tp", "pp") if draft.get(f"parallel.{axis}") not in (1, "auto")]
     if method == "none":
@@ -145,7 +144,7 @@ def only_shared_states_are_kept_in_cpu_memory(draft: Draft) -> None:
 
 
 def _tensor_sizes(draft: Draft) -> dict[str, int]:
-    """What the tensor axis splits, as far as it is known."""
+    """The sizes that the tensor axis splits, as far as they are known."""
     kind, experts = draft.get("model.kind"), draft.get("model.experts")
     if kind not in BLOCK_MODELS:
         return {}
@@ -170,14 +169,14 @@ def _splits_sequence(length: int, cp: int) -> bool:
 
 
 def _splits_stream(draft: Draft, tp: int) -> bool:
-    """Whether the residual stream of a rank splits by sequence over the tensor axis, where it has to."""
+    """Whether a rank's residual stream splits by sequence over the tensor axis, if it has to."""
     if not draft.get("parallel.tp_sequence") or draft.get("model.kind") != "transformer":
         return True
     return bool(draft.get("data.seq_len") // draft.get("parallel.cp") % tp == 0)
 
 
 def _sequence_unit(draft: Draft, cp: int, tp: int) -> int:
-    """What the length of a sequence must be a multiple of."""
+    """The length of a sequence must be a multiple of this."""
     chunks = 2 * cp if cp > 1 else 1
     return math.lcm(chunks, cp * tp) if draft.get("parallel.tp_sequence") else chunks
 
@@ -200,7 +199,7 @@ def _nearest_context_degree(draft: Draft) -> int:
 
 
 def _nearest_expert_degree(draft: Draft) -> int:
-    """Also one that divides the experts, where the model is that of the run file."""
+    """The nearest degree that also divides the experts, if the model is that of the run file."""
     shard = draft.get("parallel.dp_shard")
     shared = draft.circumstances.ranks if shard == "auto" else shard * draft.get("parallel.cp")
     experts = 0 if draft.circumstances.own_model else draft.get("model.experts")

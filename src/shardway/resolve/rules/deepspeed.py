@@ -1,7 +1,6 @@
-"""Rules of DeepSpeed as the engine: what ZeRO shards, and what it does not go together with.
+"""Rules of DeepSpeed as the engine: what ZeRO shards, and what it cannot be combined with.
 
-Invariant: a rule derives what was left open or refuses; it never changes what the user set. This module must not
-read files or look at the machine.
+Invariant: a rule derives an open key or refuses; it never changes what the user set. No files are read.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ OTHERWISE_DECIDED = MappingProxyType(
         "managed_gradient_accumulation": "train.micro_batch",
     }
 )
-"""Setting of DeepSpeed that must not be there -> what decides it in Shardway."""
+"""Setting of DeepSpeed that is not allowed -> the key that decides it in Shardway."""
 
 
 def zero_shards_over_copies_alone(draft: Draft) -> None:
@@ -49,7 +48,7 @@ def zero_shards_over_copies_alone(draft: Draft) -> None:
 
 
 def zero_updates_parts_without_shape(draft: Draft) -> None:
-    """ZeRO hands an optimizer flat pieces that begin and end anywhere in a matrix."""
+    """ZeRO gives an optimizer flat pieces that begin and end anywhere in a matrix."""
     name = draft.get("optim.name")
     if _is_engine(draft) and name not in ("adamw", "sgd"):
         draft.refuse(
@@ -87,7 +86,7 @@ def zero_1_does_not_accumulate_in_bf16(draft: Draft) -> None:
 
 
 def zero_3_compiles_blocks(draft: Draft) -> None:
-    """It gathers weights in hooks on modules, which one graph of the whole model cannot hold."""
+    """It gathers weights in hooks on modules, which one graph of the whole model cannot contain."""
     if _is_engine(draft) and draft.get("deepspeed.stage") == 3 and draft.get("train.compile") == "model":
         draft.refuse("train.compile", '"model": ZeRO 3 gathers weights between modules', '"blocks" or "off"')
 

@@ -1,10 +1,8 @@
-"""Rules of number formats, the optimizer's formats, float8, compilation, and what is left to the device.
+"""Rules of number formats, the optimizer's formats, float8, compilation, and keys left to the device.
 
 Invariants:
-- It derives what was left open, and nothing that another rule would refuse.
-- A rule derives what was left open or refuses; it never changes what the user set.
-- A rule derives what was left open or refuses; it never changes what the user set.
-- A rule derives what was left open or refuses; it never changes what the user set.
+- A rule derives an open key or refuses; it never changes what the user set.
+- A key left to the device gets no value that another rule would refuse.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from shardway.resolve.device_defaults import KEYS, choose
 from shardway.resolve.draft import Draft
 from shardway.runfile.write import render_value
 
-# --- The rule of what is left to the device: number formats and compilation
+# --- keys left to the device
 
 
 def what_is_left_to_the_device_is_what_it_does_fast(draft: Draft) -> None:
@@ -23,11 +21,11 @@ def what_is_left_to_the_device_is_what_it_does_fast(draft: Draft) -> None:
             draft.derive(key, settled.value, settled.reason)
 
 
-# --- Rules of compilation and recompute
+# --- compilation and recompute
 
 
 def a_pipeline_compiles_blocks(draft: Draft) -> None:
-    """No rank of a pipeline calls the whole of what it holds."""
+    """No rank of a pipeline calls its whole part of the model."""
     if draft.get("parallel.pp") > 1 and draft.get("train.compile") == "model":
         draft.refuse(
             "train.compile", f'"model" does not go with parallel.pp = {draft.get("parallel.pp")}', '"blocks" or "off"'
@@ -43,7 +41,7 @@ def a_memory_budget_needs_the_compiler(draft: Draft) -> None:
         )
 
 
-# --- Rules of number formats and of the optimizer
+# --- number formats and the optimizer
 
 
 def tf32_needs_a_device_that_has_it(draft: Draft) -> None:
@@ -89,7 +87,7 @@ def muon_needs_matrices(draft: Draft) -> None:
 
 
 def bf16_weights_need_an_optimizer_that_rounds_them(draft: Draft) -> None:
-    """To the nearest, weights lose every update below 1/512 of themselves; torchao's rounding is each replica's own."""
+    """With rounding to nearest, weights lose every update below 1/512 of themselves; torchao rounds per replica."""
     name = draft.get("optim.name")
     if draft.get("precision.weights") == "bf16" and name in ("adafactor", "adamw8bit"):
         draft.refuse(
@@ -105,11 +103,11 @@ def narrow_momentum_needs_momentum(draft: Draft) -> None:
         draft.refuse("optim.state_dtype", '"bf16": without momentum there is no state', '"fp32", or a momentum')
 
 
-# --- Rules of float8: what its devices, libraries and kernels take
+# --- float8
 
 
 def float8_needs_a_device_that_has_it(draft: Draft) -> None:
-    """How many accelerators there are is known here; what they can do is looked at when the model is built."""
+    """The number of accelerators is known here; their abilities are checked when the model is built."""
     if not _is_float8(draft) or draft.get("run.device") != "cpu":
         return
     if not draft.get("precision.float8_emulate"):
@@ -140,7 +138,7 @@ def transformer_engine_knows_other_recipes(draft: Draft) -> None:
 
 
 def float8_gathers_what_has_one_scale(draft: Draft) -> None:
-    """torchao gathers weights in float8 where one number scales the whole weight, and not into smaller groups again."""
+    """torchao gathers weights in float8 only if one number scales the whole weight, and not into subgroups."""
     if not _is_float8(draft):
         return
     against = _what_keeps_float8_from_travelling(draft)
@@ -152,7 +150,7 @@ def float8_gathers_what_has_one_scale(draft: Draft) -> None:
 
 
 def float8_multiplies_whole_groups_of_tokens(draft: Draft) -> None:
-    """Tokens are what the product for a weight's gradient sums over, and its kernels take whole groups of them."""
+    """The product for a weight's gradient sums over tokens, and its kernels take whole groups of them."""
     if not _is_float8(draft) or draft.get("precision.float8_emulate"):
         return
     group = {"mxfp8": 32, "blockwise": 128}.get(draft.get("precision.float8_recipe"), 16)

@@ -1,7 +1,6 @@
-"""Rules of the degrees and of how a global batch is cut over them.
+"""Rules of the degrees and of the split of a global batch over them.
 
-Invariant: a rule derives what was left open or refuses; it never changes what the user set. This module must not
-read files or look at the machine.
+Invariant: a rule derives an open key or refuses; it never changes what the user set. No files are read.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def degrees_multiply_to_the_ranks(draft: Draft) -> None:
-    """One of dp_replicate and dp_shard may be "auto" and takes what the other axes leave."""
+    """One of dp_replicate and dp_shard may be "auto": it takes the ranks that the other axes leave."""
     ranks = draft.circumstances.ranks
     degrees = {axis: draft.get(f"parallel.{axis}") for axis in AXES}
     open_axes = [axis for axis, degree in degrees.items() if degree == "auto"]
@@ -64,7 +63,7 @@ def _refuse_product(draft: Draft, degrees: Mapping[str, Any], known: int) -> Non
 
 
 def _nearest_degree(ranks: int, degrees: Mapping[str, Any], axis: str) -> int:
-    """The degree of one axis with which the others fit the ranks; 0 where there is none."""
+    """The degree of one axis with which the others fit the ranks; 0 if there is none."""
     others = math.prod(degree for name, degree in degrees.items() if degree != "auto" and name != axis)
     if ranks % others:
         return 0
@@ -112,12 +111,12 @@ def a_micro_batch_is_a_part_of_a_rank_share(draft: Draft) -> None:
 
 
 def _find_fastest(draft: Draft, share: int) -> Sized | None:
-    """By the planner, where it knows accelerator and model. None: a rank's whole share."""
+    """The planner's choice, if it knows accelerator and model. None: a rank's whole share."""
     facts, values = draft.circumstances, draft.values
-    # ZeRO 1 must not add gradients of several micro-batches up in bf16 (`zero_1_does_not_accumulate_in_bf16`).
+    # ZeRO 1 must not sum gradients of several micro-batches in bf16 (`zero_1_does_not_accumulate_in_bf16`).
     whole = values.train.engine == "deepspeed" and adds_gradients_in_bf16(values)
     if facts.machine is None or facts.own_model or draft.problems or whole:
         return None
-    from shardway.resolve.planned_layout import fastest_micro_batch  # a laptop does without the planner
+    from shardway.resolve.planned_layout import fastest_micro_batch  # a laptop does not load the planner
 
     return fastest_micro_batch(values, share, facts.machine, facts.shape)

@@ -1,8 +1,6 @@
 """Rules of the model, named by the run file or by model.hf, and of the data that it reads.
 
-Invariants:
-- A rule derives what was left open or refuses; it never changes what the user set.
-- A rule derives what was left open or refuses; it never changes what the user set.
+Invariant: a rule derives an open key or refuses; it never changes what the user set.
 """
 
 from __future__ import annotations
@@ -16,11 +14,11 @@ from shardway.resolve.rules.numbers import ceil_div, nearest_divisor
 from shardway.runfile.write import render_value
 
 LEFT_TO_THE_DEVICE = MappingProxyType({"train.compile": ("blocks",)})
-"""Selector -> what it may be on another device where it is left open: what belongs to that is no mistake here."""
+"""Selector -> its possible values on another device if it is open: keys of those are no mistake here."""
 
 
 def a_key_of_another_kind_is_not_ignored(draft: Draft) -> None:
-    """A wish that would have no effect is told, not dropped."""
+    """A setting without effect is an error, not ignored."""
     for selector, owners in OWNERS.items():
         chosen = draft.get(selector)
         possible = {name_choice(chosen), *(LEFT_TO_THE_DEVICE.get(selector, ()) if draft.is_derived(selector) else ())}
@@ -47,7 +45,7 @@ def data_other_than_text_name_their_path(draft: Draft) -> None:
 
 
 def heads_divide_the_width(draft: Draft) -> None:
-    """Unless their width is set. In latent attention it is rope_head_dim that rotary positions turn."""
+    """Unless their width is set. With latent attention, rope_head_dim is the width that rotary positions rotate."""
     dim, heads, width = (draft.get(f"model.{name}") for name in ("dim", "heads", "head_dim"))
     rotary = draft.get("model.kind") == "transformer" and draft.get("model.positions") == "rope"
     pairs = rotary and not draft.get("model.kv_rank")
@@ -78,7 +76,7 @@ def key_value_heads_divide_the_heads(draft: Draft) -> None:
 
 
 def latent_attention_has_widths_of_its_own(draft: Draft) -> None:
-    """A key is head_dim features without a position, then rope_head_dim with one; values are at most as wide."""
+    """A key has head_dim features without a position, then rope_head_dim with one; values are at most as wide."""
     head = draft.get("model.head_dim")
     if not draft.get("model.kv_rank") or head == "auto":
         return
@@ -106,7 +104,7 @@ def learned_positions_reach_the_end_of_a_sample(draft: Draft) -> None:
 
 
 def the_feed_forward_width_follows_the_activation(draft: Draft) -> None:
-    """swiglu has three matrices where gelu has two: 8/3 dim keeps the parameters equal (Shazeer, arXiv:2002.05202)."""
+    """swiglu has three matrices, gelu two: 8/3 dim keeps the parameters equal (Shazeer, arXiv:2002.05202)."""
     if draft.get("model.ffn_dim") != "auto":
         return
     dim, gated = draft.get("model.dim"), draft.get("model.activation") == "swiglu"
@@ -149,7 +147,7 @@ def the_weight_of_one_expert_is_its_score(draft: Draft) -> None:
 
 
 def experts_drop_tokens_of_whole_sequences(draft: Draft) -> None:
-    """Which token is the last that an expert takes is not known where ranks hold parts of a sequence."""
+    """If ranks hold parts of a sequence, the last token that an expert takes is not known."""
     factor, cp = draft.get("model.capacity_factor"), draft.get("parallel.cp")
     if draft.get("model.experts") and factor and cp > 1:
         what = f"{factor} drops tokens by their place in a sequence, and parallel.cp = {cp} splits sequences"
@@ -192,11 +190,11 @@ def validation_needs_something_held_out(draft: Draft) -> None:
         draft.derive("train.validate_every", "off", "nothing is held out")
 
 
-# --- Rules of a model that model.hf names: its config.json says what the keys of [model] say of a reference model
+# --- models of model.hf
 
 
 def a_hugging_face_model_brings_its_own_shape(draft: Draft) -> None:
-    """What the config says stands in the keys of [model], so that the rules of layouts hold for it as well."""
+    """The values of config.json become the keys of [model], so that the rules of layouts apply as well."""
     hf = draft.get("model.hf")
     if not hf:
         return
@@ -231,7 +229,7 @@ def a_sample_fits_the_positions_of_a_hugging_face_model(draft: Draft) -> None:
 
 
 def a_hugging_face_model_brings_its_tokenizer(draft: Draft) -> None:
-    """Tokens mean what they meant when the weights were trained."""
+    """Token ids must have the meaning with which the weights were trained."""
     facts = draft.circumstances.hf
     reads_text = draft.get("model.hf") and draft.get("data.kind") == "text"
     if not reads_text or facts is None or draft.is_set("data.tokenizer"):

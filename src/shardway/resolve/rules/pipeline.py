@@ -1,7 +1,6 @@
 """Rules of the pipeline axis: stages, schedules, micro-batches.
 
-Invariant: a rule derives what was left open or refuses; it never changes what the user set. This module must not
-read files or look at the machine.
+Invariant: a rule derives an open key or refuses; it never changes what the user set. No files are read.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from shardway.runfile.write import render_value
 
 ZERO_BUBBLE = ("zero_bubble", "zbv")
 SHOWN_STAGES = 16
-"""A proposal for more stages than these is no help to read."""
+"""More stages than this are not proposed."""
 
 
 @dataclass(frozen=True)
 class StageCount:
-    """How many stages of a rank a schedule takes; `most` None: as many as there are blocks for."""
+    """The number of stages per rank that a schedule takes; `most` None: as many as there are blocks."""
 
     least: int
     most: int | None
@@ -61,7 +60,7 @@ def stages_follow_the_schedule(draft: Draft) -> None:
 
 
 def every_rank_has_a_block(draft: Draft) -> None:
-    """Without any weight a rank would have nothing to train."""
+    """A rank without any weight would have nothing to train."""
     ranks, per_rank = draft.get("parallel.pp"), draft.get("parallel.pp_stages_per_rank")
     split, known, stages = draft.get("parallel.pp_split"), _blocks_of(draft), ranks * per_rank
     if ranks == 1 or known is None:
@@ -102,7 +101,7 @@ def tied_weights_stay_together(draft: Draft) -> None:
 
 
 def a_pipeline_keeps_gathered_weights(draft: Draft) -> None:
-    """torch gives wrong gradients without an error where weights are freed between the passes of these schedules."""
+    """torch silently computes wrong gradients if weights are freed between the passes of these schedules."""
     schedule, wish = draft.get("parallel.pp_schedule"), draft.get("parallel.reshard_after_forward")
     gathers = any(draft.get(f"parallel.{axis}") != 1 for axis in ("dp_replicate", "dp_shard", "cp"))
     if draft.get("parallel.pp") > 1 and schedule in ZERO_BUBBLE and gathers and wish not in ("auto", False):
@@ -128,7 +127,7 @@ def zero_bubbles_are_not_compiled(draft: Draft) -> None:
 
 
 def what_counts_samples_gets_whole_micro_batches(draft: Draft) -> None:
-    """All micro-batches of a pipeline have one shape; what fills one up would count for routers and batch norms."""
+    """All micro-batches of a pipeline have one shape; padding would count for routers and batch norms."""
     batch, micro, ranks = draft.get("train.global_batch"), draft.get("train.micro_batch"), replicas_of(draft)
     whole, counting = micro * ranks, _counting(draft)
     if draft.get("parallel.pp") == 1 or not counting or batch % whole == 0:
@@ -144,7 +143,7 @@ def what_counts_samples_gets_whole_micro_batches(draft: Draft) -> None:
 
 
 def micro_batches_fill_the_pipeline(draft: Draft) -> None:
-    """Runs after the micro-batch is settled; derives how many of them one pass takes."""
+    """Runs after the micro-batch is settled; derives the number of micro-batches of one pass."""
     ranks, wanted, number = draft.get("parallel.pp"), draft.get("parallel.pp_micro_batches"), accumulation_of(draft)
     if ranks == 1:
         if wanted == "auto":
@@ -160,14 +159,14 @@ def micro_batches_fill_the_pipeline(draft: Draft) -> None:
 
 
 def resolve_pipeline_micro_batch(draft: Draft) -> int:
-    """The micro-batch, in samples, that a pipeline takes where none is set: about two rounds of micro-batches if there
-    are samples for them, and a number of them that the schedule can do."""
+    """The default micro-batch of a pipeline, in samples: about two rounds of micro-batches if there are enough samples,
+    and a number of them that the schedule takes."""
     share = share_of(draft)
     return nearest_where(_takes(draft), max(1, share // (2 * draft.get("parallel.pp"))), share)
 
 
 def explain_misfit(schedule: str, micro_batches: int, ranks: int) -> str:
-    """Why a schedule cannot do so many micro-batches on so many ranks; "" where it can."""
+    """Why a schedule cannot run this many micro-batches on this many ranks; "" if it can."""
     rounds = count_rounds(micro_batches, ranks)
     subject = f'parallel.pp_schedule = "{schedule}" on {ranks} ranks'
     if schedule == "1f1b" and micro_batches < ranks:
@@ -178,7 +177,7 @@ def explain_misfit(schedule: str, micro_batches: int, ranks: int) -> str:
 
 
 def _refuse_size(draft: Draft, number: int) -> None:
-    """Where all micro-batches of a step are no number for the schedule."""
+    """Refuse the size if the schedule does not take the micro-batches of a step."""
     schedule, ranks, micro = (draft.get(key) for key in ("parallel.pp_schedule", "parallel.pp", "train.micro_batch"))
     misfit, share = explain_misfit(schedule, number, ranks), share_of(draft)
     near = nearest_where(_takes(draft), micro, share)
@@ -191,7 +190,7 @@ def _refuse_size(draft: Draft, number: int) -> None:
 
 
 def _refuse_number(draft: Draft, number: int, wanted: int) -> None:
-    """Where what one pass is to take is no equal part of a step, or no number for the schedule."""
+    """Refuse a pass that is no equal part of a step, or a number that the schedule does not take."""
     schedule, ranks = draft.get("parallel.pp_schedule"), draft.get("parallel.pp")
     misfit = explain_misfit(schedule, wanted, ranks)
     if number % wanted == 0 and not misfit:
@@ -209,7 +208,7 @@ def _refuse_number(draft: Draft, number: int, wanted: int) -> None:
 
 
 def _takes(draft: Draft) -> Callable[[int], bool]:
-    """Whether a pipeline takes a micro-batch of so many samples."""
+    """A function: whether a pipeline takes a micro-batch of this many samples."""
     schedule, ranks, wanted = (draft.get(f"parallel.{name}") for name in ("pp_schedule", "pp", "pp_micro_batches"))
     share, counting = share_of(draft), bool(_counting(draft))
 
@@ -223,7 +222,7 @@ def _takes(draft: Draft) -> Callable[[int], bool]:
 
 
 def _counting(draft: Draft) -> str:
-    """What of the model counts the samples that it sees; "" where nothing does."""
+    """The part of the model that counts the samples that it sees; "" if there is none."""
     if draft.get("model.kind") == "convnet":
         return "batch norms"
     balances = draft.get("model.experts") and draft.get("model.balance") != "none" and not draft.get("model.hf")
@@ -232,7 +231,7 @@ def _counting(draft: Draft) -> str:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The blocks of a model: the key that says how many, and how many."""
+    """The blocks of a model: the key for their number, and the number."""
 
     key: str
     number: int
@@ -247,8 +246,8 @@ def _blocks_of(draft: Draft) -> _Blocks | None:
 
 
 def _deals_out(draft: Draft, split: Sequence[int], blocks: int) -> bool:
-    """Whether a split has a number for each stage, deals all blocks out, and leaves no rank without weights: the first
-    stage has those of an embedding, where there is one, and the last those of the output layer."""
+    """Whether a split has a number per stage, distributes all blocks, and leaves no rank without weights: the first
+    stage also has an embedding, if there is one, and the last the output layer."""
     ranks, per_rank = draft.get("parallel.pp"), draft.get("parallel.pp_stages_per_rank")
     if len(split) != ranks * per_rank or sum(split) != blocks:
         return False

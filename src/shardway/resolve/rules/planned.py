@@ -1,7 +1,7 @@
 """The rule of a layout that is left to the planner.
 
-Invariant: it derives what was left open or refuses; it never changes what the user set. This module must not read files
-or look at the machine, and loads the planner only where a layout is left to it.
+Invariant: it derives open keys or refuses; it never changes what the user set. No files are read, and the planner is
+loaded only if a layout is left to it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ GIVEN = 'set parallel.layout = "given" and the degrees'
 
 
 def bind_layout_rule(rules: Sequence[Rule]) -> Rule:
-    """The rule for a list of rules that a layout meets after it."""
+    """The rule, for the list of rules that a layout has to pass after it."""
 
     def an_open_layout_is_the_fastest_that_fits(draft: Draft) -> None:
-        # A run that is refused for another reason is told that first: its layout could not be priced.
+        # If a run is refused for another reason, that is reported first: its layout could not be priced.
         if draft.get(LAYOUT) == "given" or draft.problems:
             return
         shape = _find_shape(draft)
@@ -50,7 +50,7 @@ def _settle(draft: Draft, rules: Sequence[Rule], shape: Architecture) -> None:
 
 
 def _find_shape(draft: Draft) -> Architecture | None:
-    """The model in numbers; a run of one that the planner does not know is refused, on any machine."""
+    """The model in numbers; a model that the planner does not support is refused, on any machine."""
     from shardway.resolve.planned_case import shape_of_run
 
     facts = draft.circumstances
@@ -65,7 +65,7 @@ def _find_shape(draft: Draft) -> Architecture | None:
 
 
 def _only_copy(draft: Draft) -> None:
-    """What the same file does on a machine without accelerators."""
+    """The layout of the same file on a machine without accelerators."""
     ranks, axis = draft.circumstances.ranks, "dp_replicate" if draft.is_open("parallel.dp_replicate") else "dp_shard"
     others = [draft.get(f"parallel.{name}") for name in AXES if name != axis]
     if draft.is_open(f"parallel.{axis}") and "auto" not in others and ranks % math.prod(others) == 0:
@@ -107,7 +107,7 @@ def _report_missed(wish: OpenLayout, missed: Missed) -> None:
             "",
             missed.help or "train a smaller model, shorter sequences, or on far more ranks",
         )
-        # The rules that follow shall have nothing to say of a layout that nobody asked for.
+        # The rules that follow must not report on a layout that was not asked for.
         for dotted, value in missed.values.items():
             draft.derive(dotted, value, "nothing fits")
     elif TrialDraft(draft, ranks, {"train.micro_batch": 1}, list_values(draft)).passes(wish.rules):

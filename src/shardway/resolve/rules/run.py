@@ -1,9 +1,6 @@
 """Rules of the process, of checkpoints, and of the guard.
 
-Invariants:
-- A rule derives what was left open or refuses; it never changes what the user set.
-- A rule derives what was left open or refuses; it never changes what the user set.
-- A rule derives what was left open or refuses; it never changes what the user set.
+Invariant: a rule derives an open key or refuses; it never changes what the user set.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from shardway.units import render_seconds
 
 
 def a_run_without_a_name_is_called_after_its_file(name: str) -> Rule:
-    """Bound to the file's name, which is no key."""
+    """The rule, bound to the file's name, which is no key."""
 
     def rule(draft: Draft) -> None:
         if draft.get("run.name") == "auto":
@@ -39,7 +36,7 @@ def ranks_of_a_node_share_its_cores(draft: Draft) -> None:
 
 
 def timeouts_are_nested(draft: Draft) -> None:
-    """The innermost timer must ring first, since only it can name the operation that hangs."""
+    """The innermost timeout must fire first, since only it can name the operation that hangs."""
     collective = draft.get("run.collective_timeout")
     for outer in ("run.start_timeout", "run.stop_timeout"):
         if draft.get(outer) <= collective:
@@ -63,7 +60,7 @@ def a_job_has_as_many_nodes_as_the_run_may(draft: Draft) -> None:
         )
 
 
-# --- Rules of which checkpoints are kept, and of what is saved on the disks of nodes
+# --- checkpoints
 
 
 def what_nodes_save_has_a_folder(draft: Draft) -> None:
@@ -88,7 +85,7 @@ def what_nodes_save_has_a_folder(draft: Draft) -> None:
 
 
 def what_nodes_save_is_written_by_shardway(draft: Draft) -> None:
-    """DeepSpeed's files are written by all ranks into one folder."""
+    """DeepSpeed writes its files from all ranks into one folder."""
     if draft.get("checkpoint.local_every") != "off" and draft.get("train.engine") == "deepspeed":
         draft.refuse(
             "checkpoint.local_every",
@@ -98,7 +95,7 @@ def what_nodes_save_is_written_by_shardway(draft: Draft) -> None:
 
 
 def the_best_is_found_by_validating(draft: Draft) -> None:
-    """Whether a script hands over something to validate on is seen later (`train.monitoring`)."""
+    """Whether a script passes in validation data is checked later (`train.loop_state`)."""
     off = f'train.validate_every = "off" ({draft.origin("train.validate_every")}) makes none'
     remedy = 'set train.validate_every, such as "100 steps"'
     if draft.get("train.validate_every") != "off":
@@ -109,11 +106,11 @@ def the_best_is_found_by_validating(draft: Draft) -> None:
         draft.refuse("train.patience", f"{patience} is a number of validations, and {off}", '"off"', remedy)
 
 
-# --- Rules of what looks after the machine while it trains
+# --- the guard
 
 
 def a_probe_repeats_what_has_one_result(draft: Draft) -> None:
-    """On a GPU some operations add in whatever order they end, and two runs of a sound device differ."""
+    """On a GPU some operations sum in varying order, so two runs of a healthy device differ."""
     probes = draft.get("guard.probe_every") != "off"
     if probes and draft.get("run.device") == "cuda" and not draft.get("train.deterministic"):
         draft.refuse(

@@ -1,6 +1,6 @@
-"""What updates the weights: one engine a name of `train.engine`, behind one protocol.
+"""What updates the weights: one engine per name of `train.engine`, behind one protocol.
 
-Invariant: nothing outside this package asks which engine trains; it asks the engine, or the table here. Loading the
+Invariant: nothing outside this package tests which engine trains; it uses the engine, or the table here. Loading the
 table imports no engine.
 """
 
@@ -17,8 +17,8 @@ from shardway.train.engines.base import Engine, EngineParts
 
 @dataclass(frozen=True)
 class EngineKind:
-    """An engine before it is made: `needs_group` also of a process alone; `wraps_copies` says that the copies of a
-    model are kept alike by `parallel.apply`, not by the engine. `package` is what it needs beside PyTorch."""
+    """An engine before it is made: `needs_group` also for a single process; `wraps_copies`: the copies of a model are
+    kept equal by `parallel.apply`, not by the engine. `package` is what it needs beside PyTorch."""
 
     make: Callable[[EngineParts], Engine]
     needs_group: bool = False
@@ -26,7 +26,7 @@ class EngineKind:
     package: str | None = None
 
     def check_installed(self) -> None:
-        """Raise UserError where its package is missing."""
+        """Raise UserError if its package is missing."""
         if self.package is not None and find_spec(self.package) is None:
             raise UserError(
                 f'train.engine = "{self.package}" needs the package {self.package}, which is not installed.\n'

@@ -1,7 +1,7 @@
-"""What an engine is made of, and what the loop asks of it.
+"""The protocol between the loop and an engine.
 
-Invariant: the loop reaches model, optimizer and checkpoint only through this protocol, so that events, data order,
-schedule and decisions are the same whatever engine trains. This module must not know an engine.
+Invariant: the loop reaches model, optimizer and checkpoint only through this protocol, so events, data order, schedule
+and decisions are the same with every engine. This module must not depend on an engine.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from shardway.train.step import StepContext, StepResult
 class EngineParts:
     """What an engine is made of.
 
-    `clip` is what the norm of gradients is limited to (None: not at all); `at_end` undoes what the engine changes
-    outside the model, however the run ends; `to_write` is what is written into the run directory once the run goes on.
-    `further` are models beside `parallel` that the optimizer updates as well, `beside` those of the run that it does
-    not update; `own_model`: a script steps them, and may freeze what it likes.
+    `clip` limits the norm of gradients (None: no limit); `at_end` undoes what the engine changes outside the model,
+    however the run ends; `to_write` is written into the run directory once the run goes on. `further` are models beside
+    `parallel` that the optimizer updates as well, `beside` those of the run that it does not update; `own_model`: a
+    script steps them, and may freeze any.
     """
 
     parallel: ParallelModel
@@ -53,7 +53,7 @@ class Engine(Protocol):
 
     @property
     def passes(self) -> Passes:
-        """What runs the model; `passes.parallel` is the model as it is trained."""
+        """The passes over the model; `passes.parallel` is the model in training."""
         ...
 
     @property
@@ -63,7 +63,7 @@ class Engine(Protocol):
 
     @property
     def can_void(self) -> bool:
-        """Whether a step that some rank had no batch for can leave everything as it was."""
+        """Whether a step without a batch on some rank can be discarded, with everything left as it was."""
         ...
 
     @property

@@ -1,12 +1,12 @@
-"""DeepSpeed as the engine, brought up inside Shardway's ranks: ZeRO shards and offloads states, gradients or weights.
+"""DeepSpeed as the engine, started inside Shardway's ranks: ZeRO shards and offloads states, gradients or weights.
 
 Invariants:
-- DeepSpeed makes no process group, reads this rank's placement and nothing else, and says on stderr what a user has to
-  know. The only module that imports deepspeed. It must not train.
+- Only this module imports deepspeed. DeepSpeed makes no process group, reads only this rank's placement, and prints to
+  stderr only what a user needs.
 - Loss, gradient norm, clipping and decisions are those of `train.step`, to rounding.
 
 DeepSpeed averages gradients over ranks and can divide them by a loss scale just before it clips and updates. That
-divisor carries the factor from samples to targets, which is known only after the passes, and the fp16 loss scale:
+divisor carries the factor from samples to targets, which is available only after the passes, and the fp16 loss scale:
 both are Shardway's own (decision 0012).
 """
 
@@ -40,7 +40,7 @@ from shardway.train.engines.base import EngineParts
 from shardway.train.passes import Loss, Passes
 from shardway.train.step import StepContext, StepResult
 
-# --- DeepSpeed's library brought up inside Shardway's ranks: their process group, their device, their silence
+# --- the library inside Shardway's ranks
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
 """An all-reduce for inference that DeepSpeed would compile at the first start on CPUs, and training never calls."""
@@ -48,9 +48,9 @@ _SHARED_MEMORY = "deepspeed_shm_comm"
 
 @dataclass(frozen=True)
 class _Units:
-    """The ranks as DeepSpeed asks for them (its `mpu`): all of them share the data, none a model.
+    """The ranks as DeepSpeed's `mpu`: all of them are data parallel, and no model is split.
 
-    Without it, DeepSpeed makes a process group of its own with all ranks in it.
+    Without it, DeepSpeed makes a process group of its own with all ranks.
     """
 
     ranks: Ranks
@@ -87,7 +87,7 @@ class _Units:
 def started_zero(
     model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], ranks: Ranks
 ) -> Iterator[Any]:
-    """A `deepspeed.DeepSpeedEngine` over these ranks. Raises UserError where DeepSpeed does not take the settings."""
+    """A `deepspeed.DeepSpeedEngine` over these ranks. Raises UserError if DeepSpeed refuses the settings."""
     with variables_for_libraries(ranks.placement, _variables(ranks)):  # ZeRO 3 reads them while it trains, too
         with quiet(), ranks.contact("while DeepSpeed started"):
             deepspeed = _import()
@@ -104,12 +104,12 @@ def started_zero(
 
 
 def _variables(ranks: Ranks) -> dict[str, str]:
-    """What DeepSpeed reads besides: the kind of device, and a check of CUDA that its import would set otherwise."""
+    """Further variables of DeepSpeed: the kind of device, and a check of CUDA that its import would set otherwise."""
     return {"DS_ACCELERATOR": ranks.device.type, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def _import() -> Any:
-    """deepspeed, logging to stderr, and errors alone at first: it would warn of what Shardway has chosen for it."""
+    """Import deepspeed, logging to stderr, and only errors at first: it would warn of Shardway's own choices."""
     import deepspeed
 
     logger = logging.getLogger("DeepSpeed")
@@ -139,14 +139,14 @@ def _initialize(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without warnings of what DeepSpeed calls in PyTorch; a user cannot mend those."""
+    """Silence warnings of DeepSpeed's calls into PyTorch; a user cannot remedy those."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def _join(deepspeed: Any, ranks: Ranks) -> None:
-    """Let DeepSpeed's communication work on the default process group."""
+    """Run DeepSpeed's communication on the default process group."""
     _forget_group(deepspeed)
     deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
     backend = "nccl" if ranks.device.type == "cuda" else "gloo"
@@ -156,15 +156,15 @@ def _join(deepspeed: Any, ranks: Ranks) -> None:
 
 
 def _keep_experts_together(deepspeed: Any, model: nn.Module) -> None:
-    """ZeRO 3 gathers a mixture of experts as one: an expert that no token of a rank is sent to must be gathered there
-    as well, and its hooks do not see what a router returns."""
+    """Let ZeRO 3 gather a mixture of experts as one: an expert without tokens on this rank must be gathered as well,
+    and its hooks do not see what a router returns."""
     for module in model.modules():
         if any(isinstance(child, Balancing) for child in module.children()):
             deepspeed.utils.set_z3_leaf_module(module, True)
 
 
 def _forget_group(deepspeed: Any) -> None:
-    """What an earlier run of this process has left, whose process group is gone."""
+    """Drop the state of an earlier run of this process, whose process group is gone."""
     deepspeed.comm.comm.cdb = None
     deepspeed.utils.groups._release_process_group_references()
 
@@ -174,12 +174,12 @@ def _first_lines(error: Exception) -> str:
     return "; ".join(lines[:3]) or type(error).__name__
 
 
-# --- DeepSpeed as the engine: ZeRO shards states, gradients or weights over the ranks, and offloads them
+# --- the engine
 
 
 @dataclass(frozen=True)
 class ZeroPasses(Passes):
-    """Passes whose gradients DeepSpeed takes as they come about."""
+    """Passes whose gradients DeepSpeed reduces while they are computed."""
 
     engine: Any = None
 
@@ -199,7 +199,7 @@ class ZeroPasses(Passes):
 
 
 class DeepSpeedEngine:
-    """What trains where `train.engine` is "deepspeed"."""
+    """The engine for train.engine = "deepspeed"."""
 
     def __init__(self, parts: EngineParts) -> None:
         if needs_closure(parts.optimizer):
@@ -222,7 +222,7 @@ class DeepSpeedEngine:
 
     @property
     def can_void(self) -> bool:
-        """DeepSpeed has taken the gradients in before anybody knows."""
+        """False: DeepSpeed has reduced the gradients before the ranks agree."""
         return False
 
     @property
@@ -231,11 +231,11 @@ class DeepSpeedEngine:
         return self._optimizer.param_groups
 
     def count_parameters(self) -> int:
-        """All are counted by rank 0: once they are sharded, their shapes are gone."""
+        """Rank 0 counts all: once they are sharded, their shapes are gone."""
         return self._parameters if self._ranks.is_first else 0
 
     def step(self, model: nn.Module, batch: Any, loss_fn: Loss, moment: StepContext) -> StepResult:
-        """One step; `model` is what the script has, and DeepSpeed's wrapper of it is what runs."""
+        """One step; `model` is the script's, and DeepSpeed's wrapper of it is what runs."""
         scale = moment.loss_scale
         factor = scale.scale if scale is not None else 1.0
         with self._ranks.contact("during a step"):
@@ -261,5 +261,5 @@ class DeepSpeedEngine:
 
 
 def _settings(parts: EngineParts) -> Settings:
-    """Those of the run; a script's own model is clipped only where it asks for that."""
+    """The settings of the run; a script's own model is clipped only if the script asks for it."""
     return {**resolve_ds_config(parts.resolved), "gradient_clipping": parts.clip or 0.0}

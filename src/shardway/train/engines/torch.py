@@ -1,8 +1,8 @@
-"""PyTorch as the engine, and what torch says in a step in words that name the remedy.
+"""PyTorch as the engine, and torch's errors in a step with their remedy.
 
 Invariants:
-- Only messages of torch that a user can mend are translated; the first error is kept as the cause.
-- No logic of its own; passes, step and state are those of their modules.
+- Only errors of torch that a user can remedy are translated; the first error is kept as the cause.
+- The engine has no logic of its own: passes, step and state are those of their modules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardway.train.engines.base import EngineParts
 from shardway.train.passes import Loss, Passes, SeveralPasses
 from shardway.train.step import StepContext, StepParts, StepResult, take_step
 
-# --- What torch says in a step, in words that name the remedy
+# --- torch's errors with their remedy
 
 _MEANT: Mapping[str, str] = MappingProxyType(
     {
@@ -49,12 +49,12 @@ _MEANT: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
-"""A part of torch's message -> what is told."""
+"""A part of torch's message -> Shardway's message."""
 
 
 @contextlib.contextmanager
 def explained(model: nn.Module) -> Iterator[None]:
-    """Around a step: raise UserError where torch says what a user can mend."""
+    """Around a step: raise UserError for an error of torch that a user can remedy."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -66,7 +66,7 @@ def explained(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def script_explained() -> Iterator[None]:
-    """Around a script: the same for what it computes itself with a model in shards."""
+    """Around a script: the same for its own computations with a sharded model."""
     try:
         yield
     except RuntimeError as error:
@@ -76,18 +76,18 @@ def script_explained() -> Iterator[None]:
 
 
 def _find_line(error: BaseException) -> str:
-    """The line of the script that an error came from: the innermost one that is no library's."""
+    """The line of the script that an error came from: the innermost one outside of libraries."""
     libraries = (os.path.dirname(os.path.dirname(torch.__file__)), os.path.dirname(shardway.__file__))
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(libraries)]
     return f"{os.path.basename(own[-1].filename)}, line {own[-1].lineno}" if own else "the script"
 
 
-# --- PyTorch as the engine: DDP, FSDP2 and the other axes, a torch optimizer, a checkpoint that any layout reads
+# --- the engine
 
 
 class TorchEngine:
-    """What trains where `train.engine` is "torch"."""
+    """The engine for train.engine = "torch"."""
 
     def __init__(self, parts: EngineParts) -> None:
         like = (parts.parallel, parts.portions, parts.precision, parts.ranks.device)
@@ -103,7 +103,7 @@ class TorchEngine:
 
     @property
     def can_void(self) -> bool:
-        """Updates are its own to leave out."""
+        """True: it can leave out an update."""
         return True
 
     @property

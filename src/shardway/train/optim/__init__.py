@@ -1,8 +1,8 @@
 """Optimizers by name, on whole, sharded and differently placed parameters in one.
 
-Invariant: a step gives what it would give on one rank, in any layout, and elementwise state is placed as its
-parameter is (a plain tensor or a DTensor of the same global shape), so that a checkpoint fits another layout. This
-room must not scale, clip or average gradients.
+Invariant: a step gives what it would give on one rank, in any layout. Elementwise state is placed as its parameter is
+(a plain tensor or a DTensor of the same global shape), so that a checkpoint fits another layout. This room must not
+scale, clip or average gradients.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Adafactor (Shazeer and Stern, arXiv:1804.04235): second moments of a matrix as one row and one column.
 
 Invariant: row and column means, root mean squares and clipping are those of the whole parameter, added up over the
-ranks that share it; three all-reduces an axis and group. This module must not hold an update of all parameters at
-once: it computes each twice instead.
+ranks that share it: three all-reduces per axis and group. All updates are never held at once: each is computed twice
+instead.
 """
 
 from __future__ import annotations

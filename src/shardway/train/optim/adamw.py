@@ -1,13 +1,13 @@
 """AdamW, AdamW with 8-bit states, and SGD with momentum.
 
 Invariants:
-- The numbers are those of `torch.optim.AdamW`, whose functional form computes them.
-- The numbers are those of `torch.optim.SGD`, whose functional form computes them.
-- Torchao is imported when it is asked for, and only here.
+- The numbers of AdamW and SGD are those of `torch.optim.AdamW` and `torch.optim.SGD`, whose functional forms compute
+  them.
+- Only this module imports torchao, when 8-bit states are asked for.
 
-A block of 256 numbers is quantized together, and blocks are cut from what a rank holds. So a checkpoint fits another
-layout only where that cuts a parameter between blocks too (torchao raises ValueError elsewhere), and states of parts
-below 4096 numbers, which stay in fp32, are quantized when they come to a larger part.
+8-bit states: a block of 256 numbers is quantized together, and blocks are cut from what a rank holds. So a checkpoint
+fits another layout only if that also cuts a parameter between blocks (otherwise torchao raises ValueError). States of
+parts below 4096 numbers stay in fp32 and are quantized when they become part of a larger one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class AdamW(LocalOptimizer):
         )
 
 
-# --- Stochastic gradient descent with momentum (Sutskever et al., ICML 2013, for Nesterov's form)
+# --- SGD with momentum (Sutskever et al., ICML 2013)
 
 
 class SGD(LocalOptimizer):
@@ -82,7 +82,7 @@ class SGD(LocalOptimizer):
         )
 
 
-# --- AdamW with 8-bit states (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861)
+# --- AdamW with 8-bit states (Dettmers et al., arXiv:2110.02861)
 
 
 def build_adamw8bit(groups: Groups, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:

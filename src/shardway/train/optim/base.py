@@ -1,12 +1,12 @@
 """The base of our optimizers: groups of parameters, what a rank holds of each, states in bf16.
 
 Invariants:
-- The tensors of a part have one shape and share memory with what they were taken from.
-- Every trainable parameter is in one group, once, and a group is never empty.
-- A rounded value has the exact one as its mean, and how it is rounded is a pure function of step and row-major index in
-  the whole parameter, so that a run repeats itself, every layout rounds alike and replicas stay equal.
-- An update that takes each element by itself needs no communication, and no kernel sees a DTensor: torch refuses
-  DTensors of several meshes, or beside plain tensors, in one call.
+- Parts: the tensors of a part have one shape and share memory with what they were taken from.
+- Groups: every trainable parameter is in exactly one group, and a group is never empty.
+- Rounding: a rounded value has the exact one as its mean. It is a pure function of step and row-major index in the
+  whole parameter, so a run repeats itself, every layout rounds alike and replicas stay equal.
+- Updates: an elementwise update needs no communication, and no kernel sees a DTensor: torch refuses DTensors of several
+  meshes, or beside plain tensors, in one call.
 
 Rounding to the nearest would stall second moments: with beta2 = 0.999 they fall by at most 1/1000 of themselves, and
 two neighbours in bf16 lie 1/256 to 1/128 apart. Weights lose small updates in the same way.
@@ -29,7 +29,7 @@ from shardway.models.contract import ModelPlan, canonical_name, held_by_rank, ma
 from shardway.models.initialise import held_part
 from shardway.parallel.compile import find_units
 
-# --- What a rank holds of a parameter, with its gradient and states, as plain tensors
+# --- parts: what a rank holds of a parameter
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def split_rows(part: ParameterPart, elements: int) -> Iterator[ParameterPart]:
         yield part.rows(first, min(first + rows, length))
 
 
-# --- Which parameters are updated in which way
+# --- groups of parameters
 
 Groups = list[dict[str, Any]]
 """Parameter groups as `torch.optim` takes them."""
@@ -156,7 +156,7 @@ def _is_matrix(name: str, module: nn.Module, parameter: torch.Tensor, plan: Mode
     return parameter.dim() == 2 and not is_table
 
 
-# --- Weights and states kept in bf16: widened for the update, rounded back stochastically
+# --- bf16 weights and states, rounded stochastically
 
 WORKING = 2**22
 WORKING_ON_CPU = 2**18
@@ -283,7 +283,7 @@ def _signed(value: int) -> int:
     return value - 2**32 if value >= 2**31 else value
 
 
-# --- The base of our optimizers: each rank updates what it holds, whatever mesh that belongs to
+# --- the base class
 
 FUSED_DEVICES = ("cpu", "cuda")
 """Devices on which torch 2.11 to 2.13 have fused kernels of all optimizers here."""

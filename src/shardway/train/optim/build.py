@@ -1,6 +1,6 @@
-"""From the [optim] section of a run file to an optimizer.
+"""Builds the optimizer of the [optim] section of a run file.
 
-Invariant: a name in the run file is one constructor here. This module must not know a formula.
+Invariant: each name in the run file is one constructor here. This module must not contain a formula.
 """
 
 from __future__ import annotations

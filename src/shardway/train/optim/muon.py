@@ -1,9 +1,9 @@
 """Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) for matrices, AdamW for the
 rest.
 
-Invariant: what is orthogonalised is a whole matrix, however it is sharded: the ranks of a mesh exchange their parts so
-that each has its share of whole matrices, and exchange the results back. Experts stacked in one parameter are a
-matrix each. This module must not know the model.
+Invariant: a whole matrix is orthogonalised, however it is sharded: the ranks of a mesh exchange their parts so that
+each has its share of whole matrices, and exchange the results back. Of experts stacked in one parameter, each is a
+matrix. This module must not depend on the model.
 """
 
 from __future__ import annotations

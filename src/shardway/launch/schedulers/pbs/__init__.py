@@ -1,19 +1,19 @@
-"""PBS Pro and OpenPBS: #PBS lines, questions about jobs, answers.
+"""PBS Pro and OpenPBS: queries about jobs and their answers, #PBS lines.
 
 Invariants:
-- `job_state` decides the phase before `Exit_status` is looked at, which a job that waits again still has.  Sources:
-  qstat(1B) "-x", PBS Professional Reference Guide "Job Attributes", "Job States" and "Job Exit Codes", OpenPBS
-  src/include/job.h; transcripts of OpenPBS 23.06.
-- A job asks in the `select` form alone (a chunk a node, scattered), never mixed with the older `-l nodes=`, which PBS
-  refuses; no value goes through `qsub -v`, which changes quotes and backslashes.
+- `job_state` decides the phase before `Exit_status` is read, which a requeued job still has.
+- A job is requested in the `select` form alone (one chunk per node, scattered), never mixed with the older `-l nodes=`,
+  which PBS refuses. No value goes through `qsub -v`, which changes quotes and backslashes.
 
-A server that keeps no history refuses `-x` for every job, for those that run too; it is then asked without.
+A server without a job history refuses `-x` for every job, also for running ones; the query is then repeated without it.
 
-One job a call: asked for several, `qstat -f -F json` prints the first that it finds and exits 0. Its JSON is what the
-user's own values make of it (wrong types, doubled keys, bytes that are no UTF-8), so that where it cannot be read the
-few attributes that matter are picked from its lines.
+Each call asks for one job: for several, `qstat -f -F json` prints the first one found and exits 0. Values of users can
+make its JSON invalid (wrong types, doubled keys, bytes that are not UTF-8); then the few attributes that matter are
+read from its lines.
 
-Sources: qsub(1B) "-l select", "-k oed"; pbs_resources(7B); PBS Professional User's Guide, "Multi-node jobs", pbs_tmrsh.
+Sources: qstat(1B) "-x", PBS Professional Reference Guide "Job Attributes", "Job States" and "Job Exit Codes", OpenPBS
+src/include/job.h; transcripts of OpenPBS 23.06; qsub(1B) "-l select", "-k oed"; pbs_resources(7B); PBS Professional
+User's Guide, "Multi-node jobs", pbs_tmrsh.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shardway.launch.schedulers.base import (
 )
 from shardway.launch.script import ScriptLine, quote
 
-# --- Asks PBS about jobs, and reads its answers
+# --- queries and answers
 
 _PHASES = {
     **dict.fromkeys("HQTW", JobPhase.QUEUED),
@@ -252,7 +252,7 @@ def _parse_time(value: Any) -> float | None:
         return None
 
 
-# --- PBS's part of a job script: #PBS lines and one task on each node
+# --- the job script's #PBS lines
 
 
 def directives(job: Job) -> tuple[ScriptLine, ...]:

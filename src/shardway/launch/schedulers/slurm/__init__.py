@@ -1,16 +1,16 @@
-"""Slurm: #SBATCH lines and srun, questions about jobs, answers.
+"""Slurm: queries about jobs and their answers, #SBATCH lines, srun.
 
 Invariants:
-- Only an answer of squeue or of sacct makes a job ended or unknown.  Sources: squeue(1) "OUTPUT FORMAT" and "JOB STATE
-  CODES", sacct(1) "Job Accounting Fields", of 22.05 to 26.05.
-- Srun is always told nodes, tasks and cores, because inside a job it takes what it is not told from the variables of
-  the job, and since 22.05 it does not take cores a task from there at all.
+- A job is ended or unknown only by an answer of squeue or sacct.
+- srun always gets nodes, tasks and cores explicitly: inside a job it takes missing ones from the job's variables, and
+  since 22.05 it does not take the cores of a task from there at all.
 
-squeue knows what is in the controller's memory and is right at once; sacct keeps the exit codes but lags, by seconds
-after a start. So a job is active when squeue says so, and how it ended is sacct's word where sacct has one. Text fields
-are read, not JSON: squeue's JSON of 22.05 ignores which jobs were asked for, and sacct's gives 0 for every exit code.
+squeue reads the controller's memory and is up to date; sacct has the exit codes but lags by seconds after a start. So
+squeue decides whether a job is active, and sacct, if it has a record, how it ended. Text fields are read, not JSON:
+squeue's JSON of 22.05 ignores the requested jobs, and sacct's gives 0 for every exit code.
 
-Sources: sbatch(1) "OPTIONS", srun(1) "OPTIONS" and "--cpus-per-task".
+Sources: squeue(1) "OUTPUT FORMAT" and "JOB STATE CODES", sacct(1) "Job Accounting Fields", of 22.05 to 26.05; sbatch(1)
+"OPTIONS", srun(1) "OPTIONS" and "--cpus-per-task".
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from shardway.launch.schedulers.base import (
 )
 from shardway.launch.script import ScriptLine, quote
 
-# --- Asks Slurm about jobs, and reads its answers
+# --- queries and answers
 
 _ENV = ("env", "SLURM_TIME_FORMAT=%s")
-"""Times as Unix seconds, so that nobody has to know the time zone of the machine that answers."""
+"""Times as Unix seconds, so the time zone of the answering machine does not matter."""
 
 _SQUEUE = ("%i", "%A", "%T", "%S", "%e", "%N", "%r", "%j")
 _SACCT = ("JobID", "JobIDRaw", "State", "ExitCode", "Submit", "Start", "End", "NodeList", "Reason", "JobName")
@@ -63,10 +63,10 @@ _ENDINGS = {
     "REVOKED": SchedulerEnding.NEVER_STARTED,
 }
 _MAY_RUN_AGAIN = frozenset(("REQUEUED", "PREEMPTED", "NODE_FAIL"))
-"""States of a run after which Slurm may queue the same job id again."""
+"""States after which Slurm may queue the same job id again."""
 
 _TOLD_BY_STEPS = frozenset(("COMPLETED", "FAILED"))
-"""States of a job whose steps, which only sacct has, may tell more."""
+"""States of a job whose steps, which only sacct has, may give a better reason."""
 
 _LAUNCH_FAILURE = "0:53"
 _HIGHEST_SIGNAL = 31
@@ -77,14 +77,14 @@ _NO_ACCOUNTING = "accounting storage is disabled"
 
 
 def query_commands(jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """The two commands whose outputs `parse_records` reads, in this order; none where no word is an id of Slurm, as
-    one such word would make it refuse the whole question."""
+    """The two commands whose outputs `parse_records` reads, in this order. None if no word is a Slurm id; a single
+    invalid id would make Slurm refuse the whole query."""
     ids = ",".join(job for job in jobs if _JOB.fullmatch(job))
     return (_squeue("-j", ids), _sacct("-D", "-j", ids)) if ids else ()
 
 
 def find_commands(token: str) -> tuple[tuple[str, ...], ...]:
-    """The two commands whose outputs `parse_found` reads: my jobs of the last two weeks with this name."""
+    """The two commands whose outputs `parse_found` reads: the user's jobs of the last two weeks with this name."""
     return _squeue("-n", token), _sacct("-X", "--name", token, "-S", f"now-{_DAYS_BACK}days")
 
 
@@ -97,10 +97,10 @@ def _sacct(*which: str) -> tuple[str, ...]:
 
 
 def parse_records(jobs: Sequence[str], answers: Sequence[Done]) -> dict[str, JobRecord]:
-    """A record of each of these jobs of which something is known now; one that Slurm does not know is UNKNOWN.
+    """A record of each of these jobs with known state; a job that Slurm does not list is UNKNOWN.
 
-    A job is left out where only sacct answered and does not say how it ended. Raises SchedulerSilent where nothing is
-    known of any job.
+    A job is left out if only sacct answered and does not state how it ended. Raises SchedulerSilent if nothing is known
+    of any job.
     """
     if not answers:
         return {job: JobRecord(job, JobPhase.UNKNOWN) for job in jobs}
@@ -116,9 +116,9 @@ def parse_records(jobs: Sequence[str], answers: Sequence[Done]) -> dict[str, Job
 
 
 def parse_found(answers: Sequence[Done]) -> tuple[str, ...]:
-    """Ids of the jobs of a name, oldest first; a submission that Slurm refused and still counted is none.
+    """Ids of the jobs with a name, oldest first, without submissions that Slurm refused but recorded.
 
-    Raises SchedulerSilent where one of the two did not answer and the other found nothing.
+    Raises SchedulerSilent if one of the two did not answer and the other found nothing.
     """
     squeue, sacct = answers
     live, booked = _parse_squeue(squeue), _parse_sacct(sacct)
@@ -132,7 +132,7 @@ def parse_found(answers: Sequence[Done]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Row:
-    """One line of squeue or of sacct about a job or a task of an array, in Slurm's words."""
+    """One line of squeue or sacct about a job or an array task, in Slurm's words."""
 
     job: str
     raw: str
@@ -154,7 +154,7 @@ class _Row:
 
     @property
     def word(self) -> str:
-        """The state without what follows it: "CANCELLED by 1001" is CANCELLED."""
+        """The state's first word: "CANCELLED by 1001" is CANCELLED."""
         return (self.state.split() or [""])[0]
 
     @property
@@ -163,11 +163,11 @@ class _Row:
 
     @property
     def refused(self) -> bool:
-        """Whether this is what remains of a job that sbatch refused: it has an id, and failed without a node."""
+        """Whether this is the record of a job that sbatch refused: it has an id, and failed without a node."""
         return self.word == "FAILED" and not self.nodes and not self.steps
 
     def covers(self, job: str) -> bool:
-        """Whether it speaks of this id: its own, or one of the tasks of "70_[2-3%2]"."""
+        """Whether the line is about this id: its own, or one of the tasks of "70_[2-3%2]"."""
         parent, _, tasks = self.job.partition("_")
         if self.job == job or not tasks.startswith("["):
             return self.job == job
@@ -176,7 +176,7 @@ class _Row:
 
 
 def _is_task(task: int, tasks: str) -> bool:
-    """Whether a list such as "1-3,5,8-20:4%2" has this task."""
+    """Whether a list such as "1-3,5,8-20:4%2" contains this task."""
     for part in tasks.split("%")[0].split(","):
         bounds, _, step = part.partition(":")
         first, _, last = bounds.partition("-")
@@ -186,7 +186,7 @@ def _is_task(task: int, tasks: str) -> bool:
 
 
 def _parse_squeue(done: Done) -> list[_Row] | None:
-    """The lines of squeue; None where it did not answer."""
+    """The lines of squeue; None if it did not answer."""
     if not done.ok and _UNKNOWN_ID not in done.err:
         return None
     rows = []
@@ -197,7 +197,7 @@ def _parse_squeue(done: Done) -> list[_Row] | None:
 
 
 def _parse_sacct(done: Done) -> list[_Row] | None:
-    """The job lines of sacct with their steps, the newest run of each job only; None where it did not answer."""
+    """The job lines of sacct with their steps, only the newest run of each job; None if it did not answer."""
     if not done.ok and _NO_ACCOUNTING not in done.err:
         return None
     runs: list[_Row] = []
@@ -212,19 +212,19 @@ def _parse_sacct(done: Done) -> list[_Row] | None:
 
 
 def _split(text: str, count: int) -> list[list[str]]:
-    """Cells of the lines that are about a job. The last one is the name, in which the separator may stand."""
+    """Cells of the lines about jobs. The last cell is the name, which may contain the separator."""
     lines = [line.split("|", count - 1) for line in text.splitlines()]
     return [cells for cells in lines if len(cells) == count and _JOB.fullmatch(cells[0].split(".")[0])]
 
 
 def _choose(job: str, live: list[_Row] | None, booked: list[_Row] | None) -> JobRecord | None:
-    """What is known of one job from both answers; None where too little is."""
+    """The record of one job from both answers; None if too little is known."""
     now, runs = _select(job, live or []), _select(job, booked or [])
     past = _newest(runs)
     restarts = len(runs) - len(past)
     ended = [row for row in past if row.has_ended]
     if live is None:
-        # Without squeue nobody knows whether a job that can be queued again has been.
+        # Without squeue it is unknown whether a job that can be queued again has been.
         settled = bool(past) and all(row.has_ended and row.word not in _MAY_RUN_AGAIN for row in past)
         return _combine(job, past, restarts) if settled else None
     if not all(row.has_ended for row in now):
@@ -240,7 +240,7 @@ def _choose(job: str, live: list[_Row] | None, booked: list[_Row] | None) -> Job
 
 
 def _select(job: str, rows: list[_Row]) -> list[_Row]:
-    """The lines about a job: its own; else those of its tasks; else those of the task that has it as raw id."""
+    """The lines about a job: its own; else those of its tasks; else those of the task with it as raw id."""
     return (
         [row for row in rows if row.covers(job)]
         or [row for row in rows if row.parent == job]
@@ -249,7 +249,7 @@ def _select(job: str, rows: list[_Row]) -> list[_Row]:
 
 
 def _newest(rows: list[_Row]) -> list[_Row]:
-    """The last run of each job; a job that was queued again has a line for each run."""
+    """The last run of each job; a job that was queued again has one line per run."""
     last: dict[str, _Row] = {}
     for row in rows:
         if row.job not in last or row.submit >= last[row.job].submit:
@@ -309,7 +309,7 @@ def _ending(row: _Row) -> SchedulerEnding:
         return SchedulerEnding.NEVER_STARTED
     if ending is SchedulerEnding.FAILED and row.exit == _LAUNCH_FAILURE:
         return SchedulerEnding.NEVER_STARTED
-    # The kernel ends a process of a step; what the job script makes of that is its own affair.
+    # The kernel kills a process of a step; the job script decides what follows from that.
     out_of_memory = any(state == "OUT_OF_MEMORY" for _, state, _ in row.steps)
     if out_of_memory and ending in (SchedulerEnding.COMPLETED, SchedulerEnding.FAILED):
         return SchedulerEnding.OUT_OF_MEMORY
@@ -317,7 +317,7 @@ def _ending(row: _Row) -> SchedulerEnding:
 
 
 def _exit_text(row: _Row) -> str:
-    """The job's exit code; that of its script where Slurm says 0:0 of a job that it ended itself."""
+    """The job's exit code; that of its script if Slurm reports 0:0 for a job that it ended itself."""
     if row.exit == "0:0" and row.word != "COMPLETED":
         return next((text for step, _, text in row.steps if step == "batch" and text), "")
     return row.exit
@@ -341,7 +341,7 @@ def _parse_time(text: str) -> float | None:
         return None
 
 
-# --- Slurm's part of a job script: #SBATCH lines and srun
+# --- the job script's #SBATCH lines and srun
 
 
 def directives(job: Job) -> tuple[ScriptLine, ...]:
@@ -390,7 +390,7 @@ _GRES = "gres"
 
 
 def _generic_resources(job: Job) -> Iterator[ScriptLine]:
-    """Accelerators, and what an option asks for besides them (local disks): of two --gres the last alone would hold."""
+    """Accelerators, and what an option requests besides them (local disks): of two --gres only the last counts."""
     count, kind = job.shape.accelerators_per_node, job.terms.accelerator_type
     asked = f"{kind}:{count}" if kind else str(count)
     gres = [f"gpu:{asked}"] if count and job.terms.accelerators == "gres" else []
@@ -404,20 +404,21 @@ def _generic_resources(job: Job) -> Iterator[ScriptLine]:
 
 
 def _render_time(seconds: float) -> str:
-    """Slurm counts whole minutes; a part of one counts as one (sbatch(1), --time)."""
+    """Whole minutes, rounded up, as Slurm counts them (sbatch(1), --time)."""
     minutes = max(1, -(-round(seconds) // 60))
     days, rest = divmod(minutes, 24 * 60)
     return f"{days}-{rest // 60:02d}:{rest % 60:02d}:00"
 
 
 def cpus_of_task(job: Job, tasks_per_node: int) -> int:
-    """What Slurm calls CPUs: all hardware threads of the cores of one task; 0 where the site does not say them."""
+    """CPUs as Slurm counts them: all hardware threads of the cores of one task; 0 if the site does not state the
+    cores."""
     cores = (job.shape.cores_per_node or 0) // tasks_per_node
     return max(1, cores) * job.shape.threads_per_core if job.shape.cores_per_node else 0
 
 
 def srun(job: Job, tasks_per_node: int) -> tuple[str, ...]:
-    """The words of an srun that starts so many tasks on each node."""
+    """The words of an srun that starts `tasks_per_node` tasks on each node."""
     cpus = cpus_of_task(job, tasks_per_node)
     words = [
         "srun",
@@ -432,7 +433,7 @@ def srun(job: Job, tasks_per_node: int) -> tuple[str, ...]:
 
 
 def _on_a_bad_end(job: Job) -> tuple[str, ...]:
-    """Agents see by themselves that one of them is gone; srun would tell the others by SIGTERM, which means a stop."""
+    """Agents detect the loss of an agent themselves; srun would signal the others by SIGTERM, which means a stop."""
     if job.launcher != "agent":
         return ("--kill-on-bad-exit=1",)
     return ("--kill-on-bad-exit=0", "--wait=0", *(("--no-kill",) if job.elastic else ()))
