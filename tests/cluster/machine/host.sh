@@ -12,5 +12,7 @@ ip link set lo up
 until ip addr add "$(ip_of "$1")/24" dev eth0 2>/dev/null; do sleep 0.02; done # the link comes from outside
 ip link set eth0 up
 /usr/sbin/sshd -D -f "$ROOT/conf/sshd_config" &
-[ "$1" = login ] || slurmd -D -N "$1" -d /usr/sbin/slurmstepd &
+# slurmd 22.05 was seen to abort by itself ("malloc(): unaligned tcache chunk"); a site's service manager starts it again
+serve_jobs() { while :; do slurmd -D -N "$1" -d /usr/sbin/slurmstepd || true; sleep 0.5; done; }
+[ "$1" = login ] || serve_jobs "$1" &
 while :; do sleep 3600 & wait $!; done
