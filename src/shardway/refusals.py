@@ -22,6 +22,9 @@ They do not concern the file itself; EIO may, and counts as damage."""
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 """Reasons of a file system that is full, or of a quota that is used up."""
 
+ANOTHER_FOLDER = "choose another folder with --dir or run.root"
+"""What helps where a run directory cannot be."""
+
 _IN_ITS_PLACE = "move away the file that stands in place of a folder there"
 _PERMISSION = "ask its owner for permission (`ls -ld` shows who may do what there)"
 _REMEDIES = {

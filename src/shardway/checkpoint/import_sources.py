@@ -19,6 +19,7 @@ import io
 import math
 import pickle
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -101,12 +102,22 @@ class WholeTensors:
         return self._tensor[region.slices] if region.shape else self._tensor
 
 
-class ReadsWhole(Protocol):
-    """A source that reads a tensor whole."""
+class ReadsWhole(ABC):
+    """A source without a config.json that reads a tensor whole."""
 
+    @abstractmethod
     def read_whole(self, name: str) -> torch.Tensor:
         """The tensor, on the CPU."""
-        ...
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """None."""
+        return None
+
+    @contextmanager
+    def open(self) -> Iterator[WholeTensors]:
+        """Reads regions."""
+        yield WholeTensors(self)
 
 
 def source_error(path: Path, what: str, remedy: str) -> UserError:
@@ -159,7 +170,7 @@ class HubSource:
 
 
 @dataclass(frozen=True)
-class TorchFile:
+class TorchFile(ReadsWhole):
     """The tensors of a file, by the keys that lead to them: `{"model": {"a": ...}}` has "model.a"."""
 
     path: Path
@@ -174,16 +185,6 @@ class TorchFile:
     def tensors(self) -> Mapping[str, Described]:
         """By name."""
         return {name: Described(tuple(each.shape), dtype_name(each.dtype)) for name, each in self.found.items()}
-
-    @property
-    def config(self) -> Mapping[str, Any] | None:
-        """None."""
-        return None
-
-    @contextmanager
-    def open(self) -> Iterator[WholeTensors]:
-        """Reads regions."""
-        yield WholeTensors(self)
 
     def read_whole(self, name: str) -> torch.Tensor:
         """A view of the memory-mapped file."""
@@ -258,7 +259,7 @@ class _Box:
 
 
 @dataclass(frozen=True)
-class DistributedSource:
+class DistributedSource(ReadsWhole):
     """The tensors of a folder, with the boxes that each consists of."""
 
     path: Path
@@ -269,16 +270,6 @@ class DistributedSource:
     def kind(self) -> str:
         """What it is."""
         return "a checkpoint of torch.distributed"
-
-    @property
-    def config(self) -> Mapping[str, Any] | None:
-        """None."""
-        return None
-
-    @contextmanager
-    def open(self) -> Iterator[WholeTensors]:
-        """Reads regions."""
-        yield WholeTensors(self)
 
     def read_whole(self, name: str) -> torch.Tensor:
         """A tensor, assembled from its boxes. Raises UserError if a file is damaged."""
@@ -431,7 +422,7 @@ def _read_metadata(path: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class OwnSource:
+class OwnSource(ReadsWhole):
     """One checkpoint in Shardway's form."""
 
     found: FoundCheckpoint
@@ -454,19 +445,9 @@ class OwnSource:
         return {name: Described(each.shape, each.dtype) for name, each in entries.items() if each.dtype != VALUE}
 
     @property
-    def config(self) -> Mapping[str, Any] | None:
-        """None: `resolved` describes its model."""
-        return None
-
-    @property
     def resolved(self) -> dict[str, Any]:
         """The resolved run that it is part of; empty for a checkpoint outside its run."""
         return RunDir(self.path.resolve().parent.parent).read_resolved()
-
-    @contextmanager
-    def open(self) -> Iterator[WholeTensors]:
-        """Reads regions."""
-        yield WholeTensors(self)
 
     def read_whole(self, name: str) -> torch.Tensor:
         """A tensor. Raises Damaged."""

@@ -60,8 +60,7 @@ def read_cgroup_tasks(root: Path = Path("/")) -> tuple[int, int] | None:
     pids.max and pids.current are the same in both versions; the limit leaves the difference.
     """
     pairs = [
-        (_read_stripped(folder / "pids.max"), _read_stripped(folder / "pids.current"))
-        for folder in _group_folders(root)
+        (read_or_empty(folder / "pids.max"), read_or_empty(folder / "pids.current")) for folder in _group_folders(root)
     ]
     found = [(int(limit), int(taken)) for limit, taken in pairs if limit.isdecimal() and taken.isdecimal()]
     return min(found, key=lambda pair: pair[0] - pair[1], default=None)
@@ -75,7 +74,7 @@ def count_oom_kills(root: Path = Path("/")) -> int | None:
     """
     names = ("memory.events.local", "memory.events", "memory.oom_control")
     lines = (
-        line for folder in _group_folders(root) for name in names for line in _read_stripped(folder / name).splitlines()
+        line for folder in _group_folders(root) for name in names for line in read_or_empty(folder / name).splitlines()
     )
     counts = (words[1] for words in map(str.split, lines) if words[:1] == ["oom_kill"] and len(words) == 2)
     return next((int(count) for count in counts if count.isdecimal()), None)
@@ -88,7 +87,7 @@ def _group_folders(root: Path) -> Iterator[Path]:
     the path may not exist below the mount, whose root is then the process's group.
     """
     mount = root / "sys/fs/cgroup"
-    for line in _read_stripped(root / "proc/self/cgroup").splitlines():
+    for line in read_or_empty(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         group = Path(path.strip().lstrip("/"))
@@ -98,28 +97,28 @@ def _group_folders(root: Path) -> Iterator[Path]:
 
 def _cores(folder: Path) -> float | None:
     """Cores from "cpu.max" (quota and period, or "max"), or from version 1's two files (-1 is no limit)."""
-    quota, _, period = _read_stripped(folder / "cpu.max").partition(" ")
-    quota = quota or _read_stripped(folder / "cpu.cfs_quota_us")
-    period = period or _read_stripped(folder / "cpu.cfs_period_us")
+    quota, _, period = read_or_empty(folder / "cpu.max").partition(" ")
+    quota = quota or read_or_empty(folder / "cpu.cfs_quota_us")
+    period = period or read_or_empty(folder / "cpu.cfs_period_us")
     if not (quota.isdecimal() and period.isdecimal() and int(period)):
         return None
     return int(quota) / int(period)
 
 
 def _memory_bytes(folder: Path) -> int | None:
-    limit = _read_stripped(folder / "memory.max") or _read_stripped(folder / "memory.limit_in_bytes")
+    limit = read_or_empty(folder / "memory.max") or read_or_empty(folder / "memory.limit_in_bytes")
     return int(limit) if limit.isdecimal() else None
 
 
 def _memory_held_bytes(folder: Path) -> int:
-    used = _read_stripped(folder / "memory.current") or _read_stripped(folder / "memory.usage_in_bytes")
-    lines = (line.split() for line in _read_stripped(folder / "memory.stat").splitlines())
+    used = read_or_empty(folder / "memory.current") or read_or_empty(folder / "memory.usage_in_bytes")
+    lines = (line.split() for line in read_or_empty(folder / "memory.stat").splitlines())
     droppable = sum(int(words[1]) for words in lines if words[:1] == ["inactive_file"] and words[1:2])
     return max(0, int(used) - droppable) if used.isdecimal() else 0
 
 
-def _read_stripped(path: Path) -> str:
-    """The stripped text of a file, empty where it cannot be read."""
+def read_or_empty(path: Path) -> str:
+    """The stripped text of a file of the kernel, empty where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except (OSError, ValueError):  # ValueError: a group name that is no file name
@@ -178,7 +177,7 @@ def _read_group_limit(root: Path) -> TaskLimit | None:
 
 
 def _read_capabilities(root: Path) -> int:
-    for line in _read(root / "proc/self/status").splitlines():
+    for line in read_or_empty(root / "proc/self/status").splitlines():
         if line.startswith("CapEff:"):
             return int(line.split()[1], 16)
     return 0
@@ -192,7 +191,7 @@ def _count_own_tasks(root: Path) -> int:
             if entry.name.isdecimal():
                 with contextlib.suppress(OSError):  # it has ended meanwhile
                     if entry.stat().st_uid == os.getuid():
-                        count += _count_threads(_read(Path(entry.path) / "status"))
+                        count += _count_threads(read_or_empty(Path(entry.path) / "status"))
     return count
 
 
@@ -355,13 +354,6 @@ def explain_limit(error: BaseException, root: Path = Path("/")) -> str:
         f"no more processes or threads can be started: {known}.\n"
         f"  To do: {remedy}, or need fewer: run.threads, data.workers, ranks on this node, other programs of yours."
     )
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 # --- memory left on this host

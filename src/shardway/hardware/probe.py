@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardway.hardware.command import run_command, run_commands
-from shardway.hardware.limits import CgroupLimits, read_cgroup_limits
+from shardway.hardware.limits import CgroupLimits, read_cgroup_limits, read_or_empty
 
 
 @dataclass(frozen=True)
@@ -244,19 +244,12 @@ def _number(text: str) -> float | None:
 def count_amd(root: Path = Path("/")) -> int:
     """AMD devices that the kernel's compute driver lists; nodes of its topology without SIMD units are CPUs."""
     found = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
-    return sum(bool(re.search(r"^simd_count [1-9]", _read(path), re.MULTILINE)) for path in found)
+    return sum(bool(re.search(r"^simd_count [1-9]", read_or_empty(path), re.MULTILINE)) for path in found)
 
 
 def has_device_files(root: Path = Path("/")) -> bool:
     """Whether the kernel shows NVIDIA devices here, whatever nvidia-smi says."""
     return any((root / "dev").glob("nvidia[0-9]*"))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 # --- labelled text
@@ -292,10 +285,6 @@ def _render_devices(devices: tuple[Device, ...]) -> str:
 
 def _render_gib(count_bytes: int | None) -> str:
     return UNKNOWN if count_bytes is None else f"{count_bytes / 2**30:.1f} GiB"
-
-
-def _render_scaled(value: float | None, unit: float, label: str) -> str:
-    return UNKNOWN if value is None else f"{value / unit:g} {label}"
 
 
 def _or_unknown(value: object) -> str:

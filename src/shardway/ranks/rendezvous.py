@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -196,6 +197,44 @@ class Keeper:
             return self._note
 
 
+class GroupAgent(ABC):
+    """What the coordinator and the agents that follow share: a note of their own, the news, how long others are silent.
+
+    A RendezvousMember but for `is_over`. While `keep` is entered, a thread calls `look`.
+    """
+
+    def __init__(self, board: KeyValueStore, node: int, clock: Callable[[], float]) -> None:
+        self.node = node
+        self._board = board
+        self._clock = clock
+        self._roll = Membership()
+        self._news = News()
+        self._keeper = Keeper(self.look)
+
+    @contextlib.contextmanager
+    def keep(self) -> Iterator[None]:
+        """While entered, a thread reads and writes at the store."""
+        with self._keeper:
+            yield
+
+    @abstractmethod
+    def look(self, own: Note) -> None:
+        """Hand on the own note and read what is new; called by the thread, and by tests."""
+
+    @property
+    def elsewhere(self) -> Behind:
+        """The progress of the hindmost of all ranks."""
+        return self._news.behind
+
+    def publish(self, state: AgentState, start: int, behind: Behind, outcome: NodeOutcome | None = None) -> None:
+        """Set the state of this node."""
+        self._keeper.publish(state, start, behind, outcome)
+
+    def is_asked(self, start: int) -> bool:
+        """Whether a rank of this start hangs on any node, so that all ranks are asked for their state."""
+        return self._news.start == start and self._news.hangs
+
+
 # --- the coordinator
 
 PAUSE_S = 0.05
@@ -220,28 +259,17 @@ class Ends:
         return tuple(node for node, outcome in self.outcomes.items() if outcome is None)
 
 
-class Coordinator:
+class Coordinator(GroupAgent):
     """Node `node` of `nodes`, which coordinates; while `keep` is entered it reads the others' notes."""
 
     def __init__(
         self, board: KeyValueStore, node: int, nodes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.node = node
-        self._board = board
+        super().__init__(board, node, clock)
         self._nodes = nodes
-        self._clock = clock
-        self._roll = Membership()
         self._notes: dict[int, Note] = {}
         self._gone: set[int] = set()
-        self._news = News()
         self._mutex = threading.RLock()
-        self._keeper = Keeper(self.look)
-
-    @contextlib.contextmanager
-    def keep(self) -> Iterator[None]:
-        """While entered, a thread reads the notes and writes the news."""
-        with self._keeper:
-            yield
 
     # --- exchange
 
@@ -277,21 +305,6 @@ class Coordinator:
             return False
         badly = note.outcome is not None and not note.outcome.is_well
         return badly or note.state in (AgentState.FAILED, AgentState.LEFT)
-
-    # --- RendezvousMember
-
-    @property
-    def elsewhere(self) -> Behind:
-        """The progress of the hindmost of all ranks."""
-        return self._news.behind
-
-    def publish(self, state: AgentState, start: int, behind: Behind, outcome: NodeOutcome | None = None) -> None:
-        """Set the state of this node."""
-        self._keeper.publish(state, start, behind, outcome)
-
-    def is_asked(self, start: int) -> bool:
-        """Whether a rank of this start hangs on any node, so that all ranks are asked for their state."""
-        return self._news.start == start and self._news.hangs
 
     def is_over(self, start: int) -> bool:
         """Whether the ranks of this start must end."""
@@ -379,26 +392,13 @@ class Coordinator:
 
 # --- the following agent
 
-FOLLOWING_PAUSE_S = 0.05
 
-
-class FollowingAgent:
+class FollowingAgent(GroupAgent):
     """Node `node`, which follows the coordinator that hosts the store; while `keep` is entered it reads the news."""
 
     def __init__(self, board: KeyValueStore, node: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.node = node
-        self._board = board
-        self._clock = clock
-        self._roll = Membership()
-        self._news = News()
+        super().__init__(board, node, clock)
         self._unreachable = False
-        self._keeper = Keeper(self.look)
-
-    @contextlib.contextmanager
-    def keep(self) -> Iterator[None]:
-        """While entered, a thread reads the news."""
-        with self._keeper:
-            yield
 
     def look(self, own: Note) -> None:
         """Write the own note and read the news; called by the thread, and by tests. It may hang in the network."""
@@ -421,21 +421,6 @@ class FollowingAgent:
         """Nodes that were present at the last news."""
         return self._news.present
 
-    # --- RendezvousMember
-
-    @property
-    def elsewhere(self) -> Behind:
-        """The progress of the hindmost of all ranks."""
-        return self._news.behind
-
-    def publish(self, state: AgentState, start: int, behind: Behind, outcome: NodeOutcome | None = None) -> None:
-        """Set the state of this node."""
-        self._keeper.publish(state, start, behind, outcome)
-
-    def is_asked(self, start: int) -> bool:
-        """Whether a rank of this start hangs on any node, so that all ranks are asked for their state."""
-        return self._news.start == start and self._news.hangs
-
     def is_over(self, start: int) -> bool:
         """Whether the ranks of this start must end."""
         news = self._news
@@ -451,5 +436,5 @@ class FollowingAgent:
             news = self._news
             if news.code is not None or (news.start > after and self.node in news.members and not news.over):
                 return news
-            time.sleep(FOLLOWING_PAUSE_S)
+            time.sleep(PAUSE_S)
         return None

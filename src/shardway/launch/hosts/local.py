@@ -22,7 +22,7 @@ from shardway.errors import UserError
 from shardway.inherited import list_options, strip
 from shardway.launch.hosts.base import MISSING, Done, fill_in, list_variables
 from shardway.places import find_home, is_there_as_written
-from shardway.refusals import find_remedy
+from shardway.refusals import ANOTHER_FOLDER, find_remedy
 from shardway.rundir.file_io import write_whole
 
 _NOT_EXECUTABLE = 126
@@ -158,10 +158,7 @@ class LocalHost:
 def refuse_to_write(path: PurePosixPath, reason: str, host: str = "") -> str:
     """The message of a file or folder that cannot be written."""
     where = f" on {host}" if host else ""
-    return (
-        f"{path}{where} cannot be written: {reason}.\n"
-        f"  To do: {find_remedy(reason, 'choose another folder with --dir or run.root')}."
-    )
+    return f"{path}{where} cannot be written: {reason}.\n  To do: {find_remedy(reason, ANOTHER_FOLDER)}."
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

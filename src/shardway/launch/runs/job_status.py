@@ -276,8 +276,6 @@ def _describe(ending: SchedulerEnding, record: JobRecord) -> str:
 
 # --- the state of each attempt now
 
-_TOLD_BY_CODE = frozenset((Ending.CRASHED, Ending.UNKNOWN))
-
 
 @dataclass(frozen=True)
 class JobStatus:
@@ -382,7 +380,7 @@ def _leaves_open(result: Result) -> bool:
     agent does not know how much memory the job requested."""
     if result.by == BY_AGENT:
         return result.state is Ending.OUT_OF_MEMORY
-    return result.state in _TOLD_BY_CODE and not result.by.startswith("rank")
+    return result.state in _UNSURE and not result.by.startswith("rank")
 
 
 # --- whether a run is free for another start

@@ -36,7 +36,7 @@ from shardway.launch.snapshot_files import (
     list_repository,
 )
 from shardway.places import find_home
-from shardway.refusals import find_remedy
+from shardway.refusals import ANOTHER_FOLDER, find_remedy
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import write_json, write_whole
@@ -284,7 +284,7 @@ def _link_all(plan: SnapshotPlan, target: Path) -> None:
 def _refused(target: Path, error: OSError) -> UserError:
     return UserError(
         f"the snapshot of the code cannot be written to {target}: {error.strerror or error}.\n"
-        f"  To do: {find_remedy(error, 'choose another folder with --dir or run.root')}."
+        f"  To do: {find_remedy(error, ANOTHER_FOLDER)}."
     )
 
 

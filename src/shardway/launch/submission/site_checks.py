@@ -41,6 +41,7 @@ from shardway.launch.submission.job_request import (
     walltime_of,
 )
 from shardway.places import list_variables
+from shardway.refusals import ANOTHER_FOLDER
 from shardway.resolve.build import check_same_run, find_changes, resolve
 from shardway.resolve.draft import Circumstances, Resolved
 from shardway.resolve.request import ResolveRequest, machine_of_known, resolve_request
@@ -311,7 +312,7 @@ def the_run_directory_of_a_training_is_text(wish: JobRequest) -> Iterator[Proble
     """A training stores its own path in `resolved.toml`, which is UTF-8; a user's command does not."""
     if wish.read is None and not is_text(str(wish.run)):
         what = f"the run directory {str(wish.run)!a} is not UTF-8 text"
-        yield Problem("run.root", what, remedy="choose another folder with --dir or run.root")
+        yield Problem("run.root", what, remedy=ANOTHER_FOLDER)
 
 
 def an_image_is_one_that_its_runtime_starts(wish: JobRequest) -> Iterator[Problem]:

@@ -36,7 +36,7 @@ from shardway.launch.job_script import render_job_script
 from shardway.launch.runs.job_status import LedgerEntry, read_again, render_submission, write_submission
 from shardway.launch.schedulers.base import Explanation, RequestedResources, SchedulerSilent
 from shardway.launch.schedulers.clients import CLIENTS, SchedulerClient
-from shardway.refusals import find_remedy
+from shardway.refusals import ANOTHER_FOLDER, find_remedy
 from shardway.rundir.attempts import Attempt, Submission
 from shardway.rundir.directory import FOLDER_MODE
 
@@ -147,7 +147,6 @@ and is not recorded as given up."""
 IN_FLIGHT_S = 5.0
 """How long a script may take to appear in the queue that was handed over just before its submitter was killed."""
 
-_ELSEWHERE = "choose another folder with --dir or run.root"
 
 _CERTAINLY_NOT_TAKEN = ("scheduler_down", "max_jobs_queued")
 """Codes of refusals after which no job can exist."""
@@ -240,7 +239,7 @@ class Submitter:
         if not (made.ok and mine.ok):
             raise UserError(
                 f"{attempt.path} cannot be made: {(made.err or mine.err).strip()}\n"
-                f"  Nothing was submitted. To do: {find_remedy(made.err or mine.err, _ELSEWHERE)}."
+                f"  Nothing was submitted. To do: {find_remedy(made.err or mine.err, ANOTHER_FOLDER)}."
             )
         return new
 

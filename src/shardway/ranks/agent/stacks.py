@@ -125,7 +125,6 @@ SIZE = 2000
 VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """Torch's names of that number, the present and the previous one; 0 turns its recorder off."""
 
-_RECORD_PAUSE_S = 0.02
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
@@ -187,7 +186,7 @@ def ask_for_records(folder: Path, ranks: Iterable[int]) -> Heard:
     asked = [rank for rank in ranks if _ask(folder, rank)]
     until = time.monotonic() + RECORD_WAIT_S
     while time.monotonic() < until and not all(_answer_path(folder, rank).exists() for rank in asked):
-        time.sleep(_RECORD_PAUSE_S)
+        time.sleep(_PAUSE_S)
     found = {rank: _read_answer(folder, rank) for rank in asked}
     records = tuple(record for record in found.values() if record is not None)
     return Heard(records, tuple(rank for rank, record in found.items() if record is None))

@@ -32,6 +32,7 @@ from shardway.ranks.doctor.finding import CheckResult, bad, good, poor, unknown
 from shardway.ranks.doctor.surroundings import MachineView
 from shardway.ranks.interface import choose_interface, list_others, look_up, select_interfaces
 from shardway.ranks.launcher import is_loopback
+from shardway.refusals import ANOTHER_FOLDER
 from shardway.units import render_seconds
 
 # --- network: interfaces, master address, InfiniBand
@@ -266,7 +267,7 @@ def check_space(around: MachineView) -> CheckResult:
     try:
         facts = os.statvfs(folder)
     except OSError as error:
-        return bad(f"{folder}: {error.strerror}", "choose another folder with --dir or run.root")
+        return bad(f"{folder}: {error.strerror}", ANOTHER_FOLDER)
     inodes = facts.f_favail if facts.f_files else None
     return judge_space(around, str(folder), facts.f_bavail * facts.f_frsize, inodes)
 
@@ -299,7 +300,7 @@ def check_speed(around: MachineView) -> CheckResult:
     try:
         _write_and_remove(folder, os.urandom(2**20) * (_SPEED_BYTES // 2**20))
     except OSError as error:
-        return bad(f"{folder}: {error.strerror}", "choose another folder with --dir or run.root")
+        return bad(f"{folder}: {error.strerror}", ANOTHER_FOLDER)
     rate = _SPEED_BYTES / max(time.monotonic() - start, 1e-6)
     said = f"{folder} took {_SPEED_BYTES // 2**20} MiB at {rate / 1e6:.0f} MB/s"
     if rate < _SLOW_BYTES_PER_S:
