@@ -18,7 +18,7 @@ REMOVERS = {
     "checkpoint/writer.py": "the unfinished folder of this step",
     "checkpoint/export.py": "the hidden, unfinished neighbour of the folder that it writes, and a file in it",
     "checkpoint/local_tier.py": "the folder of links and of received files that it made to read through, or damaged",
-    "cli/local.py": "empty folders for output of a start that was refused",
+    "ranks/supervisor.py": "empty folders for output of a start that was refused",
     "cli/rehearse.py": "a temporary folder of its own",
     "data/sources/text.py": "temporary files of its own",
     "launch/hosts/local.py": "a temporary folder of its own",

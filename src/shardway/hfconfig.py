@@ -188,4 +188,4 @@ def _is_size(config: Mapping[str, Any], key: str) -> bool:
 
 def _describe_key(key: str, config: Mapping[str, Any]) -> Problem:
     what = f"{config[key]!r} is no size" if key in config else "is missing"
-    return Problem(key, what, allowed="a whole number above 0", remedy="name a decoder-only language model")
+    return Problem(key, what, allowed="an integer above 0", remedy="name a decoder-only language model")

@@ -119,3 +119,8 @@ def stages_of_rank(place: int, ranks: int, per_rank: int, schedule: str) -> tupl
     if schedule == "zbv":
         return (place, 2 * ranks - 1 - place)
     return tuple(range(place, ranks * per_rank, ranks))
+
+
+def stages_of_schedule(schedule: str) -> tuple[int, int | None]:
+    """The fewest and the most stages that a schedule takes on each rank; None: as many as there are blocks."""
+    return {"gpipe": (1, 1), "1f1b": (1, 1), "zbv": (2, 2)}.get(schedule, (2, None))

@@ -22,6 +22,12 @@ They do not concern the file itself; EIO may, and counts as damage."""
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 """Reasons of a file system that is full, or of a quota that is used up."""
 
+UNWRITABLE = FULL | {errno.EROFS, errno.EFBIG}
+"""Reasons why nothing more can be written, whatever the place."""
+
+FORBIDDEN = frozenset((errno.EACCES, errno.EPERM))
+"""Reasons of a lack of permission, to read or to write."""
+
 ANOTHER_FOLDER = "choose another folder with --dir or run.root"
 """What helps where a run directory cannot be."""
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from command_line import TINY, write_text
 
-from shardway.cli import outputs
-from shardway.cli.outputs import EnduringOutput
+from shardway.ranks import outputs
+from shardway.ranks.outputs import EnduringOutput
 from shardway.rundir.directory import RunDir
 
 PAGE = 4096

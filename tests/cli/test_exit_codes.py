@@ -13,8 +13,8 @@ from command_line import TINY, Shardway, write_text
 
 from shardway.cli import main
 from shardway.cli.main import report_error, run_guarded
-from shardway.cli.train import Telling, _failure_told
 from shardway.errors import Bug, JobError, LostContact, ShardwayError, SiteError, UserError
+from shardway.ranks.completion import AttemptShare, failure_reported
 from shardway.rundir.attempts import VARIABLE, Attempt
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -210,6 +210,6 @@ def test_what_is_tried_again_is_not_yet_the_end_of_its_job(
     told = {VARIABLE: str(tmp_path), "TORCHELASTIC_RESTART_COUNT": count, "TORCHELASTIC_MAX_RESTARTS": "2"}
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError), _failure_told(Telling()):
+    with pytest.raises(UserError), failure_reported(AttemptShare(), ()):
         raise UserError("x")
     assert (Attempt(tmp_path).read_result() is not None) is said

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from shardway.cli.imports import uncollected
+from shardway.cli.main import uncollected
 
 
 def test_no_garbage_is_looked_for_meanwhile() -> None:

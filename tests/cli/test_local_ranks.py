@@ -12,14 +12,15 @@ from command_line import Shardway
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardway.cli import failure_cause, local
-from shardway.cli.failure_cause import LaunchOutcome, has_come_to_its_end
-from shardway.cli.local import Alone, build_launch, pack_request, train_local
+from shardway.cli.options import print_line
 from shardway.cli.rank import read_packed
 from shardway.errors import Bug, Fenced, JobError, LateStop, ShardwayError, SiteError, UserError
+from shardway.ranks import failure_cause, supervisor
 from shardway.ranks.agent.hang import HangTimeout
+from shardway.ranks.completion import LaunchOutcome, has_come_to_its_end
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.local import LocalLaunch
+from shardway.ranks.supervisor import Alone, build_launch, pack_request, train_local
 from shardway.ranks.warm_standby import WarmStandby
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.attempts import Ending
@@ -67,10 +68,10 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def train(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch, **request: Any) -> dict[str, Any]:
-    monkeypatch.setattr(local, "run_local", play)
+    monkeypatch.setattr(supervisor, "run_local", play)
     words = ("run.max_restarts=0", *request.pop("overrides", ()))
     resolution = resolve_request(ResolveRequest(directory=run.path, overrides=words, **request), 2, 2)
-    return train_local(resolution, build_launch(resolution, 2), Alone(2, WarmStandby(None)))
+    return train_local(resolution, build_launch(resolution, 2), Alone(2, WarmStandby(None), print_line))
 
 
 def failing(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch) -> ShardwayError:
@@ -223,8 +224,8 @@ def test_ranks_that_fail_while_their_file_system_is_away_start_again_once_it_ans
 ) -> None:
     """What ended them is read once it can be."""
     looks = iter([False, False, False, True, *[True] * 20])
-    monkeypatch.setattr(local, "answers", lambda path: next(looks))
-    monkeypatch.setattr(local, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(supervisor, "answers", lambda path: next(looks))
+    monkeypatch.setattr(supervisor, "LOOK_EVERY_S", 0.0)
     play = well_the_second_time()
     assert train(run, play, monkeypatch, overrides=AGAIN)["restarts"] == 1
     assert f"the file system of {run.path} is away; waiting 10m for it" in capsys.readouterr().err
@@ -414,7 +415,7 @@ def test_a_stop_before_ranks_could_hear_it_has_the_words_of_who_asked(
     if words is not None:
         run.request_stop(words)
     resolution = resolve_request(ResolveRequest(directory=run.path), 2, 2)
-    train_local(resolution, build_launch(resolution, 2), CalledOff(2, WarmStandby(None)))
+    train_local(resolution, build_launch(resolution, 2), CalledOff(2, WarmStandby(None), print_line))
     result = run.attempt(1).read_result()
     assert result is not None
     assert (result.state, result.failure, result.reason) == (state, failure, reason)
@@ -439,10 +440,10 @@ class Few(Alone):
 
 def test_nothing_starts_again_where_too_few_nodes_are_left(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     play = Play(failures=[KILLED])
-    monkeypatch.setattr(local, "run_local", play)
+    monkeypatch.setattr(supervisor, "run_local", play)
     resolution = resolve_request(ResolveRequest(directory=run.path), 2, 2)
     with pytest.raises(JobError, match=r"was ended by SIGKILL") as told:
-        train_local(resolution, build_launch(resolution, 2), Few(2, WarmStandby(None)))
+        train_local(resolution, build_launch(resolution, 2), Few(2, WarmStandby(None), print_line))
     assert play.starts == 1
     assert str(told.value).endswith("\n  The ranks were started once; it is not started again: 1 of 2 nodes are left.")
 
@@ -466,13 +467,13 @@ class Scattered(Alone):
 def test_what_keeps_ranks_from_starting_again_is_in_the_status(run: RunDir) -> None:
     resolution = resolve_request(ResolveRequest(directory=run.path), 2, 2)
     with pytest.raises(SiteError, match=r"1 of 2 nodes is there"):
-        train_local(resolution, build_launch(resolution, 2), Scattered(2, WarmStandby(None)))
+        train_local(resolution, build_launch(resolution, 2), Scattered(2, WarmStandby(None), print_line))
     assert run.read_status()["state"] == "failed"
     assert run.read_status()["reason"].startswith("1 of 2 nodes is there")
 
 
 def test_nothing_starts_again_where_nothing_can_be_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "why_refused", lambda folder: "Read-only file system")
+    monkeypatch.setattr(supervisor, "why_refused", lambda folder: "Read-only file system")
     play = Play(failures=[KILLED])
     with pytest.raises(JobError, match=r"again: nothing can be written into .* now \(Read-only file system\)\.$"):
         train(run, play, monkeypatch, overrides=AGAIN)
@@ -591,7 +592,7 @@ def test_a_run_that_was_stopped_says_how_to_go_on(shardway: Shardway, monkeypatc
     def stop(run: RunDir, on_stop: Callable[[], None]) -> None:
         run.write_status(state="stopped", reason="SIGINT", step=3)
 
-    monkeypatch.setattr(local, "run_local", Play(also=stop, begins=False))
+    monkeypatch.setattr(supervisor, "run_local", Play(also=stop, begins=False))
     ended = shardway("train", "--nproc", "2", "--dir", "a")
     assert (ended.code, ended.err) == (0, "")
     assert ended.out == ("run directory  a\nreport         a/report.html\nto go on, run the same command again\n")

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 from command_line import TINY, Shardway, write_text
 
-from shardway.cli import nodes as cli_nodes
-from shardway.cli.failure_cause import LaunchOutcome
-from shardway.cli.local import build_launch
-from shardway.cli.nodes import Led, train_on_nodes
+from shardway.cli.options import print_line
 from shardway.cli.train import _read_nodes
 from shardway.errors import SiteError, UserError
+from shardway.ranks import nodes as cli_nodes
+from shardway.ranks.completion import LaunchOutcome
 from shardway.ranks.launcher import NodeSpec
+from shardway.ranks.nodes import Led, train_on_nodes
 from shardway.ranks.rendezvous import host_board
+from shardway.ranks.supervisor import build_launch
 from shardway.ranks.warm_standby import WarmStandby
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.directory import RunDir
@@ -42,7 +43,7 @@ class Lead:
 
 def led(folder: Path, *free: int, words: tuple[str, ...] = ()) -> Led:
     request = ResolveRequest(directory=folder / "run", overrides=("site.nodes=4", *words))
-    return Led(resolve_request(request, 4, 1), PLACE, Lead(free), 5.0, WarmStandby(None))  # type: ignore[arg-type]
+    return Led(resolve_request(request, 4, 1), PLACE, Lead(free), 5.0, WarmStandby(None), print_line)  # type: ignore[arg-type]
 
 
 def begin(crew: Led) -> LaunchOutcome:
@@ -89,7 +90,7 @@ def test_how_many_nodes_have_to_be_left(tmp_path: Path) -> None:
 def test_as_many_nodes_as_the_run_may_have(tmp_path: Path) -> None:
     resolution = resolve_request(ResolveRequest(directory=tmp_path / "run", overrides=("run.elastic=[1, 2]",)), 4, 1)
     with pytest.raises(UserError, match=r"--nodes names 4 node\(s\), and run.elastic = \[1, 2\] \(command line\)"):
-        train_on_nodes(resolution, PLACE)
+        train_on_nodes(resolution, PLACE, print_line)
 
 
 @pytest.mark.parametrize(

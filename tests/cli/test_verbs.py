@@ -15,7 +15,7 @@ import pytest
 from command_line import TINY, Ended, Shardway, write_text
 
 from claimed import claim_from
-from shardway.cli.init import list_examples
+from shardway.cli.config import list_examples
 from shardway.launch.runs import logs
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.attempts import AttemptStart, Submission
@@ -126,7 +126,7 @@ def test_config_explain(shardway: Shardway) -> None:
         "\n"
         "checkpoint.keep\n"
         "  Complete checkpoints that are kept; older ones are removed after a newer one is complete.\n"
-        "  allowed: a whole number, at least 1\n"
+        "  allowed: an integer, at least 1\n"
         "  default: 3\n"
         "\n"
         "checkpoint.keep_every\n"
@@ -137,7 +137,7 @@ def test_config_explain(shardway: Shardway) -> None:
         "checkpoint.keep_best\n"
         "  How many of the steps with the best validation are kept besides, whatever `every` says; `monitor` is what "
         "makes them the best. 0 = none.\n"
-        "  allowed: a whole number, at least 0\n"
+        "  allowed: an integer, at least 0\n"
         "  default: 0\n"
         "\n"
         "checkpoint.monitor\n"
@@ -161,7 +161,7 @@ def test_config_explain(shardway: Shardway) -> None:
         "checkpoint.local_dir\n"
         "  Folder on each node's own disk for these; variables of the environment may stand in it. Empty = the site's "
         "node.local_disk (local_every).\n"
-        "  allowed: a text\n"
+        "  allowed: a string\n"
         '  default: ""\n'
     )
     assert [doc["key"] for doc in facts(shardway("config", "explain", "checkpoint", "--json"))] == [

@@ -13,8 +13,7 @@ from verbs import call, guarded, picture
 
 from shardway.checkpoint.file_format import MANIFEST
 from shardway.checkpoint.reader import peek_latest
-from shardway.resolve.build import check_same_run, find_changes
-from shardway.resolve.request import ResolveRequest, resolve_request
+from shardway.resolve.request import ResolveRequest, check_same_run, find_changes, resolve_request
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import all_keys
 from shardway.train.deadline import find_deadline, read_pace

@@ -393,19 +393,19 @@ REFUSED = {
     "rank without world size": (
         {"RANK": "1", "LOCAL_RANK": "1"},
         "the variables of the environment do not place this process among the ranks: WORLD_SIZE not set\n"
-        "      allowed: WORLD_SIZE is a whole number from 0 on\n"
+        "      allowed: WORLD_SIZE is an integer from 0 on\n"
         f"      to do: start the ranks with torchrun {FRESH}",
     ),
     "world size without rank": (
         {"WORLD_SIZE": "4"},
         "the variables of the environment do not place this process among the ranks: RANK not set\n"
-        "      allowed: RANK is a whole number from 0 on\n"
+        "      allowed: RANK is an integer from 0 on\n"
         f"      to do: start the ranks with torchrun {FRESH}",
     ),
     "two nodes without local rank": (
         {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
         "the variables of the environment do not place this process among the ranks: LOCAL_RANK not set\n"
-        "      allowed: LOCAL_RANK is a whole number from 0 on\n"
+        "      allowed: LOCAL_RANK is an integer from 0 on\n"
         f"      to do: start the ranks with torchrun {FRESH}",
     ),
     "rank beyond the world": (
@@ -418,13 +418,13 @@ REFUSED = {
         OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "eight"},
         "the variables of mpirun do not place this process among the ranks: "
         'OMPI_COMM_WORLD_SIZE="eight"\n'
-        "      allowed: OMPI_COMM_WORLD_SIZE is a whole number from 0 on\n"
+        "      allowed: OMPI_COMM_WORLD_SIZE is an integer from 0 on\n"
         f"      to do: start the ranks with mpirun {FRESH}",
     ),
     "a negative number": (
         SLURM_26_TASK_3 | {"SLURM_PROCID": "-1"},
         'the variables of srun do not place this process among the ranks: SLURM_PROCID="-1"\n'
-        "      allowed: SLURM_PROCID is a whole number from 0 on\n"
+        "      allowed: SLURM_PROCID is an integer from 0 on\n"
         f"      to do: start the ranks with srun {FRESH}",
     ),
     "local rank beyond the node": (
@@ -486,7 +486,7 @@ REFUSED = {
     "hydra without a local rank": (
         {"PMI_RANK": "0", "PMI_SIZE": "2"},
         "the variables of mpiexec (hydra) do not place this process among the ranks: MPI_LOCALRANKID not set\n"
-        "      allowed: MPI_LOCALRANKID is a whole number from 0 on\n"
+        "      allowed: MPI_LOCALRANKID is an integer from 0 on\n"
         f"      to do: start the ranks with mpiexec (hydra) {FRESH}",
     ),
     "a number without a world": (

@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from left_folders import list_left_folders
-from shardway.cli.local import open_reserve
 from shardway.ranks import warm_standby
 from shardway.ranks.agent import heartbeat
 from shardway.ranks.agent.hang import NOBODY, Behind
 from shardway.ranks.agent.heartbeat import GATES
 from shardway.ranks.local import LocalLaunch, Seats
+from shardway.ranks.supervisor import open_reserve
 from shardway.ranks.warm_standby import MOST_OF_MEMORY, SPARE_BYTES, WarmStandby
 from shardway.runfile.schema import RunSection
 

@@ -42,7 +42,7 @@ REFUSALS: list[Refuses] = [
         "what_nodes_save_has_a_folder",
         ("checkpoint.local_every=10 steps", "checkpoint.local_dir=scratch"),
         '  checkpoint.local_dir (command line): "scratch" is no whole path, and each node would look for it elsewhere\n'
-        '      allowed: a text that begins with /, ~ or $, such as "$TMPDIR"',
+        '      allowed: a string that begins with /, ~ or $, such as "$TMPDIR"',
     ),
     Refuses(
         "the_best_is_found_by_validating",

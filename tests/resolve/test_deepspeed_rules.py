@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from resolving import refusal_of, resolve_words, value_of
 
 from shardway.errors import UserError
-from shardway.resolve.deepspeed import find_conflicts, render_ds_config, resolve_ds_config
-from shardway.resolve.rules.deepspeed import OTHERWISE_DECIDED
+from shardway.resolve.rules.deepspeed import OTHERWISE_DECIDED, find_conflicts, render_ds_config, resolve_ds_config
 from shardway.runfile.load import load_run
 
 ZERO = "train.engine=deepspeed"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from resolving import resolve_or_refuse
 
-from shardway.resolve.rules.numbers import nearest_divisor
+from shardway.resolve.draft import nearest_divisor
 
 DEGREES = st.one_of(st.just("auto"), st.integers(1, 12))
 

@@ -18,9 +18,9 @@ from test_rules_hold import RANKS, VALUES, text_of
 from shardway.hardware.catalogue import load_accelerators
 from shardway.hardware.device import A_CPU, DeviceFacts, facts_of_cuda, facts_of_part
 from shardway.resolve import DataFacts, Resolved, resolve_with_data
-from shardway.resolve.device_defaults import KEYS, choose_for
 from shardway.resolve.draft import Settled
 from shardway.resolve.request import ResolveRequest, resolve_request
+from shardway.resolve.rules.formats import KEYS, choose_for
 
 
 def cuda(name: str, *capability: int, no_compiler: str = "", native: bool | None = None) -> DeviceFacts:

@@ -8,7 +8,7 @@ import pytest
 from resolving import refusal_of, resolve_words, value_of
 
 from shardway.hfconfig import ModelFacts
-from shardway.resolve.applies import SHAPE_KEYS, applies
+from shardway.resolve.draft import SHAPE_KEYS, applies
 
 DENSE = ModelFacts(
     family="qwen3",

@@ -19,8 +19,8 @@ from shardway.layout import AXES
 from shardway.plan.search import NEAR
 from shardway.plan.shapes.section import find_named
 from shardway.resolve import Resolved, resolve
-from shardway.resolve.applies import applies
-from shardway.resolve.planned_layout import KEYS
+from shardway.resolve.draft import applies
+from shardway.resolve.planned import KEYS
 from shardway.runfile.load import load_run
 from shardway.runfile.write import render_value
 

@@ -10,7 +10,7 @@ from resolving import value_of
 
 from shardway.plan.machine import Machine
 from shardway.plan.search import NEAR
-from shardway.resolve.planned_layout import list_sizes
+from shardway.resolve.planned import list_sizes
 
 RUN = (*SMALL, "train.global_batch=96", "parallel.dp_shard=2")
 

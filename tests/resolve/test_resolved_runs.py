@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from golden_files import Golden, golden_names
 from shardway.errors import UserError
 from shardway.resolve import Circumstances, DataFacts, Resolved, resolve, resolve_with_data
-from shardway.resolve.applies import applies
+from shardway.resolve.draft import applies
 from shardway.runfile.load import LoadedRunFile, load_run
 from shardway.runfile.schema import RunFile, all_keys
 from shardway.runfile.write import render_value

@@ -18,7 +18,7 @@ from rule_cases import Refuses
 from shardway.errors import Problem, UserError
 from shardway.resolve import Circumstances, Resolved, resolve
 from shardway.resolve.draft import Draft
-from shardway.resolve.rules import RULES, axes, layout, pipeline
+from shardway.resolve.rules import RULES, layout
 from shardway.runfile.load import LoadedRunFile, load_run
 from shardway.runfile.write import render_value
 
@@ -95,7 +95,7 @@ def test_any_run_resolves_or_is_refused_in_words(values: dict[str, Any], ranks: 
 
 # --- what a rule proposes
 
-RULES_OF_AXES = [rule for rule in RULES if rule.__module__ in (axes.__name__, pipeline.__name__, layout.__name__)]
+RULES_OF_AXES = [rule for rule in RULES if rule.__module__ == layout.__name__]
 LITERAL = r'("[^"]*"|\[[^\]]*\]|\d+|true|false)'
 
 

@@ -9,8 +9,8 @@ from resolving import resolve_words
 
 from shardway.errors import UserError
 from shardway.resolve import check_same_run, find_changes
-from shardway.resolve.applies import applies
-from shardway.resolve.build import FIXED_AT_RESUME, FREE_AT_RESUME
+from shardway.resolve.draft import applies
+from shardway.resolve.request import FIXED_AT_RESUME, FREE_AT_RESUME
 from shardway.runfile.schema import RunFile, all_keys, sections
 
 CHANGES = {

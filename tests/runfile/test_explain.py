@@ -43,15 +43,15 @@ def test_examples_that_are_shown_are_taken() -> None:
 @pytest.mark.parametrize(
     ("dotted", "allowed", "default"),
     [
-        ("model.dim", "a whole number, at least 1", "128"),
-        ("model.kv_heads", 'a whole number, at least 1 or "auto"', '"auto"'),
+        ("model.dim", "an integer, at least 1", "128"),
+        ("model.kv_heads", 'an integer, at least 1 or "auto"', '"auto"'),
         ("model.tied", "true or false", "true"),
         ("model.dropout", "a number, at least 0 and less than 1", "0.0"),
-        ("model.channels", "a list of a whole number, at least 1", "[16, 32]"),
+        ("model.channels", "a list of an integer, at least 1", "[16, 32]"),
         ("optim.name", '"adamw", "sgd", "adafactor", "adamw8bit", "muon"', '"adamw"'),
         ("optim.clip", 'a number, more than 0 or "off"', "1.0"),
-        ("train.seed", f"a whole number, at least 0 and at most {2**63 - 1}", "0"),
-        ("data.include", "a text", '"*.py"'),
+        ("train.seed", f"an integer, at least 0 and at most {2**63 - 1}", "0"),
+        ("data.include", "a string", '"*.py"'),
         ("run.stop_timeout", 'such as "90s", "1h30m"', '"15m"'),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_section_is_all_its_keys() -> None:
     assert docs[1] == KeyDoc(
         "checkpoint.keep",
         "Complete checkpoints that are kept; older ones are removed after a newer one is complete.",
-        "a whole number, at least 1",
+        "an integer, at least 1",
         "3",
     )
 
@@ -84,9 +84,9 @@ def test_an_unknown_key_is_answered_with_the_nearest() -> None:
     with pytest.raises(UserError) as told:
         explain_key("checkpoint.evry")
     assert str(told.value) == (
-        "there is no key checkpoint.evry; allowed: a section (model, data, train, optim, parallel, deepspeed, "
-        "precision, recompute, checkpoint, guard, run, site) or section.key.\n"
-        "  Did you mean checkpoint.every or checkpoint.keep_every or checkpoint.local_every?"
+        "there is no key checkpoint.evry; did you mean checkpoint.every or checkpoint.keep_every or "
+        "checkpoint.local_every?\n  allowed: a section (model, data, train, optim, parallel, deepspeed, "
+        "precision, recompute, checkpoint, guard, run, site) or section.key."
     )
 
 
@@ -220,4 +220,4 @@ def test_a_word_that_nothing_has_is_told() -> None:
 def test_a_key_of_a_peer_in_a_run_file_is_answered_with_ours(word: str, says: str) -> None:
     with pytest.raises(UserError) as told:
         load_run(None, [word])
-    assert f"to do: {says}" in str(told.value)
+    assert f"of this name; {says}\n" in str(told.value)

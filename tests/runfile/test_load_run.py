@@ -180,7 +180,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
 def test_two_parents(tmp_path: Path) -> None:
     child = write(tmp_path / "c.toml", 'extends = ["a.toml", "b.toml"]\n')
     assert refused(child) == (
-        f"extends in {tmp_path}/c.toml is ['a.toml', 'b.toml']; allowed: the path of one run file as a text."
+        f"extends in {tmp_path}/c.toml is ['a.toml', 'b.toml']; allowed: the path of one run file as a string."
     )
 
 

@@ -11,7 +11,7 @@ from shardway.runfile.load import load_run
 from shardway.runfile.types import read_skips
 
 ALLOWED = (
-    "\n      allowed: pairs [from, to] of whole numbers, from less than to, 0 to 1000000000000000000, such as "
+    "\n      allowed: pairs [from, to] of integers, from less than to, 0 to 1000000000000000000, such as "
     "[[120000, 121000]]"
 )
 
@@ -38,8 +38,8 @@ def test_spans_are_sorted_and_merged(given: list[list[int]], read: list[list[int
         ("[1, 2]", "1 is no pair, 2 is no pair"),
         ("[[1]]", "[1] is no pair"),
         ("[[1, 2, 3]]", "[1, 2, 3] is no pair"),
-        ("[[1, 2.0]]", "[1, 2.0] holds what is no whole number"),
-        ("[[true, 2]]", "[True, 2] holds what is no whole number"),
+        ("[[1, 2.0]]", "[1, 2.0] holds what is no integer"),
+        ("[[true, 2]]", "[True, 2] holds what is no integer"),
         ("[[-1, 2]]", "[-1, 2] reaches out of the order"),
         ("[[1, 2000000000000000000]]", "[1, 2000000000000000000] reaches out of the order"),
         ("[[5, 5], [1, 4], [9, 3]]", "[5, 5] ends where or before it begins, [9, 3] ends where or before it begins"),

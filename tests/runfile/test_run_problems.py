@@ -39,17 +39,15 @@ def problem_of_file(path: Path, text: str, *overrides: str) -> str:
 
 def test_an_unknown_key_is_answered_with_the_nearest() -> None:
     assert problem("checkpoint.evry=5") == (
-        "  checkpoint.evry (command line): there is no key of this name\n"
-        f"      allowed: in [checkpoint]: {CHECKPOINT}\n"
-        "      to do: did you mean checkpoint.every?"
+        "  checkpoint.evry (command line): there is no key of this name; did you mean checkpoint.every?\n"
+        f"      allowed: in [checkpoint]: {CHECKPOINT}"
     )
 
 
 def test_a_key_of_another_section_is_answered_with_that_section() -> None:
     assert problem("checkpoint.dp_shard=5") == (
-        "  checkpoint.dp_shard (command line): there is no key of this name\n"
-        f"      allowed: in [checkpoint]: {CHECKPOINT}\n"
-        "      to do: did you mean parallel.dp_shard?"
+        "  checkpoint.dp_shard (command line): there is no key of this name; did you mean parallel.dp_shard?\n"
+        f"      allowed: in [checkpoint]: {CHECKPOINT}"
     )
 
 
@@ -62,18 +60,16 @@ def test_an_unknown_key_that_is_like_no_other() -> None:
 def test_an_unknown_section_is_answered_with_the_nearest(tmp_path: Path) -> None:
     assert problem_of_file(tmp_path / "my.toml", "format = 1\n\n[optin]\nlr = 1.0\n") == (
         "1 problem in /my.toml\n"
-        "  optin (my.toml:3): there is no section of this name\n"
-        f"      allowed: {TOP}\n"
-        "      to do: did you mean optim?"
+        "  optin (my.toml:3): there is no section of this name; did you mean optim?\n"
+        f"      allowed: {TOP}"
     )
 
 
 def test_a_key_without_its_section(tmp_path: Path) -> None:
     assert problem_of_file(tmp_path / "my.toml", "lr = 1.0\n") == (
         "1 problem in /my.toml\n"
-        "  lr (my.toml:1): there is no section of this name\n"
-        f"      allowed: {TOP}\n"
-        "      to do: did you mean optim.lr?"
+        "  lr (my.toml:1): there is no section of this name; did you mean optim.lr?\n"
+        f"      allowed: {TOP}"
     )
 
 
@@ -115,17 +111,17 @@ def test_an_array_of_sections(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "what", "allowed"),
     [
-        ("model.dim=x", '"x" is not a whole number', "a whole number"),
-        ("model.dim=1.5", "1.5 is not a whole number", "a whole number"),
-        ("model.dim=true", "true is not a whole number", "a whole number"),
+        ("model.dim=x", '"x" is not an integer', "an integer"),
+        ("model.dim=1.5", "1.5 is not an integer", "an integer"),
+        ("model.dim=true", "true is not an integer", "an integer"),
         ("model.dim=0", "0 is too small", "at least 1"),
         ("model.tied=1", "1 is neither true nor false", "true or false"),
         ("model.tied=yes", '"yes" is neither true nor false', "true or false"),
-        ("run.name=5", "5 is not a text", "a text in quotes"),
-        ('run.name=""', '"" is not the name of a folder', "a text without / that is more than dots"),
-        ("run.name=a/b", '"a/b" is not the name of a folder', "a text without / that is more than dots"),
-        ("run.name=..", '".." is not the name of a folder', "a text without / that is more than dots"),
-        ('data.path=""', '"" is too short', "a text of at least 1 character"),
+        ("run.name=5", "5 is not a string", "a string in quotes"),
+        ('run.name=""', '"" is not the name of a folder', "a string without / that is more than dots"),
+        ("run.name=a/b", '"a/b" is not the name of a folder', "a string without / that is more than dots"),
+        ("run.name=..", '".." is not the name of a folder', "a string without / that is more than dots"),
+        ('data.path=""', '"" is too short', "a string of at least 1 character"),
         ("optim.lr=fast", '"fast" is not a number', "a number"),
         ("optim.lr=0", "0 is too small", "more than 0"),
         ("optim.lr=inf", "inf is not a finite number", "a finite number"),
@@ -133,12 +129,12 @@ def test_an_array_of_sections(tmp_path: Path) -> None:
         ("optim.momentum=1.5", "1.5 is too large", "at most 1"),
         ("model.dropout=1.0", "1.0 is too large", "less than 1"),
         ("optim.name=adam", '"adam" is not one of the choices', '"adamw", "sgd", "adafactor", "adamw8bit" or "muon"'),
-        ("model.vocab=auot", '"auot" is not a whole number', 'a whole number or "auto"'),
+        ("model.vocab=auot", '"auot" is not an integer', 'an integer or "auto"'),
         ("model.vocab=0", "0 is too small", 'at least 1 or "auto"'),
         ("optim.clip=none", '"none" is not a number', 'a number or "off"'),
         ("model.channels=3", "3 is not a list", "a list such as [1, 2]"),
         ("model.channels=[]", "[] has 0 entries", "at least 1 entries"),
-        ("model.channels=[1, 'x']", '"x" is not a whole number', "a whole number"),
+        ("model.channels=[1, 'x']", '"x" is not an integer', "an integer"),
         ("optim.betas=[0.9]", "[0.9] has 1 entries", "at least 2 entries"),
         ("optim.betas=[0.1, 0.2, 0.3]", "[0.1, 0.2, 0.3] has 3 entries", "at most 2 entries"),
         (
@@ -148,8 +144,8 @@ def test_an_array_of_sections(tmp_path: Path) -> None:
         ),
         (
             "train.steps=1.5",
-            "1.5 is neither a text nor a whole number",
-            'a text such as "500 steps", or a whole number of steps',
+            "1.5 is neither a string nor an integer",
+            'a string such as "500 steps", or an integer number of steps',
         ),
         ("train.steps=1e30 tokens", '"1e30 tokens" is too large', "up to 9007199254740992 tokens"),
         ("train.validate_every=0", "0 steps is no interval", 'more than 0, or "off"'),
@@ -162,11 +158,11 @@ def test_an_array_of_sections(tmp_path: Path) -> None:
         ),
         (
             "checkpoint.every=inf",
-            "inf is neither a text nor a whole number",
-            'a text such as "500 steps", or a whole number of steps',
+            "inf is neither a string nor an integer",
+            'a string such as "500 steps", or an integer number of steps',
         ),
-        ("run.stop_timeout=90", "90 is not a text", 'a time in quotes with its unit, such as "90s"'),
-        ("run.stop_timeout=90.0", "90.0 is not a text", 'a time in quotes with its unit, such as "90s"'),
+        ("run.stop_timeout=90", "90 is not a string", 'a time in quotes with its unit, such as "90s"'),
+        ("run.stop_timeout=90.0", "90.0 is not a string", 'a time in quotes with its unit, such as "90s"'),
         ("run.stop_timeout=0s", '"0s" is no time to wait', "more than 0s"),
         (
             "run.stop_timeout=fast",
@@ -195,7 +191,7 @@ def test_a_date_is_a_name_too() -> None:
 
 def test_a_date_in_a_file_is_no_text(tmp_path: Path) -> None:
     assert problem_of_file(tmp_path / "my.toml", "[run]\nname = 2026-01-31\n") == (
-        "1 problem in /my.toml\n  run.name (my.toml:2): 2026-01-31 is not a text\n      allowed: a text in quotes"
+        "1 problem in /my.toml\n  run.name (my.toml:2): 2026-01-31 is not a string\n      allowed: a string in quotes"
     )
 
 
@@ -209,10 +205,10 @@ def test_all_problems_of_file_parent_and_command_line_at_once(tmp_path: Path) ->
     assert [line for line in told.splitlines() if not line.startswith("      ")] == [
         "7 problems in /my.toml",
         "  steps=5 (command line): is not an override",
-        '  model.dim (base.toml:5): "x" is not a whole number',
+        '  model.dim (base.toml:5): "x" is not an integer',
         "  train.seed (base.toml:2): -1 is too small",
         "  train.global_batch (my.toml:3): 0 is too small",
-        "  train.batch (my.toml:4): there is no key of this name",
+        "  train.batch (my.toml:4): there is no key of this name; did you mean train.micro_batch?",
         '  optim.name (command line): "adm" is not one of the choices',
-        "  checkpoint.keep (my.toml:6): [1, 2] is not a whole number",
+        "  checkpoint.keep (my.toml:6): [1, 2] is not an integer",
     ]

@@ -348,15 +348,15 @@ max_node = 2
         "  name: is missing\n"
         "      to do: add name: short name of the site\n"
         '  title: "" is not allowed\n'
-        "      allowed: a text that is not empty\n"
+        "      allowed: a string that is not empty\n"
         '  scheduler: "slrum" is not allowed\n'
         '      allowed: "local", "slurm", "pbs"\n'
         '  node.cores: "8" is not allowed\n'
-        "      allowed: a whole number\n"
+        "      allowed: an integer\n"
         '  node.memory: "12 parsecs" is not a size\n'
         "      allowed: a number and one of B, KiB, MiB, GiB, TiB, PiB, kB, KB, MB, GB, TB, PB\n"
         "  node.accelerators_per_node: true is not allowed\n"
-        "      allowed: a whole number\n"
+        "      allowed: an integer\n"
         '  node.local_disk: "detect" is not allowed\n'
         "      allowed: an absolute path, or one that starts with ~ or $\n"
         "  queues[1].name: is missing\n"

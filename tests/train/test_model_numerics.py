@@ -33,10 +33,10 @@ from shardway.models.build import build_model
 from shardway.models.contract import ModelPlan
 from shardway.parallel.compile import apply_backend_switches, tf32_put_back
 from shardway.parallel.formats.precision import autocast_model
-from shardway.resolve import device_defaults as decided
-from shardway.resolve.device_defaults import KEYS
 from shardway.resolve.draft import Settled, value_of
 from shardway.resolve.request import ResolveRequest, resolve_request
+from shardway.resolve.rules import formats as decided
+from shardway.resolve.rules.formats import KEYS
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import ModelSection, RunFile
 from shardway.train.run import Run

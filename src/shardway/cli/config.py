@@ -1,21 +1,26 @@
-"""`shardway config show | explain | schema`: every value with its origin, the doc of a key, the JSON Schema.
+"""`shardway init`: a run file to start from; `shardway config show | explain | schema`: every value with its origin,
+the doc of a key, the JSON Schema.
 
-Invariant: what `show` prints is a run file that runs as it stands, with --mesh a picture of the ranks that it would run
-on, with --deepspeed the ds_config.json that DeepSpeed would be started with. This module must not resolve: it asks
-`shardway.resolve`.
+Invariants:
+- `init` never overwrites a file; its template is the schema, its examples are those of the project.
+- What `show` prints is a run file that runs as it stands, with --mesh a picture of the ranks that it would run on, with
+  --deepspeed the ds_config.json that DeepSpeed would be started with.
 """
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, complete_key, read_request
+from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, complete_example, complete_key, read_request
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
     from shardway.resolve.request import Resolution, ResolveRequest
 
 app = typer.Typer(help="Show what a run resolves to, explain a key, print the schema.", no_args_is_help=True)
@@ -87,7 +92,7 @@ def _show_mesh(resolution: Resolution, as_json: bool) -> None:
 
 
 def _show_deepspeed(resolution: Resolution) -> None:
-    from shardway.resolve.deepspeed import render_ds_config
+    from shardway.resolve.rules.deepspeed import render_ds_config
 
     if resolution.resolved.values.train.engine != "deepspeed":
         raise UserError(
@@ -141,3 +146,91 @@ def resolution_facts(resolution: Any) -> dict[str, Any]:
         "keys": keys,
         "derived": {**derived, "peak_lr": resolved.derived.peak_lr},
     }
+
+
+# --- a run file to start from
+
+MINIMAL = """\
+# A Shardway run file: what one has to decide. Every other key stands at its default: `shardway init all.toml` writes
+# them all, `shardway config explain WORD` finds one.
+format = 1
+
+[model]
+kind = "transformer"          # or hf = "FOLDER" for a model of the Hugging Face library
+dim = 128
+layers = 4
+heads = 4
+
+[data]
+kind = "text"
+path = "python:stdlib"        # a file or folder of your own
+
+[train]
+steps = "800 steps"           # or "2e7 tokens", "3 epochs"
+global_batch = 16             # samples in a step, over all ranks
+
+[optim]
+lr = 3e-3
+"""
+
+
+def _examples() -> Traversable:
+    from importlib.resources import files
+
+    return files("shardway.runfile") / "examples"
+
+
+def list_examples() -> list[str]:
+    """The names of the examples."""
+    folder = _examples()
+    return sorted(each.name.removesuffix(".toml") for each in folder.iterdir() if each.name.endswith(".toml"))
+
+
+def init(
+    path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("run.toml"),
+    minimal: Annotated[bool, typer.Option("--minimal", help="Only the keys that one has to decide.")] = False,
+    example: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="EXAMPLE",
+            help="An example: default, mnist, wikitext2.",
+            show_default=False,
+            autocompletion=complete_example,
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the file instead of writing it.")] = False,
+) -> None:
+    """Write a run file to start from: commented with every key, --minimal, or --from an example."""
+    if minimal and example is not None:
+        raise UserError("--minimal and --from write different files; allowed: one of them.")
+    written = MINIMAL if minimal else _render_all()
+    text = _read_example(example) if example is not None else written
+    if dry_run:
+        typer.echo(text, nl=False)
+        return
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"{path} exists and is left as it is.\n  To do: name another file, or move it away.") from None
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written: {error.strerror}.\n  To do: name a file in a folder that you may write to."
+        ) from None
+    typer.echo(f"wrote {path}; train it with `shardway train {path}`")
+
+
+def _render_all() -> str:
+    from shardway.runfile.schema import RunFile
+    from shardway.runfile.write import render_commented
+
+    return render_commented(RunFile(), {"data.kind": "text", "data.path": "python:stdlib", "train.steps": "800 steps"})
+
+
+def _read_example(name: str) -> str:
+    known, plain = list_examples(), name.removesuffix(".toml").rpartition("/")[2]
+    if plain not in known:
+        raise UserError(f'there is no example "{name}".\n      allowed: {", ".join(known)}')
+    text = (_examples() / f"{plain}.toml").read_text(encoding="utf-8")
+    return text.replace(f"examples/{plain}.toml", "THIS_FILE")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardway.cli.options import JsonOption, Words, read_request
+from shardway.cli.options import JsonOption, Words, print_line, read_request, read_time, report
 from shardway.errors import SiteError, UserError
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def doctor(
     from shardway.ranks.doctor.surroundings import look_around
 
     if why := bind_to_cores(os.environ):  # as the ranks of a training that starts here
-        typer.echo(why, err=True)
-    wait_s = _read_wait(wait, _QUICK_WAIT_S if preflight else _WAIT_S)
+        print_line(why)
+    wait_s = read_time("--wait", wait) if wait else _QUICK_WAIT_S if preflight else _WAIT_S
     profile, wanted = _try_demands(words, site, directory) if preflight else _read_demands(words, site, directory)
     limit_s = _QUICK_GPU_S if preflight else _GPU_S
     around = look_around(dict(os.environ), profile, wanted, deep=deep, gpu_limit_s=limit_s)
@@ -57,21 +57,12 @@ def doctor(
     return SiteError.exit_code if strict and summary.judge(rows) == "fail" else 0
 
 
-def _read_wait(text: str, default_s: float) -> float:
-    from shardway.units import parse_seconds
-
-    try:
-        return parse_seconds(text) if text else default_s
-    except ValueError as error:
-        raise UserError(f"--wait: {error}") from None
-
-
 def _try_demands(words: list[str] | None, site: str | None, directory: Path | None) -> tuple[SiteProfile, MachineNeeds]:
     """As `_read_demands`; what is wrong with the run file is told, and training will say it again."""
     try:
         return _read_demands(words, site, directory)
     except UserError as error:
-        typer.echo(f"shardway: {error}\n  The preflight goes on without the run file.", err=True)
+        report(f"{error}\n  The preflight goes on without the run file.")
         return _read_demands(None, None, directory)
 
 

@@ -7,16 +7,15 @@ names.
 from __future__ import annotations
 
 import json
-import secrets
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardway.cli.options import JsonOption
+from shardway.cli.options import JsonOption, print_line, read_time, report
 from shardway.errors import UserError
-from shardway.units import parse_seconds
 
 if TYPE_CHECKING:
     from shardway.launch.hosts import Host
@@ -62,7 +61,7 @@ def import_image(
     from shardway.launch.image.request import Recipe
 
     said = ImageOptions(runtime, arch, proxy, to, scratch)
-    _make(uri, Recipe(), said, on, _Manner(_read_timeout(timeout), dry_run, as_json))
+    _make(uri, Recipe(), said, on, _Manner(read_time("--timeout", timeout), dry_run, as_json))
 
 
 @app.command("build")
@@ -94,7 +93,7 @@ def build_image(
             "  To do: name packages by --apt, --pip or --requirements, or fetch it as it is: `shardway image import`."
         )
     said = ImageOptions(runtime, arch, proxy, to, scratch)
-    _make(base, recipe, said, on, _Manner(_read_timeout(timeout), dry_run, as_json))
+    _make(base, recipe, said, on, _Manner(read_time("--timeout", timeout), dry_run, as_json))
 
 
 @dataclass(frozen=True)
@@ -118,12 +117,12 @@ def _make(uri: str, recipe: Recipe, said: ImageOptions, on: str, manner: _Manner
         *making.warnings,
         *(hindrance.render().strip() for hindrance in making.hindrances if manner.dry_run),
     ]:
-        typer.echo(f"shardway: {warning}", err=True)
+        report(warning)
     if not manner.dry_run:
         try:
-            made = make_image(host, order, making, manner.limit_s, lambda line: typer.echo(line, err=True))
+            made = make_image(host, order, making, manner.limit_s, print_line)
         except KeyboardInterrupt:
-            typer.echo("shardway: nothing half-made is left", err=True)
+            report("nothing half-made is left")
             raise
         _print_made(made, order, host, manner.as_json)
 
@@ -138,7 +137,7 @@ def _read_order(uri: str, recipe: Recipe, said: ImageOptions, on: str) -> tuple[
     source, target = parse_uri(uri), parse_target(on) if on else None
     profile = load_site(target.site) if target and target.site else None
     host = find_host(target.host if target else "")
-    order = replace(make_order(source, recipe, said, target, profile), token=secrets.token_hex(4))
+    order = replace(make_order(source, recipe, said, target, profile), token=os.urandom(4).hex())
     order = order if order.runtime else find_runtime(order, host)
     check_order(order)
     return order, host
@@ -152,13 +151,6 @@ def _read_requirements(path: Path | None) -> str:
         raise UserError(
             f"--requirements {path}: {reason}.\n  To do: name a file as pip writes it (pip freeze)."
         ) from None
-
-
-def _read_timeout(text: str) -> float:
-    try:
-        return parse_seconds(text)
-    except ValueError as error:
-        raise UserError(f"--timeout: {error}") from None
 
 
 def _print_made(made: Made, order: ImageRequest, host: Host, as_json: bool) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardway.cli.options import JsonOption, find_run
+from shardway.cli.options import JsonOption, find_run, report
 from shardway.cli.status import RunWord
 from shardway.errors import UserError
 
@@ -83,7 +83,7 @@ def _job_lines(known: Known, rank: int | None, node: int | None, attempt: int | 
 
     host = find_host(known.host)
     entry = choose_attempt(read_ledger(host, Path(known.run)), attempt)
-    lines = follow_output(host, entry.attempt, node, _report) if follow else read_output(host, entry.attempt, node)
+    lines = follow_output(host, entry.attempt, node, report) if follow else read_output(host, entry.attempt, node)
     return lines if rank is None else only_rank(lines, rank)
 
 
@@ -102,11 +102,7 @@ def _followed_lines(run: RunDir, rank: int, as_json: bool) -> Iterator[str]:
             yield from read_output(host, attempts[-1], None)
     finally:
         if why:
-            _report(why)
-
-
-def _report(text: str) -> None:
-    typer.echo(f"shardway: {text}", err=True)
+            report(why)
 
 
 def _event_lines(run: RunDir, rank: int, follow: bool, as_json: bool) -> Iterator[str]:
@@ -144,7 +140,7 @@ def _followed_events(run: RunDir, rank: int) -> Iterator[Event]:
         left.put_off()
         yield event
     if why:
-        _report(why)
+        report(why)
 
 
 def _read_output(run: RunDir, rank: int) -> str:

@@ -1,7 +1,10 @@
 """The command `shardway`: its verbs, the one place where errors become messages and exit codes, and text in any locale.
 
 Invariants:
+- A verb is imported when it is used: `shardway submit` imports nothing of `shardway plan`; a list of all imports all.
+- The words after the first `--` are passed on one by one; none is taken for an option.
 - No output ends in an encoding error; names are printed as their bytes if the terminal takes UTF-8.
+- The garbage collector is as before once what trains is imported.
 - Exit codes are 0 done, 1 a comparison found a difference, 2 user, 3 site, 4 job, 70 bug, 130 ended by a second signal.
 
 Names of files are bytes. In UTF-8 mode (PEP 540) every name is read as text and written as the same bytes, also one
@@ -13,27 +16,143 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import errno
 import gc
+import importlib
 import io
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_group
 
 from shardway import __version__
-from shardway.cli.outputs import outputs_put_back
-from shardway.cli.verbs import Verbs
 from shardway.errors import Bug, JobError, ShardwayError, SiteError, UserError, legible
 from shardway.places import folder_is_gone
+from shardway.ranks.outputs import outputs_put_back
 from shardway.ranks.shutdown import Shutdown, flush_output
-from shardway.refusals import FULL, find_remedy
+from shardway.refusals import FORBIDDEN, UNWRITABLE, find_remedy
 from shardway.rundir.file_io import UNREADABLE, unanswered
+
+# --- verbs with a program after `--`
+
+_KEY = "shardway.program"
+
+
+class CommandWithProgram(TyperCommand):
+    """Puts the words after `--` aside before the options are read."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Split at the first `--`."""
+        if "--" in args:
+            cut = args.index("--")
+            ctx.meta[_KEY] = tuple(args[cut + 1 :])
+            args = args[:cut]
+        return super().parse_args(ctx, args)
+
+
+def read_program_words(ctx: Any) -> tuple[str, ...]:
+    """The words after `--`; empty where there is no `--`. Raises UserError where nothing follows it."""
+    words = ctx.meta.get(_KEY)
+    if words == ():
+        raise UserError(
+            "no command stands after `--`.\n"
+            "  To do: name one, such as `-- python train.py` (is a variable in it empty?), or leave out `--`."
+        )
+    return tuple(words or ())
+
+
+# --- the verbs by name
+
+_ROOM = "shardway.cli"
+
+VERBS = (
+    "plan",
+    "train",
+    "init",
+    "config",
+    "checkpoint",
+    "sites",
+    "image",
+    "submit",
+    "stop",
+    "resume",
+    "status",
+    "logs",
+    "report",
+    "doctor",
+    "rehearse",
+)
+"""Each has a function of its name, or an `app` of verbs of its own, in the module of that name; as they are listed."""
+
+_MODULES = {"init": "config", "resume": "submit"}
+"""Verbs that stand in the module of another."""
+
+COMPUTING = ("train", "checkpoint", "rehearse")
+"""These load torch, whose libraries end the process without a word of reason where the current folder was removed."""
+
+_CLASSES = {"submit": CommandWithProgram}
+
+
+class Verbs(TyperGroup):
+    """The group of all verbs."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = _Commands()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Their names, in the order in which a newcomer reads them."""
+        return list(self.commands)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The verb that is asked for. Raises UserError where it cannot work from here."""
+        if args[0] in COMPUTING and folder_is_gone():
+            raise UserError("the current folder is not there.")
+        return super().resolve_command(ctx, args)
+
+
+class _Commands(MutableMapping[str, Any]):
+    """Commands by name, each made at its first use."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            if name not in VERBS:
+                raise KeyError(name)
+            self._made[name] = _make(name)
+        return self._made[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*VERBS, *self._made)))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def _make(name: str) -> Any:
+    """The command, made as typer would have made it as one of many."""
+    module = importlib.import_module(f"{_ROOM}.{_MODULES.get(name, name)}")
+    holder = typer.Typer(rich_markup_mode=None)
+    if (function := getattr(module, name, None)) is None:
+        holder.add_typer(module.app, name=name)
+    else:
+        holder.command(name, cls=_CLASSES.get(name))(function)
+    return get_group(holder).commands[name]
+
 
 # --- file names and output in any locale
 
@@ -83,6 +202,21 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """While entered, objects are made and no garbage is looked for; what is there at the end is never looked through.
+
+    torch and what belongs to it are a million objects and no garbage, which Python would go through again and again: a
+    seventh of the time of these imports, and then time of steps, one rank's at another moment than the others'.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @app.callback(invoke_without_command=True)
@@ -167,7 +301,7 @@ def _explain(error: OSError) -> ShardwayError | None:
     if isinstance(error, FileNotFoundError) and folder_is_gone():
         return UserError("the current folder is not there.")
     path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
-    if error.errno in _UNWRITABLE or (path is not None and error.errno in _FORBIDDEN and _may_be_read(path)):
+    if error.errno in UNWRITABLE or (path is not None and error.errno in FORBIDDEN and _may_be_read(path)):
         return JobError(
             f"{path or 'what this command writes or prints'} cannot be written: {error.strerror}.\n"
             f"  To do: {find_remedy(error, 'choose another place')}; then run the same command again."
@@ -175,10 +309,6 @@ def _explain(error: OSError) -> ShardwayError | None:
     if path is not None and error.errno in UNREADABLE:
         return unanswered(path, error)
     return None
-
-
-_UNWRITABLE = FULL | {errno.EROFS, errno.EFBIG}
-_FORBIDDEN = (errno.EACCES, errno.EPERM)
 
 
 def _may_be_read(path: Path) -> bool:

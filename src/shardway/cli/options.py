@@ -1,4 +1,4 @@
-"""Arguments that several verbs share, how words become a request, and shell completion.
+"""Arguments that several verbs share, how words become a request, lines on stderr, and shell completion.
 
 Invariants:
 - Completion is quick and without torch; what cannot be read is not offered.
@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +50,7 @@ def complete_run(incomplete: str) -> list[str]:
 
 def complete_example(incomplete: str) -> list[str]:
     """An example of `init --from`."""
-    from shardway.cli.init import list_examples
+    from shardway.cli.config import list_examples
 
     return [name for name in list_examples() if name.startswith(incomplete)]
 
@@ -113,6 +114,12 @@ RunArgument = Annotated[
         autocompletion=complete_run,
     ),
 ]
+RunName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run directory, HOST:DIRECTORY, or a run's name.", autocompletion=complete_run
+    ),
+]
 
 
 def read_request(words: list[str] | None, directory: Path | None, fresh: bool = False) -> ResolveRequest:
@@ -134,3 +141,26 @@ def find_run(path: Path | None) -> RunDir:
         names = "\n".join(f"    {run.path}" for run in runs)
         raise UserError(f"{root} holds {len(runs)} runs; name one of them:\n{names}")
     return runs[0]
+
+
+def read_time(option: str, text: str) -> float:
+    """The seconds in the value of an option. Raises UserError where it is no time."""
+    from shardway.units import parse_seconds
+
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise UserError(f"{option}: {error}") from None
+
+
+# --- lines for a person, beside the facts on stdout
+
+
+def print_line(line: str) -> None:
+    """Print a line on stderr."""
+    print(line, file=sys.stderr)
+
+
+def report(line: str) -> None:
+    """Print a line on stderr, with the name of the command."""
+    print_line(f"shardway: {line}")

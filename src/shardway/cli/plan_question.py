@@ -27,9 +27,8 @@ from shardway.plan.search import AXES, SETTINGS, Question
 from shardway.plan.shapes.architecture import Architecture
 from shardway.plan.shapes.measured import Measured, Shape, read_measured
 from shardway.plan.site import machine_of_part, machine_of_site
-from shardway.resolve.applies import IMAGE_MODELS, TOKEN_MODELS
-from shardway.resolve.draft import Resolved
-from shardway.resolve.planned_case import case_of, list_assumptions, precision_of, shape_of_run
+from shardway.resolve.draft import IMAGE_MODELS, TOKEN_MODELS, Resolved
+from shardway.resolve.planned import case_of, list_assumptions, precision_of, shape_of_run
 from shardway.resolve.request import parse_words, resolve_request
 from shardway.units import Span
 

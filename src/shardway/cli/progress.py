@@ -14,8 +14,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.live import Live
 
-from shardway.cli.outputs import leave_outputs
 from shardway.errors import JobError
+from shardway.ranks.outputs import leave_outputs
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.watch.facts import ValidatedEvent

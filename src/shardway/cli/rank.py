@@ -11,8 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from shardway.cli.imports import uncollected
-from shardway.cli.main import leave, run_guarded
+from shardway.cli.main import leave, run_guarded, uncollected
 from shardway.hardware.limits import ensure_temporary
 from shardway.ranks.agent.heartbeat import join_agent
 from shardway.ranks.cores import bind_to_cores

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardway.cli.options import JsonOption, NprocOption, read_request
+from shardway.cli.options import JsonOption, NprocOption, read_request, read_time
 from shardway.errors import JobError, UserError, check_no_problems
 from shardway.refusals import find_remedy
-from shardway.units import parse_seconds
 
 if TYPE_CHECKING:
     from shardway.launch.rehearsal import RehearsalCheck, RehearsedProgram
@@ -50,7 +49,7 @@ def rehearse(
     as_json: JsonOption = False,
 ) -> None:
     """Stop a run by a deadline, let it go on, and compare it with one that nothing stopped."""
-    piece, root = _read_piece(words or [], _read_deadline(deadline), nproc, steps)
+    piece, root = _read_piece(words or [], read_time("--deadline", deadline), nproc, steps)
     with _ended_by_sigterm(), _scratch(root, keep) as folder:
         if not as_json:
             typer.echo(f"rehearsing in {folder}")
@@ -61,13 +60,6 @@ def rehearse(
     if failed:
         where = f"see {folder}" if keep else "rehearse with --keep to look at what was written"
         raise JobError(f"the rehearsal failed: {failed[0].name}: {failed[0].found.splitlines()[0]}\n  To do: {where}.")
-
-
-def _read_deadline(text: str) -> float:
-    try:
-        return parse_seconds(text)
-    except ValueError as error:
-        raise UserError(f"--deadline: {error}") from None
 
 
 def _read_piece(

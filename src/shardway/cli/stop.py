@@ -12,19 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardway.cli.options import JsonOption, complete_run
+from shardway.cli.options import JsonOption, RunName
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
     from shardway.launch.runs.job_status import Ledger, LedgerEntry
     from shardway.launch.runs.stop import Stopper, StopReport
-
-RunName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN", help="A run directory, HOST:DIRECTORY, or a run's name.", autocompletion=complete_run
-    ),
-]
 
 WARNING = """\
 {run}: killing its jobs may lose what was trained since the last checkpoint{saved}: ranks

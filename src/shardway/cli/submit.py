@@ -1,20 +1,22 @@
-"""`shardway submit`: hands a run to a scheduler, here or on a login node, once or until it is done.
+"""`shardway submit`: hands a run to a scheduler, here or on a login node, once or until it is done; `shardway resume`.
 
 Invariants:
 - It returns as soon as the scheduler has taken the job.
 - What --dry-run prints is the script that would be submitted, byte for byte except for the token in its name.
+- Resuming is a submission like any other, of the order that the last attempt recorded.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardway.cli.options import DirOption, JsonOption, Words, read_request
-from shardway.cli.verbs import read_program_words
+from shardway.cli.main import read_program_words
+from shardway.cli.options import DirOption, JsonOption, RunName, Words, read_request, report
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,13 +51,35 @@ def submit(
     carry_out(order, find_host(target.host if target else ""), dry_run=dry_run, as_json=as_json)
 
 
+def resume(
+    run: RunName,
+    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set anew.")] = None,
+    until_done: Annotated[bool | None, typer.Option("--until-done/--once", help="As a chain, or once.")] = None,
+    max_attempts: MostOption = 0,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Go on with a run that was stopped, failed, or whose chain has ended."""
+    from shardway.launch.hosts import find_host
+    from shardway.launch.runs.find import find_known
+    from shardway.launch.submission.send import read_last_order
+
+    known = find_known(run)
+    host = find_host(known.host)
+    with read_last_order(host, known) as order:
+        request = replace(order.request, overrides=(*order.request.overrides, *(keys or [])))
+        chain = order.until_done if until_done is None else until_done
+        order = replace(order, request=request, until_done=chain, max_attempts=max_attempts or order.max_attempts)
+        carry_out(order, host, dry_run=dry_run, as_json=as_json)
+
+
 def carry_out(order: SubmitRequest, host: Host, *, dry_run: bool, as_json: bool) -> None:
     """Submit an order and report the result, or print its job script."""
     if not dry_run:
         from shardway.launch.submission.send import send
         from shardway.launch.submission.submit import Submitter
 
-        _print_sent(send(order, host, Submitter(host, tell=_report)), as_json)
+        _print_sent(send(order, host, Submitter(host, tell=report)), as_json)
         return
     from shardway.launch.submission.prepare import prepare
 
@@ -88,8 +112,6 @@ def _check_no_program(words: list[str], command: tuple[str, ...]) -> None:
 
 
 def _with_chain(order: SubmitRequest, until_done: bool, max_attempts: int) -> SubmitRequest:
-    from dataclasses import replace
-
     if max_attempts and not until_done:
         raise UserError("--max-attempts says how long a chain may grow; it goes with --until-done.")
     return replace(order, until_done=until_done, max_attempts=max_attempts)
@@ -109,11 +131,7 @@ def _set(words: list[str], nodes: int | None, walltime: str | None) -> list[str]
 def _warn(prepared: Prepared) -> None:
     """Print the warnings on stderr."""
     for warning in prepared.warnings:
-        _report(warning)
-
-
-def _report(text: str) -> None:
-    typer.echo(f"shardway: {text}", err=True)
+        report(warning)
 
 
 def _print_sent(sent: SentSubmission, as_json: bool) -> None:

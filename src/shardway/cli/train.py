@@ -11,29 +11,26 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardway.cli.config import resolution_facts
-from shardway.cli.imports import uncollected
-from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, read_request
-from shardway.cli.outputs import enduring_outputs
-from shardway.errors import Bug, ShardwayError, SiteError, UserError
-from shardway.hardware.limits import ensure_temporary
-from shardway.ranks.launcher import NodeSpec, parse_host
-from shardway.ranks.signals import SignalWatch
-from shardway.rundir.attempts import BY_AGENT
-from shardway.rundir.attempts import VARIABLE as ATTEMPT
-from shardway.rundir.directory import RunDir
+from shardway.cli.main import uncollected
+from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, print_line, read_request, report
+from shardway.errors import SiteError, UserError
+from shardway.ranks.outputs import enduring_outputs
 
 PORT = 29600
 """By which port the agents of several machines meet where none is named."""
 
 if TYPE_CHECKING:
+    from shardway.ranks.completion import AttemptShare
+    from shardway.ranks.launcher import NodeSpec
     from shardway.resolve.request import Resolution, ResolveRequest
+    from shardway.rundir.directory import RunDir
 
 
 def train(
@@ -53,21 +50,26 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train a run file (the default run where none is named); resumes by itself."""
-    telling = Telling()
+    from shardway.ranks.completion import AttemptShare, failure_reported
+    from shardway.ranks.signals import SignalWatch
+
+    share = AttemptShare()
     with ExitStack() as stack:
         if not dry_run:
-            for context in (enduring_outputs(), _failure_told(telling), SignalWatch()):
+            for context in (enduring_outputs(), failure_reported(share, (typer.Exit, typer.Abort)), SignalWatch()):
                 stack.enter_context(context)
         request = read_request(words, directory, fresh)
         if nodes is not None or node is not None:
             place = _read_nodes(nodes, node, port, nproc)
-            _train_on_nodes(request, place, telling, dry_run=dry_run, as_json=as_json)
+            _train_on_nodes(request, place, share, dry_run=dry_run, as_json=as_json)
         else:
             _train(request, nproc, dry_run=dry_run, as_json=as_json)
 
 
 def _read_nodes(nodes: str | None, node: int | None, port: int, nproc: int | None) -> NodeSpec:
     """Where this machine stands among --nodes. Raises UserError where the options do not say it."""
+    from shardway.ranks.launcher import NodeSpec, parse_host
+
     addresses = tuple((nodes or "").replace(",", " ").split())
     if not addresses or node is None or node >= len(addresses):
         known = f"{len(addresses)} address(es)" if addresses else "no addresses"
@@ -87,12 +89,12 @@ def _read_nodes(nodes: str | None, node: int | None, port: int, nproc: int | Non
 
 
 def _train_on_nodes(
-    request: ResolveRequest, place: NodeSpec, telling: Telling, *, dry_run: bool, as_json: bool
+    request: ResolveRequest, place: NodeSpec, share: AttemptShare, *, dry_run: bool, as_json: bool
 ) -> None:
     """Be the agent of one machine of several; the first one tells how it goes."""
     ranks, leads = len(place.addresses) * place.ranks, place.node == 0
     resolution = _resolve(request, ranks, place.ranks, told=leads)
-    telling.ends_attempt = leads or resolution.resolved.values.run.elastic == "off"
+    share.ends_attempt = leads or resolution.resolved.values.run.elastic == "off"
     if dry_run:
         _print_plan(resolution, ranks, as_json)
         return
@@ -101,12 +103,12 @@ def _train_on_nodes(
         _check_data(resolution)
         _check_goes_on(resolution)
     with _quiet_network(), uncollected():
-        from shardway.cli.nodes import train_on_nodes
+        from shardway.ranks.nodes import train_on_nodes
 
     written = resolution.directory.read_status()
     dropped = _old_stop_dropped(resolution.directory) if leads else nullcontext()
     with dropped, _display(resolution, as_json, launched=True) if leads else nullcontext():
-        outcome = train_on_nodes(resolution, place)
+        outcome = train_on_nodes(resolution, place, print_line)
     if isinstance(outcome, int):
         raise typer.Exit(outcome)
     _print_end(outcome, as_json, written)
@@ -156,31 +158,6 @@ def _train(request: ResolveRequest, nproc: int | None, *, dry_run: bool, as_json
         _print_end(outcome, as_json, written)
 
 
-@dataclass
-class Telling:
-    """Whether an error here ends the attempt: not on a node without which the others may go on."""
-
-    ends_attempt: bool = True
-
-
-@contextmanager
-def _failure_told(telling: Telling) -> Iterator[None]:
-    """Report to the job, if there is one, an error before a rank could report it or after all have ended; not if the
-    ranks start again."""
-    from shardway.ranks.attempt import describe_error, find_attempt, report_fault
-    from shardway.ranks.launcher import has_restarts_left
-
-    attempt = find_attempt(os.environ) if not has_restarts_left(os.environ) else None
-    try:
-        yield
-    except (typer.Exit, typer.Abort):
-        raise
-    except Exception as error:  # a library that is not there on one node, for instance: the other nodes wait for it
-        told = error if isinstance(error, ShardwayError) else Bug(f"{type(error).__name__}: {error}")
-        report_fault(attempt if telling.ends_attempt else None, BY_AGENT, describe_error(told))
-        raise
-
-
 def _resolve(request: ResolveRequest, ranks: int, ranks_per_node: int, *, told: bool) -> Resolution:
     """Resolve the run. Every rank of a launch finds the same mistakes; one rank reports them."""
     from shardway.resolve.request import check_variables, resolve_request
@@ -202,13 +179,12 @@ def _check_free(resolution: Resolution) -> None:
     run.check_no_strangers()
     if run.exists():
         run.check_format()
-    by_hand = ATTEMPT not in os.environ
-    if by_hand and run.attempts_folder.exists():
+    if _is_by_hand() and run.attempts_folder.exists():
         from shardway.launch.hosts import LocalHost
         from shardway.launch.runs.job_status import check_free_for_hand
 
-        check_free_for_hand(LocalHost(), run.path, _report)
-    run.writer_lock().await_free(_report)
+        check_free_for_hand(LocalHost(), run.path, report)
+    run.writer_lock().await_free(report)
 
 
 @contextmanager
@@ -218,7 +194,7 @@ def _old_stop_dropped(run: RunDir) -> Iterator[None]:
     from shardway.ranks.launcher import was_started_before
 
     reason, before = ASKED if run.stop_is_record() else run.stop_reason(), run.read_status()
-    by_hand = ATTEMPT not in os.environ and not was_started_before(os.environ)
+    by_hand = _is_by_hand() and not was_started_before(os.environ)
     drops = by_hand and run.stop_requested() and is_of_its_time(reason)
     if drops:
         run.clear_stop()
@@ -230,8 +206,11 @@ def _old_stop_dropped(run: RunDir) -> Iterator[None]:
         raise
 
 
-def _report(line: str) -> None:
-    typer.echo(f"shardway: {line}", err=True)
+def _is_by_hand() -> bool:
+    """Whether no job script started this process."""
+    from shardway.rundir.attempts import VARIABLE
+
+    return VARIABLE not in os.environ
 
 
 def _check_data(resolution: Resolution) -> None:
@@ -254,9 +233,16 @@ def _check_goes_on(resolution: Resolution) -> None:
         check_same_run(run.read_resolved(), resolution.resolved, str(run.path))
 
 
+def _prepare_import() -> None:
+    """What torch needs before it is imported."""
+    from shardway.hardware.limits import ensure_temporary
+
+    ensure_temporary()
+
+
 def _train_here(request: ResolveRequest, resolution: Resolution) -> dict[str, Any]:
     os.environ.setdefault("OMP_NUM_THREADS", str(resolution.resolved.values.run.threads))
-    ensure_temporary()
+    _prepare_import()
     with uncollected():
         from shardway.train.recipe import train as train_run
 
@@ -264,12 +250,12 @@ def _train_here(request: ResolveRequest, resolution: Resolution) -> dict[str, An
 
 
 def _train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
-    ensure_temporary()
+    _prepare_import()
     with uncollected():
-        from shardway.cli.local import Alone, build_launch, open_reserve, train_local
+        from shardway.ranks.supervisor import Alone, build_launch, open_reserve, train_local
 
     with open_reserve(resolution.resolved.values.run) as reserve:
-        return train_local(resolution, build_launch(resolution, ranks), Alone(ranks, reserve))
+        return train_local(resolution, build_launch(resolution, ranks), Alone(ranks, reserve, print_line))
 
 
 def _display(resolution: Resolution, as_json: bool, launched: bool) -> AbstractContextManager[object]:
@@ -294,6 +280,7 @@ def _print_end(outcome: dict[str, Any], as_json: bool, before: dict[str, Any]) -
     if as_json:
         typer.echo(json.dumps(outcome, indent=1))
         return
+    from shardway.rundir.directory import RunDir
     from shardway.watch.words import list_last_lines
 
     run = RunDir(Path(outcome["directory"]))
@@ -304,7 +291,7 @@ def _print_end(outcome: dict[str, Any], as_json: bool, before: dict[str, Any]) -
         report=str(run.report_path),
         nothing_done=outcome["state"] == "finished" and run.read_status() == before,
         status=before,
-        by_hand=ATTEMPT not in os.environ,
+        by_hand=_is_by_hand(),
     )
     for line in lines:
         typer.echo(line)

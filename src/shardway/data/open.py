@@ -17,7 +17,7 @@ from shardway.data.sources.text import STDLIB, open_text, open_tokenizer
 from shardway.data.sources.tokens import open_tokens
 from shardway.places import expand_place
 from shardway.resolve import DataFacts
-from shardway.resolve.applies import TOKEN_MODELS
+from shardway.resolve.draft import TOKEN_MODELS
 from shardway.runfile.schema import DataSection, RunFile
 
 _GIVES: dict[str, tuple[Wants, ...]] = {

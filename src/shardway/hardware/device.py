@@ -1,7 +1,7 @@
 """What a device can do, as far as the defaults of a run depend on it.
 
 Invariant: a fact is None if no source states it, and never guessed. This module must not import torch, nor choose a
-default (that is `resolve.device_defaults`).
+default (that is `resolve.rules.formats`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,20 @@
-"""The input and the result of resolving, and the draft that rules work on.
+"""What resolving takes and gives: which keys have an effect, circumstances, the resolved run, the draft of the rules.
 
 Invariants:
-- Input and result are frozen; no value is derived after this package.
-- A rule can only derive an open key or refuse; it never sees or changes the user's file.
+- The table of owners alone decides which keys have an effect, for the rule that refuses an ineffective key and for what
+  is shown and written.
+- Input and result are frozen; no value is derived after this package. A rule can only derive an open key or refuse; it
+  never sees or changes the user's file.
+- Integers stay exact (a run file may hold larger ones than a float can), and every search is bounded. A degree that is
+  still "auto" counts as 1, which happens only if another rule has refused it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,14 +22,165 @@ from typing import TYPE_CHECKING, Any
 from shardway.errors import Problem
 from shardway.hardware.device import DeviceFacts
 from shardway.hfconfig import ModelFacts
-from shardway.resolve.applies import applies
 from shardway.runfile.load import DEFAULT, LoadedRunFile
-from shardway.runfile.schema import RunFile
+from shardway.runfile.schema import DeepspeedSection, RunFile
 from shardway.runfile.write import render_run
 
 if TYPE_CHECKING:
     from shardway.plan.machine import Machine
     from shardway.plan.shapes.measured import Shape
+
+
+# --- which keys have an effect under which choice
+
+TOKEN_DATA = ("text", "tokens")
+IMAGE_DATA = ("arrays", "idx")
+
+TOKEN_MODELS = ("transformer", "encoder_decoder")
+IMAGE_MODELS = ("vit", "convnet", "mlp")
+BLOCK_MODELS = ("transformer", "vit")
+"""Kinds of models whose samples are tokens, kinds whose samples are images, and kinds made of transformer blocks."""
+
+ABOVE_ZERO = "above 0"
+"""The choice of a numeric selector that is not 0."""
+
+_SIZES = ("dim", "layers", "heads", "ffn_dim")
+_BLOCKS = ("head_dim", "norm", "norm_eps", "activation", "bias", "qkv_bias", "qk_norm")
+_DECODER = ("kv_heads", "tied", "positions", "rope_theta", "max_positions", "experts", "kv_rank")
+_ROUTING = ("router_score", "router_normalise", "router_scale", "balance")
+_MIXTURE = ("experts_per_token", "expert_dim", "shared_experts", "dense_layers", *_ROUTING)
+_LATENT = ("q_rank", "rope_head_dim", "value_head_dim")
+_IMAGES = ("channels", "hidden", "patch", "pooling", "classes")
+
+WEIGHT_KEYS = ("kind", "hf", "vocab", *_SIZES, *_BLOCKS, *_DECODER, *_MIXTURE, *_LATENT, *_IMAGES)
+"""Keys of [model] about its weights or their meaning."""
+
+_BALANCING = ("bias_update_rate", "balance_weight", "capacity_factor")
+SHAPE_KEYS = (*(name for name in WEIGHT_KEYS if name not in ("kind", "hf")), *_BALANCING, "dropout")
+"""Keys of [model] that describe a reference model; with model.hf its config.json decides them."""
+
+_OF_TORCH = ("static_graph", "compress", "powersgd_rank", "reshard_after_forward", "prefetch", "cpu_offload")
+"""Keys of [parallel] about PyTorch's copies and shards."""
+
+_OF_ROLL_BACK = ("spike_steps", "spike_margin", "max_left_out", "max_roll_backs")
+"""Keys of [guard] about rewinding before a spike."""
+
+
+def _model(names: tuple[str, ...], *choices: str) -> dict[str, tuple[str, ...]]:
+    return {f"model.{name}": choices for name in names}
+
+
+AXES_OF_KIND: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "transformer": ("tp", "cp", "pp", "ep"),
+        "encoder_decoder": (),
+        "vit": ("tp", "pp"),
+        "convnet": ("pp",),
+        "mlp": ("pp",),
+    }
+)
+"""model.kind -> axes along which it splits, beside dp_replicate and dp_shard."""
+
+OWNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "model.kind": {
+            **_model(_SIZES, *TOKEN_MODELS, "vit"),
+            **_model(_BLOCKS, *BLOCK_MODELS),
+            **_model((*_DECODER, *_MIXTURE, *_LATENT, "capacity_factor"), "transformer"),
+            **_model(("bias_update_rate", "balance_weight"), "transformer"),
+            "model.vocab": TOKEN_MODELS,
+            "model.dropout": (*TOKEN_MODELS, "vit", "mlp"),
+            "model.channels": ("convnet",),
+            "model.hidden": ("mlp",),
+            **_model(("patch", "pooling"), "vit"),
+            "model.classes": IMAGE_MODELS,
+            "data.seq_len": TOKEN_MODELS,
+        },
+        "model.positions": {"model.rope_theta": ("rope",), "model.max_positions": ("learned",)},
+        "model.experts": _model((*_MIXTURE, "bias_update_rate", "balance_weight", "capacity_factor"), ABOVE_ZERO),
+        "model.balance": {"model.bias_update_rate": ("bias",), "model.balance_weight": ("loss",)},
+        "model.kv_rank": {
+            **_model(_LATENT, ABOVE_ZERO),
+            **_model(("kv_heads", "bias", "qkv_bias", "qk_norm", "positions"), "0"),
+        },
+        "data.kind": {
+            "data.include": ("text",),
+            "data.tokenizer": ("text",),
+            "data.token_dtype": ("tokens",),
+            "data.inputs": ("arrays",),
+            "data.targets": ("arrays",),
+            "data.mean": IMAGE_DATA,
+            "data.std": IMAGE_DATA,
+            "data.samples": ("synthetic",),
+            "data.shape": ("synthetic",),
+            "data.path": (*TOKEN_DATA, *IMAGE_DATA),
+            "data.validation": (*TOKEN_DATA, *IMAGE_DATA),
+        },
+        "optim.name": {
+            "optim.kernel": ("adamw", "sgd", "muon"),
+            "optim.state_dtype": ("adamw", "sgd", "muon"),
+            "optim.betas": ("adamw", "adamw8bit", "muon"),
+            "optim.eps": ("adamw", "adamw8bit", "muon"),
+            **{f"optim.muon_{name}": ("muon",) for name in ("lr_factor", "adjust", "momentum", "iterations")},
+            "optim.momentum": ("sgd",),
+            "optim.nesterov": ("sgd",),
+        },
+        "optim.schedule": {"optim.decay": ("wsd",), "optim.final_lr": ("cosine", "linear", "wsd")},
+        "optim.lr_scaling": {"optim.base_batch": ("linear",)},
+        "train.engine": {
+            **{f"deepspeed.{name}": ("deepspeed",) for name in DeepspeedSection.model_fields},
+            **{f"parallel.{name}": ("torch",) for name in _OF_TORCH},
+            "optim.state_dtype": ("torch",),
+            **{f"guard.{name}": ("torch",) for name in ("non_finite", "max_skips", "probe_every", "compare_every")},
+            "guard.on_spike": ("torch",),
+        },
+        "guard.on_spike": {f"guard.{name}": ("roll_back",) for name in _OF_ROLL_BACK},
+        "guard.non_finite": {"guard.max_skips": ("skip",)},
+        "train.compile": {"train.compile_cache": ("blocks", "model")},
+        "precision.compute": {
+            **{f"precision.loss_scale{part}": ("fp16",) for part in ("", "_growth", "_backoff", "_interval")},
+            **{f"precision.float8_{part}": ("float8",) for part in ("recipe", "engine", "emulate", "all_gather")},
+            "precision.first_last": ("float8",),
+        },
+        "recompute.mode": {
+            "recompute.every": ("selective", "full"),
+            "recompute.save_ops": ("selective",),
+            "recompute.budget": ("budget",),
+        },
+    }
+)
+"""Selector key -> key -> values of the selector with which the key has an effect."""
+
+
+def value_of(values: RunFile, dotted: str) -> Any:
+    """The value of a key."""
+    section, name = dotted.split(".")
+    return getattr(getattr(values, section), name)
+
+
+def put_value(values: RunFile, dotted: str, value: Any) -> RunFile:
+    """The same values with another one of a key."""
+    section, name = dotted.split(".")
+    return values.model_copy(update={section: getattr(values, section).model_copy(update={name: value})})
+
+
+def applies(dotted: str, values: RunFile) -> bool:
+    """Whether a key has an effect in this run."""
+    if values.model.hf and dotted in (f"model.{name}" for name in SHAPE_KEYS):
+        return False
+    if dotted == "model.hf_weights" and not values.model.hf:
+        return False
+    return all(choice_of(selector, values) in owners[dotted] for selector, owners in OWNERS.items() if dotted in owners)
+
+
+def choice_of(selector: str, values: RunFile) -> str:
+    """The choice of a selector such as "model.kind"."""
+    return name_choice(value_of(values, selector))
+
+
+def name_choice(value: object) -> str:
+    """The name of a choice in `OWNERS`: a number other than 0 is `ABOVE_ZERO`."""
+    return ABOVE_ZERO if isinstance(value, int) and not isinstance(value, bool) and value > 0 else str(value)
 
 
 # --- circumstances, data facts, the resolved run
@@ -66,12 +224,6 @@ class Circumstances:
     """Keys that follow the device -> values that the script with its own model has settled."""
 
 
-def value_of(values: RunFile, dotted: str) -> Any:
-    """The value of a key."""
-    section, name = dotted.split(".")
-    return getattr(getattr(values, section), name)
-
-
 @dataclass(frozen=True)
 class DataFacts:
     """Facts that only the opened data has."""
@@ -111,9 +263,7 @@ class Resolved:
         """The same run with other values for open keys."""
         values, origins = self.values, dict(self.origins)
         for dotted, each in settled.items():
-            section, name = dotted.split(".")
-            table = getattr(values, section).model_copy(update={name: each.value})
-            values = values.model_copy(update={section: table})
+            values = put_value(values, dotted, each.value)
             origins[dotted] = f"{DERIVED}{each.reason}"
         return replace(self, values=values, origins=MappingProxyType(origins))
 
@@ -141,8 +291,7 @@ class Draft:
 
     def get(self, dotted: str) -> Any:
         """The value of a key as it stands now."""
-        section, name = dotted.split(".")
-        return getattr(getattr(self._values, section), name)
+        return value_of(self._values, dotted)
 
     def is_set(self, dotted: str) -> bool:
         """Whether the user (or a rule) set the key."""
@@ -162,14 +311,19 @@ class Draft:
 
     def derive(self, dotted: str, value: Any, reason: str) -> None:
         """Settle an open key."""
-        section, name = dotted.split(".")
-        table = getattr(self._values, section).model_copy(update={name: value})
-        self._values = self._values.model_copy(update={section: table})
+        self._values = put_value(self._values, dotted, value)
         self._origins[dotted] = f"{DERIVED}{reason}"
 
     def refuse(self, dotted: str, what: str, allowed: str = "", remedy: str = "") -> None:
         """Record a problem of a value."""
         self.problems.append(Problem(dotted, what, self.origin(dotted), allowed, remedy))
+
+    def on_ranks(self, ranks: int) -> Draft:
+        """A copy of this draft without problems, for another number of ranks."""
+        trial = copy.copy(self)
+        trial.circumstances, trial.problems = replace(self.circumstances, ranks=ranks), []
+        trial._origins = dict(self._origins)
+        return trial
 
     def finish(self, derived: Derived) -> Resolved:
         """The outcome, after the last rule."""
@@ -177,3 +331,65 @@ class Draft:
 
 
 Rule = Callable[[Draft], None]
+
+
+# --- arithmetic that rules share
+
+REACH = 4096
+"""The largest distance from a wanted number that is searched."""
+
+
+def nearest_divisor(number: int, wanted: int) -> int:
+    """The divisor of `number` nearest to `wanted`, the smaller of two; 1 if there is none within reach."""
+    return nearest_where(lambda divisor: number % divisor == 0, wanted, number)
+
+
+def nearest_where(fits: Callable[[int], bool], wanted: int, most: int) -> int:
+    """The number of 1 to `most` nearest to `wanted` that fits, the smaller of two; 1 if there is none within reach.
+
+    The caller guarantees that 1 fits.
+    """
+    start = min(wanted, most)
+    near = ((start - away, start + away) for away in itertools.count())
+    reachable = (number for pair in itertools.islice(near, REACH) for number in pair if 1 <= number <= most)
+    return next((number for number in reachable if fits(number)), 1)
+
+
+def nearest_multiple(unit: int, wanted: int) -> int:
+    """The multiple of `unit` nearest to `wanted`, the larger of two; at least `unit`."""
+    return max(1, (2 * wanted + unit) // (2 * unit)) * unit
+
+
+def ceil_div(number: int, parts: int) -> int:
+    """number / parts, rounded up."""
+    return -(-number // parts)
+
+
+def join_words(words: Sequence[str]) -> str:
+    """One, two or more words in a sentence: a, b and c."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def count_of(number: int, what: str) -> str:
+    """A number with its noun: 1 stage, 2 stages, 2 micro-batches."""
+    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
+    return f"{number} {what if number == 1 else plural}"
+
+
+# --- shares of a global batch
+
+
+def replicas_of(draft: Draft) -> int:
+    """The number of ranks that share a global batch."""
+    degrees = (draft.get("parallel.dp_replicate"), draft.get("parallel.dp_shard"))
+    return math.prod(degree for degree in degrees if degree != "auto")
+
+
+def share_of(draft: Draft) -> int:
+    """The most samples of a step that a rank has."""
+    return ceil_div(draft.get("train.global_batch"), replicas_of(draft))
+
+
+def accumulation_of(draft: Draft) -> int:
+    """The number of micro-batches of a rank's share."""
+    return ceil_div(share_of(draft), draft.get("train.micro_batch"))

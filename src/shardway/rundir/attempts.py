@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardway.earlier_names import EARLIER_STATES
-from shardway.rundir.file_io import read_fields, render_json, write_json, write_new
+from shardway.rundir.file_io import PathBelow, read_fields, render_json, write_json, write_new
 
 FORMAT = 1
 
@@ -138,15 +138,10 @@ class Attempt:
         """The run directory of the attempt."""
         return self.path.parents[1]
 
-    @property
-    def job_script(self) -> Path:
-        """The job script."""
-        return self.path / "job.sh"
-
-    @property
-    def log_folder(self) -> Path:
-        """Output of the job and of its ranks."""
-        return self.path / "log"
+    job_script = PathBelow("job.sh")
+    """The job script."""
+    log_folder = PathBelow("log")
+    """Output of the job and of its ranks."""
 
     @property
     def job_log(self) -> Path:
@@ -157,50 +152,24 @@ class Attempt:
         """Output of the ranks of one node that an agent started."""
         return self.log_folder / f"node-{node}"
 
-    @property
-    def code(self) -> Path:
-        """The snapshot of the code that this attempt runs."""
-        return self.path / "code"
-
-    @property
-    def snapshot_path(self) -> Path:
-        """List of what is in the snapshot and what was left out."""
-        return self.path / "snapshot.json"
-
-    @property
-    def diff_path(self) -> Path:
-        """Diff of the snapshot's tracked text files against its commit."""
-        return self.path / "code.diff"
-
-    @property
-    def result_path(self) -> Path:
-        """How it ended."""
-        return self.path / "result.json"
-
-    @property
-    def order_path(self) -> Path:
-        """The user's request when this attempt was submitted."""
-        return self.path / "order.json"
-
-    @property
-    def run_file(self) -> Path:
-        """The run file that this attempt trains."""
-        return self.path / "run.toml"
-
-    @property
-    def site_file(self) -> Path:
-        """The profile of the site, if it is the user's own."""
-        return self.path / "site.toml"
-
-    @property
-    def submission_path(self) -> Path:
-        """How it was submitted."""
-        return self.path / "submission.json"
-
-    @property
-    def started_path(self) -> Path:
-        """The job's record of its start."""
-        return self.path / "started.json"
+    code = PathBelow("code")
+    """The snapshot of the code that this attempt runs."""
+    snapshot_path = PathBelow("snapshot.json")
+    """List of what is in the snapshot and what was left out."""
+    diff_path = PathBelow("code.diff")
+    """Diff of the snapshot's tracked text files against its commit."""
+    result_path = PathBelow("result.json")
+    """How it ended."""
+    order_path = PathBelow("order.json")
+    """The user's request when this attempt was submitted."""
+    run_file = PathBelow("run.toml")
+    """The run file that this attempt trains."""
+    site_file = PathBelow("site.toml")
+    """The profile of the site, if it is the user's own."""
+    submission_path = PathBelow("submission.json")
+    """How it was submitted."""
+    started_path = PathBelow("started.json")
+    """The job's record of its start."""
 
     @property
     def record_paths(self) -> tuple[Path, ...]:

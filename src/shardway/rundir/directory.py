@@ -30,6 +30,7 @@ from shardway.rundir.events import (
     read_last_events,
 )
 from shardway.rundir.file_io import (
+    PathBelow,
     check_sections,
     is_seen,
     is_there,
@@ -213,15 +214,10 @@ class RunDir:
 
     # --- request and resolved run
 
-    @property
-    def resolved_path(self) -> Path:
-        """The resolved run, which can be run again as it is."""
-        return self.path / "resolved.toml"
-
-    @property
-    def request_path(self) -> Path:
-        """The user's run file as it was read; empty where there was none."""
-        return self.path / "run.toml"
+    resolved_path = PathBelow("resolved.toml")
+    """The resolved run, which can be run again as it is."""
+    request_path = PathBelow("run.toml")
+    """The user's run file as it was read; empty where there was none."""
 
     def write_request(self, run_toml: str, resolved_toml: str) -> None:
         """Keep the user's run file as it was read, and the resolved run."""
@@ -307,10 +303,8 @@ class RunDir:
 
     # --- stopping
 
-    @property
-    def stop_path(self) -> Path:
-        """The file that asks the run to stop."""
-        return self.path / "stop"
+    stop_path = PathBelow("stop")
+    """The file that asks the run to stop."""
 
     def request_stop(self, reason: str = "") -> None:
         """Ask the run to stop after its current step, with a reason. Raises UserError where the file system refuses.
@@ -350,10 +344,8 @@ class RunDir:
 
     # --- checkpoints
 
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
-        return self.path / "checkpoints"
+    checkpoints = PathBelow("checkpoints")
+    """Folder of checkpoints."""
 
     def checkpoint_path(self, step: int) -> Path:
         """The folder of a step's complete checkpoint."""
@@ -403,10 +395,8 @@ class RunDir:
 
     # --- attempts
 
-    @property
-    def attempts_folder(self) -> Path:
-        """Folder of attempts, one folder a submission."""
-        return self.path / "attempts"
+    attempts_folder = PathBelow("attempts")
+    """Folder of attempts, one folder a submission."""
 
     def attempt(self, number: int) -> Attempt:
         """The attempt of that number, whether it exists or not."""
@@ -419,24 +409,17 @@ class RunDir:
 
     # --- report and logs
 
-    @property
-    def work(self) -> Path:
-        """Working directory of a foreign program; it and its files last over attempts."""
-        return self.path / "work"
-
-    @property
-    def report_path(self) -> Path:
-        """The report for a browser."""
-        return self.path / "report.html"
+    work = PathBelow("work")
+    """Working directory of a foreign program; it and its files last over attempts."""
+    report_path = PathBelow("report.html")
+    """The report for a browser."""
 
     def write_report(self, html: str) -> None:
         """Replace the report."""
         write_whole(self.report_path, html)
 
-    @property
-    def log_folder(self) -> Path:
-        """Output of the ranks that this node's agent started, one folder a start."""
-        return self.path / "logs"
+    log_folder = PathBelow("logs")
+    """Output of the ranks that this node's agent started, one folder a start."""
 
     def list_log_folders(self) -> set[Path]:
         """The folders of all starts of ranks, on all nodes."""
@@ -495,10 +478,8 @@ class RunDir:
     def _events_path(self, rank: int) -> Path:
         return self._events_folder / f"rank-{rank:05d}.jsonl"
 
-    @property
-    def status_path(self) -> Path:
-        """State, step and reason, as last written by the run."""
-        return self.path / "status.json"
+    status_path = PathBelow("status.json")
+    """State, step and reason, as last written by the run."""
 
     @property
     def _place(self) -> LockPaths:

@@ -28,6 +28,18 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from shardway.errors import JobError
 from shardway.refusals import AWAY, find_remedy
 
+
+class PathBelow:
+    """A name below the `path` of an object, as an attribute of its class."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, kind: type) -> Path:
+        folder: Path = owner.path
+        return folder / self._name
+
+
 # --- files written whole or not at all
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)

@@ -104,6 +104,10 @@ class LoadedRunFile:
         values = self.values.model_copy(update={section: table})
         return replace(self, values=values, origins=MappingProxyType({**self.origins, dotted: origin}))
 
+    def with_origin(self, dotted: str, origin: str) -> LoadedRunFile:
+        """The same run, where an option stands in for the value of a key."""
+        return replace(self, origins=MappingProxyType({**self.origins, dotted: origin}))
+
 
 @dataclass
 class _Draft:
@@ -177,7 +181,7 @@ def _merge_file(draft: _Draft, path: Path) -> str:
 
 def _merge_parent(draft: _Draft, path: Path, parent: Any) -> None:
     if not isinstance(parent, str):
-        raise UserError(f"extends in {path} is {parent!r}; allowed: the path of one run file as a text.")
+        raise UserError(f"extends in {path} is {parent!r}; allowed: the path of one run file as a string.")
     parent_path = path.parent / parent
     parent_text = _read_text(parent_path, wanted_by=f"extends in {path}")
     if parent_path.resolve() == path.resolve():
@@ -213,7 +217,7 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # also for a number or a nesting that Python cannot hold
         raise UserError(
             f"{path} is not valid TOML: {error}.\n"
-            "  To do: correct it there: texts stand in quotes, keys below their [section]; `shardway init` writes a "
+            "  To do: correct it there: strings stand in quotes, keys below their [section]; `shardway init` writes a "
             "file with every key."
         ) from None
 

@@ -227,10 +227,10 @@ def find_peers(word: str) -> list[PeerName]:
 # --- problems found by pydantic
 
 _WORDS = {
-    "int_type": ("is not a whole number", "a whole number"),
+    "int_type": ("is not an integer", "an integer"),
     "float_type": ("is not a number", "a number"),
     "bool_type": ("is neither true nor false", "true or false"),
-    "string_type": ("is not a text", "a text in quotes"),
+    "string_type": ("is not a string", "a string in quotes"),
     "list_type": ("is not a list", "a list such as [1, 2]"),
     "finite_number": ("is not a finite number", "a finite number"),
 }
@@ -265,7 +265,7 @@ def _problem(error: ErrorDetails, dotted: str, origin: str) -> Problem:
 
 
 def unknown_key(dotted: str, origin: str) -> Problem:
-    """The problem of a key that does not exist, with its nearest match."""
+    """The problem of a key that does not exist; its nearest match stands before the full list."""
     section, _, name = dotted.partition(".")
     known = list(sections()[section].model_fields) if section in sections() and name else [*sections(), "format"]
     near = difflib.get_close_matches(name or section, known, n=1, cutoff=0.6)
@@ -275,16 +275,11 @@ def unknown_key(dotted: str, origin: str) -> Problem:
         near = [] if elsewhere else near
     guess = f"{section}.{near[0]}" if near and name else near[0] if near else next(iter(elsewhere), "")
     kind = "key" if name else "section"
-    remedy = f"did you mean {guess}?" if guess else ""
+    match = f"; did you mean {guess}?" if guess else ""
     if rows := find_peers(dotted) or find_peers(name or section):
-        remedy = "; ".join(row.render() for row in rows[:2])
-    return Problem(
-        where=dotted,
-        what=f"there is no {kind} of this name",
-        origin=origin,
-        allowed=f"in [{section}]: {', '.join(known)}" if name and section in sections() else ", ".join(known),
-        remedy=remedy,
-    )
+        match = "".join(f"; {row.render()}" for row in rows[:2])
+    within = f"in [{section}]: " if name and section in sections() else ""
+    return Problem(dotted, f"there is no {kind} of this name{match}", origin, f"{within}{', '.join(known)}")
 
 
 def _describe(error: ErrorDetails) -> tuple[str, str]:
@@ -302,9 +297,9 @@ def _describe(error: ErrorDetails) -> tuple[str, str]:
         bound = context.get("le", context.get("lt"))
         return f"{_show(value)} is too large", f"{'at most' if 'le' in context else 'less than'} {render_bound(bound)}"
     if kind == "string_pattern_mismatch":
-        return f"{_show(value)} is not the name of a folder", "a text without / that is more than dots"
+        return f"{_show(value)} is not the name of a folder", "a string without / that is more than dots"
     if kind == "string_too_short":
-        return f"{_show(value)} is too short", f"a text of at least {context['min_length']} character"
+        return f"{_show(value)} is too short", f"a string of at least {context['min_length']} character"
     if kind in ("too_short", "too_long"):
         bound = f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
         return f"{_show(value)} has {context['actual_length']} entries", f"{bound} entries"
@@ -392,8 +387,8 @@ def explain_key(name: str) -> list[KeyDoc]:
     keys = [dotted for dotted in all_keys() if dotted == name or dotted.split(".")[0] == name]
     if not keys:
         near = difflib.get_close_matches(name, [*all_keys(), *sections()], n=3, cutoff=0.5)
-        guess = f"\n  Did you mean {' or '.join(near)}?" if near else ""
-        raise UserError(f"there is no key {name}; allowed: a section ({', '.join(sections())}) or section.key.{guess}")
+        guess = f"; did you mean {' or '.join(near)}?\n  " if near else "; "
+        raise UserError(f"there is no key {name}{guess}allowed: a section ({', '.join(sections())}) or section.key.")
     named = dict.fromkeys(dotted.partition(".")[0] for dotted in keys)
     return [doc for section in named for doc in _explain_section(section) if doc.key in keys]
 
@@ -419,7 +414,7 @@ def _allowed(prop: dict[str, Any]) -> str:
         return f"such as {', '.join(render_value(example) for example in prop['examples'])}"
     if prop.get("type") == "array":
         return f"a list of {_allowed(prop['items'])}"
-    words = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "a text"}
+    words = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a string"}
     words["object"] = "a table"
     return words[prop["type"]] + _bounds(prop)
 

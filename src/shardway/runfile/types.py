@@ -30,7 +30,7 @@ from shardway.units import (
 MOST = 10**18
 """The largest position: sums of it and of a batch still fit in 64 bits."""
 
-ALLOWED = f"pairs [from, to] of whole numbers, from less than to, 0 to {MOST}, such as [[120000, 121000]]"
+ALLOWED = f"pairs [from, to] of integers, from less than to, 0 to {MOST}, such as [[120000, 121000]]"
 
 
 def read_skips(value: Any) -> list[list[int]]:
@@ -52,7 +52,7 @@ def _find_wrong(entry: Any) -> str:
     if not isinstance(entry, list) or len(entry) != 2:
         return f"{entry!r} is no pair"
     if any(isinstance(number, bool) or not isinstance(number, int) for number in entry):
-        return f"{entry!r} holds what is no whole number"
+        return f"{entry!r} holds what is no integer"
     start, end = entry
     if start < 0 or end > MOST:
         return f"{entry!r} reaches out of the order"
@@ -89,7 +89,7 @@ def _check_interval(cadence: Any) -> Any:
 
 def _as_seconds(value: Any) -> float:
     if not isinstance(value, str):
-        raise ValueError(f'{_show(value)} is not a text; allowed: a time in quotes with its unit, such as "90s"')
+        raise ValueError(f'{_show(value)} is not a string; allowed: a time in quotes with its unit, such as "90s"')
     seconds = parse_seconds(value)
     if seconds <= 0:
         raise ValueError(f'"{value}" is no time to wait; allowed: more than 0s')
@@ -100,13 +100,13 @@ def _as_monitor(value: Any) -> Monitor:
     if isinstance(value, Monitor):
         return value
     if not isinstance(value, str):
-        raise ValueError(f'{_show(value)} is not a text; allowed: a metric such as "loss" or "max f1"')
+        raise ValueError(f'{_show(value)} is not a string; allowed: a metric such as "loss" or "max f1"')
     return parse_monitor(value)
 
 
 def _as_bytes(value: Any) -> int:
     if not isinstance(value, str):
-        raise ValueError(f'{_show(value)} is not a text; allowed: a size in quotes with its unit, such as "25MiB"')
+        raise ValueError(f'{_show(value)} is not a string; allowed: a size in quotes with its unit, such as "25MiB"')
     count = parse_bytes(value)
     if count <= 0:
         raise ValueError(f'"{value}" is no size; allowed: more than 0B')
@@ -120,7 +120,7 @@ def _as_settings(value: Any) -> dict[str, Any]:
         json.dumps(value, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
         raise ValueError(
-            "the table holds what JSON has no form for; allowed: texts, finite numbers, true, false, lists, tables"
+            "the table holds what JSON has no form for; allowed: strings, finite numbers, true, false, lists, tables"
         ) from None
     return value
 
@@ -128,8 +128,8 @@ def _as_settings(value: Any) -> dict[str, Any]:
 def _text_or_steps(value: Any) -> str | int:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise ValueError(
-            f'{_show(value)} is neither a text nor a whole number; allowed: a text such as "500 steps", or a whole '
-            "number of steps"
+            f'{_show(value)} is neither a string nor an integer; allowed: a string such as "500 steps", or an '
+            "integer number of steps"
         )
     return value
 
@@ -195,7 +195,7 @@ SkipsField = Annotated[
         {
             "type": "array",
             "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 2, "maxItems": 2},
-            "description": "pairs [from, to] of whole numbers, from less than to",
+            "description": "pairs [from, to] of integers, from less than to",
         }
     ),
 ]

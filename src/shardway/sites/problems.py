@@ -36,11 +36,11 @@ _TABLES = _list_tables()
 
 _ALLOWED = {
     "literal_error": "{expected}",
-    "string_type": "a text in quotes",
-    "string_too_short": "a text that is not empty",
+    "string_type": "a string in quotes",
+    "string_too_short": "a string that is not empty",
     "string_pattern_mismatch": "an absolute path, or one that starts with ~ or $",
     "bool_type": "true or false",
-    "int_type": "a whole number",
+    "int_type": "an integer",
     "float_type": "a number",
     "finite_number": "a finite number",
     "greater_than": "more than {gt:g}",

@@ -84,7 +84,7 @@ def _check_option(value: Any) -> Any:
     if not isinstance(value, bool | int | str) and not (
         isinstance(value, tuple) and all(isinstance(entry, str) for entry in value)
     ):
-        raise ValueError(f"{value!r} is no value of an option; allowed: true, false, a whole number, a text, texts")
+        raise ValueError(f"{value!r} is no value of an option; allowed: true, false, an integer, a string, strings")
     return value
 
 

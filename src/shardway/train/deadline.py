@@ -1,59 +1,20 @@
-"""When a run has to stop before its wall-time ends, and which request names the end of an attempt.
+"""When a run has to stop before its wall-time ends.
 
 Invariants:
-- A user's request wins over the clock, so that the next attempt of a chain is held.
 - Only rank 0 reads the clock, and its request reaches the others; a rank that waits for data reads its own, since rank
   0 may wait for it. The margin is never less than the measured steps and saves of this attempt need.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from shardway.ranks.agreement import Decision
-from shardway.rundir.attempts import BY_SIGNAL, Attempt, Ending
+from shardway.rundir.attempts import Attempt
 from shardway.units import MAX_SECONDS
-
-# --- how an attempt ends
-
-_BY_SCRIPT = {"deadline": Ending.DEADLINE, "preempted": Ending.PREEMPTED}
-"""First word of a stop file that a job script wrote when the scheduler warned it -> how the attempt ends."""
-
-
-_END_OF_WORD = re.compile(r"[\s:,]+")
-
-
-@dataclass(frozen=True)
-class AttemptEnd:
-    """How an attempt ends, and why in a sentence."""
-
-    state: Ending
-    reason: str
-    failure: str = ""
-    """BY_SIGNAL if a signal was obeyed, which only the scheduler can interpret."""
-
-
-def find_end(decision: Decision, stop_file: str | None, deadline: str = "") -> AttemptEnd:
-    """The end that all ranks have agreed on, in the words of rank 0.
-
-    `stop_file` is the content of the stop file (None: there is none), `deadline` the description of the clock.
-    """
-    if stop_file is not None:
-        if stop_file.startswith(f"{BY_SIGNAL} "):
-            return AttemptEnd(Ending.STOPPED, f"a {stop_file}", BY_SIGNAL)
-        first, *rest = _END_OF_WORD.split(stop_file.strip(), maxsplit=1)
-        if (state := _BY_SCRIPT.get(first.lower())) is not None:
-            return AttemptEnd(state, "".join(rest) or stop_file)
-        return AttemptEnd(Ending.STOPPED, stop_file or decision.stop_reason)
-    if decision.deadline:
-        return AttemptEnd(Ending.DEADLINE, deadline or decision.stop_reason)
-    return AttemptEnd(Ending.STOPPED, decision.stop_reason, BY_SIGNAL)
-
 
 # --- the deadline and its margin
 

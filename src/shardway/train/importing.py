@@ -34,7 +34,7 @@ from shardway.ranks.launcher import find_placement
 from shardway.ranks.start import Ranks, StartOptions, start_ranks
 from shardway.refusals import find_remedy
 from shardway.resolve import Resolved, check_same_run, resolve_with_data
-from shardway.resolve.applies import WEIGHT_KEYS
+from shardway.resolve.draft import WEIGHT_KEYS
 from shardway.resolve.request import Resolution, ResolveRequest, resolve_loaded
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import fsync_folder

@@ -19,12 +19,12 @@ from shardway.checkpoint.writer import check_collects
 from shardway.errors import Bug, UserError
 from shardway.parallel.axes.replicate import average_buffers
 from shardway.parallel.formats.float8 import compute_scales
+from shardway.ranks.completion import AttemptEnd
 from shardway.ranks.progress import Activity
 from shardway.rundir.attempts import Ending
 from shardway.rundir.lineage import LOCAL, SkippedRange
 from shardway.train.by_hand import BackwardCall, check_awaits_backward, refuse_mixture
 from shardway.train.dataloader import report_late_spans, report_skipped
-from shardway.train.deadline import AttemptEnd
 from shardway.train.guard import BackPlan, Guard
 from shardway.train.held import Intact, average_kept_buffers
 from shardway.train.local_tier import open_tier

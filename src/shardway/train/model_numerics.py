@@ -19,9 +19,9 @@ from shardway.models.contract import find_plan
 from shardway.parallel.dropout import drops
 from shardway.parallel.formats.precision import Precision, autocast_model, left_to_model, read_precision
 from shardway.ranks.start import is_out_of_memory
-from shardway.resolve.device_defaults import COMPILE, COMPUTE, DROPS, KEYS
 from shardway.resolve.draft import DERIVED, Resolved, Settled, value_of
 from shardway.resolve.request import Resolution
+from shardway.resolve.rules.formats import COMPILE, COMPUTE, DROPS, KEYS
 from shardway.train.session import Session
 
 

@@ -20,13 +20,13 @@ from typing import Any
 
 from shardway.errors import Fenced, JobError, LostContact, render_reason
 from shardway.ranks.attempt import report_end
+from shardway.ranks.completion import AttemptEnd
 from shardway.ranks.progress import Progress
 from shardway.ranks.start import Ranks
 from shardway.rundir.attempts import Attempt, Result
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event, EventWriter
 from shardway.rundir.file_io import refusals, refused
-from shardway.train.deadline import AttemptEnd
 
 # --- what earlier attempts left
 

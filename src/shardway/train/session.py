@@ -38,6 +38,7 @@ from shardway.parallel.mesh import Mesh, build_mesh
 from shardway.ranks.agent.hang import read_patience
 from shardway.ranks.agent.heartbeat import open_page
 from shardway.ranks.attempt import describe_error, find_attempt, report_fault
+from shardway.ranks.completion import AttemptEnd
 from shardway.ranks.ft_launcher_client import open_monitor
 from shardway.ranks.launcher import Placement, find_placement
 from shardway.ranks.notebook import find_shell
@@ -46,9 +47,9 @@ from shardway.ranks.shutdown import find_agent, left_at_once, stop_with_parent
 from shardway.ranks.signals import BREAK, STOP_SIGNALS, Duties, SignalWatch, StopWatchdog
 from shardway.ranks.start import Ranks, StartOptions, is_out_of_memory, start_ranks
 from shardway.resolve import DataFacts, check_same_run, find_changes, resolve_with_data
-from shardway.resolve.device_defaults import COMPILE, COMPUTE, KEYS, TF32
 from shardway.resolve.draft import Resolved, Settled, value_of
 from shardway.resolve.request import Resolution, ResolveRequest, check_variables, read_before, resolve_request
+from shardway.resolve.rules.formats import COMPILE, COMPUTE, KEYS, TF32
 from shardway.rundir.attempts import SECOND_SIGNAL, Attempt, Ending
 from shardway.rundir.directory import OWN_NAMES, RunDir
 from shardway.rundir.file_io import list_missing, list_names, refusals
@@ -56,7 +57,6 @@ from shardway.rundir.lease import Tenure
 from shardway.rundir.lock import WriterLock
 from shardway.rundir.names import ensure_run_id, find_local_run, find_run_id
 from shardway.runfile.load import DEFAULT
-from shardway.train.deadline import AttemptEnd
 from shardway.train.engines import ENGINES
 from shardway.train.exit_report import KILLED, ExitReport
 from shardway.train.record import Recorder

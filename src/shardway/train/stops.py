@@ -33,11 +33,12 @@ from shardway.data.batch_tree import map_tensors
 from shardway.data.loader import Batch
 from shardway.errors import Bug
 from shardway.ranks.agreement import Decision, Wishes, read_decision
+from shardway.ranks.completion import AttemptEnd, find_end
 from shardway.ranks.shutdown import is_orphan
 from shardway.ranks.signals import BrokenOff, SignalWatch, StopWatchdog
 from shardway.ranks.start import Ranks
 from shardway.rundir.attempts import BY_SIGNAL
-from shardway.train.deadline import AttemptEnd, Deadline, find_deadline, find_end, read_pace
+from shardway.train.deadline import Deadline, find_deadline, read_pace
 from shardway.train.session import Session
 from shardway.train.snapshot import Generators, find_generators
 from shardway.train.validate import Validation

@@ -71,7 +71,7 @@ def test_every_wrong_key_is_told_at_once() -> None:
         "sliding_window": 2.5,
     }
     del config["intermediate_size"]
-    size = "\n      allowed: a whole number, {} to 2,147,483,648\n      to do: correct the config.json\n"
+    size = "\n      allowed: an integer, {} to 2,147,483,648\n      to do: correct the config.json\n"
     assert refusal(config) + "\n" == (
         "6 problems in config.json\n"
         "  attention_bias: 'yes' is neither\n      allowed: true, false\n"
@@ -108,7 +108,7 @@ def test_what_is_no_size(value: Any) -> None:
         ({"model_type": "resnet", "depths": [1], "hidden_sizes": [8, 8]}, "hidden_sizes: 2 widths of 1 stages"),
         ({"model_type": "resnet", "depths": [1, 0]}, "depths: [1, 0] is no list of sizes"),
         ({"model_type": "resnet", "depths": [1], "hidden_sizes": [8], "layer_type": "wide"}, 'layer_type: "wide"'),
-        ({"model_type": "t5", "d_model": 8, "feed_forward_proj": 7}, "feed_forward_proj: 7 is no text"),
+        ({"model_type": "t5", "d_model": 8, "feed_forward_proj": 7}, "feed_forward_proj: 7 is no string"),
     ],
 )
 def test_what_does_not_fit_is_told(changes: dict[str, Any], line: str) -> None:

@@ -76,7 +76,7 @@ def test_a_file_is_read_back_as_it_was(tmp_path: Path) -> None:
         ({"units": [3]}, ["units[0].name: is missing", "units[0].forward_flops: is missing"]),
         (
             {"units": [{**json.loads(MODEL.to_json())["units"][1], "count": 1.5, "flops": 3}]},
-            ["units[0].count: 1.5 cannot be\n      allowed: a whole number", "units[0].flops: is not known"],
+            ["units[0].count: 1.5 cannot be\n      allowed: an integer", "units[0].flops: is not known"],
         ),
         ({"value_bytes": 5}, ["value_bytes: 5 is the size of no number"]),
     ],

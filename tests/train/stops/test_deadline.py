@@ -9,15 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.ranks.agreement import Decision, Wishes, read_decision
+from shardway.ranks.completion import AttemptEnd, find_end
 from shardway.rundir.attempts import BY_SIGNAL, Attempt, AttemptStart, Ending
 from shardway.train.deadline import (
     ESTIMATED_BYTES,
     ESTIMATED_RATE,
-    AttemptEnd,
     Deadline,
     Pace,
     find_deadline,
-    find_end,
     read_pace,
 )
 

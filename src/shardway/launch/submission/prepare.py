@@ -181,6 +181,8 @@ def prepare(order: SubmitRequest, host: Host, *, look: bool = False) -> Prepared
     options = host.read_options() if profile.scheduler == "slurm" else {}
     loaded = with_account(loaded, profile, options)
     run, secrets_path = _find_places(order, loaded, host)
+    if order.request.directory is not None:
+        loaded = loaded.with_origin("run.root", "--dir")
     nothing: tuple[SnapshotPlan | None, tuple[str, ...]] = (None, ())
     snapshot, notes = findings.collect("the code", lambda: _plan_snapshot(order, host), nothing)
     ledger = read_ledger(host, run)

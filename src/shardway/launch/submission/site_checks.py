@@ -42,11 +42,18 @@ from shardway.launch.submission.job_request import (
 )
 from shardway.places import list_variables
 from shardway.refusals import ANOTHER_FOLDER
-from shardway.resolve.build import check_same_run, find_changes, resolve
 from shardway.resolve.draft import Circumstances, Resolved
-from shardway.resolve.request import ResolveRequest, machine_of_known, resolve_request
+from shardway.resolve.request import (
+    ResolveRequest,
+    check_same_run,
+    find_changes,
+    machine_of_known,
+    resolve,
+    resolve_request,
+)
 from shardway.rundir.names import find_steps
 from shardway.runfile.load import is_text
+from shardway.runfile.write import render_value
 from shardway.sites.schema import CPU
 from shardway.units import format_bytes, render_seconds
 
@@ -261,7 +268,7 @@ def options_do_not_contradict_keys(wish: JobRequest) -> Iterator[Problem]:
             "\n" in str(e) for e in (name, *entries)
         ):
             yield problem(
-                wish, "options", f'"{name}" is not one line of text', "texts, numbers, true, false, lists of them"
+                wish, "options", f'"{name}" is not one line of text', "strings, numbers, true, false, lists of them"
             )
 
 
@@ -292,7 +299,9 @@ def variables_can_be_set_and_are_no_secrets(wish: JobRequest) -> Iterator[Proble
             what = f'"{name}" looks like a secret, and job scripts and run files are read by others'
             yield problem(wish, "environment", what, remedy=f"write {name}=... into {SECRETS} (chmod 600) on the site")
         if isinstance(value, dict | list) or "\0" in str(value):
-            yield problem(wish, "environment", f'"{name}" is not a text', "a text or a number")
+            yield problem(
+                wish, "environment", f"{name} = {render_value(value)} is not a string", "a string or a number"
+            )
 
 
 def names_are_plain(wish: JobRequest) -> Iterator[Problem]:

@@ -54,7 +54,7 @@ class Keys:
         if type(value) is int and least <= value <= most:
             return value
         what = "is missing" if value is None else f"{value!r} is no size"
-        self.refuse(key, what, f"a whole number, {least} to {most:,}", "correct the config.json")
+        self.refuse(key, what, f"an integer, {least} to {most:,}", "correct the config.json")
         return 1
 
     def count(self, *names: str, default: int = 0) -> int:
@@ -74,7 +74,7 @@ class Keys:
         """A string."""
         value = self.config.get(name)
         if value is not None and not isinstance(value, str):
-            self.refuse(name, f"{value!r} is no text")
+            self.refuse(name, f"{value!r} is no string")
         return value if isinstance(value, str) else default
 
     def sizes(self, name: str) -> tuple[int, ...]:

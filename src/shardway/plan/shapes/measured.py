@@ -139,7 +139,7 @@ def _find_unit_problems(where: str, unit: Mapping[str, Any]) -> list[Problem]:
 
 def _describe(key: str, table: Mapping[str, Any], *kinds: type, where: str = "") -> Problem:
     what = f"{table[key]!r} cannot be" if key in table else "is missing"
-    words = {str: "a text", int: "a whole number", float: "a number", list: "a list"}
+    words = {str: "a string", int: "an integer", float: "a number", list: "a list"}
     return Problem(f"{where}.{key}".lstrip("."), what, allowed=words[kinds[-1]], remedy=_REMEDY)
 
 

@@ -64,7 +64,7 @@ def count_kept_for_ever(values: RunFile) -> int:
 def estimate_checkpoint(values: RunFile, resolution: Resolution) -> float | None:
     """Bytes of one checkpoint: weights and optimizer states of the whole model; None where unknown."""
     from shardway.plan.memory import OPTIMIZER_BYTES
-    from shardway.resolve.planned_case import shape_of_run
+    from shardway.resolve.planned import shape_of_run
 
     try:
         shape = shape_of_run(values, resolution.resolved.circumstances.shape)

@@ -8,9 +8,18 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from shardway.hfconfig import ModelFacts
-from shardway.resolve.applies import IMAGE_DATA, OWNERS, SHAPE_KEYS, TOKEN_DATA, TOKEN_MODELS, name_choice
-from shardway.resolve.draft import Draft
-from shardway.resolve.rules.numbers import ceil_div, nearest_divisor
+from shardway.resolve.draft import (
+    IMAGE_DATA,
+    OWNERS,
+    SHAPE_KEYS,
+    TOKEN_DATA,
+    TOKEN_MODELS,
+    Draft,
+    Rule,
+    ceil_div,
+    name_choice,
+    nearest_divisor,
+)
 from shardway.runfile.write import render_value
 
 LEFT_TO_THE_DEVICE = MappingProxyType({"train.compile": ("blocks",)})
@@ -146,14 +155,6 @@ def the_weight_of_one_expert_is_its_score(draft: Draft) -> None:
         draft.refuse("model.router_normalise", what, "false, or model.experts_per_token above 1")
 
 
-def experts_drop_tokens_of_whole_sequences(draft: Draft) -> None:
-    """If ranks hold parts of a sequence, the last token that an expert takes is not known."""
-    factor, cp = draft.get("model.capacity_factor"), draft.get("parallel.cp")
-    if draft.get("model.experts") and factor and cp > 1:
-        what = f"{factor} drops tokens by their place in a sequence, and parallel.cp = {cp} splits sequences"
-        draft.refuse("model.capacity_factor", what, "0, or parallel.cp = 1")
-
-
 def bytes_have_256_values(draft: Draft) -> None:
     if draft.get("model.kind") not in TOKEN_MODELS or draft.get("model.vocab") != "auto":
         return
@@ -188,6 +189,18 @@ def validation_needs_something_held_out(draft: Draft) -> None:
         )
     else:
         draft.derive("train.validate_every", "off", "nothing is held out")
+
+
+def the_best_is_found_by_validating(draft: Draft) -> None:
+    """Whether a script passes in validation data is checked later (`train.loop_state`)."""
+    off = f'train.validate_every = "off" ({draft.origin("train.validate_every")}) makes none'
+    remedy = 'set train.validate_every, such as "100 steps"'
+    if draft.get("train.validate_every") != "off":
+        return
+    if best := draft.get("checkpoint.keep_best"):
+        draft.refuse("checkpoint.keep_best", f"{best} is of steps with the best validation, and {off}", "0", remedy)
+    if (patience := draft.get("train.patience")) != "off":
+        draft.refuse("train.patience", f"{patience} is a number of validations, and {off}", '"off"', remedy)
 
 
 # --- models of model.hf
@@ -243,3 +256,42 @@ def a_hugging_face_model_brings_its_tokenizer(draft: Draft) -> None:
             "beside its config",
             'a tokenizer.json or .model file; "bytes" where that is meant',
         )
+
+
+RULES: tuple[Rule, ...] = (
+    a_key_of_another_kind_is_not_ignored,
+    a_hugging_face_model_brings_its_own_shape,
+    only_a_hugging_face_model_has_weights_to_start_from,
+    a_sample_fits_the_positions_of_a_hugging_face_model,
+    a_hugging_face_model_brings_its_tokenizer,
+    a_model_reads_the_data_it_is_made_for,
+    data_other_than_text_name_their_path,
+    heads_divide_the_width,
+    key_value_heads_divide_the_heads,
+    latent_attention_has_widths_of_its_own,
+    learned_positions_reach_the_end_of_a_sample,
+    the_feed_forward_width_follows_the_activation,
+    a_mixture_has_enough_experts_and_layers,
+    experts_are_gated,
+    the_weight_of_one_expert_is_its_score,
+    bytes_have_256_values,
+    a_token_file_does_not_say_its_vocabulary,
+    validation_needs_something_held_out,
+    the_best_is_found_by_validating,
+)
+
+OF_WHAT_IS_DESCRIBED: tuple[Rule, ...] = (
+    a_model_reads_the_data_it_is_made_for,
+    data_other_than_text_name_their_path,
+    heads_divide_the_width,
+    key_value_heads_divide_the_heads,
+    latent_attention_has_widths_of_its_own,
+    learned_positions_reach_the_end_of_a_sample,
+    the_feed_forward_width_follows_the_activation,
+    a_mixture_has_enough_experts_and_layers,
+    experts_are_gated,
+    the_weight_of_one_expert_is_its_score,
+    bytes_have_256_values,
+    a_token_file_does_not_say_its_vocabulary,
+    validation_needs_something_held_out,
+)

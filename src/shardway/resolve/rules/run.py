@@ -69,7 +69,7 @@ def what_nodes_save_has_a_folder(draft: Draft) -> None:
         draft.refuse(
             "checkpoint.local_dir",
             f'"{folder}" is no whole path, and each node would look for it elsewhere',
-            'a text that begins with /, ~ or $, such as "$TMPDIR"',
+            'a string that begins with /, ~ or $, such as "$TMPDIR"',
         )
     if draft.get("checkpoint.local_every") == "off" or folder:
         return
@@ -92,18 +92,6 @@ def what_nodes_save_is_written_by_shardway(draft: Draft) -> None:
             "DeepSpeed writes its files into one folder that all ranks see, not on the disks of nodes",
             '"off"; or train.engine = "torch"',
         )
-
-
-def the_best_is_found_by_validating(draft: Draft) -> None:
-    """Whether a script passes in validation data is checked later (`train.loop_state`)."""
-    off = f'train.validate_every = "off" ({draft.origin("train.validate_every")}) makes none'
-    remedy = 'set train.validate_every, such as "100 steps"'
-    if draft.get("train.validate_every") != "off":
-        return
-    if best := draft.get("checkpoint.keep_best"):
-        draft.refuse("checkpoint.keep_best", f"{best} is of steps with the best validation, and {off}", "0", remedy)
-    if (patience := draft.get("train.patience")) != "off":
-        draft.refuse("train.patience", f"{patience} is a number of validations, and {off}", '"off"', remedy)
 
 
 # --- the guard
@@ -148,3 +136,17 @@ def a_spike_that_is_left_out_is_left_out_whole(draft: Draft) -> None:
             f"{most} batches do not reach back to the beginning of a spike of guard.spike_steps = {steps} steps",
             f"at least {steps}",
         )
+
+
+RULES: tuple[Rule, ...] = (
+    a_run_uses_the_accelerator_where_there_is_one,
+    ranks_of_a_node_share_its_cores,
+    timeouts_are_nested,
+    a_job_has_as_many_nodes_as_the_run_may,
+    a_probe_repeats_what_has_one_result,
+    a_run_goes_back_before_spikes_that_are_looked_for,
+    a_run_goes_back_to_what_was_saved,
+    a_spike_that_is_left_out_is_left_out_whole,
+    what_nodes_save_has_a_folder,
+    what_nodes_save_is_written_by_shardway,
+)

@@ -35,7 +35,7 @@ from shardway.parallel.gradients import send
 from shardway.ranks.agreement import read_decision
 from shardway.ranks.launcher import variables_for_libraries
 from shardway.ranks.start import Ranks, is_lost_contact
-from shardway.resolve.deepspeed import Settings, render_settings, resolve_ds_config
+from shardway.resolve.rules.deepspeed import Settings, render_settings, resolve_ds_config
 from shardway.train.engines.base import EngineParts
 from shardway.train.passes import Loss, Passes
 from shardway.train.step import StepContext, StepResult

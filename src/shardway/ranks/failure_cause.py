@@ -1,12 +1,6 @@
-"""The cause of a start that ended badly: the rank or node, its error, and whether the run had completed before.
+"""The cause of a start that ended badly: the rank or node, and its error.
 
-Invariants:
-- The error is that of the rank that failed first by itself, not of one that lost contact with it.
-- Unfinished work never counts as complete: an end without a save, an end that another run recorded, and a stop that
-  only a lost agent requested do not count.
-
-When rank 0 records an end, everything is saved. A rank that fails after that, during its shutdown, does no harm;
-restarted ranks would train on after a stop.
+Invariant: the error is that of the rank that failed first by itself, not of one that lost contact with it.
 """
 
 from __future__ import annotations
@@ -15,40 +9,20 @@ import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from shardway.errors import ERRORS_BY_NAME, Fenced, JobError, LostContact, NodeLost, ShardwayError, SiteError, UserError
 from shardway.ranks.agent.flight_records import explain_collectives, render_ranks
 from shardway.ranks.agent.stacks import StackGroup, read_crash
 from shardway.ranks.agent.watch import DetectedHang
+from shardway.ranks.completion import LaunchOutcome, has_begun
 from shardway.ranks.failure import RankFailure, explain_oom
-from shardway.ranks.signals import find_received
 from shardway.refusals import find_remedy
-from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL
+from shardway.rundir.attempts import BY_AGENT
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.rundir.file_io import why_refused
 from shardway.rundir.lease import TAKEN_OVER
-
-
-@dataclass(frozen=True)
-class LaunchOutcome:
-    """How one start of the ranks ended, on all its nodes.
-
-    `failures`: ranks that ended badly, the causes first. `found`: a hang. `lost`: names of lost nodes. `called_off`: a
-    stop was requested before all nodes were present.
-    """
-
-    failures: tuple[RankFailure, ...] = ()
-    found: DetectedHang | None = None
-    lost: tuple[str, ...] = ()
-    called_off: bool = False
-
-    @property
-    def is_well(self) -> bool:
-        """Whether nothing went wrong."""
-        return not (self.failures or self.found or self.lost)
 
 
 @dataclass(frozen=True)
@@ -69,11 +43,6 @@ def find_blame(run: RunDir, ended: LaunchOutcome, marks: Mapping[int, int]) -> B
     if ended.found is not None:
         return Blame(_explain_hang(run, ended.found, began=has_begun(run, marks)))
     return _explain(run, ended.failures, marks)
-
-
-def has_begun(run: RunDir, marks: Mapping[int, int]) -> bool:
-    """Whether the run went on in a start whose events begin at these marks; before that, the run is unchanged."""
-    return any(event["event"] == "started" for event in islice(run.all_events(0), marks.get(0, 0), None))
 
 
 def _explain_lost(run: RunDir, lost: tuple[str, ...]) -> NodeLost:
@@ -212,34 +181,3 @@ def _last_fault(run: RunDir, rank: int, mark: int) -> Event | None:
     on."""
     events = list(run.all_events(rank))[mark:]
     return next((event for event in reversed(events) if event["event"] == "fault"), None) or run.read_setup_fault(rank)
-
-
-# --- whether the run or attempt had completed before
-
-_NAMES = frozenset(("started", "stopped", "finished"))
-
-
-def has_come_to_its_end(run: RunDir, mark: int, ended: LaunchOutcome) -> bool:
-    """Whether rank 0 has recorded an end of its own in the start whose events begin at `mark`."""
-    events = [event for event in islice(run.all_events(0), mark, None) if event["event"] in _NAMES]
-    if sum(event["event"] == "started" for event in events) > 1 or run.find_writer() is not None:
-        return False  # another run has taken over
-    end = next((event for event in reversed(events) if event["event"] != "started"), None)
-    if end is None or end.get("reason") == SECOND_SIGNAL:  # a second signal saves nothing
-        return False
-    # Ranks that lose their agent ask for a stop, and the others may go on without their node.
-    by_orphans = end["event"] == "stopped" and end.get("failure") == BY_SIGNAL and find_received() is None
-    return not (ended.lost and by_orphans)
-
-
-def name_trouble(ended: LaunchOutcome) -> str:
-    """What failed, in a few words."""
-    if ended.found is not None:
-        return ended.found.hang.message
-    if ended.lost:
-        return f"{' and '.join(ended.lost)} did not answer any more"
-    if not ended.failures:
-        return "a rank did not leave in time, so all were ended"
-    first = ended.failures[0]
-    how = f"was ended by {first.signal_name}" if first.signal_name else f"left with exit code {first.exit_code}"
-    return f"rank {first.rank} (process {first.pid}) {how}"

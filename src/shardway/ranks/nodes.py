@@ -6,7 +6,7 @@ fewer nodes.
 Invariants:
 - Ranks start on the nodes that `ranks.rendezvous` has gathered, in the order of the nodes, and end before an agent
   does.
-- Which nodes are present is decided by `ranks.rendezvous`, what a failure means by `cli.local`.
+- Which nodes are present is decided by `ranks.rendezvous`, what a failure means by `ranks.supervisor`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardway.cli.failure_cause import LaunchOutcome
-from shardway.cli.local import ask_to_stop, build_launch, open_reserve, report_restart, report_wake, train_local
 from shardway.errors import JobError, LateStop, NodeLost, ShardwayError, SiteError, UserError
 from shardway.ranks.agent.hang import NOBODY, HangTimeout, read_patience
 from shardway.ranks.agent.watch import SHARE_S, UNSEEN, merge_found, merge_seen, watched
 from shardway.ranks.attempt import find_attempt
+from shardway.ranks.completion import LaunchOutcome
 from shardway.ranks.launcher import NodeSpec
 from shardway.ranks.local import LocalLaunch, Seats, host_store, run_local
 from shardway.ranks.rendezvous import (
@@ -38,6 +37,15 @@ from shardway.ranks.rendezvous import (
 )
 from shardway.ranks.rendezvous_notes import AgentState, News, NodeOutcome
 from shardway.ranks.signals import find_received
+from shardway.ranks.supervisor import (
+    Report,
+    ask_to_stop,
+    build_launch,
+    open_reserve,
+    report_restart,
+    report_wakes,
+    train_local,
+)
 from shardway.ranks.warm_standby import WarmStandby
 from shardway.resolve.request import Resolution, resolve_request
 from shardway.rundir.attempts import Result
@@ -55,11 +63,11 @@ JOIN_S = 10.0
 _INTERRUPTED = 130
 
 
-def train_on_nodes(resolution: Resolution, nodes: NodeSpec) -> dict[str, Any] | int:
+def train_on_nodes(resolution: Resolution, nodes: NodeSpec, report: Report) -> dict[str, Any] | int:
     """Train together with the agents of the other nodes. Returns the outcome if this node coordinates at the end, else
     the exit code from the coordinator. Raises ShardwayError, KeyboardInterrupt."""
     _check_count(resolution, nodes)
-    return _lead(resolution, nodes) if nodes.node == 0 else _follow(resolution, nodes)
+    return _lead(resolution, nodes, report) if nodes.node == 0 else _follow(resolution, nodes, report)
 
 
 def _check_count(resolution: Resolution, nodes: NodeSpec) -> None:
@@ -85,6 +93,7 @@ class Led:
     first_wait_s: float
     """How long to wait for nodes before the first start."""
     reserve: WarmStandby
+    report: Report
 
     @property
     def ranks(self) -> int:
@@ -104,7 +113,7 @@ class Led:
             return LaunchOutcome(called_off=True)
         news = self.lead.begin(members, store.port)
         seats = _seat(self.nodes, news, leader=self.nodes.node)
-        outcome = run_seats(run, launch, seats, Here(patience, self.lead, self.reserve))
+        outcome = run_seats(run, launch, seats, Here(patience, self.lead, self.reserve, self.report))
         self.lead.publish(AgentState.ENDED, news.start, NOBODY, outcome)
         return self._combine(self.lead.await_end(), launch)
 
@@ -162,7 +171,7 @@ class Led:
         return LaunchOutcome(tuple(failures), found, tuple(self.nodes.name(node) for node in ends.lost))
 
 
-def _lead(resolution: Resolution, nodes: NodeSpec, gone: Sequence[int] = ()) -> dict[str, Any]:
+def _lead(resolution: Resolution, nodes: NodeSpec, report: Report, gone: Sequence[int] = ()) -> dict[str, Any]:
     settings = resolution.resolved.values.run
     board = host_board(nodes.port, len(nodes.addresses))
     lead, code = Coordinator(board, nodes.node, len(nodes.addresses)), JobError.exit_code
@@ -170,7 +179,7 @@ def _lead(resolution: Resolution, nodes: NodeSpec, gone: Sequence[int] = ()) -> 
     patient = settings.start_timeout if settings.elastic == "off" else min(settings.start_timeout, ELASTIC_S)
     first = SUCCEED_S if gone else patient
     with lead.keep(), open_reserve(settings) as reserve:
-        crew = Led(resolution, replace(nodes, port=board.port), lead, first, reserve)
+        crew = Led(resolution, replace(nodes, port=board.port), lead, first, reserve, report)
         try:
             outcome = train_local(resolution, _launch(resolution, nodes), crew)
             code = 0
@@ -188,7 +197,7 @@ def _lead(resolution: Resolution, nodes: NodeSpec, gone: Sequence[int] = ()) -> 
 # --- the follower
 
 
-def _follow(resolution: Resolution, nodes: NodeSpec) -> dict[str, Any] | int:
+def _follow(resolution: Resolution, nodes: NodeSpec, report: Report) -> dict[str, Any] | int:
     resolution = replace(resolution, request=replace(resolution.request, fresh=False))  # the coordinator has applied it
     wait_s, leader = resolution.resolved.values.run.start_timeout, 0
     try:
@@ -201,12 +210,12 @@ def _follow(resolution: Resolution, nodes: NodeSpec) -> dict[str, Any] | int:
         ) from error
     while True:
         follow = FollowingAgent(board, nodes.node)
-        code = _obey(resolution, nodes, follow, leader)
+        code = _obey(resolution, nodes, follow, leader, report)
         if code is not None:
             return code
         successor = _find_successor(nodes, leader)
         if successor is None:
-            return _succeed(resolution, nodes, leader, follow.present)
+            return _succeed(resolution, nodes, leader, follow.present, report)
         leader, board = successor
 
 
@@ -229,13 +238,13 @@ def find_told() -> Result | None:
     return attempt.read_result() if attempt is not None else None
 
 
-def _obey(resolution: Resolution, nodes: NodeSpec, follow: FollowingAgent, leader: int) -> int | None:
+def _obey(resolution: Resolution, nodes: NodeSpec, follow: FollowingAgent, leader: int, report: Report) -> int | None:
     """Follow the coordinator; return the exit code of the whole, or None when the coordinator is lost."""
     run, launch = resolution.directory, _launch(resolution, nodes)
     settings, start = resolution.resolved.values.run, 0
     with follow.keep(), open_reserve(settings) as reserve:
-        here = Here(read_patience(settings), follow, reserve)
-        while (news := follow.await_order(start, lambda: _pass_on(run))) is not None:
+        here = Here(read_patience(settings), follow, reserve, report)
+        while (news := follow.await_order(start, lambda: _pass_on(run, report))) is not None:
             if news.code is not None:
                 follow.publish(AgentState.LEFT, start, NOBODY)
                 return news.code
@@ -248,10 +257,10 @@ def _obey(resolution: Resolution, nodes: NodeSpec, follow: FollowingAgent, leade
     return None
 
 
-def _pass_on(run: RunDir) -> None:
+def _pass_on(run: RunDir, report: Report) -> None:
     """Pass a signal on to the stop file while no ranks run here."""
     if find_received() is not None and run.exists() and not run.stop_requested():
-        ask_to_stop(run)
+        ask_to_stop(run, report)
 
 
 def _find_successor(nodes: NodeSpec, leader: int) -> tuple[int, KeyValueStore] | None:
@@ -264,7 +273,9 @@ def _find_successor(nodes: NodeSpec, leader: int) -> tuple[int, KeyValueStore] |
     return None
 
 
-def _succeed(resolution: Resolution, nodes: NodeSpec, leader: int, present: Sequence[int]) -> dict[str, Any]:
+def _succeed(
+    resolution: Resolution, nodes: NodeSpec, leader: int, present: Sequence[int], report: Report
+) -> dict[str, Any]:
     """Coordinate the nodes that were present last, since no earlier node does."""
     lost = f"{nodes.name(leader)}, which led the others, does not answer any more"
     if resolution.resolved.values.run.elastic == "off":
@@ -275,7 +286,7 @@ def _succeed(resolution: Resolution, nodes: NodeSpec, leader: int, present: Sequ
         )
     report_restart(resolution.directory, JobError(f"{lost}; {nodes.name(nodes.node)} leads now"), failures=1)
     gone = [node for node in range(len(nodes.addresses)) if node < nodes.node or node not in present]
-    return _lead(resolution, nodes, gone)
+    return _lead(resolution, nodes, report, gone)
 
 
 # --- the ranks of this node
@@ -309,6 +320,7 @@ class Here:
     patience: HangTimeout | None
     member: RendezvousMember
     reserve: WarmStandby
+    report: Report
 
 
 def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, here: Here) -> NodeOutcome:
@@ -316,7 +328,7 @@ def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, here: Here) -> Nod
     member = here.member
     launch = _seated(launch, seats)
     share_s = SHARE_S if seats.nodes > 1 else 0.0
-    with watched(launch.ranks, here.patience, report_wake, share_s) as watch:
+    with watched(launch.ranks, here.patience, report_wakes(here.report), share_s) as watch:
 
         def look(failed: bool) -> bool:
             watch.elsewhere, watch.is_asked = member.elsewhere, member.is_asked(seats.start)
@@ -328,7 +340,7 @@ def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, here: Here) -> Nod
 
         try:
             launch = replace(launch, pages=watch.folder)
-            failures = run_local(launch, lambda: ask_to_stop(run), look, here.reserve.start)
+            failures = run_local(launch, lambda: ask_to_stop(run, here.report), look, here.reserve.start)
         except LateStop:
             return NodeOutcome(late=True)
         except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""Starts the ranks of a run, again after a failure, and records how the run ended.
+"""Starts the ranks of a run, again after a failure, and records how the run ended (decision 0032).
 
 Invariant: however the ranks end, the run directory records it, and so does their job, if there is one. Nothing is
-trained here.
+trained or printed here: lines for a person go to `NodeGroup.report`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, Protocol
 
-from shardway.cli.failure_cause import Blame, LaunchOutcome, find_blame, has_begun, has_come_to_its_end, name_trouble
 from shardway.errors import Fenced, JobError, LateStop, ShardwayError, SiteError, UserError, render_reason
 from shardway.ranks.agent.hang import Hang, HangTimeout, read_patience
 from shardway.ranks.agent.watch import watched
 from shardway.ranks.agreement import Decision
 from shardway.ranks.attempt import describe_error, find_attempt, report_end, report_fault, sign_failure
+from shardway.ranks.completion import LaunchOutcome, find_end, has_begun, has_come_to_its_end, name_trouble
 from shardway.ranks.cores import VARIABLE as MASKS
 from shardway.ranks.failure import RepeatedFailure, RestartDecision, decide
+from shardway.ranks.failure_cause import Blame, find_blame
 from shardway.ranks.local import LocalLaunch, run_local
 from shardway.ranks.signals import STOP_SIGNALS, find_received
 from shardway.ranks.warm_standby import AUTO_AFTER_S, WarmStandby
@@ -33,8 +33,10 @@ from shardway.rundir.file_io import answers, list_missing, why_refused
 from shardway.rundir.lineage import LOCAL, read_line
 from shardway.rundir.names import find_local_run, find_run_id
 from shardway.runfile.schema import RunSection
-from shardway.train.deadline import find_end
 from shardway.units import render_seconds
+
+Report = Callable[[str], None]
+"""Takes a line for the person that started the ranks."""
 
 ASKED = "a signal asked for a stop"
 AWAY_S, LOOK_EVERY_S = 600.0, 1.0
@@ -45,11 +47,15 @@ _STOPS = tuple(number.name for number in STOP_SIGNALS)
 
 
 class NodeGroup(Protocol):
-    """Starts the ranks: on this machine alone, or together with other nodes (`cli.nodes`)."""
+    """Starts the ranks: on this machine alone, or together with other nodes (`ranks.nodes`)."""
 
     @property
     def ranks(self) -> int:
         """The largest number of ranks."""
+
+    @property
+    def report(self) -> Report:
+        """Where lines for a person go."""
 
     def start(self, run: RunDir, launch: LocalLaunch, patience: HangTimeout | None) -> LaunchOutcome:
         """Run the ranks to their end. Raises LateStop, KeyboardInterrupt, and the error that keeps them from
@@ -65,17 +71,18 @@ class Alone:
 
     ranks: int
     reserve: WarmStandby
+    report: Report
 
     def start(self, run: RunDir, launch: LocalLaunch, patience: HangTimeout | None) -> LaunchOutcome:
         """Run the ranks to their end. Raises LateStop, KeyboardInterrupt."""
-        with watched(launch.ranks, patience, report_wake) as watch:
+        with watched(launch.ranks, patience, report_wakes(self.report)) as watch:
 
             def look(failed: bool) -> bool:
                 self.reserve.look(watch.behind, ends=failed)
                 return False
 
             launch = replace(launch, pages=watch.folder)
-            failures = run_local(launch, lambda: ask_to_stop(run), look, self.reserve.start)
+            failures = run_local(launch, lambda: ask_to_stop(run, self.report), look, self.reserve.start)
         return LaunchOutcome(tuple(failures), watch.found)
 
     def why_not_again(self) -> str:
@@ -170,17 +177,17 @@ def _train_local(resolution: Resolution, launch: LocalLaunch, crew: NodeGroup) -
             if verdict.restart and (why := crew.why_not_again() or _why_refused(run)):
                 verdict = RestartDecision(False, why)
             if run.stop_requested() or isinstance(blame.error, LateStop) or not verdict.restart:
-                _give_up(run, attempt, blame, failures, verdict, began=began)
+                _give_up(run, attempt, blame, failures, verdict, crew.report, began=began)
             if began:
                 report_restart(run, blame.error, len(failures), failures[-1].saved_step)
             else:
-                print(f"the ranks start again: {render_reason(str(blame.error))}", file=sys.stderr)
+                crew.report(f"the ranks start again: {render_reason(str(blame.error))}")
         if find_received() is not None:
-            _end_early(run, attempt)
+            _end_early(run, attempt, crew.report)
     except KeyboardInterrupt:
         run.clear_stop()  # no rank is left to obey it, and the next start must not
         if has_begun(run, marks):
-            _mark_ended(run, "stopped", SECOND_SIGNAL)
+            _mark_ended(run, "stopped", SECOND_SIGNAL, crew.report)
         if attempt is not None:
             report_end(attempt, Result(Ending.STOPPED, SECOND_SIGNAL, run.read_step(), exit_code=130, by=BY_AGENT))
         raise
@@ -208,12 +215,12 @@ def _report_good_end(run: RunDir, attempt: Attempt) -> None:
         report_end(attempt, Result(Ending(ending), str(last["reason"]), run.read_step(), 0, failure, by="rank 0"))
 
 
-def _end_early(run: RunDir, attempt: Attempt | None) -> None:
+def _end_early(run: RunDir, attempt: Attempt | None, report: Report) -> None:
     """Record a stop that no rank could obey: none existed yet, or they did not handle signals yet."""
     run.create()
     end = find_end(Decision(ASKED), run.stop_reason() if run.stop_requested() else None)
     run.clear_stop()
-    _mark_ended(run, "stopped", end.reason, where_missing=True)
+    _mark_ended(run, "stopped", end.reason, report, where_missing=True)
     if attempt is not None:
         report_end(attempt, Result(end.state, end.reason, run.read_step(), failure=end.failure, by=BY_AGENT))
 
@@ -235,37 +242,37 @@ def _run_once(run: RunDir, launch: LocalLaunch, patience: HangTimeout | None, cr
     except LateStop as late:
         ended, error = LaunchOutcome(), late
     if ended.called_off:
-        _end_early(run, find_attempt(os.environ))
+        _end_early(run, find_attempt(os.environ), crew.report)
         return None
     if ended.is_well and error is None:
         return None
-    _await_answer(run)
+    _await_answer(run, crew.report)
     if has_come_to_its_end(run, marks[0], ended):
-        print(f"{name_trouble(ended)} after the run had come to its end; nothing of it is lost", file=sys.stderr)
+        crew.report(f"{name_trouble(ended)} after the run had come to its end; nothing of it is lost")
         return None
     if error is not None:
         return Blame(error)
     ends_early = bool(ended.failures) and ended.failures[0].signal_name in _STOPS and run.stop_requested()
     if ends_early and run.find_writer() is None:
-        _end_early(run, find_attempt(os.environ))
+        _end_early(run, find_attempt(os.environ), crew.report)
         return None
     return find_blame(run, ended, marks)
 
 
-def _await_answer(run: RunDir) -> None:
+def _await_answer(run: RunDir, report: Report) -> None:
     """Wait while the file system of failed ranks is unreachable, which may be the cause. Ends when it answers, after
     `AWAY_S`, or when a signal asks for a stop; then the ranks' records are read and they restart."""
     if answers(run.path):
         return
-    print(f"the file system of {run.path} is away; waiting {render_seconds(AWAY_S)} for it", file=sys.stderr)
+    report(f"the file system of {run.path} is away; waiting {render_seconds(AWAY_S)} for it")
     until = time.monotonic() + AWAY_S
     while not answers(run.path) and time.monotonic() < until and find_received() is None:
         time.sleep(LOOK_EVERY_S)
 
 
-def report_wake(hang: Hang) -> None:
-    """Report on stderr that stopped ranks were continued."""
-    print(f"{hang.message}, and was told to go on", file=sys.stderr)
+def report_wakes(report: Report) -> Callable[[Hang], None]:
+    """What reports that stopped ranks were continued."""
+    return lambda hang: report(f"{hang.message}, and was told to go on")
 
 
 def _describe(resolution: Resolution, error: ShardwayError) -> RepeatedFailure:
@@ -293,6 +300,7 @@ def _give_up(
     blame: Blame,
     failures: list[RepeatedFailure],
     verdict: RestartDecision,
+    report: Report,
     *,
     began: bool,
 ) -> NoReturn:
@@ -305,7 +313,7 @@ def _give_up(
         if attempt is None:
             run.clear_stop()  # no rank is left to obey it, and the next start must not; a job script reads it first
         if began:
-            _mark_ended(run, "failed", render_reason(str(error)))
+            _mark_ended(run, "failed", render_reason(str(error)), report)
     fault = describe_error(error, out_of_memory=blame.out_of_memory)
     report_fault(attempt, blame.by, fault, run.read_step(), patience_s=0.0)
     raise error
@@ -327,18 +335,18 @@ def pack_request(request: ResolveRequest) -> str:
     return json.dumps(asdict(request), default=str)
 
 
-def ask_to_stop(run: RunDir) -> None:
-    """Ask the ranks by the stop file, and report it on stderr. Raises UserError if the file cannot be written."""
-    print("stopping after this step and saving; once more to end at once", file=sys.stderr)
+def ask_to_stop(run: RunDir, report: Report) -> None:
+    """Ask the ranks by the stop file, and report it. Raises UserError if the file cannot be written."""
+    report("stopping after this step and saving; once more to end at once")
     if not run.stop_requested():  # a job script that was warned has written the reason
         run.request_stop(f"{BY_SIGNAL} asked for a stop")
 
 
-def _mark_ended(run: RunDir, state: str, reason: str, *, where_missing: bool = False) -> None:
+def _mark_ended(run: RunDir, state: str, reason: str, report: Report, *, where_missing: bool = False) -> None:
     """Record the end in place of a rank 0 that was killed, or that lost contact and could not see the reason."""
     status = run.read_status()
     if status.get("state") in ("running", "failed") or (where_missing and not status):
         try:
             run.change_state(status, state, reason)
         except OSError as error:  # the reason itself is reported in any case
-            print(f"{run.path} could not be told how the run ended: {error.strerror}", file=sys.stderr)
+            report(f"{run.path} could not be told how the run ended: {error.strerror}")
