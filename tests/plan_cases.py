@@ -7,10 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from shardway.plan.case import ENGINES, Case, Degrees, find_engine
-from shardway.plan.machine import Machine
+from shardway.plan.case import Case, Degrees, find_engine, load_engines
+from shardway.plan.machine import Machine, machine_of_part
 from shardway.plan.shapes.architecture import Architecture, AttentionShape, ExpertsShape, LayerRun, LayerShape
-from shardway.plan.site import machine_of_part
 
 
 def gpt_layer(hidden: int = 1024, heads: int = 16) -> LayerShape:
@@ -74,7 +73,7 @@ LAYERS = st.one_of(
 def cases(draw: st.DrawFn, **fixed: Any) -> Case:
     """Dense models in layouts that are legal, by any engine; `fixed` keys are not drawn."""
     drawn = {
-        "engine": draw(st.sampled_from(list(ENGINES))),
+        "engine": draw(st.sampled_from(list(load_engines()))),
         "tp": draw(st.sampled_from([1, 2, 8])),
         "pp": draw(st.sampled_from([1, 2, 4])),
         "dp_shard": draw(st.sampled_from([1, 2, 8])),

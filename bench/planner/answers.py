@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from rows import Question
 
 from shardway.plan.case import Case
-from shardway.plan.machine import Machine
+from shardway.plan.machine import Ceilings, Machine, load_ceilings
 from shardway.plan.memory import Overheads, StageMemory, estimate_memory, load_overheads, peak_stage
-from shardway.plan.time.ceilings import Ceilings, load_ceilings
-from shardway.plan.time.step import StepTime, estimate_step
+from shardway.plan.time import StepTime, estimate_step
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 7, 8)

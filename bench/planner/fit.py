@@ -1,6 +1,6 @@
 """Fit the planner's efficiency factors to published rows: python bench/planner/fit.py ROWS.csv [--hold SOURCE ...]
 
-Writes src/shardway/plan/time/ceilings.toml. With --hold it writes nothing and prints the score of the sources that were
+Writes src/shardway/plan/ceilings.toml. With --hold it writes nothing and prints the score of the sources that were
 left out; with --hold-each it does so for every source in its turn, and prints the table of score.py for rows of which
 each was predicted by factors that never saw its source. Every factor moves between bounds that its meaning sets,
 belongs to a kind of part, and is fitted only where ten rows or more depend on it. Needs numpy and scipy.
@@ -27,11 +27,10 @@ import score
 from scipy.optimize import least_squares
 
 from shardway.plan.case import Case
-from shardway.plan.machine import Machine
-from shardway.plan.time.ceilings import Ceilings, generation_of
-from shardway.plan.time.step import estimate_step
+from shardway.plan.machine import Ceilings, Machine, generation_of
+from shardway.plan.time import estimate_step
 
-TARGET = pathlib.Path(__file__).parents[2] / "src/shardway/plan/time/ceilings.toml"
+TARGET = pathlib.Path(__file__).parents[2] / "src/shardway/plan/ceilings.toml"
 LEAST_ROWS = 10
 SPARSE = {"vtrain": 8, "megatron-bridge": 2}
 """Of long sweeps every so-manieth row that is not among those that are scored."""
@@ -370,7 +369,7 @@ def write(values: Values, samples: Sequence[Sample], interval: tuple[float, floa
     lines = [
         "# What part of the rates on paper is reached. Written by bench/planner/fit.py: change that, not this file.",
         "# Behind a fitted factor stands how many rows depend on it; the others are told in fit.py with their reason.",
-        "# Meanings: src/shardway/plan/time/ceilings.py.",
+        "# Meanings: src/shardway/plan/machine.py.",
         "",
         "[general]",
         *_lines(general, {name: counts[kind, name] for kind, name in counts if kind == "general"}),

@@ -1,4 +1,4 @@
-"""Every file that `shardway.plan.emit` writes, read by the library that it is for, with its own reader and checks.
+"""Every file that `shardway.plan.export` writes, read by the library that it is for, with its own reader and checks.
 
 Libraries that are not installed are named and left out; those that are, are not asked to train:
 
@@ -45,10 +45,8 @@ from deepspeed_reading import load_with_deepspeed  # noqa: E402
 from emit_cases import GOLDEN_CASES, PREDICTION, cases  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 
-from shardway.plan.case import Case  # noqa: E402
-from shardway.plan.emit.common import Emitted  # noqa: E402
-from shardway.plan.emit.table import EMITTERS  # noqa: E402
-from shardway.plan.stages import layers_of_stages  # noqa: E402
+from shardway.plan.case import Case, layers_of_stages  # noqa: E402
+from shardway.plan.export.common import ENGINES, Emitted, emit  # noqa: E402
 
 REFUSED = re.compile(r"\brefuses?\b")
 DIGITS = re.compile(r"\d+")
@@ -325,7 +323,7 @@ def read(reader: Reader, case: Case, emitted: Emitted, folder: Path) -> Outcome:
     except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {str(error) or out.getvalue()[-300:]}"
         why = re.sub(DIGITS, "N", why.replace("\n", " "))[:160]
-        told = [re.sub(DIGITS, "N", line) for line in emitted.told if REFUSED.search(line)]
+        told = [re.sub(DIGITS, "N", line) for line in emitted.notes if REFUSED.search(line)]
         return Outcome(f"refused, as told: {why}" if told else f"REFUSED: {why}", frozenset(told))
     return Outcome("loaded")
 
@@ -409,13 +407,13 @@ def main() -> int:
         print("empty classes stand in for Transformer Engine, which is not installed")
     logging.disable(logging.CRITICAL)
     readers = [reader for reader in find_readers() if options.only in (None, reader.package)]
-    missing = set(EMITTERS) - {reader.emitter for reader in readers}
+    missing = set(ENGINES) - {reader.emitter for reader in readers}
     print(f"not read, since what reads it is not installed: {', '.join(sorted(missing)) or 'none'}")
     drawn, well = draw_cases(options.cases), True
     with tempfile.TemporaryDirectory() as folder, device(tuple(options.capability)):
         for reader in readers:
-            emit = EMITTERS[reader.emitter]
-            well &= report(reader, [read(reader, case, emit(case, PREDICTION), Path(folder)) for case in drawn])
+            emitted = [(case, emit(reader.emitter, case, PREDICTION)) for case in drawn]
+            well &= report(reader, [read(reader, case, files, Path(folder)) for case, files in emitted])
     return 0 if well else 1
 
 

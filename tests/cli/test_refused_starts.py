@@ -22,7 +22,7 @@ from shardway.resolve.request import parse_words
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 from shardway.train import recipe
-from shardway.watch.account import make_account
+from shardway.watch.progress import read_progress
 
 LONGER = ("train.steps=4", "checkpoint.every=2 steps", "checkpoint.background=false", "optim.warmup=0 steps")
 WORDS = (*TINY, *LONGER)
@@ -237,7 +237,7 @@ def test_a_refused_start_changes_nothing(name: str, stage: Stage) -> None:
 def _told(stage: Stage) -> list[object]:
     """What is said of the run, but for how long ago something was."""
     said = re.sub(r", [\d:]+ ago", "", stage.shardway("status", "run").out)
-    return [said, make_account(stage.run.all_events(), stage.run.read_status())]
+    return [said, read_progress(stage.run).book.account(stage.run.read_status())]
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardway.plan.case import Case, Degrees
+from shardway.plan.case import Case, Degrees, fill_up, layers_of_stages, split_by_weight
+from shardway.plan.machine import Ceilings, ceilings_of
 from shardway.plan.shapes.section import find_named
-from shardway.plan.stages import fill_up, layers_of_stages, split_by_weight
-from shardway.plan.time.ceilings import Ceilings, ceilings_of
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "tests" / "data" / "planner" / "rows.csv"

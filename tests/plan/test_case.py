@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from plan_cases import case_of, cases, expert_model
 from shardway.errors import UserError
-from shardway.plan.case import ENGINES, Case, Degrees, divisors, find_engine
+from shardway.plan.case import Case, Degrees, divisors, find_engine, load_engines
 
 
 def refusal(**changes: Any) -> str:
@@ -75,7 +75,7 @@ def test_experts_share_their_states_with_what_their_own_axis_leaves() -> None:
     assert Degrees().expert_shards == 1
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", load_engines())
 def test_an_engine_says_in_which_formats_it_keeps_what(name: str) -> None:
     """In fp32 all engines keep the same; in 16 bits what is updated is fp32."""
     engine = find_engine(name)

@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from plan_cases import case_of, cases, gpt_layer, h100s, model_of
 from shardway.errors import UserError
 from shardway.plan.case import Case
-from shardway.plan.estimate import estimate
-from shardway.plan.machine import Machine
+from shardway.plan.machine import Machine, load_ceilings, machine_of_part
 from shardway.plan.memory import estimate_memory, load_overheads, peak_stage
-from shardway.plan.site import machine_of_part
-from shardway.plan.time.ceilings import load_ceilings
-from shardway.plan.time.step import estimate_step
+from shardway.plan.search import estimate
+from shardway.plan.time import estimate_step
 
 BRIEF = settings.get_profile("brief")
 H100 = h100s()

@@ -8,8 +8,7 @@ import pytest
 
 from shardway.errors import UserError
 from shardway.hardware.catalogue import load_accelerators, load_links
-from shardway.plan.machine import Machine
-from shardway.plan.site import RACK_DOMAINS, machine_of_part, machine_of_site
+from shardway.plan.machine import RACK_DOMAINS, Machine, machine_of_part, machine_of_site
 from shardway.sites.find import list_shipped
 from shardway.sites.load import load_site
 from shardway.sites.schema import CPU, SiteProfile

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plan_cases import case_of, llama_layer, model_of
-from shardway.plan.case import Case
+from shardway.plan.case import Case, kept_micro_batches, list_stages, split_evenly
 from shardway.plan.shapes.architecture import LayerRun
-from shardway.plan.stages import kept_micro_batches, list_stages, split_evenly
 
 MODEL = model_of(llama_layer(), layers=16)
 

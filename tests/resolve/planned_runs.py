@@ -7,9 +7,8 @@ from typing import Any
 
 from resolving import resolve_words
 
-from shardway.plan.estimate import Estimate, estimate
-from shardway.plan.machine import Machine
-from shardway.plan.site import machine_of_site
+from shardway.plan.machine import Machine, machine_of_site
+from shardway.plan.search import Estimate, estimate
 from shardway.resolve import Resolved
 from shardway.resolve.planned import case_of, shape_of_run
 from shardway.sites.load import load_site

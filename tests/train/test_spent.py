@@ -18,7 +18,7 @@ from runs import TINY, Died, die_at, lone_rank, open_tiny, read_named, train_tin
 from shardway.rundir.directory import RunDir
 from shardway.train.recipe import train_run
 from shardway.watch.account import TimeAccount
-from shardway.watch.summary import summarise
+from shardway.watch.progress import summarise
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 

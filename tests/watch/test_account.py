@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +12,18 @@ from hypothesis import strategies as st
 from watch_events import BEGIN, started
 
 from shardway.rundir.events import Event
-from shardway.watch.account import ROW_NAMES, Book, TimeAccount, make_account
+from shardway.watch.account import ROW_NAMES, Book, TimeAccount
 from shardway.watch.words import ACCOUNT_WORDS, render_account, render_share
 
 ROW_OF = {"validate": "validation_s"}
+
+
+def make_account(events: Iterable[Event], status: Mapping[str, Any], now: float | None = None) -> TimeAccount | None:
+    """The account from every event of rank 0 and the last status."""
+    book = Book()
+    for each in events:
+        book.update(each)
+    return book.account(status, now)
 
 
 @dataclass

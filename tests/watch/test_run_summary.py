@@ -12,10 +12,9 @@ from watch_events import BEGIN, event, started, step, write_events
 
 from shardway.rundir.directory import RunDir
 from shardway.rundir.lineage import SkippedRange
-from shardway.watch.progress import BestCheckpoint, find_best_checkpoint
+from shardway.watch.progress import GONE, BestCheckpoint, find_best_checkpoint, find_runs, summarise
 from shardway.watch.report import render_report
-from shardway.watch.summary import GONE, find_runs, summarise
-from shardway.watch.words import render_left_out
+from shardway.watch.words import render_skipped
 
 
 @pytest.fixture
@@ -180,7 +179,7 @@ def test_a_way_back_undoes_later_steps_and_what_is_left_out_is_known(
     assert summary.last_save.step == 1
     assert summary.left_out == (left_out,)
     assert json.loads(json.dumps(summary.as_json()))["left_out"] == [left_out.as_json()]
-    assert render_left_out(left_out) == "8 samples (positions 8 to 16), back to step 1: a spike in step 2"
+    assert render_skipped(left_out) == "8 samples (positions 8 to 16), back to step 1: a spike in step 2"
     page = render_report(run)
     assert "Left out after spikes" in page
     assert "8 to 16" in page
@@ -251,7 +250,7 @@ def test_a_long_run_is_summarised_quickly(run: RunDir, monkeypatch: pytest.Monke
     write_events(monkeypatch, run, [started(total_steps=20_000), *(step(n, n * 0.1) for n in range(1, 20_001))])
     code = (
         "import sys; from pathlib import Path; from shardway.rundir.directory import RunDir; "
-        "from shardway.watch.summary import summarise; sys.exit(summarise(RunDir(Path(sys.argv[1]))).step != 20_000)"
+        "from shardway.watch.progress import summarise; sys.exit(summarise(RunDir(Path(sys.argv[1]))).step != 20_000)"
     )
     lines = "import json, sys; [json.loads(line) for line in open(sys.argv[1] + '/events/rank-00000.jsonl')]"
     costs, reads = list[float](), list[float]()

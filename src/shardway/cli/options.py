@@ -131,7 +131,7 @@ def read_request(words: list[str] | None, directory: Path | None, fresh: bool = 
 
 def find_run(path: Path | None) -> RunDir:
     """The one run at a path (or the only one in the default folder). Raises UserError where that is not one run."""
-    from shardway.watch.summary import find_runs
+    from shardway.watch.progress import find_runs
 
     root = path or Path("runs")
     runs = find_runs(root)

@@ -10,29 +10,30 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardway.cli.plan_options import Counting
 from shardway.earlier_names import EARLIER_KEYS
 from shardway.errors import Problem, SiteError, UserError, check_no_problems, list_some, render_problems
 from shardway.hfconfig import CONFIG
 from shardway.places import expand_home
-from shardway.plan.answer import JobTerms, PlanAnswer, PlanOptions, SearchQuestion, answer, ask, find_problems
-from shardway.plan.data_parallel_estimate import UnitAnswer, UnitCase, UnitQuestion, answer_units
+from shardway.plan.answer import JobTerms, PlanAnswer, PlanOptions, answer, ask, count_ranks, find_problems
 from shardway.plan.economy import Price
-from shardway.plan.machine import Machine
+from shardway.plan.machine import Machine, machine_of_part, machine_of_site
 from shardway.plan.search import AXES, SETTINGS, Question
 from shardway.plan.shapes.architecture import Architecture
 from shardway.plan.shapes.measured import Measured, Shape, read_measured
-from shardway.plan.site import machine_of_part, machine_of_site
+from shardway.plan.shapes.section import find_named
 from shardway.resolve.draft import IMAGE_MODELS, TOKEN_MODELS, Resolved
 from shardway.resolve.planned import case_of, list_assumptions, precision_of, shape_of_run
-from shardway.resolve.request import parse_words, resolve_request
+from shardway.resolve.request import parse_words, resolve_request, site_of
+from shardway.runfile.load import load_run
+from shardway.sites.load import list_sites, load_site
 from shardway.units import Span
 
 if TYPE_CHECKING:
+    from shardway.plan.data_parallel_estimate import UnitAnswer
     from shardway.runfile.schema import RunFile
     from shardway.sites.schema import Queue, SiteProfile
 
@@ -40,46 +41,41 @@ if TYPE_CHECKING:
 _SUFFIXES = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
-@dataclass(frozen=True)
-class MachineQuestion:
-    """The machine in the user's words, the queue, and the price of an hour."""
-
-    on: str | None
-    gpu: str | None
-    queue: str | None
-    price: Price | None
-
-
-@dataclass(frozen=True)
-class _PlannedMachine:
-    """The machine, and the profile of its site if there is one."""
-
-    machine: Machine
-    site: SiteProfile | None
-
-
-def answer_of(
-    model: list[str], where: MachineQuestion, said: PlanOptions, counting: Counting
+def answer_plan(
+    words: list[str],
+    options: PlanOptions,
+    *,
+    on: str | None,
+    gpu: str | None,
+    queue: str | None,
+    price: Price | None,
+    trace: bool,
+    module: str,
 ) -> PlanAnswer | UnitAnswer:
-    """The plan. Raises UserError with all problems."""
-    where = _with_site_of_run(model, where)
-    place = _check_both(model, where)
-    asked = _ask(model, place.machine, said, counting)
-    terms = _terms(place.site, where, asked.question.nodes)
-    return (
-        answer(asked, terms)
-        if isinstance(asked, SearchQuestion)
-        else answer_units(asked.question, terms, asked.assumed)
-    )
+    """The plan of a model (or of a run file with keys) on a machine: a site (`on`) or an accelerator (`gpu`).
 
-
-def _check_both(model: list[str], where: MachineQuestion) -> _PlannedMachine:
-    """The machine. Raises UserError with the problems of the machine and of the model's name, all at once."""
+    `trace`: count the run file's model with torch; `module` ("file.py:function") makes it where the run file does not.
+    Raises UserError with all problems.
+    """
+    name, *keys = words
+    of_run = name.endswith(".toml")
+    if of_run and not on and not gpu:
+        on = _site_of_run(words)
     try:
-        return _find_place(where)
+        machine, site = _find_machine(on, gpu)
     except UserError as error:
-        check_no_problems("the plan", [*found, *error.problems] if (found := _name_problems(model[0])) else [])
+        check_no_problems("the plan", [*found, *error.problems] if (found := _name_problems(name)) else [])
         raise
+    if of_run:
+        return _answer_run(words, options, machine, (site, queue, price), trace=trace, module=module)
+    check_no_problems("the plan", [_describe_stray(key) for key in keys])
+    if trace or module:
+        raise _refusal("--trace", f'"{name}" is no run file', "the path of a run file (.toml) whose model is counted")
+    shape = _find_shape(name, expand_home(name))
+    if not isinstance(shape, Architecture):
+        raise _refusal("model", f"{shape.name} is no transformer", "a transformer, or a run file with --trace")
+    question = ask(options, shape, machine)
+    return answer(question, _terms(site, queue, price, question.nodes))
 
 
 def _name_problems(name: str) -> list[Problem]:
@@ -94,17 +90,27 @@ def _name_problems(name: str) -> list[Problem]:
     return []
 
 
-def _with_site_of_run(model: list[str], where: MachineQuestion) -> MachineQuestion:
-    """The question with the site of the run file, unless an option names a machine."""
-    if where.on or where.gpu or not model[0].endswith(".toml"):
-        return where
-    from shardway.resolve.request import parse_words, site_of
-    from shardway.runfile.load import load_run
+def _describe_stray(word: str) -> Problem:
+    remedy = "name the run file first, or use the options of `shardway plan --help`"
+    return Problem(word, "sets a key of a run file, and none is named", remedy=remedy)
 
-    request = parse_words(model)
+
+def _find_shape(name: str, path: Path) -> Shape:
+    """The shape of a folder or a config.json, of a hub name, or of a model known by name."""
+    is_config = path.is_file() and path.name == CONFIG
+    if not (is_config or path.is_dir() or "/" in name):
+        return find_named(name)
+    from shardway.plan.shapes.huggingface import read_shape
+
+    return read_shape(str(path.parent) if is_config else name)
+
+
+def _site_of_run(words: list[str]) -> str:
+    """The site of the run file."""
+    request = parse_words(words)
     loaded = load_run(request.run_file, request.overrides)
     site_of(loaded)
-    return replace(where, on=loaded.values.site.name)
+    return loaded.values.site.name
 
 
 def parse_question_words(text: str) -> tuple[str, ...]:
@@ -157,16 +163,15 @@ def _refusal(where: str, what: str, allowed: str, remedy: str = "") -> UserError
 # --- the machine and its queue
 
 
-def _find_place(where: MachineQuestion) -> _PlannedMachine:
-    from shardway.sites.load import list_sites, load_site
-
-    if where.on and where.gpu:
-        raise _refusal("--gpu", f"a site ({where.on}) and a GPU ({where.gpu}) are said both", "one of --on and --gpu")
-    if where.gpu:
-        return _PlannedMachine(machine_of_part(where.gpu), None)
-    if where.on:
-        site = load_site(where.on)
-        return _PlannedMachine(machine_of_site(site), site)
+def _find_machine(on: str | None, gpu: str | None) -> tuple[Machine, SiteProfile | None]:
+    """The machine, and the profile of its site if there is one."""
+    if on and gpu:
+        raise _refusal("--gpu", f"a site ({on}) and a GPU ({gpu}) are said both", "one of --on and --gpu")
+    if gpu:
+        return machine_of_part(gpu), None
+    if on:
+        site = load_site(on)
+        return machine_of_site(site), site
     raise _refusal(
         "--on",
         "nothing says which machine the plan is for",
@@ -174,16 +179,16 @@ def _find_place(where: MachineQuestion) -> _PlannedMachine:
     )
 
 
-def _terms(site: SiteProfile | None, where: MachineQuestion, nodes: int) -> JobTerms:
-    queue = _find_queue(site, where.queue, nodes) if site else None
-    if where.queue and site is None:
-        raise _refusal("--queue", f'"{where.queue}" is a queue of no site', "a queue of the site that --on names")
+def _terms(site: SiteProfile | None, queue_name: str | None, price: Price | None, nodes: int) -> JobTerms:
+    queue = _find_queue(site, queue_name, nodes) if site else None
+    if queue_name and site is None:
+        raise _refusal("--queue", f'"{queue_name}" is a queue of no site', "a queue of the site that --on names")
     return JobTerms(
         queue=queue.name if queue else "",
         wall_seconds=queue.max_walltime if queue else None,
         most_nodes=queue.max_nodes if queue else None,
         cores_per_node=site.node.cores if site else None,
-        price=where.price,
+        price=price,
     )
 
 
@@ -197,40 +202,6 @@ def _find_queue(site: SiteProfile, name: str | None, nodes: int) -> Queue | None
         return found
     fitting = (queue for queue in site.queues if queue.max_nodes is None or queue.max_nodes >= nodes)
     return next(fitting, site.queues[0] if site.queues else None)
-
-
-# --- the model
-
-
-def _ask(words: list[str], machine: Machine, said: PlanOptions, counting: Counting) -> SearchQuestion | AskedUnits:
-    name, *keys = words
-    if name.endswith(".toml"):
-        return ask_run(words, machine, said, counting)
-    check_no_problems("the plan", [_stray(key) for key in keys])
-    if counting.trace or counting.module:
-        raise _refusal("--trace", f'"{name}" is no run file', "the path of a run file (.toml) whose model is counted")
-    return ask(said, _lay_out(_find_shape(name, expand_home(name))), machine)
-
-
-def _stray(word: str) -> Problem:
-    remedy = "name the run file first, or use the options of `shardway plan --help`"
-    return Problem(word, "sets a key of a run file, and none is named", remedy=remedy)
-
-
-def _find_shape(name: str, path: Path) -> Shape:
-    """The shape of a folder or a config.json, of a hub name, or of a model known by name."""
-    from shardway.plan.shapes.huggingface import read_shape
-    from shardway.plan.shapes.section import find_named
-
-    if path.is_file() and path.name == CONFIG:
-        return read_shape(str(path.parent))
-    return read_shape(name) if path.is_dir() or "/" in name else find_named(name)
-
-
-def _lay_out(shape: Shape) -> Architecture:
-    if isinstance(shape, Architecture):
-        return shape
-    raise _refusal("model", f"{shape.name} is no transformer", "a transformer, or a run file with --trace")
 
 
 # --- the question of a run file
@@ -252,54 +223,57 @@ KEYS = {
 }
 """Field of `PlanOptions` -> its option, and the key of a run file that sets the same."""
 
-SETTLED = frozenset((*AXES, *SETTINGS, "offload", "sequence"))
-"""What a resolved run leaves no choice of."""
+Queueing = tuple["SiteProfile | None", str | None, Price | None]
+"""The site, the name of its queue, and the price of an hour."""
 
 
-@dataclass(frozen=True)
-class AskedUnits:
-    """The question of a model that is known by its units, and its assumptions."""
-
-    question: UnitQuestion
-    assumed: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _FoundShape:
-    """A shape, and its origin if that is not the run file."""
-
-    shape: Shape
-    told: str = ""
-    samples: int | None = None
-    """Samples of an epoch, if the data can be opened."""
-
-
-def ask_run(words: list[str], machine: Machine, said: PlanOptions, counting: Counting) -> SearchQuestion | AskedUnits:
-    """The question of a run file on a machine. Raises UserError with all problems."""
-    check_no_problems("the plan", [*find_problems(said, machine), *_find_doubles(said)])
-    ranks = said.gpus or (said.nodes or 1) * machine.per_node
-    request = parse_words(words)
-    resolved = resolve_request(request, ranks, min(ranks, machine.per_node), machine).resolved
-    path = Path(words[0])
-    if counting.trace or counting.module:
-        found = _trace(resolved.values, path, counting.module)
-    else:
-        found = _find_run_shape(resolved.values, resolved.circumstances.shape, path)
-    shape, told = found.shape, [*machine.assumed, *filter(None, [found.told])]
-    if not said.gpus and not said.nodes:
-        told.append("one node (--nodes)")
-    length = said.length or _length_of(resolved, found.samples)
+def _answer_run(
+    words: list[str], options: PlanOptions, machine: Machine, queueing: Queueing, *, trace: bool, module: str
+) -> PlanAnswer | UnitAnswer:
+    """The plan of a run file on a machine. Raises UserError with all problems."""
+    check_no_problems("the plan", [*find_problems(options, machine), *_find_doubles(options)])
+    ranks, _ = count_ranks(options, machine)
+    resolved = resolve_request(parse_words(words), ranks, min(ranks, machine.per_node), machine).resolved
+    values, path = resolved.values, Path(words[0])
+    shape, note, samples = (
+        _trace(values, path, module) if trace or module else _find_run_shape(values, resolved.circumstances.shape, path)
+    )
+    assumed = [*machine.assumed, *filter(None, [note])]
+    assumed += [] if options.gpus or options.nodes else ["one node (--nodes)"]
+    length = options.length or _length_of(resolved, samples)
+    terms = _terms(*queueing, -(-ranks // machine.per_node))
     if isinstance(shape, Measured):
-        return AskedUnits(_ask_units(resolved, shape, machine, ranks, length), tuple(told))
-    told += list_assumptions(resolved.values)
-    return SearchQuestion(Question(case_of(resolved.values, shape), machine, ranks, SETTLED), length, tuple(told))
+        from shardway.plan.data_parallel_estimate import UnitCase, answer_units
+
+        case = UnitCase(
+            model=shape,
+            global_batch=values.train.global_batch,
+            micro_batch=int(values.train.micro_batch),
+            dp_replicate=int(values.parallel.dp_replicate),
+            dp_shard=int(values.parallel.dp_shard),
+            precision=precision_of(values.precision),
+            optimizer=values.optim.name,
+        )
+        tokens = values.data.seq_len if values.model.kind in TOKEN_MODELS or values.model.hf else 1
+        return answer_units(
+            case,
+            machine,
+            ranks,
+            terms,
+            length=length,
+            tokens_per_sample=tokens,
+            assumed=tuple(assumed),
+            laid_out=True,
+        )
+    settled, notes = frozenset((*AXES, *SETTINGS, "offload", "sequence")), (*assumed, *list_assumptions(values))
+    return answer(Question(case_of(values, shape), machine, ranks, settled, length=length, assumed=notes), terms)
 
 
-def _find_doubles(said: PlanOptions) -> list[Problem]:
+def _find_doubles(options: PlanOptions) -> list[Problem]:
     return [
         Problem(option, "is said by the run file", remedy=f"set {key} there, or give {key}=... behind the run file")
         for name, (option, key) in KEYS.items()
-        if getattr(said, name) != getattr(PlanOptions(), name)
+        if getattr(options, name) != getattr(PlanOptions(), name)
     ]
 
 
@@ -313,23 +287,10 @@ def _length_of(resolved: Resolved, samples: int | None) -> Span | None:
     return span
 
 
-def _ask_units(resolved: Resolved, shape: Measured, machine: Machine, ranks: int, length: Span | None) -> UnitQuestion:
-    values = resolved.values
-    parallel, micro = values.parallel, values.train.micro_batch
-    case = UnitCase(
-        model=shape,
-        global_batch=values.train.global_batch,
-        micro_batch=int(micro),
-        dp_replicate=int(parallel.dp_replicate),
-        dp_shard=int(parallel.dp_shard),
-        precision=precision_of(values.precision),
-        optimizer=values.optim.name,
-    )
-    tokens = values.data.seq_len if values.model.kind in TOKEN_MODELS or values.model.hf else 1
-    return UnitQuestion(case, machine, ranks, length, frozenset(("micro_batch", "dp_shard")), tokens)
-
-
 # --- the shape
+
+FoundShape = tuple[Shape, str, int | None]
+"""A shape, its origin if that is not the run file, and the samples of an epoch if the data can be opened."""
 
 
 def shape_path(run_file: Path) -> Path:
@@ -337,27 +298,27 @@ def shape_path(run_file: Path) -> Path:
     return run_file.with_suffix(".shape.json")
 
 
-def _find_run_shape(values: RunFile, hf: Shape | None, path: Path) -> _FoundShape:
+def _find_run_shape(values: RunFile, hf: Shape | None, path: Path) -> FoundShape:
     """The traced shape if there is one, else that of the run file's model section."""
     stored = shape_path(path)
     if stored.exists():
-        return _FoundShape(
-            _read(stored, values), f"the model as --trace counted it: {stored} (remove it to plan [model])"
-        )
-    if values.model.kind in IMAGE_MODELS and not values.model.hf:
-        return _of_images(values)
-    return _FoundShape(shape_of_run(values, hf))
+        shape = read_measured(stored)
+        if not shape.source.endswith(_digest(values)):
+            raise UserError(
+                f"{stored} was counted for another [model] or data.seq_len than this run has.\n"
+                "  To do: count it again (--trace), or remove the file."
+            )
+        return shape, f"the model as --trace counted it: {stored} (remove it to plan [model])", None
+    if values.model.kind not in IMAGE_MODELS or values.model.hf:
+        return shape_of_run(values, hf), "", None
+    # An image model has the image size of the data.
+    from shardway.data.open import are_there, find_sample, open_described
+    from shardway.plan.shapes.section import shape_of_section
 
-
-def _read(stored: Path, values: RunFile) -> Measured:
-    """Read a traced shape. Raises UserError if the run file has another model since."""
-    shape = read_measured(stored)
-    if not shape.source.endswith(_digest(values)):
-        raise UserError(
-            f"{stored} was counted for another [model] or data.seq_len than this run has.\n"
-            "  To do: count it again (--trace), or remove the file."
-        )
-    return shape
+    if not are_there(values):
+        return shape_of_section(values.model, find_sample(values)[0]), _without_data(values), None
+    data = open_described(values)
+    return shape_of_section(values.model, data.train.facts.sample_shape), "", data.facts.samples
 
 
 def _digest(values: RunFile) -> str:
@@ -368,18 +329,7 @@ def _digest(values: RunFile) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _of_images(values: RunFile) -> _FoundShape:
-    """The shape of an image model, with the image size of the data."""
-    from shardway.data.open import are_there, find_sample, open_described
-    from shardway.plan.shapes.section import shape_of_section
-
-    if not are_there(values):
-        return _FoundShape(shape_of_section(values.model, find_sample(values)[0]), _without_data(values))
-    data = open_described(values)
-    return _FoundShape(shape_of_section(values.model, data.train.facts.sample_shape), samples=data.facts.samples)
-
-
-def _trace(values: RunFile, path: Path, module: str) -> _FoundShape:
+def _trace(values: RunFile, path: Path, module: str) -> FoundShape:
     """The model of the run file, counted with torch; kept for the next plan."""
     try:
         from shardway.train.param_count import count_model
@@ -396,8 +346,8 @@ def _trace(values: RunFile, path: Path, module: str) -> _FoundShape:
         stored.write_text(counted.to_json(), encoding="utf-8")
     except OSError as error:
         raise SiteError(f"{stored} cannot be written: {error.strerror}.") from error
-    told = f"the model as it was counted now, kept in {stored}"
-    return _FoundShape(counted, told if are_there(values) else f"{told}; {_without_data(values)}")
+    note = f"the model as it was counted now, kept in {stored}"
+    return counted, note if are_there(values) else f"{note}; {_without_data(values)}", None
 
 
 def _without_data(values: RunFile) -> str:

@@ -21,8 +21,8 @@ def report(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say where it would be written.")] = False,
 ) -> None:
     """Write the report of a run and print its path."""
+    from shardway.watch.progress import summarise
     from shardway.watch.report import render_report
-    from shardway.watch.summary import summarise
 
     run = find_run(path)
     run.check_format()

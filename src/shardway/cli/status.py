@@ -26,7 +26,7 @@ from shardway.units import render_clock, render_count
 if TYPE_CHECKING:
     from shardway.launch.runs.find import Known
     from shardway.launch.runs.job_status import JobStatus, Ledger
-    from shardway.watch.summary import RunSummary
+    from shardway.watch.progress import RunSummary
 
 RunWord = Annotated[
     str | None,
@@ -44,7 +44,7 @@ class _ShownRun:
 
     known: Known
     ledger: Ledger
-    standings: Sequence[JobStatus]
+    statuses: Sequence[JobStatus]
     summary: RunSummary | None = None
 
 
@@ -92,8 +92,8 @@ def _look(group: Sequence[Known], *, alone: bool) -> list[_ShownRun]:
     host = find_host(group[0].host)
     with _describe(alone=alone):
         ledgers = read_ledgers(host, [Path(known.run) for known in readable])
-        standings = read_standings(host, ledgers)
-        for known, ledger, attempts in zip(readable, ledgers, standings, strict=True):
+        statuses = read_standings(host, ledgers)
+        for known, ledger, attempts in zip(readable, ledgers, statuses, strict=True):
             if alone or not known.host or attempts or ledger.status:  # elsewhere, one that is gone is no news
                 with _describe(alone=alone):
                     summary = None if known.host else _summarise(ledger, attempts)
@@ -115,7 +115,7 @@ def _describe(*, alone: bool) -> Iterator[None]:
 def _summarise(ledger: Ledger, attempts: Sequence[JobStatus]) -> RunSummary | None:
     """What the run recorded; its state is that of a job that continues it, or that has a reason the ranks could not
     record."""
-    from shardway.watch.summary import GONE, summarise
+    from shardway.watch.progress import GONE, summarise
 
     if not ledger.run.exists():
         return None
@@ -167,15 +167,15 @@ def _as_json(shown: _ShownRun) -> dict[str, Any]:
 
     facts = shown.summary.as_json() if shown.summary else {**shown.ledger.status, "path": shown.known.run}
     jobs = {"host": shown.known.host} if shown.known.host else {}
-    return {**facts, **jobs, "jobs": attempts_as_json(shown.standings)}
+    return {**facts, **jobs, "jobs": attempts_as_json(shown.statuses)}
 
 
 def _render(shown: _ShownRun) -> str:
     """One run in a few lines, without what is unknown."""
     from shardway.launch.runs.job_status import render_attempts
 
-    head = _summary_lines(shown.summary, shown.standings) if shown.summary else _bare_lines(shown)
-    return "\n".join([*head, *render_attempts(shown.standings)])
+    head = _summary_lines(shown.summary, shown.statuses) if shown.summary else _bare_lines(shown)
+    return "\n".join([*head, *render_attempts(shown.statuses)])
 
 
 def _bare_lines(shown: _ShownRun) -> list[str]:
@@ -183,37 +183,40 @@ def _bare_lines(shown: _ShownRun) -> list[str]:
     from shardway.launch.runs.find import render_known
 
     status = shown.ledger.status
-    active = [standing for standing in shown.standings if standing.is_active]
-    word = next((standing.word for standing in [*active, *shown.standings[-1:]]), "new")
+    active = [job for job in shown.statuses if job.is_active]
+    word = next((job.word for job in [*active, *shown.statuses[-1:]]), "new")
     state = str(status.get("state") or word)
     total = f"/{status['total_steps']}" if status.get("total_steps") else ""
     lines = [f"{render_known(shown.known)}  {state}"]
     return [*lines, f"  step        {status['step']}{total}"] if "step" in status else lines
 
 
-def _summary_lines(summary: RunSummary, standings: Sequence[JobStatus]) -> list[str]:
-    """`standings`: the attempts that stand below, those that wait or never began with them."""
+def _summary_lines(summary: RunSummary, statuses: Sequence[JobStatus]) -> list[str]:
+    """`statuses`: the attempts that stand below, those that wait or never began with them."""
+    from shardway.watch.words import render_account, render_logged, render_skipped, render_validation
+
     total = f"/{summary.total_steps}" if summary.total_steps else ""
     share = f" ({100 * summary.step / summary.total_steps:.0f} %)" if summary.total_steps else ""
     rate = summary.tokens_per_s if summary.unit == "tokens" else summary.samples_per_s
-    save = summary.last_save
+    save, ignored = summary.last_save, summary.local_checkpoints_ignored
+    validation = render_validation(summary.validation, summary.monitor) if summary.validation else ""
     lines = [
         f"{summary.path}  {summary.state}" + (f": {summary.reason}" if summary.reason else ""),
         f"  step        {summary.step}{total}{share}",
-        _line("loss", summary.loss, "{:.4f}"),
-        f"  validation  {_describe_metrics(summary)}" if summary.validation else "",
+        f"  loss        {summary.loss:.4f}" if summary.loss is not None else "",
+        f"  validation  {validation}" if validation else "",
         _describe_best(summary),
-        f"  logged      {_describe_logged(summary)}" if summary.logged else "",
+        f"  logged      {render_logged(summary.logged)}" if summary.logged else "",
         f"  speed       {render_count(rate)} {summary.unit}/s" if rate else "",
         f"  time left   {render_clock(summary.seconds_left)}" if summary.seconds_left else "",
         f"  last save   step {save.step}, {render_clock(time.time() - save.time)} ago" if save else "",
-        _describe_productive(summary),
-        *_describe_left_out(summary),
-        _describe_dropped(summary),
+        f"  productive  {render_account(summary.account)}" if summary.account else "",
+        *(f"  left out    {render_skipped(each)}" for each in summary.left_out),
+        f"  nodes       what they have saved is left out: two starts from step {ignored} failed" if ignored else "",
         f"  ranks       {summary.world} on {summary.device}" if summary.world else "",
-        _describe_attempts(summary.attempts, len(standings)),
+        _describe_attempts(summary.attempts, len(statuses)),
         f"  restarts    {summary.restarts} (the ranks started again in their attempt)" if summary.restarts else "",
-        _describe_jobs_to_go(summary, standings),
+        _describe_jobs_to_go(summary, statuses),
         f"  writer      {summary.writer}" if summary.writer else "",
     ]
     return [line for line in lines if line]
@@ -232,34 +235,17 @@ def _describe_best(summary: RunSummary) -> str:
     return f"{words}, not kept; of those that are, step {kept.step} is the best"
 
 
-def _describe_productive(summary: RunSummary) -> str:
-    from shardway.watch.words import render_account
-
-    return f"  productive  {render_account(summary.account)}" if summary.account else ""
-
-
-def _describe_dropped(summary: RunSummary) -> str:
-    step = summary.local_checkpoints_ignored
-    return f"  nodes       what they have saved is left out: two starts from step {step} failed" if step else ""
-
-
-def _describe_left_out(summary: RunSummary) -> list[str]:
-    from shardway.watch.words import render_left_out
-
-    return [f"  left out    {render_left_out(each)}" for each in summary.left_out]
-
-
 def _describe_attempts(begun: int, known: int) -> str:
     if max(begun, known) < 2:
         return ""
     return f"  attempts    {known}, of which {begun} began to train" if known > begun else f"  attempts    {begun}"
 
 
-def _describe_jobs_to_go(summary: RunSummary, standings: Sequence[JobStatus]) -> str:
+def _describe_jobs_to_go(summary: RunSummary, statuses: Sequence[JobStatus]) -> str:
     """How many more jobs a chain takes whose jobs end with their wall-time, and whether that is well spent."""
     from shardway.rundir.attempts import Ending
 
-    by_clock = any(standing.result is not None and standing.result.state is Ending.DEADLINE for standing in standings)
+    by_clock = any(job.result is not None and job.result.state is Ending.DEADLINE for job in statuses)
     left = (summary.total_steps or 0) - summary.step
     if summary.state == "failed" or not (by_clock and summary.step and summary.attempts and left > 0):
         return ""
@@ -268,19 +254,3 @@ def _describe_jobs_to_go(summary: RunSummary, standings: Sequence[JobStatus]) ->
     wasteful = account is not None and account.start_s > account.productive_s
     remedy = "; starting takes more of them than training: raise site.walltime" if wasteful else ""
     return f"  to go       some {jobs} more such jobs{remedy}"
-
-
-def _line(label: str, value: float | None, form: str) -> str:
-    return f"  {label:<11} {form.format(value)}" if value is not None else ""
-
-
-def _describe_logged(summary: RunSummary) -> str:
-    from shardway.watch.words import render_logged
-
-    return render_logged(summary.logged) if summary.logged else ""
-
-
-def _describe_metrics(summary: RunSummary) -> str:
-    from shardway.watch.words import render_validation
-
-    return render_validation(summary.validation, summary.monitor) if summary.validation else ""

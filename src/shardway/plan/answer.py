@@ -29,12 +29,12 @@ from shardway.plan.case import (
     find_engine,
 )
 from shardway.plan.economy import Charge, Faults, Power, Price, RunEstimate, RunRequest, Slot, estimate_run
-from shardway.plan.estimate import Estimate
-from shardway.plan.machine import Machine
+from shardway.plan.machine import Machine, generation_of
 from shardway.plan.search import (
     AXES,
     SETTINGS,
     Change,
+    Estimate,
     Question,
     ScalingPoint,
     SearchResult,
@@ -44,7 +44,6 @@ from shardway.plan.search import (
     search,
 )
 from shardway.plan.shapes.architecture import Architecture
-from shardway.plan.time.ceilings import generation_of
 from shardway.units import Scale, Span, render_count
 
 # --- assumptions: batch, sequence, length, saving, starting
@@ -74,7 +73,7 @@ class Assumed:
     """A value that was not given, and the sentence that reports it."""
 
     value: int
-    told: str
+    note: str
 
 
 def assume_seq_len(model: Architecture) -> Assumed:
@@ -95,8 +94,8 @@ def assume_batch(model: Architecture, seq_len: int, ranks: int) -> Assumed:
     sizes = (tokens for parameters, tokens in BATCH_TOKENS if model.active_parameters <= parameters)
     tokens = next(sizes, LARGE_BATCH_TOKENS)
     batch = _split_over(tokens / seq_len, ranks)
-    told = f"a global batch of {batch:,} sequences, near the {tokens / 1e6:g} M tokens that GPT-3 had at this size"
-    return Assumed(batch, f"{told} (--global-batch)")
+    note = f"a global batch of {batch:,} sequences, near the {tokens / 1e6:g} M tokens that GPT-3 had at this size"
+    return Assumed(batch, f"{note} (--global-batch)")
 
 
 def _split_over(batch: float, ranks: int) -> int:
@@ -113,8 +112,8 @@ def _split_over(batch: float, ranks: int) -> int:
 def assume_tokens(model: Architecture) -> Assumed:
     """The least tokens that a model of this size should see."""
     tokens = TOKENS_PER_PARAMETER * model.active_parameters
-    told = f"{render_count(tokens)} tokens, {TOKENS_PER_PARAMETER} for each parameter that a token meets"
-    return Assumed(tokens, f"{told} (Hoffmann et al.; --tokens)")
+    note = f"{render_count(tokens)} tokens, {TOKENS_PER_PARAMETER} for each parameter that a token meets"
+    return Assumed(tokens, f"{note} (Hoffmann et al.; --tokens)")
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class SaveTime:
     """The seconds of a checkpoint, and the sentence with the reason."""
 
     seconds: float
-    told: str
+    note: str
 
     @property
     def faults(self) -> Faults:
@@ -142,11 +141,11 @@ class SaveTime:
 def assume_saving(parameters: int, nodes: int) -> SaveTime:
     """The time to save weights and moments in fp32, written by all nodes at once."""
     size, rate = parameters * SAVED_BYTES, min(nodes * WRITE_RATE, MOST_WRITE_RATE)
-    told = (
+    note = (
         f"a checkpoint of {size / 1e9:,.3g} GB takes {size / rate:,.3g} s ({WRITE_RATE / 1e9:g} GB/s a node, at most "
         f"{MOST_WRITE_RATE / 1e9:g}); a start takes {START_SECONDS:g} s, and {NOTICE_SECONDS:g} s more after a failure"
     )
-    return SaveTime(size / rate, told)
+    return SaveTime(size / rate, note)
 
 
 # --- the options of a plan
@@ -176,15 +175,6 @@ class PlanOptions:
     offload: bool | None = None
 
 
-@dataclass(frozen=True)
-class SearchQuestion:
-    """A question for the search, the length of the run (None: unknown), and the assumptions."""
-
-    question: Question
-    length: Span | None
-    assumed: tuple[str, ...]
-
-
 def parse_layout(text: str) -> dict[str, int]:
     """Degrees from a text such as "tp=8,pp=4" or "tp 8 x pp 4". Raises UserError that names every invalid part."""
     found: dict[str, int] = {}
@@ -200,126 +190,86 @@ def parse_layout(text: str) -> dict[str, int]:
     return found
 
 
-def ask(said: PlanOptions, model: Architecture, machine: Machine) -> SearchQuestion:
+def ask(options: PlanOptions, model: Architecture, machine: Machine) -> Question:
     """The question that the options ask. Raises UserError with all problems."""
-    check_no_problems("the plan", list(find_problems(said, machine)))
-    ranks = said.gpus or (said.nodes or 1) * machine.per_node
-    told = list(machine.assumed)
-    if not said.gpus and not said.nodes:
-        told.append("one node (--nodes)")
+    check_no_problems("the plan", list(find_problems(options, machine)))
+    ranks, assumed = count_ranks(options, machine)
     seq = assume_seq_len(model)
-    batch = assume_batch(model, said.seq_len or seq.value, _sharers(said, ranks))
-    told += [] if said.seq_len else [seq.told]
-    told += [] if said.global_batch else [batch.told]
-    length = said.length
+    seq_len = options.seq_len or seq.value
+    # The batch is split over the ranks that no other axis takes.
+    taken = math.prod(size for name, size in options.layout.items() if name in ("cp", "tp", "pp"))
+    batch = assume_batch(model, seq_len, ranks // taken * (options.micro_batch or 1) if ranks % taken == 0 else ranks)
+    assumed += [] if options.seq_len else [seq.note]
+    assumed += [] if options.global_batch else [batch.note]
+    length = options.length
     if length is None and not model.patch_features:
         tokens = assume_tokens(model)
         length = Span(float(tokens.value), "tokens")
-        told.append(tokens.told)
-    case = _case(said, model, machine, said.seq_len or seq.value, said.global_batch or batch.value)
-    return SearchQuestion(
-        Question(case, machine, ranks, _fixed(said), cast(tuple[Precision, ...], said.precisions)), length, tuple(told)
-    )
-
-
-def _sharers(said: PlanOptions, ranks: int) -> int:
-    """Ranks that the batch is split over: those that no other axis takes."""
-    taken = math.prod(size for name, size in said.layout.items() if name in ("cp", "tp", "pp"))
-    return ranks // taken * (said.micro_batch or 1) if ranks % taken == 0 else ranks
-
-
-def _case(said: PlanOptions, model: Architecture, machine: Machine, seq_len: int, global_batch: int) -> Case:
-    engine = find_engine(said.engine or "shardway")
-    degrees = Degrees(**said.layout)
+        assumed.append(tokens.note)
+    engine, degrees = find_engine(options.engine or "shardway"), Degrees(**options.layout)
+    generation = generation_of(machine.accelerator.key)
+    # Volta has no kernel of FlashAttention 2; engines with kernels of their own have one for Hopper.
+    newest = "flash3" if generation in ("hopper", "blackwell") and not engine.eager else "flash2"
+    usual = "bf16" if machine.accelerator.peak("bf16") else "fp16"
     words = {
-        "precision": said.precisions[0] if said.precisions else _usual_precision(machine),
-        "optimizer": said.optimizer or "adamw",
-        "recompute": said.recompute or "none",
-        "attention": said.attention or _usual_attention(machine, eager=engine.eager),
-        "schedule": said.schedule or "1f1b",
+        "precision": options.precisions[0] if options.precisions else usual,
+        "optimizer": options.optimizer or "adamw",
+        "recompute": options.recompute or "none",
+        "attention": options.attention or ("flash1" if generation == "volta" else newest),
+        "schedule": options.schedule or "1f1b",
     }
-    return Case(
+    case = Case(
         model=model,
         seq_len=seq_len,
-        global_batch=global_batch,
-        micro_batch=said.micro_batch or 1,
+        global_batch=options.global_batch or batch.value,
+        micro_batch=options.micro_batch or 1,
         # The search has not chosen yet which ranks experts are split over.
-        degrees=degrees if degrees.ep == 1 or "dp_shard" in said.layout else replace(degrees, dp_shard=degrees.ep),
+        degrees=degrees if degrees.ep == 1 or "dp_shard" in options.layout else replace(degrees, dp_shard=degrees.ep),
         engine=engine,
-        zero=said.zero or 0,
-        compiled=said.compiled,
-        offload=bool(said.offload),
+        zero=options.zero or 0,
+        compiled=options.compiled,
+        offload=bool(options.offload),
         **words,  # type: ignore[arg-type]
     )
+    fixed = {name for name in (*SETTINGS, "offload") if getattr(options, name) is not None} | {*options.layout}
+    formats = cast(tuple[Precision, ...], options.precisions)
+    return Question(case, machine, ranks, frozenset(fixed), formats, length=length, assumed=tuple(assumed))
 
 
-def _usual_precision(machine: Machine) -> Precision:
-    return "bf16" if machine.accelerator.peak("bf16") else "fp16"
+def count_ranks(options: PlanOptions, machine: Machine) -> tuple[int, list[str]]:
+    """The ranks of a plan, and what is assumed for them and for the machine."""
+    assumed = [] if options.gpus or options.nodes else ["one node (--nodes)"]
+    return options.gpus or (options.nodes or 1) * machine.per_node, [*machine.assumed, *assumed]
 
 
-def _usual_attention(machine: Machine, *, eager: bool) -> AttentionKernel:
-    """Volta has no kernel of FlashAttention 2; engines with kernels of their own have one for Hopper."""
-    generation = generation_of(machine.accelerator.key)
-    if generation == "volta":
-        return "flash1"
-    return "flash3" if generation in ("hopper", "blackwell") and not eager else "flash2"
-
-
-def _fixed(said: PlanOptions) -> frozenset[str]:
-    names = (*SETTINGS, "offload")
-    return frozenset([name for name in names if getattr(said, name) is not None]) | frozenset(said.layout)
-
-
-def find_problems(said: PlanOptions, machine: Machine) -> Iterator[Problem]:
+def find_problems(options: PlanOptions, machine: Machine) -> Iterator[Problem]:
     """Problems of the options on a machine."""
-    sizes = {
-        "--nodes": said.nodes,
-        "--gpus": said.gpus,
-        "--seq-len": said.seq_len,
-        "--global-batch": said.global_batch,
-        "--micro-batch": said.micro_batch,
-    }
-    for where, size in sizes.items():
+    for name in ("nodes", "gpus", "seq_len", "global_batch", "micro_batch"):
+        size = getattr(options, name)
         if size is not None and not 1 <= size <= MOST_RANKS:
-            yield Problem(where, f"{size:,} is no size", allowed=f"1 to {MOST_RANKS:,}")
-    yield from _find_word_problems(said)
-    if said.nodes and said.gpus:
-        what = f"{said.gpus} GPUs and {said.nodes} nodes are said both"
-        yield Problem("--gpus", what, allowed="one of --nodes and --gpus")
-    yield from _find_layout_problems(said, said.gpus or (said.nodes or 1) * machine.per_node)
-
-
-def _find_word_problems(said: PlanOptions) -> Iterator[Problem]:
+            yield Problem(f"--{name.replace('_', '-')}", f"{size:,} is no size", allowed=f"1 to {MOST_RANKS:,}")
     choices: Mapping[str, tuple[Sequence[str | None], Any]] = {
-        "--precision": (said.precisions, Precision),
-        "--optimizer": ([said.optimizer or None], Optimizer),
-        "--recompute": ([said.recompute], Recompute),
-        "--schedule": ([said.schedule], Schedule),
-        "--attention": ([said.attention], AttentionKernel),
+        "--precision": (options.precisions, Precision),
+        "--optimizer": ([options.optimizer or None], Optimizer),
+        "--recompute": ([options.recompute], Recompute),
+        "--schedule": ([options.schedule], Schedule),
+        "--attention": ([options.attention], AttentionKernel),
     }
     for where, (words, known) in choices.items():
         for word in words:
             if word is not None and word not in get_args(known):
                 yield Problem(where, f'"{word}" is not known', allowed=", ".join(get_args(known)))
-    if said.zero is not None and said.zero not in (0, 1, 2, 3):
-        yield Problem("--zero", f"{said.zero} is no stage of ZeRO", allowed="0, 1, 2, 3")
-
-
-def _find_layout_problems(said: PlanOptions, ranks: int) -> Iterator[Problem]:
-    taken = math.prod(size for name, size in said.layout.items() if name != "ep")
+    if options.zero is not None and options.zero not in (0, 1, 2, 3):
+        yield Problem("--zero", f"{options.zero} is no stage of ZeRO", allowed="0, 1, 2, 3")
+    if options.nodes and options.gpus:
+        what = f"{options.gpus} GPUs and {options.nodes} nodes are said both"
+        yield Problem("--gpus", what, allowed="one of --nodes and --gpus")
+    ranks, _ = count_ranks(options, machine)
+    taken = math.prod(size for name, size in options.layout.items() if name != "ep")
     if ranks >= 1 and taken >= 1 and ranks % taken:
-        what = f"{' x '.join(f'{name} {size}' for name, size in said.layout.items())} does not divide {ranks:,} ranks"
-        yield Problem("--layout", what, allowed="degrees whose product divides the ranks", remedy="change one of them")
-
-
-def refuse(question: Question) -> UserError:
-    """The error for a question without a legal layout."""
-    case, world = question.case, question.world
-    what = f"no layout of {world:,} ranks is legal for a global batch of {case.global_batch:,} sequences"
-    remedy = "choose a global batch that the ranks (or a divisor of them) divide, or set fewer degrees"
-    if case.degrees.pp > 1 and not case.engine.short_pipelines:
-        remedy += "; a pipeline of 1f1b wants as many micro-batches as ranks, gpipe takes any number"
-    return UserError(render_problems("the plan", [Problem("--global-batch", what, remedy=remedy)]))
+        layout = " x ".join(f"{name} {size}" for name, size in options.layout.items())
+        what, allowed = f"{layout} does not divide {ranks:,} ranks", "degrees whose product divides the ranks"
+        yield Problem("--layout", what, allowed=allowed, remedy="change one of them")
 
 
 # --- the queue, the price, and the whole run
@@ -336,31 +286,23 @@ class JobTerms:
     price: Price | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingWork:
-    """The work of a run: its length, the seconds of a step, the ranks."""
-
-    length: Span
-    scale: Scale
-    step_seconds: float
-    ranks: int
-
-
-def price_run(work: TrainingWork, machine: Machine, terms: JobTerms, saving: SaveTime) -> RunEstimate:
+def price_run(
+    length: Span, scale: Scale, step_seconds: float, ranks: int, machine: Machine, terms: JobTerms, saving: SaveTime
+) -> RunEstimate:
     """Days, jobs, failures, hours, energy, money."""
-    watts = machine.accelerator.power_w
+    watts, cores = machine.accelerator.power_w, terms.cores_per_node
     return estimate_run(
         RunRequest(
-            step_seconds=work.step_seconds,
-            length=work.length,
-            gpus=work.ranks,
+            step_seconds=step_seconds,
+            length=length,
+            gpus=ranks,
             gpus_per_node=machine.per_node,
             faults=saving.faults,
-            scale=work.scale,
+            scale=scale,
             slot=saving.slot(terms.wall_seconds) if terms.wall_seconds else None,
             power=Power(tdp_watts=watts) if watts else None,
             price=terms.price,
-            charge=Charge(unit="core-hours", cores_per_node=terms.cores_per_node) if terms.cores_per_node else None,
+            charge=Charge(unit="core-hours", cores_per_node=cores) if cores else None,
         )
     )
 
@@ -399,35 +341,37 @@ class PlanAnswer:
         return bool(self.found.candidates)
 
 
-def answer(asked: SearchQuestion, terms: JobTerms | None = None) -> PlanAnswer:
+def answer(question: Question, terms: JobTerms | None = None) -> PlanAnswer:
     """Search, and price the whole run of the best layout. Raises UserError if no layout is legal."""
     terms = terms or JobTerms()
-    question = asked.question
     found = search(question)
     shown = found.best or found.nearest
     if shown is None:
-        raise refuse(question)
+        raise _refuse(question)
     on_host = shown.case.offload and not question.case.offload
     changes = list_changes(question) if on_host or not found.best else ()
     changes = tuple(change for change in changes if change.estimate.case != shown.case)
-    bare = PlanAnswer(question, terms, found, shown, None, changes, asked.assumed, list_warnings(terms, question.nodes))
-    return _with_run(bare, asked.length) if found.best and asked.length else bare
+    warnings, assumed, run, case = list_warnings(terms, question.nodes), question.assumed, None, shown.case
+    if found.best and question.length:
+        saving = assume_saving(case.model.parameters, question.nodes)
+        scale = Scale(case.global_batch, case.seq_len, 1)
+        seconds, world = shown.time.seconds, case.degrees.world
+        try:
+            run = price_run(question.length, scale, seconds, world, shown.machine, terms, saving)
+            assumed = (*assumed, saving.note)
+        except UserError as error:
+            warnings = (*warnings, f"the whole run cannot be told: {render_reason(str(error))}")
+    return PlanAnswer(question, terms, found, shown, run, changes, assumed, warnings)
 
 
-def _with_run(bare: PlanAnswer, length: Span) -> PlanAnswer:
-    question, case = bare.question, bare.shown.case
-    saving = assume_saving(case.model.parameters, question.nodes)
-    work = TrainingWork(
-        length=length,
-        scale=Scale(case.global_batch, case.seq_len, 1),
-        step_seconds=bare.shown.time.seconds,
-        ranks=case.degrees.world,
-    )
-    try:
-        run = price_run(work, bare.shown.machine, bare.terms, saving)
-    except UserError as error:
-        return replace(bare, warnings=(*bare.warnings, f"the whole run cannot be told: {render_reason(str(error))}"))
-    return replace(bare, run=run, assumed=(*bare.assumed, saving.told))
+def _refuse(question: Question) -> UserError:
+    """The error for a question without a legal layout."""
+    case, world = question.case, question.world
+    what = f"no layout of {world:,} ranks is legal for a global batch of {case.global_batch:,} sequences"
+    remedy = "choose a global batch that the ranks (or a divisor of them) divide, or set fewer degrees"
+    if case.degrees.pp > 1 and not case.engine.short_pipelines:
+        remedy += "; a pipeline of 1f1b wants as many micro-batches as ranks, gpipe takes any number"
+    return UserError(render_problems("the plan", [Problem("--global-batch", what, remedy=remedy)]))
 
 
 def answer_curve(of: PlanAnswer) -> tuple[ScalingPoint, ...]:

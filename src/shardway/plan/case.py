@@ -1,27 +1,36 @@
-"""The input of memory and time estimates: model, batch, layout, formats, engine.
+"""The input of memory and time estimates: model, batch, layout, formats, engine; and the layers of each stage.
 
 Invariants:
 - An `EngineTraits` entry states how a library works (formats, fusion, overlap, kernels), never how fast it was in some
   measurement.
 - A `Case` is complete and consistent: every degree divides what it must, and no default is left that memory and time
   could read differently.
+- Stages are consecutive and each has at least one layer. Unless an engine cuts otherwise, sizes differ by at most one,
+  and the ends, which carry the embedding and the head, are never the larger ones. No layer is priced here.
 
 Sources: Megatron-LM: Narayanan et al., arXiv:2104.04473, sections 4 and 5, and Korthikanti et al., arXiv:2205.05198;
 DeepSpeed: Rajbhandari et al., arXiv:1910.02054, section 5; FSDP: Zhao et al., arXiv:2304.11277, section 3; torchtitan:
-Liang et al., arXiv:2410.06511; nanotron: its README and config (fp32 gradient accumulation, ZeRO-1).
+Liang et al., arXiv:2410.06511; nanotron: its README and config (fp32 gradient accumulation, ZeRO-1); cuts:
+`partition_balanced` of DeepSpeed before its pull request 4312 (2023), `build_model` of nanotron 0.5; schedules:
+Narayanan et al., arXiv:2104.04473, section 2.2 (GPipe, 1F1B, interleaved); Korthikanti et al., arXiv:2205.05198,
+section 4.2.3 (what interleaving keeps); Qi et al., arXiv:2401.10241, sections 2 and 6 (zero bubble, V).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
+from importlib.resources import files
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Literal, get_args
 
 from shardway.errors import Problem, UserError, check_no_problems, render_problems
-from shardway.plan.shapes.architecture import Architecture, Side
+from shardway.layout import IN_ROUNDS, count_rounds, stages_of_rank
+from shardway.plan.shapes.architecture import Architecture, LayerRun, LayerShape, Side
 
 # --- traits of training libraries
 
@@ -92,101 +101,20 @@ class EngineTraits:
     """Python launches kernels one by one."""
 
 
-ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
-    {
-        each.name: each
-        for each in (
-            EngineTraits(
-                name="shardway",
-                splits_experts=True,
-                between="products",
-                weight_bytes=4,
-                master_bytes=0,
-                logit_bytes=12,
-                fused_activations=False,
-                buffers_each_pass=True,
-                short_pipelines=False,
-                shards_weights=True,
-                casts_each=True,
-                whole_regions=True,
-            ),
-            EngineTraits(
-                name="fsdp2",
-                between="products",
-                shards_weights=True,
-                buffers_each_pass=True,
-                short_pipelines=False,
-                fused_activations=False,
-                logit_bytes=12,
-                split_logit_bytes=4,
-            ),
-            EngineTraits(
-                name="torchtitan",
-                between="operators",
-                buffers_each_pass=True,
-                short_pipelines=False,
-                fused_norms=False,
-                fused_activations=False,
-                logit_bytes=12,
-                split_logit_bytes=4,
-                passes_per_stage=1,
-            ),
-            EngineTraits(name="fsdp1", shards_weights=True, fused_activations=False, logit_bytes=10),
-            EngineTraits(
-                name="megatron",
-                between="products",
-                eager=False,
-                logit_bytes=8,
-                keeps_low_bits=True,
-                pads_vocab=True,
-            ),
-            EngineTraits(
-                name="nemo",
-                between="products",
-                eager=False,
-                logit_bytes=8,
-                keeps_low_bits=True,
-                gradient_bytes=2,
-                pads_vocab=True,
-            ),
-            EngineTraits(name="megatron-2021", overlaps_gradients=False, overlaps_parameters=False, pads_vocab=True),
-            EngineTraits(
-                name="megatron-deepspeed",
-                sums_apart=True,
-                pads_vocab=True,
-                overlaps_gradients=False,
-                overlaps_parameters=False,
-            ),
-            EngineTraits(
-                name="scaling",
-                pads_vocab=True,
-                gradient_bytes=2,
-                logit_bytes=20,
-                splits_loss=False,
-                overlaps_gradients=False,
-                overlaps_parameters=False,
-            ),
-            EngineTraits(name="deepspeed", shards_weights=True, gradient_bytes=2, rails=False),
-            EngineTraits(
-                name="nanotron",
-                spare_gradient_bytes=2,
-                fused_activations=False,
-                overlaps_parameters=False,
-                by_parameter=True,
-                cut="weighed",
-            ),
-        )
-    }
-)
-"""The engines that can be priced, by name."""
+@cache
+def load_engines() -> Mapping[str, EngineTraits]:
+    """The engines that can be priced, by name."""
+    tables = tomllib.loads(files(__package__).joinpath("engines.toml").read_text(encoding="utf-8"))
+    return MappingProxyType({name: EngineTraits(name=name, **traits) for name, traits in tables.items()})
 
 
 def find_engine(name: str) -> EngineTraits:
     """The engine of that name. Raises UserError with the known names."""
-    if name not in ENGINES:
-        problem = Problem("--engine", f'"{name}" is not known', allowed=", ".join(ENGINES))
+    engines = load_engines()
+    if name not in engines:
+        problem = Problem("--engine", f'"{name}" is not known', allowed=", ".join(engines))
         raise UserError(render_problems("the plan", [problem]))
-    return ENGINES[name]
+    return engines[name]
 
 
 # --- the case
@@ -281,7 +209,7 @@ class Case:
     """Collectives of the tensor axis overlap with its products."""
 
     def __post_init__(self) -> None:
-        check_no_problems(f"the plan of {self.model.name}", _find_problems(self))
+        check_no_problems(f"the plan of {self.model.name}", list(_find_problems(self)))
 
     @cached_property
     def micro_batches(self) -> int:
@@ -361,45 +289,31 @@ class Case:
         return 4 if self.precision in ("fp32", "tf32") else 2
 
 
-_SIZES: Mapping[str, str] = MappingProxyType(
-    {
-        "seq_len": "data.seq_len",
-        "global_batch": "train.global_batch",
-        "micro_batch": "train.micro_batch",
-        "stages_per_rank": "parallel.pp_stages_per_rank",
-    }
-)
+_SIZES = {
+    "seq_len": "data.seq_len",
+    "global_batch": "train.global_batch",
+    "micro_batch": "train.micro_batch",
+    "stages_per_rank": "parallel.pp_stages_per_rank",
+}
 """A size of a case -> the key of a run file for it."""
 
-_WORDS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "precision": ("precision.compute", get_args(Precision)),
-        "optimizer": ("optim.name", get_args(Optimizer)),
-        "recompute": ("recompute.mode", get_args(Recompute)),
-        "schedule": ("parallel.pp_schedule", get_args(Schedule)),
-    }
-)
+_WORDS = {
+    "precision": ("precision.compute", get_args(Precision)),
+    "optimizer": ("optim.name", get_args(Optimizer)),
+    "recompute": ("recompute.mode", get_args(Recompute)),
+    "schedule": ("parallel.pp_schedule", get_args(Schedule)),
+}
 """A word of a case -> the key of a run file for it, and its allowed values."""
 
 _DEGREES = tuple(each.name for each in fields(Degrees))
 
 
-def _find_problems(case: Case) -> list[Problem]:
+def _find_problems(case: Case) -> Iterator[Problem]:
     """All problems; fast if there are none, since a search makes thousands of cases."""
-    sizes = list(_find_size_problems(case))
-    return [*(sizes or _find_division_problems(case)), *_find_word_problems(case)]
-
-
-def _find_size_problems(case: Case) -> Iterator[Problem]:
-    for name in _DEGREES:
-        if getattr(case.degrees, name) < 1:
-            yield Problem(f"parallel.{name}", f"{getattr(case.degrees, name)} is no size", allowed="1 or more")
-    for name, where in _SIZES.items():
-        if getattr(case, name) < 1:
-            yield Problem(where, f"{getattr(case, name)} is no size", allowed="1 or more")
-
-
-def _find_word_problems(case: Case) -> Iterator[Problem]:
+    sizes = [(f"parallel.{name}", getattr(case.degrees, name)) for name in _DEGREES]
+    sizes += [(where, getattr(case, name)) for name, where in _SIZES.items()]
+    wrong = [Problem(where, f"{size} is no size", allowed="1 or more") for where, size in sizes if size < 1]
+    yield from wrong or _find_division_problems(case)
     if case.zero not in (0, 1, 2, 3):
         yield Problem("zero", f"{case.zero} is no stage of ZeRO", allowed="0, 1, 2, 3")
     for name, (where, allowed) in _WORDS.items():
@@ -426,21 +340,17 @@ def _find_division_problems(case: Case) -> Iterator[Problem]:
     if case.stages > model.depth:
         what = f"{case.stages} pipeline stages are more than there are layers, {model.depth}"
         yield Problem("parallel.pp", what, allowed=f"at most {model.depth} stages")
-    yield from _find_expert_problems(case)
-
-
-def _find_expert_problems(case: Case) -> Iterator[Problem]:
-    degrees = case.degrees
-    counts = sorted({run.layer.experts.count for run in case.model.runs if run.layer.experts})
+    counts = sorted({run.layer.experts.count for run in model.runs if run.layer.experts})
     for count in counts:
         if count % degrees.ep:
             what = f"{degrees.ep} does not divide {count} experts"
             yield Problem("parallel.ep", what, allowed=_render_divisors(count))
     if not counts and degrees.ep > 1:
-        yield Problem("parallel.ep", f"{degrees.ep}, and {case.model.name} has no experts", allowed="1")
-    if (degrees.shards * degrees.tp) % (degrees.ep * degrees.etp):
-        what = f"{degrees.ep} does not divide the {degrees.shards * degrees.tp} ranks of dp_shard x cp x tp"
-        yield Problem("parallel.ep", what, allowed=_render_divisors(degrees.shards * degrees.tp))
+        yield Problem("parallel.ep", f"{degrees.ep}, and {model.name} has no experts", allowed="1")
+    ranks = degrees.shards * degrees.tp
+    if ranks % (degrees.ep * degrees.etp):
+        what = f"{degrees.ep} does not divide the {ranks} ranks of dp_shard x cp x tp"
+        yield Problem("parallel.ep", what, allowed=_render_divisors(ranks))
 
 
 def _render_divisors(number: int) -> str:
@@ -453,3 +363,117 @@ def divisors(number: int) -> list[int]:
         return []
     low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     return low + [number // each for each in reversed(low) if each * each != number]
+
+
+# --- the layers of each pipeline rank, and how many micro-batches it keeps at once
+
+Runs = tuple[LayerRun, ...]
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """The layers of one pipeline rank with their counts, and which ends of the model it holds."""
+
+    rank: int
+    layers: Runs
+    first: bool
+    last: bool
+
+    @property
+    def count(self) -> int:
+        """The number of layers."""
+        return sum(run.count for run in self.layers)
+
+
+def list_stages(case: Case) -> tuple[StageLayers, ...]:
+    """One entry per pipeline rank."""
+    return _cut(case.model.runs, case.degrees.pp, case.stages_per_rank, case.schedule, layers_of_stages(case))
+
+
+def layers_of_stages(case: Case) -> tuple[int, ...]:
+    """The number of layers of each stage, in order."""
+    layers = case.model.depth
+    if case.engine.cut == "filled":
+        return fill_up(layers, case.stages)
+    if case.engine.cut == "weighed" and case.stages > 1:
+        head = case.model.head.flops_per_token
+        return split_by_weight([layer.matmul_flops_per_token for layer in case.model.layers], head, case.stages)
+    return split_evenly(layers, case.stages)
+
+
+@lru_cache(maxsize=4096)
+def _cut(runs: Runs, ranks: int, per_rank: int, schedule: str, sizes: tuple[int, ...]) -> tuple[StageLayers, ...]:
+    edges = list(accumulate(sizes, initial=0))
+    stages = []
+    for rank in range(ranks):
+        held = stages_of_rank(rank, ranks, per_rank, schedule)
+        counts: dict[tuple[LayerShape, Side], int] = {}
+        for stage in held:
+            place = 0
+            for run in runs:
+                inside = min(edges[stage + 1], place + run.count) - max(edges[stage], place)
+                if inside > 0:
+                    counts[run.layer, run.side] = counts.get((run.layer, run.side), 0) + inside
+                place += run.count
+        layers = tuple(LayerRun(layer, count, side) for (layer, side), count in counts.items())
+        stages.append(StageLayers(rank, layers, 0 in held, ranks * per_rank - 1 in held))
+    return tuple(stages)
+
+
+@cache
+def split_evenly(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage; the remainder goes to stages in the middle."""
+    base, more = divmod(layers, stages)
+    start = (stages - more + 1) // 2
+    return tuple(base + (start <= stage < start + more) for stage in range(stages))
+
+
+def fill_up(layers: int, stages: int) -> tuple[int, ...]:
+    """Each stage has as many layers as the largest must have, until too few are left for that."""
+    most = -(-layers // stages)
+    sizes: list[int] = []
+    for after in reversed(range(stages)):
+        sizes.append(min(most, layers - sum(sizes) - after))
+    return tuple(sizes)
+
+
+def split_by_weight(weights: Sequence[float], last: float, stages: int) -> tuple[int, ...]:
+    """Layers of each stage; a stage ends with the layer that takes it beyond its share. `last`: weight of the head."""
+    total, done, sizes = sum(weights) + last, 0.0, [0]
+    for place, weight in enumerate(weights):
+        left = len(weights) - place
+        if sizes[-1] and (done > total * len(sizes) / stages or left == stages - len(sizes)) and len(sizes) < stages:
+            sizes.append(0)
+        sizes[-1] += 1
+        done += weight
+    return tuple(sizes)
+
+
+def fills_schedule(case: Case) -> bool:
+    """Whether the schedule takes this number of micro-batches: rounds of equal size if a rank has several stages; for
+    1F1B at least as many as there are ranks, unless the engine runs fewer."""
+    ranks, passes = case.degrees.pp, case.micro_batches
+    if ranks == 1:
+        return True
+    if case.schedule in IN_ROUNDS and passes % count_rounds(passes, ranks):
+        return False
+    return case.schedule != "1f1b" or passes >= ranks or case.engine.short_pipelines
+
+
+def kept_micro_batches(case: Case, rank: int) -> float:
+    """Micro-batches whose activations a pipeline rank holds at its peak, in units of all of its layers.
+
+    A rank leads by some forward passes before it alternates; delayed gradients of weights keep their inputs as well.
+    """
+    ranks, passes, per_rank = case.degrees.pp, case.micro_batches, case.stages_per_rank
+    if ranks == 1:
+        return 1.0
+    if case.schedule == "gpipe":
+        return float(passes)
+    if case.schedule == "zbv":
+        return float(min(passes, ranks))
+    waits = case.schedule == "zero_bubble"
+    lead = ranks - 1 - rank
+    if per_rank > 1:
+        lead = (per_rank - 1) * -(-passes // count_rounds(passes, ranks)) + (1 if waits else 2) * lead
+    return min(float(passes), (lead + 1 + (rank if waits else 0)) / per_rank)

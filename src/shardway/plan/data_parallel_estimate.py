@@ -17,17 +17,14 @@ from functools import cached_property
 from types import MappingProxyType
 
 from shardway.errors import Problem, check_no_problems
-from shardway.plan.answer import JobTerms, TrainingWork, assume_saving, list_warnings, price_run
+from shardway.plan.answer import JobTerms, assume_saving, list_warnings, price_run
 from shardway.plan.case import Optimizer, Precision, divisors
 from shardway.plan.economy import RunEstimate
-from shardway.plan.estimate import holds
-from shardway.plan.machine import Machine
+from shardway.plan.machine import Ceilings, CollectiveGroup, Machine, Wires, ceilings_of
 from shardway.plan.memory import OPTIMIZER_BYTES, Overheads, StageMemory, load_overheads
-from shardway.plan.search import NEAR
+from shardway.plan.search import NEAR, holds
 from shardway.plan.shapes.measured import Measured
-from shardway.plan.time.ceilings import Ceilings, CollectiveGroup, Wires, ceilings_of
-from shardway.plan.time.operators import machine_bandwidth
-from shardway.plan.time.step import (
+from shardway.plan.time import (
     BACKWARD_SHARE,
     GRADIENTS,
     LEAST_EXPOSED,
@@ -39,6 +36,7 @@ from shardway.plan.time.step import (
     TIME_ITEMS,
     UPDATE_BYTES,
     StepTime,
+    machine_bandwidth,
 )
 from shardway.units import Scale, Span
 
@@ -221,27 +219,11 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class UnitQuestion:
-    """What is fixed: a case (its micro-batch and shards only if `fixed` names them), machine, ranks, length."""
-
-    case: UnitCase
-    machine: Machine
-    world: int
-    length: Span | None = None
-    fixed: frozenset[str] = frozenset()
-    tokens_per_sample: int = 1
-
-    @property
-    def nodes(self) -> int:
-        """Nodes that the ranks are on."""
-        return -(-self.world // self.machine.per_node)
-
-
-@dataclass(frozen=True)
 class UnitAnswer:
     """The cases that fit, best first; `shown` is the best, or the one with least memory if nothing fits."""
 
-    question: UnitQuestion
+    machine: Machine
+    world: int
     terms: JobTerms
     fitting: tuple[UnitEstimate, ...]
     shown: UnitEstimate
@@ -250,24 +232,37 @@ class UnitAnswer:
     warnings: tuple[str, ...]
 
 
-def answer_units(question: UnitQuestion, terms: JobTerms, assumed: tuple[str, ...] = ()) -> UnitAnswer:
-    """Price every micro-batch, with copies and with shards. Raises UserError if the batch does not split."""
-    priced = [estimate_units(case, question.machine) for case in _list_cases(question)]
+def answer_units(
+    case: UnitCase,
+    machine: Machine,
+    world: int,
+    terms: JobTerms,
+    *,
+    length: Span | None = None,
+    tokens_per_sample: int = 1,
+    assumed: tuple[str, ...] = (),
+    laid_out: bool = False,
+) -> UnitAnswer:
+    """Price every micro-batch, with copies and with shards; only those of the case if it is `laid_out`.
+
+    Raises UserError if the batch does not split.
+    """
+    shards = [case.dp_shard] if laid_out else [1, world] if world > 1 else [1]
+    # If the batch does not split over the ranks, the case itself raises with what is allowed.
+    sizes = divisors(case.global_batch // world) if case.global_batch % world == 0 else [1]
+    priced = [
+        estimate_units(replace(case, dp_replicate=world // shard, dp_shard=shard, micro_batch=size), machine)
+        for shard in shards
+        for size in ([case.micro_batch] if laid_out else sizes)
+    ]
     fitting = _order([each for each in priced if each.fits])
     shown = fitting[0] if fitting else min(priced, key=lambda each: each.peak.device)
-    told = list(assumed)
-    run = None
-    if fitting and question.length:
-        saving = assume_saving(question.case.model.parameters, question.nodes)
-        work = TrainingWork(
-            length=question.length,
-            scale=Scale(question.case.global_batch, question.tokens_per_sample, 1),
-            step_seconds=shown.time.seconds,
-            ranks=question.world,
-        )
-        run = price_run(work, question.machine, terms, saving)
-        told.append(saving.told)
-    return UnitAnswer(question, terms, tuple(fitting), shown, run, tuple(told), list_warnings(terms, question.nodes))
+    run, nodes = None, -(-world // machine.per_node)
+    if fitting and length:
+        saving, scale = assume_saving(case.model.parameters, nodes), Scale(case.global_batch, tokens_per_sample, 1)
+        run = price_run(length, scale, shown.time.seconds, world, machine, terms, saving)
+        assumed = (*assumed, saving.note)
+    return UnitAnswer(machine, world, terms, tuple(fitting), shown, run, assumed, list_warnings(terms, nodes))
 
 
 def _order(fitting: list[UnitEstimate]) -> list[UnitEstimate]:
@@ -277,13 +272,3 @@ def _order(fitting: list[UnitEstimate]) -> list[UnitEstimate]:
     others = [each for each in fitting if each.time.seconds > fastest * (1 + NEAR)]
     equal.sort(key=lambda each: (each.case.dp_shard > 1, -each.case.micro_batch))
     return [*equal, *sorted(others, key=lambda each: each.time.seconds)]
-
-
-def _list_cases(question: UnitQuestion) -> Iterator[UnitCase]:
-    base, world = question.case, question.world
-    shards = [base.dp_shard] if "dp_shard" in question.fixed else [1, world] if world > 1 else [1]
-    # If the batch does not split over the ranks, the case itself raises with what is allowed.
-    sizes = divisors(base.global_batch // world) if base.global_batch % world == 0 else [1]
-    for shard in shards:
-        for size in [base.micro_batch] if "micro_batch" in question.fixed else sizes:
-            yield replace(base, dp_replicate=world // shard, dp_shard=shard, micro_batch=size)

@@ -25,10 +25,10 @@ from shardway.units import Scale, Span
 Unit = Literal["GPU-hours", "node-hours", "core-hours"]
 """Units in which sites count an allocation."""
 
-_HOUR = 3600.0
-_DAY = 24 * _HOUR
+HOUR = 3600.0
+DAY = 24 * HOUR
 
-GPU_MTBF_SECONDS = 54 * _DAY * 16384 / 419
+GPU_MTBF_SECONDS = 54 * DAY * 16384 / 419
 """Mean time between failures of one GPU with its share of a node: 419 unexpected interruptions in 54 days on 16,384
 H100 (Llama 3, arXiv:2407.21783, section 3.3.4), 264 days for a node of eight. Kokolis et al., arXiv:2410.21680, counted
 6.5 failures in 1,000 days of such a node with A100, one in 154 days."""
@@ -197,12 +197,17 @@ class RunEstimate:
     @property
     def days(self) -> float:
         """Days of wall time, without waiting in the queue."""
-        return self.wall.total_seconds / _DAY
+        return self.wall.total_seconds / DAY
+
+    @property
+    def node_hours(self) -> float:
+        """Hours for which nodes are held, of all nodes together."""
+        return self.nodes * self.wall.total_seconds / HOUR
 
     @property
     def ideal_days(self) -> float:
         """Days without failures, without saves and in one job."""
-        return self.wall.ideal_seconds / _DAY
+        return self.wall.ideal_seconds / DAY
 
     @property
     def goodput(self) -> float:
@@ -221,9 +226,12 @@ def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
 def estimate_run(request: RunRequest) -> RunEstimate:
     """The estimate of a request."""
     slots, wall = _fill_slots(request, _estimate_work(request))
-    hours = wall.total_seconds / _HOUR
+    hours = wall.total_seconds / HOUR
     gpu_hours = request.gpus * hours
-    power, price = request.power, request.price
+    power, price, charge = request.power, request.price, request.charge
+    held = {"GPU-hours": request.gpus, "node-hours": request.nodes}
+    if charge and charge.cores_per_node:
+        held["core-hours"] = request.nodes * charge.cores_per_node
     return RunEstimate(
         steps=request.steps,
         nodes=request.nodes,
@@ -234,7 +242,7 @@ def estimate_run(request: RunRequest) -> RunEstimate:
         gpu_hours=gpu_hours,
         energy_kwh=gpu_hours * power.tdp_watts / 1000 * power.node_factor * power.pue if power else None,
         cost=Amount(gpu_hours * price.per_gpu_hour, price.currency) if price else None,
-        charge=_charge(request, hours),
+        charge=Amount(held[charge.unit] * hours, charge.unit) if charge else None,
     )
 
 
@@ -270,66 +278,47 @@ def _fill_slots(request: RunRequest, work: WallTime) -> tuple[int, WallTime]:
     return slots, replace(work, slot_seconds=overhead)
 
 
-def _charge(request: RunRequest, hours: float) -> Amount | None:
-    if request.charge is None:
-        return None
-    held: Mapping[str, int] = {
-        "GPU-hours": request.gpus,
-        "node-hours": request.nodes,
-        "core-hours": request.nodes * (request.charge.cores_per_node or 0),
-    }
-    return Amount(held[request.charge.unit] * hours, request.charge.unit)
-
-
 # --- problems of a request
-
-_ABOVE_0, _FROM_0, _FROM_1, _MAYBE_INFINITE = "a number above 0", "0 or more", "1 or more", "above 0, also infinite"
 
 _BOUNDS: Mapping[str, Callable[[float], bool]] = MappingProxyType(
     {
-        _ABOVE_0: lambda value: 0 < value < math.inf,
-        _FROM_0: lambda value: 0 <= value < math.inf,
-        _FROM_1: lambda value: 1 <= value < math.inf,
-        _MAYBE_INFINITE: lambda value: value > 0,
+        "a number above 0": lambda value: 0 < value < math.inf,
+        "0 or more": lambda value: 0 <= value < math.inf,
+        "1 or more": lambda value: 1 <= value < math.inf,
+        "above 0, also infinite": lambda value: value > 0,
     }
 )
-
-_ALLOWED: Mapping[str, str] = MappingProxyType(
+_VALUES: Mapping[str, str] = MappingProxyType(
     {
-        "step_seconds": _ABOVE_0,
-        "length.amount": _ABOVE_0,
-        "gpus": _FROM_1,
-        "gpus_per_node": _FROM_1,
-        "scale.samples_per_step": _FROM_1,
-        "scale.tokens_per_sample": _FROM_1,
-        "scale.samples_per_epoch": _FROM_1,
-        "faults.save_seconds": _FROM_0,
-        "faults.restart_seconds": _FROM_0,
-        "faults.node_mtbf_seconds": _MAYBE_INFINITE,
-        "faults.interval_seconds": _ABOVE_0,
-        "slot.seconds": _ABOVE_0,
-        "slot.start_seconds": _FROM_0,
-        "slot.resume_seconds": _FROM_0,
-        "slot.margin_seconds": _FROM_0,
-        "power.tdp_watts": _ABOVE_0,
-        "power.node_factor": _ABOVE_0,
-        "power.pue": _FROM_1,
-        "price.per_gpu_hour": _FROM_0,
-        "charge.cores_per_node": _FROM_1,
+        "step_seconds": "a number above 0",
+        "length.amount": "a number above 0",
+        "gpus": "1 or more",
+        "gpus_per_node": "1 or more",
+        "scale.samples_per_step": "1 or more",
+        "scale.tokens_per_sample": "1 or more",
+        "scale.samples_per_epoch": "1 or more",
+        "faults.save_seconds": "0 or more",
+        "faults.restart_seconds": "0 or more",
+        "faults.node_mtbf_seconds": "above 0, also infinite",
+        "faults.interval_seconds": "a number above 0",
+        "slot.seconds": "a number above 0",
+        "slot.start_seconds": "0 or more",
+        "slot.resume_seconds": "0 or more",
+        "slot.margin_seconds": "0 or more",
+        "power.tdp_watts": "a number above 0",
+        "power.node_factor": "a number above 0",
+        "power.pue": "1 or more",
+        "price.per_gpu_hour": "0 or more",
+        "charge.cores_per_node": "1 or more",
     }
 )
-
-
-def _value_at(request: RunRequest, where: str) -> Any:
-    value: Any = request
-    for name in where.split("."):
-        value = getattr(value, name, None)
-    return value
 
 
 def _find_values_not_allowed(request: RunRequest) -> Iterator[Problem]:
-    for where, allowed in _ALLOWED.items():
-        value = _value_at(request, where)
+    for where, allowed in _VALUES.items():
+        value: Any = request
+        for name in where.split("."):
+            value = getattr(value, name, None)
         if value is not None and not _BOUNDS[allowed](value):
             yield Problem(where, f"{value:g} is not allowed", allowed=allowed)
 

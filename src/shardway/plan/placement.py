@@ -6,7 +6,7 @@ those of `shardway.layout`. No degree is decided here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -79,36 +79,32 @@ class MeshPlacement:
 
 def place_mesh(layout: Layout, ranks_per_node: int) -> MeshPlacement:
     """The placement of a layout's ranks on nodes."""
-    dims = [dim for dim in TRAVELS if layout.degree(dim) > 1]
-    return MeshPlacement(layout, ranks_per_node, tuple(_place_dim(layout, dim, ranks_per_node) for dim in dims))
-
-
-def _place_dim(layout: Layout, dim: str, ranks_per_node: int) -> DimPlacement:
-    groups = tuple(layout.peers(rank, dim) for rank in range(layout.world) if layout.coordinate(rank, dim) == 0)
-    nodes = max(len({rank // ranks_per_node for rank in group}) for group in groups)
-    return DimPlacement(dim, layout.degree(dim), groups, nodes)
+    placed = []
+    for dim in TRAVELS:
+        if layout.degree(dim) > 1:
+            firsts = [rank for rank in range(layout.world) if layout.coordinate(rank, dim) == 0]
+            groups = tuple(layout.peers(rank, dim) for rank in firsts)
+            nodes = max(len({rank // ranks_per_node for rank in group}) for group in groups)
+            placed.append(DimPlacement(dim, layout.degree(dim), groups, nodes))
+    return MeshPlacement(layout, ranks_per_node, tuple(placed))
 
 
 def render_placement(placement: MeshPlacement) -> str:
     """The picture: degrees, a line per node, the groups of each dim, and a sentence on those that cross nodes."""
-    parts = [_render_title(placement), "\n".join(_node_lines(placement))]
-    if placement.dims:
-        parts += ["\n".join(_dim_lines(placement)), "\n".join(_crossing_lines(placement))]
-    return "\n\n".join([*parts, *_warnings(placement)]) + "\n"
-
-
-def _render_title(placement: MeshPlacement) -> str:
     layout = placement.layout
-    above = [f"{axis} {layout.degree(axis)}" for axis in AXES if layout.degree(axis) > 1]
-    degrees = " x ".join(above) or "nothing is split"
+    degrees = " x ".join(f"{axis} {layout.degree(axis)}" for axis in AXES if layout.degree(axis) > 1)
     experts = f", ep {layout.ep} over dp_shard x cp" if layout.ep > 1 else ""
     shape = f" of {placement.ranks_per_node}" if placement.nodes > 1 else ""
-    return f"{_count(layout.world, 'rank')} on {_count(placement.nodes, 'node')}{shape}: {degrees}{experts}"
+    place = f"{_count(layout.world, 'rank')} on {_count(placement.nodes, 'node')}{shape}"
+    parts = [f"{place}: {degrees or 'nothing is split'}{experts}", "\n".join(_node_lines(placement))]
+    if placement.dims:
+        parts += ["\n".join(_dim_lines(placement)), "\n".join(_crossing_lines(placement))]
+    return "\n\n".join(parts) + "\n"
 
 
 def _node_lines(placement: MeshPlacement) -> Iterator[str]:
     """A line for each node that is shown: its ranks, tp groups in brackets, and their coordinates."""
-    last = placement.nodes - 1
+    last, layout = placement.nodes - 1, placement.layout
     shown = [node for node in range(placement.nodes) if node < SHOWN_NODES or node == last]
     digits, numbers = len(str(last)), len(str(placement.layout.world - 1))
     width = max(len(_render_ranks_of(placement, node, numbers)) for node in shown)
@@ -116,7 +112,9 @@ def _node_lines(placement: MeshPlacement) -> Iterator[str]:
         if node == last and last > SHOWN_NODES:
             yield f"  ... {_count(last - SHOWN_NODES, 'node')} more, in the same order"
         ranks = _render_ranks_of(placement, node, numbers)
-        places = _render_places(placement.layout, placement.ranks_of(node))
+        axes = [axis for axis in AXES if layout.degree(axis) > 1]
+        named = [(axis, sorted({layout.coordinate(rank, axis) for rank in placement.ranks_of(node)})) for axis in axes]
+        places = ", ".join(f"{axis} {_render_span(each)}" for axis, each in named)
         yield f"  node {node:>{digits}}  {ranks:<{width}}  {places}".rstrip()
 
 
@@ -127,12 +125,6 @@ def _render_ranks_of(placement: MeshPlacement, node: int, digits: int) -> str:
         ("[" if rank % tp == 0 else " ") + f"{rank:>{digits}}" + ("]" if rank % tp == tp - 1 else "") for rank in ranks
     )
     return "".join(cells) if tp > 1 else " ".join(f"{rank:>{digits}}" for rank in ranks)
-
-
-def _render_places(layout: Layout, ranks: Iterable[int]) -> str:
-    """The coordinates of these ranks, on the axes that split something."""
-    named = [(axis, {layout.coordinate(rank, axis) for rank in ranks}) for axis in AXES if layout.degree(axis) > 1]
-    return ", ".join(f"{axis} {_render_span(sorted(places))}" for axis, places in named)
 
 
 def _render_span(numbers: Sequence[int]) -> str:
@@ -146,15 +138,19 @@ def _dim_lines(placement: MeshPlacement) -> Iterator[str]:
     for each in placement.dims:
         groups = " | ".join(map(_render_group, each.groups[:SHOWN_GROUPS]))
         more = " | ..." if len(each.groups) > SHOWN_GROUPS else ""
-        rows.append((dim_name(placement.layout, each.dim), *_numbers(each), groups + more))
+        rows.append(
+            (
+                dim_name(placement.layout, each.dim),
+                str(each.degree),
+                str(len(each.groups)),
+                str(each.nodes),
+                groups + more,
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *numbers, groups in rows:
         cells = [f"{number:>{width}}" for number, width in zip(numbers, widths[1:], strict=False)]
         yield f"  {name:<{widths[0]}}  {'  '.join(cells)}  {groups}"
-
-
-def _numbers(each: DimPlacement) -> tuple[str, ...]:
-    return str(each.degree), str(len(each.groups)), str(each.nodes)
 
 
 def _render_group(ranks: Sequence[int]) -> str:
@@ -174,17 +170,14 @@ def _crossing_lines(placement: MeshPlacement) -> Iterator[str]:
         if each.crosses:
             name = dim_name(placement.layout, each.dim)
             yield f"across nodes: {name} ({TRAVELS[each.dim]}), over {each.nodes} nodes"
-
-
-def _warnings(placement: MeshPlacement) -> Iterator[str]:
-    tensor = next((each for each in placement.dims if each.dim == "tp" and each.crosses), None)
-    if tensor is not None:
-        best = max(degree for degree in range(1, tensor.degree) if placement.ranks_per_node % degree == 0)
-        yield (
-            f"warning: a tp group is on {tensor.nodes} nodes, and its ranks exchange {TRAVELS['tp']}.\n"
-            f"  To do: choose a parallel.tp that divides the {_count(placement.ranks_per_node, 'rank')} of a node, "
-            f"such as {best}."
-        )
+    for each in placement.dims:
+        if each.dim == "tp" and each.crosses:
+            best = max(degree for degree in range(1, each.degree) if placement.ranks_per_node % degree == 0)
+            yield (
+                f"\nwarning: a tp group is on {each.nodes} nodes, and its ranks exchange {TRAVELS['tp']}.\n"
+                f"  To do: choose a parallel.tp that divides the {_count(placement.ranks_per_node, 'rank')} of a node, "
+                f"such as {best}."
+            )
 
 
 def dim_name(layout: Layout, dim: str) -> str:

@@ -1,6 +1,8 @@
-"""The search: every legal layout, the best of them, changes that make a run fit, and the curve over nodes.
+"""The search: every legal layout, the best of them, what would make a run fit, and the curve over nodes.
 
 Invariants:
+- Every figure follows from the case and the machine alone and states its convention. Nothing here chooses between
+  cases.
 - A layout is listed once, in a deterministic order, and only if every degree divides what it must.
 - Of two layouts the one with the shorter step wins; within `NEAR` of each other the simpler one. A layout is offered
   only if its memory fits.
@@ -10,6 +12,9 @@ Invariants:
 
 Legality follows Narayanan et al., arXiv:2104.04473, section 5.1 (tensor parallel inside the fast link), and
 Korthikanti et al., arXiv:2205.05198; recompute goes from nothing to everything.
+
+Sources: model and hardware FLOPs utilisation: Chowdhery et al., arXiv:2204.02311, appendix B, and Korthikanti et al.,
+arXiv:2205.05198, section 6.3.
 """
 
 from __future__ import annotations
@@ -17,16 +22,124 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from types import MappingProxyType
 
 from shardway.errors import Problem, UserError, render_problems
-from shardway.plan.case import Case, Degrees, Precision, Recompute, Schedule, divisors
-from shardway.plan.estimate import Estimate, estimate, holds
-from shardway.plan.machine import Machine
-from shardway.plan.memory import StageMemory, estimate_peak, load_overheads
-from shardway.plan.stages import fills_schedule
-from shardway.plan.time.ceilings import ceilings_of
-from shardway.plan.time.step import estimate_step
+from shardway.plan.case import Case, Degrees, Precision, Recompute, Schedule, divisors, fills_schedule
+from shardway.plan.machine import Ceilings, Machine, ceilings_of
+from shardway.plan.memory import (
+    BetweenSteps,
+    Overheads,
+    StageMemory,
+    estimate_between_steps,
+    estimate_memory,
+    estimate_peak,
+    load_overheads,
+    peak_stage,
+)
+from shardway.plan.time import StepTime, estimate_step, every_second
+from shardway.units import Span
+
+# --- the cost of a case on a machine: memory by stage, time by item, throughput, utilisation
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A case on a machine; `memory` has one entry per pipeline rank."""
+
+    case: Case
+    machine: Machine
+    memory: tuple[StageMemory, ...]
+    time: StepTime
+
+    @cached_property
+    def peak(self) -> StageMemory:
+        """The rank that needs most."""
+        return peak_stage(self.memory)
+
+    @property
+    def usable_bytes(self) -> float:
+        """The part of a device's memory that a plan may use."""
+        return self.machine.memory_bytes * self.peak.overheads.usable
+
+    @cached_property
+    def between_steps(self) -> BetweenSteps:
+        """What the fullest rank holds between steps."""
+        return estimate_between_steps(self.case, self.peak)
+
+    @property
+    def memory_low(self) -> float:
+        """Lower end of the interval that holds four of five measured peaks, as nvidia-smi shows them."""
+        return self.peak.device * self.peak.overheads.low
+
+    @property
+    def memory_high(self) -> float:
+        """The upper end of that interval."""
+        return self.peak.device * self.peak.overheads.high
+
+    @property
+    def may_not_fit(self) -> bool:
+        """Whether measured peaks reach beyond the device's memory."""
+        return self.memory_high > self.machine.memory_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's device, and every node's host, holds what it needs."""
+        return holds(self.machine, self.peak, self.case.degrees.world)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks per second."""
+        return self.case.tokens_per_step / self.time.seconds
+
+    def flops_per_second(self, *, causal: bool) -> float:
+        """Model FLOP/s of one accelerator; `causal` counts the half of the scores that the mask leaves."""
+        per_token = self.case.model.flops_per_token(self.case.seq_len, causal=causal)
+        return per_token * self.tokens_per_second / self.case.degrees.world
+
+    @property
+    def peak_flops(self) -> float:
+        """The rated FLOP/s by which utilisation is measured: that of the products' own format."""
+        return self.machine.peak(self.case.precision)
+
+    def mfu(self, *, causal: bool) -> float:
+        """Model FLOPs utilisation, 0 to 1."""
+        return self.flops_per_second(causal=causal) / self.peak_flops
+
+    def hfu(self, *, causal: bool) -> float:
+        """Hardware FLOPs utilisation: includes what is computed again."""
+        return self.mfu(causal=causal) * (1 + self._computed_again(causal))
+
+    def _computed_again(self, causal: bool) -> float:
+        """FLOPs that recompute adds, as a fraction of the model's."""
+        case, model = self.case, self.case.model
+        forward = model.forward_flops_per_token(case.seq_len, causal=causal)
+        again = 0.0
+        for run in model.runs:
+            core = run.layer.core_flops_per_token(model.side_seq(run.side, case.seq_len), causal)
+            again += run.count * (core if case.recompute == "selective" and not case.flash else 0.0)
+            if case.recompute == "operators":
+                again += run.count * every_second(run.layer) * run.layer.matmul_flops_per_token
+        return (forward - model.head.flops_per_token if case.recompute == "full" else again) / (3 * forward)
+
+
+def holds(machine: Machine, peak: StageMemory, ranks: int) -> bool:
+    """Whether a machine has the memory that the fullest of `ranks` ranks needs; a host of unknown size always does."""
+    on_host = (
+        machine.host_bytes is None
+        or machine.bytes_of_node(peak.host, ranks) <= machine.host_bytes * peak.overheads.usable
+    )
+    return on_host and peak.device <= machine.memory_bytes * peak.overheads.usable
+
+
+def estimate(
+    case: Case, machine: Machine, ceilings: Ceilings | None = None, overheads: Overheads | None = None
+) -> Estimate:
+    """Price a case. Without `ceilings` and `overheads` the shipped ones are used. Raises UserError."""
+    memory = estimate_memory(case, overheads or load_overheads())
+    return Estimate(case, machine, memory, estimate_step(case, machine, ceilings or ceilings_of(machine)))
+
 
 # --- legal layouts
 
@@ -34,7 +147,7 @@ AXES = tuple(each.name for each in fields(Degrees) if each.name != "etp")
 SETTINGS = ("micro_batch", "recompute", "schedule", "zero")
 """What a question may fix: axes, and settings that do not change which ranks work together."""
 
-LONGEST_PART = 4096
+LEAST_PART_TOKENS = 4096
 """The least tokens of each part of a split sequence."""
 MOST_MICRO_BATCH = 64
 MOST_STAGES_PER_RANK = 8
@@ -55,6 +168,10 @@ class Question:
     precisions: tuple[Precision, ...] = ()
     as_run: Callable[[Case], Case | None] = lambda case: case
     """The case as its engine runs it; None for a layout that the engine refuses."""
+    length: Span | None = None
+    """Of the whole run; None: not known."""
+    assumed: tuple[str, ...] = ()
+    """What was assumed for the question."""
 
     @property
     def nodes(self) -> int:
@@ -76,75 +193,52 @@ class Question:
 
 
 def list_degrees(question: Question) -> Iterator[Degrees]:
-    """Every split of the ranks over the axes."""
-    case, world = question.case, question.world
-    layers = sum(run.count for run in case.model.runs)
-    for tp in _tensor_degrees(question):
-        for pp in _choices(question, "pp", [size for size in divisors(world // tp) if size <= layers]):
-            for cp in _choices(question, "cp", _context_degrees(case, world // (tp * pp))):
-                if world % (tp * pp * cp) == 0 and case.seq_len % cp == 0:
-                    yield from _data_degrees(question, tp, pp, cp)
+    """Every split of the ranks over the axes.
+
+    Tensor degrees stay inside the fast link. What the other axes leave is data parallel: sharded over all ranks, over
+    those of a node (hybrid sharding, arXiv:2304.11277, section 3.2.2; or the fewest that fit) and copied, or copied.
+    """
+    case, world, machine = question.case, question.world, question.machine
+
+    def choices(name: str, sizes: list[int]) -> list[int]:
+        return [getattr(case.degrees, name)] if name in question.fixed else sizes
+
+    heads = case.model.runs[0].layer.attention.heads
+    counts = {run.layer.experts.count for run in case.model.runs if run.layer.experts}
+    copies = case.degrees.dp_replicate if "dp_replicate" in question.fixed else 0
+    inside = [size for size in divisors(heads) if size <= machine.domain and world % size == 0]
+    for tp in choices("tp", [size for size in inside if machine.per_node % size == 0 or size == machine.domain]):
+        etp = tp if counts and case.engine.splits_experts else 1
+        for pp in choices("pp", [size for size in divisors(world // tp) if size <= case.model.depth]):
+            parts = divisors(world // (tp * pp))
+            for cp in choices("cp", [size for size in parts if size == 1 or case.seq_len // size >= LEAST_PART_TOKENS]):
+                data = world // (tp * pp * cp)
+                if world % (tp * pp * cp) or case.seq_len % cp or case.global_batch % data:
+                    continue
+                sizes = {max(1, data // copies)} if copies else {data, 1, max(1, machine.domain // (tp * cp))}
+                for shard in choices("dp_shard", sorted(sizes, reverse=True)):
+                    if data % shard or copies not in (0, data // shard):
+                        continue
+                    ranks = shard * cp * tp // etp
+                    for ep in choices("ep", divisors(min(counts, default=1))):
+                        if ranks % ep == 0:
+                            yield Degrees(
+                                dp_replicate=data // shard, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep, etp=etp
+                            )
 
 
-def _choices(question: Question, name: str, sizes: list[int]) -> list[int]:
-    """The sizes, or the one that the user set."""
-    return [getattr(question.case.degrees, name)] if name in question.fixed else sizes
-
-
-def _tensor_degrees(question: Question) -> list[int]:
-    """Degrees inside the fast link that divide the heads and the ranks."""
-    heads = question.case.model.runs[0].layer.attention.heads
-    sizes = [size for size in divisors(heads) if size <= question.machine.domain and question.world % size == 0]
-    inside = [size for size in sizes if question.machine.per_node % size == 0 or size == question.machine.domain]
-    return _choices(question, "tp", inside)
-
-
-def _context_degrees(case: Case, ranks: int) -> list[int]:
-    return [size for size in divisors(ranks) if size == 1 or case.seq_len // size >= LONGEST_PART]
-
-
-def _data_degrees(question: Question, tp: int, pp: int, cp: int) -> Iterator[Degrees]:
-    """The remaining ranks are data parallel: sharded over all, or over a node (or the fewest that fit) and copied."""
-    case = question.case
-    data = question.world // (tp * pp * cp)
-    if case.global_batch % data:
-        return
-    mixed = any(run.layer.experts for run in case.model.runs)
-    etp = tp if mixed and case.engine.splits_experts else 1
-    for shard in _shard_degrees(question, data, tp * cp):
-        for ep in _expert_degrees(question, shard * cp * tp // etp):
-            yield Degrees(dp_replicate=data // shard, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep, etp=etp)
-
-
-def _shard_degrees(question: Question, data: int, inner: int) -> list[int]:
-    """Shards over all ranks, over those of a node (hybrid sharding, arXiv:2304.11277, section 3.2.2), or none."""
-    near = max(1, question.machine.domain // inner)
-    copies = question.case.degrees.dp_replicate if "dp_replicate" in question.fixed else 0
-    sizes = {max(1, data // copies)} if copies else {data, 1, near}
-    chosen = _choices(question, "dp_shard", sorted(sizes, reverse=True))
-    return [size for size in chosen if data % size == 0 and copies in (0, data // size)]
-
-
-def _expert_degrees(question: Question, ranks: int) -> list[int]:
-    counts = {run.layer.experts.count for run in question.case.model.runs if run.layer.experts}
-    sizes = [size for size in divisors(min(counts)) if ranks % size == 0] if counts else [1]
-    return [size for size in _choices(question, "ep", sizes) if ranks % size == 0]
-
-
-@dataclass(frozen=True)
-class DegreeCandidates:
-    """A way to run some degrees: cases with increasing micro-batches, and so increasing memory."""
-
-    cases: tuple[Case, ...]
-
-
-def list_ways(question: Question, degrees: Degrees) -> Iterator[DegreeCandidates]:
-    """Every format, schedule and sharding, without recompute; offload as in the question."""
-    sizes = list_micro_batches(question, degrees)
-    sequence = question.case.sequence if "sequence" in question.fixed else degrees.tp > 1
+def list_ways(question: Question, degrees: Degrees) -> Iterator[tuple[Case, ...]]:
+    """Every format, schedule and sharding, without recompute; offload as in the question. Each way is cases with
+    increasing micro-batches (powers of two that divide a data rank's share), and so increasing memory."""
+    case, share = question.case, question.case.global_batch // degrees.data
+    sizes = [case.micro_batch]
+    if "micro_batch" not in question.fixed:
+        sizes = [2**power for power in range(MOST_MICRO_BATCH.bit_length())]
+    sizes = [size for size in sizes if share % size == 0]
+    sequence = case.sequence if "sequence" in question.fixed else degrees.tp > 1
     for precision in question.formats if sizes else ():
         base = replace(
-            question.case,
+            case,
             degrees=degrees,
             micro_batch=sizes[0],
             precision=precision,
@@ -152,38 +246,14 @@ def list_ways(question: Question, degrees: Degrees) -> Iterator[DegreeCandidates
             stages_per_rank=1,
             recompute=question.ladder[0],
         )
-        for schedule, stages_per_rank in list_schedules(question, degrees):
-            for zero, reshard in list_sharding(question, degrees):
+        for schedule, stages_per_rank in _list_schedules(question, degrees):
+            for zero, reshard in _list_sharding(question, degrees):
                 way = replace(base, schedule=schedule, stages_per_rank=stages_per_rank, zero=zero, reshard=reshard)
                 cases = (way, *(replace(way, micro_batch=size) for size in sizes[1:]))
                 run = map(question.as_run, filter(fills_schedule, cases))
                 taken = tuple(each for each in run if each is not None)
                 if taken:
-                    yield DegreeCandidates(taken)
-
-
-def list_micro_batches(question: Question, degrees: Degrees) -> list[int]:
-    """Powers of two that divide a data rank's share."""
-    share = question.case.global_batch // degrees.data
-    if "micro_batch" in question.fixed:
-        return [question.case.micro_batch] if share % question.case.micro_batch == 0 else []
-    sizes = [2**power for power in range(MOST_MICRO_BATCH.bit_length())]
-    return [size for size in sizes if share % size == 0]
-
-
-def list_schedules(question: Question, degrees: Degrees) -> list[tuple[Schedule, int]]:
-    """Plain and interleaved pipelines; other schedules only if the user asks for them, with any number of stages that
-    the schedule takes unless that is set too."""
-    case = question.case
-    if degrees.pp == 1:
-        return [("1f1b", 1)]
-    held = case.model.depth // degrees.pp
-    if "schedule" not in question.fixed:
-        return [("1f1b", 1), *(("interleaved", size) for size in _stages_per_rank(held))]
-    if case.schedule not in STAGES or case.stages_per_rank > 1:
-        return [(case.schedule, case.stages_per_rank)] if case.stages_per_rank <= held else []
-    least, most = STAGES[case.schedule]
-    return [(case.schedule, size) for size in _stages_per_rank(held) if least <= size <= most]
+                    yield taken
 
 
 STAGES: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -192,13 +262,25 @@ STAGES: Mapping[str, tuple[int, int]] = MappingProxyType(
 """Schedules that require several stages on each rank, and how many they take."""
 
 
-def _stages_per_rank(held: int) -> list[int]:
-    """Numbers of stages above 1 that evenly split this many layers of a rank, or one number if none does."""
-    sizes = [size for size in divisors(max(1, held)) if 1 < size <= MOST_STAGES_PER_RANK]
-    return sizes or ([min(held, MOST_STAGES_PER_RANK)] if held > 1 else [])
+def _list_schedules(question: Question, degrees: Degrees) -> list[tuple[Schedule, int]]:
+    """Plain and interleaved pipelines; other schedules only if the user asks for them, with any number of stages that
+    the schedule takes unless that is set too."""
+    case = question.case
+    if degrees.pp == 1:
+        return [("1f1b", 1)]
+    held = case.model.depth // degrees.pp
+    # Stages above 1 that evenly split the layers of a rank, or one number if none does.
+    several = [size for size in divisors(max(1, held)) if 1 < size <= MOST_STAGES_PER_RANK]
+    several = several or ([min(held, MOST_STAGES_PER_RANK)] if held > 1 else [])
+    if "schedule" not in question.fixed:
+        return [("1f1b", 1), *(("interleaved", size) for size in several)]
+    if case.schedule not in STAGES or case.stages_per_rank > 1:
+        return [(case.schedule, case.stages_per_rank)] if case.stages_per_rank <= held else []
+    least, most = STAGES[case.schedule]
+    return [(case.schedule, size) for size in several if least <= size <= most]
 
 
-def list_sharding(question: Question, degrees: Degrees) -> list[tuple[int, bool]]:
+def _list_sharding(question: Question, degrees: Degrees) -> list[tuple[int, bool]]:
     """Stages of ZeRO, each with whether weights are freed after use."""
     if degrees.shards == 1:
         return [(0, True)]
@@ -287,25 +369,22 @@ class _Pricer:
         """The fastest way to run some degrees that fits, and the one with least memory if none does."""
         best: _Priced | None = None
         smallest: _Priced | None = None
-        for way in list_ways(question, degrees):
-            for found in self._walk(way, question.ladder):
+        for cases in list_ways(question, degrees):
+            for found in self._walk(cases, question.ladder):
                 if self._fits(found):
-                    timed = self._time(found)
+                    timed = replace(found, seconds=estimate_step(found.case, self.machine, self.ceilings).seconds)
                     best = timed if best is None or timed.seconds < best.seconds else best
                 elif smallest is None or found.peak.device < smallest.peak.device:
                     smallest = found
         return best, smallest
 
-    def _time(self, found: _Priced) -> _Priced:
-        return replace(found, seconds=estimate_step(found.case, self.machine, self.ceilings).seconds)
-
-    def _walk(self, way: DegreeCandidates, ladder: Sequence[Recompute]) -> Iterator[_Priced]:
+    def _walk(self, cases: Sequence[Case], ladder: Sequence[Recompute]) -> Iterator[_Priced]:
         """Each micro-batch with as little recompute as fits, up to the first that does not fit with full recompute.
 
         A mode that was too large for a micro-batch is not tried for a larger one.
         """
         modes = list(ladder)
-        for case in way.cases:
+        for case in cases:
             found = self._weigh(case, modes[0])
             while not self._fits(found) and len(modes) > 1:
                 modes.pop(0)
@@ -339,15 +418,11 @@ def explain_loss(best: Estimate, other: Estimate) -> str:
     """The items on which a layout spends more time: "bubble +11 %, tensor messages +4 %"; "" for the best."""
     if other is best:
         return ""
-    lost = sorted(_differences(best, other), reverse=True)
-    told = [f"{name} +{share:.0%}" for share, name in lost[:2] if share >= 0.01]
+    spent, total = best.time.items, best.time.seconds
+    lost = sorted((((seconds - spent.get(name, 0.0)) / total, name) for name, seconds in other.time.items.items()))
+    worst = [f"{name} +{share:.0%}" for share, name in lost[:-3:-1] if share >= 0.01]
     more = count_axes(other.case.degrees) > count_axes(best.case.degrees)
-    return ", ".join(told) or ("as fast, with more axes" if more else "as fast")
-
-
-def _differences(best: Estimate, other: Estimate) -> Iterator[tuple[float, str]]:
-    for name, seconds in other.time.items.items():
-        yield (seconds - best.time.items.get(name, 0.0)) / best.time.seconds, name
+    return ", ".join(worst) or ("as fast, with more axes" if more else "as fast")
 
 
 # --- changes that make a run fit
@@ -365,36 +440,24 @@ class Change:
     estimate: Estimate
 
 
-@dataclass(frozen=True)
-class _Try:
-    """A question that differs in one thing; `what` describes it, unless the layout that is found does."""
-
-    question: Question
-    what: str = ""
-    told: tuple[str, ...] = ()
-    """Fields of a case whose new values describe the change."""
-
-
 def list_changes(question: Question) -> tuple[Change, ...]:
     """All changes that help, smallest first: settings, layout, host memory, nodes; then those that alter training."""
     here = replace(question, fixed=question.fixed | {"offload"})
     found = []
-    for each in _list_tries(here):
-        best = search(each.question, most=1).best
+    for changed, what, names in _list_tries(here):
+        best = search(changed, most=1).best
         if best is not None:
-            found.append(Change(each.what or _describe(best, each.told), best))
+            found.append(Change(what or _describe(best, names), best))
     more = _more_nodes(here)
     if found or more or not fixed_settings(here):
         return tuple([*found, more] if more else found)
     freed = replace(here, fixed=here.fixed - fixed_settings(here))
     best = search(freed, most=1).best
     if best is not None:
-        return (Change(f"all that is set left open: {best.case.degrees.render()}, {_describe(best, _ALL)}", best),)
+        words = _describe(best, ("micro_batch", "recompute"))
+        return (Change(f"all that is set left open: {best.case.degrees.render()}, {words}", best),)
     more = _more_nodes(freed)
     return (replace(more, what=f"{more.what}, and all that is set left open"),) if more else ()
-
-
-_ALL = ("micro_batch", "recompute")
 
 
 def fixed_settings(question: Question) -> frozenset[str]:
@@ -402,21 +465,22 @@ def fixed_settings(question: Question) -> frozenset[str]:
     return question.fixed & {*SETTINGS, *AXES}
 
 
-def _list_tries(question: Question) -> Iterator[_Try]:
-    fixed = question.fixed
+def _list_tries(question: Question) -> Iterator[tuple[Question, str, tuple[str, ...]]]:
+    """Questions that differ in one thing: what it is; or else the fields of a case whose new values describe it."""
+    fixed, case = question.fixed, question.case
     for name in SETTINGS:
         if name in fixed:
-            yield _Try(replace(question, fixed=fixed - {name}), told=(name,))
+            yield replace(question, fixed=fixed - {name}), "", (name,)
     if fixed & set(AXES):
-        yield _Try(replace(question, fixed=fixed - set(AXES)), told=("degrees",))
-    if not question.case.offload:
-        yield _Try(_changed(question, offload=True), "optimizer states in the host's memory (--offload)")
-    if question.case.optimizer == "adamw":
-        yield _Try(_changed(question, optimizer="adamw8bit"), "AdamW with moments in eight bits (adamw8bit)")
-    half = question.case.seq_len // 2
-    if half >= SHORTEST and half % question.case.degrees.cp == 0 and not question.case.model.patch_features:
+        yield replace(question, fixed=fixed - set(AXES)), "", ("degrees",)
+    if not case.offload:
+        yield _changed(question, offload=True), "optimizer states in the host's memory (--offload)", ()
+    if case.optimizer == "adamw":
+        yield _changed(question, optimizer="adamw8bit"), "AdamW with moments in eight bits (adamw8bit)", ()
+    half = case.seq_len // 2
+    if half >= SHORTEST and half % case.degrees.cp == 0 and not case.model.patch_features:
         what = f"sequences of {half:,} tokens, twice as many in a batch"
-        yield _Try(_changed(question, seq_len=half, global_batch=2 * question.case.global_batch), what)
+        yield _changed(question, seq_len=half, global_batch=2 * case.global_batch), what, ()
 
 
 def _changed(question: Question, **values: object) -> Question:
@@ -506,16 +570,12 @@ def _point(question: Question, nodes: int) -> ScalingPoint:
     found = search(there, most=1)
     if found.best is not None:
         return ScalingPoint(nodes, found.best)
-    if found.nearest is None:
-        return ScalingPoint(nodes, None, _no_layout(there))
-    peak, usable = found.nearest.peak.device / 2**30, found.nearest.usable_bytes / 2**30
-    return ScalingPoint(nodes, None, f"needs {peak:,.0f} GiB of {usable:,.0f}")
-
-
-def _no_layout(there: Question) -> str:
-    """Why no layout of this many ranks is legal."""
+    if found.nearest is not None:
+        peak, usable = found.nearest.peak.device / 2**30, found.nearest.usable_bytes / 2**30
+        return ScalingPoint(nodes, None, f"needs {peak:,.0f} GiB of {usable:,.0f}")
     degrees = there.case.degrees
     taken = math.prod(getattr(degrees, name) for name in ("cp", "tp", "pp") if name in there.fixed)
+    why = f"{there.case.global_batch:,} sequences do not split over {there.world // taken:,} ranks"
     if there.world % taken:
-        return f"the degrees that are set need a multiple of {taken:,} ranks, not {there.world:,}"
-    return f"{there.case.global_batch:,} sequences do not split over {there.world // taken:,} ranks"
+        why = f"the degrees that are set need a multiple of {taken:,} ranks, not {there.world:,}"
+    return ScalingPoint(nodes, None, why)

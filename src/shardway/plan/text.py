@@ -1,36 +1,39 @@
-"""A plan as text: the table that `shardway plan` prints, its explanation, and numbers in words.
+"""A plan as text and as data: the table that `shardway plan` prints, its explanation, its JSON, numbers in words.
 
 Invariants:
-- Numbers have three figures, a unit, and the same words wherever a plan is shown.
+- Numbers in text have three figures, a unit, and the same words wherever a plan is shown; in data they are the answer's
+  own, not rounded, with units in the names of the keys (`_bytes`, `_seconds`) and shares from 0 to 1.
 - Each line of the table starts with its subject, and docs/plan.md explains every line.
 - The explanation has the items of the table, each with its meaning, and the factors that were used.
+- A model known by its units has the same words and keys as a transformer, where both have them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 from shardway.errors import Problem, UserError, render_problems
 from shardway.plan.answer import JobTerms, PlanAnswer
 from shardway.plan.case import Case
-from shardway.plan.economy import RunEstimate
-from shardway.plan.estimate import Estimate
-from shardway.plan.machine import Machine
+from shardway.plan.economy import DAY, HOUR, RunEstimate
+from shardway.plan.machine import Machine, ceilings_of
 from shardway.plan.memory import MEMORY_ITEMS as MEMORY_ITEMS
 from shardway.plan.memory import StageMemory
-from shardway.plan.search import ScalingPoint, efficiency
-from shardway.plan.time.ceilings import ceilings_of
-from shardway.plan.time.step import TIME_ITEMS as TIME_ITEMS
-from shardway.plan.time.step import StepTime, groups_of
+from shardway.plan.search import Estimate, ScalingPoint, efficiency
+from shardway.plan.time import TIME_ITEMS as TIME_ITEMS
+from shardway.plan.time import StepTime, groups_of
 from shardway.units import render_count
+
+if TYPE_CHECKING:
+    from shardway.plan.data_parallel_estimate import UnitAnswer, UnitCase, UnitEstimate
 
 # --- numbers and settings in words
 
 GIB, MIB = 2**30, 2**20
-_DAY, _HOUR, _MINUTE = 86400.0, 3600.0, 60.0
 
 
 def gib(size: float) -> str:
@@ -42,7 +45,7 @@ def duration(seconds: float) -> str:
     """Three figures in a suitable unit: "4.71 s", "2.5 h", "3.02 days"."""
     if seconds < 1:
         return f"{_three(seconds * 1000)} ms"
-    for unit, size in (("days", _DAY), ("h", _HOUR), ("min", _MINUTE)):
+    for unit, size in (("days", DAY), ("h", HOUR), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{_three(seconds / size)} {unit}"
     return f"{_three(seconds)} s"
@@ -71,26 +74,51 @@ def percent(share: float) -> str:
 
 def describe_layout(case: Case) -> str:
     """Degrees, and how the batch is split into passes."""
-    return ", ".join([case.degrees.render(), *_describe_passes(case)])
-
-
-def _describe_passes(case: Case) -> Iterator[str]:
     passes = case.micro_batches
-    yield f"micro-batch {case.micro_batch}" + (f" x {passes} a step" if passes > 1 else "")
+    parts = [case.degrees.render(), f"micro-batch {case.micro_batch}" + (f" x {passes} a step" if passes > 1 else "")]
     if case.degrees.pp > 1:
         stages = f", {case.stages_per_rank} stages a rank" if case.stages_per_rank > 1 else ""
-        yield f"schedule {case.schedule}{stages}"
-    yield f"recompute {case.recompute}"
+        parts.append(f"schedule {case.schedule}{stages}")
+    parts.append(f"recompute {case.recompute}")
     if case.degrees.shards > 1:
-        yield _describe_sharing(case)
+        weights = f"weights sharded{' and freed after use' if case.reshard else ', kept gathered within a step'}"
+        some = ("states copied", "optimizer states sharded", "optimizer states and gradients sharded")
+        parts.append((*some, weights)[case.zero])
     if case.offload:
-        yield f"{'all' if case.zero == 3 else 'optimizer'} states in the host's memory"
+        parts.append(f"{'all' if case.zero == 3 else 'optimizer'} states in the host's memory")
+    return ", ".join(parts)
 
 
-def _describe_sharing(case: Case) -> str:
-    if case.zero == 3:
-        return "weights sharded" + (" and freed after use" if case.reshard else ", kept gathered within a step")
-    return {0: "states copied", 1: "optimizer states sharded", 2: "optimizer states and gradients sharded"}[case.zero]
+def describe_machine(machine: Machine, world: int) -> str:
+    """How many nodes and accelerators the plan is for."""
+    nodes = -(-world // machine.per_node)
+    return f"{nodes:,} {'node' if nodes == 1 else 'nodes'}, {world:,} x {machine.accelerator.name}"
+
+
+def describe_rates(shown: Estimate) -> str:
+    """Rated speeds of an accelerator."""
+    machine = shown.machine
+    bandwidth = machine.accelerator.memory_bandwidth_bytes_per_s
+    memory = f", memory {bandwidth / 1e12:.3g} TB/s" if bandwidth else ""
+    return (
+        f"{shown.peak_flops / 1e12:,.0f} TFLOP/s {shown.case.precision}{memory}, link {machine.link / 1e9:,.0f} GB/s, "
+        f"network {machine.network / 1e9:,.4g} GB/s"
+    )
+
+
+def rate_of(shown: Estimate) -> tuple[str, float]:
+    """What is counted, and how many of it a second."""
+    if shown.case.model.patch_features:
+        return "images", shown.tokens_per_second / shown.case.seq_len
+    return "tokens", shown.tokens_per_second
+
+
+def describe_jobs(run: RunEstimate, terms: JobTerms, queue: str) -> str:
+    """How many jobs of a queue a run takes; "" if their wall-time is not known."""
+    if not terms.wall_seconds:
+        return ""
+    jobs = f" in {run.slots:,} {'job' if run.slots == 1 else 'jobs'} of {duration(terms.wall_seconds)}"
+    return f"{jobs} ({queue})" if queue else jobs
 
 
 # --- the table
@@ -101,34 +129,27 @@ MOST_OTHERS = 5
 
 def render_answer(answer: PlanAnswer) -> str:
     """The whole table, with a newline at its end."""
-    parts = [
-        _headline(answer),
-        "",
-        *_lines(answer),
-        "",
-        *list_breakdowns(answer.shown),
-        *_others(answer),
-        *list_notes(answer.question.machine, answer.assumed, answer.warnings),
-    ]
-    return "\n".join(parts) + "\n"
+    return _render_table(answer, _head(answer), _lines(answer), _others(answer), answer.question.machine)
+
+
+def _render_table(
+    answer: PlanAnswer | UnitAnswer, head: str, lines: Iterable[str], others: Iterable[str], machine: Machine
+) -> str:
+    breakdowns = _list_breakdowns(answer.shown.peak, answer.shown.time)
+    notes = _list_notes(machine, answer.assumed, answer.warnings)
+    return "\n".join([head, "", *lines, "", *breakdowns, *others, *notes]) + "\n"
 
 
 def render_prediction(answer: PlanAnswer) -> tuple[str, ...]:
     """Header lines for another library's file: what was planned, and its expected cost."""
     shown = answer.shown
-    return (_headline(answer), f"memory {_memory(answer)}", f"step {_step(shown)}", f"{_utilisation(shown)}")
+    return (_head(answer), f"memory {_memory(shown)}", f"step {_step(shown)}", _utilisation(shown))
 
 
-def _headline(answer: PlanAnswer) -> str:
+def _head(answer: PlanAnswer) -> str:
     question = answer.question
-    return headline(question.case.model.name, question.machine, question.world)
-
-
-def headline(model: str, machine: Machine, world: int) -> str:
-    """The model and the machine of the plan."""
-    nodes = -(-world // machine.per_node)
-    there = f"{nodes:,} {'node' if nodes == 1 else 'nodes'}, {world:,} x {machine.accelerator.name}"
-    return f"{model} on {machine.name}: {there}"
+    machine = question.machine
+    return f"{question.case.model.name} on {machine.name}: {describe_machine(machine, question.world)}"
 
 
 def line(label: str, text: str) -> str:
@@ -137,77 +158,53 @@ def line(label: str, text: str) -> str:
 
 
 def _lines(answer: PlanAnswer) -> Iterator[str]:
-    shown = answer.shown
-    yield line("model", _model(shown))
-    yield line("batch", _batch(shown))
-    yield line("layout", describe_layout(shown.case))
-    yield line("memory", _memory(answer))
+    shown, case, model = answer.shown, answer.shown.case, answer.shown.case.model
+    active = "" if model.active_parameters == model.parameters else f" ({count(model.active_parameters)} for a token)"
+    full, causal = (f"{model.flops_per_token(case.seq_len, causal=each) / 1e9:,.4g}" for each in (False, True))
+    size = f"{count(model.parameters)} parameters{active}, {model.depth} layers"
+    yield line("model", f"{size}; {full} GFLOP a token (causal {causal})")
+    if model.patch_features:
+        yield line("batch", f"{case.global_batch:,} images of {case.seq_len:,} patches")
+    else:
+        batch = f"{case.global_batch:,} sequences of {case.seq_len:,} = {count(case.tokens_per_step)} tokens"
+        yield line("batch", f"{batch}; {case.precision}")
+    yield line("layout", describe_layout(case))
+    yield line("memory", _memory(shown))
     yield line("step", _step(shown))
     yield line("utilisation", _utilisation(shown))
     if answer.run:
-        yield from list_run(answer.run, answer.terms)
+        yield from _list_run(answer.run, answer.terms)
     for change in answer.changes:
-        peak = gib(change.estimate.peak.device)
-        yield line(
-            "instead" if answer.fits else "to fit",
-            f"{change.what}: {peak}, {duration(change.estimate.time.seconds)} a step",
-        )
+        costs = f"{gib(change.estimate.peak.device)}, {duration(change.estimate.time.seconds)} a step"
+        yield line("instead" if answer.fits else "to fit", f"{change.what}: {costs}")
 
 
-def _model(shown: Estimate) -> str:
-    model, seq = shown.case.model, shown.case.seq_len
-    active = "" if model.active_parameters == model.parameters else f" ({count(model.active_parameters)} for a token)"
-    flops = [f"{model.flops_per_token(seq, causal=causal) / 1e9:,.4g}" for causal in (False, True)]
-    size = f"{count(model.parameters)} parameters{active}, {model.depth} layers"
-    return f"{size}; {flops[0]} GFLOP a token (causal {flops[1]})"
-
-
-def _batch(shown: Estimate) -> str:
-    case = shown.case
-    if case.model.patch_features:
-        return f"{case.global_batch:,} images of {case.seq_len:,} patches"
-    return (
-        f"{case.global_batch:,} sequences of {case.seq_len:,} = {count(case.tokens_per_step)} tokens; {case.precision}"
-    )
-
-
-def _memory(answer: PlanAnswer) -> str:
-    shown = answer.shown
-    peak, low, high = shown.peak, shown.memory_low, shown.memory_high
-    where = f" on pipeline rank {peak.rank}" if shown.case.degrees.pp > 1 else ""
-    return (
-        f"{gib(peak.device)} ({gib(low)} to {gib(high)}) of {gib(shown.usable_bytes)} usable{where}: {verdict(shown)}"
-    )
-
-
-def verdict(shown: Estimate) -> str:
-    """Whether a layout fits, and how certain that is."""
-    if not shown.fits:
-        return "does not fit"
-    return "fits, but may not: try it first" if shown.memory_high > shown.machine.memory_bytes else "fits"
+def _memory(shown: Estimate) -> str:
+    where = f" on pipeline rank {shown.peak.rank}" if shown.case.degrees.pp > 1 else ""
+    interval = f"{gib(shown.memory_low)} to {gib(shown.memory_high)}"
+    verdict = "does not fit" if not shown.fits else "fits, but may not: try it first" if shown.may_not_fit else "fits"
+    return f"{gib(shown.peak.device)} ({interval}) of {gib(shown.usable_bytes)} usable{where}: {verdict}"
 
 
 def _step(shown: Estimate) -> str:
-    time, world = shown.time, shown.case.degrees.world
-    interval = f"{duration(time.seconds)} ({duration(time.low)} to {duration(time.high)})"
-    rate = shown.tokens_per_second / (shown.case.seq_len if shown.case.model.patch_features else 1)
-    what = "images" if shown.case.model.patch_features else "tokens"
-    return f"{interval}; {count(rate)} {what}/s, {count(rate / world)} a GPU"
+    what, rate = rate_of(shown)
+    return f"{_interval(shown.time)}; {count(rate)} {what}/s, {count(rate / shown.case.degrees.world)} a GPU"
+
+
+def _interval(time: StepTime) -> str:
+    return f"{duration(time.seconds)} ({duration(time.low)} to {duration(time.high)})"
 
 
 def _utilisation(shown: Estimate) -> str:
     full, causal = (percent(shown.mfu(causal=causal)) for causal in (False, True))
-    hardware = percent(shown.hfu(causal=False))
     peak = f"{shown.peak_flops / 1e12:,.0f} TFLOP/s {shown.case.precision}"
-    return f"MFU {full} (causal {causal}), HFU {hardware}, of {peak}"
+    return f"MFU {full} (causal {causal}), HFU {percent(shown.hfu(causal=False))}, of {peak}"
 
 
-def list_run(run: RunEstimate, terms: JobTerms) -> Iterator[str]:
+def _list_run(run: RunEstimate, terms: JobTerms) -> Iterator[str]:
     """The lines about the whole run."""
-    total, slot = duration(run.wall.total_seconds), terms.wall_seconds
-    jobs = f" in {run.slots:,} {'job' if run.slots == 1 else 'jobs'} of {duration(slot)}" if slot else ""
-    queue = f" ({terms.queue})" if slot and terms.queue else ""
-    yield line("run", f"{run.steps:,} steps: {total}{jobs}{queue}; {percent(run.goodput)} of it steps that count")
+    total = f"{duration(run.wall.total_seconds)}{describe_jobs(run, terms, terms.queue)}"
+    yield line("run", f"{run.steps:,} steps: {total}; {percent(run.goodput)} of it steps that count")
     interval = duration(run.interval_steps * run.wall.ideal_seconds / run.steps)
     yield line("failures", f"{run.failures:.2g} expected; save every {run.interval_steps:,} steps ({interval})")
     yield line("costs", ", ".join([f"{amount(run.gpu_hours)} GPU-hours", *list_costs(run)]))
@@ -215,7 +212,7 @@ def list_run(run: RunEstimate, terms: JobTerms) -> Iterator[str]:
 
 def list_costs(run: RunEstimate) -> Iterator[str]:
     """The cost of a run beside GPU-hours, in every known unit."""
-    yield f"{amount(run.nodes * run.wall.total_seconds / 3600)} node-hours"
+    yield f"{amount(run.node_hours)} node-hours"
     if run.charge:
         yield f"{amount(run.charge.value)} {run.charge.unit}"
     if run.energy_kwh:
@@ -224,36 +221,17 @@ def list_costs(run: RunEstimate) -> Iterator[str]:
         yield f"{amount(run.cost.value)} {run.cost.unit}"
 
 
-class Costs(Protocol):
-    """Anything with a peak of memory and a time of a step."""
-
-    @property
-    def peak(self) -> StageMemory:
-        """The memory of the fullest rank."""
-        ...
-
-    @property
-    def time(self) -> StepTime:
-        """The time of a step, over all ranks."""
-        ...
-
-
-def list_breakdowns(shown: Costs) -> Iterator[str]:
+def _list_breakdowns(peak: StageMemory, step: StepTime) -> Iterator[str]:
     """Memory of the fullest rank beside the step, largest first."""
-    memory = _column("memory of the fullest rank", shown.peak.device_items, gib)
-    time = _column("one step", shown.time.items, duration)
+    memory = _column("memory of the fullest rank", peak.device_items, gib)
     width = max(map(len, memory)) + 4
-    for number in range(max(len(memory), len(time))):
-        left = memory[number] if number < len(memory) else ""
-        right = time[number] if number < len(time) else ""
+    for left, right in zip_longest(memory, _column("one step", step.items, duration), fillvalue=""):
         yield f"{left:<{width}}{right}".rstrip()
 
 
-def _column(title: str, items: Mapping[str, float], render: object) -> list[str]:
+def _column(title: str, items: Mapping[str, float], write: Callable[[float], str]) -> list[str]:
     total = sum(items.values())
-    shown = [(name, size) for name, size in items.items() if size >= 0.0005 * total]
-    shown.sort(key=lambda each: -each[1])
-    write = render if callable(render) else str
+    shown = sorted((each for each in items.items() if each[1] >= 0.0005 * total), key=lambda each: -each[1])
     names = max(len(title) - 2, *(len(name) for name, _ in shown))
     return [
         f"{title:<{names + 2}} {write(total):>10}",
@@ -265,13 +243,12 @@ def _others(answer: PlanAnswer) -> Iterator[str]:
     others = answer.found.candidates[1 : 1 + MOST_OTHERS]
     if not others:
         return
-    best = answer.shown.time.seconds
     yield ""
     yield f"other layouts ({answer.found.looked_at:,} looked at)"
     names = [_short(each.estimate) for each in others]
     width = max(map(len, names))
     for name, each in zip(names, others, strict=True):
-        slower = each.estimate.time.seconds / best - 1
+        slower = each.estimate.time.seconds / answer.shown.time.seconds - 1
         yield f"  {name:<{width}}  {duration(each.estimate.time.seconds):>8} {slower:>+6.0%}  {each.reason}"
 
 
@@ -281,18 +258,17 @@ def _short(shown: Estimate) -> str:
     return f"{case.degrees.render()}, micro-batch {case.micro_batch}{schedule}, {case.recompute}"
 
 
-def list_notes(machine: Machine, assumed: Sequence[str], warnings: Sequence[str]) -> Iterator[str]:
+def _list_notes(machine: Machine, assumed: Sequence[str], warnings: Sequence[str]) -> Iterator[str]:
     """Sources of the factors, assumptions, warnings."""
-    measured = machine.measured
     yield ""
-    if measured:
-        yield line("calibrated", f"with what was measured on this site: {', '.join(sorted(measured))}")
+    if machine.measured:
+        yield line("calibrated", f"with what was measured on this site: {', '.join(sorted(machine.measured))}")
     else:
         yield line("calibrated", "on published runs of this kind of accelerator; nothing was measured on this site")
-    for number, told in enumerate(assumed):
-        yield line("" if number else "assumed", told)
-    for told in warnings:
-        yield line("warning", told)
+    for number, note in enumerate(assumed):
+        yield line("" if number else "assumed", note)
+    for note in warnings:
+        yield line("warning", note)
 
 
 def render_curve(points: Sequence[ScalingPoint]) -> str:
@@ -334,55 +310,38 @@ def explain(topic: str, answer: PlanAnswer) -> str:
 
 def _explain_memory(answer: PlanAnswer) -> Iterator[str]:
     shown = answer.shown
-    peak, case = shown.peak, shown.case
+    peak, case, engine, between = shown.peak, shown.case, shown.case.engine, shown.between_steps
     yield f"memory of pipeline rank {peak.rank}, the fullest of {len(shown.memory)}: {describe_layout(case)}"
     yield ""
     for name, size in peak.device_items.items():
         yield f"  {name:<{_NAME}}{gib(size):>11}   {_MEANINGS[name]}"
     yield f"  {'together':<{_NAME}}{gib(peak.device):>11}   of {gib(shown.usable_bytes)} that a plan may use"
     yield ""
-    yield from _states(case)
-    yield f"  micro-batches whose activations are kept at once: {peak.in_flight:g} ({case.schedule})"
-    yield from _moments(shown)
-    yield f"  four of five measured peaks lie between {gib(shown.memory_low)} and {gib(shown.memory_high)}"
-    if len(shown.memory) > 1:
-        yield ""
-        yield from _stages(shown)
-
-
-def _states(case: Case) -> Iterator[str]:
-    engine, copied = case.engine, case.splits_copy and case.zero < 3
+    copied = case.splits_copy and case.zero < 3
     copy = f", a copy of {engine.master_bytes} bytes that the optimizer updates" if copied else ""
     weights = case.value_bytes if copied else case.kept_weight_bytes
     yield (
         f"  a parameter as {engine.name} keeps it: weight {weights} bytes, gradient {case.gradient_bytes}, "
         f"{case.optimizer}{copy}"
     )
-    shared = {0: "nothing", 1: "the optimizer", 2: "optimizer and gradients", 3: "weights, gradients and optimizer"}
-    yield f"  shared by {case.degrees.shards} ranks: {shared[case.zero]} (ZeRO {case.zero})"
+    shared = ("nothing", "the optimizer", "optimizer and gradients", "weights, gradients and optimizer")[case.zero]
+    yield f"  shared by {case.degrees.shards} ranks: {shared} (ZeRO {case.zero})"
+    yield f"  micro-batches whose activations are kept at once: {peak.in_flight:g} ({case.schedule})"
+    staged = gib(shown.machine.bytes_of_node(between.copied, case.degrees.world))
+    yield f"  at a checkpoint: {gib(between.kept)} of tensors stay; up to {staged} of a node's memory for their copy"
+    yield f"  at resume: {gib(between.resuming)}, before a step has taken the rest"
+    yield f"  four of five measured peaks lie between {gib(shown.memory_low)} and {gib(shown.memory_high)}"
+    if len(shown.memory) > 1:
+        yield ""
+        yield f"  {'pipeline rank':<{_NAME}}{'device':>11}{'states':>11}{'activations':>13}{'kept':>7}"
+        for stage in shown.memory[:_MOST_STAGES]:
+            sizes = f"{gib(stage.device):>11}{gib(stage.states):>11}{gib(stage.activations):>13}"
+            yield f"  {stage.rank:<{_NAME}}{sizes}{stage.in_flight:>7g}"
+        if len(shown.memory) > _MOST_STAGES:
+            yield f"  and {len(shown.memory) - _MOST_STAGES} more"
 
 
-def _moments(shown: Estimate) -> Iterator[str]:
-    moments = shown.moments
-    staged = gib(shown.machine.bytes_of_node(moments.copied, shown.case.degrees.world))
-    yield f"  at a checkpoint: {gib(moments.kept)} of tensors stay; up to {staged} of a node's memory for their copy"
-    yield f"  at resume: {gib(moments.resuming)}, before a step has taken the rest"
-
-
-def _stages(shown: Estimate) -> Iterator[str]:
-    yield f"  {'pipeline rank':<{_NAME}}{'device':>11}{'states':>11}{'activations':>13}{'kept':>7}"
-    for stage in shown.memory[:_MOST_STAGES]:
-        yield _stage(stage)
-    if len(shown.memory) > _MOST_STAGES:
-        yield f"  and {len(shown.memory) - _MOST_STAGES} more"
-
-
-def _stage(stage: StageMemory) -> str:
-    sizes = f"{gib(stage.device):>11}{gib(stage.states):>11}{gib(stage.activations):>13}"
-    return f"  {stage.rank:<{_NAME}}{sizes}{stage.in_flight:>7g}"
-
-
-def _time(answer: PlanAnswer) -> Iterator[str]:
+def _explain_time(answer: PlanAnswer) -> Iterator[str]:
     shown = answer.shown
     total = shown.time.seconds
     yield f"one step of {duration(total)}, {shown.case.micro_batches} passes: {describe_layout(shown.case)}"
@@ -392,21 +351,17 @@ def _time(answer: PlanAnswer) -> Iterator[str]:
     yield ""
     yield f"  four of five measured steps lie between {duration(shown.time.low)} and {duration(shown.time.high)}"
     machine = shown.machine
-    memory = (machine.accelerator.memory_bandwidth_bytes_per_s or 0) / 1e12
-    yield (
-        f"  on paper: {shown.peak_flops / 1e12:,.0f} TFLOP/s {shown.case.precision}, memory {memory:.3g} TB/s, "
-        f"link {machine.link / 1e9:,.0f} GB/s, network {machine.network / 1e9:,.4g} GB/s a GPU"
-    )
+    yield f"  on paper: {describe_rates(shown)} a GPU"
     yield ""
-    yield "  factors of what is reached (src/shardway/plan/time/ceilings.py says what each is)"
+    yield "  factors of what is reached (src/shardway/plan/machine.py says what each is)"
     for name, value in asdict(ceilings_of(machine)).items():
         origin = "measured on this site" if name in machine.measured else "fitted on published runs"
         yield f"  {name:<20}{value:>10.4g}   {origin}"
 
 
-def _layout(answer: PlanAnswer) -> Iterator[str]:
-    case, machine = answer.shown.case, answer.shown.machine
-    yield f"{describe_layout(case)}"
+def _explain_layout(answer: PlanAnswer) -> Iterator[str]:
+    case, machine, found = answer.shown.case, answer.shown.machine, answer.found
+    yield describe_layout(case)
     link = f"{machine.domain} of them share the fast link of {machine.link / 1e9:,.0f} GB/s"
     yield f"{case.degrees.world:,} ranks; {link}"
     yield ""
@@ -420,31 +375,230 @@ def _layout(answer: PlanAnswer) -> Iterator[str]:
     ):
         if group.ranks > 1:
             where = "between nodes" if machine.spans_nodes(group.ranks, group.stride) else "inside the fast link"
-            yield line(f"{name} {group.ranks}", f"{where}, {_step_of(group.stride)}: {does}")
+            yield line(f"{name} {group.ranks}", f"{where}, {_describe_stride(group.stride)}: {does}")
     if case.degrees.pp > 1:
-        yield line(f"pp {case.degrees.pp}", f"{_step_of(groups.stage_stride)}: splits the layers; {case.schedule}")
+        stride = _describe_stride(groups.stage_stride)
+        yield line(f"pp {case.degrees.pp}", f"{stride}: splits the layers; {case.schedule}")
     yield ""
-    yield from _candidates(answer)
-
-
-def _step_of(stride: int) -> str:
-    return "neighbours" if stride == 1 else f"ranks {stride} apart"
-
-
-def _candidates(answer: PlanAnswer) -> Iterator[str]:
-    yield f"{answer.found.looked_at:,} ways were looked at; the best of each set of degrees that fits:"
-    for number, each in enumerate(answer.found.candidates, 1):
+    yield f"{found.looked_at:,} ways were looked at; the best of each set of degrees that fits:"
+    for number, each in enumerate(found.candidates, 1):
         shown = each.estimate
         lost = f"\n      loses by {each.reason}" if each.reason else ""
         costs = f"{duration(shown.time.seconds)}, {gib(shown.peak.device)}"
         yield f"  {number:>2}. {costs}: {describe_layout(shown.case)}{lost}"
-    if not answer.found.candidates:
+    if not found.candidates:
         yield "  none"
     if answer.question.fixed:
         yield f"kept as you set them: {', '.join(sorted(answer.question.fixed))}"
 
 
+def _describe_stride(stride: int) -> str:
+    return "neighbours" if stride == 1 else f"ranks {stride} apart"
+
+
 TOPICS: Mapping[str, Callable[[PlanAnswer], Iterator[str]]] = MappingProxyType(
-    {"memory": _explain_memory, "time": _time, "layout": _layout}
+    {"memory": _explain_memory, "time": _explain_time, "layout": _explain_layout}
 )
 """The topics that can be explained."""
+
+
+# --- data
+
+FORMAT = 1
+
+
+def answer_facts(answer: PlanAnswer, curve: Sequence[ScalingPoint] = ()) -> dict[str, Any]:
+    """All data of an answer."""
+    question, terms, machine = answer.question, answer.terms, answer.question.machine
+    return {
+        "format": FORMAT,
+        "machine": {
+            "name": machine.name,
+            "accelerator": machine.accelerator.key,
+            "nodes": question.nodes,
+            "accelerators": question.world,
+            "accelerators_per_node": machine.per_node,
+            "memory_bytes": machine.memory_bytes,
+            "link_bytes_per_second": machine.link,
+            "network_bytes_per_second": machine.network,
+            "measured": dict(machine.measured),
+        },
+        "plan": _estimate_facts(answer.shown),
+        "run": _run_facts(answer.run) if answer.run else None,
+        "queue": {"name": terms.queue, "wall_seconds": terms.wall_seconds, "most_nodes": terms.most_nodes},
+        "others": [
+            {**_estimate_facts(each.estimate, brief=True), "lost": each.reason} for each in answer.found.candidates[1:]
+        ],
+        "looked_at": answer.found.looked_at,
+        "to_fit": [{"change": each.what, **_estimate_facts(each.estimate, brief=True)} for each in answer.changes],
+        "kept": sorted(question.fixed),
+        "curve": [_point_facts(curve, point) for point in curve],
+        "assumed": list(answer.assumed),
+        "warnings": list(answer.warnings),
+    }
+
+
+def _estimate_facts(shown: Estimate, *, brief: bool = False) -> dict[str, Any]:
+    """A layout with its costs; `brief` leaves out items and stages."""
+    case, model, peak = shown.case, shown.case.model, shown.peak
+    facts = {
+        "layout": {
+            **asdict(case.degrees),
+            **{name: getattr(case, name) for name in _SETTINGS},
+            "engine": case.engine.name,
+            **{name: getattr(case, name) for name in _MORE_SETTINGS},
+        },
+        "fits": shown.fits,
+        "peak_bytes": {
+            "pipeline_rank": peak.rank,
+            "allocated": peak.allocated,
+            "reserved": peak.reserved,
+            "device": peak.device,
+            "device_low": shown.memory_low,
+            "device_high": shown.memory_high,
+            "usable": shown.usable_bytes,
+            "host_per_rank": peak.host,
+        },
+        **_step_facts(shown.time),
+        "tokens_per_second": shown.tokens_per_second,
+        "mfu_full": shown.mfu(causal=False),
+        "mfu_causal": shown.mfu(causal=True),
+        "hfu_full": shown.hfu(causal=False),
+        "hfu_causal": shown.hfu(causal=True),
+        "peak_flops": shown.peak_flops,
+    }
+    if brief:
+        return facts
+    return {
+        "model": {
+            "name": model.name,
+            "parameters": model.parameters,
+            "active_parameters": model.active_parameters,
+            "layers": model.depth,
+            "flops_per_token_full": model.flops_per_token(case.seq_len, causal=False),
+            "flops_per_token_causal": model.flops_per_token(case.seq_len, causal=True),
+        },
+        **facts,
+        "step_items_seconds": dict(shown.time.items),
+        "between_steps_bytes": asdict(shown.between_steps),
+        "stages": [_stage_facts(stage) for stage in shown.memory],
+    }
+
+
+_SETTINGS = ("global_batch", "seq_len", "micro_batch", "micro_batches", "precision", "optimizer")
+_MORE_SETTINGS = (
+    "zero",
+    "reshard",
+    "sequence",
+    "recompute",
+    "attention",
+    "compiled",
+    "schedule",
+    "stages_per_rank",
+    "offload",
+)
+
+
+def _step_facts(time: StepTime) -> dict[str, float]:
+    return {"step_seconds": time.seconds, "step_seconds_low": time.low, "step_seconds_high": time.high}
+
+
+def _stage_facts(stage: StageMemory) -> dict[str, Any]:
+    """Memory of a pipeline rank, in bytes."""
+    own = {"allocated": stage.allocated, "reserved": stage.reserved, "device": stage.device}
+    return {"pipeline_rank": stage.rank, "items": dict(stage.items), "micro_batches_kept": stage.in_flight, **own}
+
+
+def _run_facts(run: RunEstimate) -> dict[str, Any]:
+    return {
+        "steps": run.steps,
+        "days": run.days,
+        "wall_seconds": {**asdict(run.wall), "total_seconds": run.wall.total_seconds},
+        "jobs": run.slots,
+        "failures": run.failures,
+        "goodput": run.goodput,
+        "save_interval_steps": run.interval_steps,
+        "gpu_hours": run.gpu_hours,
+        "node_hours": run.node_hours,
+        "energy_kwh": run.energy_kwh,
+        "cost": asdict(run.cost) if run.cost else None,
+        "charge": asdict(run.charge) if run.charge else None,
+    }
+
+
+def _point_facts(curve: Sequence[ScalingPoint], point: ScalingPoint) -> dict[str, Any]:
+    best = _estimate_facts(point.best, brief=True) if point.best else None
+    cost = {"gpu_seconds_per_token": point.device_seconds_per_token, "efficiency": efficiency(curve, point)}
+    return {"nodes": point.nodes, "best": best, "why_not": point.why_not, **cost}
+
+
+# --- models known by their units
+
+
+def render_units(answer: UnitAnswer) -> str:
+    """The whole table, with a newline at its end."""
+    head = f"{answer.shown.case.model.name} on {answer.machine.name}: {describe_machine(answer.machine, answer.world)}"
+    return _render_table(answer, head, _unit_lines(answer), _other_units(answer), answer.machine)
+
+
+def _unit_lines(answer: UnitAnswer) -> Iterator[str]:
+    shown, case = answer.shown, answer.shown.case
+    model, peak, low, high = case.model, shown.peak, shown.peak.overheads.low, shown.peak.overheads.high
+    flops = f"{model.flops_per_sample / 1e9:,.4g} GFLOP a sample"
+    yield line("model", f"{count(model.parameters)} parameters in {sum(u.count for u in model.units)} units; {flops}")
+    yield line("batch", f"{case.global_batch:,} samples; {case.precision}")
+    yield line("layout", _unit_layout(case))
+    interval = f"{gib(peak.device * low)} to {gib(peak.device * high)}"
+    fits = "fits" if shown.fits else "does not fit"
+    yield line("memory", f"{gib(peak.device)} ({interval}) of {gib(shown.usable_bytes)} usable: {fits}")
+    speed = f"{count(shown.samples_per_second)} samples/s, {count(shown.samples_per_second / case.world)} a GPU"
+    yield line("step", f"{_interval(shown.time)}; {speed}")
+    yield line("utilisation", f"MFU {percent(shown.mfu)} of {shown.peak_flops / 1e12:,.0f} TFLOP/s {case.precision}")
+    if answer.run:
+        yield from _list_run(answer.run, answer.terms)
+
+
+def _unit_layout(case: UnitCase) -> str:
+    sizes = (("dp_replicate", case.dp_replicate), ("dp_shard", case.dp_shard))
+    degrees = " x ".join(f"{name} {size}" for name, size in sizes if size > 1)
+    passes = f" x {case.micro_batches} a step" if case.micro_batches > 1 else ""
+    return f"{degrees or 'one rank'}, micro-batch {case.micro_batch}{passes}"
+
+
+def _other_units(answer: UnitAnswer) -> Iterator[str]:
+    others = answer.fitting[1 : 1 + MOST_OTHERS]
+    if others:
+        yield ""
+        yield "other layouts"
+    for each in others:
+        slower = each.time.seconds / answer.shown.time.seconds - 1
+        yield f"  {_unit_layout(each.case):<48}{duration(each.time.seconds):>10} {slower:>+6.0%}"
+
+
+def unit_facts(answer: UnitAnswer) -> dict[str, Any]:
+    """All data of an answer; units are in the names of the keys."""
+    machine = answer.machine
+    return {
+        "format": FORMAT,
+        "machine": {"name": machine.name, "accelerator": machine.accelerator.key, "accelerators": answer.world},
+        "plan": _unit_estimate_facts(answer.shown),
+        "run": _run_facts(answer.run) if answer.run else None,
+        "others": [_unit_estimate_facts(each) for each in answer.fitting[1:]],
+        "assumed": list(answer.assumed),
+        "warnings": list(answer.warnings),
+    }
+
+
+def _unit_estimate_facts(shown: UnitEstimate) -> dict[str, Any]:
+    case = shown.case
+    names = ("dp_replicate", "dp_shard", "micro_batch", "micro_batches", "global_batch", "precision", "optimizer")
+    return {
+        "model": {"name": case.model.name, "parameters": case.model.parameters, "source": case.model.source},
+        "layout": {name: getattr(case, name) for name in names},
+        "fits": shown.fits,
+        "stages": [_stage_facts(shown.peak)],
+        **_step_facts(shown.time),
+        "step_items_seconds": dict(shown.time.items),
+        "samples_per_second": shown.samples_per_second,
+        "mfu_full": shown.mfu,
+    }

@@ -18,9 +18,8 @@ from typing import Any
 from shardway.errors import Problem, UserError, render_problems
 from shardway.layout import AXES, stages_of_schedule
 from shardway.plan.case import Case, Degrees, EngineTraits, Precision, Recompute, Schedule, divisors, find_engine
-from shardway.plan.estimate import Estimate, estimate
 from shardway.plan.machine import Machine
-from shardway.plan.search import NEAR, SETTINGS, Question, SearchResult, search
+from shardway.plan.search import NEAR, SETTINGS, Estimate, Question, SearchResult, estimate, search
 from shardway.plan.shapes.architecture import Architecture
 from shardway.plan.shapes.measured import Shape
 from shardway.plan.shapes.section import shape_of_section

@@ -453,7 +453,7 @@ def machine_of_known(site: SiteProfile) -> Machine | None:
     part = load_accelerators().get(site.node.accelerator or CPU)
     if part is None or not (part.memory_bytes and part.peak_flops and site.node.accelerators_per_node):
         return None
-    from shardway.plan.site import machine_of_site
+    from shardway.plan.machine import machine_of_site
 
     return machine_of_site(site)
 

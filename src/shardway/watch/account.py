@@ -12,7 +12,7 @@ attempts, never with steps; reading never raises. This module neither reads file
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -206,14 +206,6 @@ class Book:
         return _add_up(attempts, now)
 
 
-def make_account(events: Iterable[Event], status: Mapping[str, Any], now: float | None = None) -> TimeAccount | None:
-    """The account from every event of rank 0 and the last status; `Book` does the same as events come."""
-    book = Book()
-    for event in events:
-        book.update(event)
-    return book.account(status, now)
-
-
 def _add_up(attempts: Sequence[_AttemptTime], now: float | None) -> TimeAccount:
     rows = dict.fromkeys((*ROW_NAMES, "repeated_s"), 0.0)
     undone, end = 0, attempts[0].begun()
@@ -265,5 +257,5 @@ def _read_record(source: Mapping[str, Any], step: int) -> _SpentAt | None:
     if not all(value < MOST_SECONDS for value in times.values()):
         return None
     unfinished_s = seconds(source, "unfinished_s") or 0.0
-    said = whole(source, "step")
-    return _SpentAt(at, step if said is None else said, times, unfinished_s if unfinished_s > 0 else 0.0)
+    recorded = whole(source, "step")
+    return _SpentAt(at, step if recorded is None else recorded, times, unfinished_s if unfinished_s > 0 else 0.0)

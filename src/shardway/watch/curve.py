@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
+from shardway.drawing import colour_of
 from shardway.rundir.events import Event
 from shardway.watch.facts import ValidatedEvent, measured, read_logged, whole
 from shardway.watch.progress import RunProgress
@@ -149,8 +150,8 @@ def make_figures(events: Sequence[Event], progress: RunProgress) -> list[Figure]
         Figure("bits", "Bits per byte", _validation_traces(progress, lambda each: each.bits_per_byte)),
         Figure("accuracy", "Accuracy", _validation_traces(progress, lambda each: each.accuracy), percent=True),
         Figure("speed", f"Throughput ({unit})", _noisy_traces(steps, unit.replace("/", "_per_"), unit, "speed")),
-        Figure("lr", "Learning rate", _step_traces(steps, "lr", "learning rate", "rate")),
-        Figure("grad", "Gradient norm", _noisy_traces(steps, "grad_norm", "gradient norm", "norm"), log=True),
+        Figure("lr", "Learning rate", _step_traces(steps, "lr", "learning rate", "learning rate")),
+        Figure("grad", "Gradient norm", _noisy_traces(steps, "grad_norm", "gradient norm", "gradients"), log=True),
     ]
     return [figure for figure in (*candidates, *_named_figures(events, progress)) if figure.traces]
 
@@ -193,19 +194,19 @@ def _loss_traces(steps: Sequence[Event], validations: Sequence[ValidatedEvent]) 
     return [*traces, dots] if dots["x"] else traces
 
 
-def _noisy_traces(steps: Sequence[Event], key: str, name: str, colour: str) -> list[Trace]:
+def _noisy_traces(steps: Sequence[Event], key: str, name: str, concept: str) -> list[Trace]:
     """The values, drawn faintly behind their mean where there are enough of them."""
     half_window = min(100, len(steps) // 100)
-    raw = _step_traces(steps, key, name, colour)
+    raw = _step_traces(steps, key, name, concept)
     if not raw or half_window == 0:
         return raw
-    mean = _line(f"mean of {2 * half_window + 1} steps", smooth(_points(steps, key), half_window), colour)
+    mean = _line(f"mean of {2 * half_window + 1} steps", smooth(_points(steps, key), half_window), concept)
     return [{**raw[0], "faint": True}, mean]
 
 
-def _step_traces(steps: Sequence[Event], key: str, name: str, colour: str) -> list[Trace]:
+def _step_traces(steps: Sequence[Event], key: str, name: str, concept: str) -> list[Trace]:
     points = _points(steps, key)
-    return [_line(name, points, colour)] if points else []
+    return [_line(name, points, concept)] if points else []
 
 
 def _validation_traces(progress: RunProgress, pick: Callable[[ValidatedEvent], float | None]) -> list[Trace]:
@@ -221,12 +222,12 @@ def _points(steps: Sequence[Event], key: str) -> list[CurvePoint]:
     return points if any(math.isfinite(point.value) for point in points) else []
 
 
-def _line(name: str, points: Sequence[CurvePoint], colour: str) -> Trace:
-    return {"name": name, "colour": colour, "mode": "lines", **_coordinates(points)}
+def _line(name: str, points: Sequence[CurvePoint], concept: str) -> Trace:
+    return {"name": name, "colour": colour_of(concept), "mode": "lines", **_coordinates(points)}
 
 
 def _dots(name: str, points: Sequence[CurvePoint]) -> Trace:
-    return {"name": name, "colour": "validation", "mode": "lines+markers", **_coordinates(points)}
+    return {"name": name, "colour": colour_of("validation"), "mode": "lines+markers", **_coordinates(points)}
 
 
 def _coordinates(points: Sequence[CurvePoint]) -> Trace:

@@ -71,6 +71,7 @@ class Start:
     bytes_per_token: float | None
     checkpoint: str
     changes: tuple[str, ...]
+    """ "optim.lr 0.003 -> 0.1" for each key whose value differs from the attempt before."""
     machine: dict[str, str]
     monitor: Monitor = LOSS
     numerics: tuple[tuple[str, Any, str], ...] = ()
@@ -83,50 +84,34 @@ class Start:
         return longer or self.bytes_per_token is not None
 
 
-def _read_changes(event: Mapping[str, Any]) -> tuple[str, ...]:
-    """ "optim.lr 0.003 -> 0.1" for each key whose value differs from the attempt before."""
-    changed = event.get("changed")
-    pairs = changed.items() if isinstance(changed, dict) else ()
-    return tuple(f"{key} {pair[0]} -> {pair[1]}" for key, pair in pairs if isinstance(pair, list) and len(pair) == 2)
-
-
-def _read_numerics(event: Mapping[str, Any]) -> tuple[tuple[str, Any, str], ...]:
-    found = event.get("numerics")
-    pairs = found.items() if isinstance(found, dict) else ()
-    return tuple((key, pair[0], str(pair[1])) for key, pair in pairs if isinstance(pair, list) and len(pair) == 2)
-
-
 def read_start(event: Mapping[str, Any]) -> Start:
     """The facts of a `started` event."""
+    try:
+        monitor = parse_monitor(text(event, "monitor"))
+    except ValueError:
+        monitor = LOSS  # of attempts made before there was a choice
+    changes = (f"{key} {before} -> {after}" for key, before, after in _read_pairs(event, "changed"))
+    names = ("host", "launcher", "device", "torch", "python", "checkpoint")
+    counts = ("total_steps", "world", "parameters", "tokens_per_step", "samples_per_step")
     machine = event.get("machine")
     return Start(
         step=whole(event, "step") or 0,
-        total_steps=whole(event, "total_steps"),
         time=seconds(event, "time") or 0.0,
-        host=text(event, "host"),
-        launcher=text(event, "launcher"),
-        world=whole(event, "world"),
-        device=text(event, "device"),
-        torch=text(event, "torch"),
-        python=text(event, "python"),
-        parameters=whole(event, "parameters"),
-        tokens_per_step=whole(event, "tokens_per_step"),
-        samples_per_step=whole(event, "samples_per_step"),
         bytes_per_token=number(event, "bytes_per_token"),
-        checkpoint=text(event, "checkpoint"),
-        changes=_read_changes(event),
+        changes=tuple(changes),
         machine={str(label): str(value) for label, value in machine.items()} if isinstance(machine, dict) else {},
-        monitor=_read_monitor(event),
-        numerics=_read_numerics(event),
+        monitor=monitor,
+        numerics=tuple((key, value, str(origin)) for key, value, origin in _read_pairs(event, "numerics")),
+        **{name: text(event, name) for name in names},  # type: ignore[arg-type]
+        **{name: whole(event, name) for name in counts},  # type: ignore[arg-type]
     )
 
 
-def _read_monitor(event: Mapping[str, Any]) -> Monitor:
-    """The metric that picks the best validation; the loss for attempts made before there was a choice."""
-    try:
-        return parse_monitor(text(event, "monitor"))
-    except ValueError:
-        return LOSS
+def _read_pairs(event: Mapping[str, Any], key: str) -> list[tuple[str, Any, Any]]:
+    """A name with two values, for each pair in a table."""
+    found = event.get(key)
+    pairs = found.items() if isinstance(found, dict) else ()
+    return [(name, *pair) for name, pair in pairs if isinstance(pair, list) and len(pair) == 2]
 
 
 _NOT_METRICS = frozenset(("event", "time", "step", "seconds"))
@@ -208,47 +193,6 @@ def read_save(event: Mapping[str, Any]) -> Save:
         seconds=seconds(event, "seconds"),
         tier=text(event, "tier") or SHARED,
     )
-
-
-@dataclass(frozen=True)
-class FailedSave:
-    """A checkpoint that could not be written while the run went on."""
-
-    reason: str
-    retry_s: float | None
-
-
-def read_failed_save(event: Mapping[str, Any]) -> FailedSave:
-    """The facts of a `save_failed` event."""
-    return FailedSave(text(event, "reason"), number(event, "retry_s"))
-
-
-@dataclass(frozen=True)
-class QuarantinedEvent:
-    """A damaged checkpoint and the name under which it is kept; empty on a node's own disk, where it is not kept."""
-
-    name: str
-    reason: str
-    kept_as: str
-
-
-def read_set_aside(event: Mapping[str, Any]) -> QuarantinedEvent:
-    """The facts of a `checkpoint_quarantined` event."""
-    return QuarantinedEvent(text(event, "name"), text(event, "reason"), text(event, "kept_as"))
-
-
-@dataclass(frozen=True)
-class Restart:
-    """A restart of the ranks after a failure: from which step, why, and how many failures there were."""
-
-    step: int | None
-    reason: str
-    failures: int | None
-
-
-def read_restart(event: Mapping[str, Any]) -> Restart:
-    """The facts of a `restarted` event."""
-    return Restart(whole(event, "step"), text(event, "reason"), whole(event, "failures"))
 
 
 @dataclass(frozen=True)

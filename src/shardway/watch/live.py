@@ -122,8 +122,8 @@ class LiveView:
             case "rolled_back":
                 self._losses.undo_after(self._progress.step)
                 self._report(render_guarded(event), event, _STYLES[Severity.WARNING])
-            case _ if (told := describe(event)) is not None:
-                self._report(told.words, event, _STYLES[told.weight])
+            case _ if (line := describe(event)) is not None:
+                self._report(line.words, event, _STYLES[line.weight])
 
     def note(self, text: str) -> None:
         """Show a message that is not an event: "stopping after this step"."""

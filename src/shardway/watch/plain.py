@@ -47,7 +47,7 @@ class PlainLines:
         self._every_s, self._longest_s = every_s, max(every_s, longest_s)
         self._progress = RunProgress(validations)
         self._began = self._next_line = clock()
-        self._has_untold = False
+        self._is_pending = False
 
     def lines(self, event: Event) -> list[str]:
         """The lines for this event: none for most steps."""
@@ -69,35 +69,35 @@ class PlainLines:
         return self._news(event)
 
     def _news(self, event: Event) -> list[str]:
-        told = describe(event)
-        if told is None:
+        line = describe(event)
+        if line is None:
             return []
         places = {
             StepLabel.RUN: f"{self._place()}  ",
             StepLabel.EVENT: f"step {whole(event, 'step') or 0}  ",
             StepLabel.NONE: "",
         }
-        return [places[told.place] + told.words]
+        return [places[line.place] + line.words]
 
     def _start(self, event: Event) -> list[str]:
         start = read_start(event)
         self._began = self._next_line = self._clock()
-        self._has_untold = False
+        self._is_pending = False
         unit = "tokens" if start.counts_tokens else "samples"
         portion = start.tokens_per_step if start.counts_tokens else start.samples_per_step
         first = f"{render_start(start)}  {render_machine(start)}, {render_total(portion)} {unit} a step"
         return [first, *filter(None, [render_numerics(start)])]
 
     def _step(self) -> list[str]:
-        self._has_untold = True
+        self._is_pending = True
         last = self._progress.step == self._progress.total_steps
         return self._flush() if last or self._clock() >= self._next_line else []
 
     def _flush(self) -> list[str]:
         """The line of the last step, unless it was printed."""
-        if not self._has_untold:
+        if not self._is_pending:
             return []
-        self._has_untold, now = False, self._clock()
+        self._is_pending, now = False, self._clock()
         self._next_line = now + min(self._longest_s, max(self._every_s, _SHARE * (now - self._began)))
         return [self._step_line()]
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from shardway.drawing import colour_of, render_document, render_table, render_tiles
 from shardway.errors import JobError, ShardwayError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
@@ -28,9 +29,7 @@ from shardway.runfile.schema import RunFile
 from shardway.units import render_clock
 from shardway.watch.account import TimeAccount
 from shardway.watch.curve import Figure, count_broken_losses, find_marks, make_figures
-from shardway.watch.facts import FaultEvent
-from shardway.watch.progress import AttemptProgress, RunProgress, read_progress
-from shardway.watch.summary import RunSummary, summarise_progress
+from shardway.watch.progress import AttemptProgress, RunProgress, RunSummary, read_progress, summarise_progress
 from shardway.watch.words import (
     ACCOUNT_WORDS,
     UNKNOWN,
@@ -44,80 +43,47 @@ from shardway.watch.words import (
     render_total,
 )
 
-# --- HTML frame, style, script and building blocks
+# --- style, script and building blocks
 
 STYLE = """
-:root {
-  color-scheme: light dark;
-  --page: #f6f6f4; --card: #ffffff; --ink: #1d2329; --soft: #66707a; --line: #e3e4e1; --head: #f1f1ee;
-  --train: #2f6fd0; --validation: #d9730d; --speed: #0e8f7e; --rate: #7a5bc7; --norm: #5f7f2b;
-  --save: #9aa3ab; --resume: #c2408f; --fault: #cf3a34; --good: #1b8a4b; --warn: #b7791f;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --page: #14171a; --card: #1c2024; --ink: #e4e7ea; --soft: #98a2ac; --line: #2d3338; --head: #23282d;
-    --train: #6ea8ff; --validation: #f2a04a; --speed: #3cc7b2; --rate: #b39af0; --norm: #a9c76a;
-    --save: #66707a; --resume: #f07cc0; --fault: #ff6f68; --good: #4fca83; --warn: #e7b45a;
-  }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif;
-}
-main { max-width: 1180px; margin: 0 auto; padding: 28px 20px 60px; }
 header { margin-bottom: 18px; }
-h1 { font-size: 26px; line-height: 1.2; margin: 0 0 4px; overflow-wrap: anywhere; }
-h2 { font-size: 17px; margin: 34px 0 10px; }
-h3 { font-size: 14px; margin: 0; }
-p { margin: 4px 0; }
-.soft { color: var(--soft); overflow-wrap: anywhere; }
+.soft { overflow-wrap: anywhere; }
 .state {
   font-size: 13px; font-weight: 600; vertical-align: 4px; margin-left: 8px; padding: 2px 10px;
   border-radius: 99px; border: 1px solid currentColor;
 }
-.state.finished { color: var(--good); } .state.running { color: var(--train); }
-.state.stopped { color: var(--warn); } .state.failed { color: var(--fault); } .state.new { color: var(--soft); }
-.tiles { display: grid; grid-template-columns: repeat(4, minmax(0, 1fr)); gap: 10px; }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
-.tile { padding: 10px 14px; min-width: 0; }
-.tile b { display: block; font-size: 20px; font-weight: 600; font-variant-numeric: tabular-nums; }
-.tile span { color: var(--soft); font-size: 13px; overflow-wrap: anywhere; }
+.state.finished { color: var(--good); } .state.running { color: var(--blue); }
+.state.stopped { color: var(--warn); } .state.failed { color: var(--bad); } .state.new { color: var(--soft); }
 .curves { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 12px; }
 .tables { columns: 2; column-gap: 12px; }
 .pairs { break-inside: avoid; overflow: hidden; margin-bottom: 12px; }
 .wide { grid-column: 1 / -1; }
 .figure { padding: 12px 12px 4px; min-width: 0; }
 .figure .bar { display: flex; justify-content: space-between; align-items: center; min-height: 26px; }
+.figure h3 { margin: 0; }
 .plot { height: 260px; } .wide .plot { height: 380px; }
 button {
   font: inherit; font-size: 13px; color: var(--soft); background: none; cursor: pointer;
   border: 1px solid var(--line); border-radius: 6px; padding: 1px 9px;
 }
 button[aria-pressed="true"] { color: var(--card); background: var(--soft); }
-.key { font-size: 13px; margin: 0 0 10px; color: var(--soft); }
-.key i { display: inline-block; height: 12px; margin: 0 6px 0 14px; border-left: 2px solid; vertical-align: -1px; }
-.key i:first-child { margin-left: 0; }
-.save { color: var(--save); } .resume { color: var(--resume); } .fault { color: var(--fault); }
+.marks { font-size: 13px; margin: 0 0 10px; color: var(--soft); }
+.marks i { display: inline-block; height: 12px; margin: 0 6px 0 14px; border-left: 2px solid; vertical-align: -1px; }
+.marks i:first-child { margin-left: 0; }
 .shares { display: flex; height: 18px; margin: 8px 0 12px; border-radius: 6px; overflow: hidden; }
 .shares i { min-width: 1px; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th, td { text-align: left; padding: 5px 12px; border-top: 1px solid var(--line); vertical-align: top; }
-thead th { border-top: none; color: var(--soft); font-weight: 500; background: var(--head); white-space: nowrap; }
 td { overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
 .scroll td { white-space: nowrap; } .scroll td:last-child { white-space: pre-line; min-width: 240px; }
 .pairs th { font-weight: 400; color: var(--soft); width: 42%; }
-.pairs h3 { padding: 8px 12px; background: var(--head); }
+.pairs h3 { margin: 0; padding: 8px 12px; background: var(--head); }
 @media (max-width: 760px) {
-  main { padding: 18px 12px 40px; }
   .curves { grid-template-columns: minmax(0, 1fr); }
   .tables { columns: 1; }
-  .tiles { grid-template-columns: repeat(2, minmax(0, 1fr)); }
   .wide .plot { height: 300px; }
 }
 @media print { button { display: none; } .figure, table { break-inside: avoid; } }
 """
+"""What a report has beside the shared sheet."""
 
 SCRIPT = """
 (() => {
@@ -132,7 +98,9 @@ SCRIPT = """
     const save = mark.kind === "save";
     return {
       type: "line", x0: mark.step, x1: mark.step, yref: "paper", y0: 0, y1: save ? 0.035 : 1,
-      line: { color: colour(mark.kind), width: save ? 2 : 1.5, dash: mark.kind === "resume" ? "dash" : "solid" },
+      line: {
+        color: colour(data.colours[mark.kind]), width: save ? 2 : 1.5, dash: mark.kind === "resume" ? "dash" : "solid",
+      },
     };
   }
 
@@ -178,27 +146,10 @@ SCRIPT = """
 """
 
 
-def render_page(title: str, body: str, scripts: str) -> str:
-    """A whole document; `body` and `scripts` are already HTML."""
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-        "script-src 'unsafe-inline'; img-src data: blob:\">\n"
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n{scripts}\n</body>\n</html>\n"
-    )
-
-
 def render_data(name: str, data: Any) -> str:
     """Data for the page's script, as JSON that cannot close the script element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>'
-
-
-def render_tile(label: str, value: str, note: str = "") -> str:
-    """One fact in large type."""
-    return f'<div class="card tile"><span>{escape(label)}</span><b>{escape(value)}</b><span>{escape(note)}</span></div>'
 
 
 def render_pairs(title: str, pairs: Iterable[tuple[str, str]]) -> str:
@@ -207,21 +158,8 @@ def render_pairs(title: str, pairs: Iterable[tuple[str, str]]) -> str:
     return f'<div class="card pairs"><h3>{escape(title)}</h3><table>{rows}</table></div>'
 
 
-def render_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table with a head; it scrolls sideways where it is too wide."""
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def render_figure(name: str, title: str, *, wide: bool, log: bool) -> str:
-    """The frame into which the script draws a figure."""
-    button = f'<button data-log="{escape(name)}" aria-pressed="false">log axis</button>' if log else ""
-    kind = "card figure wide" if wide else "card figure"
-    return (
-        f'<div class="{kind}"><div class="bar"><h3>{escape(title)}</h3>{button}</div>'
-        f'<div class="plot" id="plot-{escape(name)}"></div></div>'
-    )
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return render_table("", columns, rows, plain=True)
 
 
 # --- plan and measurement compared
@@ -273,9 +211,9 @@ def _median_rate(events: Sequence[Event]) -> float | None:
 
 
 def _price(values: RunFile, rate: float) -> Predicted:
-    from shardway.plan.estimate import estimate
+    from shardway.plan.machine import machine_of_site
+    from shardway.plan.search import estimate
     from shardway.plan.shapes.huggingface import read_shape
-    from shardway.plan.site import machine_of_site
     from shardway.resolve.planned import case_of, shape_of_run
     from shardway.sites.load import load_site
 
@@ -299,20 +237,20 @@ _NOTES = {
     "unaccounted_s": "after the last record of an attempt that was killed, or of the one that runs",
 }
 
-_COLOURS = {
-    "productive_s": "good",
+_CONCEPTS = {
+    "productive_s": "train",
     "lost_s": "fault",
-    "start_s": "rate",
+    "start_s": "start",
     "load_s": "resume",
-    "data_s": "validation",
-    "save_s": "train",
-    "validation_s": "speed",
-    "script_s": "norm",
-    "end_s": "warn",
-    "idle_s": "soft",
-    "unaccounted_s": "line",
+    "data_s": "data",
+    "save_s": "save",
+    "validation_s": "validation",
+    "script_s": "script",
+    "end_s": "end",
+    "idle_s": "idle",
+    "unaccounted_s": "unaccounted",
 }
-"""Row -> colour on the page."""
+"""Row -> the concept whose colour it has."""
 
 
 def render_spent(account: TimeAccount | None) -> str:
@@ -328,13 +266,13 @@ def render_spent(account: TimeAccount | None) -> str:
     return (
         f"<h2>{TITLE}</h2><p>{share} of {render_time(account.wall_s)} went into steps that hold: goodput, or effective "
         "training time ratio (ETTR, arXiv 2410.21680). Rank 0's time, over all attempts.</p>"
-        f"{_bar(shown, account.wall_s)}{render_table(['rank 0', 'time', 'share', ''], rows)}"
+        f"{_bar(shown, account.wall_s)}{_table(['rank 0', 'time', 'share', ''], rows)}"
     )
 
 
 def _bar(rows: dict[str, float], wall_s: float) -> str:
     parts = "".join(
-        f'<i style="width:{100 * seconds / wall_s:.3f}%;background:var(--{_COLOURS[name]})" '
+        f'<i style="width:{100 * seconds / wall_s:.3f}%;background:var(--{colour_of(_CONCEPTS[name])})" '
         f'title="{escape(ACCOUNT_WORDS[name])} {render_share(seconds, wall_s)}"></i>'
         for name, seconds in rows.items()
     )
@@ -375,7 +313,8 @@ def render_report(run: RunDir) -> str:
             _machine(progress),
         ]
     )
-    return render_page(f"{summary.name} - Shardway", body, _scripts(figures, progress) if figures else "")
+    scripts = _scripts(figures, progress) if figures else ""
+    return render_document(f"{summary.name} - Shardway", body, style=STYLE, scripts=scripts)
 
 
 def _scripts(figures: Sequence[Figure], progress: RunProgress) -> str:
@@ -385,9 +324,10 @@ def _scripts(figures: Sequence[Figure], progress: RunProgress) -> str:
     data = {
         "figures": [asdict(figure) for figure in figures],
         "marks": [asdict(mark) for mark in find_marks(progress)],
+        "colours": {kind: colour_of(kind) for kind in ("save", "resume", "fault")},
         "range": [0, max(1, last) * 1.01],
     }
-    return f"<script>{get_plotlyjs()}</script>\n{render_data('data', data)}\n<script>{SCRIPT}</script>"
+    return f"<script>{get_plotlyjs()}</script>\n{render_data('data', data)}\n<script>{SCRIPT}</script>\n"
 
 
 # --- head of the page
@@ -407,33 +347,31 @@ def _tiles(summary: RunSummary) -> str:
     saved = f"last at step {summary.checkpoints[-1]}" if summary.checkpoints else "none kept"
     saved += f", best at step {summary.best_checkpoint.step}" if summary.best_checkpoint else ""
     tiles = [
-        render_tile("steps", f"{summary.step}", f"of {summary.total_steps or UNKNOWN}"),
-        render_tile("loss, recent mean", render_loss(summary.smooth_loss), f"last step {render_loss(summary.loss)}"),
+        ("steps", f"{summary.step}", f"of {summary.total_steps or UNKNOWN}"),
+        ("loss, recent mean", render_loss(summary.smooth_loss), f"last step {render_loss(summary.loss)}"),
         *_validation_tile(summary),
-        render_tile(f"{summary.unit}/s", render_total(rate), "median of the last steps"),
-        render_tile("wall time", render_time(summary.wall_s), render_plural(summary.attempts, "attempt")),
-        render_tile("checkpoints", f"{len(summary.checkpoints)}", saved),
-        render_tile("parameters", render_total(summary.parameters)),
-        render_tile("ranks", f"{summary.world or UNKNOWN}", f"on {summary.device or UNKNOWN}"),
+        (f"{summary.unit}/s", render_total(rate), "median of the last steps"),
+        ("wall time", render_time(summary.wall_s), render_plural(summary.attempts, "attempt")),
+        ("checkpoints", f"{len(summary.checkpoints)}", saved),
+        ("parameters", render_total(summary.parameters)),
+        ("ranks", f"{summary.world or UNKNOWN}", f"on {summary.device or UNKNOWN}"),
     ]
-    return f'<section class="tiles">{"".join(tiles)}</section>'
+    return render_tiles(tiles)
 
 
-def _validation_tile(summary: RunSummary) -> list[str]:
+def _validation_tile(summary: RunSummary) -> list[tuple[str, ...]]:
     best = summary.best_validation
     if best is None:
         return []
     place, value = f"best, at step {best.step}", best.metrics[summary.monitor]
     if summary.monitor not in ("loss", "bits_per_byte", "accuracy"):
         named = render_monitored(summary.monitor, value).removeprefix(f"{one_line(summary.monitor)} ")
-        return [
-            render_tile(f"validation {one_line(summary.monitor)}", named, f"loss {render_loss(best.loss)}, {place}")
-        ]
+        return [(f"validation {one_line(summary.monitor)}", named, f"loss {render_loss(best.loss)}, {place}")]
     if best.bits_per_byte is not None:
-        return [render_tile("validation bits/byte", f"{best.bits_per_byte:.3f}", place)]
+        return [("validation bits/byte", f"{best.bits_per_byte:.3f}", place)]
     if best.accuracy is not None:
-        return [render_tile("validation accuracy", f"{best.accuracy:.2%}", f"loss {render_loss(best.loss)}, {place}")]
-    return [render_tile("validation loss", render_loss(best.loss), place)]
+        return [("validation accuracy", f"{best.accuracy:.2%}", f"loss {render_loss(best.loss)}, {place}")]
+    return [("validation loss", render_loss(best.loss), place)]
 
 
 # --- curves
@@ -442,23 +380,27 @@ def _validation_tile(summary: RunSummary) -> list[str]:
 def _curves(figures: Sequence[Figure], progress: RunProgress, events: Sequence[Event]) -> str:
     if not figures:
         return '<h2>Curves</h2><p class="soft">No step has been recorded yet.</p>'
-    frames = "".join(render_figure(each.name, each.title, wide=each.wide, log=each.log) for each in figures)
+    count = count_broken_losses(events)
+    broken = f"<p>The loss of {render_plural(count, 'step')} was not a finite number: a gap.</p>" if count else ""
+    kinds = sorted({mark.kind for mark in find_marks(progress)}, reverse=True)
+    marks = "".join(f'<i style="color:var(--{colour_of(kind)})"></i>{kind}' for kind in kinds)
+    key = f'<p class="marks">{marks}</p>' if marks else ""
+    frames = "".join(_frame(each) for each in figures)
     return (
-        f"<h2>Curves</h2>{_broken_losses(events)}{_key(progress)}"
+        f"<h2>Curves</h2>{broken}{key}"
         "<noscript><p>The curves need JavaScript; the tables below do not.</p></noscript>"
         f'<section class="curves">{frames}</section>'
     )
 
 
-def _broken_losses(events: Sequence[Event]) -> str:
-    count = count_broken_losses(events)
-    return f"<p>The loss of {render_plural(count, 'step')} was not a finite number: a gap.</p>" if count else ""
-
-
-def _key(progress: RunProgress) -> str:
-    kinds = sorted({mark.kind for mark in find_marks(progress)}, reverse=True)
-    marks = "".join(f'<i class="{kind}"></i>{kind}' for kind in kinds)
-    return f'<p class="key">{marks}</p>' if marks else ""
+def _frame(figure: Figure) -> str:
+    """The frame into which the script draws a figure."""
+    name, kind = escape(figure.name), "card figure wide" if figure.wide else "card figure"
+    button = f'<button data-log="{name}" aria-pressed="false">log axis</button>' if figure.log else ""
+    return (
+        f'<div class="{kind}"><div class="bar"><h3>{escape(figure.title)}</h3>{button}</div>'
+        f'<div class="plot" id="plot-{name}"></div></div>'
+    )
 
 
 # --- tables
@@ -466,28 +408,24 @@ def _key(progress: RunProgress) -> str:
 
 def _attempts(progress: RunProgress) -> str:
     columns = ["attempt", "started", "steps", "ranks", "launcher", "device", "host", "torch", "Python", "time", "end"]
+    rows = []
     numbers = accumulate(int(not attempt.again) for attempt in progress.attempts)
-    rows = [_attempt_row(number, attempt) for number, attempt in zip(numbers, progress.attempts, strict=True)]
-    table = render_table(columns, rows) if rows else '<p class="soft">It has not been started.</p>'
+    for number, attempt in zip(numbers, progress.attempts, strict=True):
+        start, ending = attempt.start, attempt.ending
+        end = f"{ending.state}: {ending.reason}" if ending and ending.reason else ending.state if ending else "open"
+        machine = (start.launcher, start.device, start.host, start.torch, start.python)
+        rows.append(
+            [
+                f"{number}, again" if attempt.again else str(number),
+                _render_date(start.time),
+                f"{start.step} to {attempt.step}",
+                *(str(each or UNKNOWN) for each in (start.world, *machine)),
+                render_time(attempt.wall_s),
+                end,
+            ]
+        )
+    table = _table(columns, rows) if rows else '<p class="soft">It has not been started.</p>'
     return f"<h2>Attempts</h2>{table}"
-
-
-def _attempt_row(number: int, attempt: AttemptProgress) -> list[str]:
-    start, ending = attempt.start, attempt.ending
-    end = f"{ending.state}: {ending.reason}" if ending and ending.reason else ending.state if ending else "open"
-    return [
-        f"{number}, again" if attempt.again else str(number),
-        _render_date(start.time),
-        f"{start.step} to {attempt.step}",
-        str(start.world or UNKNOWN),
-        start.launcher or UNKNOWN,
-        start.device or UNKNOWN,
-        start.host or UNKNOWN,
-        start.torch or UNKNOWN,
-        start.python or UNKNOWN,
-        render_time(attempt.wall_s),
-        end,
-    ]
 
 
 def _left_out(summary: RunSummary) -> str:
@@ -499,37 +437,29 @@ def _left_out(summary: RunSummary) -> str:
         for each in summary.left_out
     ]
     columns = ["at", "samples", "positions", "back to step", "after"]
-    return f"<h2>Left out after spikes</h2>{render_table(columns, rows)}"
+    return f"<h2>Left out after spikes</h2>{_table(columns, rows)}"
 
 
 def _predicted(found: Predicted | None) -> str:
     """The plan beside the measurement; empty where there is no plan."""
     if found is None:
         return ""
-    interval = f"{found.low:.3g} to {found.high:.3g} s"
+    interval, held = f"{found.low:.3g} to {found.high:.3g} s", "" if found.held else ", outside of the interval"
+    more = f"{found.measured_seconds / found.seconds - 1:+.0%}{held}"
     rows = [
-        ["seconds of a step", f"{found.seconds:.3g}", f"{found.measured_seconds:.3g}", _more(found), interval],
+        ["seconds of a step", f"{found.seconds:.3g}", f"{found.measured_seconds:.3g}", more, interval],
         ["MFU, all scores counted", f"{found.mfu:.1%}", f"{found.measured_mfu:.1%}", "", ""],
     ]
     columns = ["of the last attempt", "predicted", "measured", "measured over predicted", "four of five lie within"]
-    return f"<h2>Predicted and measured</h2>{render_table(columns, rows)}"
-
-
-def _more(found: Predicted) -> str:
-    held = "" if found.held else ", outside of the interval"
-    return f"{found.measured_seconds / found.seconds - 1:+.0%}{held}"
+    return f"<h2>Predicted and measured</h2>{_table(columns, rows)}"
 
 
 def _faults(progress: RunProgress) -> str:
-    faults = [fault for attempt in progress.attempts for fault in attempt.faults]
-    if not faults:
-        return ""
-    return f"<h2>Faults</h2>{render_table(['step', 'time', 'kind', 'exit code', 'message'], map(_fault_row, faults))}"
-
-
-def _fault_row(fault: FaultEvent) -> list[str]:
-    step, code = (UNKNOWN if value is None else str(value) for value in (fault.step, fault.exit_code))
-    return [step, _render_date(fault.time), fault.kind, code, fault.message]
+    rows = []
+    for fault in (fault for attempt in progress.attempts for fault in attempt.faults):
+        step, code = (UNKNOWN if value is None else str(value) for value in (fault.step, fault.exit_code))
+        rows.append([step, _render_date(fault.time), fault.kind, code, fault.message])
+    return f"<h2>Faults</h2>{_table(['step', 'time', 'kind', 'exit code', 'message'], rows)}" if rows else ""
 
 
 def _resolved(run: RunDir) -> str:
@@ -540,14 +470,13 @@ def _resolved(run: RunDir) -> str:
     if not resolved:
         return '<h2>Resolved run</h2><p class="soft">There is no resolved run in this directory.</p>'
     loose = {key: value for key, value in resolved.items() if not isinstance(value, dict)}
-    sections = {key: value for key, value in resolved.items() if isinstance(value, dict)}
-    tables = [_section("run file", loose)] if loose else []
-    tables += [_section(name, section) for name, section in sections.items()]
+    sections = {"run file": loose} if loose else {}
+    sections |= {key: value for key, value in resolved.items() if isinstance(value, dict)}
+    tables = (
+        render_pairs(name, ((key, _render_value(value)) for key, value in section.items()))
+        for name, section in sections.items()
+    )
     return f'<h2>Resolved run</h2><section class="tables">{"".join(tables)}</section>'
-
-
-def _section(name: str, section: dict[str, Any]) -> str:
-    return render_pairs(name, ((key, _render_value(value)) for key, value in section.items()))
 
 
 def _machine(progress: RunProgress) -> str:

@@ -21,20 +21,14 @@ from shardway.units import render_clock, render_count
 from shardway.watch.account import TimeAccount
 from shardway.watch.facts import (
     EndedEvent,
-    FailedSave,
     FaultEvent,
     Logged,
-    QuarantinedEvent,
-    Restart,
     Save,
     Start,
     ValidatedEvent,
     number,
-    read_failed_save,
     read_fault,
-    read_restart,
     read_save,
-    read_set_aside,
     text,
     whole,
 )
@@ -212,21 +206,22 @@ def render_share(part: float, whole: float) -> str:
     return f"{percent:.1f} %" if 0 < percent < 10 or 99 < percent < 100 else f"{percent:.0f} %"
 
 
-def render_failed_save(failed: FailedSave) -> str:
-    """ "not saved: no space is left; the next try is in 30 s"."""
-    return f"not saved: {one_line(failed.reason)}; the next try is in {render_time(failed.retry_s)}"
+def _failed_save(event: Mapping[str, Any]) -> str:
+    retry = render_time(number(event, "retry_s"))
+    return f"not saved: {one_line(text(event, 'reason'))}; the next try is in {retry}"
 
 
-def render_set_aside(damaged: QuarantinedEvent) -> str:
+def _quarantined(event: Mapping[str, Any]) -> str:
     """ "step-000000200 is damaged (a shard is missing) and kept as damaged-step-000000200"; on a node's own disk it is
     not kept."""
-    if not damaged.kept_as:
-        return one_line(f"{damaged.name} on the disks of the nodes was not used and removed ({damaged.reason})")
-    what = "undone" if damaged.kept_as.startswith("undone-") else "damaged"
-    return one_line(f"{damaged.name} is {what} ({damaged.reason}) and kept as {damaged.kept_as}")
+    name, reason, kept_as = text(event, "name"), text(event, "reason"), text(event, "kept_as")
+    if not kept_as:
+        return one_line(f"{name} on the disks of the nodes was not used and removed ({reason})")
+    what = "undone" if kept_as.startswith("undone-") else "damaged"
+    return one_line(f"{name} is {what} ({reason}) and kept as {kept_as}")
 
 
-def render_left_out(left_out: SkippedRange) -> str:
+def render_skipped(left_out: SkippedRange) -> str:
     """ "8000 samples (positions 96000 to 104000), back to step 1200: a spike in steps 1298 to 1300"."""
     span = f"positions {left_out.start} to {left_out.end}"
     return one_line(f"{left_out.samples} samples ({span}), back to step {left_out.back_to}: {left_out.reason}")
@@ -239,11 +234,12 @@ def render_save(save: Save) -> str:
     return f"saved {one_line(save.name)}{where}  {render_size(save.size_bytes)}{took}"
 
 
-def render_restart(restart: Restart) -> str:
+def _restarted(event: Mapping[str, Any]) -> str:
     """ "starting again from step 40 (2 failures by now): rank 1 was ended by SIGKILL"."""
-    base = f"from step {restart.step}" if restart.step else "from the start"
-    count = "" if restart.failures in (None, 1) else f" ({restart.failures} failures by now)"
-    return one_line(f"starting again {base}{count}: {restart.reason}")
+    step, failures = whole(event, "step"), whole(event, "failures")
+    base = f"from step {step}" if step else "from the start"
+    count = "" if failures in (None, 1) else f" ({failures} failures by now)"
+    return one_line(f"starting again {base}{count}: {text(event, 'reason')}")
 
 
 def render_fault(fault: FaultEvent) -> str:
@@ -396,13 +392,13 @@ def _reason(before: str = "") -> Words:
 _KINDS: Mapping[str, _Kind] = MappingProxyType(
     {
         "saved": _Kind(lambda event: render_save(read_save(event)), Severity.NEWS),
-        "save_failed": _Kind(lambda event: render_failed_save(read_failed_save(event))),
+        "save_failed": _Kind(_failed_save),
         "save_skipped": _Kind(lambda event: f"no save: that of step {whole(event, 'saving') or 0} is still written"),
         "background_off": _Kind(_reason("saves are waited for: "), place=StepLabel.NONE),
         "recorded_late": _Kind(_reason("events are written again; until now: ")),
-        "checkpoint_quarantined": _Kind(lambda event: render_set_aside(read_set_aside(event)), place=StepLabel.NONE),
+        "checkpoint_quarantined": _Kind(_quarantined, place=StepLabel.NONE),
         "local_checkpoints_ignored": _Kind(_reason("what the nodes have saved is left out: "), place=StepLabel.NONE),
-        "restarted": _Kind(lambda event: render_restart(read_restart(event)), place=StepLabel.NONE),
+        "restarted": _Kind(_restarted, place=StepLabel.NONE),
         "data_skipped": _Kind(_reason()),
         "skip_too_late": _Kind(_reason()),
         "deadline": _Kind(_reason("stops in time: "), Severity.NEWS, StepLabel.NONE),

@@ -9,11 +9,10 @@ import pytest
 from shardway.errors import UserError
 from shardway.plan.answer import JobTerms, PlanAnswer, PlanOptions, answer, answer_curve, ask, parse_layout
 from shardway.plan.economy import Price
-from shardway.plan.machine import Machine
+from shardway.plan.machine import Machine, machine_of_part
 from shardway.plan.search import default_nodes, efficiency, list_changes, parse_nodes, scaling_curve
 from shardway.plan.shapes.architecture import Architecture
 from shardway.plan.shapes.section import find_named
-from shardway.plan.site import machine_of_part
 from shardway.units import Span
 
 
@@ -83,7 +82,7 @@ def test_each_change_helps_by_itself() -> None:
     found = answer(asked)
     assert not found.fits
     assert found.run is None
-    assert found.changes == list_changes(asked.question)
+    assert found.changes == list_changes(asked)
     for change in found.changes:
         assert change.estimate.fits
     # No setting alone makes 70 B fit on eight devices, nor do more of them with a micro-batch of 64.
@@ -111,7 +110,7 @@ def test_the_curve_keeps_the_batch() -> None:
 
 
 def test_a_point_where_nothing_runs_says_why() -> None:
-    question = ask(PlanOptions(global_batch=3, layout={"dp_replicate": 1}), small(), machine()).question
+    question = ask(PlanOptions(global_batch=3, layout={"dp_replicate": 1}), small(), machine())
     loose = replace(question, fixed=frozenset({"tp", "pp", "cp", "ep"}))
     (point,) = scaling_curve(loose, (2,))
     assert point.best is None

@@ -25,7 +25,7 @@ def named(name: str) -> Architecture:
 def test_sequences_are_no_longer_than_the_positions(name: str, length: int) -> None:
     found = assume_seq_len(named(name))
     assert found.value == length
-    assert f"{length:,}" in found.told
+    assert f"{length:,}" in found.note
 
 
 @pytest.mark.parametrize(

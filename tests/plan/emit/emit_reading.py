@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from shardway.plan.case import Case
-from shardway.plan.emit.common import Emitted
+from shardway.plan.export.common import Emitted
 
 
 @dataclass(frozen=True)

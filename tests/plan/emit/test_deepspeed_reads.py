@@ -16,8 +16,7 @@ from emit_reading import texts_of
 from hypothesis import given
 
 from shardway.plan.case import Case
-from shardway.plan.emit.common import Emitted
-from shardway.plan.emit.table import emit
+from shardway.plan.export.common import Emitted, emit
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,7 +68,7 @@ def test_any_plan_is_read_or_its_refusal_is_told(case: Case) -> None:
         config = load_with_deepspeed(said, case, case.degrees.world)
     except ValueError as error:
         assert re.search(r"AutoEP|expert_tensor_parallel_size|mutually exclusive", str(error))
-        assert any(re.search("^DeepSpeed refuses .*(AutoEP|experts that are split)", line) for line in emitted.told)
+        assert any(re.search("^DeepSpeed refuses .*(AutoEP|experts that are split)", line) for line in emitted.notes)
     else:
         check(config, case)
 

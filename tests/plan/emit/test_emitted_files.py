@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 
 from golden_files import Golden, golden_names
 from shardway.errors import UserError
-from shardway.plan.case import Case, Degrees
-from shardway.plan.emit.common import Emitted
-from shardway.plan.emit.table import EMITTERS, emit
-from shardway.plan.stages import layers_of_stages
+from shardway.plan.case import Case, Degrees, layers_of_stages
+from shardway.plan.export.common import ENGINES, Emitted, emit
 
 FILES = {
     "torchtitan": ("torchtitan.toml", "torchtitan_job.py"),
@@ -29,7 +27,7 @@ FILES = {
 }
 WRITTEN = [(library, file) for library, files in FILES.items() for file in files]
 
-each_library = pytest.mark.parametrize("library", EMITTERS)
+each_library = pytest.mark.parametrize("library", ENGINES)
 
 
 def written(library: str, case: Case) -> Emitted:
@@ -82,7 +80,7 @@ def each_file(case: Case) -> Iterator[Said]:
     """What every file of every library says of a case; one that is missing is told."""
     for library, names in FILES.items():
         emitted = written(library, case)
-        texts, told = texts_of(emitted), " ".join(emitted.told)
+        texts, told = texts_of(emitted), " ".join(emitted.notes)
         if set(texts) != set(names):
             assert set(names) - set(texts) == {"torchtitan_job.py"}
             assert "has no config of these sizes" in told
@@ -145,9 +143,9 @@ def test_the_head_says_all_that_is_told(library: str, case: Case) -> None:
     emitted = written(library, case)
     head = head_of(emitted)
     assert head.startswith(" ".join(PREDICTION))
-    assert len(set(emitted.told)) == len(emitted.told)
+    assert len(set(emitted.notes)) == len(emitted.notes)
     place = 0
-    for sentence in emitted.told:
+    for sentence in emitted.notes:
         place = head.index(f"- {sentence}", place)
     for name, text in texts_of(emitted).items():
         assert text.endswith("\n"), name

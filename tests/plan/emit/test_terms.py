@@ -11,10 +11,11 @@ from emit_cases import GOLDEN_CASES, LLAMA_8B, LLAMA_405B, MIXTURE, PREDICTION
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.plan.case import Case, Degrees
-from shardway.plan.emit.common import (
+from shardway.plan.case import Case, Degrees, layers_of_stages
+from shardway.plan.export.common import (
     EmittedHeader,
     describe_irregular,
+    emit,
     gather,
     name_schedule,
     read_sizes,
@@ -22,10 +23,8 @@ from shardway.plan.emit.common import (
     render_pattern,
     schedule_of,
 )
-from shardway.plan.emit.table import emit
-from shardway.plan.emit.torchtitan import Flavor, find_flavor, fp4_parts
+from shardway.plan.export.torchtitan import Flavor, find_flavor, fp4_parts
 from shardway.plan.shapes.architecture import Architecture, LayerRun
-from shardway.plan.stages import layers_of_stages
 
 WHOLE = {"stage", "overlap_comm", "stage3_param_persistence_threshold", "stage3_max_reuse_distance"}
 """Of ZeRO 3 as such."""
@@ -34,7 +33,7 @@ DENSE = GOLDEN_CASES["fsdp-8b-64"]
 
 def told(library: str, **changes: object) -> str:
     """All that is told of the dense plan with other settings."""
-    return " ".join(emit(library, replace(DENSE, **changes), PREDICTION).told)
+    return " ".join(emit(library, replace(DENSE, **changes), PREDICTION).notes)
 
 
 # --- models
@@ -66,7 +65,7 @@ def test_layers_that_differ_are_told() -> None:
 def test_a_model_that_torchtitan_lacks_has_no_file_of_python() -> None:
     emitted = emit("torchtitan", replace(DENSE, model=replace(LLAMA_8B, name="ours", vocab=32000)), PREDICTION)
     assert [file.name for file in emitted.files] == ["torchtitan.toml"]
-    assert "has none of ours: add one called" in emitted.told[0]
+    assert "has none of ours: add one called" in emitted.notes[0]
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12))

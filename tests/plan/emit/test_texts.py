@@ -13,7 +13,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardway.plan.emit.common import literal, write_call, write_flags, write_toml, write_yaml
+from shardway.plan.export.common import literal, write_call, write_flags, write_toml, write_yaml
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,6}", fullmatch=True)
 TEXTS = st.text(max_size=6)

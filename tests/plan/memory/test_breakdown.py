@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plan_cases import case_of, cases, expert_model, gpt_layer, h100s, llama_layer, model_of
-from shardway.plan.case import ENGINES, Case, find_engine
-from shardway.plan.estimate import estimate
+from shardway.plan.case import Case, find_engine, load_engines
 from shardway.plan.memory import (
     MEMORY_ITEMS,
     OPTIMIZER_BYTES,
@@ -20,6 +19,7 @@ from shardway.plan.memory import (
     load_overheads,
     loss_bytes,
 )
+from shardway.plan.search import estimate
 
 BRIEF = settings.get_profile("brief")
 MODEL = model_of(gpt_layer(), layers=4)
@@ -54,7 +54,7 @@ def test_stage_3_splits_all_of_it(engine: str, ranks: int) -> None:
     assert per_parameter(case_of(MODEL, engine, dp_shard=ranks, zero=3)) == pytest.approx(16 / ranks)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", load_engines())
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_states_follow_from_what_the_engine_says(name: str, precision: str) -> None:
     """Weights, gradients, and two moments in fp32; beside these a copy in fp32 of weights that are in 16 bits."""

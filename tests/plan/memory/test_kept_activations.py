@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plan_cases import case_of, cases, gpt_layer, model_of
-from shardway.plan.activation_memory import kept_bytes, whole_bytes
 from shardway.plan.case import Case
-from shardway.plan.memory import estimate_memory, load_overheads
+from shardway.plan.memory import estimate_memory, kept_bytes, load_overheads, whole_bytes
 
 BRIEF = settings.get_profile("brief")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from plan_cases import case_of
-from shardway.plan.estimate import estimate
-from shardway.plan.memory import Moments
-from shardway.plan.site import machine_of_part
+from shardway.plan.machine import machine_of_part
+from shardway.plan.memory import BetweenSteps
+from shardway.plan.search import estimate
 
 
-def moments(**changes: object) -> Moments:
-    return estimate(case_of(engine="shardway", **changes), machine_of_part("a100-sxm4-80gb")).moments
+def moments(**changes: object) -> BetweenSteps:
+    return estimate(case_of(engine="shardway", **changes), machine_of_part("a100-sxm4-80gb")).between_steps
 
 
 def test_a_checkpoint_is_weights_and_two_moments_in_fp32() -> None:

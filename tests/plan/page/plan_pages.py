@@ -8,11 +8,10 @@ from functools import cache, cached_property
 from typing import Any
 
 from shardway.plan.answer import PlanAnswer, PlanOptions, answer, answer_curve, ask
-from shardway.plan.machine import Machine
-from shardway.plan.page.page import render_page
+from shardway.plan.machine import Machine, machine_of_part, machine_of_site
+from shardway.plan.page import render_page
 from shardway.plan.search import ScalingPoint
 from shardway.plan.shapes.section import find_named
-from shardway.plan.site import machine_of_part, machine_of_site
 from shardway.sites.load import load_site
 
 H100 = "h100-sxm5-80gb"

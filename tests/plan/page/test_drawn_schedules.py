@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.layout import stages_of_rank
-from shardway.plan.case import Case, Degrees, Schedule
-from shardway.plan.page.pipeline import Action, Box, Simulated, StageSeconds, simulate_pipeline, split_rounds
+from shardway.plan.case import Case, Degrees, Schedule, kept_micro_batches
+from shardway.plan.schedule import Action, Box, Simulated, StageSeconds, simulate_pipeline, split_rounds
 from shardway.plan.shapes.section import find_named
-from shardway.plan.stages import kept_micro_batches
 
 MODEL = find_named("llama3-405b")
 SPLIT = ("zero_bubble", "zbv")

@@ -11,16 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_pages import NAMES, Page, machine, number, page
 
+from shardway.drawing import nice_ticks, render_style, round_parts
 from shardway.plan.answer import JobTerms, PlanOptions, answer, ask
+from shardway.plan.case import list_stages
 from shardway.plan.economy import Price
-from shardway.plan.page.blocks import nice_ticks, render_style, round_parts
-from shardway.plan.page.page import hours_per_giga, ideal_rate, render_page
-from shardway.plan.page.pipeline import stage_seconds
-from shardway.plan.page.summary import pick_ranks
+from shardway.plan.page import hours_per_giga, ideal_rate, render_page
+from shardway.plan.schedule import pick_ranks, stage_seconds
 from shardway.plan.search import efficiency
 from shardway.plan.shapes.section import find_named
-from shardway.plan.stages import list_stages
-from shardway.plan.time.step import BUBBLE, GRADIENTS, OPTIMIZER, REST, STAGES, WEIGHTS
+from shardway.plan.time import BUBBLE, GRADIENTS, OPTIMIZER, REST, STAGES, WEIGHTS
 from shardway.units import Span
 
 GIB = 2**30

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from plan_cases import case_of, expert_model, h100s, llama_layer, model_of
 from shardway.plan.case import Degrees, divisors
-from shardway.plan.estimate import estimate
-from shardway.plan.search import NEAR, Question, SearchResult, list_degrees, search
+from shardway.plan.search import NEAR, Question, SearchResult, estimate, list_degrees, search
 from shardway.plan.shapes.section import find_named
 
 BRIEF = settings.get_profile("brief")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plan_cases import h100s
-from shardway.plan.time.ceilings import CollectiveGroup, Kind, Wires, load_ceilings
+from shardway.plan.machine import CollectiveGroup, Kind, Wires, load_ceilings
 
 MACHINE = h100s()
 PERFECT = replace(

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from plan_cases import case_of, cases, expert_model, h100s, llama_layer, model_of
 from shardway.plan.case import Case
-from shardway.plan.machine import Machine
+from shardway.plan.machine import Ceilings, Machine, load_ceilings
 from shardway.plan.shapes.architecture import Architecture
-from shardway.plan.time.ceilings import Ceilings, load_ceilings
-from shardway.plan.time.step import (
+from shardway.plan.time import (
     ATTENTION,
     BUBBLE,
     CONTEXT,

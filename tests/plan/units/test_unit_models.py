@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,14 +12,12 @@ from shardway.plan.data_parallel_estimate import (
     UnitAnswer,
     UnitCase,
     UnitEstimate,
-    UnitQuestion,
     answer_units,
     estimate_units,
 )
-from shardway.plan.facts import render_units, unit_facts
-from shardway.plan.machine import Machine
+from shardway.plan.machine import Machine, machine_of_part
 from shardway.plan.shapes.measured import Measured, Unit, convnet
-from shardway.plan.site import machine_of_part
+from shardway.plan.text import render_units, unit_facts
 from shardway.units import Span
 
 
@@ -75,10 +71,9 @@ def test_a_batch_that_does_not_split_is_told() -> None:
         price(micro_batch=0)
 
 
-def ask(size: int, world: int = 8, **changes: object) -> UnitAnswer:
+def ask(size: int, world: int = 8) -> UnitAnswer:
     case = UnitCase(model=model(size), global_batch=64 * world)
-    question = UnitQuestion(case, machine(), world, Span(1e6, "samples"))
-    return answer_units(replace(question, **changes), JobTerms())  # type: ignore[arg-type]
+    return answer_units(case, machine(), world, JobTerms(), length=Span(1e6, "samples"))
 
 
 def test_copies_where_they_fit_and_shards_where_not() -> None:

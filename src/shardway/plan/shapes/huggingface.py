@@ -1,6 +1,10 @@
 """The shape of a Hugging Face model from its config.json, without torch and without the library.
 
 Invariants:
+- Reading goes on after a wrong key, so that all problems are reported at once. `check` must be called before values are
+  used; nothing is built from keys that are missing or invalid.
+- Parameters are those that the library builds for the same config, which a test compares for every family; absent keys
+  have the library's defaults.
 - Parameters are those that the library builds for the same config, which a test compares for every family; absent keys
   have the library's defaults.
 - An unknown family, or a key that is missing or invalid, is an error and never guessed.
@@ -10,15 +14,468 @@ Sources: the modeling files of huggingface/transformers 5.23, one a family.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
-from shardway.errors import Problem, UserError, render_problems
+from shardway.errors import Problem, UserError, check_no_problems, render_problems
 from shardway.hfconfig import CONFIG, locate_model, read_config
-from shardway.plan.shapes.architecture import MOST_LAYERS, Architecture, AttentionShape, LayerRun, LayerShape, Matrix
-from shardway.plan.shapes.hf_decoders import DECODERS, Keys, read_sizes
+from shardway.plan.shapes.architecture import (
+    LARGEST,
+    MOST_LAYERS,
+    Architecture,
+    AttentionShape,
+    ExpertsShape,
+    Latent,
+    LayerRun,
+    LayerShape,
+    Matrix,
+)
 from shardway.plan.shapes.measured import Measured, ResidualNetwork, Shape, residual_network
+
+# --- Decoder-only families of Hugging Face models: from the keys of a config.json to an architecture
+
+# --- reading a config.json
+
+
+class Keys:
+    """The keys of one config; several names of a key are those of different library versions."""
+
+    def __init__(self, config: Mapping[str, Any], name: str, origin: str) -> None:
+        self.config, self.name, self._origin = config, name, origin
+        self.problems: list[Problem] = []
+
+    def check(self) -> None:
+        """Raise UserError with every key that is missing or invalid."""
+        check_no_problems(self._origin, self.problems)
+
+    def refuse(self, key: str, what: str, allowed: str = "", remedy: str = "") -> None:
+        """Record a problem of a key."""
+        self.problems.append(Problem(key, what, allowed=allowed, remedy=remedy))
+
+    def size(self, *names: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
+        """An integer; null counts as missing. Without a default it is required."""
+        key, value = self._find(names)
+        if value is None and default is not None:
+            return default
+        if type(value) is int and least <= value <= most:
+            return value
+        what = "is missing" if value is None else f"{value!r} is no size"
+        self.refuse(key, what, f"an integer, {least} to {most:,}", "correct the config.json")
+        return 1
+
+    def count(self, *names: str, default: int = 0) -> int:
+        """An integer that may be 0."""
+        return self.size(*names, default=default, least=0)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self.config.get(name)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            self.refuse(name, f"{value!r} is neither", "true, false")
+        return bool(value)
+
+    def text(self, name: str, default: str) -> str:
+        """A string."""
+        value = self.config.get(name)
+        if value is not None and not isinstance(value, str):
+            self.refuse(name, f"{value!r} is no string")
+        return value if isinstance(value, str) else default
+
+    def sizes(self, name: str) -> tuple[int, ...]:
+        """A list of integers, at least one."""
+        value = self.config.get(name)
+        if isinstance(value, list) and value and all(type(each) is int and 1 <= each <= LARGEST for each in value):
+            return tuple(value)
+        self.refuse(name, "is missing" if value is None else f"{value!r} is no list of sizes", "a list of sizes")
+        return (1,)
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """A list of layer numbers; empty if it is missing."""
+        value = self.config.get(name) or []
+        if isinstance(value, list) and all(type(each) is int for each in value):
+            return tuple(value)
+        self.refuse(name, f"{value!r} is no list of layers", "a list of numbers")
+        return ()
+
+    def words(self, name: str, count: int, allowed: Mapping[str, Any]) -> tuple[str, ...]:
+        """A list of `count` words; empty if it is missing."""
+        value = self.config.get(name) or []
+        if not isinstance(value, list) or (value and len(value) != count):
+            self.refuse(name, f"{value!r} is no list of {count} words", f"{count} of {', '.join(allowed)}")
+            return ()
+        for unknown in sorted({str(each) for each in value if each not in allowed}):
+            self.refuse(name, f'"{unknown}" is not known', ", ".join(allowed))
+        return tuple(each for each in value if each in allowed)
+
+    def table(self, name: str) -> Keys:
+        """The keys of a table in the config; its problems are collected with these."""
+        value = self.config.get(name) or {}
+        if not isinstance(value, Mapping):
+            self.refuse(name, f"{value!r} is no table")
+            value = {}
+        inner = Keys(value, self.name, self._origin)
+        inner.problems = self.problems
+        return inner
+
+    def _find(self, names: tuple[str, ...]) -> tuple[str, Any]:
+        """The first of the names that is present, and its value."""
+        for name in names:
+            if self.config.get(name) is not None:
+                return name, self.config[name]
+        return names[0], None
+
+
+# --- from sizes and a style to an architecture
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
+_LAYER_TYPES = {"full_attention": 0, "sliding_attention": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilySizes:
+    """The sizes that every family has."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """The differences between families. `bias` is about queries, keys and values; `norm_bias`: norms are layer norms
+    with a bias; `norm_vectors` is 0 if norms have no parameters."""
+
+    gated: bool = True
+    norms: int = 2
+    norm_bias: bool = False
+    norm_vectors: int = 1
+    bias: bool = False
+    output_bias: bool = False
+    ffn_bias: bool = False
+    qk_norm: bool = False
+    qk_norm_whole: bool = False
+    sinks: bool = False
+    tied: bool = False
+    head_bias: bool = False
+    positions: int = 0
+    embedding_norm: bool = False
+    final_norm: bool = True
+
+
+def read_sizes(keys: Keys, *, ffn_factor: int = 0) -> FamilySizes:
+    """The sizes; without `ffn_factor` the width of the feed-forward layer is required."""
+    hidden, heads = keys.size(*_HIDDEN), keys.size(*_HEADS)
+    ffn_default = ffn_factor * hidden or None
+    kv_heads = keys.size("num_key_value_heads", default=heads)
+    sizes = FamilySizes(
+        hidden=hidden,
+        layers=keys.size(*_LAYERS, most=MOST_LAYERS),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=keys.size("head_dim", default=max(1, hidden // heads)),
+        ffn=keys.size("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=ffn_default),
+        vocab=keys.size("vocab_size"),
+    )
+    if not keys.problems and keys.config.get("head_dim") is None and hidden % heads:
+        what = f"{heads} heads do not split a width of {hidden}, and head_dim is not given"
+        keys.refuse("num_attention_heads", what, "a divisor of the width")
+    if not keys.problems and heads % kv_heads:
+        keys.refuse("num_key_value_heads", f"{kv_heads} does not divide {heads} heads", "a divisor of the heads")
+    return sizes
+
+
+def read_windows(keys: Keys, layers: int, *, whole_every: int = 0) -> tuple[int, ...]:
+    """The window of each layer, 0 for all positions. Without `layer_types` all layers have the window except each
+    `whole_every`-th."""
+    window = keys.count("sliding_window")
+    types = keys.words("layer_types", layers, _LAYER_TYPES)
+    if types:
+        return tuple(window * _LAYER_TYPES[each] for each in types)
+    return tuple(0 if whole_every and (layer + 1) % whole_every == 0 else window for layer in range(layers))
+
+
+def build_decoder(
+    keys: Keys,
+    sizes: FamilySizes,
+    style: Style,
+    *,
+    windows: Sequence[int] = (),
+    experts: ExpertsShape | None = None,
+    mixed: Sequence[bool] = (),
+    latent: Latent | None = None,
+) -> Architecture:
+    """The architecture, once all keys are valid; `mixed` states which layers have `experts` (default: all)."""
+    if experts is not None and experts.per_token > experts.count:
+        what = f"{experts.per_token} is more than there are experts, {experts.count}"
+        keys.refuse("num_experts_per_tok", what, f"1 to {experts.count}")
+    keys.check()
+    same = ("bias", "output_bias", "qk_norm", "qk_norm_whole", "sinks")
+    attention = AttentionShape(
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        latent=latent,
+        **{name: getattr(style, name) for name in same},
+    )
+    base = LayerShape(
+        hidden=sizes.hidden,
+        attention=attention,
+        ffn=sizes.ffn,
+        gated=style.gated,
+        ffn_bias=style.ffn_bias,
+        norms=style.norms * style.norm_vectors,
+        norm_bias=style.norm_bias,
+    )
+    layers = [
+        replace(
+            base,
+            attention=replace(attention, window=windows[number] if windows else 0),
+            experts=experts if not mixed or mixed[number] else None,
+        )
+        for number in range(sizes.layers)
+    ]
+    norm = style.norm_vectors * sizes.hidden * (2 if style.norm_bias else 1)
+    return Architecture(
+        name=keys.name,
+        hidden=sizes.hidden,
+        runs=gather_runs(layers),
+        vocab=sizes.vocab,
+        tied=style.tied,
+        positions=style.positions,
+        head_bias=style.head_bias,
+        final_norm_parameters=norm if style.final_norm else 0,
+        extra_parameters=norm if style.embedding_norm else 0,
+    )
+
+
+def gather_runs(layers: Sequence[LayerShape]) -> tuple[LayerRun, ...]:
+    """Layers in order, with equal neighbours as one run."""
+    return tuple(LayerRun(layer, len(list(same))) for layer, same in groupby(layers))
+
+
+# --- the families
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_OPT_OFFSET = 2
+"""OPT's first position is 2 (modeling_opt.py, OPTLearnedPositionalEmbedding)."""
+_GPT = Style(gated=False, norm_bias=True, bias=True, output_bias=True, ffn_bias=True)
+"""GPT-2's layers: biases everywhere, no gate."""
+_BIASES = ("bias", "output_bias")
+_ALL_BIASES = (*_BIASES, "ffn_bias")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderFamily:
+    """How a family differs from Llama, and the keys that decide about its biases, windows and experts.
+
+    `bias_key`: the key, with the library's default, that sets the biases in `biases`; `tied`: whether embedding and
+    head are one if the config does not say.
+    """
+
+    style: Style = Style()
+    bias_key: tuple[str, bool] | None = ("attention_bias", False)
+    biases: tuple[str, ...] = _BIASES
+    ffn_bias_key: str = ""
+    tied: bool = False
+    windows: Callable[[Keys, int], tuple[int, ...]] | None = None
+    experts: Callable[[Keys, FamilySizes], ExpertsShape] | None = None
+    sparse: bool = False
+    """Only some layers have experts."""
+    ffn_factor: int = 0
+    """The default width of the feed-forward layer over that of the stream; 0: it has none."""
+
+    def __call__(self, keys: Keys, sizes: FamilySizes | None = None, **style: Any) -> Architecture:
+        """The architecture of a config; `style` has what its reader found out itself."""
+        if self.bias_key:
+            style = {**dict.fromkeys(self.biases, keys.flag(*self.bias_key)), **style}
+        if self.ffn_bias_key:
+            style["ffn_bias"] = keys.flag(self.ffn_bias_key)
+        style["tied"] = keys.flag("tie_word_embeddings", self.tied)
+        sizes = sizes or read_sizes(keys, ffn_factor=self.ffn_factor)
+        return build_decoder(
+            keys,
+            sizes,
+            replace(self.style, **style),
+            windows=self.windows(keys, sizes.layers) if self.windows else (),
+            experts=self.experts(keys, sizes) if self.experts else None,
+            mixed=_sparse_layers(keys, sizes.layers) if self.sparse else (),
+        )
+
+
+def _windows_but_each(whole_every: int) -> Callable[[Keys, int], tuple[int, ...]]:
+    return lambda keys, layers: read_windows(keys, layers, whole_every=whole_every)
+
+
+def _qwen_windows(keys: Keys, layers: int) -> tuple[int, ...]:
+    """None unless `use_sliding_window`, and then from layer `max_window_layers` on."""
+    windows = read_windows(keys, layers)
+    if not keys.flag("use_sliding_window"):
+        return (0,) * layers
+    first = 0 if keys.config.get("layer_types") else keys.count("max_window_layers")
+    return tuple(window if layer >= first else 0 for layer, window in enumerate(windows))
+
+
+def _sparse_layers(keys: Keys, layers: int) -> tuple[bool, ...]:
+    """Whether each layer has experts (modeling_qwen2_moe.py, Qwen2MoeDecoderLayer)."""
+    dense, step = keys.numbers("mlp_only_layers"), keys.size("decoder_sparse_step", default=1)
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+
+
+def _read_experts(keys: Keys, dim: int, *per_token: str, **more: Any) -> ExpertsShape:
+    count = keys.size(*_EXPERTS)
+    return ExpertsShape(count=count, per_token=keys.size("num_experts_per_tok", *per_token), dim=dim, **more)
+
+
+def _qwen2_experts(keys: Keys, sizes: FamilySizes) -> ExpertsShape:
+    shared = keys.size("shared_expert_intermediate_size")
+    return _read_experts(keys, keys.size("moe_intermediate_size"), shared_dim=shared, shared_gate=True)
+
+
+def _deepseek(keys: Keys) -> Architecture:
+    """Latent attention, and experts from layer `first_k_dense_replace` on."""
+    width = keys.size("moe_intermediate_size")
+    sizes = replace(read_sizes(keys), head_dim=keys.size("qk_nope_head_dim"))
+    latent = Latent(
+        kv_rank=keys.size("kv_lora_rank"),
+        q_rank=keys.count("q_lora_rank"),
+        rope_dim=keys.size("qk_rope_head_dim"),
+        value_dim=keys.size("v_head_dim"),
+    )
+    experts = _read_experts(keys, width, shared_dim=width * keys.count("n_shared_experts"))
+    first = keys.count("first_k_dense_replace")
+    mixed = [layer >= first for layer in range(sizes.layers)]
+    if keys.flag("attention_bias"):
+        keys.refuse("attention_bias", "true: biases of latent attention are not counted", "false")
+    if keys.size("moe_layer_freq", default=1) != 1:
+        keys.refuse("moe_layer_freq", f"{keys.config['moe_layer_freq']}: dense layers between are not counted", "1")
+    style, sizes = Style(tied=keys.flag("tie_word_embeddings")), replace(sizes, kv_heads=sizes.heads)
+    return build_decoder(keys, sizes, style, experts=experts, mixed=mixed, latent=latent)
+
+
+def _gpt2(keys: Keys) -> Architecture:
+    positions = keys.size("n_positions", "max_position_embeddings")
+    return DecoderFamily(style=_GPT, bias_key=None, tied=True, ffn_factor=4)(keys, positions=positions)
+
+
+def _opt(keys: Keys) -> Architecture:
+    sizes = read_sizes(keys)
+    if keys.count("word_embed_proj_dim", default=sizes.hidden) != sizes.hidden:
+        what = f"{keys.config['word_embed_proj_dim']}: an embedding narrower than the layers is not counted"
+        keys.refuse("word_embed_proj_dim", what, f"hidden_size, {sizes.hidden}")
+    family = DecoderFamily(style=_GPT, bias_key=("enable_bias", True), biases=_ALL_BIASES, tied=True)
+    return family(
+        keys,
+        sizes,
+        norm_vectors=int(keys.flag("layer_norm_elementwise_affine", True)),
+        positions=keys.size("max_position_embeddings") + _OPT_OFFSET,
+        final_norm=keys.flag("do_layer_norm_before", True) and not keys.flag("_remove_final_layer_norm"),
+    )
+
+
+def _mpt(keys: Keys) -> Architecture:
+    """As in the library: no biases, and positions are biases of the scores."""
+    for name, inner in (("no_bias", keys), ("alibi", keys.table("attn_config"))):
+        if not inner.flag(name, True):
+            keys.refuse(name, "false is not counted", "true")
+    sizes = read_sizes(keys, ffn_factor=keys.size("expansion_ratio", default=4))
+    return DecoderFamily(style=Style(gated=False), bias_key=None, tied=True)(keys, sizes)
+
+
+def _falcon(keys: Keys) -> Architecture:
+    sizes = read_sizes(keys, ffn_factor=4)
+    newer, parallel = keys.flag("new_decoder_architecture"), keys.flag("parallel_attn", True)
+    heads = keys.size("num_kv_heads", "n_head_kv", default=sizes.heads)
+    if not newer:
+        heads = 1 if keys.flag("multi_query", True) else sizes.heads
+    norms = 2 if not parallel else keys.size("num_ln_in_parallel_attn", default=2 if newer else 1)
+    family = DecoderFamily(style=_GPT, bias_key=("bias", False), biases=_ALL_BIASES, tied=True)
+    return family(keys, replace(sizes, kv_heads=heads), norms=norms)
+
+
+def _phi(keys: Keys) -> Architecture:
+    if keys.flag("qk_layernorm"):
+        keys.refuse("qk_layernorm", "true: norms of queries and keys with a bias are not counted", "false")
+    return DecoderFamily(style=replace(_GPT, norms=1, head_bias=True), bias_key=None)(keys)
+
+
+def _gemma3_text(keys: Keys) -> Architecture:
+    every = keys.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    style = Style(norms=4, qk_norm=True)
+    return DecoderFamily(style=style, tied=True, windows=_windows_but_each(every))(keys)
+
+
+def _gemma3(keys: Keys) -> Architecture:
+    """The language model of a multimodal one; its vision tower is not counted."""
+    text = keys.table("text_config")
+    text.name = f"{keys.name}, its language model alone"
+    return _gemma3_text(text)
+
+
+_MISTRAL = DecoderFamily(bias_key=None, windows=read_windows)
+_OLMO2 = DecoderFamily(style=Style(qk_norm=True, qk_norm_whole=True), windows=read_windows)
+_QWEN3 = DecoderFamily(style=Style(qk_norm=True), windows=_qwen_windows)
+
+DECODERS: Mapping[str, Callable[[Keys], Architecture]] = {
+    # positions are biases of the scores, without parameters; a norm follows the embedding
+    "bloom": DecoderFamily(style=replace(_GPT, embedding_norm=True), bias_key=None, tied=True, ffn_factor=4),
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+    "falcon": _falcon,
+    "gemma": DecoderFamily(tied=True),
+    # norms before and after attention and feed-forward; every second layer sees all positions
+    "gemma2": DecoderFamily(style=Style(norms=4), tied=True, windows=_windows_but_each(2)),
+    "gemma3": _gemma3,
+    "gemma3_text": _gemma3_text,
+    "gpt2": _gpt2,
+    "gpt_neox": DecoderFamily(style=_GPT, bias_key=("attention_bias", True)),
+    "gpt_oss": DecoderFamily(
+        style=Style(sinks=True),
+        bias_key=("attention_bias", True),
+        windows=_windows_but_each(2),
+        experts=lambda keys, sizes: _read_experts(keys, sizes.ffn, "experts_per_token", bias=True),
+    ),
+    # attention and feed-forward in parallel, behind one norm
+    "gptj": DecoderFamily(
+        style=replace(_GPT, norms=1, bias=False, output_bias=False, head_bias=True), bias_key=None, ffn_factor=4
+    ),
+    "llama": DecoderFamily(ffn_bias_key="mlp_bias", windows=read_windows),
+    "mistral": _MISTRAL,
+    "mixtral": replace(_MISTRAL, experts=lambda keys, sizes: _read_experts(keys, sizes.ffn)),
+    "mpt": _mpt,
+    "olmo": DecoderFamily(style=Style(norm_vectors=0)),  # norms without parameters
+    "olmo2": _OLMO2,
+    "olmo3": replace(_OLMO2, windows=_windows_but_each(4)),
+    "opt": _opt,
+    "phi": _phi,
+    "phi3": _MISTRAL,
+    "qwen2": DecoderFamily(style=Style(bias=True), bias_key=None, windows=_qwen_windows),
+    "qwen2_moe": DecoderFamily(
+        bias_key=("qkv_bias", True), biases=("bias",), windows=_qwen_windows, experts=_qwen2_experts, sparse=True
+    ),
+    "qwen3": _QWEN3,
+    "qwen3_moe": replace(
+        _QWEN3, experts=lambda keys, _: _read_experts(keys, keys.size("moe_intermediate_size")), sparse=True
+    ),
+    "smollm3": DecoderFamily(ffn_bias_key="mlp_bias", tied=True, windows=_qwen_windows),
+    "starcoder2": DecoderFamily(
+        style=_GPT, bias_key=("use_bias", True), biases=_ALL_BIASES, tied=True, windows=read_windows
+    ),
+}
+"""`model_type` of a config -> its reader."""
+
+
+# --- The shape of a Hugging Face model from its config.json, without torch and without the library
 
 # --- families that are no text decoders: BERT, T5, vision transformers, residual networks
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from shardway.errors import Bug, Problem, UserError, list_some, render_problems
 from shardway.plan.shapes.architecture import Architecture, AttentionShape, ExpertsShape, Latent, LayerRun, LayerShape
-from shardway.plan.shapes.huggingface import read_shape, shape_of_config
 from shardway.plan.shapes.measured import Measured, Shape, convnet, perceptron, render_image
 from shardway.runfile.schema import ModelSection
 
@@ -30,6 +29,8 @@ def shape_of_section(model: ModelSection, sample: tuple[int, ...]) -> Shape:
     Raises UserError if the vocabulary is not known, or an image does not fit the model.
     """
     if model.hf:
+        from shardway.plan.shapes.huggingface import read_shape
+
         return read_shape(model.hf)
     return _SHAPES[model.kind](model, sample)
 
@@ -224,6 +225,8 @@ def find_named(name: str) -> Shape:
     model = load_named().get(name.lower())
     if model is None:
         raise _unknown(name)
+    from shardway.plan.shapes.huggingface import shape_of_config
+
     return shape_of_config(model.config, model.name, f"named.toml, {model.name}")
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from shardway.plan.case import Case
-from shardway.plan.emit.common import (
+from shardway.plan.case import Case, layers_of_stages
+from shardway.plan.export.common import (
     Emitted,
     EmittedFile,
     EmittedHeader,
@@ -32,7 +32,6 @@ from shardway.plan.emit.common import (
     is_even,
     name_schedule,
 )
-from shardway.plan.stages import layers_of_stages
 
 # --- what DeepSpeed or its configuration cannot express
 
@@ -47,10 +46,31 @@ def describe_all(case: Case, sums_in_fp32: bool, made: Mapping[str, int]) -> Ite
     yield from _describe_sequence(case, made["sp"])
     yield from _describe_experts(case)
     yield from describe_copies(case, _LIBRARY)
-    yield from _describe_states(case)
-    yield from _describe_optimizer(case, sums_in_fp32)
-    yield from _describe_formats(case, sums_in_fp32)
-    yield from _describe_model(case)
+    if case.zero == 0 and case.engine.overlaps_gradients and case.degrees.data > 1 and case.degrees.pp == 1:
+        yield "Without ZeRO, DeepSpeed sums gradients after the backward pass: slower steps than predicted."
+    if case.offload and not case.zero:
+        yield "DeepSpeed puts optimizer states into CPU memory from ZeRO 1 on: nothing is offloaded here."
+    if case.optimizer == "adamw8bit":
+        yield "DeepSpeed has no AdamW of 8 bits: the file says AdamW, whose states take more memory than predicted."
+    if case.optimizer == "adafactor" and case.zero:
+        yield "ZeRO gives Adafactor flat weights, which have no rows and columns to factor: more memory than predicted."
+    if case.optimizer == "muon" and _refuses_muon(case, sums_in_fp32):
+        yield (
+            "DeepSpeed refuses Muon here: beside bf16 with ZeRO 1, or in a pipeline, it takes dense models on data "
+            "ranks alone, with gradients in fp32."
+        )
+    if case.optimizer == "muon" and case.zero == 3:
+        yield "Under ZeRO 3, Muon wants gradients summed whole on each rank: more traffic than predicted."
+    if case.gradient_bytes == 4 and not sums_in_fp32:
+        yield "Without ZeRO, DeepSpeed sums gradients in the format of the weights; the plan sums them in fp32."
+    yield from describe_tf32(case, "The file says fp32")
+    if case.low_bits:
+        yield f"DeepSpeed has no {case.precision} of its own: the file says bf16, and the model has to bring the rest."
+    if case.recompute != "none":
+        yield f"Recompute ({case.recompute}) is the script's: DeepSpeed's settings only say where what is kept lies."
+    if case.compiled:
+        yield "Call engine.compile() in the script: the plan compiles."
+    yield from describe_own_model(case)
     data = f"the data in sequences of {case.seq_len}"
     yield from describe_script(case, f"the model, {data}, the number of steps, the learning rate (optimizer.params.lr)")
 
@@ -139,27 +159,6 @@ def _describe_experts(case: Case) -> Iterator[str]:
         yield "DeepSpeed refuses moe.layer.MoE under ZeRO 3; AutoEP goes with it."
 
 
-def _describe_states(case: Case) -> Iterator[str]:
-    if case.zero == 0 and case.engine.overlaps_gradients and case.degrees.data > 1 and case.degrees.pp == 1:
-        yield "Without ZeRO, DeepSpeed sums gradients after the backward pass: slower steps than predicted."
-    if case.offload and not case.zero:
-        yield "DeepSpeed puts optimizer states into CPU memory from ZeRO 1 on: nothing is offloaded here."
-
-
-def _describe_optimizer(case: Case, sums_in_fp32: bool) -> Iterator[str]:
-    if case.optimizer == "adamw8bit":
-        yield "DeepSpeed has no AdamW of 8 bits: the file says AdamW, whose states take more memory than predicted."
-    if case.optimizer == "adafactor" and case.zero:
-        yield "ZeRO gives Adafactor flat weights, which have no rows and columns to factor: more memory than predicted."
-    if case.optimizer == "muon" and _refuses_muon(case, sums_in_fp32):
-        yield (
-            "DeepSpeed refuses Muon here: beside bf16 with ZeRO 1, or in a pipeline, it takes dense models on data "
-            "ranks alone, with gradients in fp32."
-        )
-    if case.optimizer == "muon" and case.zero == 3:
-        yield "Under ZeRO 3, Muon wants gradients summed whole on each rank: more traffic than predicted."
-
-
 def _refuses_muon(case: Case, sums_in_fp32: bool) -> bool:
     """Whether Muon is refused: by BF16_Optimizer, which DeepSpeed uses with exactly these settings."""
     degrees = case.degrees
@@ -168,22 +167,6 @@ def _refuses_muon(case: Case, sums_in_fp32: bool) -> bool:
     if case.zero == 0:
         return degrees.pp > 1
     return case.zero == 1 and sums_in_fp32 and not case.offload and degrees.pp * degrees.tp * degrees.ep > 1
-
-
-def _describe_formats(case: Case, sums_in_fp32: bool) -> Iterator[str]:
-    if case.gradient_bytes == 4 and not sums_in_fp32:
-        yield "Without ZeRO, DeepSpeed sums gradients in the format of the weights; the plan sums them in fp32."
-    yield from describe_tf32(case, "The file says fp32")
-    if case.low_bits:
-        yield f"DeepSpeed has no {case.precision} of its own: the file says bf16, and the model has to bring the rest."
-
-
-def _describe_model(case: Case) -> Iterator[str]:
-    if case.recompute != "none":
-        yield f"Recompute ({case.recompute}) is the script's: DeepSpeed's settings only say where what is kept lies."
-    if case.compiled:
-        yield "Call engine.compile() in the script: the plan compiles."
-    yield from describe_own_model(case)
 
 
 # --- the files
@@ -198,11 +181,10 @@ _UNTESTED = ("sgd", "adafactor")
 
 def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
     """ds_config.json, and ds_config.txt with prediction, degrees and notes."""
-    told = gather(describe_all(case, sums_in_fp32(case), degrees_of(case)))
-    head = EmittedHeader(case, prediction_lines, degrees_of(case), told)
-    notes = "\n".join(head.lines()) + "\n"
+    notes = gather(describe_all(case, sums_in_fp32(case), degrees_of(case)))
+    head = EmittedHeader(case, prediction_lines, degrees_of(case), notes)
     settings = json.dumps(_settings(case), indent=2) + "\n"
-    return Emitted((EmittedFile(FILE, settings), EmittedFile(NOTES, notes)), told)
+    return Emitted((EmittedFile(FILE, settings), EmittedFile(NOTES, "\n".join(head.lines()) + "\n")), notes)
 
 
 def degrees_of(case: Case) -> Mapping[str, int]:
@@ -223,45 +205,41 @@ def sums_in_fp32(case: Case) -> bool:
 
 
 def _settings(case: Case) -> dict[str, Value]:
-    return {
-        **_batch(case),
-        **_formats(case),
-        "optimizer": {"type": _OPTIMIZERS.get(case.optimizer, "AdamW"), "params": {}},
-        **({"zero_allow_untested_optimizer": True} if case.optimizer in _UNTESTED else {}),
-        "zero_optimization": _zero(case),
-        **_axes(case),
-        **_recompute(case),
-    }
-
-
-def _batch(case: Case) -> Settings:
-    """The batch sizes; none with AutoTP, since DeepSpeed then counts its ranks as data ranks in the check."""
-    whole: Settings = {} if degrees_of(case)["tp"] > 1 else {"train_batch_size": case.global_batch}
-    return {
-        **whole,
-        "train_micro_batch_size_per_gpu": case.micro_batch,
-        "gradient_accumulation_steps": case.micro_batches,
-    }
-
-
-def _formats(case: Case) -> Settings:
-    if case.value_bytes == 4:
-        return {}
+    degrees, made = case.degrees, degrees_of(case)
     name = "fp16" if case.precision == "fp16" else "bf16"
-    return {
+    formats: Settings = {
         name: {"enabled": True},
         "data_types": {"grad_accum_dtype": "fp32" if sums_in_fp32(case) else name},
     }
-
-
-def _zero(case: Case) -> Settings:
-    if case.zero == 0:
-        return {"stage": 0}
+    zero: Settings = {"stage": 0}
+    if case.zero:
+        zero = {
+            "stage": case.zero,
+            "overlap_comm": case.engine.overlaps_gradients and degrees.pp == 1,
+            **({"offload_optimizer": {"device": "cpu", "pin_memory": True}} if case.offload else {}),
+            **(_weights(case) if case.zero == 3 else {}),
+        }
+    tensor: Settings = {"autotp_size": made["tp"], "tp_overlap_comm": case.async_tensor}
+    experts: Settings = {"enabled": True, "autoep_size": degrees.ep, "expert_tensor_parallel_size": degrees.etp}
+    # Settings of deepspeed.checkpointing, which the model has to call.
+    recompute: Settings = {
+        "partition_activations": False,
+        "contiguous_memory_optimization": False,
+        "number_checkpoints": case.model.depth,
+    }
     return {
-        "stage": case.zero,
-        "overlap_comm": case.engine.overlaps_gradients and case.degrees.pp == 1,
-        **({"offload_optimizer": {"device": "cpu", "pin_memory": True}} if case.offload else {}),
-        **(_weights(case) if case.zero == 3 else {}),
+        # With AutoTP DeepSpeed counts its ranks as data ranks in the check of the whole batch.
+        **({} if made["tp"] > 1 else {"train_batch_size": case.global_batch}),
+        "train_micro_batch_size_per_gpu": case.micro_batch,
+        "gradient_accumulation_steps": case.micro_batches,
+        **(formats if case.value_bytes == 2 else {}),
+        "optimizer": {"type": _OPTIMIZERS.get(case.optimizer, "AdamW"), "params": {}},
+        **({"zero_allow_untested_optimizer": True} if case.optimizer in _UNTESTED else {}),
+        "zero_optimization": zero,
+        **({"tensor_parallel": tensor} if made["tp"] > 1 else {}),
+        **({"expert_parallel": experts} if degrees.ep > 1 else {}),
+        **({"data_parallel_size": made["dp"], "sequence_parallel_size": made["sp"]} if made["sp"] > 1 else {}),
+        **({"activation_checkpointing": recompute} if case.recompute == "full" else {}),
     }
 
 
@@ -275,22 +253,3 @@ def _weights(case: Case) -> Settings:
         **({"offload_param": {"device": "cpu", "pin_memory": True}} if case.offload else {}),
         **({"reduce_scatter": False} if case.optimizer == "muon" else {}),
     }
-
-
-def _axes(case: Case) -> Settings:
-    degrees, made = case.degrees, degrees_of(case)
-    tensor: Settings = {"autotp_size": made["tp"], "tp_overlap_comm": case.async_tensor}
-    experts: Settings = {"enabled": True, "autoep_size": degrees.ep, "expert_tensor_parallel_size": degrees.etp}
-    return {
-        **({"tensor_parallel": tensor} if made["tp"] > 1 else {}),
-        **({"expert_parallel": experts} if degrees.ep > 1 else {}),
-        **({"data_parallel_size": made["dp"], "sequence_parallel_size": made["sp"]} if made["sp"] > 1 else {}),
-    }
-
-
-def _recompute(case: Case) -> Settings:
-    """Settings of deepspeed.checkpointing, which the model has to call."""
-    if case.recompute != "full":
-        return {}
-    places: Settings = {"partition_activations": False, "contiguous_memory_optimization": False}
-    return {"activation_checkpointing": {**places, "number_checkpoints": case.model.depth}}

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shardway.plan.case import Case
-from shardway.plan.emit import megatron as shared
-from shardway.plan.emit import megatron as terms
-from shardway.plan.emit.common import (
+from shardway.plan.export import megatron as shared
+from shardway.plan.export import megatron as terms
+from shardway.plan.export.common import (
     Emitted,
     EmittedHeader,
     Settings,
@@ -48,15 +48,15 @@ _RECOMPUTES_NOTHING: Settings = {
 
 def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
     """megatron_bridge.yaml."""
-    told = gather(
+    notes = gather(
         [
             *describe_irregular(case.model),
             *_describe(case),
             *terms.describe_megatron(case, "Megatron-Bridge", _PRICED_AS),
         ]
     )
-    head = EmittedHeader(case, prediction_lines, terms.degrees_of(case), told)
-    return Emitted((write(FILE, head, write_yaml(_settings(case))),), told)
+    head = EmittedHeader(case, prediction_lines, terms.degrees_of(case), notes)
+    return Emitted((write(FILE, head, write_yaml(_settings(case))),), notes)
 
 
 def _describe(case: Case) -> Iterator[str]:
@@ -67,11 +67,7 @@ def _describe(case: Case) -> Iterator[str]:
     yield from describe_script(case, "the recipe, the data, the tokenizer, the number of iterations, the learning rate")
     if case.precision in ("fp32", "tf32"):
         yield "Megatron-Bridge has no recipe of mixed precision for fp32: set mixed_precision to null in Python."
-    yield from _describe_gradients(case)
-
-
-def _describe_gradients(case: Case) -> Iterator[str]:
-    """Notes on the recipe of mixed precision, which no other setting of a file overrides."""
+    # Notes on the recipe of mixed precision, which no other setting of a file overrides
     if case.value_bytes == 2 and case.precision == "fp16" and case.gradient_bytes == 4:
         yield "Megatron-Bridge sums gradients in fp16 beside fp16; the plan sums them in fp32."
     if case.value_bytes == 2 and case.precision != "fp16" and case.gradient_bytes == 2:

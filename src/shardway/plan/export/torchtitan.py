@@ -18,8 +18,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardway.plan.case import Case, Schedule
-from shardway.plan.emit.common import (
+from shardway.plan.case import Case, Schedule, layers_of_stages
+from shardway.plan.export.common import (
     Emitted,
     EmittedHeader,
     Settings,
@@ -42,7 +42,6 @@ from shardway.plan.emit.common import (
     write_toml,
 )
 from shardway.plan.shapes.architecture import Architecture, LayerShape, Part
-from shardway.plan.stages import layers_of_stages
 
 # --- torchtitan's own models by their sizes
 
@@ -126,58 +125,38 @@ _FP4_BLOCK = 128
 
 
 def render_job(case: Case, flavor: Flavor, training: Settings, parallelism: Settings) -> str:
-    """The module without its header."""
-    return "\n".join([*_imports(case, flavor), "", "", *_function(case, flavor, training, parallelism), ""])
-
-
-def _imports(case: Case, flavor: Flavor) -> list[str]:
-    policy, converters = _POLICIES.get(case.recompute), sorted(_job_converters(case))
+    """The module without its header. The model is set even if the config has it, whose number format may differ."""
+    policy, made = _POLICIES.get(case.recompute), _job_converters(case)
     package = f"torchtitan.models.{flavor.model}"
-    return [
-        *([f"from torchtitan.components.quantization import {', '.join(converters)}"] if converters else []),
+    lines = [
+        *([f"from torchtitan.components.quantization import {', '.join(sorted(made))}"] if made else []),
         "from torchtitan.config import CompileConfig, ParallelismConfig",
         *([f"from torchtitan.distributed.activation_checkpoint import {policy}"] if policy else []),
         f"from {package} import model_registry",
         f"from {package}.config_registry import {flavor.function}",
         "from torchtitan.trainer import Trainer",
-    ]
-
-
-def _function(case: Case, flavor: Flavor, training: Settings, parallelism: Settings) -> list[str]:
-    policy = _POLICIES.get(case.recompute)
-    split = {**parallelism, "enable_sequence_parallel": case.sequence}
-    return [
+        "",
+        "",
         "def planned() -> Trainer.Config:",
         f"    # python -m torchtitan.train --module {JOB.removesuffix('.py')} --config planned",
         f"    config = {flavor.function}()",
-        *_model(case, flavor),
+    ]
+    if made:
+        calls = (f"{write_call(f'{name}.Config', settings, ' ' * 8)}" for name, settings in made.items())
+        lines += ["    converters = [", *(f"        {call}," for call in calls), "    ]"]
+    given = f"{literal(flavor.name)}, converters=converters" if made else literal(flavor.name)
+    split = {**parallelism, "enable_sequence_parallel": case.sequence}
+    compiled = {"enable": case.compiled, "enable_async_tensor_parallel": case.async_tensor and case.compiled}
+    lines += [
+        f"    config.model_spec = model_registry({given})",
         *(f"    config.training.{name} = {literal(value)}" for name, value in training.items()),
         "    config.training.disable_cuda_graphs = True",
         f"    config.parallelism = {write_call('ParallelismConfig', split, '    ')}",
         f"    config.activation_checkpoint = {f'{policy}.Config()' if policy else None}",
-        f"    config.compile = {write_call('CompileConfig', _compile(case), '    ')}",
+        f"    config.compile = {write_call('CompileConfig', compiled, '    ')}",
         "    return config",
     ]
-
-
-def _model(case: Case, flavor: Flavor) -> list[str]:
-    """The model settings; set even if the config has the model, whose number format may differ."""
-    converters = [
-        f"        {write_call(f'{name}.Config', settings, '        ')},"
-        for name, settings in _job_converters(case).items()
-    ]
-    if not converters:
-        return [f"    config.model_spec = model_registry({literal(flavor.name)})"]
-    return [
-        "    converters = [",
-        *converters,
-        "    ]",
-        f"    config.model_spec = model_registry({literal(flavor.name)}, converters=converters)",
-    ]
-
-
-def _compile(case: Case) -> Mapping[str, bool]:
-    return {"enable": case.compiled, "enable_async_tensor_parallel": case.async_tensor and case.compiled}
+    return "\n".join([*lines, ""])
 
 
 def fp4_parts(case: Case) -> tuple[list[str], list[str]]:
@@ -228,21 +207,6 @@ _LOSS_BYTES = (
 
 def describe_all(case: Case, copies: int, shards: int) -> Iterator[str]:
     """All notes, the model first; `copies` and `shards` are what the files have."""
-    yield from _describe_model(case)
-    yield from describe_engine(case, _LIBRARY, ("fsdp2", "torchtitan"))
-    yield from _describe_sharing(case, copies, shards)
-    yield from describe_order(case, _LIBRARY)
-    yield from _describe_axes(case)
-    yield from _describe_pipeline(case)
-    yield from _describe_experts(case)
-    yield from _describe_formats(case)
-    yield from _describe_rest(case)
-    yield from describe_script(
-        case, "the data set, the number of steps, the learning rate, the folder of the tokenizer"
-    )
-
-
-def _describe_model(case: Case) -> Iterator[str]:
     flavor = find_flavor(case.model)
     if flavor is None:
         yield (
@@ -251,9 +215,7 @@ def _describe_model(case: Case) -> Iterator[str]:
         )
     if flavor is None or not flavor.function:
         yield "torchtitan 0.3 reads no TOML and has no config of these sizes: write one for its config_registry."
-
-
-def _describe_sharing(case: Case, copies: int, shards: int) -> Iterator[str]:
+    yield from describe_engine(case, _LIBRARY, ("fsdp2", "torchtitan"))
     alone = shards * case.degrees.cp == 1
     if not alone:
         yield from describe_zero(case, _LIBRARY)
@@ -261,9 +223,7 @@ def _describe_sharing(case: Case, copies: int, shards: int) -> Iterator[str]:
         yield "The plan shares no states, and torchtitan shards them over dp_shard x cp in this layout: less memory."
     if copies > 1 and alone and case.degrees.tp * case.degrees.pp > 1:
         yield "torchtitan 0.2 refuses copies of a model that is split by tp or pp; shard over some of the data ranks."
-
-
-def _describe_axes(case: Case) -> Iterator[str]:
+    yield from describe_order(case, _LIBRARY)
     degrees = case.degrees
     if degrees.tp > 1 and not case.sequence:
         yield "torchtitan 0.2 always splits norms and the residual stream with tp: less memory than predicted."
@@ -272,6 +232,41 @@ def _describe_axes(case: Case) -> Iterator[str]:
         yield f"torchtitan refuses sequences that are no multiple of {whole} here, and the plan has {case.seq_len}."
     if case.async_tensor and not case.compiled:
         yield "torchtitan overlaps the collectives of tp only where it compiles, and the plan does not: it is off."
+    yield from _describe_pipeline(case)
+    degrees = case.degrees
+    if degrees.ep > 1 and degrees.etp not in (1, degrees.tp):
+        yield f"torchtitan splits an expert over 1 or over {degrees.tp} ranks (tp), and the plan says {degrees.etp}."
+    if degrees.etp > 1:
+        yield "torchtitan 0.3 keeps each expert whole on a rank, and the plan splits it."
+    if any(layer.experts for layer in case.model.layers) and degrees.ep == 1 and degrees.tp != degrees.etp:
+        yield "Without ep, torchtitan splits each expert over the tensor axis, and the plan does not."
+    if case.precision == "fp16":
+        yield "torchtitan computes in bf16 or fp32; the files say bf16 where the plan says fp16."
+    yield from describe_tf32(case, "The files say fp32")
+    if case.precision == "fp4":
+        yield "torchtitan.toml says bf16 where the plan says fp4: torchtitan 0.2 has none."
+        odd = fp4_parts(case)[1]
+        if odd:
+            yield f"torchtitan has fp4 for widths of whole 128s: {' and '.join(odd)} are computed in bf16."
+        if any(run.layer.experts for run in case.model.runs):
+            yield "torchtitan has fp4 for linear layers alone: experts are computed in bf16."
+    if case.low_bits and not case.compiled:
+        yield f"torchtitan wants the model compiled for {case.precision} to be fast, and the plan does not compile."
+    yield from describe_optimizer(case, _LIBRARY, ("adamw",))
+    if case.recompute == "selective":
+        yield "torchtitan cannot recompute the scores of attention alone; with a fused kernel none are kept anyway."
+    if case.recompute == "products":
+        yield "torchtitan recomputes every second product as well: less memory and slower steps than predicted."
+    yield from describe_kernel(case, _LIBRARY)
+    yield from describe_dropout(case, _LIBRARY)
+    yield from describe_offload(case, _LIBRARY)
+    if case.fused_loss:
+        yield f"{_LOSS_BYTES}, as the plan says."
+    else:
+        yield f"{_LOSS_BYTES}, which takes less memory than predicted."
+    yield from describe_script(
+        case, "the data set, the number of steps, the learning rate, the folder of the tokenizer"
+    )
 
 
 def _describe_pipeline(case: Case) -> Iterator[str]:
@@ -284,50 +279,6 @@ def _describe_pipeline(case: Case) -> Iterator[str]:
         yield f"GPipe has one stage a rank in torchtitan, and the plan has {per_rank}: the files say Interleaved1F1B."
     if schedule == "zbv" and per_rank != 2:
         yield f"ZBV has two stages a rank, and the plan has {per_rank}: torchtitan refuses that."
-
-
-def _describe_experts(case: Case) -> Iterator[str]:
-    degrees = case.degrees
-    if degrees.ep > 1 and degrees.etp not in (1, degrees.tp):
-        yield f"torchtitan splits an expert over 1 or over {degrees.tp} ranks (tp), and the plan says {degrees.etp}."
-    if degrees.etp > 1:
-        yield "torchtitan 0.3 keeps each expert whole on a rank, and the plan splits it."
-    if any(layer.experts for layer in case.model.layers) and degrees.ep == 1 and degrees.tp != degrees.etp:
-        yield "Without ep, torchtitan splits each expert over the tensor axis, and the plan does not."
-
-
-def _describe_formats(case: Case) -> Iterator[str]:
-    if case.precision == "fp16":
-        yield "torchtitan computes in bf16 or fp32; the files say bf16 where the plan says fp16."
-    yield from describe_tf32(case, "The files say fp32")
-    if case.precision == "fp4":
-        yield from _describe_fp4(case)
-    if case.low_bits and not case.compiled:
-        yield f"torchtitan wants the model compiled for {case.precision} to be fast, and the plan does not compile."
-    yield from describe_optimizer(case, _LIBRARY, ("adamw",))
-
-
-def _describe_fp4(case: Case) -> Iterator[str]:
-    yield "torchtitan.toml says bf16 where the plan says fp4: torchtitan 0.2 has none."
-    odd = fp4_parts(case)[1]
-    if odd:
-        yield f"torchtitan has fp4 for widths of whole 128s: {' and '.join(odd)} are computed in bf16."
-    if any(run.layer.experts for run in case.model.runs):
-        yield "torchtitan has fp4 for linear layers alone: experts are computed in bf16."
-
-
-def _describe_rest(case: Case) -> Iterator[str]:
-    if case.recompute == "selective":
-        yield "torchtitan cannot recompute the scores of attention alone; with a fused kernel none are kept anyway."
-    if case.recompute == "products":
-        yield "torchtitan recomputes every second product as well: less memory and slower steps than predicted."
-    yield from describe_kernel(case, _LIBRARY)
-    yield from describe_dropout(case, _LIBRARY)
-    yield from describe_offload(case, _LIBRARY)
-    if case.fused_loss:
-        yield f"{_LOSS_BYTES}, as the plan says."
-    else:
-        yield f"{_LOSS_BYTES}, which takes less memory than predicted."
 
 
 # --- the files
@@ -346,14 +297,14 @@ _RECOMPUTE = {"none": "none", "selective": "none", "products": "selective", "ope
 
 def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
     """torchtitan.toml, and torchtitan_job.py if torchtitan has a model of these sizes to start from."""
-    told = gather([*describe_irregular(case.model), *describe_all(case, *_replicas_and_shards(case))])
+    notes = gather([*describe_irregular(case.model), *describe_all(case, *_replicas_and_shards(case))])
     flavor = find_flavor(case.model)
-    head = EmittedHeader(case, prediction_lines, degrees_of(case), told)
+    head = EmittedHeader(case, prediction_lines, degrees_of(case), notes)
     files = [write(TOML, head, write_toml(_tables(case)))]
     if flavor and flavor.function:
         shared = _parallelism(case, head="lm_head")
         files.append(write(JOB, head, render_job(case, flavor, _training(case), shared)))
-    return Emitted(tuple(files), told)
+    return Emitted(tuple(files), notes)
 
 
 def degrees_of(case: Case) -> Mapping[str, int]:

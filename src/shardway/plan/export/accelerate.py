@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardway.plan.case import Case
-from shardway.plan.emit.common import (
+from shardway.plan.export.common import (
     Emitted,
     EmittedHeader,
     Settings,
@@ -36,9 +36,9 @@ _PRECISION = {"fp32": "no", "tf32": "no", "fp16": "fp16", "fp8": "fp8"}
 
 def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
     """accelerate.yaml."""
-    told = gather(_describe(case))
-    head = EmittedHeader(case, prediction_lines, degrees_of(case), told)
-    return Emitted((write(FILE, head, write_yaml(_settings(case))),), told)
+    notes = gather(_describe(case))
+    head = EmittedHeader(case, prediction_lines, degrees_of(case), notes)
+    return Emitted((write(FILE, head, write_yaml(_settings(case))),), notes)
 
 
 def degrees_of(case: Case) -> Mapping[str, int]:
@@ -95,17 +95,6 @@ def _sharding(case: Case) -> Mapping[str, Settings]:
 
 def _describe(case: Case) -> Iterator[str]:
     yield from describe_engine(case, "Accelerate", ("fsdp2",))
-    yield from _describe_axes(case)
-    yield from _describe_sharing(case)
-    yield from _describe_formats(case)
-    yield from _describe_model(case)
-    accumulate = f"gradient_accumulation_steps={case.micro_batches}"
-    batches = f"batches of {case.micro_batch} x {case.seq_len} tokens a data rank and Accelerator({accumulate})"
-    yield from describe_script(case, f"the model, the data, the optimizer ({case.optimizer}), {batches}")
-    yield from describe_script(case, "--num_machines, --machine_rank, --main_process_ip and --main_process_port")
-
-
-def _describe_axes(case: Case) -> Iterator[str]:
     degrees = case.degrees
     left = "it refuses to start as many ranks" if _shards(case) else "the file starts the data ranks alone"
     if degrees.pp > 1:
@@ -125,9 +114,6 @@ def _describe_axes(case: Case) -> Iterator[str]:
         yield "Collectives of tp do not run beside products in Accelerate as the plan has it."
     if degrees.cp > 1:
         yield "cp wants attention by scaled_dot_product_attention, causal and without a mask of its own."
-
-
-def _describe_sharing(case: Case) -> Iterator[str]:
     degrees = case.degrees
     if _shards(case) and degrees.dp_shard * degrees.cp == 1:
         yield "Accelerate's FSDP refuses a layout with neither dp_shard nor cp above 1."
@@ -140,19 +126,17 @@ def _describe_sharing(case: Case) -> Iterator[str]:
         yield from describe_offload(case, "Accelerate")
     elif case.offload:
         yield "Without sharding Accelerate offloads nothing: more memory than predicted."
-
-
-def _describe_formats(case: Case) -> Iterator[str]:
     yield from describe_tf32(case, 'The file says "no" mixed precision')
     if case.precision in ("mxfp8", "fp4"):
         yield f"Accelerate has no {case.precision} here: the file says bf16."
     if case.precision == "fp8":
         yield "fp8 is that of torchao, without which Accelerate refuses to start; Transformer Engine does it too."
-
-
-def _describe_model(case: Case) -> Iterator[str]:
     if case.recompute not in ("none", "full"):
         yield f"Accelerate recomputes whole layers or nothing: nothing here, where the plan says {case.recompute}."
     if case.recompute == "full" and not _shards(case):
         yield "Recompute is the model's without FSDP: call gradient_checkpointing_enable()."
     yield from describe_own_model(case)
+    accumulate = f"gradient_accumulation_steps={case.micro_batches}"
+    batches = f"batches of {case.micro_batch} x {case.seq_len} tokens a data rank and Accelerator({accumulate})"
+    yield from describe_script(case, f"the model, the data, the optimizer ({case.optimizer}), {batches}")
+    yield from describe_script(case, "--num_machines, --machine_rank, --main_process_ip and --main_process_port")

@@ -21,13 +21,9 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from shardway.errors import Bug
-from shardway.layout import count_rounds, stages_of_rank
-from shardway.plan.case import Case, Schedule
-from shardway.plan.estimate import Estimate
-from shardway.plan.page.blocks import (
+from shardway.drawing import (
     Frame,
-    TableBlock,
+    colour_of,
     nice_ticks,
     rect,
     render_drawing,
@@ -37,11 +33,13 @@ from shardway.plan.page.blocks import (
     render_text,
     text,
 )
-from shardway.plan.page.summary import pick_ranks
-from shardway.plan.stages import list_stages
+from shardway.errors import Bug
+from shardway.layout import count_rounds, stages_of_rank
+from shardway.plan.case import Case, Schedule, list_stages
+from shardway.plan.machine import ceilings_of
+from shardway.plan.search import Estimate
 from shardway.plan.text import duration, percent
-from shardway.plan.time.ceilings import ceilings_of
-from shardway.plan.time.step import BACKWARD_SHARE, BUBBLE, Passer
+from shardway.plan.time import BACKWARD_SHARE, BUBBLE, StepPricer
 
 # --- the order of passes on each rank
 
@@ -59,12 +57,6 @@ class Action:
     kind: Kind
     stage: int
     micro_batch: int
-
-
-def list_orders(case: Case) -> tuple[tuple[Action, ...], ...]:
-    """The passes of each pipeline rank, first to last."""
-    order = _order_there_and_back if case.schedule == "zbv" else _order_in_rounds
-    return tuple(tuple(order(case, rank)) for rank in range(case.degrees.pp))
 
 
 def count_held(case: Case) -> int:
@@ -86,7 +78,14 @@ def _order_in_rounds(case: Case, rank: int) -> Iterator[Action]:
     """
     held = stages_of_rank(rank, case.degrees.pp, case.stages_per_rank, case.schedule)
     there, back = _in_rounds(case, held), _in_rounds(case, held[::-1])
-    lead, later = min(len(there), _lead(case, rank)), rank if case.schedule in SPLIT else 0
+    # Forward passes before the first pair of a forward and a backward pass.
+    lead = case.degrees.pp - 1 - rank
+    if case.schedule == "gpipe":
+        lead = case.micro_batches
+    elif case.stages_per_rank > 1:
+        whole = (case.stages_per_rank - 1) * max(split_rounds(case.micro_batches, case.degrees.pp))
+        lead = whole + (1 if case.schedule in SPLIT else 2) * lead
+    lead, later = min(len(there), lead), rank if case.schedule in SPLIT else 0
     for place in range(len(there) + lead):
         if place < len(there):
             yield Action("forward", *there[place])
@@ -103,17 +102,6 @@ def _in_rounds(case: Case, held: Sequence[int]) -> list[tuple[int, int]]:
     rounds = split_rounds(case.micro_batches, case.degrees.pp) if len(held) > 1 else (case.micro_batches,)
     edges = pairwise(accumulate(rounds, initial=0))
     return [(stage, number) for start, end in edges for stage in held for number in range(start, end)]
-
-
-def _lead(case: Case, rank: int) -> int:
-    """Forward passes before the first pair of a forward and a backward pass."""
-    after, per_rank = case.degrees.pp - 1 - rank, case.stages_per_rank
-    if case.schedule == "gpipe":
-        return case.micro_batches
-    if per_rank == 1:
-        return after
-    whole = (per_rank - 1) * max(split_rounds(case.micro_batches, case.degrees.pp))
-    return whole + (1 if case.schedule in SPLIT else 2) * after
 
 
 # --- the order of a V schedule
@@ -207,7 +195,8 @@ class Simulated:
 
 def simulate_pipeline(case: Case, seconds: Sequence[StageSeconds]) -> Simulated:
     """Run the schedule of a case; `seconds` has one entry per pipeline rank, for each of its stages."""
-    orders, parts = list_orders(case), case.schedule in SPLIT
+    order = _order_there_and_back if case.schedule == "zbv" else _order_in_rounds
+    orders = [tuple(order(case, rank)) for rank in range(case.degrees.pp)]
     last = case.degrees.pp * count_held(case) - 1
     ends: dict[Action, float] = {}
     free = [0.0] * len(orders)
@@ -215,25 +204,22 @@ def simulate_pipeline(case: Case, seconds: Sequence[StageSeconds]) -> Simulated:
     boxes: list[Box] = []
     while any(place < len(order) for place, order in zip(places, orders, strict=True)):
         before = len(boxes)
-        for rank, order in enumerate(orders):
-            for action in order[places[rank] :]:
-                ready = _ready(action, last, ends)
-                if ready is None:
+        for rank, passes in enumerate(orders):
+            for action in passes[places[rank] :]:
+                needed = [ends.get(each) for each in _needs(action, last)]
+                known = [end for end in needed if end is not None]
+                if len(known) < len(needed):
                     break
-                start = max(ready, free[rank])
-                free[rank] = ends[action] = start + _takes(action, seconds[rank], parts)
+                start = max(max(known, default=0.0), free[rank])
+                takes: float = getattr(seconds[rank], action.kind)
+                if action.kind == "backward" and case.schedule not in SPLIT:
+                    takes = seconds[rank].backward + seconds[rank].weight
+                free[rank] = ends[action] = start + takes
                 boxes.append(Box(rank, action, start, free[rank]))
                 places[rank] += 1
         if len(boxes) == before:
             raise Bug(f"the schedule {case.schedule} of {case.micro_batches} micro-batches waits for itself")
     return Simulated(len(orders), last // len(orders) + 1, tuple(boxes))
-
-
-def _ready(action: Action, last: int, ends: dict[Action, float]) -> float | None:
-    """When all inputs of a pass are there; None if one is not computed yet."""
-    needed = [ends.get(each) for each in _needs(action, last)]
-    known = [end for end in needed if end is not None]
-    return max(known, default=0.0) if len(known) == len(needed) else None
 
 
 def _needs(action: Action, last: int) -> Iterable[Action]:
@@ -247,22 +233,16 @@ def _needs(action: Action, last: int) -> Iterable[Action]:
     return [Action("forward", stage, number), *after]
 
 
-def _takes(action: Action, seconds: StageSeconds, parts: bool) -> float:
-    """Seconds of a pass; a backward pass that is not split has both of its parts."""
-    if action.kind == "forward":
-        return seconds.forward
-    if action.kind == "weight":
-        return seconds.weight
-    return seconds.backward if parts else seconds.backward + seconds.weight
-
-
 # --- the picture and its notes
+
+MOST_RANKS = 16
+"""Most bars that are drawn."""
 
 MOST_PASSES = 32
 """Most micro-batches that are drawn."""
 MOST_STAGE_PASSES = 64
 """Most forward passes of a rank that are drawn, if a rank has several stages."""
-ROLES: dict[Kind, str] = {"forward": "blue", "backward": "teal", "weight": "plum"}
+_CONCEPTS: dict[Kind, str] = {"forward": "forward", "backward": "backward", "weight": "backward, for weights"}
 
 _WIDTH, _LEFT, _TOP, _LANE = 1000.0, 64.0, 6.0, 24.0
 _NUMBERED = 13.0
@@ -271,65 +251,77 @@ _NUMBERED = 13.0
 
 def render_schedule(shown: Estimate) -> str:
     """The picture with the idle time of each rank; "" without a pipeline."""
-    case = shown.case
+    case, held = shown.case, count_held(shown.case)
     if case.degrees.pp == 1:
         return ""
-    drawn = _shorten(case)
+    # The same schedule with as many micro-batches as can be drawn, in whole rounds if the step has them.
+    most = max(case.degrees.pp, min(MOST_PASSES, MOST_STAGE_PASSES // held))
+    most = most // case.degrees.pp * case.degrees.pp if case.micro_batches % case.degrees.pp == 0 else most
+    passes = min(case.micro_batches, most)
+    drawn = replace(case, global_batch=passes * case.micro_batch * case.degrees.data)
     simulated = simulate_pipeline(drawn, stage_seconds(shown))
-    ranks = pick_ranks(simulated.ranks)
+    ranks, total = pick_ranks(simulated.ranks), simulated.seconds
+    kinds = {box.action.kind for box in simulated.boxes}
+    back = "backward, for inputs" if "weight" in kinds else "backward"
+    names: dict[Kind, str] = {"forward": "forward", "backward": back, "weight": "backward, for weights"}
+    key = {names[kind]: colour_of(_CONCEPTS[kind]) for kind in names if kind in kinds}
+    idle = {rank: simulated.idle_seconds(rank) for rank in range(simulated.ranks)}
+    rows = [
+        (
+            f"rank {rank}",
+            duration(total - idle[rank]),
+            duration(idle[rank]),
+            percent(idle[rank] / total),
+            f"{simulated.in_flight(rank):.3g}",
+        )
+        for rank in ranks
+    ]
+    columns = ("pipeline rank", "works", "waits", "waits, share", "micro-batches kept at most")
+    part = "" if passes == case.micro_batches else ", of fewer micro-batches,"
+    bubble, waiting = shown.time.items.get(BUBBLE, 0.0), sum(idle.values()) / (simulated.ranks * total)
+    summary = (
+        f"Schedule {case.schedule}: {case.degrees.pp} ranks with {held} {'stage' if held == 1 else 'stages'} each, "
+        f"{case.micro_batches:,} micro-batches a step. On the slowest rank the plan counts a bubble of "
+        f"{duration(bubble)}, {percent(bubble / shown.time.seconds)} of the step. In the picture{part} ranks wait "
+        f"{percent(waiting)} of the time on average, which for the others is for the slowest one too."
+    )
     return render_section(
         "Pipeline",
-        render_text(_describe(shown, drawn, simulated)),
-        render_figure(_draw(simulated, ranks, drawn), _key(simulated), _told(case, drawn, ranks)),
-        render_table(_table_of_ranks(simulated, ranks)),
+        render_text(summary),
+        render_figure(_draw(simulated, ranks, drawn), {**key, "waiting": "lane"}, _note(case, passes, len(ranks))),
+        render_table(f"The picture in numbers: {duration(total)}", columns, rows),
     )
 
 
 def stage_seconds(shown: Estimate) -> tuple[StageSeconds, ...]:
-    """The plan's seconds of one micro-batch in each stage of every pipeline rank."""
+    """The plan's seconds of one micro-batch in each stage of every pipeline rank; half of a backward pass is for the
+    stage's input, half for its weights."""
     case, machine = shown.case, shown.machine
-    priced = Passer(case, machine, ceilings_of(machine)).stages(list_stages(case))
-    held = count_held(case)
-    return tuple(_part(sum(items.values()) / held) for items in priced)
+    found = []
+    for items in StepPricer(case, machine, ceilings_of(machine)).stages(list_stages(case)):
+        seconds = sum(items.values()) / count_held(case)
+        back = BACKWARD_SHARE * seconds
+        found.append(StageSeconds(seconds - back, back / 2, back / 2))
+    return tuple(found)
 
 
-def _part(seconds: float) -> StageSeconds:
-    """A pass through a stage; half of the backward pass is for the stage's input, half for its weights."""
-    back = BACKWARD_SHARE * seconds
-    return StageSeconds(seconds - back, back / 2, back / 2)
+def pick_ranks(ranks: int, always: int = 0, most: int = MOST_RANKS) -> list[int]:
+    """At most `most` ranks from the first to the last, evenly spaced, including rank `always`."""
+    if ranks <= most:
+        return list(range(ranks))
+    chosen = [round(number * (ranks - 1) / (most - 1)) for number in range(most)]
+    nearest = min(range(1, most - 1), key=lambda place: abs(chosen[place] - always))
+    if always not in chosen:
+        chosen[nearest] = always
+    return chosen
 
 
-def _shorten(case: Case) -> Case:
-    """The same schedule with as many micro-batches as can be drawn, in whole rounds if the step has them."""
-    ranks, passes = case.degrees.pp, case.micro_batches
-    most = max(ranks, min(MOST_PASSES, MOST_STAGE_PASSES // count_held(case)))
-    shown = min(passes, most // ranks * ranks if passes % ranks == 0 else most)
-    return replace(case, global_batch=shown * case.micro_batch * case.degrees.data)
-
-
-# --- captions
-
-
-def _describe(shown: Estimate, drawn: Case, simulated: Simulated) -> str:
-    case, bubble = shown.case, shown.time.items.get(BUBBLE, 0.0)
-    held = count_held(case)
-    waiting = sum(simulated.idle_seconds(rank) for rank in range(simulated.ranks))
-    share = waiting / (simulated.ranks * simulated.seconds)
-    part = "" if drawn.micro_batches == case.micro_batches else ", of fewer micro-batches,"
-    return (
-        f"Schedule {case.schedule}: {case.degrees.pp} ranks with {held} {'stage' if held == 1 else 'stages'} each, "
-        f"{case.micro_batches:,} micro-batches a step. On the slowest rank the plan counts a bubble of "
-        f"{duration(bubble)}, {percent(bubble / shown.time.seconds)} of the step. In the picture{part} ranks wait "
-        f"{percent(share)} of the time on average, which for the others is for the slowest one too."
-    )
-
-
-def _told(case: Case, drawn: Case, ranks: list[int]) -> str:
+def _note(case: Case, passes: int, ranks: int) -> str:
     left_out = []
-    if drawn.micro_batches < case.micro_batches:
-        left_out.append(f"the first {drawn.micro_batches} of {case.micro_batches:,} micro-batches")
-    if len(ranks) < case.degrees.pp:
-        left_out.append(f"{len(ranks)} of {case.degrees.pp} ranks")
+    if passes < case.micro_batches:
+        left_out.append(f"the first {passes} of {case.micro_batches:,} micro-batches")
+    if ranks < case.degrees.pp:
+        left_out.append(f"{ranks} of {case.degrees.pp} ranks")
     cut = f"Drawn are {' and '.join(left_out)}. " if left_out else ""
     fainter = "Later stages of a rank are fainter. " if count_held(case) > 1 else ""
     return (
@@ -338,91 +330,51 @@ def _told(case: Case, drawn: Case, ranks: list[int]) -> str:
     )
 
 
-def _key(simulated: Simulated) -> dict[str, str]:
-    kinds = {box.action.kind for box in simulated.boxes}
-    back = "backward" if "weight" not in kinds else "backward, for inputs"
-    names: dict[Kind, str] = {"forward": "forward", "backward": back, "weight": "backward, for weights"}
-    return {**{names[kind]: role for kind, role in ROLES.items() if kind in kinds}, "waiting": "lane"}
-
-
 # --- the drawing
 
 
-@dataclass(frozen=True)
-class _Canvas:
-    """How seconds become pixels, and how many stages a rank has."""
-
-    scale: float
-    ranks: int
-    held: int
-    v_shaped: bool
-
-    def shade(self, box: Box) -> float:
-        """1 for the first stage of a rank, fainter for each later one."""
-        last = box.action.stage >= self.ranks
-        chunk = int(last) if self.v_shaped else box.action.stage // self.ranks
-        return 1 - chunk * (0.3 if self.held == 2 else 0.6 / max(1, self.held - 1))
-
-
 def _draw(simulated: Simulated, ranks: list[int], case: Case) -> str:
-    canvas = _Canvas(
-        (_WIDTH - _LEFT - 8) / simulated.seconds, simulated.ranks, simulated.held, case.schedule == SPLIT[1]
-    )
+    width = _WIDTH - _LEFT - 8
+    scale = width / simulated.seconds
     parts: list[str] = []
     for row, rank in enumerate(ranks):
-        lane = Frame(_LEFT, _TOP + row * (_LANE + 3), _WIDTH - _LEFT - 8, _LANE)
-        parts.append(text((_LEFT - 8, lane.y + 16), f"rank {rank}", "", "end"))
-        parts.append(rect(lane, "lane"))
-        parts += _boxes(simulated.of_rank(rank), lane, canvas)
+        lane = Frame(_LEFT, _TOP + row * (_LANE + 3), width, _LANE)
+        parts += [text((_LEFT - 8, lane.y + 16), f"rank {rank}", "", "end"), rect(lane, "lane")]
+        parts += _boxes(simulated, rank, lane, v_shaped=case.schedule == SPLIT[1])
     bottom = _TOP + len(ranks) * (_LANE + 3)
-    parts += _axis(simulated.seconds, canvas.scale, bottom)
+    unit, name = (1e-3, "ms") if simulated.seconds < 1 else (1.0, "s")
+    for tick in nice_ticks(simulated.seconds / unit, 8):
+        anchor = "start" if tick == 0 else "middle"
+        parts.append(text((_LEFT + tick * unit * scale, bottom + 14), f"{tick:,g} {name}", "soft", anchor))
     label = f"Schedule {case.schedule} of {case.micro_batches} micro-batches on {simulated.ranks} ranks over time"
     return render_drawing((_WIDTH, bottom + 22), label, parts, least=900)
 
 
-def _boxes(boxes: tuple[Box, ...], lane: Frame, canvas: _Canvas) -> Iterator[str]:
-    """Numbered boxes if they are wide enough, else one outline per colour."""
-    widths = [(box.end - box.start) * canvas.scale for box in boxes]
+def _boxes(simulated: Simulated, rank: int, lane: Frame, *, v_shaped: bool) -> Iterator[str]:
+    """The passes of a rank: numbered boxes if they are wide enough, else one outline per colour."""
+    boxes, scale, held = simulated.of_rank(rank), lane.width / simulated.seconds, simulated.held
+
+    def shade(box: Box) -> str:
+        """1 for the first stage of a rank, fainter for each later one."""
+        stage = box.action.stage
+        chunk = int(stage >= simulated.ranks) if v_shaped else stage // simulated.ranks
+        return f"{1 - chunk * (0.3 if held == 2 else 0.6 / max(1, held - 1)):.2f}"
+
+    widths = [(box.end - box.start) * scale for box in boxes]
     if min(widths) >= _NUMBERED:
-        for box in boxes:
-            yield from _numbered(box, lane, canvas)
+        for box, width in zip(boxes, widths, strict=True):
+            action, frame = box.action, Frame(lane.x + box.start * scale, lane.y + 1, width, lane.height - 2)
+            took = duration(box.end - box.start)
+            tip = f"{action.kind}, stage {action.stage}, micro-batch {action.micro_batch}: {took}"
+            outline = rect(frame, f"{colour_of(_CONCEPTS[action.kind])} box", tip)
+            yield f'<g fill-opacity="{shade(box)}">{outline}</g>'
+            yield text((frame.x + frame.width / 2, frame.y + 15), str(action.micro_batch), "on", "middle")
         return
-    outlines: dict[tuple[Kind, float], list[str]] = {}
+    outlines: dict[tuple[Kind, str], list[str]] = {}
     for box, width in zip(boxes, widths, strict=True):
-        x = lane.x + box.start * canvas.scale
+        x = lane.x + box.start * scale
         path = f"M{x:.1f} {lane.y + 1:.0f}h{width:.2f}v{lane.height - 2:.0f}h-{width:.2f}z"
-        outlines.setdefault((box.action.kind, canvas.shade(box)), []).append(path)
+        outlines.setdefault((box.action.kind, shade(box)), []).append(path)
     edge = " box" if min(widths) >= 3 else ""
-    for (kind, shade), paths in outlines.items():
-        yield f'<path d="{"".join(paths)}" class="{ROLES[kind]}{edge}" fill-opacity="{shade:.2f}"/>'
-
-
-def _numbered(box: Box, lane: Frame, canvas: _Canvas) -> Iterator[str]:
-    frame = Frame(lane.x + box.start * canvas.scale, lane.y + 1, (box.end - box.start) * canvas.scale, lane.height - 2)
-    action = box.action
-    told = f"{action.kind}, stage {action.stage}, micro-batch {action.micro_batch}: {duration(box.end - box.start)}"
-    yield f'<g fill-opacity="{canvas.shade(box):.2f}">{rect(frame, f"{ROLES[action.kind]} box", told)}</g>'
-    yield text((frame.x + frame.width / 2, frame.y + 15), str(action.micro_batch), "on", "middle")
-
-
-def _axis(seconds: float, scale: float, bottom: float) -> Iterator[str]:
-    unit, name = (1e-3, "ms") if seconds < 1 else (1.0, "s")
-    for tick in nice_ticks(seconds / unit, 8):
-        anchor = "start" if tick == 0 else "middle"
-        yield text((_LEFT + tick * unit * scale, bottom + 14), f"{tick:,g} {name}", "soft", anchor)
-
-
-def _table_of_ranks(simulated: Simulated, ranks: list[int]) -> TableBlock:
-    total = simulated.seconds
-    rows = tuple(
-        (
-            f"rank {rank}",
-            duration(total - simulated.idle_seconds(rank)),
-            duration(simulated.idle_seconds(rank)),
-            percent(simulated.idle_seconds(rank) / total),
-            f"{simulated.in_flight(rank):.3g}",
-        )
-        for rank in ranks
-    )
-    columns = ("pipeline rank", "works", "waits", "waits, share", "micro-batches kept at most")
-    return TableBlock(f"The picture in numbers: {duration(total)}", columns, rows)
+    for (kind, faint), paths in outlines.items():
+        yield f'<path d="{"".join(paths)}" class="{colour_of(_CONCEPTS[kind])}{edge}" fill-opacity="{faint}"/>'

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from shardway.plan.case import Case
-from shardway.plan.emit.common import (
+from shardway.plan.case import Case, layers_of_stages
+from shardway.plan.export.common import (
     Emitted,
     EmittedHeader,
     Settings,
@@ -36,7 +36,6 @@ from shardway.plan.emit.common import (
     write_flags,
 )
 from shardway.plan.shapes.architecture import AttentionShape
-from shardway.plan.stages import layers_of_stages
 
 # --- notes on Megatron Core
 
@@ -78,15 +77,6 @@ def needs_layout(case: Case) -> bool:
 def describe_megatron(case: Case, library: str, priced_as: Collection[str]) -> Iterator[str]:
     """Notes for either library; `priced_as` are the engines whose prediction is that of the library."""
     yield from describe_engine(case, library, priced_as)
-    yield from _describe_sharing(case)
-    yield from _describe_pipeline(case)
-    yield from _describe_products(case)
-    yield from describe_optimizer(case, library, OPTIMIZERS)
-    yield from _describe_rest(case)
-    yield from _describe_vocabulary(case)
-
-
-def _describe_sharing(case: Case) -> Iterator[str]:
     if not keeps_mapping(case):
         yield from describe_order(case, "Megatron")
     if uses_fsdp(case) and case.optimizer == "muon":
@@ -98,32 +88,14 @@ def _describe_sharing(case: Case) -> Iterator[str]:
             "Megatron-FSDP wants CUDA_DEVICE_MAX_CONNECTIONS above 1, and tp or cp want it at 1 before Blackwell: "
             "expect less overlap than predicted."
         )
-
-
-def _describe_pipeline(case: Case) -> Iterator[str]:
-    if case.degrees.pp == 1:
-        return
-    schedule = schedule_of(case)
-    stand_in = "the interleaved 1F1B" if virtual_stages(case) else "1F1B"
-    if schedule not in ("1f1b", "interleaved"):
-        yield f"Megatron has no schedule {schedule}: it runs {stand_in}, with another bubble and other memory."
-    if schedule == "interleaved" and case.micro_batches % case.degrees.pp:
-        yield (
-            f"Megatron interleaves groups of {case.degrees.pp} micro-batches, and the plan's {case.micro_batches} are "
-            "no multiple of that: set the size of a group of micro-batches, or change the batch."
-        )
-
-
-def _describe_products(case: Case) -> Iterator[str]:
+    yield from _describe_pipeline(case)
     if case.precision == "tf32":
         yield "Megatron has no option for tf32: the file says fp32, and NVIDIA_TF32_OVERRIDE=1 sets the rest."
     if case.precision == "fp8":
         yield "The plan does not say how fp8 is scaled; the file says by tensor, from the values at hand."
     if case.low_bits:
         yield f"{case.precision} needs Transformer Engine and a GPU that has it; weights are gathered in bf16."
-
-
-def _describe_rest(case: Case) -> Iterator[str]:
+    yield from describe_optimizer(case, library, OPTIMIZERS)
     if case.recompute in ("products", "operators"):
         yield (
             f'Megatron recomputes named modules, the plan "{case.recompute}": nothing is recomputed, which takes more '
@@ -142,14 +114,25 @@ def _describe_rest(case: Case) -> Iterator[str]:
     whole = 2 * case.degrees.cp if case.degrees.cp > 1 else 1
     if case.seq_len % whole:
         yield f"Megatron refuses sequences that are no multiple of 2 x cp = {whole}, and the plan has {case.seq_len}."
-
-
-def _describe_vocabulary(case: Case) -> Iterator[str]:
-    """Megatron rounds the vocabulary up to a multiple of 128 for each rank of the tensor axis."""
+    # Megatron rounds the vocabulary up to a multiple of 128 for each rank of the tensor axis
     unit = 128 * case.degrees.tp
     padded = -(-case.model.vocab // unit) * unit
     if padded != case.model.vocab:
         yield f"Megatron makes {padded:,} entries of the vocabulary of {case.model.vocab:,}, a multiple of 128 x tp."
+
+
+def _describe_pipeline(case: Case) -> Iterator[str]:
+    if case.degrees.pp == 1:
+        return
+    schedule = schedule_of(case)
+    stand_in = "the interleaved 1F1B" if virtual_stages(case) else "1F1B"
+    if schedule not in ("1f1b", "interleaved"):
+        yield f"Megatron has no schedule {schedule}: it runs {stand_in}, with another bubble and other memory."
+    if schedule == "interleaved" and case.micro_batches % case.degrees.pp:
+        yield (
+            f"Megatron interleaves groups of {case.degrees.pp} micro-batches, and the plan's {case.micro_batches} are "
+            "no multiple of that: set the size of a group of micro-batches, or change the batch."
+        )
 
 
 # --- settings by the names of TransformerConfig
@@ -339,34 +322,31 @@ _PRECISION: Mapping[str, Settings] = {
 def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
     """megatron.sh."""
     left = "the data, the tokenizer, the number of iterations, the learning rate, the folders of checkpoints"
-    told = gather(
+    notes = gather(
         [*describe_model(case), *describe_megatron(case, "Megatron-LM", _PRICED_AS), *describe_script(case, left)]
     )
-    head = EmittedHeader(case, prediction_lines, degrees_of(case), told)
-    return Emitted((write(FILE, head, _body(case)),), told)
+    head = EmittedHeader(case, prediction_lines, degrees_of(case), notes)
+    return Emitted((write(FILE, head, _body(case)),), notes)
 
 
 def _body(case: Case) -> str:
+    checkpoints: Settings = {"ckpt_format": "fsdp_dtensor"} if uses_fsdp(case) else {}
     groups = {
         "model": model_flags(case),
         "layout": {**dashed(degree_settings(case)), **_pipeline(case)},
         "batch": {"micro-batch-size": case.micro_batch, "global-batch-size": case.global_batch},
-        "states": _states(case),
+        "states": dashed({**optimizer_settings(case), **state_settings(case), **checkpoints}),
         "formats": {**_PRECISION.get(case.precision, {}), **_gradients(case)},
         "kernels": dashed(kernel_settings(case)),
     }
+    # CUDA_DEVICE_MAX_CONNECTIONS: one queue orders collectives of tp and cp; Megatron-FSDP refuses it.
+    connections = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if case.degrees.tp * case.degrees.cp > 1 else ""
+    connections = "unset CUDA_DEVICE_MAX_CONNECTIONS\n" if uses_fsdp(case) else connections
     arrays = "".join(f"  # {name}\n{write_flags(flags)}" for name, flags in groups.items())
     return (
         f'# source {FILE}; torchrun ... pretrain_gpt.py "${{MEGATRON_ARGS[@]}}" and your own flags\n'
-        f"EXPECTED_RANKS={case.degrees.world}\n{_connections(case)}\nMEGATRON_ARGS=(\n{arrays})\n"
+        f"EXPECTED_RANKS={case.degrees.world}\n{connections}\nMEGATRON_ARGS=(\n{arrays})\n"
     )
-
-
-def _connections(case: Case) -> str:
-    """CUDA_DEVICE_MAX_CONNECTIONS: one queue orders collectives of tp and cp; Megatron-FSDP refuses it."""
-    if uses_fsdp(case):
-        return "unset CUDA_DEVICE_MAX_CONNECTIONS\n"
-    return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if case.degrees.tp * case.degrees.cp > 1 else ""
 
 
 def _pipeline(case: Case) -> Settings:
@@ -387,8 +367,3 @@ def _gradients(case: Case) -> Settings:
         "accumulate-allreduce-grads-in-fp32": wide,
         "grad-reduce-in-bf16": not wide and case.precision != "fp16",
     }
-
-
-def _states(case: Case) -> Settings:
-    checkpoints: Settings = {"ckpt_format": "fsdp_dtensor"} if uses_fsdp(case) else {}
-    return dashed({**optimizer_settings(case), **state_settings(case), **checkpoints})

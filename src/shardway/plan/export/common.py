@@ -15,14 +15,16 @@ import math
 import re
 import shlex
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import groupby
+from types import MappingProxyType
 from typing import TypeAlias
 
-from shardway.plan.case import Case, Schedule
+from shardway.errors import Problem, UserError, render_problems
+from shardway.plan.case import Case, Schedule, layers_of_stages
 from shardway.plan.shapes.architecture import Architecture, ExpertsShape, LayerShape
-from shardway.plan.stages import layers_of_stages
 
 # --- settings as TOML, YAML, shell arrays and Python calls
 
@@ -123,14 +125,32 @@ class EmittedFile:
 
 @dataclass(frozen=True)
 class Emitted:
-    """The files of one library; `told` are sentences on what it cannot express and what the user still has to set."""
+    """The files of one library; `notes` are sentences on what it cannot express and what the user still has to set."""
 
     files: tuple[EmittedFile, ...]
-    told: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
-Emitter = Callable[[Case, Sequence[str]], Emitted]
-"""A function of a case and the lines of its prediction."""
+ENGINES: Mapping[str, str] = MappingProxyType(
+    {
+        "torchtitan": "torchtitan",
+        "megatron": "megatron",
+        "deepspeed": "deepspeed",
+        "accelerate": "fsdp2",
+        "nemo": "nemo",
+    }
+)
+"""The libraries that a plan can be exported to, each with the engine whose prediction goes with its configuration; each
+has a module of its name, whose `emit` makes the files of a case, with the lines of its prediction."""
+
+
+def emit(library: str, case: Case, prediction_lines: Sequence[str]) -> Emitted:
+    """A case as that library's configuration. Raises UserError with the known libraries."""
+    if library not in ENGINES:
+        problem = Problem("--emit", f'"{library}" is not known', allowed=", ".join(ENGINES))
+        raise UserError(render_problems("the plan", [problem]))
+    written: Emitted = import_module(f"shardway.plan.export.{library}").emit(case, prediction_lines)
+    return written
 
 
 @dataclass(frozen=True)
@@ -140,29 +160,22 @@ class EmittedHeader:
     case: Case
     prediction: Sequence[str]
     degrees: Mapping[str, int]
-    told: Sequence[str]
-
-    @property
-    def ranks(self) -> int:
-        """The product of the file's degrees."""
-        return math.prod(self.degrees.values())
+    notes: Sequence[str]
 
     def lines(self) -> list[str]:
         """The lines without comment marks."""
-        told = [line for sentence in self.told for line in _item(sentence)]
-        heading = ["Still to do, or different from the plan:"] if told else []
-        return [*self.prediction, *_wrapped(f"{self.case.model.name}: {self._degrees()}"), *heading, *told]
+        product = " x ".join(f"{name} {size}" for name, size in self.degrees.items() if size > 1) or "1"
+        there, wanted = math.prod(self.degrees.values()), self.case.degrees.world
+        compared = f"but the plan has {wanted}: what is missing is told below."
+        compared = "as many as in the plan." if there == wanted else compared
+        degrees = _wrapped(f"{self.case.model.name}: degrees {product} = {there} ranks, {compared}")
+        heading = ["Still to do, or different from the plan:"] if self.notes else []
+        notes = [f"{'  ' if place else '- '}{line}" for note in self.notes for place, line in enumerate(_wrapped(note))]
+        return [*self.prediction, *degrees, *heading, *notes]
 
     def comment(self, mark: str = "#") -> str:
         """The lines as a comment, with a newline at the end."""
         return "".join(f"{mark} {line}".rstrip() + "\n" for line in self.lines())
-
-    def _degrees(self) -> str:
-        product = " x ".join(f"{name} {size}" for name, size in self.degrees.items() if size > 1) or "1"
-        there, wanted = self.ranks, self.case.degrees.world
-        if there == wanted:
-            return f"degrees {product} = {there} ranks, as many as in the plan."
-        return f"degrees {product} = {there} ranks, but the plan has {wanted}: what is missing is told below."
 
 
 def write(name: str, head: EmittedHeader, body: str) -> EmittedFile:
@@ -177,11 +190,6 @@ def gather(sentences: Iterable[str]) -> tuple[str, ...]:
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
-
-
-def _item(sentence: str) -> list[str]:
-    first, *rest = _wrapped(sentence)
-    return [f"- {first}", *(f"  {line}" for line in rest)]
 
 
 # --- uniform layers
@@ -343,10 +351,10 @@ def describe_dropout(case: Case, library: str) -> Iterator[str]:
         yield f"The plan has dropout, and the models of {library} have none."
 
 
-def describe_tf32(case: Case, said: str) -> Iterator[str]:
-    """A note if tf32 is a setting of PyTorch alone; `said` is what the files have instead."""
+def describe_tf32(case: Case, instead: str) -> Iterator[str]:
+    """A note if tf32 is a setting of PyTorch alone; `instead` is what the files have instead."""
     if case.precision == "tf32":
-        yield f'{said}: set torch.set_float32_matmul_precision("high") for tf32.'
+        yield f'{instead}: set torch.set_float32_matmul_precision("high") for tf32.'
 
 
 def describe_offload(case: Case, library: str) -> Iterator[str]:

@@ -1,6 +1,8 @@
 """The memory of one rank of each pipeline stage, item by item: parameters, states, activations, overheads.
 
 Invariants:
+- Counts bytes of tensors that autograd saves, each once, with what splits it; for the layer of Korthikanti et al. they
+  sum to its published 34 sbh + 5 a s^2 b (arXiv:2205.05198, section 4.1).
 - Experts are counted separately, since other ranks share their states.
 - Overheads are read from `overheads.toml`, which states what they were fitted on; no such number is written here.
 - Items add up to `allocated`, which is what `torch.cuda.max_memory_allocated` reports; `reserved` adds what the caching
@@ -17,16 +19,232 @@ once; `load` reads into existing tensors.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from types import MappingProxyType
 
-from shardway.plan.activation_memory import kept_bytes, whole_bytes
-from shardway.plan.case import Case
-from shardway.plan.shapes.architecture import LayerRun, LayerShape, Matrix
-from shardway.plan.stages import StageLayers, kept_micro_batches, list_stages
+from shardway.plan.case import Case, Recompute, StageLayers, kept_micro_batches, list_stages
+from shardway.plan.shapes.architecture import AttentionShape, LayerRun, LayerShape, Matrix
+
+# --- the tensors of a micro-batch that a layer keeps for its backward pass
+
+MASK_BYTES = 1
+EXPERT_IMBALANCE = 0.5
+ONLY_PRODUCTS = (
+    "result of attention's last product",
+    "result of feed-forward's last product",
+    "summands of attention's last product",
+    "summands of feed-forward's last product",
+)
+"""Inputs that the backward pass itself does not need, but recompute of other operators does."""
+
+STATISTIC_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ActivationRules:
+    """What decides what a layer keeps. `input_bytes`: of product inputs; `tp`, `ep`, `etp`: degrees."""
+
+    recompute: Recompute
+    value_bytes: int
+    input_bytes: int
+    seq_len: int
+    tp: int
+    stream_split: int
+    ep: int
+    etp: int
+    flash: bool
+    dropout: bool
+    fused_norms: bool
+    fused_activations: bool
+    fused_scores: bool
+    norm_bytes: int
+    """Bytes of a norm's input."""
+    stream_bytes: int
+    casts_each: bool
+    whole_regions: bool
+
+    @property
+    def region_split(self) -> str:
+        """What splits the input of a region of the tensor axis."""
+        return "none" if self.whole_regions else "stream"
+
+
+def _rules_of(case: Case) -> ActivationRules:
+    """The rules of a case; an engine may keep inputs of products in the format in which they are multiplied."""
+    engine, degrees = case.engine, case.degrees
+    return ActivationRules(
+        recompute=case.recompute,
+        value_bytes=case.value_bytes,
+        input_bytes=1 if case.low_bits and engine.keeps_low_bits else case.value_bytes,
+        seq_len=case.seq_len,
+        tp=degrees.tp,
+        stream_split=case.stream_split,
+        ep=degrees.ep,
+        etp=degrees.etp,
+        flash=case.flash,
+        dropout=case.dropout,
+        fused_norms=engine.fused_norms or case.compiled,
+        fused_activations=engine.fused_activations or case.compiled,
+        fused_scores=engine.fused_scores,
+        norm_bytes=4 if case.casts_each else case.value_bytes,
+        stream_bytes=case.stream_bytes,
+        casts_each=case.casts_each and not case.compiled,
+        whole_regions=engine.whole_regions,
+    )
+
+
+@dataclass(frozen=True)
+class SavedActivation:
+    """A tensor of `bytes_per_token`, before anything splits it.
+
+    `split`: "tensor" (features or heads; of experts, or the rows of their tokens), "stream" (by sequence if the tensor
+    axis does that), "none".
+    `product` is the part of it that is a result of a product (or of attention) or the layer's input; `second` the part
+    that remains if only every second product's result is kept.
+    """
+
+    name: str
+    bytes_per_token: float
+    split: str = "stream"
+    product: float = 0.0
+    second: float = 0.0
+
+
+def list_saved(layer: LayerShape, how: ActivationRules) -> tuple[SavedActivation, ...]:
+    """All that a layer saves if nothing is recomputed."""
+    found: list[SavedActivation] = []
+    for attention in layer.attentions:
+        found += _attention(layer, attention, how)
+    found += _mixture(layer, how) if layer.experts else _feed_forward(layer, how)
+    return tuple(found)
+
+
+def kept_bytes(layer: LayerShape, case: Case) -> float:
+    """Bytes per token of the micro-batch that a layer keeps under the recompute of the case, on one rank."""
+    return _layer_bytes(layer, _rules_of(case))[0]
+
+
+def whole_bytes(layer: LayerShape, case: Case) -> float:
+    """The same without recompute: what one layer needs while it is computed again."""
+    return _layer_bytes(layer, _rules_of(case))[1]
+
+
+@lru_cache(maxsize=4096)
+def _layer_bytes(layer: LayerShape, how: ActivationRules) -> tuple[float, float]:
+    """Both values at once, cached, since a search asks for the same layer thousands of times."""
+    ranks = {"tensor": how.tp, "stream": how.stream_split, "none": 1}
+    saved = [(each, each.bytes_per_token / ranks[each.split]) for each in list_saved(layer, how)]
+    whole = sum(size for each, size in saved if each.name not in ONLY_PRODUCTS)
+    if how.recompute == "full":
+        return layer.hidden * how.stream_bytes / how.stream_split, whole
+    return sum(size * _kept_part(each, how) for each, size in saved), whole
+
+
+def _kept_part(saved: SavedActivation, how: ActivationRules) -> float:
+    if how.recompute == "none":
+        return float(saved.name not in ONLY_PRODUCTS)
+    if how.recompute == "selective":
+        return float(not saved.name.startswith("scores") and saved.name not in ONLY_PRODUCTS)
+    return saved.product if how.recompute == "products" else saved.second
+
+
+def _attention(layer: LayerShape, attention: AttentionShape, how: ActivationRules) -> Iterator[SavedActivation]:
+    size, width = how.value_bytes, layer.hidden
+    stream = how.stream_bytes / how.norm_bytes
+    yield SavedActivation("input of attention's norm", width * how.norm_bytes, product=stream, second=stream)
+    yield from _norm(width, how)
+    copies = attention.input_products if how.casts_each else 1
+    yield SavedActivation("input of queries, keys, values", copies * width * how.input_bytes, how.region_split)
+    if attention.latent is not None:
+        latent = attention.latent
+        yield SavedActivation(
+            "latents before and after their norms", 2 * (latent.q_rank + latent.kv_rank) * size, "none", 0.5, 0.5
+        )
+    yield SavedActivation("queries", attention.qk_width * size, "tensor", product=1, second=1)
+    split_heads = attention.latent is not None or attention.kv_heads % how.tp == 0
+    # With fewer heads than ranks each rank has one of them.
+    kv_width = attention.kv_width if split_heads else attention.kv_width // attention.kv_heads
+    yield SavedActivation(
+        "keys and values", kv_width * size, "tensor" if split_heads else "none", product=1, second=0.5
+    )
+    if not how.flash:
+        yield from _scores(attention, how)
+    else:
+        yield SavedActivation("sums of exponentials", attention.heads * STATISTIC_BYTES, "tensor", product=1, second=1)
+    yield SavedActivation("output of attention", attention.value_width * size, "tensor", product=1, second=1)
+    yield SavedActivation(ONLY_PRODUCTS[0], width * size, product=1)
+    yield from _summands(ONLY_PRODUCTS[2], width, how)
+    if how.dropout:
+        yield SavedActivation("mask of dropout after attention", width * MASK_BYTES)
+
+
+def _summands(name: str, width: int, how: ActivationRules) -> Iterator[SavedActivation]:
+    """Summands of all tokens on each rank of the tensor axis, whatever splits their sum."""
+    if how.whole_regions and how.tp > 1:
+        yield SavedActivation(name, width * how.value_bytes, "none", product=1)
+
+
+def _norm(width: int, how: ActivationRules) -> Iterator[SavedActivation]:
+    """What an unfused norm keeps beside its input: a copy in fp32, and the result before its gain."""
+    if not (how.fused_norms):
+        yield SavedActivation("copies in a norm", width * (4 + how.value_bytes))
+
+
+def _scores(attention: AttentionShape, how: ActivationRules) -> Iterator[SavedActivation]:
+    """Softmax, and with dropout its mask and result: 5 bytes per score in 16 bits."""
+    scores = attention.heads * how.seq_len
+    yield SavedActivation("scores after softmax", scores * how.value_bytes, "tensor")
+    if not how.fused_scores:
+        yield SavedActivation(
+            "scores before softmax, and their mask", scores * (how.value_bytes + 4 + MASK_BYTES), "tensor"
+        )
+    if how.dropout:
+        yield SavedActivation("scores after dropout, and its mask", scores * (how.value_bytes + MASK_BYTES), "tensor")
+
+
+def _feed_forward(layer: LayerShape, how: ActivationRules) -> Iterator[SavedActivation]:
+    size = how.value_bytes
+    yield SavedActivation("input of feed-forward's norm", layer.hidden * how.norm_bytes)
+    yield from _norm(layer.hidden, how)
+    copies = layer.gate_products if how.casts_each else 1
+    yield SavedActivation("input of feed-forward", copies * layer.hidden * how.input_bytes, how.region_split)
+    yield from _activation(layer, layer.ffn, 1, how)
+    yield SavedActivation(ONLY_PRODUCTS[1], layer.hidden * size, product=1, second=1)
+    yield from _summands(ONLY_PRODUCTS[3], layer.hidden, how)
+    if how.dropout:
+        yield SavedActivation("mask of dropout after feed-forward", layer.hidden * MASK_BYTES)
+
+
+def _activation(layer: LayerShape, width: int, copies: float, how: ActivationRules) -> Iterator[SavedActivation]:
+    """Tensors between the two products of a feed-forward layer (or of `copies` experts)."""
+    wide, size = 2 if layer.gated else 1, how.value_bytes
+    yield SavedActivation("input of the activation", copies * wide * width * size, "tensor", product=1, second=1 / wide)
+    if layer.gated and not (how.fused_activations):
+        yield SavedActivation("gate after its function", copies * width * size, "tensor")
+    yield SavedActivation("output of the activation", copies * width * how.input_bytes, "tensor")
+
+
+def _mixture(layer: LayerShape, how: ActivationRules) -> Iterator[SavedActivation]:
+    mixture, size = layer.experts, how.value_bytes
+    if mixture is None:
+        return
+    yield SavedActivation("input of the router's norm", layer.hidden * how.norm_bytes)
+    yield from _norm(layer.hidden, how)
+    yield SavedActivation("input of the router", layer.hidden * how.norm_bytes)
+    yield SavedActivation("scores of the router", mixture.count * STATISTIC_BYTES, "none")
+    # Tokens of the busiest rank over the mean: an assumption, approaching 1.5 for large ep.
+    copies = mixture.per_token * (1 + EXPERT_IMBALANCE * (1 - 1 / how.ep))
+    # Tokens reach experts once each; if experts are not split, the tensor ranks share their rows.
+    split = "tensor" if how.etp == 1 else "stream"
+    yield SavedActivation("tokens sent to experts", copies * layer.hidden * how.input_bytes, split)
+    yield from _activation(layer, mixture.dim, copies, how)
+    yield SavedActivation("results of experts", copies * layer.hidden * size, split, product=1, second=1)
+    if mixture.shared_dim:
+        yield from _activation(layer, mixture.shared_dim, 1, how)
+
 
 # --- parameters of one rank before sharding
 
@@ -42,6 +260,11 @@ class LocalParameters:
     largest_experts: float
 
     @property
+    def layers(self) -> float:
+        """Those of layers, experts included."""
+        return self.dense + self.experts
+
+    @property
     def total(self) -> float:
         """All of them."""
         return self.dense + self.experts + self.ends
@@ -49,80 +272,50 @@ class LocalParameters:
 
 def count_local(case: Case, stage: StageLayers) -> LocalParameters:
     """The elements on a rank of a stage, after tensor, expert and pipeline cuts."""
-    dense = [(layer_dense(run.layer, case), run.count) for run in stage.layers]
-    experts = [(layer_experts(run.layer, case), run.count) for run in stage.layers]
+    model, tp = case.model, case.degrees.tp
+    layers = [(*count_layer(run.layer, case), run.count) for run in stage.layers]
+    # The ends are the embedding, and the head with its norm; a tied one is on both ends of a pipeline.
+    embedding = model.embedding_parameters / tp if stage.first else 0.0
+    head = model.head_parameters / tp + model.final_norm_parameters if stage.last else 0.0
+    copied = model.embedding_parameters / tp if stage.last and not stage.first and model.tied else 0.0
     return LocalParameters(
-        dense=sum(size * count for size, count in dense),
-        experts=sum(size * count for size, count in experts),
-        ends=_count_ends(case, stage),
-        largest_dense=max((size for size, _ in dense), default=0.0),
-        largest_experts=max((size for size, _ in experts), default=0.0),
+        dense=sum(dense * count for dense, _, count in layers),
+        experts=sum(experts * count for _, experts, count in layers),
+        ends=embedding + head + copied,
+        largest_dense=max((dense for dense, _, _ in layers), default=0.0),
+        largest_experts=max((experts for _, experts, _ in layers), default=0.0),
     )
 
 
-def layer_dense(layer: LayerShape, case: Case) -> float:
-    """Elements of a layer without its experts."""
-    return _count_layer(layer, _cut_of(case)).dense
-
-
-def layer_experts(layer: LayerShape, case: Case) -> float:
-    """Elements of a layer's experts on one rank."""
-    return _count_layer(layer, _cut_of(case)).experts
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """Ranks of the tensor axis, and of the axes that experts are split over; `whole`: keys and values whose heads these
-    do not divide are not cut at all."""
-
-    tp: int
-    experts: int
-    whole: bool
-
-
-@dataclass(frozen=True)
-class _LayerElements:
-    dense: float
-    experts: float
-
-
-def _cut_of(case: Case) -> _Cut:
-    return _Cut(case.degrees.tp, case.degrees.ep * case.degrees.etp, case.engine.whole_regions)
+def count_layer(layer: LayerShape, case: Case) -> tuple[float, float]:
+    """Elements of a layer on one rank: without its experts, and of its experts."""
+    return _count_layer(layer, case.degrees.tp, case.degrees.ep * case.degrees.etp, case.engine.whole_regions)
 
 
 @lru_cache(maxsize=4096)
-def _count_layer(layer: LayerShape, cut: _Cut) -> _LayerElements:
+def _count_layer(layer: LayerShape, tp: int, experts: int, whole_regions: bool) -> tuple[float, float]:
     """Both at once, cached, since a search asks for the same layer thousands of times."""
-    dense = sum(_local(each, cut) for each in layer.matrices if each.part != "experts")
-    experts = sum(_local(each, cut) for each in layer.matrices if each.part == "experts")
-    return _LayerElements(dense + layer.norm_parameters, experts)
 
+    def local(matrix: Matrix) -> float:
+        # With whole regions, keys and values whose heads the tensor axis does not divide are not cut at all.
+        whole = whole_regions and matrix.kv_heads % tp > 0
+        return matrix.parameters / (1 if whole else _split(matrix, tp, experts))
 
-def _local(matrix: Matrix, cut: _Cut) -> float:
-    whole = cut.whole and matrix.kv_heads % cut.tp > 0
-    return matrix.parameters / (1 if whole else _split(matrix, cut))
+    dense = sum(local(each) for each in layer.matrices if each.part != "experts")
+    return dense + layer.norm_parameters, sum(local(each) for each in layer.matrices if each.part == "experts")
 
 
 def matrix_split(matrix: Matrix, case: Case) -> int:
     """Ranks that a matrix (all copies of it) is cut over; keys and values are cut at most to one head."""
-    return _split(matrix, _cut_of(case))
+    return _split(matrix, case.degrees.tp, case.degrees.ep * case.degrees.etp)
 
 
-def _split(matrix: Matrix, cut: _Cut) -> int:
+def _split(matrix: Matrix, tp: int, experts: int) -> int:
     if matrix.part == "experts":
-        return cut.experts
+        return experts
     if matrix.split == "none":
         return 1
-    return min(cut.tp, matrix.kv_heads) if matrix.kv_heads else cut.tp
-
-
-def _count_ends(case: Case, stage: StageLayers) -> float:
-    """Embedding and head with its norm; a tied one is on both ends of a pipeline."""
-    model, tp = case.model, case.degrees.tp
-    embedding = model.embedding_parameters / tp if stage.first else 0.0
-    head = model.head_parameters / tp + model.final_norm_parameters if stage.last else 0.0
-    copied = model.embedding_parameters / tp if stage.last and not stage.first and model.tied else 0.0
-    return embedding + head + copied
+    return min(tp, matrix.kv_heads) if matrix.kv_heads else tp
 
 
 # --- overheads of a device, and the uncertainty
@@ -328,24 +521,18 @@ def _kept_copies(case: Case, stage: StageLayers) -> float:
     if not case.casts_weights:
         return 0.0
     head = case.model.head.parameters / case.degrees.tp if stage.last else 0.0
-    return case.value_bytes * (head + (_layer_elements(case, stage) if case.recompute == "none" else 0.0))
-
-
-def _layer_elements(case: Case, stage: StageLayers) -> float:
-    local = count_local(case, stage)
-    return local.dense + local.experts
+    return case.value_bytes * (head + (count_local(case, stage).layers if case.recompute == "none" else 0.0))
 
 
 def _working(case: Case, stage: StageLayers) -> float:
     """The larger of the loss and the backward pass through one layer: the loss ends when the backward pass begins."""
     back = max((_way_back(case, run) for run in stage.layers), default=0.0)
-    return max(back, loss_bytes(case) + _cached_copies(case, stage) if stage.last else 0.0)
-
-
-def _cached_copies(case: Case, stage: StageLayers) -> float:
-    """Copies of weights that autocast caches until the loss is computed, beyond those kept for the backward pass."""
+    if not stage.last:
+        return max(back, 0.0)
+    # Copies of weights that autocast caches until the loss is computed, beyond those kept for the backward pass.
     cached = case.casts_weights and case.degrees.pp == 1 and case.recompute != "none"
-    return case.value_bytes * _layer_elements(case, stage) if cached else 0.0
+    copies = case.value_bytes * count_local(case, stage).layers if cached else 0.0
+    return max(back, loss_bytes(case) + copies)
 
 
 def _way_back(case: Case, run: LayerRun) -> float:
@@ -402,7 +589,7 @@ def _messages(case: Case) -> float:
 
 
 @dataclass(frozen=True)
-class Moments:
+class BetweenSteps:
     """Bytes of one rank. The allocator keeps the memory of a step, so nvidia-smi shows at least a step's peak while a
     checkpoint is written; a rank that resumes has not taken a step yet."""
 
@@ -414,11 +601,11 @@ class Moments:
     """On the device while it is read: the same, and the largest tensor in transit."""
 
 
-def estimate_moments(case: Case, peak: StageMemory) -> Moments:
-    """The moments of the rank of `peak`."""
+def estimate_between_steps(case: Case, peak: StageMemory) -> BetweenSteps:
+    """What the rank of `peak` holds between steps."""
     kept = peak.weights + peak.optimizer
     stage = list_stages(case)[peak.rank]
     local = count_local(case, stage)
     matrices = [matrix.parameters / matrix_split(matrix, case) for run in stage.layers for matrix in run.layer.matrices]
     largest = max([*matrices, local.ends]) / (case.degrees.shards if case.zero == 3 else 1)
-    return Moments(kept, kept + peak.host, kept + largest * case.kept_weight_bytes)
+    return BetweenSteps(kept, kept + peak.host, kept + largest * case.kept_weight_bytes)

@@ -1,116 +1,103 @@
-"""Building blocks of a plan's page: style sheet, SVG drawings, facts, tables, keys of colours, rounding that adds up.
+"""Pictures and pages that plan and report share: palette, style sheet, SVG, tables, tiles, rounding that adds up.
 
 Invariants:
-- A colour is named by the role of what it shows, so that an item has one colour everywhere; colours and strokes are
-  classes of the style sheet.
-- Every text passes `html.escape`, and every drawing has a label in words. Nothing is fetched and no script runs.
+- A colour is named by the concept that it stands for, and a concept has one colour in every picture; colours and
+  strokes are classes (and variables) of the style sheet.
+- Every text passes `html.escape`, and every drawing has a label in words. Nothing is fetched.
 - Rounded parts sum to the rounded total, and each is off by less than one last digit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from types import MappingProxyType
 
-# --- the style sheet: colours by role for light, dark and paper
+# --- the palette
 
-MEMORY_ROLES: Mapping[str, str] = MappingProxyType(
+COLOURS: Mapping[str, str] = MappingProxyType(
     {
-        "weights": "blue",
-        "gradients": "sky",
-        "optimizer": "navy",
-        "activations": "orange",
-        "working": "amber",
-        "gathered": "teal",
-        "messages": "rose",
-        "fragmentation": "stone",
-        "context": "slate",
-    }
-)
-"""Colours of the items of device memory: states are blue, transient items are warm."""
-
-TIME_ROLES: Mapping[str, str] = MappingProxyType(
-    {
+        # computation is blue
         "products": "blue",
+        "forward": "blue",
+        "train": "blue",
         "attention": "navy",
         "other operators": "sky",
-        "waiting for the host": "slate",
-        "tensor messages": "orange",
+        "backward": "teal",
+        # what states hold, and messages that carry it
+        "weights": "plum",
+        "backward, for weights": "plum",
+        "weight messages": "plum",
+        "gradients": "rose",
+        "gradient messages": "rose",
+        "optimizer": "green",
+        "activations": "orange",
+        "working": "amber",
+        "gathered": "pink",
+        "shard messages": "pink",
+        "messages": "brown",
+        "stage messages": "brown",
+        "tensor messages": "red",
         "context messages": "amber",
-        "expert messages": "brown",
-        "shard messages": "rose",
-        "stage messages": "plum",
+        "expert messages": "orange",
+        # waiting and overheads are grey
+        "waiting for the host": "slate",
+        "context": "slate",
         "bubble": "stone",
-        "gradient messages": "red",
-        "weight messages": "pink",
-        "optimizer": "teal",
+        "fragmentation": "stone",
         "rest of the step": "grey",
+        # the life of a run
+        "validation": "orange",
+        "save": "green",
+        "resume": "plum",
+        "fault": "red",
+        "start": "amber",
+        "end": "brown",
+        "script": "sky",
+        "speed": "teal",
+        "learning rate": "brown",
+        "data": "slate",
+        "idle": "stone",
+        "unaccounted": "grey",
     }
 )
-"""Colours of the items of a step: computation is blue, messages are warm, waiting is grey."""
+"""Concept -> its colour in every picture of a plan and of a report."""
 
-OTHER_ROLE = "green"
-"""The colour of an item without one of its own."""
 
-_LIGHT: Mapping[str, str] = MappingProxyType(
-    {
-        "page": "#f6f6f4",
-        "card": "#ffffff",
-        "ink": "#1d2329",
-        "soft": "#5b656e",
-        "line": "#dcdedb",
-        "head": "#f1f1ee",
-        "good": "#17763f",
-        "bad": "#bb2d28",
-        "warn": "#96600d",
-        "blue": "#3b78d0",
-        "sky": "#86b6ee",
-        "navy": "#274b8f",
-        "orange": "#e08325",
-        "amber": "#efbf4d",
-        "brown": "#9a6330",
-        "teal": "#239a8b",
-        "rose": "#d2587f",
-        "plum": "#8d5bb0",
-        "red": "#c4473f",
-        "pink": "#e99ab2",
-        "green": "#6f9a3b",
-        "stone": "#c3c2ba",
-        "slate": "#77818b",
-        "grey": "#a5adb4",
-    }
-)
-_DARK: Mapping[str, str] = MappingProxyType(
-    {
-        "page": "#14171a",
-        "card": "#1c2024",
-        "ink": "#e4e7ea",
-        "soft": "#a3adb6",
-        "line": "#343b41",
-        "head": "#23282d",
-        "good": "#4fca83",
-        "bad": "#ff7b74",
-        "warn": "#e7b45a",
-        "blue": "#4f8ae0",
-        "sky": "#8fbdf2",
-        "navy": "#3a5fa8",
-        "orange": "#e58f38",
-        "amber": "#e6bd5a",
-        "brown": "#a97446",
-        "teal": "#33ab9b",
-        "rose": "#d9688d",
-        "plum": "#a175c4",
-        "red": "#d0584f",
-        "pink": "#d98fa7",
-        "green": "#86b04f",
-        "stone": "#5c625f",
-        "slate": "#8a949e",
-        "grey": "#727b83",
-    }
-)
+def colour_of(concept: str) -> str:
+    """The colour of a concept; that of everything else for one without its own."""
+    return COLOURS.get(concept, "teal")
+
+
+_PALETTE: Mapping[str, tuple[str, str]] = {
+    "page": ("#f6f6f4", "#14171a"),
+    "card": ("#ffffff", "#1c2024"),
+    "ink": ("#1d2329", "#e4e7ea"),
+    "soft": ("#5b656e", "#a3adb6"),
+    "line": ("#dcdedb", "#343b41"),
+    "head": ("#f1f1ee", "#23282d"),
+    "good": ("#17763f", "#4fca83"),
+    "bad": ("#bb2d28", "#ff7b74"),
+    "warn": ("#96600d", "#e7b45a"),
+    "blue": ("#3b78d0", "#4f8ae0"),
+    "sky": ("#86b6ee", "#8fbdf2"),
+    "navy": ("#274b8f", "#3a5fa8"),
+    "orange": ("#e08325", "#e58f38"),
+    "amber": ("#efbf4d", "#e6bd5a"),
+    "brown": ("#9a6330", "#a97446"),
+    "teal": ("#239a8b", "#33ab9b"),
+    "rose": ("#d2587f", "#d9688d"),
+    "plum": ("#8d5bb0", "#a175c4"),
+    "red": ("#c4473f", "#d0584f"),
+    "pink": ("#e99ab2", "#d98fa7"),
+    "green": ("#6f9a3b", "#86b04f"),
+    "stone": ("#c3c2ba", "#5c625f"),
+    "slate": ("#77818b", "#8a949e"),
+    "grey": ("#a5adb4", "#727b83"),
+}
+"""Colour -> its value on a light and on a dark page."""
 
 _RULES = """
 * { box-sizing: border-box; }
@@ -185,17 +172,10 @@ footer { margin-top: 40px; font-size: 13px; color: var(--soft); }
 
 def render_style() -> str:
     """The whole sheet: light, dark (on a screen, if the reader's system is dark), and paper."""
-    fills = "\n".join(f"svg .{role} {{ fill: var(--{role}); }}" for role in sorted({*_roles()}))
-    dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {_variables(_DARK)} }} }}"
-    return f":root {{ color-scheme: light dark; {_variables(_LIGHT)} }}\n{dark}\n{_RULES}{fills}\n"
-
-
-def _roles() -> list[str]:
-    return [*MEMORY_ROLES.values(), *TIME_ROLES.values(), OTHER_ROLE]
-
-
-def _variables(colours: Mapping[str, str]) -> str:
-    return " ".join(f"--{name}: {value};" for name, value in colours.items())
+    fills = "\n".join(f"svg .{colour} {{ fill: var(--{colour}); }}" for colour in sorted({*COLOURS.values()}))
+    light, dark = (" ".join(f"--{name}: {pair[side]};" for name, pair in _PALETTE.items()) for side in (0, 1))
+    on_dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+    return f":root {{ color-scheme: light dark; {light} }}\n{on_dark}\n{_RULES}{fills}\n"
 
 
 # --- SVG: drawings, boxes, lines, text, axes
@@ -231,9 +211,9 @@ def render_drawing(size: tuple[float, float], label: str, parts: Iterable[str], 
     )
 
 
-def rect(frame: Frame, kind: str, told: str = "") -> str:
-    """A filled box; `told` is its tooltip."""
-    title = f"<title>{escape(told)}</title>" if told else ""
+def rect(frame: Frame, kind: str, tip: str = "") -> str:
+    """A filled box; `tip` is its tooltip."""
+    title = f"<title>{escape(tip)}</title>" if tip else ""
     place = f'x="{_short(frame.x)}" y="{_short(frame.y)}"'
     size = f'width="{_short(frame.width)}" height="{_short(frame.height)}"'
     return f'<rect {place} {size} class="{kind}">{title}</rect>'
@@ -250,9 +230,9 @@ def polyline(points: Sequence[tuple[float, float]], kind: str) -> str:
     return f'<polyline points="{" ".join(f"{_short(x)},{_short(y)}" for x, y in points)}" class="{kind}"/>'
 
 
-def circle(at: tuple[float, float], radius: float, kind: str, told: str = "") -> str:
+def circle(at: tuple[float, float], radius: float, kind: str, tip: str = "") -> str:
     """A dot."""
-    title = f"<title>{escape(told)}</title>" if told else ""
+    title = f"<title>{escape(tip)}</title>" if tip else ""
     return f'<circle cx="{_short(at[0])}" cy="{_short(at[1])}" r="{_short(radius)}" class="{kind}">{title}</circle>'
 
 
@@ -294,90 +274,67 @@ def round_parts(parts: Sequence[float], decimals: int) -> list[float]:
 # --- HTML: frame, facts, tables, keys of colours
 
 
-def render_document(title: str, body: str) -> str:
-    """A whole document; `body` is HTML."""
+def render_document(title: str, body: str, *, style: str = "", scripts: str = "") -> str:
+    """A whole document; `body` and `scripts` are HTML, `style` is added to the sheet."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    policy += "; script-src 'unsafe-inline'; img-src data: blob:" if scripts else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{escape(title)}</title>\n<style>\n{render_style()}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{render_style()}{style}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}\n</main>\n{scripts}</body>\n</html>\n"
     )
 
 
-@dataclass(frozen=True)
-class FactTile:
-    """A fact in large type, with its label and a note."""
-
-    label: str
-    value: str
-    notes: tuple[str, ...] = ()
+def render_tiles(tiles: Iterable[Sequence[str]]) -> str:
+    """Facts side by side in large type, each a label, a value and notes."""
+    return f'<div class="tiles">{"".join(_render_tile(*tile) for tile in tiles)}</div>'
 
 
-def render_tiles(tiles: Iterable[FactTile]) -> str:
-    """Facts side by side."""
-    return f'<div class="tiles">{"".join(_render_tile(tile) for tile in tiles)}</div>'
+def _render_tile(label: str, value: str, *notes: str) -> str:
+    below = "".join(f"<span>{escape(note)}</span>" for note in notes)
+    return f'<div class="card tile"><span>{escape(label)}</span><b>{escape(value)}</b>{below}</div>'
 
 
-def _render_tile(tile: FactTile) -> str:
-    notes = "".join(f"<span>{escape(note)}</span>" for note in tile.notes)
-    return f'<div class="card tile"><span>{escape(tile.label)}</span><b>{escape(tile.value)}</b>{notes}</div>'
+def render_table(
+    caption: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    words: Collection[int] = (),
+    sums: Collection[str] = (),
+    chosen: Collection[str] = (),
+    plain: bool = False,
+) -> str:
+    """A table that scrolls sideways if it is too wide. The first cell of a row names it; columns listed in `words` hold
+    text, others numbers; in a `plain` table all cells are alike. `sums` are rows, by their first cell, that add up
+    those above; `chosen` are highlighted rows."""
 
+    def kind(place: int) -> str:
+        return "" if plain or not place else ' class="words"' if place in words else ' class="number"'
 
-@dataclass(frozen=True)
-class TableBlock:
-    """Rows under a head. The first cell of a row names it; columns listed in `words` hold text, others numbers.
+    def render(row: Sequence[str]) -> str:
+        first, *others = row
+        marks = " ".join(name for name, marked in (("sum", sums), ("chosen", chosen)) if first in marked)
+        cells = "".join(f"<td{kind(place)}>{escape(cell)}</td>" for place, cell in enumerate(others, 1))
+        name = f"<td>{escape(first)}</td>" if plain else f'<th scope="row">{escape(first)}</th>'
+        return f'<tr class="{marks}">{name}{cells}</tr>' if marks else f"<tr>{name}{cells}</tr>"
 
-    `sums` are rows, by their first cell, that add up those above; `chosen` are highlighted rows.
-    """
-
-    caption: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    words: frozenset[int] = frozenset()
-    sums: frozenset[str] = frozenset()
-    chosen: frozenset[str] = frozenset()
-
-
-def render_table(table: TableBlock) -> str:
-    """A table that scrolls sideways if it is too wide."""
-    head = "".join(
-        f'<th scope="col"{_kind(table, place)}>{escape(name)}</th>' for place, name in enumerate(table.columns)
-    )
-    body = "".join(_render_row(table, row) for row in table.rows)
-    return (
-        f'<div class="card table scroll"><table><caption>{escape(table.caption)}</caption>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def _render_row(table: TableBlock, row: Sequence[str]) -> str:
-    kinds = [name for name, marked in (("sum", table.sums), ("chosen", table.chosen)) if row[0] in marked]
-    mark = f' class="{" ".join(kinds)}"' if kinds else ""
-    cells = "".join(f"<td{_kind(table, place)}>{escape(cell)}</td>" for place, cell in enumerate(row[1:], 1))
-    return f'<tr{mark}><th scope="row">{escape(row[0])}</th>{cells}</tr>'
-
-
-def _kind(table: TableBlock, place: int) -> str:
-    if place == 0:
-        return ""
-    return ' class="words"' if place in table.words else ' class="number"'
+    head = "".join(f'<th scope="col"{kind(place)}>{escape(name)}</th>' for place, name in enumerate(columns))
+    title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    body = "".join(map(render, rows))
+    inside = f"{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="card table scroll"><table>{inside}</table></div>'
 
 
 def render_figure(svg: str, key: Mapping[str, str], note: str = "") -> str:
-    """A picture with its key of colours (label -> role) and a note below."""
-    told = f'<figcaption class="soft">{escape(note)}</figcaption>' if note else ""
-    return f'<figure class="card"><div class="scroll">{svg}</div>{_render_key(key)}{told}</figure>'
-
-
-def _render_key(key: Mapping[str, str]) -> str:
-    if not key:
-        return ""
+    """A picture with its key of colours (label -> colour) and a note below."""
     swatch = '<span class="swatch"><svg viewBox="0 0 11 11" aria-hidden="true"><rect width="11" height="11" rx="2"'
-    items = "".join(
-        f'<li>{swatch} class="{escape(role)}"/></svg></span>{escape(name)}</li>' for name, role in key.items()
-    )
-    return f'<ul class="key">{items}</ul>'
+    items = "".join(f'<li>{swatch} class="{kind}"/></svg></span>{escape(name)}</li>' for name, kind in key.items())
+    colours = f'<ul class="key">{items}</ul>' if key else ""
+    below = f'<figcaption class="soft">{escape(note)}</figcaption>' if note else ""
+    return f'<figure class="card"><div class="scroll">{svg}</div>{colours}{below}</figure>'
 
 
 def render_list(texts: Iterable[str]) -> str:
