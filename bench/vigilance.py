@@ -28,8 +28,7 @@ from typing import Any
 import psutil
 
 from plain_loops import QUIET, ours
-from shardway.ranks.agent.heartbeat import VARIABLE
-from shardway.ranks.progress import Progress
+from shardway.ranks.heartbeat import VARIABLE, Progress
 from shardway.rundir.directory import RunDir
 from shardway.train.guard import Guard
 from shardway.train.guard_repeat import RepeatablePasses

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardway.ranks.agent.heartbeat import Kind, find_memory
-from shardway.rundir.lock import take_left_folder
+from shardway.ranks.heartbeat import FolderKind, find_memory
+from shardway.rundir.lease import take_left_folder
 
 
-def list_left_folders(kind: Kind, since: float) -> list[Path]:
+def list_left_folders(kind: FolderKind, since: float) -> list[Path]:
     """Those that are younger than this (Unix seconds), and that nobody holds."""
     return [path for path in find_memory().glob(f"{kind.prefix}*") if path.stat().st_mtime >= since and _is_left(path)]
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch.multiprocessing
 from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig, RankMonitorServer
 
-from shardway.ranks.agent.hang import HangTimeout
 from shardway.ranks.ft_launcher_client import MonitorHeartbeat, open_monitor
+from shardway.ranks.hang import HangTimeout
+from shardway.ranks.heartbeat import Activity
 from shardway.ranks.launcher import Placement
-from shardway.ranks.progress import Activity
 
 TIMES = 2000
 STEP_S = 0.01

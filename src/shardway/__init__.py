@@ -50,7 +50,7 @@ def _ensure_temporary() -> None:
     try:
         ensure_temporary()
     except SiteError:
-        from shardway.ranks.shutdown import report_errors
+        from shardway.ranks.stop import report_errors
 
         report_errors()
         raise

@@ -12,7 +12,7 @@ from command_line import Ended, Shardway
 from shardway.cli import progress
 from shardway.cli.main import app, run_guarded
 from shardway.hardware import probe
-from shardway.rundir import lock
+from shardway.rundir import lease
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def shardway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))
     monkeypatch.setattr(probe, "_list_nvidia_devices", tuple)
     monkeypatch.setattr(progress, "REFRESH_S", 0.01)
-    monkeypatch.setattr(lock, "PAUSE_S", 0.001)
+    monkeypatch.setattr(lease, "PAUSE_S", 0.001)
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> Ended:

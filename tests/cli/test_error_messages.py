@@ -20,7 +20,7 @@ from command_line import TINY, Shardway, write_text
 
 from claimed import claim_from
 from golden_files import Golden, golden_names
-from shardway.rundir import lease, lock
+from shardway.rundir import lease
 from shardway.rundir.directory import RunDir
 from shardway.rundir.lease import LeaseVerdict
 
@@ -307,7 +307,7 @@ def test_a_file_system_without_locks(shardway: Shardway, tmp_path: Path, monkeyp
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     write_text(tmp_path)
-    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(lease.fcntl, "flock", refuse)
     assert shardway("train", *TINY).code == 0
     assert shardway("train", *TINY, "train.steps=4").code == 0
     assert [event["epoch"] for event in RunDir(tmp_path / "runs/default").all_events() if event["event"] == "started"]

@@ -16,9 +16,9 @@ from shardway.cli.options import print_line
 from shardway.cli.rank import read_packed
 from shardway.errors import Bug, Fenced, JobError, LateStop, ShardwayError, SiteError, UserError
 from shardway.ranks import failure_cause, supervisor
-from shardway.ranks.agent.hang import HangTimeout
 from shardway.ranks.completion import LaunchOutcome, has_come_to_its_end
 from shardway.ranks.failure import RankFailure
+from shardway.ranks.hang import HangTimeout
 from shardway.ranks.local import LocalLaunch
 from shardway.ranks.supervisor import Alone, build_launch, pack_request, train_local
 from shardway.ranks.warm_standby import WarmStandby
@@ -42,7 +42,7 @@ class Play:
     """Whether the run goes on before that happens."""
 
     def __call__(self, launch: LocalLaunch, on_stop: Callable[[], None], *further: object) -> list[RankFailure]:
-        self.launch = replace(launch, pages=None)
+        self.launch = replace(launch, heartbeats=None)
         self.starts += 1
         run = RunDir(launch.log_folder.parent)
         run.create()

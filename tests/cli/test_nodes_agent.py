@@ -18,7 +18,7 @@ from shardway.ranks import nodes as cli_nodes
 from shardway.ranks.completion import LaunchOutcome
 from shardway.ranks.launcher import NodeSpec
 from shardway.ranks.nodes import Led, train_on_nodes
-from shardway.ranks.rendezvous import host_board
+from shardway.ranks.rendezvous import host_kv_store
 from shardway.ranks.supervisor import build_launch
 from shardway.ranks.warm_standby import WarmStandby
 from shardway.resolve.request import ResolveRequest, resolve_request
@@ -143,4 +143,4 @@ def test_who_holds_the_port_of_the_agents_is_told() -> None:
     with socket.create_server(("", 0)) as holder:
         port = holder.getsockname()[1]
         with pytest.raises(SiteError, match=rf"nodes meet: port {port} is held by process {os.getpid()} "):
-            host_board(port, 2)
+            host_kv_store(port, 2)

@@ -19,8 +19,7 @@ from shardway.launch.runs.job_status import check_free_for_job, read_ledger
 from shardway.launch.runs.stop import ASKED, ASKED_AT_ONCE
 from shardway.rundir.attempts import Ending, Result, Submission
 from shardway.rundir.directory import RunDir
-from shardway.rundir.lease import DiskFiles, Identity, Lease, Means
-from shardway.rundir.lock import WriterLock
+from shardway.rundir.lease import Identity, Lease, LeaseFiles, LeaseOptions, WriterLock
 
 
 @pytest.fixture
@@ -169,8 +168,8 @@ def test_no_job_is_submitted_of_a_run_that_is_trained_by_hand(
 
 def hold_elsewhere(run: RunDir, attempt: str) -> None:
     """The lease of somebody on another host who died a moment ago."""
-    gone = Means(Identity("n7", "boot", "pid:[1]", 4711, "1"), attempt)
-    Lease(DiskFiles(run.path / "lease"), str(run.path), gone).take(print)
+    gone = LeaseOptions(Identity("n7", "boot", "pid:[1]", 4711, "1"), attempt)
+    Lease(LeaseFiles(run.path / "lease"), str(run.path), gone).take(print)
 
 
 def test_a_job_that_died_just_now_is_nobody_who_trains_by_hand(shardway: Shardway, run: RunDir) -> None:

@@ -16,7 +16,7 @@ from shardway.checkpoint.reader import peek_latest
 from shardway.resolve.request import ResolveRequest, check_same_run, find_changes, resolve_request
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import all_keys
-from shardway.train.deadline import find_deadline, read_pace
+from shardway.train.attempt_end import find_deadline, read_pace
 from shardway.train.record import read_earlier
 
 Tried = Callable[[Case, Callable[[], list[str]]], list[str]]

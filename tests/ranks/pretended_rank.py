@@ -57,8 +57,8 @@ def main(meet_s: float, talk_s: float) -> dict[str, object]:
     import torch
 
     from shardway.errors import SiteError
-    from shardway.ranks.interface import VARIABLE
     from shardway.ranks.launcher import find_placement
+    from shardway.ranks.network import VARIABLE
     from shardway.ranks.start import StartOptions, start_ranks
 
     placement = find_placement(os.environ)

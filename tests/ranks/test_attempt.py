@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.errors import JobError, LostContact, NodeLost, SiteError, UserError
-from shardway.ranks.attempt import RankFault, describe_error, find_attempt, report_end, report_fault, sign_failure
+from shardway.ranks.failure import RankFault, describe_error, find_attempt, report_end, report_fault, sign_failure
 from shardway.rundir.attempts import VARIABLE, Attempt, AttemptStart, Ending, Result
 
 
@@ -113,7 +113,7 @@ def test_what_ended_a_rank_is_the_result(attempt: Attempt) -> None:
     ],
 )
 def test_what_is_no_crash_has_a_state_of_its_own(attempt: Attempt, fault: RankFault, state: Ending) -> None:
-    assert report_fault(attempt, "rank 0", fault, patience_s=0.0)
+    assert report_fault(attempt, "rank 0", fault, wait_s=0.0)
     result = attempt.read_result()
     assert result is not None
     assert result.state is state
@@ -131,9 +131,7 @@ def test_lost_contact_waits_for_the_cause(attempt: Attempt) -> None:
     """The rank with the cause comes a moment later."""
     cause = threading.Timer(0.1, lambda: report_fault(attempt, "rank 1", describe_error(JobError("its disk is gone"))))
     cause.start()
-    assert not report_fault(
-        attempt, "rank 0", describe_error(LostContact("rank 0 lost contact: closed")), patience_s=30
-    )
+    assert not report_fault(attempt, "rank 0", describe_error(LostContact("rank 0 lost contact: closed")), wait_s=30)
     cause.join()
     result = attempt.read_result()
     assert result is not None
@@ -142,7 +140,7 @@ def test_lost_contact_waits_for_the_cause(attempt: Attempt) -> None:
 
 def test_lost_contact_speaks_where_nobody_else_does(attempt: Attempt) -> None:
     """The rank with the cause was killed."""
-    assert report_fault(attempt, "rank 0", describe_error(LostContact("rank 0 lost contact: closed")), patience_s=0.06)
+    assert report_fault(attempt, "rank 0", describe_error(LostContact("rank 0 lost contact: closed")), wait_s=0.06)
     result = attempt.read_result()
     assert result is not None
     assert (result.by, result.failure) == ("rank 0", "LostContact: rank # lost contact")

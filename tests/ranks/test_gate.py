@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from shardway.ranks.standby_gate import VARIABLE, StandbyGate, find_released, wait_at_gate
+from shardway.ranks.heartbeat import RELEASED
+from shardway.ranks.warm_standby import VARIABLE, StandbyGate, wait_at_gate
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -20,14 +21,15 @@ PATIENCE_S = 60.0
 
 SPARE = """
 import os, sys
-from shardway.ranks.standby_gate import VARIABLE, find_released, wait_at_gate
+from shardway.ranks.heartbeat import RELEASED
+from shardway.ranks.warm_standby import VARIABLE, wait_at_gate
 is_rank = wait_at_gate(os.environ, lambda: print("ready", flush=True))
-print(is_rank, os.environ.get("RANK"), os.environ.get(VARIABLE), find_released(os.environ) is not None)
+print(is_rank, os.environ.get("RANK"), os.environ.get(VARIABLE), RELEASED in os.environ)
 """
 HOLDER = """
 import sys, time
 from pathlib import Path
-from shardway.ranks.standby_gate import StandbyGate
+from shardway.ranks.warm_standby import StandbyGate
 gate = StandbyGate(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)
@@ -56,7 +58,7 @@ def test_who_is_no_spare_goes_on_at_once() -> None:
     environ = {"RANK": "3", VARIABLE: ""}
     assert wait_at_gate(environ, pytest.fail)
     assert environ == {"RANK": "3"}
-    assert find_released(environ) is None
+    assert RELEASED not in environ
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before it is there", "while it waits"])

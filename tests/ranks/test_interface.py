@@ -10,8 +10,9 @@ import pytest
 
 from runs import place
 from shardway.errors import SiteError
-from shardway.ranks import interface
-from shardway.ranks.interface import (
+from shardway.ranks import network
+from shardway.ranks.launcher import Placement
+from shardway.ranks.network import (
     VARIABLE,
     check_named,
     choose_interface,
@@ -19,7 +20,6 @@ from shardway.ranks.interface import (
     name_interface,
     own_addresses,
 )
-from shardway.ranks.launcher import Placement
 
 SEVERAL = Placement(1, 4, 1, 2, 0, 2, "n1", 29500, "srun")
 
@@ -47,7 +47,7 @@ def test_an_interface_is_found_by_its_address(interfaces: None, address: str, na
 def test_a_name_that_leads_here_needs_no_interface(
     interfaces: None, monkeypatch: pytest.MonkeyPatch, found: list[str]
 ) -> None:
-    monkeypatch.setattr(interface, "own_addresses", lambda others: found)
+    monkeypatch.setattr(network, "own_addresses", lambda others: found)
     assert choose_interface(("192.0.2.7",), ("n2",)) == ""
 
 
@@ -56,7 +56,7 @@ def test_a_name_of_another_network_needs_the_interface_towards_the_others(
     interfaces: None, monkeypatch: pytest.MonkeyPatch, own: str
 ) -> None:
     """That of management, an address that no interface has, or an IPv6 address where the ranks meet by IPv4."""
-    monkeypatch.setattr(interface, "own_addresses", lambda others: ["198.51.100.7"])
+    monkeypatch.setattr(network, "own_addresses", lambda others: ["198.51.100.7"])
     assert choose_interface((own, "198.51.100.7"), ("n2",)) == "ib0"
 
 
@@ -65,7 +65,7 @@ def test_of_several_it_is_the_one_towards_the_others(
     interfaces: None, monkeypatch: pytest.MonkeyPatch, own: tuple[str, ...]
 ) -> None:
     """gloo takes the first address of the name, whatever comes after it."""
-    monkeypatch.setattr(interface, "own_addresses", lambda others: ["198.51.100.7"] if "n2" in others else [])
+    monkeypatch.setattr(network, "own_addresses", lambda others: ["198.51.100.7"] if "n2" in others else [])
     assert choose_interface(own, ("n2",)) == "ib0"
     assert choose_interface(own, ("nobody knows",)) == "eth0"
 
@@ -75,8 +75,8 @@ def test_the_way_to_this_machine_itself_is_its_loopback_and_no_way() -> None:
 
 
 def test_what_is_set_stays_and_one_node_needs_nothing(interfaces: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface, "look_up", lambda name: ("127.0.1.1",))
-    monkeypatch.setattr(interface, "own_addresses", lambda others: ["198.51.100.7"])
+    monkeypatch.setattr(network, "look_up", lambda name: ("127.0.1.1",))
+    monkeypatch.setattr(network, "own_addresses", lambda others: ["198.51.100.7"])
     environ = {VARIABLE: "eth0"}
     name_interface(SEVERAL, environ)
     assert environ == {VARIABLE: "eth0"}

@@ -11,7 +11,7 @@ from shardway.errors import UserError
 CODE = """
 import atexit
 from shardway.errors import UserError
-from shardway.ranks.shutdown import left_at_once
+from shardway.ranks.stop import left_at_once
 atexit.register(print, "tidied up")
 print("before", end=" ")
 {line}
@@ -57,7 +57,7 @@ def test_others_end_as_always(line: str, code: int) -> None:
 
 LAST = """
 import atexit, ctypes, sys
-from shardway.ranks.shutdown import Shutdown
+from shardway.ranks.stop import Shutdown
 last = Shutdown()
 sys.modules["torch"] = sys  # whose destructors they are
 library = ctypes.CDLL(None)
@@ -95,7 +95,7 @@ def test_the_end_of_a_rank_comes_before_destructors_and_after_all_else(line: str
 
 SCRIPT = """
 import atexit, ctypes, sys
-from shardway.ranks.shutdown import left_at_once
+from shardway.ranks.stop import left_at_once
 atexit.register(print, "tidied up", end=" ")
 library = ctypes.CDLL(None)
 library.__cxa_atexit(library.abort, None, None)  # as a destructor of C++ that fails

@@ -83,14 +83,14 @@ def stubborn():
     time.sleep(60)
 
 def bound():
-    from shardway.ranks.shutdown import stop_with_agent
+    from shardway.ranks.stop import stop_with_agent
 
     stop_with_agent(os.environ)
     (folder / f"bound-{rank}").touch()
     wait(60)
 
 def late():
-    from shardway.ranks.shutdown import stop_with_agent
+    from shardway.ranks.stop import stop_with_agent
 
     while os.getppid() == agent:
         time.sleep(0.02)

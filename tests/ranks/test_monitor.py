@@ -13,9 +13,9 @@ import pytest
 
 from runs import place
 from shardway.errors import SiteError
-from shardway.ranks.agent.hang import HangTimeout
 from shardway.ranks.ft_launcher_client import ANSWER_S, MonitorHeartbeat, open_monitor
-from shardway.ranks.progress import Activity, Progress
+from shardway.ranks.hang import HangTimeout
+from shardway.ranks.heartbeat import Activity, Progress
 
 BEAT = "beat"
 

@@ -17,9 +17,9 @@ import pytest
 
 from commands import free_port
 from runs import place
-from shardway.ranks import port as port_module
+from shardway.ranks import network as port_module
 from shardway.ranks.launcher import Placement, list_ports
-from shardway.ranks.port import NoMeeting, PortTaken, agree_on_port, describe_holder
+from shardway.ranks.network import NoMeeting, PortTaken, agree_on_port, describe_holder
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def launch() -> str:
 @contextmanager
 def held(port: int, answer: bytes | None) -> Iterator[list[bytes]]:
     """A program of somebody else at a port of this machine: what it hears; `answer` None is silence."""
-    heard: list[bytes] = []
+    collectives: list[bytes] = []
     kept: list[socket.socket] = []
     with socket.create_server(("", port)) as server:
 
@@ -51,7 +51,7 @@ def held(port: int, answer: bytes | None) -> Iterator[list[bytes]]:
                     connection, _ = server.accept()
                 except OSError:
                     return
-                heard.append(connection.recv(1000))
+                collectives.append(connection.recv(1000))
                 if answer is None:
                     kept.append(connection)
                     continue
@@ -61,7 +61,7 @@ def held(port: int, answer: bytes | None) -> Iterator[list[bytes]]:
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            yield heard
+            yield collectives
         finally:
             server.shutdown(socket.SHUT_RDWR)
             thread.join()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardway.ranks.progress import Activity, Progress
+from shardway.ranks.heartbeat import Activity, Progress
 
 
 class Clock:
@@ -28,7 +28,7 @@ class Shown:
 
 def test_every_second_belongs_to_one_activity() -> None:
     clock, page = Clock(), Shown()
-    progress = Progress(page, clock, began=90.0)
+    progress = Progress(page, clock, process_start=90.0)
     for activity, step, seconds in ((Activity.LOAD, 0, 5.0), (Activity.STEP, 0, 2.5), (Activity.SAVE, 1, 1.0)):
         progress.enter(activity, step)
         clock.now += seconds
@@ -58,7 +58,7 @@ def test_steps_that_were_done_before_are_repeated() -> None:
 
 def test_a_record_tells_of_a_step_under_way() -> None:
     clock = Clock()
-    progress = Progress(clock=clock, began=99.0)
+    progress = Progress(clock=clock, process_start=99.0)
     progress.take_step(0)
     clock.now += 3.0
     progress.enter(Activity.SCRIPT, 0)

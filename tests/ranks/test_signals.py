@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardway.ranks.signals import STOP_SIGNALS, SignalWatch
+from shardway.ranks.stop import STOP_SIGNALS, SignalWatch
 
 
 @pytest.fixture(autouse=True)

@@ -15,13 +15,12 @@ import psutil
 import pytest
 
 from left_folders import list_left_folders
-from shardway.ranks import warm_standby
-from shardway.ranks.agent import heartbeat
-from shardway.ranks.agent.hang import NOBODY, Behind
-from shardway.ranks.agent.heartbeat import GATES
-from shardway.ranks.local import LocalLaunch, Seats
+from shardway.ranks import heartbeat, local, warm_standby
+from shardway.ranks.hang import NO_RANKS, SlowestRank
+from shardway.ranks.heartbeat import GATES
+from shardway.ranks.local import LocalLaunch, RankAssignment
 from shardway.ranks.supervisor import open_reserve
-from shardway.ranks.warm_standby import MOST_OF_MEMORY, SPARE_BYTES, WarmStandby
+from shardway.ranks.warm_standby import MOST_OF_MEMORY, STANDBY_BYTES, VARIABLE, WarmStandby
 from shardway.runfile.schema import RunSection
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("warm_starts")
 RANK = """
 import os, sys, time
 from pathlib import Path
-from shardway.ranks.standby_gate import VARIABLE, wait_at_gate
+from shardway.ranks.warm_standby import VARIABLE, wait_at_gate
 
 folder, kind = Path(sys.argv[1]), "spare" if VARIABLE in os.environ else "new"
 if not wait_at_gate(os.environ, (folder / f"ready-{os.getpid()}").touch):
@@ -46,9 +45,9 @@ DRIVER = """
 import json, sys, time
 from dataclasses import replace
 from pathlib import Path
-from shardway.ranks.agent.hang import Behind
+from shardway.ranks.hang import SlowestRank
 from shardway.ranks.local import run_local
-from shardway.ranks.local import LocalLaunch, Seats
+from shardway.ranks.local import LocalLaunch, RankAssignment
 from shardway.ranks.warm_standby import WarmStandby
 
 folder, first = Path(sys.argv[1]), int(sys.argv[2])
@@ -58,12 +57,12 @@ ends = []
 
 def run(start, first, until):
     def look(failed):
-        reserve.look(Behind((next(steps), 2)))
+        reserve.look(SlowestRank((next(steps), 2)))
         if len(list(folder.glob("ready-*"))) >= until:
             (folder / f"end-{start}").touch()
         return False
-    seats = Seats(first, 4, 0, 2, "127.0.0.1", 29000 + start, start)
-    ends.append([f.exit_code for f in run_local(replace(launch, seats=seats), lambda: None, look, reserve.start)])
+    seats = RankAssignment(first, 4, 0, 2, "127.0.0.1", 29000 + start, start)
+    ends.append([f.exit_code for f in run_local(replace(launch, assignment=seats), lambda: None, look, reserve.start)])
 
 with WarmStandby(0.01, bounded=False) as reserve:
     run(0, 0, 2)
@@ -111,7 +110,7 @@ class Started:
 
 
 LAUNCH = LocalLaunch(2, "none", [], Path("/none"), 1, Path("/none/stop"), 60.0)
-SEATS = Seats(0, 2, 0, 1, "127.0.0.1", 29500)
+SEATS = RankAssignment(0, 2, 0, 1, "127.0.0.1", 29500)
 ORDER = 2
 """Of what a rank does within a step."""
 
@@ -121,38 +120,38 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
     """What was started as spares."""
     found: list[Started] = []
 
-    def start(launch: LocalLaunch, seats: Seats, gates: tuple[Path, ...] = ()) -> Started:
-        begun = Started(list(gates), {})
+    def start(launch: LocalLaunch, seats: RankAssignment, gates: tuple[dict[str, str], ...] = ()) -> Started:
+        begun = Started([Path(each[VARIABLE]) for each in gates], {})
         if gates:
             found.append(begun)
         return begun
 
-    monkeypatch.setattr(warm_standby, "start_program", start)
-    monkeypatch.setattr(warm_standby, "handlers_of", lambda processes: processes.subprocess_handlers)
-    monkeypatch.setattr(warm_standby, "output_folder", lambda processes: Path("/none"))
+    monkeypatch.setattr(local, "start_program", start)
+    monkeypatch.setattr(local, "handlers_of", lambda processes: processes.subprocess_handlers)
+    monkeypatch.setattr(local, "output_folder", lambda processes: Path("/none"))
     return found
 
 
 def test_spares_come_some_time_after_the_first_step(started: list[Started]) -> None:
     now = [0.0]
     with WarmStandby(60.0, bounded=False, clock=lambda: now[0]) as reserve:
-        reserve.look(Behind((40, ORDER)))
+        reserve.look(SlowestRank((40, ORDER)))
         reserve.start(LAUNCH, SEATS)
-        for behind in (NOBODY, Behind((0, 0)), Behind((40, ORDER)), Behind((40, ORDER))):
-            reserve.look(behind)
+        for slowest in (NO_RANKS, SlowestRank((0, 0)), SlowestRank((40, ORDER)), SlowestRank((40, ORDER))):
+            reserve.look(slowest)
             now[0] += 100.0
         assert started == [], "no step was done"
-        reserve.look(Behind((41, ORDER)))
+        reserve.look(SlowestRank((41, ORDER)))
         now[0] += 59.0
-        reserve.look(Behind((70, ORDER)))
+        reserve.look(SlowestRank((70, ORDER)))
         assert started == []
         now[0] += 1.0
-        reserve.look(Behind((71, ORDER)))
-        reserve.look(Behind((72, ORDER)))
+        reserve.look(SlowestRank((71, ORDER)))
+        reserve.look(SlowestRank((72, ORDER)))
         assert [len(each.gates) for each in started] == [2]
         reserve.start(LAUNCH, SEATS)
         now[0] += 100.0
-        reserve.look(Behind((60, ORDER)))
+        reserve.look(SlowestRank((60, ORDER)))
         assert len(started) == 1, "a start anew, whose first step is not done"
         assert started[0].gates[0].exists(), "a spare may still be on its way there"
     assert not started[0].gates[0].parent.exists()
@@ -161,18 +160,18 @@ def test_spares_come_some_time_after_the_first_step(started: list[Started]) -> N
 def test_spares_come_at_once_where_a_rank_that_trained_has_failed(started: list[Started]) -> None:
     with WarmStandby(60.0, bounded=False, clock=lambda: 0.0) as reserve:
         reserve.start(LAUNCH, SEATS)
-        reserve.look(Behind((0, 0)), ends=True)
+        reserve.look(SlowestRank((0, 0)), ends=True)
         assert started == [], "no step was done: what failed may fail again at once"
-        reserve.look(Behind((40, ORDER)))
-        reserve.look(Behind((41, ORDER)))
+        reserve.look(SlowestRank((40, ORDER)))
+        reserve.look(SlowestRank((41, ORDER)))
         assert started == []
-        reserve.look(NOBODY, ends=True)
-        reserve.look(NOBODY, ends=True)
+        reserve.look(NO_RANKS, ends=True)
+        reserve.look(NO_RANKS, ends=True)
         assert [len(each.gates) for each in started] == [2]
         assert reserve.start(LAUNCH, SEATS) is started[0]
 
 
-@pytest.mark.parametrize(("left", "count"), [(2 * SPARE_BYTES / MOST_OF_MEMORY, 1), (2 * SPARE_BYTES, 0)])
+@pytest.mark.parametrize(("left", "count"), [(2 * STANDBY_BYTES / MOST_OF_MEMORY, 1), (2 * STANDBY_BYTES, 0)])
 def test_spares_need_memory_to_spare(
     started: list[Started], monkeypatch: pytest.MonkeyPatch, left: float, count: int
 ) -> None:
@@ -180,7 +179,7 @@ def test_spares_need_memory_to_spare(
     with WarmStandby(1.0, clock=iter(range(100)).__next__) as reserve:
         reserve.start(LAUNCH, SEATS)
         for step in range(10):
-            reserve.look(Behind((step, ORDER)))
+            reserve.look(SlowestRank((step, ORDER)))
     assert len(started) == count
 
 
@@ -188,8 +187,8 @@ def test_no_spares_where_none_are_wanted(started: list[Started]) -> None:
     with WarmStandby(None) as reserve:
         reserve.start(LAUNCH, SEATS)
         for step in range(10):
-            reserve.look(Behind((step, ORDER)))
-        reserve.look(NOBODY, ends=True)
+            reserve.look(SlowestRank((step, ORDER)))
+        reserve.look(NO_RANKS, ends=True)
     assert started == []
 
 
@@ -202,26 +201,26 @@ def test_spares_are_for_ranks_that_start_again(
     monkeypatch.setattr(warm_standby, "read_memory_left", lambda: 1 << 40)
     with open_reserve(RunSection(**keys)) as reserve:
         reserve.start(LAUNCH, SEATS)
-        reserve.look(Behind((0, ORDER)))
-        reserve.look(Behind((1, ORDER)))
-        reserve.look(NOBODY, ends=True)
+        reserve.look(SlowestRank((0, ORDER)))
+        reserve.look(SlowestRank((1, ORDER)))
+        reserve.look(NO_RANKS, ends=True)
     assert len(started) == count
 
 
 def test_a_machine_that_gives_no_more_processes_goes_without(
     started: list[Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def refuse_spares(launch: LocalLaunch, seats: Seats, gates: tuple[Path, ...] = ()) -> Started:
+    def refuse_spares(launch: LocalLaunch, seats: RankAssignment, gates: tuple[dict[str, str], ...] = ()) -> Started:
         if gates:
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return Started([], {})
 
-    monkeypatch.setattr(warm_standby, "start_program", refuse_spares)
+    monkeypatch.setattr(local, "start_program", refuse_spares)
     monkeypatch.setattr(heartbeat, "find_memory", lambda: tmp_path)
     with WarmStandby(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
         reserve.start(LAUNCH, SEATS)
         for step in range(10):
-            reserve.look(Behind((step, ORDER)))
+            reserve.look(SlowestRank((step, ORDER)))
         assert reserve.start(LAUNCH, SEATS) is not None
     assert list(tmp_path.iterdir()) == []
 
@@ -233,7 +232,7 @@ def test_a_machine_without_room_for_gates_goes_without(
     with WarmStandby(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
         reserve.start(LAUNCH, SEATS)
         for step in range(10):
-            reserve.look(Behind((step, ORDER)))
+            reserve.look(SlowestRank((step, ORDER)))
         assert reserve.start(LAUNCH, SEATS) is not None
     assert started == []
 
@@ -242,7 +241,7 @@ def test_a_mark_that_cannot_be_taken_away_does_not_keep_spares_from_being_ranks(
     started: list[Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As where the file system of the run is read-only by now."""
-    monkeypatch.setattr(warm_standby, "output_folder", lambda processes: tmp_path)
+    monkeypatch.setattr(local, "output_folder", lambda processes: tmp_path)
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
         raise OSError(30, "Read-only file system", str(path))
@@ -250,7 +249,7 @@ def test_a_mark_that_cannot_be_taken_away_does_not_keep_spares_from_being_ranks(
     with WarmStandby(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
         reserve.start(LAUNCH, SEATS)
         for step in range(10):
-            reserve.look(Behind((step, ORDER)))
+            reserve.look(SlowestRank((step, ORDER)))
         with monkeypatch.context() as within:
             within.setattr(Path, "unlink", refuse)
             assert reserve.start(LAUNCH, SEATS) is started[0]

@@ -18,13 +18,13 @@ from shardway.rundir.lease import (
     KEPT,
     Beat,
     Claim,
-    DiskFiles,
-    Follower,
+    FollowerLease,
     Identity,
     Lease,
+    LeaseFiles,
+    LeaseOptions,
     LeaseTimes,
     LeaseVerdict,
-    Means,
     is_gone,
     own_identity,
     read_beat,
@@ -56,8 +56,8 @@ class Hand:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> DiskFiles:
-    return DiskFiles(tmp_path / "lease")
+def files(tmp_path: Path) -> LeaseFiles:
+    return LeaseFiles(tmp_path / "lease")
 
 
 @pytest.fixture
@@ -65,18 +65,18 @@ def hand() -> Hand:
     return Hand()
 
 
-def lease_of(files: DiskFiles, hand: Hand, who: Identity = ELSEWHERE) -> Lease:
-    return Lease(files, "runs/a", Means(who=who, clock=hand))
+def lease_of(files: LeaseFiles, hand: Hand, who: Identity = ELSEWHERE) -> Lease:
+    return Lease(files, "runs/a", LeaseOptions(who=who, clock=hand))
 
 
-def taken(files: DiskFiles, hand: Hand, who: Identity = ELSEWHERE) -> Lease:
+def taken(files: LeaseFiles, hand: Hand, who: Identity = ELSEWHERE) -> Lease:
     lease = lease_of(files, hand, who)
     lease.take(lambda line: None)
     lease.prune()
     return lease
 
 
-def test_a_holder_elsewhere_is_watched_for_the_whole_time(files: DiskFiles, hand: Hand) -> None:
+def test_a_holder_elsewhere_is_watched_for_the_whole_time(files: LeaseFiles, hand: Hand) -> None:
     taken(files, hand)
     told: list[str] = []
     began = hand.now()
@@ -87,7 +87,7 @@ def test_a_holder_elsewhere_is_watched_for_the_whole_time(files: DiskFiles, hand
     assert second.epoch == 2
 
 
-def test_one_beat_is_enough_to_be_refused(files: DiskFiles, hand: Hand) -> None:
+def test_one_beat_is_enough_to_be_refused(files: LeaseFiles, hand: Hand) -> None:
     first = taken(files, hand)
     hand.during = lambda time: first.beat() if 114.0 < time < 114.6 else None
     with pytest.raises(UserError, match="another run is training into runs/a: process 7 on host n1 since "):
@@ -96,7 +96,7 @@ def test_one_beat_is_enough_to_be_refused(files: DiskFiles, hand: Hand) -> None:
 
 
 @pytest.mark.parametrize("slept", ["asleep", "slow"])
-def test_a_watcher_that_slept_begins_anew(files: DiskFiles, hand: Hand, slept: str) -> None:
+def test_a_watcher_that_slept_begins_anew(files: LeaseFiles, hand: Hand, slept: str) -> None:
     taken(files, hand)
     standing = survey(files)
     assert standing is not None
@@ -105,7 +105,7 @@ def test_a_watcher_that_slept_begins_anew(files: DiskFiles, hand: Hand, slept: s
         hand.during = lambda time: None
         hand.time += 60.0
 
-    class Slow(DiskFiles):
+    class Slow(LeaseFiles):
         def names(self) -> list[str]:
             if hand.time < 110.0:
                 hand.time += 60.0
@@ -118,12 +118,12 @@ def test_a_watcher_that_slept_begins_anew(files: DiskFiles, hand: Hand, slept: s
     assert hand.now() > 100.0 + 60.0 + 15.0
 
 
-def test_a_watcher_that_sees_nothing_decides_nothing(files: DiskFiles, hand: Hand) -> None:
+def test_a_watcher_that_sees_nothing_decides_nothing(files: LeaseFiles, hand: Hand) -> None:
     taken(files, hand)
     standing = survey(files)
     assert standing is not None
 
-    class Away(DiskFiles):
+    class Away(LeaseFiles):
         def names(self) -> list[str]:
             raise OSError(errno.EIO, "Input/output error")
 
@@ -132,7 +132,7 @@ def test_a_watcher_that_sees_nothing_decides_nothing(files: DiskFiles, hand: Han
     assert hand.now() > 115.0
 
 
-def test_a_silence_holds_until_the_next_beat(files: DiskFiles, hand: Hand) -> None:
+def test_a_silence_holds_until_the_next_beat(files: LeaseFiles, hand: Hand) -> None:
     first = taken(files, hand)
     lease_of(files, hand).await_free(lambda line: None)
     standing = survey(files)
@@ -144,22 +144,22 @@ def test_a_silence_holds_until_the_next_beat(files: DiskFiles, hand: Hand) -> No
     assert not standing.given_up
 
 
-def test_a_holder_that_was_overtaken_finds_out(files: DiskFiles, hand: Hand) -> None:
+def test_a_holder_that_was_overtaken_finds_out(files: LeaseFiles, hand: Hand) -> None:
     first, second = taken(files, hand), lease_of(files, hand)
     hand.time += 5.0
     first.check()
     second.take(lambda line: None)
-    for ask in (first.check, first.confirm, first.beat, Follower(files, "runs/a", 1).confirm):
+    for ask in (first.check, first.confirm, first.beat, FollowerLease(files, "runs/a", 1).confirm):
         with pytest.raises(Fenced, match=r"another run has taken over runs/a: .* \(epoch 2; this one had 1\)"):
             ask()
     before = read_beat(files, 1)
     first.release()
     assert read_beat(files, 1) == before
     second.confirm()
-    Follower(files, "runs/a", 2).confirm()
+    FollowerLease(files, "runs/a", 2).confirm()
 
 
-def test_files_that_are_away_cost_no_run(files: DiskFiles, hand: Hand) -> None:
+def test_files_that_are_away_cost_no_run(files: LeaseFiles, hand: Hand) -> None:
     first = taken(files, hand)
     away = files.folder.with_name("away")
     files.folder.rename(away)
@@ -173,7 +173,7 @@ def test_files_that_are_away_cost_no_run(files: DiskFiles, hand: Hand) -> None:
     first.confirm()
 
 
-def test_a_run_of_another_folder_under_the_same_name_is_another_run(files: DiskFiles, hand: Hand) -> None:
+def test_a_run_of_another_folder_under_the_same_name_is_another_run(files: LeaseFiles, hand: Hand) -> None:
     first = taken(files, hand)
     files.folder.rename(files.folder.with_name("moved"))
     taken(files, hand)
@@ -181,7 +181,7 @@ def test_a_run_of_another_folder_under_the_same_name_is_another_run(files: DiskF
         first.confirm()
 
 
-def test_nothing_is_said_after_a_release(files: DiskFiles, hand: Hand) -> None:
+def test_nothing_is_said_after_a_release(files: LeaseFiles, hand: Hand) -> None:
     first = taken(files, hand)
     first.release()
     with pytest.raises(Fenced, match="has ended its writing in runs/a"):
@@ -189,7 +189,7 @@ def test_nothing_is_said_after_a_release(files: DiskFiles, hand: Hand) -> None:
     assert read_beat(files, 1).released
 
 
-def test_the_folder_stays_small_and_keeps_the_newest(files: DiskFiles, hand: Hand) -> None:
+def test_the_folder_stays_small_and_keeps_the_newest(files: LeaseFiles, hand: Hand) -> None:
     (files.folder).mkdir()
     (files.folder / "notes.txt").touch()
     (files.folder / ".beat-000001.ab12.tmp").touch()
@@ -202,30 +202,30 @@ def test_the_folder_stays_small_and_keeps_the_newest(files: DiskFiles, hand: Han
     assert "notes.txt" in names
 
 
-def test_an_epoch_below_the_highest_is_no_right(files: DiskFiles, hand: Hand, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_below_the_highest_is_no_right(files: LeaseFiles, hand: Hand, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody was asleep between a look and a claim, while others came, and old epochs were removed."""
     taken(files, hand).release()
-    late, create = lease_of(files, hand), DiskFiles.create
+    late, create = lease_of(files, hand), LeaseFiles.create
 
-    def after_others(self: DiskFiles, name: str, text: str) -> bool:
-        monkeypatch.setattr(DiskFiles, "create", create)
+    def after_others(self: LeaseFiles, name: str, text: str) -> bool:
+        monkeypatch.setattr(LeaseFiles, "create", create)
         for _ in range(KEPT + 2):
             taken(files, hand).release()
         return create(self, name, text)
 
-    monkeypatch.setattr(DiskFiles, "create", after_others)
+    monkeypatch.setattr(LeaseFiles, "create", after_others)
     late.take(lambda line: None)
     assert late.epoch == KEPT + 4
 
 
-def test_an_answer_that_was_lost_is_looked_up(files: DiskFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    claim, create = Claim(1, "mine", ELSEWHERE, "now"), DiskFiles.create
+def test_an_answer_that_was_lost_is_looked_up(files: LeaseFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim, create = Claim(1, "mine", ELSEWHERE, "now"), LeaseFiles.create
 
-    def lose(self: DiskFiles, name: str, text: str) -> bool:
+    def lose(self: LeaseFiles, name: str, text: str) -> bool:
         create(self, name, text)
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(DiskFiles, "create", lose)
+    monkeypatch.setattr(LeaseFiles, "create", lose)
     assert write_claim(files, claim)
     assert not write_claim(files, replace(claim, token="other"))
 
@@ -241,7 +241,7 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_beat_of_nonsense_is_none(files: DiskFiles) -> None:
+def test_a_beat_of_nonsense_is_none(files: LeaseFiles) -> None:
     files.folder.mkdir()
     for text in ("", "x", "-3", "released"):
         files.replace("beat-000001", text)
@@ -291,12 +291,12 @@ def test_a_process_of_somebody_else_that_cannot_be_seen_is_not_gone(
 def test_a_new_holder_takes_the_saves_that_earlier_ones_have_begun(tmp_path: Path, hand: Hand) -> None:
     run = RunDir(tmp_path)
     run.create()
-    first = replace(run, tenure=taken(DiskFiles(tmp_path / "lease"), hand))
+    first = replace(run, lease=taken(LeaseFiles(tmp_path / "lease"), hand))
     partial = first.partial_checkpoint_path(3)
     assert partial.name == ".step-000000003.epoch-000001.partial"
     partial.mkdir()
     first.confirm_writer()
-    second = replace(run, tenure=taken(DiskFiles(tmp_path / "lease"), hand))
+    second = replace(run, lease=taken(LeaseFiles(tmp_path / "lease"), hand))
     second.fence_saves()
     with pytest.raises(FileNotFoundError):
         partial.rename(run.checkpoint_path(3))
@@ -311,7 +311,7 @@ def test_a_new_holder_takes_the_saves_that_earlier_ones_have_begun(tmp_path: Pat
 def test_a_right_that_cannot_be_seen_is_no_right_now(tmp_path: Path, hand: Hand) -> None:
     run = RunDir(tmp_path)
     run.create()
-    held = replace(run, tenure=taken(DiskFiles(tmp_path / "lease"), hand))
+    held = replace(run, lease=taken(LeaseFiles(tmp_path / "lease"), hand))
     (tmp_path / "lease").rename(tmp_path / "away")
     with pytest.raises(JobError, match=r"whether this run still holds .* cannot be seen: No such file or directory"):
         held.confirm_writer()

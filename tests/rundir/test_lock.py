@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,19 @@ import pytest
 from holding import holding
 
 from shardway.errors import UserError
-from shardway.rundir import lock
-from shardway.rundir.lease import Claim, LeaseTimes, Means, newest_epoch, write_claim
-from shardway.rundir.lock import LockPaths, WriterLock, find_holder, find_holder_host, signal_holder
+from shardway.rundir import lease
+from shardway.rundir.lease import (
+    Claim,
+    LeaseOptions,
+    LeaseTimes,
+    LockPaths,
+    WriterLock,
+    find_holder,
+    find_holder_host,
+    newest_epoch,
+    signal_holder,
+    write_claim,
+)
 
 SINCE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
@@ -27,7 +38,7 @@ SINCE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Being refused takes a fraction of a second otherwise."""
-    monkeypatch.setattr(lock, "PAUSE_S", 0.001)
+    monkeypatch.setattr(lease, "PAUSE_S", 0.001)
 
 
 def place(folder: Path) -> LockPaths:
@@ -166,11 +177,11 @@ def test_somebody_who_only_looks_does_not_refuse_a_writer(tmp_path: Path, monkey
         if len(pauses) == 2:
             os.close(looking)
 
-    monkeypatch.setattr(lock, "time", SimpleNamespace(sleep=look_away_at_the_second))
+    monkeypatch.setattr(lease, "time", SimpleNamespace(**{**vars(time), "sleep": look_away_at_the_second}))
     mine = writer(tmp_path)
     mine.acquire()
     mine.release()
-    assert pauses == [lock.PAUSE_S] * 2
+    assert pauses == [lease.PAUSE_S] * 2
 
 
 @pytest.mark.parametrize("name", ["writer.lock", "lease"])
@@ -213,7 +224,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(lease.fcntl, "flock", refuse)
 
 
 QUICK = LeaseTimes(beat_s=0.05, sure_s=0.4, ttl_s=0.6, look_s=0.02, slack_s=0.3)
@@ -226,7 +237,7 @@ def test_without_locks_a_holder_that_beats_refuses_others(tmp_path: Path) -> Non
     with holding(tmp_path, locks=False, beat_s=0.05) as other:
         told: list[str] = []
         with pytest.raises(UserError, match=rf"another run is training into .*: process {other.pid} on host "):
-            WriterLock(place(tmp_path), Means(terms=PATIENT)).acquire(told.append)
+            WriterLock(place(tmp_path), LeaseOptions(terms=PATIENT)).acquire(told.append)
         assert told == [f"process {other.pid} of this host held this run; watching for 120 s whether it still does"]
         named = find_holder(place(tmp_path))
         assert named is not None
@@ -243,7 +254,7 @@ def test_a_holder_that_was_stopped_is_overtaken_and_writes_nothing_more(tmp_path
     with holding(tmp_path, locks=False, beat_s=0.05) as other:
         assert other.say("confirm") == "done confirm"
         other.send(signal.SIGSTOP)
-        mine = WriterLock(place(tmp_path), Means(terms=QUICK))
+        mine = WriterLock(place(tmp_path), LeaseOptions(terms=QUICK))
         told: list[str] = []
         mine.acquire(told.append)
         assert len(told) == 1
@@ -262,10 +273,10 @@ def test_a_holder_that_was_stopped_is_overtaken_and_writes_nothing_more(tmp_path
 def test_a_silence_that_somebody_saw_is_not_watched_again(tmp_path: Path) -> None:
     with holding(tmp_path, locks=False, beat_s=0.05) as other:
         other.send(signal.SIGSTOP)
-        first = WriterLock(place(tmp_path), Means(terms=QUICK))
+        first = WriterLock(place(tmp_path), LeaseOptions(terms=QUICK))
         first.await_free(lambda line: None)
         assert (tmp_path / "lease").exists()
-        second = WriterLock(place(tmp_path), Means(terms=QUICK))
+        second = WriterLock(place(tmp_path), LeaseOptions(terms=QUICK))
         second.acquire(pytest.fail)
         second.release()
 
@@ -279,8 +290,8 @@ def test_a_holder_that_has_not_beaten_for_long_is_not_shown(tmp_path: Path) -> N
     elsewhere.write_text(elsewhere.read_text().replace(socket.gethostname(), "n1"))
     assert find_holder_host(place(tmp_path)) == "n1"
     beat = tmp_path / "lease" / "beat-000001"
-    mine._beats.stop()  # type: ignore[union-attr]
-    os.utime(beat, (0, beat.stat().st_mtime - lock.SHOWN_S))
+    mine._stop_beats()
+    os.utime(beat, (0, beat.stat().st_mtime - lease.SHOWN_S))
     assert find_holder(place(tmp_path)) is None
     assert find_holder_host(place(tmp_path)) == ""
     mine.release()

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from shardway.rundir.lease import ClaimFiles, ClaimState, Lease, LeaseClock, LeaseTimes, LeaseVerdict, beat_name, survey
+from shardway.rundir.lease import (
+    ClaimState,
+    HostClock,
+    Lease,
+    LeaseFiles,
+    LeaseTimes,
+    LeaseVerdict,
+    beat_name,
+    survey,
+)
 
 
 class Unconfirmed(Lease):
@@ -32,7 +41,7 @@ class Unsure(Lease):
             raise self._lost
 
 
-def watch_by_dates(files: ClaimFiles, clock: LeaseClock, first: ClaimState, terms: LeaseTimes) -> LeaseVerdict:
+def watch_by_dates(files: LeaseFiles, clock: HostClock, first: ClaimState, terms: LeaseTimes) -> LeaseVerdict:
     """Compares the date of the last beat with that of its own host."""
     seen = survey(files)
     if seen is None or seen.claim != first.claim or seen.beat.released:

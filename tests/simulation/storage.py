@@ -237,7 +237,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class LeaseFiles:
-    """The folder of a lease, as `shardway.rundir.lease.ClaimFiles`."""
+    """The folder of a lease, as `shardway.rundir.lease.LeaseFiles`."""
 
     mount: Mount
     path: str = "lease"

@@ -17,7 +17,7 @@ from world import Host, Killed, Process, World
 
 from shardway.errors import Fenced, JobError, ShardwayError, UserError
 from shardway.ranks.failure import RepeatedFailure, decide
-from shardway.rundir.lease import Lease, LeaseTimes, Means
+from shardway.rundir.lease import Lease, LeaseOptions, LeaseTimes
 
 SHARDS = ("a", "b")
 KEEP = 2
@@ -97,16 +97,18 @@ class Attempt:
         self.record.finished = True
         self.lease.release()
 
-    def _means(self) -> Means:
+    def _means(self) -> LeaseOptions:
         process = self.process
         token = f"{process.host.name}-{process.pid}"
-        return Means(process.identity, "", process.is_gone, lambda: token, process.mutex, process, self.plan.terms)
+        return LeaseOptions(
+            process.identity, "", process.is_gone, lambda: token, process.mutex, process, self.plan.terms
+        )
 
     def _note(self, what: str) -> None:
         self.world.note(f"{self.process.host.name} {self.process.pid}", what)
 
     def _beat(self) -> None:
-        """What the thread of `rundir.lock` does."""
+        """What the thread of `rundir.lease` does."""
         while True:
             self.process.sleep(self.plan.terms.beat_s)
             with contextlib.suppress(OSError):

@@ -26,7 +26,7 @@ from shardway.launch.hosts.local import LocalHost
 from shardway.launch.launchers import MODULE
 from shardway.launch.schedulers import local
 from shardway.ranks import ft_launcher_client
-from shardway.ranks.progress import Activity
+from shardway.ranks.heartbeat import Activity
 from shardway.rundir.attempts import Ending, Result
 from shardway.rundir.directory import RunDir
 

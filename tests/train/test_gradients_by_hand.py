@@ -25,7 +25,7 @@ from shardway.data.loader import Batch
 from shardway.errors import JobError, UserError
 from shardway.models.shapes import MixtureShape
 from shardway.models.transformer import Transformer, TransformerShape
-from shardway.ranks import signals
+from shardway.ranks import stop as stop_rules
 from shardway.ranks.start import Ranks
 from shardway.train import run as door
 from shardway.train.run import Run
@@ -581,8 +581,8 @@ def stalled(number: int, *, on: bool) -> Iterator[None]:
             yield batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(signals, "PATIENCE_S", 0.05)
-        patch.setattr(signals, "TICK_S", 0.02)
+        patch.setattr(stop_rules, "NOTICE_S", 0.05)
+        patch.setattr(stop_rules, "TICK_S", 0.02)
         patch.setattr(door, "training_batches", batches)
         yield
 

@@ -16,24 +16,23 @@ pytestmark = pytest.mark.usefixtures("warm_starts")
 CODE = """
 import os, signal, sys, time
 from pathlib import Path
-from shardway.ranks import signals
-from shardway.ranks.signals import StopWatchdog
-from shardway.ranks.progress import Activity, Progress
-from shardway.ranks.signals import SignalWatch
+from shardway.ranks import stop
+from shardway.ranks.heartbeat import Activity, Progress
+from shardway.ranks.stop import SignalWatch
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
-from shardway.train import exit_report
-from shardway.train.exit_report import ExitReport
+from shardway.train import attempt_end
+from shardway.train.attempt_end import ExitReport
 
-signals.LEAVE_S = 0.1
-exit_report.SAY_S = 60.0  # a busy disk is no part of these tests
+stop.LEAVE_S = 0.1
+attempt_end.REPORT_S = 60.0  # a busy disk is no part of these tests
 progress = Progress()
 progress.enter(Activity.STEP, 7)
 attempt = Attempt(Path(sys.argv[2])) if sys.argv[2] else None
 with SignalWatch() as signals:
     run, rank, limit_s = RunDir(Path(sys.argv[1])), int(sys.argv[3]), float(sys.argv[5])
     speaker = ExitReport(run, rank, limit_s, "command line", progress, attempt)
-    with StopWatchdog(signals, speaker.duties(lambda: signals.received is not None)):
+    with speaker.watchdog(signals):
         def stuck():
             for number in sys.argv[4].split(","):
                 try:

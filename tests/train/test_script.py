@@ -16,7 +16,7 @@ import torch
 
 import shardway
 from shardway.errors import Bug, JobError, SiteError, UserError
-from shardway.ranks.shutdown import ScriptHook, report_errors, script_hook
+from shardway.ranks.stop import ScriptHook, report_errors, script_hook
 from shardway.rundir.directory import RunDir
 from shardway.train.script import OpenedRun
 

@@ -21,8 +21,8 @@ from shardway.data.order import position_share
 from shardway.errors import UserError
 from shardway.models.transformer import Transformer, TransformerShape
 from shardway.parallel.apply import ParallelModel
-from shardway.ranks.agreement import Wishes
 from shardway.ranks.start import Ranks
+from shardway.ranks.stop import Wishes
 from shardway.train.guard_repeat import GuardChecks
 from shardway.train.loss import IGNORED, LossSum, token_cross_entropy
 from shardway.train.passes import count_rows, cut

@@ -37,8 +37,7 @@ def doctor(
 ) -> int:
     """Look whether this machine, or each node of this job, is fit to train, and say what to do where it is not."""
     from shardway.ranks.cores import bind_to_cores
-    from shardway.ranks.doctor import summary
-    from shardway.ranks.doctor.examine import examine
+    from shardway.ranks.doctor import examine
     from shardway.ranks.doctor.surroundings import look_around
 
     if why := bind_to_cores(os.environ):  # as the ranks of a training that starts here
@@ -47,14 +46,14 @@ def doctor(
     profile, wanted = _try_demands(words, site, directory) if preflight else _read_demands(words, site, directory)
     limit_s = _QUICK_GPU_S if preflight else _GPU_S
     around = look_around(dict(os.environ), profile, wanted, deep=deep, gpu_limit_s=limit_s)
-    diagnosis = examine(around, quick=preflight, wait_s=wait_s)
-    rows = summary.list_rows(diagnosis)
+    diagnosis = examine.examine_machine(around, quick=preflight, wait_s=wait_s)
+    rows = examine.list_rows(diagnosis)
     if diagnosis.speaks and as_json:
-        typer.echo(json.dumps(summary.as_json(diagnosis, profile.name, around.world), indent=1))
+        typer.echo(json.dumps(examine.render_json(diagnosis, profile.name, around.world), indent=1))
     elif diagnosis.speaks:
         typer.echo(f"{around.host}, compared with {profile.name}")
-        typer.echo(summary.render(rows, every=every))
-    return SiteError.exit_code if strict and summary.judge(rows) == "fail" else 0
+        typer.echo(examine.render_rows(rows, every=every))
+    return SiteError.exit_code if strict and examine.judge_rows(rows) == "fail" else 0
 
 
 def _try_demands(words: list[str] | None, site: str | None, directory: Path | None) -> tuple[SiteProfile, MachineNeeds]:

@@ -35,7 +35,7 @@ from shardway import __version__
 from shardway.errors import Bug, JobError, ShardwayError, SiteError, UserError, legible
 from shardway.places import folder_is_gone
 from shardway.ranks.outputs import outputs_put_back
-from shardway.ranks.shutdown import Shutdown, flush_output
+from shardway.ranks.stop import Shutdown, flush_output
 from shardway.refusals import FORBIDDEN, UNWRITABLE, find_remedy
 from shardway.rundir.file_io import UNREADABLE, unanswered
 

@@ -13,11 +13,10 @@ from pathlib import Path
 
 from shardway.cli.main import leave, run_guarded, uncollected
 from shardway.hardware.limits import ensure_temporary
-from shardway.ranks.agent.heartbeat import join_agent
 from shardway.ranks.cores import bind_to_cores
-from shardway.ranks.shutdown import Shutdown, stop_with_agent
-from shardway.ranks.signals import SignalWatch
-from shardway.ranks.standby_gate import wait_at_gate
+from shardway.ranks.heartbeat import join_agent
+from shardway.ranks.stop import Shutdown, SignalWatch, stop_with_agent
+from shardway.ranks.warm_standby import wait_at_gate
 from shardway.resolve.request import ResolveRequest
 
 

@@ -21,7 +21,11 @@ from shardway.cli.config import resolution_facts
 from shardway.cli.main import uncollected
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, print_line, read_request, report
 from shardway.errors import SiteError, UserError
+from shardway.hardware.limits import ensure_temporary
+from shardway.ranks.launcher import NodeSpec, parse_host
 from shardway.ranks.outputs import enduring_outputs
+from shardway.ranks.stop import SignalWatch
+from shardway.rundir.directory import RunDir
 
 PORT = 29600
 """By which port the agents of several machines meet where none is named."""
@@ -51,7 +55,6 @@ def train(
 ) -> None:
     """Train a run file (the default run where none is named); resumes by itself."""
     from shardway.ranks.completion import AttemptShare, failure_reported
-    from shardway.ranks.signals import SignalWatch
 
     share = AttemptShare()
     with ExitStack() as stack:
@@ -68,7 +71,7 @@ def train(
 
 def _read_nodes(nodes: str | None, node: int | None, port: int, nproc: int | None) -> NodeSpec:
     """Where this machine stands among --nodes. Raises UserError where the options do not say it."""
-    from shardway.ranks.launcher import NodeSpec, parse_host
+    from shardway.ranks.launcher import NodeSpec
 
     addresses = tuple((nodes or "").replace(",", " ").split())
     if not addresses or node is None or node >= len(addresses):
@@ -235,7 +238,6 @@ def _check_goes_on(resolution: Resolution) -> None:
 
 def _prepare_import() -> None:
     """What torch needs before it is imported."""
-    from shardway.hardware.limits import ensure_temporary
 
     ensure_temporary()
 

@@ -26,8 +26,7 @@ from typing import Any
 
 from shardway.errors import JobError, SiteError
 from shardway.hardware.limits import NEAR, TaskLimit, count_open_files, explain_limit, read_file_limit, read_task_limit
-from shardway.ranks.shutdown import end_with_parent
-from shardway.ranks.signals import BrokenOff
+from shardway.ranks.stop import BrokenOff, end_with_parent
 
 _DYING_S = 5.0
 """How long after its connections a worker may end: its threads free their memory in between."""

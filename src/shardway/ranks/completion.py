@@ -20,16 +20,15 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from shardway.errors import Bug, ShardwayError
-from shardway.ranks.agreement import Decision
-from shardway.ranks.attempt import describe_error, find_attempt, report_fault
+from shardway.ranks.failure import describe_error, find_attempt, report_fault
 from shardway.ranks.launcher import has_restarts_left
-from shardway.ranks.signals import find_received
+from shardway.ranks.stop import Decision, find_stop_signal
 from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL, Ending
 from shardway.rundir.directory import RunDir
 
 if TYPE_CHECKING:
-    from shardway.ranks.agent.watch import DetectedHang
     from shardway.ranks.failure import RankFailure
+    from shardway.ranks.hang import DetectedHang
 
 # --- how an attempt ends
 
@@ -106,7 +105,7 @@ def has_come_to_its_end(run: RunDir, mark: int, ended: LaunchOutcome) -> bool:
     if end is None or end.get("reason") == SECOND_SIGNAL:  # a second signal saves nothing
         return False
     # Ranks that lose their agent ask for a stop, and the others may go on without their node.
-    by_orphans = end["event"] == "stopped" and end.get("failure") == BY_SIGNAL and find_received() is None
+    by_orphans = end["event"] == "stopped" and end.get("failure") == BY_SIGNAL and find_stop_signal() is None
     return not (ended.lost and by_orphans)
 
 

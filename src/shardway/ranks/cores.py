@@ -1,10 +1,10 @@
-"""Binds a rank to the cores of its node that are next to its accelerator, where the profile or the job names them.
+"""Binds a rank to the cores of its node that are next to its accelerator, if the profile or the job names them.
 
-srun binds each task that it starts. An agent is one task with all cores of its node, and so are the ranks that it
-starts; what the site's profile says of their cores comes in a variable.
+srun binds each task that it starts. An agent is one task with all cores of its node, and its ranks inherit them; the
+cores of the site's profile come in a variable.
 
-Invariant: a rank that cannot be bound trains unbound, and it is said why. This module must not import torch: threads
-that a library starts keep the cores of who started them.
+Invariant: a rank that cannot be bound trains unbound, with a message why. No torch: threads that a library starts keep
+the cores of the thread that started them.
 
 Sources: sched_setaffinity(2); srun(1), "--cpu-bind=mask_cpu".
 """
@@ -20,14 +20,14 @@ VARIABLE = "SHARDWAY_CPU_MASKS"
 
 
 def bind_to_cores(environ: Mapping[str, str]) -> str:
-    """Bind this rank and the threads that it has by now to its cores, where VARIABLE names them; why it could not."""
+    """Bind this rank and its present threads to its cores, if VARIABLE names them; returns why it could not."""
     masks = environ.get(VARIABLE, "")
     if not masks or not hasattr(os, "sched_setaffinity"):
         return ""
     local = environ.get("LOCAL_RANK", "")
     try:
         every = masks.split(",")
-        cores = _read_mask(every[int(local) % len(every)])  # as srun does where there are more ranks than masks
+        cores = _read_mask(every[int(local) % len(every)])  # as srun does if there are more ranks than masks
         for thread in _list_threads():
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.sched_setaffinity(thread, cores)
@@ -43,5 +43,5 @@ def _read_mask(text: str) -> set[int]:
 
 
 def _list_threads() -> Iterator[int]:
-    """A spare has threads when it becomes a rank: those of the libraries that it has imported."""
+    """A standby has threads when it becomes a rank: those of the libraries that it has imported."""
     yield from map(int, os.listdir("/proc/self/task"))

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardway.errors import ERRORS_BY_NAME, Fenced, JobError, LostContact, NodeLost, ShardwayError, SiteError, UserError
-from shardway.ranks.agent.flight_records import explain_collectives, render_ranks
-from shardway.ranks.agent.stacks import StackGroup, read_crash
-from shardway.ranks.agent.watch import DetectedHang
 from shardway.ranks.completion import LaunchOutcome, has_begun
 from shardway.ranks.failure import RankFailure, explain_oom
+from shardway.ranks.flight_records import explain_collectives, render_ranks
+from shardway.ranks.hang import DetectedHang
+from shardway.ranks.stacks import StackGroup, read_crash
 from shardway.refusals import find_remedy
 from shardway.rundir.attempts import BY_AGENT
 from shardway.rundir.directory import RunDir
@@ -99,7 +99,7 @@ def _explain_hang(run: RunDir, found: DetectedHang, *, began: bool) -> JobError:
     """What the agent detected, with the stacks of the ranks; written as a fault of the first of them if the run had
     begun."""
     hang, groups = found.hang, found.seen.groups
-    told = explain_collectives(found.seen.heard)
+    told = explain_collectives(found.seen.collectives)
     message = f"{hang.message}: {told[0]}" if told else hang.message
     facts = {
         "rank": hang.ranks[0],

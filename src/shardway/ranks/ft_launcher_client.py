@@ -1,7 +1,7 @@
-"""What a rank shows the monitor that NVIDIA's ft_launcher keeps for it: that it lives, and how long it may be silent.
+"""The client of the monitor that NVIDIA's ft_launcher keeps for a rank: heartbeats, and how long it may be silent.
 
 A heartbeat follows a change of activity, in the loop of steps one a second at most: it goes over a socket and is
-answered. The monitor knows one limit, which the rank sets anew where its activity has another (`ranks.agent.hang`),
+answered. The monitor knows one limit, which the rank sets anew where its activity has another (`ranks.hang`),
 so that a save may take longer than a step.
 
 Invariant: a rank whose monitor is gone, silent or refuses trains on, and reports once that it is not watched. No
@@ -21,21 +21,21 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from shardway.errors import SiteError
-from shardway.ranks.agent.hang import ActivitySpan, HangTimeout
+from shardway.ranks.hang import ActivitySpan, HangTimeout
+from shardway.ranks.heartbeat import Activity
 from shardway.ranks.launcher import FT_LAUNCHER, Placement
-from shardway.ranks.progress import Activity
 
 BEAT_S = 1.0
-"""The least time between two heartbeats in the loop of steps; limits are longer than the patience by it."""
+"""The least time between two heartbeats in the loop of steps; limits are longer than the hang timeout by it."""
 
 ANSWER_S = 10.0
 """How long the monitor may take to answer before the rank goes on without it."""
 
 _LOOP = frozenset((Activity.DATA, Activity.STEP, Activity.REPEAT, Activity.SCRIPT))
-"""Activities that change too often to say each one: they have one limit together, the longest."""
+"""Activities that change too often to report each one: they share one limit, the longest."""
 
 _MUCH_LESS = 0.8
-"""A limit that falls by less than this factor is left as it was told."""
+"""A limit that falls by less than this factor is not reported again."""
 
 
 class Timeouts(Protocol):
@@ -59,38 +59,38 @@ class MonitorClient(Protocol):
 
 
 class MonitorHeartbeat:
-    """A `Page` for `ranks.progress` that the monitor of this rank reads; `client` is connected.
+    """A `HeartbeatSink` that the monitor of this rank reads; `client` is connected.
 
-    Until `watch` is called the monitor waits as long as ft_launcher was told to for the first heartbeat.
+    Until `watch` is called the monitor uses ft_launcher's own limit for the first heartbeat.
     """
 
     def __init__(self, client: MonitorClient) -> None:
         self._client: MonitorClient | None = client
         self._start_s = client.hb_timeouts.initial
-        self._patience: HangTimeout | None = None
+        self._hang_timeout: HangTimeout | None = None
         self._activity, self._step, self._since = Activity.START, 0, 0.0
         self._first_step: int | None = None
         self._seen: set[Activity] = set()
         self._beat_at = -math.inf
-        self._told_s: float | None = -math.inf
+        self._reported_s: float | None = -math.inf
         # A heartbeat at once: a rank that is lost before its first one is a failed restart to the monitor, which then
         # hears no further rank (RankMonitorState.ABORTED).
         self._beat()
 
-    def watch(self, patience: HangTimeout | None) -> None:
-        """From now on these limits count; None: nobody shall look for hangs."""
-        self._patience = patience
-        if patience is None:
+    def watch(self, hang_timeout: HangTimeout | None) -> None:
+        """From now on these limits count; None: the search for hangs is off."""
+        self._hang_timeout = hang_timeout
+        if hang_timeout is None:
             self._leave()
         self._beat()
 
     def write(self, activity: Activity, step: int, now: float) -> None:
-        """Say that the rank is alive, where it is time to, and how long the activity may take."""
+        """Report that the rank is alive, if it is time to, and how long the activity may take."""
         if self._client is None:
             return
         before = self._activity
-        if self._patience is not None and self._since:
-            self._patience.observe(self._span(before), now - self._since)
+        if self._hang_timeout is not None and self._since:
+            self._hang_timeout.observe(self._span(before), now - self._since)
         self._activity, self._step, self._since = activity, step, now
         self._seen.add(activity)
         if self._first_step is None and activity in _LOOP:
@@ -105,10 +105,10 @@ class MonitorHeartbeat:
         return ActivitySpan(activity, is_first=early and activity in _LOOP)
 
     def _limit_s(self) -> float | None:
-        if self._patience is None:
+        if self._hang_timeout is None:
             return self._start_s
         together = self._seen & _LOOP if self._activity in _LOOP else {self._activity}
-        return BEAT_S + max(self._patience.limit_s(self._span(each), stopped=False) for each in together)
+        return BEAT_S + max(self._hang_timeout.limit_s(self._span(each), stopped=False) for each in together)
 
     def _beat(self) -> None:
         if self._client is None:
@@ -116,28 +116,30 @@ class MonitorHeartbeat:
         try:
             self._client.send_heartbeat()  # first: a limit that falls would be past already
             self._report_limit(self._client, self._limit_s())
-        except Exception as error:  # of whatever class: what watches a rank must not end it
+        except Exception as error:  # of any class: a watch must not end its rank
             _report_unwatched(error)
             self._leave()
 
     def _leave(self) -> None:
-        """A monitor whose rank has left does not miss it, and one that only was slow must not."""
+        """The monitor does not miss a rank that has left; one that was only slow must not miss it either."""
         client, self._client = self._client, None
         with contextlib.suppress(Exception):
             if client is not None:
                 client.shutdown_workload_monitoring()
 
     def _report_limit(self, client: MonitorClient, limit_s: float | None) -> None:
-        told = self._told_s
-        if limit_s == told or (limit_s is not None and told is not None and _MUCH_LESS * told <= limit_s <= told):
+        reported = self._reported_s
+        if limit_s == reported or (
+            limit_s is not None and reported is not None and _MUCH_LESS * reported <= limit_s <= reported
+        ):
             return
         limits = {"initial": limit_s, "subsequent": limit_s, "were_calculated": True}
         client.load_state_dict({"current_timeouts": {"heartbeat": limits}})
-        self._told_s = limit_s
+        self._reported_s = limit_s
 
 
 def open_monitor(placement: Placement) -> MonitorHeartbeat | None:
-    """The page of a rank that ft_launcher has started; None for any other, and where its monitor does not answer.
+    """The heartbeat of a rank that ft_launcher has started; None for any other, and if its monitor does not answer.
 
     Raises SiteError where nvidia_resiliency_ext cannot be imported.
     """
@@ -148,7 +150,7 @@ def open_monitor(placement: Placement) -> MonitorHeartbeat | None:
         client.init_workload_monitoring()
         client.rank_monitor_socket.settimeout(ANSWER_S)
         return MonitorHeartbeat(client)
-    except Exception as error:  # of whatever class: what watches a rank must not end it
+    except Exception as error:  # of any class: a watch must not end its rank
         _report_unwatched(error)
         return None
 

@@ -233,7 +233,7 @@ class Placement:
     `node` and `nodes` are None where the launcher does not number nodes (Open MPI, hydra, over several nodes).
     `master_port` 0 means that any free port will do, since no other process has to find it. `launcher` is "none" for a
     process without a launcher: rank 0 of 1. `starts_again`: the launcher states that it restarts the ranks if one
-    fails. `launch`: the launch's name, if the port follows from it and another port may be taken (`ranks.port`); ""
+    fails. `launch`: the launch's name, if the port follows from it and another port may be taken (`ranks.network`); ""
     if a port was given.
     """
 

@@ -6,7 +6,7 @@ Of torch's elastic launcher only the processes are used. Its rendezvous is left 
 Invariants:
 - A process has the variables of its rank before its program begins (a warm standby: before it is released).
 - When `run_local` returns or raises, none of the ranks it started is alive; if this process is killed, the kernel
-  signals the ranks (`ranks.shutdown`).
+  signals the ranks (`ranks.stop`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -39,12 +39,11 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from shardway.errors import LateStop, UserError
 from shardway.hardware.limits import count_oom_kills
 from shardway.inherited import list_unfit_for_ranks
-from shardway.ranks.agent.heartbeat import VARIABLE
-from shardway.ranks.agent.stacks import choose_recording
 from shardway.ranks.failure import RankFailure, mark_oom
+from shardway.ranks.heartbeat import VARIABLE
 from shardway.ranks.launcher import LOOPBACK
-from shardway.ranks.signals import STOP_SIGNALS, list_free
-from shardway.ranks.standby_gate import VARIABLE as GATE
+from shardway.ranks.stacks import choose_recording
+from shardway.ranks.stop import STOP_SIGNALS, list_free_signals
 from shardway.ranks.variables import AGENT_VARIABLE
 from shardway.rundir.file_io import is_seen
 from shardway.units import render_seconds
@@ -55,8 +54,8 @@ _TORCHS_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 @dataclass(frozen=True)
-class Seats:
-    """Which ranks of a start are on this node, and where all of them meet: a store that an agent hosts for this start
+class RankAssignment:
+    """The ranks of a start that are on this node, and where all ranks meet: a store that an agent hosts for this start
     alone. `start` counts starts."""
 
     first: int
@@ -72,9 +71,9 @@ class Seats:
 class LocalLaunch:
     """How many ranks run which Python module with which arguments, where their output goes, and CPU threads each.
 
-    `pages` is the folder of their heartbeats (`ranks.agent`); None: they are not watched. A stop by the stop file may
-    take `stop_timeout_s`. `seats` are their places among all ranks; None: these are all. `shown`: their output is
-    printed here as well, each line with its rank.
+    `heartbeats` is the folder of their heartbeats; None: they are not watched. A stop by the stop file may take
+    `stop_timeout_s`. `assignment`: their numbers among all ranks; None: these are all. `shown`: their output is
+    also printed here, each line with its rank.
     """
 
     ranks: int
@@ -84,33 +83,35 @@ class LocalLaunch:
     threads: int
     stop_path: Path
     stop_timeout_s: float
-    pages: Path | None = None
-    seats: Seats | None = None
+    heartbeats: Path | None = None
+    assignment: RankAssignment | None = None
     shown: bool = False
 
 
-def start_program(launch: LocalLaunch, seats: Seats, gates: Sequence[Path] = ()) -> PContext:
-    """Start the program of each local rank; with `gates`, as warm standbys that wait there."""
+def start_program(
+    launch: LocalLaunch, assignment: RankAssignment, further: Sequence[Mapping[str, str]] = ()
+) -> PContext:
+    """Start the program of each local rank, with `further` variables of its own."""
     ranks = range(launch.ranks)
-    waits = {local: {GATE: str(gate)} for local, gate in enumerate(gates)}
+    more = dict(enumerate(further))
     with _surroundings_of_ranks():
         processes = start_processes(
             name="ranks",
             entrypoint=sys.executable,
             args=dict.fromkeys(ranks, ("-m", launch.module, *launch.arguments)),
-            envs={local: {**rank_variables(launch, seats, local), **waits.get(local, {})} for local in ranks},
+            envs={local: {**rank_variables(launch, assignment, local), **more.get(local, {})} for local in ranks},
             logs_specs=DefaultLogsSpecs(
                 str(launch.log_folder), redirects=Std.ALL, tee=Std.ALL if launch.shown else Std.NONE
             ),
-            log_line_prefixes={local: f"{seats.first + local}: " for local in ranks},
+            log_line_prefixes={local: f"{assignment.first + local}: " for local in ranks},
         )
-    _let_go_of_output(processes)
+    _close_output(processes)
     return processes
 
 
-def _let_go_of_output(processes: PContext) -> None:
-    """Close the output files, which only the ranks write to: after an outage of their server, closing them later would
-    raise, and torch does that between ending one rank and the next."""
+def _close_output(processes: PContext) -> None:
+    """Close the output files, to which only the ranks write: after an outage of their file server, closing them would
+    raise, and torch closes them between ending one rank and the next."""
     for handler in handlers_of(processes).values():
         for name in ("_stdout", "_stderr"):
             if (file := getattr(handler, name, None)) is not None:
@@ -127,7 +128,7 @@ def output_folder(processes: PContext) -> Path:
     return Path(processes.stdouts[0]).parents[2]
 
 
-def rank_variables(launch: LocalLaunch, seats: Seats, local: int) -> dict[str, str]:
+def rank_variables(launch: LocalLaunch, assignment: RankAssignment, local: int) -> dict[str, str]:
     """A rank's variables besides the inherited ones; thread counts that the user set stay.
 
     Source: "Environment Variables" of torchrun's manual; with TORCHELASTIC_USE_AGENT_STORE ranks meet in the store
@@ -136,26 +137,26 @@ def rank_variables(launch: LocalLaunch, seats: Seats, local: int) -> dict[str, s
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(launch.threads)),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        "RANK": str(seats.first + local),
+        "RANK": str(assignment.first + local),
         "LOCAL_RANK": str(local),
-        "GROUP_RANK": str(seats.node),
-        "WORLD_SIZE": str(seats.world),
+        "GROUP_RANK": str(assignment.node),
+        "WORLD_SIZE": str(assignment.world),
         "LOCAL_WORLD_SIZE": str(launch.ranks),
-        "GROUP_WORLD_SIZE": str(seats.nodes),
-        "MASTER_ADDR": seats.address,
-        "MASTER_PORT": str(seats.port),
+        "GROUP_WORLD_SIZE": str(assignment.nodes),
+        "MASTER_ADDR": assignment.address,
+        "MASTER_PORT": str(assignment.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": f"shardway-{os.getpid()}",
-        "TORCHELASTIC_RESTART_COUNT": str(seats.start),
+        "TORCHELASTIC_RESTART_COUNT": str(assignment.start),
         AGENT_VARIABLE: str(os.getpid()),
-        VARIABLE: str(launch.pages or ""),
+        VARIABLE: str(launch.heartbeats or ""),
         **choose_recording(os.environ),
     }
 
 
 @contextlib.contextmanager
 def _surroundings_of_ranks() -> Iterator[None]:
-    """Handle stop signals here; torch, which would raise its own error at them, gets one that is never sent.
+    """Handle stop signals here: torch, which would raise its own error, is given a signal that is never sent.
 
     Ranks do not inherit the variables of another launcher (`inherited`): neither the agent nor its ranks are MPI tasks.
     """
@@ -173,12 +174,12 @@ def _surroundings_of_ranks() -> Iterator[None]:
 # --- running the ranks to their end
 
 LATER_S = 10.0
-"""Time that the ranks get beyond `run.stop_timeout`: they end themselves, and can report best what they were doing."""
+"""Time that the ranks get beyond `run.stop_timeout`: they end themselves, with the best report of what they did."""
 LOOK_EVERY_S = 1.0
 POLL_S = 0.1
 LEAVE_S = 2.0
-"""Time for ranks to end once another has failed: they lose contact, and may report it. Ranks that wait where they
-receive no signal, as at the start, have nothing to report; torch would give them 30 s."""
+"""Time for ranks to end after another has failed: they lose contact, and may report it. Ranks that wait where no
+signal reaches them, as at the start, have nothing to report; torch would give them 30 s."""
 
 
 @dataclass
@@ -192,7 +193,7 @@ class StopRequests:
     late: bool = False
     passes_on: bool = False
 
-    def hear(self, number: int, frame: FrameType | None) -> None:
+    def record(self, number: int, frame: FrameType | None) -> None:
         """Receive a stop signal; Ctrl-C after another one means an immediate end."""
         self.at_once |= bool(self.signals) and number == signal.SIGINT
         self.signals.append(number)
@@ -207,7 +208,7 @@ def run_local(
     launch: LocalLaunch,
     on_stop: Callable[[], None],
     on_look: Callable[[bool], bool] = lambda failed: False,
-    start: Callable[[LocalLaunch, Seats], PContext] = start_program,
+    start: Callable[[LocalLaunch, RankAssignment], PContext] = start_program,
 ) -> list[RankFailure]:
     """Run the ranks to their end; returns those that failed, the causes first (empty: all succeeded).
 
@@ -218,13 +219,13 @@ def run_local(
     ready).
     """
     launch = replace(launch, log_folder=_find_log_folder(launch.log_folder))
-    asked = StopRequests(on_stop)
+    requests = StopRequests(on_stop)
     _silence_agent()
     oom_kills = count_oom_kills()
-    with _meeting(launch) as seats, _stop_signals(asked), _late_stop_seen(launch, asked):
-        processes = start(launch, seats)
+    with _assign(launch) as assignment, _stop_signals(requests), _late_stop_seen(launch, requests):
+        processes = start(launch, assignment)
         try:
-            return mark_oom(_await(processes, launch, asked, on_look), oom_kills)
+            return mark_oom(_await(processes, launch, requests, on_look), oom_kills)
         finally:
             processes.close(signal.SIGKILL)
 
@@ -240,17 +241,17 @@ def _find_log_folder(wanted: Path) -> Path:
 
 
 def _await(
-    processes: PContext, launch: LocalLaunch, asked: StopRequests, on_look: Callable[[bool], bool]
+    processes: PContext, launch: LocalLaunch, requests: StopRequests, on_look: Callable[[bool], bool]
 ) -> list[RankFailure]:
     passed = False
     while True:
-        if asked.passes_on and not passed:
+        if requests.passes_on and not passed:
             passed = True
             for handler in handlers_of(processes).values():
                 handler.proc.send_signal(signal.SIGTERM)
-        if asked.late:
+        if requests.late:
             raise _explain_late(launch)
-        if asked.at_once:
+        if requests.at_once:
             raise KeyboardInterrupt("a second signal")
         failed = _find_failed(processes)
         over = on_look(bool(failed))
@@ -259,14 +260,14 @@ def _await(
         ended = processes.wait(timeout=0)
         if ended is not None:
             causes = failed or ([] if over else list(ended.failures)[:1])
-            told = [_describe(processes, launch, local, causes) for local in ended.failures]
-            return sorted(told, key=lambda failure: failure.by_agent)
+            described = [_describe(processes, launch, local, causes) for local in ended.failures]
+            return sorted(described, key=lambda failure: failure.by_agent)
         time.sleep(POLL_S)
 
 
 def _describe(processes: PContext, launch: LocalLaunch, local: int, causes: Sequence[int]) -> RankFailure:
     handler = handlers_of(processes)[local]
-    first = launch.seats.first if launch.seats is not None else 0
+    first = launch.assignment.first if launch.assignment is not None else 0
     printed = _find_output(processes, local)
     return RankFailure(first + local, handler.proc.pid, handler.proc.returncode, printed, by_agent=local not in causes)
 
@@ -291,13 +292,13 @@ def _has_content(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _meeting(launch: LocalLaunch) -> Iterator[Seats]:
-    """The seats, with a store of this process if all ranks are on this node."""
-    if launch.seats is not None:
-        yield launch.seats
+def _assign(launch: LocalLaunch) -> Iterator[RankAssignment]:
+    """The assignment, with a store of this process if all ranks are on this node."""
+    if launch.assignment is not None:
+        yield launch.assignment
         return
     store = host_store(LOOPBACK)
-    yield Seats(0, launch.ranks, 0, 1, LOOPBACK, store.port)
+    yield RankAssignment(0, launch.ranks, 0, 1, LOOPBACK, store.port)
 
 
 def host_store(address: str = "0.0.0.0") -> TCPStore:
@@ -322,17 +323,17 @@ def _explain_late(launch: LocalLaunch) -> LateStop:
 
 
 @contextlib.contextmanager
-def _late_stop_seen(launch: LocalLaunch, asked: StopRequests) -> Iterator[None]:
+def _late_stop_seen(launch: LocalLaunch, requests: StopRequests) -> Iterator[None]:
     """While entered, a thread looks for the stop file (a file system may hang), and notes when the time is up."""
     done = threading.Event()
 
     def look() -> None:
         asked_at: float | None = None
         while not done.wait(LOOK_EVERY_S):
-            if asked_at is None and (asked.passes_on or is_seen(launch.stop_path)):
+            if asked_at is None and (requests.passes_on or is_seen(launch.stop_path)):
                 asked_at = time.monotonic()
             if asked_at is not None and time.monotonic() - asked_at > launch.stop_timeout_s + LATER_S:
-                asked.late = True
+                requests.late = True
                 return
 
     thread = threading.Thread(target=look, name="late stop", daemon=True)
@@ -345,8 +346,10 @@ def _late_stop_seen(launch: LocalLaunch, asked: StopRequests) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stop_signals(asked: StopRequests) -> Iterator[None]:
-    before: dict[int, Any] = {number: signal.signal(number, asked.hear) for number in list_free(STOP_SIGNALS)}
+def _stop_signals(requests: StopRequests) -> Iterator[None]:
+    before: dict[int, Any] = {
+        number: signal.signal(number, requests.record) for number in list_free_signals(STOP_SIGNALS)
+    }
     try:
         yield
     finally:

@@ -19,24 +19,34 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardway.errors import JobError, LateStop, NodeLost, ShardwayError, SiteError, UserError
-from shardway.ranks.agent.hang import NOBODY, HangTimeout, read_patience
-from shardway.ranks.agent.watch import SHARE_S, UNSEEN, merge_found, merge_seen, watched
-from shardway.ranks.attempt import find_attempt
 from shardway.ranks.completion import LaunchOutcome
+from shardway.ranks.failure import find_attempt
+from shardway.ranks.hang import (
+    NO_EVIDENCE,
+    NO_RANKS,
+    SHARE_S,
+    HangTimeout,
+    merge_evidence,
+    merge_found,
+    read_hang_timeout,
+    watched,
+)
 from shardway.ranks.launcher import NodeSpec
-from shardway.ranks.local import LocalLaunch, Seats, host_store, run_local
+from shardway.ranks.local import LocalLaunch, RankAssignment, host_store, run_local
 from shardway.ranks.rendezvous import (
+    AgentState,
     Coordinator,
     Ends,
     FollowingAgent,
     KeyValueStore,
+    News,
+    NodeOutcome,
     RendezvousMember,
     Unreachable,
-    host_board,
-    join_board,
+    host_kv_store,
+    join_kv_store,
 )
-from shardway.ranks.rendezvous_notes import AgentState, News, NodeOutcome
-from shardway.ranks.signals import find_received
+from shardway.ranks.stop import find_stop_signal
 from shardway.ranks.supervisor import (
     Report,
     ask_to_stop,
@@ -114,7 +124,7 @@ class Led:
         news = self.lead.begin(members, store.port)
         seats = _seat(self.nodes, news, leader=self.nodes.node)
         outcome = run_seats(run, launch, seats, Here(patience, self.lead, self.reserve, self.report))
-        self.lead.publish(AgentState.ENDED, news.start, NOBODY, outcome)
+        self.lead.publish(AgentState.ENDED, news.start, NO_RANKS, outcome)
         return self._combine(self.lead.await_end(), launch)
 
     def why_not_again(self) -> str:
@@ -128,7 +138,7 @@ class Led:
         """The nodes of the next start; none if a stop was requested before enough of them were present."""
 
         def is_called_off() -> bool:
-            return run.stop_requested() or find_received() is not None or find_told() is not None
+            return run.stop_requested() or find_stop_signal() is not None or find_told() is not None
 
         wait_s = REGATHER_S if self.lead.has_begun else self.first_wait_s
         free = self.lead.gather(wait_s, is_called_off)
@@ -167,13 +177,13 @@ class Led:
             raise LateStop("the stop took longer than run.stop_timeout on another node, so all ranks were killed.")
         failures = sorted((one for each in outcomes for one in each.failures), key=lambda one: one.by_agent)
         hangs = [each.hang for each in outcomes if each.hang is not None]
-        found = merge_found(hangs, merge_seen([each.seen for each in outcomes]), launch.ranks * len(ends.outcomes))
+        found = merge_found(hangs, merge_evidence([each.seen for each in outcomes]), launch.ranks * len(ends.outcomes))
         return LaunchOutcome(tuple(failures), found, tuple(self.nodes.name(node) for node in ends.lost))
 
 
 def _lead(resolution: Resolution, nodes: NodeSpec, report: Report, gone: Sequence[int] = ()) -> dict[str, Any]:
     settings = resolution.resolved.values.run
-    board = host_board(nodes.port, len(nodes.addresses))
+    board = host_kv_store(nodes.port, len(nodes.addresses))
     lead, code = Coordinator(board, nodes.node, len(nodes.addresses)), JobError.exit_code
     lead.give_up_on(tuple(gone))
     patient = settings.start_timeout if settings.elastic == "off" else min(settings.start_timeout, ELASTIC_S)
@@ -226,7 +236,7 @@ def _join_first(nodes: NodeSpec, wait_s: float) -> KeyValueStore:
     while True:
         left = until - time.monotonic()
         try:
-            return join_board(nodes.addresses[0], nodes.port, len(nodes.addresses), max(1.0, min(JOIN_S, left)))
+            return join_kv_store(nodes.addresses[0], nodes.port, len(nodes.addresses), max(1.0, min(JOIN_S, left)))
         except Unreachable:
             if left <= JOIN_S or find_told() is not None:
                 raise
@@ -243,15 +253,15 @@ def _obey(resolution: Resolution, nodes: NodeSpec, follow: FollowingAgent, leade
     run, launch = resolution.directory, _launch(resolution, nodes)
     settings, start = resolution.resolved.values.run, 0
     with follow.keep(), open_reserve(settings) as reserve:
-        here = Here(read_patience(settings), follow, reserve, report)
+        here = Here(read_hang_timeout(settings), follow, reserve, report)
         while (news := follow.await_order(start, lambda: _pass_on(run, report))) is not None:
             if news.code is not None:
-                follow.publish(AgentState.LEFT, start, NOBODY)
+                follow.publish(AgentState.LEFT, start, NO_RANKS)
                 return news.code
             start = news.start
             seats = _seat(nodes, news, leader)
             outcome = run_seats(run, launch, seats, here)
-            follow.publish(AgentState.LEFT if outcome.interrupted else AgentState.ENDED, start, NOBODY, outcome)
+            follow.publish(AgentState.LEFT if outcome.interrupted else AgentState.ENDED, start, NO_RANKS, outcome)
             if outcome.interrupted:
                 raise KeyboardInterrupt("a second signal")
     return None
@@ -259,7 +269,7 @@ def _obey(resolution: Resolution, nodes: NodeSpec, follow: FollowingAgent, leade
 
 def _pass_on(run: RunDir, report: Report) -> None:
     """Pass a signal on to the stop file while no ranks run here."""
-    if find_received() is not None and run.exists() and not run.stop_requested():
+    if find_stop_signal() is not None and run.exists() and not run.stop_requested():
         ask_to_stop(run, report)
 
 
@@ -267,7 +277,7 @@ def _find_successor(nodes: NodeSpec, leader: int) -> tuple[int, KeyValueStore] |
     """The coordinator after `leader`, and its key-value store; None if it is this node."""
     for node in range(leader + 1, nodes.node):
         try:
-            return node, join_board(nodes.addresses[node], nodes.port, len(nodes.addresses), SUCCEED_S)
+            return node, join_kv_store(nodes.addresses[node], nodes.port, len(nodes.addresses), SUCCEED_S)
         except Unreachable:
             continue
     return None
@@ -300,17 +310,17 @@ def _launch(resolution: Resolution, nodes: NodeSpec) -> LocalLaunch:
     return replace(launch, log_folder=attempt.node_log_folder(nodes.node), shown=True)
 
 
-def _seated(launch: LocalLaunch, seats: Seats) -> LocalLaunch:
+def _seated(launch: LocalLaunch, seats: RankAssignment) -> LocalLaunch:
     """The launch with these seats; outside a job, the log folder is named by the first rank number."""
     folder = launch.log_folder if launch.shown else launch.log_folder / f"from-{seats.first}"
-    return replace(launch, seats=seats, log_folder=folder)
+    return replace(launch, assignment=seats, log_folder=folder)
 
 
-def _seat(nodes: NodeSpec, news: News, leader: int) -> Seats:
+def _seat(nodes: NodeSpec, news: News, leader: int) -> RankAssignment:
     """The ranks of this node among those of all members."""
     index, count = news.members.index(nodes.node), len(news.members)
     address = nodes.addresses[leader]
-    return Seats(index * nodes.ranks, count * nodes.ranks, index, count, address, news.port, news.start)
+    return RankAssignment(index * nodes.ranks, count * nodes.ranks, index, count, address, news.port, news.start)
 
 
 @dataclass(frozen=True)
@@ -323,7 +333,7 @@ class Here:
     report: Report
 
 
-def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, here: Here) -> NodeOutcome:
+def run_seats(run: RunDir, launch: LocalLaunch, seats: RankAssignment, here: Here) -> NodeOutcome:
     """Run the ranks of this node in one common start, in contact with the other nodes."""
     member = here.member
     launch = _seated(launch, seats)
@@ -333,17 +343,17 @@ def run_seats(run: RunDir, launch: LocalLaunch, seats: Seats, here: Here) -> Nod
         def look(failed: bool) -> bool:
             watch.elsewhere, watch.is_asked = member.elsewhere, member.is_asked(seats.start)
             state = AgentState.HANGS if watch.has_hang else AgentState.RUNNING
-            member.publish(AgentState.FAILED if failed else state, seats.start, watch.behind)
+            member.publish(AgentState.FAILED if failed else state, seats.start, watch.slowest)
             is_over = member.is_over(seats.start)
-            here.reserve.look(watch.behind, ends=failed or is_over)
+            here.reserve.look(watch.slowest, ends=failed or is_over)
             return is_over
 
         try:
-            launch = replace(launch, pages=watch.folder)
+            launch = replace(launch, heartbeats=watch.folder)
             failures = run_local(launch, lambda: ask_to_stop(run, here.report), look, here.reserve.start)
         except LateStop:
             return NodeOutcome(late=True)
         except KeyboardInterrupt:
             return NodeOutcome(interrupted=True)
-    hang = watch.found.shift(seats.first).hang if watch.found is not None else None
-    return NodeOutcome(tuple(failures), hang, (watch.seen or UNSEEN).shift(seats.first))
+    hang = watch.found.hang.shift(seats.first) if watch.found is not None else None
+    return NodeOutcome(tuple(failures), hang, (watch.seen or NO_EVIDENCE).shift(seats.first))

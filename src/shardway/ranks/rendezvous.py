@@ -1,50 +1,169 @@
 """Rendezvous of the agents of several nodes: one coordinates starts and ends, the others follow and can replace it.
 
-The ranks meet in the same store under other keys (`ranks.local.Seats`), as those of torchrun do.
+The ranks meet in a store of their own (`ranks.local.RankAssignment`), as those of torchrun do.
 
 Invariants:
-- Store: every call returns within `WAIT_S` or raises Unreachable. What is read comes from other processes and may be
-  anything (`rendezvous_notes`).
-- Threads: the thread of `Keeper` may block (a network that was cut); the main thread reads its results and never waits
-  for it.
+- Text that is not a note or news reads as None, never as something half understood: it comes from other processes.
+- Store: every call returns within `WAIT_S` or raises Unreachable.
+- Threads: the thread of `NoteThread` may block (a network that was cut); the main thread reads its results and never
+  waits for it.
 - Coordinator: a start begins with nodes that were present and had no ranks left, and is over once any of them failed,
   left or was lost. Decisions depend on the notes and its own clock alone.
 - Follower: after LOST_S of its own time without news, or once the store is gone, its start is over; the next
   coordinator begins another.
+- The silence of a node grows only while its observer runs: an observer that was suspended reports no node as lost.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, Protocol
+from enum import Enum
+from typing import Any, TypeVar
 
+from pydantic import TypeAdapter
 from torch.distributed import DistError, TCPStore
 
 from shardway.errors import SiteError
-from shardway.ranks.agent.hang import Behind, merge_behind
-from shardway.ranks.port import describe_holder
-from shardway.ranks.rendezvous_notes import (
-    AgentState,
-    Membership,
-    News,
-    NodeOutcome,
-    Note,
-    read_news,
-    read_note,
-    render,
-)
+from shardway.ranks.failure import RankFailure
+from shardway.ranks.hang import NO_EVIDENCE, NO_RANKS, Hang, HangEvidence, SlowestRank, merge_slowest
+from shardway.ranks.network import describe_holder
+
+# --- notes of the agents, news of the coordinator
+
+
+class AgentState(Enum):
+    """The state of an agent: no ranks; ranks; one of them hangs; one has failed; they have ended; the agent leaves."""
+
+    READY = "ready"
+    RUNNING = "running"
+    HANGS = "hangs"
+    FAILED = "failed"
+    ENDED = "ended"
+    LEFT = "left"
+
+
+@dataclass(frozen=True)
+class NodeOutcome:
+    """How the ranks of one node ended: failed ranks, a hang, the evidence gathered when a rank of any node hung,
+    whether a stop took too long, and whether a second signal ended it at once."""
+
+    failures: tuple[RankFailure, ...] = ()
+    hang: Hang | None = None
+    seen: HangEvidence = NO_EVIDENCE
+    late: bool = False
+    interrupted: bool = False
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing went wrong."""
+        return not (self.failures or self.hang or self.late or self.interrupted)
+
+
+@dataclass(frozen=True)
+class Note:
+    """The state of one agent: `count` grows with every write, `start` is the start of ranks that it describes."""
+
+    count: int = 0
+    start: int = 0
+    state: AgentState = AgentState.READY
+    slowest: SlowestRank = NO_RANKS
+    outcome: NodeOutcome | None = None
+
+
+@dataclass(frozen=True)
+class News:
+    """The state of the group, from the coordinator: the newest start and its nodes, in the order of their ranks.
+
+    `port`: of the store in which the ranks of that start meet. `present`: all nodes that are present. `hangs`: a rank
+    of that start hangs, so every node asks its ranks for evidence. `over`: that start has failed on some node. `code`:
+    the exit code, once all is done.
+    """
+
+    count: int = 0
+    start: int = 0
+    members: tuple[int, ...] = ()
+    port: int = 0
+    present: tuple[int, ...] = ()
+    hangs: bool = False
+    over: bool = False
+    slowest: SlowestRank = NO_RANKS
+    code: int | None = None
+
+
+_NOTE, _NEWS = TypeAdapter(Note), TypeAdapter(News)
+M = TypeVar("M", Note, News)
+
+
+def render(message: Note | News) -> str:
+    """As one line of JSON."""
+    adapter: TypeAdapter[Any] = _NOTE if isinstance(message, Note) else _NEWS
+    return json.dumps(adapter.dump_python(message, mode="json"), separators=(",", ":"))
+
+
+def read_note(text: str) -> Note | None:
+    """The note in a text; None for anything that `render` does not write."""
+    return _read(_NOTE, text)
+
+
+def read_news(text: str) -> News | None:
+    """The news in a text; None for anything that `render` does not write."""
+    return _read(_NEWS, text)
+
+
+def _read(adapter: TypeAdapter[M], text: str) -> M | None:
+    try:
+        message = adapter.validate_python(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+    return message if render(message) == text else None
+
+
+# --- membership: nodes whose notes change
+
+LOST_S = 10.0
+"""A node whose note did not change for so long is lost."""
+
+LONGEST_TICK_S = 1.0
+"""The most that one look adds to a silence."""
+
+
+class Membership:
+    """Tracks the counts of notes, by node; a node that was never seen is neither present nor lost."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._silent_s: dict[int, float] = {}
+        self._looked_at: float | None = None
+
+    def look(self, counts: Mapping[int, int], now: float) -> None:
+        """Record the counts at `now`, in monotonic seconds."""
+        tick = min(now - self._looked_at, LONGEST_TICK_S) if self._looked_at is not None else 0.0
+        self._looked_at = now
+        for node, count in counts.items():
+            self._silent_s[node] = self._silent_s[node] + tick if self._counts.get(node) == count else 0.0
+            self._counts[node] = count
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Nodes that are present."""
+        return tuple(sorted(node for node, silent_s in self._silent_s.items() if silent_s <= LOST_S))
+
+    def is_lost(self, node: int) -> bool:
+        """Whether a node was present and has fallen silent."""
+        return self._silent_s.get(node, 0.0) > LOST_S
+
 
 # --- the key-value store for notes and news
 
 WAIT_S = 10.0
-_NEWS = "shardway/news"
+_NEWS_KEY = "shardway/news"
 
 
 class Unreachable(Exception):
@@ -77,15 +196,15 @@ class KeyValueStore:
     def write_news(self, news: News) -> None:
         """Write the state of the whole group. Raises Unreachable."""
         with _reaching():
-            self._store.set(_NEWS, render(news))
+            self._store.set(_NEWS_KEY, render(news))
 
     def read_news(self) -> News | None:
         """The coordinator's last news. Raises Unreachable."""
         with _reaching():
-            return read_news(_decode(self._store.get(_NEWS)))
+            return read_news(_decode(self._store.get(_NEWS_KEY)))
 
 
-def host_board(port: int, nodes: int) -> KeyValueStore:
+def host_kv_store(port: int, nodes: int) -> KeyValueStore:
     """A store hosted by this process; `port` 0 chooses one. Raises SiteError where another program listens there."""
     try:
         store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
@@ -95,20 +214,20 @@ def host_board(port: int, nodes: int) -> KeyValueStore:
             f"port {port} of this node could not be had, by which the agents of the nodes meet: {why}\n"
             "  To do: choose another port for all of them (--port), or look for a job that was left over."
         ) from error
-    board = KeyValueStore(store, nodes)
-    for key in board._keys:  # so that reading a key that was never written does not wait
+    kv_store = KeyValueStore(store, nodes)
+    for key in kv_store._keys:  # so that reading a key that was never written does not wait
         store.set(key, "")
-    board.write_news(News())
-    return board
+    kv_store.write_news(News())
+    return kv_store
 
 
-def join_board(address: str, port: int, nodes: int, wait_s: float) -> KeyValueStore:
-    """The store hosted by the agent at `address`, once it is up. Raises Unreachable after `wait_s`."""
+def join_kv_store(address: str, port: int, nodes: int, wait_s: float) -> KeyValueStore:
+    """The store of the agent at `address`, once it is up. Raises Unreachable after `wait_s`."""
     with _reaching():
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=wait_s))
-        board = KeyValueStore(store, nodes)
-        board.read_news()
-        return board
+        kv_store = KeyValueStore(store, nodes)
+        kv_store.read_news()
+        return kv_store
 
 
 @contextlib.contextmanager
@@ -127,111 +246,78 @@ def _decode(text: bytes) -> str:
     return text.decode("utf-8", errors="replace")
 
 
-# --- the agent's own note and its thread
+# --- an agent of the group
 
 LOOK_EVERY_S = 0.25
 LEAVE_S = 2.0
 
 
-class RendezvousMember(Protocol):
-    """An agent of the group, as the code that runs its ranks sees it."""
+class RendezvousMember(ABC):
+    """An agent of the group: its own note, the news, and how long others are silent.
 
-    @property
-    def elsewhere(self) -> Behind:
-        """The progress of the hindmost of all ranks."""
-
-    def publish(self, state: AgentState, start: int, behind: Behind, outcome: NodeOutcome | None = None) -> None:
-        """Set the state of this node; the others read it at their next look."""
-
-    def is_asked(self, start: int) -> bool:
-        """Whether a rank of this start hangs on any node, so that all ranks are asked for their state."""
-
-    def is_over(self, start: int) -> bool:
-        """Whether the ranks of this start must end because of another node."""
-
-
-class Keeper:
-    """The own note of an agent. While entered, a thread calls `look` every LOOK_EVERY_S, and after every `publish`.
-
-    `look` receives the own note with a new count, which shows that this agent lives.
+    While `keep` is entered, a thread calls `look` every LOOK_EVERY_S, and after every `publish`.
     """
 
-    def __init__(self, look: Callable[[Note], None]) -> None:
-        self._look = look
+    def __init__(self, kv_store: KeyValueStore, node: int, clock: Callable[[], float]) -> None:
+        self.node = node
+        self._kv_store = kv_store
+        self._clock = clock
+        self._membership = Membership()
+        self._news = News()
         self._note = Note()
-        self._mutex = threading.Lock()
-        self._wake = threading.Event()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="crew", daemon=True)
+        self._note_mutex = threading.Lock()
+        self._wake, self._done = threading.Event(), threading.Event()
 
-    def publish(self, state: AgentState, start: int, behind: Behind, outcome: NodeOutcome | None = None) -> None:
-        """Change the own note."""
-        with self._mutex:
-            is_news = (state, start) != (self._note.state, self._note.start)
-            self._note = replace(self._note, state=state, start=start, behind=behind, outcome=outcome)
-        if is_news:
+    @contextlib.contextmanager
+    def keep(self) -> Iterator[None]:
+        """While entered, a thread reads and writes at the store."""
+        thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._done.set()
             self._wake.set()
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._done.set()
-        self._wake.set()
-        self._thread.join(LEAVE_S)  # it may hang in the network; then it is left behind
+            thread.join(LEAVE_S)  # it may hang in the network; then it is left behind
 
     def _run(self) -> None:
         while True:
             is_last = self._done.is_set()
-            self._look(self._beat())  # once more at the end, so that the last note is published
+            self._beat()  # once more at the end, so that the last note is published
             if is_last:
                 return
             self._wake.wait(LOOK_EVERY_S)
             self._wake.clear()
 
-    def _beat(self) -> Note:
-        with self._mutex:
-            self._note = replace(self._note, count=self._note.count + 1)
-            return self._note
-
-
-class GroupAgent(ABC):
-    """What the coordinator and the agents that follow share: a note of their own, the news, how long others are silent.
-
-    A RendezvousMember but for `is_over`. While `keep` is entered, a thread calls `look`.
-    """
-
-    def __init__(self, board: KeyValueStore, node: int, clock: Callable[[], float]) -> None:
-        self.node = node
-        self._board = board
-        self._clock = clock
-        self._roll = Membership()
-        self._news = News()
-        self._keeper = Keeper(self.look)
-
-    @contextlib.contextmanager
-    def keep(self) -> Iterator[None]:
-        """While entered, a thread reads and writes at the store."""
-        with self._keeper:
-            yield
+    def _beat(self) -> None:
+        with self._note_mutex:
+            self._note = own = replace(self._note, count=self._note.count + 1)
+        self.look(own)
 
     @abstractmethod
     def look(self, own: Note) -> None:
-        """Hand on the own note and read what is new; called by the thread, and by tests."""
+        """Hand on the own note, whose new count shows that this agent lives, and read what is new; called by the
+        thread, and by tests."""
+
+    @abstractmethod
+    def is_over(self, start: int) -> bool:
+        """Whether the ranks of this start must end because of another node."""
 
     @property
-    def elsewhere(self) -> Behind:
-        """The progress of the hindmost of all ranks."""
-        return self._news.behind
+    def elsewhere(self) -> SlowestRank:
+        """The progress of the slowest of all ranks."""
+        return self._news.slowest
 
-    def publish(self, state: AgentState, start: int, behind: Behind, outcome: NodeOutcome | None = None) -> None:
-        """Set the state of this node."""
-        self._keeper.publish(state, start, behind, outcome)
+    def publish(self, state: AgentState, start: int, slowest: SlowestRank, outcome: NodeOutcome | None = None) -> None:
+        """Set the state of this node; the others read it at their next look."""
+        with self._note_mutex:
+            is_news = (state, start) != (self._note.state, self._note.start)
+            self._note = replace(self._note, state=state, start=start, slowest=slowest, outcome=outcome)
+        if is_news:
+            self._wake.set()
 
     def is_asked(self, start: int) -> bool:
-        """Whether a rank of this start hangs on any node, so that all ranks are asked for their state."""
+        """Whether a rank of this start hangs on any node, so that all ranks are asked for evidence."""
         return self._news.start == start and self._news.hangs
 
 
@@ -259,13 +345,13 @@ class Ends:
         return tuple(node for node, outcome in self.outcomes.items() if outcome is None)
 
 
-class Coordinator(GroupAgent):
-    """Node `node` of `nodes`, which coordinates; while `keep` is entered it reads the others' notes."""
+class Coordinator(RendezvousMember):
+    """Node `node` of `nodes`, which coordinates; while `keep` is entered it reads the notes of the others."""
 
     def __init__(
-        self, board: KeyValueStore, node: int, nodes: int, clock: Callable[[], float] = time.monotonic
+        self, kv_store: KeyValueStore, node: int, nodes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        super().__init__(board, node, clock)
+        super().__init__(kv_store, node, clock)
         self._nodes = nodes
         self._notes: dict[int, Note] = {}
         self._gone: set[int] = set()
@@ -276,22 +362,22 @@ class Coordinator(GroupAgent):
     def look(self, own: Note) -> None:
         """Read the notes and write the news; called by the thread, and by tests."""
         with contextlib.suppress(Unreachable):
-            notes = {node: note for node, note in enumerate(self._board.read_notes()) if note is not None}
+            notes = {node: note for node, note in enumerate(self._kv_store.read_notes()) if note is not None}
             notes[self.node] = own
-            self._roll.look({node: note.count for node, note in notes.items()}, self._clock())
+            self._membership.look({node: note.count for node, note in notes.items()}, self._clock())
             self._notes = notes
             with self._mutex:
                 members = self._news.members
                 running = [node for node in members if self._is_running(node)]
-                behind = merge_behind(notes[node].behind for node in running)
+                slowest = merge_slowest(notes[node].slowest for node in running)
                 hangs = self._news.hangs or any(notes[node].state is AgentState.HANGS for node in running)
                 over = self._news.over or any(map(self._has_failed, members))
-                self._report(over=over, hangs=hangs, behind=behind, present=self.list_present())
+                self._report(over=over, hangs=hangs, slowest=slowest, present=self.list_present())
 
     def _report(self, **changes: Any) -> None:
         with self._mutex:
             self._news = replace(self._news, count=self._news.count + 1, **changes)
-            self._board.write_news(self._news)
+            self._kv_store.write_news(self._news)
 
     def _is_running(self, node: int) -> bool:
         note = self._notes.get(node)
@@ -299,7 +385,7 @@ class Coordinator(GroupAgent):
 
     def _has_failed(self, node: int) -> bool:
         note = self._notes.get(node)
-        if note is None or self._roll.is_lost(node):
+        if note is None or self._membership.is_lost(node):
             return True
         if note.start != self._news.start:
             return False
@@ -324,7 +410,7 @@ class Coordinator(GroupAgent):
     def list_present(self) -> tuple[int, ...]:
         """Nodes that are present, whatever their state."""
         left = {node for node, note in self._notes.items() if note.state is AgentState.LEFT}
-        return tuple(node for node in self._roll.present if node not in self._gone | left)
+        return tuple(node for node in self._membership.present if node not in self._gone | left)
 
     def gather(self, wait_s: float, is_called_off: Callable[[], bool]) -> tuple[int, ...]:
         """The nodes that are present and free, once no further ones are expected, or after `wait_s`.
@@ -368,7 +454,7 @@ class Coordinator(GroupAgent):
 
     def _has_ended(self, node: int) -> bool:
         note = self._notes.get(node)
-        if note is None or self._roll.is_lost(node):
+        if note is None or self._membership.is_lost(node):
             return True
         return note.start == self._news.start and note.state in (AgentState.ENDED, AgentState.LEFT)
 
@@ -383,7 +469,9 @@ class Coordinator(GroupAgent):
         with contextlib.suppress(Unreachable):
             self._report(code=code, over=True)
         until = self._clock() + FINISH_S
-        while self._clock() < until and any(self._listens(node) for node in self._roll.present if node != self.node):
+        while self._clock() < until and any(
+            self._listens(node) for node in self._membership.present if node != self.node
+        ):
             time.sleep(PAUSE_S)
 
     def _listens(self, node: int) -> bool:
@@ -393,18 +481,18 @@ class Coordinator(GroupAgent):
 # --- the following agent
 
 
-class FollowingAgent(GroupAgent):
+class FollowingAgent(RendezvousMember):
     """Node `node`, which follows the coordinator that hosts the store; while `keep` is entered it reads the news."""
 
-    def __init__(self, board: KeyValueStore, node: int, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(board, node, clock)
+    def __init__(self, kv_store: KeyValueStore, node: int, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(kv_store, node, clock)
         self._unreachable = False
 
     def look(self, own: Note) -> None:
         """Write the own note and read the news; called by the thread, and by tests. It may hang in the network."""
         try:
-            self._board.write_note(self.node, own)
-            news = self._board.read_news()
+            self._kv_store.write_note(self.node, own)
+            news = self._kv_store.read_news()
         except Unreachable:
             self._unreachable = True
             return
@@ -413,8 +501,8 @@ class FollowingAgent(GroupAgent):
 
     def is_alone(self) -> bool:
         """Whether there is no coordinator any more. Polled by the main thread, since the other thread may hang."""
-        self._roll.look({0: self._news.count}, self._clock())
-        return self._unreachable or self._roll.is_lost(0)
+        self._membership.look({0: self._news.count}, self._clock())
+        return self._unreachable or self._membership.is_lost(0)
 
     @property
     def present(self) -> tuple[int, ...]:

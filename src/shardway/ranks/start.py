@@ -25,9 +25,17 @@ import torch.distributed as dist
 
 from shardway.errors import ERRORS_BY_NAME, Bug, JobError, LostContact, ShardwayError, SiteError
 from shardway.hardware.limits import explain_limit, raise_file_limit, read_task_limit
-from shardway.ranks.interface import VARIABLE, check_named, look_up, name_interface
 from shardway.ranks.launcher import Placement, render_endpoint
-from shardway.ranks.port import NoMeeting, PortTaken, agree_on_port, describe_holder
+from shardway.ranks.network import (
+    VARIABLE,
+    NoMeeting,
+    PortTaken,
+    agree_on_port,
+    check_named,
+    describe_holder,
+    look_up,
+    name_interface,
+)
 from shardway.units import render_seconds
 
 T = TypeVar("T")
@@ -102,9 +110,9 @@ class Ranks:
     def ask_first(self, work: Callable[[], T]) -> T:
         """The result of `work` on rank 0, on every rank; its error is raised on every rank."""
         result, failure = _attempt(work) if self.is_first else (None, None)
-        note, told = self.gather((_note(failure), result))[0]
+        note, answer = self.gather((_note(failure), result))[0]
         _raise_alike(failure, note)
-        return cast(T, told)
+        return cast(T, answer)
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; if it fails on any, raise that error on all, so that none waits forever."""
@@ -249,17 +257,17 @@ def _join(placement: Placement, options: StartOptions, device: torch.device) -> 
         )
     except (dist.DistError, RuntimeError, ValueError, NoMeeting) as error:
         tried = f"in {render_seconds(max(0.1, round(time.monotonic() - began, 1)))}"
-        who = f"rank {placement.rank} of {placement.world}"
+        own = f"rank {placement.rank} of {placement.world}"
         if why := explain_limit(error):
-            raise SiteError(f"{who} could not begin: {why}") from error
+            raise SiteError(f"{own} could not begin: {why}") from error
         if has_met:
             if "NCCL" in str(error):
                 raise SiteError(
-                    f"{who} met the others at {where}, and NCCL could not begin: {_first_line(error)}\n"
+                    f"{own} met the others at {where}, and NCCL could not begin: {_first_line(error)}\n"
                     "  To do: see what NCCL says with NCCL_DEBUG=WARN; `shardway doctor` measures devices and links."
                 ) from error
             raise SiteError(
-                f"{who} met the others at {where}, and {tried} could not connect to all of them: {_first_line(error)}\n"
+                f"{own} met the others at {where}, and {tried} could not connect to all of them: {_first_line(error)}\n"
                 f"  {_describe_way()}\n"
                 f"  To do: export {VARIABLE} with the interface that joins the nodes (ip -br addr), for all ranks; or "
                 "look whether a rank has ended meanwhile."
@@ -267,12 +275,12 @@ def _join(placement: Placement, options: StartOptions, device: torch.device) -> 
         if isinstance(error, PortTaken) or "EADDRINUSE" in str(error):
             holder = str(error) if isinstance(error, PortTaken) else describe_holder(placement.master_port)
             raise SiteError(
-                f"{who} cannot listen at {where} (MASTER_PORT): {holder}.\n"
+                f"{own} cannot listen at {where} (MASTER_PORT): {holder}.\n"
                 "  To do: unset MASTER_PORT, and ranks of srun, mpirun or mpiexec find a free port; or export another "
                 "one for all ranks; or end that process, if it was left over."
             ) from error
         raise SiteError(
-            f"{who} could not meet the others at {where} {tried}: {_first_line(error)}\n"
+            f"{own} could not meet the others at {where} {tried}: {_first_line(error)}\n"
             f"  Here {placement.master_addr} is {', '.join(look_up(placement.master_addr)) or 'not known'}.\n"
             "  To do: check that every rank was started, that the address is reachable from every node and the port is "
             "free (MASTER_ADDR, MASTER_PORT); if ranks start slowly, raise run.start_timeout."
@@ -336,19 +344,19 @@ def _note(failure: ShardwayError | None) -> tuple[str, str] | None:
     return None if failure is None else (type(failure).__name__, str(failure))
 
 
-def _raise_alike(own: ShardwayError | None, told: tuple[str, str] | None) -> None:
+def _raise_alike(own: ShardwayError | None, note: tuple[str, str] | None) -> None:
     """Raise the error of this rank, or else the one that another rank reported, if any."""
     if own is not None:
         raise own
-    if told is not None:
-        name, text = told
+    if note is not None:
+        name, text = note
         raise ERRORS_BY_NAME.get(name, JobError)(text)
 
 
 def _transport_words(error: BaseException) -> str:
     """The message of gloo or NCCL without its source location and advice."""
-    said = re.sub(r"^\[[^\]]*\.cc:\d+\]\s*", "", _first_line(error))
-    return said.split(". This is typically")[0].rstrip(".")
+    text = re.sub(r"^\[[^\]]*\.cc:\d+\]\s*", "", _first_line(error))
+    return text.split(". This is typically")[0].rstrip(".")
 
 
 def _first_line(error: BaseException) -> str:

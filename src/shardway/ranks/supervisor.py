@@ -15,16 +15,22 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 from shardway.errors import Fenced, JobError, LateStop, ShardwayError, SiteError, UserError, render_reason
-from shardway.ranks.agent.hang import Hang, HangTimeout, read_patience
-from shardway.ranks.agent.watch import watched
-from shardway.ranks.agreement import Decision
-from shardway.ranks.attempt import describe_error, find_attempt, report_end, report_fault, sign_failure
 from shardway.ranks.completion import LaunchOutcome, find_end, has_begun, has_come_to_its_end, name_trouble
 from shardway.ranks.cores import VARIABLE as MASKS
-from shardway.ranks.failure import RepeatedFailure, RestartDecision, decide
+from shardway.ranks.failure import (
+    RepeatedFailure,
+    RestartDecision,
+    decide,
+    describe_error,
+    find_attempt,
+    report_end,
+    report_fault,
+    sign_failure,
+)
 from shardway.ranks.failure_cause import Blame, find_blame
+from shardway.ranks.hang import Hang, HangTimeout, read_hang_timeout, watched
 from shardway.ranks.local import LocalLaunch, run_local
-from shardway.ranks.signals import STOP_SIGNALS, find_received
+from shardway.ranks.stop import STOP_SIGNALS, Decision, find_stop_signal
 from shardway.ranks.warm_standby import AUTO_AFTER_S, WarmStandby
 from shardway.resolve.request import Resolution, ResolveRequest
 from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
@@ -78,10 +84,10 @@ class Alone:
         with watched(launch.ranks, patience, report_wakes(self.report)) as watch:
 
             def look(failed: bool) -> bool:
-                self.reserve.look(watch.behind, ends=failed)
+                self.reserve.look(watch.slowest, ends=failed)
                 return False
 
-            launch = replace(launch, pages=watch.folder)
+            launch = replace(launch, heartbeats=watch.folder)
             failures = run_local(launch, lambda: ask_to_stop(run, self.report), look, self.reserve.start)
         return LaunchOutcome(tuple(failures), watch.found)
 
@@ -123,7 +129,7 @@ def _as_rank(resolution: Resolution) -> ResolveRequest:
 
 
 def train_local(resolution: Resolution, launch: LocalLaunch, crew: NodeGroup) -> dict[str, Any]:
-    """Train on the ranks of a node group, again after a failure if `ranks.agent.policy` allows it.
+    """Train on the ranks of a node group, again after a failure if `ranks.failure` allows it.
 
     Raises the error of the rank that failed first in the last start.
     """
@@ -165,12 +171,12 @@ def _as_it_was(run: RunDir, *, fresh: bool) -> Iterator[None]:
 def _train_local(resolution: Resolution, launch: LocalLaunch, crew: NodeGroup) -> dict[str, Any]:
     run, attempt = resolution.directory, find_attempt(os.environ)
     settings = resolution.resolved.values.run
-    patience = read_patience(settings)
+    patience = read_hang_timeout(settings)
     most = None if settings.max_restarts == "auto" else int(settings.max_restarts)
     failures: list[RepeatedFailure] = []
     marks = {0: sum(1 for _ in run.all_events(0))}
     try:
-        while find_received() is None and (blame := _run_once(run, launch, patience, crew)) is not None:
+        while find_stop_signal() is None and (blame := _run_once(run, launch, patience, crew)) is not None:
             failures.append(_describe(resolution, blame.error))
             began = has_begun(run, marks)
             verdict = decide(failures, most)
@@ -182,7 +188,7 @@ def _train_local(resolution: Resolution, launch: LocalLaunch, crew: NodeGroup) -
                 report_restart(run, blame.error, len(failures), failures[-1].saved_step)
             else:
                 crew.report(f"the ranks start again: {render_reason(str(blame.error))}")
-        if find_received() is not None:
+        if find_stop_signal() is not None:
             _end_early(run, attempt, crew.report)
     except KeyboardInterrupt:
         run.clear_stop()  # no rank is left to obey it, and the next start must not
@@ -266,7 +272,7 @@ def _await_answer(run: RunDir, report: Report) -> None:
         return
     report(f"the file system of {run.path} is away; waiting {render_seconds(AWAY_S)} for it")
     until = time.monotonic() + AWAY_S
-    while not answers(run.path) and time.monotonic() < until and find_received() is None:
+    while not answers(run.path) and time.monotonic() < until and find_stop_signal() is None:
         time.sleep(LOOK_EVERY_S)
 
 
@@ -315,7 +321,7 @@ def _give_up(
         if began:
             _mark_ended(run, "failed", render_reason(str(error)), report)
     fault = describe_error(error, out_of_memory=blame.out_of_memory)
-    report_fault(attempt, blame.by, fault, run.read_step(), patience_s=0.0)
+    report_fault(attempt, blame.by, fault, run.read_step(), wait_s=0.0)
     raise error
 
 

@@ -1,70 +1,137 @@
-"""Spare processes of this node, which take the place of its ranks when these have to start again.
+"""Warm standbys: processes of this node that have imported torch and wait, until ranks have to start again.
 
-Invariant: Spares that were taken are ranks, all others are dead when the standby ends. A start never waits for
-spares, nor fails for want of them.
+They are started while the ranks train. Ranks that start again then need no new Python and no import of torch, which
+takes seconds here, and minutes on a shared file system that is busy. Each waits at a gate, a FIFO: the process that
+holds it open for writing is alive, so a standby does not wait for an agent that was killed.
 
-They are started while the ranks train, import what takes long, and wait (`ranks.standby_gate`). Ranks that start again
-then need no new Python and no import of torch, which takes seconds here, and minutes on a shared file system that is
-busy.
+Invariants:
+- Standbys that were released are ranks; all others are dead when the agent ends. A start never waits for standbys, nor
+  fails for lack of them.
+- A standby is released once, with the variables of its rank. A process that is no standby does not wait.
+- No torch at import: a rank reads its gate before it imports torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import select
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-
-from torch.distributed.elastic.multiprocessing import PContext
+from typing import TYPE_CHECKING
 
 from shardway.hardware.limits import read_memory_left
-from shardway.ranks.agent.hang import Behind
-from shardway.ranks.agent.heartbeat import GATES, private_folder
-from shardway.ranks.local import LocalLaunch, Seats, handlers_of, output_folder, rank_variables, start_program
-from shardway.ranks.standby_gate import StandbyGate
+from shardway.ranks.hang import SlowestRank
+from shardway.ranks.heartbeat import GATES, RELEASED, private_folder
 from shardway.rundir.directory import WAITS
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import PContext
+
+    from shardway.ranks.local import LocalLaunch, RankAssignment
+
+# --- the gate of one standby
+
+VARIABLE = "SHARDWAY_GATE"
+"""The FIFO at which a standby waits."""
+
+
+class StandbyGate:
+    """The agent's side of a gate. Raises OSError if no FIFO can be made."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        os.mkfifo(path, 0o600)
+        # Also for reading: to open it for writing alone waits for the standby.
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def release(self, variables: Mapping[str, str]) -> None:
+        """Start the rank with these variables. Less than PIPE_BUF goes into a pipe in one piece."""
+        os.write(self._descriptor, json.dumps(dict(variables)).encode())
+
+    def close(self) -> None:
+        """A standby that was not released ends; one that was must have read its variables by now."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def wait_at_gate(environ: MutableMapping[str, str], prepare: Callable[[], object]) -> bool:
+    """Whether this process is to be a rank: at once if it is no standby, else when it is released.
+
+    A standby calls `prepare` first. Once released, its variables are those of its rank.
+    """
+    path = environ.pop(VARIABLE, "")
+    if not path:
+        return True
+    try:
+        gate = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without it this would wait if the agent is gone
+    except OSError:
+        return False
+    try:
+        prepare()
+        variables = _read_line(gate)
+    finally:
+        os.close(gate)
+    if not variables:
+        return False
+    environ.update(json.loads(variables))
+    environ[RELEASED] = repr(time.monotonic())
+    return True
+
+
+def _read_line(gate: int) -> bytes:
+    """The text that is written, in one piece; empty once no process holds the gate open for writing."""
+    poll = select.poll()
+    poll.register(gate, select.POLLIN)
+    while True:
+        try:
+            return os.read(gate, select.PIPE_BUF)
+        except BlockingIOError:
+            poll.poll()
+
+
+# --- the standbys of one node
 
 AUTO_AFTER_S = 60.0
 """After the first step: short runs have none."""
-SPARE_BYTES = 512 << 20
+STANDBY_BYTES = 512 << 20
 """More than a process takes that has imported torch and shardway (300 MiB with torch 2.13 for CPUs)."""
 MOST_OF_MEMORY = 0.25
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Spares that were started together, their gates, what closes these, and the folder of what they print."""
+    """Standbys that were started together, their gates, what closes these, and the folder of their output."""
 
     processes: PContext
     gates: Sequence[StandbyGate]
     around_gates: contextlib.ExitStack
     output: Path | None
 
-    def is_whole(self) -> bool:
-        """Whether all of them live."""
-        return all(handler.proc.poll() is None for handler in handlers_of(self.processes).values())
-
 
 class WarmStandby:
-    """The spares of one node; `after_s`: how long after the first step of a start they are started, None: never.
+    """The standbys of one node; `after_s`: how long after the first step of a start they are started, None: never.
 
-    `bounded`: only where they take no more than MOST_OF_MEMORY of the memory that is left.
+    `bounded`: only if they take no more than MOST_OF_MEMORY of the memory that is left.
     """
 
     def __init__(
         self, after_s: float | None, *, bounded: bool = True, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._after_s, self._bounded, self._clock = after_s, bounded, clock
-        self._of: tuple[LocalLaunch, Seats] | None = None
+        self._of: tuple[LocalLaunch, RankAssignment] | None = None
         self._first: int | None = None
         self._trains_since: float | None = None
         self._batch: _Batch | None = None
-        self._taken: list[_Batch] = []
-        """Their gates stay open: a spare may not have come to its gate when it is released."""
+        self._released: list[_Batch] = []
+        """Their gates stay open: a standby may not have come to its gate when it is released."""
 
     def __enter__(self) -> WarmStandby:
         return self
@@ -73,63 +140,68 @@ class WarmStandby:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._drop()
-        for batch in self._taken:
+        for batch in self._released:
             batch.around_gates.close()
 
-    def start(self, launch: LocalLaunch, seats: Seats) -> PContext:
-        """The processes of these ranks: spares, where there are some for them, else new ones."""
-        taken = self._take(launch, seats)
-        self._of, self._first, self._trains_since = (launch, seats), None, None
-        return taken or start_program(launch, seats)
+    def start(self, launch: LocalLaunch, assignment: RankAssignment) -> PContext:
+        """The processes of these ranks: standbys if there are any for them, else new ones."""
+        from shardway.ranks.local import start_program
 
-    def look(self, behind: Behind, *, ends: bool = False) -> None:
-        """Now and then, with how far the hindmost rank here is: start spares when it is time. When this start `ends`,
-        it is: they import while the ranks that live are ended and it is found out why."""
+        processes = self._release(launch, assignment)
+        self._of, self._first, self._trains_since = (launch, assignment), None, None
+        return processes or start_program(launch, assignment)
+
+    def look(self, slowest: SlowestRank, *, ends: bool = False) -> None:
+        """Called now and then with the progress of the slowest rank here: start standbys when it is time. If this start
+        `ends`, it is: they import while the remaining ranks are ended and the cause is looked for."""
         if self._after_s is None or self._batch is not None or self._of is None:
             return
         if self._trains_since is None:
-            if not self._trains(behind):
+            if not self._trains(slowest):
                 return
             self._trains_since = self._clock()
         if ends or self._clock() - self._trains_since >= self._after_s:
             self._fill(*self._of)
 
-    def _trains(self, behind: Behind) -> bool:
+    def _trains(self, slowest: SlowestRank) -> bool:
         """Whether a step was done since this start."""
-        if behind.place is None or not behind.place[1]:
+        if slowest.position is None or not slowest.position[1]:
             return False
         if self._first is None:
-            self._first = behind.place[0]
-        return behind.place[0] > self._first
+            self._first = slowest.position[0]
+        return slowest.position[0] > self._first
 
-    def _fill(self, launch: LocalLaunch, seats: Seats) -> None:
-        if self._bounded and launch.ranks * SPARE_BYTES > MOST_OF_MEMORY * read_memory_left():
+    def _fill(self, launch: LocalLaunch, assignment: RankAssignment) -> None:
+        if self._bounded and launch.ranks * STANDBY_BYTES > MOST_OF_MEMORY * read_memory_left():
             self._after_s = None
             return
         try:
-            self._batch = _start_batch(launch, seats)
-        except OSError:  # no more processes are to be had, or files: the ranks start without them
+            self._batch = _start_batch(launch, assignment)
+        except OSError:  # no more processes or files are available: the ranks start without standbys
             self._after_s = None
 
-    def _take(self, launch: LocalLaunch, seats: Seats) -> PContext | None:
-        """The spares as these ranks; None where there are none, or none for them any more."""
+    def _release(self, launch: LocalLaunch, assignment: RankAssignment) -> PContext | None:
+        """The standbys as these ranks; None if there are none, or none for them any more."""
+        from shardway.ranks.local import handlers_of, rank_variables
+
         batch, of = self._batch, self._of
         if batch is None or of is None:
             return None
-        if (of[0].ranks, of[1].first) != (launch.ranks, seats.first) or not batch.is_whole():
+        is_whole = all(handler.proc.poll() is None for handler in handlers_of(batch.processes).values())
+        if (of[0].ranks, of[1].first) != (launch.ranks, assignment.first) or not is_whole:
             self._drop()
             return None
         self._batch = None
-        self._taken.append(batch)
+        self._released.append(batch)
         if batch.output is not None:
-            with contextlib.suppress(OSError):  # then what they print is not found as that of the newest start
+            with contextlib.suppress(OSError):  # then their output is not found as that of the newest start
                 (batch.output / WAITS).unlink(missing_ok=True)
         for local, gate in enumerate(batch.gates):
-            gate.release(rank_variables(launch, seats, local))
+            gate.release(rank_variables(launch, assignment, local))
         return batch.processes
 
     def _drop(self) -> None:
-        """End the spares, which nobody needs."""
+        """End the standbys that were not released."""
         batch, self._batch = self._batch, None
         if batch is not None:
             batch.processes.close(signal.SIGKILL)
@@ -138,24 +210,21 @@ class WarmStandby:
                 shutil.rmtree(batch.output, ignore_errors=True)
 
 
-def _start_batch(launch: LocalLaunch, seats: Seats) -> _Batch:
-    """Raises OSError, and leaves nothing then: a spare whose gate is closed leaves."""
+def _start_batch(launch: LocalLaunch, assignment: RankAssignment) -> _Batch:
+    """Raises OSError, and leaves nothing then: a standby whose gate is closed ends."""
+    from shardway.ranks.local import output_folder, start_program
+
     with contextlib.ExitStack() as around:
         folder = around.enter_context(private_folder(GATES))
-        gates = [_open_gate(around, folder / f"gate-{local}") for local in range(launch.ranks)]
-        processes = start_program(launch, seats, [gate.path for gate in gates])
-        return _Batch(processes, gates, around.pop_all(), _mark_waiting(processes))
+        gates = [StandbyGate(folder / f"gate-{local}") for local in range(launch.ranks)]
+        for gate in gates:
+            around.callback(gate.close)
+        processes = start_program(launch, assignment, [{VARIABLE: str(gate.path)} for gate in gates])
+        return _Batch(processes, gates, around.pop_all(), _mark_waiting(output_folder(processes)))
 
 
-def _open_gate(around: contextlib.ExitStack, path: Path) -> StandbyGate:
-    gate = StandbyGate(path)
-    around.callback(gate.close)
-    return gate
-
-
-def _mark_waiting(processes: PContext) -> Path | None:
-    """The folder of what these processes print, marked: they are no ranks yet. None where it cannot be marked."""
-    output = output_folder(processes)
+def _mark_waiting(output: Path) -> Path | None:
+    """The folder, with a mark that these processes are no ranks yet; None if it cannot be marked."""
     try:
         (output / WAITS).touch()
     except OSError:

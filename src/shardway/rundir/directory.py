@@ -39,9 +39,17 @@ from shardway.rundir.file_io import (
     write_json,
     write_whole,
 )
-from shardway.rundir.lease import Follower, Means, Tenure
+from shardway.rundir.lease import (
+    FollowerLease,
+    HeldLease,
+    LeaseOptions,
+    LockPaths,
+    WriterLock,
+    find_holder,
+    find_holder_host,
+    signal_holder,
+)
 from shardway.rundir.lineage import LeftOutFile
-from shardway.rundir.lock import LockPaths, WriterLock, find_holder, find_holder_host, signal_holder
 from shardway.rundir.names import list_partials, list_steps, partial_name, step_name
 
 FORMAT = 1
@@ -76,11 +84,11 @@ _EVENTS = re.compile(r"rank-(\d{5,})\.jsonl")
 class RunDir:
     """One run's directory; the object touches the disk only when a method is called.
 
-    `tenure` is the right to write here; None for readers, and for tools that work on a run at rest.
+    `lease` is the right to write here; None for readers, and for tools that work on a run at rest.
     """
 
     path: Path
-    tenure: Tenure | None = field(default=None, compare=False)
+    lease: HeldLease | None = field(default=None, compare=False)
 
     def exists(self) -> bool:
         """Whether the directory holds a run."""
@@ -136,7 +144,7 @@ class RunDir:
 
     def writer_lock(self, attempt: str = "") -> WriterLock:
         """The lock that a writer must hold; `attempt` names the attempt that it is part of."""
-        return WriterLock(self._place, Means(attempt=attempt))
+        return WriterLock(self._place, LeaseOptions(attempt=attempt))
 
     def find_writer(self, *, by_hand: bool = False) -> str | None:
         """A description of the process that trains here now (with `by_hand` only outside of jobs), or None."""
@@ -152,27 +160,27 @@ class RunDir:
 
     def beside(self, epoch: int) -> RunDir:
         """This directory for a rank that writes in the holder's epoch."""
-        return replace(self, tenure=Follower(self._place.files, self._place.run, epoch))
+        return replace(self, lease=FollowerLease(self._place.files, self._place.run, epoch))
 
     @property
     def epoch(self) -> int:
         """The epoch under which this process writes; 0 without the right to write."""
-        return self.tenure.epoch if self.tenure is not None else 0
+        return self.lease.epoch if self.lease is not None else 0
 
     def check_writer(self) -> None:
         """Cheap check. Raises Fenced where this process may no longer write, OSError where that is unknown now."""
-        if self.tenure is not None:
-            self.tenure.check()
+        if self.lease is not None:
+            self.lease.check()
 
     def confirm_writer(self) -> None:
         """Check that this process may still write here, before what must not happen twice.
 
         Raises Fenced where it may not, JobError where that is unknown now.
         """
-        if self.tenure is None:
+        if self.lease is None:
             return
         try:
-            self.tenure.confirm()
+            self.lease.confirm()
         except OSError as error:
             raise JobError(
                 f"whether this run still holds {self.path} cannot be seen: {error.strerror}.\n"

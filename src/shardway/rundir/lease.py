@@ -1,4 +1,8 @@
-"""The lease of a run directory: the holder of the highest epoch may write, for as long as its heartbeats come.
+"""The right to write a run directory: a lease on disk, and `flock` where the file system has it.
+
+The holder of the highest epoch may write, for as long as its heartbeats come. A held lock proves at once that its
+holder lives. A free one proves nothing, since not every file system shows locks to other hosts. So the lease decides,
+and the lock only saves the wait for it.
 
 Invariants:
 - An epoch is claimed by at most one process, since its file is created exclusively; the highest epoch counts. The
@@ -9,6 +13,11 @@ Invariants:
 - Time is measured on the watcher's own clock, between two of its own looks; no clock of another host and no file date
   is read. Time in which the watcher was asleep or could not read the folder does not count.
 - A process counts as gone only where that is certain: the same kernel and PID namespace, and no such process in it.
+- While a `WriterLock` is held, no `acquire` of another process returns before the lease was found silent for its time.
+- The lock file is removed only with a lease that was never held: unlinking a locked file lets two writers hold two
+  locks of the same name, and then the lease alone decides.
+- `hold_folder`: the kernel frees a folder when its holder ends, in any namespace. Where the file system has no locks,
+  every holder counts as alive.
 
     epoch-000007.json   the process that holds epoch 7; written once, never changed
     beat-000007         how many heartbeats its holder has written, and whether it has released it; replaced whole
@@ -18,21 +27,25 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import re
 import socket
+import stat
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardway.errors import Fenced, JobError, UserError
-from shardway.rundir.file_io import render_json, write_new, write_whole
+from shardway.refusals import find_remedy
+from shardway.rundir.file_io import is_there, render_json, write_new, write_whole
 
 # --- identity of a process, checkable from other processes and hosts
 
@@ -129,28 +142,9 @@ _OF_EPOCH = re.compile(r"\.?(?:epoch-(\d{6,})\.json|(?:beat|silent)-(\d{6,}))(?:
 _CLAIM = re.compile(r"epoch-(\d{6,})\.json")
 
 
-class ClaimFiles(Protocol):
-    """The files of one folder. All methods raise OSError where the file system refuses."""
-
-    def names(self) -> list[str]:
-        """The names in the folder; none where there is no folder."""
-
-    def read(self, name: str) -> str:
-        """The content of a file; FileNotFoundError where there is none."""
-
-    def create(self, name: str, text: str) -> bool:
-        """Write a whole and durable file under a free name; returns whether the name was free."""
-
-    def replace(self, name: str, text: str) -> None:
-        """Write a whole file in place of another; it need not be durable."""
-
-    def remove(self, name: str) -> None:
-        """Remove a file."""
-
-
 @dataclass(frozen=True)
-class DiskFiles:
-    """The files of a folder on disk; the first write makes the folder."""
+class LeaseFiles:
+    """The files of a lease folder; the first write makes it. All methods raise OSError where the disk refuses."""
 
     folder: Path
 
@@ -162,7 +156,7 @@ class DiskFiles:
             return []
 
     def read(self, name: str) -> str:
-        """The content of a file; undecodable bytes are replaced."""
+        """The content of a file, undecodable bytes replaced; FileNotFoundError where there is none."""
         return (self.folder / name).read_text(encoding="utf-8", errors="replace")
 
     def create(self, name: str, text: str) -> bool:
@@ -212,7 +206,7 @@ class ClaimState:
         return self.beat.released or self.silent_at == self.beat.count
 
 
-def survey(files: ClaimFiles) -> ClaimState | None:
+def survey(files: LeaseFiles) -> ClaimState | None:
     """The newest epoch; None where none is claimed. Raises OSError."""
     epoch = newest_epoch(files.names())
     if epoch is None:
@@ -225,16 +219,21 @@ def newest_epoch(names: Iterable[str]) -> int | None:
     return max((int(match[1]) for match in map(_CLAIM.fullmatch, names) if match), default=None)
 
 
-def read_claim(files: ClaimFiles, epoch: int) -> Claim:
+def read_claim(files: LeaseFiles, epoch: int) -> Claim:
     """The claim of an epoch; one with an unknown holder where the file is not valid. Raises OSError."""
     table = _parse(files.read(_claim_name(epoch)))
     who = table.get("who")
-    identity = _fill(Identity, who if isinstance(who, dict) else {})
+    known = (
+        {entry.name: who[entry.name] for entry in fields(Identity) if entry.name in who}
+        if isinstance(who, dict)
+        else {}
+    )
+    is_valid = all(type(value) is type(getattr(Identity(), name)) for name, value in known.items())
     words = {name: str(table.get(name, "")) for name in ("token", "since", "attempt")}
-    return Claim(epoch, who=identity or Identity(), **words)
+    return Claim(epoch, who=Identity(**known) if is_valid else Identity(), **words)
 
 
-def write_claim(files: ClaimFiles, claim: Claim) -> bool:
+def write_claim(files: LeaseFiles, claim: Claim) -> bool:
     """Claim an epoch; returns whether this claim has it. Raises OSError where that is unknown.
 
     A server may answer a repeated request with "the name is taken" although it took the first one: the file decides.
@@ -250,30 +249,30 @@ def write_claim(files: ClaimFiles, claim: Claim) -> bool:
     return read_claim(files, claim.epoch).token == claim.token
 
 
-def read_beat(files: ClaimFiles, epoch: int) -> Beat:
+def read_beat(files: LeaseFiles, epoch: int) -> Beat:
     """The last heartbeat of an epoch. Raises OSError."""
     words = _read_words(files, beat_name(epoch))
     return Beat(_whole(words), "released" in words)
 
 
-def write_beat(files: ClaimFiles, epoch: int, beat: Beat) -> None:
+def write_beat(files: LeaseFiles, epoch: int, beat: Beat) -> None:
     """Write a heartbeat, or that the holder has released the epoch. Raises OSError."""
     files.replace(beat_name(epoch), f"{beat.count}{' released' if beat.released else ''}\n")
 
 
-def write_silent(files: ClaimFiles, standing: ClaimState) -> None:
+def write_silent(files: LeaseFiles, state: ClaimState) -> None:
     """Note that the holder was watched for long enough and found silent; holds until its next beat. Raises OSError."""
-    files.replace(_silent_name(standing.claim.epoch), f"{standing.beat.count}\n")
+    files.replace(_silent_name(state.claim.epoch), f"{state.beat.count}\n")
 
 
-def remove_claim(files: ClaimFiles, epoch: int) -> None:
+def remove_claim(files: LeaseFiles, epoch: int) -> None:
     """Remove a claim, as if the epoch had never been claimed. Raises OSError."""
     for name in (_claim_name(epoch), beat_name(epoch)):  # in this order: a claim without heartbeats would be watched
         with contextlib.suppress(FileNotFoundError):
             files.remove(name)
 
 
-def remove_old(files: ClaimFiles, epoch: int) -> None:
+def remove_old(files: LeaseFiles, epoch: int) -> None:
     """Remove the files of epochs long before this one; what cannot be removed stays."""
     with contextlib.suppress(OSError):
         for name in files.names():
@@ -296,12 +295,12 @@ def _silent_name(epoch: int) -> str:
     return f"silent-{epoch:06d}"
 
 
-def _read_silent(files: ClaimFiles, epoch: int) -> int | None:
+def _read_silent(files: LeaseFiles, epoch: int) -> int | None:
     words = _read_words(files, _silent_name(epoch))
     return _whole(words) if words else None
 
 
-def _read_words(files: ClaimFiles, name: str) -> list[str]:
+def _read_words(files: LeaseFiles, name: str) -> list[str]:
     try:
         return files.read(name).split()
     except FileNotFoundError:
@@ -320,34 +319,14 @@ def _parse(text: str) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-def _fill(kind: type[Identity], table: dict[str, Any]) -> Identity | None:
-    """An identity from plain data; None where a field has another type."""
-    kinds = {entry.name: type(entry.default) for entry in fields(kind)}
-    known = {name: value for name, value in table.items() if name in kinds}
-    return kind(**known) if all(type(value) is kinds[name] for name, value in known.items()) else None
-
-
 # --- watching a holder that cannot be asked
 
 
-class LeaseClock(Protocol):
-    """A clock of this host that never goes back, a way to wait on it, and the host's date for display."""
+class HostClock:
+    """A clock of this host that never goes back; where the system has one, it counts while the host sleeps too."""
 
     def now(self) -> float:
         """Seconds since a fixed moment."""
-
-    def date(self) -> str:
-        """The host's date and time, like "2026-01-02 03:04:05"; for display only."""
-
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-
-
-class HostClock:
-    """The clock of this host; where the system has one, it counts while the host sleeps too."""
-
-    def now(self) -> float:
-        """Seconds since the host was started."""
         return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
     def date(self) -> str:
@@ -383,7 +362,7 @@ class LeaseVerdict(Enum):
     CHANGED = "changed"
 
 
-def watch(files: ClaimFiles, clock: LeaseClock, first: ClaimState, terms: LeaseTimes) -> LeaseVerdict:
+def watch(files: LeaseFiles, clock: HostClock, first: ClaimState, terms: LeaseTimes) -> LeaseVerdict:
     """Watch the holder of an epoch, last seen as `first`, until a verdict is certain.
 
     Raises OSError where the folder stays unreadable for as long as a watch takes.
@@ -419,26 +398,11 @@ TRIES = 20
 TAKEN_OVER = "another run has taken over"
 """How the error of an overtaken writer begins."""
 
-
-Tell = Callable[[str], None]
-
-
-class Tenure(Protocol):
-    """The right to write a run directory, as the writing code sees it."""
-
-    @property
-    def epoch(self) -> int:
-        """The epoch under which this process writes."""
-
-    def check(self) -> None:
-        """Cheap check. Raises Fenced where the right is lost, OSError where that is unknown now."""
-
-    def confirm(self) -> None:
-        """Reads the folder. Raises Fenced where the right is lost, OSError where that is unknown now."""
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Means:
+class LeaseOptions:
     """What a lease works with: own identity, attempt, test for gone processes, tokens, mutexes, clock and times."""
 
     who: Identity = field(default_factory=own_identity)
@@ -446,7 +410,7 @@ class Means:
     is_gone: Callable[[Identity], bool] = is_gone
     make_token: Callable[[], str] = lambda: uuid.uuid4().hex
     make_mutex: Callable[[], contextlib.AbstractContextManager[Any]] = threading.Lock
-    clock: LeaseClock = field(default_factory=HostClock)
+    clock: HostClock = field(default_factory=HostClock)
     terms: LeaseTimes = field(default_factory=LeaseTimes)
 
 
@@ -456,16 +420,16 @@ class Lease:
     The holder calls `beat` every `terms.beat_s`, from any thread.
     """
 
-    def __init__(self, files: ClaimFiles, where: str, means: Means | None = None) -> None:
+    def __init__(self, files: LeaseFiles, where: str, options: LeaseOptions | None = None) -> None:
         self._files = files
         self._where = where
-        self._means = means or Means()
-        self._clock, self._terms = self._means.clock, self._means.terms
+        self._options = options or LeaseOptions()
+        self._clock, self._terms = self._options.clock, self._options.terms
         self._claim = Claim(0)
         self._count = 0
         self._beaten_at = 0.0
         self._lost: Fenced | None = None
-        self._mutex = self._means.make_mutex()
+        self._mutex = self._options.make_mutex()
 
     @property
     def epoch(self) -> int:
@@ -474,15 +438,15 @@ class Lease:
 
     # --- taking it
 
-    def take(self, tell: Tell) -> None:
-        """Claim the next epoch once the newest is free; `tell` is called with a line where that takes a while.
+    def take(self, report: Report) -> None:
+        """Claim the next epoch once the newest is free; `report` is called with a line where that takes a while.
 
         Raises UserError where a living process holds it, JobError where others are always faster, OSError.
         """
         for tries_left in reversed(range(TRIES)):
             try:
-                standing = self._await_free(tell)
-                if self._try_claim(standing.claim.epoch + 1 if standing is not None else 1):
+                state = self.await_free(report)
+                if self._try_claim(state.claim.epoch + 1 if state is not None else 1):
                     return
             except FileNotFoundError:  # another process may have withdrawn between two looks
                 if not tries_left:
@@ -493,32 +457,29 @@ class Lease:
             "  To do: start one run in that directory; if only one was started, look at the file system."
         )
 
-    def await_free(self, tell: Tell) -> None:
-        """Return once the newest epoch is free; a finding of silence is noted for the next `take`.
+    def await_free(self, report: Report) -> ClaimState | None:
+        """Return the newest epoch once it is free; a finding of silence is noted for the next `take`.
 
         Raises UserError where a living process holds it, OSError.
         """
-        self._await_free(tell)
-
-    def _await_free(self, tell: Tell) -> ClaimState | None:
         while True:
-            standing = survey(self._files)
-            if standing is None or standing.given_up or self._means.is_gone(standing.claim.who):
-                return standing
-            tell(render_watch(standing.claim, self._terms))
-            verdict = watch(self._files, self._clock, standing, self._terms)
+            state = survey(self._files)
+            if state is None or state.given_up or self._options.is_gone(state.claim.who):
+                return state
+            report(render_watch(state.claim, self._terms))
+            verdict = watch(self._files, self._clock, state, self._terms)
             if verdict is LeaseVerdict.LIVES:
-                raise UserError(render_held(self._where, render_holder(standing.claim)))
+                raise UserError(render_held(self._where, render_holder(state.claim)))
             if verdict is LeaseVerdict.SILENT:
                 with contextlib.suppress(OSError):
-                    write_silent(self._files, standing)
-                return standing
+                    write_silent(self._files, state)
+                return state
 
     def _try_claim(self, epoch: int) -> bool:
         """Claim an epoch; returns whether it is ours and still the highest: a later one may have come meanwhile."""
-        means = self._means
+        options = self._options
         began, since = self._clock.now(), self._clock.date()
-        claim = Claim(epoch, means.make_token(), means.who, since, means.attempt)
+        claim = Claim(epoch, options.make_token(), options.who, since, options.attempt)
         if not write_claim(self._files, claim) or newest_epoch(self._files.names()) != epoch:
             return False
         self._claim, self._count, self._lost, self._beaten_at = claim, 0, None, began
@@ -589,10 +550,10 @@ class Lease:
 
 
 @dataclass(frozen=True)
-class Follower:
-    """A rank that writes in the epoch of another process: it holds nothing and writes no heartbeats."""
+class FollowerLease:
+    """The lease of a rank that writes in the epoch of another process: it holds nothing and writes no heartbeats."""
 
-    files: ClaimFiles
+    files: LeaseFiles
     where: str
     epoch: int
 
@@ -606,6 +567,273 @@ class Follower:
             raise FileNotFoundError(2, "its lease is not there")
         if newest != self.epoch:
             raise Fenced(render_lost(self.where, Claim(self.epoch), read_claim(self.files, newest)))
+
+
+HeldLease = Lease | FollowerLease
+"""The right to write a run directory."""
+
+# --- the lock beside the lease
+
+LOCK_TRIES, PAUSE_S = 5, 0.05
+LEAVE_S = 5.0
+"""How long a release waits for a heartbeat under way, so that a hanging file system does not keep a run from ending."""
+
+SHOWN_S = 120.0
+"""How long after its last heartbeat a holder without a visible lock is still shown."""
+
+
+@dataclass(frozen=True)
+class LockPaths:
+    """The lock file and the lease folder of a run directory."""
+
+    lock: Path
+    lease: Path
+
+    @property
+    def files(self) -> LeaseFiles:
+        """The files of the lease."""
+        return LeaseFiles(self.lease)
+
+    @property
+    def run(self) -> str:
+        """The run directory's name in messages."""
+        return str(self.lock.parent)
+
+
+class WriterLock:
+    """The right to write one run directory, until `release` or the end of the process; a thread writes heartbeats."""
+
+    def __init__(self, paths: LockPaths, options: LeaseOptions | None = None) -> None:
+        self._paths, self._options = paths, options or LeaseOptions()
+        self._descriptor = -1
+        self._made = False
+        """Whether this object made the lock file."""
+        self._done = threading.Event()
+        self._beats: threading.Thread | None = None
+        self.lease = self._make_lease()
+
+    def acquire(self, report: Report = lambda line: None) -> None:
+        """Take the right; `report` is called with a line if the previous holder has to be watched first.
+
+        Raises UserError that names the holder if another process has it, or if the directory may not be written.
+        """
+        with _refusals(self._paths):
+            self._lock(fcntl.LOCK_EX)
+            try:
+                self.lease = self._make_lease()
+                self.lease.take(report)
+            except BaseException:
+                self._unlock()
+                raise
+        self._done = threading.Event()
+        self._beats = threading.Thread(target=self._beat, args=(self.lease, self._done), name="lease", daemon=True)
+        self._beats.start()
+
+    def await_free(self, report: Report) -> None:
+        """Return once `acquire` need not wait, unless another process is faster. Raises UserError as it does."""
+        if not is_there(self._paths.lock) and not is_there(self._paths.lease):
+            return
+        with _refusals(self._paths):
+            self._lock(fcntl.LOCK_SH)
+            self._unlock()
+            self.lease.await_free(report)
+
+    def release(self) -> None:
+        """Give the right back; a second call does nothing."""
+        if self._stop_beats():
+            self.lease.release()
+        self._unlock()
+
+    def prune(self) -> None:
+        """Remove the files of much earlier holders; called once something is written."""
+        self.lease.prune()
+
+    def withdraw(self) -> None:
+        """Give the right back where nothing was written under it: the directory is as it was before `acquire`."""
+        if self._stop_beats():
+            self.lease.withdraw()
+            with contextlib.suppress(OSError):
+                self._paths.lease.rmdir()
+                if self._made:
+                    self._paths.lock.unlink()
+        self._unlock()
+
+    def _beat(self, lease: Lease, done: threading.Event) -> None:
+        while not done.wait(self._options.terms.beat_s):
+            with contextlib.suppress(OSError):  # tried again; the lease counts how long there was no heartbeat
+                try:
+                    lease.beat()
+                except Fenced:  # the next write reports it
+                    return
+
+    def _stop_beats(self) -> bool:
+        """Stop the heartbeats; False where there are none, or a file system still blocks them."""
+        beats, self._beats = self._beats, None
+        if beats is None:
+            return False
+        self._done.set()
+        beats.join(LEAVE_S)
+        return not beats.is_alive()
+
+    def _make_lease(self) -> Lease:
+        return Lease(self._paths.files, self._paths.run, self._options)
+
+    def _lock(self, kind: int) -> None:
+        self._made |= not is_there(self._paths.lock)
+        self._descriptor = os.open(self._paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):  # a device: one lock for the whole machine
+            self._unlock()
+            raise OSError(errno.EINVAL, "it is no file", str(self._paths.lock))
+        if not _try_lock(self._descriptor, kind):
+            self._unlock()
+            state = _survey(self._paths)
+            if not _is_left(state):
+                known = None if state is None or state.given_up else state.claim
+                raise UserError(render_held(self._paths.run, render_holder(known)))
+
+    def _unlock(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):  # the server went away meanwhile, and the lock with it
+                os.close(descriptor)
+
+
+# --- for readers
+
+
+def find_holder(paths: LockPaths, *, by_hand: bool = False) -> str | None:
+    """The holder ("process 4711 on host n1 since ..."), or None for none; with `by_hand` a job counts as none.
+
+    For a holder whose lock is not visible here, it includes when its last heartbeat came, by the file system's clock.
+    """
+    claim, beaten = _see(paths) or (None, -1.0)
+    if beaten < 0 or (by_hand and claim is not None and claim.attempt):
+        return None
+    seen = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(beaten)) if beaten else ""
+    return render_holder(claim) + (f", last seen {seen}" if seen else "")
+
+
+def find_holder_host(paths: LockPaths) -> str:
+    """The host of the holder; empty for none, or while it is not yet written."""
+    claim, _ = _see(paths) or (None, 0.0)
+    return claim.who.host if claim is not None else ""
+
+
+def signal_holder(paths: LockPaths, number: int) -> bool:
+    """Send a signal to the holder; returns whether it is visible from here and may be signalled."""
+    claim, _ = _see(paths) or (None, 0.0)
+    if claim is None or not is_seen_here(claim.who) or is_gone(claim.who):
+        return False
+    try:
+        os.kill(claim.who.pid, number)
+    except OSError:
+        return False
+    return True
+
+
+def _see(paths: LockPaths) -> tuple[Claim | None, float] | None:
+    """The holder as seen without a watch, if known, and the date of its last heartbeat in Unix seconds (0: its lock is
+    visible); None for no holder.
+
+    Where no lock is visible, the date of the last heartbeat is compared with this host's: good enough for display.
+    """
+    state = _survey(paths)
+    if _is_locked(paths.lock) and not _is_left(state):
+        return (None if state is None or state.given_up else state.claim), 0.0
+    if state is None or state.given_up or is_gone(state.claim.who):
+        return None
+    try:
+        beaten = (paths.lease / beat_name(state.claim.epoch)).stat().st_mtime
+    except OSError:
+        return None
+    return (state.claim, beaten) if time.time() - beaten < SHOWN_S else None
+
+
+def _is_left(state: ClaimState | None) -> bool:
+    """Whether a visible lock is held only by children of a dead holder, which inherited its open file."""
+    return state is not None and not state.given_up and is_gone(state.claim.who)
+
+
+def _survey(paths: LockPaths) -> ClaimState | None:
+    try:
+        return survey(paths.files)
+    except OSError:
+        return None
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a lock of another process is visible from here."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    """Take the lock, with a few retries: a reader that checks for a holder holds it for an instant itself.
+
+    Also True where the file system has no locks (ENOSYS of a Lustre mounted without, ENOLCK of an NFS).
+    """
+    for _ in range(LOCK_TRIES):
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(PAUSE_S)
+        except OSError:
+            return True
+        else:
+            return True
+    return False
+
+
+_NO_FILE = "move away what stands there where it is no file"
+
+
+@contextlib.contextmanager
+def _refusals(paths: LockPaths) -> Iterator[None]:
+    """Turn errors of the file system into a UserError with a remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"the run directory {paths.run} cannot be locked: {error.strerror} ({error.filename or paths.lease}).\n"
+            f"  To do: {find_remedy(error, 'choose a directory that you may write to with --dir', _NO_FILE)}."
+        ) from None
+
+
+# --- folders held while their process lives
+
+
+@contextlib.contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Hold a folder while entered, where the file system has locks. Raises OSError where it is not a folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def take_left_folder(folder: Path) -> Iterator[int]:
+    """Hold a folder that no process holds, as an open descriptor. Raises OSError where one does, or none exists."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 # --- messages
@@ -630,10 +858,10 @@ def render_held(where: str, holder: str) -> str:
 
 def render_watch(claim: Claim, terms: LeaseTimes) -> str:
     """The line for a process that has to wait."""
-    who = f"another host ({claim.who.host or 'unknown'})"
+    holder = f"another host ({claim.who.host or 'unknown'})"
     if is_here(claim.who):
-        who = f"process {claim.who.pid} of this host"
-    return f"{who} held this run; watching for {terms.ttl_s:.0f} s whether it still does"
+        holder = f"process {claim.who.pid} of this host"
+    return f"{holder} held this run; watching for {terms.ttl_s:.0f} s whether it still does"
 
 
 def render_lost(where: str, own: Claim, other: Claim) -> str:

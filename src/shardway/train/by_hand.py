@@ -36,7 +36,7 @@ from shardway.parallel.axes.replicate import ReplicatedModule, SummedGradients, 
 from shardway.parallel.axes.tensor import sum_partial_gradients
 from shardway.parallel.formats.float8 import compute_scales
 from shardway.parallel.gradients import own_squares, scale_gradients, send
-from shardway.ranks.agreement import read_decision
+from shardway.ranks.stop import read_decision
 from shardway.train.engines.base import Engine
 from shardway.train.engines.torch import explained
 from shardway.train.guard_repeat import First, Tried, Watched

@@ -5,7 +5,7 @@ Invariants:
   finds by itself (a scheduler of one of the script's optimizers, an average of one of its models) are held as well. If
   two of a kind make a name ambiguous, the run ends with an error before it trains.
 - Only what every rank keeps under the same name takes part, so no rank waits for another.
-- What is saved is complete. In a notebook an interrupt waits until it is (`ranks.notebook`), and the run continues in
+- What is saved is complete. In a notebook an interrupt waits until it is (`ranks.stop`), and the run continues in
   the next cell.
 
 Each rank's running statistics come from its own samples, and so do the averages of them. A checkpoint has one copy of
@@ -35,8 +35,8 @@ from shardway.parallel.apply import ParallelModel
 from shardway.parallel.axes.replicate import average_buffers
 from shardway.parallel.formats.precision import Precision
 from shardway.parallel.mesh import Mesh
-from shardway.ranks.notebook import Interrupts
 from shardway.ranks.start import Ranks
+from shardway.ranks.stop import Interrupts
 from shardway.runfile.schema import RunFile
 from shardway.train.engines.base import Engine
 from shardway.train.step import StepContext

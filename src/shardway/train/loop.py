@@ -20,7 +20,7 @@ from shardway.errors import Bug, UserError
 from shardway.parallel.axes.replicate import average_buffers
 from shardway.parallel.formats.float8 import compute_scales
 from shardway.ranks.completion import AttemptEnd
-from shardway.ranks.progress import Activity
+from shardway.ranks.heartbeat import Activity
 from shardway.rundir.attempts import Ending
 from shardway.rundir.lineage import LOCAL, SkippedRange
 from shardway.train.by_hand import BackwardCall, check_awaits_backward, refuse_mixture

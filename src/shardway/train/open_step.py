@@ -13,7 +13,7 @@ from torch import nn
 
 from shardway.data.loader import Batch
 from shardway.errors import UserError
-from shardway.ranks.agreement import Decision
+from shardway.ranks.stop import Decision
 from shardway.train.engines.base import Engine
 from shardway.train.passes import Loss
 from shardway.train.step import StepResult

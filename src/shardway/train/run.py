@@ -33,7 +33,7 @@ from shardway.errors import UserError
 from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
 from shardway.parallel.compile import CompileOptions
 from shardway.plan.economy import GPU_MTBF_SECONDS
-from shardway.ranks.shutdown import report_errors
+from shardway.ranks.stop import report_errors
 from shardway.resolve import DataFacts, Resolved, scale_of
 from shardway.resolve.request import ResolveRequest, parse_words
 from shardway.rundir.directory import RunDir

@@ -23,8 +23,7 @@ from types import TracebackType
 from typing import Generic, TextIO, TypeVar
 
 from shardway.errors import JobError
-from shardway.ranks.notebook import find_shell
-from shardway.ranks.shutdown import restore_hook, script_hook
+from shardway.ranks.stop import find_shell, restore_hook, script_hook
 from shardway.rundir.attempts import VARIABLE as ATTEMPT
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event

@@ -35,17 +35,23 @@ from shardway.hardware.probe import probe_machine, render_machine
 from shardway.parallel.compile import apply_backend_switches, set_compile_cache, tf32_put_back
 from shardway.parallel.formats.precision import Precision, read_precision
 from shardway.parallel.mesh import Mesh, build_mesh
-from shardway.ranks.agent.hang import read_patience
-from shardway.ranks.agent.heartbeat import open_page
-from shardway.ranks.attempt import describe_error, find_attempt, report_fault
 from shardway.ranks.completion import AttemptEnd
+from shardway.ranks.failure import describe_error, find_attempt, report_fault
 from shardway.ranks.ft_launcher_client import open_monitor
+from shardway.ranks.hang import read_hang_timeout
+from shardway.ranks.heartbeat import Progress, find_process_start, open_heartbeat
 from shardway.ranks.launcher import Placement, find_placement
-from shardway.ranks.notebook import find_shell
-from shardway.ranks.progress import Progress, find_began
-from shardway.ranks.shutdown import find_agent, left_at_once, stop_with_parent
-from shardway.ranks.signals import BREAK, STOP_SIGNALS, Duties, SignalWatch, StopWatchdog
 from shardway.ranks.start import Ranks, StartOptions, is_out_of_memory, start_ranks
+from shardway.ranks.stop import (
+    BREAK,
+    STOP_SIGNALS,
+    SignalWatch,
+    StopWatchdog,
+    find_agent,
+    find_shell,
+    left_at_once,
+    stop_with_parent,
+)
 from shardway.resolve import DataFacts, check_same_run, find_changes, resolve_with_data
 from shardway.resolve.draft import Resolved, Settled, value_of
 from shardway.resolve.request import Resolution, ResolveRequest, check_variables, read_before, resolve_request
@@ -53,12 +59,11 @@ from shardway.resolve.rules.formats import COMPILE, COMPUTE, KEYS, TF32
 from shardway.rundir.attempts import SECOND_SIGNAL, Attempt, Ending
 from shardway.rundir.directory import OWN_NAMES, RunDir
 from shardway.rundir.file_io import list_missing, list_names, refusals
-from shardway.rundir.lease import Tenure
-from shardway.rundir.lock import WriterLock
+from shardway.rundir.lease import HeldLease, WriterLock
 from shardway.rundir.names import ensure_run_id, find_local_run, find_run_id
 from shardway.runfile.load import DEFAULT
+from shardway.train.attempt_end import KILLED, ExitReport
 from shardway.train.engines import ENGINES
-from shardway.train.exit_report import KILLED, ExitReport
 from shardway.train.record import Recorder
 
 # --- defaults of the device, settings of a script
@@ -163,7 +168,7 @@ class DirectoryHold:
             self.directory.set_aside()
             self.directory.create()
             self.lock.acquire()
-            self.directory = replace(self.directory, tenure=self.lock.lease)
+            self.directory = replace(self.directory, lease=self.lock.lease)
         self.begun = True
         self.directory.create()
         self.lock.prune()
@@ -212,7 +217,7 @@ def take_directory(directory: RunDir, job: str, *, fresh: bool) -> DirectoryHold
     try:
         directory.create(empty=not existed)
         lock.acquire(logging.getLogger("shardway").warning)
-        hold.directory = replace(directory, tenure=lock.lease)
+        hold.directory = replace(directory, lease=lock.lease)
         hold.fenced = hold.directory.fence_saves()
         hold.run_id = _know_id(hold)
     except BaseException:
@@ -256,13 +261,13 @@ class Session:
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     attempt: Attempt | None = None
     progress: Progress = field(default_factory=Progress)
-    tenure: Tenure | None = None
+    lease: HeldLease | None = None
     hold: DirectoryHold | None = None
     run_id: str = ""
     starts_over: bool = False
     to_write: list[Callable[[RunDir], None]] = field(default_factory=list)
     agent: int = 0
-    lookout: StopWatchdog = field(default_factory=lambda: StopWatchdog(SignalWatch(), Duties()))
+    stop_watchdog: StopWatchdog = field(default_factory=lambda: StopWatchdog(SignalWatch()))
     noted: set[str] = field(default_factory=set)
     task_limit: TaskLimit | None = None
     """What limits processes and threads here, as it was before any rank had loader processes."""
@@ -277,7 +282,7 @@ class Session:
     @property
     def directory(self) -> RunDir:
         """Where the run writes, and with which right."""
-        return replace(self.resolution.directory, tenure=self.tenure)
+        return replace(self.resolution.directory, lease=self.lease)
 
     def leaves_alone(self, dotted: str) -> bool:
         """Whether a default must not touch a script that owns its model, since the script did not ask for it."""
@@ -317,7 +322,7 @@ class Session:
         held = self.ranks.together(lambda: hold.begin(self._write_all) if hold is not None else None)
         epoch = self.ranks.gather(held.epoch if held is not None else 0)[0]
         if self.starts_over:
-            self.tenure = (held if held is not None else self.resolution.directory.beside(epoch)).tenure
+            self.lease = (held if held is not None else self.resolution.directory.beside(epoch)).lease
         self.starts_over = False
         self.recorder.open(self.directory)
 
@@ -348,11 +353,11 @@ def open_session(request: ResolveRequest, environ: Mapping[str, str]) -> Iterato
         stop_with_parent()
     with _failure_told(attempt, placement):
         monitor = open_monitor(placement)
-        page = open_page(environ, placement.local_rank) if monitor is None else monitor
-        progress = Progress(page, began=find_began(attempt, environ))
+        page = open_heartbeat(environ, placement.local_rank) if monitor is None else monitor
+        progress = Progress(page, process_start=find_process_start(attempt, environ))
         ranks, resolution = _join(_placed(request, attempt), placement)
         if monitor is not None:
-            monitor.watch(read_patience(resolution.resolved.values.run))
+            monitor.watch(read_hang_timeout(resolution.resolved.values.run))
         with left_at_once(ranks.world), hold_session(resolution, ranks, attempt, progress) as session:
             session.agent = agent
             yield session
@@ -405,20 +410,25 @@ def hold_session(
         job_told = _failure_told(attempt, ranks.placement, lambda: recorder.step_done)
         with job_told, _faults_recorded(recorder, own_model=own_model):
             session = Session(resolution, ranks, mesh, precision, recorder, signals, own_model, at_end=stack)
-            session.attempt, session.progress, session.tenure = attempt, progress, directory.tenure
+            session.attempt, session.progress, session.lease = attempt, progress, directory.lease
             session.hold, session.run_id, session.starts_over = hold, run_id, starts_over
             session.task_limit, session.temporary = task_limit, temporary
-            session.lookout = stack.enter_context(_lookout(session))
+            session.stop_watchdog = stack.enter_context(_watch_stop(session))
             yield session
 
 
-def _lookout(session: Session) -> StopWatchdog:
-    """The stop watchdog: the thread that ends this rank if a stop takes longer than allowed."""
-    signals, rank, resolved = session.signals, session.ranks.rank, session.resolved
-    limit, origin = resolved.values.run.stop_timeout, resolved.origins["run.stop_timeout"]
-    speaker = ExitReport(session.directory, rank, limit, origin, session.progress, session.attempt)
-    speaker = replace(speaker, may_write=lambda: session.recorder.is_open)
-    return StopWatchdog(signals, speaker.duties(lambda: signals.received is not None))
+def _watch_stop(session: Session) -> StopWatchdog:
+    """The thread that ends this rank if a stop takes longer than allowed."""
+    resolved = session.resolved
+    return ExitReport(
+        session.directory,
+        session.ranks.rank,
+        resolved.values.run.stop_timeout,
+        resolved.origins["run.stop_timeout"],
+        session.progress,
+        session.attempt,
+        may_write=lambda: session.recorder.is_open,
+    ).watchdog(session.signals)
 
 
 def _hold_directory(

@@ -24,8 +24,8 @@ from shardway.parallel.axes.expert import balance
 from shardway.parallel.axes.tensor import sum_partial_gradients
 from shardway.parallel.formats.float8 import compute_scales
 from shardway.parallel.gradients import own_squares, scale_gradients, send
-from shardway.ranks.agreement import Decision, Wishes, read_decision
 from shardway.ranks.start import Ranks
+from shardway.ranks.stop import Decision, Wishes, read_decision
 from shardway.train.guard_repeat import GuardChecks, RepeatablePasses, Tried, Watched, run_watched
 from shardway.train.loss import LossScale
 from shardway.train.passes import SUMS, Loss, Passes

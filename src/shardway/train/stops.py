@@ -32,13 +32,11 @@ import torch
 from shardway.data.batch_tree import map_tensors
 from shardway.data.loader import Batch
 from shardway.errors import Bug
-from shardway.ranks.agreement import Decision, Wishes, read_decision
 from shardway.ranks.completion import AttemptEnd, find_end
-from shardway.ranks.shutdown import is_orphan
-from shardway.ranks.signals import BrokenOff, SignalWatch, StopWatchdog
 from shardway.ranks.start import Ranks
+from shardway.ranks.stop import BrokenOff, Decision, SignalWatch, StopWatchdog, Wishes, is_orphan, read_decision
 from shardway.rundir.attempts import BY_SIGNAL
-from shardway.train.deadline import Deadline, find_deadline, read_pace
+from shardway.train.attempt_end import Deadline, find_deadline, read_pace
 from shardway.train.session import Session
 from shardway.train.snapshot import Generators, find_generators
 from shardway.train.validate import Validation
@@ -50,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Fetched(Generic[T]):
-    """What a wait has given: a value, or none since the stream ended or a stop ended the wait (`missed`)."""
+    """The result of a wait: a value, or none since the stream ended or a stop ended the wait (`missed`)."""
 
     value: T | None = None
     missed: bool = False
@@ -61,19 +59,19 @@ class Waits:
     """The waits of one rank; `is_asked` (called in any thread): whether this rank has a request to stop."""
 
     signals: SignalWatch
-    lookout: StopWatchdog
+    stop_watchdog: StopWatchdog
     is_asked: Callable[[], bool]
 
     def fetch(self, stream: Iterator[T], *, breakable: bool = True) -> Fetched[T]:
         """The next value of a stream. A stream whose wait was ended has ended too."""
-        self.lookout.begin_wait(self.is_asked)
+        self.stop_watchdog.begin_wait(self.is_asked)
         try:
             try:
                 self.signals.breakable = breakable
                 return Fetched(next(stream))
             finally:
                 self.signals.breakable = False
-                self.lookout.end_wait()
+                self.stop_watchdog.end_wait()
         except BrokenOff:
             return Fetched(missed=True)
         except StopIteration:
@@ -135,8 +133,8 @@ class TrainingStream:
     def next(self) -> Batch | None:
         """The next batch, or a dummy batch if it is `missed`; None if all ranks stop before their first step."""
         self._before = find_generators() if self._draws else None
-        can_stand_in = self._shapes is not None and self._can_void
-        fetched = self._waits.fetch(self._stream, breakable=can_stand_in or not self._begun)
+        can_use_dummy = self._shapes is not None and self._can_void
+        fetched = self._waits.fetch(self._stream, breakable=can_use_dummy or not self._begun)
         batch = fetched.value
         if batch is None and not fetched.missed:
             raise Bug("the stream of training batches has ended")
@@ -149,7 +147,7 @@ class TrainingStream:
             self._position = batch.next_position
             return batch
         self.missed = True
-        return self._stand_in()
+        return self._make_dummy()
 
     def put_back(self) -> None:
         """Restore the generators to before the last batch, so that reading it again draws the same numbers."""
@@ -162,12 +160,12 @@ class TrainingStream:
         if close is not None:
             close()
 
-    def _stand_in(self) -> Batch:
+    def _make_dummy(self) -> Batch:
         data = self._shapes.make() if self._shapes is not None else None
         return Batch(data, np.array([], np.int64), self._position, self._position)
 
 
-def with_stand_ins(
+def with_dummies(
     stream: Iterator[Any], waits: Waits, device: torch.device, rows: Sequence[int] | None
 ) -> Iterator[tuple[Any, bool]]:
     """The batches of a validation, and whether each is a dummy: all are, from the first missed one on.
@@ -230,11 +228,11 @@ class ValidationBreaks:
         return max(0, self._batch - 1)
 
     def over(self, validation: Validation) -> Iterator[tuple[Any, bool]]:
-        """The batches; once this rank gave up waiting for one, only stand-ins."""
+        """The batches; once this rank gave up waiting for one, only dummies."""
         stream = iter(validation.batches())
         rows = validation.rows() if validation.rows is not None else None
         try:
-            yield from with_stand_ins(stream, self._waits, self._ranks.device, rows)
+            yield from with_dummies(stream, self._waits, self._ranks.device, rows)
         finally:
             close = getattr(stream, "close", None)
             if close is not None:
@@ -272,7 +270,7 @@ class StopAgreement:
         self._stop_file: str | None = None
         self.decision = Decision()
         self.deadline: Deadline | None = None
-        self.waits = Waits(session.signals, session.lookout, self._knows)
+        self.waits = Waits(session.signals, session.stop_watchdog, self._knows)
 
     def set_deadline(self, margin_s: float | None, step: int, parameters: int) -> None:
         """Rank 0 reads when the wall-time ends and sends it; the others count from then on."""
@@ -312,7 +310,7 @@ class StopAgreement:
         `run.stop_timeout`."""
         self.decision = decision
         if decision.stop_reason:
-            self._session.lookout.ask()
+            self._session.stop_watchdog.ask()
         return bool(decision.stop_reason)
 
     def breaks(self) -> ValidationBreaks:

@@ -1,6 +1,6 @@
 """The time account of a run: what the time of all its attempts was spent on.
 
-Rank 0 books each of its seconds on one activity (`shardway.ranks.progress`) and reports the sums in its events and in
+Rank 0 books each of its seconds on one activity (`shardway.ranks.heartbeat`) and reports the sums in its events and in
 status.json. The account is made from these sums: the time in steps that remain after resumes, other work, and the
 time between attempts.
 

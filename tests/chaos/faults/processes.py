@@ -28,8 +28,7 @@ from faults.strike import (
     wait_for_some_step,
 )
 from left_folders import list_left_folders
-from shardway.ranks.agent.heartbeat import GATES
-from shardway.ranks.progress import Activity
+from shardway.ranks.heartbeat import GATES, Activity
 
 HANG = "SHARDWAY_TEST_HANG"
 """RANK:STEP:FILE for `inject/sitecustomize.py`: that rank hangs once it has done that many steps, if FILE is new."""

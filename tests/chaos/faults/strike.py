@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from commands import Command, Room, find_ranks
-from shardway.ranks.agent.heartbeat import PAGES, VARIABLE, HeartbeatEntry, page_path, read_page
+from shardway.ranks.heartbeat import HEARTBEATS, VARIABLE, HeartbeatEntry, heartbeat_path, read_heartbeat
 from shardway.rundir.directory import RunDir
 
 DEVICE = os.environ.get("SHARDWAY_CHAOS_DEVICE", "cpu")
@@ -135,7 +135,7 @@ def children(command: Command) -> dict[int, psutil.Process]:
 def see(command: Command, rank: int) -> HeartbeatEntry | None:
     """What a rank shows its agent."""
     page = _find_page(command, rank)
-    return read_page(page) if page is not None else None
+    return read_heartbeat(page) if page is not None else None
 
 
 def _find_page(command: Command, rank: int) -> Path | None:
@@ -147,8 +147,10 @@ def _find_page(command: Command, rank: int) -> Path | None:
         return None
     if child is None or not folder:
         return None
-    pages = (page_path(each, rank) for each in Path(folder).parent.glob(f"{PAGES.prefix}*"))
-    return next((page for page in pages if (entry := read_page(page)) is not None and entry.pid == child.pid), None)
+    pages = (heartbeat_path(each, rank) for each in Path(folder).parent.glob(f"{HEARTBEATS.prefix}*"))
+    return next(
+        (page for page in pages if (entry := read_heartbeat(page)) is not None and entry.pid == child.pid), None
+    )
 
 
 def wait_for(command: Command, rank: int, holds: Callable[[HeartbeatEntry], bool]) -> None:
@@ -161,7 +163,7 @@ def wait_for(command: Command, rank: int, holds: Callable[[HeartbeatEntry], bool
         nonlocal page, next_s
         if page is None or time.monotonic() >= next_s:
             page, next_s = _find_page(command, rank), time.monotonic() + _NEXT_PAGE_S
-        entry = read_page(page) if page is not None else None
+        entry = read_heartbeat(page) if page is not None else None
         return entry is not None and holds(entry)
 
     command.wait_until(is_so, pause_s=0.005)

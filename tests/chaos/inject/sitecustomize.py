@@ -35,9 +35,9 @@ from typing import Any
 
 def _hang(folder: Path, rank: str, step: int, mark: Path) -> None:
     """Once this rank has done so many steps, take Python's lock and keep it."""
-    from shardway.ranks.agent.heartbeat import page_path, read_page
+    from shardway.ranks.heartbeat import heartbeat_path, read_heartbeat
 
-    while (entry := read_page(page_path(folder, int(rank)))) is None or entry.step < step:
+    while (entry := read_heartbeat(heartbeat_path(folder, int(rank)))) is None or entry.step < step:
         time.sleep(0.002)
     try:
         mark.touch(exist_ok=False)

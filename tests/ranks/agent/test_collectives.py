@@ -10,24 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.agent.flight_records import (
+from shardway.ranks.flight_records import (
     CIRCLE,
     SHOWN,
     SILENT,
     Call,
     CallTimeline,
-    Heard,
+    CollectiveRecords,
     Record,
-    Team,
+    RecordedGroup,
     explain_collectives,
-    make_team,
-    merge_heard,
+    make_group,
+    merge_records,
     render_ranks,
 )
 
-ALL = make_team("gloo", "0", "", (0, 1, 2, 3))
-LEFT, RIGHT = make_team("gloo", "1", "tp", (0, 1)), make_team("gloo", "2", "tp", (2, 3))
-ACROSS = make_team("gloo", "3", "dp", (1, 2))
+ALL = make_group("gloo", "0", "", (0, 1, 2, 3))
+LEFT, RIGHT = make_group("gloo", "1", "tp", (0, 1)), make_group("gloo", "2", "tp", (2, 3))
+ACROSS = make_group("gloo", "3", "dp", (1, 2))
 
 
 def call(number: int, kind: str = "all_reduce", size: int = 4, *, ended: bool = True) -> Call:
@@ -44,17 +44,19 @@ def inside(last: int) -> list[Call]:
     return [*done(last - 1), call(last, ended=False)]
 
 
-def hear(ranks: Mapping[int, Mapping[Team, Sequence[Call]]], *silent: int, whole: bool = True) -> Heard:
+def hear(
+    ranks: Mapping[int, Mapping[RecordedGroup, Sequence[Call]]], *silent: int, whole: bool = True
+) -> CollectiveRecords:
     records = (
         Record(rank, tuple(CallTimeline(team, tuple(calls)) for team, calls in lines.items()), whole)
         for rank, lines in ranks.items()
     )
-    return Heard(tuple(records), silent)
+    return CollectiveRecords(tuple(records), silent)
 
 
 def test_who_has_not_entered_what_the_others_are_in() -> None:
-    heard = hear({rank: {ALL: done(7) if rank == 2 else inside(8)} for rank in range(4)})
-    assert explain_collectives(heard) == (
+    collectives = hear({rank: {ALL: done(7) if rank == 2 else inside(8)} for rank in range(4)})
+    assert explain_collectives(collectives) == (
         "ranks 0, 1 and 3 are in all_reduce of 4 float32, number 8 of ranks 0 to 3 (gloo), which rank 2 has not "
         "entered (the last one there was all_reduce of 4 float32, number 7)",
     )
@@ -79,7 +81,7 @@ def test_who_runs_ahead_waits_in_the_first_that_is_not_over() -> None:
 
 def test_of_several_that_are_not_over_the_first_is_told() -> None:
     """Who sends a broadcast is done with it before the others have it."""
-    team = make_team("gloo", "5", "", (0, 1, 2))
+    team = make_group("gloo", "5", "", (0, 1, 2))
     calls = {
         0: [*done(4), call(5, "broadcast"), call(6, ended=False)],
         1: [*done(4), call(5, "broadcast", ended=False)],
@@ -89,13 +91,13 @@ def test_of_several_that_are_not_over_the_first_is_told() -> None:
 
 
 def test_nothing_to_say_where_nobody_waits() -> None:
-    assert explain_collectives(Heard()) == ()
+    assert explain_collectives(CollectiveRecords()) == ()
     assert explain_collectives(hear({rank: {ALL: done(7 + rank)} for rank in range(4)})) == ()
 
 
 def test_who_is_waited_for_by_way_of_others_is_named_alone() -> None:
     """0 waits for 1 in one group, 1 for 2 in another, 2 for 3 in a third: it is 3 that waits for nobody."""
-    heard = hear(
+    collectives = hear(
         {
             0: {LEFT: inside(3)},
             1: {LEFT: done(2), ACROSS: inside(9)},
@@ -103,15 +105,15 @@ def test_who_is_waited_for_by_way_of_others_is_named_alone() -> None:
             3: {RIGHT: done(4)},
         }
     )
-    (told,) = explain_collectives(heard)
+    (told,) = explain_collectives(collectives)
     assert told.startswith("rank 2 is in")
     assert "which rank 3 has not entered" in told
 
 
 def test_a_circle_of_waits_accuses_nobody_alone() -> None:
     other = replace(LEFT, name="9", words="cp")
-    heard = hear({0: {LEFT: inside(3), other: done(1)}, 1: {LEFT: done(2), other: inside(2)}})
-    told = explain_collectives(heard)
+    collectives = hear({0: {LEFT: inside(3), other: done(1)}, 1: {LEFT: done(2), other: inside(2)}})
+    told = explain_collectives(collectives)
     assert len(told) == SHOWN
     assert "which rank 1 has not entered" in told[0]
     assert "which rank 0 has not entered" in told[1]
@@ -119,21 +121,21 @@ def test_a_circle_of_waits_accuses_nobody_alone() -> None:
 
 
 def test_who_did_not_answer() -> None:
-    heard = hear({rank: {ALL: inside(8)} for rank in range(3)}, 3)
+    collectives = hear({rank: {ALL: inside(8)} for rank in range(3)}, 3)
     told = f"ranks 0 to 2 are in all_reduce of 4 float32, number 8 of ranks 0 to 3 (gloo), rank 3 {SILENT}"
-    assert explain_collectives(heard) == (told,)
+    assert explain_collectives(collectives) == (told,)
     assert explain_collectives(hear({0: {ALL: done(8)}}, 1, 2)) == (f"ranks 1 and 2 {SILENT}",)
 
 
 def test_a_rank_that_made_no_group_yet_has_entered_nothing() -> None:
-    heard = hear({0: {LEFT: inside(1)}, 1: {}})
-    (told,) = explain_collectives(heard)
+    collectives = hear({0: {LEFT: inside(1)}, 1: {}})
+    (told,) = explain_collectives(collectives)
     assert told.endswith("which rank 1 has not entered (none there yet)")
 
 
 def test_what_was_overwritten_accuses_nobody() -> None:
-    heard = hear({0: {LEFT: inside(9)}, 1: {ALL: done(50)}}, whole=False)
-    (told,) = explain_collectives(heard)
+    collectives = hear({0: {LEFT: inside(9)}, 1: {ALL: done(50)}}, whole=False)
+    (told,) = explain_collectives(collectives)
     assert told.endswith(
         "number 9 of group tp of ranks 0 and 1 (gloo), what rank 1 entered there is not known any more"
     )
@@ -152,9 +154,9 @@ def test_all_are_in_and_it_is_not_over() -> None:
 
 
 def test_a_rank_in_a_transfer_is_told_with_it() -> None:
-    heard = hear({0: {LEFT: inside(6)}, 1: {LEFT: done(5)}})
-    records = (heard.records[0], replace(heard.records[1], transfer="recv from rank 3"))
-    (told,) = explain_collectives(Heard(records))
+    collectives = hear({0: {LEFT: inside(6)}, 1: {LEFT: done(5)}})
+    records = (collectives.records[0], replace(collectives.records[1], transfer="recv from rank 3"))
+    (told,) = explain_collectives(CollectiveRecords(records))
     assert told.endswith("number 5), rank 1 is in recv from rank 3")
 
 
@@ -168,8 +170,8 @@ def test_a_rank_in_a_transfer_is_told_with_it() -> None:
     ids=["kind", "size", "dtype"],
 )
 def test_different_collectives_under_one_number_are_a_mistake(other: Call, words: str) -> None:
-    heard = hear({0: {LEFT: inside(6)}, 1: {LEFT: [*done(5), replace(other, ended=False)]}})
-    assert explain_collectives(heard) == (
+    collectives = hear({0: {LEFT: inside(6)}, 1: {LEFT: [*done(5), replace(other, ended=False)]}})
+    assert explain_collectives(collectives) == (
         "the ranks do not call the same collectives (a mistake in the code): "
         f"of group tp of ranks 0 and 1 (gloo) at number 6 {words}",
     )
@@ -184,10 +186,10 @@ def test_sizes_may_differ_where_ranks_put_in_what_they_have() -> None:
 
 
 def test_no_more_than_a_person_reads() -> None:
-    teams = [make_team("gloo", str(number), "", (number, 99)) for number in range(40)]
+    teams = [make_group("gloo", str(number), "", (number, 99)) for number in range(40)]
     ranks = {number: {teams[number]: inside(3)} for number in range(40)}
-    heard = hear({**ranks, 99: {team: done(2) for team in teams}}, 100)
-    told = explain_collectives(heard)
+    collectives = hear({**ranks, 99: {team: done(2) for team in teams}}, 100)
+    told = explain_collectives(collectives)
     assert len(told) == SHOWN
     assert told[-1] == f"rank 100 {SILENT}"
 
@@ -208,7 +210,7 @@ def test_ranks_as_people_say_them(ranks: tuple[int, ...], words: str) -> None:
 
 def test_what_several_nodes_heard_is_put_together() -> None:
     one, other = hear({0: {ALL: inside(2)}}, 1), hear({0: {ALL: done(1)}}, 1).shift(2)
-    merged = merge_heard([other, one])
+    merged = merge_records([other, one])
     assert [record.rank for record in merged.records] == [0, 2]
     assert merged.silent == (1, 3)
     assert "which rank 2 has not entered" in explain_collectives(merged)[0]
@@ -221,15 +223,15 @@ def test_what_several_nodes_heard_is_put_together() -> None:
 class World:
     """Ranks that run the same program over groups, each until it waits for another or stops by itself."""
 
-    program: list[Team]
+    program: list[RecordedGroup]
     stops: dict[int, int]
     """By rank: before which of its own calls it hangs."""
     at: dict[int, int] = field(default_factory=dict)
 
-    def own(self, rank: int) -> list[Team]:
+    def own(self, rank: int) -> list[RecordedGroup]:
         return [team for team in self.program if rank in team.ranks]
 
-    def has_entered(self, rank: int, team: Team, number: int) -> bool:
+    def has_entered(self, rank: int, team: RecordedGroup, number: int) -> bool:
         """Whether a rank has come to the call of this number of a group."""
         return self.own(rank)[: self.at[rank]].count(team) >= number
 
@@ -254,7 +256,7 @@ class World:
 
     def record(self, rank: int) -> Record:
         entered = self.own(rank)[: self.at[rank]]
-        counts: dict[Team, list[Call]] = {}
+        counts: dict[RecordedGroup, list[Call]] = {}
         for index, team in enumerate(entered):
             calls = counts.setdefault(team, [])
             calls.append(call(len(calls) + 1, ended=index < len(entered) - 1 or self.is_free(rank)))
@@ -265,7 +267,7 @@ class World:
 def worlds(draw: st.DrawFn) -> World:
     members = st.sets(st.integers(0, 5), min_size=2).map(lambda ranks: tuple(sorted(ranks)))
     teams = [
-        make_team("gloo", str(name), "", ranks)
+        make_group("gloo", str(name), "", ranks)
         for name, ranks in enumerate(draw(st.lists(members, min_size=1, max_size=4)))
     ]
     world = World(draw(st.lists(st.sampled_from(teams), min_size=1, max_size=14)), {})
@@ -281,7 +283,7 @@ def test_whoever_is_named_first_is_one_that_hangs(world: World, dice: random.Ran
     sentence names one that hangs as not having entered, and none that only waits, whatever the order of the records."""
     records = [world.record(rank) for rank in range(6)]
     dice.shuffle(records)
-    told = explain_collectives(Heard(tuple(records)))
+    told = explain_collectives(CollectiveRecords(tuple(records)))
     waiting = {rank for rank in range(6) if not world.is_free(rank)}
     if not waiting:
         assert told == ()
@@ -290,14 +292,14 @@ def test_whoever_is_named_first_is_one_that_hangs(world: World, dice: random.Ran
     named = told[0].split(", which ")[1].split(" ha")[0]
     stuck = {rank for rank, at in world.stops.items() if world.at[rank] == at and rank not in waiting}
     assert named in {render_ranks(ranks) for ranks in ([*stuck], *([one] for one in stuck))}
-    assert told == explain_collectives(Heard(tuple(sorted(records, key=lambda record: record.rank))))
+    assert told == explain_collectives(CollectiveRecords(tuple(sorted(records, key=lambda record: record.rank))))
 
 
 @given(worlds(), st.sets(st.integers(0, 5), min_size=1))
 def test_nobody_is_accused_for_silence(world: World, silent: set[int]) -> None:
     """Whoever did not answer is told as such, and never as not having entered."""
     records = tuple(world.record(rank) for rank in range(6) if rank not in silent)
-    told = explain_collectives(Heard(records, tuple(silent)))
+    told = explain_collectives(CollectiveRecords(records, tuple(silent)))
     assert any(SILENT in each for each in told)
     for rank in silent:
         assert not any(f"which rank {rank} has not entered" in each for each in told)

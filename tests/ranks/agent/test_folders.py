@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shardway.ranks.agent.heartbeat import PAGES, private_folder, sweep_folders
+from shardway.ranks.heartbeat import HEARTBEATS, private_folder, sweep_folders
 
 
 def test_a_folder_is_private_and_goes() -> None:
-    with private_folder(PAGES) as folder:
+    with private_folder(HEARTBEATS) as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
         (folder / "rank-3").touch()
     assert not folder.exists()
@@ -31,7 +31,7 @@ def test_folders_of_agents_that_were_killed_go_and_those_of_others_stay(tmp_path
         os.utime(folder, (1, 1))
     descriptor = os.open(held, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    sweep_folders(PAGES, tmp_path)
+    sweep_folders(HEARTBEATS, tmp_path)
     os.close(descriptor)
     assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name for folder in (foreign, held, young)]
     assert (held / "rank-0").exists()
@@ -39,7 +39,7 @@ def test_folders_of_agents_that_were_killed_go_and_those_of_others_stay(tmp_path
 
 
 def test_an_agent_holds_its_folder() -> None:
-    with private_folder(PAGES) as folder:
+    with private_folder(HEARTBEATS) as folder:
         descriptor = os.open(folder, os.O_RDONLY)
         with pytest.raises(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -8,20 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.agent.hang import (
-    NOBODY,
+from shardway.ranks.hang import (
+    NO_RANKS,
     ActivitySpan,
-    Behind,
     Hang,
     HangFinder,
     HangTimeout,
     Sighting,
+    SlowestRank,
     Stopped,
-    find_behind,
-    merge_behind,
+    find_slowest,
+    merge_slowest,
 )
-from shardway.ranks.agent.heartbeat import HeartbeatEntry
-from shardway.ranks.progress import Activity
+from shardway.ranks.heartbeat import Activity, HeartbeatEntry
 
 LOOK_S = 0.25
 
@@ -35,7 +34,7 @@ class Ranks:
         self.finder = HangFinder(self.patience, longest_tick_s=2 * LOOK_S)
         self.pages = {rank: HeartbeatEntry(1, 10 + rank, Activity.START, 0, self.now) for rank in range(count)}
         self.stopped: dict[int, Stopped] = {}
-        self.elsewhere = NOBODY
+        self.elsewhere = NO_RANKS
 
     def enter(self, activity: Activity, step: int, *ranks: int) -> None:
         """These ranks (none named: all) begin an activity now."""
@@ -46,7 +45,7 @@ class Ranks:
     def look(self, seconds: float = LOOK_S) -> Hang | None:
         """What the finder says after so long."""
         self.now += seconds
-        seen = {rank: Sighting(page, self.stopped.get(rank, Stopped.NOBODY)) for rank, page in self.pages.items()}
+        seen = {rank: Sighting(page, self.stopped.get(rank, Stopped.NONE)) for rank, page in self.pages.items()}
         return self.finder.look(seen, self.now, self.elsewhere)
 
     def train(self, steps: int, *before: Activity) -> None:
@@ -162,13 +161,13 @@ def test_a_rank_in_its_script_may_keep_others_waiting_in_the_step() -> None:
 
 def test_ranks_that_wait_for_another_node_do_not_hang() -> None:
     """Those of the other node are a step behind, or one of them is stopped; then they catch up and nobody moves."""
-    for waits_for in (Behind((9, 3)), Behind((10, 3), stopped=True)):
+    for waits_for in (SlowestRank((9, 3)), SlowestRank((10, 3), stopped=True)):
         ranks = Ranks(2)
         ranks.train(10)
         ranks.enter(Activity.STEP, 10)
         ranks.elsewhere = waits_for
         assert all(ranks.look() is None for _ in range(400))
-        ranks.elsewhere = Behind((10, 3))
+        ranks.elsewhere = SlowestRank((10, 3))
         assert all(ranks.look() is None for _ in range(20))
         assert ranks.wait_for_hang(3.0).all_alike
 
@@ -177,15 +176,15 @@ def test_who_is_behind_the_other_nodes_is_to_blame() -> None:
     ranks = Ranks(2)
     ranks.train(10)
     ranks.enter(Activity.STEP, 10, 0)
-    ranks.elsewhere = Behind((10, 3))
+    ranks.elsewhere = SlowestRank((10, 3))
     assert ranks.wait_for_hang(20.0).ranks == (1,)
 
 
 def test_the_hindmost_of_several_nodes() -> None:
-    assert merge_behind([]) == find_behind({}) == NOBODY
-    ahead, behind = Behind((4, 2)), Behind((4, 1), stopped=True)
-    assert merge_behind([ahead, NOBODY, behind]) == behind
-    assert merge_behind([ahead, Behind(None, stopped=True)]) == ahead
+    assert merge_slowest([]) == find_slowest({}) == NO_RANKS
+    ahead, slowest = SlowestRank((4, 2)), SlowestRank((4, 1), stopped=True)
+    assert merge_slowest([ahead, NO_RANKS, slowest]) == slowest
+    assert merge_slowest([ahead, SlowestRank(None, stopped=True)]) == ahead
 
 
 def test_a_first_step_has_the_patience_of_a_start() -> None:

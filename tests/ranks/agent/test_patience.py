@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.agent.hang import ActivitySpan, HangTimeout, read_patience
-from shardway.ranks.progress import Activity
+from shardway.ranks.hang import ActivitySpan, HangTimeout, read_hang_timeout
+from shardway.ranks.heartbeat import Activity
 from shardway.runfile.schema import RunSection
 
 STEP, SAVE = ActivitySpan(Activity.STEP), ActivitySpan(Activity.SAVE)
@@ -72,8 +72,8 @@ def test_never_less_than_the_margin(times: list[float], activity: Activity, stop
 def test_a_run_file_says_how_patient_one_is() -> None:
     limits = {}
     for word in ("4s", "auto"):
-        patience = read_patience(RunSection(hang_timeout=word, start_timeout="100s"))
+        patience = read_hang_timeout(RunSection(hang_timeout=word, start_timeout="100s"))
         assert patience is not None
         limits[word] = [patience.limit_s(ActivitySpan(each), stopped=False) for each in (Activity.LOAD, Activity.STEP)]
     assert limits == {"4s": [100.0, 4.0], "auto": [100.0, 100.0]}
-    assert read_patience(RunSection(hang_timeout="off")) is None
+    assert read_hang_timeout(RunSection(hang_timeout="off")) is None

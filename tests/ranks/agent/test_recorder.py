@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 
 import warm
-from shardway.ranks.agent import stacks
-from shardway.ranks.agent.flight_records import Heard, Record, explain_collectives
-from shardway.ranks.agent.heartbeat import VARIABLE
-from shardway.ranks.agent.stacks import SIZE, answer_with_record, ask_for_records, choose_recording
+from shardway.ranks import stacks
+from shardway.ranks.flight_records import CollectiveRecords, Record, explain_collectives
+from shardway.ranks.heartbeat import VARIABLE
+from shardway.ranks.stacks import SIZE, answer_with_record, ask_for_records, choose_recording
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
 RANK = """
 import ctypes, os, sys, time
 from pathlib import Path
-from shardway.ranks.agent.heartbeat import join_agent
+from shardway.ranks.heartbeat import join_agent
 
 join_agent(os.environ)
 import torch
@@ -73,7 +73,7 @@ class Told:
         self.lines[rank] += 1
         wait_until(path.exists)
 
-    def ask(self) -> Heard:
+    def ask(self) -> CollectiveRecords:
         return ask_for_records(self.folder, range(3))
 
     def wait_for(self, *told: str) -> None:
@@ -152,8 +152,8 @@ def a_rank_holds_the_lock(told: Told) -> None:
     told.tell(1, "hold_lock()")
 
     def is_silent_alone() -> bool:
-        heard = told.ask()
-        return (heard.silent, [record.rank for record in heard.records]) == ((1,), [0, 2])
+        collectives = told.ask()
+        return (collectives.silent, [record.rank for record in collectives.records]) == ((1,), [0, 2])
 
     wait_until(is_silent_alone)
     release.write_bytes(b".")
@@ -191,20 +191,20 @@ def ranks_call_different_collectives(told: Told) -> None:
     )
 
 
-def hear_one(folder: Path) -> Heard:
+def hear_one(folder: Path) -> CollectiveRecords:
     """What a rank that has just been started answers: its pipe may be there before anybody reads from it."""
-    heard = [Heard()]
+    collectives = [CollectiveRecords()]
 
     def has_answered() -> bool:
-        heard[:] = [ask_for_records(folder, [0])]
-        return bool(heard[0].records)
+        collectives[:] = [ask_for_records(folder, [0])]
+        return bool(collectives[0].records)
 
     wait_until(has_answered)
-    return heard[0]
+    return collectives[0]
 
 
 def test_without_torch_a_rank_has_no_groups(tmp_path: Path) -> None:
-    code = "from pathlib import Path; from shardway.ranks.agent import stacks; import sys, time\n"
+    code = "from pathlib import Path; from shardway.ranks import stacks; import sys, time\n"
     code += f"stacks.answer_with_record(Path({str(tmp_path)!r}), 0); assert 'torch' not in sys.modules\n"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), warm.COLD: "1"}
     with subprocess.Popen([sys.executable, "-c", f"{code}time.sleep(60)"], env=environ) as rank:
@@ -212,13 +212,13 @@ def test_without_torch_a_rank_has_no_groups(tmp_path: Path) -> None:
         assert rank.poll() is None
         rank.kill()
     assert (record.rank, record.lines, record.whole) == (0, (), True)
-    assert ask_for_records(tmp_path, [0]) == Heard()  # it is gone, and who is gone is not asked
+    assert ask_for_records(tmp_path, [0]) == CollectiveRecords()  # it is gone, and who is gone is not asked
 
 
 def test_a_recorder_that_says_what_nobody_knows(tmp_path: Path) -> None:
     """Another torch: the rank answers, and accuses itself of nothing."""
     code = (
-        "import json, sys, time, types\nfrom pathlib import Path\nfrom shardway.ranks.agent import stacks\n"
+        "import json, sys, time, types\nfrom pathlib import Path\nfrom shardway.ranks import stacks\n"
         "library = types.SimpleNamespace(_dump_fr_trace_json=lambda: json.dumps({'entries': [{'odd': 1}]}))\n"
         "sys.modules['torch'] = types.SimpleNamespace(_C=types.SimpleNamespace(_distributed_c10d=library))\n"
         "world = types.SimpleNamespace(pg_map={1: 1}, pg_names={1: '0'}, pg_group_ranks={1: {0: 0}})\n"
@@ -227,18 +227,18 @@ def test_a_recorder_that_says_what_nobody_knows(tmp_path: Path) -> None:
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", code], env=environ) as rank:
-        heard = hear_one(tmp_path)
+        collectives = hear_one(tmp_path)
         rank.kill()
-    assert heard == Heard((Record(0, whole=False),))
+    assert collectives == CollectiveRecords((Record(0, whole=False),))
 
 
 def test_who_did_not_promise_an_answer_is_not_asked(tmp_path: Path) -> None:
-    assert ask_for_records(tmp_path, [0, 1]) == Heard()
+    assert ask_for_records(tmp_path, [0, 1]) == CollectiveRecords()
 
 
 def test_a_folder_without_room_for_a_pipe(tmp_path: Path) -> None:
     answer_with_record(tmp_path / "none", 0)
-    assert ask_for_records(tmp_path / "none", [0]) == Heard()
+    assert ask_for_records(tmp_path / "none", [0]) == CollectiveRecords()
 
 
 @pytest.mark.parametrize("name", stacks.VARIABLES)

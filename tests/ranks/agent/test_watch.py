@@ -14,23 +14,31 @@ import psutil
 import pytest
 
 import warm
-from shardway.ranks.agent import stacks
-from shardway.ranks.agent.hang import ActivitySpan, Hang, HangTimeout, Sighting, Stopped
-from shardway.ranks.agent.heartbeat import VARIABLE, page_path, read_page
-from shardway.ranks.agent.stacks import StackGroup, ask_for_stacks, group_stacks, read_crash
-from shardway.ranks.agent.watch import HeartbeatWatch, Seen, Unwatched, watched
-from shardway.ranks.progress import Activity
+from shardway.ranks import stacks
+from shardway.ranks.hang import (
+    ActivitySpan,
+    Hang,
+    HangEvidence,
+    HangTimeout,
+    HeartbeatWatch,
+    Sighting,
+    Stopped,
+    Unwatched,
+    watched,
+)
+from shardway.ranks.heartbeat import VARIABLE, Activity, heartbeat_path, read_heartbeat
+from shardway.ranks.stacks import StackGroup, ask_for_stacks, group_stacks, read_crash
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
 RANK = """
 import os, sys, time
-from shardway.ranks.agent.heartbeat import join_agent
-from shardway.ranks.agent.heartbeat import open_page
-from shardway.ranks.progress import Activity
+from shardway.ranks.heartbeat import join_agent
+from shardway.ranks.heartbeat import open_heartbeat
+from shardway.ranks.heartbeat import Activity
 
 join_agent(os.environ)
-page = open_page(os.environ, int(os.environ["LOCAL_RANK"]))
+page = open_heartbeat(os.environ, int(os.environ["LOCAL_RANK"]))
 
 def wait_for_ever(step):
     page.write(Activity.STEP, step, time.monotonic())
@@ -46,12 +54,12 @@ for step in range(10_000_000):
 
 LOADED_RANK = """
 import os, subprocess, sys, time
-from shardway.ranks.agent.heartbeat import join_agent
-from shardway.ranks.agent.heartbeat import open_page
-from shardway.ranks.progress import Activity
+from shardway.ranks.heartbeat import join_agent
+from shardway.ranks.heartbeat import open_heartbeat
+from shardway.ranks.heartbeat import Activity
 
 join_agent(os.environ)
-page = open_page(os.environ, 0)
+page = open_heartbeat(os.environ, 0)
 code = "import time\\nwhile True:\\n    print(flush=True)\\n    time.sleep(0.02)"
 with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as loader:
     for step in range(10_000_000):
@@ -91,7 +99,7 @@ class Node:
 
     def step(self, rank: int) -> int:
         """The step of a rank; -1 before its first."""
-        entry = read_page(page_path(self.folder, rank))
+        entry = read_heartbeat(heartbeat_path(self.folder, rank))
         return entry.step if entry is not None and entry.activity is Activity.STEP else -1
 
     def wait_for_step(self, step: int) -> None:
@@ -178,7 +186,7 @@ def test_ranks_are_asked_where_one_of_another_node_hangs_and_go_on(node: Node) -
         node.wait_for(0, before + 5)
     assert watch.seen is not None
     assert [group.ranks for group in watch.seen.groups] == [(0,), (1,)]
-    assert [record.rank for record in watch.seen.heard.records] == [0, 1]
+    assert [record.rank for record in watch.seen.collectives.records] == [0, 1]
     assert (watch.found, watch.has_hang) == (None, False)
 
 
@@ -188,7 +196,7 @@ class Stamped(HeartbeatWatch):
     asked_at = float("inf")
     was_known = False
 
-    def _ask(self, sightings: dict[int, Sighting]) -> Seen:
+    def _ask(self, sightings: dict[int, Sighting]) -> HangEvidence:
         self.was_known = self.has_hang
         seen = super()._ask(sightings)
         self.asked_at = time.monotonic()
@@ -221,7 +229,7 @@ def test_a_process_of_somebody_else_is_never_touched(node: Node) -> None:
     with subprocess.Popen([sys.executable, "-c", outer], env=environ, start_new_session=True) as parent:
         try:
             node.wait_for(1, 20)
-            grandchild = read_page(page_path(node.folder, 1))
+            grandchild = read_heartbeat(heartbeat_path(node.folder, 1))
             assert grandchild is not None
             with HeartbeatWatch(node.folder, 2, node.patience(), node.woken.append):
                 assert node.ranks[0].wait(timeout=PATIENCE_S) == -signal.SIGKILL

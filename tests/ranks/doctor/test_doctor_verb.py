@@ -12,7 +12,7 @@ from shardway.cli.doctor import doctor
 from shardway.errors import UserError
 from shardway.hardware.probe import NvidiaState
 from shardway.ranks.doctor import surroundings
-from shardway.ranks.doctor.table import CHECKS
+from shardway.ranks.doctor.examine import CHECKS
 
 RUN = """format = 1
 [model]

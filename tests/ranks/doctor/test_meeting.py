@@ -20,9 +20,12 @@ import pytest
 from made_machines import check, make, make_placement, make_site
 
 from commands import free_port
-from shardway.ranks.doctor import connectivity_check as wire_module
 from shardway.ranks.doctor import examine as visit
-from shardway.ranks.doctor.connectivity_check import (
+from shardway.ranks.doctor import world as wire_module
+from shardway.ranks.doctor.examine import Diagnosis, examine_machine
+from shardway.ranks.doctor.finding import CheckResult, Report
+from shardway.ranks.doctor.surroundings import MachineNeeds, MachineView
+from shardway.ranks.doctor.world import (
     Attendance,
     CheckPortTaken,
     ConnectivityCheck,
@@ -31,11 +34,10 @@ from shardway.ranks.doctor.connectivity_check import (
     attend,
     explain_error,
     find_point,
+    judge_attendance,
+    judge_meeting,
+    list_ranks,
 )
-from shardway.ranks.doctor.examine import Diagnosis, examine
-from shardway.ranks.doctor.finding import CheckResult, Report
-from shardway.ranks.doctor.surroundings import MachineNeeds, MachineView
-from shardway.ranks.doctor.world_verdicts import judge_attendance, judge_meeting, list_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -245,7 +247,7 @@ def together(diagnosis: Diagnosis) -> dict[str, CheckResult]:
 def visit_all(ranks: list[MachineView], **options: Any) -> list[Diagnosis]:
     found: dict[int, Diagnosis] = {}
     with alongside(
-        *(lambda around=around: found.update({around.rank: examine(around, **options)}) for around in ranks)
+        *(lambda around=around: found.update({around.rank: examine_machine(around, **options)}) for around in ranks)
     ):
         pass
     return [found[around.rank] for around in ranks]
@@ -286,7 +288,7 @@ def test_a_port_that_is_taken() -> None:
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
-        first = examine(rank_of(0, other.getsockname()[1], None), quick=True, wait_s=1.0)
+        first = examine_machine(rank_of(0, other.getsockname()[1], None), quick=True, wait_s=1.0)
     found = together(first)
     check(found["world.port"], "fail", "in use", "MASTER_PORT")
     check(found["world.meeting"], "n/a")
@@ -299,7 +301,7 @@ def test_torch_is_tried_where_all_came(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     first, _ = visit_all([rank_of(0, port, None), rank_of(1, port, None)], wait_s=10.0)
     check(together(first)["torch.allreduce"], "ok", "4 MiB over 2 ranks by gloo in 10.00 ms: 0.42 GB/s")
-    lonely = examine(rank_of(0, free_port(), None), wait_s=0.05)
+    lonely = examine_machine(rank_of(0, free_port(), None), wait_s=0.05)
     check(together(lonely)["torch.start"], "n/a", "ranks are missing")
 
 

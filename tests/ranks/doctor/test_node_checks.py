@@ -15,7 +15,7 @@ from shardway.hardware.links import Interface, Port
 from shardway.hardware.mounts import MountedFileSystem
 from shardway.ranks.doctor import cluster, node
 from shardway.ranks.doctor.surroundings import MachineNeeds
-from shardway.ranks.interface import look_up
+from shardway.ranks.network import look_up
 
 GIB = 2**30
 LOCAL = make_site(scheduler="local")

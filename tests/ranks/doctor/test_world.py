@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 from made_machines import check, make, make_placement, make_site
 
-from shardway.ranks.doctor.connectivity_check import ClockOffset
-from shardway.ranks.doctor.examine import Diagnosis
+from shardway.ranks.doctor.examine import (
+    CHECKS,
+    WORLD_CHECKS,
+    Diagnosis,
+    judge_rows,
+    list_names,
+    list_rows,
+    render_json,
+    render_rows,
+)
 from shardway.ranks.doctor.finding import (
     CheckResult,
     CheckScope,
@@ -24,10 +32,9 @@ from shardway.ranks.doctor.finding import (
     run_checks,
     unknown,
 )
-from shardway.ranks.doctor.summary import as_json, judge, list_rows, render
 from shardway.ranks.doctor.surroundings import MachineView, look_around
-from shardway.ranks.doctor.table import CHECKS, WORLD_CHECKS, list_names
-from shardway.ranks.doctor.world_verdicts import (
+from shardway.ranks.doctor.world import (
+    ClockOffset,
     judge_clocks,
     judge_import,
     judge_master,
@@ -213,12 +220,12 @@ def test_a_row_is_the_worst_of_all_nodes() -> None:
         ("gpu.count", CheckVerdict.FAIL, "3", ("n1", "n3")),
         ("world.clock", CheckVerdict.NA, "none", ()),
     ]
-    assert judge(rows) is CheckVerdict.FAIL
-    assert render(rows) == (
+    assert judge_rows(rows) is CheckVerdict.FAIL
+    assert render_rows(rows) == (
         "fail  gpu.count        3  [n1, n3]\n                       To do: do\nn/a   world.clock\n1 fail, 0 warn, 0 ok"
     )
-    assert "n/a   world.clock      none" in render(rows, every=True)
-    table = json.loads(json.dumps(as_json(diagnosis, "s", 4)))
+    assert "n/a   world.clock      none" in render_rows(rows, every=True)
+    table = json.loads(json.dumps(render_json(diagnosis, "s", 4)))
     assert list(table) == ["format", "verdict", "site", "world", "hosts", "missing", "checks", "reports"]
     assert (table["verdict"], table["hosts"]) == ("fail", ["n0", "n1", "n2", "n3"])
     assert list(table["checks"][0]) == ["check", "verdict", "found", "remedy", "hosts"]

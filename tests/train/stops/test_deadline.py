@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardway.ranks.agreement import Decision, Wishes, read_decision
 from shardway.ranks.completion import AttemptEnd, find_end
+from shardway.ranks.stop import Decision, Wishes, read_decision
 from shardway.rundir.attempts import BY_SIGNAL, Attempt, AttemptStart, Ending
-from shardway.train.deadline import (
+from shardway.train.attempt_end import (
     ESTIMATED_BYTES,
     ESTIMATED_RATE,
     Deadline,

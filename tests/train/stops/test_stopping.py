@@ -18,7 +18,7 @@ from runs import TINY, TINY_IMAGES, layout, lone_rank, pool_ranks, read_column, 
 from shardway.checkpoint import writer
 from shardway.checkpoint import writer as shards
 from shardway.data.loader import Batch
-from shardway.ranks import signals
+from shardway.ranks import stop as stop_rules
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
 from shardway.train import dataloader, run
@@ -59,8 +59,8 @@ def stalled(read: str, number: int, stops: Callable[[], None] = terminate, *, on
             yield batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(signals, "PATIENCE_S", 0.05)
-        patch.setattr(signals, "TICK_S", 0.02)
+        patch.setattr(stop_rules, "NOTICE_S", 0.05)
+        patch.setattr(stop_rules, "TICK_S", 0.02)
         patch.setattr(train_stops, "ASK_EVERY_S", 0.0)
         patch.setattr(run, read, batches)
         yield

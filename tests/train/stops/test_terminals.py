@@ -175,9 +175,9 @@ import torch
 from torch.utils.data import TensorDataset
 import shardway
 
-from shardway.ranks import signals
+from shardway.ranks import stop
 
-signals.PATIENCE_S, signals.TICK_S = 0.1, 0.02  # after which a signal is taken that the main thread did not hear
+stop.PATIENCE_S, stop.TICK_S = 0.1, 0.02  # after which a signal is taken that the main thread did not hear
 HANDLER
 with shardway.start("run.device=cpu", "run.threads=1", "checkpoint.every=off", directory=sys.argv[1]) as run:
     model = run.shard(torch.nn.Linear(2, 1))

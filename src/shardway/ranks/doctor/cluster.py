@@ -30,8 +30,8 @@ from shardway.hardware.mounts import find_mount
 from shardway.places import expand_home
 from shardway.ranks.doctor.finding import CheckResult, bad, good, poor, unknown
 from shardway.ranks.doctor.surroundings import MachineView
-from shardway.ranks.interface import choose_interface, list_others, look_up, select_interfaces
 from shardway.ranks.launcher import is_loopback
+from shardway.ranks.network import choose_interface, list_others, look_up, select_interfaces
 from shardway.refusals import ANOTHER_FOLDER
 from shardway.units import render_seconds
 

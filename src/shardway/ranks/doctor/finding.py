@@ -1,9 +1,9 @@
-"""What a check is, what it found, and how checks run side by side within their own time.
+"""A check, its result, and how checks run side by side, each within its own time.
 
 Invariants:
 - A finding with verdict "warn" or "fail" has a remedy.
 - `run_checks` returns one finding a check, in the order of the table, soon after the longest limit; a check that hangs
-  is left behind in a thread that ends with the process.
+  stays behind in a thread that ends with the process.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shardway.ranks.doctor.surroundings import MachineView
 
 
 class CheckVerdict(StrEnum):
-    """What a check says, from the harmless to the worst."""
+    """The verdict of a check, from the harmless to the worst."""
 
     NA = "n/a"
-    """Not looked at, or not to be known here."""
+    """Not looked at, or unknown here."""
     OK = "ok"
     WARN = "warn"
     """It will work, slowly or by luck."""
@@ -41,18 +41,18 @@ class CheckScope(StrEnum):
     MACHINE = "machine"
     """On any machine, once."""
     LOGIN = "login"
-    """On a login node: what answers there alone."""
+    """Only on a login node."""
     NODE = "node"
     """On a node of a job, once."""
     RANK = "rank"
     """In each rank of a job."""
     WORLD = "world"
-    """Over all ranks, told by rank 0."""
+    """Over all ranks, reported by rank 0."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found. `facts` are what nodes are compared by; the runner fills in `check`."""
+    """The result of one check. Nodes are compared by their `facts`; the runner fills in `check`."""
 
     verdict: CheckVerdict
     found: str
@@ -67,7 +67,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """One check: what it asks, where, and the function that looks.
+    """One check: its question, its scope, and the function that looks.
 
     `quick`: part of the preflight of an attempt. `deep`: only on request, since it takes seconds or loads the machine.
     """
@@ -82,7 +82,7 @@ class DoctorCheck:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that one rank found."""
+    """All findings of one rank."""
 
     rank: int
     host: str
@@ -109,22 +109,22 @@ def bad(found: str, remedy: str, **facts: str | float) -> CheckResult:
 
 
 def unknown(found: str, **facts: str | float) -> CheckResult:
-    """Nothing to say."""
+    """No verdict."""
     return CheckResult(CheckVerdict.NA, found, facts=facts)
 
 
 def parse_finding(table: Mapping[str, Any]) -> CheckResult:
-    """A finding from its plain data. Raises ValueError, KeyError or TypeError where it is none."""
+    """A finding from its plain data. Raises ValueError, KeyError or TypeError for anything else."""
     facts = {str(name): value for name, value in dict(table["facts"]).items() if isinstance(value, str | int | float)}
     return CheckResult(
         CheckVerdict(table["verdict"]), str(table["found"]), str(table["remedy"]), facts, check=str(table["check"])
     )
 
 
-# --- Runs checks side by side, each within its own time
+# --- running checks
 
 QUICK_LIMIT_S = 4.0
-"""What a check of a preflight may take."""
+"""The most seconds for a check of a preflight."""
 
 
 def run_checks(checks: Mapping[str, DoctorCheck], around: MachineView, *, quick: bool = False) -> list[CheckResult]:
@@ -136,7 +136,7 @@ def run_checks(checks: Mapping[str, DoctorCheck], around: MachineView, *, quick:
 
 
 def _is_asked(check: DoctorCheck, around: MachineView, quick: bool) -> bool:
-    """Whether this rank has an answer to give; what a node has once is told by the first of its ranks."""
+    """Whether this rank runs the check; what a node has once is reported by the first of its ranks."""
     if (quick and not check.quick) or (check.deep and not around.deep):
         return False
     return check.where is CheckScope.RANK or around.first_of_node

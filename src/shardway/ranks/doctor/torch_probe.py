@@ -1,7 +1,7 @@
-"""What only torch can tell, in a process of its own: how long it takes to import, and a sum over all ranks.
+"""The probe of torch, in a process of its own: the time of its import, and a sum over all ranks.
 
-Invariant: what is known is in the result file after each stage, so that whoever waits learns where a hang is. The file
-is the only thing it leaves. Run as `python -m shardway.ranks.doctor.torch_probe TASK`.
+Invariant: what is known is in the result file after each stage, so that the waiting process learns where a hang is. The
+file is the only thing it leaves. Run as `python -m shardway.ranks.doctor.torch_probe TASK`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Task:
 
 
 def measure(task: Task, limit_s: float) -> dict[str, Any]:
-    """Run the probe and return what it found; "stage" is the last it began, "error" what stopped it, if anything."""
+    """Run the probe and return its result: "stage" is the last one that began, "error" the reason why it stopped."""
     with tempfile.TemporaryDirectory(prefix="shardway-doctor-") as folder:
         result = Path(folder) / "result"
         packed = json.dumps({**asdict(task), "result": str(result)})
@@ -44,17 +44,17 @@ def measure(task: Task, limit_s: float) -> dict[str, Any]:
             found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             found = {"stage": "python"}
-    if "error" in found or found.get("stage") == "end":  # whatever became of the process after it had said so
+    if "error" in found or found.get("stage") == "end":  # however the process ended after it wrote that
         return found
     if answer.hung or answer.code == -signal.SIGALRM:
-        return {**found, "error": f"no end within {limit_s if answer.hung else _patience(task):g} s"}
+        return {**found, "error": f"no end within {limit_s if answer.hung else _limit_s(task):g} s"}
     if not answer.ok:
         lines = [line for line in answer.err.splitlines() if line.strip()]
         return {**found, "error": lines[-1] if lines else f"exit code {answer.code}"}
     return found
 
 
-def _patience(task: Task) -> int:
+def _limit_s(task: Task) -> int:
     """Seconds for starting the process group and the sum: a little more than the waits that torch is given."""
     return int(task.wait_s) + 15
 
@@ -67,7 +67,7 @@ class _Progress:
         self._found: dict[str, Any] = {}
 
     def note(self, **facts: Any) -> None:
-        """Add facts, so that they are known even if nothing comes after."""
+        """Add facts, so that they are known even if the process hangs afterwards."""
         self._found.update(facts)
         write_json(self._path, self._found, durable=False)
 
@@ -99,7 +99,7 @@ def _measure(task: Task, progress: _Progress, environ: Mapping[str, str]) -> Non
         progress.note(**_measure_device(placement.local_rank % torch.cuda.device_count()))
     if task.sum_bytes and placement.world > 1:
         progress.note(stage="process group")
-        signal.alarm(_patience(task))  # gloo and NCCL can wait for ever; the default action ends this process
+        signal.alarm(_limit_s(task))  # gloo and NCCL can wait for ever; the default action ends this process
         _sum(task, placement, progress)
     progress.note(stage="end")
 

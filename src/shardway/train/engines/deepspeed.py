@@ -32,9 +32,9 @@ from shardway.errors import UserError
 from shardway.models.contract import Balancing
 from shardway.parallel.axes.expert import balance
 from shardway.parallel.gradients import send
-from shardway.ranks.agreement import read_decision
 from shardway.ranks.launcher import variables_for_libraries
 from shardway.ranks.start import Ranks, is_lost_contact
+from shardway.ranks.stop import read_decision
 from shardway.resolve.rules.deepspeed import Settings, render_settings, resolve_ds_config
 from shardway.train.engines.base import EngineParts
 from shardway.train.passes import Loss, Passes

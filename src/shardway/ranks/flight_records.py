@@ -66,7 +66,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Team:
+class RecordedGroup:
     """A process group: its backend, torch's name for it (the same on all its ranks), its description (may be empty),
     and its ranks by global number, in the order of the group.
 
@@ -78,15 +78,19 @@ class Team:
     words: str
     spans: tuple[Span, ...]
 
+    def __post_init__(self) -> None:
+        if not all(0 <= count <= _MOST_RANKS for _, _, count in self.spans):
+            raise ValueError(f"a group with more than {_MOST_RANKS} ranks")
+
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The ranks; empty where unknown."""
         return tuple(first + distance * place for first, distance, count in self.spans for place in range(count))
 
 
-def make_team(backend: str, name: str, words: str, ranks: Sequence[int]) -> Team:
+def make_group(backend: str, name: str, words: str, ranks: Sequence[int]) -> RecordedGroup:
     """A group of these ranks."""
-    return Team(backend, name, words, tuple(_find_spans(ranks)))
+    return RecordedGroup(backend, name, words, tuple(_find_spans(ranks)))
 
 
 def _find_spans(ranks: Sequence[int]) -> Iterator[Span]:
@@ -104,7 +108,7 @@ def _find_spans(ranks: Sequence[int]) -> Iterator[Span]:
 class CallTimeline:
     """The last calls of one rank in one group, oldest first."""
 
-    team: Team
+    group: RecordedGroup
     calls: tuple[Call, ...]
 
 
@@ -131,10 +135,10 @@ def build_record(
     whole = recording and all(not each or int(each[0]["record_id"]) == 0 for each in entries)
     transfer = next(filter(None, (_find_transfer(each, members) for each in entries)), "")
     calls = [entry for each in entries for entry in each if not _is_transfer(entry)]
-    calls.sort(key=_find_team)
+    calls.sort(key=_group_key)
     lines = [
-        CallTimeline(_describe_team(next_ones[0], members), trim_calls(map(_read_entry, next_ones)))
-        for next_ones in (list(group) for _, group in groupby(calls, key=_find_team))
+        CallTimeline(_describe_group(next_ones[0], members), trim_calls(map(_read_entry, next_ones)))
+        for next_ones in (list(group) for _, group in groupby(calls, key=_group_key))
     ]
     return Record(rank, tuple(lines), whole, transfer)
 
@@ -161,56 +165,25 @@ def find_open(calls: Sequence[Call]) -> Sequence[Call]:
     return calls[done:]
 
 
-def shift_record(record: Record, first: int) -> Record:
-    """The same with global rank numbers, `first` being that of this node's first rank."""
-    return replace(record, rank=record.rank + first)
-
-
 def read_record(facts: Mapping[str, Any]) -> Record:
-    """A record from the result of `dataclasses.asdict`."""
-    return Record(
-        int(facts["rank"]), tuple(map(_read_line, facts["lines"])), bool(facts["whole"]), str(facts["transfer"])
-    )
+    """A record from the result of `dataclasses.asdict`, also after JSON. Raises ValueError for anything else."""
+    from pydantic import TypeAdapter  # by an agent; a rank that only writes its record starts without it
 
-
-def _read_line(facts: Mapping[str, Any]) -> CallTimeline:
-    team = facts["team"]
-    return CallTimeline(
-        Team(str(team["backend"]), str(team["name"]), str(team["words"]), tuple(map(_read_span, team["spans"]))),
-        tuple(map(_read_call, facts["calls"])),
-    )
-
-
-def _read_span(numbers: Sequence[Any]) -> Span:
-    first, distance, count = map(int, numbers)
-    if not 0 <= count <= _MOST_RANKS:
-        raise ValueError(f"a group of {count} ranks")
-    return first, distance, count
-
-
-def _read_call(facts: Mapping[str, Any]) -> Call:
-    return Call(
-        int(facts["number"]),
-        str(facts["kind"]),
-        int(facts["elements"]),
-        str(facts["sizes"]),
-        str(facts["dtype"]),
-        bool(facts["ended"]),
-    )
+    return TypeAdapter(Record).validate_python(facts)
 
 
 # --- parsing torch's dumps
 
 
-def _find_team(entry: Mapping[str, Any]) -> tuple[str, str]:
+def _group_key(entry: Mapping[str, Any]) -> tuple[str, str]:
     backend, found, _ = str(entry["profiling_name"]).partition(":")
     return backend if found else "", str(entry["process_group"][0])
 
 
-def _describe_team(entry: Mapping[str, Any], members: Mapping[str, tuple[int, ...]]) -> Team:
-    backend, name = _find_team(entry)
+def _describe_group(entry: Mapping[str, Any], members: Mapping[str, tuple[int, ...]]) -> RecordedGroup:
+    backend, name = _group_key(entry)
     words = str(entry["process_group"][1])
-    return make_team(backend, name, "" if words in _UNNAMED else words.removeprefix("mesh_"), members.get(name, ()))
+    return make_group(backend, name, "" if words in _UNNAMED else words.removeprefix("mesh_"), members.get(name, ()))
 
 
 def _read_entry(entry: Mapping[str, Any]) -> Call:
@@ -240,7 +213,7 @@ def _find_transfer(entries: Sequence[Mapping[str, Any]], members: Mapping[str, t
     last = next((index for index in range(len(entries), 0, -1) if not _is_transfer(entries[index - 1])), 0)
     for entry in entries[last:]:
         found = _TRANSFER.fullmatch(str(entry["profiling_name"]))
-        ranks = members.get(_find_team(entry)[1], ())
+        ranks = members.get(_group_key(entry)[1], ())
         if found is not None and not entry["retired"] and int(found["other"]) < len(ranks):
             return f"{found['verb']} {'to' if found['verb'] == 'send' else 'from'} rank {ranks[int(found['other'])]}"
     return ""
@@ -270,41 +243,41 @@ SILENT = "did not answer (stopped, or Python's lock is held)"
 
 
 @dataclass(frozen=True)
-class Heard:
+class CollectiveRecords:
     """The records of ranks, and the ranks that were asked and did not answer."""
 
     records: tuple[Record, ...] = ()
     silent: tuple[int, ...] = ()
 
-    def shift(self, first: int) -> Heard:
+    def shift(self, first: int) -> CollectiveRecords:
         """The same with global rank numbers, `first` being that of this node's first rank."""
-        records = tuple(shift_record(record, first) for record in self.records)
-        return Heard(records, tuple(rank + first for rank in self.silent))
+        records = tuple(replace(record, rank=record.rank + first) for record in self.records)
+        return CollectiveRecords(records, tuple(rank + first for rank in self.silent))
 
 
-NOTHING = Heard()
+NO_RECORDS = CollectiveRecords()
 
 
-def merge_heard(parts: Iterable[Heard]) -> Heard:
+def merge_records(parts: Iterable[CollectiveRecords]) -> CollectiveRecords:
     """The records of the ranks of several nodes."""
     known = list(parts)
     records = sorted((record for part in known for record in part.records), key=lambda record: record.rank)
-    return Heard(tuple(records), tuple(sorted(rank for part in known for rank in part.silent)))
+    return CollectiveRecords(tuple(records), tuple(sorted(rank for part in known for rank in part.silent)))
 
 
-def explain_collectives(heard: Heard) -> tuple[str, ...]:
+def explain_collectives(collectives: CollectiveRecords) -> tuple[str, ...]:
     """What the records show, a sentence each without a full stop, most important first; at most SHOWN."""
-    known = {record.rank: record for record in heard.records}
-    views = [_GroupView(team, known, frozenset(heard.silent)) for team in _list_teams(heard.records)]
-    told = [text for view in views if (text := _explain_mismatch(view))]
+    known = {record.rank: record for record in collectives.records}
+    views = [_GroupView(group, known, frozenset(collectives.silent)) for group in _list_groups(collectives.records)]
+    sentences = [text for view in views if (text := _explain_mismatch(view))]
     waits = _choose_waits([wait for view in views if not _find_mismatch(view) and (wait := _find_wait(view))])
-    is_circle, waits = _is_circle(waits), waits[: SHOWN - len(told)]
-    told += [_explain_wait(wait, known) for wait in waits]
+    is_circle, waits = _is_circle(waits), waits[: SHOWN - len(sentences)]
+    sentences += [_explain_wait(wait, known) for wait in waits]
     if is_circle:
-        told = [*told[: SHOWN - 1], CIRCLE]
-    if not set(heard.silent) <= {rank for wait in waits for rank in wait.silent}:
-        told = [*told[: SHOWN - 1], f"{render_ranks(heard.silent)} {SILENT}"]
-    return tuple(told[:SHOWN])
+        sentences = [*sentences[: SHOWN - 1], CIRCLE]
+    if not set(collectives.silent) <= {rank for wait in waits for rank in wait.silent}:
+        sentences = [*sentences[: SHOWN - 1], f"{render_ranks(collectives.silent)} {SILENT}"]
+    return tuple(sentences[:SHOWN])
 
 
 def render_ranks(ranks: Sequence[int]) -> str:
@@ -328,19 +301,19 @@ def render_ranks(ranks: Sequence[int]) -> str:
 class _GroupView:
     """One group, with all records."""
 
-    team: Team
+    group: RecordedGroup
     records: Mapping[int, Record]
     all_silent: frozenset[int]
 
     @property
     def silent(self) -> tuple[int, ...]:
-        return tuple(rank for rank in self.team.ranks if rank in self.all_silent)
+        return tuple(rank for rank in self.group.ranks if rank in self.all_silent)
 
     def calls(self, rank: int) -> Sequence[Call]:
         """The known calls of a rank, oldest first."""
         record = self.records.get(rank)
         lines: Sequence[CallTimeline] = record.lines if record is not None else ()
-        return next((line.calls for line in lines if _is_same(line.team, self.team)), ())
+        return next((line.calls for line in lines if _is_same(line.group, self.group)), ())
 
     def last(self, rank: int) -> int | None:
         """The number of the last collective that a rank has entered, 0 for none; None where unknown."""
@@ -370,25 +343,25 @@ class _Wait:
         return frozenset((*self.missing, *self.silent))
 
 
-def _list_teams(records: Sequence[Record]) -> list[Team]:
+def _list_groups(records: Sequence[Record]) -> list[RecordedGroup]:
     """All groups of several known ranks, in an order that is the same on every node."""
-    named = {line.team for record in records for line in record.lines}
-    found = [team for team in named if len(team.ranks) > 1]
-    return sorted(found, key=lambda team: (team.ranks, team.backend, team.name))
+    named = {line.group for record in records for line in record.lines}
+    found = [group for group in named if len(group.ranks) > 1]
+    return sorted(found, key=lambda group: (group.ranks, group.backend, group.name))
 
 
-def _is_same(team: Team, other: Team) -> bool:
+def _is_same(group: RecordedGroup, other: RecordedGroup) -> bool:
     """Whether two ranks mean the same group; a rank that has left it no longer has its list of ranks."""
-    alike = (team.backend, team.name) == (other.backend, other.name)
-    return alike and (team.spans == other.spans or not team.spans)
+    alike = (group.backend, group.name) == (other.backend, other.name)
+    return alike and (group.spans == other.spans or not group.spans)
 
 
 def _find_wait(view: _GroupView) -> _Wait | None:
-    open_ones = {rank: calls[0] for rank in view.team.ranks if (calls := find_open(view.calls(rank)))}
+    open_ones = {rank: calls[0] for rank in view.group.ranks if (calls := find_open(view.calls(rank)))}
     if not open_ones:
         return None
     call = min(open_ones.values(), key=lambda each: each.number)
-    last = {rank: view.last(rank) for rank in view.team.ranks}
+    last = {rank: view.last(rank) for rank in view.group.ranks}
     return _Wait(
         view,
         call,
@@ -401,9 +374,9 @@ def _find_wait(view: _GroupView) -> _Wait | None:
 
 def _find_mismatch(view: _GroupView) -> dict[int, Call]:
     """The first number under which ranks have entered collectives that do not match, by rank; empty for none."""
-    numbers = sorted({call.number for rank in view.team.ranks for call in view.calls(rank)})
+    numbers = sorted({call.number for rank in view.group.ranks for call in view.calls(rank)})
     for number in numbers:
-        calls = {rank: call for rank in view.team.ranks if (call := view.call(rank, number)) is not None}
+        calls = {rank: call for rank in view.group.ranks if (call := view.call(rank, number)) is not None}
         if len({_sign(call) for call in calls.values()}) > 1:
             return calls
     return {}
@@ -426,9 +399,9 @@ def _explain_mismatch(view: _GroupView) -> str:
     for rank, call in calls.items():
         places.setdefault(_sign(call), []).append(rank)
     order = sorted(places.values(), key=lambda ranks: (len(ranks), ranks))
-    told = "; ".join(f"{render_ranks(ranks)} in {_render_call(calls[ranks[0]])}" for ranks in order)
-    where = f"of {_render_team(view.team)} at number {number}"
-    return f"the ranks do not call the same collectives (a mistake in the code): {where} {told}"
+    places_text = "; ".join(f"{render_ranks(ranks)} in {_render_call(calls[ranks[0]])}" for ranks in order)
+    where = f"of {_render_group(view.group)} at number {number}"
+    return f"the ranks do not call the same collectives (a mistake in the code): {where} {places_text}"
 
 
 def _choose_waits(waits: Sequence[_Wait]) -> list[_Wait]:
@@ -458,7 +431,7 @@ def _explain_wait(wait: _Wait, records: Mapping[int, Record]) -> str:
     are = "is" if len(wait.inside) == 1 else "are"
     words = _render_call(wait.call)
     parts = [
-        f"{render_ranks(wait.inside)} {are} in {words}, number {wait.call.number} of {_render_team(wait.view.team)}"
+        f"{render_ranks(wait.inside)} {are} in {words}, number {wait.call.number} of {_render_group(wait.view.group)}"
     ]
     if wait.missing:
         have = "has" if len(wait.missing) == 1 else "have"
@@ -493,7 +466,7 @@ def _render_call(call: Call) -> str:
     return f"{call.kind} of {what}" if what else call.kind
 
 
-def _render_team(team: Team) -> str:
-    ranks = render_ranks(team.ranks)
-    carried = f" ({team.backend})" if team.backend else ""
-    return f"group {team.words} of {ranks}{carried}" if team.words else f"{ranks}{carried}"
+def _render_group(group: RecordedGroup) -> str:
+    ranks = render_ranks(group.ranks)
+    carried = f" ({group.backend})" if group.backend else ""
+    return f"group {group.words} of {ranks}{carried}" if group.words else f"{ranks}{carried}"

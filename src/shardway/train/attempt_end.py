@@ -1,20 +1,33 @@
-"""When a run has to stop before its wall-time ends.
+"""How long before the wall-time an attempt stops, and its last report.
 
 Invariants:
-- Only rank 0 reads the clock, and its request reaches the others; a rank that waits for data reads its own, since rank
-  0 may wait for it. The margin is never less than the measured steps and saves of this attempt need.
+- Only rank 0 reads the clock, and its request reaches the others; a rank that waits for data reads its own clock, since
+  rank 0 may wait for it. The margin is never less than the measured steps and saves of this attempt need.
+- Last report: a file system that hangs does not keep the process: the report has a few seconds, then the process ends
+  without it. What was saved is not touched.
+- No torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from shardway.rundir.attempts import Attempt
-from shardway.units import MAX_SECONDS
+from shardway.errors import LateStop, UserError, render_reason
+from shardway.ranks.failure import RankFault, report_end, report_fault
+from shardway.ranks.hang import ACTIVITY_PHRASES
+from shardway.ranks.heartbeat import Progress
+from shardway.ranks.stop import SignalWatch, StopWatchdog, leave_now
+from shardway.rundir.attempts import BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
+from shardway.rundir.directory import RunDir
+from shardway.units import MAX_SECONDS, render_seconds
 
 # --- the deadline and its margin
 
@@ -175,3 +188,112 @@ def find_deadline(attempt: Attempt | None, fixed_margin_s: float | None, before:
         return None
     begun = started.started or time.time()
     return Deadline(started.deadline, max(0.0, started.deadline - begun), fixed_margin_s, before)
+
+
+# --- the last report of a rank, by another thread before the process ends at once, since its main thread cannot
+
+REPORT_S = 3.0
+"""The most seconds that the report may take."""
+
+KILLED = 130
+"""Exit code of a process that a second signal ended."""
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class ExitReport:
+    """The last report of one rank. `origin` is the origin of `run.stop_timeout`, which is `limit_s` seconds."""
+
+    directory: RunDir
+    rank: int
+    limit_s: float
+    origin: str
+    progress: Progress
+    attempt: Attempt | None = None
+    may_write: Callable[[], bool] = lambda: True
+    """Whether the run has begun, so that events belong to it."""
+
+    def watchdog(self, signals: SignalWatch) -> StopWatchdog:
+        """The stop watchdog of this rank, which ends the process after the last report."""
+
+        def pass_on() -> None:
+            self._pass_on(lambda: signals.received is not None)
+
+        return StopWatchdog(
+            signals, self.limit_s, on_late=self._end_late, on_killed=self._end_killed, on_unnoticed=pass_on
+        )
+
+    def _pass_on(self, is_noticed: Callable[[], bool]) -> None:
+        """A signal reached this rank alone, and it waits for others: the stop file asks them to stop."""
+        with contextlib.suppress(OSError, UserError):  # without a stop file, the others get a signal as well
+            if not self.directory.stop_requested() and not is_noticed():
+                self.directory.request_stop(f"{BY_SIGNAL} asked rank {self.rank} for a stop")
+
+    def _end_late(self) -> None:
+        frames = _main_frames()
+        message = self._explain(frames)
+        _within(REPORT_S, lambda: self._report_late(message, frames))
+        leave_now(message, LateStop.exit_code)
+
+    def _explain(self, frames: list[str]) -> str:
+        saved = ["the last checkpoint"]
+        _within(REPORT_S, lambda: saved.insert(0, self.directory.describe_base()))
+        doing = ACTIVITY_PHRASES.get(self.progress.activity, "")
+        return (
+            f"the stop took longer than run.stop_timeout = {render_seconds(self.limit_s)} ({self.origin}), so rank "
+            f"{self.rank} was ended {doing}.\n"
+            f"  It was at: {' < '.join(frames[:_SHOWN]) or 'n/a'}\n"
+            "  Nothing that was saved has changed. To do: run the same command again: it goes on from "
+            f"{saved[0]}. If its steps and saves take that long, raise run.stop_timeout."
+        )
+
+    def _report_late(self, message: str, frames: list[str]) -> None:
+        kind, code = LateStop.__name__, LateStop.exit_code
+        step = self.directory.read_step()
+        stacks = [{"ranks": [self.rank], "frames": frames}]
+        facts = {"rank": self.rank, "kind": kind, "exit_code": code, "message": message, "stacks": stacks}
+        self._write("fault", "failed", facts, render_reason(message))
+        report_fault(self.attempt, f"rank {self.rank}", RankFault(kind, message, code), step)
+        if self.attempt is None:  # the job script of an attempt reads the stop file
+            self.directory.clear_stop()
+
+    def _end_killed(self) -> None:
+        _within(REPORT_S, self._report_killed)
+        leave_now("ended at once by a second signal", KILLED)
+
+    def _report_killed(self) -> None:
+        facts = {"step": self.directory.read_step(), "reason": SECOND_SIGNAL, "ending": Ending.STOPPED}
+        self._write("stopped", "stopped", facts, SECOND_SIGNAL)
+        if self.attempt is not None and self.rank == 0:
+            result = Result(Ending.STOPPED, SECOND_SIGNAL, self.directory.read_step(), KILLED, by="rank 0")
+            report_end(self.attempt, result)
+
+    def _write(self, event: str, state: str, facts: dict[str, Any], reason: str) -> None:
+        """An event of this rank, and on rank 0 the status, unless the main thread has written it."""
+        status = self.directory.read_status()
+        if not self.may_write():
+            return
+        if self.rank == 0 and status.get("state") != "running":
+            return
+        with self.directory.event_writer(self.rank) as events:
+            events.write(event, **facts)
+        if self.rank == 0:
+            self.directory.change_state(status, state, reason)
+
+
+def _within(seconds: float, work: Callable[[], None]) -> None:
+    def guarded() -> None:
+        with contextlib.suppress(Exception):  # the process ends whatever could not be written
+            work()
+
+    thread = threading.Thread(target=guarded, name="exit report", daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def _main_frames() -> list[str]:
+    """Where the main thread is, innermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    found = traceback.extract_stack(frame) if frame is not None else []
+    return [f"{each.name} ({each.filename}:{each.lineno})" for each in reversed(found)]

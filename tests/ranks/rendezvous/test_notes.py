@@ -9,18 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.agent.flight_records import Call, CallTimeline, Heard, Record, Team
-from shardway.ranks.agent.hang import Behind, Hang, Sighting, Stopped
-from shardway.ranks.agent.heartbeat import HeartbeatEntry
-from shardway.ranks.agent.stacks import StackGroup
-from shardway.ranks.agent.watch import Seen
 from shardway.ranks.failure import RankFailure
-from shardway.ranks.progress import Activity
-from shardway.ranks.rendezvous_notes import AgentState, News, NodeOutcome, Note, read_news, read_note, render
+from shardway.ranks.flight_records import Call, CallTimeline, CollectiveRecords, Record, RecordedGroup
+from shardway.ranks.hang import Hang, HangEvidence, Sighting, SlowestRank, Stopped
+from shardway.ranks.heartbeat import Activity, HeartbeatEntry
+from shardway.ranks.rendezvous import AgentState, News, NodeOutcome, Note, read_news, read_note, render
+from shardway.ranks.stacks import StackGroup
 
 WHOLE = st.integers(0, 9999)
 RANKS = st.lists(WHOLE, max_size=3).map(tuple)
-BEHIND = st.builds(Behind, st.none() | st.tuples(WHOLE, WHOLE), st.booleans())
+BEHIND = st.builds(SlowestRank, st.none() | st.tuples(WHOLE, WHOLE), st.booleans())
 ENTRIES = st.builds(HeartbeatEntry, WHOLE, WHOLE, st.sampled_from(list(Activity)), WHOLE, st.floats(0, 1e9))
 HANGS = st.builds(
     Hang,
@@ -33,10 +31,10 @@ HANGS = st.builds(
 GROUPS = st.lists(st.builds(StackGroup, RANKS, st.lists(st.text(max_size=9), max_size=2).map(tuple)), max_size=2)
 CALLS = st.builds(Call, WHOLE, st.text(max_size=9), WHOLE, st.text(max_size=9), st.text(max_size=9), st.booleans())
 SPANS = st.lists(st.tuples(WHOLE, WHOLE, WHOLE), max_size=2).map(tuple)
-TEAMS = st.builds(Team, st.text(max_size=4), st.text(max_size=4), st.text(max_size=4), SPANS)
+TEAMS = st.builds(RecordedGroup, st.text(max_size=4), st.text(max_size=4), st.text(max_size=4), SPANS)
 LINES = st.lists(st.builds(CallTimeline, TEAMS, st.lists(CALLS, max_size=2).map(tuple)), max_size=2).map(tuple)
 RECORDS = st.lists(st.builds(Record, WHOLE, LINES, st.booleans(), st.text(max_size=9)), max_size=2).map(tuple)
-SEEN = st.builds(Seen, GROUPS.map(tuple), st.builds(Heard, RECORDS, RANKS))
+SEEN = st.builds(HangEvidence, GROUPS.map(tuple), st.builds(CollectiveRecords, RECORDS, RANKS))
 PRINTED = st.just((Path("a b/stderr.log"),))
 FLAGS = {"by_agent": st.booleans(), "for_memory": st.booleans()}
 FAILURES = st.builds(RankFailure, WHOLE, WHOLE, st.integers(-64, 255), PRINTED, **FLAGS)

@@ -8,16 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardway.ranks.agent.hang import NOBODY, Behind
 from shardway.ranks.failure import RankFailure
-from shardway.ranks.rendezvous import Coordinator, FollowingAgent, RendezvousMember, Unreachable
-from shardway.ranks.rendezvous_notes import (
+from shardway.ranks.hang import NO_RANKS, SlowestRank
+from shardway.ranks.rendezvous import (
     LOST_S,
     AgentState,
+    Coordinator,
+    FollowingAgent,
     Membership,
     News,
     NodeOutcome,
     Note,
+    RendezvousMember,
+    Unreachable,
     read_news,
     read_note,
     render,
@@ -74,8 +77,7 @@ class Scene:
         for _ in range(round(seconds * 2)):
             self.now += 0.5
             for node in sorted(self.awake, reverse=True):  # a look of the leader sees what the others have just said
-                keeper = (self.lead if node == 0 else self.others[node])._keeper
-                keeper._look(keeper._beat())
+                (self.lead if node == 0 else self.others[node])._beat()
 
     def run_ranks(self, *nodes: int) -> int:
         """Begin a start in which all nodes run their ranks; its number."""
@@ -86,9 +88,14 @@ class Scene:
         return news.start
 
     def say(
-        self, node: int, state: AgentState, start: int, outcome: NodeOutcome | None = None, behind: Behind = NOBODY
+        self,
+        node: int,
+        state: AgentState,
+        start: int,
+        outcome: NodeOutcome | None = None,
+        slowest: SlowestRank = NO_RANKS,
     ) -> None:
-        (self.lead if node == 0 else self.others[node]).publish(state, start, behind, outcome)
+        (self.lead if node == 0 else self.others[node]).publish(state, start, slowest, outcome)
 
 
 @pytest.fixture
@@ -140,11 +147,11 @@ def test_a_failure_on_one_node_ends_the_start_on_all(scene: Scene) -> None:
 def test_a_hang_on_one_node_has_all_asked_and_ends_nothing_yet(scene: Scene) -> None:
     start = scene.run_ranks(0, 1, 2, 3)
     members: list[RendezvousMember] = [scene.lead, *scene.others.values()]
-    scene.say(2, AgentState.HANGS, start, behind=Behind((7, 1)))
+    scene.say(2, AgentState.HANGS, start, slowest=SlowestRank((7, 1)))
     assert not any(member.is_asked(start) for member in members)
     scene.pass_time(1)
     assert all(member.is_asked(start) and not member.is_over(start) for member in members)
-    assert scene.lead.elsewhere == Behind((7, 1))
+    assert scene.lead.elsewhere == SlowestRank((7, 1))
     scene.say(2, AgentState.FAILED, start)
     scene.pass_time(1)
     assert all(member.is_asked(start) and member.is_over(start) for member in members)
@@ -206,11 +213,11 @@ def test_all_hear_the_exit_code(scene: Scene) -> None:
 
 def test_the_hindmost_rank_of_all_nodes_is_known_to_all(scene: Scene) -> None:
     start = scene.run_ranks(0, 1)
-    scene.say(0, AgentState.RUNNING, start, behind=Behind((7, 2)))
-    scene.say(1, AgentState.RUNNING, start, behind=Behind((7, 1), stopped=True))
+    scene.say(0, AgentState.RUNNING, start, slowest=SlowestRank((7, 2)))
+    scene.say(1, AgentState.RUNNING, start, slowest=SlowestRank((7, 1), stopped=True))
     scene.pass_time(1)
     scene.pass_time(0.5)
-    assert scene.others[1].elsewhere == scene.lead.elsewhere == Behind((7, 1), stopped=True)
+    assert scene.others[1].elsewhere == scene.lead.elsewhere == SlowestRank((7, 1), stopped=True)
 
 
 def test_silence_grows_by_what_the_observer_lived_through() -> None:

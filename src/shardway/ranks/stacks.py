@@ -6,8 +6,8 @@ in a library or one of its threads holds the GIL; a stopped process cannot.
 Records: a thread of the rank waits at a named pipe. A rank that waits in a collective has released the GIL, so that
 the thread can answer; a rank that holds the GIL, or is stopped, does not answer.
 
-Invariant: asking never ends a rank or blocks it. Only a rank that has promised an answer (its file or pipe exists) is
-asked, and errors in the answering thread stay there.
+Invariant: a question never ends or blocks a rank. Only a rank whose file or pipe exists is asked, and errors in the
+answering thread stay there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardway.ranks.agent.flight_records import Heard, Record, build_record, read_record
+from shardway.ranks.flight_records import CollectiveRecords, Record, build_record, read_record
 
 SIGNAL = signal.SIGURG
 """A signal that by default ends no process, and that is not used as a stop request."""
@@ -95,8 +95,8 @@ def merge_groups(groups: Iterable[StackGroup]) -> list[StackGroup]:
 def read_crash(printed: str) -> tuple[str, ...]:
     """Python's stack at a native crash, from the fault handler's last output: the frames of the crashed thread, or of
     the main thread if the crashed one never ran Python. Empty where there is none."""
-    _, said, crash = printed.rpartition(_CRASH)
-    threads = [part for part in crash.split("\n\n") if "(most recent call first)" in part] if said else []
+    _, found, crash = printed.rpartition(_CRASH)
+    threads = [part for part in crash.split("\n\n") if "(most recent call first)" in part] if found else []
     crashed = [part for part in threads if part.startswith("Current thread")]
     return _frames((crashed or threads)[-1]) if threads else ()
 
@@ -181,7 +181,7 @@ def _is_recording(environ: Mapping[str, str]) -> bool:
 # --- agent side
 
 
-def ask_for_records(folder: Path, ranks: Iterable[int]) -> Heard:
+def ask_for_records(folder: Path, ranks: Iterable[int]) -> CollectiveRecords:
     """The records of these local ranks that answer within WAIT_S, and the ranks that do not."""
     asked = [rank for rank in ranks if _ask(folder, rank)]
     until = time.monotonic() + RECORD_WAIT_S
@@ -189,11 +189,11 @@ def ask_for_records(folder: Path, ranks: Iterable[int]) -> Heard:
         time.sleep(_PAUSE_S)
     found = {rank: _read_answer(folder, rank) for rank in asked}
     records = tuple(record for record in found.values() if record is not None)
-    return Heard(records, tuple(rank for rank, record in found.items() if record is None))
+    return CollectiveRecords(records, tuple(rank for rank, record in found.items() if record is None))
 
 
 def _ask(folder: Path, local_rank: int) -> bool:
-    """Ask a rank that has promised an answer; returns whether it has."""
+    """Ask a rank; returns whether its pipe exists and is open."""
     try:
         descriptor = os.open(_pipe_path(folder, local_rank), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -1,0 +1,534 @@
+"""Hang detection: how long each activity may take, which ranks hang by their heartbeats, and what an agent does then.
+
+The hang timeout is three times the 99th percentile plus five seconds. Activities that wait for a file system get a
+minute more: storage is slow for a while every day, and a restart would meet the same storage. Until an activity was
+seen a few times, and for the first step of a start (compilers, caches, connections), the timeout is that of a start.
+
+`HeartbeatWatch` reads the heartbeats of the ranks that this process has started, and ends them all if one hangs. A rank
+that is only stopped is resumed first, and so is a process that loads data for it, so that the run loses nothing.
+
+Invariants:
+- A timeout never falls below its margin, and grows only with observations.
+- A rank's age counts only while its observer was running, so that a suspended observer (Ctrl-Z, a closed lid, a machine
+  that swaps) blames no rank. What counts is when a heartbeat changed, never a comparison of two clocks.
+- `HangTimeout` and `HangFinder` read no clock and touch no process.
+- Signals go only to children of this process, whatever a heartbeat contains, and SIGCONT also to their children.
+- No torch. What follows a hang is not decided here: the watch stores what it found in `found`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+
+from shardway.ranks.flight_records import NO_RECORDS, CollectiveRecords, merge_records
+from shardway.ranks.heartbeat import (
+    HEARTBEATS,
+    Activity,
+    HeartbeatEntry,
+    heartbeat_path,
+    private_folder,
+    read_heartbeat,
+)
+from shardway.ranks.stacks import StackGroup, ask_for_records, ask_for_stacks, group_stacks, merge_groups
+from shardway.runfile.schema import RunSection
+
+# --- hang timeouts, learnt from observations
+
+MARGIN_S = 5.0
+FACTOR = 3.0
+STORAGE_S = 60.0
+"""Further time for activities that wait for a file system."""
+
+ENOUGH = 3
+"""Observations from which on an activity counts as known."""
+
+_KEPT = 1000
+_ON_STORAGE = frozenset((Activity.LOAD, Activity.DATA, Activity.SCRIPT, Activity.VALIDATE, Activity.SAVE))
+_SAME = {Activity.REPEAT: Activity.STEP}
+
+
+@dataclass(frozen=True)
+class ActivitySpan:
+    """The time of a rank in an activity; `is_first`: in the first step since the ranks started."""
+
+    activity: Activity
+    is_first: bool = False
+
+
+class HangTimeout:
+    """Limits for every activity in seconds. `fixed_s` overrides what was learnt; `start_s` holds until then."""
+
+    def __init__(self, start_s: float, fixed_s: float | None = None) -> None:
+        self._start_s = start_s
+        self._fixed_s = fixed_s
+        self._seen: dict[Activity, deque[float]] = {}
+
+    def observe(self, span: ActivitySpan, seconds: float) -> None:
+        """Record the duration of an activity."""
+        if not span.is_first:
+            self._seen.setdefault(_SAME.get(span.activity, span.activity), deque(maxlen=_KEPT)).append(seconds)
+
+    def usual_s(self, activity: Activity) -> float | None:
+        """The 99th percentile (nearest rank) of the observations; None while there are too few."""
+        seen = self._seen.get(_SAME.get(activity, activity), ())
+        if len(seen) < ENOUGH:
+            return None
+        return sorted(seen)[math.ceil(0.99 * len(seen)) - 1]
+
+    def limit_s(self, span: ActivitySpan, *, stopped: bool) -> float:
+        """How long this activity may take now; `stopped`: its process is stopped, so slow storage is no excuse."""
+        usual = None if span.is_first else self.usual_s(span.activity)
+        if stopped:
+            return FACTOR * (usual or 0.0) + MARGIN_S
+        if span.activity in (Activity.START, Activity.LOAD, Activity.END):
+            return self._start_s
+        if self._fixed_s is not None:
+            return self._fixed_s
+        if usual is None:
+            return self._start_s
+        return FACTOR * usual + MARGIN_S + (STORAGE_S if span.activity in _ON_STORAGE else 0.0)
+
+    def as_facts(self) -> Mapping[str, float]:
+        """What was learnt, for display: seconds by activity."""
+        known = {activity: self.usual_s(activity) for activity in self._seen}
+        return {activity.name.lower(): usual for activity, usual in known.items() if usual is not None}
+
+
+def read_hang_timeout(settings: RunSection) -> HangTimeout | None:
+    """The hang timeout of a run file; None where it turns the search for hangs off."""
+    limit = settings.hang_timeout
+    if limit == "off":
+        return None
+    return HangTimeout(settings.start_timeout, None if limit == "auto" else float(limit))
+
+
+# --- finding the ranks that hang
+
+ACTIVITY_PHRASES = {
+    Activity.START: "while starting",
+    Activity.LOAD: "while loading a checkpoint",
+    Activity.DATA: "while waiting for data",
+    Activity.STEP: "in a step",
+    Activity.REPEAT: "in a step",
+    Activity.VALIDATE: "in a validation",
+    Activity.SAVE: "in a save",
+    Activity.END: "while ending",
+    Activity.SCRIPT: "in its script",
+}
+
+_ORDER = {
+    Activity.DATA: 1,
+    Activity.SCRIPT: 2,
+    Activity.STEP: 3,
+    Activity.REPEAT: 3,
+    Activity.VALIDATE: 4,
+    Activity.SAVE: 5,
+    Activity.END: 6,
+}
+"""Order of activities at the same number of steps; only rank 0 can tell that a step is repeated. A script comes before
+its step and once more after it: a rank in its script may keep others waiting in the step."""
+
+_IN_STEP = frozenset((Activity.DATA, Activity.SCRIPT, Activity.STEP, Activity.REPEAT))
+
+_CHANGES_OF_STEP = 3
+"""Heartbeat changes in a step: waiting for data, having data, beginning the step."""
+
+_FIRST_CHANGES = 8
+"""Changes of a heartbeat up to the first step or the one after: start, load, and twice those of a step."""
+
+
+class Stopped(StrEnum):
+    """Which process is stopped (state T of proc(5)): none (false), that of the rank, or that of a data loader."""
+
+    NONE = ""
+    RANK = "rank"
+    LOADER = "loader"
+
+    @property
+    def why(self) -> str:
+        """The cause, to follow the description of what a rank did."""
+        words = {self.RANK: ", stopped by a signal", self.LOADER: ", its loader process stopped by a signal"}
+        return words.get(self, "")
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A rank at one moment: its heartbeat, and whether one of its processes is stopped."""
+
+    entry: HeartbeatEntry
+    stopped: Stopped = Stopped.NONE
+
+
+StepPosition = tuple[int, int]
+"""The progress of a rank: steps done, and the position of its activity within a step."""
+
+
+@dataclass(frozen=True)
+class SlowestRank:
+    """The progress of the slowest of some ranks (None: unknown), and whether any of them is stopped."""
+
+    position: StepPosition | None = None
+    stopped: bool = False
+
+
+NO_RANKS = SlowestRank()
+
+
+@dataclass(frozen=True)
+class Hang:
+    """The ranks at fault, for how long they hang, and what they were doing."""
+
+    ranks: tuple[int, ...]
+    seconds: float
+    limit_s: float
+    sighting: Sighting
+    all_alike: bool
+
+    def shift(self, first: int) -> Hang:
+        """The same with global rank numbers, `first` being that of this node's first rank."""
+        return replace(self, ranks=_add(self.ranks, first))
+
+    @property
+    def message(self) -> str:
+        """What happened, in a sentence without process ids."""
+        entry = self.sighting.entry
+        words = ACTIVITY_PHRASES.get(entry.activity, "")
+        what = f"did nothing for {self.seconds:.1f} s {words} after step {entry.step}"
+        why = self.sighting.stopped.why
+        if self.all_alike and len(self.ranks) > 1:
+            return f"all ranks {what}{why} (more than {self.limit_s:.1f} s means a hang)"
+        names = " and ".join(f"rank {rank}" for rank in self.ranks)
+        return f"{names} {what}{why} (more than {self.limit_s:.1f} s means a hang)"
+
+
+@dataclass
+class _Watched:
+    """`age`: seconds since its heartbeat changed; `alone`: seconds since then without another rank keeping it waiting,
+    None while one does."""
+
+    entry: HeartbeatEntry
+    age: float = 0.0
+    alone: float | None = None
+
+    def age_by(self, tick: float, *, alone: bool) -> _Watched:
+        """The same after another `tick` seconds."""
+        since = 0.0 if self.alone is None else self.alone + tick
+        return replace(self, age=self.age + tick, alone=since if alone else None)
+
+    @property
+    def span(self) -> ActivitySpan:
+        """The rank's activity, and whether it is in or before its first step."""
+        return ActivitySpan(
+            self.entry.activity, self.entry.activity in _IN_STEP and self.entry.changes <= _FIRST_CHANGES
+        )
+
+
+class HangFinder:
+    """Looks at all ranks of a node together; `longest_tick_s` is the most that one look adds to an age."""
+
+    def __init__(self, hang_timeout: HangTimeout, longest_tick_s: float) -> None:
+        self._hang_timeout = hang_timeout
+        self._longest_tick_s = longest_tick_s
+        self._ranks: dict[int, _Watched] = {}
+        self._looked_at: float | None = None
+
+    def forgive(self) -> None:
+        """Restart all ages: the finding was acted on."""
+        for watched in self._ranks.values():
+            watched.age, watched.alone = 0.0, None
+
+    def look(self, sightings: Mapping[int, Sighting], now: float, elsewhere: SlowestRank = NO_RANKS) -> Hang | None:
+        """The hang that these sightings show, by rank; `now` in monotonic seconds. Ranks that have ended are left out.
+
+        These ranks may be waiting for ranks `elsewhere`, on other nodes.
+        """
+        tick = min(now - self._looked_at, self._longest_tick_s) if self._looked_at is not None else 0.0
+        self._looked_at = now
+        suspects = _find_suspects(sightings, elsewhere)
+        self._ranks = {
+            rank: self._update(self._ranks.get(rank), sighting.entry, tick, alone=rank in suspects)
+            for rank, sighting in sightings.items()
+        }
+        overdue = [rank for rank in suspects if self._is_overdue(rank, stopped=bool(sightings[rank].stopped))]
+        return self._blame(sightings, overdue) if overdue else None
+
+    def _update(self, known: _Watched | None, entry: HeartbeatEntry, tick: float, *, alone: bool) -> _Watched:
+        new = _Watched(entry, alone=0.0 if alone else None)
+        if known is None:
+            return new
+        if known.entry.changes == entry.changes:
+            return known.age_by(tick, alone=alone)
+        # After one change the heartbeat has the exact duration; else it was shorter than a look, or was seen in part.
+        exact = entry.changes == known.entry.changes + 1
+        seconds = min(entry.since - known.entry.since, known.age + tick) if exact else known.age
+        self._hang_timeout.observe(known.span, max(0.0, seconds))
+        between = (entry.changes - known.entry.changes) // _CHANGES_OF_STEP - 1
+        for _ in range(min(between, ENOUGH)):  # steps that began and ended between two looks
+            self._hang_timeout.observe(ActivitySpan(Activity.DATA), tick)
+            self._hang_timeout.observe(ActivitySpan(Activity.STEP), tick)
+        return new
+
+    def _is_overdue(self, rank: int, *, stopped: bool) -> bool:
+        watched = self._ranks[rank]
+        return watched.alone is not None and watched.alone > self._hang_timeout.limit_s(watched.span, stopped=stopped)
+
+    def _blame(self, sightings: Mapping[int, Sighting], overdue: list[int]) -> Hang:
+        blamed = [rank for rank in overdue if sightings[rank].stopped] or overdue
+        first, watched = sightings[blamed[0]], self._ranks[blamed[0]]
+        return Hang(
+            ranks=tuple(blamed),
+            seconds=watched.age,
+            limit_s=self._hang_timeout.limit_s(watched.span, stopped=bool(first.stopped)),
+            sighting=first,
+            all_alike=len(blamed) == len(sightings),
+        )
+
+
+def find_slowest(sightings: Mapping[int, Sighting]) -> SlowestRank:
+    """The progress of the slowest of these ranks."""
+    return SlowestRank(
+        min(map(find_position, sightings.values()), default=None),
+        any(sighting.stopped for sighting in sightings.values()),
+    )
+
+
+def merge_slowest(parts: Iterable[SlowestRank]) -> SlowestRank:
+    """The progress of the slowest of all."""
+    known = [part for part in parts if part.position is not None]
+    positions = [part.position for part in known if part.position is not None]
+    return SlowestRank(min(positions, default=None), any(part.stopped for part in known))
+
+
+def find_position(sighting: Sighting) -> StepPosition:
+    """The progress of a rank."""
+    return sighting.entry.step, _ORDER.get(sighting.entry.activity, 0)
+
+
+def _find_suspects(sightings: Mapping[int, Sighting], elsewhere: SlowestRank) -> list[int]:
+    """Ranks that wait for no other rank: those behind all others, and those that are stopped."""
+    slowest = merge_slowest((find_slowest(sightings), elsewhere)).position
+    return [
+        rank
+        for rank, each in sightings.items()
+        if each.stopped or (find_position(each) == slowest and not elsewhere.stopped)
+    ]
+
+
+# --- the watch over the ranks of this process
+
+LOOK_EVERY_S = 0.25
+SHARE_S = 2.0
+"""How long hanging ranks are left alone if ranks on other nodes wait for them, so that those are asked as well before
+they lose contact: their agents get the news within half a second."""
+
+_STOPPED = "T"
+_LOADERS_WAITED_FOR = frozenset((Activity.DATA, Activity.VALIDATE))
+
+
+@dataclass(frozen=True)
+class HangEvidence:
+    """The stacks of the ranks that answered, and their collectives."""
+
+    groups: tuple[StackGroup, ...] = ()
+    collectives: CollectiveRecords = NO_RECORDS
+
+    def shift(self, first: int) -> HangEvidence:
+        """The same with global rank numbers, `first` being that of this node's first rank."""
+        groups = tuple(replace(group, ranks=_add(group.ranks, first)) for group in self.groups)
+        return HangEvidence(groups, self.collectives.shift(first))
+
+
+NO_EVIDENCE = HangEvidence()
+
+
+@dataclass(frozen=True)
+class DetectedHang:
+    """A hang, and the evidence from the ranks."""
+
+    hang: Hang
+    seen: HangEvidence = NO_EVIDENCE
+
+
+class HeartbeatWatch:
+    """While entered, a thread reads the heartbeats of `ranks` local ranks; `on_wake` is called with those it resumed.
+
+    `behind` is the progress of these ranks; `has_hang`: one of them hangs. The caller sets `elsewhere`, the progress of
+    ranks on other nodes, and `is_asked` if one of those hangs: then `seen` of these ranks is needed.
+    """
+
+    def __init__(
+        self, folder: Path, ranks: int, hang_timeout: HangTimeout, on_wake: Callable[[Hang], None], share_s: float = 0.0
+    ) -> None:
+        self.folder = folder
+        self._share_s = share_s
+        self._ranks = ranks
+        self._on_wake = on_wake
+        self._finder = HangFinder(hang_timeout, longest_tick_s=2 * LOOK_EVERY_S)
+        self._woken: dict[int, int] = {}
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self.found: DetectedHang | None = None
+        self.seen: HangEvidence | None = None
+        self.has_hang = self.is_asked = False
+        self.slowest = self.elsewhere = NO_RANKS
+
+    def __enter__(self) -> HeartbeatWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self.found is None and not self._done.wait(LOOK_EVERY_S):
+            sightings = self._see()
+            self.slowest = find_slowest(sightings)
+            if self.is_asked and self.seen is None:
+                self.seen = self._ask(sightings)
+            hang = self._finder.look(sightings, time.monotonic(), self.elsewhere)
+            if hang is not None and not self._wake(hang, sightings):
+                self._end(hang, sightings)
+
+    def _see(self) -> dict[int, Sighting]:
+        """The ranks that have a heartbeat and live, by local rank."""
+        entries = {rank: read_heartbeat(heartbeat_path(self.folder, rank)) for rank in range(self._ranks)}
+        states = {rank: _child_state(entry.pid) for rank, entry in entries.items() if entry is not None}
+        return {
+            rank: Sighting(entry, _find_stopped(entry, states[rank]))
+            for rank, entry in entries.items()
+            if entry is not None and states[rank] not in ("", "Z")
+        }
+
+    def _wake(self, hang: Hang, sightings: dict[int, Sighting]) -> bool:
+        """Resume stopped ranks, unless that was tried without effect; returns whether it was tried."""
+        stopped = [sightings[rank].entry for rank in hang.ranks if sightings[rank].stopped]
+        if not stopped or any(self._woken.get(entry.pid) == entry.changes for entry in stopped):
+            return False
+        for entry in stopped:
+            self._woken[entry.pid] = entry.changes
+            for loader in _list_stopped_children(entry.pid):
+                _send(loader, signal.SIGCONT, of=entry.pid)
+            _send(entry.pid, signal.SIGCONT)
+        self._finder.forgive()
+        self._on_wake(hang)
+        return True
+
+    def _end(self, hang: Hang, sightings: dict[int, Sighting]) -> None:
+        self.has_hang = True
+        if self.seen is None:
+            self.seen = self._ask(sightings)
+        self._done.wait(self._share_s)
+        self.found = DetectedHang(hang, self.seen)
+        for sighting in sightings.values():
+            _send(sighting.entry.pid, signal.SIGKILL)
+
+    def _ask(self, sightings: dict[int, Sighting]) -> HangEvidence:
+        awake = {
+            rank: sighting.entry.pid for rank, sighting in sightings.items() if sighting.stopped is not Stopped.RANK
+        }
+        stacks = ask_for_stacks(self.folder, awake)
+        return HangEvidence(tuple(group_stacks(stacks)), ask_for_records(self.folder, sightings))
+
+
+@dataclass
+class Unwatched:
+    """Replaces the watch if the search for hangs is off."""
+
+    folder: None = None
+    found: None = None
+    seen: None = None
+    has_hang: bool = False
+    is_asked: bool = False
+    slowest: SlowestRank = NO_RANKS
+    elsewhere: SlowestRank = NO_RANKS
+
+
+@contextlib.contextmanager
+def watched(
+    ranks: int, hang_timeout: HangTimeout | None, on_wake: Callable[[Hang], None], share_s: float = 0.0
+) -> Iterator[HeartbeatWatch | Unwatched]:
+    """Watch the ranks that are started meanwhile with the watch's folder; without a timeout they are not watched."""
+    if hang_timeout is None:
+        yield Unwatched()
+        return
+    with private_folder(HEARTBEATS) as folder, HeartbeatWatch(folder, ranks, hang_timeout, on_wake, share_s) as watch:
+        yield watch
+
+
+def _find_stopped(entry: HeartbeatEntry, state: str) -> Stopped:
+    if state == _STOPPED:
+        return Stopped.RANK
+    # A rank may have hundreds of threads, each with children: they are looked at only if it waits for long.
+    waits = entry.activity in _LOADERS_WAITED_FOR and time.monotonic() - entry.since > 2 * LOOK_EVERY_S
+    return Stopped.LOADER if waits and state and _list_stopped_children(entry.pid) else Stopped.NONE
+
+
+def _list_stopped_children(pid: int) -> list[int]:
+    """Stopped children of any thread of a process; none where the kernel does not list children."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # a process that has ended meanwhile
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return [child for child in found if _child_state(child, pid) == _STOPPED]
+
+
+def _send(pid: int, number: signal.Signals, of: int | None = None) -> None:
+    """Send a signal to a child of this process, or of the process `of`; does nothing if it is gone."""
+    if _child_state(pid, of):
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
+
+
+def _child_state(pid: int, of: int | None = None) -> str:
+    """The state of a child of this process, or of the process `of`, as a letter (proc(5)); empty if it is not such a
+    child."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    state, parent = text.rpartition(")")[2].split()[:2]
+    return state if int(parent) == (os.getpid() if of is None else of) else ""
+
+
+def _add(ranks: tuple[int, ...], first: int) -> tuple[int, ...]:
+    return tuple(rank + first for rank in ranks)
+
+
+def merge_evidence(parts: Sequence[HangEvidence]) -> HangEvidence:
+    """The evidence of several nodes as one."""
+    groups = merge_groups(group for part in parts for group in part.groups)
+    return HangEvidence(tuple(groups), merge_records(part.collectives for part in parts))
+
+
+def merge_found(hangs: Sequence[Hang], seen: HangEvidence, ranks: int) -> DetectedHang | None:
+    """The findings of several nodes as one hang of `ranks` ranks, with global rank numbers; None for none.
+
+    Stopped ranks are at fault, else those behind all others.
+    """
+    if not hangs:
+        return None
+    order = sorted(hangs, key=lambda hang: (not hang.sighting.stopped, find_position(hang.sighting)))
+    first = order[0]
+    alike = [
+        hang
+        for hang in order
+        if hang.sighting.stopped == first.sighting.stopped
+        and find_position(hang.sighting) == find_position(first.sighting)
+    ]
+    blamed = tuple(sorted(rank for hang in alike for rank in hang.ranks))
+    return DetectedHang(replace(first, ranks=blamed, all_alike=len(blamed) == ranks), seen)
