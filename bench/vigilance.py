@@ -31,14 +31,13 @@ from plain_loops import QUIET, ours
 from shardway.ranks.heartbeat import VARIABLE, Progress
 from shardway.rundir.directory import RunDir
 from shardway.train.guard import Guard
-from shardway.train.guard_repeat import RepeatablePasses
 from shardway.train.record import Recorder
-from shardway.train.snapshot import RngAndBufferSnapshot
+from shardway.train.step import MutableParts, RepeatablePasses
 from turns import Task
 
 PARTS: dict[str, tuple[tuple[type, str], ...]] = {
     "progress page": ((Progress, "enter"),),
-    "guard": ((RngAndBufferSnapshot, "remember"), (Guard, "watch"), (Guard, "look_at"), (RepeatablePasses, "read")),
+    "guard": ((MutableParts, "remember"), (Guard, "watch"), (Guard, "look_at"), (RepeatablePasses, "read")),
     "events and status": ((Recorder, "step"), (Recorder, "status")),
 }
 WARM_UP = 10

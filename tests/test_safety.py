@@ -14,7 +14,7 @@ SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "PASSWORD", "SO
 SENTINEL = "hunter2-4711"
 
 REMOVERS = {
-    "checkpoint/folders.py": "checkpoints by their names, unfinished ones too",
+    "checkpoint/manager.py": "checkpoints by their names, unfinished ones too",
     "checkpoint/writer.py": "the unfinished folder of this step",
     "checkpoint/export.py": "the hidden, unfinished neighbour of the folder that it writes, and a file in it",
     "checkpoint/local_tier.py": "the folder of links and of received files that it made to read through, or damaged",
@@ -32,7 +32,7 @@ REMOVERS = {
     "rundir/file_io.py": "temporary files of its own, and for those above and below the folder that they name",
     "rundir/lease.py": "files of older epochs; the lock and lease that it has just made, which nothing ever held",
     "rundir/names.py": "what this run, by its id, has saved on the disk of a node",
-    "train/importing.py": "the hidden, unfinished neighbour of the run directory that it makes",
+    "train/run_weights.py": "the hidden, unfinished neighbour of the run directory that it makes",
     "train/session.py": "empty folders that it made for a start that was refused",
     "rundir/directory.py": "a mark that it has just made, and the stop file",
 }

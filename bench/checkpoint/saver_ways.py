@@ -11,10 +11,9 @@ import torch.distributed.checkpoint as dcp
 from saver_bench import Bench, Paced, evict, flatten
 from torch import nn
 
-from shardway.checkpoint.async_save import Flight
-from shardway.checkpoint.folders import shared_place
+from shardway.checkpoint.async_save import AsyncSave
 from shardway.checkpoint.reader import load_latest
-from shardway.checkpoint.writer import collect_content, save_checkpoint, write_checkpoint
+from shardway.checkpoint.writer import collect_content, save_checkpoint, shared_place, write_checkpoint
 from shardway.ranks.launcher import Placement
 from shardway.ranks.start import Ranks
 
@@ -78,12 +77,13 @@ def background(bench: Bench) -> None:
     with bench.timed("stall"):
         content = collect_content(ranks, bench.trained, 1, {"step": 1})
         copied = replace(content, tensors=bench.staging.stage(content.tensors))
-        flight = Flight(1, ranks, lambda: write_checkpoint(shared_place(bench.directory, ranks), ranks, copied))
+        save = AsyncSave(1, ranks, lambda: write_checkpoint(shared_place(bench.directory, ranks), ranks, copied))
+        save.start()
     beside = Paced()
-    while not flight.has_landed:
+    while not save.has_ended:
         beside.take(step)
-    if flight.landing is None or flight.landing.error is not None:
-        raise SystemExit(f"the save failed: {flight.landing}")
+    if save.error is not None:
+        raise SystemExit(f"the save failed: {save.error}")
     beside.note(bench, "step beside a save")
     bench.fresh("run")
 

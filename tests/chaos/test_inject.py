@@ -15,7 +15,7 @@ import sitecustomize as inject
 
 mark = Path(sys.argv[1])
 changes = [("shardway.data.loader", inject._stall(0, mark)), ("shardway.train.passes", inject._slow(1.0))]
-changes += [("shardway.data.loader", inject._pace(1.0)), ("shardway.train.saving", inject._retry(1.0))]
+changes += [("shardway.data.loader", inject._pace(1.0)), ("shardway.checkpoint.manager", inject._retry(1.0))]
 changes += [("shardway.train.step", inject._harm("nan", 0, mark))]
 for phase in sys.argv[2:]:
     changes += inject._kill_in_save(inject._Save(0, mark), phase).items()

@@ -17,10 +17,9 @@ from runs import lone_rank, pool_ranks
 from shardway.checkpoint import reader
 from shardway.checkpoint.catalog import PassedOver, verify_checkpoint
 from shardway.checkpoint.file_format import TensorTable
-from shardway.checkpoint.folders import shared_place
 from shardway.checkpoint.reader import load_latest, peek_latest
 from shardway.checkpoint.state import Trained, random_state
-from shardway.checkpoint.writer import collect_content, save_checkpoint, write_checkpoint
+from shardway.checkpoint.writer import collect_content, save_checkpoint, shared_place, write_checkpoint
 from shardway.errors import JobError, UserError
 from shardway.models.transformer import TransformerShape
 from shardway.ranks.start import Ranks

@@ -18,7 +18,7 @@ from pool import RankPool, ranks
 from runs import lone_rank, pool_ranks
 from shardway.checkpoint import writer
 from shardway.checkpoint.file_format import read_manifest
-from shardway.checkpoint.folders import RetentionPolicy, remove_leftovers, retire
+from shardway.checkpoint.manager import RetentionPolicy, prune_checkpoints, remove_leftovers
 from shardway.checkpoint.reader import load_latest
 from shardway.checkpoint.state import count_bytes
 from shardway.checkpoint.writer import save_checkpoint
@@ -53,12 +53,12 @@ def digest_tree(folder: Path) -> dict[str, str]:
 
 
 PHASES = {
-    "collecting": "shardway.checkpoint.state.collect_tensors",
+    "collecting": "shardway.checkpoint.state.Trained.collect",
     "checking space": "shardway.checkpoint.writer._check_space",
     "making the folder": "shardway.checkpoint.writer._clear_and_make",
     "writing tensors": "shardway.checkpoint.writer.write_tensors",
     "writing all files": "shardway.checkpoint.writer._write_share",
-    "sealing": "shardway.checkpoint.writer._seal_others",
+    "checksums": "shardway.checkpoint.writer._checksum_others",
     "writing the manifest": "shardway.checkpoint.writer.write_manifest",
     "renaming": "shardway.checkpoint.writer.os.rename",
 }
@@ -180,11 +180,11 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     directory, trained = made(tmp_path), make_trained(lone_rank())
     for step in (3, 20, 100, 101):
         save_checkpoint(directory, lone_rank(), trained, step, numbers(step))
-    retire(directory, lone_rank(), RetentionPolicy(3), 101)
+    prune_checkpoints(directory, lone_rank(), RetentionPolicy(3), 101)
     assert directory.checkpoint_steps() == [20, 100, 101]
-    retire(directory, lone_rank(), RetentionPolicy(1), 101)
+    prune_checkpoints(directory, lone_rank(), RetentionPolicy(1), 101)
     assert directory.checkpoint_steps() == [101]
-    retire(directory, lone_rank(), RetentionPolicy(2), 101)
+    prune_checkpoints(directory, lone_rank(), RetentionPolicy(2), 101)
     assert directory.checkpoint_steps() == [101]
     assert os.listdir(directory.checkpoints) == ["step-000000101"]
 
@@ -213,7 +213,7 @@ def test_a_removal_that_is_cut_off_leaves_no_half_checkpoint(tmp_path: Path, mon
         save_checkpoint(directory, lone_rank(), trained, step, numbers(step))
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_at_second_removal(patch)
-        retire(directory, lone_rank(), RetentionPolicy(1), 2)
+        prune_checkpoints(directory, lone_rank(), RetentionPolicy(1), 2)
     assert directory.checkpoint_steps() == [2]
     assert len(directory.partial_checkpoints()) == 1
     remove_leftovers(directory)
@@ -245,9 +245,9 @@ def test_a_checkpoint_that_cannot_be_removed_ends_nothing(tmp_path: Path, monkey
         save_checkpoint(directory, lone_rank(), trained, step, numbers(step))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", refuse)
-        retire(directory, lone_rank(), RetentionPolicy(1), 2)
+        prune_checkpoints(directory, lone_rank(), RetentionPolicy(1), 2)
     assert directory.checkpoint_steps() == [1, 2]
-    retire(directory, lone_rank(), RetentionPolicy(1), 2)
+    prune_checkpoints(directory, lone_rank(), RetentionPolicy(1), 2)
     assert directory.checkpoint_steps() == [2]
 
 

@@ -17,13 +17,12 @@ from runs import layout, lone_rank, open_tiny, pool_ranks
 from shardway.checkpoint import export
 from shardway.checkpoint.catalog import find_checkpoint
 from shardway.checkpoint.export import write_state_dicts
-from shardway.checkpoint.folders import shared_place
-from shardway.checkpoint.writer import Content, write_checkpoint
+from shardway.checkpoint.writer import Content, shared_place, write_checkpoint
 from shardway.errors import JobError, UserError
 from shardway.models.contract import ModelPlan
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
-from shardway.train.export import export_run, export_state_dicts
+from shardway.train.run_weights import export_run, export_state_dicts
 from trained import whole
 
 SCRIPT = (

@@ -16,8 +16,8 @@ from pool import ranks
 from runs import lone_rank, open_tiny, pool_ranks, train_tiny
 from saved_tensors import read_whole
 from shardway.rundir.directory import RunDir
-from shardway.train.export import Which, _resolve, export_on
 from shardway.train.loss import LossSum
+from shardway.train.run_weights import Which, _resolve, export_on
 
 RUN = ("checkpoint.every=100 steps", "train.steps=5", "model.tied=false", "model.kv_heads=2")
 TOKENS = torch.arange(24).reshape(2, 12) % 32

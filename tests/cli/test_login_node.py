@@ -17,7 +17,7 @@ from shardway.checkpoint.file_format import (
     Manifest,
     TensorRow,
     TensorTable,
-    seal_file,
+    checksum_file,
     shard_name,
     write_manifest,
     write_table,
@@ -80,7 +80,7 @@ def folder(tmp_path: Path) -> Path:
     shard.write_bytes(bytes(8))
     table = saved.checkpoint_path(5) / file_format.TABLE
     held = TensorTable({"model.weight": TensorRow("float32", (2,), (Chunk(shard.name, 0, (0,), (2,)),))}, {})
-    seals = {shard.name: seal_file(shard), file_format.TABLE: write_table(table, held)}
+    seals = {shard.name: checksum_file(shard), file_format.TABLE: write_table(table, held)}
     write_manifest(saved.checkpoint_path(5), Manifest(5, 1, {}, seals))
     return tmp_path
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardway.checkpoint.file_format import find_damage, seal_file
+from shardway.checkpoint.file_format import checksum_file, find_damage
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import AWAY, answers, is_there, list_names
@@ -78,7 +78,7 @@ def test_a_stop_file_that_cannot_be_seen_asks_for_nothing(number: int, tmp_path:
 def test_a_file_of_a_server_that_is_away_is_not_damaged(number: int, tmp_path: Path, refuse: Refuse) -> None:
     """It would be set aside, and an older checkpoint be trained from."""
     (tmp_path / "file").write_bytes(b"content")
-    seal = seal_file(tmp_path / "file")
+    seal = checksum_file(tmp_path / "file")
     refuse(number)
     with pytest.raises(JobError, match="cannot be looked at"):
         find_damage(tmp_path, "file", seal)
@@ -86,6 +86,6 @@ def test_a_file_of_a_server_that_is_away_is_not_damaged(number: int, tmp_path: P
 
 def test_a_file_that_cannot_be_read_for_its_own_sake_is_damaged(tmp_path: Path, refuse: Refuse) -> None:
     (tmp_path / "file").write_bytes(b"content")
-    seal = seal_file(tmp_path / "file")
+    seal = checksum_file(tmp_path / "file")
     refuse(errno.EIO)
     assert find_damage(tmp_path, "file", seal) == "file cannot be read (Input/output error)"

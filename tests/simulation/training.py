@@ -1,4 +1,4 @@
-"""A small model of a run: what `train/session.py`, `train/saving.py` and `checkpoint/writer.py` do to files, in order.
+"""A small model of a run: what `train/session.py`, `checkpoint/manager.py` and `checkpoint/writer.py` do to files.
 
 A state is a number that follows from its step. A checkpoint is two files of it and a manifest that says what they hold.
 The lease, its watch and the policy of restarts are the real ones.

@@ -181,7 +181,7 @@ def test_what_was_validated_in_the_spike_is_no_best_one(tmp_path: Path, quiet_th
 def wait_until_step_33_is_saved(run: Run, step: int) -> None:
     """Which steps are saved must not depend on how soon one is written; that of step 33 is under way in step 34."""
     if step != 34:
-        run._loop._saver.settle()  # type: ignore[union-attr]
+        run._loop._checkpoints.settle()  # type: ignore[union-attr]
 
 
 def test_a_run_goes_back_as_often_as_it_may_and_then_ends(tmp_path: Path, quiet_threads: None) -> None:
@@ -273,7 +273,7 @@ def test_a_run_that_goes_on_within_a_spike_still_finds_it(tmp_path: Path, quiet_
 
 
 DEATHS = {
-    "before anything is set aside": "shardway.train.restore.set_undone_aside",
+    "before anything is set aside": "shardway.train.restore.quarantine_undone",
     "before it loads": "shardway.train.restore.load_latest",
     "before it reads data": "shardway.train.loop.Loop._open_stream",
 }

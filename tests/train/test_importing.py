@@ -23,9 +23,8 @@ from shardway.errors import JobError, UserError
 from shardway.ranks.start import Ranks
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir
-from shardway.train.export import _resolve as resolve_export
-from shardway.train.export import export_on
-from shardway.train.importing import Imported, ImportRequest, import_on, resolve_import
+from shardway.train.run_weights import Imported, ImportRequest, export_on, import_on, resolve_import
+from shardway.train.run_weights import _resolve as resolve_export
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -181,12 +180,12 @@ def test_damage_found_while_reading_leaves_nothing(rank: int, tmp_path: Path) ->
 
 def test_a_checkpoint_that_names_files_elsewhere_is_not_copied(tmp_path: Path) -> None:
     from shardway.checkpoint.catalog import FoundCheckpoint, copy_checkpoint
-    from shardway.checkpoint.file_format import Damaged, Manifest, seal_bytes, write_manifest
+    from shardway.checkpoint.file_format import Damaged, Manifest, checksum_bytes, write_manifest
 
     source = tmp_path / "a/source"
     source.mkdir(parents=True)
     (tmp_path / "a/secret").write_bytes(b"x")
-    write_manifest(source, Manifest(1, 1, {}, {"../secret": seal_bytes(b"x")}))
+    write_manifest(source, Manifest(1, 1, {}, {"../secret": checksum_bytes(b"x")}))
     target = RunDir(tmp_path / "b/run")
     target.create()
     with pytest.raises(Damaged, match="which is not in it"):
@@ -199,7 +198,7 @@ SLOWLY = """
 import sys, time, pathlib
 sys.path[:0] = [{tests!r}]
 from shardway.checkpoint import writer
-from shardway.train import importing
+from shardway.train import run_weights
 from test_importing import bring, lone_rank
 def wait(*_):
     pathlib.Path({mark!r}).touch()
@@ -212,8 +211,8 @@ bring(pathlib.Path({source!r}), pathlib.Path({target!r}), lone_rank())
 @pytest.mark.parametrize(
     "patch",
     [
-        pytest.param("save.write_manifest = wait", marks=pytest.mark.exhaustive),
-        "importing.verify_checkpoint = wait",
+        pytest.param("writer.write_manifest = wait", marks=pytest.mark.exhaustive),
+        "run_weights.verify_checkpoint = wait",
     ],
 )
 def test_a_kill_in_the_middle_leaves_nothing_that_is_loaded(patch: str, tmp_path: Path) -> None:

@@ -30,10 +30,11 @@ from runs import (
     train_tiny,
 )
 from saved_tensors import read_whole
+from shardway.checkpoint import manager
 from shardway.errors import JobError, UserError
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
-from shardway.train import loop, saving
+from shardway.train import loop
 from shardway.train.loss import LossSum
 from shardway.train.validate import Validation
 
@@ -169,8 +170,8 @@ def test_a_death_around_the_save_of_a_best_step_changes_nothing(
     values, words = [5.0, 4.0, 6.0, 1.0, 3.0, 2.0, 7.0], ("checkpoint.every=3 steps", "checkpoint.keep=1")
     name, module = {
         "validating": ("validate", loop),
-        "saving": ("save_to", saving),
-        "removing": ("retire", saving),
+        "saving": ("write_checkpoint", manager),
+        "removing": ("prune_checkpoints", manager),
     }[where]
     real = getattr(module, name)
 
@@ -241,14 +242,14 @@ def test_a_best_step_that_only_the_nodes_have_is_brought_to_the_run_directory(
     """The run died after the validation that made it the best."""
     values, words = [3.0, 1.0, 2.0, 2.5], ("checkpoint.keep=1", "checkpoint.keep_best=1", "checkpoint.every=100 steps")
     local = ("checkpoint.local_every=1 steps", f"checkpoint.local_dir={tmp_path / 'disk'}")
-    real = saving.Saver.save
+    real = manager.CheckpointManager.save
 
-    def die(saver: saving.Saver, point: saving.SavePoint) -> None:
+    def die(saver: manager.CheckpointManager, point: manager.SavePoint) -> None:
         if point.best and point.step == 2:
             raise Killed
         real(saver, point)
 
-    monkeypatch.setattr(saving.Saver, "save", die)
+    monkeypatch.setattr(manager.CheckpointManager, "save", die)
     with pytest.raises(Killed):
         train(tmp_path / "run", lone_rank(), values, *words, *local)
     monkeypatch.undo()
@@ -261,14 +262,14 @@ def test_a_best_step_that_only_the_nodes_have_is_brought_to_the_run_directory(
 def test_where_a_best_step_cannot_be_saved_the_next_best_takes_its_place(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = saving.save_to
+    real = manager.write_checkpoint
 
-    def refuse(place: Any, on: Any, state: Any, step: int, numbers: Any) -> Any:
-        if step == 3:
+    def refuse(place: Any, on: Any, content: Any) -> Any:
+        if content.step == 3:
             raise JobError("no space is left")
-        return real(place, on, state, step, numbers)
+        return real(place, on, content)
 
-    monkeypatch.setattr(saving, "save_to", refuse)
+    monkeypatch.setattr(manager, "write_checkpoint", refuse)
     values, words = [5.0, 2.0, 1.0, 4.0, 3.0, 6.0], ("checkpoint.keep=1", "checkpoint.keep_best=2")
     found = train(tmp_path, lone_rank(), values, *words)
     assert [event["step"] for event in read_named(tmp_path, "save_failed")] == [3]

@@ -11,7 +11,7 @@ from shardway.resolve import Circumstances, resolve
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import load_run
 from shardway.sites.load import load_site
-from shardway.train.export import lay_evenly
+from shardway.train.run_weights import lay_evenly
 
 
 @ranks(2)

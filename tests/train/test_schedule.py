@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.train.loop_state import COURSES, LRSchedule, lr_factor
+from shardway.train.loop_state import LR_SCHEDULES, LRSchedule, lr_factor
 
 GOLDEN = {
     # total 12, warm-up 4, decay 4, final 0.2, by hand: (step + 1) / 4, then the course over steps 4 to 12
@@ -22,13 +22,13 @@ GOLDEN = {
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_values(name: str) -> None:
-    course = LRSchedule(total=12, warmup=4, decay=4, final=0.2)
-    found = [lr_factor(name, course, step) for step in range(len(GOLDEN[name]))]
+    lr_schedule = LRSchedule(total=12, warmup=4, decay=4, final=0.2)
+    found = [lr_factor(name, lr_schedule, step) for step in range(len(GOLDEN[name]))]
     assert found == pytest.approx(GOLDEN[name], rel=1e-12)
 
 
 def test_every_schedule_of_the_run_file_has_a_course() -> None:
-    assert set(COURSES) == {"cosine", "linear", "constant", "wsd"}
+    assert set(LR_SCHEDULES) == {"cosine", "linear", "constant", "wsd"}
 
 
 @st.composite
@@ -39,40 +39,40 @@ def courses(draw: st.DrawFn) -> LRSchedule:
     return LRSchedule(total, warmup, decay, draw(st.floats(0.0, 1.0)))
 
 
-names = st.sampled_from(sorted(COURSES))
+names = st.sampled_from(sorted(LR_SCHEDULES))
 
 
 @given(names, courses(), st.integers(0, 600))
-def test_the_factor_stays_within_its_bounds(name: str, course: LRSchedule, step: int) -> None:
-    factor = lr_factor(name, course, step)
-    lowest = course.final if step >= course.warmup else 0.0
+def test_the_factor_stays_within_its_bounds(name: str, lr_schedule: LRSchedule, step: int) -> None:
+    factor = lr_factor(name, lr_schedule, step)
+    lowest = lr_schedule.final if step >= lr_schedule.warmup else 0.0
     assert lowest - 1e-12 <= factor <= 1.0 + 1e-12
 
 
 @given(names, courses())
-def test_the_warm_up_starts_low_and_meets_the_peak(name: str, course: LRSchedule) -> None:
-    rising = [lr_factor(name, course, step) for step in range(course.warmup)]
-    assert rising == [(step + 1) / course.warmup for step in range(course.warmup)]
-    if course.warmup < course.total:
-        assert lr_factor(name, course, course.warmup) == pytest.approx(1.0)
+def test_the_warm_up_starts_low_and_meets_the_peak(name: str, lr_schedule: LRSchedule) -> None:
+    rising = [lr_factor(name, lr_schedule, step) for step in range(lr_schedule.warmup)]
+    assert rising == [(step + 1) / lr_schedule.warmup for step in range(lr_schedule.warmup)]
+    if lr_schedule.warmup < lr_schedule.total:
+        assert lr_factor(name, lr_schedule, lr_schedule.warmup) == pytest.approx(1.0)
 
 
 @given(names, courses())
-def test_after_the_warm_up_it_never_rises(name: str, course: LRSchedule) -> None:
-    falling = [lr_factor(name, course, step) for step in range(course.warmup, course.total + 3)]
+def test_after_the_warm_up_it_never_rises(name: str, lr_schedule: LRSchedule) -> None:
+    falling = [lr_factor(name, lr_schedule, step) for step in range(lr_schedule.warmup, lr_schedule.total + 3)]
     assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(falling))
 
 
 @given(st.sampled_from(["cosine", "linear"]), courses())
-def test_the_end_is_the_final_factor(name: str, course: LRSchedule) -> None:
-    if course.warmup < course.total:
-        assert lr_factor(name, course, course.total) == pytest.approx(course.final, abs=1e-12)
-        assert lr_factor(name, course, course.total + 100) == pytest.approx(course.final, abs=1e-12)
+def test_the_end_is_the_final_factor(name: str, lr_schedule: LRSchedule) -> None:
+    if lr_schedule.warmup < lr_schedule.total:
+        assert lr_factor(name, lr_schedule, lr_schedule.total) == pytest.approx(lr_schedule.final, abs=1e-12)
+        assert lr_factor(name, lr_schedule, lr_schedule.total + 100) == pytest.approx(lr_schedule.final, abs=1e-12)
 
 
 @given(courses())
-def test_the_stable_part_lasts_until_the_decay(course: LRSchedule) -> None:
-    for step in range(course.warmup, course.total - course.decay):
-        assert lr_factor("wsd", course, step) == 1.0
-    if course.decay:
-        assert lr_factor("wsd", course, course.total) == pytest.approx(course.final, abs=1e-12)
+def test_the_stable_part_lasts_until_the_decay(lr_schedule: LRSchedule) -> None:
+    for step in range(lr_schedule.warmup, lr_schedule.total - lr_schedule.decay):
+        assert lr_factor("wsd", lr_schedule, step) == 1.0
+    if lr_schedule.decay:
+        assert lr_factor("wsd", lr_schedule, lr_schedule.total) == pytest.approx(lr_schedule.final, abs=1e-12)

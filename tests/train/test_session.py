@@ -9,7 +9,7 @@ import pytest
 
 from pool import ranks
 from runs import layout, lone_rank, open_tiny, pool_ranks, read_column, signal_at, train_tiny
-from shardway.checkpoint.catalog import PassedOver, set_aside
+from shardway.checkpoint.catalog import PassedOver, quarantine
 from shardway.errors import JobError, UserError
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir
@@ -125,7 +125,7 @@ def test_every_damaged_checkpoint_of_a_step_is_kept(tmp_path: Path) -> None:
     run.create()
     for _ in range(3):
         run.checkpoint_path(6).mkdir()
-        assert set_aside(run, [PassedOver(6, "why")])[0].reason == "why"
+        assert quarantine(run, [PassedOver(6, "why")])[0].reason == "why"
     assert sorted(path.name for path in run.checkpoints.iterdir()) == [
         "damaged-step-000000006",
         "damaged-step-000000006.2",

@@ -23,10 +23,9 @@ from shardway.models.transformer import Transformer, TransformerShape
 from shardway.parallel.apply import ParallelModel
 from shardway.ranks.start import Ranks
 from shardway.ranks.stop import Wishes
-from shardway.train.guard_repeat import GuardChecks
 from shardway.train.loss import IGNORED, LossSum, token_cross_entropy
 from shardway.train.passes import count_rows, cut
-from shardway.train.step import StepContext, StepParts, StepResult, take_step
+from shardway.train.step import GuardChecks, StepContext, StepParts, StepResult, take_step
 from trained import apply_shape, make_passes, whole
 
 SHAPE = TransformerShape(vocab=11, dim=16, layers=2, heads=2, kv_heads=1, ffn_dim=24)

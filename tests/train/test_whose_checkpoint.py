@@ -16,7 +16,7 @@ from shardway.errors import JobError
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir
 from shardway.rundir.names import NAME, find_run_id
-from shardway.train.importing import ImportRequest, import_on, resolve_import
+from shardway.train.run_weights import ImportRequest, import_on, resolve_import
 
 SAVING = ("checkpoint.every=2 steps", "train.steps=4", "optim.warmup=1 steps")
 LONGER = ("checkpoint.every=2 steps", "train.steps=6", "optim.warmup=1 steps")

@@ -58,7 +58,7 @@ def _prepare(rank: int) -> None:
             return collect(ranks, state, step, numbers)
 
         module.collect_content = collect_content
-        write = module._Stream.write
+        write = module.ChecksumWriter.update
 
         def write_some(self: Any, *arguments: Any) -> Any:
             done = write(self, *arguments)
@@ -67,7 +67,7 @@ def _prepare(rank: int) -> None:
                 harm.in_save(saving[0])
             return done
 
-        module._Stream.write = write_some
+        module.ChecksumWriter.update = write_some
 
     changes = {"step": change_step} if harm.pace_s or harm.kind in ("hang", "raise") else {}
     found = {f"shardway.train.{name}": change for name, change in changes.items()}

@@ -24,56 +24,52 @@ from shardway.checkpoint.state import Tensors
 from shardway.checkpoint.writer import SavedCheckpoint
 from shardway.hardware.limits import read_memory_left
 from shardway.ranks.start import Ranks
+from shardway.rundir.lineage import SHARED
 
 
-@dataclass(frozen=True)
-class AsyncSave:
-    """How a background save ended: what was saved (None: there was nothing to save), or the error.
+class AsyncSave(threading.Thread):
+    """A save under way: `write` runs in this thread, on all ranks together, over process groups of its own, and `then`
+    after it if there was something to save.
 
-    `ended` is a time of `time.perf_counter`.
+    `tier` is where it goes. `started` is when the run stopped for it (perf_counter), `stall_s` for how many seconds.
+    Once it `has_ended`: `saved` (None: there was nothing to save) or `error`, at the time `ended`.
     """
 
-    saved: SavedCheckpoint | None
-    error: BaseException | None
-    ended: float
+    tier, started, stall_s = SHARED, 0.0, 0.0
 
-
-class Flight:
-    """A save under way: `write` runs in the thread, on all ranks together, over process groups of its own."""
-
-    def __init__(self, step: int, ranks: Ranks, write: Callable[[], SavedCheckpoint | None]) -> None:
+    def __init__(
+        self,
+        step: int,
+        ranks: Ranks,
+        write: Callable[[], SavedCheckpoint | None],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(name=f"save of step {step}", daemon=True)
         self.step = step
-        self._device = ranks.device
-        self._write = write
-        self._landing: AsyncSave | None = None
-        self._thread = threading.Thread(target=self._fly, name=f"save of step {step}", daemon=True)
-        self._thread.start()
+        self._device, self._write, self._then = ranks.device, write, then
+        self.saved: SavedCheckpoint | None = None
+        self.error: BaseException | None = None
+        self.ended = 0.0
+        self.has_ended = False
 
-    @property
-    def landing(self) -> AsyncSave | None:
-        """How it ended; None while it runs."""
-        return self._landing
-
-    @property
-    def has_landed(self) -> bool:
-        """Whether it has ended, with or without an error."""
-        return self._landing is not None
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has ended, or for `timeout_s`; returns whether it has ended."""
-        self._thread.join(timeout_s)
-        return self._landing is not None
-
-    def _fly(self) -> None:
-        saved: SavedCheckpoint | None = None
-        error: BaseException | None = None
+    def run(self) -> None:
+        """The work of the thread."""
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a new thread's device is the first, which is another rank's
             saved = self._write()
+            if saved is not None:
+                self._then()
+            self.saved = saved
         except BaseException as caught:  # reported by the training thread
-            error = caught
-        self._landing = AsyncSave(saved, error, time.perf_counter())
+            self.error = caught
+        self.ended = time.perf_counter()
+        self.has_ended = True
+
+    def wait(self) -> SavedCheckpoint | None:
+        """What was saved, once it has ended; None if nothing was."""
+        self.join()
+        return self.saved
 
 
 # --- the copy of a state in host memory

@@ -146,7 +146,7 @@ def verify_found(found: FoundCheckpoint, rank: int = 0, world: int = 1) -> Manif
     """Compare this rank's share of the files with the manifest. Raises Damaged that names what differs."""
     manifest = manifest_of(found)
     shares = list(manifest.files.items())[rank::world]
-    damages = [damage for name, seal in shares if (damage := find_damage(found.folder, name, seal))]
+    damages = [damage for name, checksum in shares if (damage := find_damage(found.folder, name, checksum))]
     if damages:
         raise Damaged(found.folder, damages)
     return manifest
@@ -225,7 +225,7 @@ class CheckpointHead:
             "world": manifest.world,
             "numbers": dict(manifest.numbers),
             "bytes": manifest.total_bytes,
-            "files": {name: seal.bytes for name, seal in sorted(manifest.files.items())},
+            "files": {name: checksum.bytes for name, checksum in sorted(manifest.files.items())},
         }
 
 
@@ -305,7 +305,7 @@ class CorruptCheckpoint:
     reason: str
 
 
-def set_aside(directory: RunDir, found: Sequence[PassedOver], kind: str = "damaged") -> list[CorruptCheckpoint]:
+def quarantine(directory: RunDir, found: Sequence[PassedOver], kind: str = "damaged") -> list[CorruptCheckpoint]:
     """Rename checkpoints that are "damaged" or "undone"; called on rank 0 while it holds the writer's lock.
 
     Raises JobError if the file system refuses.

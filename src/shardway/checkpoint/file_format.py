@@ -67,49 +67,49 @@ class ChecksumWriter:
                 self._blocks.append(self._digest.hexdigest())
                 self._digest.reset()
 
-    def seal(self) -> FileChecksum:
+    def result(self) -> FileChecksum:
         """The checksums of all bytes so far."""
         rest = [self._digest.hexdigest()] if self._bytes % BLOCK else []
         return FileChecksum(self._bytes, (*self._blocks, *rest))
 
 
-def seal_bytes(data: bytes) -> FileChecksum:
+def checksum_bytes(data: bytes) -> FileChecksum:
     """The checksums of a file with this content."""
-    sealer = ChecksumWriter()
-    sealer.update(data)
-    return sealer.seal()
+    writer = ChecksumWriter()
+    writer.update(data)
+    return writer.result()
 
 
-def seal_file(path: Path) -> FileChecksum:
+def checksum_file(path: Path) -> FileChecksum:
     """Read a whole file and compute its checksums."""
-    sealer, step = ChecksumWriter(), memoryview(bytearray(STEP))
+    writer, step = ChecksumWriter(), memoryview(bytearray(STEP))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(step):
-            sealer.update(step[:count])
-    return sealer.seal()
+            writer.update(step[:count])
+    return writer.result()
 
 
-def find_damage(folder: Path, name: str, seal: FileChecksum) -> str | None:
+def find_damage(folder: Path, name: str, checksum: FileChecksum) -> str | None:
     """What is wrong with one file of a checkpoint, or None."""
-    if short := find_short(folder, name, seal):
+    if short := find_short(folder, name, checksum):
         return short
     try:
-        found = seal_file(folder / name)
+        found = checksum_file(folder / name)
     except OSError as error:
         return describe_unreadable(folder, name, error)
-    if found.bytes != seal.bytes:
-        return _format_size(name, found.bytes, seal)
-    changed = (i for i, pair in enumerate(zip(found.blocks, seal.blocks, strict=False)) if pair[0] != pair[1])
-    return None if found == seal else describe_changed(name, seal, next(changed, 0))
+    if found.bytes != checksum.bytes:
+        return _format_size(name, found.bytes, checksum)
+    changed = (i for i, pair in enumerate(zip(found.blocks, checksum.blocks, strict=False)) if pair[0] != pair[1])
+    return None if found == checksum else describe_changed(name, checksum, next(changed, 0))
 
 
-def find_short(folder: Path, name: str, seal: FileChecksum) -> str | None:
+def find_short(folder: Path, name: str, checksum: FileChecksum) -> str | None:
     """What is wrong with the size of one file of a checkpoint, or None; its content is not read."""
     try:
         size = (folder / name).stat().st_size
     except OSError as error:
         return describe_unreadable(folder, name, error)
-    return None if size == seal.bytes else _format_size(name, size, seal)
+    return None if size == checksum.bytes else _format_size(name, size, checksum)
 
 
 def describe_unreadable(folder: Path, name: str, error: OSError) -> str:
@@ -118,15 +118,15 @@ def describe_unreadable(folder: Path, name: str, error: OSError) -> str:
     return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name} cannot be read ({error.strerror})"
 
 
-def describe_changed(name: str, seal: FileChecksum, block: int) -> str:
+def describe_changed(name: str, checksum: FileChecksum, block: int) -> str:
     """Describe a block that is not what was saved."""
-    first, end = block * BLOCK, min((block + 1) * BLOCK, seal.bytes)
-    which = "its checksum" if len(seal.blocks) == 1 else f"the checksum of its bytes {first} to {end}"
+    first, end = block * BLOCK, min((block + 1) * BLOCK, checksum.bytes)
+    which = "its checksum" if len(checksum.blocks) == 1 else f"the checksum of its bytes {first} to {end}"
     return f"the content of {name} has changed ({which} is another)"
 
 
-def _format_size(name: str, size: int, seal: FileChecksum) -> str:
-    return f"{name} has {size} bytes, the manifest says {seal.bytes}"
+def _format_size(name: str, size: int, checksum: FileChecksum) -> str:
+    return f"{name} has {size} bytes, the manifest says {checksum.bytes}"
 
 
 # --- the manifest
@@ -152,7 +152,7 @@ class Manifest:
     @property
     def total_bytes(self) -> int:
         """Size of all files together."""
-        return sum(seal.bytes for seal in self.files.values())
+        return sum(checksum.bytes for checksum in self.files.values())
 
 
 class Damaged(JobError):
@@ -180,7 +180,9 @@ def digest_manifest(manifest: Manifest) -> str:
 
 
 def _content_of(manifest: Manifest) -> dict[str, Any]:
-    files = {name: {"bytes": seal.bytes, "xxh3": seal.blocks} for name, seal in sorted(manifest.files.items())}
+    files = {
+        name: {"bytes": checksum.bytes, "xxh3": checksum.blocks} for name, checksum in sorted(manifest.files.items())
+    }
     head = {"format": FORMAT, "step": manifest.step, "world": manifest.world, "epoch": manifest.epoch}
     return {**head, "run": manifest.run, "numbers": dict(manifest.numbers), "block_bytes": BLOCK, "files": files}
 
@@ -193,7 +195,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise UserError(_other_format(folder, content["format"]))
         if content.pop("xxh3") != _digest(content):
             raise Damaged(folder, [f"its {MANIFEST} has changed (its checksum is another)"])
-        files = {name: _read_seal(name, seal) for name, seal in content["files"].items()}
+        files = {name: _read_checksum(name, checksum) for name, checksum in content["files"].items()}
         numbers, epoch = dict(content["numbers"]), int(content["epoch"])
         run = str(content.get("run", ""))
         return Manifest(int(content["step"]), int(content["world"]), numbers, files, epoch, run)
@@ -209,8 +211,8 @@ def _digest(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(render_json(content, sort_keys=True).encode())
 
 
-def _read_seal(name: str, seal: Mapping[str, Any]) -> FileChecksum:
-    found = FileChecksum(int(seal["bytes"]), tuple(map(str, seal["xxh3"])))
+def _read_checksum(name: str, checksum: Mapping[str, Any]) -> FileChecksum:
+    found = FileChecksum(int(checksum["bytes"]), tuple(map(str, checksum["xxh3"])))
     if len(found.blocks) != -(-found.bytes // BLOCK):
         raise ValueError(f"{name} has {len(found.blocks)} checksums for {found.bytes} bytes")
     return found
@@ -301,15 +303,15 @@ def write_table(path: Path, table: TensorTable) -> FileChecksum:
     text = render_json({"files": files, "tensors": rows, "values": dict(table.values)})
     data = text.encode()
     path.write_bytes(data)
-    return seal_bytes(data)
+    return checksum_bytes(data)
 
 
 def read_table(folder: Path, manifest: Manifest) -> TensorTable:
     """The table of a checkpoint, compared with its checksums. Raises Damaged."""
-    seal = manifest.files.get(TABLE)
-    if seal is None:
+    checksum = manifest.files.get(TABLE)
+    if checksum is None:
         raise Damaged(folder, [f"its manifest knows no {TABLE}"])
-    if damage := find_damage(folder, TABLE, seal):
+    if damage := find_damage(folder, TABLE, checksum):
         raise Damaged(folder, [damage])
     try:
         content = json.loads((folder / TABLE).read_bytes())
@@ -356,20 +358,20 @@ class BlockReader:
     If a dropped block is needed again, only the wanted bytes are read: the block was verified before.
     """
 
-    def __init__(self, folder: Path, seals: Mapping[str, FileChecksum]) -> None:
+    def __init__(self, folder: Path, checksums: Mapping[str, FileChecksum]) -> None:
         self._folder = folder
-        self._seals = seals
+        self._checksums = checksums
         self._held: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._whole: set[tuple[str, int]] = set()
 
     def read(self, name: str, at: int, target: memoryview) -> None:
         """Fill memory with the bytes of a file from `at` on. Raises Damaged if they are not what was saved."""
-        seal = self._seals.get(name)
-        if seal is None:
+        checksum = self._checksums.get(name)
+        if checksum is None:
             raise Damaged(self._folder, [f"{name} is not in the manifest"])
         end = at + len(target)
-        if at < 0 or end > seal.bytes:
-            raise Damaged(self._folder, [f"{name} has {seal.bytes} bytes, and more are said to be in it"])
+        if at < 0 or end > checksum.bytes:
+            raise Damaged(self._folder, [f"{name} has {checksum.bytes} bytes, and more are said to be in it"])
         for number in range(at // BLOCK, -(-end // BLOCK)):
             first, last = max(at, number * BLOCK), min(end, (number + 1) * BLOCK)
             self._take(name, number, first - number * BLOCK, target[first - at : last - at])
@@ -388,13 +390,13 @@ class BlockReader:
         target[:] = self._held[key][start : start + len(target)]
 
     def _load(self, name: str, number: int) -> memoryview:
-        seal = self._seals[name]
-        if short := find_short(self._folder, name, seal):
+        checksum = self._checksums[name]
+        if short := find_short(self._folder, name, checksum):
             raise Damaged(self._folder, [short])
-        block = memoryview(bytearray(min(BLOCK, seal.bytes - number * BLOCK)))
+        block = memoryview(bytearray(min(BLOCK, checksum.bytes - number * BLOCK)))
         self._fill(name, number * BLOCK, block)
-        if xxhash.xxh3_128_hexdigest(block) != seal.blocks[number]:
-            raise Damaged(self._folder, [describe_changed(name, seal, number)])
+        if xxhash.xxh3_128_hexdigest(block) != checksum.blocks[number]:
+            raise Damaged(self._folder, [describe_changed(name, checksum, number)])
         return block
 
     def _fill(self, name: str, at: int, target: memoryview) -> None:
@@ -434,20 +436,20 @@ class Range:
         return self.at + self.length
 
 
-def read_ranges(folder: Path, name: str, seal: FileChecksum, ranges: Sequence[Range], *, whole: bool) -> str | None:
+def read_ranges(folder: Path, name: str, checksum: FileChecksum, ranges: Sequence[Range], *, whole: bool) -> str | None:
     """Read ranges that do not overlap; returns what is damaged, or None. `whole`: also verify blocks that no range
     touches. Raises OSError."""
-    if short := find_short(folder, name, seal):
+    if short := find_short(folder, name, checksum):
         return short
-    if any(each.end > seal.bytes for each in ranges):
-        return f"{name} has {seal.bytes} bytes, and more are said to be in it"
+    if any(each.end > checksum.bytes for each in ranges):
+        return f"{name} has {checksum.bytes} bytes, and more are said to be in it"
     pending = _Pending(ranges)
     with open(folder / name, "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        for number, wanted in enumerate(seal.blocks):
-            first, end = number * BLOCK, min((number + 1) * BLOCK, seal.bytes)
+        for number, wanted in enumerate(checksum.blocks):
+            first, end = number * BLOCK, min((number + 1) * BLOCK, checksum.bytes)
             if (whole or pending.touches(first, end)) and _read_block(file.fileno(), first, end, pending) != wanted:
-                return describe_changed(name, seal, number)
+                return describe_changed(name, checksum, number)
             pending.finish(end)
     return None
 

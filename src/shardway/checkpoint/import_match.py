@@ -312,8 +312,8 @@ def _list_misfits(fit: Fit, model: nn.Module, buffers: Mapping[str, Shape], *, o
 
 def _problem(where: str, what: str, names: Sequence[str], more: str = "") -> list[Problem]:
     remedy = f"set the keys of [model] to those of the model whose weights these are{more}"
-    told = f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {what}: {list_some(names, LISTED)}"
-    return [Problem(where, told, remedy=remedy)] if names else []
+    text = f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {what}: {list_some(names, LISTED)}"
+    return [Problem(where, text, remedy=remedy)] if names else []
 
 
 def _check_head(view: View, model: nn.Module) -> None:

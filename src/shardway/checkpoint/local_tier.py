@@ -7,6 +7,8 @@ Invariants:
   cannot read or write still takes part in every message, so no rank waits forever.
 - A rank's files: what `bring` was asked for is in `found.folder` of every rank that asked, or an error is reported.
   Files of other nodes are read through a temporary folder. What was saved is not changed.
+- What is saved here names the start of the run that it comes from (`rundir.lineage`), which is written down before
+  anything is saved under it.
 - Copies: each rank copies the files that it wrote. If a file is no longer what was in memory when it was written, the
   copy makes no checkpoint.
 """
@@ -16,10 +18,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,12 +39,23 @@ from shardway.checkpoint.file_format import (
     find_short,
     write_manifest,
 )
-from shardway.checkpoint.folders import CheckpointFolder
-from shardway.checkpoint.writer import SavedCheckpoint, SaveRequest, make_checkpoint, with_file_errors
-from shardway.errors import JobError
+from shardway.checkpoint.writer import (
+    CheckpointFolder,
+    NodeFolder,
+    SavedCheckpoint,
+    commit_checkpoint,
+    new_checkpoint,
+    with_file_errors,
+)
+from shardway.errors import JobError, UserError
+from shardway.parallel.mesh import set_apart
 from shardway.ranks.start import Ranks
+from shardway.ranks.stop import SignalWatch
+from shardway.resolve import Resolved
+from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import list_names, remove_folder
-from shardway.rundir.names import LocalRun, partial_name, step_name
+from shardway.rundir.lineage import LineageBranch, has_line, read_line, write_line
+from shardway.rundir.names import LocalRun, find_local_run, partial_name, step_name
 
 # --- which checkpoints the nodes have together
 
@@ -66,7 +80,7 @@ class LocalCopy:
 
 
 @dataclass(frozen=True)
-class Nearby:
+class LocalCheckpoint:
     """A checkpoint on the disks of nodes: for each file the ranks whose node has it, and what this rank's node has."""
 
     step: int
@@ -79,7 +93,7 @@ class Nearby:
 class Survey:
     """Checkpoints that a run may resume from, and those that it may not, the newest first."""
 
-    nearby: tuple[Nearby, ...] = ()
+    local: tuple[LocalCheckpoint, ...] = ()
     passed_over: tuple[PassedOver, ...] = ()
 
 
@@ -99,7 +113,7 @@ def _look(found: FoundCheckpoint, judge: Judge) -> LocalCopy:
         manifest = manifest_of(found)
     except Damaged as damage:
         return LocalCopy(step, wrong="; ".join(damage.reasons))
-    shorts = {name: find_short(where, name, seal) for name, seal in manifest.files.items()}
+    shorts = {name: find_short(where, name, checksum) for name, checksum in manifest.files.items()}
     present = {name: str(where) for name, short in shorts.items() if short is None}
     cut = tuple(short for name, short in shorts.items() if short is not None and (where / name).exists())
     return LocalCopy(step, digest_manifest(manifest), tuple(sorted(manifest.files)), present, judge(manifest), cut)
@@ -110,12 +124,12 @@ def survey(of_ranks: Sequence[Iterable[LocalCopy]], rank: int) -> Survey:
     held = [(other, each) for other, share in enumerate(of_ranks) for each in share]
     found = [_judge(step, held, rank) for step in sorted({each.step for _, each in held}, reverse=True)]
     return Survey(
-        tuple(each for each in found if isinstance(each, Nearby)),
+        tuple(each for each in found if isinstance(each, LocalCheckpoint)),
         tuple(each for each in found if isinstance(each, PassedOver)),
     )
 
 
-def _judge(step: int, held: Sequence[tuple[int, LocalCopy]], rank: int) -> Nearby | PassedOver:
+def _judge(step: int, held: Sequence[tuple[int, LocalCopy]], rank: int) -> LocalCheckpoint | PassedOver:
     of_step = [(other, each) for other, each in held if each.step == step]
     right = [(other, each) for other, each in of_step if not each.wrong]
     if not right:
@@ -129,7 +143,7 @@ def _judge(step: int, held: Sequence[tuple[int, LocalCopy]], rank: int) -> Nearb
     if lost := [name for name, ranks in holders.items() if not ranks]:
         return PassedOver(step, _join((*(_describe(of_step)), *(f"no node has {name}" for name in lost))))
     here = {name: where for other, each in right if other == rank for name, where in each.present.items()}
-    return Nearby(step, right[0][1].digest, holders, here)
+    return LocalCheckpoint(step, right[0][1].digest, holders, here)
 
 
 def _describe(of_step: Sequence[tuple[int, LocalCopy]]) -> Iterator[str]:
@@ -139,12 +153,6 @@ def _describe(of_step: Sequence[tuple[int, LocalCopy]]) -> Iterator[str]:
 
 def _join(reasons: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(reasons))
-
-
-def read_nearby(nearby: Nearby) -> Manifest:
-    """Its manifest, on a rank whose node has a part of it."""
-    where = next(iter(nearby.here.values()))
-    return manifest_of(FoundCheckpoint(Path(where), nearby.step))
 
 
 # --- transfers between nodes
@@ -172,7 +180,7 @@ def plan_transfers(holders: Mapping[str, Sequence[int]], wanted: Mapping[int, fr
 
 
 def make_transfers(
-    ranks: Ranks, transfers: Sequence[Transfer], folder: Path, seals: Mapping[str, FileChecksum]
+    ranks: Ranks, transfers: Sequence[Transfer], folder: Path, checksums: Mapping[str, FileChecksum]
 ) -> Iterator[str]:
     """Send and receive this rank's files, read from and written into `folder`; yields what arrived damaged or could not
     be kept.
@@ -181,8 +189,8 @@ def make_transfers(
     """
     for each in transfers:
         if ranks.rank == each.sender:
-            _send(ranks, each, folder / each.name, seals[each.name].bytes)
-        elif ranks.rank == each.receiver and (damage := _receive(ranks, each, folder, seals[each.name])):
+            _send(ranks, each, folder / each.name, checksums[each.name].bytes)
+        elif ranks.rank == each.receiver and (damage := _receive(ranks, each, folder, checksums[each.name])):
             yield damage
 
 
@@ -199,9 +207,9 @@ def _send(ranks: Ranks, transfer: Transfer, path: Path, size: int) -> None:
                 dist.send(block, dst=transfer.receiver, group=ranks.group)
 
 
-def _receive(ranks: Ranks, transfer: Transfer, folder: Path, seal: FileChecksum) -> str:
+def _receive(ranks: Ranks, transfer: Transfer, folder: Path, checksum: FileChecksum) -> str:
     """Receive a file; returns what is wrong with it, or ""."""
-    sealer, wrong = ChecksumWriter(), ""
+    writer, wrong = ChecksumWriter(), ""
     path = folder / transfer.name
     with contextlib.ExitStack() as stack:
         file: BinaryIO | None = None
@@ -209,14 +217,14 @@ def _receive(ranks: Ranks, transfer: Transfer, folder: Path, seal: FileChecksum)
             file = stack.enter_context(open(path, "wb", buffering=0))
         except OSError as error:
             wrong = _describe_unkept(transfer.name, error)
-        for length in _lengths(seal.bytes):
+        for length in _lengths(checksum.bytes):
             block = torch.empty(length, dtype=torch.uint8)
             with ranks.contact("while receiving a checkpoint"):
                 dist.recv(block, src=transfer.sender, group=ranks.group)
-            sealer.update(block.numpy().data)
+            writer.update(block.numpy().data)
             if file is not None and not wrong:
                 wrong = _keep(file, block.numpy().data, transfer.name)
-    if not wrong and sealer.seal() != seal:
+    if not wrong and writer.result() != checksum:
         wrong = f"the content of {transfer.name} has changed where it came from"
     if wrong:
         path.unlink(missing_ok=True)
@@ -250,47 +258,31 @@ def _describe_unkept(name: str, error: OSError) -> str:
 # --- one checkpoint as a rank finds it
 
 
-class ShardStore(Protocol):
-    """The files of one checkpoint; all but `found` are called on all ranks together."""
-
-    @property
-    def found(self) -> FoundCheckpoint:
-        """The checkpoint as this rank reads it."""
-        ...
-
-    def bring(self, find: Callable[[], Collection[str]]) -> list[str]:
-        """Make the files that `find` names readable for this rank; returns what of them is damaged."""
-        ...
-
-    def share(self, names: Sequence[str]) -> list[str]:
-        """The files that this rank reads whole; each file is read whole by one rank."""
-        ...
-
-
 @dataclass(frozen=True)
-class SharedShardStore:
-    """Every rank sees every file."""
+class ShardStore:
+    """The files of one checkpoint, which every rank sees; `found` is the checkpoint as this rank reads it.
+
+    The methods are called on all ranks together.
+    """
 
     found: FoundCheckpoint
     ranks: Ranks
 
     def bring(self, find: Callable[[], Collection[str]]) -> list[str]:
-        """Nothing to do."""
+        """Make the files that `find` names readable for this rank; returns what of them is damaged."""
         return []
 
     def share(self, names: Sequence[str]) -> list[str]:
-        """Every `world`-th file."""
+        """The files that this rank reads whole; each file is read whole by one rank."""
         return list(names[self.ranks.rank :: self.ranks.world])
 
 
 @dataclass(frozen=True)
-class LocalShardStore:
+class LocalShardStore(ShardStore):
     """Each node has what it has saved; `nodes` is the node of each rank, `apart` opens the ranks over which files are
     sent."""
 
-    found: FoundCheckpoint
-    ranks: Ranks
-    nearby: Nearby
+    local: LocalCheckpoint
     nodes: tuple[int, ...]
     manifest: Manifest | None
     apart: Callable[[], Ranks]
@@ -300,65 +292,54 @@ class LocalShardStore:
         """Send the files that this node lacks to the rank that leads it."""
         if self.refused:
             return [self.refused]
-        wishes, lead = self.ranks.gather(self.ranks.together(lambda: frozenset(find()))), self._lead_of
+        ranks, holders, folder = self.ranks, self.local.holders, self.found.folder
+        leaders = [self.nodes.index(node) for node in self.nodes]
         wanted: dict[int, frozenset[str]] = {}
-        for rank, wish in enumerate(wishes):
-            leader = lead(rank)
-            missing = {name for name in wish if leader not in self.nearby.holders.get(name, ())}
-            wanted[leader] = wanted.get(leader, frozenset()) | (missing & self.nearby.holders.keys())
-        there = self.ranks.gather(self.ranks.together(lambda: list_names(self.found.folder) if self._leads else []))
-        wanted = {leader: missing - set(there[leader]) for leader, missing in wanted.items()}
-        transfers = plan_transfers(self.nearby.holders, wanted)
-        return self._move(transfers) if transfers else []
+        for leader, wish in zip(leaders, ranks.gather(ranks.together(lambda: frozenset(find()))), strict=True):
+            missing = {name for name in wish if name in holders and leader not in holders[name]}
+            wanted[leader] = wanted.get(leader, frozenset()) | missing
+        leads = leaders[ranks.rank] == ranks.rank
+        there = ranks.gather(ranks.together(lambda: list_names(folder) if leads else []))
+        transfers = plan_transfers(holders, {leader: names - set(there[leader]) for leader, names in wanted.items()})
+        if not transfers:
+            return []
+        apart, checksums = self.apart(), self.manifest.files if self.manifest is not None else {}
+        return apart.together(lambda: list(make_transfers(apart, transfers, folder, checksums)))
 
     def share(self, names: Sequence[str]) -> list[str]:
         """Files that its node has; nodes that have the same file take turns, and so do the ranks of a node."""
-        return [name for number, name in enumerate(names) if self._reader(name, number) == self.ranks.rank]
-
-    def _reader(self, name: str, number: int) -> int:
-        holders = self.nearby.holders[name]
-        turn, leader = divmod(number, len(holders))
-        node = self.nodes[holders[leader]]
-        of_node = [rank for rank, other in enumerate(self.nodes) if other == node]
-        return of_node[turn % len(of_node)]
-
-    def _move(self, transfers: Sequence[Transfer]) -> list[str]:
-        apart, seals = self.apart(), self.manifest.files if self.manifest is not None else {}
-        return apart.together(lambda: list(make_transfers(apart, transfers, self.found.folder, seals)))
-
-    def _lead_of(self, rank: int) -> int:
-        return self.nodes.index(self.nodes[rank])
-
-    @property
-    def _leads(self) -> bool:
-        return self._lead_of(self.ranks.rank) == self.ranks.rank
+        own = []
+        for number, name in enumerate(names):
+            holders = self.local.holders[name]
+            turn, leader = divmod(number, len(holders))
+            of_node = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[holders[leader]]]
+            if of_node[turn % len(of_node)] == self.ranks.rank:
+                own.append(name)
+        return own
 
 
 @contextlib.contextmanager
-def open_local_stock(
-    place: CheckpointFolder, ranks: Ranks, nearby: Nearby, nodes: tuple[int, ...], apart: Callable[[], Ranks]
+def open_local_store(
+    place: CheckpointFolder, ranks: Ranks, local: LocalCheckpoint, nodes: tuple[int, ...], apart: Callable[[], Ranks]
 ) -> Iterator[LocalShardStore]:
     """The files of a checkpoint on disks of nodes; each node reads them through links in a folder of its own."""
     start = place.local.start if place.local is not None else ""
-    folder = place.folder / partial_name(nearby.step, f"read-{start}")
-    first = min(rank for holders in nearby.holders.values() for rank in holders)
-    told = ranks.gather(_try_to_read(nearby) if ranks.rank == first else "")[first]
-    manifest = told if isinstance(told, Manifest) else None
+    folder = place.folder / partial_name(local.step, f"read-{start}")
+    first = min(rank for holders in local.holders.values() for rank in holders)
+    manifest, unreadable = None, ""
+    if ranks.rank == first:
+        try:
+            manifest = manifest_of(FoundCheckpoint(Path(next(iter(local.here.values()))), local.step))
+        except Damaged as damage:
+            unreadable = "; ".join(damage.reasons)
+    manifest, unreadable = ranks.gather((manifest, unreadable))[first]
     try:
-        made = _try_to_link(place, folder, nearby.here, manifest) if place.leads and manifest is not None else ""
-        refused = next((why for why in (told, *ranks.gather(made)) if isinstance(why, str) and why), "")
-        yield LocalShardStore(FoundCheckpoint(folder, nearby.step), ranks, nearby, nodes, manifest, apart, refused)
+        made = _try_to_link(place, folder, local.here, manifest) if place.leads and manifest is not None else ""
+        refused = next((why for why in (unreadable, *ranks.gather(made)) if why), "")
+        yield LocalShardStore(FoundCheckpoint(folder, local.step), ranks, local, nodes, manifest, apart, refused)
     finally:
         if place.leads:
             remove_folder(folder)
-
-
-def _try_to_read(nearby: Nearby) -> Manifest | str:
-    """The manifest, or why it cannot be read any more."""
-    try:
-        return read_nearby(nearby)
-    except Damaged as damage:
-        return "; ".join(damage.reasons)
 
 
 def _try_to_link(place: CheckpointFolder, folder: Path, here: Mapping[str, str], manifest: Manifest) -> str:
@@ -378,35 +359,191 @@ def _try_to_link(place: CheckpointFolder, folder: Path, here: Mapping[str, str],
 # --- copies to the run directory
 
 
-def carry_checkpoint(
+def replicate_checkpoint(
     source: CheckpointFolder, target: CheckpointFolder, ranks: Ranks, saved: SavedCheckpoint
 ) -> SavedCheckpoint:
     """Copy what `saved` describes, on all ranks together, in any thread of theirs.
 
     Raises JobError on every rank alike.
     """
-    here, manifest = source.path(saved.manifest.step), saved.manifest
+    manifest = saved.manifest
+    here = source.path(manifest.step)
+    with new_checkpoint(target, ranks, manifest.step, manifest.total_bytes) as folder:
 
-    def write(folder: Path) -> tuple[Manifest, Sequence[str]]:
-        ranks.together(lambda: _carry_all(here, folder, saved))
-        return manifest, saved.own
+        def copy_own() -> None:
+            for name in saved.own:
+                _replicate(here / name, folder / name, manifest.files[name])
 
-    return make_checkpoint(target, ranks, SaveRequest(manifest.step, manifest.total_bytes, write))
-
-
-def _carry_all(source: Path, target: Path, saved: SavedCheckpoint) -> None:
-    for name in saved.own:
-        _carry(source / name, target / name, saved.manifest.files[name])
+        ranks.together(copy_own)
+        return commit_checkpoint(target, ranks, manifest, saved.own)
 
 
-def _carry(source: Path, target: Path, seal: FileChecksum) -> None:
+def _replicate(source: Path, target: Path, expected: FileChecksum) -> None:
     """Copy one file, durably, and compare what was read with its checksum on the way."""
-    sealer, step = ChecksumWriter(), memoryview(bytearray(STEP))
+    checksum, step = ChecksumWriter(), memoryview(bytearray(STEP))
     with with_file_errors(), open(source, "rb", buffering=0) as old, open(target, "xb") as new:
         while count := old.readinto(step):
-            sealer.update(step[:count])
+            checksum.update(step[:count])
             new.write(step[:count])
         new.flush()
         os.fsync(new.fileno())
-    if sealer.seal() != seal:
+    if checksum.result() != expected:
         raise JobError(f"{source} is not what was written there, so it was not copied")
+
+
+# --- the disk of this rank's node, and the lineage of what is saved there
+
+KEPT = 2
+"""The newest complete checkpoints that stay, besides one that is being copied."""
+
+
+class RunEvents(Protocol):
+    """Where a run writes what happens."""
+
+    def event(self, name: str, /, **facts: Any) -> None:
+        """Write an event."""
+        ...
+
+    def status(self, **facts: Any) -> None:
+        """Update the status."""
+        ...
+
+
+class SavedRun(Protocol):
+    """What saving needs of a run in training: `train.session.Session` is one."""
+
+    run_id: str
+    ranks: Ranks
+    signals: SignalWatch
+    at_end: contextlib.ExitStack
+
+    @property
+    def resolved(self) -> Resolved:
+        """The resolved run."""
+        ...
+
+    @property
+    def directory(self) -> RunDir:
+        """Where the run writes, and with which right."""
+        ...
+
+    @property
+    def recorder(self) -> RunEvents:
+        """Its events and status."""
+        ...
+
+
+class LocalTier:
+    """The disk of this rank's node; `nodes` is the node of each rank."""
+
+    def __init__(self, run: SavedRun, files: LocalRun, nodes: tuple[int, ...]) -> None:
+        self._run = run
+        self._start = ""
+        self._complete: list[int] = []
+        self._apart: Ranks | None = None
+        self.files = files
+        self.nodes = nodes
+        self.copied: int | None = None
+        """The step that is being copied to the run directory."""
+        self.is_base = False
+        """Whether the run resumed from here, so that the run directory lacks that step."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank makes and removes what its node has."""
+        rank = self._run.ranks.rank
+        return self.nodes.index(self.nodes[rank]) == rank
+
+    @property
+    def place(self) -> CheckpointFolder:
+        """Where this rank writes, in the folder of the run's current start."""
+        node = self.nodes[self._run.ranks.rank]
+        share = self.nodes.count(node) / len(self.nodes)
+        return CheckpointFolder(self._run.directory, self.leads, NodeFolder(self.files, node, share, self._start))
+
+    def apart(self) -> Ranks:
+        """The ranks over a process group of their own, made at the first call, on all ranks together."""
+        if self._apart is None:
+            self._apart = set_apart(self._run.ranks)
+        return self._apart
+
+    def begin(self, from_step: int, tier: str) -> None:
+        """Write down where the run resumes; later saves have this origin."""
+        self._start = descend(self._run, from_step, tier)
+
+    def settle(self, step: int, *, is_here: bool) -> None:
+        """The run resumes from this step, from these disks or not: what is newer here is removed. On all ranks
+        together."""
+        self._complete, self.is_base = [step] if is_here else [], is_here
+        self._run.ranks.together(lambda: self.files.remove_after(step) if self.leads else None)
+
+    def prune(self, step: int, ranks: Ranks) -> None:
+        """A checkpoint is complete: older ones may be removed. On all ranks together, over `ranks`."""
+        self._complete = [*self._complete, step][-KEPT:]
+        kept = {*self._complete, *([] if self.copied is None else [self.copied])}
+        ranks.together(lambda: self.files.keep_only(kept, up_to=step) if self.leads else None)
+
+    def remove_partials(self) -> None:
+        """Remove what interrupted saves have left, on all ranks together."""
+        node = self.nodes[self._run.ranks.rank]
+        self._run.ranks.together(lambda: self.files.remove_partials(node) if self.leads else None)
+
+    def remove(self) -> None:
+        """Remove all that the run has here, on all ranks together."""
+        self._run.ranks.together(lambda: self.files.remove() if self.leads else None)
+
+    def as_numbers(self) -> dict[str, Any]:
+        """For a checkpoint's manifest: the start that it is saved in."""
+        return {"line": self._start}
+
+
+def open_tier(run: SavedRun, folder: str) -> LocalTier:
+    """The disks of the nodes; on all ranks together. Raises UserError on every rank if some lack a variable."""
+    ranks = run.ranks
+    return LocalTier(run, ranks.together(lambda: find_local_run(folder, run.run_id)), find_nodes(ranks))
+
+
+def find_nodes(ranks: Ranks) -> tuple[int, ...]:
+    """The node of each rank; from host names if the launcher does not number nodes."""
+    found = ranks.gather((ranks.placement.node, socket.gethostname()))
+    if all(node is not None for node, _ in found):
+        return tuple(node or 0 for node, _ in found)
+    hosts = list(dict.fromkeys(host for _, host in found))
+    return tuple(hosts.index(host) for _, host in found)
+
+
+def line_of(numbers: Mapping[str, Any]) -> str:
+    """The start that saved a checkpoint with these numbers; empty if they have none."""
+    return str(numbers.get("line", ""))
+
+
+def descend(run: SavedRun, from_step: int, tier: str) -> str:
+    """Write down where the run resumes, on all ranks together; returns the name of the entry. Raises JobError."""
+    return run.ranks.ask_first(lambda: _write_down(run, from_step, tier))
+
+
+def note_descent(run: SavedRun, from_step: int, tier: str) -> None:
+    """The same for a run that no longer saves on disks of nodes but has: what is there may be undone by now."""
+    if run.ranks.ask_first(lambda: has_line(run.directory.path)):
+        descend(run, from_step, tier)
+
+
+@contextlib.contextmanager
+def line_kept(run: SavedRun, tier: LocalTier | None) -> Iterator[None]:
+    """If a run is refused, remove what was written down of where it resumes."""
+    path, is_first = run.directory.path, run.ranks.is_first and tier is not None
+    before = read_line(path) if is_first and has_line(path) else None
+    try:
+        yield
+    except UserError:
+        if is_first and before is not None and read_line(path) != before:
+            write_line(path, before)
+        raise
+
+
+def _write_down(run: SavedRun, from_step: int, tier: str) -> str:
+    directory = run.directory
+    directory.confirm_writer()
+    entry = LineageBranch(directory.epoch, from_step, tier)
+    write_line(directory.path, read_line(directory.path).add(entry))
+    return entry.name

@@ -58,7 +58,7 @@ from shardway.checkpoint.file_format import (
     read_ranges,
     read_table,
 )
-from shardway.checkpoint.local_tier import ShardStore, SharedShardStore
+from shardway.checkpoint.local_tier import ShardStore
 from shardway.checkpoint.state import (
     CheckpointState,
     Tensors,
@@ -85,7 +85,7 @@ class ShardSource:
     that they are verified whatever is wanted of them."""
 
     folder: Path
-    seals: Mapping[str, FileChecksum]
+    checksums: Mapping[str, FileChecksum]
     table: TensorTable
     whole: Collection[str] = ()
 
@@ -130,11 +130,11 @@ def _chunks(table: TensorTable) -> dict[tuple[str, Shape], Chunk]:
 
 
 def _read_file(source: ShardSource, name: str, wanted: Sequence[Range]) -> str | None:
-    seal = source.seals.get(name)
-    if seal is None:
+    checksum = source.checksums.get(name)
+    if checksum is None:
         return f"{name} is not in the manifest"
     try:
-        return read_ranges(source.folder, name, seal, wanted, whole=name in source.whole)
+        return read_ranges(source.folder, name, checksum, wanted, whole=name in source.whole)
     except OSError as error:
         return describe_unreadable(source.folder, name, error)
 
@@ -360,7 +360,7 @@ def load_latest(
     steps = [step for step in ranks.ask_first(directory.checkpoint_steps) if step not in without]
     passed_over: list[PassedOver] = []
     for step in reversed(steps):
-        loaded = load_from(SharedShardStore(find_in_run(directory, step), ranks), ranks, state)
+        loaded = load_from(ShardStore(find_in_run(directory, step), ranks), ranks, state)
         if isinstance(loaded, LoadedCheckpoint):
             return replace(loaded, passed_over=tuple(passed_over))
         passed_over.append(loaded)
@@ -369,12 +369,12 @@ def load_latest(
     return None
 
 
-def load_from(stock: ShardStore, ranks: Ranks, state: CheckpointState) -> LoadedCheckpoint | PassedOver:
+def load_from(store: ShardStore, ranks: Ranks, state: CheckpointState) -> LoadedCheckpoint | PassedOver:
     """Restore one checkpoint, or return what of it is damaged; the same on every rank."""
-    step = stock.found.step or 0
-    if damaged := _agree(ranks, step, stock.bring(lambda: [TABLE])):
+    step = store.found.step or 0
+    if damaged := _agree(ranks, step, store.bring(lambda: [TABLE])):
         return damaged
-    opened = ranks.together(lambda: _open(stock.found))
+    opened = ranks.together(lambda: _open(store.found))
     if damaged := _agree(ranks, step, opened.reasons if isinstance(opened, Damaged) else ()):
         return damaged
     if isinstance(opened, Damaged):  # which is agreed by now
@@ -386,9 +386,9 @@ def load_from(stock: ShardStore, ranks: Ranks, state: CheckpointState) -> Loaded
         tensors["random"] = {f"rank-{ranks.rank}": random_state()}
     _check_model_is_whole(ranks, opened, tensors)
     ranks.together(lambda: _fit(opened, tensors))
-    if damaged := _agree(ranks, step, stock.bring(lambda: _want(opened, tensors))):
+    if damaged := _agree(ranks, step, store.bring(lambda: _want(opened, tensors))):
         return damaged
-    share = stock.share(sorted(manifest.files))
+    share = store.share(sorted(manifest.files))
     if damaged := _agree(ranks, step, ranks.together(lambda: _read(opened, tensors, share))):
         return damaged
     ranks.together(lambda: state.read_files(opened.folder, manifest.world))
@@ -415,15 +415,15 @@ def _agree(ranks: Ranks, step: int, reasons: Sequence[str]) -> PassedOver | None
 
 def nothing_whole(directory: RunDir, damaged: Sequence[PassedOver]) -> str:
     """The message if every checkpoint of a run is damaged."""
-    told = "\n".join(f"  {directory.checkpoint_path(each.step).name}: {each.reason}" for each in damaged)
+    lines = "\n".join(f"  {directory.checkpoint_path(each.step).name}: {each.reason}" for each in damaged)
     return (
-        f"no checkpoint in {directory.checkpoints} is whole:\n{told}\n"
+        f"no checkpoint in {directory.checkpoints} is whole:\n{lines}\n"
         f"  None was loaded, and nothing was changed. To do: restore the files, or {START_OVER}."
     )
 
 
 @contextlib.contextmanager
-def _misfits_told(folder: Path) -> Iterator[None]:
+def _misfits_explained(folder: Path) -> Iterator[None]:
     """Turns what torch and this module raise for a state that does not fit into a JobError."""
     try:
         yield
@@ -434,7 +434,7 @@ def _misfits_told(folder: Path) -> Iterator[None]:
 def _fit(opened: _Opened, tensors: Tensors) -> None:
     """Leave out of a template what was not saved. Raises JobError if it does not fit."""
     saved = sorted({**opened.table.tensors, **opened.table.values})
-    with _misfits_told(opened.folder):
+    with _misfits_explained(opened.folder):
         _check_nothing_is_lost(tensors, saved)
         _leave_out_unsaved_state(tensors, saved)
         _leave_out_unsaved_generators(tensors, saved)
@@ -460,17 +460,19 @@ def _check_model_is_whole(ranks: Ranks, opened: _Opened, tensors: Mapping[str, A
 
 def _want(opened: _Opened, tensors: Tensors) -> set[str]:
     """The files that a template is read from. Raises JobError if it does not fit."""
-    with _misfits_told(opened.folder):
+    with _misfits_explained(opened.folder):
         return list_wanted(opened.table, tensors)
 
 
 def _read(opened: _Opened, tensors: Tensors, share: Sequence[str]) -> list[str]:
     """Read what this rank needs, and verify its share of the other files; returns what is damaged."""
-    folder, seals, table = opened.folder, opened.manifest.files, opened.table
+    folder, checksums, table = opened.folder, opened.manifest.files, opened.table
     shards = {chunk.file for row in table.tensors.values() for chunk in row.chunks}
-    with _misfits_told(folder):
-        damages = read_tensors(ShardSource(folder, seals, table, [name for name in share if name in shards]), tensors)
-    others = (find_damage(folder, name, seals[name]) for name in share if name not in shards)
+    with _misfits_explained(folder):
+        damages = read_tensors(
+            ShardSource(folder, checksums, table, [name for name in share if name in shards]), tensors
+        )
+    others = (find_damage(folder, name, checksums[name]) for name in share if name not in shards)
     return [*damages, *(damage for damage in others if damage)]
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,60 +47,39 @@ Tensors = dict[str, Any]
 """Nested dict of tensors, as `torch.distributed.checkpoint` takes it."""
 
 
-class CheckpointState(Protocol):
+class CheckpointState:
     """What a checkpoint holds of a run and restores: tensors in Shardway's form, files in that of another library.
 
-    Every method is called on all ranks together.
+    Every method is called on all ranks together. A state without tensors, or without files, leaves out their methods.
     """
 
     def collect(self) -> Tensors:
         """The tensors of this rank."""
-        ...
+        return {}
 
     def prepare(self, table: TensorTable) -> None:
         """Get ready for a checkpoint with this table; called before `template`."""
-        ...
 
     def template(self, table: TensorTable) -> Tensors:
         """The tensors that a checkpoint with this table is read into."""
-        ...
+        return {}
 
     def install(self, tensors: Tensors) -> None:
         """Install loaded tensors."""
-        ...
 
     def count_file_bytes(self) -> int:
         """About how large the files of all ranks become, in bytes."""
-        ...
-
-    def write_files(self, folder: Path) -> None:
-        """Write files into the folder of an unfinished checkpoint, and make them durable."""
-        ...
-
-    def read_files(self, folder: Path, world: int) -> None:
-        """Read what `write_files` of `world` ranks has written. Raises JobError if it does not fit."""
-        ...
-
-
-class WithoutFiles:
-    """The base of states that hold only tensors and values."""
-
-    def prepare(self, table: TensorTable) -> None:
-        """Nothing."""
-
-    def count_file_bytes(self) -> int:
-        """0."""
         return 0
 
     def write_files(self, folder: Path) -> None:
-        """Nothing."""
+        """Write files into the folder of an unfinished checkpoint, and make them durable."""
 
     def read_files(self, folder: Path, world: int) -> None:
-        """Nothing."""
+        """Read what `write_files` of `world` ranks has written. Raises JobError if it does not fit."""
 
 
 @dataclass(frozen=True)
-class Trained(WithoutFiles):
+class Trained(CheckpointState):
     """The parts of a run that have tensors; the optimizer is None if only the model counts. It has no files.
 
     `further` are models beside the first, by name: each is saved as a part of its own ("model-NAME"). `others` are
@@ -124,8 +103,20 @@ class Trained(WithoutFiles):
         return {**first, **{f"{OPTIMIZER}-{name}": optimizer for name, optimizer in self.others.items()}}
 
     def collect(self) -> Tensors:
-        """The tensors of models and optimizers."""
-        return collect_tensors(self)
+        """The tensors of models and optimizers. Raises UserError if an optimizer keeps anything else."""
+        tensors: Tensors = {part: get_model_state_dict(model) for part, model in self.models.items()}
+        for part, optimizer in self.optimizers.items():
+            # Settings of parameter groups are none of its tensors, and how many groups there are depends on the layout.
+            if not optimizer.state:
+                tensors[part] = {"state": {}}
+                continue
+            if not all(_is_plain(value) for state in optimizer.state.values() for value in state.values()):
+                parts = _take_optimizer_apart(part, optimizer)
+                tensors |= {part: {"values": dict(parts.tensors)}, structure_name(part): parts.text}
+                continue
+            state = get_optimizer_state_dict(self._around(optimizer), optimizer)
+            tensors[part] = {"state": self._named(state["state"])}
+        return tensors
 
     def template(self, table: TensorTable) -> Tensors:
         """The same as `collect`, with states also for parameters that have not been updated yet."""
@@ -145,8 +136,30 @@ class Trained(WithoutFiles):
         return tensors
 
     def install(self, tensors: Tensors) -> None:
-        """Put loaded tensors into models and optimizers."""
-        install_tensors(self, tensors)
+        """Load tensors into models and optimizers; the settings of an optimizer's groups stay as they are.
+
+        If there are only weights, the optimizer starts anew: its states were made up for the template.
+        """
+        for part, model in self.models.items():
+            if part in tensors:
+                set_model_state_dict(model, tensors[part])
+        # Not strict: a parameter that no batch has used yet has no state.
+        options = StateDictOptions(strict=False)
+        for part, optimizer in self.optimizers.items():
+            if part not in tensors:
+                optimizer.state.clear()
+                continue
+            if text := tensors.get(structure_name(part)):
+                _install_structure(part, optimizer, text, tensors[part].get("values", {}))
+                continue
+            if not tensors[part]["state"] and needs_closure(optimizer):
+                optimizer.state.clear()
+                continue
+            around = self._around(optimizer)
+            with all_trainable(optimizer), hooks_silenced(optimizer), settings_kept(optimizer):
+                today = get_optimizer_state_dict(around, optimizer)
+                loaded = {"state": self._unnamed(tensors[part]["state"]), "param_groups": today["param_groups"]}
+                set_optimizer_state_dict(around, optimizer, loaded, options=options)
 
     def _around(self, optimizer: torch.optim.Optimizer) -> nn.Module:
         """One module that holds all models, for torch's functions that take one."""
@@ -217,50 +230,6 @@ def make_room(
 def structure_name(part: str) -> str:
     """The name of the value that states how this part is built."""
     return f"structure.{part}"
-
-
-def collect_tensors(trained: Trained) -> Tensors:
-    """The tensors of models and optimizers. Raises UserError if a checkpoint cannot hold what an optimizer keeps."""
-    tensors: Tensors = {part: get_model_state_dict(model) for part, model in trained.models.items()}
-    for part, optimizer in trained.optimizers.items():
-        # Settings of parameter groups are none of its tensors, and how many groups there are depends on the layout.
-        if not optimizer.state:
-            tensors[part] = {"state": {}}
-            continue
-        if not all(_is_plain(value) for state in optimizer.state.values() for value in state.values()):
-            parts = _take_optimizer_apart(part, optimizer)
-            tensors |= {part: {"values": dict(parts.tensors)}, structure_name(part): parts.text}
-            continue
-        state = get_optimizer_state_dict(trained._around(optimizer), optimizer)
-        tensors[part] = {"state": trained._named(state["state"])}
-    return tensors
-
-
-def install_tensors(trained: Trained, tensors: Tensors) -> None:
-    """Load tensors into models and optimizers; the settings of an optimizer's groups stay as they are.
-
-    If there are only weights, the optimizer starts anew: its states were made up for the template.
-    """
-    for part, model in trained.models.items():
-        if part in tensors:
-            set_model_state_dict(model, tensors[part])
-    # Not strict: a parameter that no batch has used yet has no state.
-    options = StateDictOptions(strict=False)
-    for part, optimizer in trained.optimizers.items():
-        if part not in tensors:
-            optimizer.state.clear()
-            continue
-        if text := tensors.get(structure_name(part)):
-            _install_structure(part, optimizer, text, tensors[part].get("values", {}))
-            continue
-        if not tensors[part]["state"] and needs_closure(optimizer):
-            optimizer.state.clear()
-            continue
-        around = trained._around(optimizer)
-        with all_trainable(optimizer), hooks_silenced(optimizer), settings_kept(optimizer):
-            today = get_optimizer_state_dict(around, optimizer)
-            loaded = {"state": trained._unnamed(tensors[part]["state"]), "param_groups": today["param_groups"]}
-            set_optimizer_state_dict(around, optimizer, loaded, options=options)
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -339,14 +308,22 @@ def hooks_silenced(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             setattr(optimizer, name, before)
 
 
-class Together(WithoutFiles):
-    """Several states as one; their names do not overlap."""
+class Together(CheckpointState):
+    """Several states as one; their names do not overlap. What is frozen is kept, whatever becomes of it later."""
 
     def __init__(self, states: Sequence[CheckpointState]) -> None:
         self._states = states
+        self._frozen: Tensors | None = None
+
+    def freeze(self) -> None:
+        """Keep the current values."""
+        self._frozen = None
+        self._frozen = tree_map_only(torch.Tensor, torch.clone, self.collect())
 
     def collect(self) -> Tensors:
-        """The tensors of all."""
+        """The tensors of all, or those at `freeze`."""
+        if self._frozen is not None:
+            return self._frozen
         return {name: value for state in self._states for name, value in state.collect().items()}
 
     def prepare(self, table: TensorTable) -> None:
@@ -392,22 +369,6 @@ def settings_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         group.clear()
         group.update(content)
     optimizer.param_groups[:] = groups
-
-
-class Freezable(Together):
-    """States of which a checkpoint keeps the frozen values, whatever becomes of them later."""
-
-    def __init__(self, states: Sequence[CheckpointState]) -> None:
-        super().__init__(states)
-        self._frozen: Tensors | None = None
-
-    def freeze(self) -> None:
-        """Keep the current values."""
-        self._frozen = tree_map_only(torch.Tensor, torch.clone, super().collect())
-
-    def collect(self) -> Tensors:
-        """The tensors of all, or those at `freeze`."""
-        return super().collect() if self._frozen is None else self._frozen
 
 
 def count_bytes(tensors: Tensors) -> int:
@@ -465,7 +426,7 @@ KEPT = "kept"
 """The prefix of names of tensors of kept objects."""
 
 
-class KeptObjects(WithoutFiles):
+class KeptObjects(CheckpointState):
     """The objects that a script keeps, by name; `leads`: whether this rank's copies are saved.
 
     What a checkpoint holds of an object that is not here yet waits in `waiting`.

@@ -6,6 +6,8 @@ Invariants:
   `write_tensors` returns.
 - Before the rename there is no checkpoint of this step, after it there is a complete one. An existing one is never
   overwritten. A failed save raises on every rank and leaves earlier checkpoints as they were.
+- One rank leads each folder: it alone creates, renames and removes what is in it. The right to write is that of the run
+  directory.
 - The check before training raises one UserError that names all values that the writer would refuse.
 """
 
@@ -18,10 +20,11 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -45,19 +48,20 @@ from shardway.checkpoint.file_format import (
     Manifest,
     TensorRow,
     TensorTable,
+    checksum_file,
     list_files,
-    seal_file,
     shard_name,
     write_manifest,
 )
-from shardway.checkpoint.folders import CheckpointFolder, shared_place
 from shardway.checkpoint.state import CheckpointState, Tensors, count_bytes, random_state
 from shardway.checkpoint.tensor_subclasses import dtype_name, is_known, take_apart
 from shardway.errors import Bug, Fenced, JobError, LostContact, Problem, ShardwayError, UserError, check_no_problems
 from shardway.ranks.start import Ranks, is_lost_contact, is_out_of_memory
+from shardway.refusals import find_remedy
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import fsync_folder, is_there, remove_folder
-from shardway.rundir.names import find_run_id
+from shardway.rundir.lineage import LOCAL, SHARED
+from shardway.rundir.names import LocalRun, find_run_id, list_steps, partial_name, step_name
 from shardway.watch.words import render_size
 
 # --- plans with JSON for values that are not tensors
@@ -111,7 +115,7 @@ def write_tensors(folder: Path, ranks: Ranks, tensors: Tensors) -> dict[str, Fil
         process_group=ranks.group,
         no_dist=not ranks.grouped,
     )
-    return writer.seals
+    return writer.checksums
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class _ShardWriter(StorageWriter):
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
         self._file = shard_name(rank)
-        self.seals: dict[str, FileChecksum] = {}
+        self.checksums: dict[str, FileChecksum] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing: a writer writes once."""
@@ -144,58 +148,58 @@ class _ShardWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: AnySavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part of the plan into its file."""
-        values = [item for item in plan.items if item.tensor_data is None]
-        boxes = [item for item in plan.items if item.tensor_data is not None]
-        results = [WriteResult(item.index, 0, _Value(_text(planner.resolve_data(item)))) for item in values]
+        """Write this rank's part of the plan into its file, in steps that are hashed while they are in the cache."""
+        results, boxes = [], []
+        for item in plan.items:
+            if item.tensor_data is None:
+                text = bytes(cast(io.BytesIO, planner.resolve_data(item)).getbuffer()).decode()
+                results.append(WriteResult(item.index, 0, _Value(text)))
+            else:
+                boxes.append((item, item.tensor_data.chunk))
         if boxes:
+            checksum, written = ChecksumWriter(), 0
             with open(self._folder / self._file, "xb", buffering=0) as file:
-                stream = _Stream(file)
-                results += [self._write_box(stream, item, planner) for item in boxes]
+                for item, box in boxes:
+                    at = written
+                    special, plain = take_apart(cast(torch.Tensor, planner.resolve_data(item)).detach())
+                    for part in plain:
+                        data = _bytes_of(part)
+                        while len(data):
+                            count = file.write(data[:STEP])
+                            checksum.update(data[:count])
+                            data = data[count:]
+                            written += count
+                    chunk = Chunk(self._file, at, tuple(box.offsets), tuple(box.sizes), special)
+                    results.append(WriteResult(item.index, written - at, chunk))
                 os.fsync(file.fileno())
-            self.seals[self._file] = stream.sealer.seal()
+            self.checksums[self._file] = checksum.result()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rank 0 alone: write the table."""
-        written = [result for of_rank in results for result in of_rank]
-        found = _make_table(metadata, written)
-        self.seals[file_format.TABLE] = file_format.write_table(self._folder / file_format.TABLE, found)
-        with open(self._folder / file_format.TABLE, "rb") as file:
+        chunks: dict[str, list[Chunk]] = {}
+        values: dict[str, str] = {}
+        for result in (result for of_rank in results for result in of_rank):
+            if isinstance(result.storage_data, _Value):
+                values[result.index.fqn] = result.storage_data.text
+            else:
+                chunks.setdefault(result.index.fqn, []).append(result.storage_data)
+        rows = {
+            name: TensorRow(dtype_name(entry.properties.dtype), tuple(entry.size), tuple(chunks[name]))
+            for name, entry in metadata.state_dict_metadata.items()
+            if name in chunks and isinstance(entry, TensorStorageMetadata)
+        }
+        path = self._folder / file_format.TABLE
+        self.checksums[file_format.TABLE] = file_format.write_table(path, TensorTable(rows, values))
+        with open(path, "rb") as file:
             os.fsync(file.fileno())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """True: the folder is given."""
         return True
-
-    def _write_box(self, stream: _Stream, item: WriteItem, planner: AnySavePlanner) -> WriteResult:
-        tensor, at = cast(torch.Tensor, planner.resolve_data(item)), stream.written
-        special, plain = take_apart(tensor.detach())
-        for part in plain:
-            stream.write(_bytes_of(part))
-        box = item.tensor_data.chunk if item.tensor_data is not None else None
-        offsets, sizes = (tuple(box.offsets), tuple(box.sizes)) if box is not None else ((), ())
-        return WriteResult(item.index, stream.written - at, Chunk(self._file, at, offsets, sizes, special))
-
-
-class _Stream:
-    """A file that is written from first to last byte, and its checksums."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.sealer = ChecksumWriter()
-        self.written = 0
-
-    def write(self, data: memoryview) -> None:
-        """Write all of it, in steps that are hashed while they are in the cache. Raises OSError."""
-        while len(data):
-            count = self._file.write(data[:STEP])
-            self.sealer.update(data[:count])
-            data = data[count:]
-            self.written += count
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -204,25 +208,84 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _text(data: Any) -> str:
-    return bytes(data.getbuffer()).decode()
+# --- folders of all ranks or of one node
+
+_ROOM = "make room, lower checkpoint.keep"
 
 
-def _make_table(metadata: Metadata, written: list[WriteResult]) -> TensorTable:
-    chunks: dict[str, list[Chunk]] = {}
-    values: dict[str, str] = {}
-    for result in written:
-        if isinstance(result.storage_data, _Value):
-            values[result.index.fqn] = result.storage_data.text
-        else:
-            chunks.setdefault(result.index.fqn, []).append(result.storage_data)
-    tensors = {name: entry for name, entry in metadata.state_dict_metadata.items() if name in chunks}
-    rows = {
-        name: TensorRow(dtype_name(entry.properties.dtype), tuple(entry.size), tuple(chunks[name]))
-        for name, entry in tensors.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    return TensorTable(rows, values)
+@dataclass(frozen=True)
+class NodeFolder:
+    """This rank's node: its number, its share of all ranks, and the name of the start that saves there."""
+
+    files: LocalRun
+    node: int
+    share: float
+    start: str
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """Where this rank writes checkpoints of a run; `local` is set for the disk of its node."""
+
+    run: RunDir
+    leads: bool
+    local: NodeFolder | None = None
+
+    @property
+    def tier(self) -> str:
+        """The tier: shared or local."""
+        return SHARED if self.local is None else LOCAL
+
+    @property
+    def share(self) -> float:
+        """The part of the bytes of all ranks that goes into this folder."""
+        return 1.0 if self.local is None else self.local.share
+
+    @property
+    def folder(self) -> Path:
+        """The folder that holds the folders of checkpoints."""
+        return self.run.checkpoints if self.local is None else self.local.files.node(self.local.node)
+
+    def make(self) -> Path:
+        """The folder; a local one is made if it is missing. Raises OSError, JobError."""
+        return self.folder if self.local is None else self.local.files.make(self.local.node)
+
+    def path(self, step: int) -> Path:
+        """The folder of a complete checkpoint of a step."""
+        return self.folder / step_name(step)
+
+    def partial_path(self, step: int) -> Path:
+        """The folder in which a checkpoint is written; each start of the run has its own on a local disk."""
+        if self.local is None:
+            return self.run.partial_checkpoint_path(step)
+        return self.folder / partial_name(step, f"start-{self.local.start}")
+
+    def explain(self, error: ShardwayError, step: int) -> str:
+        """The message for a save that failed."""
+        if self.local is not None:
+            return (
+                f"the checkpoint of step {step} could not be saved on the disk of a node ({self.folder}): {error}\n"
+                f"  Nothing that was saved before has changed. To do: "
+                f"{find_remedy(str(error), 'name another checkpoint.local_dir', 'make room there')}."
+            )
+        return (
+            f"the checkpoint of step {step} could not be saved in {self.folder}: {error}\n"
+            f"  Nothing that was saved before has changed; {self._name_last()}.\n"
+            f"  To do: {find_remedy(str(error), 'choose another disk with --dir', _ROOM)}; then run the same command "
+            "again."
+        )
+
+    def _name_last(self) -> str:
+        try:
+            steps = list_steps(self.folder)
+        except JobError:
+            return "which checkpoint is the last cannot be seen now"
+        return f"step {steps[-1]} is the last complete checkpoint" if steps else "there is no earlier checkpoint"
+
+
+def shared_place(run: RunDir, ranks: Ranks) -> CheckpointFolder:
+    """The run directory, which rank 0 leads."""
+    return CheckpointFolder(run, ranks.is_first)
 
 
 # --- shards, manifest, rename
@@ -258,18 +321,6 @@ class Content:
     write_files: Callable[[Path], None]
 
 
-@dataclass(frozen=True)
-class SaveRequest:
-    """A save: its step, its approximate size in bytes, and what writes its files into a folder.
-
-    `write` is called on all ranks together, and returns the manifest and the files that this rank wrote.
-    """
-
-    step: int
-    bytes: int
-    write: Callable[[Path], tuple[Manifest, Sequence[str]]]
-
-
 def save_checkpoint(
     directory: RunDir, ranks: Ranks, state: CheckpointState, step: int, numbers: Mapping[str, Any]
 ) -> SavedCheckpoint | None:
@@ -277,13 +328,7 @@ def save_checkpoint(
 
     Raises JobError on every rank alike.
     """
-    return save_to(shared_place(directory, ranks), ranks, state, step, numbers)
-
-
-def save_to(
-    place: CheckpointFolder, ranks: Ranks, state: CheckpointState, step: int, numbers: Mapping[str, Any]
-) -> SavedCheckpoint | None:
-    """As `save_checkpoint`, in any folder."""
+    place = shared_place(directory, ranks)
     if is_saved(place, ranks, step):
         return None
     return write_checkpoint(place, ranks, collect_content(ranks, state, step, numbers))
@@ -310,72 +355,39 @@ def collect_content(ranks: Ranks, state: CheckpointState, step: int, numbers: Ma
 
 def write_checkpoint(place: CheckpointFolder, ranks: Ranks, content: Content) -> SavedCheckpoint:
     """Write a checkpoint on all ranks together, in any thread of theirs. Raises JobError on every rank alike."""
+    with new_checkpoint(place, ranks, content.step, content.bytes) as folder:
+        own = ranks.together(partial(_write_share, ranks, content, folder))
+        checksums = {name: checksum for share in ranks.gather(own) for name, checksum in share.items()}
+        others = ranks.gather(ranks.together(partial(_checksum_others, ranks, folder, checksums)))
+        checksums |= {name: checksum for share in others for name, checksum in share.items()}
+        # The same on every rank, also if several write it: rank 0 gives what does not follow from the files.
+        numbers, run = ranks.ask_first(lambda: (content.numbers, find_run_id(place.run.path)))
+        manifest = Manifest(content.step, ranks.world, numbers, checksums, place.run.epoch, run)
+        return commit_checkpoint(place, ranks, manifest, own)
 
-    def write(folder: Path) -> tuple[Manifest, Sequence[str]]:
-        own = ranks.together(lambda: _write_share(ranks, content, folder))
-        seals = {name: seal for share in ranks.gather(own) for name, seal in share.items()}
-        seals |= _seal_others(ranks, folder, seals)
-        return _agree_on_manifest(place, ranks, content, seals), tuple(own)
 
-    return make_checkpoint(place, ranks, SaveRequest(content.step, content.bytes, write))
-
-
-def make_checkpoint(place: CheckpointFolder, ranks: Ranks, work: SaveRequest) -> SavedCheckpoint:
-    """Check the room, write the files, and rename the folder; on all ranks together. Raises JobError on every rank
-    alike."""
-    partial, final = place.partial_path(work.step), place.path(work.step)
+@contextlib.contextmanager
+def new_checkpoint(place: CheckpointFolder, ranks: Ranks, step: int, whole_bytes: int) -> Iterator[Path]:
+    """The folder that a checkpoint is written into, if it has room; on all ranks together. Raises JobError on every
+    rank alike. What the body has not committed when it fails is removed."""
+    unfinished = place.partial_path(step)
     try:
-        _check_space(place, ranks, work.bytes)
-        ranks.together(lambda: _clear_and_make(partial) if place.leads else None)
-        manifest, own = work.write(partial)
-        confirm = place.run.confirm_writer
-        ranks.together(lambda: _commit(partial, final, manifest, confirm) if place.leads else None)
+        ranks.together(lambda: _check_space(place, ranks, whole_bytes))
+        ranks.together(lambda: _clear_and_make(unfinished) if place.leads else None)
+        yield unfinished
     except ShardwayError as error:
         if place.leads:
-            remove_folder(partial)
+            remove_folder(unfinished)
         if isinstance(error, Bug | Fenced | LostContact):
             raise  # more room would not help
-        raise JobError(place.explain(error, work.step)) from error
+        raise JobError(place.explain(error, step)) from error
+
+
+def commit_checkpoint(place: CheckpointFolder, ranks: Ranks, manifest: Manifest, own: Iterable[str]) -> SavedCheckpoint:
+    """Give an unfinished checkpoint its manifest and its name, on all ranks together; `own` are this rank's files."""
+    unfinished, final, confirm = place.partial_path(manifest.step), place.path(manifest.step), place.run.confirm_writer
+    ranks.together(lambda: _commit(unfinished, final, manifest, confirm) if place.leads else None)
     return SavedCheckpoint(final.name, manifest.total_bytes, manifest, tuple(own))
-
-
-def _agree_on_manifest(
-    place: CheckpointFolder, ranks: Ranks, content: Content, seals: Mapping[str, FileChecksum]
-) -> Manifest:
-    """The manifest, the same on every rank, also if several write it: rank 0 gives what does not follow from the
-    files."""
-    numbers, run = ranks.ask_first(lambda: (content.numbers, find_run_id(place.run.path)))
-    return Manifest(content.step, ranks.world, numbers, seals, place.run.epoch, run)
-
-
-def _check_space(place: CheckpointFolder, ranks: Ranks, whole_bytes: int) -> None:
-    needed, files = int(whole_bytes * place.share * HEADROOM), int(ranks.world * place.share) + FURTHER_FILES
-
-    def check() -> None:
-        with with_file_errors():
-            folder = place.make()
-            free = shutil.disk_usage(folder).free
-            system = os.statvfs(folder)
-        if free < needed:
-            raise JobError(f"it needs about {render_size(needed)} and {render_size(free)} are free")
-        if system.f_files and system.f_favail < files:  # 0: such a file system has no limit
-            raise JobError(f"it needs about {files} files and {system.f_favail} more may be made (inodes)")
-
-    ranks.together(lambda: check() if place.leads else None)
-
-
-def _clear_and_make(partial: Path) -> None:
-    with with_file_errors():
-        remove_folder(partial)
-        partial.mkdir(exist_ok=True)
-
-
-def _write_share(ranks: Ranks, content: Content, folder: Path) -> dict[str, FileChecksum]:
-    """Write this rank's share; returns the checksums of its tensor files, computed from memory."""
-    with ranks.contact("during a save"), with_file_errors(ranks.rank):
-        seals = write_tensors(folder, ranks, content.tensors)
-        content.write_files(folder)
-        return seals
 
 
 @contextlib.contextmanager
@@ -396,26 +408,49 @@ def with_file_errors(rank: int = 0) -> Iterator[None]:
         raise JobError(_describe(error)) from error
 
 
-def _seal_others(ranks: Ranks, folder: Path, known: Mapping[str, FileChecksum]) -> dict[str, FileChecksum]:
-    """The checksums of another library's files: every rank reads its share of them."""
-
-    def seal_share() -> dict[str, FileChecksum]:
-        with with_file_errors():
-            names = [name for name in list_files(folder) if name not in known]
-            return {name: seal_file(folder / name) for name in names[ranks.rank :: ranks.world]}
-
-    shares = ranks.gather(ranks.together(seal_share))
-    return {name: seal for share in shares for name, seal in share.items()}
-
-
-def _commit(partial: Path, final: Path, manifest: Manifest, confirm: Callable[[], None]) -> None:
+def _check_space(place: CheckpointFolder, ranks: Ranks, whole_bytes: int) -> None:
+    if not place.leads:
+        return
+    needed, files = int(whole_bytes * place.share * HEADROOM), int(ranks.world * place.share) + FURTHER_FILES
     with with_file_errors():
-        write_manifest(partial, manifest)
-        here = {(partial / name).parent for name in manifest.files} | {partial}
+        folder = place.make()
+        free = shutil.disk_usage(folder).free
+        system = os.statvfs(folder)
+    if free < needed:
+        raise JobError(f"it needs about {render_size(needed)} and {render_size(free)} are free")
+    if system.f_files and system.f_favail < files:  # 0: such a file system has no limit
+        raise JobError(f"it needs about {files} files and {system.f_favail} more may be made (inodes)")
+
+
+def _clear_and_make(folder: Path) -> None:
+    with with_file_errors():
+        remove_folder(folder)
+        folder.mkdir(exist_ok=True)
+
+
+def _write_share(ranks: Ranks, content: Content, folder: Path) -> dict[str, FileChecksum]:
+    """Write this rank's share; returns the checksums of its tensor files, computed from memory."""
+    with ranks.contact("during a save"), with_file_errors(ranks.rank):
+        checksums = write_tensors(folder, ranks, content.tensors)
+        content.write_files(folder)
+        return checksums
+
+
+def _checksum_others(ranks: Ranks, folder: Path, known: Mapping[str, FileChecksum]) -> dict[str, FileChecksum]:
+    """The checksums of another library's files: every rank reads its share of them."""
+    with with_file_errors():
+        names = [name for name in list_files(folder) if name not in known]
+        return {name: checksum_file(folder / name) for name in names[ranks.rank :: ranks.world]}
+
+
+def _commit(unfinished: Path, final: Path, manifest: Manifest, confirm: Callable[[], None]) -> None:
+    with with_file_errors():
+        write_manifest(unfinished, manifest)
+        here = {(unfinished / name).parent for name in manifest.files} | {unfinished}
         for within in (folder for folder in here if folder.is_dir()):
             fsync_folder(within)
-        confirm()  # a later holder has taken `partial` away: the rename fails, whatever comes between
-        os.rename(partial, final)
+        confirm()  # a later holder has taken it away: the rename fails, whatever comes between
+        os.rename(unfinished, final)
         fsync_folder(final.parent)
 
 

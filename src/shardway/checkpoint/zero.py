@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from shardway.checkpoint.file_format import TensorTable, list_files
-from shardway.checkpoint.state import Tensors, WithoutFiles, settings_kept
+from shardway.checkpoint.file_format import list_files
+from shardway.checkpoint.state import CheckpointState, settings_kept
 from shardway.errors import JobError
 from shardway.ranks.start import Ranks, is_lost_contact
 from shardway.rundir.directory import START_OVER
@@ -32,24 +32,14 @@ _FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
-class ZeroState(WithoutFiles):
-    """The state of a `deepspeed.DeepSpeedEngine` whose model has `parameters` parameters."""
+class ZeroState(CheckpointState):
+    """The state of a `deepspeed.DeepSpeedEngine` whose model has `parameters` parameters. It has no tensors:
+    only DeepSpeed can interpret its flat parts."""
 
     engine: Any
     optimizer: torch.optim.Optimizer
     parameters: int
     ranks: Ranks
-
-    def collect(self) -> Tensors:
-        """Nothing: only DeepSpeed can interpret its flat parts."""
-        return {}
-
-    def template(self, table: TensorTable) -> Tensors:
-        """Nothing."""
-        return {}
-
-    def install(self, tensors: Tensors) -> None:
-        """Nothing."""
 
     def count_file_bytes(self) -> int:
         """Weights as they are trained, their fp32 copy, and the optimizer's states (as many numbers on each rank)."""

@@ -24,7 +24,7 @@ from shardway.errors import JobError, UserError, legible, list_some
 if TYPE_CHECKING:
     from shardway.checkpoint.catalog import CheckpointHead, TensorEntry, Verified
     from shardway.checkpoint.diff import FileDifference, TensorDifference
-    from shardway.train.importing import Imported
+    from shardway.train.run_weights import Imported
     from shardway.watch.progress import BestCheckpoint
 
 
@@ -233,7 +233,7 @@ def import_(
     """
     request = read_request(words, directory)
     from shardway.ranks.launcher import find_placement
-    from shardway.train.importing import ImportRequest, import_run
+    from shardway.train.run_weights import ImportRequest, import_run
 
     imported = import_run(request, ImportRequest(source, step, prefix, full), os.environ)
     if find_placement(os.environ).rank != 0:
@@ -353,7 +353,7 @@ def export(
     """
     from shardway.ranks.launcher import find_placement
     from shardway.rundir.directory import RunDir
-    from shardway.train.export import Which, export_run
+    from shardway.train.run_weights import Which, export_run
 
     if best and step is not None:
         raise UserError(f"--best and --step {step} name two checkpoints.\n  To do: leave one of them out.")

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from shardway.checkpoint.file_format import TensorTable
-from shardway.checkpoint.state import Tensors, WithoutFiles, make_room, needs_closure
+from shardway.checkpoint.state import CheckpointState, Tensors, make_room, needs_closure
 from shardway.data.batch_tree import count_rows, is_pair
 from shardway.data.loader import Batch
 from shardway.errors import UserError
@@ -37,16 +37,22 @@ from shardway.parallel.axes.tensor import sum_partial_gradients
 from shardway.parallel.formats.float8 import compute_scales
 from shardway.parallel.gradients import own_squares, scale_gradients, send
 from shardway.ranks.stop import read_decision
-from shardway.train.engines.base import Engine
+from shardway.train.engines.base import Engine, OpenStep, TakenStep
 from shardway.train.engines.torch import explained
-from shardway.train.guard_repeat import First, Tried, Watched
 from shardway.train.held import HeldModel, HeldOptimizer, Holdings
 from shardway.train.loss import LossSum, fill_missing_targets
-from shardway.train.open_step import OpenStep, TakenStep
 from shardway.train.passes import SUMS, let_go
 from shardway.train.session import Session
-from shardway.train.snapshot import Before, RngAndBufferSnapshot, find_changeable
-from shardway.train.step import StepContext, StepResult
+from shardway.train.step import (
+    MutableParts,
+    RngAndBufferSnapshot,
+    StepContext,
+    StepResult,
+    Tried,
+    Watched,
+    find_mutable_parts,
+    find_not_finite,
+)
 
 PART = "kept-gradients"
 """The prefix in a checkpoint of the names of gradients that no update has used yet."""
@@ -73,7 +79,7 @@ class BackwardCall:
     retain_graph: bool = False
 
 
-class GradientsByHand(WithoutFiles):
+class GradientsByHand(CheckpointState):
     """The state of `run.backward` and `run.clip` on one rank between their calls; a checkpoint holds it."""
 
     def __init__(self, session: Session, held: Holdings, engines: Mapping[int, Engine]) -> None:
@@ -94,7 +100,7 @@ class GradientsByHand(WithoutFiles):
         self._refused: set[nn.Parameter] = set()
         self._open_names: set[str] = set()
         """Losses whose gradients no update has used since the batch began."""
-        self._before: Before | None = None
+        self._before: RngAndBufferSnapshot | None = None
         self._is_void = False
         """Whether the current batch does not count."""
         self._steps_alone, self._under_autocast, self._without_update = False, False, 0
@@ -111,7 +117,7 @@ class GradientsByHand(WithoutFiles):
         for engine in self._engines.values():
             weight = 1.0 if len(batch.ids) else 0.0
             passes = engine.passes
-            set_gradient_scale(passes.routers, weight / passes.portions.global_batch, passes.parallel.mesh)
+            set_gradient_scale(passes.routers, weight / passes.batch_split.global_batch, passes.parallel.mesh)
         for model in self._held.models:
             if model.parallel.dropout is not None:
                 model.parallel.dropout.start(self._first_passes.first_sample(position), stride=1)
@@ -141,7 +147,7 @@ class GradientsByHand(WithoutFiles):
     # --- run.backward
 
     def take(
-        self, step: OpenStep, call: BackwardCall, lr: float, moment: StepContext, freeze: Callable[[], None]
+        self, step: OpenStep, call: BackwardCall, lr: float, context: StepContext, freeze: Callable[[], None]
     ) -> float:
         """The loss of a call for the current batch; `freeze` keeps what a checkpoint holds of the script.
 
@@ -149,7 +155,7 @@ class GradientsByHand(WithoutFiles):
         """
         if self._is_void:
             return math.nan
-        result = self._run_backward(call, moment, step.batch)
+        result = self._run_backward(call, context, step.batch)
         last = step.taken[-1] if step.taken else None
         if last is not None and last.name == call.name and call.name in self._open_names:
             step.taken[-1] = replace(last, result=_joined(last.result, result))
@@ -164,7 +170,7 @@ class GradientsByHand(WithoutFiles):
                 each.grad = None
         return result.loss
 
-    def _run_backward(self, call: BackwardCall, moment: StepContext, batch: Batch) -> StepResult:
+    def _run_backward(self, call: BackwardCall, context: StepContext, batch: Batch) -> StepResult:
         """The gradients of a loss that the script has computed from its share of a batch, and the numbers that all
         ranks agree on.
 
@@ -172,7 +178,7 @@ class GradientsByHand(WithoutFiles):
         """
         self._begin_use()
         passes, ranks = call.engine.passes, self._session.ranks
-        rows = count_rows(batch.data, moment.rows) if moment.rows is not None else 0  # a dummy batch
+        rows = count_rows(batch.data, context.rows) if context.rows is not None else 0  # a dummy batch
         loss, weight = _read_loss(call, batch, rows)
         targets_of = self._list_targets(call)
         aside = {each: each.grad for each in self._names}
@@ -184,7 +190,7 @@ class GradientsByHand(WithoutFiles):
                     sums = passes.backward_by_hand(loss, weight, retain_graph=call.retain_graph)
                 summed = self._add_up(targets_of)
                 squares = own_squares(targets_of, passes.parallel.mesh, sums.device)
-                wished = send(moment.wishes.as_numbers(), torch.float64, sums.device)
+                wished = send(context.wishes.as_numbers(), torch.float64, sums.device)
                 tried = Tried(sums, ranks.sum(torch.cat([sums, squares[None], wished])))
                 total, targets = tried.numbers[:2]
         except BaseException:
@@ -194,8 +200,8 @@ class GradientsByHand(WithoutFiles):
         if summed is not None:
             summed.drop_missing()
         decision = read_decision(tried.numbers[SUMS + 1 :])
-        first = _find_not_finite(tried, moment)
-        per_target = passes.portions.global_batch / targets if targets > 0 else 0.0
+        first = find_not_finite(tried.numbers, SUMS) if context.watch is not None else None
+        per_target = passes.batch_split.global_batch / targets if targets > 0 else 0.0
         norm = math.sqrt(tried.numbers[SUMS]) * per_target
         taken = [each for each in targets_of if each.grad is not None]
         if decision.void:
@@ -204,9 +210,9 @@ class GradientsByHand(WithoutFiles):
             self._refuse(targets_of, aside, repeats=first is not None)
         else:
             scale_gradients(targets_of, per_target)
-            if self._join(targets_of, aside, taken, may_refuse=moment.watch is not None):
+            if self._join(targets_of, aside, taken, may_refuse=context.watch is not None):
                 norm = self._norm_of(targets_of)
-        watched = Watched(tried, finite=first is None, first=first) if moment.watch is not None else None
+        watched = Watched(tried, finite=first is None, first=first) if context.watch is not None else None
         return StepResult(
             loss=total / targets if targets and not decision.void else math.nan,
             grad_norm=norm,
@@ -273,8 +279,8 @@ class GradientsByHand(WithoutFiles):
         return next(iter(self._engines.values())).passes
 
     @cached_property
-    def _changeable(self) -> RngAndBufferSnapshot:
-        return find_changeable(*(model.parallel for model in self._held.models))
+    def _changeable(self) -> MutableParts:
+        return find_mutable_parts(*(model.parallel for model in self._held.models))
 
     @cached_property
     def _routers(self) -> list[Any]:
@@ -300,10 +306,10 @@ class GradientsByHand(WithoutFiles):
             engine = self._engines[id(held.optimizer)]
             held.optimizer.register_step_pre_hook(partial(self._before_update, held))
             held.optimizer.register_step_post_hook(partial(self._after_update, held, engine))
-        portions, origin = self._first_passes.portions, self._session.resolved.origins["train.micro_batch"]
-        if portions.accumulation > 1:
+        batch_split, origin = self._first_passes.batch_split, self._session.resolved.origins["train.micro_batch"]
+        if batch_split.accumulation > 1:
             self._note(
-                f"run.backward takes this rank's share of a batch whole: train.micro_batch = {portions.micro_batch} "
+                f"run.backward takes this rank's share of a batch whole: train.micro_batch = {batch_split.micro_batch} "
                 f"({origin}) cuts nothing here.\n"
                 "  To do: where memory is short, cut the batch in the script and call run.backward(loss, samples=n) "
                 "for each part, or use run.step."
@@ -520,15 +526,6 @@ def _silenced(loss: torch.Tensor) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _find_not_finite(tried: Tried, moment: StepContext) -> First | None:
-    """The numbers, if the guard checks them and they are not finite."""
-    if moment.watch is None:
-        return None
-    total, targets, squares = tried.numbers[0], tried.numbers[1], tried.numbers[SUMS]
-    finite = math.isfinite(squares) and (math.isfinite(total) or not targets)
-    return None if finite else First(total, targets, squares)
 
 
 def _joined(earlier: StepResult, later: StepResult) -> StepResult:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from shardway.checkpoint.file_format import TensorTable
-from shardway.checkpoint.state import Tensors, WithoutFiles, make_room, structure_name
+from shardway.checkpoint.state import CheckpointState, Tensors, make_room, structure_name
 from shardway.checkpoint.structure import Parts, Unstorable, put_state_together, take_state_apart
 from shardway.data.loader import Batch
 from shardway.data.samplers import BatchOrder, SamplerOrder, SamplerStand, SamplerStands
@@ -28,7 +28,7 @@ STREAM, ORDER = "stream", "order"
 """Prefixes of names in a checkpoint; the first is followed by a rank's place among those that read."""
 
 
-class StreamState(WithoutFiles):
+class StreamState(CheckpointState):
     """The state of a stream on this rank. `find_position` gives the position of the run when it is saved."""
 
     def __init__(self, session: Session, name: str, find_position: Callable[[], int]) -> None:
@@ -138,7 +138,7 @@ class StreamState(WithoutFiles):
         self._session.note_once("data_order_noted", f"{self._name}: {what}")
 
 
-class OrderState(WithoutFiles):
+class OrderState(CheckpointState):
     """The state of a sampler, the same on all ranks: before the epochs that it was run through for, and now."""
 
     def __init__(

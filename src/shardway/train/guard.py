@@ -26,9 +26,8 @@ from shardway.errors import JobError, list_some
 from shardway.parallel.apply import ParallelModel
 from shardway.parallel.replicas import ReplicaDifference, compare_replicas
 from shardway.runfile.schema import GuardSection
-from shardway.train.guard_repeat import Corruption, GuardChecks, Watched
 from shardway.train.session import Session
-from shardway.train.step import StepResult
+from shardway.train.step import Corruption, GuardChecks, StepResult, Watched
 from shardway.units import Scale
 
 # --- spikes of loss and gradient norm
@@ -112,24 +111,6 @@ SHOWN = 6
 """How many samples, ranks or parameters a message lists."""
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """A step that was skipped: its samples over all ranks, whether its passes could be repeated, and how many in a row
-    with it."""
-
-    step: int
-    samples: Sequence[int]
-    repeated: bool
-    in_a_row: int
-
-
-def describe_numbers(result: StepResult) -> str:
-    """Which of the two numbers of a step is not finite: "loss of step 3 is nan"."""
-    if math.isfinite(result.loss):
-        return f"norm of its gradient is {result.grad_norm}"
-    return f"loss is {result.loss}"
-
-
 def refuse_weights(step: int, result: StepResult, saved: Sequence[int]) -> JobError:
     """The error for a step without a guard: its weights must not replace good checkpoints."""
     what = f"loss of step {step} is {result.loss}"
@@ -142,18 +123,23 @@ def refuse_weights(step: int, result: StepResult, saved: Sequence[int]) -> JobEr
     )
 
 
-def refuse_skips(skipped: Skipped, result: StepResult, limit: str, saved: Sequence[int]) -> JobError:
+def refuse_skips(
+    step: int, result: StepResult, counters: GuardCounters, samples: Sequence[int], limit: str, saved: Sequence[int]
+) -> JobError:
     """The error for the last skipped step that a run may have. `limit` is the key that allows this many, and its
-    origin."""
-    steps = f"step {skipped.step}"
-    if skipped.in_a_row > 1:
-        steps = f"steps {skipped.step - skipped.in_a_row + 1} to {skipped.step}"
-    again = "also when its passes were repeated" if skipped.repeated else "and the passes wrote into their batch, "
-    again += "" if skipped.repeated else "so that they could not be repeated"
+    origin; `samples` are those of the step over all ranks."""
+    what = f"loss is {result.loss}"
+    if math.isfinite(result.loss):
+        what = f"norm of its gradient is {result.grad_norm}"
+    steps = f"step {step}"
+    if counters.in_a_row > 1:
+        steps = f"steps {step - counters.in_a_row + 1} to {step}"
+    again = "and the passes wrote into their batch, so that they could not be repeated"
+    if result.watched is not None and result.watched.repeated:
+        again = "also when its passes were repeated"
     return JobError(
-        f"the {describe_numbers(result)} in step {skipped.step}, {again}; {steps} changed no weights, and the run "
-        f"ends here ({limit}).\n"
-        f"  Samples of step {skipped.step}: {list_some([str(each) for each in skipped.samples], SHOWN)}; all of them "
+        f"the {what} in step {step}, {again}; {steps} changed no weights, and the run ends here ({limit}).\n"
+        f"  Samples of step {step}: {list_some([str(each) for each in samples], SHOWN)}; all of them "
         f"are in the events named step_skipped. {_name_checkpoint(saved)}. To do: look for values in these "
         "samples that are not finite, lower optim.lr, or set optim.clip; then run the same command again."
     )
@@ -161,8 +147,10 @@ def refuse_skips(skipped: Skipped, result: StepResult, limit: str, saved: Sequen
 
 def refuse_machine(step: int, corruption: Corruption, saved: Sequence[int]) -> JobError:
     """The error for three runs of the same passes with three results."""
+    where = list_some([str(rank) for rank in corruption.ranks], SHOWN)
+    hosts = list_some(list(corruption.hosts), SHOWN)
     return JobError(
-        f"the passes of step {step} were run three times and gave three different results {_name_places(corruption)}; "
+        f"the passes of step {step} were run three times and gave three different results (rank {where} on {hosts}); "
         "no rank changed its weights, and the run ends here.\n"
         f"  Either operations of this model have no fixed result, or a machine computes wrongly. "
         f"{_name_checkpoint(saved)}. To do: set train.deterministic = true; if it comes again with that, leave these "
@@ -170,33 +158,24 @@ def refuse_machine(step: int, corruption: Corruption, saved: Sequence[int]) -> J
     )
 
 
-@dataclass(frozen=True)
-class Mismatch:
-    """Copies that differ at a step, the hosts of the named ranks, and the last step at which all were equal."""
-
-    step: int
-    differences: Sequence[ReplicaDifference]
-    hosts: Sequence[str]
-    equal_at: int | None
-
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks of all differences."""
-        return sorted({rank for each in self.differences for rank in each.ranks})
-
-
-def refuse_replicas(mismatch: Mismatch, saved: Sequence[int]) -> JobError:
-    """The error for copies of a weight that differ."""
-    names = list_some([each.parameter for each in mismatch.differences], SHOWN)
-    ranks = list_some([str(rank) for rank in mismatch.ranks], SHOWN)
-    hosts = list_some(list(mismatch.hosts), SHOWN)
-    decided = all(each.decided for each in mismatch.differences)
-    who = f"differ on rank {ranks} ({hosts}) from those of the other ranks"
-    if not decided:
-        who = f"differ between ranks {ranks} ({hosts}), and no majority says which are right"
+def refuse_replicas(
+    step: int,
+    differences: Sequence[ReplicaDifference],
+    hosts: Sequence[str],
+    equal_at: int | None,
+    saved: Sequence[int],
+) -> JobError:
+    """The error for copies of a weight that differ; `hosts` are those of the named ranks, `equal_at` is the last step
+    at which all were equal."""
+    names = list_some([each.parameter for each in differences], SHOWN)
+    ranks = list_some([str(rank) for rank in sorted({rank for each in differences for rank in each.ranks})], SHOWN)
+    where = f"{ranks} ({list_some(list(hosts), SHOWN)})"
+    what = f"differ on rank {where} from those of the other ranks"
+    if not all(each.decided for each in differences):
+        what = f"differ between ranks {where}, and no majority says which are right"
     return JobError(
-        f"after step {mismatch.step} the copies of {names} {who}; the run ends here, and nothing was saved after it.\n"
-        f"  {_name_trusted(mismatch.equal_at, saved)} To do: leave the named hosts out and have them tested; then run "
+        f"after step {step} the copies of {names} {what}; the run ends here, and nothing was saved after it.\n"
+        f"  {_name_trusted(equal_at, saved)} To do: leave the named hosts out and have them tested; then run "
         "the same command again."
     )
 
@@ -217,11 +196,6 @@ def _name_trusted(equal_at: int | None, saved: Sequence[int]) -> str:
             f" Checkpoints from after it (step {steps}) may hold wrong weights: move them away to go on before them."
         )
     return text
-
-
-def _name_places(corruption: Corruption) -> str:
-    ranks = list_some([str(rank) for rank in corruption.ranks], SHOWN)
-    return f"(rank {ranks} on {list_some(list(corruption.hosts), SHOWN)})"
 
 
 def _name_last(saved: Sequence[int]) -> str:
@@ -270,14 +244,12 @@ def plan_guard(session: Session, scale: Scale) -> GuardPlan:
         stops=section.non_finite == "stop",
         max_skips=section.max_skips,
         spike=None if section.spike == "off" else float(section.spike),
-        back=_plan_back(section) if section.on_spike == "roll_back" else None,
+        back=BackPlan(section.spike_steps, section.spike_margin, section.max_left_out, section.max_roll_backs)
+        if section.on_spike == "roll_back"
+        else None,
         probe_every=_in_steps(section, "probe_every", scale),
         compare_every=_in_steps(section, "compare_every", scale),
     )
-
-
-def _plan_back(section: GuardSection) -> BackPlan:
-    return BackPlan(section.spike_steps, section.spike_margin, section.max_left_out, section.max_roll_backs)
 
 
 def _in_steps(section: GuardSection, name: str, scale: Scale) -> int | None:
@@ -386,8 +358,7 @@ class Guard:
         )
         if self.plan.stops or self.counters.in_a_row >= self.plan.max_skips:
             everyone = [sample for share in samples for sample in share]
-            skipped = Skipped(step, everyone, watched.repeated, self.counters.in_a_row)
-            raise refuse_skips(skipped, result, self._describe_limit(), self._saved())
+            raise refuse_skips(step, result, self.counters, everyone, self._describe_limit(), self._saved())
 
     def _gather_ids(self, batch: Batch) -> list[list[int]]:
         """The samples of the step, one list for each share of the global batch."""
@@ -419,17 +390,17 @@ class Guard:
         hosts = ranks.gather(socket.gethostname())
         equal_at = self.counters.equal_at if self.counters.equal_at >= 0 else None
         named = sorted({rank for each in differences for rank in each.ranks})
-        mismatch = Mismatch(step, differences, list(dict.fromkeys(hosts[rank] for rank in named)), equal_at)
+        of_named = list(dict.fromkeys(hosts[rank] for rank in named))
         self._event(
             "replica_differs",
             step,
             parameters=[each.parameter for each in differences],
-            ranks=mismatch.ranks,
-            hosts=mismatch.hosts,
+            ranks=named,
+            hosts=of_named,
             decided=all(each.decided for each in differences),
             equal_at=equal_at,
         )
-        raise refuse_replicas(mismatch, self._saved())
+        raise refuse_replicas(step, differences, of_named, equal_at, self._saved())
 
     def _saved(self) -> Sequence[int]:
         self.settle()

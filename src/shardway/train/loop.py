@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from shardway.checkpoint.state import CheckpointState, Freezable, Together, Trained
+from shardway.checkpoint.local_tier import open_tier
+from shardway.checkpoint.manager import CheckpointManager, SavePoint
+from shardway.checkpoint.state import CheckpointState, Together, Trained
 from shardway.checkpoint.writer import check_collects
 from shardway.errors import Bug, UserError
 from shardway.parallel.axes.replicate import average_buffers
@@ -25,9 +27,9 @@ from shardway.rundir.attempts import Ending
 from shardway.rundir.lineage import LOCAL, SkippedRange
 from shardway.train.by_hand import BackwardCall, check_awaits_backward, refuse_mixture
 from shardway.train.dataloader import report_late_spans, report_skipped
-from shardway.train.guard import BackPlan, Guard
+from shardway.train.engines.base import OpenStep, StepCall, TakenStep, check_taken, lr_of
+from shardway.train.guard import Guard
 from shardway.train.held import Intact, average_kept_buffers
-from shardway.train.local_tier import open_tier
 from shardway.train.loop_state import (
     Counters,
     Facts,
@@ -38,26 +40,22 @@ from shardway.train.loop_state import (
     ScheduledLR,
     next_phase,
 )
-from shardway.train.metrics import MetricLog, Values
-from shardway.train.open_step import OpenStep, StepCall, TakenStep, check_taken, lr_of
+from shardway.train.metrics import MetricLog
 from shardway.train.passes import evaluating, let_go
 from shardway.train.record import find_early_end
 from shardway.train.restore import (
     Restored,
-    Spiked,
     all_skips,
     as_numbers,
     decide_back,
+    quarantine_damaged,
+    quarantine_undone,
     restore,
-    set_damaged_aside,
-    set_undone_aside,
     settle_restored,
 )
-from shardway.train.saving import SavePoint, Saver
 from shardway.train.script_state import ScriptState
 from shardway.train.session import Session, describe_numerics, machine_facts
-from shardway.train.snapshot import Before, find_changeable, find_generators
-from shardway.train.step import StepContext
+from shardway.train.step import RngAndBufferSnapshot, StepContext, find_generators, find_mutable_parts
 from shardway.train.stops import StopAgreement, TrainingStream
 from shardway.train.validate import Validated, recall_validations, validate
 
@@ -89,18 +87,20 @@ class Loop:
         self._script = ScriptState(held, session.mesh, writes_lr=plan.writes_lr) if held is not None else None
         self._by_hand = parts.by_hand
         of_script = (self._script, held.kept if held is not None else None, self._by_hand)
-        self._kept = Freezable([each for each in of_script if each is not None])
+        self._kept = Together([each for each in of_script if each is not None])
         own = parts.engine.state
         self._trained: CheckpointState = held.trained() if held is not None and isinstance(own, Trained) else own
         self._state: CheckpointState = Together([self._trained, self._kept, *([parts.data] if parts.data else [])])
         self._finish_reason, self._finishes, self._adopts = "", False, held is not None
         self._last_call: StepCall | None = None
-        self._tier = open_tier(session, plan.local)
+        self._tier = open_tier(session, plan.local.folder) if plan.local is not None else None
         local = (self._tier, plan.local.every_s) if self._tier is not None and plan.local is not None else None
-        self._saver = Saver(session, plan.save_every_s, plan.keep, self._took_save, tier=local)
-        self._metrics = MetricLog(session.ranks, self._write_logged)
+        self._checkpoints = CheckpointManager(session, plan.save_every_s, plan.keep, self._took_save, tier=local)
+        self._metrics = MetricLog(
+            session.ranks, lambda step, values: session.recorder.event("logged", step=step, values=values)
+        )
         self._monitoring = Monitoring(session, plan, parts.validation)
-        self._guard = Guard(session, plan.guard, parts.parallels, self._saver.settle)
+        self._guard = Guard(session, plan.guard, parts.parallels, self._checkpoints.settle)
         self._phase = LoopPhase.RESTORE
         self._open_step: OpenStep | None = None
         self.intact = Intact(session.ranks)
@@ -108,7 +108,7 @@ class Loop:
         self._rests = False
         """Whether there is nothing to do: the run was finished before."""
         self._left_out: tuple[SkippedRange, ...] = ()
-        self._untrained: Before | None = None
+        self._untrained: RngAndBufferSnapshot | None = None
         self._actions: dict[LoopPhase, Callable[[], None]] = {
             LoopPhase.RESTORE: self._restore,
             LoopPhase.GO_BACK: self._go_back,
@@ -152,35 +152,32 @@ class Loop:
         `look` is called with the rows of the batch once an update counts.
         """
         with self.intact.held():
-            return self._take_step(call, batch, look)
-
-    def _take_step(self, call: StepCall, batch: Any, look: Callable[[int | None], None]) -> float:
-        self._check_awaits_step()
-        if self._open_step is not None and self._open_step.taken and self._open_step.decision.void:
-            return math.nan  # nothing of this batch counts
-        self._lrs.check()
-        lr, moment = lr_of(call.engine), self._moment()  # it reads the stop file, outside of the step's time
-        self._session.progress.take_step(self._counters.step)
-        with self.intact.update(call.engine, moment):
-            result = call.engine.step(call.model, batch, call.loss_fn, moment)
-            if self._open_step is not None:
-                self._open_step.taken.append(TakenStep(call.name, lr, result))
-                self._last_call = call if len(self._open_step.taken) == 1 else self._last_call
-        if result.decision.void:
-            self._kept.freeze()  # what the script does next belongs to a step that does not count
-        else:
-            self._loss_scale = result.loss_scale
-            look(moment.rows)
-        self._session.progress.enter(Activity.SCRIPT, self._counters.step)
-        return result.loss
+            self._check_awaits_step()
+            if self._open_step is not None and self._open_step.taken and self._open_step.decision.void:
+                return math.nan  # nothing of this batch counts
+            self._lrs.check()
+            lr, context = lr_of(call.engine), self._moment()  # it reads the stop file, outside of the step's time
+            self._session.progress.take_step(self._counters.step)
+            with self.intact.update(call.engine, context):
+                result = call.engine.step(call.model, batch, call.loss_fn, context)
+                if self._open_step is not None:
+                    self._open_step.taken.append(TakenStep(call.name, lr, result))
+                    self._last_call = call if len(self._open_step.taken) == 1 else self._last_call
+            if result.decision.void:
+                self._kept.freeze()  # what the script does next belongs to a step that does not count
+            else:
+                self._loss_scale = result.loss_scale
+                look(context.rows)
+            self._session.progress.enter(Activity.SCRIPT, self._counters.step)
+            return result.loss
 
     def backward(self, call: BackwardCall) -> float:
         """The gradients of a loss that the script has computed from its batch; returns the loss."""
         by_hand, step = check_awaits_backward(self._by_hand, self._open_step, self._counters.step + 1)
         self._lrs.check()
-        lr, moment = lr_of(call.engine), self._moment(void=step.finishing)
+        lr, context = lr_of(call.engine), self._moment(void=step.finishing)
         self._session.progress.take_step(self._counters.step)
-        loss = by_hand.take(step, call, lr, moment, self._kept.freeze)
+        loss = by_hand.take(step, call, lr, context, self._kept.freeze)
         self._last_call = None
         self._session.progress.enter(Activity.SCRIPT, self._counters.step)
         return loss
@@ -199,9 +196,6 @@ class Loop:
         if self._open_step is not None:
             step, samples = step + 1, len(self._open_step.batch.ids)
         self._metrics.add(step, samples, values, way)
-
-    def _write_logged(self, step: int, values: Values) -> None:
-        self._session.recorder.event("logged", step=step, values=values)
 
     def resume_scheduler(self, name: str, scheduler: Any) -> None:
         """Load a scheduler that was made during the run from the checkpoint."""
@@ -236,7 +230,7 @@ class Loop:
             self._close_step(self._open_step)
         self._finishes = self._finishes or any(self._session.ranks.gather(bool(self._finish_reason)))
         self._session.progress.enter(Activity.SAVE, self._counters.step)
-        self._save_point(last=True)
+        self.save()
         if self._finishes:
             self._finish()
         else:
@@ -247,7 +241,7 @@ class Loop:
         watch = self._guard.watch(self._counters.step + 1, scales_loss=self._loss_scale is not None)
         missed = self._stream is not None and self._stream.missed
         finish = bool(self._finish_reason)
-        due, logged = self._saver.is_due(), self._metrics.is_waiting
+        due, logged = self._checkpoints.is_due(), self._metrics.is_waiting
         wishes = self._stopping.wishes(save=due, void=missed or void, finish=finish, log=logged)
         rows = len(self._open_step.batch.ids) if self._open_step is not None and not missed else None
         return StepContext(self._counters.position, wishes, self._loss_scale, watch, rows)
@@ -256,9 +250,12 @@ class Loop:
         """Whether all ranks stop between two steps; the clock is obeyed once this attempt has taken a step."""
         return self._stopping.agree(void=void, obeys_clock=void or self._counters.step > self._began)
 
+    @property
+    def _is_done(self) -> bool:
+        return self._counters.step >= self._plan.total_steps or self._finishes
+
     def _facts(self) -> Facts:
-        step, plan = self._counters.step, self._plan
-        done, stop = step >= plan.total_steps or self._finishes, bool(self._stopping.decision.stop_reason)
+        step, done, stop = self._counters.step, self._is_done, bool(self._stopping.decision.stop_reason)
         return Facts(
             done=done,
             stop=stop,
@@ -285,8 +282,7 @@ class Loop:
 
     def _validates_here(self) -> bool:
         step, every = self._counters.step, self._plan.validate_every
-        done = step >= self._plan.total_steps or self._finishes
-        due, validation = every is not None and (done or step % every == 0), self._parts.validation
+        due, validation = every is not None and (self._is_done or step % every == 0), self._parts.validation
         return due and validation is not None and step not in validation.results
 
     # --- states
@@ -294,7 +290,7 @@ class Loop:
     def _restore(self) -> None:
         session = self._session
         if self._plan.guard.back is not None:
-            self._untrained = find_changeable(*self._parts.parallels).remember(None)
+            self._untrained = find_mutable_parts(*self._parts.parallels).remember(None)
         if self._parts.held is not None and self._script is not None:
             self._parts.held.adopt()
             self._script.begin()
@@ -302,7 +298,8 @@ class Loop:
         restored = self._resume()
         if self._is_done_already(restored):
             return
-        loaded, parameters = restored.loaded, self._count_parameters()
+        own = torch.tensor(self._parts.engine.count_parameters(), dtype=torch.int64, device=session.ranks.device)
+        loaded, parameters = restored.loaded, int(session.ranks.sum(own))  # of the whole model
         session.begin()
         restored = self._settle(restored)
         session.recorder.begin(
@@ -323,7 +320,7 @@ class Loop:
             numerics=describe_numerics(session.resolved),
             agent=session.agent or None,
         )
-        set_damaged_aside(session, restored)
+        quarantine_damaged(session, restored)
         report_late_spans(session, self._counters)
         self._stopping.set_deadline(self._plan.stop_margin_s, self._counters.step, parameters)
         session.recorder.status(
@@ -374,8 +371,7 @@ class Loop:
     def _is_done_already(self, restored: Restored) -> bool:
         """Whether an earlier attempt has finished the run as it is asked for: then nothing is written again."""
         step, session = self._counters.step, self._session
-        done = step >= self._plan.total_steps or self._finishes
-        if restored.loaded is None or not done or self._owes_validation or self._save_owed:
+        if restored.loaded is None or not self._is_done or self._owes_validation or self._save_owed:
             return False
 
         def is_finished() -> bool:
@@ -410,12 +406,12 @@ class Loop:
         plan, session = self._plan.guard.back, self._session
         if plan is None or self._untrained is None or self._stream is None:
             raise Bug("the run goes back before it has begun")
-        self._saver.settle()
-        back = decide_back(session, plan, self._spiked(plan))
+        self._checkpoints.settle()
+        back = decide_back(session, plan, self._guard.spikes.first, self._counters, self._left_out)
         self._stream.close()
         stops = bool(self._stopping.decision.stop_reason)
         if stops:
-            restored = Restored(None, back.counters, None, back.left_out, set_undone_aside(session))
+            restored = Restored(None, back.counters, None, back.left_out, quarantine_undone(session))
             self._counters, self._owes_validation = back.counters, False
         else:
             self._untrained.put_back()
@@ -424,18 +420,13 @@ class Loop:
                 compute_scales(parallel.module, self._parts.engine.passes.precision.float8)
         facts = back.left_out[-1].as_json()
         session.recorder.go_back(self._counters.step, roll_backs=len(back.left_out), **facts)
-        set_damaged_aside(session, restored)
+        quarantine_damaged(session, restored)
         if not stops:
             self._open_stream()
             self._agree()
 
-    def _spiked(self, plan: BackPlan) -> Spiked:
-        last, resolved = self._counters.step, self._session.resolved
-        limit = f"guard.max_roll_backs = {plan.max_roll_backs}, {resolved.origins['guard.max_roll_backs']}"
-        return Spiked(self._guard.spikes.first, last, self._counters.position, self._left_out, limit)
-
     def _step(self) -> Iterator[Any]:
-        self._saver.poll()
+        self._checkpoints.poll()
         started = time.perf_counter()
         batch = self._stream.next() if self._stream is not None else None
         if batch is None:
@@ -478,17 +469,12 @@ class Loop:
         It takes part in that step and votes to discard it, by which all ranks learn of the end.
         """
         self._lrs.write(self._counters.step)
-        lr, moment = lr_of(call.engine), self._moment(void=call.engine.can_void)
+        lr, context = lr_of(call.engine), self._moment(void=call.engine.can_void)
         self._session.progress.take_step(self._counters.step)
         if call.engine.can_void:
             self._kept.freeze()
-        result = call.engine.step(call.model, step.batch.data, call.loss_fn, moment)
+        result = call.engine.step(call.model, step.batch.data, call.loss_fn, context)
         step.taken.append(TakenStep(call.name, lr, result))
-
-    def _count_parameters(self) -> int:
-        """The parameters of the whole model, whatever part of it this rank holds."""
-        ranks, count = self._session.ranks, self._parts.engine.count_parameters()
-        return int(ranks.sum(torch.tensor(count, dtype=torch.int64, device=ranks.device)))
 
     def _validate(self) -> None:
         session, started = self._session, time.perf_counter()
@@ -524,7 +510,7 @@ class Loop:
         self._agree()
         self._heed_results()
         if self._monitoring.unknown:
-            self._save_point(last=True)
+            self.save()
             raise UserError(self._monitoring.unknown)
 
     def _heed_results(self) -> None:
@@ -538,15 +524,15 @@ class Loop:
         if facts.stop and self._counters.step == self._began and not facts.save_owed:
             return  # nothing was learnt since the checkpoint that was loaded, or at all
         last = facts.done or facts.stop
-        self._save_point(last=last)
+        self._checkpoints.save(self._save_point(last=last))
         if not last and self._agree():
-            self._save_point(last=True)  # waits for the one that is under way, and makes it where that failed
+            self.save()  # waits for the one that is under way, and makes it where that failed
 
     def save(self) -> None:
-        """Save where a loop that has ended stands."""
-        self._save_point(last=True)
+        """Save where the loop stands, before it ends or afterwards."""
+        self._checkpoints.save(self._save_point(last=True))
 
-    def _save_point(self, *, last: bool) -> None:
+    def _save_point(self, *, last: bool) -> SavePoint:
         self._adopt_late()
         for parallel in self._parts.parallels:
             average_buffers(parallel.module, self._session.mesh)
@@ -567,7 +553,7 @@ class Loop:
             numbers["loss_scale"] = self._loss_scale.as_numbers()
         step, plan = self._counters.step, self._plan
         asked = plan.saves_shared_after(step), plan.saves_local_after(step), *self._monitoring.take_save()
-        self._saver.save(SavePoint(self._state, step, numbers, last, self._guard.in_spike, *asked))
+        return SavePoint(self._state, step, numbers, last, self._guard.in_spike, *asked)
 
     def _adopt_late(self) -> None:
         """Once: hold what the script has made during training. An ambiguous name must not prevent a save."""
@@ -594,7 +580,7 @@ class Loop:
         self._end("stopped", self._stopping.find_end())
 
     def _finish(self) -> None:
-        self._saver.finish()
+        self._checkpoints.finish()
         reason = f"all {self._plan.total_steps} steps are done"
         if self._finishes:
             reason = self._agree_on_reason()
@@ -606,10 +592,10 @@ class Loop:
     def _end(self, event: str, end: AttemptEnd) -> None:
         if self._stream is not None:
             self._stream.close()
-        self._saver.settle()
+        self._checkpoints.settle()
         if self._parts.held is not None:
             self._metrics.flush()
-        self._saver.prune(self._monitoring.ranking, in_doubt=self._guard.in_spike)
+        self._checkpoints.prune(self._monitoring.ranking, in_doubt=self._guard.in_spike)
         self._session.recorder.end(event, end)
         if self._session.ranks.is_first:
             self._session.directory.clear_stop()
@@ -619,7 +605,8 @@ class Loop:
         self._open_step = None
         decision, result = step.decision, step.taken[0].result
         self._stopping.obey(decision)
-        self._finishes = self._finishes or decision.finish or self._finishes_alone()
+        alone = self._session.ranks.world == 1  # no other rank to agree with
+        self._finishes = self._finishes or decision.finish or (alone and bool(self._finish_reason))
         if decision.void and self._stream is not None:
             self._stream.put_back()
             self._metrics.drop_after(self._counters.step)
@@ -640,15 +627,11 @@ class Loop:
         if self._stopping.deadline is not None:
             self._stopping.deadline.took_step(seconds)
         self._record(step, seconds)
-        if decision.log or (self._metrics.is_waiting and self._session.ranks.world == 1):
+        if decision.log or (self._metrics.is_waiting and alone):
             self._metrics.flush()
         report_skipped(self._session, before, self._counters, self._left_out)
         for taken in step.taken:
             self._guard.look_at(self._counters.step, taken.result, step.batch)
-
-    def _finishes_alone(self) -> bool:
-        """Whether the script has finished the run after its step, and there is no other rank to agree with."""
-        return bool(self._finish_reason) and self._session.ranks.world == 1
 
     def _record(self, taken: OpenStep, seconds: float) -> None:
         plan, step, batch = self._plan, self._counters.step, taken.batch

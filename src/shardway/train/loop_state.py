@@ -33,7 +33,7 @@ from enum import Enum, auto
 from typing import Any
 
 from shardway.best import LOSS, Monitor, Results
-from shardway.checkpoint.folders import RetentionPolicy
+from shardway.checkpoint.manager import LeastCost, LocalPlan, RetentionPolicy
 from shardway.checkpoint.state import CheckpointState
 from shardway.data.loader import Batch
 from shardway.errors import UserError, list_some
@@ -42,7 +42,6 @@ from shardway.train.by_hand import GradientsByHand
 from shardway.train.engines.base import Engine
 from shardway.train.guard import GuardPlan
 from shardway.train.held import Holdings
-from shardway.train.local_tier import LeastCost, LocalPlan
 from shardway.train.loss import LossScale
 from shardway.train.session import Session
 from shardway.train.validate import Validation
@@ -90,40 +89,40 @@ class LRSchedule:
     final: float
 
 
-def lr_factor(name: str, course: LRSchedule, step: int) -> float:
+def lr_factor(name: str, lr_schedule: LRSchedule, step: int) -> float:
     """The factor on the peak learning rate for the step that follows `step` finished ones (0 is the first).
 
     Linear warm-up over `warmup` steps, the first of which has 1/warmup of the peak; then the named course.
     """
-    if step < course.warmup:
-        return (step + 1) / course.warmup
-    return COURSES[name](course, min(step, course.total))
+    if step < lr_schedule.warmup:
+        return (step + 1) / lr_schedule.warmup
+    return LR_SCHEDULES[name](lr_schedule, min(step, lr_schedule.total))
 
 
-def _cosine(course: LRSchedule, step: int) -> float:
+def _cosine(lr_schedule: LRSchedule, step: int) -> float:
     """Half a cosine from 1 to `final` (Loshchilov and Hutter, arXiv:1608.03983)."""
-    progress = _progress(step, course.warmup, course.total)
-    return course.final + (1 - course.final) * 0.5 * (1 + math.cos(math.pi * progress))
+    progress = _progress(step, lr_schedule.warmup, lr_schedule.total)
+    return lr_schedule.final + (1 - lr_schedule.final) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _linear(course: LRSchedule, step: int) -> float:
-    return 1 + (course.final - 1) * _progress(step, course.warmup, course.total)
+def _linear(lr_schedule: LRSchedule, step: int) -> float:
+    return 1 + (lr_schedule.final - 1) * _progress(step, lr_schedule.warmup, lr_schedule.total)
 
 
-def _constant(course: LRSchedule, step: int) -> float:
+def _constant(lr_schedule: LRSchedule, step: int) -> float:
     return 1.0
 
 
-def _warmup_stable_decay(course: LRSchedule, step: int) -> float:
+def _warmup_stable_decay(lr_schedule: LRSchedule, step: int) -> float:
     """Constant until `decay` steps before the end, then linear to `final` (Hu et al., arXiv:2404.06395)."""
-    return 1 + (course.final - 1) * _progress(step, course.total - course.decay, course.total)
+    return 1 + (lr_schedule.final - 1) * _progress(step, lr_schedule.total - lr_schedule.decay, lr_schedule.total)
 
 
 def _progress(step: int, start: int, end: int) -> float:
     return min(1.0, max(0.0, (step - start) / max(1, end - start)))
 
 
-COURSES: dict[str, Callable[[LRSchedule, int], float]] = {
+LR_SCHEDULES: dict[str, Callable[[LRSchedule, int], float]] = {
     "cosine": _cosine,
     "linear": _linear,
     "constant": _constant,
@@ -206,7 +205,7 @@ class LoopPlan:
     keep: RetentionPolicy = field(default_factory=lambda: RetentionPolicy(3))
     schedule: str = "constant"
     writes_lr: bool = True
-    course: LRSchedule = field(default_factory=lambda: LRSchedule(1, 0, 0, 1.0))
+    lr_schedule: LRSchedule = field(default_factory=lambda: LRSchedule(1, 0, 0, 1.0))
     data_fingerprint: str = ""
     loss_scale: LossScale | None = None
     stop_margin_s: float | None = None
@@ -288,7 +287,7 @@ class ScheduledLR:
         if not self._plan.writes_lr:
             return
         self.check()
-        factor = lr_factor(self._plan.schedule, self._plan.course, step)
+        factor = lr_factor(self._plan.schedule, self._plan.lr_schedule, step)
         self._written = [peak * factor for peak in self._peaks]
         for group, lr in zip(self._groups(), self._written, strict=True):
             group["lr"] = lr
@@ -355,8 +354,8 @@ class Monitoring:
         found = self._session.ranks.ask_first(lambda: self._judge(step, done=done))
         self.save_due, self.finish_reason, self.unknown = found.save_due, found.finish_reason, found.unknown
         if found.finish_reason and self._session.own_model and self._session.ranks.is_first:
-            told = f"this run is finished ({found.finish_reason}); with a higher train.patience it goes on."
-            logging.getLogger("shardway").warning(told)
+            note = f"this run is finished ({found.finish_reason}); with a higher train.patience it goes on."
+            logging.getLogger("shardway").warning(note)
 
     def take_save(self) -> tuple[bool, tuple[int, ...]]:
         """For a save that is made now: whether the result asks for it, and the ranking."""
@@ -384,8 +383,10 @@ class Monitoring:
         if patience is None or count < patience:
             return ""
         best = monitor.find_best(results)
-        said = f"{best.metrics[monitor.metric]:.4g} at step {best.step} is the best" if best else "none was a number"
-        return f"no better {monitor.metric} for {count} validation{'s' * (count != 1)}: {said}"
+        best_one = (
+            f"{best.metrics[monitor.metric]:.4g} at step {best.step} is the best" if best else "none was a number"
+        )
+        return f"no better {monitor.metric} for {count} validation{'s' * (count != 1)}: {best_one}"
 
     def _find_unknown(self) -> str:
         metric, results = self._plan.monitor.metric, self._results

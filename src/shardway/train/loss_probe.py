@@ -33,7 +33,7 @@ from shardway.data.batch_tree import count_rows, cut_rows
 from shardway.errors import LostContact
 from shardway.train.passes import Loss, Passes
 from shardway.train.session import Session
-from shardway.train.snapshot import find_changeable
+from shardway.train.step import find_mutable_parts
 
 # --- Python objects that a script's functions change
 
@@ -200,11 +200,11 @@ def probe_loss(session: Session, passes: Passes, model: nn.Module, batch: Any, l
     count = min(session.ranks.gather(_count_rows(batch, rows)))
     if count < 2:
         return
-    before, script = find_changeable(passes.parallel).remember(None), PythonState(loss_fn, passes.parallel.module)
+    before, script = find_mutable_parts(passes.parallel).remember(None), PythonState(loss_fn, passes.parallel.module)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        found = _measure(passes, model, batch, loss_fn, rows, _choose_windows(count, passes.portions.micro_batch))
+        found = _measure(passes, model, batch, loss_fn, rows, _choose_windows(count, passes.batch_split.micro_batch))
     except LostContact:
         raise
     except Exception:  # a failed probe must not end a run

@@ -67,7 +67,7 @@ def advise(largest: str, values: RunFile, kind: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def memory_told(find_holder: Callable[[], Holder]) -> Iterator[None]:
+def memory_explained(find_holder: Callable[[], Holder]) -> Iterator[None]:
     """Turn an error of an allocator into a JobError that states what this rank holds, and what to do."""
     try:
         yield

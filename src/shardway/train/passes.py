@@ -82,7 +82,7 @@ class Passes:
     """What runs a model on this rank's share of a batch."""
 
     parallel: ParallelModel
-    portions: BatchSplit
+    batch_split: BatchSplit
     precision: Precision
     device: torch.device
 
@@ -112,7 +112,7 @@ class Passes:
         its tensors).
         """
         batch = take_chunks(self.parallel.chunks, batch)
-        scale = loss_scale * self.count_averaged(model) / self.portions.global_batch
+        scale = loss_scale * self.count_averaged(model) / self.batch_split.global_batch
         with self._split_logits():
             if self.parallel.pipeline is not None:
                 return self._through_pipeline(self.parallel.pipeline, batch, loss_fn, scale, position, rows).sums
@@ -147,7 +147,7 @@ class Passes:
         """
         sums = self._zeros()
         with self._split_logits():
-            (loss.total * (weight / self.portions.global_batch)).backward(retain_graph=retain_graph)
+            (loss.total * (weight / self.batch_split.global_batch)).backward(retain_graph=retain_graph)
         self._add(sums, loss, weight)
         return self._answered(sums)
 
@@ -187,7 +187,7 @@ class Passes:
         self, model: nn.Module, batch: Any, loss_fn: Loss, scale: float, position: int, rows: int | None
     ) -> torch.Tensor:
         sums, sample = self._zeros(), self.first_sample(position)
-        micros = list(cut(batch, self.portions.accumulation, rows))
+        micros = list(cut(batch, self.batch_split.accumulation, rows))
         for number, micro in enumerate(micros, start=1):
             set_gradient_scale(self.routers, micro.weight * scale, self.parallel.mesh)
             if self.parallel.dropout is not None:
@@ -209,10 +209,12 @@ class Passes:
     ) -> Evaluated:
         """All micro-batches in passes of equal shape; `scale` None runs no backward pass."""
         inputs, targets = _pair(fill_empty(batch))
-        size, per_pass = self.portions.micro_batch, self.portions.per_pass
+        size, per_pass = self.batch_split.micro_batch, self.batch_split.per_pass
         rows = len(inputs) if rows != 0 else 0
         # In training every rank runs as many passes, whatever its rows: the states are shared over the ranks.
-        passes = self.portions.accumulation // per_pass if scale is not None else -(-max(rows, 1) // (per_pass * size))
+        passes = (
+            self.batch_split.accumulation // per_pass if scale is not None else -(-max(rows, 1) // (per_pass * size))
+        )
 
         def loss_of(start: int, output: torch.Tensor, number: int) -> torch.Tensor:
             first = start + number * size
@@ -244,7 +246,7 @@ class Passes:
         set_gradient_scale(self.routers, 0.0, self.parallel.mesh)
         buffers = [(buffer, buffer.clone()) for buffer in self.parallel.module.buffers()]
         with torch.random.fork_rng():
-            pipeline.run(inputs, self.portions.per_pass, loss_of, training=True)
+            pipeline.run(inputs, self.batch_split.per_pass, loss_of, training=True)
         for buffer, before in buffers:
             buffer.copy_(before)
         for parameter in self.parallel.module.parameters():
@@ -254,7 +256,7 @@ class Passes:
         """A number that this rank's first sample has and no other of the run: the next batch begins at least a whole
         one later, also if positions are skipped."""
         mesh = self.parallel.mesh
-        return position + position_share(self.portions.global_batch, mesh.data_rank, mesh.data_ranks).start
+        return position + position_share(self.batch_split.global_batch, mesh.data_rank, mesh.data_ranks).start
 
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(SUMS, dtype=torch.float64, device=self.device)

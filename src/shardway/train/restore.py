@@ -21,38 +21,31 @@ from typing import Any
 
 import numpy as np
 
-from shardway.checkpoint.catalog import CorruptCheckpoint, PassedOver, manifest_of_step, set_aside
+from shardway.checkpoint.catalog import CorruptCheckpoint, PassedOver, manifest_of_step, quarantine
 from shardway.checkpoint.file_format import Damaged, Manifest
-from shardway.checkpoint.local_tier import Survey, list_held, open_local_stock, survey
+from shardway.checkpoint.local_tier import (
+    LocalTier,
+    line_kept,
+    line_of,
+    list_held,
+    note_descent,
+    open_local_store,
+    survey,
+)
 from shardway.checkpoint.reader import LoadedCheckpoint, load_from, load_latest
 from shardway.checkpoint.state import CheckpointState
 from shardway.data.order import Skips
 from shardway.errors import JobError, UserError
 from shardway.rundir.directory import START_OVER, START_OVER_IN_SCRIPT, RunDir
-from shardway.rundir.lineage import LOCAL, SHARED, Lineage, SkippedRange, read_left_out, read_line
+from shardway.rundir.lineage import LOCAL, SHARED, SkippedRange, read_left_out, read_line
 from shardway.rundir.names import step_name
 from shardway.runfile.types import read_skips
 from shardway.train.guard import BackPlan
-from shardway.train.local_tier import LocalTier, line_kept, line_of, note_descent
 from shardway.train.loop_state import Counters, LoopPlan, read_counters
 from shardway.train.loss import LossScale
 from shardway.train.session import Session
 
 # --- back before a spike
-
-
-@dataclass(frozen=True)
-class Spiked:
-    """A run that goes back: the steps of the spike, the position after it, and the spans it has left out before.
-
-    `limit` describes how `guard.max_roll_backs` was set.
-    """
-
-    first: int
-    last: int
-    end: int
-    known: tuple[SkippedRange, ...]
-    limit: str
 
 
 @dataclass(frozen=True)
@@ -64,14 +57,56 @@ class Back:
     left_out: tuple[SkippedRange, ...]
 
 
-def decide_back(session: Session, plan: BackPlan, spiked: Spiked) -> Back:
-    """Choose the checkpoint and the span, and write them down; on all ranks together.
+def decide_back(session: Session, plan: BackPlan, first: int, now: Counters, known: tuple[SkippedRange, ...]) -> Back:
+    """Choose the checkpoint and the span, and write them down; on all ranks together. `first`: the first step of the
+    spike, which lasts until `now`; `known`: the spans that the run has left out before.
 
     Raises JobError on every rank if the run has gone back often enough, or has no checkpoint to go back to.
     """
-    if len(spiked.known) >= plan.max_roll_backs:
-        raise _often_enough(session.directory, spiked)
-    return session.ranks.ask_first(lambda: _write_down(session, plan, spiked))
+    resolved, directory = session.resolved, session.directory
+    spike = f"step {first} is" if first == now.step else f"steps {first} to {now.step} are"
+    if len(known) >= plan.max_roll_backs:
+        limit = f"guard.max_roll_backs = {plan.max_roll_backs}, {resolved.origins['guard.max_roll_backs']}"
+        times = "once" if len(known) == 1 else f"{len(known)} times"
+        raise JobError(
+            f"{spike} a spike (guard.spike), and the run has gone back {times} already; it ends here ({limit}).\n"
+            f"  It has left out the positions {', '.join(str(each.span) for each in known)} "
+            f"({directory.left_out.path}). To do: look at the samples of these steps, lower optim.lr, or set "
+            "optim.clip; then run the same command again, with a higher guard.max_roll_backs or "
+            'guard.on_spike = "warn".'
+        )
+
+    def write_down() -> Back:
+        counters = _find_base(directory, first, first - plan.spike_margin)
+        if counters is None:
+            raise JobError(
+                f"{spike} a spike (guard.spike), and there is no checkpoint from before it that the run could go back "
+                "to; the run ends here.\n"
+                "  To do: save more often (checkpoint.every) or keep more (checkpoint.keep), or set guard.on_spike = "
+                '"warn"; then run the same command again.'
+            )
+        skips = Skips(all_skips(session, known))
+        before, end = skips.count_kept(counters.position), skips.count_kept(now.position)
+        kept = max(before, end - plan.max_left_out * resolved.values.train.global_batch)
+        start = int(skips.find_kept(np.array([kept]))[0]) if kept > before else counters.position
+        reason = f"a spike in step {first}" if first == now.step else f"a spike in steps {first} to {now.step}"
+        left_out = SkippedRange(start, now.position, end - kept, counters.step, first, now.step, reason, time.time())
+        directory.confirm_writer()
+        directory.left_out.write((*known, left_out))
+        return Back(counters, (*known, left_out))
+
+    return session.ranks.ask_first(write_down)
+
+
+def _find_base(directory: RunDir, spike: int, margin: int) -> Counters | None:
+    """The counters of the newest checkpoint from before the margin of a spike whose manifest can be read; if none is
+    so old, of the oldest before the spike; None if there is none."""
+    before = [step for step in directory.checkpoint_steps() if step < spike]
+    old = [step for step in before if step < margin]
+    for step in [*reversed(old), *(step for step in before if step not in old)]:
+        with contextlib.suppress(Damaged):
+            return read_counters(manifest_of_step(directory, step).numbers)
+    return None
 
 
 def all_skips(session: Session, left_out: Sequence[SkippedRange]) -> list[list[int]]:
@@ -86,14 +121,14 @@ def find_undone(session: Session) -> list[int]:
     return session.ranks.ask_first(lambda: [each.step for each in _find_undone(session.directory)])
 
 
-def set_undone_aside(session: Session) -> list[CorruptCheckpoint]:
+def quarantine_undone(session: Session) -> list[CorruptCheckpoint]:
     """Quarantine checkpoints that a decision undid; on all ranks together. Raises JobError."""
 
     def act() -> list[CorruptCheckpoint]:
         if not session.ranks.is_first or not (undone := _find_undone(session.directory)):
             return []
         session.directory.confirm_writer()
-        return set_aside(session.directory, undone, "undone")
+        return quarantine(session.directory, undone, "undone")
 
     return session.ranks.gather(session.ranks.together(act))[0]
 
@@ -127,39 +162,6 @@ def _of_numbers(numbers: Mapping[str, Any]) -> tuple[SkippedRange, ...]:
     return read_left_out(numbers.get("left_out", []))
 
 
-def _write_down(session: Session, plan: BackPlan, spiked: Spiked) -> Back:
-    """On rank 0."""
-    counters = _find_base(session.directory, plan, spiked)
-    values = session.resolved.values
-    skips = Skips(all_skips(session, spiked.known))
-    before, end = skips.count_kept(counters.position), skips.count_kept(spiked.end)
-    first = max(before, end - plan.max_left_out * values.train.global_batch)
-    start = int(skips.find_kept(np.array([first]))[0]) if first > before else counters.position
-    steps = f"step {spiked.first}" if spiked.first == spiked.last else f"steps {spiked.first} to {spiked.last}"
-    left_out = SkippedRange(
-        start, spiked.end, end - first, counters.step, spiked.first, spiked.last, f"a spike in {steps}", time.time()
-    )
-    session.directory.confirm_writer()
-    session.directory.left_out.write((*spiked.known, left_out))
-    return Back(counters, (*spiked.known, left_out))
-
-
-def _find_base(directory: RunDir, plan: BackPlan, spiked: Spiked) -> Counters:
-    """The counters of the newest checkpoint from before the spike and its margin whose manifest can be read; if none is
-    so old, of the oldest. Raises JobError."""
-    before = [step for step in directory.checkpoint_steps() if step < spiked.first]
-    old = [step for step in before if step < spiked.first - plan.spike_margin]
-    for step in [*reversed(old), *(step for step in before if step not in old)]:
-        with contextlib.suppress(Damaged):
-            return read_counters(manifest_of_step(directory, step).numbers)
-    raise JobError(
-        f"{_describe(spiked)}, and there is no checkpoint from before it that the run could go back to; the run ends "
-        "here.\n"
-        f'  To do: save more often (checkpoint.every) or keep more (checkpoint.keep), or set guard.on_spike = "warn"; '
-        "then run the same command again."
-    )
-
-
 def _find_undone(directory: RunDir) -> list[PassedOver]:
     """Checkpoints of undone steps that do not record the decision that undid them, the newest first."""
     left_out = directory.left_out.read()
@@ -180,27 +182,11 @@ def why_undone(numbers: Mapping[str, Any], step: int, left_out: Sequence[Skipped
     return f"the run went back before it after {reasons[0]}" if reasons else ""
 
 
-def _describe(spiked: Spiked) -> str:
-    steps = f"step {spiked.first} is" if spiked.first == spiked.last else f"steps {spiked.first} to {spiked.last} are"
-    return f"{steps} a spike (guard.spike)"
-
-
-def _often_enough(directory: RunDir, spiked: Spiked) -> JobError:
-    times = "once" if len(spiked.known) == 1 else f"{len(spiked.known)} times"
-    spans = ", ".join(str(each.span) for each in spiked.known)
-    return JobError(
-        f"{_describe(spiked)}, and the run has gone back {times} already; it ends here ({spiked.limit}).\n"
-        f"  It has left out the positions {spans} ({directory.left_out.path}). To do: look at the samples of these "
-        "steps, lower optim.lr, or set optim.clip; then run the same command again, with a higher "
-        'guard.max_roll_backs or guard.on_spike = "warn".'
-    )
-
-
 # --- resuming from the disks of the nodes
 
 
 @dataclass(frozen=True)
-class Nearest:
+class LoadedLocally:
     """What was loaded (None: nothing), what was skipped, and the step for which all of it was left out."""
 
     loaded: LoadedCheckpoint | None = None
@@ -208,56 +194,35 @@ class Nearest:
     dropped: int | None = None
 
 
-@dataclass(frozen=True)
-class _Known:
-    """What rank 0 reads of the run: its lineage, decisions that undid steps, its newest checkpoint, its id."""
-
-    line: Lineage
-    left_out: tuple[SkippedRange, ...]
-    saved_step: int
-    run: str
-
-    def why_not(self, manifest: Manifest) -> str:
-        """Why the run must not resume from this checkpoint; empty if it may."""
-        off = self.line.why_off(line_of(manifest.numbers), manifest.step)
-        return off or why_undone(manifest.numbers, manifest.step, self.left_out)
-
-
-def load_nearest(session: Session, tier: LocalTier, state: CheckpointState) -> Nearest:
+def load_local(session: Session, tier: LocalTier, state: CheckpointState) -> LoadedLocally:
     """Restore the newest checkpoint on the disks of the nodes that holds, on all ranks together.
 
     Raises JobError if it does not fit the state.
     """
-    known = _ask(session)
-    tier.remove_partials()
-    found = _survey(session, tier, known)
-    if found.nearby and known.line.failed_twice(found.nearby[0].step):
-        return Nearest(passed_over=found.passed_over, dropped=found.nearby[0].step)
-    passed_over = list(found.passed_over)
-    for nearby in found.nearby:
-        tier.begin(nearby.step, LOCAL)
-        with open_local_stock(tier.place, session.ranks, nearby, tier.nodes, tier.apart) as stock:
-            loaded = load_from(stock, session.ranks, state)
-        if isinstance(loaded, LoadedCheckpoint):
-            return Nearest(replace(loaded, tier=LOCAL), tuple(passed_over))
-        passed_over.append(loaded)
-    return Nearest(None, tuple(passed_over))
-
-
-def _ask(session: Session) -> _Known:
-    def read() -> _Known:
-        directory = session.directory
-        newest = max(directory.checkpoint_steps(), default=0)
-        return _Known(read_line(directory.path), directory.left_out.read(), newest, session.run_id)
-
-    return session.ranks.ask_first(read)
-
-
-def _survey(session: Session, tier: LocalTier, known: _Known) -> Survey:
-    held = session.ranks.together(
-        lambda: list_held(tier.files, known.run, known.saved_step, known.why_not) if tier.leads else []
+    ranks, directory = session.ranks, session.directory
+    lineage, left_out, newest = ranks.ask_first(
+        lambda: (read_line(directory.path), directory.left_out.read(), max(directory.checkpoint_steps(), default=0))
     )
-    return survey(session.ranks.gather(held), session.ranks.rank)
+
+    def why_not(manifest: Manifest) -> str:
+        """Why the run must not resume from this checkpoint; empty if it may."""
+        off = lineage.why_off(line_of(manifest.numbers), manifest.step)
+        return off or why_undone(manifest.numbers, manifest.step, left_out)
+
+    tier.remove_partials()
+    held = ranks.together(lambda: list_held(tier.files, session.run_id, newest, why_not) if tier.leads else [])
+    found = survey(ranks.gather(held), ranks.rank)
+    if found.local and lineage.failed_twice(found.local[0].step):
+        return LoadedLocally(passed_over=found.passed_over, dropped=found.local[0].step)
+    passed_over = list(found.passed_over)
+    for local in found.local:
+        tier.begin(local.step, LOCAL)
+        with open_local_store(tier.place, ranks, local, tier.nodes, tier.apart) as store:
+            loaded = load_from(store, ranks, state)
+        if isinstance(loaded, LoadedCheckpoint):
+            return LoadedLocally(replace(loaded, tier=LOCAL), tuple(passed_over))
+        passed_over.append(loaded)
+    return LoadedLocally(None, tuple(passed_over))
 
 
 # --- where a run resumes
@@ -268,7 +233,7 @@ class Restored:
     """The checkpoint that was loaded (None: the run begins), and its numbers.
 
     `left_out` are the spans that the run leaves out by itself, `undone` what was quarantined before anything was
-    loaded, `nearest` the result for the checkpoints on the disks of the nodes.
+    loaded, `local` the result for the checkpoints on the disks of the nodes.
     """
 
     loaded: LoadedCheckpoint | None
@@ -276,7 +241,7 @@ class Restored:
     loss_scale: LossScale | None
     left_out: tuple[SkippedRange, ...] = ()
     undone: Sequence[CorruptCheckpoint] = ()
-    nearest: Nearest = field(default_factory=Nearest)
+    local: LoadedLocally = field(default_factory=LoadedLocally)
 
     @property
     def owes_validation(self) -> bool:
@@ -294,22 +259,22 @@ def restore(session: Session, plan: LoopPlan, state: CheckpointState, tier: Loca
         session.begin()  # nothing here to resume from, or to be refused for
     undone = find_undone(session)
     with line_kept(session, tier):
-        nearest = load_nearest(session, tier, state) if tier is not None else Nearest()
-        loaded = nearest.loaded or load_latest(session.directory, session.ranks, state, without=undone)
+        local = load_local(session, tier, state) if tier is not None else LoadedLocally()
+        loaded = local.loaded or load_latest(session.directory, session.ranks, state, without=undone)
         if loaded is None:
-            return Restored(None, Counters(), plan.loss_scale, nearest=nearest)
+            return Restored(None, Counters(), plan.loss_scale, local=local)
         scale = plan.loss_scale
         if scale is not None and "loss_scale" in loaded.numbers:
             scale = scale.with_numbers(loaded.numbers["loss_scale"])
         counters = read_counters(loaded.numbers)
         _check_goes_on(session, plan, counters.step, str(loaded.numbers.get("data", "")))
-    return Restored(loaded, counters, scale, nearest=nearest)
+    return Restored(loaded, counters, scale, local=local)
 
 
 def settle_restored(session: Session, restored: Restored, tier: LocalTier | None) -> Restored:
     """Write down where the run resumes, and quarantine undone checkpoints; returns `restored` with the spans that the
     run leaves out by itself. On all ranks together, after `session.begin`. Raises JobError."""
-    undone = set_undone_aside(session)
+    undone = quarantine_undone(session)
     _settle_tier(session, tier, restored.loaded)
     left_out = know_left_out(session, restored.loaded.numbers if restored.loaded is not None else {})
     return replace(restored, left_out=left_out, undone=undone)
@@ -326,15 +291,15 @@ def _settle_tier(session: Session, tier: LocalTier | None, loaded: LoadedCheckpo
     tier.settle(step, is_here=where == LOCAL)
 
 
-def set_damaged_aside(session: Session, restored: Restored) -> None:
+def quarantine_damaged(session: Session, restored: Restored) -> None:
     """Quarantine damaged checkpoints, since this run will save the same steps again. Reports undone ones too."""
-    _report_nearest(session, restored)
+    _report_local(session, restored)
     damaged = restored.loaded.passed_over if restored.loaded is not None else ()
     if not damaged and not restored.undone:
         return
     if damaged:
         session.directory.confirm_writer()
-    done = session.ranks.together(lambda: set_aside(session.directory, damaged) if session.ranks.is_first else [])
+    done = session.ranks.together(lambda: quarantine(session.directory, damaged) if session.ranks.is_first else [])
     for each in (*restored.undone, *done):
         session.recorder.event(
             "checkpoint_quarantined",
@@ -345,13 +310,13 @@ def set_damaged_aside(session: Session, restored: Restored) -> None:
         )
 
 
-def _report_nearest(session: Session, restored: Restored) -> None:
+def _report_local(session: Session, restored: Restored) -> None:
     """Report the unused checkpoints on the disks of the nodes, which are gone by now."""
     step, recorder = restored.counters.step, session.recorder
-    for each in restored.nearest.passed_over:
+    for each in restored.local.passed_over:
         name, reason = step_name(each.step), each.reason
         recorder.event("checkpoint_quarantined", step=step, tier=LOCAL, name=name, kept_as="", reason=reason)
-    dropped = restored.nearest.dropped
+    dropped = restored.local.dropped
     if dropped is not None:
         reason = f"two starts in a row from step {dropped} on the disks of the nodes have failed"
         recorder.event("local_checkpoints_ignored", step=step, dropped=dropped, reason=reason)

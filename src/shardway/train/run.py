@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardway.checkpoint.folders import RetentionPolicy
+from shardway.checkpoint.manager import LeastCost, LocalPlan, RetentionPolicy
 from shardway.checkpoint.state import KeptObjects
 from shardway.checkpoint.writer import check_savable
 from shardway.data.sources.base import DataSource
@@ -51,19 +51,17 @@ from shardway.train.dataloader import (
     validation_rows,
 )
 from shardway.train.engines import ENGINES
-from shardway.train.engines.base import Engine, EngineParts
+from shardway.train.engines.base import Engine, EngineParts, StepCall
 from shardway.train.engines.torch import script_explained
 from shardway.train.guard import plan_guard
 from shardway.train.held import HeldOptimizer, Holdings, check_several, refuse_broken
-from shardway.train.local_tier import LeastCost, LocalPlan
 from shardway.train.loop import Loop
 from shardway.train.loop_state import LoopParts, LoopPlan, LRSchedule, check_is_validated
 from shardway.train.loss import LossScale, LossSum
 from shardway.train.loss_probe import probe_loss
-from shardway.train.memory import Holder, memory_told
+from shardway.train.memory import Holder, memory_explained
 from shardway.train.metrics import check_metrics
 from shardway.train.model_numerics import format_named, keep_formats, resolve_for_model
-from shardway.train.open_step import StepCall
 from shardway.train.passes import BatchSplit, let_go
 from shardway.train.script import OpenedRun, ScriptDisplay, close_earlier, open_display
 from shardway.train.session import Session, open_session
@@ -460,7 +458,7 @@ class Run:
         parts = EngineParts(
             parallel=first,
             optimizer=held.optimizer,
-            portions=BatchSplit(train.global_batch, int(train.micro_batch), derived.accumulation, derived.per_pass),
+            batch_split=BatchSplit(train.global_batch, int(train.micro_batch), derived.accumulation, derived.per_pass),
             precision=held.model.precision or session.precision,
             clip=None if clip == "off" or session.leaves_alone("optim.clip") else float(clip),
             ranks=session.ranks,
@@ -495,7 +493,7 @@ class Run:
             ),
             schedule="constant" if constant else values.optim.schedule,
             writes_lr=not constant,
-            course=LRSchedule(derived.total_steps, warmup_steps, derived.decay_steps, values.optim.final_lr),
+            lr_schedule=LRSchedule(derived.total_steps, warmup_steps, derived.decay_steps, values.optim.final_lr),
             data_fingerprint=loader.fingerprint,
             loss_scale=_loss_scale_of(values.precision) if self._session.precision.scales_loss else None,
             stop_margin_s=None if margin == "auto" else float(margin),
@@ -540,7 +538,7 @@ def open_run(request: ResolveRequest) -> Iterator[Run]:
     """The run of a request, open on this rank."""
     with open_session(request, os.environ) as session:
         run = Run(session)
-        with memory_told(run.find_holder), script_explained():
+        with memory_explained(run.find_holder), script_explained():
             yield run
             run.leave()
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from shardway.checkpoint.file_format import TensorTable
-from shardway.checkpoint.state import Tensors, WithoutFiles
+from shardway.checkpoint.state import CheckpointState, Tensors
 from shardway.checkpoint.structure import Unstorable, inline, read_inline
 from shardway.errors import UserError, list_some
 from shardway.parallel.mesh import DIMS, Mesh
@@ -51,7 +51,7 @@ class Begin:
     evaluating: dict[str, list[str]] = field(default_factory=dict)
 
 
-class ScriptState(WithoutFiles):
+class ScriptState(CheckpointState):
     """The state of a script, as the first rank of each pipeline stage has it. `writes_lr`: the run file's schedule sets
     the learning rate, so that none is put back."""
 
@@ -114,10 +114,6 @@ class ScriptState(WithoutFiles):
         for held in self._holdings.optimizers:
             if (saved := self._saved.get("optimizers", {}).get(held.name)) is not None:
                 _add_groups(held, saved, parameters)
-
-    def template(self, table: TensorTable) -> Tensors:
-        """Nothing: `prepare` has read it."""
-        return {}
 
     def install(self, tensors: Tensors) -> None:
         """Put back settings and schedulers."""

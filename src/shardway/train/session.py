@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from shardway.checkpoint.folders import remove_leftovers
+from shardway.checkpoint.manager import remove_leftovers
 from shardway.checkpoint.reader import peek_latest
 from shardway.checkpoint.state import seed_all
 from shardway.errors import Bug, JobError, ShardwayError, UserError, render_reason
@@ -111,14 +111,14 @@ def _read_script(device: torch.device) -> dict[str, Settled]:
 
 def read_tf32_of_script() -> Settled | None:
     """Whether fp32 products run in TF32, if torch's switches are not at their defaults; None if they are."""
-    said = "the script has set torch's own switches"
+    reason = "the script has set torch's own switches"
     try:
         precision = torch.get_float32_matmul_precision()
         if precision == "highest" and torch.backends.cudnn.allow_tf32:
             return None
     except RuntimeError:  # the newer of torch's two interfaces is in use: the older one refuses to answer
-        return Settled(torch.backends.cuda.matmul.fp32_precision == "tf32", said)
-    return Settled(precision != "highest", f'{said} (torch.get_float32_matmul_precision() is "{precision}")')
+        return Settled(torch.backends.cuda.matmul.fp32_precision == "tf32", reason)
+    return Settled(precision != "highest", f'{reason} (torch.get_float32_matmul_precision() is "{precision}")')
 
 
 def agree(resolution: Resolution, reports: Sequence[RankReport], before: Mapping[str, Any]) -> Resolution:
@@ -351,7 +351,7 @@ def open_session(request: ResolveRequest, environ: Mapping[str, str]) -> Iterato
     agent = find_agent(environ) if placement.has_agent else 0
     if agent:
         stop_with_parent()
-    with _failure_told(attempt, placement):
+    with _failure_reported(attempt, placement):
         monitor = open_monitor(placement)
         page = open_heartbeat(environ, placement.local_rank) if monitor is None else monitor
         progress = Progress(page, process_start=find_process_start(attempt, environ))
@@ -389,26 +389,26 @@ def hold_session(
     with contextlib.ExitStack() as stack:
         hold = _hold_directory(resolution, ranks, attempt, stack)
         held = (hold.directory.epoch, hold.run_id, hold.starts_over, hold.before) if hold is not None else _NOT_HELD
-        told = ranks.gather((held, look_here(resolution, ranks.device)))
-        (epoch, run_id, starts_over, before), _ = told[0]
-        resolution = agree(resolution, [report for _, report in told], before)
+        reports = ranks.gather((held, look_here(resolution, ranks.device)))
+        (epoch, run_id, starts_over, before), _ = reports[0]
+        resolution = agree(resolution, [report for _, report in reports], before)
         values = resolution.resolved.values
         precision = read_precision(values.precision)
         stack.enter_context(tf32_put_back(ranks.device))
         leaves_tf32 = TF32 in resolution.resolved.circumstances.settled and resolution.resolved.is_derived(TF32)
         apply_backend_switches(values, ranks.device, leaves_tf32=leaves_tf32)
         directory = hold.directory if hold is not None else resolution.directory.beside(epoch)
-        attempt_told = _find_told(attempt, ranks.placement)
+        reported = _reporting_attempt(attempt, ranks.placement)
         every_rank = values.data.record_ids
-        recorder = Recorder(directory, ranks, every_rank=every_rank, attempt=attempt_told, progress=progress)
+        recorder = Recorder(directory, ranks, every_rank=every_rank, attempt=reported, progress=progress)
         stack.callback(recorder.close)
         mesh = build_mesh(ranks, values.parallel)
         seed_all(values.train.seed, ranks.rank)
         # In a notebook a signal is for its cell or its kernel, which go on when this run has ended.
         signals = stack.enter_context(SignalWatch(STOP_SIGNALS if find_shell() is None else (BREAK,)))
         own_model = resolution.request.own_model
-        job_told = _failure_told(attempt, ranks.placement, lambda: recorder.step_done)
-        with job_told, _faults_recorded(recorder, own_model=own_model):
+        reporting = _failure_reported(attempt, ranks.placement, lambda: recorder.step_done)
+        with reporting, _faults_recorded(recorder, own_model=own_model):
             session = Session(resolution, ranks, mesh, precision, recorder, signals, own_model, at_end=stack)
             session.attempt, session.progress, session.lease = attempt, progress, directory.lease
             session.hold, session.run_id, session.starts_over = hold, run_id, starts_over
@@ -467,10 +467,10 @@ def _faults_recorded(recorder: Recorder, *, own_model: bool) -> Iterator[None]:
             recorder.end("stopped", AttemptEnd(Ending.STOPPED, SECOND_SIGNAL), KILLED)
         raise
     except Exception as error:
-        told = _named(error)
-        fault = describe_error(told, out_of_memory=is_out_of_memory(error))
+        named = _named(error)
+        fault = describe_error(named, out_of_memory=is_out_of_memory(error))
         memory = {"out_of_memory": True} if fault.out_of_memory else {}
-        kind = fault.kind if isinstance(told, ShardwayError) else Bug.__name__
+        kind = fault.kind if isinstance(named, ShardwayError) else Bug.__name__
         says_when = isinstance(error, ShardwayError) or fault.out_of_memory
         message = fault.message if says_when else _dated(fault.message, recorder.step_done)
         facts = {"kind": kind, "exit_code": fault.exit_code, "message": message, **memory}
@@ -480,12 +480,12 @@ def _faults_recorded(recorder: Recorder, *, own_model: bool) -> Iterator[None]:
                 recorder.failed(render_reason(message))
             else:
                 recorder.setup_fault(**facts)
-        if told is error:
+        if named is error:
             raise
         if own_model:  # if a script opens too many files, its traceback shows it
-            error.add_note(str(told))
+            error.add_note(str(named))
             raise
-        raise told from error
+        raise named from error
 
 
 def _named(error: Exception) -> Exception:
@@ -500,22 +500,25 @@ def _dated(message: str, step: int) -> str:
     return "\n".join((f"{first} (after step {step})", *rest))
 
 
-def _find_told(attempt: Attempt | None, placement: Placement) -> Attempt | None:
+def _reporting_attempt(attempt: Attempt | None, placement: Placement) -> Attempt | None:
     """The attempt whose end its ranks report; None if an agent of Shardway does, which may start them again."""
     return None if placement.launcher == "shardway" else attempt
 
 
 @contextlib.contextmanager
-def _failure_told(
+def _failure_reported(
     attempt: Attempt | None, placement: Placement, find_step: Callable[[], int] = lambda: 0
 ) -> Iterator[None]:
     """Tell the job what ended this rank, unless the ranks start again; an agent of ours does that itself."""
-    told = None if placement.launcher == "shardway" or placement.starts_again else attempt
+    reported = None if placement.launcher == "shardway" or placement.starts_again else attempt
     try:
         yield
     except Exception as error:
         report_fault(
-            told, f"rank {placement.rank}", describe_error(error, out_of_memory=is_out_of_memory(error)), find_step()
+            reported,
+            f"rank {placement.rank}",
+            describe_error(error, out_of_memory=is_out_of_memory(error)),
+            find_step(),
         )
         raise
 

@@ -1,35 +1,296 @@
-"""One optimizer step: passes, the exact mean over the global batch, clipping, the update.
+"""One optimizer step: passes, repeated where that is asked for, the exact mean over the global batch, clipping, the
+update. It must not fetch data, write files or decide what comes next.
 
-Invariant: the gradient that the optimizer sees is that of the mean loss over all targets that count in the global
-batch, however it was cut into ranks and micro-batches. All ranks return the same numbers. This module must not fetch
-data, write files or decide what comes next.
+Invariants:
+- After `put_back` the same passes on the same batch compute the same bits, except in the first backward pass of a
+  process, by which DDP orders its buckets.
+- All ranks run the passes equally often and decide the same. The gradients that are left belong to the numbers that are
+  returned.
+- The gradient that the optimizer sees is that of the mean loss over all targets that count in the global batch, however
+  it was cut into ranks and micro-batches. All ranks return the same numbers.
+
+Kept are the random generators of this rank, the buffers of the model (running statistics, counts of balanced experts)
+and what PowerSGD remembers. Gradients are not kept: the caller drops them. What a script's own model or loss function
+keeps in Python objects is not seen.
+
+A transient fault (of memory, of a link, of an arithmetic unit) does not come twice; data, code and weights give the
+same numbers again. Running a step again tells one from the other (Dixit et al., "Silent Data Corruptions at Scale",
+arXiv:2102.11245).
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import random
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardway.checkpoint.state import needs_closure
+from shardway.data.batch_tree import list_leaves
 from shardway.errors import UserError
 from shardway.parallel.apply import ParallelModel
 from shardway.parallel.axes.expert import balance
+from shardway.parallel.axes.replicate import Compression, CompressionBefore, find_compression
 from shardway.parallel.axes.tensor import sum_partial_gradients
 from shardway.parallel.formats.float8 import compute_scales
 from shardway.parallel.gradients import own_squares, scale_gradients, send
+from shardway.parallel.replicas import sum_bits
 from shardway.ranks.start import Ranks
 from shardway.ranks.stop import Decision, Wishes, read_decision
-from shardway.train.guard_repeat import GuardChecks, RepeatablePasses, Tried, Watched, run_watched
 from shardway.train.loss import LossScale
 from shardway.train.passes import SUMS, Loss, Passes
-from shardway.train.snapshot import Before, RngAndBufferSnapshot, find_changeable
+
+# --- what the passes of a step change beside gradients, kept so that they can be repeated as if for the first time
+
+
+@dataclass(frozen=True)
+class Generators:
+    """States of torch (CPU and the current device), numpy and Python."""
+
+    torch_cpu: torch.Tensor
+    torch_cuda: torch.Tensor | None
+    numpy: Any
+    python: Any
+
+    def put_back(self) -> None:
+        """Restore every generator."""
+        torch.set_rng_state(self.torch_cpu)
+        if self.torch_cuda is not None:
+            torch.cuda.set_rng_state(self.torch_cuda)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+
+def find_generators() -> Generators:
+    """Their states now."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return Generators(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
+
+
+@dataclass(frozen=True)
+class RngAndBufferSnapshot:
+    """The state before the passes of a step; `buffers` are a module, a name, the tensor itself and a copy of its
+    values, `batch` the tensors of the batch and how often they were written to."""
+
+    generators: Generators
+    buffers: tuple[tuple[nn.Module, str, torch.Tensor, torch.Tensor], ...]
+    compressions: tuple[CompressionBefore, ...]
+    batch: tuple[tuple[torch.Tensor, int], ...]
+
+    def put_back(self) -> None:
+        """Restore everything."""
+        self.generators.put_back()
+        self.put_back_model()
+
+    @torch.no_grad()
+    def put_back_model(self) -> None:
+        """All but the generators: a step that is skipped has drawn its random numbers."""
+        for owner, name, tensor, values in self.buffers:  # whether the pass changed or replaced the tensor
+            tensor.copy_(values)
+            owner._buffers[name] = tensor
+        for compression in self.compressions:
+            compression.put_back()
+
+    def has_its_batch(self) -> bool:
+        """Whether no pass wrote into the tensors of the batch."""
+        return all(tensor._version == version for tensor, version in self.batch)
+
+
+@dataclass(frozen=True)
+class MutableParts:
+    """The parts of a model that passes may change; found once, since walking over a large model takes time."""
+
+    owners: tuple[nn.Module, ...]
+    compressions: tuple[Compression, ...] = ()
+
+    @torch.no_grad()
+    def remember(self, batch: Any) -> RngAndBufferSnapshot:
+        """The state now, before the passes of `batch`."""
+        buffers = tuple(
+            (owner, name, tensor, tensor.clone())
+            for owner in self.owners
+            for name, tensor in owner._buffers.items()
+            if tensor is not None
+        )
+        compressions = tuple(each.remember() for each in self.compressions)
+        # Torch counts writes into a tensor, also through views of it.
+        tensors = tuple((leaf, leaf._version) for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor))
+        return RngAndBufferSnapshot(find_generators(), buffers, compressions, tensors)
+
+
+def find_mutable_parts(*parallels: ParallelModel) -> MutableParts:
+    """The parts that passes may change, of models in training."""
+    owners = tuple(module for each in parallels for module in each.module.modules() if module._buffers)
+    found = (find_compression(each.call) for each in parallels)
+    return MutableParts(owners, tuple(each for each in found if each is not None))
+
+
+# --- passes that are repeated: after numbers that are not finite, or to check that the same numbers come out
+
+
+@dataclass(frozen=True)
+class GuardChecks:
+    """The checks before an update: `repeat` passes whose numbers are not finite, `probe` whether a second run of the
+    passes gives the same bits."""
+
+    repeat: bool
+    probe: bool = False
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The numbers of one run of the passes: this rank's, and the vector that is summed over all ranks."""
+
+    own: torch.Tensor
+    summed: torch.Tensor
+
+    @cached_property
+    def numbers(self) -> list[float]:
+        """The summed vector, read once: the host waits for the device here."""
+        found: list[float] = self.summed.tolist()
+        return found
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """Two runs of the same passes differed: the ranks whose own numbers did, and their hosts.
+
+    `decided`: a third run equals one of the two, and its gradients are the ones that are left.
+    """
+
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    decided: bool
+
+
+@dataclass(frozen=True)
+class First:
+    """Sum of losses, targets and the square of the gradient norm of a first run that was not finite."""
+
+    total: float
+    targets: float
+    squares: float
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The run of the passes that counts. `finite`: whether its numbers are (True if unchecked)."""
+
+    tried: Tried
+    finite: bool = True
+    repeated: bool = False
+    first: First | None = None
+    corruption: Corruption | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether these gradients must not change weights on any rank."""
+        return not self.finite or (self.corruption is not None and not self.corruption.decided)
+
+
+@dataclass(frozen=True)
+class RepeatablePasses:
+    """Passes that can be run again: `run` leaves gradients, `clear` drops them; `squares_at` is where the summed vector
+    holds the squares of gradients."""
+
+    run: Callable[[], Tried]
+    clear: Callable[[], None]
+    gradients: Callable[[], Sequence[torch.Tensor]]
+    ranks: Ranks
+    batch: Any
+    squares_at: int
+
+    def again(self, before: RngAndBufferSnapshot) -> Tried:
+        """The passes once more, as if for the first time."""
+        self.clear()
+        before.put_back()
+        return self.run()
+
+    def read(self, tried: Tried) -> First | None:
+        """The numbers of a run that are not finite; None if all are finite."""
+        return find_not_finite(tried.numbers, self.squares_at)
+
+
+def find_not_finite(numbers: Sequence[float], squares_at: int) -> First | None:
+    """The numbers of a run of the passes over all ranks, if they are not finite."""
+    total, targets, squares = numbers[0], numbers[1], numbers[squares_at]
+    finite = math.isfinite(squares) and (math.isfinite(total) or not targets)
+    return None if finite else First(total, targets, squares)
+
+
+def run_watched(work: RepeatablePasses, watch: GuardChecks, before: RngAndBufferSnapshot) -> Watched:
+    """The passes of a step, repeated if `watch` asks for it; `before` is the state without them.
+
+    Raises UserError if a probe cannot repeat them.
+    """
+    tried, corruption = work.run(), None
+    if watch.probe:
+        tried, corruption = _probe(work, before, tried)
+    first = work.read(tried) if watch.repeat else None
+    if first is None:
+        watched = Watched(tried, corruption=corruption)
+    elif not _can_repeat(work, before):
+        watched = Watched(tried, finite=False, first=first, corruption=corruption)
+    else:
+        tried = work.again(before)
+        watched = Watched(tried, work.read(tried) is None, repeated=True, first=first, corruption=corruption)
+    if watched.is_refused:
+        before.put_back_model()
+    return watched
+
+
+def _can_repeat(work: RepeatablePasses, before: RngAndBufferSnapshot) -> bool:
+    """Whether every rank still has its batch unchanged."""
+    return all(work.ranks.gather(before.has_its_batch()))
+
+
+def _probe(work: RepeatablePasses, before: RngAndBufferSnapshot, first: Tried) -> tuple[Tried, Corruption | None]:
+    """A second run, and if it differs on any rank a third: two equal ones of three are right."""
+    if not _can_repeat(work, before):
+        raise UserError(
+            "guard.probe_every runs the passes of a step twice, and the first run wrote into the tensors of its "
+            "batch.\n"
+            '  To do: let model and loss function work on copies of them, or set guard.probe_every = "off".'
+        )
+    prints = [_take_prints(work, first)]
+    second = work.again(before)
+    prints.append(_take_prints(work, second))
+    if prints[0] == prints[1]:
+        return second, None
+    third = work.again(before)
+    prints.append(_take_prints(work, third))
+    return third, _name_ranks(work.ranks, prints[0], prints[1], decided=prints[2] in prints[:2])
+
+
+def _take_prints(work: RepeatablePasses, tried: Tried) -> list[tuple[str, str]]:
+    """Of each rank a digest of its own numbers, and one of all numbers and the bits of its gradients."""
+    rest = [*tried.numbers, *sum_bits(work.gradients())]
+    own, gradients = (
+        hashlib.blake2b(repr(each).encode(), digest_size=16).hexdigest() for each in (tried.own.tolist(), rest)
+    )
+    return work.ranks.gather((own, gradients))
+
+
+def _name_ranks(
+    ranks: Ranks, one: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]], *, decided: bool
+) -> Corruption:
+    """The ranks whose own losses differ; if none do, those whose gradients do."""
+    pairs = list(enumerate(zip(one, other, strict=True)))
+    named = [rank for rank, (a, b) in pairs if a[0] != b[0]] or [rank for rank, (a, b) in pairs if a != b]
+    hosts = ranks.gather(socket.gethostname())
+    return Corruption(tuple(named), tuple(dict.fromkeys(hosts[rank] for rank in named)), decided)
+
+
+# --- One optimizer step: passes, the exact mean over the global batch, clipping, the update
 
 
 @dataclass(frozen=True)
@@ -46,9 +307,9 @@ class StepParts:
     beside: Sequence[ParallelModel] = ()
 
     @cached_property
-    def changeable(self) -> RngAndBufferSnapshot:
+    def mutable_parts(self) -> MutableParts:
         """What the passes change beside gradients."""
-        return find_changeable(*self.passes.parallels, *self.beside)
+        return find_mutable_parts(*self.passes.parallels, *self.beside)
 
     def clear_gradients(self) -> None:
         """Drop all gradients, also those in models beside."""
@@ -126,7 +387,7 @@ class StepResult:
     watched: Watched | None = None
 
 
-def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, moment: StepContext) -> StepResult:
+def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, context: StepContext) -> StepResult:
     """Forward, backward and update for this rank's share of a global batch.
 
     The host waits for the device once, before the update, which the device does while the host goes on.
@@ -135,24 +396,24 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, mom
     `data.batch_tree`), for which `loss_fn(model, batch)` is. Raises JobError where an fp16 loss cannot be scaled,
     UserError where passes that shall be repeated cannot be, or a batch cannot be cut.
     """
-    passes, optimizer, scale = parts.passes, parts.optimizer, moment.loss_scale
+    passes, optimizer, scale = parts.passes, parts.optimizer, context.loss_scale
     factor_of_loss = scale.scale if scale is not None else 1.0
     with parts.ranks.contact("during a step"):
-        before = parts.changeable.remember(batch)
-        run = partial(_accumulate, parts, model, batch, loss_fn, moment)
+        before = parts.mutable_parts.remember(batch)
+        run = partial(_accumulate, parts, model, batch, loss_fn, context)
         try:
-            watched = _run_passes(parts, run, batch, moment.watch, before)
+            watched = _run_passes(parts, run, batch, context.watch, before)
         except BaseException:  # in a notebook the run may go on from here
             before.put_back()
             parts.clear_gradients()
             raise
-        moment.update.begun = True
+        context.update.begun = True
         numbers = watched.tried.numbers
         total, targets, squares = numbers[0], numbers[1], numbers[SUMS]
         decision = read_decision(numbers[SUMS + 1 :])
         refused = watched.is_refused or decision.void
         overflow = scale is not None and not math.isfinite(squares)
-        per_target = _samples_per_target(targets, passes.portions.global_batch) / factor_of_loss
+        per_target = _samples_per_target(targets, passes.batch_split.global_batch) / factor_of_loss
         norm = math.sqrt(squares) * per_target
         if not (overflow or refused):
             scale_gradients(parts.parameters(), per_target * _clipping(norm, parts.clip))
@@ -174,7 +435,7 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, mom
         decision=decision,
         skipped=overflow or refused,
         loss_scale=scale.after(overflow) if scale is not None and not decision.void else scale,
-        watched=watched if moment.watch is not None else None,
+        watched=watched if context.watch is not None else None,
     )
 
 
@@ -189,7 +450,7 @@ def _step_with_closure(parts: StepParts, run: Callable[[], Tried], loss: float) 
         with torch.enable_grad():
             numbers = run().numbers
         total, targets, squares = numbers[0], numbers[1], numbers[SUMS]
-        per_target = _samples_per_target(targets, parts.passes.portions.global_batch)
+        per_target = _samples_per_target(targets, parts.passes.batch_split.global_batch)
         scale_gradients(parts.parameters(), per_target * _clipping(math.sqrt(squares) * per_target, parts.clip))
         return torch.tensor(total / targets if targets else 0.0, dtype=torch.float64)
 
@@ -197,7 +458,7 @@ def _step_with_closure(parts: StepParts, run: Callable[[], Tried], loss: float) 
 
 
 def _run_passes(
-    parts: StepParts, run: Callable[[], Tried], batch: Any, watch: GuardChecks | None, before: Before
+    parts: StepParts, run: Callable[[], Tried], batch: Any, watch: GuardChecks | None, before: RngAndBufferSnapshot
 ) -> Watched:
     """The passes of a step, checked if `watch` is given."""
     if watch is None:
@@ -207,15 +468,15 @@ def _run_passes(
     )
 
 
-def _accumulate(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, moment: StepContext) -> Tried:
+def _accumulate(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, context: StepContext) -> Tried:
     """The gradients of this rank's share, and the numbers of all ranks."""
-    passes, scale = parts.passes, moment.loss_scale
+    passes, scale = parts.passes, context.loss_scale
     factor = scale.scale if scale is not None else 1.0
-    sums = passes.train(model, batch, loss_fn, position=moment.position, loss_scale=factor, rows=moment.rows)
+    sums = passes.train(model, batch, loss_fn, position=context.position, loss_scale=factor, rows=context.rows)
     for parallel in passes.parallels:
         if parallel.partial:
             sum_partial_gradients(parallel.module, parallel.partial, parallel.mesh.group("tp"))
-    vector = _own_vector(sums, parts.parameters(), passes, moment.wishes)
+    vector = _own_vector(sums, parts.parameters(), passes, context.wishes)
     return Tried(sums, parts.ranks.sum(vector))
 
 

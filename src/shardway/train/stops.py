@@ -38,7 +38,7 @@ from shardway.ranks.stop import BrokenOff, Decision, SignalWatch, StopWatchdog, 
 from shardway.rundir.attempts import BY_SIGNAL
 from shardway.train.attempt_end import Deadline, find_deadline, read_pace
 from shardway.train.session import Session
-from shardway.train.snapshot import Generators, find_generators
+from shardway.train.step import Generators, find_generators
 from shardway.train.validate import Validation
 
 # --- waits for batches that a stop may end

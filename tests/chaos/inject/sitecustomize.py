@@ -188,7 +188,7 @@ def _kill_in_save(save: _Save, phase: str) -> dict[str, Callable[[Any], None]]:
         if phase == "named":  # the last that is made durable is the folder that holds the checkpoint
             _before(module, "fsync_folder", lambda path: save.strike() if path.name == "checkpoints" else None)
         if phase == "writing":
-            _before(module._Stream, "write", lambda *arguments: save.strike(5))
+            _before(module.ChecksumWriter, "update", lambda *arguments: save.strike(5))
 
     changes = {"shardway.checkpoint.writer": change_save}
     if phase == "staging":
@@ -199,7 +199,9 @@ def _kill_in_save(save: _Save, phase: str) -> dict[str, Callable[[Any], None]]:
         del changes["shardway.checkpoint.writer"]  # what is copied is known by itself
 
         def change_copy(module: Any) -> None:
-            _before(module, "carry_checkpoint", lambda source, target, ranks, saved: save.begin(saved.manifest.step))
+            _before(
+                module, "replicate_checkpoint", lambda source, target, ranks, saved: save.begin(saved.manifest.step)
+            )
 
             class Striking(module.ChecksumWriter):  # type: ignore[misc, name-defined]
                 """Of what is copied."""
@@ -311,7 +313,7 @@ if _slows[0]:
 if os.environ.get("SHARDWAY_TEST_PACE"):
     _changes["shardway.data.loader"] = _pace(float(os.environ["SHARDWAY_TEST_PACE"]))
 if os.environ.get("SHARDWAY_TEST_RETRY"):
-    _changes["shardway.train.saving"] = _retry(float(os.environ["SHARDWAY_TEST_RETRY"]))
+    _changes["shardway.checkpoint.manager"] = _retry(float(os.environ["SHARDWAY_TEST_RETRY"]))
 _kills = os.environ.get("SHARDWAY_TEST_KILL", "").split(":", 3)
 if len(_kills) == 4 and _rank == _kills[0]:
     _changes |= _kill_in_save(_Save(int(_kills[2]), Path(_kills[3])), _kills[1])

@@ -18,8 +18,8 @@ from shardway.checkpoint.file_format import (
     Manifest,
     TensorRow,
     TensorTable,
-    seal_bytes,
-    seal_file,
+    checksum_bytes,
+    checksum_file,
     write_manifest,
 )
 from shardway.checkpoint.reader import TensorReader
@@ -78,7 +78,7 @@ def shared_over_files(folder: Path, files: int, tensors: int, rows: int) -> Tens
         made[f"model.{index:03d}"] = TensorRow("float32", (files, rows), tuple(chunks))
     for name, content in data.items():
         (folder / name).write_bytes(content)
-    seals = {name: seal_bytes(bytes(content)) for name, content in data.items()}
+    seals = {name: checksum_bytes(bytes(content)) for name, content in data.items()}
     seals[file_format.TABLE] = file_format.write_table(folder / file_format.TABLE, TensorTable(made, {}))
     write_manifest(folder, Manifest(1, files, {}, seals))
     return TensorReader(folder)
@@ -103,7 +103,7 @@ def test_files_that_are_read_side_by_side_are_read_once_too(
 def test_a_block_that_differs_hands_out_nothing(tmp_path: Path) -> None:
     data = bytearray(range(256)) * 40
     (tmp_path / "x").write_bytes(data)
-    seals = {"x": seal_file(tmp_path / "x")}
+    seals = {"x": checksum_file(tmp_path / "x")}
     data[BLOCK + 5] ^= 1
     (tmp_path / "x").write_bytes(data)
     reader, target = BlockReader(tmp_path, seals), bytearray(10)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardway.checkpoint import file_format
-from shardway.checkpoint.file_format import Range, read_ranges, seal_bytes, seal_file
+from shardway.checkpoint.file_format import Range, checksum_bytes, checksum_file, read_ranges
 
 BLOCK, STEP = 64, 16
 
@@ -43,7 +43,7 @@ def test_what_is_wanted_comes_as_it_is(seed: int, tmp_path: Path) -> None:
         return Range(first, end - first, lambda: memoryview(memories[number]), lambda: finished.append(number))
 
     found = [wanted(number) for number in rng.sample(range(len(places)), len(places))]
-    assert read_ranges(tmp_path, "f", seal_bytes(content), found, whole=bool(seed % 2)) is None
+    assert read_ranges(tmp_path, "f", checksum_bytes(content), found, whole=bool(seed % 2)) is None
     assert [bytes(memory) for memory in memories] == [content[first:end] for first, end in places]
     if content:
         assert sorted(finished) == list(range(len(places)))
@@ -80,14 +80,14 @@ def test_every_change_is_found(change: Callable[[random.Random, bytearray], None
         data = bytearray(content)
         change(rng, data)
         (tmp_path / "f").write_bytes(data)
-        damage = read_ranges(tmp_path, "f", seal_bytes(content), [], whole=True)
+        damage = read_ranges(tmp_path, "f", checksum_bytes(content), [], whole=True)
         assert damage is not None, seed
         assert damage.startswith("f has " if len(data) != len(content) else "the content of f has changed"), damage
 
 
 def test_no_more_is_read_than_the_blocks_around_what_is_wanted(tmp_path: Path) -> None:
     content = bytearray(random.Random(0).randbytes(10 * BLOCK))
-    seals = seal_bytes(bytes(content))
+    seals = checksum_bytes(bytes(content))
     content[5 * BLOCK] ^= 1
     (tmp_path / "f").write_bytes(content)
     memory = bytearray(BLOCK)
@@ -107,14 +107,14 @@ def test_what_is_not_whole_is_not_handed_on(tmp_path: Path) -> None:
         return Range(at, BLOCK, lambda: memoryview(bytearray(BLOCK)), lambda: finished.append(name))
 
     found = [wanted("first", 0), wanted("across", BLOCK + 9)]
-    assert read_ranges(tmp_path, "f", seal_bytes(content), found, whole=False) is not None
+    assert read_ranges(tmp_path, "f", checksum_bytes(content), found, whole=False) is not None
     assert finished == ["first"]
 
 
 def test_a_table_may_not_point_behind_the_file(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"abc")
     beyond = [Range(1, 3, lambda: memoryview(bytearray(3)))]
-    told = read_ranges(tmp_path, "f", seal_bytes(b"abc"), beyond, whole=False)
+    told = read_ranges(tmp_path, "f", checksum_bytes(b"abc"), beyond, whole=False)
     assert told == "f has 3 bytes, and more are said to be in it"
 
 
@@ -122,5 +122,5 @@ def test_a_table_may_not_point_behind_the_file(tmp_path: Path) -> None:
 def test_a_seal_is_that_of_the_file(size: int, tmp_path: Path) -> None:
     content = random.Random(size).randbytes(size)
     (tmp_path / "f").write_bytes(content)
-    assert seal_file(tmp_path / "f") == seal_bytes(content)
-    assert len(seal_bytes(content).blocks) == -(-size // BLOCK)
+    assert checksum_file(tmp_path / "f") == checksum_bytes(content)
+    assert len(checksum_bytes(content).blocks) == -(-size // BLOCK)

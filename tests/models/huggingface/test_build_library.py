@@ -15,8 +15,7 @@ from shardway.models.huggingface import build as build_module
 from shardway.models.huggingface.build import build_huggingface
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir
-from shardway.train.export import _resolve, export_on
-from shardway.train.importing import ImportRequest, import_on, resolve_import
+from shardway.train.run_weights import ImportRequest, _resolve, export_on, import_on, resolve_import
 from tiny_hf import TOKENS, load_reference, save_tiny
 
 

@@ -60,8 +60,8 @@ def train_one(parallel: ParallelModel) -> float:
     mesh = parallel.mesh
     share = slice(mesh.data_rank * 4 // mesh.data_ranks, (mesh.data_rank + 1) * 4 // mesh.data_ranks)
     rows = 4 // mesh.data_ranks
-    portions = BatchSplit(4, rows // 2 if parallel.pipeline else rows, 2 if parallel.pipeline else 1, 2)
-    passes = Passes(parallel, portions, FP32, torch.device("cpu"))
+    batch_split = BatchSplit(4, rows // 2 if parallel.pipeline else rows, 2 if parallel.pipeline else 1, 2)
+    passes = Passes(parallel, batch_split, FP32, torch.device("cpu"))
     sums = passes.train(parallel.call, (INPUTS[share], TARGETS[share]), token_cross_entropy)
     if parallel.partial:
         sum_partial_gradients(parallel.module, parallel.partial, mesh.group("tp"))

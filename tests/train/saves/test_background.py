@@ -13,10 +13,10 @@ import pytest
 
 from pool import ranks
 from runs import Died, lone_rank, pool_ranks, read_column, read_named, train_tiny
+from shardway.checkpoint import manager
 from shardway.checkpoint.writer import write_checkpoint
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
-from shardway.train import saving
 from shardway.train.run import Run
 
 SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.keep=9", "checkpoint.background=true")
@@ -32,6 +32,8 @@ class Gate:
 
     def write(self, directory: RunDir, on: Any, content: Any) -> Any:
         """As write_checkpoint."""
+        if threading.current_thread() is threading.main_thread():
+            return write_checkpoint(directory, on, content)
         assert self.open.wait(60.0)
         saved = write_checkpoint(directory, on, content)
         self.written.append(content.step)
@@ -42,20 +44,20 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """A gate before all writes in the background, open at the end at the latest."""
     made = Gate()
-    monkeypatch.setattr(saving, "write_checkpoint", made.write)
+    monkeypatch.setattr(manager, "write_checkpoint", made.write)
     yield made
     made.open.set()
 
 
 def wait_for_save(run: Run, step: int) -> None:
     """For `before_step`: nothing is under way."""
-    run._loop._saver.settle()  # type: ignore[union-attr]
+    run._loop._checkpoints.settle()  # type: ignore[union-attr]
 
 
 @pytest.fixture
 def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on before a save is written, as it does where nothing else keeps the machine busy."""
-    begin, goes_on = saving.Background.begin, threading.Event()
+    begin, goes_on = manager.AsyncSave.start, threading.Event()
 
     def begin_and_tell(*arguments: Any) -> Any:
         begun = begin(*arguments)
@@ -63,12 +65,14 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         return begun
 
     def write(*arguments: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            return write_checkpoint(*arguments)
         assert goes_on.wait(60.0)
         goes_on.clear()
         return write_checkpoint(*arguments)
 
-    monkeypatch.setattr(saving.Background, "begin", begin_and_tell)
-    monkeypatch.setattr(saving, "write_checkpoint", write)
+    monkeypatch.setattr(manager.AsyncSave, "start", begin_and_tell)
+    monkeypatch.setattr(manager, "write_checkpoint", write)
 
 
 def test_the_curve_is_that_of_saves_that_are_waited_for(tmp_path: Path, quiet_threads: None, in_turn: None) -> None:
@@ -114,7 +118,7 @@ def test_the_last_save_waits_for_the_one_under_way(tmp_path: Path, quiet_threads
 
 
 def test_a_full_disk_costs_no_step(tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "RETRY_S", 0.0)
+    monkeypatch.setattr(manager, "RETRY_S", 0.0)
     full = [True]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: USAGE(path)._replace(free=100 if full[0] else 2**40))
 
@@ -147,7 +151,7 @@ def test_a_run_that_ends_badly_waits_for_what_is_under_way(tmp_path: Path, quiet
 def test_it_does_not_wait_for_ever(
     tmp_path: Path, quiet_threads: None, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "LEAVE_S", 0.05)
+    monkeypatch.setattr(manager, "LEAVE_S", 0.05)
 
     def look(run: Run, step: int) -> None:
         if step == 4:
@@ -161,7 +165,7 @@ def test_it_does_not_wait_for_ever(
 def test_a_defect_in_the_thread_ends_the_run(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "write_checkpoint", mock.Mock(side_effect=KeyError("x")))
+    monkeypatch.setattr(manager, "write_checkpoint", mock.Mock(side_effect=KeyError("x")))
     with pytest.raises(KeyError):
         train_tiny(tmp_path, lone_rank(), *SHORT, "checkpoint.every=2 steps", before_step=wait_for_save)
 
@@ -188,7 +192,7 @@ def test_all_go_on_when_one_cannot_write(rank: int, tmp_path: Path) -> None:
         on.together(check)
         return write_checkpoint(directory, on, content)
 
-    with mock.patch.object(saving, "write_checkpoint", write):
+    with mock.patch.object(manager, "write_checkpoint", write):
         words = (*SHORT, "checkpoint.every=2 steps")
         train_tiny(tmp_path, pool_ranks(), *words, before_step=wait_for_save)
     if rank == 0:
@@ -199,7 +203,7 @@ def test_all_go_on_when_one_cannot_write(rank: int, tmp_path: Path) -> None:
 
 @ranks(2)
 def test_where_memory_does_not_suffice_saves_are_waited_for(rank: int, tmp_path: Path) -> None:
-    with mock.patch.object(saving, "has_room", return_value=rank == 0):
+    with mock.patch.object(manager, "has_room", return_value=rank == 0):
         train_tiny(tmp_path, pool_ranks(), *SHORT, "checkpoint.every=2 steps")
     if rank == 0:
         assert len(read_named(tmp_path, "background_off")) == 1
@@ -211,7 +215,7 @@ def test_where_memory_does_not_suffice_saves_are_waited_for(rank: int, tmp_path:
 def test_memory_that_ends_while_room_is_made_ends_nothing(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving.Staging, "reserve", mock.Mock(side_effect=MemoryError("no more")))
+    monkeypatch.setattr(manager.Staging, "reserve", mock.Mock(side_effect=MemoryError("no more")))
     train_tiny(tmp_path, lone_rank(), *SHORT, "checkpoint.every=3 steps")
     assert RunDir(tmp_path).checkpoint_steps() == [3, 6]
     [event] = read_named(tmp_path, "background_off")

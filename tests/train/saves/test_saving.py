@@ -9,11 +9,11 @@ import pytest
 
 from pool import ranks
 from runs import lone_rank, pool_ranks, read_column, train_tiny
+from shardway.checkpoint import manager
+from shardway.checkpoint.manager import LeastCost
 from shardway.errors import JobError
 from shardway.plan.economy import GPU_MTBF_SECONDS
 from shardway.rundir.directory import RunDir
-from shardway.train import saving
-from shardway.train.local_tier import LeastCost
 from shardway.train.run import Run
 
 SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.every=2 steps")
@@ -57,7 +57,7 @@ def test_a_save_that_fails_costs_no_step(tmp_path: Path, quiet_threads: None) ->
 
 
 def test_it_is_tried_again_by_the_clock(tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "RETRY_S", 0.0)
+    monkeypatch.setattr(manager, "RETRY_S", 0.0)
     train_on(Disk(4), tmp_path, "checkpoint.every=3 steps")
     assert [event["step"] for event in events(tmp_path, "save_failed")] == [3]
     assert RunDir(tmp_path).checkpoint_steps() == [4, 6]
@@ -97,7 +97,7 @@ def test_a_run_saves_at_the_interval_that_costs_least(
 @ranks(2)
 def test_all_ranks_go_on_when_one_cannot_write(rank: int, tmp_path: Path) -> None:
     disk = Disk(3)
-    with mock.patch.object(saving, "save_to", fail_where(disk, rank == 1)):
+    with mock.patch.object(manager, "write_checkpoint", fail_where(disk, rank == 1)):
         train_tiny(tmp_path, pool_ranks(), *SHORT, before_step=disk.look)
     if rank == 0:
         assert [event["step"] for event in events(tmp_path, "save_failed")] == [2]
@@ -106,8 +106,8 @@ def test_all_ranks_go_on_when_one_cannot_write(rank: int, tmp_path: Path) -> Non
 
 
 def fail_where(disk: Disk, here: bool) -> Any:
-    """save_to on a rank whose own disk may be full."""
-    save = saving.save_to
+    """write_checkpoint on a rank whose own disk may be full."""
+    save = manager.write_checkpoint
 
     def try_to_save(place: Any, on: Any, *arguments: Any) -> Any:
         def check() -> None:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from pool import ranks
 from runs import Died, die_at, lone_rank, pool_ranks, read_column, read_named, signal_at, train_tiny
-from shardway.checkpoint import local_tier
+from shardway.checkpoint import local_tier, manager
+from shardway.checkpoint.manager import LeastCost
 from shardway.cli.status import status
 from shardway.errors import UserError
 from shardway.ranks.launcher import Placement
@@ -23,8 +24,6 @@ from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
 from shardway.rundir.lineage import SHARED, read_line
 from shardway.rundir.names import LocalRun, find_local_run, find_run_id
-from shardway.train import saving
-from shardway.train.local_tier import LeastCost
 from shardway.train.run import Run
 
 WORDS = ("train.steps=12", "optim.warmup=0 steps", "checkpoint.background=true", "model.dropout=0.1")
@@ -48,7 +47,7 @@ def settled(then: Callable[[Run, int], None] = lambda run, step: None) -> Callab
     """For `before_step`: nothing is under way before a step, so that what is saved does not depend on time."""
 
     def look(run: Run, step: int) -> None:
-        run._loop._saver.settle()  # type: ignore[union-attr]
+        run._loop._checkpoints.settle()  # type: ignore[union-attr]
         then(run, step)
 
     return look
@@ -241,7 +240,7 @@ def test_saves_by_the_clock(tmp_path: Path, quiet_threads: None, monkeypatch: py
 def test_what_the_clock_asks_for_in_the_run_directory_is_copied_once(tmp_path: Path, quiet_threads: None) -> None:
     def look(run: Run, step: int) -> None:
         if step == 3:
-            run._loop._saver._cadences[SHARED]._tried_at -= 7200.0  # type: ignore[union-attr]
+            run._loop._checkpoints._cadences[SHARED]._tried_at -= 7200.0  # type: ignore[union-attr]
 
     more = ("checkpoint.local_every=5 steps", "checkpoint.every=1h")
     train_tiny(tmp_path / "run", lone_rank(), *words(tmp_path), *more, before_step=settled(look))
@@ -296,8 +295,8 @@ def test_a_full_disk_of_a_node_costs_no_save_in_the_run_directory(tmp_path: Path
 
 
 def test_a_damaged_file_is_not_copied(tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "RETRY_S", 0.0)
-    copy, struck = local_tier._carry, []
+    monkeypatch.setattr(manager, "RETRY_S", 0.0)
+    copy, struck = local_tier._replicate, []
 
     def damage_first(source: Path, target: Path, seal: Any) -> None:
         if not struck:
@@ -305,7 +304,7 @@ def test_a_damaged_file_is_not_copied(tmp_path: Path, quiet_threads: None, monke
             flip(source.parent)
         copy(source.with_name("rank-00000.bin") if source in struck else source, target, seal)
 
-    monkeypatch.setattr(local_tier, "_carry", damage_first)
+    monkeypatch.setattr(local_tier, "_replicate", damage_first)
     train(tmp_path, shared=4)
     failed = [(event["step"], event["tier"]) for event in read_named(tmp_path / "run", "save_failed")]
     assert failed == [(4, "shared")]
@@ -321,16 +320,17 @@ def test_a_damaged_file_is_not_copied(tmp_path: Path, quiet_threads: None, monke
 def test_nodes_save_on_while_a_slow_file_system_is_written(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, copy = threading.Event(), saving.carry_checkpoint
+    gate, copy = threading.Event(), manager.replicate_checkpoint
 
     def wait_first(*arguments: Any) -> Any:
         assert gate.wait(60.0)
         return copy(*arguments)
 
-    monkeypatch.setattr(saving, "carry_checkpoint", wait_first)
+    monkeypatch.setattr(manager, "replicate_checkpoint", wait_first)
 
     def look(run: Run, step: int) -> None:
-        run._loop._saver._background.wait()  # type: ignore[union-attr]
+        if (save := run._loop._checkpoints._saving) is not None:  # type: ignore[union-attr]
+            save.join()
         if step == 11:
             assert RunDir(tmp_path / "run").checkpoint_steps() == []
             assert local_of(tmp_path).steps() == [4, 8, 10]
@@ -345,19 +345,19 @@ def test_nodes_save_on_while_a_slow_file_system_is_written(
 def test_what_is_due_while_nodes_still_write_is_copied_right_after(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, write = threading.Event(), saving.write_checkpoint
+    gate, write = threading.Event(), manager.write_checkpoint
 
     def wait_first(place: Any, on: Any, content: Any) -> Any:
         assert content.step != 5 or gate.wait(60.0)
         return write(place, on, content)
 
-    monkeypatch.setattr(saving, "write_checkpoint", wait_first)
+    monkeypatch.setattr(manager, "write_checkpoint", wait_first)
 
     def look(run: Run, step: int) -> None:
         if step == 8:
             gate.set()
         if step >= 8:
-            run._loop._saver.settle()  # type: ignore[union-attr]
+            run._loop._checkpoints.settle()  # type: ignore[union-attr]
 
     train_tiny(tmp_path / "run", lone_rank(), *words(tmp_path, local=5), before_step=look)
     assert [(event["step"], event["saving"]) for event in read_named(tmp_path / "run", "save_skipped")] == [(6, 5)]

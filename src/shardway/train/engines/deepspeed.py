@@ -19,6 +19,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,41 +47,20 @@ _SHARED_MEMORY = "deepspeed_shm_comm"
 """An all-reduce for inference that DeepSpeed would compile at the first start on CPUs, and training never calls."""
 
 
-@dataclass(frozen=True)
-class _Units:
+def _units(ranks: Ranks) -> Any:
     """The ranks as DeepSpeed's `mpu`: all of them are data parallel, and no model is split.
 
     Without it, DeepSpeed makes a process group of its own with all ranks.
     """
-
-    ranks: Ranks
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The default process group."""
-        return dist.group.WORLD
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """Every rank."""
-        return list(range(self.ranks.world))
-
-    def get_data_parallel_rank(self) -> int:
-        """This rank."""
-        return self.ranks.rank
-
-    def get_data_parallel_world_size(self) -> int:
-        """How many ranks there are."""
-        return self.ranks.world
-
-    def get_model_parallel_group(self) -> None:
-        """No model is split."""
-
-    def get_model_parallel_rank(self) -> int:
-        """The only one."""
-        return 0
-
-    def get_model_parallel_world_size(self) -> int:
-        """The only one."""
-        return 1
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: dist.group.WORLD,
+        get_data_parallel_group_ranks=lambda: list(range(ranks.world)),
+        get_data_parallel_rank=lambda: ranks.rank,
+        get_data_parallel_world_size=lambda: ranks.world,
+        get_model_parallel_group=lambda: None,
+        get_model_parallel_rank=lambda: 0,
+        get_model_parallel_world_size=lambda: 1,
+    )
 
 
 @contextlib.contextmanager
@@ -124,7 +104,7 @@ def _initialize(
     deepspeed: Any, model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], ranks: Ranks
 ) -> Any:
     try:
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=_Units(ranks))
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=_units(ranks))
     except Exception as error:
         if is_lost_contact(error):
             raise
@@ -201,6 +181,8 @@ class ZeroPasses(Passes):
 class DeepSpeedEngine:
     """The engine for train.engine = "deepspeed"."""
 
+    can_void = False  # DeepSpeed has reduced the gradients before the ranks agree
+
     def __init__(self, parts: EngineParts) -> None:
         if needs_closure(parts.optimizer):
             raise UserError(
@@ -217,13 +199,8 @@ class DeepSpeedEngine:
         parallel = replace(parts.parallel, call=self._engine)
         # Its weights have the format of products already.
         precision = replace(parts.precision, autocast_dtype=None)
-        self.passes: Passes = ZeroPasses(parallel, parts.portions, precision, parts.ranks.device, self._engine)
+        self.passes: Passes = ZeroPasses(parallel, parts.batch_split, precision, parts.ranks.device, self._engine)
         self.state: CheckpointState = ZeroState(self._engine, parts.optimizer, self._parameters, parts.ranks)
-
-    @property
-    def can_void(self) -> bool:
-        """False: DeepSpeed has reduced the gradients before the ranks agree."""
-        return False
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -234,18 +211,18 @@ class DeepSpeedEngine:
         """Rank 0 counts all: once they are sharded, their shapes are gone."""
         return self._parameters if self._ranks.is_first else 0
 
-    def step(self, model: nn.Module, batch: Any, loss_fn: Loss, moment: StepContext) -> StepResult:
+    def step(self, model: nn.Module, batch: Any, loss_fn: Loss, context: StepContext) -> StepResult:
         """One step; `model` is the script's, and DeepSpeed's wrapper of it is what runs."""
-        scale = moment.loss_scale
+        scale = context.loss_scale
         factor = scale.scale if scale is not None else 1.0
         with self._ranks.contact("during a step"):
             self._engine.optimizer.override_loss_scale(1.0)  # the passes multiply
             sums = self.passes.train(
-                self._engine, batch, loss_fn, position=moment.position, loss_scale=factor, rows=moment.rows
+                self._engine, batch, loss_fn, position=context.position, loss_scale=factor, rows=context.rows
             )
-            wished = send(moment.wishes.as_numbers(), torch.float64, sums.device)
+            wished = send(context.wishes.as_numbers(), torch.float64, sums.device)
             total, targets, _, _, *wanted = self._ranks.sum(torch.cat([sums, wished])).tolist()
-            per_sample = targets / self.passes.portions.global_batch
+            per_sample = targets / self.passes.batch_split.global_batch
             self._engine.optimizer.override_loss_scale(factor * per_sample if targets else math.inf)
             self._engine.step()
             balance(self.passes.routers, self.passes.parallel.mesh)

@@ -89,8 +89,10 @@ def _find_line(error: BaseException) -> str:
 class TorchEngine:
     """The engine for train.engine = "torch"."""
 
+    can_void = True
+
     def __init__(self, parts: EngineParts) -> None:
-        like = (parts.parallel, parts.portions, parts.precision, parts.ranks.device)
+        like = (parts.parallel, parts.batch_split, parts.precision, parts.ranks.device)
         alone = not parts.further and not parts.beside
         self.passes = Passes(*like) if alone else SeveralPasses(*like, parts.further, parts.beside)
         self.state: CheckpointState = Trained(parts.parallel.module, parts.optimizer)
@@ -100,11 +102,6 @@ class TorchEngine:
         self._step = StepParts(self.passes, parts.optimizer, parts.ranks, parts.clip, parts.beside)
         if self._step.needs_closure:
             self._step.check_takes_closure()
-
-    @property
-    def can_void(self) -> bool:
-        """True: it can leave out an update."""
-        return True
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -121,9 +118,9 @@ class TorchEngine:
         }
         return sum(held_by_rank(parameter).numel() for parameter in own)
 
-    def step(self, model: nn.Module, batch: Any, loss_fn: Loss, moment: StepContext) -> StepResult:
+    def step(self, model: nn.Module, batch: Any, loss_fn: Loss, context: StepContext) -> StepResult:
         """One step, as `take_step`; a script may have frozen or freed parameters since the last."""
         for each in self._copies:
             follow_frozen(each.call, each.module, each.mesh, self._section)
         with explained(model):
-            return take_step(self._step, model, batch, loss_fn, moment)
+            return take_step(self._step, model, batch, loss_fn, context)

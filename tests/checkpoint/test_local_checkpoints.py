@@ -19,10 +19,10 @@ def held(step: int, present: Iterable[str] = FILES, digest: str = "d", wrong: st
 
 def test_files_of_all_nodes_together_make_one() -> None:
     found = survey([[held(4, FILES[:1]), held(8, FILES[:1])], [held(4, FILES[1:]), held(8, FILES[1:])]], 1)
-    assert [each.step for each in found.nearby] == [8, 4]
+    assert [each.step for each in found.local] == [8, 4]
     assert found.passed_over == ()
-    assert dict(found.nearby[0].holders) == {FILES[0]: (0,), FILES[1]: (1,), FILES[2]: (1,)}
-    assert set(found.nearby[0].here) == set(FILES[1:])
+    assert dict(found.local[0].holders) == {FILES[0]: (0,), FILES[1]: (1,), FILES[2]: (1,)}
+    assert set(found.local[0].here) == set(FILES[1:])
 
 
 def test_why_one_is_passed_over() -> None:
@@ -36,7 +36,7 @@ def test_why_one_is_passed_over() -> None:
         [held(9, FILES[:1]), held(8, digest="e"), held(5, wrong="off the line"), held(5)],
     ]
     found = survey(shares, 0)
-    assert [each.step for each in found.nearby] == [5]
+    assert [each.step for each in found.local] == [5]
     assert found.passed_over == (
         PassedOver(9, "no node has rank-00001.bin; no node has tensors.json"),
         PassedOver(8, "what the nodes have of it is not of one checkpoint"),
@@ -47,8 +47,8 @@ def test_why_one_is_passed_over() -> None:
 
 def test_one_that_was_damaged_on_a_node_is_whole_where_others_have_its_files() -> None:
     found = survey([[held(4)], [held(4, wrong="its manifest.json is missing")]], 1)
-    assert [each.step for each in found.nearby] == [4]
-    assert dict(found.nearby[0].here) == {}
+    assert [each.step for each in found.local] == [4]
+    assert dict(found.local[0].here) == {}
 
 
 @given(

@@ -12,11 +12,10 @@ import torch.distributed as dist
 
 from pool import ranks
 from runs import lone_rank, pool_ranks
-from shardway.checkpoint.async_save import Flight, Staging
+from shardway.checkpoint.async_save import AsyncSave, Staging
 from shardway.checkpoint.file_format import read_manifest
-from shardway.checkpoint.folders import shared_place
 from shardway.checkpoint.reader import load_latest
-from shardway.checkpoint.writer import SavedCheckpoint, collect_content, save_checkpoint, write_checkpoint
+from shardway.checkpoint.writer import SavedCheckpoint, collect_content, save_checkpoint, shared_place, write_checkpoint
 from shardway.errors import JobError
 from shardway.parallel.mesh import set_apart
 from shardway.rundir.directory import RunDir
@@ -39,11 +38,12 @@ def test_the_files_are_the_same(rank: int, tmp_path: Path, shape: tuple[int, int
     expected = whole_state(trained.model, trained.optimizer)
     content = collect_content(on, trained, 2, numbers)
     copied = replace(content, tensors=Staging().stage(content.tensors))
-    flight = Flight(2, apart, lambda: write_checkpoint(shared_place(flown, apart), apart, copied))
+    save = AsyncSave(2, apart, lambda: write_checkpoint(shared_place(flown, apart), apart, copied))
+    save.start()
     train_on(trained, 3)  # its collectives and those of the thread do not meet
-    assert flight.wait(60.0)
-    assert flight.landing is not None
-    assert flight.landing.error is None
+    save.join(60.0)
+    assert save.has_ended
+    assert save.error is None
     on.barrier()
     one, other = (read_manifest(directory.checkpoint_path(2)) for directory in (waited, flown))
     shards = [name for name in one.files if name.endswith(".bin")]
@@ -61,13 +61,15 @@ def test_what_went_wrong_is_kept_for_who_asks() -> None:
         released.wait(120.0)
         raise JobError("no space")
 
-    flight = Flight(7, lone_rank(), write)
-    assert (flight.has_landed, flight.landing, flight.wait(0.0)) == (False, None, False)
+    save = AsyncSave(7, lone_rank(), write)
+    save.start()
+    save.join(0.0)
+    assert (save.has_ended, save.saved, save.error) == (False, None, None)
     released.set()
-    assert flight.wait(120.0)
-    assert flight.landing is not None
-    assert flight.landing.saved is None
-    assert str(flight.landing.error) == "no space"
+    save.join(120.0)
+    assert save.has_ended
+    assert save.saved is None
+    assert str(save.error) == "no space"
 
 
 @ranks(2)
