@@ -35,7 +35,7 @@ WORLD = "world"
 """The dim of all ranks together."""
 
 STEP_NUMBERS = 12
-"""Numbers that all ranks add up once a step, in float64: sums of losses and counts, squares of gradients, wishes."""
+"""Numbers that all ranks add up once a step, in float64: sums of losses and counts, squares of gradients, requests."""
 
 WIDE_BYTES = 8
 LOSS_BYTES = 4
@@ -156,7 +156,7 @@ class _RankView:
 
 
 def _whole_step(view: _RankView) -> Iterator[Message]:
-    yield Message("all_reduce", WORLD, "loss, norm and wishes of the step", STEP_NUMBERS * WIDE_BYTES)
+    yield Message("all_reduce", WORLD, "loss, norm and requests of the step", STEP_NUMBERS * WIDE_BYTES)
 
 
 def _replicas(view: _RankView) -> Iterator[Message]:

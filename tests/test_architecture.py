@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
 import logging
 import re
+import tokenize
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -213,7 +215,69 @@ def test_every_class_has_a_name_of_its_own() -> None:
 def test_functions_describe_and_report() -> None:
     """Software neither tells nor says."""
     found = [f"{module.at(node)} {node.name}" for module, node in functions()]
-    assert [name for name in found if re.search(r" _?(tell|say|take_up)(_|$)", name)] == []
+    assert [
+        name for name in found if re.search(r" _?(tell|say|take_up)(_|$)|[ _](told|said|wish(es)?|blame)(_|$)", name)
+    ] == []
+
+
+FORBIDDEN = re.compile(
+    r"(?<!\buser )(?<!\busers )(?<!\bperson )(?<!\bpeople )\b(who|whom)\b|\b(whoever|whosoever|nobody|somebody"
+    r"|told|tells|telling|lets? itself|wish(es|ed)?|blam(e|es|ed|ing)|crews?|lookouts?)\b",
+    re.IGNORECASE,
+)
+"""Software is "it": it reports and does not tell, it requests and does not wish, it causes and is not blamed."""
+
+ABOUT_PERSONS = {
+    "refusals.py": ("who may do what there", "who may write it"),  # accounts in the permissions of a file
+    "rundir/events.py": ("who may read it",),
+    "rundir/lease.py": ("who",),  # a key of a stored file
+    "ranks/doctor/node.py": ("see who: nvidia-smi",),  # the users of a GPU
+}
+"""Where such a word is right: the file, and the piece of text around it."""
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of each comment, docstring and string of a Python file (without what f-strings put in), or each
+    line of any other file."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        yield from enumerate(text.splitlines(), 1)
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def list_forbidden_words(root: Path) -> list[str]:
+    """File, line and surroundings of each forbidden word: `python tests/test_architecture.py` prints them."""
+    found = []
+    for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".toml", ".sh")):
+        name = path.relative_to(root).as_posix()
+        for line, text in texts(path):
+            allowed = re.sub(r"\{\w+\}|\?P<\w+>", "", text)  # names of values
+            for piece in ABOUT_PERSONS.get(name, ()):
+                allowed = allowed.replace(piece, "")
+            for match in FORBIDDEN.finditer(allowed):
+                around = " ".join(allowed[max(0, match.start() - 50) : match.end() + 40].split())
+                found.append(f"{name}:{line} {match[0]}: {around}")
+    return found
+
+
+def test_software_is_it() -> None:
+    assert list_forbidden_words(SOURCE) == []
+
+
+def test_words_about_persons_are_still_there() -> None:
+    missing = [
+        f"{name}: {piece}"
+        for name, pieces in ABOUT_PERSONS.items()
+        for piece in pieces
+        if not any(piece in text for _, text in texts(SOURCE / name))
+    ]
+    assert missing == []
 
 
 def test_nothing_is_asserted() -> None:
@@ -255,3 +319,7 @@ def test_no_page_holds_the_marks_of_a_merge() -> None:
     marks = re.compile(r"^(<{7}|>{7})( |$)", re.MULTILINE)
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.toml")]
     assert [page.name for page in pages if marks.search(page.read_text(encoding="utf-8"))] == []
+
+
+if __name__ == "__main__":
+    print("\n".join(list_forbidden_words(SOURCE)))

@@ -107,13 +107,13 @@ def test_the_page_of_the_own_loop_shows_what_changes(request: pytest.FixtureRequ
     check_table(request, "own-loop.md", "lines that change", [head, *rows])
     for name, each in changes.items():
         lines = [*(f"- {line}" for line in each.gone), *(f"+ {line}" for line in each.new)]
-        check_block(request, "own-loop.md", f"diff of {name}", "diff", lines)
+        check_block(request, "own-loop-scripts.md", f"diff of {name}", "diff", lines)
 
 
 def test_the_page_of_the_own_loop_names_the_layouts(request: pytest.FixtureRequest) -> None:
     head = ("example", "layout", "ranks")
     rows = [(f"`examples/{name}`", layout, size_of(layout)) for name in PAIRS for layout in LAYOUTS[name]]
-    check_table(request, "own-loop.md", "layouts of the examples", [head, *rows])
+    check_table(request, "own-loop-scripts.md", "layouts of the examples", [head, *rows])
 
 
 @pytest.mark.parametrize("case", picked(FIRST, *FIRST[::2]), ids=PAIRS)

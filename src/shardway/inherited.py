@@ -125,8 +125,8 @@ FAMILIES = (
     Family(
         "options for Slurm's commands",
         ("SBATCH_*", "SALLOC_*", "SQUEUE_*", "SACCT_*", "SCANCEL_*", "SINFO_*", "SCONTROL_*"),
-        "they would win over what the script says, and change what squeue and sacct print; what of them concerns the "
-        "job is told, and site.account follows SBATCH_ACCOUNT where nothing else sets it",
+        "they would override the script, and change what squeue and sacct print; submit reports those that concern the "
+        "job, and site.account follows SBATCH_ACCOUNT if nothing else sets it",
         reaches_ranks=True,
     ),
     Family(

@@ -42,7 +42,7 @@ def find_own_folder(kind: Literal["CACHE", "CONFIG", "STATE"], root: Path = Path
 
     In a container the cache is the one that the job lends (LENT), unless the user's own is mounted: files on the
     container's root file system are lost with it. If the root lies on the same file system as the mounted home, the two
-    cannot be told apart and the lent one is used.
+    look alike and the lent one is used.
     """
     own, lent = _find_by_rule(kind), os.environ.get(LENT, "") if kind == "CACHE" else ""
     return Path(lent) / "shardway" if lent and (own is None or not _is_kept(own, root)) else own

@@ -5,8 +5,8 @@ A package adds a scheduler, an optimizer or a data source by an entry point of t
     [project.entry-points."shardway.schedulers"]
     flux = "shardway_flux:Flux"
 
-From then on `scheduler = "flux"` is allowed in a site profile. Shardway's own entries are in `GROUPS`, in the same form,
-and loaded in the same way. `docs/extending.md` walks through the contract of each group.
+From then on `scheduler = "flux"` is allowed in a site profile. Shardway's own entries are in `GROUPS`, in the same
+form, and loaded in the same way. `docs/extending.md` walks through the contract of each group.
 
 Invariants:
 - A name of Shardway's own never needs a look at the installed packages, so that it costs no time and nothing can

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,22 @@ def test_the_page_has_the_table_of_the_notes() -> None:
     page = (DOCS / "faults.md").read_text(encoding="utf-8")
     notes = read_notes(DOCS / "faults.csv")
     assert len({(note.fault, note.seed) for note in notes}) == len(notes) > 0
-    assert f"{table.BEGIN}{table.render_table(notes)}{table.END}" in page
+    assert f"{table.BEGIN}{table.render_kinds(notes)}{table.END}" in page
+
+
+def test_every_fault_is_of_one_kind_and_every_case_counts() -> None:
+    notes = read_notes(DOCS / "faults.csv")
+    faults = dict.fromkeys(note.fault for note in notes)
+    found = {fault: [kind for kind, pattern in table.KINDS if re.fullmatch(pattern, fault)] for fault in faults}
+    assert {fault: kinds for fault, kinds in found.items() if len(kinds) != 1} == {}
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.render_kinds(notes).splitlines()[2:]]
+    assert [row[1] for row in rows] == [kind for kind, _ in table.KINDS]
+    assert sum(int(row[2]) for row in rows) == len(faults)
+    well, tried = zip(*(row[3].split(" of ") for row in rows), strict=True)
+    assert sum(map(int, tried)) == len(notes)
+    assert sum(map(int, well)) == sum(note.came_out for note in notes)
+    with pytest.raises(ValueError, match="of no kind"):
+        table.find_kind("a meteorite")
 
 
 def test_a_case_that_fails_is_noted_and_one_that_is_skipped_is_not(

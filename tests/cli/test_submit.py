@@ -318,6 +318,7 @@ def test_no_sbatch_is_told(slurm: Path, shardway: Shardway, golden: Golden, monk
     (slurm / "tools/sbatch").unlink()
     monkeypatch.setenv("PATH", str(slurm / "tools"))
     ended = shardway(*SUBMIT)
+    assert "refused" not in ended.err  # no scheduler saw the job
     golden(tell(slurm, SUBMIT, ended.err, ended.code), "submit/no-sbatch.txt")
     assert not RunDir(slurm / "run").attempt(1).path.exists()
 

@@ -208,7 +208,7 @@ def test_of_many_at_once_one_submits(bench: Bench) -> None:
         thread.join()
     errors = [end for end in ended if isinstance(end, UserError)]
     assert (bench.queue, len(errors)) == (["101"], 4)
-    assert all("was made by somebody else just now" in str(error) for error in errors)
+    assert all("was made by another command just now" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("written", [True, False])

@@ -1,6 +1,6 @@
 """Ranks under NVIDIA's ft_launcher: killed and stopped for real, started again by it, and nothing of it in the losses.
 
-Runs where nvidia-resiliency-ext is installed (the extra `nvidia`); docs/faults.md says how.
+Runs where nvidia-resiliency-ext is installed (the extra `nvidia`); docs/nodes.md has the details.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ def _find_rows(node: Any, rows: int) -> _Rows:
     if children is None:
         return _Rows.SHARED if node is None or isinstance(node, _SHARED) or callable(node) else _Rows.MISFIT
     if isinstance(node, list | tuple) and not _is_of_fields(node) and len(node) == rows:
-        return _Rows.EACH  # of samples, or of fields that have them all: `_holds_samples` tells one from the other
+        return _Rows.EACH  # of samples, or of fields that have them all: `_holds_samples` distinguishes them
     found = {_find_rows(child, rows) for _, child in children}
     return next((each for each in (_Rows.MISFIT, _Rows.EACH) if each in found), _Rows.SHARED)
 
@@ -365,8 +365,8 @@ def collate_samples(samples: Sequence[Any]) -> Any:
 def collate_by(collate: Callable[[list[Any]], Any] | None, samples: list[Any]) -> Any:
     """The batch that a user's function makes of some samples (None: `collate_samples`).
 
-    If a list in it may hold samples or fields, the function is called again with one sample less, which tells them
-    apart.
+    If a list in it may hold samples or fields, the function is called again with one sample less: only a list of
+    samples gets shorter.
     """
     if collate is None or collate is collate_samples:
         return collate_samples(samples)

@@ -7,7 +7,7 @@ all samples and takes its share of each global batch, unless the dataset gives e
 Invariant: the generators of torch, numpy and Python that a dataset draws from are seeded by (seed, epoch), the same on
 every rank, and those of the run are left as they are. So a dataset that draws from nothing else gives the same samples
 after a resume. A state is used only if the dataset has drawn from none of these since its epoch began, since draws at
-its beginning and draws for a sample could not be told apart. This module must not depend on losses or checkpoints.
+its beginning and draws for a sample look alike. This module must not depend on losses or checkpoints.
 """
 
 from __future__ import annotations

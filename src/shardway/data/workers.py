@@ -123,7 +123,7 @@ def _drop_begun(error: BaseException) -> None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         begun: Any = frame.f_locals.get("self")
         if hasattr(begun, "_shutdown_workers"):
-            begun._shutdown = True  # else it would be taken down without what it has not come to have
+            begun._shutdown = True  # else its own shutdown would look for attributes that it does not have yet
             for worker in getattr(begun, "_workers", []):
                 worker.kill()
                 worker.join()

@@ -232,7 +232,7 @@ def read_files_left(process: int) -> int:
     """How many more files another process of this user may open; any number where the system does not say."""
     try:
         soft = resource.prlimit(process, resource.RLIMIT_NOFILE)[0]
-    except (OSError, AttributeError):  # Linux alone tells it of another process
+    except (OSError, AttributeError):  # only Linux gives it for another process
         return sys.maxsize
     return sys.maxsize if soft == resource.RLIM_INFINITY else max(0, soft - _count_open(process))
 
@@ -326,7 +326,7 @@ def _why_unwritable(folder: str) -> str:
 
 
 def explain_limit(error: BaseException, root: Path = Path("/")) -> str:
-    """What an error says of a limit that was reached, with what to do; "" where it is none of a limit."""
+    """The limit that an error reports as reached, with a remedy; "" if the error is about no limit."""
     text = str(error)
     number = error.errno if isinstance(error, OSError) else 0
     if number == errno.EMFILE or (isinstance(error, RuntimeError) and text.startswith("Too many open files")):
@@ -341,7 +341,7 @@ def explain_limit(error: BaseException, root: Path = Path("/")) -> str:
         return "no more files can be opened on this node: fs.file-max is reached.\n  To do: ask the site."
     threads = isinstance(error, RuntimeError) and "can't start new thread" in text
     unnamed = isinstance(error, RuntimeError) and text.endswith("Resource temporarily unavailable")
-    if isinstance(error, OSError):  # that of a file is one that is locked
+    if isinstance(error, OSError):  # with a file name: the file is locked
         unnamed = number == errno.EAGAIN and error.filename is None
     if not (threads or unnamed):
         return ""
@@ -361,7 +361,7 @@ def explain_limit(error: BaseException, root: Path = Path("/")) -> str:
 
 def read_memory_left(root: Path = Path("/")) -> int:
     """Bytes; `root` stands for "/" where the files of control groups are looked for."""
-    import psutil  # here: few of those that look at limits ask for memory
+    import psutil  # imported here: few callers ask for memory
 
     limits = [psutil.virtual_memory().available, read_cgroup_memory_left(root)]
     return min(limit for limit in limits if limit is not None)

@@ -179,7 +179,7 @@ _SLICE = re.compile(r"^\s+MIG ", re.MULTILINE)
 
 @dataclass(frozen=True)
 class NvidiaState:
-    """What nvidia-smi said. `columns`: name of `QUERIES` -> a text for each GPU; without those it could not say."""
+    """The answers of nvidia-smi. `columns`: name of `QUERIES` -> a text for each GPU, as far as it knows."""
 
     answer: Literal["absent", "ok", "hung", "failed"]
     said: str = ""
@@ -266,7 +266,7 @@ class ReportFact:
 
 
 def render_machine(machine: LocalMachine) -> tuple[ReportFact, ...]:
-    """The machine, most telling facts first."""
+    """The machine, most important facts first."""
     return (
         ReportFact("host", machine.hostname),
         ReportFact("accelerators", _render_devices(machine.accelerators)),

@@ -124,7 +124,7 @@ def _names(job: Job) -> tuple[ScriptLine, ...]:
         ScriptLine(f"after={job.chain.after:04d}"),
         ScriptLine(f"last_attempt={job.chain.max_attempts}"),
         ScriptLine(
-            f"scheduler={job.scheduler}", "who runs the job, what makes its name unique, its wall-time in seconds"
+            f"scheduler={job.scheduler}", "what runs the job, what makes its name unique, its wall-time in seconds"
         ),
         ScriptLine(f"token={quote(job.token)}"),
         ScriptLine(f"walltime={round(job.terms.walltime_s)}"),
@@ -407,7 +407,7 @@ def _mpirun_options(job: Job) -> list[ScriptLine]:
     ]
     if job.scheduler == "pbs":
         lines += [
-            ScriptLine('mpirun_options+=(--hostfile "$PBS_NODEFILE")', "the nodes, and who starts its daemons there"),
+            ScriptLine('mpirun_options+=(--hostfile "$PBS_NODEFILE")', "the nodes, and what starts its daemons there"),
             ScriptLine("ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || remote_shell"),
         ]
     return lines

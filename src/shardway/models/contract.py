@@ -84,7 +84,7 @@ class Balancing(Protocol):
     """Adds up counts over the ranks that hold parts of a sequence; None if a rank holds it whole."""
 
     def adjust(self, load: torch.Tensor) -> None:
-        """Take the sum of `load` over all ranks, and count anew."""
+        """Take the sum of `load` over all ranks, and reset the counts."""
 
 
 def held_by_rank(parameter: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def adjust(self, load: torch.Tensor) -> None:
-        """Make experts that more tokens chose than the mean less likely, the others more, and count anew.
+        """Make experts with more tokens than the mean less likely and the others more likely, and reset the counts.
 
         `load`: the int64 [experts] of this layer, summed over all ranks (ranks that count the same tokens may all be
         summed). The bias moves by `bias_update_rate` (DeepSeek-V3, section 2.1.2); without balance = "bias" there is
@@ -181,7 +181,7 @@ class MixtureOfExperts(nn.Module):
 def first_of_each(choice: Choice, limit: int) -> torch.Tensor:
     """Which choices are among the first `limit` of their expert in their sequence, bool [batch, seq * k].
 
-    In the order of the tokens, and not by weight: whether a token is dropped must not tell it of those after it.
+    In the order of the tokens, and not by weight: whether a token is dropped must not depend on those after it.
     """
     experts = choice.experts.flatten(1)
     order = experts.argsort(dim=1, stable=True)

@@ -110,7 +110,7 @@ def _list_sparse_gradients(model: nn.Module) -> Iterator[Problem]:
 # --- methods of a sharded model beside forward
 
 MIXED = "got mixed torch.Tensor and DTensor"
-"""What torch says where a weight is used that is not gathered."""
+"""torch's message if a weight is used that is not gathered."""
 
 _LIBRARIES = ("torch.", "transformers.", "shardway.")
 _NOT_OFFERED = frozenset((*dir(nn.Module), "plan", "init_weights"))
@@ -236,7 +236,7 @@ class ParallelModel:
 
     @property
     def given(self) -> nn.Module:
-        """What a script gets: its own module, with its own attributes and methods, wherever that can be."""
+        """What a script gets: its own module, with its own attributes and methods, if possible."""
         return give_back(self.call) if isinstance(self.call, ReplicatedModule) else self.call
 
     @property
@@ -337,7 +337,7 @@ def _autocast_forward(module: nn.Module, precision: Precision, device: torch.dev
 
 
 def _give_positions(stages: Sequence[Stage], plan: ModelPlan, chunks: Chunks, sequence_parts: int) -> None:
-    """Tell each stage where its tokens stand in their sequence, which it cannot know from what it is given.
+    """Give each stage the positions of its tokens in their sequence, which its input lacks.
 
     Between stages the sequence may be split over the tensor axis as well; positions are those of the whole of it.
     """
@@ -361,7 +361,7 @@ def _pieces(
     device: torch.device,
     options: ApplyOptions,
 ) -> Shards:
-    """What of one stage FSDP2 handles apart."""
+    """The parts of one stage that FSDP2 handles separately."""
     inside = set(module.modules())
     experts = [part for _, part in match_modules(module, plan.experts)] if mesh.degree("ep") > 1 else []
     own = [unit for unit in units if unit in inside]
@@ -379,7 +379,7 @@ def _refuse_without_plan(model: nn.Module, degrees: dict[str, int]) -> None:
 
 
 def _check_device(model: nn.Module, options: ApplyOptions) -> bool:
-    """Whether the model is on the meta device; UserError where it is so in part, or cannot leave it."""
+    """Whether the model is on the meta device; UserError if only a part of it is, or if it cannot leave it."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     on_meta = [name for name, tensor in tensors if tensor.is_meta]
     if on_meta and len(on_meta) < len(tensors):

@@ -31,7 +31,7 @@ class _SamplePosition:
 
 @dataclass
 class DropoutSeeds:
-    """Seeds the generator as forward passes go; `part` tells ranks apart that hold parts of the same sequence."""
+    """Seeds the generator as forward passes go; `part` differs between ranks that hold parts of one sequence."""
 
     seed: int
     part: int

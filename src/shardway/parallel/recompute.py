@@ -70,7 +70,7 @@ class _Mode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """A compiled function inside the region is none of this mode's business."""
+        """This mode ignores a compiled function inside the region."""
         return True
 
 

@@ -285,9 +285,9 @@ class SiteProfile(_Table):
     title: Text = Field(description="name for people")
     extends: Text | None = Field(None, description="name or path of one other profile, whose facts hold here too")
     replaces: bool = Field(False, description="whether a profile of yours stands for a shipped one of the same name")
-    scheduler: Scheduler = Field(description="who starts jobs")
+    scheduler: Scheduler = Field(description="what starts jobs")
     launcher: Launcher | None = Field(
-        None, description="who starts the ranks of a command of your own, and under PBS those of a training"
+        None, description="what starts the ranks of a command of your own, and under PBS those of a training"
     )
     container: Container | None = Field(None, description="container runtime of the nodes")
     node: Node = Field(Node(), description="one compute node")

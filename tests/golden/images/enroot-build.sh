@@ -33,7 +33,7 @@ rm "$work/base.sqsh"
 cat >"$work/recipe/recipe.sh" <<'END_OF_FILE'
 # nothing goes on after a command that failed
 set -eu
-# packages of the image's own system; nobody is asked
+# packages of the image's own system, no questions
 export DEBIAN_FRONTEND=noninteractive
 apt-get -o APT::Sandbox::User=root update
 apt-get -o APT::Sandbox::User=root install --yes --no-install-recommends -- libaio-dev \

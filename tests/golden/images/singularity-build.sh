@@ -31,7 +31,7 @@ From: nvcr.io/nvidia/pytorch:25.04-py3
 %post
     # nothing goes on after a command that failed
     set -eu
-    # packages of the image's own system; nobody is asked
+    # packages of the image's own system, no questions
     export DEBIAN_FRONTEND=noninteractive
     apt-get -o APT::Sandbox::User=root update
     apt-get -o APT::Sandbox::User=root install --yes --no-install-recommends -- libaio-dev \

@@ -62,7 +62,7 @@ step_now() {
     for folder in "$run"/checkpoints/step-*; do echo "${folder##*-}"; done
   } | sed -n 's/^0*\([0-9][0-9]*\)$/\1/p' | sort -n | tail -n 1 | grep . || echo 0
 }
-# write_result ATTEMPT STATE REASON [EXIT_CODE FAILURE JOB]: unless somebody has said how it ended
+# write_result ATTEMPT STATE REASON [EXIT_CODE FAILURE JOB]: unless it is recorded how it ended
 write_result() {
   local folder=$run/attempts/$1 step text
   [ ! -e "$folder/result.json" ] || return 0
@@ -78,7 +78,7 @@ write_result() {
   [ -e "$folder/result.json" ] || { unwritten=$2 && say "attempt $1 is $2: $3; this could not be written to $folder"; }
   rm -f "$folder/.result.$$"
 }
-# ask_to_stop STATE REASON: touches the stop file, which rank 0 looks for between steps; who has asked before is obeyed
+# ask_to_stop STATE REASON: touches the stop file, which rank 0 looks for between steps; an earlier request stays
 ask_to_stop() {
   [ -e "$run/stop" ] || printf '%s\n' "$*" | whole "$run/stop"
   asked=$(read_stop | grep . || printf '%s' "$1")
@@ -127,7 +127,7 @@ note_start() {
   } | whole "$here/started.json"
   say "attempt $attempt is job $job on ${nodes[*]}"
 }
-# read_stop: what the stop file asks for: stopped, where a person wants it, or the word of whoever was warned; else nothing
+# read_stop: what the stop file asks for: stopped, if a person asked, or the word of the process that was warned; else nothing
 read_stop() {
   [ -e "$run/stop" ] || return 0
   case $(head -n 1 "$run/stop") in
@@ -137,7 +137,7 @@ read_stop() {
     *) echo stopped ;;
   esac
 }
-# check_stop: somebody may have asked for a stop while the job was queued
+# check_stop: a stop may have been requested while the job was queued
 check_stop() {
   case $(read_stop) in
     stopped) ;;
@@ -274,7 +274,7 @@ settle() {
   [ "$state" != completed ] || state=unknown # exit code 0 alone does not say that the work is done
   write_result "$1" "$state" "it ended without a word" null "ended without a word" "$before"
 }
-# state_of ATTEMPT: how it ended; one that obeyed a signal was stopped where its job was cancelled, or nobody knows;
+# state_of ATTEMPT: how it ended; one that obeyed a signal was stopped if its job was cancelled, or the cause is unknown;
 # a job that left in time when the scheduler wanted its nodes counts as completed there
 state_of() {
   local folder=$run/attempts/$1 state
@@ -307,7 +307,7 @@ say_alike() {
   done
 }
 # same_end ATTEMPT ATTEMPT: prints how both ended, where that was alike, so that a third would as well: at the same step,
-# or for want of memory before there was a new checkpoint; of a rank that the kernel killed, now this one and now that one tells
+# or for want of memory before there was a new checkpoint; which rank the kernel killed may differ
 same_end() {
   [ -e "$run/attempts/$1/result.json" ] || return 1
   case $(field "$run/attempts/$2/result.json" state) in
@@ -349,7 +349,7 @@ queue_next() {
     say "attempt $attempt is the last that was asked for"
     return
   fi
-  mkdir "$folder" 2>/dev/null || return # it is there: this job was requeued, or somebody submitted by hand
+  mkdir "$folder" 2>/dev/null || return # it is there: this job was requeued, or submitted by hand
   mkdir "$folder/log"
   sed -e "/^#/s/\.$attempt\.$token\$/.$next.$token/" -e "/^#/s|/attempts/$attempt/log/job.out\$|/attempts/$next/log/job.out|" \
     -e "s/^attempt=$attempt\$/attempt=$next/" -e "s/^after=$after\$/after=$attempt/" "$here/job.sh" > "$folder/job.sh"
@@ -415,7 +415,7 @@ members() {
 # start_job SCRIPT BEFORE LOG: in a session of its own, to follow the job BEFORE; prints its id
 start_job() {
   local line fields
-  # it says who it is before it does anything else: one that ends at once has run all the same
+  # it prints its identity first: a job that ends at once has run all the same
   line=$(setsid bash -c 'IFS= read -r -d "" line < /proc/$$/stat; printf %s "$line" >&3
     unset SHARDWAY_JOB; exec bash "$@" 3>&-' start "$1" ${2:+"$2"} 3>&1 > "$3" 2>&1 < /dev/null &)
   read -ra fields <<< "${line##*) }"

@@ -12,7 +12,7 @@ run=/scratch/alice/runs/base
 attempt=0001
 after=0000
 last_attempt=1
-# who runs the job, what makes its name unique, its wall-time in seconds
+# what runs the job, what makes its name unique, its wall-time in seconds
 scheduler=local
 token=a1b2c3
 walltime=7200

@@ -2,7 +2,7 @@
 # Written by Shardway VERSION for test. To submit it by hand: make the folder of -o, qsub THIS_FILE
 # the run, its attempt, and what makes it unique
 #PBS -N base.0001.a1b2c3
-# who is charged, and where the job waits
+# the account that is charged, and where the job waits
 #PBS -P proj1
 #PBS -q gpu
 # nodes, and what is wanted of each
@@ -26,7 +26,7 @@ run=/scratch/alice/runs/base
 attempt=0001
 after=0000
 last_attempt=1
-# who runs the job, what makes its name unique, its wall-time in seconds
+# what runs the job, what makes its name unique, its wall-time in seconds
 scheduler=pbs
 token=a1b2c3
 walltime=7200

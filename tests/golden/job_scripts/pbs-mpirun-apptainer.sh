@@ -2,7 +2,7 @@
 # Written by Shardway VERSION for test. To submit it by hand: make the folder of -o, qsub THIS_FILE
 # the run, its attempt, and what makes it unique
 #PBS -N base.0001.a1b2c3
-# who is charged, and where the job waits
+# the account that is charged, and where the job waits
 #PBS -P proj1
 #PBS -q gpu
 # nodes, and what is wanted of each
@@ -26,7 +26,7 @@ run=/scratch/alice/runs/base
 attempt=0001
 after=0000
 last_attempt=1
-# who runs the job, what makes its name unique, its wall-time in seconds
+# what runs the job, what makes its name unique, its wall-time in seconds
 scheduler=pbs
 token=a1b2c3
 walltime=7200
@@ -88,7 +88,7 @@ main() {
   # how long ranks may save after SIGTERM
   mpirun_options=(--mca odls_base_sigkill_timeout 30)
   for name in PATH LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX ENROOT_DATA_PATH; do [ -z "${!name+set}" ] || mpirun_options+=(-x "$name"); done
-  # the nodes, and who starts its daemons there
+  # the nodes, and what starts its daemons there
   mpirun_options+=(--hostfile "$PBS_NODEFILE")
   ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || remote_shell
   # signals of the scheduler reach every process of this job: what starts the ranks has to outlive them

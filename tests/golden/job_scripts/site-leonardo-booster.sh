@@ -2,7 +2,7 @@
 # Written by Shardway VERSION for leonardo-booster. To submit it by hand: make the folder of --output, sbatch THIS_FILE
 # the run, its attempt, and what makes it unique
 #SBATCH --job-name=base.0001.a1b2c3
-# who is charged, and where the job waits
+# the account that is charged, and where the job waits
 #SBATCH --account=proj1
 #SBATCH --partition=boost_usr_prod
 # nodes, and what is wanted of each
@@ -26,7 +26,7 @@ run=/scratch/alice/runs/base
 attempt=0001
 after=0000
 last_attempt=1
-# who runs the job, what makes its name unique, its wall-time in seconds
+# what runs the job, what makes its name unique, its wall-time in seconds
 scheduler=slurm
 token=a1b2c3
 walltime=86400

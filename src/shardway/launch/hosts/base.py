@@ -54,7 +54,7 @@ class Host(Protocol):
         ...
 
     def run_many(self, commands: Sequence[Sequence[str]], *, timeout_s: float = 60.0) -> list[Done]:
-        """Run several commands in a row over one connection; each runs whatever became of the one before."""
+        """Run several commands in a row over one connection; each runs whatever the result of the one before."""
         ...
 
     def follow(self, words: Sequence[str]) -> Iterator[str]:

@@ -162,7 +162,7 @@ def refuse_to_write(path: PurePosixPath, reason: str, host: str = "") -> str:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all of its session that is still there: asked first, then killed."""
+    """End a process and all of its session that is still there: SIGTERM, then SIGKILL."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -39,7 +39,8 @@ class Making:
 
 
 def default_name(order: ImageRequest) -> str:
-    """A name for the image where the person gave none: "pytorch-25.04-py3.sqsh"; one that was added to says so."""
+    """A name for the image where the person gave none: "pytorch-25.04-py3.sqsh"; one with additions has them in its
+    name."""
     more = "-more" if order.adds else ""
     return f"{order.source.stem}{more}{TOOLS[order.runtime].suffixes[0]}"
 
@@ -214,7 +215,7 @@ def _list_warnings(order: ImageRequest, ground: Ground, scratch: BuildFolder) ->
         yield f"{scratch.path} on {where} lies in memory.\n  To do: name a folder on a disk by --scratch."
     if isinstance(order.source, Reference) and order.source.user and order.runtime == "apptainer":
         yield (
-            f"Apptainer is not told the user {order.source.user}; it takes the one that it knows.\n"
+            f"Apptainer has no option for the user {order.source.user}; it takes the one that it knows.\n"
             f"  To do: {describe_credentials(order.source.registry, order.runtime)}"
         )
     if isinstance(order.source, Reference) and order.source.tag == "latest":
@@ -226,6 +227,6 @@ def _format_gb(count: int) -> str:
 
 
 def _room_needed(order: ImageRequest, ground: Ground) -> int:
-    """Bytes; of a file its size says something, of a folder or a name nothing does."""
+    """Bytes: a multiple of a file's size, a fixed amount for a folder or a name."""
     is_file = isinstance(order.source, ImageFile) and order.source.kind != "folder"
     return _TIMES_A_FILE * ground.base_bytes if is_file and ground.base_bytes is not None else _ROOM

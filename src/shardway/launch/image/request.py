@@ -308,7 +308,7 @@ def render_recipe(recipe: Recipe) -> str:
 def _lines(recipe: Recipe) -> Iterator[ScriptLine]:
     yield ScriptLine("set -eu", "nothing goes on after a command that failed")
     if recipe.apt:
-        yield ScriptLine("export DEBIAN_FRONTEND=noninteractive", "packages of the image's own system; nobody is asked")
+        yield ScriptLine("export DEBIAN_FRONTEND=noninteractive", "packages of the image's own system, no questions")
         yield ScriptLine(f"{_APT} update")
         install = f"{_APT} install --yes --no-install-recommends --"
         yield ScriptLine(wrap_command((install, *map(quote, recipe.apt))))

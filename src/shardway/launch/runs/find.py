@@ -50,7 +50,7 @@ def remember(known: Known, path: Path | None = None) -> bool:
 
 
 def forget(known: Known, path: Path | None = None) -> None:
-    """Take a run back of which nothing is left."""
+    """Revoke a run of which nothing is left."""
     _append({**asdict(known), "gone": True}, path)
 
 
@@ -81,7 +81,7 @@ def read_known(path: Path | None = None) -> list[Known]:
 
 
 def _parse(line: str) -> tuple[Known, bool] | None:
-    """A line, and whether it takes its run back."""
+    """A line, and whether it revokes its run."""
     try:
         table = json.loads(line)
         known = Known(str(table["run"]), str(table.get("host", "")), str(table.get("site", "")))

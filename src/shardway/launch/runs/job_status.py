@@ -201,7 +201,7 @@ _REPEATS = frozenset((Ending.CRASHED, Ending.OUT_OF_MEMORY, Ending.DEADLINE))
 CONSEQUENCES = (BY_SIGNAL, "LostContact")
 """Failures of a rank that something else caused; the scheduler may have the reason."""
 
-_LEFT_IN_TIME = "a signal asked for a stop, and nobody cancelled the job: the scheduler wanted its nodes"
+_LEFT_IN_TIME = "a signal asked for a stop, and no person cancelled the job: the scheduler wanted its nodes"
 """A job that saves and leaves during the grace time is completed for its scheduler."""
 
 _CLOCKS_S = 30.0

@@ -34,8 +34,8 @@ for second in {1..30}; do
   grep -qE 'shardway: (attempt [0-9]+: |nothing to do)' "$log" && break
   sleep 1
 done; sleep 1"""
-"""A rank says how it ended before it prints that; the job script's last word comes after those of all ranks, unless the
-job was killed. The ticks are lines among the others, at which their reader looks around."""
+"""A rank records how it ended before it prints that; the job script's last word comes after those of all ranks, unless
+the job was killed. The ticks are lines among the others, at which their reader looks around."""
 _LAST_WORD = re.compile(r"shardway: (attempt \d+: |nothing to do)")
 
 _TICK_S = 5
@@ -204,7 +204,7 @@ def _short(name: str) -> str:
 
 
 def only_rank(lines: Iterable[str], rank: int) -> Iterator[str]:
-    """The lines of one rank, without what says so. Raises UserError at the end where there was none, with the ranks
+    """The lines of one rank, without their prefix. Raises UserError at the end where there was none, with the ranks
     that did print."""
     seen = set[int]()
     for line in lines:

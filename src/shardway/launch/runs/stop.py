@@ -29,8 +29,8 @@ _GONE = re.compile(
     r"Invalid job id|already completing or completed|Unknown Job Id|(?:has|for) finished|invalid for state of job",
     re.IGNORECASE,
 )
-"""What scancel and qdel say of a job that has ended or is about to (PBS refuses while an epilogue runs, and shows such
-a job as running); not what they say of a host or a server that is unknown."""
+"""Messages of scancel and qdel about a job that has ended or is about to (PBS refuses while an epilogue runs, and shows
+such a job as running); not those about an unknown host or server."""
 
 POLLS_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses between two looks while waiting; the last one stays. Sites dislike being asked often."""
@@ -38,10 +38,10 @@ POLLS_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 
 ASKED = "stopped by `shardway stop`"
 ASKED_AT_ONCE = "ended by `shardway stop --now`"
-"""What stop files of this module say."""
+"""The text of stop files of this module."""
 
 _OF_A_WARNING = ("deadline", "preempted", "signal ")
-"""How the words begin of job scripts and agents that were warned."""
+"""How stop files of warned job scripts and agents begin."""
 
 
 def is_of_its_time(words: str) -> bool:
@@ -148,7 +148,8 @@ class Stopper:
             ) from None
 
     def _warn(self, ledger: Ledger, running: Sequence[LedgerEntry], writer: str) -> bool:
-        """Ask the ranks of a training by a signal, which other programs may not outlive; whether all were asked."""
+        """Ask the ranks of a training by a signal, which other programs may not survive. Returns whether all were
+        asked."""
         if ledger.status.get("state") != "running":
             return False
         commands: list[Sequence[str]] = []
@@ -160,7 +161,7 @@ class Stopper:
         return ledger.run.signal_writer(signal.SIGTERM) if writer else bool(commands)
 
     def _note(self, ledger: Ledger, entries: Sequence[LedgerEntry], reason: str) -> None:
-        """Say how attempts ended of which neither their jobs can say it any more nor the scheduler."""
+        """Record the end of attempts that neither their jobs nor the scheduler can report any more."""
         mute = [entry for entry in entries if _is_forgotten(entry)]
         written = self.host.read_files([PurePosixPath(entry.attempt.result_path) for entry in mute])
         step, now = ledger.status.get("step"), time.time()
@@ -185,12 +186,12 @@ class Stopper:
 
 
 def _says_no_more(entry: LedgerEntry) -> bool:
-    """Whether a job runs of which its scheduler will not say that it was cancelled; its end is waited for."""
+    """Whether a job runs whose scheduler will not report a cancellation; its end is waited for."""
     return entry.started is not None and _is_forgotten(entry)
 
 
 def _is_forgotten(entry: LedgerEntry) -> bool:
-    """Whether the scheduler of a job does not say that it was cancelled."""
+    """Whether the scheduler of a job does not report that it was cancelled."""
     return entry.submission is not None and find_client(entry.submission.scheduler).forgets
 
 

@@ -62,7 +62,7 @@ class JobRecord:
     `state`, `reason` and `exit_text` ("0:9", "-29") are the scheduler's own words. `ending` is None unless `phase` is
     ENDED. `exit_code` is that of the job script, 0 to 255, None where a signal ended it or nothing is known; `signal`
     the number of that signal, 0 for none. Times are Unix seconds (local time where a scheduler names no zone), None
-    for unknown. `note` tells a known defect of the answer, such as lost output.
+    for unknown. `note` names a known defect of the answer, such as lost output.
     """
 
     job: str

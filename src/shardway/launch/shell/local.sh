@@ -57,7 +57,7 @@ members() {
 #: start_job SCRIPT BEFORE LOG: in a session of its own, to follow the job BEFORE; prints its id
 start_job() {
   local line fields
-  # it says who it is before it does anything else: one that ends at once has run all the same
+  # it prints its identity first: a job that ends at once has run all the same
   line=$(setsid bash -c 'IFS= read -r -d "" line < /proc/$$/stat; printf %s "$line" >&3
     unset SHARDWAY_JOB; exec bash "$@" 3>&-' start "$1" ${2:+"$2"} 3>&1 > "$3" 2>&1 < /dev/null &)
   read -ra fields <<< "${line##*) }"

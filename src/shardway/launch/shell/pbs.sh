@@ -69,7 +69,7 @@ on_each_node() (
     wait -n || ended=$?
     index=$((index - 1))
   done
-  if [ "$ended" = 127 ]; then # bash 5.2 may say so of the last ones, as if there were none: each tells how it ended
+  if [ "$ended" = 127 ]; then # bash 5.2 may report the last ones as missing: each has its own exit code
     ended=0
     for start in "${starts[@]}"; do
       kill -0 "$start" 2>/dev/null || wait "$start" || ended=$?

@@ -180,7 +180,7 @@ _MOST_AT_ONCE = 1 << 30
 def take_snapshot(plan: SnapshotPlan, target: Path) -> Snapshot:
     """Copy what the plan says into `target`, the code folder of an attempt, and write its record and diff beside it.
 
-    A file that vanished since is left out and told. Raises UserError where the target exists or cannot be written.
+    A file that vanished since is left out and reported. Raises UserError where the target exists or cannot be written.
     """
     attempt = Attempt(target.parent)
     try:

@@ -334,7 +334,7 @@ def _read_inner(words: Sequence[str], start: int, here: Path, nodes: int) -> Com
         _refuse_launcher(words, start, form, used, nodes)
     if form is not None and form.role is Role.SCHEDULER:
         _refuse(
-            f"{inner[0]} submits a job of its own, which nobody here would see",
+            f"{inner[0]} submits a job of its own, which shardway would not see",
             remedy="name what its script starts: `-- python train.py`, `-- bash run.sh`",
         )
     if form is not None and form.role is Role.OWN:

@@ -102,7 +102,7 @@ def an_account_is_named_where_one_is_needed(wish: JobRequest) -> Iterator[Proble
     if request.account == "required" and not wish.section.account:
         listing = f"; `{request.account_command}` lists yours" if request.account_command else ""
         remedy = f"set site.account{listing}; for good: [defaults] account in a profile of your own (docs/sites.md)"
-        yield problem(wish, "account", f"{wish.profile.name} wants to know who is charged", remedy=remedy)
+        yield problem(wish, "account", f"{wish.profile.name} requires a project account", remedy=remedy)
 
 
 def ranks_of_a_node_have_an_accelerator_each(wish: JobRequest) -> Iterator[Problem]:

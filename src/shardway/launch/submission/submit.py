@@ -233,7 +233,7 @@ class Submitter:
             self._sweep(new)
         if "File exists" in mine.err:
             raise UserError(
-                f"attempt {attempt.number} of {attempt.path.parents[1]} was made by somebody else just now.\n"
+                f"attempt {attempt.number} of {attempt.path.parents[1]} was made by another command just now.\n"
                 "  Nothing was submitted. To do: look with `shardway status`, then submit again."
             )
         if not (made.ok and mine.ok):
@@ -398,14 +398,16 @@ def _render_under_way(entry: LedgerEntry, claim: ProcessIdentity | None, left: f
     who = f"{claim.words}; whether that still runs is not seen from here" if claim else "another command"
     return (
         f"attempt {entry.number} of {entry.attempt.run_path} is being submitted just now, by {who}.\n"
-        "  Nothing was submitted. To do: look with `shardway status`; should nobody be at it, submit again in "
+        "  Nothing was submitted. To do: look with `shardway status`; if no command is at it, submit again in "
         f"{math.ceil(left)} seconds, when it counts as given up."
     )
 
 
 def _render_refusal(job: Job, refusal: Explanation) -> str:
+    never_asked = refusal.code in ("not_installed", "not_configured")  # its client is missing here: it saw no job
+    outcome = "the job did not reach {}" if never_asked else "{} refused the job"
     return (
-        f"{job.scheduler} on {job.site} refused the job: {refusal.sentence}\n"
+        f"{outcome.format(f'{job.scheduler} on {job.site}')}: {refusal.sentence}\n"
         f"  Nothing was submitted. To do: {refusal.remedy}"
     )
 

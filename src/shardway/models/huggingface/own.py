@@ -171,7 +171,7 @@ def to_transformer_shape(config: Mapping[str, Any]) -> TransformerShape:
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What is said of rotary positions: releases before 5 have the base outside, and the kind in `rope_scaling`."""
+    """The settings of rotary positions: releases before 5 have the base outside, and the kind in `rope_scaling`."""
     older = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
     return {**older, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
 

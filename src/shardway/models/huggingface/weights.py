@@ -217,7 +217,7 @@ def find_fit(model: nn.Module, files: TensorFiles, names: Names) -> Fit:
 
 
 def find_misfit(fit: Fit, spare: Iterable[str] = ()) -> Misfit:
-    """What of a fit is not so. `spare`: patterns of tensors that may be left over."""
+    """What does not fit. `spare`: patterns of tensors that may be left over."""
     pieces, shapes, patterns = fit.pieces, fit.files.shapes, tuple(spare)
     left = sorted(shapes.keys() - pieces.keys())
     return Misfit(

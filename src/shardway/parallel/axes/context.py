@@ -178,7 +178,7 @@ class ContextAttention(nn.Module):
 
 
 class _Travel:
-    """How keys and values of all ranks come by, and gradients go home."""
+    """How keys and values of all ranks arrive, and how gradients return."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -208,7 +208,7 @@ class _Ring(_Travel):
             held = arriving
 
     def collect(self, grads: Iterator[tuple[int, torch.Tensor]]) -> torch.Tensor:
-        """A gradient travels behind its tensor and is home one step after the last."""
+        """A gradient follows its tensor and is back one step after the last."""
         arriving: torch.Tensor | None = None
         works: list[dist.Work] = []
         for _, grad in grads:
@@ -254,7 +254,7 @@ class _Attention(torch.autograd.Function):
         for source, keys_values in travel.bring(torch.stack((k, v))):
             meeting = _meet(source, travel.place, q.shape[2])
             more, more_log_sum = attend(meeting.tile(q, keys_values))
-            if source == travel.place:  # the first to come by, and the only one that all queries see
+            if source == travel.place:  # the first to arrive, and the only one that all queries see
                 # Copies: selective recompute keeps what an operator returned, and would see it change.
                 out, log_sum = more.to(more_log_sum.dtype, copy=True), more_log_sum.clone()
                 continue

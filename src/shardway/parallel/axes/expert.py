@@ -39,7 +39,7 @@ def connect_routers(model: nn.Module, mesh: Mesh) -> None:
 
 
 def set_gradient_scale(routers: Sequence[Balancing], scale: float, mesh: Mesh) -> None:
-    """Tell routers by what the sum over tokens of the main loss is multiplied: 0 for rows that do not count.
+    """Set on routers the factor of the sum over tokens of the main loss: 0 for rows that do not count.
 
     All ranks of the tensor axis route the same tokens, and their gradients are summed: each answers for its part.
     """

@@ -97,7 +97,7 @@ def keep_stages(model: nn.Module, cut: Cut, indices: Sequence[int]) -> list[Stag
 
 
 def balance(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
-    """How many consecutive blocks each stage gets, so that the dearest stage is as cheap as can be.
+    """How many consecutive blocks each stage gets, so that the most expensive stage is as cheap as possible.
 
     `first` and `last` are what the ends cost besides their blocks. Each stage gets a block at least. Among equal
     maxima the sum of squares decides, so that the rest is even as well. Raises UserError for fewer blocks than stages.
@@ -113,7 +113,7 @@ def balance(costs: Sequence[float], stages: int, first: float = 0.0, last: float
         ends = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
         return sums[end] - sums[start] + ends
 
-    # best[end]: (dearest stage, sum of squares, counts) of the stages so far over the first `end` blocks
+    # best[end]: (most expensive stage, sum of squares, counts) of the stages so far over the first `end` blocks
     best = {end: (cost(0, 0, end), cost(0, 0, end) ** 2, [end]) for end in range(1, len(costs) + 1)}
     for stage in range(1, stages):
         following = {}
@@ -299,7 +299,7 @@ class Pipeline:
 
 
 def send_contiguous(stage: nn.Module) -> None:
-    """Let what a stage sends, forward and backward, lie in memory as its shape says: transports take nothing else."""
+    """Make what a stage sends, forward and backward, contiguous: transports take nothing else."""
 
     def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         for x in inputs:

@@ -106,7 +106,7 @@ def follow_frozen(copies: nn.Module, model: nn.Module, mesh: Mesh, parallel: Par
     or has let a part be trained, since they were made; on all ranks together.
 
     DDP would wait for ever for the gradient of a part that was frozen (and not average its neighbours meanwhile), and
-    never average that of a part that was not to be trained. Raises UserError where it cannot be helped.
+    never average that of a part that was not to be trained. Raises UserError where this is not possible.
     """
     now = _list_trained(model)
     if now == copies.__dict__.get(_TRAINED, ()):
@@ -248,7 +248,7 @@ class _Link:
 
 
 class _Replicated:
-    """What a user's class becomes: a call that shall have gradients goes through the wrapper; all else is its own."""
+    """A user's class, extended: a call that needs gradients goes through the wrapper; everything else is its own."""
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         copies = find_copies(self)

@@ -95,7 +95,7 @@ def _cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
         if not parameter.is_floating_point() or parameter in norms:
             continue
         cast = parameter.detach().to(dtype)
-        if isinstance(parameter, DTensor):  # its `.data` takes another dtype without a word and keeps its own
+        if isinstance(parameter, DTensor):  # its `.data` takes another dtype without an error and keeps its own
             torch.utils.swap_tensors(parameter, nn.Parameter(cast, parameter.requires_grad))
         else:
             parameter.data = cast
@@ -187,7 +187,7 @@ class Precision:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the loss must be scaled, lest small gradients vanish."""
+        """Whether the loss must be scaled, so that small gradients do not vanish."""
         return self.autocast_dtype == torch.float16
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -101,7 +101,7 @@ def build_adamw8bit(groups: Groups, lr: float, betas: tuple[float, float], eps: 
 
 
 def _make_rates_tensors(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Its update is compiled, and a number would be compiled into it anew at every step of the schedule."""
+    """Its update is compiled, and a number would be compiled into it again at every step of the schedule."""
     for group in optimizer.param_groups:
         if not isinstance(group["lr"], torch.Tensor):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)

@@ -21,8 +21,8 @@ from shardway.train.optim.adamw import AdamW
 from shardway.train.optim.base import ParameterPart
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic that is applied again and again to the singular values: steep at 0, near 1 from there on (Jordan et
-al., 2024)."""
+"""Coefficients of the quintic that is applied repeatedly to the singular values: steep at 0, near 1 from there on
+(Jordan et al., 2024)."""
 _EPS = 1e-7
 
 

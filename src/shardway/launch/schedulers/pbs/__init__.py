@@ -264,9 +264,9 @@ def _options(job: Job) -> Iterator[ScriptLine]:
     terms = job.terms
     yield ScriptLine(f"-N {job.scheduler_name}", "the run, its attempt, and what makes it unique")
     if terms.account:
-        yield ScriptLine(f"-P {quote(terms.account)}", "who is charged, and where the job waits")
+        yield ScriptLine(f"-P {quote(terms.account)}", "the account that is charged, and where the job waits")
     if terms.queue:
-        yield ScriptLine(f"-q {quote(terms.queue)}", "who is charged, and where the job waits")
+        yield ScriptLine(f"-q {quote(terms.queue)}", "the account that is charged, and where the job waits")
     yield ScriptLine(f"-l select={render_select(job)}", "nodes, and what is wanted of each")
     yield ScriptLine(f"-l place=scatter{':excl' if job.shape.whole_nodes else ''}")
     yield from (ScriptLine(f"-l {entry}", "the container that PBS makes on each node") for entry in _container(job))

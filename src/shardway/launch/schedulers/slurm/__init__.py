@@ -353,11 +353,13 @@ def _options(job: Job) -> Iterator[ScriptLine]:
     terms, shape = job.terms, job.shape
     yield ScriptLine(f"--job-name={job.scheduler_name}", "the run, its attempt, and what makes it unique")
     if terms.account:
-        yield ScriptLine(f"--account={quote(terms.account)}", "who is charged, and where the job waits")
+        yield ScriptLine(f"--account={quote(terms.account)}", "the account that is charged, and where the job waits")
     if terms.partition:
-        yield ScriptLine(f"--partition={quote(terms.partition)}", "who is charged, and where the job waits")
+        yield ScriptLine(
+            f"--partition={quote(terms.partition)}", "the account that is charged, and where the job waits"
+        )
     if terms.qos:
-        yield ScriptLine(f"--qos={quote(terms.qos)}", "who is charged, and where the job waits")
+        yield ScriptLine(f"--qos={quote(terms.qos)}", "the account that is charged, and where the job waits")
     if terms.constraint:
         yield ScriptLine(f"--constraint={quote(terms.constraint)}", "the kind of node")
     yield ScriptLine(f"--nodes={shape.nodes}", "nodes, and what is wanted of each")
