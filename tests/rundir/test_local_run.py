@@ -33,12 +33,12 @@ def test_what_somebody_else_has_there_is_not_used(tmp_path: Path, monkeypatch: p
     local = LocalRun(tmp_path / "shardway-abc")
     local.path.symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").mkdir()
-    with pytest.raises(JobError, match="belongs to somebody else"):
+    with pytest.raises(JobError, match="belongs to another user"):
         local.make(0)
     own, uid = LocalRun(tmp_path / "shardway-own"), os.getuid()
     own.make(0)
     monkeypatch.setattr(module.os, "getuid", lambda: uid + 1)
-    with pytest.raises(JobError, match="belongs to somebody else"):
+    with pytest.raises(JobError, match="belongs to another user"):
         own.make(1)
     assert own.nodes() == []
 

@@ -49,7 +49,7 @@ def test_list_names_every_site_with_its_origin(run: Run, own_profiles: Path) -> 
     assert rows["mine"]["node"] == "8 x mi250x-gcd"
     assert (rows["jupiter"]["origin"], rows["jupiter"]["title"]) == ("yours, in place of the shipped one", "Ours")
     where = own_profiles / "broken.toml"
-    told = f"cannot be used: 3 problems in site profile {where}; `shardway sites show broken` tells all"
+    told = f"cannot be used: 3 problems in site profile {where}; `shardway sites show broken` shows why"
     assert rows["broken"]["title"] == told
     assert rows["laptop"]["node"] == "no accelerators"
     assert rows["generic-pbs"]["node"] == "not said"

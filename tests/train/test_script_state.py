@@ -296,7 +296,7 @@ def test_two_schedulers_of_a_kind_are_refused_unless_they_have_names(tmp_path: P
 
     assert refused(tmp_path / "two", make) == (
         "the script has made 2 schedulers of the class StepLR for one optimizer, and which is which after a resume "
-        "cannot be told.\n"
+        "is not known.\n"
         '  To do: make them with run.scheduler(StepLR, optimizer, ..., name="..."), so that each is saved and resumed '
         "under its name; or let go of those that are not used."
     )

@@ -201,7 +201,7 @@ def open_torch_file(path: Path) -> TorchFile:
         raise source_error(
             path,
             f"holds more than tensors and plain data{what}; reading it could run code, so nothing of it was read",
-            "where you trust whoever made it, load it there and save its weights alone: "
+            "if you trust its source, load it where it was made and save its weights alone: "
             "torch.save(model.state_dict(), FILE), or safetensors",
         ) from None
     except Exception as error:  # a damaged archive fails in many ways
@@ -412,7 +412,7 @@ def _read_metadata(path: Path) -> Any:
             path.parent,
             f"has a {METADATA} that names {refused}, which no checkpoint of torch.distributed needs; reading it could "
             "run code, so nothing of it was run",
-            "do not use this checkpoint, or ask whoever made it for safetensors",
+            "do not use this checkpoint, or ask its authors for safetensors",
         ) from None
     except Exception as error:  # a damaged pickle fails in many ways
         raise _damaged(path.parent, f"{METADATA}: {error!r}") from None

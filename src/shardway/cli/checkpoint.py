@@ -345,7 +345,7 @@ def export(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint, the newest unless told, as a folder that `from_pretrained` reads; of a script's model, as
+    """Write a checkpoint (by default the newest) as a folder that `from_pretrained` reads; of a script's model, as
     `model.safetensors` and `model.pt` (a `state_dict`) under its own names.
 
     A model that one process cannot hold is exported by several: `torchrun --nproc-per-node 8 -m shardway checkpoint

@@ -30,7 +30,7 @@ NodesOption = Annotated[
     int | None,
     typer.Option(min=1, help="Nodes of the job that is shown, of --nproc ranks each (default: the site's devices)."),
 ]
-MeshOption = Annotated[bool, typer.Option("--mesh", help="Draw which ranks are on which node, and who talks to whom.")]
+MeshOption = Annotated[bool, typer.Option("--mesh", help="Draw which ranks are on which node, and which communicate.")]
 DeepspeedOption = Annotated[
     bool, typer.Option("--deepspeed", help="Print the ds_config.json that DeepSpeed would be started with.")
 ]

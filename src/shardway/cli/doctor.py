@@ -57,7 +57,7 @@ def doctor(
 
 
 def _try_demands(words: list[str] | None, site: str | None, directory: Path | None) -> tuple[SiteProfile, MachineNeeds]:
-    """As `_read_demands`; what is wrong with the run file is told, and training will say it again."""
+    """As `_read_demands`; what is wrong with the run file is printed; training reports it again."""
     try:
         return _read_demands(words, site, directory)
     except UserError as error:

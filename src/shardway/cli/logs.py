@@ -70,7 +70,7 @@ def _directory(known: Known) -> RunDir:
 
 
 def _has_events(run: RunDir, follow: bool) -> bool:
-    """Whether a run is told by its events: it has some, or its job will write them and is waited for."""
+    """Whether a run is shown by its events: it has some, or its job will write them and is waited for."""
     from shardway.launch.runs.logs import trains_a_run_file
 
     return bool(run.ranks_with_events()) or not run.attempts() or (follow and trains_a_run_file(run))

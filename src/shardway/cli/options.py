@@ -101,7 +101,7 @@ Words = Annotated[
     ),
 ]
 DirOption = Annotated[
-    Path | None,  # what cannot be read is told where it is used
+    Path | None,  # what cannot be read is reported where it is used
     typer.Option("--dir", help="The run directory (default: run.root/run.name).", readable=False),
 ]
 NprocOption = Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks to start and watch on this machine.")]

@@ -51,7 +51,7 @@ def list_known(as_json: JsonOption = False) -> None:
 
 @app.command("show")
 def show(name: NameArgument, as_json: JsonOption = False) -> None:
-    """Show every fact of a site with its source and date; a ? marks those that nobody has verified."""
+    """Show every fact of a site with its source and date; a ? marks unverified ones."""
     from shardway.sites.evidence import describe_facts
     from shardway.sites.find import find_profile
     from shardway.sites.load import load_profile
@@ -104,7 +104,7 @@ def _describe(file: ProfileFile) -> dict[str, str]:
     try:
         profile = load_profile(file)
     except UserError as error:
-        reason = f"cannot be used: {_first_line(error)}; `shardway sites show {file.name}` tells all"
+        reason = f"cannot be used: {_first_line(error)}; `shardway sites show {file.name}` shows why"
         return {"name": file.name, "scheduler": "-", "node": "-", "origin": origin, "title": reason}
     return {
         "name": file.name,

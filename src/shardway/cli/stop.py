@@ -65,7 +65,7 @@ def _warn(ledger: Ledger, yes: bool) -> None:
     if not yes and not _agrees():
         raise UserError(
             f"{ledger.run.path}: nothing was killed.\n"
-            "  To do: leave out --now, so that it saves and leaves in order, or say --yes where nobody can be asked."
+            "  To do: leave out --now, so that it saves and leaves in order, or add --yes where no terminal is."
         )
 
 

@@ -173,7 +173,7 @@ class LocalRun:
         """In a shared folder such as /tmp, another user can make this name: nothing is read or written there then."""
         found = self.path.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise JobError(f"{self.path} belongs to somebody else")
+            raise JobError(f"{self.path} belongs to another user")
 
     def _remove(self, step: int) -> None:
         # Renamed first, so that a half-deleted one is never taken for a checkpoint.

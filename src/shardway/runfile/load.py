@@ -123,7 +123,7 @@ class _Draft:
             self.values[section] = value
         else:
             table = self.values.setdefault(section, {})
-            if isinstance(table, dict):  # anything else is a problem that the schema tells
+            if isinstance(table, dict):  # anything else is a problem that the schema reports
                 name, value = _into_table(table, section, name, value)
                 table[name] = value
             dotted = f"{section}.{name}"

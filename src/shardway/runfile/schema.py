@@ -314,7 +314,7 @@ class DataSection(Section):
     skip: SkipsField = key(
         [],
         "Spans [from, to) of positions that no step takes, such as [[120000, 121000]]; a position is the number of "
-        "samples before it in the order of the run, whoever took them. It may change when a run goes on.",
+        "samples before it in the order of the run, whichever rank took them. It may change when a run goes on.",
     )
     cache: str = key("auto", "Folder for prepared token files; auto = shardway in the user's cache folder.")
 

@@ -250,7 +250,7 @@ class Holdings:
         if twice:
             raise UserError(
                 f"the script has made {kinds.count(twice[0])} schedulers of the class {twice[0]} for one optimizer, "
-                "and which is which after a resume cannot be told.\n"
+                "and which is which after a resume is not known.\n"
                 f'  To do: make them with run.scheduler({twice[0]}, optimizer, ..., name="..."), so that each is saved '
                 "and resumed under its name; or let go of those that are not used."
             )
@@ -261,7 +261,7 @@ class Holdings:
                 continue
             raise UserError(
                 f"the script has made a second scheduler of the class {type(each).__name__} beside the one that the "
-                "run holds, and which is which after a resume cannot be told.\n"
+                "run holds, and which is which after a resume is not known.\n"
                 f'  To do: make both with run.scheduler({type(each).__name__}, optimizer, ..., name="...").'
             )
 
@@ -272,7 +272,7 @@ class Holdings:
         if len(found) > 1 or name in self.kept.objects:
             raise UserError(
                 f"the script averages {model.name} more than once (AveragedModel), and which average is which after a "
-                'resume cannot be told.\n  To do: hand each to run.keep("a name", average).'
+                'resume is not known.\n  To do: hand each to run.keep("a name", average).'
             )
         self.keep(name, found[0])
 

@@ -522,7 +522,7 @@ def start(*words: str | Path | None, directory: str | Path | None = None, fresh:
     `words` are those of `shardway train`: a run file, and `key.path=value` to set over it; None is passed over.
     `directory` is the run directory where they set no run.root or run.name; `fresh` sets what an earlier run left
     there aside. The run ends with the block of a `with`, by `run.close()`, or with the script. Raises ShardwayError on
-    every rank alike; one that nobody catches ends the script with its message and its exit code.
+    every rank alike; one that is not caught ends the script with its message and its exit code.
     """
     report_errors()
     close_earlier()

@@ -181,7 +181,7 @@ def _load_chosen(run: RunDir, ranks: Ranks, state: Trained, step: int) -> Loaded
 def _damaged(chosen: PassedOver) -> JobError:
     return JobError(
         f"the checkpoint of step {chosen.step} is damaged: {chosen.reason}\n"
-        "  Nothing was written. To do: choose another step; `shardway checkpoint verify` tells which are whole."
+        "  Nothing was written. To do: choose another step; `shardway checkpoint verify` lists which are whole."
     )
 
 

@@ -14,7 +14,7 @@ and what PowerSGD remembers. Gradients are not kept: the caller drops them. What
 keeps in Python objects is not seen.
 
 A transient fault (of memory, of a link, of an arithmetic unit) does not come twice; data, code and weights give the
-same numbers again. Running a step again tells one from the other (Dixit et al., "Silent Data Corruptions at Scale",
+same numbers again. Running a step again distinguishes them (Dixit et al., "Silent Data Corruptions at Scale",
 arXiv:2102.11245).
 """
 
