@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from page_tables import check_table
 from shardway.inherited import (
-    FAMILIES,
     describe_options,
     find_family,
+    list_families,
     list_options,
     list_patterns,
     list_unfit_for_ranks,
@@ -45,7 +45,7 @@ def test_what_a_person_has_set_for_all_passes(name: str) -> None:
 
 def test_families_do_not_overlap() -> None:
     for name in OF_JOBS:
-        assert sum(family.has(name) for family in FAMILIES) == 1, name
+        assert sum(family.has(name) for family in list_families()) == 1, name
 
 
 def test_ranks_of_an_agent_are_no_tasks_of_mpi() -> None:
@@ -61,7 +61,7 @@ KEPT_BY_BASH = ("PATH", "HOME", "PWD", "OLDPWD", "SHLVL", "_")
 def drop_in_shell(environs: list[dict[str, str]]) -> list[dict[str, str]]:
     """What the function of job scripts leaves of each environment, in one bash."""
     words = [pattern for of_ranks in (True, False) for pattern in list_patterns(of_ranks=of_ranks)]
-    script = read_block("inherited", "drop_variables").text + '\ndrop_variables "$@"; exec /usr/bin/env -0'
+    script = read_block("lib", "drop_variables").text + '\ndrop_variables "$@"; exec /usr/bin/env -0'
     found = []
     for environ in environs:
         done = subprocess.run(["/bin/bash", "-c", script, "x", *words], env=environ, capture_output=True, check=True)
@@ -111,7 +111,7 @@ def test_options_for_sbatch_are_told(options: Mapping[str, str], told: list[str]
 
 def test_the_page_shows_the_table(request: pytest.FixtureRequest) -> None:
     rows: list[tuple[str, ...]] = [("what", "variables", "but not", "a run may set", "why", "ranks of an agent see it")]
-    for family in FAMILIES:
+    for family in list_families():
         parts = (family.names, family.kept, family.settings)
         shown = (" ".join(f"`{name}`" for name in part) for part in parts)
         rows.append((family.subject, *shown, family.reason, "yes" if family.reaches_ranks else "no"))

@@ -22,7 +22,7 @@ REMOVERS = {
     "cli/rehearse.py": "a temporary folder of its own",
     "data/sources/text.py": "temporary files of its own",
     "launch/hosts/local.py": "a temporary folder of its own",
-    "launch/snapshot/take.py": "the snapshot that it could not finish",
+    "launch/snapshot.py": "the snapshot that it could not finish",
     "ranks/heartbeat.py": "pages and gates of this user that an agent which was killed has left in memory",
     "ranks/stacks.py": "an earlier answer of a rank, in the agent's own folder in memory",
     "ranks/doctor/cluster.py": "files that it wrote to measure a disk",

@@ -1,25 +1,27 @@
 """Environment variables that belong to one job, step or rank, and so never reach another one.
 
 `shardway submit` may be typed in a shell of a login node, of `salloc`, of a step, of a job of another scheduler, of a
-notebook, or of a rank; a site's modules and profiles add defaults for `sbatch`. Variables that a new job would take
-for its own are removed at submission; those that may have been meant for the job are reported.
+notebook, or of a rank; a site's modules and profiles add defaults for the command that submits. Variables that a new
+job would take for its own are removed at submission; those that may have been meant for the job are reported.
 
-Invariant: the table here is the only list of them. One exception: shell/slurm.sh drops the devices of a job when it
-submits the next one, since a user who submits may mean them. docs/environment.md shows the table; Python (`strip`) and
-the shell of job scripts (`list_patterns`) follow it. This module imports no torch and does not read `os.environ`.
+Invariant: the table here and those of the schedulers (`Scheduler.inherited`) are the only list of them. One exception:
+the shell of a job drops the devices of a job when it submits the next one, since a user who submits may mean them.
+docs/environment.md shows the table; Python (`strip`) and the shell of job scripts (`list_patterns`) follow it. This
+module imports no torch and does not read `os.environ`.
 
-Sources: the sections on environment variables of sbatch(1), salloc(1), srun(1), squeue(1), sacct(1), scancel(1), Pyxis
-0.24 (args.c), qsub(1B), bsub(1), flux-environment(7), torchrun's and accelerate's manuals; variables seen in ranks of
-Open MPI 4 and 5, MPICH's hydra, Intel MPI, MVAPICH2, HPE's PALS, IBM's JSM, DeepSpeed's launcher.
+Sources: bsub(1), flux-environment(7), torchrun's and accelerate's manuals; variables seen in ranks of Open MPI 4 and 5,
+MPICH's hydra, Intel MPI, MVAPICH2, HPE's PALS, IBM's JSM, DeepSpeed's launcher.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from types import MappingProxyType
+from functools import cache
+
+from shardway.plugins import make_installed, make_own
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,18 @@ class Family:
     kept: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     reaches_ranks: bool = False
+    options: str = ""
+    """How the names begin of variables that hold options for the command that submits; "" for none."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Such a variable -> the key of a run file with the same meaning; "" for what the job script sets itself. All other
+    options go into site.options."""
 
     def has(self, name: str) -> bool:
         """Whether a variable belongs to this family."""
         return _matches(name, self.names) and not _matches(name, self.kept)
 
 
-FAMILIES = (
+_GENERAL = (
     Family(
         "a place among ranks",
         (
@@ -111,42 +118,10 @@ FAMILIES = (
         "a library of MPI would look for the process manager that they name; its settings pass (OMPI_MCA_btl, ...)",
         settings=("OMPI_MCA_plm", "OMPI_MCA_pmix", "OMPI_MCA_orte_tmpdir_base"),
     ),
-    Family(
-        "a job or step of Slurm",
-        ("SLURM_*", "SLURMD_*", "SRUN_*", "_SLURM_SPANK_OPTION_*"),
-        "srun in the new job would take them for its own options; left by salloc, a step, or the job that submits",
-        kept=(
-            *("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_ROOT", "SLURM_HOME"),
-            "SLURM_MPI_TYPE",
-        ),
-        settings=("SLURM_OVERLAP", "SLURM_NETWORK", "SLURM_UNBUFFEREDIO", "SRUN_CPUS_PER_TASK"),
-        reaches_ranks=True,
-    ),
-    Family(
-        "options for Slurm's commands",
-        ("SBATCH_*", "SALLOC_*", "SQUEUE_*", "SACCT_*", "SCANCEL_*", "SINFO_*", "SCONTROL_*"),
-        "they would override the script, and change what squeue and sacct print; submit reports those that concern the "
-        "job, and site.account follows SBATCH_ACCOUNT if nothing else sets it",
-        reaches_ranks=True,
-    ),
-    Family(
-        "a container for whatever Slurm starts",
-        ("PYXIS_CONTAINER_IMAGE", "PYXIS_CONTAINER_NAME"),
-        "Pyxis would start the job script itself in it, where there is no srun; site.image says what the ranks run in",
-        reaches_ranks=True,
-    ),
-    Family(
-        "a job of PBS",
-        ("PBS_*", "QSUB_*", "NCPUS"),
-        "of the job that submits",
-        kept=(
-            *("PBS_CONF_FILE", "PBS_DEFAULT", "PBS_SERVER", "PBS_EXEC", "PBS_HOME", "PBS_AUTH_METHOD", "PBS_TMPDIR"),
-            *("PBS_PRIMARY", "PBS_SECONDARY", "PBS_LEAF_NAME", "PBS_*_SERVICE_PORT", "PBS_ENCRYPT_METHOD"),
-            "PBS_SUPPORTED_AUTH_METHODS",
-        ),
-        settings=("NCPUS",),
-        reaches_ranks=True,
-    ),
+)
+"""Those that are no scheduler's."""
+
+_OTHERS = (
     Family(
         "a job of LSF, and jsrun",
         ("LSB_*", "LS_JOBPID", "LS_SUBCWD", "LSF_PM_*", "JSM_*"),
@@ -160,41 +135,19 @@ FAMILIES = (
         reaches_ranks=True,
     ),
 )
-
-KEYS: Mapping[str, str] = MappingProxyType(
-    {
-        "SBATCH_ACCOUNT": "site.account",
-        "SBATCH_PARTITION": "site.queue",
-        "SBATCH_TIMELIMIT": "site.walltime",
-        "SBATCH_MEM_PER_NODE": "site.memory",
-        "SBATCH_JOB_NAME": "run.name",
-        **dict.fromkeys(
-            ("SBATCH_GRES", "SBATCH_GPUS", "SBATCH_GPUS_PER_NODE", "SBATCH_GPUS_PER_TASK"), "site.ranks_per_node"
-        ),
-        **dict.fromkeys(
-            (
-                "SBATCH_OUTPUT",
-                "SBATCH_ERROR",
-                "SBATCH_REQUEUE",
-                "SBATCH_NO_REQUEUE",
-                "SBATCH_OPEN_MODE",
-                "SBATCH_SIGNAL",
-            ),
-            "",
-        ),
-        **dict.fromkeys(("SBATCH_ARRAY_INX", "SBATCH_WAIT", "SBATCH_IGNORE_PBS", "SBATCH_DEBUG", "SBATCH_NO_KILL"), ""),
-    }
-)
-"""Options of sbatch -> the key of a run file with the same meaning; "" for what the job script sets itself. All other
-options go into site.options."""
-
-ACCOUNT = "SBATCH_ACCOUNT"
-"""Where sites leave the project account (`jutil env activate` sets it); sbatch reads no other variable."""
-
-OPTIONS = ("SBATCH_*",)
-"""Patterns of variables that may be meant for a job and do not reach it automatically."""
+"""Those of schedulers of which only the launchers are known."""
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
+
+
+@cache
+def list_families() -> tuple[Family, ...]:
+    """The whole table, with the families of all schedulers that are registered."""
+    own, installed = (
+        tuple(family for scheduler in make("schedulers") for family in scheduler.inherited)
+        for make in (make_own, make_installed)
+    )
+    return (*_GENERAL, *own, *_OTHERS, *installed)
 
 
 def list_patterns(*, of_ranks: bool) -> tuple[str, ...]:
@@ -203,7 +156,7 @@ def list_patterns(*, of_ranks: bool) -> tuple[str, ...]:
     `of_ranks`: the families that reach no ranks, which a job drops when it begins; otherwise those that stay in a job
     and do not reach the next one.
     """
-    chosen = [family for family in FAMILIES if family.reaches_ranks is not of_ranks]
+    chosen = [family for family in list_families() if family.reaches_ranks is not of_ranks]
     kept = (f"!{name}" for family in chosen for name in family.kept)
     return (*kept, *(name for family in chosen for name in family.names))
 
@@ -215,41 +168,63 @@ def strip(environ: Mapping[str, str]) -> dict[str, str]:
 
 def list_unfit_for_ranks(environ: Mapping[str, str]) -> list[str]:
     """The variables that ranks started by an agent must not inherit."""
-    return [name for name in environ if (family := find_family(name)) is not None and not family.reaches_ranks]
+    unfit = [family for family in _GENERAL if not family.reaches_ranks]
+    return [name for name in environ if any(family.has(name) for family in unfit)]
+
+
+def list_option_patterns() -> tuple[str, ...]:
+    """Patterns of variables that may be meant for a job and do not reach it automatically."""
+    return tuple(f"{family.options}*" for family in list_families() if family.options)
 
 
 def list_options(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that hold options for sbatch."""
-    return {name: value for name, value in environ.items() if _matches(name, OPTIONS)}
+    """The variables that hold options for the command that submits."""
+    patterns = list_option_patterns()
+    return {name: value for name, value in environ.items() if _matches(name, patterns)}
 
 
+def find_account(families: Iterable[Family], options: Mapping[str, str]) -> tuple[str, str]:
+    """The variable of a scheduler's families that names the account, and its value; ("", "") for none. Sites leave the
+    project account there (`jutil env activate` sets it)."""
+    names = (name for family in families for name, key in family.keys.items() if key == _ACCOUNT)
+    return next(((name, options[name]) for name in names if options.get(name)), ("", ""))
+
+
+@cache
 def find_family(name: str) -> Family | None:
     """The family of a variable; None for one that passes everywhere."""
-    return next((family for family in FAMILIES if family.has(name)), None)
+    return next((family for family in list_families() if family.has(name)), None)
 
 
 def name_key(name: str) -> str:
-    """The key of a run file with the same meaning as a variable with an option for sbatch; "" if there is none."""
-    return KEYS.get(name, f"site.options.{_option_of(name)}") if _matches(name, OPTIONS) else ""
+    """The key of a run file with the same meaning as a variable with an option; "" if there is none."""
+    family = find_family(name)
+    if family is None or not family.options or not name.startswith(family.options):
+        return ""
+    option = name.removeprefix(family.options).lower().replace("_", "-")  # SBATCH_MEM_BIND -> mem-bind
+    return family.keys.get(name, f"site.options.{option}")
 
 
 def describe_options(options: Mapping[str, str], asked: Mapping[str, str]) -> Iterator[str]:
     """A sentence for each option of `list_options`: that it is used (an account), or what applies instead.
 
-    `asked`: what the job requests from Slurm, by key. An option with the same value gets no sentence.
+    `asked`: what the job requests from the scheduler, by key. An option with the same value gets no sentence.
     """
     for name, value in options.items():
         key = name_key(name)
         said = asked.get(key, "")
-        if not value or (said and said == _as_asked(key, value) and name != ACCOUNT):
+        if not value or (said and said == _as_asked(key, value) and key != _ACCOUNT):
             continue
-        if name == ACCOUNT and said == value:
+        if key == _ACCOUNT and said == value:
             yield f"the account is {value}, as {name} of this shell says; site.account says it for every shell"
             continue
         holds = (
             f"the job has {said} ({key})" if said else f"to ask for it, set {key}" if key else "the job script says it"
         )
         yield f"{name}={value} of this shell is left out: {holds}"
+
+
+_ACCOUNT = "site.account"
 
 
 def _as_asked(key: str, value: str) -> str:
@@ -266,11 +241,6 @@ def _as_asked(key: str, value: str) -> str:
     else:
         seconds = 60 * (first or 0) + (second or 0)
     return f"{seconds} s"
-
-
-def _option_of(name: str) -> str:
-    """SBATCH_MEM_BIND -> mem-bind."""
-    return name.removeprefix("SBATCH_").lower().replace("_", "-")
 
 
 def _matches(name: str, names: Iterable[str]) -> bool:

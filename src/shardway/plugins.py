@@ -17,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -53,9 +54,34 @@ GROUPS: Mapping[str, PluginGroup] = MappingProxyType(
             "scheduler of a site profile",
             "shardway.launch.schedulers.base:Scheduler",
             {
-                "local": "shardway.launch.schedulers.local:Local",
+                "local": "shardway.launch.schedulers.local:ThisMachine",
                 "slurm": "shardway.launch.schedulers.slurm:Slurm",
                 "pbs": "shardway.launch.schedulers.pbs:Pbs",
+            },
+        ),
+        "launchers": PluginGroup(
+            "launcher",
+            "launcher of a site profile, site.launcher of a run file",
+            "shardway.launch.launchers:Launcher",
+            {
+                "torchrun": "shardway.launch.launchers:Torchrun",
+                "srun": "shardway.launch.launchers:Srun",
+                "mpirun": "shardway.launch.launchers:Mpirun",
+                "agent": "shardway.launch.launchers:Agent",
+                "ft_launcher": "shardway.launch.launchers:FtLauncher",
+            },
+        ),
+        "containers": PluginGroup(
+            "container runtime",
+            "container of a site profile, site.container of a run file",
+            "shardway.launch.containers:Container",
+            {
+                "none": "shardway.launch.containers:NoContainer",
+                "pyxis": "shardway.launch.containers:Pyxis",
+                "enroot": "shardway.launch.containers:Enroot",
+                "apptainer": "shardway.launch.containers:Apptainer",
+                "podman": "shardway.launch.containers:Podman",
+                "charliecloud": "shardway.launch.containers:Charliecloud",
             },
         ),
     }
@@ -112,6 +138,29 @@ def find_plugin(group: str, name: str) -> Plugin:
 def load_plugin(group: str, name: str) -> Any:
     """The class of this name: `find_plugin(group, name).load()`."""
     return find_plugin(group, name).load()
+
+
+@cache
+def make_plugin(group: str, name: str) -> Any:
+    """The object of this name, of a group whose classes take no arguments (schedulers, launchers, containers)."""
+    return load_plugin(group, name)()
+
+
+@cache
+def make_own(group: str) -> tuple[Any, ...]:
+    """An object of each class of our own, in the order of `GROUPS`, without a look at the installed packages."""
+    return tuple(make_plugin(group, name) for name in GROUPS[group].own)
+
+
+@cache
+def make_installed(group: str) -> tuple[Any, ...]:
+    """An object of each class of other packages; those that cannot be loaded are left out, for they are refused where
+    they are named."""
+    made = []
+    for name in list_names(group)[len(GROUPS[group].own) :]:
+        with contextlib.suppress(UserError):
+            made.append(make_plugin(group, name))
+    return tuple(made)
 
 
 def _own(group: str) -> Iterator[Plugin]:

@@ -20,10 +20,10 @@ from test_login_node import CODE, LIBRARIES, is_quick, run_python
 
 from golden_files import Golden, golden_names
 from shardway.launch.hosts import LocalHost
-from shardway.launch.job_script import RUNTIMES
-from shardway.launch.runs.find import Known, registry_path
+from shardway.launch.runs.find import registry_path
 from shardway.launch.submission import site_checks, submit
-from shardway.launch.submission.send import read_last_order
+from shardway.launch.submission.prepare import read_last_request
+from shardway.plugins import GROUPS
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import load_run
 from shardway.sites.load import list_sites, load_site
@@ -292,9 +292,21 @@ def test_the_dry_run_is_the_script(slurm: Path, shardway: Shardway) -> None:
     assert (dry.code, (slurm / "run").exists()) == (0, False)
     assert shardway(*SUBMIT).code == 0
     kept = RunDir(slurm / "run").attempt(1).job_script.read_text()
-    tokens = [re.search(r"^token=(\w+)$", text, re.MULTILINE) for text in (dry.out, kept)]
+    tokens = [re.search(r"\btoken=(\w+)", text) for text in (dry.out, kept)]
     assert all(tokens)
     assert dry.out.replace(tokens[0][1], "TOKEN") == kept.replace(tokens[1][1], "TOKEN")  # type: ignore[index]
+
+
+def test_the_functions_of_the_script_are_shown_on_demand_and_lie_beside_it(slurm: Path, shardway: Shardway) -> None:
+    dry = shardway(*SUBMIT, "--dry-run", "--lib")
+    assert (dry.code, dry.err, (slurm / "run").exists()) == (0, shardway(*SUBMIT, "--dry-run").err, False)
+    assert shardway(*SUBMIT).code == 0
+    assert RunDir(slurm / "run").attempt(1).job_library.read_text() == dry.out
+    alone = shardway(*SUBMIT, "--lib")
+    assert (alone.code, alone.err.splitlines()[0]) == (
+        2,
+        "shardway: --lib prints the functions of a job script; it goes with --dry-run.",
+    )
 
 
 def test_a_second_submission_meets_the_first(slurm: Path, shardway: Shardway, golden: Golden) -> None:
@@ -380,7 +392,9 @@ def words_for(site: str, runtime: str) -> list[str]:
 
 
 def test_dry_runs_of_every_site_and_container_need_no_torch(tmp_path: Path) -> None:
-    lines = [line for site in list_sites() for runtime in RUNTIMES if (line := words_for(site, runtime))]
+    lines = [
+        line for site in list_sites() for runtime in GROUPS["containers"].own if (line := words_for(site, runtime))
+    ]
     done, _ = run_python(tmp_path, ALL, json.dumps(lines))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("#!/bin/bash\n") == len(lines) > 60
@@ -451,8 +465,8 @@ def test_a_run_that_was_trained_by_hand_is_resumed_as_it_was_started(shardway: S
     write_text(tmp_path)
     (tmp_path / "my.toml").write_text("[optim]\nlr = 1e-3\n[run]\nname = 'it'\n")
     assert shardway("train", "my.toml", *TINY).code == 0
-    with read_last_order(LocalHost(), Known("runs/it")) as order:
-        request = order.request
+    with read_last_request(LocalHost(), Path("runs/it")) as order:
+        request = order.run_request
         assert (request.directory, request.run_file) == (Path("runs/it"), Path("runs/it/run.toml"))
         assert set(request.overrides) == {_as_toml(word) for word in TINY}
         assert load_run(request.run_file, request.overrides).values.optim.lr == 1e-3
@@ -482,9 +496,9 @@ def test_a_script_that_was_started_by_hand_is_resumed_where_it_is(
         assert ended.err.startswith("shardway: run was trained by hand by a script (train.py), which is not here.\n")
         return
     (tmp_path / "train.py").write_text("import shardway\n")
-    with read_last_order(LocalHost(), Known("run")) as order:
+    with read_last_request(LocalHost(), Path("run")) as order:
         assert order.command == ("python", "train.py", "--lr", "3e-4", "train.steps=9")
-        assert (order.request.directory, order.request.overrides) == (Path("run"), ())
+        assert (order.run_request.directory, order.run_request.overrides) == (Path("run"), ())
 
 
 JUWELS = ("submit", "--on", "juwels-booster", "--dry-run")

@@ -27,7 +27,9 @@ from shardway.launch.job import (
     QueueTerms,
     Shape,
 )
-from shardway.launch.job_script import LAUNCHERS, RUNTIMES, render_job_script
+from shardway.launch.job_script import render_job_script, render_library
+from shardway.launch.launchers import list_launchers
+from shardway.plugins import GROUPS, make_own
 from shardway.rundir.attempts import Result
 
 COMMANDS = (
@@ -57,11 +59,11 @@ IMAGES = {"podman": "docker.io/library/torch:2", "charliecloud": "/images/torch.
 def list_combinations() -> list[tuple[str, str, str]]:
     """Scheduler, launcher and container runtime, wherever the three go together."""
     return [
-        (scheduler, launcher, runtime)
-        for scheduler, launchers in LAUNCHERS.items()
-        for launcher in launchers
-        for runtime in RUNTIMES
-        if runtime != "pyxis" or (scheduler == "slurm" and launcher != "mpirun")
+        (scheduler.name, launcher, runtime)
+        for scheduler in make_own("schedulers")
+        for launcher in list_launchers(scheduler)
+        for runtime in GROUPS["containers"].own
+        if runtime != "pyxis" or (scheduler.name == "slurm" and launcher != "mpirun")
     ]
 
 
@@ -151,6 +153,7 @@ class Cluster:
         """Write an attempt's folder as a submission does."""
         job.folder.make()
         job.folder.job_script.write_bytes(os.fsencode(render_job_script(job)))
+        job.folder.job_library.write_text(render_library(job.scheduler))
         job.around.workdir.mkdir(parents=True, exist_ok=True)
 
     def start(

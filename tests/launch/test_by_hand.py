@@ -11,8 +11,8 @@ from job_cases import Cluster, Ran, make_job
 
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.job import Job
-from shardway.launch.job_script import render_job_script
-from shardway.launch.schedulers import local
+from shardway.launch.job_script import render_job_script, render_library
+from shardway.launch.schedulers.local import ThisMachine
 from shardway.launch.submission.prepare import SubmitRequest, prepare
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.attempts import Submission
@@ -30,6 +30,8 @@ class Hand:
     def start(self, job_id: str = "7", variables: Mapping[str, str] = MappingProxyType({})) -> Ran:
         """Run the script to its end."""
         self.script.write_text(render_job_script(self.job))
+        self.job.folder.path.mkdir(parents=True, exist_ok=True)
+        self.job.folder.job_library.write_text(render_library(self.job.scheduler))
         process = self.cluster.start(self.job, job_id, script=str(self.script), variables=variables)
         out, _ = process.communicate(timeout=180)
         return Ran(process.returncode, out, self.job.folder.read_result())
@@ -94,10 +96,22 @@ def test_a_printed_script_knows_the_code_that_it_is_of(tmp_path: Path) -> None:
 
 def test_a_run_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     hand = Hand(tmp_path, "slurm")
-    hand.job.run.write_text("a file")
+    hand.job.folder.path.mkdir(parents=True)
+    hand.job.folder.log_folder.write_text("a file")
     ran = hand.start()
     assert (ran.code, hand.cluster.list_ranks()) == (1, [])
     assert "attempt 0001 cannot be claimed" in ran.said
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "local"])
+def test_a_script_without_its_functions_says_what_is_missing(scheduler: str, tmp_path: Path) -> None:
+    hand = Hand(tmp_path, scheduler)
+    hand.script.write_text(render_job_script(hand.job))
+    process = hand.cluster.start(hand.job, "7", script=str(hand.script))
+    out, _ = process.communicate(timeout=60)
+    library = hand.job.folder.job_library
+    assert (process.returncode, out) == (1, f"shardway: {library} is missing, see line 3 of this script\n")
+    assert "shardway submit ... --dry-run --lib" in hand.script.read_text().splitlines()[2]
 
 
 def test_the_cores_of_a_step_in_which_a_script_was_submitted_are_not_those_of_the_job(tmp_path: Path) -> None:
@@ -109,6 +123,29 @@ def test_the_cores_of_a_step_in_which_a_script_was_submitted_are_not_those_of_th
         assert hand.start(variables=variables).state == "finished"
         seen = {name for rank in hand.cluster.list_ranks() for name in rank.variables}
         assert {name for name in seen if "_BIND" in name} == kept
+
+
+# --- a script of an earlier version, which was queued before this one was installed
+
+
+def test_a_script_of_before_is_whole_and_so_is_its_successor(tmp_path: Path) -> None:
+    hand, run = Hand(tmp_path, "slurm"), tmp_path / "run"
+    folder, kept = hand.job.folder, Path(__file__).parents[1] / "kept/2026-11/runs/slurm/attempts/0001/job.sh"
+    text = (
+        kept.read_text().replace("/scratch/kept/runs/slurm", str(run)).replace("/scratch/kept/project", str(tmp_path))
+    )
+    folder.make()
+    folder.job_script.write_text(text.replace("/opt/venv/bin/activate", "/dev/null"))
+    hand.cluster.write("submitted", "x\n")
+    hand.cluster.write("program", "exit 3")
+    ran = hand.cluster.run(hand.job)
+    assert (ran.code, ran.state, len(hand.cluster.list_ranks())) == (3, "crashed", 1), ran.said
+    successor = hand.job.successor().folder
+    assert "\nattempt=0002\nafter=0001\n" in successor.job_script.read_text()
+    assert not folder.job_library.exists()
+    hand.cluster.write("program", "exit 0")
+    ran = hand.cluster.run(hand.job.successor(), "102")
+    assert (ran.code, ran.state) == (0, "finished"), ran.said
 
 
 # --- what a job needs before its ranks start
@@ -135,5 +172,5 @@ def test_surroundings_that_fail_end_the_job(around: dict[str, str], line: str, t
 
 
 def test_a_job_of_this_machine_is_submitted_with_the_functions_of_its_script() -> None:
-    words = local.submit_command("/job.sh", "/job.out", "12.34")
+    words = ThisMachine().submit("/job.sh", "/job.out", "12.34")
     assert words[-3:] == ("/job.sh", "12.34", "/job.out")

@@ -11,7 +11,8 @@ import pytest
 from job_cases import Cluster, Ran, make_job
 
 from shardway.launch.job import ContainerUse, Job
-from shardway.launch.job_script import RUNTIMES, render_job_script
+from shardway.launch.job_script import render_job_script
+from shardway.plugins import GROUPS
 from shardway.sites.schema import ContainerRules
 
 NO_SQUASHFS = """\
@@ -152,7 +153,7 @@ def test_containers_of_jobs_that_were_killed_are_removed(
     assert set(removed) == {f"shardway-101{server}-{here}", *([left] if answer.startswith("98") else [])}
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("runtime", GROUPS["containers"].own)
 def test_a_job_lends_its_container_a_cache_that_lasts(runtime: str, tmp_path: Path) -> None:
     cluster, job = prepare(tmp_path, runtime)
     assert cluster.run(job, "101").state == "finished"

@@ -21,7 +21,7 @@ from job_cases import OWN, Cluster, Ran, chained, make_job, wait_until
 from shardway.launch import job_script
 from shardway.launch.job import Again, Job
 from shardway.launch.job_script import render_job_script
-from shardway.launch.schedulers import local as local_jobs
+from shardway.launch.schedulers.local import ThisMachine
 from shardway.launch.script import read_block, read_blocks
 from shardway.rundir.attempts import Attempt, Ending, Result, Submission, parse_result, parse_started, parse_submission
 from shardway.rundir.directory import RunDir
@@ -219,7 +219,7 @@ def test_the_step_of_an_end_is_that_of_the_last_event(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "events").mkdir(parents=True)
     (run / "status.json").write_text('{\n "step": 3\n}\n')
-    script = f"run={run}\n{read_block('control', 'field').text}\n{read_block('control', 'step_now').text}\nstep_now"
+    script = f"run={run}\n{read_block('lib', 'field').text}\n{read_block('lib', 'step_now').text}\nstep_now"
 
     def told() -> str:
         return subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True).stdout.strip()
@@ -319,6 +319,7 @@ def test_a_successors_script_is_the_one_that_python_renders(scheduler: str, tmp_
     cluster.run(job)
     made = job.successor().folder.job_script.read_text()
     assert made == render_job_script(job.successor())
+    assert job.successor().folder.job_library.read_text() == job.folder.job_library.read_text()
     old = render_job_script(job).splitlines()
     changed = [(line, new) for line, new in zip(old, made.splitlines(), strict=True) if line != new]
     assert len(changed) == 4
@@ -476,7 +477,7 @@ def test_mpirun_that_stays_when_its_ranks_have_left_is_ended(
 def test_a_clock_outlives_the_signals_of_its_job_and_ends_with_it(tmp_path: Path) -> None:
     """Else what a signal has left hanging would hang for ever."""
     script = f"""
-    {read_block("control", "in_time").text}
+    {read_block("lib", "in_time").text}
     clocks=()
     trap : TERM INT HUP USR1 USR2
     ring() {{ echo rung > "$1"; }}
@@ -562,7 +563,7 @@ def test_an_exit_code_is_not_lost_to_a_signal_that_is_answered_meanwhile() -> No
     Some time after it: bash 5.2 itself loses the code of a process that ends in the microseconds of the signal.
     """
     script = f"""
-    {read_block("control", "wait_for").text}
+    {read_block("lib", "wait_for").text}
     trap 'while kill -0 "$process" 2>/dev/null; do sleep 0.01; done' TERM
     (sleep 0.2; kill -TERM $$; sleep 0.3; exit 7) & process=$!
     wait_for "$process"
@@ -627,7 +628,7 @@ def test_a_run_may_have_any_name(scheduler: str, name: str, tmp_path: Path) -> N
 
 
 def write_by_shell(folder: Path, state: str, reason: str, failure: str) -> Result | None:
-    blocks = [block.text for block in read_blocks("control").values()]
+    blocks = [block.text for block in read_blocks("lib").values()]
     script = "\n".join([*blocks, 'write_result 0001 "$1" "$2" 1 "$3" "$4"'])
     (folder / "attempts/0001").mkdir(parents=True, exist_ok=True)
     (folder / "attempts/0001/result.json").unlink(missing_ok=True)
@@ -664,7 +665,7 @@ def test_on_a_full_file_system_a_job_ends_as_its_program_did(
     """A result that is empty would count as one, and nobody could write another."""
     attempt = RunDir(tmp_path).attempt(1)
     attempt.make()
-    blocks = [block.text for block in read_blocks("control").values()]
+    blocks = [block.text for block in read_blocks("lib").values()]
     script = "\n".join([*blocks, FULL, "finish"])
     around = {"run": str(tmp_path), "here": str(attempt.path), "attempt": "0001", "status": str(status), "job": "7"}
     done = subprocess.run(
@@ -680,7 +681,7 @@ def test_on_a_full_file_system_a_job_ends_as_its_program_did(
 
 
 def read_field(file: Path, key: str) -> str:
-    script = f'{read_block("control", "field").text}\nfield "$1" "$2"'
+    script = f'{read_block("lib", "field").text}\nfield "$1" "$2"'
     done = subprocess.run(["bash", "-c", script, "x", str(file), key], capture_output=True, text=True, check=True)
     return done.stdout.removesuffix("\n")
 
@@ -712,10 +713,10 @@ class Local:
 
     def submit(self) -> str:
         """Start the first attempt's script as `submit` does; its job id."""
-        words = local_jobs.submit_command(str(self.chain.attempt(1).job_script), str(self.chain.attempt(1).job_log), "")
+        words = ThisMachine().submit(str(self.chain.attempt(1).job_script), str(self.chain.attempt(1).job_log), "")
         env = self.chain.cluster.variables("")
         done = subprocess.run(words, env=env, capture_output=True, text=True, check=True, timeout=60)
-        return local_jobs.parse_job_id(done.stdout)
+        return ThisMachine().read_job_id(done.stdout)
 
     def settle(self, number: int) -> Result:
         """How an attempt ended, waited for."""

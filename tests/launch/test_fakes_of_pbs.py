@@ -12,7 +12,7 @@ from job_cases import Cluster, make_job
 
 from shardway.launch.job import JobEnvironment, Program
 from shardway.launch.job_script import render_job_script
-from shardway.launch.schedulers.clients import CLIENTS
+from shardway.launch.schedulers.pbs import Pbs
 from shardway.launch.script import quote
 from transcripts import find, read_transcript
 
@@ -57,7 +57,7 @@ def test_a_submission_prints_the_id_alone(words: tuple[str, ...], cluster: Clust
     said = {entry.done.out for entry in read_transcript("pbs/qsub-program") if "qsub -N look" in entry.command}
     for text in (*said, ask(cluster, "qsub", *words).stdout):
         assert re.fullmatch(r"\d+\.[\w.-]+\n", text)
-        assert CLIENTS["pbs"].read_job_id(text) == text.strip()
+        assert Pbs().read_job_id(text) == text.strip()
 
 
 def test_a_job_of_the_fakes_has_no_variable_that_pbs_does_not_set(cluster: Cluster) -> None:
@@ -118,7 +118,7 @@ def test_no_word_of_a_submission_is_empty(tmp_path: Path, cluster: Cluster) -> N
     job.folder.make()
     job.folder.job_script.write_text(render_job_script(job))
     script = str(job.folder.job_script)
-    assert ask(cluster, *CLIENTS["pbs"].submit(script, "", "")).returncode == 0
+    assert ask(cluster, *Pbs().submit(script, "", "")).returncode == 0
     (words,) = cluster.list_calls("qsub")
     assert words[words.index("--") :] == ["--", "/bin/bash", "-l", script]
     assert quote(script) != script  # a blank is in it

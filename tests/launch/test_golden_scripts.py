@@ -15,9 +15,11 @@ from golden_files import Golden, golden_names
 from shardway.hardware.probe import LocalMachine
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.job import ContainerMount, ContainerUse, Job, JobEnvironment, Meeting
-from shardway.launch.job_script import render_job_script
+from shardway.launch.job_script import render_job_script, render_library
+from shardway.launch.script import read_blocks
 from shardway.launch.submission import prepare
 from shardway.launch.submission.prepare import SubmitRequest
+from shardway.plugins import GROUPS, make_own
 from shardway.resolve.request import parse_words
 from shardway.sites import load as site_loading
 from shardway.sites.load import list_sites
@@ -25,17 +27,14 @@ from shardway.sites.schema import ContainerRules, StartRules
 from shell_lint import complaints
 
 FOLDER = "job_scripts"
-FUNCTIONS = "# --- how an attempt begins and ends\n"
+MOST_LINES = 100
 COMBINATIONS = {f"{s}-{launcher}-{runtime}": (s, launcher, runtime) for s, launcher, runtime in list_combinations()}
 
 
-def head(script: str) -> str:
-    """A script up to its functions, without Shardway's version."""
-    return re.sub(r"Written by Shardway \S+", "Written by Shardway VERSION", script.partition(FUNCTIONS)[0])
-
-
-def functions(script: str) -> str:
-    return script.partition(FUNCTIONS)[2]
+def plain(script: str) -> str:
+    """A script without Shardway's version; a person reads it as a page."""
+    assert len(script.splitlines()) < MOST_LINES
+    return re.sub(r"Written by Shardway \S+", "Written by Shardway VERSION", script)
 
 
 def special_jobs() -> dict[str, Job]:
@@ -83,18 +82,21 @@ SPECIAL = special_jobs()
 
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_script_of_a_combination(name: str, golden: Golden) -> None:
-    golden(head(render_job_script(make_job(*COMBINATIONS[name]))), f"{FOLDER}/{name}.sh")
+    golden(plain(render_job_script(make_job(*COMBINATIONS[name]))), f"{FOLDER}/{name}.sh")
 
 
 @pytest.mark.parametrize("name", SPECIAL)
 def test_script_of_a_special_job(name: str, golden: Golden) -> None:
-    golden(head(render_job_script(SPECIAL[name])), f"{FOLDER}/{name}.sh")
+    golden(plain(render_job_script(SPECIAL[name])), f"{FOLDER}/{name}.sh")
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs", "local"])
 def test_functions_of_a_scheduler(scheduler: str, golden: Golden) -> None:
-    """All that a script of it may hold."""
-    golden(functions(render_job_script(chained(make_job(scheduler)))), f"{FOLDER}/functions-{scheduler}.sh")
+    """One file is for all jobs: those that all have, and at its end those of the scheduler."""
+    common, heading, own = render_library(scheduler).partition(f"\n# --- {scheduler}\n\n")
+    assert heading
+    golden(common, f"{FOLDER}/lib.sh")
+    assert own == (files("shardway.launch") / "shell" / f"{scheduler}.sh").read_text(encoding="utf-8")
 
 
 # --- the shipped sites
@@ -123,7 +125,7 @@ MACHINE = LocalMachine("laptop", None, 8, 8, 16 * 2**30, (), "3.11", "Linux")
 
 @pytest.mark.parametrize("site", list_sites())
 def test_script_of_a_shipped_site(site: str, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
-    golden(head(prepare_for_site(site, monkeypatch)), f"{FOLDER}/site-{site}.sh")
+    golden(plain(prepare_for_site(site, monkeypatch)), f"{FOLDER}/site-{site}.sh")
 
 
 @pytest.mark.parametrize(("ranks", "listed"), [(4, True), (2, False), (1, False)])
@@ -139,8 +141,7 @@ def test_the_order_of_accelerators_is_for_whole_nodes(
 
 def test_every_kept_script_is_of_a_case() -> None:
     names = {*COMBINATIONS, *SPECIAL, *(f"site-{site}" for site in list_sites())}
-    names |= {f"functions-{scheduler}" for scheduler in ("slurm", "pbs", "local")}
-    assert golden_names(FOLDER) == {f"{name}.sh" for name in names}
+    assert golden_names(FOLDER) == {f"{name}.sh" for name in {*names, "lib"}}
 
 
 # --- what bash and shellcheck say of them
@@ -154,37 +155,45 @@ def all_scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def write_scripts(folder: Path, scripts: dict[str, str]) -> list[str]:
+    folder.mkdir(exist_ok=True)
     for name, script in scripts.items():
         (folder / f"{name}.sh").write_text(script, encoding="utf-8")
     return sorted(str(path) for path in folder.glob("*.sh"))
 
 
+def all_libraries() -> dict[str, str]:
+    return {f"lib-{scheduler}": render_library(scheduler) for scheduler in GROUPS["schedulers"].own}
+
+
 def test_bash_reads_every_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = write_scripts(tmp_path, all_scripts(monkeypatch))
+    paths = write_scripts(tmp_path, {**all_scripts(monkeypatch), **all_libraries()})
     check = 'for script in "$@"; do bash -n "$script" || echo "$script"; done'
     done = subprocess.run(["bash", "-c", check, "check", *paths], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_shellcheck_has_nothing_to_say(tmp_path: Path) -> None:
-    """Of a script for each scheduler that holds all functions; shorter ones only set what they do not use."""
+    """Of the functions, and of a script for each scheduler; it does not follow a script into its functions."""
     jobs = {name: make_job(name) for name in ("slurm", "pbs", "local")}
     jobs["enroot"] = make_job("pbs", "mpirun", "enroot", program=OWN)
     jobs["working-folder"] = SPECIAL["special-working-folder"]
     paths = write_scripts(tmp_path, {name: render_job_script(chained(job)) for name, job in jobs.items()})
-    assert complaints(paths) == ""
+    assert complaints(paths, "SC1091", "SC2034", "SC2154") == ""  # its functions read and set what it does not
+    assert complaints(write_scripts(tmp_path / "libraries", all_libraries())) == ""
 
 
-def test_every_block_of_shell_is_in_a_script() -> None:
-    """A function that no script holds is dead."""
-    named = {
-        match[1]
-        for path in (files("shardway.launch") / "shell").iterdir()
-        for match in re.finditer(r"^#: (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-    }
-    texts = [render_job_script(chained(make_job(s, launcher))) for s, launcher, _ in COMBINATIONS.values()]
-    texts += [render_job_script(SPECIAL[name]) for name in ("special-working-folder", "special-by-pbs")]
-    assert named == {name for name in named if any(f"\n{name}() " in text for text in texts)}
+def test_every_function_is_called_and_says_what_it_does() -> None:
+    """A function that no script and no other function calls is dead."""
+    scripts = [render_job_script(chained(make_job(s, launcher))) for s, launcher, _ in COMBINATIONS.values()]
+    scripts += [render_job_script(job) for job in SPECIAL.values()]
+    blocks = [read_blocks(name) for name in ("lib", *(scheduler.shell for scheduler in make_own("schedulers")))]
+    purposes = {name: block.purpose for each in blocks for name, block in each.items()}
+    texts = [block.text.partition("() ")[2] for each in blocks for block in each.values()]
+    words = {word for text in (*scripts, *texts) for word in re.findall(r"\w+", re.sub(r"(?m)^ *#.*", "", text))}
+    assert set(purposes) <= words
+    assert [name for name, purpose in purposes.items() if ":" not in purpose and name not in ("cancel_job",)] == []
+    defined = {name for text in all_libraries().values() for name in re.findall(r"^(\w+)\(\)", text, re.MULTILINE)}
+    assert defined == set(purposes)
 
 
 @pytest.mark.parametrize("name", SPECIAL)

@@ -11,8 +11,8 @@ import pytest
 from job_cases import wait_until
 
 from shardway.launch.hosts.local import LocalHost
-from shardway.launch.schedulers import local
 from shardway.launch.schedulers.base import JobPhase, JobRecord, RequestedResources
+from shardway.launch.schedulers.local import ThisMachine
 from shardway.launch.script import read_blocks
 
 QUICK = "exit 3\n"
@@ -20,14 +20,14 @@ QUICK = "exit 3\n"
 
 def submit(script: Path, after: str = "") -> str:
     """Start a script as a job of this machine; its id."""
-    done = LocalHost().run(local.submit_command(str(script), str(script.with_suffix(".out")), after))
+    done = LocalHost().run(ThisMachine().submit(str(script), str(script.with_suffix(".out")), after))
     assert done.ok, done.err
-    return local.parse_job_id(done.out)
+    return ThisMachine().read_job_id(done.out)
 
 
 def look(*jobs: str) -> list[JobRecord]:
     """What this machine says of jobs."""
-    records = local.parse_records(jobs, LocalHost().run_many(local.query_commands(jobs)))
+    records = ThisMachine().parse_records(jobs, LocalHost().run_many(ThisMachine().query(jobs)))
     return [records[job] for job in jobs]
 
 
@@ -60,10 +60,10 @@ def test_a_job_that_ends_at_once_was_taken(folder: Path) -> None:
 
 def test_a_job_whose_output_cannot_be_written_is_refused(folder: Path) -> None:
     script = write(folder / "job.sh", QUICK)
-    done = LocalHost().run(local.submit_command(str(script), str(folder / "gone/job.out"), ""))
+    done = LocalHost().run(ThisMachine().submit(str(script), str(folder / "gone/job.out"), ""))
     assert not done.ok
-    assert local.parse_job_id(done.out) == ""
-    assert "gone/job.out" in local.explain_refusal(done, RequestedResources()).sentence
+    assert ThisMachine().read_job_id(done.out) == ""
+    assert "gone/job.out" in ThisMachine().explain_refusal(done, RequestedResources()).sentence
 
 
 KEEPS_ON = """export SHARDWAY_JOB=$$.$(sed 's/.*) //' /proc/$$/stat | cut -d' ' -f20)
@@ -88,21 +88,21 @@ def test_a_job_lives_as_long_as_what_it_started(folder: Path) -> None:
 
 
 def test_a_job_is_ended_with_all_that_it_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "GRACE_S", 1)
+    monkeypatch.setattr("shardway.launch.schedulers.local.GRACE_S", 1)
     job = submit(write(folder / "job.sh", KEEPS_ON.format(folder)))
     wait_until(lambda: has_number(folder / "rank.pid") and has_number(folder / "clock.pid"))
     os.kill(int(job.split(".")[0]), signal.SIGKILL)
-    (ended,) = LocalHost().run_many(local.cancel_commands([job]))
+    (ended,) = LocalHost().run_many(ThisMachine().cancel([job]))
     assert (ended.ok, ended.err) == (True, "")
     assert look(job)[0].phase is JobPhase.ENDED
     assert not Path(f"/proc/{(folder / 'rank.pid').read_text().strip()}/fd/1").exists()
-    assert all(done.ok for done in LocalHost().run_many(local.cancel_commands([job])))
+    assert all(done.ok for done in LocalHost().run_many(ThisMachine().cancel([job])))
 
 
 def test_a_number_that_is_another_process_by_now_is_left_alone(folder: Path) -> None:
     other = subprocess.Popen(["sleep", "300"], start_new_session=True)
     try:
-        assert LocalHost().run_many(local.cancel_commands([f"{other.pid}.1"]))[0].ok
+        assert LocalHost().run_many(ThisMachine().cancel([f"{other.pid}.1"]))[0].ok
         assert other.poll() is None
     finally:
         other.kill()
@@ -118,12 +118,12 @@ def test_a_job_that_follows_another_waits(folder: Path) -> None:
     wait_until(lambda: look(second)[0].phase is JobPhase.QUEUED)  # it says who it is a moment before it is its script
     record = look(second)[0]
     assert (record.phase, record.reason) == (JobPhase.QUEUED, "attempt 0001")
-    why = local.explain_pending(record, RequestedResources())
+    why = ThisMachine().explain_pending(record, RequestedResources())
     assert why is not None
     assert why.sentence == "It starts after attempt 0001."
-    assert local.parse_found(LocalHost().run_many(local.find_commands("base.0002.x"))) == (second,)
-    assert local.explain_pending(look(first)[0], RequestedResources()) is None
-    assert all(done.ok for done in LocalHost().run_many(local.cancel_commands([second, first])))
+    assert ThisMachine().parse_found(LocalHost().run_many(ThisMachine().find("base.0002.x"))) == (second,)
+    assert ThisMachine().explain_pending(look(first)[0], RequestedResources()) is None
+    assert all(done.ok for done in LocalHost().run_many(ThisMachine().cancel([second, first])))
     assert [record.phase for record in look(first, second)] == [JobPhase.ENDED, JobPhase.ENDED]
 
 
@@ -139,4 +139,4 @@ def test_a_job_that_a_job_submits_is_not_a_part_of_it(folder: Path) -> None:
     second = (folder / "inner").read_text().strip()
     wait_until(lambda: look(first)[0].phase is JobPhase.ENDED)
     assert look(second)[0].phase is JobPhase.RUNNING
-    assert LocalHost().run_many(local.cancel_commands([second]))[0].ok
+    assert LocalHost().run_many(ThisMachine().cancel([second]))[0].ok

@@ -50,7 +50,7 @@ def test_what_ranks_print_is_kept_where_pbs_cannot_name_the_log(cluster: Cluster
 
 
 def choose_port(job: str) -> int:
-    script = f"job={job}\n{read_block('addresses', 'free_port').text}\nfree_port"
+    script = f"job={job}\n{read_block('lib', 'free_port').text}\nfree_port"
     return int(subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from job_cases import make_job
 
-from shardway.launch.containers import PODMAN
-from shardway.launch.job_script import SCHEDULERS
+from shardway.launch.containers import Podman
+from shardway.launch.schedulers.slurm import Slurm
 
 
 @pytest.mark.parametrize(
@@ -22,8 +22,8 @@ def test_a_node_without_message_queues_shares_its_memory_alone(
     if has_queues:
         queues.mkdir()
     job = make_job("slurm", "srun", "podman")
-    lines = [line.text for line in PODMAN.setup(job, SCHEDULERS["slurm"])]
+    lines = [line.text for line in Podman().setup(job, Slurm())]
     script = "\n".join([*lines, "printf '%s\\n' \"${ipc[@]}\""]).replace("/dev/mqueue", str(queues))
     done = subprocess.run(["bash", "-uc", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == words
-    assert '"${ipc[@]}"' in PODMAN.wrap(job, SCHEDULERS["slurm"])
+    assert '"${ipc[@]}"' in Podman().wrap(job, Slurm())

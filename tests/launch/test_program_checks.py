@@ -12,7 +12,7 @@ import pytest
 
 from shardway.errors import UserError
 from shardway.launch.hosts.local import LocalHost
-from shardway.launch.snapshot import ExcludedPath, SnapshotPlan
+from shardway.launch.snapshot_files import ExcludedPath, SnapshotPlan
 from shardway.launch.submission.host_checks import Code, parse_conda_environments
 from shardway.launch.submission.prepare import SubmitRequest, prepare
 from shardway.resolve.request import ResolveRequest

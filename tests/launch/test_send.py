@@ -19,8 +19,7 @@ from shardway.launch.submission import host_checks
 from shardway.launch.submission.host_checks import Code
 from shardway.launch.submission.job_request import JobRequest
 from shardway.launch.submission.prepare import Prepared, SubmitRequest, prepare
-from shardway.launch.submission.send import SentSubmission, send
-from shardway.launch.submission.submit import Submitter
+from shardway.launch.submission.submit import SentSubmission, Submitter, submit_run
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.attempts import Attempt, Ending, Result, Submission
 from shardway.rundir.directory import RunDir
@@ -119,7 +118,7 @@ class Desk:
 
     def send(self) -> SentSubmission:
         """Submit it, without pauses."""
-        return send(self.order(), self.host, Submitter(self.host, pause=lambda seconds: None))
+        return submit_run(self.order(), self.host, Submitter(self.host, pause=lambda seconds: None))
 
     def lose(self, *silent: str) -> None:
         """Submit it to a scheduler that takes it and does not answer any more, or that is down."""
@@ -178,8 +177,8 @@ def test_a_snapshot_arrives_with_its_record_and_its_diff(desk: Desk) -> None:
 
 def test_all_that_a_snapshot_here_has_is_there_too(desk: Desk) -> None:
     there = desk.send().prepared.job.folder.path
-    here = send(
-        replace(desk.order(), request=ResolveRequest(None, ("site.venv=none",), desk.path / "here")), LocalHost()
+    here = submit_run(
+        replace(desk.order(), run_request=ResolveRequest(None, ("site.venv=none",), desk.path / "here")), LocalHost()
     )
     assert list_names(there) == list_names(here.prepared.job.folder.path)
 
@@ -261,11 +260,11 @@ def test_a_refused_run_is_forgotten_and_its_folders_go(desk: Desk) -> None:
     (desk.path / "scratch").mkdir()
     desk.cluster.write("answers", "account\n")
     order = desk.order()
-    order = replace(order, request=replace(order.request, directory=desk.path / "scratch/me/deep/run"))
+    order = replace(order, run_request=replace(order.run_request, directory=desk.path / "scratch/me/deep/run"))
     seen = list[list[Known]]()
     desk.host.before_sbatch = lambda: seen.append(read_known())
     with pytest.raises(UserError, match="may not charge"):
-        send(order, desk.host, Submitter(desk.host, pause=lambda seconds: None))
+        submit_run(order, desk.host, Submitter(desk.host, pause=lambda seconds: None))
     assert (list((desk.path / "scratch").iterdir()), read_known()) == ([], [])
     assert [known.run for known in seen[0]] == [str(desk.path / "scratch/me/deep/run")]  # while it was asked
 
@@ -301,7 +300,7 @@ def test_another_command_in_the_folder_of_a_run_is_told(desk: Desk) -> None:
 
 def test_a_run_refused_before_its_folder_is_not_remembered(desk: Desk) -> None:
     with pytest.raises(UserError, match="there is no /gone"):
-        send(desk.order("site.venv=/gone"), desk.host)
+        submit_run(desk.order("site.venv=/gone"), desk.host)
     assert read_known() == []
 
 
@@ -312,14 +311,14 @@ def prepare_training(desk: Desk, *overrides: str) -> Prepared:
     return prepare(desk.order("run.device=cpu", *overrides, command=()), LocalHost())
 
 
-def list_problems(wish: JobRequest, host: There) -> list[tuple[str, str]]:
-    found = host_checks.list_host_problems(wish, host, Code(Path.cwd(), is_there=False))
+def list_problems(request: JobRequest, host: There) -> list[tuple[str, str]]:
+    found = host_checks.list_host_problems(request, host, Code(Path.cwd(), is_there=False))
     return [(problem.where, problem.what) for problem in found]
 
 
 def test_all_places_are_looked_at_in_one_exchange(desk: Desk) -> None:
-    wish = prepare_training(desk, "site.venv=/gone/venv", "data.path=/gone/data").wish
-    assert list_problems(wish, desk.host) == [
+    request = prepare_training(desk, "site.venv=/gone/venv", "data.path=/gone/data").request
+    assert list_problems(request, desk.host) == [
         ("site.venv", "there is no /gone/venv/bin/activate on alice@login"),
         ("data.path", "there is no /gone/data on alice@login"),
     ]
@@ -329,8 +328,8 @@ def test_all_places_are_looked_at_in_one_exchange(desk: Desk) -> None:
 
 def test_paths_with_variables_cost_one_exchange_more(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCRATCH", str(desk.path))
-    wish = prepare_training(desk, "site.venv=~/venv", "data.path=/$SCRATCH/project/train.py").wish
-    assert list_problems(wish, desk.host) == [("site.venv", "there is no ~/venv/bin/activate on alice@login")]
+    request = prepare_training(desk, "site.venv=~/venv", "data.path=/$SCRATCH/project/train.py").request
+    assert list_problems(request, desk.host) == [("site.venv", "there is no ~/venv/bin/activate on alice@login")]
     assert len(desk.host.exchanges) == 2
 
 
@@ -353,14 +352,14 @@ class Told(There):
 
 
 def test_the_nearest_folder_that_is_there_says_where_a_run_lies(desk: Desk) -> None:
-    wish = replace(prepare(desk.order(), LocalHost()).wish, run=Path("/a/b/run"))
+    request = replace(prepare(desk.order(), LocalHost()).request, run=Path("/a/b/run"))
     told = "/a/b/run is on a node's own disk (in memory), which other nodes do not see"
     for kinds in ({"/a": "lustre", "/a/b": "tmpfs"}, {"/a": "tmpfs"}, {"/a/b/run": "ramfs"}):
-        assert list_problems(wish, Told(kinds)) == [("run.root", told)]
+        assert list_problems(request, Told(kinds)) == [("run.root", told)]
     for kinds in ({"/a": "tmpfs", "/a/b": "lustre"}, {"/": "tmpfs"}, {}):
-        assert list_problems(wish, Told(kinds)) == []
+        assert list_problems(request, Told(kinds)) == []
 
 
 def test_a_place_that_does_not_answer_is_not_held_against_anybody(desk: Desk) -> None:
-    wish = prepare_training(desk, "site.venv=/v", "data.path=/d").wish
-    assert list_problems(wish, Told({}, silent=True)) == []
+    request = prepare_training(desk, "site.venv=/v", "data.path=/d").request
+    assert list_problems(request, Told({}, silent=True)) == []

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.errors import UserError
-from shardway.launch.snapshot import SnapshotLimits, SnapshotPlan, plan_snapshot, take, take_snapshot
-from shardway.launch.snapshot_files import is_secret, is_source, parse_stage, parse_status
+from shardway.launch.snapshot import plan_snapshot, take_snapshot
+from shardway.launch.snapshot_files import SnapshotLimits, SnapshotPlan, is_secret, is_source, parse_stage, parse_status
 
 IDENTITY = {
     **{
@@ -453,7 +453,7 @@ def test_a_full_disk_leaves_no_half_snapshot(project: Path, tmp_path: Path, monk
     def fail(source: int, target: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(take, "_pump", fail)
+    monkeypatch.setattr("shardway.launch.snapshot._pump", fail)
     with pytest.raises(UserError, match="No space left on device"):
         take_snapshot(plan_snapshot(project), tmp_path / "1" / "code")
     assert not (tmp_path / "1" / "code").exists()

@@ -22,14 +22,12 @@ from shardway.launch.runs.job_status import LedgerEntry, read_ledger
 from shardway.launch.submission import submit
 from shardway.launch.submission.submit import (
     UNDER_WAY_S,
-    Life,
-    ProcessIdentity,
     Submitter,
-    claim_of_this_process,
-    look_at,
     parse_claim,
+    render_claim,
 )
 from shardway.rundir.attempts import Submission
+from shardway.rundir.lease import Identity, is_alive, own_identity
 
 WORDS = st.text(st.characters(whitelist_categories=("L", "N")), min_size=1, max_size=8)
 
@@ -37,8 +35,8 @@ WORDS = st.text(st.characters(whitelist_categories=("L", "N")), min_size=1, max_
 @settings(max_examples=10)
 @given(host=WORDS, process=st.integers(1, 2**22), rest=st.lists(st.just("") | WORDS, min_size=3, max_size=3))
 def test_a_claim_survives(host: str, process: int, rest: list[str]) -> None:
-    claim = ProcessIdentity(host, process, *rest)
-    assert parse_claim(claim.render()) == claim
+    claim = Identity(host, rest[0], rest[1], process, rest[2])
+    assert parse_claim(render_claim(claim)) == claim
 
 
 @pytest.mark.parametrize("text", ["", "laptop", "laptop x 1 2 3", "laptop 1 2 3 4 5"])
@@ -54,28 +52,28 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
         started.kill()
 
 
-def claim_of(process: int) -> ProcessIdentity:
+def claim_of(process: int) -> Identity:
     """The claim that a process of this machine would make."""
     start = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[19]
-    return replace(claim_of_this_process(), process=process, start=start)
+    return replace(own_identity(), pid=process, started=start)
 
 
 def test_a_process_of_this_machine_is_seen_to_live_and_to_die(process: subprocess.Popen[bytes]) -> None:
     claim = claim_of(process.pid)
-    assert look_at(claim) is Life.ALIVE
-    assert look_at(replace(claim, start="1")) is Life.DEAD, "another process has its number"
+    assert is_alive(claim) is True
+    assert is_alive(replace(claim, started="1")) is False, "another process has its number"
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert look_at(claim) is Life.DEAD, "a zombie"
+    assert is_alive(claim) is False, "a zombie"
     process.wait()
-    assert look_at(claim) is Life.DEAD
+    assert is_alive(claim) is False
 
 
 @pytest.mark.parametrize(
-    "elsewhere", [{"host": "laptop"}, {"boot": "0-0"}, {"namespace": "pid:[1]"}, {"boot": ""}, {"start": ""}]
+    "elsewhere", [{"host": "laptop"}, {"boot": "0-0"}, {"namespace": "pid:[1]"}, {"boot": ""}, {"started": ""}]
 )
 def test_nothing_is_known_of_a_process_elsewhere(elsewhere: dict[str, str]) -> None:
-    assert look_at(replace(claim_of_this_process(), **elsewhere)) is Life.UNKNOWN
+    assert is_alive(replace(own_identity(), **elsewhere)) is None
 
 
 def test_a_process_that_the_system_hides_is_not_taken_for_dead(tmp_path: Path) -> None:
@@ -85,8 +83,8 @@ def test_a_process_that_the_system_hides_is_not_taken_for_dead(tmp_path: Path) -
     (proc / "sys/kernel/random/boot_id").write_text("b\n")
     (proc / "self/ns").mkdir(parents=True)
     (proc / "self/ns/pid").symlink_to("pid:[1]")
-    claim = replace(claim_of_this_process(proc), process=os.getppid(), start="5")
-    assert look_at(claim, proc) is Life.UNKNOWN
+    claim = replace(own_identity(proc), pid=os.getppid(), started="5")
+    assert is_alive(claim, proc) is None
 
 
 # --- what the same command does later
@@ -100,11 +98,11 @@ class Scene:
         self.pauses: list[float] = []
         self.submitter = Submitter(LocalHost(), pause=self.pauses.append)
 
-    def prepare(self, claim: ProcessIdentity | None, ago_s: float) -> LedgerEntry:
+    def prepare(self, claim: Identity | None, ago_s: float) -> LedgerEntry:
         """As a submitter leaves it that was killed before it had an answer."""
         self.job.folder.make()
         submitted = time.time() - ago_s
-        text = claim.render() if claim else ""
+        text = render_claim(claim) if claim else ""
         self.job.folder.write_submission(Submission("slurm", self.job.token, submitted=submitted, claim=text))
         last = read_ledger(LocalHost(), self.job.run).last
         assert last is not None
@@ -129,7 +127,7 @@ def test_one_that_died_here_is_cleared_away_at_once(
 ) -> None:
     """What it had handed over at the last moment is given the time to appear in the queue."""
     monkeypatch.setattr(submit, "IN_FLIGHT_S", IN_FLIGHT_S)
-    last = scene.prepare(replace(claim_of_this_process(), start="1"), ago_s)
+    last = scene.prepare(replace(own_identity(), started="1"), ago_s)
     assert scene.submitter.recover(scene.job, last) is None
     assert not scene.job.folder.path.exists()
     assert len(scene.pauses) == pauses
@@ -147,7 +145,7 @@ def test_one_that_lives_here_is_left_alone_however_long_it_takes(
 
 def test_one_that_has_ended_well_since_it_was_looked_at_is_let_be(scene: Scene) -> None:
     """Its submitter is gone, and so may the job be that it submitted."""
-    last = scene.prepare(replace(claim_of_this_process(), start="1"), 1.0)
+    last = scene.prepare(replace(own_identity(), started="1"), 1.0)
     assert last.submission is not None
     scene.job.folder.write_submission(replace(last.submission, job="17"))
     with pytest.raises(UserError, match=r"was submitted just now by another command, as job 17\."):
@@ -157,9 +155,9 @@ def test_one_that_has_ended_well_since_it_was_looked_at_is_let_be(scene: Scene) 
 
 @pytest.mark.parametrize(
     ("claim", "words"),
-    [(ProcessIdentity("laptop", 4711), "process 4711 on laptop; whether"), (None, "another command")],
+    [(Identity("laptop", pid=4711), "process 4711 on laptop; whether"), (None, "another command")],
 )
-def test_of_one_elsewhere_the_age_decides(scene: Scene, claim: ProcessIdentity | None, words: str) -> None:
+def test_of_one_elsewhere_the_age_decides(scene: Scene, claim: Identity | None, words: str) -> None:
     """How long that still lasts is told."""
     began = time.time()
     last = scene.prepare(claim, 50)

@@ -236,7 +236,7 @@ def read_by_bash(text: bytes, folder: Path) -> tuple[dict[str, str], Secrets]:
     """What the job's own function exports, and what a submission is told of the file."""
     path = folder / "secrets.env"
     path.write_bytes(text)
-    script = f'{read_block("secret_lines", "read_secrets").text}\nnodes=(a b)\nread_secrets "$0"\nexec env -0'
+    script = f'{read_block("lib", "read_secrets").text}\nnodes=(a b)\nread_secrets "$0"\nexec env -0'
     words = ["env", "-i", "PATH=/usr/bin:/bin", "bash", "-c", script, str(path)]
     done = subprocess.run(words, capture_output=True, check=True, cwd=folder)
     entries = done.stdout.decode(errors="surrogateescape").split("\0")[:-1]

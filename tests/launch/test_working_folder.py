@@ -17,8 +17,8 @@ from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 
 FUNCTIONS = "\n".join(
-    [read_block("control", name).text for name in ("say", "whole")]
-    + [block.text for block in read_blocks("work").values()]
+    [read_block("lib", name).text for name in ("say", "whole")]
+    + [block.text for block in read_blocks("lib").values()]
     + ["fail() { echo failed: $1; exit 1; }"]
 )
 

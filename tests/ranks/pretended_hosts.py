@@ -25,7 +25,7 @@ import pytest
 import warm
 
 RANK = Path(__file__).with_name("pretended_rank.py")
-ADDRESSES = Path(__file__).parents[2] / "src/shardway/launch/shell/addresses.sh"
+ADDRESSES = Path(__file__).parents[2] / "src/shardway/launch/shell/lib.sh"
 PATIENCE_S = 60.0
 """Guards against a hang alone."""
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -93,7 +93,7 @@ class Hosts:
     def meet(self, suffix: str, resolve: bool) -> dict[str, str]:
         """What the job script exports on the first node, by its own function."""
         script = (
-            '. "$1"; say() { echo "$*" >&2; }; suffix=$2 resolve=$3 job=17; shift 3; nodes=("$@"); meet; '
+            '. "$1"; say() { echo "$*" >&2; }; job=17; nodes=("${@:4}"); meet "$2" "$3"; '
             'printf "%s\\n" "$MASTER_ADDR" "$MASTER_PORT" "$SHARDWAY_NODES"'
         )
         words = ("bash", "-euc", script, "meet", str(ADDRESSES), suffix, "yes" if resolve else "no", *self.look.nodes)

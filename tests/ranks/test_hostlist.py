@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.variables import parse_hostlist, parse_tasks_per_node
+from shardway.launch.schedulers.slurm import parse_hostlist, parse_tasks_per_node
 
 STEMS = st.from_regex(r"[a-z][a-z.-]{0,4}", fullmatch=True)
 

@@ -24,7 +24,7 @@ from commands import PATIENCE_S, Command, Start, training_commands
 from runs import TINY, place, read_column, read_named
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.launchers import MODULE
-from shardway.launch.schedulers import local
+from shardway.launch.schedulers.local import ThisMachine
 from shardway.ranks import ft_launcher_client
 from shardway.ranks.heartbeat import Activity
 from shardway.rundir.attempts import Ending, Result
@@ -158,7 +158,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
         return RunDir(tmp_path / "run")
 
     yield go
-    LocalHost().run_many(local.cancel_commands(jobs))
+    LocalHost().run_many(ThisMachine().cancel(jobs))
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -60,8 +60,8 @@ def import_image(
     from shardway.launch.image.make import ImageOptions
     from shardway.launch.image.request import Recipe
 
-    said = ImageOptions(runtime, arch, proxy, to, scratch)
-    _make(uri, Recipe(), said, on, _Manner(read_time("--timeout", timeout), dry_run, as_json))
+    options = ImageOptions(runtime, arch, proxy, to, scratch)
+    _make(uri, Recipe(), options, on, _Manner(read_time("--timeout", timeout), dry_run, as_json))
 
 
 @app.command("build")
@@ -92,8 +92,8 @@ def build_image(
             "nothing is added to the image.\n"
             "  To do: name packages by --apt, --pip or --requirements, or fetch it as it is: `shardway image import`."
         )
-    said = ImageOptions(runtime, arch, proxy, to, scratch)
-    _make(base, recipe, said, on, _Manner(read_time("--timeout", timeout), dry_run, as_json))
+    options = ImageOptions(runtime, arch, proxy, to, scratch)
+    _make(base, recipe, options, on, _Manner(read_time("--timeout", timeout), dry_run, as_json))
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class _Manner:
     as_json: bool
 
 
-def _make(uri: str, recipe: Recipe, said: ImageOptions, on: str, manner: _Manner) -> None:
+def _make(uri: str, recipe: Recipe, options: ImageOptions, on: str, manner: _Manner) -> None:
     from shardway.launch.image.make import make_image, survey_host
     from shardway.launch.image.plan import plan_image
 
-    order, host = _read_order(uri, recipe, said, on)
-    making = plan_image(order, survey_host(order, host))
+    request, host = _read_request(uri, recipe, options, on)
+    making = plan_image(request, survey_host(request, host))
     if manner.dry_run:
         typer.echo(making.script, nl=False)
     for warning in [
@@ -120,27 +120,27 @@ def _make(uri: str, recipe: Recipe, said: ImageOptions, on: str, manner: _Manner
         report(warning)
     if not manner.dry_run:
         try:
-            made = make_image(host, order, making, manner.limit_s, print_line)
+            made = make_image(host, request, making, manner.limit_s, print_line)
         except KeyboardInterrupt:
             report("nothing half-made is left")
             raise
-        _print_made(made, order, host, manner.as_json)
+        _print_made(made, request, host, manner.as_json)
 
 
-def _read_order(uri: str, recipe: Recipe, said: ImageOptions, on: str) -> tuple[ImageRequest, Host]:
+def _read_request(uri: str, recipe: Recipe, options: ImageOptions, on: str) -> tuple[ImageRequest, Host]:
     from shardway.launch.hosts import find_host, parse_target
-    from shardway.launch.image.make import find_runtime, make_order
-    from shardway.launch.image.plan import check_order
+    from shardway.launch.image.make import find_runtime, make_request
+    from shardway.launch.image.plan import check_request
     from shardway.launch.image.request import parse_uri
     from shardway.sites.load import load_site
 
     source, target = parse_uri(uri), parse_target(on) if on else None
     profile = load_site(target.site) if target and target.site else None
     host = find_host(target.host if target else "")
-    order = replace(make_order(source, recipe, said, target, profile), token=os.urandom(4).hex())
-    order = order if order.runtime else find_runtime(order, host)
-    check_order(order)
-    return order, host
+    request = replace(make_request(source, recipe, options, target, profile), token=os.urandom(4).hex())
+    request = request if request.runtime else find_runtime(request, host)
+    check_request(request)
+    return request, host
 
 
 def _read_requirements(path: Path | None) -> str:
@@ -153,9 +153,9 @@ def _read_requirements(path: Path | None) -> str:
         ) from None
 
 
-def _print_made(made: Made, order: ImageRequest, host: Host, as_json: bool) -> None:
+def _print_made(made: Made, request: ImageRequest, host: Host, as_json: bool) -> None:
     if as_json:
-        facts = {"image": str(made.path), "bytes": made.bytes, "runtime": order.runtime, "host": host.name}
+        facts = {"image": str(made.path), "bytes": made.bytes, "runtime": request.runtime, "host": host.name}
         typer.echo(json.dumps(facts, indent=1))
         return
     where = f" on {host.name}" if host.name else ""

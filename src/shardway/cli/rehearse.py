@@ -86,8 +86,7 @@ def _read_piece(
 def _plan_copies(words: Sequence[str]) -> Callable[[Path], Path]:
     """The working folders of a command: copies of the current folder. Raises UserError if none can be made, and for
     words that would mean something else there."""
-    from shardway.launch.snapshot import plan_snapshot
-    from shardway.launch.snapshot.take import work_in_copies
+    from shardway.launch.snapshot import plan_snapshot, work_in_copies
     from shardway.launch.submission.host_checks import Code, list_lost_paths
 
     plan = plan_snapshot(Path.cwd())

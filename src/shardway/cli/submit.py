@@ -2,8 +2,9 @@
 
 Invariants:
 - It returns as soon as the scheduler has taken the job.
-- What --dry-run prints is the script that would be submitted, byte for byte except for the token in its name.
-- Resuming is a submission like any other, of the order that the last attempt recorded.
+- What --dry-run prints is the script that would be submitted, byte for byte except for the token in its name; with
+  --lib, the functions that would lie beside it.
+- Resuming is a submission like any other, of the request that the last attempt recorded.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from shardway.errors import UserError
 if TYPE_CHECKING:
     from shardway.launch.hosts.base import Host
     from shardway.launch.submission.prepare import Prepared, SubmitRequest
-    from shardway.launch.submission.send import SentSubmission
+    from shardway.launch.submission.submit import SentSubmission
 
 MostOption = Annotated[int, typer.Option("--max-attempts", min=0, help="Most jobs of --until-done (0: no limit).")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the job script, and do nothing.")]
+LibraryOption = Annotated[bool, typer.Option("--lib", help="With --dry-run: print lib.sh, the script's functions.")]
 OnOption = Annotated[str, typer.Option("--on", metavar="[USER@HOST:]SITE", help="The site (default: site.name).")]
 
 
@@ -39,6 +41,7 @@ def submit(
     max_attempts: MostOption = 0,
     directory: DirOption = None,
     dry_run: DryRunOption = False,
+    library: LibraryOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Submit a run file, or with `-- COMMAND...` any script that torchrun can run."""
@@ -46,9 +49,11 @@ def submit(
 
     target = parse_target(on) if on else None
     words = [*(words or []), *_set(words or [], nodes, walltime)]
-    order = read_order(ctx, words, target.site if target else "", directory)
-    order = _with_chain(order, until_done, max_attempts)
-    carry_out(order, find_host(target.host if target else ""), dry_run=dry_run, as_json=as_json)
+    request = _read_submission(ctx, words, target.site if target else "", directory)
+    if max_attempts and not until_done:
+        raise UserError("--max-attempts says how long a chain may grow; it goes with --until-done.")
+    request = replace(request, until_done=until_done, max_attempts=max_attempts)
+    carry_out(request, find_host(target.host if target else ""), dry_run=dry_run, library=library, as_json=as_json)
 
 
 def resume(
@@ -57,47 +62,52 @@ def resume(
     until_done: Annotated[bool | None, typer.Option("--until-done/--once", help="As a chain, or once.")] = None,
     max_attempts: MostOption = 0,
     dry_run: DryRunOption = False,
+    library: LibraryOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Go on with a run that was stopped, failed, or whose chain has ended."""
     from shardway.launch.hosts import find_host
     from shardway.launch.runs.find import find_known
-    from shardway.launch.submission.send import read_last_order
+    from shardway.launch.submission.prepare import read_last_request
 
     known = find_known(run)
     host = find_host(known.host)
-    with read_last_order(host, known) as order:
-        request = replace(order.request, overrides=(*order.request.overrides, *(keys or [])))
-        chain = order.until_done if until_done is None else until_done
-        order = replace(order, request=request, until_done=chain, max_attempts=max_attempts or order.max_attempts)
-        carry_out(order, host, dry_run=dry_run, as_json=as_json)
+    with read_last_request(host, Path(known.run)) as last:
+        run_request = replace(last.run_request, overrides=(*last.run_request.overrides, *(keys or [])))
+        chain = last.until_done if until_done is None else until_done
+        request = replace(
+            last, run_request=run_request, until_done=chain, max_attempts=max_attempts or last.max_attempts
+        )
+        carry_out(request, host, dry_run=dry_run, library=library, as_json=as_json)
 
 
-def carry_out(order: SubmitRequest, host: Host, *, dry_run: bool, as_json: bool) -> None:
-    """Submit an order and report the result, or print its job script."""
+def carry_out(request: SubmitRequest, host: Host, *, dry_run: bool, library: bool, as_json: bool) -> None:
+    """Submit a request and report the result, or print its job script, or the functions of that."""
+    if library and not dry_run:
+        raise UserError("--lib prints the functions of a job script; it goes with --dry-run.")
     if not dry_run:
-        from shardway.launch.submission.send import send
-        from shardway.launch.submission.submit import Submitter
+        from shardway.launch.submission.submit import Submitter, submit_run
 
-        _print_sent(send(order, host, Submitter(host, tell=report)), as_json)
+        _print_sent(submit_run(request, host, Submitter(host, tell=report)), as_json)
         return
+    from shardway.launch.job_script import render_library
     from shardway.launch.submission.prepare import prepare
 
-    prepared = prepare(order, host)
+    prepared = prepare(request, host)
     _warn(prepared)
-    typer.echo(prepared.script, nl=False)
+    typer.echo(render_library(prepared.job.scheduler) if library else prepared.script, nl=False)
 
 
-def read_order(ctx: typer.Context, words: list[str], site: str, directory: Path | None) -> SubmitRequest:
-    """The order in the words of the command line. Raises UserError for a program in place of a run file."""
+def _read_submission(ctx: typer.Context, words: list[str], site: str, directory: Path | None) -> SubmitRequest:
+    """The request in the words of the command line. Raises UserError for a program in place of a run file."""
     from shardway.launch.submission.prepare import SubmitRequest
 
     command = read_program_words(ctx)
     _check_no_program(words, command)
-    request = read_request(words, directory)
-    if command and request.run_file is not None and request.run_file.suffix != ".toml":
-        raise UserError(f"{request.run_file} stands before `--`, where a run file (.toml) and keys may stand.")
-    return SubmitRequest(request, site=site, command=command)
+    run_request = read_request(words, directory)
+    if command and run_request.run_file is not None and run_request.run_file.suffix != ".toml":
+        raise UserError(f"{run_request.run_file} stands before `--`, where a run file (.toml) and keys may stand.")
+    return SubmitRequest(run_request, site=site, command=command)
 
 
 def _check_no_program(words: list[str], command: tuple[str, ...]) -> None:
@@ -109,12 +119,6 @@ def _check_no_program(words: list[str], command: tuple[str, ...]) -> None:
             f"{script} is a program and no run file (.toml).\n"
             f"  To do: name it behind `--`: shardway submit ... -- {starts}{script}"
         )
-
-
-def _with_chain(order: SubmitRequest, until_done: bool, max_attempts: int) -> SubmitRequest:
-    if max_attempts and not until_done:
-        raise UserError("--max-attempts says how long a chain may grow; it goes with --until-done.")
-    return replace(order, until_done=until_done, max_attempts=max_attempts)
 
 
 def _set(words: list[str], nodes: int | None, walltime: str | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Container runtimes, and what each contributes to a job script: Apptainer, Charliecloud, Enroot, Podman, Pyxis.
+"""The class of a container runtime, and ours: Apptainer, Charliecloud, Enroot, Podman, Pyxis.
 
 Invariants:
 - The functions are pure; the scheduler's own commands run outside the container.
@@ -24,12 +24,14 @@ name or a pattern ending in *, --volume, --network, --device, --ipc); Pyxis, REA
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
+from shardway.launch.image.request import Reference, render_docker, render_enroot
 from shardway.launch.job import ContainerMount, ContainerUse, Job
-from shardway.launch.schedulers.base import SchedulerScript
-from shardway.launch.script import ScriptLine, quote, quote_expanding, quote_place, quote_shell, wrap_command
+from shardway.launch.schedulers.base import Scheduler
+from shardway.launch.script import ScriptLine, quote, quote_expanding, quote_place, wrap_command
+from shardway.plugins import make_plugin
 
 # --- what a container runtime contributes
 
@@ -37,24 +39,43 @@ HOST_NAMES = ContainerMount("/etc/hosts", "/etc/hosts", read_only=True)
 """For runtimes whose containers have a file of their own, in which the nodes of the job are not named."""
 
 
-def _nothing(job: Job, scheduler: SchedulerScript) -> tuple[ScriptLine, ...]:
-    return ()
+class Container(ABC):
+    """One container runtime. A class of another package that derives from this one and has an entry point in the group
+    `shardway.containers` can be named in `site.container` and in a profile. It is made without arguments."""
+
+    images: ClassVar[str] = "a file on the site"
+    """What may be an image, for messages."""
+    starts_files: ClassVar[str] = ""
+    """For a runtime whose images are files alone: what to do with an image of a registry, IMAGE."""
+    divider: ClassVar[str] = r"[:\x00-\x1f]"
+    """Regular expression of the characters that end a path in its words for a mount."""
+
+    @abstractmethod
+    def wrap(self, job: Job, scheduler: Scheduler) -> tuple[str, ...]:
+        """Words before a command that put it into a container, quoted already."""
+
+    def of_launcher(self, job: Job, scheduler: Scheduler) -> tuple[str, ...]:
+        """Options of the command that starts the ranks, for a runtime that is a part of a scheduler."""
+        return ()
+
+    def setup(self, job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
+        """Lines before the ranks."""
+        return ()
+
+    def teardown(self, job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
+        """Lines after the ranks."""
+        return ()
+
+    def name_image(self, image: Reference) -> str | None:
+        """An image of a registry as this runtime names it; None where it takes the words as they are."""
+        return None
 
 
-def _no_words(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
-    return ()
+class NoContainer(Container):
+    """Ranks on the host."""
 
-
-@dataclass(frozen=True)
-class Runtime:
-    """`wrap`: words before a command that put it into a container, quoted already. `of_launcher`: options of
-    srun (Pyxis is one). `setup`, `teardown`: lines before and after the ranks. `images`: what may be an image."""
-
-    wrap: Callable[[Job, SchedulerScript], tuple[str, ...]] = _no_words
-    of_launcher: Callable[[Job, SchedulerScript], tuple[str, ...]] = _no_words
-    setup: Callable[[Job, SchedulerScript], tuple[ScriptLine, ...]] = _nothing
-    teardown: Callable[[Job, SchedulerScript], tuple[ScriptLine, ...]] = _nothing
-    images: str = "a file on the site"
+    def wrap(self, job: Job, scheduler: Scheduler) -> tuple[str, ...]:
+        return ()
 
 
 def all_mounts(job: Job, *more: ContainerMount) -> tuple[ContainerMount, ...]:
@@ -78,64 +99,55 @@ def command_of(use: ContainerUse, usual: str) -> str:
 _APPTAINER_ACCELERATORS = {"nvidia": ("--nv",), "amd": ("--rocm",)}
 
 
-def _wrap_apptainer(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
-    use = job.container
-    return (
-        f"{quote(command_of(use, 'apptainer'))} exec",
-        *_APPTAINER_ACCELERATORS.get(use.vendor, ()),
-        *(f"--bind {quote_place(mount.render())}" for mount in all_mounts(job)),
-        f"--pwd {quote(str(job.around.workdir))}",
-        *map(quote, use.rules.options),
-        quote_place(use.image),
-    )
+class Apptainer(Container):
+    """exec of an image file or folder, or of a URI."""
 
+    images = "a .sif or .sqsh file or a folder, or a URI such as docker://IMAGE:TAG"
+    divider = r"[:,]"
 
-APPTAINER = Runtime(
-    wrap=_wrap_apptainer, images="a .sif or .sqsh file or a folder, or a URI such as docker://IMAGE:TAG"
-)
+    def wrap(self, job: Job, scheduler: Scheduler) -> tuple[str, ...]:
+        use = job.container
+        return (
+            f"{quote(command_of(use, 'apptainer'))} exec",
+            *_APPTAINER_ACCELERATORS.get(use.vendor, ()),
+            *(f"--bind {quote_place(mount.render())}" for mount in all_mounts(job)),
+            f"--pwd {quote(str(job.around.workdir))}",
+            *map(quote, use.rules.options),
+            quote_place(use.image),
+        )
+
+    def name_image(self, image: Reference) -> str:
+        """docker://REGISTRY/IMAGE:TAG."""
+        return f"{image.transport}://{render_docker(image)}"
 
 
 # --- Charliecloud: ch-run of an image folder or squashfs file
 
 
-def _wrap_charliecloud(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
-    use = job.container
-    return (
-        quote(command_of(use, "ch-run")),
-        *(f"--bind {quote_place(f'{mount.source}:{mount.target}')}" for mount in all_mounts(job)),
-        f"--cd {quote(str(job.around.workdir))}",
-        *map(quote, use.rules.options),
-        quote_place(use.image),
-        "--",
-    )
+class Charliecloud(Container):
+    """ch-run of an image folder or squashfs file."""
 
+    images = "a .sqfs or .sqsh file, or a folder"
+    starts_files = "name the file or folder"
 
-CHARLIECLOUD = Runtime(wrap=_wrap_charliecloud, images="a .sqfs or .sqsh file, or a folder")
+    def wrap(self, job: Job, scheduler: Scheduler) -> tuple[str, ...]:
+        use = job.container
+        return (
+            quote(command_of(use, "ch-run")),
+            *(f"--bind {quote_place(f'{mount.source}:{mount.target}')}" for mount in all_mounts(job)),
+            f"--cd {quote(str(job.around.workdir))}",
+            *map(quote, use.rules.options),
+            quote_place(use.image),
+            "--",
+        )
 
 
 # --- Enroot: created per node, started per rank, removed
 
-_PLACE = '[ -w "${XDG_RUNTIME_DIR:-/run}" ] || export XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/$0\n'
-"""$HOSTNAME may be another node's, whose environment srun handed on, and so may XDG_RUNTIME_DIR be, which PBS does not
-set: enroot makes a folder in it, or in /run, unless the site has another in its enroot.conf."""
-
-_NAMED = """\
-  words=(); until [ "$1" = -- ]; do words+=("$1"); shift; done
-  exec "${words[@]}" "$0-$(uname -n)" "${@:2}\""""
-"""Shell of the node on which it runs: enroot's words up to `--`, the container's name there, and what follows."""
-
-_CLEARED = """\
-  job=${0#shardway-} own=${0#shardway-} own=${own%%[!0-9]*}
-  for name in $([[ " $alive " != *" $own "* ]] || "$1" list); do
-    of=${name#shardway-} of=${of%%[!0-9]*}
-    [ "$name" = "shardway-$of${job#"$own"}-$(uname -n)" ] && [ "${of:-$own}" -lt "$own" ] || continue
-    [[ " $alive " = *" $of "* ]] || "$1" remove --force "$name"
-  done
-"""
-"""Before these words: removes containers on this node of earlier jobs that are over. One that was cancelled or killed
-starts no more steps and leaves its own, as large as the image (seen with enroot 4.1.2 under Slurm); a job of PBS starts
-no more tasks once it was signalled. `alive`: the numbers of the person's jobs, of which this is one where the scheduler
-answered. An id is a number, or under PBS a number and the server's name."""
+# Shell of a node, `$named` and `$cleared` of lib.sh: the container's name there, and those of earlier jobs, which are
+# removed. A job that was cancelled or killed starts no more steps and leaves its own, as large as the image (seen with
+# enroot 4.1.2 under Slurm); a job of PBS starts no more tasks once it was signalled. An id is a number, or under PBS a
+# number and the server's name.
 
 
 def _enroot(job: Job, *words: str) -> tuple[str, ...]:
@@ -146,17 +158,57 @@ def _enroot(job: Job, *words: str) -> tuple[str, ...]:
     return ('bash -c "$named"', '"shardway-$SHARDWAY_JOB"', command, *words)
 
 
-def _wrap_enroot(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
-    use, around = job.container, job.around
-    return _enroot(
-        job,
-        "start --root --rw",
-        *(f"--mount {quote_place(_render(mount))}" for mount in all_mounts(job, HOST_NAMES)),
-        *(f"--env {name}" for name in (*around.secret_names, *_launcher_variables(job))),
-        *map(quote, use.rules.options),
-        "--",
-        *_in_folder(job),
-    )
+class Enroot(Container):
+    """Created per node, started per rank, removed."""
+
+    images = "a .sqsh file"
+    starts_files = "`shardway image import IMAGE` makes the file"
+    divider = r"[:\s]"
+
+    def wrap(self, job: Job, scheduler: Scheduler) -> tuple[str, ...]:
+        use, around = job.container, job.around
+        variables = make_plugin("launchers", job.launcher).rank_variables(scheduler)
+        return _enroot(
+            job,
+            "start --root --rw",
+            *(f"--mount {quote_place(_render(mount))}" for mount in all_mounts(job, HOST_NAMES)),
+            *(f"--env {name}" for name in (*around.secret_names, *variables)),  # it knows no patterns
+            *map(quote, use.rules.options),
+            "--",
+            *_in_folder(job),
+        )
+
+    def setup(self, job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
+        rules = job.container.rules
+        lines = []
+        if rules.data_path:
+            path = quote_expanding(rules.data_path)
+            lines.append(
+                ScriptLine(f"export ENROOT_DATA_PATH={path}", "where this job's containers are, on the node's own disk")
+            )
+        if not rules.by_scheduler:
+            each_node = scheduler.each_node(job).words
+            words = _enroot(job, "create --name", "--", quote_place(job.container.image))
+            if scheduler.own_jobs:
+                alive = f"alive=$({scheduler.own_jobs} | tr -cs 0-9 ' ')"
+                lines.append(ScriptLine(alive, "jobs that are not over: containers of others are removed"))
+                words = ("bash -c \"alive='$alive';$cleared$named\"", *words[1:])
+            create = wrap_command((*each_node, *words))
+            lines.append(
+                ScriptLine(
+                    f"{create} || fail 'the container could not be created' create",
+                    "the container of this job, on every node",
+                )
+            )
+        return tuple(lines)
+
+    def teardown(self, job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
+        if job.container.rules.by_scheduler:
+            return ()
+        words = _enroot(job, "remove --force", "--")
+        return (
+            ScriptLine(wrap_command((*scheduler.each_node(job).words, *words)), "the container is not needed any more"),
+        )
 
 
 def _render(mount: ContainerMount) -> str:
@@ -164,66 +216,9 @@ def _render(mount: ContainerMount) -> str:
     return f"{mount.source}:{mount.target}:x-create=auto,rbind{',ro' if mount.read_only else ''}"
 
 
-def _launcher_variables(job: Job) -> tuple[str, ...]:
-    """enroot passes on what is named, and knows no patterns."""
-    ranks: dict[str, tuple[str, ...]] = {
-        "srun": (
-            *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
-            *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
-        ),
-        "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    }
-    agents = {"slurm": ("SLURM_NODEID",), "pbs": ("NODE",)}
-    return ranks[job.launcher] if job.launcher in ranks else agents.get(job.scheduler, ())
-
-
 def _in_folder(job: Job) -> tuple[str, ...]:
     """enroot has no option for the working folder."""
     return ("bash", "-c", quote('cd "$0" && exec "$@"'), quote(str(job.around.workdir)))
-
-
-def _set_up_enroot(job: Job, scheduler: SchedulerScript) -> tuple[ScriptLine, ...]:
-    rules = job.container.rules
-    lines = []
-    if rules.data_path:
-        path = quote_expanding(rules.data_path)
-        lines.append(
-            ScriptLine(f"export ENROOT_DATA_PATH={path}", "where this job's containers are, on the node's own disk")
-        )
-    if not rules.by_scheduler:
-        lines.append(
-            ScriptLine(
-                f"named={quote_shell(_PLACE + _NAMED)}", "adds the container's name, of this job and of the node"
-            )
-        )
-        each_node = scheduler.each_node(job).words
-        words = _enroot(job, "create --name", "--", quote_place(job.container.image))
-        if scheduler.own_jobs:
-            lines.append(
-                ScriptLine(f"cleared={quote_shell(_PLACE + _CLEARED)}", "removes those of earlier jobs that are over")
-            )
-            lines.append(ScriptLine(f"alive=$({scheduler.own_jobs} | tr -cs 0-9 ' ')"))
-            words = ("bash -c \"alive='$alive';$cleared$named\"", *words[1:])
-        create = wrap_command((*each_node, *words))
-        lines.append(
-            ScriptLine(
-                f"{create} || fail 'the container could not be created' create",
-                "the container of this job, on every node",
-            )
-        )
-    return tuple(lines)
-
-
-def _teardown(job: Job, scheduler: SchedulerScript) -> tuple[ScriptLine, ...]:
-    if job.container.rules.by_scheduler:
-        return ()
-    words = _enroot(job, "remove --force", "--")
-    return (
-        ScriptLine(wrap_command((*scheduler.each_node(job).words, *words)), "the container is not needed any more"),
-    )
-
-
-ENROOT = Runtime(wrap=_wrap_enroot, setup=_set_up_enroot, teardown=_teardown, images="a .sqsh file")
 
 
 # --- Podman: a container on the host's network
@@ -235,37 +230,38 @@ _PODMAN_ACCELERATORS = {
 _LAUNCHERS = ("OMPI_*", "PMIX_*", "PMI_*")
 
 
-def _set_up_podman(job: Job, scheduler: SchedulerScript) -> tuple[ScriptLine, ...]:
-    """`--ipc=host` also mounts the node's message queues, and fails where the node has none."""
-    return (
-        ScriptLine(
-            "ipc=(--ipc=host)", "ranks share memory of the node; its /dev/shm alone where it has no message queues"
-        ),
-        ScriptLine("[ -e /dev/mqueue ] || ipc=(--ipc=private --volume=/dev/shm:/dev/shm)"),
-    )
+class Podman(Container):
+    """A container on the host's network."""
 
+    images = "an image that every node has (podman images), or a URI that nodes can pull"
 
-def _wrap_podman(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
-    use, around = job.container, job.around
-    patterns = dict.fromkeys((*scheduler.launcher_variables, *_LAUNCHERS))
-    return (
-        f"{quote(command_of(use, 'podman'))} run --rm --network=host --security-opt=label=disable",
-        '"${ipc[@]}"',
-        *_PODMAN_ACCELERATORS.get(use.vendor, ()),
-        *(f"--env {name}" for name in around.secret_names),
-        *(f"--env '{pattern}'" for pattern in patterns),
-        *(f"--volume {quote_place(mount.render())}" for mount in all_mounts(job, HOST_NAMES)),
-        f"--workdir {quote(str(around.workdir))}",
-        *map(quote, use.rules.options),
-        quote_place(use.image),
-    )
+    def wrap(self, job: Job, scheduler: Scheduler) -> tuple[str, ...]:
+        use, around = job.container, job.around
+        patterns = dict.fromkeys((*scheduler.launcher_variables, *_LAUNCHERS))
+        return (
+            f"{quote(command_of(use, 'podman'))} run --rm --network=host --security-opt=label=disable",
+            '"${ipc[@]}"',
+            *_PODMAN_ACCELERATORS.get(use.vendor, ()),
+            *(f"--env {name}" for name in around.secret_names),
+            *(f"--env '{pattern}'" for pattern in patterns),
+            *(f"--volume {quote_place(mount.render())}" for mount in all_mounts(job, HOST_NAMES)),
+            f"--workdir {quote(str(around.workdir))}",
+            *map(quote, use.rules.options),
+            quote_place(use.image),
+        )
 
+    def setup(self, job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
+        """`--ipc=host` also mounts the node's message queues, and fails where the node has none."""
+        return (
+            ScriptLine(
+                "ipc=(--ipc=host)", "ranks share memory of the node; its /dev/shm alone where it has no message queues"
+            ),
+            ScriptLine("[ -e /dev/mqueue ] || ipc=(--ipc=private --volume=/dev/shm:/dev/shm)"),
+        )
 
-PODMAN = Runtime(
-    wrap=_wrap_podman,
-    setup=_set_up_podman,
-    images="an image that every node has (podman images), or a URI that nodes can pull",
-)
+    def name_image(self, image: Reference) -> str:
+        """REGISTRY/IMAGE:TAG."""
+        return render_docker(image)
 
 
 # --- Pyxis: options of srun
@@ -274,15 +270,26 @@ _SAID = frozenset(("--container-writable", "--container-readonly"))
 """Of both, Pyxis takes one."""
 
 
-def _options(job: Job, scheduler: SchedulerScript) -> tuple[str, ...]:
-    use = job.container
-    return (
-        f"--container-image={quote_place(use.image)}",
-        f"--container-mounts={','.join(quote_place(mount.render()) for mount in all_mounts(job))}",
-        f"--container-workdir={quote(str(job.around.workdir))}",
-        *(() if _SAID.intersection(use.rules.options) else ("--container-writable",)),
-        *map(quote, use.rules.options),
-    )
+class Pyxis(Container):
+    """Options of srun."""
 
+    images = "a .sqsh file, or a URI such as nvcr.io#nvidia/pytorch:25.04-py3"
+    divider = r"[:,\s]"
 
-PYXIS = Runtime(of_launcher=_options, images="a .sqsh file, or a URI such as nvcr.io#nvidia/pytorch:25.04-py3")
+    def wrap(self, job: Job, scheduler: Scheduler) -> tuple[str, ...]:
+        """Nothing: the container is there before the process."""
+        return ()
+
+    def of_launcher(self, job: Job, scheduler: Scheduler) -> tuple[str, ...]:
+        use = job.container
+        return (
+            f"--container-image={quote_place(use.image)}",
+            f"--container-mounts={','.join(quote_place(mount.render()) for mount in all_mounts(job))}",
+            f"--container-workdir={quote(str(job.around.workdir))}",
+            *(() if _SAID.intersection(use.rules.options) else ("--container-writable",)),
+            *map(quote, use.rules.options),
+        )
+
+    def name_image(self, image: Reference) -> str:
+        """REGISTRY#IMAGE:TAG."""
+        return render_enroot(image).removeprefix("docker://")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardway.places import LENT
+from shardway.plugins import make_plugin
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 from shardway.sites.schema import ContainerRules, Options, StartRules
@@ -27,9 +28,6 @@ OWN_VARIABLES = (
 
 SECRETS = "~/.config/shardway/secrets.env"
 """Where a person keeps what must not stand in scripts and run files, on the machine where the job runs."""
-
-AGENTS = ("torchrun", "agent", "ft_launcher")
-"""Starters of which one process on each node starts the ranks there, with torch's launcher."""
 
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9_@+=,./-]+")
 
@@ -209,7 +207,8 @@ class Job:
     @property
     def one_agent_a_node(self) -> bool:
         """Whether the scheduler starts one process on each node, which starts the ranks there."""
-        return self.launcher in AGENTS
+        one: bool = make_plugin("launchers", self.launcher).one_agent_a_node
+        return one
 
     @property
     def folder(self) -> Attempt:

@@ -1,31 +1,28 @@
-"""The text of a job script: scheduler, launcher and container runtime combined.
+"""The text of a job script, and of the functions beside it: scheduler, launcher and container runtime combined.
 
-Each of the three is one table, name -> its contribution; their product is never written out. The script is bash for
-people to read: each line below its purpose, in the order of execution. It can be submitted by hand.
+Each of the three is a class that is found by its name; their product is never written out. The script is bash for
+people to read, a page in the order of execution: directives, settings of this run, environment, ranks, end. It can be
+submitted by hand. What every job does alike are functions of `lib.sh`, which lies in the attempt's folder; the script
+reads it from there, since schedulers run a copy of the script.
 
 Invariants:
 - Two attempts of a chain have the same script except for the four places that name the attempt, so that a job can make
-  its successor's script without Python (`queue_next` in launch/shell/control.sh).
+  its successor's script without Python (`queue_next` in launch/shell/lib.sh).
+- `lib.sh` is the same for all jobs of a scheduler; a value of a run stands in the script alone.
 - Scheduler commands run outside the container.
-- Nothing is read or started here.
+- Nothing is started here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from types import MappingProxyType
 
 from shardway.inherited import list_patterns
-from shardway.launch import launchers
-from shardway.launch.containers import APPTAINER, CHARLIECLOUD, ENROOT, PODMAN, PYXIS, Runtime
+from shardway.launch.containers import Container
 from shardway.launch.job import Job, JobEnvironment, Program
-from shardway.launch.launchers import Starter
-from shardway.launch.schedulers.base import SchedulerScript
-from shardway.launch.schedulers.local import LOCAL
-from shardway.launch.schedulers.pbs import PBS
-from shardway.launch.schedulers.slurm import SLURM
+from shardway.launch.schedulers.base import Scheduler, find_scheduler
 from shardway.launch.script import (
     ScriptLine,
     ScriptSection,
@@ -34,115 +31,44 @@ from shardway.launch.script import (
     quote_expanding,
     quote_place,
     quote_shell,
-    read_block,
+    read_shell,
     render_function,
     render_script,
     wrap_command,
 )
 from shardway.places import LENT
+from shardway.plugins import make_plugin
 from shardway.version import __version__
 
-SCHEDULERS: Mapping[str, SchedulerScript] = MappingProxyType({"slurm": SLURM, "pbs": PBS, "local": LOCAL})
-
-LAUNCH_COMMANDS: Mapping[str, Starter] = MappingProxyType(
-    {
-        "torchrun": launchers.start_torchrun,
-        "srun": launchers.start_by_srun,
-        "mpirun": launchers.start_by_mpirun,
-        "agent": launchers.start_agent,
-        "ft_launcher": launchers.start_ft_launcher,
-    }
-)
-
-RUNTIMES: Mapping[str, Runtime] = MappingProxyType(
-    {
-        "none": Runtime(),
-        "pyxis": PYXIS,
-        "enroot": ENROOT,
-        "apptainer": APPTAINER,
-        "podman": PODMAN,
-        "charliecloud": CHARLIECLOUD,
-    }
-)
-
-LAUNCHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "slurm": ("torchrun", "srun", "mpirun", "agent", "ft_launcher"),
-        "pbs": ("torchrun", "mpirun", "agent", "ft_launcher"),
-        "local": ("torchrun", "mpirun", "agent", "ft_launcher"),
-    }
-)
-"""Scheduler -> the launchers that work with it."""
-
 _PATHS = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "ENROOT_DATA_PATH")
-_IN_EVERY_SCRIPT = (
-    *("say", "field", "in_json", "whole", "step_now", "write_result", "ask_to_stop", "cancel_later"),
-    *("claim", "note_submission", "note_start", "read_stop", "check_stop", "why_not_started", "fail", "wait_for"),
-    *("say_next", "finish"),
-)
-_OF_A_WORKING_FOLDER = ("untouched", "same", "under_link", "give_way", "is_code", "refresh_work", "enter_work")
-_OF_A_CHAIN = ("leave", "settle", "state_of", "cause_of", "say_alike", "same_end", "has_saved", "check_chain")
 
 
 def render_job_script(job: Job) -> str:
     """The whole script; the same job gives the same text."""
-    scheduler, runtime = SCHEDULERS[job.scheduler], RUNTIMES[job.container.runtime]
+    scheduler, runtime = find_scheduler(job.scheduler), make_plugin("containers", job.container.runtime)
     end = (*runtime.teardown(job, scheduler), ScriptLine("finish", "how this attempt ended, and what comes next"))
     main = (
         ScriptSection("begin", _begin(job, scheduler)),
-        ScriptSection("what the ranks find", _around(job)),
+        ScriptSection("what the ranks find", _around(job, scheduler)),
         ScriptSection("run", _run(job, scheduler, runtime)),
         ScriptSection("end", end),
     )
     parts = (
-        ScriptSection("", (ScriptLine("#!/bin/bash"), *_header(job), *scheduler.directives(job))),
-        ScriptSection("this run and this attempt", _names(job)),
-        ScriptSection("what this job does, in order; the functions are below", (render_function("main", main),)),
-        ScriptSection("how an attempt begins and ends", _functions(job, scheduler)),
-        ScriptSection("", (ScriptLine("main"),)),
+        ScriptSection("", (ScriptLine("#!/bin/bash"), *_header(job, scheduler), *scheduler.directives(job))),
+        ScriptSection("this run and this attempt", _names(job, scheduler)),
+        ScriptSection("what this job does, in order", (render_function("main", main), ScriptLine("main"))),
     )
-    return render_script(parts)
+    return render_script(parts, behind=True)
 
 
-def _header(job: Job) -> tuple[ScriptLine, ...]:
-    by_hand = {
-        "slurm": "make the folder of --output, sbatch THIS_FILE",
-        "pbs": "make the folder of -o, qsub THIS_FILE",
-        "local": "bash THIS_FILE",
-    }[job.scheduler]
-    site = quote_comment(job.site)
-    return (ScriptLine(f"# Written by Shardway {__version__} for {site}. To submit it by hand: {by_hand}"),)
-
-
-def _names(job: Job) -> tuple[ScriptLine, ...]:
-    steps = "yes" if job.program.meets_by_itself else "no"
-    lines = [
-        ScriptLine(f"run={quote(str(job.run))}", "the run directory"),
-        ScriptLine(
-            f"attempt={job.attempt:04d}", "this attempt, the one that it goes on from (0000: none), and the last"
-        ),
-        ScriptLine(f"after={job.chain.after:04d}"),
-        ScriptLine(f"last_attempt={job.chain.max_attempts}"),
-        ScriptLine(
-            f"scheduler={job.scheduler}", "what runs the job, what makes its name unique, its wall-time in seconds"
-        ),
-        ScriptLine(f"token={quote(job.token)}"),
-        ScriptLine(f"walltime={round(job.terms.walltime_s)}"),
-        ScriptLine(f"counts_steps={steps}", "whether the program obeys the stop file and says itself how it ended"),
-        ScriptLine(f"runtime={job.container.runtime}", "what starts the container of the ranks"),
-        ScriptLine('asked="" status=0', "what it was asked by a signal, and how it ended"),
-        ScriptLine("unset prints clocks loaded CDPATH", "names of this script that a person's shell may have had"),
-        ScriptLine("here=$run/attempts/$attempt"),
-        ScriptLine("export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop", "what the ranks read and write"),
-    ]
-    if job.container.runtime != "none":
-        lines.append(
-            ScriptLine(f"export {LENT}=$run/cache", "prepared data, where the home in the container ends with it")
-        )
-    if job.log_for_scheduler != str(job.folder.job_log):
-        lines.append(ScriptLine('exec >> "$here/log/job.out" 2>&1', "what this job prints"))
-        lines += [ScriptLine("prints=$here/log/job.out")] if _by_function(job) else []
-    return tuple(lines)
+def render_library(scheduler: str) -> str:
+    """The text of `lib.sh`: the functions of every job, and those of the scheduler."""
+    arrays = (
+        ScriptLine(_array(name, list_patterns(of_ranks=of_ranks)))
+        for name, of_ranks in (("of_ranks", True), ("of_jobs", False))
+    )
+    lists = render_script((ScriptSection(_LEFT_OUT, tuple(arrays)),))
+    return f"{read_shell('lib')}\n{lists}\n# --- {scheduler}\n\n{read_shell(find_scheduler(scheduler).shell)}"
 
 
 _LEFT_OUT = 'variables that mean something for another job or rank (docs/environment.md), and "!...", which stay'
@@ -152,69 +78,74 @@ def _array(name: str, words: Iterable[str]) -> str:
     return wrap_command((f"{name}=(", *(quote_shell(word) for word in words), ")"))
 
 
-def _functions(job: Job, scheduler: SchedulerScript) -> tuple[ScriptLine, ...]:
-    needed = (
-        (job.scheduler == "local" or _warns_itself(job, scheduler), ("in_time", "tell_script")),
-        (_ranks_within(job) > 0, ("in_time", "end_without_ranks")),
-        (job.launcher == "mpirun", ("check_mpirun",)),
-        (_ends_mpirun(job), ("in_time", "end_mpirun")),
-        (_awaits_ranks(job, scheduler), ("await_ranks",)),
-        (job.chain.until_done, _OF_A_CHAIN),
-        (job.chain.until_done and not job.chain.ahead, ("queue_next",)),
-    )
-    control = dict.fromkeys((*_IN_EVERY_SCRIPT, *(name for wanted, names in needed if wanted for name in names)))
-    left_out = {"of_ranks": True, "of_jobs": False} if "queue_next" in control else {"of_ranks": True}
+def _header(job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
+    site, by_hand = quote_comment(job.site), scheduler.by_hand
     return (
-        *(ScriptLine(_array(name, list_patterns(of_ranks=ranks)), _LEFT_OUT) for name, ranks in left_out.items()),
-        read_block("inherited", "drop_variables"),
-        *(read_block("control", name) for name in control),
-        *(read_block(scheduler.shell, name) for name in scheduler.functions(job)),
-        *(read_block("addresses", name) for name in ("address", "own_address", "free_port", "meet")),
-        *(read_block("work", name) for name in (_OF_A_WORKING_FOLDER if job.around.code is not None else ())),
-        read_block("secret_lines", "read_secrets"),
+        ScriptLine(f"# Written by Shardway {__version__} for {site}. To submit it by hand: {by_hand}"),
+        ScriptLine(
+            "# Its functions are in lib.sh in the attempt's folder; `shardway submit ... --dry-run --lib` prints it"
+        ),
     )
 
 
-def _begin(job: Job, scheduler: SchedulerScript) -> tuple[ScriptLine, ...]:
-    chained = job.chain.until_done
+def _names(job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
+    steps = "yes" if job.program.meets_by_itself else "no"
     lines = [
         ScriptLine(
-            'drop_variables "${of_ranks[@]}"', "what another launch has left, and would place the ranks elsewhere"
+            f"run={quote(str(job.run))}",
+            "the run directory, this attempt, and the one that it goes on from (0000: none)",
         ),
-        ScriptLine("begin", "which job this is, its nodes, when its wall-time ends"),
-        ScriptLine("export SHARDWAY_JOB=$job"),
-        ScriptLine("claim"),
-        ScriptLine("note_start"),
-        *([ScriptLine("check_chain")] if chained else []),
-        ScriptLine("check_stop"),
-        *([ScriptLine("queue_next")] if chained and not job.chain.ahead else []),
+        ScriptLine(f"attempt={job.attempt:04d}"),
+        ScriptLine(f"after={job.chain.after:04d}"),
         ScriptLine(
-            f"[ ${{#nodes[@]}} -gt 0 ] || fail {quote(_NO_NODES.format(job.scheduler))}",
-            "ranks on no node fail nowhere",
+            f"last_attempt={job.chain.max_attempts} scheduler={job.scheduler} token={quote(job.token)} "
+            f"walltime={round(job.terms.walltime_s)}",
+            "the token makes its name unique; seconds",
         ),
-        ScriptLine("trap 'ask_to_stop deadline the wall-time is about to end' USR2", "signals become the stop file"),
-        *_traps(),
+        ScriptLine(f"counts_steps={steps}", "whether the program obeys the stop file and says itself how it ended"),
+        ScriptLine(f"runtime={job.container.runtime}", "what starts the container of the ranks"),
+        ScriptLine("here=$run/attempts/$attempt", "the folder of this attempt"),
+        ScriptLine("export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop", "what the ranks read and write"),
     ]
-    if _warns_itself(job, scheduler):
-        clock = f"in_time $((deadline - started - {round(job.warn_s)})) tell_script USR2"
-        lines.append(ScriptLine(clock, "warns this script before the wall-time ends, which the scheduler does not"))
+    if job.container.runtime != "none":
+        lines.append(
+            ScriptLine(f"export {LENT}=$run/cache", "prepared data, where the home in the container ends with it")
+        )
+    to_log = job.log_for_scheduler != str(job.folder.job_log)
+    if to_log:
+        lines.append(ScriptLine('exec >> "$here/log/job.out" 2>&1', "what this job prints"))
+    lines += [
+        ScriptLine(_NO_LIBRARY),
+        ScriptLine('. "$here/lib.sh"', "the functions that every job has"),
+    ]
+    if to_log and _by_function(job, scheduler):
+        lines.append(ScriptLine("prints=$here/log/job.out", "for tasks on other nodes"))
     return tuple(lines)
 
 
-_NO_NODES = "the nodes of this job are not known: {} named none"
-
-_ASKING = {
-    "TERM": "SIGTERM, as schedulers send it before they kill",
-    **{name: f"SIG{name}" for name in ("INT", "USR1", "HUP")},
-}
-"""Signals that ask a job to stop, with what is recorded for each."""
+_NO_LIBRARY = (
+    '[ -r "$here/lib.sh" ] || { echo "shardway: $here/lib.sh is missing, see line 3 of this script" >&2; exit 1; }'
+)
 
 
-def _traps() -> tuple[ScriptLine, ...]:
-    return tuple(ScriptLine(f"trap 'ask_to_stop signal came: {said}' {name}") for name, said in _ASKING.items())
+def _begin(job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
+    chained = job.chain.until_done
+    queues = [ScriptLine("queue_next", "the next attempt, which waits until this job has ended")]
+    lines = [
+        ScriptLine("begin_attempt", "which job this is; one job alone has an attempt"),
+        *([ScriptLine("check_chain", "whether the attempt before has left work to do")] if chained else []),
+        ScriptLine("check_stop", "a person may have asked for a stop while it waited"),
+        *(queues if chained and not job.chain.ahead else []),
+        ScriptLine("check_nodes", "ranks on no node fail nowhere"),
+        ScriptLine("heed_signals", "signals become the stop file"),
+    ]
+    if _warns_itself(job, scheduler):
+        clock = f"in_time $((deadline - started - {round(job.warn_s)})) tell_script USR2"
+        lines.append(ScriptLine(clock, "warns this script before the wall-time ends"))
+    return tuple(lines)
 
 
-def _warns_itself(job: Job, scheduler: SchedulerScript) -> bool:
+def _warns_itself(job: Job, scheduler: Scheduler) -> bool:
     """Whether the script itself warns before the end of the wall-time."""
     return job.warn_s > 0 and not scheduler.warns
 
@@ -224,14 +155,14 @@ def _ends_mpirun(job: Job) -> bool:
     return job.launcher == "mpirun" and job.program.meets_by_itself
 
 
-def _awaits_ranks(job: Job, scheduler: SchedulerScript) -> bool:
+def _awaits_ranks(job: Job, scheduler: Scheduler) -> bool:
     """Whether a job that was asked to end waits for the results of ranks that the scheduler has signalled too."""
     return scheduler.signals_every_process and job.program.meets_by_itself
 
 
-def _around(job: Job) -> tuple[ScriptLine, ...]:
+def _around(job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
     around, cores = job.around, job.shape.cores_per_rank
-    lines = _modules(job)
+    lines = _modules(job, scheduler)
     if cores:  # PBS sets it to all cores of the node
         lines.append(ScriptLine(f"export OMP_NUM_THREADS={cores}", "threads of a rank"))
     lines.append(
@@ -241,12 +172,10 @@ def _around(job: Job) -> tuple[ScriptLine, ...]:
         lines.append(ScriptLine(f"export {name}={quote_expanding(value)}", "variables of the site"))
     for name, value in around.literal.items():
         lines.append(ScriptLine(f"export {name}={quote(value)}", "variables of the run"))
-    secrets = quote_expanding(around.secrets_file)
+    resolve = "yes" if job.meeting.resolve else "no"
     lines += [
-        ScriptLine(f"secrets={secrets}", "passwords and tokens stand in a file of your own alone"),
-        ScriptLine('read_secrets "$secrets"'),
-        ScriptLine(f"suffix={quote(job.meeting.host_suffix)} resolve={'yes' if job.meeting.resolve else 'no'}", _MEET),
-        ScriptLine("meet"),
+        ScriptLine(f"read_secrets {quote_expanding(around.secrets_file)}", "passwords and tokens, of a file of yours"),
+        ScriptLine(f"meet {quote(job.meeting.host_suffix)} {resolve}", _MEET),
         ScriptLine(_enter(around), "the code that was submitted"),
     ]
     return tuple(lines)
@@ -270,22 +199,17 @@ _SAVING_S = 30
 (Slurm's KillWait is 30 s, PBS's kill_delay 10 s). mpirun waits twice this time in any case, also for ranks that have
 left."""
 
-_MEET = "where the ranks meet: rules of this site for the name of a node on the network for computing"
+_MEET = "where the ranks meet; the site's suffix of names on the network for computing"
 
 
-def _modules(job: Job) -> list[ScriptLine]:
+def _modules(job: Job, scheduler: Scheduler) -> list[ScriptLine]:
     around, inside = job.around, job.container.runtime != "none"
     lines = []
     if around.modules or around.purge_modules:
-        lines.append(ScriptLine("command -v module > /dev/null || . /etc/profile", "software of the site"))
-        lines += [ScriptLine("module purge")] if around.purge_modules else []
-        lines += [ScriptLine("exported=$(compgen -e)")] if _notes_modules(job) else []
-        lines += [ScriptLine(_or_fail(f"module load {quote(name)}", "site.modules")) for name in around.modules]
-        if _notes_modules(job):
-            noted = "mapfile -t loaded < <(compgen -e | grep -vxF \"$exported\" | grep -v '^_')"
-            lines.append(
-                ScriptLine(noted, "what it set, for nodes on which PBS starts ranks with next to no environment")
-            )
+        purge = ["--purge"] if around.purge_modules else []
+        lines.append(
+            ScriptLine(wrap_command(("load_modules", *purge, *map(quote, around.modules))), "software of the site")
+        )
     if around.venv.startswith("conda:"):
         name = quote(around.venv.removeprefix("conda:"))
         activate = f'eval "$(conda shell.bash hook)" && conda activate {name}'
@@ -297,40 +221,43 @@ def _modules(job: Job) -> list[ScriptLine]:
 
 
 def _or_fail(command: str, key: str, name: str = "") -> str:
-    """A command without which the ranks would find other software than requested. Old `module` commands fail with 0."""
+    """A command without which the ranks would find other software than requested."""
     return f"{command} || fail {quote(f'{name or command} failed, as the lines before say; see {key}')}"
 
 
-def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[ScriptLine, ...]:
+def _run(job: Job, scheduler: Scheduler, runtime: Container) -> tuple[ScriptLine, ...]:
     lines = []
-    if _inherits_nothing(job):
+    if _inherits_nothing(job, scheduler):
         names = " ".join(name for name in job.variables if name not in job.around.secret_names)
         keep = f'declare -p {names} > "$here/environment.sh" 2> /dev/null'
         lines.append(ScriptLine(keep, "variables of the job, for ranks that do not inherit them; no secrets"))
-    if "on_each_node" in scheduler.functions(job):
-        lines.append(ScriptLine(f"carried=({' '.join(_carried(job))})", "what other nodes need to find programs"))
+    if not scheduler.hands_on_environment and (job.one_agent_a_node or runtime.teardown(job, scheduler)):
+        carried = " ".join(_carried(job, scheduler))
+        lines.append(ScriptLine(f"carried=({carried})", "what other nodes need to find programs"))
     lines += runtime.setup(job, scheduler)
-    lines += _mpirun_options(job) if job.launcher == "mpirun" else []  # from variables that earlier lines set
+    lines += (
+        _mpirun_options(job, scheduler) if job.launcher == "mpirun" else []
+    )  # from variables that earlier lines set
     if job.preflight is not None:
         doctor = _command(_as_doctor(job, job.preflight), scheduler, runtime)
-        doctor = f"prints=$here/log/doctor.out {doctor}" if _by_function(job) else doctor
+        doctor = f"prints=$here/log/doctor.out {doctor}" if _by_function(job, scheduler) else doctor
         lines.append(ScriptLine(f'{doctor} > "$here/log/doctor.out" 2>&1', "what the nodes are like; it stops nothing"))
         found = 'grep -E "(warn|fail) " "$here/log/doctor.out"'
         lines.append(
             ScriptLine(f'! {found} || say "this is what the doctor found; all of it is in $here/log/doctor.out"')
         )
     shielded, within = scheduler.signals_every_process, _ranks_within(job)
-    lines += [ScriptLine(f"trap '' {' '.join(_ASKING)}", _SHIELD)] if shielded else []
+    lines += [ScriptLine("shield", _SHIELD)] if shielded else []
     lines += [
         ScriptLine(f"{_command(job, scheduler, runtime)} &", "the ranks, and how they ended"),
         ScriptLine("ranks=$!"),
     ]
-    lines += _traps() if shielded else ()
+    lines += [ScriptLine("heed_signals")] if shielded else []
     if within:
         lines.append(ScriptLine(f'in_time {within} end_without_ranks {within} "$ranks"', "a job without ranks ends"))
     if _ends_mpirun(job):
         lines.append(ScriptLine(f'in_time 0 end_mpirun {_SAVING_S} "$ranks"', "and one whose ranks have left"))
-    lines.append(ScriptLine('wait_for "$ranks"'))
+    lines.append(ScriptLine('wait_for "$ranks"', "to their end, whatever signals come"))
     if _awaits_ranks(job, scheduler):
         lines.append(ScriptLine(f'[ -z "$asked" ] || await_ranks {_LAST_WORD_S}', "they may still save"))
     return tuple(lines)
@@ -339,7 +266,7 @@ def _run(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> tuple[Script
 _LAST_WORD_S = 120
 """How long a job that was asked to end waits for the results of its ranks; the scheduler kills it sooner."""
 
-_SHIELD = "signals of the scheduler reach every process of this job: what starts the ranks has to outlive them"
+_SHIELD = "what starts the ranks outlives signals, which this scheduler sends to every process"
 
 
 def _ranks_within(job: Job) -> int:
@@ -355,29 +282,29 @@ def _as_doctor(job: Job, doctor: Program) -> Job:
     return replace(job, program=doctor, launcher=launcher, elastic=False)
 
 
-def _notes_modules(job: Job) -> bool:
+def _notes_modules(job: Job, scheduler: Scheduler) -> bool:
     """Whether the variables that modules set must be passed to the other nodes by name."""
-    return job.scheduler == "pbs" and bool(job.around.modules)
+    return not scheduler.hands_on_environment and bool(job.around.modules)
 
 
-def _carried(job: Job) -> tuple[str, ...]:
+def _carried(job: Job, scheduler: Scheduler) -> tuple[str, ...]:
     """Names of variables that other nodes need, as shell words."""
-    return (*_PATHS, '"${loaded[@]}"') if _notes_modules(job) else _PATHS
+    return (*_PATHS, '"${loaded[@]}"') if _notes_modules(job, scheduler) else _PATHS
 
 
-def _inherits_nothing(job: Job) -> bool:
+def _inherits_nothing(job: Job, scheduler: Scheduler) -> bool:
     """Whether ranks are in a container, whose image may set the same names, or on nodes that get no environment."""
-    return job.container.runtime != "none" or job.launcher == "mpirun" or job.scheduler == "pbs"
+    return job.container.runtime != "none" or job.launcher == "mpirun" or not scheduler.hands_on_environment
 
 
-def _by_function(job: Job) -> bool:
+def _by_function(job: Job, scheduler: Scheduler) -> bool:
     """Whether `on_each_node` starts the ranks, and needs to be given their output files."""
-    return job.scheduler == "pbs" and job.one_agent_a_node
+    return job.one_agent_a_node and scheduler.each_node(job).words[:1] == ("on_each_node",)
 
 
-def _command(job: Job, scheduler: SchedulerScript, runtime: Runtime) -> str:
+def _command(job: Job, scheduler: Scheduler, runtime: Container) -> str:
     """The command that starts the program on every rank: launcher, container, environment, program."""
-    started = LAUNCH_COMMANDS[job.launcher](job, scheduler)
+    started = make_plugin("launchers", job.launcher).start(job, scheduler)
     outside = (*started.outside, *runtime.of_launcher(job, scheduler))
     inside = (*_prepared(job), *started.inside)
     return wrap_command((*outside, *runtime.wrap(job, scheduler), *inside))
@@ -393,21 +320,15 @@ def _prepared(job: Job) -> tuple[str, ...]:
     return tuple(word for file in files for word in ("bash", "-c", quote('. "$0" && exec "$@"'), file))
 
 
-def _mpirun_options(job: Job) -> list[ScriptLine]:
+def _mpirun_options(job: Job, scheduler: Scheduler) -> list[ScriptLine]:
     """mpirun passes variables to other nodes by name, so no value appears in the list of processes."""
-    names = (*job.around.secret_names, *_carried(job))
+    names = (*job.around.secret_names, *_carried(job, scheduler))
+    mpirun = quote(job.start.mpirun or "mpirun")
     lines = [
         ScriptLine(
-            f"check_mpirun {quote(job.start.mpirun or 'mpirun')}", "which it is, of those that modules and conda bring"
+            wrap_command(("set_up_mpirun", mpirun, str(_SAVING_S), *names)),
+            "how long ranks may save after SIGTERM (seconds), and variables that other nodes get",
         ),
-        ScriptLine(
-            f"mpirun_options=(--mca odls_base_sigkill_timeout {_SAVING_S})", "how long ranks may save after SIGTERM"
-        ),
-        ScriptLine(f'for name in {" ".join(names)}; do [ -z "${{!name+set}}" ] || mpirun_options+=(-x "$name"); done'),
     ]
-    if job.scheduler == "pbs":
-        lines += [
-            ScriptLine('mpirun_options+=(--hostfile "$PBS_NODEFILE")', "the nodes, and what starts its daemons there"),
-            ScriptLine("ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || remote_shell"),
-        ]
+    lines += scheduler.mpirun_lines(job)
     return lines

@@ -1,4 +1,4 @@
-"""Launchers, and what each contributes to a job script: our agent, torchrun, ft_launcher, srun and mpirun.
+"""The class of a launcher, and ours: torchrun, ft_launcher, our agent, srun and mpirun.
 
 Invariants:
 - The words of a program stay separate words, never joined into text that a shell reads again.
@@ -27,13 +27,15 @@ Sources: torchrun's manual, "Multi-node multi-worker"; pytorch/pytorch#73656; th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
+from shardway.errors import Bug
 from shardway.launch.job import Job
-from shardway.launch.schedulers.base import SchedulerScript
-from shardway.launch.schedulers.slurm import srun
+from shardway.launch.schedulers.base import Scheduler
 from shardway.launch.script import quote, quote_all, quote_shell
+from shardway.plugins import list_names, make_plugin
 
 # --- what a launcher contributes
 
@@ -49,7 +51,32 @@ class LaunchCommand:
     inside: tuple[str, ...]
 
 
-Starter = Callable[[Job, SchedulerScript], LaunchCommand]
+class Launcher(ABC):
+    """One launcher. A class of another package that derives from this one and has an entry point in the group
+    `shardway.launchers` can be named in `site.launcher` and in a profile. It is made without arguments."""
+
+    one_agent_a_node: ClassVar[bool] = False
+    """The scheduler starts one process on each node, which starts the ranks there."""
+    works_with_container_of_scheduler: ClassVar[bool] = True
+    """Ranks can be in a container that the scheduler's own commands start (`Container.of_launcher`)."""
+
+    def goes_with(self, scheduler: Scheduler) -> bool:
+        """Whether it starts ranks in jobs of this scheduler."""
+        return True
+
+    def rank_variables(self, scheduler: Scheduler) -> tuple[str, ...]:
+        """Names of what it tells a rank, for containers that take names; where it has agents, what these need."""
+        return scheduler.node_variables
+
+    @abstractmethod
+    def start(self, job: Job, scheduler: Scheduler) -> LaunchCommand:
+        """The command that starts the ranks of a job."""
+
+
+def list_launchers(scheduler: Scheduler) -> tuple[str, ...]:
+    """The names of the launchers that start ranks in jobs of a scheduler."""
+    names = list_names("launchers")
+    return tuple(name for name in names if make_plugin("launchers", name).goes_with(scheduler))
 
 
 def name_cores(job: Job) -> tuple[str, ...]:
@@ -61,16 +88,20 @@ def name_cores(job: Job) -> tuple[str, ...]:
 # --- our own agent on each node
 
 
-def start_agent(job: Job, scheduler: SchedulerScript) -> LaunchCommand:
-    """One agent on each node."""
-    each_node = scheduler.each_node(job)
-    lines = (
-        *name_cores(job),
-        f'exec python3 "$@" --nproc {job.shape.ranks_per_node} \\',
-        f'    --nodes "$SHARDWAY_NODES" --node "{each_node.index}" --port "$MASTER_PORT"',
-    )
-    words = tuple(quote_all([word]) for word in job.program.words)
-    return LaunchCommand(each_node.words, ("bash", "-c", quote_shell("\n".join(lines)), "agent", *words))
+class Agent(Launcher):
+    """Our own agent, one on each node."""
+
+    one_agent_a_node = True
+
+    def start(self, job: Job, scheduler: Scheduler) -> LaunchCommand:
+        each_node = scheduler.each_node(job)
+        lines = (
+            *name_cores(job),
+            f'exec python3 "$@" --nproc {job.shape.ranks_per_node} \\',
+            f'    --nodes "$SHARDWAY_NODES" --node "{each_node.index}" --port "$MASTER_PORT"',
+        )
+        words = tuple(quote_all([word]) for word in job.program.words)
+        return LaunchCommand(each_node.words, ("bash", "-c", quote_shell("\n".join(lines)), "agent", *words))
 
 
 # --- torchrun and launchers with its options
@@ -79,12 +110,16 @@ SHOWN_RANKS = 16
 """A larger job shows the output of one rank of each node; that of each rank is in its own file in any case."""
 
 
-def start_torchrun(job: Job, scheduler: SchedulerScript) -> LaunchCommand:
-    """One torchrun on each node."""
-    return start_launcher(job, scheduler, "torch.distributed.run")
+class Torchrun(Launcher):
+    """torch's launcher, one on each node."""
+
+    one_agent_a_node = True
+
+    def start(self, job: Job, scheduler: Scheduler) -> LaunchCommand:
+        return start_module(job, scheduler, "torch.distributed.run")
 
 
-def start_launcher(job: Job, scheduler: SchedulerScript, module: str, *further: str) -> LaunchCommand:
+def start_module(job: Job, scheduler: Scheduler, module: str, *further: str) -> LaunchCommand:
     """One `python3 -m MODULE` on each node, with torchrun's options and `further` lines of its own."""
     each_node = scheduler.each_node(job)
     lines = quote_shell(_agent(job, each_node.index, module, further))
@@ -135,42 +170,66 @@ CHECK_S = 1
 """How often a monitor looks; by itself it does so every five seconds."""
 
 
-def start_ft_launcher(job: Job, scheduler: SchedulerScript) -> LaunchCommand:
-    """One ft_launcher on each node."""
-    again = job.again
-    limits = [f"--ft-initial-rank-heartbeat-timeout={again.start_s:g}"]
-    limits += [] if again.silent_s is None else [f"--ft-rank-heartbeat-timeout={again.silent_s:g}"]
-    looks = [f"--max-restarts={again.restarts}", f"--ft-workload-check-interval={CHECK_S}"]
-    looks += [] if job.shape.accelerators_per_node else ["--ft-enable-nic-monitor=false"]  # it finds NICs by their GPUs
-    return start_launcher(job, scheduler, MODULE, " ".join(looks), " ".join(limits))
+class FtLauncher(Launcher):
+    """NVIDIA's launcher, one on each node."""
+
+    one_agent_a_node = True
+
+    def start(self, job: Job, scheduler: Scheduler) -> LaunchCommand:
+        again = job.again
+        limits = [f"--ft-initial-rank-heartbeat-timeout={again.start_s:g}"]
+        limits += [] if again.silent_s is None else [f"--ft-rank-heartbeat-timeout={again.silent_s:g}"]
+        looks = [f"--max-restarts={again.restarts}", f"--ft-workload-check-interval={CHECK_S}"]
+        looks += (
+            [] if job.shape.accelerators_per_node else ["--ft-enable-nic-monitor=false"]
+        )  # it finds NICs by their GPUs
+        return start_module(job, scheduler, MODULE, " ".join(looks), " ".join(limits))
 
 
 # --- srun and mpirun: one process per rank
 
-_SRUN_PLACE = "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; "
+
+class Srun(Launcher):
+    """The launcher of a scheduler that has one (`Scheduler.each_rank`); its output is marked with the rank."""
+
+    def goes_with(self, scheduler: Scheduler) -> bool:
+        return scheduler.launcher == "srun"
+
+    def rank_variables(self, scheduler: Scheduler) -> tuple[str, ...]:
+        return scheduler.rank_variables
+
+    def start(self, job: Job, scheduler: Scheduler) -> LaunchCommand:
+        each_rank = scheduler.each_rank(job)
+        if each_rank is None:
+            raise Bug(f"{scheduler.name} has no launcher of its own")
+        return LaunchCommand(each_rank.words, _rank(job, each_rank.place))
+
+
+class Mpirun(Launcher):
+    """Open MPI's mpirun; its output is marked with the rank."""
+
+    works_with_container_of_scheduler = False
+
+    def rank_variables(self, scheduler: Scheduler) -> tuple[str, ...]:
+        return tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+
+    def start(self, job: Job, scheduler: Scheduler) -> LaunchCommand:
+        shape = job.shape
+        cores = f":PE={shape.cores_per_rank}" if shape.cores_per_rank else ""
+        words = [
+            quote(job.start.mpirun or "mpirun"),
+            f"-n {shape.ranks}",
+            f"--map-by ppr:{shape.ranks_per_node}:node{cores}",
+            "--tag-output",
+            *map(quote, job.start.mpirun_options),
+            '"${mpirun_options[@]}"',
+        ]
+        return LaunchCommand(tuple(words), _rank(job, _MPI_PLACE))
+
+
 _MPI_PLACE = (
     "export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK; "
 )
-
-
-def start_by_srun(job: Job, scheduler: SchedulerScript) -> LaunchCommand:
-    """One srun task a rank; its output is marked with the rank."""
-    binding = (f"--cpu-bind={quote(job.start.bind)}",) if job.start.bind else ()
-    return LaunchCommand((*srun(job, job.shape.ranks_per_node), "--label", *binding), _rank(job, _SRUN_PLACE))
-
-
-def start_by_mpirun(job: Job, scheduler: SchedulerScript) -> LaunchCommand:
-    """One process a rank by Open MPI's mpirun; its output is marked with the rank."""
-    shape = job.shape
-    words = [
-        quote(job.start.mpirun or "mpirun"),
-        f"-n {shape.ranks}",
-        f"--map-by ppr:{shape.ranks_per_node}:node" + (f":PE={shape.cores_per_rank}" if shape.cores_per_rank else ""),
-        "--tag-output",
-        *map(quote, job.start.mpirun_options),
-        '"${mpirun_options[@]}"',
-    ]
-    return LaunchCommand(tuple(words), _rank(job, _MPI_PLACE))
 
 
 def _rank(job: Job, place: str) -> tuple[str, ...]:

@@ -1,11 +1,9 @@
-"""A job script as a value: lines with their purpose, the only place that quotes shell, and blocks from `launch/shell/`.
+"""A script as a value: lines with their purpose, the only place that quotes shell, and functions of `launch/shell`.
 
-Invariants:
-- `quote` gives a word that bash passes on unchanged, whatever it contains.
-- A block goes into a script as it is in its file; what differs between scripts is a variable that the script sets.
+Invariant: `quote` gives a word that bash passes on unchanged, whatever it contains.
 
-A block begins with `#: NAME ARGUMENTS: what it is for` and ends before the next; that line becomes the comment of the
-function.
+A function of `launch/shell` begins with `#: NAME ARGUMENTS: what it is for` and ends before the next, or at the heading
+of a section (`# ---`).
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -106,26 +105,44 @@ def wrap_command(words: Sequence[str], indent: str = "  ") -> str:
 
 def render_function(name: str, parts: Iterable[ScriptSection]) -> ScriptLine:
     """Parts as the body of a shell function."""
-    lines = render_script(parts).removesuffix("\n").split("\n")  # splitlines() would cut at U+0085 in an argument
+    lines = (
+        render_script(parts, behind=True).removesuffix("\n").split("\n")
+    )  # splitlines() would cut at U+0085 in an argument
     body = "\n".join(f"  {line}" if line else "" for line in lines)
     return ScriptLine(f"{name}() {{\n{body}\n}}")
 
 
-def render_script(parts: Iterable[ScriptSection]) -> str:
-    """The text of a script: each new purpose as a comment above its line, a blank line between parts."""
+def render_script(parts: Iterable[ScriptSection], *, behind: bool = False) -> str:
+    """The text of a script, with a blank line between parts. A purpose is a comment above its lines, or `behind` it
+    where it belongs to one short command."""
     blocks = []
     for part in parts:
-        if not part.lines:
-            continue
-        lines = [f"# --- {part.heading}"] if part.heading else []
-        purpose = ""
-        for line in part.lines:
-            if line.purpose and line.purpose != purpose:
-                lines.append(f"# {line.purpose}")
-            purpose = line.purpose or purpose
-            lines.append(line.text)
-        blocks.append("\n".join(lines))
+        lines = [f"# --- {part.heading}"] if part.heading and part.lines else []
+        for purpose, group in _group_by_purpose(part.lines):
+            whole = f"{group[0]}  # {purpose}"
+            if (
+                behind
+                and purpose
+                and len(group) == 1
+                and len(whole) <= _WIDTH
+                and "\n" not in whole
+                and whole[0] != "#"
+            ):
+                lines.append(whole)
+            else:
+                lines += [*([f"# {purpose}"] if purpose else []), *group]
+        blocks += ["\n".join(lines)] if lines else []
     return "\n\n".join(blocks) + "\n"
+
+
+def _group_by_purpose(lines: Iterable[ScriptLine]) -> list[tuple[str, list[str]]]:
+    groups: list[tuple[str, list[str]]] = []
+    for line in lines:
+        if groups and line.purpose in ("", groups[-1][0]):
+            groups[-1][1].append(line.text)
+        else:
+            groups.append((line.purpose, [line.text]))
+    return groups
 
 
 # --- shell functions kept in `launch/shell/*.sh`
@@ -133,19 +150,22 @@ def render_script(parts: Iterable[ScriptSection]) -> str:
 _HEAD = re.compile(r"^#: (?P<name>\w+)", re.MULTILINE)
 
 
-def read_block(file: str, name: str) -> ScriptLine:
+def read_shell(file: str | Traversable) -> str:
+    """The text of `launch/shell/FILE.sh`, or of a file of another package."""
+    path = files("shardway.launch") / "shell" / f"{file}.sh" if isinstance(file, str) else file
+    return path.read_text(encoding="utf-8")
+
+
+def read_block(file: str | Traversable, name: str) -> ScriptLine:
     """The function `name` of `launch/shell/FILE.sh`, with its purpose. Raises KeyError for a name that is not there."""
     return read_blocks(file)[name]
 
 
-def read_blocks(file: str) -> dict[str, ScriptLine]:
-    """Every function of `launch/shell/FILE.sh`, in the order of the file."""
-    text = (files("shardway.launch") / "shell" / f"{file}.sh").read_text(encoding="utf-8")
-    heads = list(_HEAD.finditer(text))
-    ends = [*(head.start() for head in heads[1:]), len(text)]
-    return {head["name"]: _as_line(text[head.start() : end]) for head, end in zip(heads, ends, strict=True)}
-
-
-def _as_line(block: str) -> ScriptLine:
-    purpose, _, body = block.partition("\n")
-    return ScriptLine(body.strip("\n"), purpose.removeprefix("#: "))
+def read_blocks(file: str | Traversable) -> dict[str, ScriptLine]:
+    """Every function of `launch/shell/FILE.sh`, or of a file of another package, in the order of the file."""
+    blocks = {}
+    for text in re.split(r"^(?=#: )", read_shell(file), flags=re.MULTILINE):
+        if head := _HEAD.match(text):
+            purpose, _, body = text.partition("\n# --- ")[0].partition("\n")
+            blocks[head["name"]] = ScriptLine(body.strip("\n"), purpose.removeprefix("#: "))
+    return blocks

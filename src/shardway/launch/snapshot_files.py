@@ -600,10 +600,12 @@ def _git(folder: Path, *arguments: str) -> bytes:
         raise GitUnusable(str(error)) from None
     if done.returncode == 0:
         return done.stdout
-    said = done.stderr.decode("utf-8", "replace").strip()
-    if "not a git repository" in said or "must be run in a work tree" in said:
+    message = done.stderr.decode("utf-8", "replace").strip()
+    if "not a git repository" in message or "must be run in a work tree" in message:
         raise GitUnusable("")
-    raise GitUnusable(said.splitlines()[0].removeprefix("fatal: ") if said else f"git ended with {done.returncode}")
+    raise GitUnusable(
+        message.splitlines()[0].removeprefix("fatal: ") if message else f"git ended with {done.returncode}"
+    )
 
 
 def _words(folder: Path, *arguments: str) -> Sequence[str]:

@@ -8,10 +8,11 @@ Invariants:
 - `variables_for_libraries`: libraries read this rank's placement, whatever launched it; the variables are restored when
   the context ends.
 
+The variables of schedulers and of their own launchers are read by their classes (`Scheduler.read_seat`).
+
 Sources: names of the processes that MPICH's, Intel's and Open MPI's `mpiexec` leave above a rank, as seen there;
-srun(1) "Output environment variables", pbsdsh(1B), mpirun(1) of Open MPI, flux-environment(7), torchrun's "Environment
-variables", and the variables that MPICH's hydra, Intel MPI, MVAPICH2, HPE's PALS, IBM's JSM and DeepSpeed's launcher
-hand to their processes.
+mpirun(1) of Open MPI, flux-environment(7), torchrun's "Environment variables", and the variables that MPICH's hydra,
+Intel MPI, MVAPICH2, HPE's PALS, IBM's JSM and DeepSpeed's launcher hand to their processes.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ import os
 import re
 import socket
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from typing import Any
 
-from shardway.ranks.variables import (
+from shardway.plugins import make_installed, make_own
+from shardway.rank_variables import (
     AGENT_VARIABLE,
     Environ,
+    RankSeat,
+    SeatVariables,
+    check_seat,
     first_set,
     first_value,
-    parse_hostlist,
-    parse_tasks_per_node,
     read_int,
     read_optional_int,
     variables_error,
@@ -72,8 +75,8 @@ _LOOPBACK_NAMES = re.compile(r"localhost[46]?(\..*)?|.*\.localhost|ip6-(localhos
 def find_address(environ: Environ, launcher: str, *, one_node: bool, may_be_own: bool = False) -> str:
     """The host of rank 0, under a name that every rank can use.
 
-    MASTER_ADDR, else 127.0.0.1 where all ranks are on one node, else the first host of the Slurm step or job, else
-    the first of PBS_NODEFILE. Raises SiteError where none of these exists or it is not an address, and for a loopback
+    MASTER_ADDR, else 127.0.0.1 where all ranks are on one node, else the first host of the scheduler's step or job.
+    Raises SiteError where none of these exists or it is not an address, and for a loopback
     address with several nodes unless it `may_be_own`: the ranks of one node may meet there under another address than
     the other nodes use.
     """
@@ -85,14 +88,9 @@ def find_address(environ: Environ, launcher: str, *, one_node: bool, may_be_own:
         return address
     if one_node:
         return LOOPBACK
-    # With another launcher the Slurm step is that of its daemons, which may leave out the node it was called on.
-    steps = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if launcher == "srun" else ("SLURM_JOB_NODELIST",)
-    nodelist = first_set(environ, *steps)
-    if nodelist in environ:
-        return _first_of_several(environ, launcher, nodelist, _read_slurm_hosts(environ, launcher, nodelist))
-    if "PBS_NODEFILE" in environ:
-        hosts = read_nodefile(environ, launcher, _HAND_OVER)
-        return _first_of_several(environ, launcher, "PBS_NODEFILE", hosts)
+    for scheduler in _list_schedulers():
+        if found := scheduler.find_hosts(environ, launcher, _HAND_OVER):
+            return _first_of_several(environ, launcher, *found)
     allowed = "a host name or address, since the ranks are on several nodes"
     raise variables_error(environ, launcher, ("MASTER_ADDR",), allowed, _HAND_OVER)
 
@@ -174,27 +172,6 @@ def list_ports(launch: str) -> tuple[int, ...]:
     return tuple(FIRST_PORT + zlib.crc32(name.encode()) % PORTS for name in names)
 
 
-def read_nodefile(environ: Environ, launcher: str, remedy: str) -> list[str]:
-    """The lines of PBS_NODEFILE: a host for each task, in the order of the tasks."""
-    path = environ.get("PBS_NODEFILE", "")
-    try:
-        slots = Path(path).read_text(encoding="utf-8").split() if path else []
-    except OSError:
-        slots = []
-    if slots:
-        return slots
-    allowed = "a file that this host can read, with one host name a line"
-    raise variables_error(environ, launcher, ("PBS_NODEFILE",), allowed, remedy)
-
-
-def _read_slurm_hosts(environ: Environ, launcher: str, name: str) -> list[str]:
-    try:
-        return parse_hostlist(environ[name])
-    except ValueError:
-        allowed = 'a host list such as "n[01-03,7],login1"'
-        raise variables_error(environ, launcher, (name,), allowed, _HAND_OVER) from None
-
-
 def _read_port(environ: Environ, launcher: str) -> int:
     port = read_int(environ, launcher, "MASTER_PORT")
     if not 0 < port < 65536:
@@ -258,49 +235,27 @@ class Placement:
         return self.launcher in ("shardway", "torchrun", FT_LAUNCHER)
 
 
-@dataclass(frozen=True)
-class _Names:
-    """The variables in which one launcher gives a rank its place; None for numbers it does not give."""
-
-    rank: str
-    world: str
-    local_rank: str
-    local_world: str
-    node: str | None = None
-    nodes: str | None = None
-
-
-@dataclass(frozen=True)
-class _Seat:
-    """A place without the meeting point."""
-
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int
-    node: int | None = None
-    nodes: int | None = None
-
-
-_TORCHRUN = _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_TORCHRUN = SeatVariables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 # OMPI_COMM_WORLD_NODE_RANK numbers the ranks of one node over all jobs there; it is not the node's number.
-_MPIRUN = _Names(
+_MPIRUN = SeatVariables(
     "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
 )
-_HYDRA = _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-_PALS = _Names("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID")
-_MVAPICH = _Names(
+_HYDRA = SeatVariables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_PALS = SeatVariables("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID")
+_MVAPICH = SeatVariables(
     "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"
 )
-_JSRUN = _Names("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
+_JSRUN = SeatVariables(
+    "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"
+)
 
 
 def find_placement(environ: Environ) -> Placement:
     """This process's place, from the first launcher whose variables are there.
 
     Agents come first, since their ranks inherit the variables of the surrounding scheduler; MPI's launchers come
-    before srun, since they start their daemons with srun. A batch script, the shell of salloc and the job script
-    of PBS are not ranks, whatever variables they have: they get launcher "none", rank 0 of 1.
+    before those of schedulers, by which they start their daemons. A batch script and the shell of an allocation are
+    not ranks, whatever variables they have: they get launcher "none", rank 0 of 1.
 
     Raises SiteError where variables are missing, not numbers, contradictory, or give no way to meet.
     """
@@ -313,13 +268,19 @@ def find_placement(environ: Environ) -> Placement:
 
 
 def is_in_terminal(environ: Environ) -> bool:
-    """Whether this is the first task of `srun --pty` (srun(1)); its other tasks are shells that start nothing."""
-    return "SLURM_PTY_PORT" in environ and environ.get("SLURM_PROCID", "0") == "0"
+    """Whether a person's terminal is joined to this process, and not to the other ones of its launch."""
+    return any(scheduler.is_in_terminal(environ) for scheduler in make_own("schedulers"))
 
 
 def was_started_before(environ: Environ) -> bool:
     """Whether this is a restart of a launch or job, whose first start has answered the same questions."""
-    return any(environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    counts = [scheduler.restart_variable for scheduler in make_own("schedulers")]
+    return any(environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", *filter(None, counts)))
+
+
+def find_job(environ: Environ) -> str:
+    """The scheduler's id of the job around this process, or ""."""
+    return first_value(environ, *(each.job_variable for each in make_own("schedulers") if each.job_variable))
 
 
 def has_restarts_left(environ: Environ) -> bool:
@@ -359,16 +320,14 @@ def _read_mpirun(environ: Environ) -> Placement | None:
 
 
 def _read_pals(environ: Environ) -> Placement | None:
-    # Slurm's plug-in for Cray systems sets PALS_RANKID as well; there srun's variables are complete.
-    if _PALS.rank not in environ or _is_srun_task(environ):
+    if _PALS.rank not in environ or _is_by_scheduler(environ, _PALS.rank):
         return None
     return _place(environ, "mpiexec (PALS)", _read_seat(environ, "mpiexec (PALS)", _PALS), environ.get("PALS_APID", ""))
 
 
 def _read_hydra(environ: Environ) -> Placement | None:
-    # `srun --mpi=pmi2` sets PMI_RANK as well, but not hydra's local rank.
-    by_srun = _is_srun_task(environ) and _HYDRA.local_rank not in environ
-    if _HYDRA.rank not in environ or by_srun:
+    by_scheduler = _is_by_scheduler(environ, _HYDRA.rank) and _HYDRA.local_rank not in environ
+    if _HYDRA.rank not in environ or by_scheduler:
         return None
     if "MPI_APPNUM" in environ and _HYDRA.local_rank not in environ:  # mpiexec.gforker, for one machine only
         return _place(environ, "mpiexec.gforker", _read_seat_of_one_node(environ, "mpiexec.gforker", _HYDRA))
@@ -406,68 +365,37 @@ def _read_flux(environ: Environ) -> Placement | None:
     if not nodes or world % nodes:
         allowed = "as many tasks on each node (flux run -N NODES --tasks-per-node=TASKS)"
         raise variables_error(environ, "flux run", ("FLUX_JOB_SIZE", "FLUX_JOB_NNODES"), allowed)
-    names = _Names("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES")
-    seat = _Seat(rank, world, local_rank, world // nodes, 0 if nodes == 1 else None, nodes)
-    _check_seat(environ, "flux run", names, seat)
+    names = SeatVariables("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES")
+    seat = RankSeat(rank, world, local_rank, world // nodes, 0 if nodes == 1 else None, nodes)
+    check_seat(environ, "flux run", names, seat)
     return _place(environ, "flux run", seat, environ.get("FLUX_JOB_ID", ""))
 
 
-def _read_srun(environ: Environ) -> Placement | None:
-    if not _is_srun_task(environ):
-        return None
-    world = first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    names = _Names("SLURM_PROCID", world, "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID")
-    seat = _read_srun_seat(environ, names)
-    _check_seat(environ, "srun", names, seat)
-    step = f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
-    return _place(environ, "srun", seat, step)
+def _is_by_scheduler(environ: Environ, name: str) -> bool:
+    """Whether a launcher's variable was set by a scheduler's own launcher, whose other variables are complete."""
+    return any(name in each.also_sets and each.is_rank(environ) for each in make_own("schedulers"))
 
 
-def _is_srun_task(environ: Environ) -> bool:
-    """Whether srun started this process. A batch step has SLURM_PROCID=0 too, but no step id (22.05, 24.11) or
-    -5 (26.05); batch, interactive and extern steps are 0xfffffffb, -a and -c as unsigned numbers (slurm.h)."""
-    step = environ.get("SLURM_STEP_ID", "")
-    return "SLURM_PROCID" in environ and step.isdecimal() and int(step) < 0xFFFFFFF0
+def _read_own_schedulers(environ: Environ) -> Placement | None:
+    """The launchers of schedulers that Shardway knows."""
+    return _read_seats(environ, make_own("schedulers"))
 
 
-def _read_srun_seat(environ: Environ, names: _Names) -> _Seat:
-    rank, world, local_rank, node = (
-        read_int(environ, "srun", name) for name in (names.rank, names.world, names.local_rank, "SLURM_NODEID")
-    )
-    try:
-        tasks = parse_tasks_per_node(environ.get(names.local_world, ""))
-    except ValueError:
-        allowed = 'the tasks of each node, such as "2(x3),1"'
-        raise variables_error(environ, "srun", (names.local_world,), allowed) from None
-    if sum(tasks) != world or node >= len(tasks):
-        shown = (names.world, "SLURM_NODEID", names.local_world)
-        allowed = f"{sum(tasks)} tasks and a node less than {len(tasks)}, as {names.local_world} says"
-        raise variables_error(environ, "srun", shown, allowed)
-    return _Seat(rank, world, local_rank, tasks[node], node, len(tasks))
+def _read_other_schedulers(environ: Environ) -> Placement | None:
+    """Those of other packages, which are looked up where nothing else has placed this process."""
+    return _read_seats(environ, make_installed("schedulers"))
 
 
-def _read_pbs(environ: Environ) -> Placement | None:
-    """pbsdsh and pbs_tmrsh: one rank a line of PBS_NODEFILE. Torque numbers the lines (PBS_VNODENUM); OpenPBS
-    numbers the hosts (PBS_NODENUM), and its PBS_TASKNUM only counts up, so that it can place one rank a host."""
-    if environ.get("PBS_TASKNUM", "1") == "1":  # the job script itself
-        return None
-    name = first_set(environ, "PBS_VNODENUM", "PBS_NODENUM")
-    index, slots = read_int(environ, "pbsdsh", name), read_nodefile(environ, "pbsdsh", _SHARE_NODEFILE)
-    hosts = list(dict.fromkeys(slots))
-    if name == "PBS_NODENUM" and len(hosts) < len(slots):
-        raise variables_error(environ, "pbsdsh", (name, "PBS_NODEFILE"), _HOSTS_ONCE, _ONE_TASK_A_HOST)
-    if index >= len(slots):
-        allowed = f"{name} less than {len(slots)}, the lines of PBS_NODEFILE"
-        raise variables_error(environ, "pbsdsh", (name, "PBS_NODEFILE"), allowed)
-    host = slots[index]
-    local_rank, local_world = slots[:index].count(host), slots.count(host)
-    seat = _Seat(index, len(slots), local_rank, local_world, hosts.index(host), len(hosts))
-    return _place(environ, "pbsdsh", seat)
+def _read_seats(environ: Environ, schedulers: Iterable[Any]) -> Placement | None:
+    seats = (scheduler.read_seat(environ) for scheduler in schedulers)
+    seat: RankSeat | None = next((seat for seat in seats if seat is not None), None)
+    return None if seat is None else _place(environ, seat.launcher, seat, seat.launch)
 
 
-_HOSTS_ONCE = "each host once in PBS_NODEFILE, since PBS does not number the tasks of one host"
-_ONE_TASK_A_HOST = "ask for mpiprocs=1 and start torchrun on each host, or start the ranks with mpirun"
-_SHARE_NODEFILE = "copy it to a shared folder in the job script, then: pbsdsh -- env PBS_NODEFILE=COPY ..."
+def _list_schedulers() -> Iterator[Any]:
+    """Every scheduler, those of other packages only if the first ones do not answer."""
+    yield from make_own("schedulers")
+    yield from make_installed("schedulers")
 
 
 _OWN_ADDRESSES = (LOOPBACK, "localhost", "::1", "[::1]")
@@ -479,7 +407,7 @@ def _read_environment(environ: Environ) -> Placement | None:
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         return None
     one_node = environ.get("WORLD_SIZE") == "1" or environ.get("MASTER_ADDR", "") in _OWN_ADDRESSES
-    names = _Names(
+    names = SeatVariables(
         first_set(environ, "RANK", "LOCAL_RANK") if one_node else "RANK",
         "WORLD_SIZE",
         "LOCAL_RANK",
@@ -515,14 +443,14 @@ _READERS: dict[str, Callable[[Environ], Placement | None]] = {
     "flux run": _read_flux,
     "mpiexec (PALS)": _read_pals,
     "mpiexec (hydra)": _read_hydra,
-    "srun": _read_srun,
-    "pbsdsh": _read_pbs,
+    "own schedulers": _read_own_schedulers,
     "the environment": _read_environment,
+    "other schedulers": _read_other_schedulers,
     "others": _read_numbered_alone,
 }
 
 
-def _read_seat(environ: Environ, launcher: str, names: _Names) -> _Seat:
+def _read_seat(environ: Environ, launcher: str, names: SeatVariables) -> RankSeat:
     """The seat from a launcher that gives each number in its own variable."""
     rank, world, local_rank, local_world = (
         read_int(environ, launcher, name) for name in (names.rank, names.world, names.local_rank, names.local_world)
@@ -530,48 +458,39 @@ def _read_seat(environ: Environ, launcher: str, names: _Names) -> _Seat:
     node, nodes = (read_optional_int(environ, launcher, name) for name in (names.node, names.nodes))
     if local_world == world:
         node, nodes = 0, 1
-    seat = _Seat(rank, world, local_rank, local_world, node, nodes)
-    _check_seat(environ, launcher, names, seat)
+    seat = RankSeat(rank, world, local_rank, local_world, node, nodes)
+    check_seat(environ, launcher, names, seat)
     return seat
 
 
-def _read_seat_of_one_node(environ: Environ, launcher: str, names: _Names) -> _Seat:
+def _read_seat_of_one_node(environ: Environ, launcher: str, names: SeatVariables) -> RankSeat:
     """The seat where all ranks are on this node, and their local numbers may be left out."""
     rank, world = (read_int(environ, launcher, name) for name in (names.rank, names.world))
     local_rank = read_int(environ, launcher, names.local_rank) if names.local_rank in environ else rank
-    seat = _Seat(rank, world, local_rank, world, 0, 1)
-    _check_seat(environ, launcher, names, seat)
+    seat = RankSeat(rank, world, local_rank, world, 0, 1)
+    check_seat(environ, launcher, names, seat)
     return seat
-
-
-def _check_seat(environ: Environ, launcher: str, names: _Names, seat: _Seat) -> None:
-    """Raise where a number is out of range; the message names all variables of the comparison."""
-    if seat.rank >= seat.world:
-        allowed = f"{names.rank} less than {names.world}"
-        raise variables_error(environ, launcher, (names.rank, names.world), allowed)
-    if not seat.local_rank < seat.local_world <= seat.world:
-        allowed = f"{names.local_rank} less than {names.local_world}, and that at most {names.world}"
-        raise variables_error(environ, launcher, (names.local_rank, names.local_world, names.world), allowed)
-    if seat.node is not None and seat.nodes is not None and seat.node >= seat.nodes:
-        shown = (names.node or "", names.nodes or "")
-        raise variables_error(environ, launcher, shown, f"{names.node} less than {names.nodes}")
 
 
 def _check_agrees_with_environment(environ: Environ, placement: Placement) -> None:
     """Raise where RANK or WORLD_SIZE differ from a launcher's numbers: exported earlier, or expanded in the job script,
-    where `$SLURM_PROCID` is still 0, rather than in each task."""
-    launched = _read_srun(environ) if placement.launcher == "the environment" else placement
-    if launched is None or launched.has_agent:
+    where a variable of the launcher still says 0, rather than in each task."""
+    if placement.has_agent:
+        return
+    launched: Placement | None = placement
+    if placement.launcher == "the environment":
+        launched = _read_seats(environ, [each for each in make_own("schedulers") if each.numbers_ranks])
+    if launched is None:
         return
     if placement.launcher == "the environment" and launched.world != placement.world:
-        return  # another launcher within the task of srun
+        return  # another launcher within the task of that one
     for name, value in (("RANK", launched.rank), ("WORLD_SIZE", launched.world)):
         if name in environ and environ[name] != str(value):
             allowed = f"{name} not set, or {value} as {launched.launcher} says"
             raise variables_error(environ, launched.launcher, (name,), allowed, f"unset {name} in the job script")
 
 
-def _may_meet_itself(launcher: str, seat: _Seat) -> bool:
+def _may_meet_itself(launcher: str, seat: RankSeat) -> bool:
     """Whether a loopback address may be intended on a node: with several torchrun agents on one machine, or operators
     that give the first node "localhost" and the others its name."""
     if launcher in ("shardway", "torchrun", FT_LAUNCHER):
@@ -579,11 +498,13 @@ def _may_meet_itself(launcher: str, seat: _Seat) -> bool:
     return launcher == "the environment" and seat.rank == seat.local_rank
 
 
-def _place(environ: Environ, launcher: str, seat: _Seat, launch: str = "") -> Placement:
+def _place(environ: Environ, launcher: str, seat: RankSeat, launch: str = "") -> Placement:
     """The seat with its meeting point; `launch` identifies the launch more finely than the scheduler's job id."""
-    job = launch or first_value(environ, "PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID")
-    if not job and seat.local_world == seat.world > 1 and not environ.get("MASTER_PORT"):
-        job = find_launching_process()
+    job = ""
+    if not environ.get("MASTER_PORT"):
+        job = launch or find_job(environ) or environ.get("LSB_JOBID", "")
+        if not job and seat.local_world == seat.world > 1:
+            job = find_launching_process()
     return Placement(
         rank=seat.rank,
         world=seat.world,
@@ -597,7 +518,7 @@ def _place(environ: Environ, launcher: str, seat: _Seat, launch: str = "") -> Pl
         master_port=find_port(environ, launcher, seat.world, job),
         launcher=launcher,
         starts_again=launcher in ("torchrun", FT_LAUNCHER) and has_restarts_left(environ),
-        launch=job if seat.world > 1 and not environ.get("MASTER_PORT") else "",
+        launch=job if seat.world > 1 else "",
     )
 
 

@@ -39,12 +39,12 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from shardway.errors import LateStop, UserError
 from shardway.hardware.limits import count_oom_kills
 from shardway.inherited import list_unfit_for_ranks
+from shardway.rank_variables import AGENT_VARIABLE
 from shardway.ranks.failure import RankFailure, mark_oom
 from shardway.ranks.heartbeat import VARIABLE
 from shardway.ranks.launcher import LOOPBACK
 from shardway.ranks.stacks import choose_recording
 from shardway.ranks.stop import STOP_SIGNALS, list_free_signals
-from shardway.ranks.variables import AGENT_VARIABLE
 from shardway.rundir.file_io import is_seen
 from shardway.units import render_seconds
 

@@ -41,7 +41,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from shardway.errors import Bug, ShardwayError, legible
-from shardway.ranks.variables import AGENT_VARIABLE
+from shardway.rank_variables import AGENT_VARIABLE
 
 # --- stop signals
 

@@ -1,7 +1,7 @@
 """One attempt of a run: its folder, and the records of its submission, start and end.
 
     attempts/0001/
-      job.sh            the job script, as it was submitted
+      job.sh lib.sh     the job script, as it was submitted, and the functions that it reads
       order.json        the user's request, in the words of the command; run.toml, the run file of that request;
                         site.toml, the site's profile if it is the user's own
       submission.json   written at submission: scheduler, token, job id
@@ -140,6 +140,8 @@ class Attempt:
 
     job_script = PathBelow("job.sh")
     """The job script."""
+    job_library = PathBelow("lib.sh")
+    """The functions that the job script reads."""
     log_folder = PathBelow("log")
     """Output of the job and of its ranks."""
 

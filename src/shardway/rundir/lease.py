@@ -89,6 +89,15 @@ def is_gone(other: Identity, proc: Path = Path("/proc")) -> bool:
     return bool(started and other.started) and started != other.started
 
 
+def is_alive(other: Identity, proc: Path = Path("/proc")) -> bool | None:
+    """Whether a process still runs; None where that is not certain: it is elsewhere, or hidden (proc(5), hidepid)."""
+    if not other.started or not is_seen_here(other, proc):
+        return None
+    if is_gone(other, proc):
+        return False
+    return True if _read_stat(proc, other.pid)[1] == other.started else None
+
+
 def is_seen_here(other: Identity, proc: Path = Path("/proc")) -> bool:
     """Whether the pid of a process belongs to this process's own PID namespace."""
     known = (other.host, other.boot, other.namespace)

@@ -253,7 +253,7 @@ def _validate(table: Mapping[str, Any]) -> _ParsedProfile:
     except ValidationError as error:
         problems = list_problems(error)
         dropped = tuple({str(finding["loc"][0]) if finding["loc"] else "queues" for finding in error.errors()})
-    required = {"format": FORMAT, "name": "?", "title": "?", "scheduler": "slurm"}
+    required = {"format": FORMAT, "name": "?", "title": "?"}
     rest = {key: value for key, value in table.items() if key not in dropped}
     if "scheduler" in dropped:
         return _ParsedProfile(None, problems, dropped)

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from shardway.errors import Problem
 from shardway.hardware.catalogue import load_accelerators, load_links
+from shardway.plugins import make_installed, make_own, make_plugin
 from shardway.sites.evidence import list_stray_sources
 from shardway.sites.find import find_nearest
 from shardway.sites.schema import CPU, SiteProfile
@@ -134,8 +135,6 @@ def _describe_missing(location: Sequence[int | str]) -> str:
 
 # --- contradictions and impossible numbers
 
-_ACCELERATOR_REQUESTS = {"slurm": ("gres", "gpus-per-node", "none"), "pbs": ("ngpus", "none"), "local": ("none",)}
-
 _MOST = {"cores": 4096, "threads_per_core": 8, "accelerators_per_node": 64}
 _MEMORY = (2**26, 2**47)
 _WALLTIME = (30.0, 366 * 86400.0)
@@ -218,24 +217,23 @@ def _check_queues(profile: SiteProfile) -> Iterator[Problem]:
         if queue.max_nodes is not None and queue.max_nodes > _MOST_NODES:
             yield Problem(f"{where}.max_nodes", f"{queue.max_nodes} is more than any machine has")
         for key in ("partition", "qos"):
-            if getattr(queue, key) is not None and profile.scheduler != "slurm":
-                yield _only_with(f"{where}.{key}", "slurm", profile.scheduler)
+            if getattr(queue, key) is not None:
+                yield from _check_own(profile, f"queues.{key}", where=f"{where}.{key}")
 
 
 def _check_request(profile: SiteProfile) -> Iterator[Problem]:
-    asked, scheduler = profile.request.accelerators, profile.scheduler
-    allowed = _ACCELERATOR_REQUESTS[scheduler]
+    asked, allowed = profile.request.accelerators, _scheduler(profile).accelerator_requests
     if asked is not None and asked not in allowed:
         words = ", ".join(f'"{word}"' for word in allowed)
-        yield Problem("request.accelerators", f'"{asked}" is no request of {scheduler}', allowed=words)
-    if profile.request.constraint and scheduler != "slurm":
-        yield _only_with("request.constraint", "slurm", scheduler)
+        yield Problem("request.accelerators", f'"{asked}" is no request of {profile.scheduler}', allowed=words)
+    if profile.request.constraint:
+        yield from _check_own(profile, "request.constraint")
 
 
 def _check_start(profile: SiteProfile) -> Iterator[Problem]:
     ranks = profile.node.accelerators_per_node
-    if profile.launcher == "srun" and profile.scheduler != "slurm":
-        yield _only_with("launcher", "slurm", profile.scheduler, value="srun")
+    if profile.launcher is not None:
+        yield from _check_own(profile, "launcher", profile.launcher)
     masks = [int(mask, 16) for mask in profile.start.masks]
     if masks and ranks and len(masks) != ranks:
         what = f"{len(masks)} masks for {ranks} accelerators of a node"
@@ -246,10 +244,10 @@ def _check_start(profile: SiteProfile) -> Iterator[Problem]:
 
 
 def _check_containers(profile: SiteProfile) -> Iterator[Problem]:
-    if profile.container == "pyxis" and profile.scheduler != "slurm":
-        yield _only_with("container", "slurm", profile.scheduler, value="pyxis")
-    if profile.containers.by_scheduler and profile.scheduler != "pbs":
-        yield _only_with("containers.by_scheduler", "pbs", profile.scheduler)
+    if profile.container is not None:
+        yield from _check_own(profile, "container", profile.container)
+    if profile.containers.by_scheduler:
+        yield from _check_own(profile, "containers.by_scheduler")
 
 
 def _check_internet(profile: SiteProfile) -> Iterator[Problem]:
@@ -259,6 +257,19 @@ def _check_internet(profile: SiteProfile) -> Iterator[Problem]:
         yield Problem("internet.proxy", what, remedy="add proxy: http://HOST:PORT")
 
 
-def _only_with(where: str, wanted: str, scheduler: str, value: str = "") -> Problem:
-    what = f'"{value}" needs scheduler "{wanted}"' if value else f'is for scheduler "{wanted}" only'
-    return Problem(where, f'{what}, and here it is "{scheduler}"', remedy="remove it, or correct the scheduler")
+def _scheduler(profile: SiteProfile) -> Any:
+    """The site's scheduler (`launch.schedulers.base.Scheduler`)."""
+    return make_plugin("schedulers", profile.scheduler)
+
+
+def _check_own(profile: SiteProfile, key: str, value: str = "", where: str = "") -> Iterator[Problem]:
+    """A key, or a value of it, that means something to other schedulers alone (`Scheduler.own_keys`)."""
+    entry = f"{key}={value}" if value else key
+    if entry in _scheduler(profile).own_keys:
+        return
+    known = (*make_own("schedulers"), *make_installed("schedulers"))
+    owners = " or ".join(f'"{each.name}"' for each in known if entry in each.own_keys)
+    if owners:
+        what = f'"{value}" needs scheduler {owners}' if value else f"is for scheduler {owners} only"
+        remedy = "remove it, or correct the scheduler"
+        yield Problem(where or key, f'{what}, and here it is "{profile.scheduler}"', remedy=remedy)

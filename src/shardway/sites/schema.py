@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError, core_schema
 
 from shardway.hardware.catalogue import load_accelerators, load_links
+from shardway.plugins import is_registered, list_names
 from shardway.units import parse_bytes, parse_seconds, render_seconds
 
 _MOUNT = re.compile(r"[/~$][^:]*:/[^:]*(:ro)?")
@@ -29,9 +31,29 @@ FORMAT = 1
 CPU = "cpu"
 """The accelerator of a node that has none."""
 
-Scheduler = Literal["local", "slurm", "pbs"]
-Launcher = Literal["torchrun", "srun", "mpirun", "agent", "ft_launcher"]
-Container = Literal["none", "pyxis", "enroot", "apptainer", "podman", "charliecloud"]
+
+class _Registered:
+    """A text that is a registered name of a group of `shardway.plugins`; a JSON schema lists those of this machine."""
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(self._check, core_schema.str_schema())
+
+    def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: Any) -> dict[str, Any]:
+        return {"type": "string", "enum": list(list_names(self.group))}
+
+    def _check(self, value: Any) -> Any:
+        if isinstance(value, str) and is_registered(self.group, value):
+            return value
+        names = ", ".join(f"'{name}'" for name in list_names(self.group))
+        raise PydanticCustomError("literal_error", "Input should be one of {expected}", {"expected": names})
+
+
+SchedulerName = Annotated[str, _Registered("schedulers")]
+LauncherName = Annotated[str, _Registered("launchers")]
+ContainerName = Annotated[str, _Registered("containers")]
 
 
 def _parse_size(value: Any) -> Any:
@@ -186,7 +208,7 @@ class RequestRules(_Table):
 
     account: Literal["required", "optional"] | None = Field(None, description="whether a job names an account")
     account_command: Text | None = Field(None, description="command that lists a user's accounts and budgets")
-    accelerators: Literal["gres", "gpus-per-node", "ngpus", "none"] | None = Field(
+    accelerators: Text | None = Field(
         None, description="option that asks for accelerators (Slurm: gres, gpus-per-node; PBS: ngpus)"
     )
     accelerator_type: Text | None = Field(
@@ -285,11 +307,11 @@ class SiteProfile(_Table):
     title: Text = Field(description="name for people")
     extends: Text | None = Field(None, description="name or path of one other profile, whose facts hold here too")
     replaces: bool = Field(False, description="whether a profile of yours stands for a shipped one of the same name")
-    scheduler: Scheduler = Field(description="what starts jobs")
-    launcher: Launcher | None = Field(
+    scheduler: SchedulerName = Field(description="what starts jobs")
+    launcher: LauncherName | None = Field(
         None, description="what starts the ranks of a command of your own, and under PBS those of a training"
     )
-    container: Container | None = Field(None, description="container runtime of the nodes")
+    container: ContainerName | None = Field(None, description="container runtime of the nodes")
     node: Node = Field(Node(), description="one compute node")
     network: Network = Field(Network(), description="what joins the nodes")
     queues: tuple[Queue, ...] = Field((), description="queues or partitions; the first is the default")

@@ -1,8 +1,9 @@
 #!/bin/bash
 # Written by Shardway VERSION for test. To submit it by hand: make the folder of --output, sbatch THIS_FILE
+# Its functions are in lib.sh in the attempt's folder; `shardway submit ... --dry-run --lib` prints it
 # the run, its attempt, and what makes it unique
 #SBATCH --job-name=base.0001.a1b2c3
-# the account that is charged, and where the job waits
+# who is charged, and where the job waits
 #SBATCH --account=proj1
 #SBATCH --partition=gpu
 # nodes, and what is wanted of each
@@ -23,61 +24,35 @@
 #SBATCH --output=/scratch/alice/runs/base/attempts/0001/log/job.out
 
 # --- this run and this attempt
-# the run directory
+# the run directory, this attempt, and the one that it goes on from (0000: none)
 run=/scratch/alice/runs/base
-# this attempt, the one that it goes on from (0000: none), and the last
 attempt=0001
 after=0000
-last_attempt=1
-# what runs the job, what makes its name unique, its wall-time in seconds
-scheduler=slurm
-token=a1b2c3
-walltime=7200
-# whether the program obeys the stop file and says itself how it ended
-counts_steps=no
-# what starts the container of the ranks
-runtime=none
-# what it was asked by a signal, and how it ended
-asked="" status=0
-# names of this script that a person's shell may have had
-unset prints clocks loaded CDPATH
-here=$run/attempts/$attempt
+# the token makes its name unique; seconds
+last_attempt=1 scheduler=slurm token=a1b2c3 walltime=7200
+counts_steps=no  # whether the program obeys the stop file and says itself how it ended
+runtime=none  # what starts the container of the ranks
+here=$run/attempts/$attempt  # the folder of this attempt
 # what the ranks read and write
 export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
+[ -r "$here/lib.sh" ] || { echo "shardway: $here/lib.sh is missing, see line 3 of this script" >&2; exit 1; }
+. "$here/lib.sh"  # the functions that every job has
 
-# --- what this job does, in order; the functions are below
+# --- what this job does, in order
 main() {
   # --- begin
-  # what another launch has left, and would place the ranks elsewhere
-  drop_variables "${of_ranks[@]}"
-  # which job this is, its nodes, when its wall-time ends
-  begin
-  export SHARDWAY_JOB=$job
-  claim
-  note_start
-  check_stop
-  # ranks on no node fail nowhere
-  [ ${#nodes[@]} -gt 0 ] || fail 'the nodes of this job are not known: slurm named none'
-  # signals become the stop file
-  trap 'ask_to_stop deadline the wall-time is about to end' USR2
-  trap 'ask_to_stop signal came: SIGTERM, as schedulers send it before they kill' TERM
-  trap 'ask_to_stop signal came: SIGINT' INT
-  trap 'ask_to_stop signal came: SIGUSR1' USR1
-  trap 'ask_to_stop signal came: SIGHUP' HUP
+  begin_attempt  # which job this is; one job alone has an attempt
+  check_stop  # a person may have asked for a stop while it waited
+  check_nodes  # ranks on no node fail nowhere
+  heed_signals  # signals become the stop file
 
   # --- what the ranks find
   # Python and its packages
   . /project/venv/bin/activate || fail '. /project/venv/bin/activate failed, as the lines before say; see site.venv'
-  # threads of a rank
-  export OMP_NUM_THREADS=8
-  # what a rank prints is seen at once, and not lost with the rank
-  export PYTHONUNBUFFERED=1
-  # passwords and tokens stand in a file of your own alone
-  secrets="$HOME/.config/shardway/secrets.env"
-  read_secrets "$secrets"
-  # where the ranks meet: rules of this site for the name of a node on the network for computing
-  suffix='' resolve=no
-  meet
+  export OMP_NUM_THREADS=8  # threads of a rank
+  export PYTHONUNBUFFERED=1  # what a rank prints is seen at once, and not lost with the rank
+  read_secrets "$HOME/.config/shardway/secrets.env"  # passwords and tokens, of a file of yours
+  meet '' no  # where the ranks meet; the site's suffix of names on the network for computing
   # the code that was submitted
   cd /scratch/alice/runs/base/attempts/0001/code || fail 'there is no folder to run in'
 
@@ -87,10 +62,9 @@ main() {
     'export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; exec "$@"' rank \
     python3 train.py --lr 3e-4 &
   ranks=$!
-  wait_for "$ranks"
+  wait_for "$ranks"  # to their end, whatever signals come
 
   # --- end
-  # how this attempt ended, and what comes next
-  finish
+  finish  # how this attempt ended, and what comes next
 }
-
+main

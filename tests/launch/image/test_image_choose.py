@@ -6,7 +6,7 @@ from golden_files import Golden
 from shardway.errors import UserError
 from shardway.hardware.probe import LocalMachine
 from shardway.launch.hosts import parse_target
-from shardway.launch.image.make import ImageOptions, make_order
+from shardway.launch.image.make import ImageOptions, make_request
 from shardway.launch.image.request import ImageRequest, NetworkAccess, Recipe, Reference
 from shardway.sites.load import list_sites, load_site, parse_profile
 
@@ -17,12 +17,12 @@ MACHINE = LocalMachine("laptop", None, 8, 8, 16 * 2**30, (), "3.11", "Linux")
 def order_for(on: str, said: ImageOptions | None = None) -> ImageRequest:
     target = parse_target(on)
     profile = load_site(target.site, lambda: MACHINE)
-    return make_order(IMAGE, Recipe(), said or ImageOptions(), target, profile)
+    return make_request(IMAGE, Recipe(), said or ImageOptions(), target, profile)
 
 
 def order_with(profile: str, said: ImageOptions | None = None) -> ImageRequest:
     text = f'format = 1\nname = "x"\ntitle = "X"\nscheduler = "slurm"\n{profile}'
-    return make_order(IMAGE, Recipe(), said or ImageOptions(), parse_target("a@login:x"), parse_profile("x", text))
+    return make_request(IMAGE, Recipe(), said or ImageOptions(), parse_target("a@login:x"), parse_profile("x", text))
 
 
 def test_what_each_shipped_site_chooses(golden: Golden) -> None:
@@ -50,7 +50,7 @@ def test_a_proxy_counts_where_login_nodes_use_it() -> None:
 
 
 def test_without_a_site_nothing_is_known() -> None:
-    order = make_order(IMAGE, Recipe(), ImageOptions())
+    order = make_request(IMAGE, Recipe(), ImageOptions())
     assert (order.runtime, order.architecture, order.way, order.door) == ("", None, NetworkAccess(), "")
 
 
@@ -78,7 +78,7 @@ def test_files_come_in_by_the_transfer_node(on: str, door: str) -> None:
 )
 def test_what_cannot_be_is_explained(said: ImageOptions, what: str) -> None:
     with pytest.raises(UserError, match="To do: ") as error:
-        make_order(IMAGE, Recipe(), said)
+        make_request(IMAGE, Recipe(), said)
     assert what in str(error.value)
 
 

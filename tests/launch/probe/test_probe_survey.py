@@ -9,9 +9,11 @@ from transcripts_of_probes import SLURMS, TalkingHost, read, said
 
 from shardway.hardware.probe import Device, LocalMachine
 from shardway.launch.hosts.base import Done
-from shardway.launch.probe import site_survey, slurm
+from shardway.launch.probe import site_survey
 from shardway.launch.probe.findings import ProbedFact, ProbedFacts
 from shardway.launch.probe.site_survey import name_site, render_profile, survey
+from shardway.launch.schedulers import slurm_survey as slurm
+from shardway.launch.schedulers.slurm import Slurm
 from shardway.sites.evidence import describe_facts
 from shardway.sites.load import parse_profile
 from unsourced import list_unsourced
@@ -41,13 +43,13 @@ def slurm_host(folder: str, **more: str) -> TalkingHost:
     return TalkingHost(
         {
             site_survey.PROGRAMS: "/usr/bin/sinfo\n/usr/bin/qstat\n/usr/bin/singularity\n/usr/bin/podman\n",
-            slurm.SINFO: case("sinfo -h -o '%P|%a|%l|%D|%t|%N|%G|%c|%m|%f'"),
+            Slurm.survey_command: case("sinfo -h -o '%P|%a|%l|%D|%t|%N|%G|%c|%m|%f'"),
             ("id", "-un"): "alice\n",
             ("sacctmgr",): case(" ".join(slurm.accounts_command("alice"))),
             slurm.PARTITIONS: case("scontrol show partition"),
             slurm.CONFIG: case("scontrol show config"),
             ("scontrol", "show", "node", "n1"): case("scontrol show node n1"),
-            slurm.SRUN_HELP: more.get("srun_help", "Usage: srun\n"),
+            ("srun", "--help"): more.get("srun_help", "Usage: srun\n"),
             **ANYWHERE,
         }
     )
@@ -153,7 +155,7 @@ def test_commands_that_fail_cost_what_they_would_have_said() -> None:
     host = TalkingHost(
         {
             site_survey.PROGRAMS: "/usr/bin/sinfo\n",
-            slurm.SINFO: Done(("sinfo",), -1, "", "", timed_out=True),
+            Slurm.survey_command: Done(("sinfo",), -1, "", "", timed_out=True),
         }
     )
     found = survey(host, LOGIN)

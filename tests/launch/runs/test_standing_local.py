@@ -13,8 +13,8 @@ from shardway.launch.hosts.base import Done
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.runs.job_status import JobStatus, Ledger, LedgerEntry, read_ledger, read_standing, render_attempts
 from shardway.launch.runs.stop import Stopper
-from shardway.launch.schedulers import local
-from shardway.launch.schedulers.clients import find_client
+from shardway.launch.schedulers.base import find_scheduler
+from shardway.launch.schedulers.local import ThisMachine
 from shardway.rundir.attempts import Attempt, AttemptStart, Ending, Result, Submission
 from shardway.rundir.directory import RunDir
 
@@ -30,8 +30,8 @@ def begin(run: Path, number: int, before: str = "") -> Attempt:
     attempt = RunDir(run).attempt(number)
     attempt.make()
     attempt.job_script.write_text(SLEEPS.format(number=number, after=number - 1))
-    done = LocalHost().run(local.submit_command(str(attempt.job_script), str(attempt.job_log), before))
-    attempt.write_submission(Submission("local", "x", job=local.parse_job_id(done.out)))
+    done = LocalHost().run(ThisMachine().submit(str(attempt.job_script), str(attempt.job_log), before))
+    attempt.write_submission(Submission("local", "x", job=ThisMachine().read_job_id(done.out)))
     return attempt
 
 
@@ -129,7 +129,7 @@ def test_where_no_stop_file_can_be_made_ranks_get_a_signal(chain: Path) -> None:
     [("slurm", ("scancel", "--full", "--signal=USR1", "17")), ("pbs", ("qsig", "-s", "SIGUSR1", "17"))],
 )
 def test_a_scheduler_signals_every_rank(scheduler: str, words: tuple[str, ...]) -> None:
-    assert find_client(scheduler).warn(["17"]) == (words,)
+    assert find_scheduler(scheduler).warn(["17"]) == (words,)
 
 
 def test_jobs_are_killed_where_no_file_can_be_made(chain: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_scheduler_that_is_none_is_silent(tmp_path: Path) -> None:
     attempt.write_submission(Submission("slrum", "x", "17", asked={"nodes": "two", "walltime_s": []}))
     standing = stand(tmp_path)[0]
     assert (standing.word, standing.result) == ("unknown", None)
-    assert standing.silence == '"slrum" is no scheduler that Shardway knows; allowed: slurm, pbs, local.'
+    assert standing.silence == '"slrum" is no scheduler that Shardway knows; allowed: local, slurm, pbs.'
     with pytest.raises(SiteError, match="no scheduler that Shardway knows"):
         Stopper(LocalHost()).cancel(read(tmp_path))
 

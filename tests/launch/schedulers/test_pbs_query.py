@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardway.launch.hosts.base import Done
 from shardway.launch.schedulers.base import JobPhase, JobRecord, SchedulerEnding, SchedulerSilent
-from shardway.launch.schedulers.pbs import find_commands, parse_found, parse_records, query_commands
+from shardway.launch.schedulers.pbs import Pbs
 from transcripts import TRANSCRIPTS, find, read_json
 
 JSON_FILES = sorted(path.stem for path in (TRANSCRIPTS / "pbs").glob("*.json"))
@@ -29,7 +29,7 @@ def first_job(name: str) -> str:
 
 def record_of(name: str, job: str = "") -> JobRecord:
     job = job or first_job(name)
-    return parse_records([job], [answer_of(name)])[job]
+    return Pbs().parse_records([job], [answer_of(name)])[job]
 
 
 E = SchedulerEnding
@@ -151,7 +151,7 @@ def test_an_array_runs_while_a_task_runs() -> None:
 
 
 def test_one_job_is_asked_for_in_a_call_and_an_array_with_its_tasks() -> None:
-    asked = tuple(words[3:] for words in query_commands(["1.pbshead", "2[].pbshead"]))
+    asked = tuple(words[3:] for words in Pbs().query(["1.pbshead", "2[].pbshead"]))
     assert asked == (
         ("qstat", "-f", "-F", "json", "1.pbshead"),
         ("qstat", "-t", "-f", "-F", "json", "2[].pbshead"),
@@ -161,13 +161,13 @@ def test_one_job_is_asked_for_in_a_call_and_an_array_with_its_tasks() -> None:
 @pytest.mark.parametrize("command", ["qstat -f -F json 99999", "qstat -f -F json foo"])
 def test_an_unknown_job_is_an_answer(command: str) -> None:
     done = find("pbs/qstat-json-corner", command).done
-    assert parse_records(["99999"], [done])["99999"] == JobRecord("99999", JobPhase.UNKNOWN)
+    assert Pbs().parse_records(["99999"], [done])["99999"] == JobRecord("99999", JobPhase.UNKNOWN)
 
 
 def test_a_job_that_a_routing_queue_dropped_is_unknown() -> None:
     done = find("pbs/qsub-routed-over-limit", "qstat -x -f").done
     assert done.code == 153
-    assert parse_records(["79.pbshead"], [done])["79.pbshead"].phase is JobPhase.UNKNOWN
+    assert Pbs().parse_records(["79.pbshead"], [done])["79.pbshead"].phase is JobPhase.UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -184,9 +184,9 @@ def test_a_job_that_a_routing_queue_dropped_is_unknown() -> None:
 )
 def test_no_answer_is_not_taken_for_no_job(done: Done) -> None:
     with pytest.raises(SchedulerSilent, match="qstat"):
-        parse_records(["194.pbshead"], [done])
+        Pbs().parse_records(["194.pbshead"], [done])
     running = answer_of("state-R")
-    assert list(parse_records(["194.pbshead", "92.pbshead"], [done, running])) == ["92.pbshead"]
+    assert list(Pbs().parse_records(["194.pbshead", "92.pbshead"], [done, running])) == ["92.pbshead"]
 
 
 def test_the_json_of_a_server_that_is_down_is_valid_and_empty() -> None:
@@ -196,19 +196,19 @@ def test_the_json_of_a_server_that_is_down_is_valid_and_empty() -> None:
 
 
 def test_a_job_that_may_not_be_seen_is_unknown_with_a_note() -> None:
-    record = parse_records(["5.pbshead"], [answer_of("qstat-empty")])["5.pbshead"]
+    record = Pbs().parse_records(["5.pbshead"], [answer_of("qstat-empty")])["5.pbshead"]
     assert record.phase is JobPhase.UNKNOWN
     assert "another user" in record.note
 
 
 def test_jobs_are_found_by_name() -> None:
-    ((*_, command, option, name),) = find_commands("my-run.0001.k3f9")
+    ((*_, command, option, name),) = Pbs().find("my-run.0001.k3f9")
     assert (command, option, name) == ("qselect", "-N", "my-run.0001.k3f9")
-    assert parse_found([find("pbs/qselect", "qselect -N long").done]) == ("134.pbshead",)
-    assert parse_found([find("pbs/qselect", "qselect -N nosuch").done]) == ()
-    assert parse_found([Done((), 0, "12[].s\n9.s\n", "")]) == ("9.s", "12[].s")
+    assert Pbs().parse_found([find("pbs/qselect", "qselect -N long").done]) == ("134.pbshead",)
+    assert Pbs().parse_found([find("pbs/qselect", "qselect -N nosuch").done]) == ()
+    assert Pbs().parse_found([Done((), 0, "12[].s\n9.s\n", "")]) == ("9.s", "12[].s")
     with pytest.raises(SchedulerSilent, match="15010"):
-        parse_found([find("pbs/server-down", "qselect").done])
+        Pbs().parse_found([find("pbs/server-down", "qselect").done])
 
 
 def ask_fake(words: tuple[str, ...], folder: Path, text: str) -> tuple[Done, list[str]]:
@@ -226,26 +226,26 @@ NO_HISTORY = 'if [ "$1" = -x ]; then echo "{"; echo "PBS is not configured to ma
 def test_a_server_without_history_is_asked_for_what_it_knows(tmp_path: Path) -> None:
     (tmp_path / "answer").write_text(read_json("pbs/state-R.json"))
     job = first_job("state-R")
-    (query,), (search,) = query_commands([job]), find_commands("a.0001.b")
+    (query,), (search,) = Pbs().query([job]), Pbs().find("a.0001.b")
     done, calls = ask_fake(query, tmp_path, f"{NO_HISTORY}cat {tmp_path}/answer")
-    assert parse_records([job], [done])[job].phase is JobPhase.RUNNING
+    assert Pbs().parse_records([job], [done])[job].phase is JobPhase.RUNNING
     assert calls == [f"-x -f -F json {job}", f"-f -F json {job}"]
     done, _ = ask_fake(search, tmp_path, f"{NO_HISTORY}echo 7.pbshead")
-    assert parse_found([done]) == ("7.pbshead",)
+    assert Pbs().parse_found([done]) == ("7.pbshead",)
 
 
 @pytest.mark.parametrize("code", [0, 35, 153, 255])
 def test_any_other_answer_is_the_answer(code: int, tmp_path: Path) -> None:
     """A server that was away for a moment would else seem to have no finished job of that name."""
-    (search,) = find_commands("a.0001.b")
+    (search,) = Pbs().find("a.0001.b")
     done, calls = ask_fake(search, tmp_path, f"printf '7.pbshead\\n'; echo said >&2; exit {code}")
     assert (done.code, done.out, done.err, len(calls)) == (code, "7.pbshead\n", "said\n", 1)
 
 
 def test_a_silence_names_the_command_that_was_asked() -> None:
-    (words,) = query_commands(["1.s"])
+    (words,) = Pbs().query(["1.s"])
     with pytest.raises(SchedulerSilent, match=r"^qstat did not answer in time"):
-        parse_records(["1.s"], [Done(words, 0, "", "", timed_out=True)])
+        Pbs().parse_records(["1.s"], [Done(words, 0, "", "", timed_out=True)])
 
 
 # --- JSON that is none
@@ -264,7 +264,7 @@ def test_every_recorded_answer_is_read_alike_from_json_and_from_its_lines(name: 
         broken = as_no_json(text)
         with pytest.raises(ValueError):
             json.loads(broken)
-        whole, picked = (parse_records([job], [Done(("qstat",), 0, out, "")])[job] for out in (text, broken))
+        whole, picked = (Pbs().parse_records([job], [Done(("qstat",), 0, out, "")])[job] for out in (text, broken))
         assert whole == picked
         assert whole.phase is not JobPhase.UNKNOWN
 
@@ -272,7 +272,7 @@ def test_every_recorded_answer_is_read_alike_from_json_and_from_its_lines(name: 
 def test_an_answer_that_is_cut_off_keeps_what_it_said() -> None:
     text = read_json("pbs/state-F-limit-mem.json")
     cut = text[: text.index('"Submit_arguments"')]
-    record = parse_records(["1"], [Done(("qstat",), 0, cut, "")])["1"]
+    record = Pbs().parse_records(["1"], [Done(("qstat",), 0, cut, "")])["1"]
     assert record.ending is SchedulerEnding.OUT_OF_MEMORY
 
 
@@ -280,7 +280,7 @@ def test_an_answer_that_is_cut_off_keeps_what_it_said() -> None:
 @given(st.text(max_size=200), st.text(max_size=60), st.integers(-1, 255))
 def test_any_text_is_read_without_an_error(out: str, err: str, code: int) -> None:
     with contextlib.suppress(SchedulerSilent):
-        assert set(parse_records(["1.s"], [Done(("qstat",), code, out, err)])) == {"1.s"}
+        assert set(Pbs().parse_records(["1.s"], [Done(("qstat",), code, out, err)])) == {"1.s"}
 
 
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("F") | st.just([1])
@@ -301,5 +301,5 @@ KEYS = (
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES))
 def test_attributes_of_any_type_are_read_without_an_error(table: dict[str, object]) -> None:
     out = json.dumps({"pbs_version": "23", "Jobs": {"1.s": table}})
-    record = parse_records(["1.s"], [Done(("qstat",), 0, out, "")])["1.s"]
+    record = Pbs().parse_records(["1.s"], [Done(("qstat",), 0, out, "")])["1.s"]
     assert (record.ending is not None) == (record.phase is JobPhase.ENDED)

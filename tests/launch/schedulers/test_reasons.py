@@ -5,13 +5,12 @@ import json
 import pytest
 
 from shardway.launch.hosts.base import Done
-from shardway.launch.schedulers import pbs as pbs_query
-from shardway.launch.schedulers import slurm as slurm_query
 from shardway.launch.schedulers.base import Explanation, JobPhase, JobRecord, RequestedResources, SchedulerEnding
-from shardway.launch.schedulers.clients import Explainer
+from shardway.launch.schedulers.pbs import Pbs
+from shardway.launch.schedulers.slurm import Slurm
 from transcripts import TRANSCRIPTS, list_transcripts, read_json, read_transcript
 
-SLURM, PBS = Explainer("slurm"), Explainer("pbs")
+SLURM, PBS = Slurm(), Pbs()
 ASKED = RequestedResources(queue="booster", account="hai_x", qos="long", walltime_s=5400.0, nodes=3, accelerators=4)
 
 
@@ -120,7 +119,7 @@ def pbs_records() -> dict[str, JobRecord]:
     for path in sorted((TRANSCRIPTS / "pbs").glob("*.json")):
         text = read_json(f"pbs/{path.name}")
         for job in json.loads(text).get("Jobs", {}):
-            found[f"{path.stem} {job}"] = pbs_query.parse_records([job], [Done((), 0, text, "")])[job]
+            found[f"{path.stem} {job}"] = PBS.parse_records([job], [Done((), 0, text, "")])[job]
     return found
 
 
@@ -249,7 +248,7 @@ def test_every_ending_of_pbs_is_explained() -> None:
 )
 def test_an_ending_of_slurm_is_explained(state: str, exit_text: str, code: str, words: str) -> None:
     line = f"7|7|{state}|{exit_text}|1|2|3|n1|None|wrap\n"
-    record = slurm_query.parse_records(["7"], [Done((), 0, "", ""), Done((), 0, line, "")])["7"]
+    record = SLURM.parse_records(["7"], [Done((), 0, "", ""), Done((), 0, line, "")])["7"]
     explanation = SLURM.explain_ending(record, ASKED)
     assert explanation is not None
     assert explanation.code == code
@@ -258,7 +257,7 @@ def test_an_ending_of_slurm_is_explained(state: str, exit_text: str, code: str, 
 
 def test_a_step_that_ran_out_of_memory_is_told_of_a_job_that_completed() -> None:
     lines = "7|7|COMPLETED|0:0|1|2|3|n1|None|wrap\n7.0|7.0|OUT_OF_MEMORY|0:125|1|2|3|n1||python\n"
-    record = slurm_query.parse_records(["7"], [Done((), 0, "", ""), Done((), 0, lines, "")])["7"]
+    record = SLURM.parse_records(["7"], [Done((), 0, "", ""), Done((), 0, lines, "")])["7"]
     explanation = SLURM.explain_ending(record)
     assert explanation is not None
     assert explanation.code == "step_out_of_memory"

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from shardway.launch.hosts.base import Done
-from shardway.launch.schedulers.base import RequestedResources
-from shardway.launch.schedulers.clients import CLIENTS, load_rules
+from shardway.launch.schedulers.base import RequestedResources, Scheduler
+from shardway.launch.schedulers.pbs import Pbs
+from shardway.launch.schedulers.slurm import Slurm
 from transcripts import Recorded, find, list_transcripts, read_transcript
 
 ASKED = RequestedResources(
@@ -21,7 +22,7 @@ ASKED = RequestedResources(
     memory=2**39,
     script="job.sh",
 )
-SLURM, PBS = CLIENTS["slurm"], CLIENTS["pbs"]
+SLURM, PBS = Slurm(), Pbs()
 EXPLAIN = {"sbatch": SLURM.explain_refusal, "qsub": PBS.explain_refusal}
 
 
@@ -147,9 +148,9 @@ def test_what_was_not_asked_is_said_to_be_so() -> None:
     assert "account (none was named)" in SLURM.explain_refusal(done, RequestedResources()).sentence
 
 
-@pytest.mark.parametrize("table", ["slurm/refusals", "pbs/refusals"])
-def test_no_rule_is_written_twice(table: str) -> None:
-    patterns = [rule.when.pattern for rule in load_rules(table, "refusal")]
+@pytest.mark.parametrize("scheduler", [SLURM, PBS])
+def test_no_rule_is_written_twice(scheduler: Scheduler) -> None:
+    patterns = [rule.when.pattern for rule in scheduler.list_rules("refusal")]
     assert len(patterns) == len(set(patterns))
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardway.launch.hosts.base import Done
 from shardway.launch.schedulers.base import JobPhase, JobRecord, SchedulerEnding, SchedulerSilent
-from shardway.launch.schedulers.slurm import find_commands, parse_found, parse_records, query_commands
+from shardway.launch.schedulers.slurm import Slurm
 from transcripts import find, read_transcript
 
 SQUEUE = ("%i", "%A", "%T", "%S", "%e", "%N", "%r", "%j")
@@ -40,7 +40,7 @@ def sacct_of(case: str, nth: int = 0) -> Done:
 
 
 def record_of(case: str, job: str, nth: int = 0) -> JobRecord:
-    return parse_records([job], [squeue_of(case, nth), sacct_of(case, nth)])[job]
+    return Slurm().parse_records([job], [squeue_of(case, nth), sacct_of(case, nth)])[job]
 
 
 @pytest.mark.parametrize(
@@ -89,14 +89,14 @@ def test_a_preempted_job_waits_for_its_next_run() -> None:
         case = f"{version}/state-PREEMPTED"
         rows = squeue_of(case, -1)
         job = rows.out.split("|")[0]
-        record = parse_records([job], [rows, sacct_of(case)])[job]
+        record = Slurm().parse_records([job], [rows, sacct_of(case)])[job]
         assert (record.phase, record.reason, record.restarts) == (JobPhase.QUEUED, "BeginTime", 1)
         assert record.ending is None
 
 
 def test_the_last_run_of_a_requeued_job_counts() -> None:
     case = "slurm/state-requeued"
-    first, second = (parse_records(["73"], [squeue_of(case, nth), sacct_of(case)])["73"] for nth in (0, -1))
+    first, second = (Slurm().parse_records(["73"], [squeue_of(case, nth), sacct_of(case)])["73"] for nth in (0, -1))
     assert (first.phase, first.state, first.restarts) == (JobPhase.RUNNING, "COMPLETING", 1)
     assert (second.phase, second.ending, second.restarts) == (JobPhase.ENDED, SchedulerEnding.COMPLETED, 1)
 
@@ -109,7 +109,7 @@ def test_squeue_is_right_about_a_job_that_just_started() -> None:
 
 def test_a_held_job_is_queued_with_the_reason_in_slurms_words() -> None:
     for nth in (0, 1):
-        records = parse_records(["124"], [squeue_of("slurm/state-held-requeuehold", nth), NOTHING])
+        records = Slurm().parse_records(["124"], [squeue_of("slurm/state-held-requeuehold", nth), NOTHING])
         assert records["124"].phase is JobPhase.QUEUED
         assert records["124"].reason == "job requeued in held state"
 
@@ -124,8 +124,8 @@ def answers(nth: int) -> list[Done]:
 
 def test_many_jobs_are_read_from_one_pair_of_answers() -> None:
     jobs = ("19", "20", "21", "22", "23", "24", "25", "99999")
-    assert [done.words for done in answers(0)] == list(query_commands(jobs))
-    records = parse_records(jobs, answers(0))
+    assert [done.words for done in answers(0)] == list(Slurm().query(jobs))
+    records = Slurm().parse_records(jobs, answers(0))
     assert [records[job].phase for job in jobs] == [
         *[JobPhase.ENDED] * 4,
         *(JobPhase.RUNNING, JobPhase.QUEUED, JobPhase.RUNNING, JobPhase.UNKNOWN),
@@ -137,7 +137,7 @@ def test_many_jobs_are_read_from_one_pair_of_answers() -> None:
 
 
 def test_tasks_of_an_array_are_jobs_too() -> None:
-    records = parse_records(("22_0", "22_3", "25_0", "25_2", "30"), answers(0))
+    records = Slurm().parse_records(("22_0", "22_3", "25_0", "25_2", "30"), answers(0))
     assert records["22_0"].ending is SchedulerEnding.COMPLETED
     assert records["22_3"].exit_code == 3
     assert records["25_0"].phase is JobPhase.RUNNING
@@ -147,7 +147,7 @@ def test_tasks_of_an_array_are_jobs_too() -> None:
 
 def test_tasks_that_were_never_started_are_cancelled_in_one_line() -> None:
     squeue, sacct = answers(5)
-    records = parse_records(("25_0", "25_3", "25_4", "24"), [replace(squeue, out=""), sacct])
+    records = Slurm().parse_records(("25_0", "25_3", "25_4", "24"), [replace(squeue, out=""), sacct])
     assert [records[job].ending for job in ("25_0", "25_3", "24")] == [SchedulerEnding.CANCELLED] * 3
     assert records["25_3"].started is None
     assert records["25_4"].phase is JobPhase.UNKNOWN
@@ -155,22 +155,22 @@ def test_tasks_that_were_never_started_are_cancelled_in_one_line() -> None:
 
 def test_an_unknown_id_is_an_answer() -> None:
     assert answers(1)[0].code == 1
-    assert parse_records(["99999"], answers(1))["99999"] == JobRecord("99999", JobPhase.UNKNOWN)
+    assert Slurm().parse_records(["99999"], answers(1))["99999"] == JobRecord("99999", JobPhase.UNKNOWN)
 
 
 def test_a_word_that_is_no_id_is_not_asked_for_and_hides_no_other() -> None:
-    assert query_commands(["foo"]) == ()
-    assert parse_records(["foo"], [])["foo"].phase is JobPhase.UNKNOWN
-    assert "19" in query_commands(["foo", "19"])[0]
+    assert Slurm().query(["foo"]) == ()
+    assert Slurm().parse_records(["foo"], [])["foo"].phase is JobPhase.UNKNOWN
+    assert "19" in Slurm().query(["foo", "19"])[0]
 
 
 @pytest.mark.parametrize(("nth", "jobs"), [(2, ("1", "19")), (3, ()), (4, ())])
 def test_a_job_is_found_by_its_name_and_one_that_was_refused_is_none(nth: int, jobs: tuple[str, ...]) -> None:
-    assert parse_found(answers(nth)) == jobs
+    assert Slurm().parse_found(answers(nth)) == jobs
 
 
 def test_what_is_asked_for_a_name_is_what_was_recorded() -> None:
-    assert [done.words for done in answers(2)] == list(find_commands("my-run.0001.k3f9"))
+    assert [done.words for done in answers(2)] == list(Slurm().find("my-run.0001.k3f9"))
 
 
 # --- silence
@@ -188,37 +188,40 @@ def test_what_is_asked_for_a_name_is_what_was_recorded() -> None:
 def test_no_answer_is_not_taken_for_no_job(squeue: Done) -> None:
     for sacct in (NOTHING, NO_DATABASE, sacct_of("slurm/state-RUNNING")):
         with pytest.raises(SchedulerSilent, match="squeue"):
-            parse_records(["68"], [squeue, sacct])
+            Slurm().parse_records(["68"], [squeue, sacct])
         with pytest.raises(SchedulerSilent, match="squeue"):
-            parse_found([squeue, NOTHING])
+            Slurm().parse_found([squeue, NOTHING])
 
 
 def test_without_squeue_an_end_is_believed_only_where_it_is_final() -> None:
-    assert parse_records(["51"], [DOWN, sacct_of("slurm/state-COMPLETED")])["51"].ending is SchedulerEnding.COMPLETED
+    assert (
+        Slurm().parse_records(["51"], [DOWN, sacct_of("slurm/state-COMPLETED")])["51"].ending
+        is SchedulerEnding.COMPLETED
+    )
     with pytest.raises(SchedulerSilent):
-        parse_records(["76"], [DOWN, sacct_of("slurm/state-NODE_FAIL")])  # Slurm queues it again
+        Slurm().parse_records(["76"], [DOWN, sacct_of("slurm/state-NODE_FAIL")])  # Slurm queues it again
 
 
 def test_without_the_database_squeue_tells_what_it_remembers_and_nobody_the_rest() -> None:
     squeue = answers(0)[0]
-    records = parse_records(["19", "20", "23", "99999"], [squeue, NO_DATABASE])
+    records = Slurm().parse_records(["19", "20", "23", "99999"], [squeue, NO_DATABASE])
     assert records["19"].ending is SchedulerEnding.COMPLETED
     assert (records["20"].ending, records["20"].exit_code) == (SchedulerEnding.FAILED, None)
     assert "99999" not in records
     with pytest.raises(SchedulerSilent, match="sacct"):
-        parse_found([answers(4)[0], NO_DATABASE])
+        Slurm().parse_found([answers(4)[0], NO_DATABASE])
 
 
 def test_a_site_without_accounting_has_answered() -> None:
     disabled = Done(("sacct",), 1, "", "Slurm accounting storage is disabled\n")
-    assert parse_records(["99999"], [answers(1)[0], disabled])["99999"].phase is JobPhase.UNKNOWN
+    assert Slurm().parse_records(["99999"], [answers(1)[0], disabled])["99999"].phase is JobPhase.UNKNOWN
 
 
 def test_an_end_that_sacct_does_not_know_yet_is_waited_for() -> None:
     squeue, sacct = answers(0)
     lagging = replace(sacct, out="19|19|RUNNING|0:0|1795350994|1795350995|Unknown|n1|None|allocation\n")
-    assert parse_records(["19"], [squeue, lagging])["19"].phase is JobPhase.RUNNING
-    assert parse_records(["19"], [squeue, sacct])["19"].phase is JobPhase.ENDED
+    assert Slurm().parse_records(["19"], [squeue, lagging])["19"].phase is JobPhase.RUNNING
+    assert Slurm().parse_records(["19"], [squeue, sacct])["19"].phase is JobPhase.ENDED
 
 
 @settings(max_examples=20)
@@ -226,7 +229,7 @@ def test_an_end_that_sacct_does_not_know_yet_is_waited_for() -> None:
 def test_any_text_is_read_without_an_error(out: str, booked: str, code: int, late: bool) -> None:
     done = [Done(("squeue",), code, out, out, late), Done(("sacct",), 0, booked, "")]
     try:
-        assert set(parse_records(["1", "2_3"], done)) <= {"1", "2_3"}
+        assert set(Slurm().parse_records(["1", "2_3"], done)) <= {"1", "2_3"}
     except SchedulerSilent:
         assert late or code
 
@@ -235,5 +238,5 @@ def test_any_text_is_read_without_an_error(out: str, booked: str, code: int, lat
 @given(st.lists(st.sampled_from(["19", "CANCELLED by 0", "[1-3%1]", "25_[", "]", ".batch", "-", "%"]), max_size=20))
 def test_damaged_lines_are_left_out(parts: list[str]) -> None:
     line = "|".join([*parts, *[""] * 10])
-    records = parse_records(["19"], [NOTHING, Done((), 0, line + "\n" + answers(0)[1].out, "")])
+    records = Slurm().parse_records(["19"], [NOTHING, Done((), 0, line + "\n" + answers(0)[1].out, "")])
     assert records["19"].phase in (JobPhase.ENDED, JobPhase.RUNNING)

@@ -13,6 +13,8 @@ from shardway.hardware.command import CommandResult
 from shardway.hardware.limits import TaskLimit
 from shardway.hardware.links import Interface, Port
 from shardway.hardware.mounts import MountedFileSystem
+from shardway.launch.schedulers.pbs import Pbs
+from shardway.launch.schedulers.slurm import Slurm
 from shardway.ranks.doctor import cluster, node
 from shardway.ranks.doctor.surroundings import MachineNeeds
 from shardway.ranks.network import look_up
@@ -294,15 +296,15 @@ def test_containers(tmp_path: Path) -> None:
 
 
 def test_the_scheduler_and_the_account() -> None:
-    check(cluster.judge_scheduler("slurm", CommandResult(0, "gpu\n")), "ok")
+    check(cluster.judge_scheduler(Slurm(), CommandResult(0, "gpu\n")), "ok")
     check(
-        cluster.judge_scheduler("slurm", CommandResult(1, "", "Unable to contact slurm controller")), "fail", "Unable"
+        cluster.judge_scheduler(Slurm(), CommandResult(1, "", "Unable to contact slurm controller")), "fail", "Unable"
     )
-    check(cluster.judge_scheduler("pbs", CommandResult(-9, hung=True)), "fail", "qstat -Q", "did not answer")
-    check(cluster.judge_account("Proj1", CommandResult(0, "proj1\nproj2\nproj1\n")), "ok")
-    check(cluster.judge_account("proj3", CommandResult(0, "proj1\nproj2\n")), "fail", "proj1, proj2")
-    check(cluster.judge_account("proj3", CommandResult(0, "")), "n/a")
-    check(cluster.judge_account("proj3", CommandResult(127, err="No such file")), "n/a", "No such file")
+    check(cluster.judge_scheduler(Pbs(), CommandResult(-9, hung=True)), "fail", "qstat -Q", "did not answer")
+    check(cluster.judge_account("Proj1", Slurm(), CommandResult(0, "proj1\nproj2\nproj1\n")), "ok")
+    check(cluster.judge_account("proj3", Slurm(), CommandResult(0, "proj1\nproj2\n")), "fail", "proj1, proj2")
+    check(cluster.judge_account("proj3", Slurm(), CommandResult(0, "")), "n/a")
+    check(cluster.judge_account("proj3", Slurm(), CommandResult(127, err="No such file")), "n/a", "No such file")
     needed = make_site(request={"account": "required", "account_command": "jutil user projects"})
     check(cluster.check_account(make(needed)), "warn", "jutil user projects")
     check(cluster.check_account(make()), "n/a")

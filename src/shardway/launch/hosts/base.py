@@ -76,7 +76,7 @@ class Host(Protocol):
         ...
 
     def read_options(self) -> dict[str, str]:
-        """Variables that hold options for sbatch (`inherited.list_options`), which no command of this host gets."""
+        """Variables with options for a scheduler (`inherited.list_options`), which no command of this host gets."""
         ...
 
     def expand(self, path: str) -> PurePosixPath:

@@ -99,7 +99,7 @@ class LocalHost:
             _let_go(process)
 
     def read_options(self) -> dict[str, str]:
-        """Variables of this process that hold options for sbatch."""
+        """Variables of this process that hold options for a scheduler."""
         return list_options(os.environ)
 
     def read_files(self, paths: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:

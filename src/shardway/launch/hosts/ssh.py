@@ -29,7 +29,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from shardway.errors import UserError
-from shardway.inherited import OPTIONS, list_patterns
+from shardway.inherited import list_option_patterns, list_patterns
 from shardway.launch.hosts.base import Done, HostUnreachable, fill_in, list_variables
 from shardway.launch.hosts.local import refuse_to_write
 from shardway.launch.hosts.ssh_connection import Connection, ConnectionContext
@@ -90,10 +90,10 @@ class Exchange:
         """The script; after it, only its commands read the input."""
         limit = math.ceil(self.limit_s)
         lines = [f"{command.text}\nends {number}" for number, command in enumerate(self.commands, 1)]
-        drop = read_block("inherited", "drop_variables").text
+        drop = read_block("lib", "drop_variables").text
         words = " ".join(quote_shell(pattern) for ranks in (True, False) for pattern in list_patterns(of_ranks=ranks))
         prologue = _PROLOGUE.format(
-            mark=self.mark, limit_s=limit, options="|".join(OPTIONS), functions=drop, patterns=words
+            mark=self.mark, limit_s=limit, options="|".join(list_option_patterns()), functions=drop, patterns=words
         )
         return "\n".join([prologue + "{", *lines, "exit 0", "}", ""]).encode("utf-8", "surrogateescape")
 
@@ -148,7 +148,7 @@ def run_command(words: Sequence[str], stdin: str = "") -> Command:
 
 
 def options_command() -> Command:
-    """The options for sbatch in the host's environment: NAME=VALUE, one per line."""
+    """The options for the scheduler's commands in the host's environment: NAME=VALUE, one per line."""
     return Command(("left_out",), 'printf %s "$left_out"')
 
 
@@ -266,7 +266,7 @@ class SshHost:
         return [fill_in(path, values, values.get("HOME", "/"), self.name) for path in paths]
 
     def read_options(self) -> dict[str, str]:
-        """Variables on the host that hold options for sbatch; no command gets them. Raises HostUnreachable."""
+        """Variables on the host that hold options for a scheduler; no command gets them. Raises HostUnreachable."""
         [done] = self._run([options_command()], _ANSWER_S)
         return dict(line.split("=", 1) for line in done.out.splitlines() if "=" in line)
 

@@ -50,12 +50,12 @@ _DF = re.compile(r"\s(?P<kind>\S+)\s+\d+\s+\d+\s+(?P<free>\d+)\s+\d+%\s")
 _KIB = 1024
 
 
-def find_runtime(order: ImageRequest, host: Host) -> ImageRequest:
+def find_runtime(request: ImageRequest, host: Host) -> ImageRequest:
     """The request with the first runtime that the machine has. Raises UserError if it has none."""
     found = host.run_many([_has_command(command or name) for name, command in RUNTIMES])
     for (name, command), done in zip(RUNTIMES, found, strict=True):
         if done.ok:
-            return replace(order, runtime=name, command=command)
+            return replace(request, runtime=name, command=command)
     raise UserError(
         f"{host.name or 'this machine'} has neither enroot nor apptainer, so it cannot make an image.\n"
         "  To do: run this where one of them is (often compute nodes alone have it), or see with\n"
@@ -63,23 +63,23 @@ def find_runtime(order: ImageRequest, host: Host) -> ImageRequest:
     )
 
 
-def survey_host(order: ImageRequest, host: Host) -> Ground:
+def survey_host(request: ImageRequest, host: Host) -> Ground:
     """Survey the machine. Raises UserError for a path that cannot be expanded, HostUnreachable."""
-    tool = TOOLS[order.runtime]
-    target = host.expand(order.target or default_name(order))
-    base = host.expand(order.source.path) if isinstance(order.source, ImageFile) else None
+    tool = TOOLS[request.runtime]
+    target = host.expand(request.target or default_name(request))
+    base = host.expand(request.source.path) if isinstance(request.source, ImageFile) else None
     asked = [
         ["uname", "-m"],
         ["id", "-u"],
-        _has_command(order.command or order.runtime),
-        ["printenv", tool.cache_variable(order)],
+        _has_command(request.command or request.runtime),
+        ["printenv", tool.cache_variable(request)],
         ["printenv", "TMPDIR"],
         ["test", "-e", str(target)],
         ["stat", "-L", "-c", "%s", str(base or "/")],
     ]
     machine, user, command, cache, tmpdir, exists, size = host.run_many(asked)
     usual = (_text(tmpdir) if _text(tmpdir).startswith("/") else "/tmp", str(target.parent))
-    wanted = [host.expand(order.scratch)] if order.scratch else [PurePosixPath(path) for path in usual]
+    wanted = [host.expand(request.scratch)] if request.scratch else [PurePosixPath(path) for path in usual]
     places = _measure(host, [target.parent, *wanted])
     return Ground(
         target=target,
@@ -144,8 +144,12 @@ class ImageOptions:
     scratch: str = ""
 
 
-def make_order(
-    source: Source, recipe: Recipe, said: ImageOptions, target: Target | None = None, profile: SiteProfile | None = None
+def make_request(
+    source: Source,
+    recipe: Recipe,
+    options: ImageOptions,
+    target: Target | None = None,
+    profile: SiteProfile | None = None,
 ) -> ImageRequest:
     """The request; `runtime` is empty if neither the user nor the profile names one.
 
@@ -153,31 +157,31 @@ def make_order(
     images of this kind.
     """
     rules = profile.internet if profile else Internet()
-    runtime = _choose_runtime(said.runtime, profile)
+    runtime = _choose_runtime(options.runtime, profile)
     usual = profile is not None and _MAKERS.get(profile.container or "") == runtime == profile.container
     return ImageRequest(
         source=source,
         runtime=runtime,
         recipe=recipe,
-        target=said.target,
-        scratch=said.scratch,
-        architecture=_parse_architecture(said.architecture) or (profile.node.architecture if profile else None),
+        target=options.target,
+        scratch=options.scratch,
+        architecture=_parse_architecture(options.architecture) or (profile.node.architecture if profile else None),
         command=(profile.containers.command or "") if profile and usual else "",
-        way=_choose_way(said.proxy, rules),
+        way=_choose_way(options.proxy, rules),
         site=profile.name if profile else "",
         door=_find_door(target, profile),
     )
 
 
-def _choose_runtime(said: str, profile: SiteProfile | None) -> str:
-    if said and said not in TOOLS:
+def _choose_runtime(named: str, profile: SiteProfile | None) -> str:
+    if named and named not in TOOLS:
         raise UserError(
-            f"--runtime {said}: images are made by others.\n  Allowed: {', '.join(TOOLS)}.\n"
-            f"  To do: {_INSTEAD.get(said, 'choose one of these')}."
+            f"--runtime {named}: images are made by others.\n  Allowed: {', '.join(TOOLS)}.\n"
+            f"  To do: {_INSTEAD.get(named, 'choose one of these')}."
         )
     container = (profile.container if profile else None) or ""
-    if said or container in ("", "none"):
-        return said
+    if named or container in ("", "none"):
+        return named
     if container not in _MAKERS and profile:
         raise UserError(
             f"{profile.name} starts containers with {container}, for which Shardway makes no images.\n"
@@ -295,18 +299,18 @@ _KNOWN: tuple[tuple[str, ImageFailure], ...] = (
 )
 
 
-def parse_failure(lines: Sequence[str], order: ImageRequest) -> ImageFailure:
+def parse_failure(lines: Sequence[str], request: ImageRequest) -> ImageFailure:
     """The first known reason, searched from the last line up; if none is known, the exit code."""
     for line in reversed(lines):
         for pattern, failure in _KNOWN:
             if re.search(pattern, line):
-                return failure if failure.remedy else ImageFailure(failure.sentence, _credentials(order))
+                return failure if failure.remedy else ImageFailure(failure.sentence, _credentials(request))
     return ImageFailure("a command failed", "see its last lines above; --dry-run prints all that ran")
 
 
-def _credentials(order: ImageRequest) -> str:
-    registry = order.source.registry if isinstance(order.source, Reference) else ""
-    return describe_credentials(registry, order.runtime).removesuffix(".")
+def _credentials(request: ImageRequest) -> str:
+    registry = request.source.registry if isinstance(request.source, Reference) else ""
+    return describe_credentials(registry, request.runtime).removesuffix(".")
 
 
 # --- run the script
@@ -329,7 +333,7 @@ class Made:
     bytes: int = 0
 
 
-def make_image(host: Host, order: ImageRequest, making: Making, limit_s: float, tell: Tell) -> Made:
+def make_image(host: Host, request: ImageRequest, making: Making, limit_s: float, tell: Tell) -> Made:
     """Make the image, and pass each line of output to `tell`.
 
     Raises UserError if it cannot be made there, SiteError if a command failed or the time limit (seconds) was reached,
@@ -351,7 +355,7 @@ def make_image(host: Host, order: ImageRequest, making: Making, limit_s: float, 
         if code is None:
             _clean(host, making)
     if code != 0:
-        raise SiteError(_describe_failure(order, making, code, list(lines), limit_s))
+        raise SiteError(_describe_failure(request, making, code, list(lines), limit_s))
     size = host.run(["stat", "-c", "%s", str(making.target)]).out.strip()
     return Made(making.target, int(size) if size.isdecimal() else 0)
 
@@ -377,7 +381,7 @@ def _clean(host: Host, making: Making) -> None:
         raise HostUnreachable(f"{error}\n  Half-made files may be left there: {work} and {part}.") from None
 
 
-def _describe_failure(order: ImageRequest, making: Making, code: int | None, lines: list[str], limit_s: float) -> str:
+def _describe_failure(request: ImageRequest, making: Making, code: int | None, lines: list[str], limit_s: float) -> str:
     printed = [line for line in lines if line.strip()][-_SHOWN_LINES:]
     shown = "".join(f"\n    {line}" for line in printed) or "\n    It printed nothing."
     if code == _TIMED_OUT:
@@ -388,7 +392,7 @@ def _describe_failure(order: ImageRequest, making: Making, code: int | None, lin
             "check that bash and timeout are there, and run what --dry-run prints",
         )
     else:
-        failure = parse_failure(lines, order)
+        failure = parse_failure(lines, request)
         what, remedy = failure.sentence, failure.remedy
     ended = f" (exit code {code})" if code not in (None, _TIMED_OUT) else ""
     return f"{making.target} was not made{ended}: {what}. Nothing half-made is left.{shown}\n  To do: {remedy}."

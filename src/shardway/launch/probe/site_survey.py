@@ -23,8 +23,8 @@ from shardway.errors import render_reason
 from shardway.hardware.catalogue import find_accelerator
 from shardway.hardware.probe import Device, LocalMachine
 from shardway.launch.hosts.base import Host
-from shardway.launch.probe import pbs, slurm
 from shardway.launch.probe.findings import ProbedFact, ProbedFacts, collect
+from shardway.plugins import make_installed, make_own, make_plugin
 from shardway.runfile.write import render_value
 from shardway.sites.schema import CPU, FORMAT, SiteProfile
 from shardway.units import render_bytes, render_seconds
@@ -43,7 +43,9 @@ _UNREACHABLE = {"5", "6", "7", "28", "56"}
 
 _PROXY = re.compile(r"https?://[^\s/@:]+:\d{1,5}/?")
 
-PROGRAMS = ("sh", "-c", 'for c; do command -v "$c"; done; true', "sh", "sinfo", "qstat", *_RUNTIMES)
+PROGRAMS = ("sh", "-c", 'for c; do command -v "$c"; done; true', "sh")
+"""What shows which of the programs that follow are installed."""
+
 MODULES = ("bash", "-lc", "type module >/dev/null 2>&1 && echo yes; true")
 FOLDERS = (
     *("bash", "-lc", 'for v; do [ -n "${!v-}" ] && echo "$v"; done; true', "bash"),
@@ -62,10 +64,11 @@ def parse_programs(text: str) -> frozenset[str]:
     return frozenset(PurePosixPath(line.strip()).name for line in text.splitlines() if line.strip())
 
 
-def describe_containers(programs: frozenset[str], srun_help: str) -> ProbedFacts:
-    """The container runtime: Pyxis if srun has its options, else the first that is found."""
-    if "--container-image" in srun_help:
-        return collect([(("container",), "pyxis", "srun --help")])
+def describe_containers(programs: frozenset[str], part: tuple[str, str]) -> ProbedFacts:
+    """The container runtime: the one that is a part of the scheduler, with the command that shows it, else the first
+    that is found."""
+    if part[0]:
+        return collect([(("container",), *part)])
     found = [program for program in _RUNTIMES if program in programs]
     if not found:
         return ProbedFacts()
@@ -171,7 +174,7 @@ def _accelerator_keys(machine: LocalMachine) -> set[str | None]:
 # --- the survey
 
 _PATIENCE_S = 15.0
-"""Seconds for one command: a Slurm client without a configuration tries for a minute."""
+"""Seconds for one command: a client without a configuration may try for a minute."""
 
 
 @dataclass
@@ -207,15 +210,15 @@ def survey(host: Host, machine: LocalMachine | None = None) -> ProbedFacts:
     The first finding is always the scheduler. Raises HostUnreachable.
     """
     asker = _Asker(host)
-    programs = parse_programs(asker.ask(PROGRAMS))
-    found = _ask_scheduler(asker, programs)
-    is_node = found.get("scheduler") == "local"
+    wanted = (*(scheduler.survey_command[0] for scheduler in _list_schedulers()), *_RUNTIMES)
+    programs = parse_programs(asker.ask((*PROGRAMS, *wanted)))
+    scheduler, found = _ask_scheduler(asker, programs)
+    is_node = scheduler.this_machine
     if machine is not None and is_node:
         found += describe_machine(machine)
     elif machine is not None and machine.accelerators:
         found += describe_part(machine, found.get("node", "accelerators_per_node"))
-    srun_help = asker.ask(slurm.SRUN_HELP, quiet=True) if found.get("scheduler") == "slurm" else ""
-    found += describe_containers(programs, srun_help)
+    found += describe_containers(programs, scheduler.survey_container(asker.ask))
     found += describe_modules(asker.ask(MODULES, quiet=True))
     found += describe_disks(asker.ask(DISKS, quiet=True), is_node)
     found += parse_internet(asker.ask(INTERNET, quiet=True), is_node)
@@ -223,55 +226,44 @@ def survey(host: Host, machine: LocalMachine | None = None) -> ProbedFacts:
 
 
 def name_site(host: Host) -> str:
-    """The site's own name: Slurm's cluster, else the host's name; empty if neither is known."""
-    cluster = slurm.parse_config(host.run(slurm.CONFIG, timeout_s=_PATIENCE_S).out).get("ClusterName", "")
-    return cluster or host.run(("hostname", "-s"), timeout_s=_PATIENCE_S).out.strip()
+    """The site's own name: the one that a scheduler has for it, else the host's; empty if neither is known."""
+    names = (scheduler.read_site_name(_Asker(host).ask) for scheduler in _list_schedulers())
+    return next(filter(None, names), "") or host.run(("hostname", "-s"), timeout_s=_PATIENCE_S).out.strip()
 
 
-def _ask_scheduler(asker: _Asker, programs: frozenset[str]) -> ProbedFacts:
-    """Slurm if it is installed (it may bring its own qstat), else PBS, else none; if both are, the one that answers."""
-    both = {"sinfo", "qstat"} <= programs
-    if both and not asker.answers(slurm.SINFO) and asker.answers(pbs.SERVER):
-        note = "sinfo is installed here and does not answer; PBS does."
-        return collect([(("scheduler",), "pbs", "qstat -Bf")]) + _ask_pbs(asker) + ProbedFacts((), (note,))
-    if "sinfo" in programs:
-        return collect([(("scheduler",), "slurm", "command -v sinfo")]) + _ask_slurm(asker)
-    if "qstat" in programs:
-        return collect([(("scheduler",), "pbs", "command -v qstat")]) + _ask_pbs(asker)
-    return collect([(("scheduler",), "local", "command -v sinfo qstat")])
+def _list_schedulers() -> list[Any]:
+    """The schedulers that can be found by a command."""
+    known = (*make_own("schedulers"), *make_installed("schedulers"))
+    return [scheduler for scheduler in known if scheduler.survey_command]
 
 
-def _ask_slurm(asker: _Asker) -> ProbedFacts:
-    kinds = slurm.parse_sinfo(asker.ask(slurm.SINFO))
-    if not kinds:
-        return ProbedFacts((), ("sinfo names no nodes: nothing is known of nodes and partitions.",))
-    user = asker.ask(("id", "-un")).strip()
-    accounts = slurm.parse_accounts(asker.ask(slurm.accounts_command(user), quiet=True))
-    partitions = slurm.parse_partitions(asker.ask(slurm.PARTITIONS))
-    found = slurm.describe_nodes(kinds) + slurm.describe_queues(partitions, kinds, accounts)
-    found += slurm.describe_accounts(accounts, user)
-    chosen = slurm.choose_kind(kinds)
-    first = slurm.parse_first_node(chosen.nodes) if chosen else ""
-    words = ("scontrol", "show", "node", first)
-    architecture = slurm.parse_architecture(asker.ask(words, quiet=True)) if first else None
-    return found + collect([(("node", "architecture"), architecture, " ".join(words))])
-
-
-def _ask_pbs(asker: _Asker) -> ProbedFacts:
-    nodes = pbs.describe_nodes(pbs.parse_nodes(asker.ask(pbs.NODES)))
-    default = pbs.parse_default_queue(asker.ask(pbs.SERVER))
-    return nodes + pbs.describe_queues(pbs.parse_queues(asker.ask(pbs.QUEUES)), default)
+def _ask_scheduler(asker: _Asker, programs: frozenset[str]) -> tuple[Any, ProbedFacts]:
+    """The first scheduler that is installed (it may bring the commands of others), else this machine; of several, the
+    first one that answers."""
+    commands = {scheduler: scheduler.survey_command for scheduler in _list_schedulers()}
+    there = [scheduler for scheduler, words in commands.items() if words[0] in programs]
+    if not there:
+        machine = next(scheduler for scheduler in make_own("schedulers") if scheduler.this_machine)
+        looked = f"command -v {' '.join(words[0] for words in commands.values())}"
+        return machine, collect([(("scheduler",), machine.name, looked)])
+    chosen, notes = there[0], ProbedFacts()
+    how = f"command -v {commands[chosen][0]}"
+    if len(there) > 1 and not asker.answers(commands[chosen]):
+        answering = next((other for other in there[1:] if asker.answers(commands[other])), None)
+        if answering is not None:
+            note = f"{commands[chosen][0]} is installed here and does not answer; {answering.title} does."
+            chosen, notes, how = answering, ProbedFacts((), (note,)), " ".join(commands[answering][:2])
+    return chosen, collect([(("scheduler",), chosen.name, how)]) + chosen.survey(asker.ask) + notes
 
 
 # --- findings as a site profile
 
-_PARENTS = {"slurm": "generic-slurm", "pbs": "generic-pbs", "local": "laptop"}
 _WIDTH = 118
 
 
 def render_profile(name: str, title: str, found: ProbedFacts, where: str, day: datetime.date) -> str:
     """The text of a profile called `name`; `where` is the surveyed machine."""
-    parent = _PARENTS[str(found.get("scheduler"))]
+    parent = make_plugin("schedulers", str(found.get("scheduler"))).generic_site
     head = [
         *_comment(
             f"Written by `shardway sites probe` on {where}, {day.isoformat()}. What no command says is left out: add "
@@ -283,7 +275,7 @@ def render_profile(name: str, title: str, found: ProbedFacts, where: str, day: d
         f"format = {FORMAT}",
         f"name = {render_value(name)}",
         f"title = {render_value(title)}",
-        f"extends = {render_value(parent)}",
+        *([f"extends = {render_value(parent)}"] if parent else []),
     ]
     plain = [fact for fact in found.facts if len(fact.path) == 1]
     lines = [*head, "", *(_line(fact) for fact in plain)]

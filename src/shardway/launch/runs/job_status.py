@@ -29,8 +29,10 @@ from shardway.launch.schedulers.base import (
     RequestedResources,
     SchedulerEnding,
     SchedulerSilent,
+    explain_result,
+    find_scheduler,
+    is_job_id,
 )
-from shardway.launch.schedulers.clients import CLIENTS, explain_result, find_client, is_job_id
 from shardway.rundir.attempts import (
     BY_AGENT,
     BY_SIGNAL,
@@ -343,8 +345,8 @@ class _Answer:
 
 def _ask(host: Host, scheduler: str, jobs: Sequence[str]) -> _Answer:
     try:
-        client = find_client(scheduler)
-        return _Answer(client.read_records(jobs, host.run_many(client.query(jobs))))
+        known = find_scheduler(scheduler)
+        return _Answer(known.parse_records(jobs, host.run_many(known.query(jobs))))
     except (SchedulerSilent, HostUnreachable) as error:
         return _Answer({}, str(error).splitlines()[0])
 
@@ -367,9 +369,9 @@ def _stand(entry: LedgerEntry, answers: dict[str, _Answer], asked: RequestedReso
     result = decide(entry.result, record, deadline) if entry.job or entry.result else None
     why = None
     if record is not None and scheduler:
-        client = CLIENTS[scheduler]
-        ending = client.explain_ending(record, asked) if result is None or result.by != "rank 0" else None
-        why = client.explain_pending(record, asked) or ending
+        known = find_scheduler(scheduler)
+        ending = known.explain_ending(record, asked) if result is None or result.by != "rank 0" else None
+        why = known.explain_pending(record, asked) or ending
     if why is None and result is not None and _leaves_open(result):
         why = explain_result(result.state, result.exit_code, asked, result.reason)
     return JobStatus(entry, record, result, why, answer.silence if record is None else "")

@@ -21,16 +21,8 @@ from pathlib import PurePosixPath
 from shardway.errors import SiteError, UserError
 from shardway.launch.hosts.base import Host
 from shardway.launch.runs.job_status import JobStatus, Ledger, LedgerEntry, read_ledger, read_standing
-from shardway.launch.schedulers.base import JobPhase
-from shardway.launch.schedulers.clients import find_client, is_job_id
+from shardway.launch.schedulers.base import JobPhase, find_scheduler, is_job_id
 from shardway.rundir.attempts import Ending, Result, render_result
-
-_GONE = re.compile(
-    r"Invalid job id|already completing or completed|Unknown Job Id|(?:has|for) finished|invalid for state of job",
-    re.IGNORECASE,
-)
-"""Messages of scancel and qdel about a job that has ended or is about to (PBS refuses while an epilogue runs, and shows
-such a job as running); not those about an unknown host or server."""
 
 POLLS_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses between two looks while waiting; the last one stays. Sites dislike being asked often."""
@@ -155,7 +147,7 @@ class Stopper:
         commands: list[Sequence[str]] = []
         for entry in running:
             _check_job_ids([entry.job])
-            commands += find_client(entry.submission.scheduler if entry.submission else "").warn([entry.job])
+            commands += find_scheduler(entry.submission.scheduler if entry.submission else "").warn([entry.job])
         if not all(done.ok for done in self.host.run_many(commands)):
             return False
         return ledger.run.signal_writer(signal.SIGTERM) if writer else bool(commands)
@@ -177,8 +169,9 @@ class Stopper:
         for scheduler in dict.fromkeys(entry.submission.scheduler for entry in entries if entry.submission):
             jobs = [entry.job for entry in entries if entry.submission and entry.submission.scheduler == scheduler]
             _check_job_ids(jobs)
-            for done in self.host.run_many(find_client(scheduler).cancel(jobs)):
-                if not done.ok and not _GONE.search(done.err):
+            known = find_scheduler(scheduler)
+            for done in self.host.run_many(known.cancel(jobs)):
+                if not done.ok and not re.search(known.gone, done.err):
                     raise SiteError(
                         f"{done.words[0]} could not end {', '.join(jobs)}: {(done.err or done.out).strip()}\n"
                         "  To do: try again, or end them with the scheduler's own command."
@@ -192,7 +185,7 @@ def _says_no_more(entry: LedgerEntry) -> bool:
 
 def _is_forgotten(entry: LedgerEntry) -> bool:
     """Whether the scheduler of a job does not report that it was cancelled."""
-    return entry.submission is not None and find_client(entry.submission.scheduler).forgets
+    return entry.submission is not None and find_scheduler(entry.submission.scheduler).forgets
 
 
 def _waits(standing: JobStatus) -> bool:

@@ -16,23 +16,107 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from shardway.launch.hosts.base import Done
-from shardway.launch.job import Job
 from shardway.launch.schedulers.base import (
+    NOTHING_ASKED,
     EachNode,
     Explanation,
     JobPhase,
     JobRecord,
     RequestedResources,
+    Scheduler,
     SchedulerEnding,
-    SchedulerScript,
-    SchedulerSilent,
     describe_silence,
+    read_lines,
 )
 from shardway.launch.script import ScriptLine, quote_comment, read_block
 
-# --- queries and answers
+if TYPE_CHECKING:  # each rank that a scheduler has started imports this module
+    from shardway.launch.hosts.base import Done
+    from shardway.launch.job import Job
+
+
+class ThisMachine(Scheduler):
+    """Processes of this machine."""
+
+    name = "local"
+    title = "this machine"
+    this_machine = True
+    keeps_time = False
+    forgets = True
+    by_hand = "bash THIS_FILE"
+    shell = "local"
+    generic_site = "laptop"
+
+    # --- the job script
+
+    def directives(self, job: Job) -> tuple[ScriptLine, ...]:
+        """No scheduler reads them; they say how the job is started."""
+        return (
+            ScriptLine(f"# local {job.scheduler_name}"),
+            ScriptLine(f"# output {quote_comment(str(job.folder.job_log))}"),
+            ScriptLine("predecessor=${1:-}", "the job that this one follows, if there is one"),
+        )
+
+    def each_node(self, job: Job) -> EachNode:
+        return EachNode((), "0")
+
+    # --- commands, and what they print
+
+    def submit(self, script: str, log: str, after: str) -> tuple[str, ...]:
+        """Start a job script in a session of its own; it waits for the job `after`."""
+        return _command('start_job "$@"', script, after, log)
+
+    def read_job_id(self, text: str) -> str:
+        return text.strip() if _JOB.fullmatch(text.strip()) else ""
+
+    def cancel(self, jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+        """End jobs with all that they started, and wait until it is gone: SIGTERM, and SIGKILL after `GRACE_S`."""
+        known = [job for job in jobs if _JOB.fullmatch(job)]
+        return (_command(_END % {"grace": GRACE_S}, *known),) if known else ()
+
+    def warn(self, jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+        known = [job for job in jobs if _JOB.fullmatch(job)]
+        return (_command(_WARN, *known),) if known else ()
+
+    def query(self, jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+        known = [job for job in jobs if _JOB.fullmatch(job)]
+        return (_command(_LOOK, *known),) if known else ()
+
+    def parse_records(self, jobs: Sequence[str], answers: Sequence[Done]) -> dict[str, JobRecord]:
+        lines = read_lines(answers[0]) if answers else ()
+        alive = {match["job"]: _record(match) for match in map(_ANSWER.fullmatch, lines) if match}
+        gone = {job: JobRecord(job, JobPhase.ENDED, state="gone", ending=SchedulerEnding.UNCLEAR) for job in jobs}
+        return {job: alive.get(job, gone[job]) for job in jobs}
+
+    def find(self, name: str) -> tuple[tuple[str, ...], ...]:
+        """The command whose output `parse_found` reads: processes of a job script with this name."""
+        return (_command(_FIND, name),)
+
+    def parse_found(self, answers: Sequence[Done]) -> tuple[str, ...]:
+        return tuple(line for line in read_lines(answers[0]) if _JOB.fullmatch(line))
+
+    def explain_refusal(self, done: Done, asked: RequestedResources = NOTHING_ASKED) -> Explanation:
+        """A machine takes every job; what goes wrong is that the script cannot be started."""
+        return Explanation(
+            "not_started",
+            describe_silence(done),
+            "see what bash says: whether setsid is installed, and the folder of the output is there and writable",
+            True,
+        )
+
+    def explain_pending(self, record: JobRecord, asked: RequestedResources = NOTHING_ASKED) -> Explanation | None:
+        """A job of this machine waits for nothing but the one before it."""
+        if record.phase is not JobPhase.QUEUED:
+            return None
+        return Explanation("dependency", f"It starts after {record.reason or 'the job before it'}.", "wait")
+
+    def explain_ending(self, record: JobRecord, asked: RequestedResources = NOTHING_ASKED) -> Explanation | None:
+        return None
+
+
+# --- shell that looks at processes
 
 _JOB = re.compile(r"(\d+)\.(\d+)")
 _ANSWER = re.compile(r"(?P<job>\d+\.\d+) (?P<word>runs|waits)(?: (?P<after>\d+))?")
@@ -80,111 +164,7 @@ def _command(text: str, *words: str) -> tuple[str, ...]:
     return ("bash", "-c", "\n".join([*functions, text]), "local", *words)
 
 
-def query_commands(jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """The command whose output `parse_records` reads."""
-    known = [job for job in jobs if _JOB.fullmatch(job)]
-    return (_command(_LOOK, *known),) if known else ()
-
-
-def find_commands(token: str) -> tuple[tuple[str, ...], ...]:
-    """The command whose output `parse_found` reads: processes of a job script with this name."""
-    return (_command(_FIND, token),)
-
-
-def submit_command(script: str, log: str, after: str) -> tuple[str, ...]:
-    """Start a job script in a session of its own; it waits for the job `after`."""
-    return _command('start_job "$@"', script, after, log)
-
-
-def cancel_commands(jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """End jobs with everything that they started, and wait until it is gone: SIGTERM, and SIGKILL after `GRACE_S`."""
-    known = [job for job in jobs if _JOB.fullmatch(job)]
-    return (_command(_END % {"grace": GRACE_S}, *known),) if known else ()
-
-
-def warn_commands(jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Send SIGUSR1 to every process of jobs."""
-    known = [job for job in jobs if _JOB.fullmatch(job)]
-    return (_command(_WARN, *known),) if known else ()
-
-
-def parse_records(jobs: Sequence[str], answers: Sequence[Done]) -> dict[str, JobRecord]:
-    """A record of each of these jobs. Raises SchedulerSilent where the machine did not answer."""
-    if answers and not answers[0].ok:
-        raise SchedulerSilent(describe_silence(answers[0]))
-    lines = answers[0].out.splitlines() if answers else ()
-    alive = {match["job"]: _record(match) for match in map(_ANSWER.fullmatch, lines) if match}
-    gone = {job: JobRecord(job, JobPhase.ENDED, state="gone", ending=SchedulerEnding.UNCLEAR) for job in jobs}
-    return {job: alive.get(job, gone[job]) for job in jobs}
-
-
-def parse_found(answers: Sequence[Done]) -> tuple[str, ...]:
-    """Ids of the jobs of a name. Raises SchedulerSilent where the machine did not answer."""
-    if not answers[0].ok:
-        raise SchedulerSilent(describe_silence(answers[0]))
-    return tuple(line for line in answers[0].out.splitlines() if _JOB.fullmatch(line))
-
-
-def parse_job_id(text: str) -> str:
-    """The id of the process that was started; empty where there is none."""
-    return text.strip() if _JOB.fullmatch(text.strip()) else ""
-
-
-def explain_refusal(done: Done, asked: RequestedResources) -> Explanation:
-    """A machine takes every job; what goes wrong is that the script cannot be started."""
-    return Explanation(
-        "not_started",
-        describe_silence(done),
-        "see what bash says: whether setsid is installed, and the folder of the output is there and writable",
-        True,
-    )
-
-
-def explain_pending(record: JobRecord, asked: RequestedResources) -> Explanation | None:
-    """A job of this machine waits for nothing but the one before it."""
-    if record.phase is not JobPhase.QUEUED:
-        return None
-    return Explanation("dependency", f"It starts after {record.reason or 'the job before it'}.", "wait")
-
-
-def explain_ending(record: JobRecord, asked: RequestedResources) -> Explanation | None:
-    """A process leaves no record."""
-    return None
-
-
 def _record(match: re.Match[str]) -> JobRecord:
     if match["word"] == "runs":
         return JobRecord(match["job"], JobPhase.RUNNING, state="runs")
     return JobRecord(match["job"], JobPhase.QUEUED, state="waits", reason=f"attempt {match['after'] or 'before it'}")
-
-
-# --- the job script's part
-
-
-def directives(job: Job) -> tuple[ScriptLine, ...]:
-    """No scheduler reads them; they say how the job is started."""
-    return (
-        ScriptLine(f"# local {job.scheduler_name}"),
-        ScriptLine(f"# output {quote_comment(str(job.folder.job_log))}"),
-        ScriptLine("predecessor=${1:-}", "the job that this one follows, if there is one"),
-    )
-
-
-LOCAL = SchedulerScript(
-    directives=directives,
-    shell="local",
-    functions=lambda job: (
-        "begin",
-        "end_time",
-        "ask_ending",
-        "began",
-        "members",
-        "start_job",
-        "submit_after",
-        "cancel_job",
-        "kill_job",
-    ),
-    each_node=lambda job: EachNode((), "0"),
-    warns=False,
-    launcher_variables=(),
-)

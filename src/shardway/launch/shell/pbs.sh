@@ -78,6 +78,12 @@ on_each_node() (
   exit "$ended"
 )
 
+#: mpirun_on_pbs: the nodes for mpirun, and what starts its daemons there
+mpirun_on_pbs() {
+  mpirun_options+=(--hostfile "$PBS_NODEFILE")
+  ompi_info 2> /dev/null | grep -q 'MCA plm: tm' || remote_shell
+}
+
 #: remote_shell: Open MPI without support for PBS starts its daemons through this, all from here, where PBS_NODEFILE is;
 # which signals of the job do not end; they are found as here, and it stands where no blank or colon is in its path, at which mpirun would cut it
 remote_shell() {

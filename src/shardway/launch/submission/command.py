@@ -5,7 +5,7 @@ Invariant: a word is passed on as it was typed, or the command is refused; none 
     wrapper     runs the command that follows it (env, uv run, conda run, nsys profile): runs as typed
     shell       runs text or a file: runs as typed; its text is kept for the checks
     launcher    starts ranks (torchrun, mpirun, accelerate launch): refused, with the line to type instead
-    scheduler   submits a job itself (sbatch, qsub): refused
+    scheduler   submits a job itself: refused
     own         Shardway itself: refused, with the line to type instead
 
 Any other first word is a program, and runs as typed. `python` and `python3` are those of the job's environment; with a
@@ -27,6 +27,7 @@ from typing import NoReturn
 from shardway.errors import Problem, UserError, render_problems
 from shardway.launch.job import Program
 from shardway.launch.script import quote_all
+from shardway.plugins import make_installed, make_own
 
 # --- the table of first words
 
@@ -174,7 +175,7 @@ FORMS: tuple[CommandForm, ...] = (
     _OF_MPI,
     _OF_SRUN,
     replace(_OF_MPI, names=("aprun", "jsrun"), launcher=""),
-    CommandForm(("sbatch", "salloc", "qsub"), Role.SCHEDULER),
+    CommandForm(tuple(name for each in make_own("schedulers") for name in each.submit_programs), Role.SCHEDULER),
     CommandForm(("shardway",), Role.OWN),
 )
 """The table: the first words of a command, and what they are."""
@@ -200,6 +201,8 @@ def find_form(words: Sequence[str]) -> tuple[CommandForm | None, int]:
     for name, used in ((" ".join((first, *words[1:2])), 2), (first, 1)):
         if name in BY_NAME:
             return BY_NAME[name], used
+        if any(name in each.submit_programs for each in make_installed("schedulers")):
+            return CommandForm((name,), Role.SCHEDULER), used
     return None, 0
 
 
@@ -474,30 +477,30 @@ def _refuse_launcher(
         program = [python, *(["-m"] if {"-m", "--module"} & names else []), *rest]
     keys = _keys_of(options, form, nodes)
     line = quote_all([*words[:start], *program])
-    told = f"`shardway submit ... {' '.join([*keys, '--', line])}`"
-    left = [option[0] for option in options if _is_told(option, form)]
+    instead = f"`shardway submit ... {' '.join([*keys, '--', line])}`"
+    left = [option[0] for option in options if _is_lost(option, form)]
     more = [f"left out: {', '.join(left)}"] if left else []
-    _refuse(what, remedy="; ".join([told, *more, *([form.hint] if form.hint else [])]))
+    _refuse(what, remedy="; ".join([instead, *more, *([form.hint] if form.hint else [])]))
 
 
 def _keys_of(options: Sequence[tuple[str, ...]], form: CommandForm, nodes: int) -> list[str]:
     """Keys of [site] for what the options of the launcher set."""
-    said: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for option in options:
         glued = _GLUED.fullmatch(option[0])
         name = glued[1] if glued else _plain_option(option[0])
         value = glued[2] if glued else option[0].partition("=")[2] or (option[1] if len(option) > 1 else "")
         if name in form.counts and value.isdecimal():
-            said[form.counts[name]] = int(value)
-    total = said.pop(TOTAL, 0)
-    nodes = said.get(NODES, nodes)
-    if total and RANKS not in said and nodes and total % nodes == 0:
-        said[RANKS] = total // nodes
-    keys = [f"{key}={said[key]}" for key in (NODES, RANKS) if key in said]
+            counts[form.counts[name]] = int(value)
+    total = counts.pop(TOTAL, 0)
+    nodes = counts.get(NODES, nodes)
+    if total and RANKS not in counts and nodes and total % nodes == 0:
+        counts[RANKS] = total // nodes
+    keys = [f"{key}={counts[key]}" for key in (NODES, RANKS) if key in counts]
     return [*keys, *([f"site.launcher={form.launcher}"] if form.launcher else [])]
 
 
-def _is_told(option: tuple[str, ...], form: CommandForm) -> bool:
+def _is_lost(option: tuple[str, ...], form: CommandForm) -> bool:
     """Whether an option sets something that the new line lacks."""
     glued = _GLUED.fullmatch(option[0])
     name = glued[1] if glued else _plain_option(option[0])

@@ -15,7 +15,7 @@ import os
 import posixpath
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -23,38 +23,52 @@ from pathlib import Path, PurePosixPath
 from shardway.errors import Problem, UserError
 from shardway.launch.containers import all_mounts
 from shardway.launch.hosts.base import Done, Host
-from shardway.launch.job import AGENTS, SECRETS
-from shardway.launch.snapshot import LinkedPath, SnapshotPlan
+from shardway.launch.job import SECRETS
+from shardway.launch.snapshot_files import LinkedPath, SnapshotPlan
 from shardway.launch.submission.command import CommandRead, find_launcher
 from shardway.launch.submission.job_request import JobRequest, build_job, launcher_of, parse_mount, runtime_of, shape_of
 from shardway.places import expand_home, list_variables
+from shardway.plugins import make_own, make_plugin
 
 # --- checks on the submitting host: many commands, one exchange
 
 
+AT = "\0path"
+"""In the words of a command: the path that the check is about."""
+
+
+def _has_failed(done: Done) -> bool:
+    return not done.ok and not done.timed_out
+
+
+def _has_succeeded(done: Done) -> bool:
+    return done.ok
+
+
 @dataclass(frozen=True)
 class HostCheck:
-    """A command, and how its answer is judged.
+    """A command on the host, and the problem where its answer is wrong; by default where it fails in time.
 
-    `path`: the path on the host (with `~` and `$NAMES`) that the command is about, "" for none. `key` and `origin` are
-    those of the value that is checked."""
+    `path`: the path on the host (with `~` and `$NAMES`) that AT stands for, "" for none."""
 
-    key: str
-    origin: str
-    words: Callable[[str], Sequence[str]]
-    judge: Callable[[Done], Iterable[Problem]]
+    problem: Problem
+    words: tuple[str, ...] = ("test", "-e", AT)
     path: str = ""
+    is_wrong: Callable[[Done], bool] = _has_failed
 
 
 def take_looks(host: Host, looks: Sequence[HostCheck]) -> list[Problem]:
     """All problems, in the order of the checks, each once. A path with a variable that the host does not set is one
     too. Raises HostUnreachable."""
     paths, problems = _expand(host, looks)
-    asked = [look for look in looks if not look.path or look.path in paths]
-    commands = [look.words(str(paths[look.path]) if look.path else "") for look in asked]
-    if commands:
-        for look, done in zip(asked, host.run_many(commands), strict=True):
-            problems += look.judge(done)
+    commands = {
+        look: tuple((str(paths[look.path]) if look.path else "") if word == AT else word for word in look.words)
+        for look in looks
+        if not look.path or look.path in paths
+    }
+    each = list(dict.fromkeys(commands.values()))
+    answers = dict(zip(each, host.run_many(each), strict=True)) if each else {}
+    problems += [look.problem for look, words in commands.items() if look.is_wrong(answers[words])]
     return list(dict.fromkeys(problems))
 
 
@@ -74,17 +88,8 @@ def _expand_one(host: Host, look: HostCheck) -> PurePosixPath | Problem:
         return host.expand(look.path)
     except UserError as error:
         what, _, remedy = str(error).partition("\n  To do: ")
-        return Problem(look.key, what.removesuffix("."), look.origin, remedy=remedy.removesuffix("."))
-
-
-def test_exists(path: str) -> tuple[str, ...]:
-    """A command that succeeds if the path exists."""
-    return ("test", "-e", path)
-
-
-def always(problem: Problem) -> Callable[[Done], Iterator[Problem]]:
-    """A judge that reports the problem if the command fails in time."""
-    return lambda done: iter(()) if done.ok or done.timed_out else iter((problem,))
+        where, origin = look.problem.where, look.problem.origin
+        return Problem(where, what.removesuffix("."), origin, remedy=remedy.removesuffix("."))
 
 
 # --- the submitted folder as the job will see it
@@ -134,9 +139,17 @@ _LIBRARIES = frozenset(
 """Libraries that find their ranks themselves."""
 _SIGN = re.compile(
     r"torch\.distributed|torch\s+import\s+distributed|init_process_group|DistributedDataParallel|fully_shard"
-    r"|\b(?:LOCAL_)?RANK\b|\bWORLD_SIZE\b|SLURM_PROCID|SLURM_LOCALID|OMPI_COMM_WORLD|\bPMI_RANK\b"
+    r"|\b(?:LOCAL_)?RANK\b|\bWORLD_SIZE\b|OMPI_COMM_WORLD|\bPMI_RANK\b"
     r"|transformers\.\w*Trainer\b|jax\.distributed|tf\.distribute|tensorflow\.distribute"
 )
+
+
+def _mentions_ranks(text: str) -> bool:
+    """Whether a program's text looks as if it knew of ranks."""
+    names = (name for scheduler in make_own("schedulers") for name in scheduler.place_variables)
+    return bool(_SIGN.search(text)) or any(name in text for name in names)
+
+
 _TRAINERS = ("transformers.", "trl.")
 """Packages whose trainers find their ranks themselves; the rest of each package does not."""
 _LOOKED_FOR = (
@@ -147,13 +160,13 @@ _MOST_FILES = 200
 _MOST_BYTES = 1 << 20
 
 
-def list_copies(wish: JobRequest, code: Code) -> Iterator[str]:
+def list_copies(request: JobRequest, code: Code) -> Iterator[str]:
     """A warning if several ranks will each run the same program and its source shows no sign of ranks."""
-    shape, read = shape_of(wish), wish.read
+    shape, read = shape_of(request), request.read
     if read is None or shape.ranks < 2 or not code.is_there:
         return
     scripts = _list_scripts(read, code.here)
-    if not scripts or any(_SIGN.search(text) for _, text in read.texts):
+    if not scripts or any(map(_mentions_ranks, (text for _, text in read.texts))):
         return
     files = _read_with_imports(scripts, code)
     if not files or any(map(_shows_ranks, files.values())):
@@ -227,7 +240,7 @@ def _find_module(name: str, places: tuple[Path, ...]) -> list[Path]:
 def _shows_ranks(text: str) -> bool:
     names = _list_imports(text)
     return (
-        bool(_SIGN.search(text))
+        _mentions_ranks(text)
         or any(name.split(".")[0] in _LIBRARIES or name.startswith("torch.distributed") for name in names)
         or any(name.startswith(_TRAINERS) and name.endswith("Trainer") for name in names)
     )
@@ -243,10 +256,10 @@ print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None)
 _ON_PATH = 'PATH=${1:+$1/bin:}$PATH; type -P -- "$0"'
 
 
-def list_local_problems(wish: JobRequest, code: Code) -> Iterator[Problem]:
+def list_local_problems(request: JobRequest, code: Code) -> Iterator[Problem]:
     """Problems of a command in the submitted folder: its script or program, other files among its words, and what its
     shell starts."""
-    read = wish.read
+    read = request.read
     if read is None:
         return
     words = read.program.words
@@ -258,7 +271,7 @@ def list_local_problems(wish: JobRequest, code: Code) -> Iterator[Problem]:
         if where.endswith(" -c") and not re.search(r"\b(cd|pushd)\b", text):  # it stays in the folder of the job
             for word in re.findall(r"(?<![^\s=\"'<>();|&])\.\./[^\s;&|<>\"']*", text):
                 yield from list_lost_paths(word, code)
-    yield from _list_launchers_of_shells(wish)
+    yield from _list_launchers_of_shells(request)
 
 
 def _list_missing_program(read: CommandRead, code: Code) -> Iterator[Problem]:
@@ -297,27 +310,27 @@ def _is_there(code: Code, path: str) -> bool:
         return False
 
 
-def _list_launchers_of_shells(wish: JobRequest) -> Iterator[Problem]:
+def _list_launchers_of_shells(request: JobRequest) -> Iterator[Problem]:
     """A shell that starts ranks itself while a node runs several ranks: each of them would be a separate world."""
-    ranks = shape_of(wish).ranks_per_node
-    for where, text in wish.read.texts if wish.read is not None and ranks > 1 else ():
+    ranks = shape_of(request).ranks_per_node
+    for where, text in request.read.texts if request.read is not None and ranks > 1 else ():
         if launcher := find_launcher(text):
             what = f"{where} starts {launcher}, and the job script would do so in each of {ranks} ranks of a node"
             remedy = "set site.ranks_per_node=1, or name what it starts: `-- python train.py`"
             yield Problem(_KEY, what, _ORIGIN, remedy=remedy)
 
 
-def list_warnings(wish: JobRequest, code: Code) -> Iterator[str]:
+def list_warnings(request: JobRequest, code: Code) -> Iterator[str]:
     """Warnings about a command that is valid but may not be meant so."""
-    read = wish.read
+    read = request.read
     if read is None:
         return
-    yield from list_copies(wish, code)
+    yield from list_copies(request, code)
     if not code.is_there:
         return
-    if read.program.python and (python := _find_activated(wish)):
+    if read.program.python and (python := _find_activated(request)):
         yield (
-            f"`python` is {python} in this shell, and the job takes that of {_folder_of_venv(wish) or 'its PATH'} "
+            f"`python` is {python} in this shell, and the job takes that of {_folder_of_venv(request) or 'its PATH'} "
             f"(site.venv): name it by its path, or set site.venv={posixpath.dirname(posixpath.dirname(python))}"
         )
     if code.snapshot is not None:
@@ -356,15 +369,15 @@ def _name_few(paths: Sequence[str]) -> str:
     return f"{', '.join(paths[:3])}{more}"
 
 
-def _find_activated(wish: JobRequest) -> str:
+def _find_activated(request: JobRequest) -> str:
     """The `python` of an environment that the user has activated, if the job would use another one."""
-    if runtime_of(wish) != "none" or wish.loaded.values.site.venv != "auto" or _is_surrounded(wish, "PATH"):
+    if runtime_of(request) != "none" or request.loaded.values.site.venv != "auto" or _is_surrounded(request, "PATH"):
         return ""
     active = os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX") or ""
     python = shutil.which("python") or shutil.which("python3") or ""
     if not active or os.path.dirname(os.path.dirname(python)) != os.path.normpath(active):
         return ""
-    venv = _folder_of_venv(wish)
+    venv = _folder_of_venv(request)
     return python if venv is None or not venv or os.path.realpath(venv) != os.path.realpath(active) else ""
 
 
@@ -377,155 +390,130 @@ def _read_script(code: Code, script: str) -> Iterator[Problem]:
         yield Problem(_KEY, what, _ORIGIN, remedy="mend it: the job would end as soon as it starts")
 
 
-def list_looks(wish: JobRequest, host: Host, code: Code) -> Iterator[HostCheck]:
+def list_looks(request: JobRequest, host: Host, code: Code) -> Iterator[HostCheck]:
     """Checks on the host for the program and its Python environment."""
-    yield from _look_for_conda(wish, host)
-    if runtime_of(wish) != "none":
-        yield from _look_into_container(wish, host)
+    yield from _look_for_conda(request, host)
+    if runtime_of(request) != "none":
+        yield from _look_into_container(request, host)
         return
-    yield from _look_for_program(wish, host)
-    yield from _look_for_modules(wish, code)
+    yield from _look_for_program(request, host)
+    yield from _look_for_modules(request, code)
 
 
-def _look_for_program(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
+def _look_for_program(request: JobRequest, host: Host) -> Iterator[HostCheck]:
     """The program by its path, or by its name on the PATH if nothing in the job changes the PATH."""
-    word, where, venv = wish.program.words[0], host.name or "this machine", _folder_of_venv(wish)
-    script = wish.read.script if wish.read is not None else ""
+    word, where, venv = request.program.words[0], host.name or "this machine", _folder_of_venv(request)
+    script = request.read.script if request.read is not None else ""
     for path in dict.fromkeys((word, script)):
         if path.startswith("/"):
             gone = Problem(_KEY, f"there is no {path} on {where}", _ORIGIN, remedy="correct its path")
-            yield HostCheck(_KEY, _ORIGIN, partial(_test_path, path), always(gone))
-    if not wish.program.python and "/" not in word and not _is_surrounded(wish, "PATH") and venv is not None:
+            yield HostCheck(gone, ("test", "-e", path))
+    if not request.program.python and "/" not in word and not _is_surrounded(request, "PATH") and venv is not None:
         what = f"there is no program {word} on the PATH of {where}"
         gone = Problem(_KEY, what, _ORIGIN, remedy=f"correct its name; a file of the code is named by path: ./{word}")
-
-        def judge(done: Done) -> Iterator[Problem]:
-            if done.code == 1:  # not 127, which means that bash is missing
-                yield gone
-
-        yield HostCheck(_KEY, _ORIGIN, lambda at: ("bash", "-c", _ON_PATH, word, at), judge, venv)
+        yield HostCheck(gone, ("bash", "-c", _ON_PATH, word, AT), venv, lambda done: done.code == 1)  # 127: no bash
 
 
-def _test_path(path: str, _: str) -> tuple[str, ...]:
-    return test_exists(path)
-
-
-def _look_into_container(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
+def _look_into_container(request: JobRequest, host: Host) -> Iterator[HostCheck]:
     """A program or script of the host that the image cannot have: it is outside the mounts and outside the folders that
     images bring themselves."""
-    script = wish.read.script if wish.read is not None else ""
-    for path in dict.fromkeys((wish.program.words[0], script)):
-        if path.startswith("/") and may_be_hidden(wish, path):
+    script = request.read.script if request.read is not None else ""
+    for path in dict.fromkeys((request.program.words[0], script)):
+        if path.startswith("/") and may_be_hidden(request, path):
             where = host.name or "this machine"
             what = f"{path} is a path of {where}, which the container does not see: it is in none of its mounts"
             remedy = f'mount its folder, site.mounts=["{posixpath.dirname(path)}"], or name what is in the image'
             hidden = Problem(_KEY, what, _ORIGIN, remedy=remedy)
-            yield HostCheck(_KEY, _ORIGIN, partial(_test_path, path), partial(where_it_is_there, hidden))
+            yield HostCheck(hidden, ("test", "-e", path), is_wrong=_has_succeeded)
 
 
-def may_be_hidden(wish: JobRequest, path: str) -> bool:
+def may_be_hidden(request: JobRequest, path: str) -> bool:
     """Whether an absolute path is outside the container's mounts and outside the folders that images bring themselves.
     False if a mount contains a variable, since the path may be inside it."""
-    job = build_job(wish, 1)
+    job = build_job(request, 1)
     seen = [mount.target for mount in all_mounts(job)]
     # Apptainer mounts the home folder unless a site forbids it; other runtimes need an option (--container-mount-home).
-    home = runtime_of(wish) == "apptainer" or any("home" in option for option in job.container.rules.options)
+    home = runtime_of(request) == "apptainer" or any("home" in option for option in job.container.rules.options)
     seen += ["~"] if home else []
     places = [str(expand_home(place)) for place in seen if not place.startswith("$")]
     inside = any(expand_home(path).is_relative_to(place) for place in (*_OF_IMAGES, *places))
     return not inside and len(places) == len(seen)
 
 
-def where_it_is_there(problem: Problem, done: Done) -> Iterator[Problem]:
-    """The problem if the command that searches for it succeeds."""
-    if done.ok:
-        yield problem
-
-
 _OF_IMAGES = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/opt", "/etc", "/root")
 """Folders that every image brings itself; whether a path there exists is not visible from outside."""
 
 
-def _look_for_modules(wish: JobRequest, code: Code) -> Iterator[HostCheck]:
+def _look_for_modules(request: JobRequest, code: Code) -> Iterator[HostCheck]:
     """The modules that the program needs from its virtual environment; one Python looks for all of them and imports
     none."""
-    venv, names = _folder_of_venv(wish), _list_modules(wish, code)
-    named = wish.program.interpreter
+    venv, names = _folder_of_venv(request), _list_modules(request, code)
+    named = request.program.interpreter
     if named.startswith("/"):
-        yield from _look_into_interpreter(wish, code, named)
-    if not venv or not names or _is_surrounded(wish, "PYTHONPATH"):
+        yield from _look_into_interpreter(request, code, named)
+    if not venv or not names or _is_surrounded(request, "PYTHONPATH"):
         return
+    words = ("timeout", "10", AT, "-c", _FIND, *names)  # seconds; a slow file system ends the check
+    if named:  # it is asked first, the environment's Python only if a module is missing there
+        words = ("bash", "-c", _OTHER, named, *words)
+    for name in names:
+        missing = _describe_module(request, venv, name)
+        yield HostCheck(missing, words, f"{venv}/bin/python3", partial(_is_missing, name))
 
-    def judge(done: Done) -> Iterator[Problem]:
-        for name in done.out.split() if done.ok else ():
-            yield _describe_module(wish, venv, name)
 
-    def words(python: str) -> tuple[str, ...]:
-        find = ("timeout", "10", python, "-c", _FIND, *names)  # seconds; a slow file system ends the check
-        # The named interpreter is asked first, the environment's Python only if a module is missing there.
-        return ("bash", "-c", _OTHER, named, *find) if named else find
-
-    yield HostCheck("site.venv", wish.loaded.origins["site.venv"], words, judge, f"{venv}/bin/python3")
+def _is_missing(name: str, done: Done) -> bool:
+    return done.ok and name in done.out.split()
 
 
 _OTHER = 'found=$(timeout 10 "$0" "${@:4}") && [ -z "$found" ] || exec "$@"'
 """Runs the first Python, and the second one if the first lacks a module."""
 
 
-def _look_into_interpreter(wish: JobRequest, code: Code, python: str) -> Iterator[HostCheck]:
+def _look_into_interpreter(request: JobRequest, code: Code, python: str) -> Iterator[HostCheck]:
     """The module of `-m`, in an interpreter that the user has named."""
-    module = wish.read.module.split(".")[0] if wish.read is not None else ""
-    if not module.isidentifier() or code.holds_module(module) or _is_surrounded(wish, "PYTHONPATH"):
+    module = request.read.module.split(".")[0] if request.read is not None else ""
+    if not module.isidentifier() or code.holds_module(module) or _is_surrounded(request, "PYTHONPATH"):
         return
     what = f"there is no module {module} in the code or for {python}"
     gone = Problem(_KEY, what, _ORIGIN, remedy="correct its name, or install it there")
-
-    def judge(done: Done) -> Iterator[Problem]:
-        if done.ok and done.out.split():
-            yield gone
-
-    yield HostCheck(_KEY, _ORIGIN, lambda _: ("timeout", "10", python, "-c", _FIND, module), judge)
+    yield HostCheck(gone, ("timeout", "10", python, "-c", _FIND, module), is_wrong=partial(_is_missing, module))
 
 
-def _list_modules(wish: JobRequest, code: Code) -> tuple[str, ...]:
+def _list_modules(request: JobRequest, code: Code) -> tuple[str, ...]:
     """torch for torchrun and similar launchers, Shardway for its own runs, and the module of `python -m`."""
-    own = wish.program.meets_by_itself
-    named = wish.read.module.split(".")[0] if wish.read is not None and not wish.program.interpreter else ""
+    own = request.program.meets_by_itself
+    named = request.read.module.split(".")[0] if request.read is not None and not request.program.interpreter else ""
     named = "" if code.holds_module(named) else named
     return (
-        *(("torch",) if own or launcher_of(wish) in AGENTS else ()),
-        *(("nvidia_resiliency_ext",) if launcher_of(wish) == "ft_launcher" else ()),
+        *(("torch",) if own or make_plugin("launchers", launcher_of(request)).one_agent_a_node else ()),
+        *(("nvidia_resiliency_ext",) if launcher_of(request) == "ft_launcher" else ()),
         *(("shardway",) if own else ()),
         *((named,) if named.isidentifier() else ()),
     )
 
 
-def _describe_module(wish: JobRequest, venv: str, name: str) -> Problem:
+def _describe_module(request: JobRequest, venv: str, name: str) -> Problem:
     if name in ("torch", "shardway", "nvidia_resiliency_ext"):
         remedy = f"`{venv}/bin/pip install {name.replace('_', '-')}`, or name another environment"
-        return Problem("site.venv", f"{venv} has no {name}", wish.loaded.origins["site.venv"], remedy=remedy)
+        return Problem("site.venv", f"{venv} has no {name}", request.loaded.origins["site.venv"], remedy=remedy)
     what = f"there is no module {name} in the code or in {venv}"
     return Problem(_KEY, what, _ORIGIN, remedy="correct its name, or install it there")
 
 
-def _look_for_conda(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
+def _look_for_conda(request: JobRequest, host: Host) -> Iterator[HostCheck]:
     """A conda environment, if conda is a program of the host and not of an environment module."""
-    venv = build_job(wish, 1).around.venv
+    venv = build_job(request, 1).around.venv
     name = venv.removeprefix("conda:")
-    if name == venv or _is_surrounded(wish, "PATH"):
+    if name == venv or _is_surrounded(request, "PATH"):
         return
-    key, origin, where = "site.venv", wish.loaded.origins["site.venv"], host.name or "this machine"
+    what = f"there is no conda environment {name} on {host.name or 'this machine'}"
     remedy = "correct its name (`conda env list` has those there are), or make it"
-    gone = Problem(key, f"there is no conda environment {name} on {where}", origin, remedy=remedy)
+    gone = Problem("site.venv", what, request.loaded.origins["site.venv"], remedy=remedy)
     if "/" in name:
-        yield HostCheck(key, origin, test_exists, always(gone), name)
+        yield HostCheck(gone, path=name)
         return
-
-    def judge(done: Done) -> Iterator[Problem]:
-        if done.ok and name not in parse_conda_environments(done.out):
-            yield gone
-
-    yield HostCheck(key, origin, lambda _: ("timeout", "20", "conda", "env", "list"), judge)
+    words = ("timeout", "20", "conda", "env", "list")
+    yield HostCheck(gone, words, is_wrong=lambda done: done.ok and name not in parse_conda_environments(done.out))
 
 
 def parse_conda_environments(text: str) -> set[str]:
@@ -534,15 +522,15 @@ def parse_conda_environments(text: str) -> set[str]:
     return {words[0] for words in lines} | {words[-1].rpartition("/")[2] for words in lines}
 
 
-def _folder_of_venv(wish: JobRequest) -> str | None:
+def _folder_of_venv(request: JobRequest) -> str | None:
     """The virtual environment of the job, "" for none; None for a conda environment, which is not searched."""
-    venv = build_job(wish, 1).around.venv
+    venv = build_job(request, 1).around.venv
     return None if venv.startswith("conda:") else venv
 
 
-def _is_surrounded(wish: JobRequest, name: str) -> bool:
+def _is_surrounded(request: JobRequest, name: str) -> bool:
     """Whether modules or a variable of the job may add what is not visible from here."""
-    around = build_job(wish, 1).around
+    around = build_job(request, 1).around
     return bool(around.modules) or name in around.names
 
 
@@ -556,46 +544,46 @@ _MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _DATA = ("data.path", "data.validation")
 
 
-def list_host_problems(wish: JobRequest, host: Host, code: Code) -> list[Problem]:
+def list_host_problems(request: JobRequest, host: Host, code: Code) -> list[Problem]:
     """All problems on the submitting host, in one exchange (and one more if paths have variables): program,
     environment, image, data, output folders. Raises HostUnreachable."""
-    looks = [*_list_needed(wish, host, code), *_list_shared(wish), *list_looks(wish, host, code)]
-    looks += [*_list_in_container(wish, host)] if runtime_of(wish) != "none" else []
-    return [*_list_missing_data(wish, code), *take_looks(host, looks)]
+    looks = [*_list_needed(request, host, code), *_list_shared(request), *list_looks(request, host, code)]
+    looks += [*_list_in_container(request, host)] if runtime_of(request) != "none" else []
+    return [*_list_missing_data(request, code), *take_looks(host, looks)]
 
 
-def _list_needed(wish: JobRequest, host: Host, code: Code) -> Iterator[HostCheck]:
+def _list_needed(request: JobRequest, host: Host, code: Code) -> Iterator[HostCheck]:
     """Checks for what must exist before the job starts."""
-    venv, image = build_job(wish, 1).around.venv, wish.section.image
-    if venv and not venv.startswith("conda:") and runtime_of(wish) == "none":
-        yield _needed(wish, host, "site.venv", f"{venv}/bin/activate", "make the environment there, or name another")
+    venv, image = build_job(request, 1).around.venv, request.section.image
+    if venv and not venv.startswith("conda:") and runtime_of(request) == "none":
+        yield _needed(request, host, "site.venv", f"{venv}/bin/activate", "make the environment there, or name another")
     if image.startswith(("/", "~", "$")):
-        yield _needed(wish, host, "site.image", image, "correct the path; `shardway image` makes one")
-    for key, path in _list_data(wish):
-        if path.startswith(("/", "~/")) and runtime_of(wish) == "none":
-            yield _needed(wish, host, key, path, "correct the path, or copy the data there")
+        yield _needed(request, host, "site.image", image, "correct the path; `shardway image` makes one")
+    for key, path in _list_data(request):
+        if path.startswith(("/", "~/")) and runtime_of(request) == "none":
+            yield _needed(request, host, key, path, "correct the path, or copy the data there")
         elif not path.startswith(("/", "~/")) and not list_variables(path) and not code.is_there:
             remedy = "name it by its whole path: the job runs in the run directory"
-            yield _needed(wish, host, key, str(wish.workdir / path), remedy)
+            yield _needed(request, host, key, str(request.workdir / path), remedy)
 
 
-def _list_in_container(wish: JobRequest, host: Host) -> Iterator[HostCheck]:
+def _list_in_container(request: JobRequest, host: Host) -> Iterator[HostCheck]:
     """Checks for what the container needs to start, and for what it must mount."""
-    image, runtime, origins = wish.section.image, runtime_of(wish), wish.loaded.origins
+    image, runtime, origins = request.section.image, runtime_of(request), request.loaded.origins
     if image.startswith(("/", "~", "$")):
         unread = Problem("site.image", f"{image} is there, and you may not read it", origins["site.image"])
-        yield HostCheck("site.image", unread.origin, lambda at: ("bash", "-c", _READABLE, at), always(unread), image)
+        yield HostCheck(unread, ("bash", "-c", _READABLE, AT), image)
         if runtime in ("pyxis", "enroot"):
             what = f"{image} is no squashfs image, which {runtime} starts"
             remedy = "`shardway image import` makes one"
             other = Problem("site.image", what, origins["site.image"], remedy=remedy)
-            yield HostCheck("site.image", other.origin, lambda at: ("bash", "-c", _SQUASHFS, at), always(other), image)
-    for mount in filter(None, map(parse_mount, wish.section.mounts)):
-        own = _local_folder(wish, mount.source) or mount.source.startswith(_OF_EACH_NODE)
+            yield HostCheck(other, ("bash", "-c", _SQUASHFS, AT), image)
+    for mount in filter(None, map(parse_mount, request.section.mounts)):
+        own = _local_folder(request, mount.source) or mount.source.startswith(_OF_EACH_NODE)
         if mount.source.startswith(("/", "~")) and not own:
-            yield _needed(wish, host, "site.mounts", mount.source, "correct the path; a mount has to be there")
+            yield _needed(request, host, "site.mounts", mount.source, "correct the path; a mount has to be there")
     # Apptainer also mounts what its site configures, which is not visible from here.
-    yield from _list_hidden(wish) if runtime != "apptainer" else ()
+    yield from _list_hidden(request) if runtime != "apptainer" else ()
 
 
 _OF_EACH_NODE = ("/usr/", "/lib", "/etc/", "/var/", "/dev/", "/proc/", "/sys/", "/opt/", "/run/")
@@ -606,93 +594,83 @@ _SQUASHFS = '[ ! -f "$0" ] || [ ! -r "$0" ] || [ "$(head -c 4 "$0" | tr -d "\\0"
 """Tests the magic number of squashfs (Linux 4.0 and later); a missing file is already reported."""
 
 
-def _list_hidden(wish: JobRequest) -> Iterator[HostCheck]:
+def _list_hidden(request: JobRequest) -> Iterator[HostCheck]:
     """Paths of the run file that the container does not see. A path that is not on the host may be in the image; a
     cache in the image ends with the container."""
-    values, paths = wish.loaded.values, {"site.venv": build_job(wish, 1).around.venv}
+    values, paths = request.loaded.values, {"site.venv": build_job(request, 1).around.venv}
     kept = {"data.cache": values.data.cache, "train.compile_cache": values.train.compile_cache}
-    if wish.program.meets_by_itself:
+    if request.program.meets_by_itself:
         read = {"data.tokenizer": values.data.tokenizer, "model.hf": values.model.hf}
-        paths |= {**dict(_list_data(wish)), **read, **kept}
+        paths |= {**dict(_list_data(request)), **read, **kept}
     for key, path in paths.items():
-        origin = wish.loaded.origins[key]
-        if path.startswith("~/") and runtime_of(wish) in _ROOTED and key != "site.venv":  # the job script expands it
+        origin = request.loaded.origins[key]
+        if path.startswith("~/") and runtime_of(request) in _ROOTED and key != "site.venv":  # the job script expands it
             what = f"{path} is another folder in the container, where the home is that of root"
             rooted = Problem(key, what, origin, remedy="name it by its whole path, and mount it (site.mounts)")
-            yield HostCheck(key, origin, test_exists, partial(_anyhow, rooted), path)
-        elif path.startswith(("/", "~/")) and may_be_hidden(wish, path):
+            yield HostCheck(rooted, path=path, is_wrong=lambda done: True)
+        elif path.startswith(("/", "~/")) and may_be_hidden(request, path):
             what = f"{path} is not seen in the container: it is in none of its mounts"
             hidden = Problem(key, what, origin, remedy=f'add "{path}" to site.mounts')
-            judge = _anyhow if key in kept else where_it_is_there
-            yield HostCheck(key, origin, test_exists, partial(judge, hidden), path)
+            yield HostCheck(hidden, path=path, is_wrong=(lambda done: True) if key in kept else _has_succeeded)
 
 
 _ROOTED = ("enroot", "podman")
 """Runtimes whose containers start as root."""
 
 
-def _anyhow(problem: Problem, done: Done) -> Iterator[Problem]:
-    yield problem
+def _needed(request: JobRequest, host: Host, key: str, path: str, remedy: str) -> HostCheck:
+    what = f"there is no {path} on {host.name or 'this machine'}"
+    return HostCheck(Problem(key, what, request.loaded.origins[key], remedy=remedy), path=path)
 
 
-def _needed(wish: JobRequest, host: Host, key: str, path: str, remedy: str) -> HostCheck:
-    origin, what = wish.loaded.origins[key], f"there is no {path} on {host.name or 'this machine'}"
-    return HostCheck(key, origin, test_exists, always(Problem(key, what, origin, remedy=remedy)), path)
-
-
-def _list_missing_data(wish: JobRequest, code: Code) -> Iterator[Problem]:
+def _list_missing_data(request: JobRequest, code: Code) -> Iterator[Problem]:
     """Data at a relative path that is missing in the folder in which the job runs."""
-    for key, path in _list_data(wish):
+    for key, path in _list_data(request):
         if not path.startswith(("/", "~/")) and not list_variables(path) and (why := code.why_missing(path)):
             remedy = "correct the path, or name the data by their whole path"
-            yield Problem(key, why, wish.loaded.origins[key], remedy=remedy)
+            yield Problem(key, why, request.loaded.origins[key], remedy=remedy)
 
 
-def _list_data(wish: JobRequest) -> Iterator[tuple[str, str]]:
+def _list_data(request: JobRequest) -> Iterator[tuple[str, str]]:
     """Keys and paths of the files that a run file reads."""
-    data = wish.loaded.values.data
-    if wish.program.meets_by_itself and data.kind != "synthetic":
+    data = request.loaded.values.data
+    if request.program.meets_by_itself and data.kind != "synthetic":
         for key, path in zip(_DATA, (data.path, data.validation), strict=True):
             if path and not path.startswith("python:"):
                 yield key, path
 
 
-def _list_shared(wish: JobRequest) -> Iterator[HostCheck]:
+def _list_shared(request: JobRequest) -> Iterator[HostCheck]:
     """Paths that all nodes must see: data, and the run directory, through which nodes and jobs exchange state."""
-    if wish.profile.scheduler == "local":
+    if request.scheduler.this_machine:
         return
-    remedy = f"choose a folder on a shared file system{_storage(wish)}"
-    yield _shared(wish, "run.root", str(wish.run), remedy)
-    for key, path in _list_data(wish):
+    remedy = f"choose a folder on a shared file system{_storage(request)}"
+    yield _shared(request, "run.root", str(request.run), remedy)
+    for key, path in _list_data(request):
         if path.startswith("/"):
-            yield _shared(wish, key, path, remedy)
+            yield _shared(request, key, path, remedy)
 
 
-def _shared(wish: JobRequest, key: str, path: str, remedy: str) -> HostCheck:
-    origin, above = wish.loaded.origins[key], _local_folder(wish, path)
+def _shared(request: JobRequest, key: str, path: str, remedy: str) -> HostCheck:
+    """Wrong by the file system types of the folder and of its parents, as far as they exist."""
+    above = _local_folder(request, path)
+    what = f"{path} is on a node's own disk ({above or 'in memory'}), which other nodes do not see"
+    ancestors = (str(folder) for folder in (PurePosixPath(path), *PurePosixPath(path).parents) if folder.name)
+    return HostCheck(
+        Problem(key, what, request.loaded.origins[key], remedy=remedy),
+        ("stat", "-f", "-c", "%T", *ancestors),  # the nearest first
+        is_wrong=lambda done: bool(above) or next(iter(done.out.split()), "") in _MEMORY,
+    )
 
-    def judge(done: Done) -> Iterator[Problem]:
-        """Judges the file system types of the folder and of its parents, as far as they exist."""
-        if above or next(iter(done.out.split()), "") in _MEMORY:
-            what = f"{path} is on a node's own disk ({above or 'in memory'}), which other nodes do not see"
-            yield Problem(key, what, origin, remedy=remedy)
 
-    return HostCheck(key, origin, lambda _: ("stat", "-f", "-c", "%T", *_list_ancestors(path)), judge)
-
-
-def _local_folder(wish: JobRequest, path: str) -> str:
+def _local_folder(request: JobRequest, path: str) -> str:
     """The node-local folder that contains a path; "" if none is known."""
-    disk = wish.profile.node.local_disk
+    disk = request.profile.node.local_disk
     local = (*_OF_ONE_NODE, *([disk] if disk else []))
     return next((folder for folder in local if path == folder or path.startswith(f"{folder}/")), "")
 
 
-def _list_ancestors(path: str) -> list[str]:
-    """A folder and its parents without "/", the nearest first."""
-    return [str(folder) for folder in (PurePosixPath(path), *PurePosixPath(path).parents) if folder.name]
-
-
-def _storage(wish: JobRequest) -> str:
-    storage = wish.profile.storage
+def _storage(request: JobRequest) -> str:
+    storage = request.profile.storage
     named = [place for place in (storage.scratch, storage.project, storage.home) if place]
     return f": {', '.join(named)}" if named else ""

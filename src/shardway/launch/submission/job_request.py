@@ -17,9 +17,8 @@ from types import MappingProxyType
 
 from shardway.errors import UserError
 from shardway.hardware.catalogue import load_accelerators
-from shardway.inherited import ACCOUNT
+from shardway.inherited import find_account
 from shardway.launch.job import (
-    AGENTS,
     Again,
     Chain,
     ContainerMount,
@@ -31,8 +30,10 @@ from shardway.launch.job import (
     QueueTerms,
     Shape,
 )
-from shardway.launch.job_script import LAUNCHERS
+from shardway.launch.launchers import list_launchers
+from shardway.launch.schedulers.base import Scheduler, find_scheduler
 from shardway.launch.submission.command import CommandRead
+from shardway.plugins import make_plugin
 from shardway.runfile.load import LoadedRunFile
 from shardway.runfile.schema import SiteSection
 from shardway.sites.schema import CPU, Queue, SiteProfile
@@ -42,10 +43,6 @@ DEFAULT_WALLTIME_S = 24 * 3600.0
 
 RESTARTS = 3
 """How often ft_launcher restarts ranks if a run does not set it: it counts, and does not see checkpoints."""
-
-_AGENT_BY_ITSELF = frozenset(("slurm", "local"))
-"""Schedulers under which our own agent starts a training by default; under PBS it was never tested on a real
-machine."""
 
 _OFFLINE = MappingProxyType(
     {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
@@ -94,6 +91,11 @@ class JobRequest:
         return self.loaded.values.site
 
     @property
+    def scheduler(self) -> Scheduler:
+        """The site's scheduler."""
+        return find_scheduler(self.profile.scheduler)
+
+    @property
     def queue(self) -> Queue | None:
         """The profile's queue for the job; None if the profile does not list it."""
         name, queues = self.section.queue, self.profile.queues
@@ -110,25 +112,27 @@ def with_site_defaults(loaded: LoadedRunFile, profile: SiteProfile) -> LoadedRun
 
 
 def with_account(loaded: LoadedRunFile, profile: SiteProfile, options: Mapping[str, str]) -> LoadedRunFile:
-    """The run with the account from the shell (`inherited.ACCOUNT`), if neither run nor site names one."""
-    account = options.get(ACCOUNT, "")
-    if profile.scheduler != "slurm" or not account or loaded.values.site.account:
+    """The run with the account from the shell, if neither run nor site names one."""
+    name, account = find_account(find_scheduler(profile.scheduler).inherited, options)
+    if not account or loaded.values.site.account:
         return loaded
-    return loaded.with_default("site.account", account, f"{ACCOUNT} of the shell")
+    return loaded.with_default("site.account", account, f"{name} of the shell")
 
 
-def shape_of(wish: JobRequest) -> Shape:
+def shape_of(request: JobRequest) -> Shape:
     """Nodes, and the request of each."""
-    section, node = wish.section, wish.profile.node
+    section, node = request.section, request.profile.node
     accelerators = node.accelerators_per_node or 0 if node.accelerator != CPU else 0
     ranks = section.ranks_per_node if section.ranks_per_node != "auto" else max(1, accelerators)
     whole = ranks >= accelerators
-    threads = 1 if _has_cores_alone(wish) else node.threads_per_core or 1
+    launcher_options = " ".join(request.profile.start.srun_options)
+    alone = request.scheduler.leaves_one_thread(_options_of(request), launcher_options)
+    threads = 1 if alone else node.threads_per_core or 1
     cores = node.cores
-    if asked := _asked_cpus(wish):
-        tasks = 1 if launcher_of(wish) in AGENTS else int(ranks)
+    if asked := request.scheduler.read_cpus_per_task(_options_of(request)):
+        tasks = 1 if make_plugin("launchers", launcher_of(request)).one_agent_a_node else int(ranks)
         cores = max(1, asked * tasks // threads)
-    elif cores is None and wish.profile.scheduler != "local":
+    elif cores is None and not request.scheduler.this_machine:
         cores = int(ranks)  # without a number a scheduler gives one core, which all ranks of a node would share
     elif cores and not whole:  # a part of a node gets the same part of its cores
         cores = max(1, (cores or 1) * int(ranks) // accelerators)
@@ -137,122 +141,108 @@ def shape_of(wish: JobRequest) -> Shape:
         ranks_per_node=int(ranks),
         cores_per_node=cores,
         accelerators_per_node=min(int(ranks), accelerators),
-        memory_bytes=_memory(wish, int(ranks), accelerators),
-        whole_nodes=bool(wish.profile.request.whole_nodes) and whole,
+        memory_bytes=_memory(request, int(ranks), accelerators),
+        whole_nodes=bool(request.profile.request.whole_nodes) and whole,
         threads_per_core=threads,
     )
 
 
-def _options_of(wish: JobRequest) -> dict[str, str]:
+def _options_of(request: JobRequest) -> dict[str, str]:
     """The scheduler's options of the site and of the run, by their names without dashes."""
-    options = {**wish.profile.request.options, **wish.section.options}
+    options = {**request.profile.request.options, **request.section.options}
     return {name.lstrip("-"): str(value) for name, value in options.items()}
 
 
-def _asked_cpus(wish: JobRequest) -> int:
-    """The CPUs per task that a Slurm option requests, which its steps must have as well; 0 for none."""
-    options = _options_of(wish) if wish.profile.scheduler == "slurm" else {}
-    text = options.get("cpus-per-task", options.get("c", ""))
-    return int(text) if text.isdecimal() else 0
-
-
-def _has_cores_alone(wish: JobRequest) -> bool:
-    """Whether Slurm options leave one thread of each core, so that its CPUs are cores."""
-    options, words = _options_of(wish), " ".join(wish.profile.start.srun_options)
-    asked = (options.get("hint") == "nomultithread", options.get("threads-per-core") == "1")
-    return any(asked) or "nomultithread" in words or "threads-per-core=1" in words
-
-
-def _memory(wish: JobRequest, ranks: int, accelerators: int) -> int | None:
-    asked, node = wish.section.memory, wish.profile.node
+def _memory(request: JobRequest, ranks: int, accelerators: int) -> int | None:
+    asked, node = request.section.memory, request.profile.node
     if asked != "auto":
         return int(asked)
-    if not wish.profile.request.memory or node.memory is None or list_memory_options(wish):
+    if not request.profile.request.memory or node.memory is None or list_memory_options(request):
         return None
     return node.memory if ranks >= accelerators else node.memory * ranks // accelerators
 
 
-def list_memory_options(wish: JobRequest) -> list[str]:
-    """Slurm options that set memory in another way than a job does; only one way is allowed (sbatch(1), --mem)."""
-    options = _options_of(wish) if wish.profile.scheduler == "slurm" else {}
-    return [name for name in ("mem-per-cpu", "mem-per-gpu") if name in options]
+def list_memory_options(request: JobRequest) -> list[str]:
+    """Options that set memory in another way than a job does; only one way is allowed."""
+    options = _options_of(request)
+    return [name for name in request.scheduler.memory_options if name in options]
 
 
-def walltime_of(wish: JobRequest) -> float | None:
+def walltime_of(request: JobRequest) -> float | None:
     """Wall-time of an attempt in seconds; None if none is set."""
-    if wish.section.walltime != "auto":
-        return float(wish.section.walltime)
-    if wish.queue is not None and wish.queue.max_walltime is not None:
-        return wish.queue.max_walltime
-    return DEFAULT_WALLTIME_S if wish.profile.scheduler == "local" else None
+    if request.section.walltime != "auto":
+        return float(request.section.walltime)
+    if request.queue is not None and request.queue.max_walltime is not None:
+        return request.queue.max_walltime
+    return DEFAULT_WALLTIME_S if request.scheduler.this_machine else None
 
 
-def launcher_of(wish: JobRequest) -> str:
+def launcher_of(request: JobRequest) -> str:
     """The launcher: as requested, or our own agent for a training, or the site's, or the first that works with its
     scheduler."""
-    if wish.section.launcher != "auto":
-        return wish.section.launcher
-    if is_elastic(wish) or (wish.program.is_training and wish.profile.scheduler in _AGENT_BY_ITSELF):
+    if request.section.launcher != "auto":
+        return request.section.launcher
+    if is_elastic(request) or (request.program.is_training and request.scheduler.agent_by_default):
         return "agent"
-    possible = LAUNCHERS[wish.profile.scheduler]
-    return wish.profile.launcher if wish.profile.launcher in possible else possible[0]
+    possible = list_launchers(request.scheduler)
+    return request.profile.launcher if request.profile.launcher in possible else possible[0]
 
 
-def is_elastic(wish: JobRequest) -> bool:
+def is_elastic(request: JobRequest) -> bool:
     """Whether the job is a training that may go on with fewer nodes."""
-    return wish.program.is_training and wish.loaded.values.run.elastic != "off"
+    return request.program.is_training and request.loaded.values.run.elastic != "off"
 
 
-def runtime_of(wish: JobRequest) -> str:
+def runtime_of(request: JobRequest) -> str:
     """The container runtime: as requested, or the site's if an image is named, or none."""
-    if wish.section.container != "auto":
-        return wish.section.container
-    return wish.profile.container or "none" if wish.section.image else "none"
+    if request.section.container != "auto":
+        return request.section.container
+    return request.profile.container or "none" if request.section.image else "none"
 
 
-def name_of(wish: JobRequest) -> str:
+def name_of(request: JobRequest) -> str:
     """The run's name in characters that schedulers accept: letters, digits, dots, dashes, underlines."""
-    name = _NO_NAME.sub("-", wish.run.name).strip("-.")[:_LONGEST_NAME]
+    name = _NO_NAME.sub("-", request.run.name).strip("-.")[:_LONGEST_NAME]
     return name if name[:1].isalpha() else f"run-{name}".rstrip("-")
 
 
-def build_job(wish: JobRequest, attempt: int) -> Job:
+def build_job(request: JobRequest, attempt: int) -> Job:
     """The job of one attempt. A missing value becomes a harmless one, which the checks refuse first."""
-    profile, program = wish.profile, wish.program
-    walltime = walltime_of(wish) or 0.0
+    profile, program = request.profile, request.program
+    walltime = walltime_of(request) or 0.0
     return Job(
-        name=name_of(wish),
-        token=wish.token,
+        name=name_of(request),
+        token=request.token,
         site=profile.name,
         scheduler=profile.scheduler,
-        launcher=launcher_of(wish),
-        run=wish.run,
+        launcher=launcher_of(request),
+        run=request.run,
         attempt=attempt,
         program=program,
-        shape=shape_of(wish),
-        terms=_terms(wish, walltime),
-        around=_around(wish),
-        container=_container(wish),
+        shape=shape_of(request),
+        terms=_terms(request, walltime),
+        around=_around(request),
+        container=_container(request),
         meeting=Meeting(profile.network.host_suffix or "", profile.network.resolve == "ipv4"),
         start=profile.start,
-        chain=wish.chain,
-        preflight=_preflight(wish),
-        elastic=is_elastic(wish),
-        again=_again(wish),
+        chain=request.chain,
+        preflight=_preflight(request),
+        elastic=is_elastic(request),
+        again=_again(request),
         warn_s=0.0 if program.meets_by_itself else warn_before(walltime),
     )
 
 
-def _again(wish: JobRequest) -> Again:
-    run = wish.loaded.values.run
+def _again(request: JobRequest) -> Again:
+    run = request.loaded.values.run
     restarts = RESTARTS if run.max_restarts == "auto" else run.max_restarts
     if run.hang_timeout == "off":
         return Again(restarts, silent_s=math.inf)
     return Again(restarts, run.start_timeout, None if run.hang_timeout == "auto" else float(run.hang_timeout))
 
 
-def _preflight(wish: JobRequest) -> Program | None:
-    if not wish.section.preflight:
+def _preflight(request: JobRequest) -> Program | None:
+    if not request.section.preflight:
         return None
     return Program(("-m", "shardway", "doctor", "--preflight"), meets_by_itself=True)
 
@@ -262,51 +252,50 @@ def warn_before(walltime_s: float) -> float:
     return min(max(60.0, walltime_s / 10), 600.0, walltime_s / 2)
 
 
-def _terms(wish: JobRequest, walltime: float) -> QueueTerms:
-    section, request, queue = wish.section, wish.profile.request, wish.queue
+def _terms(request: JobRequest, walltime: float) -> QueueTerms:
+    section, rules, queue = request.section, request.profile.request, request.queue
     name = section.queue or (queue.name if queue else "")
     partition = name if queue is None or queue.partition is None else queue.partition
-    usual = {"slurm": "gres", "pbs": "ngpus"}.get(wish.profile.scheduler, "none")
     return QueueTerms(
         walltime_s=walltime,
         queue=name,
         partition=partition,
         qos=(queue.qos if queue else None) or "",
         account=section.account,
-        constraint=request.constraint or "",
-        accelerators=request.accelerators or usual,
-        options={**request.options, **section.options},
-        accelerator_type=section.accelerator_type or request.accelerator_type or "",
+        constraint=rules.constraint or "",
+        accelerators=rules.accelerators or request.scheduler.accelerator_requests[0],
+        options={**rules.options, **section.options},
+        accelerator_type=section.accelerator_type or rules.accelerator_type or "",
     )
 
 
-def _around(wish: JobRequest) -> JobEnvironment:
-    section, profile = wish.section, wish.profile
+def _around(request: JobRequest) -> JobEnvironment:
+    section, profile = request.section, request.profile
     return JobEnvironment(
-        workdir=wish.workdir,
-        source=wish.source,
-        code=wish.code,
-        venv=_venv(wish),
+        workdir=request.workdir,
+        source=request.source,
+        code=request.code,
+        venv=_venv(request),
         modules=(*profile.modules.load, *section.modules),
         purge_modules=profile.modules.purge,
-        expanded={**_internet(profile), **_environment(wish)},
+        expanded={**_internet(profile), **_environment(request)},
         literal={name: str(value) for name, value in section.environment.items()},
-        secret_names=wish.secret_names,
+        secret_names=request.secret_names,
     )
 
 
-def _environment(wish: JobRequest) -> Mapping[str, str]:
+def _environment(request: JobRequest) -> Mapping[str, str]:
     """The profile's variables; those that list accelerators only if the job has whole nodes."""
-    environment, node = wish.profile.environment, wish.profile.node
-    if shape_of(wish).accelerators_per_node >= (node.accelerators_per_node or 0):
+    environment, node = request.profile.environment, request.profile.node
+    if shape_of(request).accelerators_per_node >= (node.accelerators_per_node or 0):
         return environment
     return {name: value for name, value in environment.items() if name not in _DEVICE_LISTS}
 
 
-def _venv(wish: JobRequest) -> str:
-    asked = wish.section.venv
+def _venv(request: JobRequest) -> str:
+    asked = request.section.venv
     if asked == "auto":
-        return wish.here if runtime_of(wish) == "none" else ""
+        return request.here if runtime_of(request) == "none" else ""
     return "" if asked == "none" else asked
 
 
@@ -320,17 +309,17 @@ def _internet(profile: SiteProfile) -> Mapping[str, str]:
     return {**proxy, **({"no_proxy": internet.no_proxy} if internet.no_proxy else {})}
 
 
-def _container(wish: JobRequest) -> ContainerUse:
-    runtime, profile = runtime_of(wish), wish.profile
+def _container(request: JobRequest) -> ContainerUse:
+    runtime, profile = runtime_of(request), request.profile
     if runtime == "none":
         return ContainerUse()
     part = load_accelerators().get(profile.node.accelerator or CPU)
-    mounts = (*profile.containers.mounts, *wish.section.mounts)
-    project = (ContainerMount(str(wish.project), str(wish.project)),) if wish.project else ()
+    mounts = (*profile.containers.mounts, *request.section.mounts)
+    project = (ContainerMount(str(request.project), str(request.project)),) if request.project else ()
     rules = profile.containers if runtime == profile.container else type(profile.containers)()
     return ContainerUse(
         runtime=runtime,
-        image=name_image(runtime, wish.section.image),
+        image=name_image(runtime, request.section.image),
         mounts=(*project, *(mount for mount in map(parse_mount, mounts) if mount is not None)),
         rules=rules,
         vendor=part.vendor.lower() if part else "",
@@ -338,11 +327,11 @@ def _container(wish: JobRequest) -> ContainerUse:
 
 
 def name_image(runtime: str, text: str) -> str:
-    """An image as its runtime names it: either form of a URI in that of Pyxis, Apptainer or Podman; a path, or an
-    invalid name, unchanged."""
-    if not text or text.startswith(_PATH_SIGNS) or runtime not in ("pyxis", "apptainer", "podman"):
+    """An image as its runtime names it: either form of a URI in that of the runtime; a path, or an invalid name,
+    unchanged."""
+    if not text or text.startswith(_PATH_SIGNS):
         return text
-    from shardway.launch.image.request import Reference, parse_uri, render_docker, render_enroot
+    from shardway.launch.image.request import Reference, parse_uri
 
     try:
         source = parse_uri(text)
@@ -350,9 +339,7 @@ def name_image(runtime: str, text: str) -> str:
         return text
     if not isinstance(source, Reference) or source.transport not in ("docker", "oras"):
         return text
-    if runtime == "pyxis":
-        return render_enroot(source).removeprefix("docker://")
-    return f"{source.transport}://{render_docker(source)}" if runtime == "apptainer" else render_docker(source)
+    return make_plugin("containers", runtime).name_image(source) or text
 
 
 def parse_mount(text: str) -> ContainerMount | None:

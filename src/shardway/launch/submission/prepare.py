@@ -5,17 +5,20 @@ Invariants:
 - Preparing writes nothing, here or on the site. Its result is what would be written and submitted; all its problems
   have been reported.
 - Secrets file: only names and line numbers are returned, never a value or the text of a line. The host reads it with
-  the function that the job uses (`launch/shell/secret_lines.sh`), so both apply one rule.
+  the function that the job uses (`launch/shell/lib.sh`), so both apply one rule.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -25,19 +28,20 @@ from shardway.launch.hosts.base import Host
 from shardway.launch.job import SECRETS, Chain, Job, Program
 from shardway.launch.job_script import render_job_script
 from shardway.launch.runs.job_status import Ledger, read_ledger
+from shardway.launch.schedulers.base import Scheduler, find_scheduler
 from shardway.launch.script import quote_all, read_block
-from shardway.launch.snapshot import SnapshotPlan, plan_snapshot
+from shardway.launch.snapshot import plan_snapshot
+from shardway.launch.snapshot_files import SnapshotPlan
 from shardway.launch.submission import host_checks, site_checks
 from shardway.launch.submission.command import CommandRead, read_command
 from shardway.launch.submission.host_checks import Code
 from shardway.launch.submission.job_request import JobRequest, build_job, with_account, with_site_defaults
 from shardway.places import expand_place
-from shardway.resolve.draft import Resolved
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import read_fields
-from shardway.runfile.load import DEFAULT, LoadedRunFile, load_run
+from shardway.runfile.load import COMMAND_LINE, DEFAULT, LoadedRunFile, load_run
 from shardway.runfile.write import render_run, render_value
 from shardway.sites.find import find_profile
 from shardway.sites.load import flatten_profile, load_site
@@ -75,8 +79,8 @@ class ProblemCollector:
 def _as_problem(where: str, message: str) -> Problem:
     """A message as one problem: the parts after "allowed:" and "to do:" become its fields."""
     what, *tail = re.split(r"\n\s*(allowed|to do): ", message, flags=re.IGNORECASE)
-    told = {name.lower(): _as_line(text) for name, text in zip(tail[::2], tail[1::2], strict=True)}
-    return Problem(where, _as_line(what), allowed=told.get("allowed", ""), remedy=told.get("to do", ""))
+    parts = {name.lower(): _as_line(text) for name, text in zip(tail[::2], tail[1::2], strict=True)}
+    return Problem(where, _as_line(what), allowed=parts.get("allowed", ""), remedy=parts.get("to do", ""))
 
 
 def _as_line(text: str) -> str:
@@ -85,7 +89,7 @@ def _as_line(text: str) -> str:
 
 # --- the user's secrets file
 
-_TELL = """
+_PRINT = """
 read_secrets "$0" 2> /dev/null
 printf '%s\\n' "${secret_faults[*]}" "${secret_names[@]}"
 """
@@ -118,11 +122,11 @@ class Secrets:
 
 def read_secrets(host: Host, path: PurePosixPath) -> Secrets:
     """What the secrets file on the host sets, and whether other users can read it; nothing if there is no file."""
-    shell = read_block("secret_lines", "read_secrets").text + _TELL
-    told, mode = host.run_many([("bash", "-c", shell, str(path)), ("stat", "-c", "%a", str(path))])
-    if not told.ok:
+    shell = read_block("lib", "read_secrets").text + _PRINT
+    found, mode = host.run_many([("bash", "-c", shell, str(path)), ("stat", "-c", "%a", str(path))])
+    if not found.ok:
         return Secrets()
-    faults, *names = told.out.splitlines()
+    faults, *names = found.out.splitlines()
     is_open = mode.ok and not mode.out.strip().endswith("00")
     return Secrets(tuple(dict.fromkeys(filter(None, names))), tuple(map(int, faults.split())), is_open)
 
@@ -144,7 +148,7 @@ class SubmitRequest:
     `site` is that of --on, `command` the words after `--`. `max_attempts` 0: as many as the work needs.
     """
 
-    request: ResolveRequest
+    run_request: ResolveRequest
     site: str = ""
     command: tuple[str, ...] = ()
     until_done: bool = False
@@ -157,7 +161,7 @@ class Prepared:
     """A prepared submission. `files`: those of the attempt's folder beside its script. `ledger`: the run's attempts so
     far."""
 
-    wish: JobRequest
+    request: JobRequest
     job: Job
     files: dict[Path, str]
     snapshot: SnapshotPlan | None
@@ -170,88 +174,190 @@ class Prepared:
         return render_job_script(self.job)
 
 
-def prepare(order: SubmitRequest, host: Host, *, look: bool = False) -> Prepared:
+def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepared:
     """Everything of the next attempt, or of the newest again if its submission was interrupted.
 
     `look`: check on the host what the job will need. Raises UserError with every problem that can be found,
     HostUnreachable.
     """
     findings = ProblemCollector()
-    loaded, profile = _load(order)
-    options = host.read_options() if profile.scheduler == "slurm" else {}
+    loaded, profile = _load(request)
+    options = _read_options(host, find_scheduler(profile.scheduler))
     loaded = with_account(loaded, profile, options)
-    run, secrets_path = _find_places(order, loaded, host)
-    if order.request.directory is not None:
+    run, secrets_path = _find_places(request, loaded, host)
+    if request.run_request.directory is not None:
         loaded = loaded.with_origin("run.root", "--dir")
     nothing: tuple[SnapshotPlan | None, tuple[str, ...]] = (None, ())
-    snapshot, notes = findings.collect("the code", lambda: _plan_snapshot(order, host), nothing)
+    snapshot, notes = findings.collect("the code", lambda: _plan_snapshot(request, host), nothing)
     ledger = read_ledger(host, run)
     number = ledger.next_number
     folder = RunDir(run).attempt(number)
     secrets = read_secrets(host, secrets_path)
-    program, read = _train_program(folder.run_file, run), None
-    if order.command:
+    read = None
+    program = Program(("-m", "shardway", "train", str(folder.run_file), "--dir", str(run)), meets_by_itself=True)
+    if request.command:
         nodes = loaded.values.site.nodes
-        read = findings.collect("the command", lambda: read_command(order.command, order.here, nodes), _REFUSED)
+        read = findings.collect("the command", lambda: read_command(request.command, request.here, nodes), _REFUSED)
         program = read.program
-    wish = JobRequest(
+    # where the ranks work: a training in the snapshot, any other program in the run's folder for its outputs; without a
+    # snapshot in the submitting folder or, if that is on another host, in the run directory
+    workdir = run if host.name else request.here
+    if snapshot is not None:
+        workdir = snapshot.start_folder(RunDir(run).work if request.command else folder.code)
+    job_request = JobRequest(
         loaded=loaded,
         profile=profile,
         run=run,
-        workdir=_work_folder(order, host, snapshot, folder),
-        code=folder.code if snapshot and order.command else None,
+        workdir=workdir,
+        code=folder.code if snapshot and request.command else None,
         program=program,
         read=read,
-        chain=_chain(order, profile, number),
+        chain=_plan_chain(request, profile, number),
         project=snapshot.root if snapshot and snapshot.links else None,
-        source=order.here if snapshot and not host.name else None,
+        source=request.here if snapshot and not host.name else None,
         token=os.urandom(3).hex(),
         secret_names=secrets.names,
         here=sys.prefix if not host.name and sys.prefix != sys.base_prefix else "",
     )
+    code = Code(request.here, snapshot, is_there=snapshot is not None or not host.name)
     findings.problems += secrets.list_problems()
-    code = Code(order.here, snapshot, is_there=snapshot is not None or not host.name)
-    resolved = _find_problems(findings, order, wish, code)
-    if resolved is not None and ledger.status:
-        findings.collect("what has changed", lambda: site_checks.check_goes_on(host, ledger, resolved), None)
+    for check in (*site_checks.NUMBER_CHECKS, *site_checks.NAME_CHECKS):
+        findings.problems += check(job_request)
+    if request.command:
+        findings.problems += host_checks.list_local_problems(job_request, code)
+    elif not {"site.nodes", "site.ranks_per_node"} & {problem.where for problem in findings.problems}:
+        # a run file is checked for the ranks that the job will have
+        ranks = partial(site_checks.check_run, request.run_request, request.site, job_request)
+        resolved = findings.collect(str(request.run_request.run_file or "the run"), ranks, None)
+        if resolved is not None and ledger.status:
+            findings.collect("what has changed", partial(site_checks.check_goes_on, host, ledger, resolved), None)
     if look:
-        findings.problems += host_checks.list_host_problems(wish, host, code)
+        findings.problems += host_checks.list_host_problems(job_request, host, code)
     findings.check(f"the job for {profile.name}")
-    files = {folder.order_path: render_order(replace(order, site=_site_word(loaded, order.here)))}
-    if not order.command:
-        loaded, copies = _carry_site(loaded, folder)
-        files |= copies
-        files[folder.run_file] = render_run(loaded.values, loaded.origins, _is_set(loaded))
-    warnings = (
-        *(*notes, *secrets.warnings, *describe_options(options, _asked(wish)), *site_checks.list_warnings(wish)),
-        *(*host_checks.list_warnings(wish, code), *_describe_other_command(order, host, ledger)),
+    job = build_job(job_request, number)
+    return Prepared(
+        job_request,
+        job,
+        _list_files(request, loaded, folder),
+        snapshot,
+        (
+            *(*notes, *secrets.warnings, *describe_options(options, _list_requested(job))),
+            *(*site_checks.list_warnings(job_request), *host_checks.list_warnings(job_request, code)),
+            *_describe_other_command(request, host, ledger),
+        ),
+        ledger,
     )
-    return Prepared(wish, build_job(wish, number), files, snapshot, warnings, ledger)
 
 
-def _asked(wish: JobRequest) -> dict[str, str]:
-    """What the job requests from Slurm, as values of sbatch options, by their keys."""
-    terms = build_job(wish, 1).terms
+def _load(request: SubmitRequest) -> tuple[LoadedRunFile, SiteProfile]:
+    findings, title = ProblemCollector(), str(request.run_request.run_file or "the command line")
+    run_file, overrides = request.run_request.run_file, request.run_request.overrides
+    loaded = findings.collect(title, lambda: load_run(run_file, overrides), None)
+    if request.site and loaded:
+        loaded = loaded.with_value("site.name", request.site, "--on")
+    name = loaded.values.site.name if loaded else request.site
+    profile = findings.collect(f"the site {name}", lambda: load_site(name), None) if name else None
+    if not loaded or not profile:
+        findings.check("what was asked for")
+        raise Bug("a run or a site was not loaded, and nothing says why")
+    return with_site_defaults(loaded, profile), profile
+
+
+def _find_places(request: SubmitRequest, loaded: LoadedRunFile, host: Host) -> tuple[Path, PurePosixPath]:
+    """The run directory and the secrets file on the host. Raises UserError for a variable that the host does not
+    set."""
+    directory, root = request.run_request.directory, loaded.values.run.root
+    try:
+        path, secrets = host.expand_many([str(directory or root), SECRETS])
+    except UserError as error:
+        where = "--dir" if directory is not None else f"run.root, {loaded.origins['run.root']}"
+        raise UserError(f"the run directory ({where}): {error}") from None
+    return Path(path) if directory is not None else Path(path) / _name_run(request, loaded), secrets
+
+
+def _name_run(request: SubmitRequest, loaded: LoadedRunFile) -> str:
+    """The name of the run: by default that of the file, script or module."""
+    name, command = loaded.values.run.name, request.command
+    if name == "auto":
+        module = command[command.index("-m") + 1 :][:1] if "-m" in command else ()
+        named = [word for word in command if word.endswith(".py")] or [word.rpartition(".")[2] for word in module]
+        named = named or list(command[:1])
+        name = Path(named[0]).stem if named else (loaded.path.stem if loaded.path else "default")
+    return name
+
+
+def _plan_snapshot(request: SubmitRequest, host: Host) -> tuple[SnapshotPlan | None, tuple[str, ...]]:
+    """The snapshot and its notes. A run file without a command brings no code: if no snapshot can be made, none is
+    used."""
+    try:
+        plan = plan_snapshot(request.here, links=not host.name)
+    except UserError as error:
+        if request.command:
+            raise
+        return None, (f"no snapshot of the code was made: {str(error).splitlines()[0]}",)
+    if not request.command and plan.revision is None:
+        return None, ()
+    return plan, plan.notes
+
+
+def _plan_chain(request: SubmitRequest, profile: SiteProfile, number: int) -> Chain:
+    if not request.until_done:
+        return Chain(max_attempts=number)
+    ahead = profile.request.submit_from_nodes is False
+    most = request.max_attempts or (min(profile.request.max_jobs or 5, 5) if ahead else OPEN_CHAIN)
+    return Chain(until_done=True, max_attempts=number + most - 1, ahead=ahead)
+
+
+def _list_files(request: SubmitRequest, loaded: LoadedRunFile, folder: Attempt) -> dict[Path, str]:
+    """The attempt's files beside its script: the request, and for a run file that file with the keys that are set
+    (unset ones are resolved again on the machine of the ranks) and a copy of a site profile of the user's own, which is
+    not visible in a container or on another host."""
+    name = loaded.values.site.name
+    origin = find_profile(name).origin
+    anywhere = name if origin != "file" else str(request.here / expand_place(name))  # found from any folder
+    files = {folder.order_path: render_order(replace(request, site=anywhere))}
+    if not request.command:
+        if origin != "shipped":
+            table = flatten_profile(name)
+            files[folder.site_file] = "".join(f"{key} = {render_value(value)}\n" for key, value in table.items())
+            loaded = loaded.with_value("site.name", str(folder.site_file), f"copy of {name}")
+        origins = loaded.origins
+        files[folder.run_file] = render_run(loaded.values, origins, lambda dotted: origins[dotted] != DEFAULT)
+    return files
+
+
+def _read_options(host: Host, scheduler: Scheduler) -> dict[str, str]:
+    """The variables on the host that hold options for the command that submits."""
+    heads = tuple(family.options for family in scheduler.inherited if family.options)
+    return {name: value for name, value in host.read_options().items() if name.startswith(heads)} if heads else {}
+
+
+def _list_requested(job: Job) -> dict[str, str]:
+    """What the job requests from its scheduler, as values of options, by their keys."""
+    terms = job.terms
     own = {"site.account": terms.account, "site.queue": terms.partition, "site.walltime": f"{terms.walltime_s:g} s"}
     return {**{f"site.options.{name}": str(value) for name, value in terms.options.items()}, **own}
 
 
-def _find_problems(findings: ProblemCollector, order: SubmitRequest, wish: JobRequest, code: Code) -> Resolved | None:
-    """The problems of a request that can be found without its host. Returns the resolved run file if there is one."""
-    for check in (*site_checks.NUMBER_CHECKS, *site_checks.NAME_CHECKS):
-        findings.problems += check(wish)
-    shape_is_known = not {"site.nodes", "site.ranks_per_node"} & {problem.where for problem in findings.problems}
-    if order.command:
-        findings.problems += host_checks.list_local_problems(wish, code)
-    elif shape_is_known:  # a run file is checked for the ranks that the job will have
-        title = str(order.request.run_file or "the run")
-        return findings.collect(title, lambda: site_checks.check_run(order.request, order.site, wish), None)
-    return None
+def _describe_other_command(request: SubmitRequest, host: Host, ledger: Ledger) -> Iterator[str]:
+    """A warning if the run had another command, whose outputs this one would find in its working folder."""
+    paths = [PurePosixPath(entry.attempt.order_path) for entry in ledger.entries] if request.command else []
+    texts = host.read_files(paths) if paths else {}
+    last = next((texts[path] for path in reversed(paths) if path in texts), "")
+    before = parse_order(last, ledger.run.path, None)
+    if before is not None and before.command and before.command != request.command:
+        yield (
+            f"{ledger.run.path} ran another command, `{quote_all(before.command)}`, and this one finds what it wrote: "
+            "both work in its folder `work`; where that is not meant, name another run (run.name, --dir)"
+        )
+
+
+# --- the request as recorded in the attempt's folder (order.json), and that of a run that goes on
 
 
 @dataclass(frozen=True)
-class _Recorded:
-    """The fields of an order in `order.json`; all are required."""
+class _RecordedRequest:
+    """The fields of `order.json`; all are required."""
 
     overrides: tuple[str, ...]
     site: str
@@ -261,136 +367,90 @@ class _Recorded:
     here: str
 
 
-def render_order(order: SubmitRequest) -> str:
-    """The text of `order.json`, from which `shardway resume` makes the next order."""
-    request = order.request
+def render_order(request: SubmitRequest) -> str:
+    """The text of `order.json`, from which `shardway resume` makes the next request."""
+    run_file = request.run_request.run_file
     table = {
         "format": 1,
-        "run_file": str(request.run_file.absolute()) if request.run_file else "",
-        "overrides": list(request.overrides),
-        "site": order.site,
-        "command": list(order.command),
-        "until_done": order.until_done,
-        "max_attempts": order.max_attempts,
-        "here": str(order.here),
+        "run_file": str(run_file.absolute()) if run_file else "",
+        "overrides": list(request.run_request.overrides),
+        "site": request.site,
+        "command": list(request.command),
+        "until_done": request.until_done,
+        "max_attempts": request.max_attempts,
+        "here": str(request.here),
     }
     return json.dumps(table, indent=1) + "\n"
 
 
 def parse_order(text: str, run: Path, run_file: Path | None) -> SubmitRequest | None:
-    """The order in such a text, for the same run directory; None if it is damaged. `run_file` holds all values of the
+    """The request in such a text, for the same run directory; None if it is damaged. `run_file` holds all values of the
     run file and the overrides of that time."""
     try:
-        known = read_fields(_Recorded, json.loads(text))
+        known = read_fields(_RecordedRequest, json.loads(text))
     except (ValueError, RecursionError):
         return None
     if known is None:
         return None
-    request = ResolveRequest(run_file, () if run_file else known.overrides, run)
-    return SubmitRequest(request, known.site, known.command, known.until_done, known.max_attempts, Path(known.here))
+    run_request = ResolveRequest(run_file, () if run_file else known.overrides, run)
+    return SubmitRequest(run_request, known.site, known.command, known.until_done, known.max_attempts, Path(known.here))
 
 
-def _load(order: SubmitRequest) -> tuple[LoadedRunFile, SiteProfile]:
-    findings, title = ProblemCollector(), str(order.request.run_file or "the command line")
-    loaded = findings.collect(title, lambda: load_run(order.request.run_file, order.request.overrides), None)
-    if order.site and loaded:
-        loaded = loaded.with_value("site.name", order.site, "--on")
-    name = loaded.values.site.name if loaded else order.site
-    profile = findings.collect(f"the site {name}", lambda: load_site(name), None) if name else None
-    if not loaded or not profile:
-        findings.check("what was asked for")
-        raise Bug("a run or a site was not loaded, and nothing says why")
-    return with_site_defaults(loaded, profile), profile
+@contextlib.contextmanager
+def read_last_request(host: Host, run: Path) -> Iterator[SubmitRequest]:
+    """The last request of a run; its run file is there for as long as the context lasts. For a run that was trained by
+    hand, what it was started with.
 
-
-def _site_word(loaded: LoadedRunFile, here: Path) -> str:
-    """The site in a form that is found from any folder."""
-    name = loaded.values.site.name
-    is_shipped_or_own = find_profile(name).origin != "file"
-    return name if is_shipped_or_own else str(here / expand_place(name))
-
-
-def _carry_site(loaded: LoadedRunFile, folder: Attempt) -> tuple[LoadedRunFile, dict[Path, str]]:
-    """The run with a copy of its site profile beside it if the profile is the user's own, since in a container or on
-    another host that file is not visible."""
-    name = loaded.values.site.name
-    if find_profile(name).origin == "shipped":
-        return loaded, {}
-    text = "".join(f"{key} = {render_value(value)}\n" for key, value in flatten_profile(name).items())
-    return loaded.with_value("site.name", str(folder.site_file), f"copy of {name}"), {folder.site_file: text}
-
-
-def _find_places(order: SubmitRequest, loaded: LoadedRunFile, host: Host) -> tuple[Path, PurePosixPath]:
-    """The run directory and the secrets file on the host. Raises UserError for a variable that the host does not
-    set."""
-    directory, root = order.request.directory, loaded.values.run.root
-    try:
-        path, secrets = host.expand_many([str(directory or root), SECRETS])
-    except UserError as error:
-        where = "--dir" if directory is not None else f"run.root, {loaded.origins['run.root']}"
-        raise UserError(f"the run directory ({where}): {error}") from None
-    return Path(path) if directory is not None else Path(path) / _name_run(order, loaded), secrets
-
-
-def _name_run(order: SubmitRequest, loaded: LoadedRunFile) -> str:
-    """The name of the run: by default that of the file or script."""
-    name = loaded.values.run.name
-    if name == "auto":
-        module = order.command[order.command.index("-m") + 1 :][:1] if "-m" in order.command else ()
-        named = [word for word in order.command if word.endswith(".py")] or [word.rpartition(".")[2] for word in module]
-        named = named or list(order.command[:1])
-        name = Path(named[0]).stem if named else (loaded.path.stem if loaded.path else "default")
-    return name
-
-
-def _plan_snapshot(order: SubmitRequest, host: Host) -> tuple[SnapshotPlan | None, tuple[str, ...]]:
-    """The snapshot and its notes. A run file without a command brings no code: if no snapshot can be made, none is
-    used."""
-    try:
-        plan = plan_snapshot(order.here, links=not host.name)
-    except UserError as error:
-        if order.command:
-            raise
-        return None, (f"no snapshot of the code was made: {str(error).splitlines()[0]}",)
-    if not order.command and plan.revision is None:
-        return None, ()
-    return plan, plan.notes
-
-
-def _describe_other_command(order: SubmitRequest, host: Host, ledger: Ledger) -> Iterator[str]:
-    """A warning if the run had another command, whose outputs this one would find in its working folder."""
-    paths = [PurePosixPath(entry.attempt.order_path) for entry in ledger.entries] if order.command else []
-    texts = host.read_files(paths) if paths else {}
-    last = next((texts[path] for path in reversed(paths) if path in texts), "")
-    before = parse_order(last, ledger.run.path, None)
-    if before is not None and before.command and before.command != order.command:
-        yield (
-            f"{ledger.run.path} ran another command, `{quote_all(before.command)}`, and this one finds what it wrote: "
-            "both work in its folder `work`; where that is not meant, name another run (run.name, --dir)"
-        )
-
-
-def _work_folder(order: SubmitRequest, host: Host, snapshot: SnapshotPlan | None, folder: Attempt) -> Path:
-    """Where the ranks work: a training in the snapshot, any other program in the run's folder for its outputs. Without
-    a snapshot: in the submitting folder or, if that is on another host, in the run directory.
+    Raises UserError where nothing says how the run was started, or its record is damaged.
     """
-    if snapshot is None:
-        return folder.run_path if host.name else order.here
-    return snapshot.start_folder(RunDir(folder.run_path).work if order.command else folder.code)
+    attempts = [entry.attempt for entry in read_ledger(host, run).entries]
+    texts = host.read_files([PurePosixPath(p) for attempt in attempts for p in (attempt.order_path, attempt.run_file)])
+    last = next((a for a in reversed(attempts) if PurePosixPath(a.order_path) in texts), None)
+    if last is None:
+        if host.name or not RunDir(run).resolved_path.exists():
+            raise UserError(
+                f"{run} was never submitted, so nothing says how.\n"
+                "  To do: `shardway submit` it, or `shardway train` where it was trained by hand."
+            )
+        yield request_by_hand(RunDir(run))
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        kept = texts.get(PurePosixPath(last.run_file))
+        run_file = last.run_file if kept is not None else None
+        if kept is not None and host.name:  # a copy here of the other machine's file
+            run_file = Path(scratch) / last.run_file.name
+            run_file.write_text(kept, encoding="utf-8")
+        request = parse_order(texts[PurePosixPath(last.order_path)], run, run_file)
+        if request is None:
+            raise UserError(
+                f"{last.order_path} is damaged.\n  To do: submit the run with `shardway submit --dir {run}`."
+            )
+        yield request
 
 
-def _train_program(run_file: Path, run: Path) -> Program:
-    return Program(("-m", "shardway", "train", str(run_file), "--dir", str(run)), meets_by_itself=True)
+def request_by_hand(run: RunDir) -> SubmitRequest:
+    """What a run was started with that no job has trained yet. Raises UserError where its script is not here."""
+    if "model" in run.read_resolved():
+        return SubmitRequest(
+            ResolveRequest(run.request_path, tuple(_list_overrides(run.resolved_path.read_text("utf-8"))), run.path)
+        )
+    command = next((event.get("command") for event in reversed([*run.all_events(0, ("started",))])), None)
+    words = [str(word) for word in command] if isinstance(command, list) and command else [""]
+    if not words[0].endswith(".py") or not Path(words[0]).is_file():
+        raise UserError(
+            f"{run.path} was trained by hand by a script ({words[0] or 'which is not recorded'}), which is not here.\n"
+            f"  To do: run this where the script is, or `shardway submit --dir {run.path} -- python SCRIPT ...`."
+        )
+    return SubmitRequest(ResolveRequest(None, (), run.path), command=("python", *words))
 
 
-def _chain(order: SubmitRequest, profile: SiteProfile, number: int) -> Chain:
-    if not order.until_done:
-        return Chain(max_attempts=number)
-    ahead = profile.request.submit_from_nodes is False
-    most = order.max_attempts or (min(profile.request.max_jobs or 5, 5) if ahead else OPEN_CHAIN)
-    return Chain(until_done=True, max_attempts=number + most - 1, ahead=ahead)
-
-
-def _is_set(loaded: LoadedRunFile) -> Callable[[str], bool]:
-    """Whether a key goes into the run file of an attempt: unset keys are resolved again on the machine of the ranks."""
-    return lambda dotted: loaded.origins[dotted] != DEFAULT
+def _list_overrides(resolved: str) -> Iterator[str]:
+    """The keys of a resolved run that were set on the command line, as words of one."""
+    section = ""
+    for line in resolved.splitlines():
+        entry, _, origin = line.rpartition(" # ")
+        if line.startswith("["):
+            section = line.strip("[] ")
+        elif origin == COMMAND_LINE:
+            name, _, value = entry.partition("=")
+            yield f"{section}.{name.strip()}={value.strip()}"

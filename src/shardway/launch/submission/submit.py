@@ -1,6 +1,8 @@
-"""Submits one attempt of a run: claims it, writes its folder, hands its script to the scheduler.
+"""Submits a run: checks it, claims an attempt, writes its folder, hands its script to the scheduler; or goes on with a
+submission that was interrupted.
 
 Invariants:
+- A refused submission leaves nothing behind; an interrupted one resumes where it was.
 - An attempt has at most one job that does any work.
 - A claim is alive or dead only for a process with the same boot and process namespace; otherwise it is unknown.
 
@@ -12,9 +14,6 @@ The order makes a lost answer harmless. The folder of an attempt is made by `mkd
 unique name is written there before the scheduler is called. If the answer is lost, the scheduler is asked for a job of
 that name before the script is submitted again. If there are two jobs after all, the second finds the attempt claimed
 and does nothing.
-
-Sources: proc_pid_stat(5), fields (3) state and (22) starttime; proc_sys_kernel(5), random/boot_id;
-pid_namespaces(7).
 """
 
 from __future__ import annotations
@@ -22,114 +21,153 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import socket
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import Enum
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from shardway.errors import ShardwayError, SiteError, UserError
 from shardway.launch.hosts.base import Done, Host, HostUnreachable
 from shardway.launch.job import Job
-from shardway.launch.job_script import render_job_script
-from shardway.launch.runs.job_status import LedgerEntry, read_again, render_submission, write_submission
-from shardway.launch.schedulers.base import Explanation, RequestedResources, SchedulerSilent
-from shardway.launch.schedulers.clients import CLIENTS, SchedulerClient
+from shardway.launch.job_script import render_job_script, render_library
+from shardway.launch.runs.find import Known, forget, remember, render_known
+from shardway.launch.runs.job_status import (
+    LedgerEntry,
+    check_free_for_job,
+    read_again,
+    render_submission,
+    write_submission,
+)
+from shardway.launch.schedulers.base import (
+    Explanation,
+    RequestedResources,
+    Scheduler,
+    SchedulerSilent,
+    find_scheduler,
+)
+from shardway.launch.snapshot import take_snapshot
+from shardway.launch.snapshot_files import SnapshotPlan
+from shardway.launch.submission.prepare import Prepared, SubmitRequest, prepare
 from shardway.refusals import ANOTHER_FOLDER, find_remedy
 from shardway.rundir.attempts import Attempt, Submission
-from shardway.rundir.directory import FOLDER_MODE
+from shardway.rundir.directory import FOLDER_MODE, RunDir
+from shardway.rundir.lease import Identity, is_alive, own_identity
 
-# --- the claim of a submitter
-
-_PROC = Path("/proc")
-_FIELDS = 5
-
-
-class Life(Enum):
-    """Whether the process of a claim still exists."""
-
-    ALIVE = "alive"
-    DEAD = "dead"
-    UNKNOWN = "unknown"
+# --- submit a run
 
 
 @dataclass(frozen=True)
-class ProcessIdentity:
-    """One process: its number and its `start` (clock ticks since the boot) name it within `boot` and `namespace`; the
-    three are empty if the system does not provide them."""
+class SentSubmission:
+    """A submission that the scheduler has taken. `found`: an earlier try had got through after all. `further`: the
+    other links of a chain whose jobs may not submit jobs."""
 
-    host: str
-    process: int
-    start: str = ""
-    boot: str = ""
-    namespace: str = ""
-
-    def render(self) -> str:
-        """One line without blanks in its fields."""
-        realm = (word or "-" for word in (self.start, self.boot, self.namespace))
-        return " ".join((self.host, str(self.process), *realm))
+    prepared: Prepared
+    job: str
+    host: str = ""
+    found: bool = False
+    further: tuple[str, ...] = ()
 
     @property
-    def words(self) -> str:
-        """For people: "process 4711 on login1"."""
-        return f"process {self.process} on {self.host}"
+    def reference(self) -> str:
+        """How other verbs name the run."""
+        return render_known(Known(str(self.prepared.job.run), self.host))
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        job = self.prepared.job
+        return {
+            "job": self.job,
+            "attempt": job.attempt,
+            "run": str(job.run),
+            "host": self.host,
+            "site": job.site,
+            "scheduler": job.scheduler,
+            "script": str(job.folder.job_script),
+            "work": str(job.around.workdir),
+            "found": self.found,
+            "further": list(self.further),
+        }
 
 
-def claim_of_this_process(proc: Path = _PROC) -> ProcessIdentity:
-    """The claim of this process."""
-    host = "".join(socket.gethostname().split()) or "localhost"
-    return ProcessIdentity(host, os.getpid(), _read_start(proc, os.getpid()) or "", *_read_realm(proc))
+def submit_run(request: SubmitRequest, host: Host, submitter: Submitter | None = None) -> SentSubmission:
+    """Submit the next attempt of a run, or go on with one whose submission was interrupted.
+
+    Raises UserError where something is wrong or refused, SiteError where the scheduler does not answer.
+    """
+    submitter = submitter or Submitter(host)
+    prepared = prepare(request, host, look=True)
+    job, last = prepared.job, prepared.ledger.last
+    check_free_for_job(host, prepared.ledger, submitter.tell)
+    known = Known(str(job.run), host.name, job.site)
+    if last is not None and last.is_unsent:
+        found = submitter.recover(job, last)
+        if found is not None:
+            remember(known)
+            return SentSubmission(prepared, found.job, host.name, found=True)
+    host.run(("rm", "-f", str(RunDir(job.run).stop_path)))  # obeyed by an earlier attempt; this one is wanted
+    is_new = False
+
+    def fill(attempt: Attempt) -> None:
+        nonlocal is_new
+        is_new = remember(known)  # before the scheduler is asked, so that a kill does not lose it
+        if prepared.snapshot is not None:
+            _bring_snapshot(host, prepared.snapshot, attempt)
+
+    try:
+        submitted = submitter.submit(job, prepared.files, fill=fill)
+    except BaseException:
+        if is_new and _is_gone(host, known.run):  # refused, and nothing of it is left
+            forget(known)
+        raise
+    further: list[str] = []
+    while (
+        job.chain.until_done and job.chain.ahead and job.attempt < job.chain.max_attempts
+    ):  # each after the one before
+        job = job.successor()
+        further.append(submitter.submit(job, {}, after=further[-1] if further else submitted.job).job)
+    return SentSubmission(prepared, submitted.job, host.name, submitted.found, tuple(further))
 
 
-def parse_claim(text: str) -> ProcessIdentity | None:
+def _bring_snapshot(host: Host, plan: SnapshotPlan, attempt: Attempt) -> None:
+    if not host.name:
+        take_snapshot(plan, attempt.code)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        local = Attempt(Path(scratch) / attempt.path.name)
+        take_snapshot(plan, local.code)
+        host.copy_tree(local.code, PurePosixPath(attempt.code))
+        records = [path for path in sorted(local.path.iterdir()) if path.is_file()]
+        host.write_files(
+            {PurePosixPath(attempt.path / path.name): path.read_bytes().decode("utf-8") for path in records}
+        )
+
+
+def _is_gone(host: Host, folder: str) -> bool:
+    try:
+        done = host.run(("test", "-e", folder))
+    except ShardwayError:
+        return False
+    return done.code == 1 and not done.timed_out
+
+
+# --- the claim of a submitter: the process in one line of words without blanks, "-" for what is unknown
+
+
+def render_claim(who: Identity) -> str:
+    """HOST PROCESS START BOOT NAMESPACE."""
+    host = "".join(who.host.split()) or "localhost"
+    return " ".join((host, str(who.pid), *(word or "-" for word in (who.started, who.boot, who.namespace))))
+
+
+def parse_claim(text: str) -> Identity | None:
     """A claim from its line; None for anything else, such as that of an older Shardway."""
     parts = ["" if word == "-" else word for word in text.split()]
-    if len(parts) != _FIELDS or not parts[1].isdecimal():
+    if len(parts) != 5 or not parts[1].isdecimal():
         return None
-    return ProcessIdentity(parts[0], int(parts[1]), *parts[2:])
-
-
-def look_at(claim: ProcessIdentity, proc: Path = _PROC) -> Life:
-    """Whether the process of a claim still runs, as far as this process can see it."""
-    here = claim_of_this_process(proc)
-    realm = (claim.host, claim.boot, claim.namespace)
-    if not (claim.start and claim.boot and claim.namespace) or realm != (here.host, here.boot, here.namespace):
-        return Life.UNKNOWN
-    start = _read_start(proc, claim.process)
-    if start is None:
-        return Life.UNKNOWN if _exists(claim.process) else Life.DEAD
-    return Life.ALIVE if start == claim.start else Life.DEAD
-
-
-def _read_realm(proc: Path) -> tuple[str, str]:
-    """The boot of the machine and the namespace, within which process numbers are unique; empty without such files."""
-    try:
-        boot = (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return boot, os.readlink(proc / "self/ns/pid")
-    except (OSError, UnicodeDecodeError):
-        return "", ""
-
-
-def _read_start(proc: Path, process: int) -> str | None:
-    """The start time of a process; empty for a dead one that its parent has not reaped (a zombie), None if it is not
-    visible."""
-    try:
-        fields = (proc / str(process) / "stat").read_bytes().rpartition(b") ")[2].split()
-    except OSError:
-        return None
-    return "" if fields[0] in (b"Z", b"X") else fields[19].decode("ascii")
-
-
-def _exists(process: int) -> bool:
-    """Whether there is a process of this number, of any user: /proc may hide those of others (proc(5), hidepid)."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+    host, process, start, boot, namespace = parts
+    return Identity(host, boot, namespace, int(process), start)
 
 
 # --- submit an attempt
@@ -186,30 +224,28 @@ class Submitter:
 
         Raises UserError if the folder exists or the scheduler refuses, SiteError if it does not answer.
         """
-        attempt = job.folder
+        attempt, asked, claim = job.folder, asdict(asked_of(job)), render_claim(own_identity())
         made = self.make_folder(attempt)
         try:
-            return self._fill_and_send(job, files, after, fill)
+            submission = Submission(job.scheduler, job.token, "", self.host.name, after, time.time(), asked, claim)
+            texts = {
+                attempt.submission_path: render_submission(submission),  # the claim, before anything else
+                attempt.job_script: render_job_script(job),
+                attempt.job_library: render_library(job.scheduler),
+                **files,
+            }
+            try:
+                self.host.write_files({PurePosixPath(path): text for path, text in texts.items()})
+                fill(attempt)
+                submission = replace(submission, submitted=time.time())  # filling may take long
+                write_submission(self.host, attempt, submission)
+            except BaseException:
+                self._remove(attempt)
+                raise
+            return self.send(job, submission)
         except BaseException:
             self._sweep(made)
             raise
-
-    def _fill_and_send(self, job: Job, files: dict[Path, str], after: str, fill: Fill) -> Submitted:
-        attempt = job.folder
-        asked = asdict(asked_of(job))
-        claim = claim_of_this_process().render()
-        submission = Submission(job.scheduler, job.token, "", self.host.name, after, time.time(), asked, claim)
-        try:
-            claimed = {attempt.submission_path: render_submission(submission)}
-            texts = {**claimed, attempt.job_script: render_job_script(job), **files}
-            self.host.write_files({PurePosixPath(path): text for path, text in texts.items()})
-            fill(attempt)
-            submission = replace(submission, submitted=time.time())  # filling may take long
-            write_submission(self.host, attempt, submission)
-        except BaseException:
-            self._remove(attempt)
-            raise
-        return self.send(job, submission)
 
     def make_folder(self, attempt: Attempt) -> tuple[str, ...]:
         """Make the folder of an attempt; returns the parent folders that were made, the innermost first.
@@ -255,7 +291,7 @@ class Submitter:
             raise
 
     def _hand_over(self, job: Job, submission: Submission) -> Submitted:
-        client, pause = CLIENTS[job.scheduler], FIRST_PAUSE_S
+        scheduler, pause = find_scheduler(job.scheduler), FIRST_PAUSE_S
         refusal: Explanation | None = None
         unsure = False
         for number in range(TRIES):
@@ -264,19 +300,19 @@ class Submitter:
                     self.tell(_render_retry(job, refusal))
                 self.pause(pause)
                 pause *= 2
-                found = self._find(client, job)
+                found = self._find(scheduler, job)
                 if found:
                     return self._note(job, submission, found, found=True)
                 if found is None and unsure:
                     continue
-            done = self._try(client, job, submission.after)
+            done = self._try(scheduler, job, submission.after)
             if done is None:
                 unsure = True
                 continue
-            taken = client.read_job_id(done.out) if done.ok else ""
+            taken = scheduler.read_job_id(done.out) if done.ok else ""
             if taken:
                 return self._note(job, submission, taken)
-            refusal = client.explain_refusal(done, replace(asked_of(job), host=self.host.name))
+            refusal = scheduler.explain_refusal(done, replace(asked_of(job), host=self.host.name))
             if refusal.hopeless:
                 self._remove(job.folder)
                 raise UserError(_render_refusal(job, refusal))
@@ -297,17 +333,16 @@ class Submitter:
             raise UserError(_render_taken(now))
         if submission is not None:
             named = replace(job, attempt=entry.number, token=submission.token)
-            found = CLIENTS[job.scheduler].read_found(
-                self.host.run_many(CLIENTS[job.scheduler].find(named.scheduler_name))
-            )
+            scheduler = find_scheduler(job.scheduler)
+            found = scheduler.parse_found(self.host.run_many(scheduler.find(named.scheduler_name)))
             if found:
                 return self._note(named, submission, found[0], found=True)
         self._remove(entry.attempt)
         return None
 
-    def _try(self, client: SchedulerClient, job: Job, after: str) -> Done | None:
+    def _try(self, scheduler: Scheduler, job: Job, after: str) -> Done | None:
         """One try; None if its result is unknown."""
-        words = client.submit(str(job.folder.job_script), str(job.folder.job_log), after)
+        words = scheduler.submit(str(job.folder.job_script), str(job.folder.job_log), after)
         try:
             done = self.host.run(words, timeout_s=SUBMIT_TIMEOUT_S)
         except HostUnreachable:
@@ -324,19 +359,19 @@ class Submitter:
                 raise UserError(_render_under_way(entry, None, UNDER_WAY_S))
             return
         claim, age = parse_claim(submission.claim), time.time() - submission.submitted
-        life = look_at(claim) if claim else Life.UNKNOWN
-        if claim and life is Life.ALIVE and claim.process != os.getpid() and submission.submitted:
+        alive = is_alive(claim) if claim else None
+        if claim and alive and claim.pid != os.getpid() and submission.submitted:
             raise UserError(_render_alive(entry, claim))
-        if life is Life.DEAD:
+        if alive is False:
             if age < IN_FLIGHT_S:
                 self.pause(IN_FLIGHT_S - max(age, 0.0))
         elif age < UNDER_WAY_S:
             raise UserError(_render_under_way(entry, claim, UNDER_WAY_S - age))
 
-    def _find(self, client: SchedulerClient, job: Job) -> str | None:
+    def _find(self, scheduler: Scheduler, job: Job) -> str | None:
         """The id of a job with this one's name; empty if the scheduler has none, None if it is silent."""
         try:
-            found = client.read_found(self.host.run_many(client.find(job.scheduler_name)))
+            found = scheduler.parse_found(self.host.run_many(scheduler.find(job.scheduler_name)))
         except (SchedulerSilent, HostUnreachable):
             return None
         return found[0] if found else ""
@@ -380,9 +415,10 @@ def asked_of(job: Job) -> RequestedResources:
     )
 
 
-def _render_alive(entry: LedgerEntry, claim: ProcessIdentity) -> str:
+def _render_alive(entry: LedgerEntry, claim: Identity) -> str:
     return (
-        f"attempt {entry.number} of {entry.attempt.run_path} is being submitted just now, by {claim.words}.\n"
+        f"attempt {entry.number} of {entry.attempt.run_path} is being submitted just now, by process {claim.pid} on "
+        f"{claim.host}.\n"
         "  Nothing was submitted. To do: wait for it; or end that process (`kill` and its number), and submit again."
     )
 
@@ -394,8 +430,10 @@ def _render_taken(entry: LedgerEntry) -> str:
     )
 
 
-def _render_under_way(entry: LedgerEntry, claim: ProcessIdentity | None, left: float) -> str:
-    who = f"{claim.words}; whether that still runs is not seen from here" if claim else "another command"
+def _render_under_way(entry: LedgerEntry, claim: Identity | None, left: float) -> str:
+    who = "another command"
+    if claim:
+        who = f"process {claim.pid} on {claim.host}; whether that still runs is not seen from here"
     return (
         f"attempt {entry.number} of {entry.attempt.run_path} is being submitted just now, by {who}.\n"
         "  Nothing was submitted. To do: look with `shardway status`; if no command is at it, submit again in "

@@ -9,8 +9,8 @@ Invariants:
 
 Sources: NCCL environment variables (NCCL_SOCKET_IFNAME: prefixes, "=" exact, "^" not these); gloo in torch
 (GLOO_SOCKET_IFNAME: exact names); RFC 1122 section 3.2.1.3 on 127/8; statvfs(3), fsync(2), rename(2); huggingface_hub
-"Environment variables"; wandb "Environment variables" (WANDB_MODE); sacctmgr(1), squeue(1), qstat(1B);
-containers.conf(5) and OCI runtimes on the variable `container`.
+"Environment variables"; wandb "Environment variables" (WANDB_MODE); containers.conf(5) and OCI runtimes on the variable
+`container`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import time
 import uuid
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from shardway.hardware.catalogue import load_links
 from shardway.hardware.command import CommandResult, run_command, run_commands
@@ -147,7 +148,7 @@ def judge_infiniband(around: MachineView, ports: tuple[Port, ...]) -> CheckResul
     network, active = around.site.network, [port for port in ports if port.active]
     wanted = network.adapters_per_node or 0
     down = ", ".join(f"{port.device}/{port.port} {port.state or 'unknown'}" for port in ports if not port.active)
-    remedy = f"leave this node out (Slurm: --exclude={around.host}) and tell the site's support"
+    remedy = f"leave this node out ({around.describe_remedy('leave_out')}) and tell the site's support"
     if not ports:
         return _judge_no_ports(around)
     if not active:
@@ -202,7 +203,7 @@ def check_mounts(around: MachineView) -> CheckResult:
     hung = [place for place, answer in zip(places, answers, strict=True) if answer.hung]
     gone = [place for place, answer in zip(places, answers, strict=True) if not answer.hung and not answer.ok]
     if hung:
-        remedy = f"the file system hangs on this node: leave it out (Slurm: --exclude={around.host})"
+        remedy = f"the file system hangs on this node: leave it out ({around.describe_remedy('leave_out')})"
         return bad(f"{', '.join(hung)} did not answer within {render_seconds(_ANSWERS_WITHIN_S)}", remedy)
     if gone:
         remedy = "in a container: mount them; otherwise correct [storage] of the profile, or ask the site"
@@ -311,7 +312,7 @@ def check_speed(around: MachineView) -> CheckResult:
 def check_caches(around: MachineView) -> CheckResult:
     """Whether caches of libraries are in a small home folder."""
     home, storage = around.environ.get("HOME", ""), around.site.storage
-    if around.site.scheduler == "local" or not home or not (storage.project or storage.scratch):
+    if around.scheduler.this_machine or not home or not (storage.project or storage.scratch):
         return unknown("nothing says that the home folder is small")
     places = {name: around.environ.get(name, "") for name in CACHES}
     default = places["XDG_CACHE_HOME"] or f"{home}/.cache"
@@ -342,8 +343,6 @@ VERSIONS = ("python", "torch", "shardway", "driver", "machine")
 
 _HUB = "HF_HUB_OFFLINE"  # read by the hub's own library, on which transformers and datasets depend
 _SCHEDULER_LIMIT_S = 8.0
-_ASK = {"slurm": ("squeue", "--version"), "pbs": ("qstat", "--version")}
-_ASK_SERVER = {"slurm": ("sinfo", "-h", "-o", "%R"), "pbs": ("qstat", "-Q")}
 
 
 def check_versions(around: MachineView) -> CheckResult:
@@ -450,30 +449,33 @@ def check_proxy(around: MachineView) -> CheckResult:
 
 def check_scheduler(around: MachineView) -> CheckResult:
     """Whether the scheduler's commands are here, and its server answers."""
-    kind = around.site.scheduler
-    if kind == "local":
+    scheduler = around.scheduler
+    if scheduler.this_machine:
         return unknown("this machine has no scheduler")
-    here = run_command(_ASK[kind], _SCHEDULER_LIMIT_S)
+    if not scheduler.client_command:
+        return unknown(f"no command is known that {scheduler.title} answers")
+    here = run_command(scheduler.client_command, _SCHEDULER_LIMIT_S)
     if here.missing:
-        return bad(f"{_ASK[kind][0]} is not to be found", "load the site's module for it, or use a login node (--on)")
-    return judge_scheduler(kind, run_command(_ASK_SERVER[kind], _SCHEDULER_LIMIT_S))
+        said = f"{scheduler.client_command[0]} is not to be found"
+        return bad(said, "load the site's module for it, or use a login node (--on)")
+    return judge_scheduler(scheduler, run_command(scheduler.server_command, _SCHEDULER_LIMIT_S))
 
 
-def judge_scheduler(kind: str, answer: CommandResult) -> CheckResult:
-    """An empty answer of sinfo comes from a controller without partitions, or from none."""
-    command = " ".join(_ASK_SERVER[kind])
+def judge_scheduler(scheduler: Any, answer: CommandResult) -> CheckResult:
+    """An empty answer comes from a controller without queues, or from none."""
+    command = " ".join(scheduler.server_command)
     remedy = "wait, and look at the site's status page; Shardway tries again by itself where it can"
     if answer.hung:
         return bad(f"`{command}` did not answer within {_SCHEDULER_LIMIT_S:g} s", remedy)
     if not answer.ok:
         return bad(f"`{command}`: {answer.said or f'exit code {answer.code}'}", remedy)
-    return good(f"{kind} answers")
+    return good(f"{scheduler.name} answers")
 
 
 def check_account(around: MachineView) -> CheckResult:
     """Whether the account charged for the run is one of the user's, if the scheduler lists them."""
     account, rule = around.wanted.account, around.site.request.account
-    if around.site.scheduler == "local":
+    if around.scheduler.this_machine:
         return unknown("this machine charges nobody")
     if not account:
         if rule == "required":
@@ -482,25 +484,25 @@ def check_account(around: MachineView) -> CheckResult:
             )
             return poor("the site charges an account, and the run names none", f"set site.account{how}")
         return unknown("the run names no account")
-    if around.site.scheduler == "pbs":
-        return unknown(f"PBS does not tell whether {account} is yours")
     user = around.environ.get("USER") or around.environ.get("LOGNAME", "")
-    words = ("sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account")
-    return judge_account(account, run_command(words, _SCHEDULER_LIMIT_S))
+    words = around.scheduler.list_accounts(user)
+    if not words:
+        return unknown(f"{around.scheduler.title} does not tell whether {account} is yours")
+    return judge_account(account, around.scheduler, run_command(words, _SCHEDULER_LIMIT_S))
 
 
-def judge_account(account: str, answer: CommandResult) -> CheckResult:
-    """Accounts are compared as Slurm does, ignoring case."""
+def judge_account(account: str, scheduler: Any, answer: CommandResult) -> CheckResult:
+    """Accounts are compared as schedulers do, ignoring case."""
     if not answer.ok:
-        return unknown(f"sacctmgr does not tell: {answer.said or 'no answer'}")
+        return unknown(f"{scheduler.list_accounts('')[0]} does not tell: {answer.said or 'no answer'}")
     yours = parse_accounts(answer.out)
     if not yours:
-        return unknown("Slurm lists no accounts for this user")
+        return unknown(f"{scheduler.title} lists no accounts for this user")
     if account.lower() in yours:
         return good(f"{account} is one of yours")
     return bad(f'site.account = "{account}" is none of yours', f"set site.account to one of: {', '.join(yours)}")
 
 
 def parse_accounts(text: str) -> list[str]:
-    """Accounts, one a line, from `sacctmgr -nP show assoc format=account`."""
+    """Accounts, one a line."""
     return list(dict.fromkeys(line.strip().lower() for line in text.splitlines() if line.strip()))

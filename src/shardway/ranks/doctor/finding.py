@@ -146,7 +146,7 @@ def find_obstacle(check: DoctorCheck, around: MachineView) -> str:
     """Why a check makes no sense here, or ""."""
     if check.where in (CheckScope.NODE, CheckScope.RANK) and not around.in_job:
         return "this is no node of a job"
-    if check.where is CheckScope.LOGIN and around.in_job and around.site.scheduler != "local":
+    if check.where is CheckScope.LOGIN and around.in_job and not around.scheduler.this_machine:
         return "this is a node of a job; scheduler commands are for login nodes"
     return ""
 

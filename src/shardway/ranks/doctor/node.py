@@ -35,16 +35,19 @@ _REASONS = {
     _SW_THERMAL: "too hot (driver)",
 }
 _LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_OTHER_NODE = "leave this node out (Slurm: --exclude={host}) and tell the site's support"
+
+
+def _other_node(around: MachineView) -> str:
+    return f"leave this node out ({around.describe_remedy('leave_out')}) and tell the site's support"
 
 
 def check_query(around: MachineView) -> CheckResult:
     """Whether nvidia-smi answers."""
     state = around.nvidia
     if state.answer == "hung":
-        return bad(state.said, f"the driver of this node hangs: {_OTHER_NODE.format(host=around.host)}")
+        return bad(state.said, f"the driver of this node hangs: {_other_node(around)}")
     if state.answer == "failed":
-        remedy = f"the driver does not work here: {_OTHER_NODE.format(host=around.host)}"
+        remedy = f"the driver does not work here: {_other_node(around)}"
         return bad(f"nvidia-smi: {state.said}", remedy)
     if state.answer == "absent":
         if around.device_files and around.in_job:
@@ -102,7 +105,7 @@ def _ask_for(around: MachineView, wanted: int) -> str:
         "ngpus": f"ngpus={wanted} in select",
         "none": "a whole node",
     }.get(around.site.request.accelerators or "", "all GPUs of the node")
-    return f"ask the scheduler for {option}; if the job did, {_OTHER_NODE.format(host=around.host)}"
+    return f"ask the scheduler for {option}; if the job did, {_other_node(around)}"
 
 
 def check_visible(around: MachineView) -> CheckResult:
@@ -155,7 +158,7 @@ def check_ecc(around: MachineView) -> CheckResult:
     if volatile is None and aggregate is None:
         return unknown("no GPU here counts memory errors")
     said = f"uncorrected memory errors: {_or_na(volatile)} since start, {_or_na(aggregate)} in all"
-    remedy = _OTHER_NODE.format(host=around.host)
+    remedy = _other_node(around)
     if failed:
         return bad(f"{said}; rows of memory could not be replaced", remedy)
     if volatile or (aggregate or 0) >= _ECC_FAIL or waiting:
@@ -182,7 +185,7 @@ def check_throttle(around: MachineView) -> CheckResult:
     if not reasons:
         return good("no GPU is slowed down")
     said = f"GPU {', '.join(slow)}: {', '.join(reasons)}"
-    remedy = f"one slow GPU slows all ranks: {_OTHER_NODE.format(host=around.host)}"
+    remedy = f"one slow GPU slows all ranks: {_other_node(around)}"
     return bad(said, remedy) if active & ~_SW_THERMAL & sum(_REASONS) else poor(said, remedy)
 
 
@@ -204,7 +207,7 @@ def check_mode(around: MachineView) -> CheckResult:
     if not modes:
         return unknown("no GPU here tells its mode")
     if "Prohibited" in modes:
-        return bad("a GPU takes no programs (compute mode Prohibited)", _OTHER_NODE.format(host=around.host))
+        return bad("a GPU takes no programs (compute mode Prohibited)", _other_node(around))
     if "Enabled" in mig:
         remedy = "ask for GPUs that are not cut into slices: NCCL joins no two slices"
         return (poor if around.local_world < 2 else bad)("MIG is on: a process sees one slice", remedy)
@@ -230,7 +233,7 @@ def judge_affinity(around: MachineView, usable: float) -> CheckResult:
     """One core of many is what srun gives a task by default; fewer than were requested means a binding."""
     said = f"{usable:g} of {around.machine_cores} hardware threads"
     given = around.cores_given
-    loose = "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK in the job script, or srun --cpu-bind=none"
+    loose = "; ".join(each.remedies["cores"] for each in around.schedulers if "cores" in each.remedies)
     if usable < 2 and around.machine_cores > 2:
         return bad(f"{said}: data loading and the optimizer share one", f"{loose}; with mpirun: --bind-to none")
     if given and usable < given:
@@ -277,7 +280,7 @@ def judge_shm(around: MachineView, size: int, free: int) -> CheckResult:
         if size > _SHM_FAIL:
             return bad(said, "remove what an earlier job left there: ls -l /dev/shm")
         return bad(said, "start the container with more: --shm-size=16g, or mount the node's own: -v /dev/shm:/dev/shm")
-    if free < (_SHM_WARN_ALONE if around.site.scheduler == "local" else _SHM_WARN):
+    if free < (_SHM_WARN_ALONE if around.scheduler.this_machine else _SHM_WARN):
         return poor(said, "use fewer loader workers, or start the container with --shm-size=16g")
     return good(said)
 
@@ -294,10 +297,7 @@ def judge_memlock(around: MachineView, limit: int) -> CheckResult:
     said = f"ulimit -l is {limit // 1024} KiB"
     if not around.fast_ports:
         return good(f"{said}, and there is no InfiniBand")
-    remedy = (
-        "Slurm: start from a shell with `ulimit -l unlimited`, or srun --propagate=NONE; podman: --ulimit memlock=-1; "
-        "else ask the site"
-    )
+    remedy = f"{around.describe_remedy('memlock')}; podman: --ulimit memlock=-1; else ask the site"
     return bad(f"{said}, and InfiniBand needs it unlimited", remedy)
 
 
@@ -357,7 +357,7 @@ def check_tmp(around: MachineView) -> CheckResult:
         return bad(f"{folder} cannot be written", "export TMPDIR with a folder of your own on this node's disk")
     if free < _TMP_WARN:
         return poor(said, "free some of it, or export TMPDIR with a folder on a larger disk of this node")
-    if mount is not None and mount.kind in IN_MEMORY and around.site.scheduler != "local":
+    if mount is not None and mount.kind in IN_MEMORY and not around.scheduler.this_machine:
         return good(f"{said}: it counts as memory of the job")
     return good(said)
 
@@ -369,5 +369,5 @@ def check_memory(around: MachineView) -> CheckResult:
         return unknown("no limit on the memory of this job")
     if expected and around.site.request.whole_nodes and limit < 0.9 * expected:
         said = f"{limit / GIB:.0f} GiB, where a node has {expected / GIB:.0f} GiB"
-        return poor(said, "ask for all memory of the node (Slurm: --mem=0; PBS: mem= in select)")
+        return poor(said, f"ask for all memory of the node ({around.describe_remedy('all_memory')})")
     return good(f"{limit / GIB:.0f} GiB")

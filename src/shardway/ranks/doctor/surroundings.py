@@ -11,13 +11,14 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from shardway.errors import SiteError
 from shardway.hardware.links import Port, list_ports
 from shardway.hardware.mounts import MountedFileSystem, read_mounts
 from shardway.hardware.probe import NvidiaState, count_amd, has_device_files, read_nvidia
-from shardway.ranks.launcher import Placement, find_placement
-from shardway.ranks.variables import first_value, parse_hostlist
+from shardway.plugins import make_own, make_plugin
+from shardway.ranks.launcher import Placement, find_job, find_placement
 from shardway.sites.schema import SiteProfile
 
 
@@ -61,7 +62,12 @@ class MachineView:
     @property
     def in_job(self) -> bool:
         """Whether this is a node that ranks run on: that of a job, or a machine without a scheduler."""
-        return self.site.scheduler == "local" or bool(self.job) or self.launched
+        return self.scheduler.this_machine or bool(self.job) or self.launched
+
+    @property
+    def scheduler(self) -> Any:
+        """The site's scheduler (`launch.schedulers.base.Scheduler`)."""
+        return make_plugin("schedulers", self.site.scheduler)
 
     @property
     def launched(self) -> bool:
@@ -71,7 +77,7 @@ class MachineView:
     @property
     def job(self) -> str:
         """The scheduler's id of the job around this process, or ""."""
-        return first_value(self.environ, "SLURM_JOB_ID", "PBS_JOBID")
+        return find_job(self.environ) or self.environ.get(self.scheduler.job_variable, "")
 
     @property
     def rank(self) -> int:
@@ -116,29 +122,35 @@ class MachineView:
     @property
     def hosts(self) -> list[str]:
         """Nodes of this job as the scheduler names them; empty where it does not."""
-        nodelist = first_value(self.environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
-        try:
-            if nodelist:
-                return parse_hostlist(nodelist)
-            nodefile = self.environ.get("PBS_NODEFILE", "")
-            return list(dict.fromkeys(Path(nodefile).read_text(encoding="utf-8").split())) if nodefile else []
-        except (ValueError, OSError):
-            return []
+        for scheduler in self.schedulers:
+            try:
+                if found := scheduler.find_hosts(self.environ, scheduler.launcher, ""):
+                    return list(dict.fromkeys(found[1]))
+            except SiteError:
+                return []
+        return []
+
+    @property
+    def schedulers(self) -> tuple[Any, ...]:
+        """The schedulers whose variables may be here: every one of our own, and that of the site."""
+        return tuple(dict.fromkeys((*make_own("schedulers"), self.scheduler)))
 
     @property
     def cores_given(self) -> int | None:
         """Hardware threads that the scheduler gave to this rank; None where it does not say."""
-        per_task = self.environ.get("SLURM_CPUS_PER_TASK", "")
-        if per_task.isdecimal():
-            return int(per_task)
-        on_node = first_value(self.environ, "SLURM_CPUS_ON_NODE", "NCPUS")
-        return max(1, int(on_node) // self.local_world) if on_node.isdecimal() else None
+        counts = (scheduler.count_cores(self.environ, self.local_world) for scheduler in self.schedulers)
+        return next((count for count in counts if count is not None), None)
 
     @property
     def gpus_given(self) -> int | None:
         """GPUs of this node that the scheduler gave to the job; None where it does not say."""
-        text = self.environ.get("SLURM_GPUS_ON_NODE", "")
-        return int(text) if text.isdecimal() else None
+        counts = (scheduler.count_accelerators(self.environ) for scheduler in self.schedulers)
+        return next((count for count in counts if count is not None), None)
+
+    def describe_remedy(self, name: str) -> str:
+        """A remedy in the words of each scheduler that has some (`Scheduler.remedies`): "Slurm: --mem=0; PBS: ..."."""
+        ways = ((each.title, each.remedies[name]) for each in self.schedulers if name in each.remedies)
+        return "; ".join(f"{title}: {way.format(host=self.host)}" for title, way in ways)
 
 
 def look_around(

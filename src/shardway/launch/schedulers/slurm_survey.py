@@ -1,7 +1,7 @@
 """Parses what Slurm's own commands print about its nodes, partitions and accounts.
 
 Invariant: a partition is a queue of the profile only if this user can send jobs to it and it has the nodes that the
-profile describes; any other is a note. No command is run here.
+profile describes; any other is a note.
 """
 
 from __future__ import annotations
@@ -12,17 +12,33 @@ from dataclasses import dataclass
 
 from shardway.errors import list_some
 from shardway.launch.probe.findings import ProbedFacts, collect, parse_time
+from shardway.launch.schedulers.base import Ask
 from shardway.sites.schema import CPU
 
-SINFO = ("sinfo", "-h", "-o", "%P|%a|%l|%D|%t|%N|%G|%c|%m|%f|%z")
 PARTITIONS = ("scontrol", "show", "partition")
 CONFIG = ("scontrol", "show", "config")
-SRUN_HELP = ("srun", "--help")
 
 _GPUS = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:,()=]+))?:(?P<count>\d+)")
 _ENTRY = re.compile(r"(\S+?)=(\S*)")
 _NO_LIMIT = {"UNLIMITED", "INFINITE", "", "0"}
 _MIB = 2**20
+
+
+def survey(ask: Ask, sinfo: Sequence[str]) -> ProbedFacts:
+    """What Slurm says of its nodes, partitions and accounts; `sinfo` is the command whose lines `parse_sinfo` reads."""
+    kinds = parse_sinfo(ask(sinfo))
+    if not kinds:
+        return ProbedFacts((), ("sinfo names no nodes: nothing is known of nodes and partitions.",))
+    user = ask(("id", "-un")).strip()
+    accounts = parse_accounts(ask(accounts_command(user), quiet=True))
+    partitions = parse_partitions(ask(PARTITIONS))
+    found = describe_nodes(kinds) + describe_queues(partitions, kinds, accounts)
+    found += describe_accounts(accounts, user)
+    chosen = choose_kind(kinds)
+    first = parse_first_node(chosen.nodes) if chosen else ""
+    words = ("scontrol", "show", "node", first)
+    architecture = parse_architecture(ask(words, quiet=True)) if first else None
+    return found + collect([(("node", "architecture"), architecture, " ".join(words))])
 
 
 @dataclass(frozen=True)
@@ -72,7 +88,7 @@ class SlurmAccount:
 
 
 def parse_sinfo(text: str) -> list[NodeKind]:
-    """Kinds of nodes from `SINFO`; a line of another form is left out. Slurm's MB are MiB (slurm.conf, RealMemory)."""
+    """Kinds of nodes from sinfo; a line of another form is left out. Slurm's MB are MiB (slurm.conf, RealMemory)."""
     kinds = []
     for line in text.splitlines():
         fields = line.split("|")

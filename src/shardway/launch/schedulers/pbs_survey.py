@@ -1,7 +1,7 @@
 """Parses what PBS Pro's own commands print about its nodes and queues.
 
 Invariant: a queue is in the profile only if every user can send jobs to it; any other is a note. A routing queue is in
-it without the limits of its destinations. No command is run here.
+it without the limits of its destinations.
 """
 
 from __future__ import annotations
@@ -14,15 +14,22 @@ from typing import Any
 
 from shardway.errors import list_some
 from shardway.launch.probe.findings import ProbedFacts, collect, parse_time
+from shardway.launch.schedulers.base import Ask
 from shardway.sites.schema import CPU
 from shardway.units import parse_bytes
 
 QUEUES = ("qstat", "-Qf", "-F", "json")
-SERVER = ("qstat", "-Bf", "-F", "json")
 NODES = ("pbsnodes", "-a", "-F", "json")
 
 _UNITS = {"b": "B", "kb": "KiB", "mb": "MiB", "gb": "GiB", "tb": "TiB", "pb": "PiB"}
 """PBS' units are powers of 1024 (PBS Professional Reference Guide, formats: size)."""
+
+
+def survey(ask: Ask, server: Sequence[str]) -> ProbedFacts:
+    """What PBS says of its nodes and queues; `server` is the command whose answer names the default queue."""
+    nodes = describe_nodes(parse_nodes(ask(NODES)))
+    default = parse_default_queue(ask(server))
+    return nodes + describe_queues(parse_queues(ask(QUEUES)), default)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""PBS Pro and OpenPBS: queries about jobs and their answers, #PBS lines.
+"""PBS Pro and OpenPBS: #PBS lines, queries about jobs and their answers, variables of jobs and ranks.
 
 Invariants:
 - `job_state` decides the phase before `Exit_status` is read, which a requeued job still has.
@@ -11,9 +11,11 @@ Each call asks for one job: for several, `qstat -f -F json` prints the first one
 make its JSON invalid (wrong types, doubled keys, bytes that are not UTF-8); then the few attributes that matter are
 read from its lines.
 
+`pbs.toml` has the sentences, `pbs_survey.py` reads what PBS says of its nodes and queues.
+
 Sources: qstat(1B) "-x", PBS Professional Reference Guide "Job Attributes", "Job States" and "Job Exit Codes", OpenPBS
 src/include/job.h; transcripts of OpenPBS 23.06; qsub(1B) "-l select", "-k oed"; pbs_resources(7B); PBS Professional
-User's Guide, "Multi-node jobs", pbs_tmrsh.
+User's Guide, "Multi-node jobs", pbs_tmrsh; pbsdsh(1B).
 """
 
 from __future__ import annotations
@@ -24,22 +26,176 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from shardway.launch.hosts.base import Done
-from shardway.launch.job import Job
+from shardway.inherited import Family
 from shardway.launch.schedulers.base import (
+    OWN_FILES,
+    Ask,
     EachNode,
     JobPhase,
     JobRecord,
+    OptionProblem,
+    Scheduler,
     SchedulerEnding,
-    SchedulerScript,
-    SchedulerSilent,
-    describe_silence,
+    keep_known,
     merge_tasks,
+    parse_job_id,
+    read_lines,
     render_options,
 )
-from shardway.launch.script import ScriptLine, quote
+from shardway.launch.script import ScriptLine, quote, read_block
+from shardway.rank_variables import Environ, RankSeat, first_set, read_int, variables_error
+
+if TYPE_CHECKING:  # each rank that a scheduler has started imports this module
+    from shardway.launch.hosts.base import Done
+    from shardway.launch.job import Job
+    from shardway.launch.probe.findings import ProbedFacts
+
+_INHERITED = (
+    Family(
+        "a job of PBS",
+        ("PBS_*", "QSUB_*", "NCPUS"),
+        "of the job that submits",
+        kept=(
+            *("PBS_CONF_FILE", "PBS_DEFAULT", "PBS_SERVER", "PBS_EXEC", "PBS_HOME", "PBS_AUTH_METHOD", "PBS_TMPDIR"),
+            *("PBS_PRIMARY", "PBS_SECONDARY", "PBS_LEAF_NAME", "PBS_*_SERVICE_PORT", "PBS_ENCRYPT_METHOD"),
+            "PBS_SUPPORTED_AUTH_METHODS",
+        ),
+        settings=("NCPUS",),
+        reaches_ranks=True,
+    ),
+)
+
+
+class Pbs(Scheduler):
+    """PBS Pro and OpenPBS."""
+
+    name = "pbs"
+    title = "PBS"
+    hands_on_environment = False
+    signals_every_process = True
+    agent_by_default = False  # it was never tested under PBS on a real machine
+    by_hand = "make the folder of -o, qsub THIS_FILE"
+    shell = "pbs"
+    rules = OWN_FILES / "pbs.toml"
+    own_jobs = 'qselect -u "$(id -un)" 2> /dev/null'
+    launcher_variables = ("PBS_*", "NODE")
+    node_variables = ("NODE",)
+    gone = r"(?i)Unknown Job Id|(?:has|for) finished|invalid for state of job"  # the last while an epilogue runs
+    own_keys = frozenset(("containers.by_scheduler",))
+    accelerator_requests = ("ngpus", "none")
+    named_by_keys = MappingProxyType(
+        {
+            "q": "site.queue",
+            "P": "site.account",
+            "N": "run.name",
+            **dict.fromkeys(("o", "e", "j", "k", "J", "r", "v", "V", "S"), ""),
+        }
+    )
+    inherited = _INHERITED
+    job_variable = "PBS_JOBID"
+    client_command = ("qstat", "--version")
+    server_command = ("qstat", "-Q")
+    remedies = MappingProxyType({"all_memory": "mem= in select"})
+    interactive = "qsub -I"
+    submit_programs = ("qsub",)
+    survey_command = ("qstat", "-Bf", "-F", "json")
+    generic_site = "generic-pbs"
+
+    # --- the job script
+
+    def directives(self, job: Job) -> tuple[ScriptLine, ...]:
+        return tuple(ScriptLine(f"#PBS {line.text}", line.purpose) for line in _options(job))
+
+    def each_node(self, job: Job) -> EachNode:
+        """A shell function, since pbs_tmrsh hands on nothing."""
+        return EachNode(("on_each_node",), "$NODE")
+
+    def mpirun_lines(self, job: Job) -> tuple[ScriptLine, ...]:
+        """Its nodes, and a remote shell for an mpirun without support for PBS."""
+        return (ScriptLine("mpirun_on_pbs", "the nodes, and what starts its daemons there"),)
+
+    # --- commands, and what they print
+
+    def submit(self, script: str, log: str, after: str) -> tuple[str, ...]:
+        shell = f'{read_block("pbs", "submit_as_program").text}\nsubmit_as_program "$@"'
+        return ("bash", "-c", shell, "qsub", script, *(["-W", f"depend=afterany:{after}"] if after else []))
+
+    def read_job_id(self, text: str) -> str:
+        return parse_job_id(_TAKEN, text)
+
+    def cancel(self, jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+        return tuple(("qdel", job) for job in jobs)
+
+    def warn(self, jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+        return tuple(("qsig", "-s", "SIGUSR1", job) for job in jobs)
+
+    def query(self, jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+        """One command a job, whose outputs `parse_records` reads in the same order."""
+        tasks = {job: ("-t",) if "[]" in job else () for job in jobs}
+        return tuple(("sh", "-c", _WITH_HISTORY, "qstat", *tasks[job], "-f", "-F", "json", job) for job in jobs)
+
+    def find(self, name: str) -> tuple[tuple[str, ...], ...]:
+        """The command whose output `parse_found` reads: jobs of this name, finished ones too where PBS knows them."""
+        return (("sh", "-c", _WITH_HISTORY, "qselect", "-N", name),)
+
+    def parse_records(self, jobs: Sequence[str], answers: Sequence[Done]) -> dict[str, JobRecord]:
+        """A record of each of these jobs for which an answer came; one that PBS does not know is UNKNOWN.
+
+        Raises SchedulerSilent where no answer came for any of them.
+        """
+        return keep_known({job: _parse_answer(job, done) for job, done in zip(jobs, answers, strict=True)}, answers)
+
+    def parse_found(self, answers: Sequence[Done]) -> tuple[str, ...]:
+        found = [line.strip() for line in read_lines(answers[0]) if _ID.fullmatch(line.strip())]
+        return tuple(sorted(found, key=lambda job: int(re.split(r"[\[.]", job)[0])))
+
+    # --- options and variables
+
+    def check_option(self, name: str, value: Any) -> OptionProblem | None:
+        """-l may ask for resources that no key has."""
+        entries = value if isinstance(value, list) else [value]
+        if name == "l" and any(str(entry).startswith(("select", "walltime", "nodes", "place")) for entry in entries):
+            what = "with select, nodes, place or walltime is what the other keys of [site] say"
+            return OptionProblem(what, 'other resources, such as {l = "filesystems=home"}')
+        return super().check_option(name, value)
+
+    def read_seat(self, environ: Environ) -> RankSeat | None:
+        """pbsdsh and pbs_tmrsh: one rank a line of PBS_NODEFILE. Torque numbers the lines (PBS_VNODENUM); OpenPBS
+        numbers the hosts (PBS_NODENUM), and its PBS_TASKNUM only counts up, so that it can place one rank a host."""
+        if environ.get("PBS_TASKNUM", "1") == "1":  # the job script itself
+            return None
+        name = first_set(environ, "PBS_VNODENUM", "PBS_NODENUM")
+        index, slots = read_int(environ, "pbsdsh", name), _read_nodefile(environ, "pbsdsh", _SHARE_NODEFILE)
+        hosts = list(dict.fromkeys(slots))
+        if name == "PBS_NODENUM" and len(hosts) < len(slots):
+            raise variables_error(environ, "pbsdsh", (name, "PBS_NODEFILE"), _HOSTS_ONCE, _ONE_TASK_A_HOST)
+        if index >= len(slots):
+            allowed = f"{name} less than {len(slots)}, the lines of PBS_NODEFILE"
+            raise variables_error(environ, "pbsdsh", (name, "PBS_NODEFILE"), allowed)
+        host = slots[index]
+        local_rank, local_world = slots[:index].count(host), slots.count(host)
+        return RankSeat(index, len(slots), local_rank, local_world, hosts.index(host), len(hosts), "pbsdsh")
+
+    def find_hosts(self, environ: Environ, launcher: str, remedy: str) -> tuple[str, list[str]] | None:
+        if "PBS_NODEFILE" not in environ:
+            return None
+        return "PBS_NODEFILE", _read_nodefile(environ, launcher, remedy)
+
+    def count_cores(self, environ: Environ, local_world: int) -> int | None:
+        on_node = environ.get("NCPUS", "")
+        return max(1, int(on_node) // local_world) if on_node.isdecimal() else None
+
+    # --- surveys
+
+    def survey(self, ask: Ask) -> ProbedFacts:
+        from shardway.launch.schedulers.pbs_survey import survey
+
+        return survey(ask, self.survey_command)
+
 
 # --- queries and answers
 
@@ -87,36 +243,8 @@ _LOST_OUTPUT = "PBS could not deliver the job's output files; they stayed on its
 _FAILED_BY_PBS = "PBS counts it as failed though its script ended with 0: it may have lost a node while it ran"
 
 
-def query_commands(jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """One command a job, whose outputs `parse_records` reads in the same order."""
-    tasks = {job: ("-t",) if "[]" in job else () for job in jobs}
-    return tuple(("sh", "-c", _WITH_HISTORY, "qstat", *tasks[job], "-f", "-F", "json", job) for job in jobs)
-
-
-def find_commands(token: str) -> tuple[tuple[str, ...], ...]:
-    """The command whose output `parse_found` reads: jobs of this name, finished ones too where PBS remembers them."""
-    return (("sh", "-c", _WITH_HISTORY, "qselect", "-N", token),)
-
-
-def parse_records(jobs: Sequence[str], answers: Sequence[Done]) -> dict[str, JobRecord]:
-    """A record of each of these jobs for which an answer came; one that PBS does not know is UNKNOWN.
-
-    Raises SchedulerSilent where no answer came for any of them.
-    """
-    records = {job: _parse_answer(job, done) for job, done in zip(jobs, answers, strict=True)}
-    known = {job: record for job, record in records.items() if record}
-    if jobs and not known:
-        raise SchedulerSilent(describe_silence(answers[0]))
-    return known
-
-
-def parse_found(answers: Sequence[Done]) -> tuple[str, ...]:
-    """Ids of the jobs of a name, oldest first. Raises SchedulerSilent where qselect did not answer."""
-    (done,) = answers
-    if not done.ok:
-        raise SchedulerSilent(describe_silence(done))
-    found = [line.strip() for line in done.out.splitlines() if _ID.fullmatch(line.strip())]
-    return tuple(sorted(found, key=lambda job: int(re.split(r"[\[.]", job)[0])))
+_TAKEN = re.compile(r"^(\d+(?:\[\])?(?:\.[\w.-]+)?)\s*$", re.MULTILINE)
+"""qsub(1B): "12.server", "12[].server"."""
 
 
 def _parse_answer(job: str, done: Done) -> JobRecord | None:
@@ -255,11 +383,6 @@ def _parse_time(value: Any) -> float | None:
 # --- the job script's #PBS lines
 
 
-def directives(job: Job) -> tuple[ScriptLine, ...]:
-    """The #PBS lines."""
-    return tuple(ScriptLine(f"#PBS {line.text}", line.purpose) for line in _options(job))
-
-
 def _options(job: Job) -> Iterator[ScriptLine]:
     terms = job.terms
     yield ScriptLine(f"-N {job.scheduler_name}", "the run, its attempt, and what makes it unique")
@@ -267,7 +390,7 @@ def _options(job: Job) -> Iterator[ScriptLine]:
         yield ScriptLine(f"-P {quote(terms.account)}", "the account that is charged, and where the job waits")
     if terms.queue:
         yield ScriptLine(f"-q {quote(terms.queue)}", "the account that is charged, and where the job waits")
-    yield ScriptLine(f"-l select={render_select(job)}", "nodes, and what is wanted of each")
+    yield ScriptLine(f"-l select={_render_select(job)}", "nodes, and what is wanted of each")
     yield ScriptLine(f"-l place=scatter{':excl' if job.shape.whole_nodes else ''}")
     yield from (ScriptLine(f"-l {entry}", "the container that PBS makes on each node") for entry in _container(job))
     yield ScriptLine(f"-l walltime={_render_time(terms.walltime_s)}", "wall-time of this attempt")
@@ -280,7 +403,7 @@ def _options(job: Job) -> Iterator[ScriptLine]:
         yield ScriptLine(words, "options of this run or site that Shardway has no name for")
 
 
-def render_select(job: Job) -> str:
+def _render_select(job: Job) -> str:
     """The chunks: `2:ncpus=112:ngpus=8:mem=1880gb:mpiprocs=8`. mpiprocs is how often PBS_NODEFILE names a node."""
     shape = job.shape
     parts = [
@@ -313,20 +436,21 @@ def _render_time(seconds: float) -> str:
     return f"{minutes // 60:02d}:{minutes % 60:02d}:{rest:02d}"
 
 
-def _functions(job: Job) -> tuple[str, ...]:
-    launcher = ("on_each_node",) if job.one_agent_a_node else ("remote_shell",)
-    setup = ("on_each_node",) if job.container.runtime == "enroot" and not _made_by_pbs(job) else ()
-    needed = dict.fromkeys((*launcher, *setup))
-    return ("begin", "ask_ending", "submit_as_program", "submit_after", "cancel_job", *needed)
+# --- the place of a task of pbsdsh
+
+_HOSTS_ONCE = "each host once in PBS_NODEFILE, since PBS does not number the tasks of one host"
+_ONE_TASK_A_HOST = "ask for mpiprocs=1 and start torchrun on each host, or start the ranks with mpirun"
+_SHARE_NODEFILE = "copy it to a shared folder in the job script, then: pbsdsh -- env PBS_NODEFILE=COPY ..."
 
 
-PBS = SchedulerScript(
-    directives=directives,
-    shell="pbs",
-    functions=_functions,
-    each_node=lambda job: EachNode(("on_each_node",), "$NODE"),
-    warns=False,
-    launcher_variables=("PBS_*", "NODE"),
-    signals_every_process=True,
-    own_jobs='qselect -u "$(id -un)" 2> /dev/null',
-)
+def _read_nodefile(environ: Environ, launcher: str, remedy: str) -> list[str]:
+    """The lines of PBS_NODEFILE: a host for each task, in the order of the tasks."""
+    path = environ.get("PBS_NODEFILE", "")
+    try:
+        slots = Path(path).read_text(encoding="utf-8").split() if path else []
+    except OSError:
+        slots = []
+    if slots:
+        return slots
+    allowed = "a file that this host can read, with one host name a line"
+    raise variables_error(environ, launcher, ("PBS_NODEFILE",), allowed, remedy)

@@ -138,10 +138,10 @@ def _check_size(top: Path, files: list[CopiedFile], limits: SnapshotLimits) -> N
         counts[_folder_of(file.path)] += 1
         sizes[_folder_of(file.path)] += file.bytes
     largest = (sizes if total > limits.total_bytes else counts).most_common(_FOLDERS_TOLD)
-    told = "\n".join(f"    {name}: {counts[name]} files, {sizes[name] / 2**20:.1f} MiB" for name, _ in largest)
+    listed = "\n".join(f"    {name}: {counts[name]} files, {sizes[name] / 2**20:.1f} MiB" for name, _ in largest)
     raise UserError(
         f"the code of {top} is too large for a snapshot: {len(files)} files, {total / 2**20:.1f} MiB.\n"
-        f"  Allowed: {limits.files} files, {render_bytes(limits.total_bytes)}. The largest folders:\n{told}\n"
+        f"  Allowed: {limits.files} files, {render_bytes(limits.total_bytes)}. The largest folders:\n{listed}\n"
         "  To do: name what is no code in .gitignore (it is then linked, not copied)."
     )
 
@@ -180,7 +180,7 @@ _MOST_AT_ONCE = 1 << 30
 def take_snapshot(plan: SnapshotPlan, target: Path) -> Snapshot:
     """Copy what the plan says into `target`, the code folder of an attempt, and write its record and diff beside it.
 
-    A file that vanished since is left out and reported. Raises UserError where the target exists or cannot be written.
+    A file that vanished since is left out and listed. Raises UserError where the target exists or cannot be written.
     """
     attempt = Attempt(target.parent)
     try:
