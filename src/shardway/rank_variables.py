@@ -22,7 +22,7 @@ def read_int(environ: Environ, launcher: str, name: str) -> int:
     """The whole number in `name`, 0 or more; SiteError where it is missing or anything else."""
     text = environ.get(name, "")
     if not (text.isascii() and text.isdecimal()):
-        raise variables_error(environ, launcher, (name,), f"{name} is a whole number from 0 on")
+        raise variables_error(environ, launcher, (name,), f"{name} is an integer from 0 on")
     return int(text)
 
 

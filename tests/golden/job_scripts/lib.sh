@@ -142,7 +142,7 @@ note_start() {
   say "attempt $attempt is job $job on ${nodes[*]}"
 }
 
-#: check_stop: somebody may have asked for a stop while the job was queued
+#: check_stop: a stop may have been requested while the job was queued
 check_stop() {
   case $(read_stop) in
     stopped) ;;
@@ -156,7 +156,7 @@ check_stop() {
 
 # --- stops, signals and clocks
 
-#: read_stop: what the stop file asks for: stopped, where a person wants it, or the word of whoever was warned; else nothing
+#: read_stop: what the stop file asks for: stopped, if a person asked, or the word of the process that was warned; else nothing
 read_stop() {
   [ -e "$run/stop" ] || return 0
   case $(head -n 1 "$run/stop") in
@@ -167,7 +167,7 @@ read_stop() {
   esac
 }
 
-#: ask_to_stop STATE REASON: touches the stop file, which rank 0 looks for between steps; who has asked before is obeyed
+#: ask_to_stop STATE REASON: touches the stop file, which rank 0 looks for between steps; an earlier request stays
 ask_to_stop() {
   [ -e "$run/stop" ] || printf '%s\n' "$*" | whole "$run/stop"
   asked=$(read_stop | grep . || printf '%s' "$1")
@@ -233,7 +233,7 @@ settle() {
   write_result "$1" "$state" "it ended without a word" null "ended without a word" "$before"
 }
 
-#: state_of ATTEMPT: how it ended; one that obeyed a signal was stopped where its job was cancelled, or nobody knows;
+#: state_of ATTEMPT: how it ended; one that obeyed a signal was stopped if its job was cancelled, or the cause is unknown;
 # a job that left in time when the scheduler wanted its nodes counts as completed there
 state_of() {
   local folder=$run/attempts/$1 state
@@ -269,7 +269,7 @@ say_alike() {
 }
 
 #: same_end ATTEMPT ATTEMPT: prints how both ended, where that was alike, so that a third would as well: at the same step,
-# or for want of memory before there was a new checkpoint; of a rank that the kernel killed, now this one and now that one tells
+# or for want of memory before there was a new checkpoint; which rank the kernel killed may differ
 same_end() {
   [ -e "$run/attempts/$1/result.json" ] || return 1
   case $(field "$run/attempts/$2/result.json" state) in
@@ -299,7 +299,7 @@ queue_next() {
     say "attempt $attempt is the last that was asked for"
     return
   fi
-  mkdir "$folder" 2>/dev/null || return # it is there: this job was requeued, or somebody submitted by hand
+  mkdir "$folder" 2>/dev/null || return # it is there: this job was requeued, or submitted by hand
   mkdir "$folder/log"
   cp "$here/lib.sh" "$folder/lib.sh"
   sed -e "/^#/s/\.$attempt\.$token\$/.$next.$token/" -e "/^#/s|/attempts/$attempt/log/job.out\$|/attempts/$next/log/job.out|" \
@@ -637,7 +637,7 @@ fail() {
   finish
 }
 
-#: write_result ATTEMPT STATE REASON [EXIT_CODE FAILURE JOB]: unless somebody has said how it ended
+#: write_result ATTEMPT STATE REASON [EXIT_CODE FAILURE JOB]: unless it is recorded how it ended
 write_result() {
   local folder=$run/attempts/$1 step text
   [ ! -e "$folder/result.json" ] || return 0

@@ -3,7 +3,7 @@
 # Its functions are in lib.sh in the attempt's folder; `shardway submit ... --dry-run --lib` prints it
 # the run, its attempt, and what makes it unique
 #SBATCH --job-name=base.0001.a1b2c3
-# who is charged, and where the job waits
+# the account that is charged, and where the job waits
 #SBATCH --account=proj1
 #SBATCH --partition=gpu
 # nodes, and what is wanted of each
