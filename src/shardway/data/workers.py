@@ -165,7 +165,7 @@ class _Deaths:
             self._came = True
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
+    def awaited(self) -> Iterator[None]:
         """In this context, in the main thread, the handler raises; at once if a child has ended before."""
         self._waits = threading.current_thread() is threading.main_thread()
         try:
@@ -194,7 +194,7 @@ def _awaited(answers: Iterator[Any], check: Callable[[], None]) -> Iterator[Any]
     """The answers; deaths of workers are reported while one is waited for."""
     deaths = _hold_deaths(check)
     while True:
-        with deaths.told() if deaths is not None else contextlib.nullcontext():
+        with deaths.awaited() if deaths is not None else contextlib.nullcontext():
             try:
                 answer = next(answers)
             except StopIteration:

@@ -39,7 +39,7 @@ class CommandResult:
         return self.code == MISSING and not self.hung
 
     @property
-    def said(self) -> str:
+    def first_line(self) -> str:
         """The first line of its complaint, or of its output."""
         return next((line.strip() for line in (self.err + "\n" + self.out).splitlines() if line.strip()), "")
 

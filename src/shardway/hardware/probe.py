@@ -206,10 +206,10 @@ def read_nvidia(limit_s: float = 20.0) -> NvidiaState:
     if listed.hung:
         return NvidiaState("hung", f"nvidia-smi -L did not answer within {limit_s:g} s")
     if not listed.ok:
-        return NvidiaState("failed", listed.said or f"nvidia-smi -L ended with {listed.code}")
+        return NvidiaState("failed", listed.first_line or f"nvidia-smi -L ended with {listed.code}")
     names, slices = parse_list(listed.out)
     if not names:
-        return NvidiaState("ok", listed.said)
+        return NvidiaState("ok", listed.first_line)
     form = "--format=csv,noheader,nounits"
     answers = run_commands([("nvidia-smi", f"--query-{kind}={name}", form) for kind, name in QUERIES.values()], limit_s)
     hung = [name for name, answer in zip(QUERIES, answers, strict=True) if answer.hung]

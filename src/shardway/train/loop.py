@@ -242,7 +242,7 @@ class Loop:
         missed = self._stream is not None and self._stream.missed
         finish = bool(self._finish_reason)
         due, logged = self._checkpoints.is_due(), self._metrics.is_waiting
-        wishes = self._stopping.wishes(save=due, void=missed or void, finish=finish, log=logged)
+        wishes = self._stopping.requests(save=due, void=missed or void, finish=finish, log=logged)
         rows = len(self._open_step.batch.ids) if self._open_step is not None and not missed else None
         return StepContext(self._counters.position, wishes, self._loss_scale, watch, rows)
 

@@ -286,7 +286,7 @@ class StopAgreement:
         self.deadline.expect_save_of(parameters / session.ranks.world)
         session.recorder.event("deadline", step=step, **self.deadline.facts())
 
-    def wishes(self, *, save: bool = False, void: bool = False, finish: bool = False, log: bool = False) -> Wishes:
+    def requests(self, *, save: bool = False, void: bool = False, finish: bool = False, log: bool = False) -> Wishes:
         """This rank's requests after the current step; `void`: it gave up waiting for data."""
         now, looks = time.monotonic(), void or self._session.ranks.is_first
         if void or (looks and now - self._looked_at >= LOOK_EVERY_S):
@@ -302,7 +302,7 @@ class StopAgreement:
         if self.decision.stop_reason:
             return True
         self._looked_at = -math.inf  # asked seldom enough to look each time
-        wishes = self.wishes(void=void)
+        wishes = self.requests(void=void)
         return self.obey(agree(self._session.ranks, replace(wishes, deadline=wishes.deadline and obeys_clock)))
 
     def obey(self, decision: Decision) -> bool:
@@ -315,7 +315,7 @@ class StopAgreement:
 
     def breaks(self) -> ValidationBreaks:
         """For one validation."""
-        return ValidationBreaks(self._session.ranks, self.waits, self._validation_wishes)
+        return ValidationBreaks(self._session.ranks, self.waits, self._validation_requests)
 
     def skips_validation(self, step: int) -> bool:
         """Whether the validation that is due would not end before the deadline: rank 0's clock, for all."""
@@ -347,8 +347,8 @@ class StopAgreement:
         asked = session.signals.received is not None or session.directory.stop_requested()
         return asked or self._is_near_deadline()
 
-    def _validation_wishes(self, missed: bool) -> Wishes:
+    def _validation_requests(self, missed: bool) -> Wishes:
         """The requests in a validation. It fitted before the deadline; what counts now is that the last save still
         does."""
         late = self._session.ranks.is_first and self.deadline is not None and self.deadline.has_passed()
-        return replace(self.wishes(void=missed), deadline=late)
+        return replace(self.requests(void=missed), deadline=late)

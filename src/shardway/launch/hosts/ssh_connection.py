@@ -149,7 +149,7 @@ def parse_refusal(said: str) -> Refusal:
     return Refusal("ssh failed", "try the same with `ssh -v` to see why.")
 
 
-def render_said(said: str) -> str:
+def render_output(said: str) -> str:
     """What ssh printed, its last lines, indented; empty where it was silent."""
     lines = [line.rstrip() for line in said.replace("\r", "").splitlines() if line.strip(" @\t")]
     return "".join(f"\n    ssh: {line}" for line in lines[-_MOST_LINES:])
@@ -234,7 +234,7 @@ class Connection:
     def lost(self, what: str, said: str) -> HostUnreachable:
         """The error of a call whose answer did not come back."""
         return HostUnreachable(
-            f"{self.host}: {what}.{render_said(said)}\n"
+            f"{self.host}: {what}.{render_output(said)}\n"
             "  What it did there is not known. To do: try again; if it stays so, look with "
             f"`{quote_all([*self._around.program, self.host])}`."
         )
@@ -311,7 +311,7 @@ class Connection:
                 else f"there is no terminal to ask on. Open the connection once in one:\n      {quote_all(command)}\n"
                 "    and then run this again; every later call rides it"
             ) + "."
-        return f"{self.host}: {refusal.sentence}.{render_said(said)}\n  To do: {remedy}"
+        return f"{self.host}: {refusal.sentence}.{render_output(said)}\n  To do: {remedy}"
 
 
 def _runtime_folder() -> Path:

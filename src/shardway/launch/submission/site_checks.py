@@ -232,7 +232,7 @@ def options_do_not_contradict_keys(request: JobRequest) -> Iterator[Problem]:
             )
 
 
-def memory_is_said_once(request: JobRequest) -> Iterator[Problem]:
+def memory_is_set_once(request: JobRequest) -> Iterator[Problem]:
     """A scheduler refuses two memory settings. If only the site sets the memory, the option replaces it."""
     if request.section.memory != "auto":
         for name in list_memory_options(request):
@@ -299,7 +299,7 @@ def an_image_is_one_that_its_runtime_starts(request: JobRequest) -> Iterator[Pro
         )
 
 
-def mounts_can_be_said(request: JobRequest) -> Iterator[Problem]:
+def mounts_are_valid(request: JobRequest) -> Iterator[Problem]:
     """SOURCE:TARGET[:ro], as every runtime takes it; some runtimes split paths at more characters than the colon."""
     for text in request.section.mounts:
         if parse_mount(text) is None:
@@ -331,12 +331,12 @@ def own_folders_have_no_variables(request: JobRequest) -> Iterator[Problem]:
 
 NAME_CHECKS: tuple[Check, ...] = (
     options_do_not_contradict_keys,
-    memory_is_said_once,
+    memory_is_set_once,
     variables_can_be_set_and_are_no_secrets,
     names_are_plain,
     the_run_directory_of_a_training_is_text,
     an_image_is_one_that_its_runtime_starts,
-    mounts_can_be_said,
+    mounts_are_valid,
     own_folders_have_no_variables,
 )
 

@@ -468,7 +468,7 @@ def judge_scheduler(scheduler: Any, answer: CommandResult) -> CheckResult:
     if answer.hung:
         return bad(f"`{command}` did not answer within {_SCHEDULER_LIMIT_S:g} s", remedy)
     if not answer.ok:
-        return bad(f"`{command}`: {answer.said or f'exit code {answer.code}'}", remedy)
+        return bad(f"`{command}`: {answer.first_line or f'exit code {answer.code}'}", remedy)
     return good(f"{scheduler.name} answers")
 
 
@@ -494,7 +494,7 @@ def check_account(around: MachineView) -> CheckResult:
 def judge_account(account: str, scheduler: Any, answer: CommandResult) -> CheckResult:
     """Accounts are compared as schedulers do, ignoring case."""
     if not answer.ok:
-        return unknown(f"{scheduler.list_accounts('')[0]} does not tell: {answer.said or 'no answer'}")
+        return unknown(f"{scheduler.list_accounts('')[0]} does not tell: {answer.first_line or 'no answer'}")
     yours = parse_accounts(answer.out)
     if not yours:
         return unknown(f"{scheduler.title} lists no accounts for this user")

@@ -214,16 +214,16 @@ def a_hugging_face_model_brings_its_own_shape(draft: Draft) -> None:
     if draft.get("model.kind") != "transformer":
         what = f'"{draft.get("model.kind")}" is another model than model.hf = "{hf}"'
         draft.refuse("model.kind", what, "one of the two", "remove one of them")
-    said = _said(draft.circumstances.hf) if draft.circumstances.hf is not None else {}
+    sizes = _sizes_of_config(draft.circumstances.hf) if draft.circumstances.hf is not None else {}
     for name in SHAPE_KEYS:
-        if draft.is_set(f"model.{name}") and draft.get(f"model.{name}") != said.get(name):
+        if draft.is_set(f"model.{name}") and draft.get(f"model.{name}") != sizes.get(name):
             what = f'has no effect with model.hf = "{hf}", whose config.json says it'
             draft.refuse(f"model.{name}", what, "only without model.hf", "remove the key")
-        elif name in said:
-            draft.derive(f"model.{name}", said[name], f"config.json of {hf}")
+        elif name in sizes:
+            draft.derive(f"model.{name}", sizes[name], f"config.json of {hf}")
 
 
-def _said(facts: ModelFacts) -> dict[str, int | bool]:
+def _sizes_of_config(facts: ModelFacts) -> dict[str, int | bool]:
     mixture = {name: getattr(facts, name) for name in ("experts", "experts_per_token", "expert_dim")}
     dense = ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim", "tied")
     return {**{name: getattr(facts, name) for name in dense}, **(mixture if facts.experts else {})}
