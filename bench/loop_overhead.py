@@ -37,7 +37,8 @@ from shardway.models.build import build_model
 from shardway.resolve import DataFacts
 from shardway.resolve.request import ResolveRequest
 from shardway.train.loss import token_cross_entropy
-from shardway.train.optim import build_optimizer, decay_groups
+from shardway.train.optim.base import decay_groups
+from shardway.train.optim.kinds import build_optimizer
 from shardway.train.run import Run, open_run
 
 WARM_UP = 10

@@ -24,7 +24,8 @@ from torch.distributed.fsdp import fully_shard
 
 from shardway.models.transformer import Transformer, TransformerShape
 from shardway.runfile.schema import OptimSection
-from shardway.train.optim import build_optimizer, decay_groups
+from shardway.train.optim.base import decay_groups
+from shardway.train.optim.kinds import build_optimizer
 
 LR = 1e-5
 SECTIONS = {

@@ -39,7 +39,8 @@ from shardway.resolve import DataFacts, resolve_with_data
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.runfile.schema import RunFile
 from shardway.train.loss import token_cross_entropy
-from shardway.train.optim import build_optimizer, decay_groups
+from shardway.train.optim.base import decay_groups
+from shardway.train.optim.kinds import build_optimizer
 from shardway.train.run import open_run
 from turns import Task
 

@@ -6,7 +6,8 @@ A package adds a scheduler, an optimizer or a data source by an entry point of t
     flux = "shardway_flux:Flux"
 
 From then on `scheduler = "flux"` is allowed in a site profile. Shardway's own entries are in `GROUPS`, in the same
-form, and loaded in the same way. `docs/extending.md` walks through the contract of each group.
+form, and loaded in the same way. An entry of accelerators or sites names a package that holds a TOML file of the
+entry's name. `docs/extending.md` walks through the contract of each group.
 
 Invariants:
 - A name of Shardway's own never needs a look at the installed packages, so that it costs no time and nothing can
@@ -18,16 +19,22 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
+from abc import ABC
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from functools import cache, reduce
+from importlib import import_module
+from importlib.resources import files
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardway.errors import UserError
 from shardway.version import __version__
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 PREFIX = "shardway."
 """What the name of each group begins with, as entry points have it."""
@@ -38,13 +45,18 @@ class PluginGroup:
     """One kind of thing that other packages may add.
 
     `noun` is what messages call it, `key` where its name is written, `contract` the class that each of them derives
-    from ("module:class"), `own` what Shardway itself has: name -> "module:attribute".
+    from ("module:class"), `own` what Shardway itself has: name -> "module:attribute". A group of files has no contract,
+    and its entries name packages: that of `name` is the file name.toml in it.
     """
 
     noun: str
     key: str
     contract: str
     own: Mapping[str, str]
+
+
+def _all_in(module: str, **classes: str) -> dict[str, str]:
+    return {name: f"{module}:{each}" for name, each in classes.items()}
 
 
 GROUPS: Mapping[str, PluginGroup] = MappingProxyType(
@@ -61,37 +73,104 @@ GROUPS: Mapping[str, PluginGroup] = MappingProxyType(
         ),
         "launchers": PluginGroup(
             "launcher",
-            "launcher of a site profile, site.launcher of a run file",
+            "launcher of a site profile, site.launcher",
             "shardway.launch.launchers:Launcher",
-            {
-                "torchrun": "shardway.launch.launchers:Torchrun",
-                "srun": "shardway.launch.launchers:Srun",
-                "mpirun": "shardway.launch.launchers:Mpirun",
-                "agent": "shardway.launch.launchers:Agent",
-                "ft_launcher": "shardway.launch.launchers:FtLauncher",
-            },
+            _all_in(
+                "shardway.launch.launchers",
+                torchrun="Torchrun",
+                srun="Srun",
+                mpirun="Mpirun",
+                agent="Agent",
+                ft_launcher="FtLauncher",
+            ),
         ),
         "containers": PluginGroup(
             "container runtime",
-            "container of a site profile, site.container of a run file",
+            "container of a site profile, site.container",
             "shardway.launch.containers:Container",
-            {
-                "none": "shardway.launch.containers:NoContainer",
-                "pyxis": "shardway.launch.containers:Pyxis",
-                "enroot": "shardway.launch.containers:Enroot",
-                "apptainer": "shardway.launch.containers:Apptainer",
-                "podman": "shardway.launch.containers:Podman",
-                "charliecloud": "shardway.launch.containers:Charliecloud",
-            },
+            _all_in(
+                "shardway.launch.containers",
+                none="NoContainer",
+                pyxis="Pyxis",
+                enroot="Enroot",
+                apptainer="Apptainer",
+                podman="Podman",
+                charliecloud="Charliecloud",
+            ),
+        ),
+        "data_sources": PluginGroup(
+            "data source",
+            "data.kind",
+            "shardway.data.kinds:DataKind",
+            _all_in(
+                "shardway.data.kinds",
+                text="TextKind",
+                tokens="TokensKind",
+                arrays="ArraysKind",
+                idx="IdxKind",
+                synthetic="SyntheticKind",
+            ),
+        ),
+        "optimizers": PluginGroup(
+            "optimizer",
+            "optim.name",
+            "shardway.train.optim.kinds:OptimizerKind",
+            _all_in(
+                "shardway.train.optim.kinds",
+                adamw="AdamWKind",
+                sgd="SGDKind",
+                adafactor="AdafactorKind",
+                adamw8bit="AdamW8bitKind",
+                muon="MuonKind",
+            ),
+        ),
+        "models": PluginGroup(
+            "model",
+            "model.kind",
+            "shardway.models.build:ModelKind",
+            _all_in(
+                "shardway.models.build",
+                transformer="TransformerKind",
+                encoder_decoder="EncoderDecoderKind",
+                vit="ViTKind",
+                convnet="ConvNetKind",
+                mlp="MLPKind",
+            ),
+        ),
+        "trackers": PluginGroup(
+            "tracker",
+            "track.to",
+            "shardway.watch.trackers.base:Tracker",
+            {"tensorboard": "shardway.watch.trackers.tensorboard:TensorBoard"},
+        ),
+        "accelerators": PluginGroup(
+            "catalogue of accelerators", "node.accelerator of a site profile", "", {"accelerators": "shardway.hardware"}
+        ),
+        "sites": PluginGroup(
+            "site profile",
+            "site.name",
+            "",
+            dict.fromkeys(
+                (
+                    *("aspire2a-plus", "dgx-slurm", "generic-pbs", "generic-slurm", "jupiter", "jureca-dc"),
+                    *("juwels-booster", "laptop", "leonardo-booster", "lumi-g", "marenostrum5-acc", "param-rudra"),
+                    "perlmutter",
+                ),
+                "shardway.sites",
+            ),
         ),
     }
 )
 """The groups by their names without `PREFIX`."""
 
 
+# --- looking up
+
+
 @dataclass(frozen=True)
 class Plugin:
-    """One registered entry: `target` is "module:attribute"; `package` and `version` are those of its distribution."""
+    """One registered entry: `target` is "module:attribute" (of a file: "package"); `package` and `version` are those of
+    its distribution."""
 
     group: str
     name: str
@@ -99,14 +178,27 @@ class Plugin:
     package: str
     version: str
 
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f'the {GROUPS[self.group].noun} "{self.name}" of {self.package} {self.version}'
+
     def load(self) -> Any:
-        """The class that the entry names. Raises UserError if it cannot be imported or does not keep the contract."""
+        """The class that the entry names, or the text of its file.
+
+        Raises UserError if it cannot be imported or read, or does not keep the contract.
+        """
         return _load(self)
 
 
 def list_names(group: str) -> tuple[str, ...]:
     """Every registered name of a group: our own first, then those of other packages by name."""
-    return (*GROUPS[group].own, *sorted({plugin.name for plugin in _installed(group)} - set(GROUPS[group].own)))
+    return (*GROUPS[group].own, *list_installed(group))
+
+
+def list_installed(group: str) -> tuple[str, ...]:
+    """The names that other packages add to a group, sorted."""
+    return tuple(sorted({plugin.name for plugin in _installed(group)} - set(GROUPS[group].own)))
 
 
 def is_registered(group: str, name: str) -> bool:
@@ -136,7 +228,7 @@ def find_plugin(group: str, name: str) -> Plugin:
 
 
 def load_plugin(group: str, name: str) -> Any:
-    """The class of this name: `find_plugin(group, name).load()`."""
+    """The class (or the text of the file) of this name: `find_plugin(group, name).load()`."""
     return find_plugin(group, name).load()
 
 
@@ -163,6 +255,21 @@ def make_installed(group: str) -> tuple[Any, ...]:
     return tuple(made)
 
 
+def describe_state(plugin: Plugin, *, check: bool = False) -> str:
+    """Whether a name leads to this entry: "ok", or why not. `check` loads it too."""
+    if plugin.package != "shardway" and plugin.name in GROUPS[plugin.group].own:
+        return "shadowed by Shardway's own"
+    twice = [other for other in _installed(plugin.group) if other.name == plugin.name and other != plugin]
+    if plugin.package != "shardway" and twice:
+        return f"twice: also in {', '.join(other.package for other in twice)}"
+    if check:
+        try:
+            plugin.load()
+        except Exception as error:  # of Shardway's own, whatever it raises
+            return str(error).partition("\n")[0].removeprefix(f"{plugin.title} ")
+    return "ok"
+
+
 def _own(group: str) -> Iterator[Plugin]:
     for name, target in GROUPS[group].own.items():
         yield Plugin(group, name, target, "shardway", __version__)
@@ -171,6 +278,8 @@ def _own(group: str) -> Iterator[Plugin]:
 @cache
 def _installed(group: str) -> tuple[Plugin, ...]:
     """The entries of other packages, by name."""
+    from importlib.metadata import entry_points  # takes 10 ms, which a verb without such names does not pay
+
     found = entry_points(group=PREFIX + group)
     plugins = {Plugin(group, entry.name, entry.value, *_distribution(entry)) for entry in found}
     return tuple(sorted(plugins, key=lambda plugin: (plugin.name, plugin.package, plugin.target)))
@@ -183,19 +292,72 @@ def _distribution(entry: EntryPoint) -> tuple[str, str]:
 @cache
 def _load(plugin: Plugin) -> Any:
     group = GROUPS[plugin.group]
-    here = f'the {group.noun} "{plugin.name}" of {plugin.package} {plugin.version}'
     try:
-        found = EntryPoint(plugin.name, plugin.target, PREFIX + plugin.group).load()
+        if not group.contract:
+            return files(plugin.target).joinpath(f"{plugin.name}.toml").read_text(encoding="utf-8")
+        found = _import(plugin.target)
     except Exception as error:  # whatever a foreign module raises while it is imported
         if plugin.package == "shardway":
             raise
         what = f"{type(error).__name__}: {error}"
-        raise UserError(f"{here} cannot be loaded: {what}\n  to do: upgrade or uninstall {plugin.package}") from error
-    contract = EntryPoint("contract", group.contract, PREFIX + plugin.group).load()
+        remedy = f"upgrade or uninstall {plugin.package}"
+        raise UserError(f"{plugin.title} cannot be loaded: {what}\n  to do: {remedy}") from error
+    contract = _import(group.contract)
     if not (inspect.isclass(found) and issubclass(found, contract)):
         what = f"{plugin.target} is no class derived from {group.contract.replace(':', '.')}"
-    elif missing := sorted(getattr(found, "__abstractmethods__", ())):
+    elif missing := _list_missing(found, contract):
         what = f"{plugin.target} lacks {', '.join(missing)}, which {group.contract.replace(':', '.')} asks for"
     else:
         return found
-    raise UserError(f"{here} cannot be used: {what}\n  to do: tell its authors, or uninstall {plugin.package}")
+    raise UserError(f"{plugin.title} cannot be used: {what}\n  to do: tell its authors, or uninstall {plugin.package}")
+
+
+def _import(target: str) -> Any:
+    """What "module:attribute" names."""
+    module, _, attribute = target.partition(":")
+    return reduce(getattr, filter(None, attribute.strip().split(".")), import_module(module.strip()))
+
+
+def _list_missing(found: Any, contract: Any) -> list[str]:
+    """Facts and methods that the contract asks for and a class lacks."""
+    facts = [name for name in vars(contract).get("__annotations__", {}) if not hasattr(found, name)]
+    return [*facts, *sorted(getattr(found, "__abstractmethods__", ()))]
+
+
+# --- settings of a plugin's own
+
+
+class HasSettings(ABC):  # noqa: B024 - contracts add what is abstract
+    """A base of contracts: a plugin may have settings of its own, which a table of the run file gives."""
+
+    settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Each setting with its default, whose type a given value must have (an integer also stands for a float)."""
+
+    @classmethod
+    def read_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings with those given in place of their defaults. Raises ValueError with all that is wrong, in the
+        form "what; allowed: ..."."""
+        wrong = [*cls._list_wrong(given)]
+        if wrong:
+            allowed = ", ".join(f"{name} = {default!r}" for name, default in cls.settings.items())
+            raise ValueError(f"{'; '.join(wrong)}; allowed: {allowed or 'no setting at all'}")
+        return {name: _as_kind_of(default, given.get(name, default)) for name, default in cls.settings.items()}
+
+    @classmethod
+    def _list_wrong(cls, given: Mapping[str, Any]) -> Iterator[str]:
+        for name, value in given.items():
+            if name not in cls.settings:
+                near = difflib.get_close_matches(name, cls.settings, n=1, cutoff=0.6)
+                yield f'there is no setting "{name}"{f" (did you mean {near[0]}?)" if near else ""}'
+            elif not _is_kind_of(cls.settings[name], value):
+                yield f"{name} = {value!r} is no {type(cls.settings[name]).__name__}"
+
+
+def _is_kind_of(default: Any, value: Any) -> bool:
+    if isinstance(default, float) and isinstance(value, int):
+        return not isinstance(value, bool)
+    return type(value) is type(default)
+
+
+def _as_kind_of(default: Any, value: Any) -> Any:
+    return float(value) if isinstance(default, float) else value

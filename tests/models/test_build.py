@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from shardway.errors import Bug, UserError
-from shardway.models.build import BUILDERS, build_model
+from shardway.models.build import build_model
 from shardway.models.convnet import ConvNet, ConvNetShape
 from shardway.models.encoder_decoder import EncoderDecoder, EncoderDecoderShape
 from shardway.models.mlp import MLP, MLPShape
 from shardway.models.shapes import LatentShape, MixtureShape
 from shardway.models.transformer import Transformer, TransformerShape
 from shardway.models.vit import ViT, ViTShape
+from shardway.plugins import GROUPS
 from shardway.runfile.schema import ModelSection
 
 RESOLVED = {"kv_heads": 2, "head_dim": 32, "ffn_dim": 40, "vocab": 300}
@@ -24,7 +25,9 @@ def section(kind: str = "transformer", **keys) -> ModelSection:
 
 
 def test_every_kind_of_the_run_file_has_a_builder():
-    assert set(BUILDERS) == set(ModelSection.model_fields["kind"].annotation.__args__)
+    assert list(DATA) == list(GROUPS["models"].own)
+    for kind, data in DATA.items():
+        assert isinstance(build_model(section(kind), **data), torch.nn.Module)
 
 
 BLOCK = {

@@ -98,6 +98,36 @@ REFUSALS: list[Refuses] = [
         "      to do: remove the key",
     ),
     Refuses(
+        "settings_are_those_of_the_plugin",
+        ("data.settings={rows = 3}",),
+        '  data.settings (command line): there is no setting "rows" of data source "text"\n'
+        "      allowed: no setting at all",
+    ),
+    Refuses(
+        "settings_are_those_of_the_plugin",
+        ('track.to=["tensorboard"]', "track.settings={tensorboard = {foldr = 3}}"),
+        '  track.settings (command line): there is no setting "foldr" (did you mean folder?) of tracker "tensorboard"\n'
+        "      allowed: folder = ''",
+    ),
+    Refuses(
+        "settings_are_those_of_the_plugin",
+        ('track.to=["tensorboard"]', "track.settings={tensorboard = {folder = 3}}"),
+        "  track.settings (command line): folder = 3 is no str of tracker \"tensorboard\"\n      allowed: folder = ''",
+    ),
+    Refuses(
+        "settings_are_those_of_the_plugin",
+        ("track.settings={tensorboard = {}}",),
+        '  track.settings (command line): "tensorboard" is no tracker of this run\n'
+        "      allowed: none, since track.to is empty\n"
+        "      to do: name it in track.to",
+    ),
+    Refuses(
+        "settings_are_those_of_the_plugin",
+        ('track.to=["tensorboard"]', "track.settings={tensorboard = 3}"),
+        "  track.settings (command line): tensorboard = 3 is no table\n"
+        "      allowed: a table, such as {tensorboard = {}}",
+    ),
+    Refuses(
         "a_model_reads_the_data_it_is_made_for",
         ("model.kind=convnet",),
         '  data.kind (default): "text" cannot feed model.kind = "convnet"\n      allowed: arrays, idx, synthetic',

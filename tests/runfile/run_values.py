@@ -129,6 +129,12 @@ _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "guard.spike_steps": st.integers(1, 10),
     "guard.probe_every": st.one_of(st.just("off"), spans()),
     "guard.compare_every": st.one_of(st.just("off"), spans()),
+    **dict.fromkeys(
+        ("model.settings", "data.settings", "optim.settings"),
+        st.dictionaries(texts(), st.one_of(SMALL, texts()), max_size=2),
+    ),
+    "track.to": st.sampled_from([[], ["tensorboard"]]),
+    "track.settings": st.dictionaries(texts(), st.dictionaries(texts(), texts(), max_size=2), max_size=2),
     "run.name": texts(min_size=1).filter(lambda name: name.strip(".") and not set(name) & {"/", "\0"}),
     "run.hang_timeout": st.one_of(st.sampled_from(["auto", "off"]), times()),
     "run.max_restarts": AUTO_OR_SMALL,

@@ -12,10 +12,12 @@ from shardway.runfile.schema import sections
 
 OPTIM = (
     "name, kernel, state_dtype, lr, betas, eps, muon_lr_factor, muon_adjust, muon_momentum, muon_iterations, momentum, "
-    "nesterov, weight_decay, clip, schedule, warmup, decay, final_lr, lr_scaling, base_batch"
+    "nesterov, weight_decay, clip, schedule, warmup, decay, final_lr, lr_scaling, base_batch, settings"
 )
 CHECKPOINT = "every, keep, keep_every, keep_best, monitor, background, local_every, local_dir"
-TOP = "model, data, train, optim, parallel, deepspeed, precision, recompute, checkpoint, guard, run, site, format"
+TOP = (
+    "model, data, train, optim, parallel, deepspeed, precision, recompute, checkpoint, guard, track, run, site, format"
+)
 
 
 def problem(*overrides: str) -> str:

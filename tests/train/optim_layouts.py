@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardway.models.contract import ModelPlan
 from shardway.runfile.schema import OptimSection
-from shardway.train.optim import build_optimizer
+from shardway.train.optim.kinds import build_optimizer
 
 SECTIONS = {
     "adamw": OptimSection(),

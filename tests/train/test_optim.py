@@ -12,8 +12,10 @@ from torch import nn
 from shardway.errors import UserError
 from shardway.models.convnet import ConvNet, ConvNetShape
 from shardway.models.transformer import Transformer
+from shardway.plugins import GROUPS
 from shardway.runfile.schema import OptimSection
-from shardway.train.optim import OPTIMIZERS, build_optimizer, decay_groups, muon_groups
+from shardway.train.optim.base import decay_groups, muon_groups
+from shardway.train.optim.kinds import build_optimizer
 from trained import SHAPE
 
 
@@ -37,7 +39,7 @@ def test_what_is_frozen_is_left_out_and_an_empty_group_too() -> None:
     assert only["params"] == [model.weight]
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw8bit"])
+@pytest.mark.parametrize("name", [name for name in GROUPS["optimizers"].own if name != "adamw8bit"])
 def test_every_parameter_is_in_one_group_once(name: str) -> None:
     model = Transformer(SHAPE)
     optimizer = build_optimizer(OptimSection(name=name), model, 0.1)  # type: ignore[arg-type]

@@ -13,7 +13,8 @@ from optim_layouts import LR, everything, make_model, train, values
 from torch import nn
 
 from shardway.runfile.schema import OptimSection
-from shardway.train.optim import build_optimizer, decay_groups, muon_groups
+from shardway.train.optim.base import decay_groups, muon_groups
+from shardway.train.optim.kinds import build_optimizer
 from shardway.train.optim.muon import COEFFICIENTS, adjustment, orthogonalise
 
 Build = Callable[[Any], torch.optim.Optimizer]

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pool import ranks
 from shardway.runfile.schema import OptimSection
-from shardway.train.optim import build_optimizer
+from shardway.train.optim.kinds import build_optimizer
 from speed import picked_pairs, thinned
 
 

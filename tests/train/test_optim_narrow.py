@@ -14,8 +14,8 @@ from optim_layouts import LR, everything, make_model, train
 from torch import nn
 
 from shardway.runfile.schema import OptimSection
-from shardway.train.optim import build_optimizer
 from shardway.train.optim.base import ParameterPart, noise_of, round_stochastically, split_rows, update_widened
+from shardway.train.optim.kinds import build_optimizer
 
 
 def part_of(shape: tuple[int, ...], step: int = 1, states: int = 1) -> ParameterPart:

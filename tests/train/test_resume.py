@@ -30,7 +30,7 @@ from shardway.models.build import build_model
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
 from shardway.train.loss import token_cross_entropy
-from shardway.train.optim import build_optimizer
+from shardway.train.optim.kinds import build_optimizer
 from trained import assert_same_bits, whole_state
 
 RUN = ("train.steps=8", "checkpoint.every=3 steps", "model.dropout=0.2", "train.micro_batch=2")

@@ -79,6 +79,7 @@ VERBS = (
     "checkpoint",
     "sites",
     "image",
+    "plugins",
     "submit",
     "stop",
     "resume",

@@ -25,7 +25,7 @@ from shardway.plan.search import AXES, SETTINGS, Question
 from shardway.plan.shapes.architecture import Architecture
 from shardway.plan.shapes.measured import Measured, Shape, read_measured
 from shardway.plan.shapes.section import find_named
-from shardway.resolve.draft import IMAGE_MODELS, TOKEN_MODELS, Resolved
+from shardway.resolve.draft import Resolved, takes_of
 from shardway.resolve.planned import case_of, list_assumptions, precision_of, shape_of_run
 from shardway.resolve.request import parse_words, resolve_request, site_of
 from shardway.runfile.load import load_run
@@ -254,7 +254,7 @@ def _answer_run(
             precision=precision_of(values.precision),
             optimizer=values.optim.name,
         )
-        tokens = values.data.seq_len if values.model.kind in TOKEN_MODELS or values.model.hf else 1
+        tokens = values.data.seq_len if takes_of(values.model.kind) == "tokens" or values.model.hf else 1
         return answer_units(
             case,
             machine,
@@ -309,7 +309,7 @@ def _find_run_shape(values: RunFile, hf: Shape | None, path: Path) -> FoundShape
                 "  To do: count it again (--trace), or remove the file."
             )
         return shape, f"the model as --trace counted it: {stored} (remove it to plan [model])", None
-    if values.model.kind not in IMAGE_MODELS or values.model.hf:
+    if takes_of(values.model.kind) == "tokens" or values.model.hf:
         return shape_of_run(values, hf), "", None
     # An image model has the image size of the data.
     from shardway.data.open import are_there, find_sample, open_described
@@ -323,7 +323,8 @@ def _find_run_shape(values: RunFile, hf: Shape | None, path: Path) -> FoundShape
 
 def _digest(values: RunFile) -> str:
     """Digest of what a sample and the model are made from; by the first names of keys, so that earlier counts hold."""
-    text = values.model.model_dump_json() + str((values.data.seq_len, values.data.shape))
+    later = set() if values.model.settings else {"settings"}
+    text = values.model.model_dump_json(exclude=later) + str((values.data.seq_len, values.data.shape))
     for first, today in EARLIER_KEYS.items():
         text = text.replace(f'"{today.removeprefix("model.")}":', f'"{first.removeprefix("model.")}":')
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -352,7 +353,7 @@ def _trace(values: RunFile, path: Path, module: str) -> FoundShape:
 
 def _without_data(values: RunFile) -> str:
     """A note about what is assumed for data that do not exist yet."""
-    images = values.model.kind in IMAGE_MODELS and not values.model.hf
+    images = takes_of(values.model.kind) == "images" and not values.model.hf
     says = "samples of data.seq_len tokens"
     if images:
         says = f"images of {list(values.data.shape)} (others: data.kind=synthetic data.shape=[...])"

@@ -9,31 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
+from shardway.data.kinds import DataKind
 from shardway.data.sources.base import DataPath, DataRequest, DataSource, Slice, Wants, data_error
-from shardway.data.sources.images import TEST, has_part, open_arrays, open_idx, open_idx_validation
-from shardway.data.sources.synthetic import open_synthetic
-from shardway.data.sources.text import STDLIB, open_text, open_tokenizer
-from shardway.data.sources.tokens import open_tokens
-from shardway.places import expand_place
+from shardway.data.sources.text import open_tokenizer
+from shardway.plugins import GROUPS, load_plugin
 from shardway.resolve import DataFacts
-from shardway.resolve.draft import TOKEN_MODELS
+from shardway.resolve.draft import takes_of
 from shardway.runfile.schema import DataSection, RunFile
 
-_GIVES: dict[str, tuple[Wants, ...]] = {
-    "text": ("tokens",),
-    "tokens": ("tokens",),
-    "arrays": ("images",),
-    "idx": ("images",),
-    "synthetic": ("tokens", "images"),
-}
-_OPENERS: dict[str, Callable[[DataPath, DataRequest], DataSource]] = {
-    "text": open_text,
-    "tokens": open_tokens,
-    "arrays": open_arrays,
-    "idx": open_idx,
-}
-_VALIDATION_OPENERS = {**_OPENERS, "idx": open_idx_validation}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,21 +35,21 @@ class Data:
         return DataFacts(len(self.train), self.train.tokens_per_sample, self.train.facts.vocab)
 
 
-def wants_of(model_kind: str) -> Wants:
-    """Whether a model takes tokens or images."""
-    return "tokens" if model_kind in TOKEN_MODELS else "images"
+def find_kind(section: DataSection) -> DataKind:
+    """The kind of the data."""
+    kind: DataKind = load_plugin("data_sources", section.kind)()
+    return kind
 
 
 def are_there(values: RunFile) -> bool:
     """Whether anything exists at the paths of a run file's data."""
-    section = values.data
-    return section.kind == "synthetic" or section.path == STDLIB or expand_place(section.path).exists()
+    return find_kind(values.data).exists(values.data)
 
 
 def find_sample(values: RunFile) -> tuple[tuple[int, ...], int | None]:
     """The shape of a sample and the vocabulary (None if the model takes none): of the data, or, if they do not exist
     yet, of data.shape, data.seq_len and data.tokenizer. Raises UserError if none of them gives it."""
-    section, tokens = values.data, wants_of(values.model.kind) == "tokens" or bool(values.model.hf)
+    section, tokens = values.data, takes_of(values.model.kind) == "tokens" or bool(values.model.hf)
     if are_there(values):
         facts = open_described(values).train.facts
         return facts.sample_shape, facts.vocab
@@ -82,7 +68,7 @@ def find_sample(values: RunFile) -> tuple[tuple[int, ...], int | None]:
 
 def open_described(values: RunFile) -> Data:
     """The data of a resolved run file, for its model."""
-    model, wants = values.model, wants_of(values.model.kind)
+    model, wants = values.model, takes_of(values.model.kind)
     vocab = model.vocab if wants == "tokens" and isinstance(model.vocab, int) else None
     classes = model.classes if wants == "images" else None
     return open_data(values.data, values.train.seed, wants, vocab=vocab, classes=classes)
@@ -99,49 +85,46 @@ def open_data(
 
     Raises UserError for anything wrong with the data, JobError if the cache has no space.
     """
-    asked = DataRequest(section, seed, wants, vocab, classes)
-    _check_kind(section, wants)
-    if section.kind == "synthetic":
-        return _hold_out(open_synthetic(asked), "data.samples", section)
+    asked, kind = DataRequest(section, seed, wants, vocab, classes), find_kind(section)
+    _check_kind(kind, section, wants)
     place = DataPath("data.path", section.path)
-    train = _open(_OPENERS[section.kind], place, asked)
-    validation = _open_validation(place, replace(asked, classes=train.facts.classes))
+    if not kind.reads_files():
+        return _hold_out(kind.open(place, asked), "data.samples", section)
+    train = _open(kind.open, place, asked)
+    asked = replace(asked, classes=train.facts.classes)
+    validation: DataSource | None
+    if section.validation:
+        validation = _open(kind.open_validation, DataPath("data.validation", section.validation), asked)
+    else:
+        validation = _open(kind.open_held_out, place, asked)
     if validation is None:
         return _hold_out(train, place.key, section)
     _check_alike(train, validation)
     return Data(train, validation)
 
 
-def _check_kind(section: DataSection, wants: Wants) -> None:
-    if wants not in _GIVES[section.kind]:
+def _check_kind(kind: DataKind, section: DataSection, wants: Wants) -> None:
+    if wants not in kind.gives:
+        fitting = (name for name in GROUPS["data_sources"].own if wants in load_plugin("data_sources", name).gives)
         raise data_error(
             "data.kind",
-            f'"{section.kind}" gives {_GIVES[section.kind][0]}, but the model takes {wants}',
-            allowed=", ".join(kind for kind, gives in _GIVES.items() if wants in gives),
+            f'"{section.kind}" gives {kind.gives[0]}, but the model takes {wants}',
+            allowed=", ".join(fitting),
         )
-    if section.kind == "synthetic" and section.validation:
+    if not kind.reads_files() and section.validation:
         raise data_error(
             "data.validation",
-            f'"{section.validation}" cannot go with data.kind = "synthetic", which reads no files',
+            f'"{section.validation}" cannot go with data.kind = "{section.kind}", which reads no files',
             remedy="leave it out; data.validation_fraction of the samples is held out",
         )
 
 
-def _open(opener: Callable[[DataPath, DataRequest], DataSource], place: DataPath, asked: DataRequest) -> DataSource:
+def _open(opener: Callable[[DataPath, DataRequest], T], place: DataPath, asked: DataRequest) -> T:
     try:
         return opener(place, asked)
     except OSError as error:
         at = f' at "{error.filename}"' if error.filename else ""
         raise place.error(f"cannot be read: {error.strerror}{at}") from error
-
-
-def _open_validation(place: DataPath, asked: DataRequest) -> DataSource | None:
-    section = asked.section
-    if section.validation:
-        return _open(_VALIDATION_OPENERS[section.kind], DataPath("data.validation", section.validation), asked)
-    if section.kind == "idx" and has_part(place, TEST):
-        return _open(open_idx_validation, place, asked)
-    return None
 
 
 def _check_alike(train: DataSource, validation: DataSource) -> None:

@@ -1,4 +1,5 @@
-"""Accelerators and links as the vendors state them, read from the TOML files beside this module.
+"""Accelerators and links as the vendors state them, read from the TOML files beside this module, and accelerators of
+other packages (entry points of the group `shardway.accelerators`, in the same form).
 
 Invariant: a value is in the catalogue only with its source; a value that no source states is `None`. All
 peaks are dense. This module must not look at the machine it runs on, nor guess a part from a name it does not know.
@@ -7,7 +8,7 @@ peaks are dense. This module must not look at the machine it runs on, nor guess 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -15,8 +16,14 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from shardway.errors import Problem, UserError, check_no_problems
+from shardway.plugins import find_plugin, list_installed, load_plugin
+
 Dtype = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+
+NO_ACCELERATOR = "cpu"
+"""What stands for a key where a machine has none."""
 
 _VENDOR_WORDS = ("nvidia ", "amd ")
 
@@ -60,19 +67,93 @@ class Accelerator:
         return self.peak_flops.get(dtype)
 
 
-@cache
+class AcceleratorCatalogue(Mapping[str, Accelerator]):
+    """Accelerators by key, ours first; those of other packages are read when a key is not ours, or for a list.
+
+    Raises UserError where a package's file is not in the form of ours, or has a key that another one has.
+    """
+
+    def __getitem__(self, key: str) -> Accelerator:
+        own = load_own_accelerators()
+        return own[key] if key in own or key == NO_ACCELERATOR else load_installed_accelerators()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*load_own_accelerators(), *load_installed_accelerators()))
+
+    def __len__(self) -> int:
+        return len(load_own_accelerators()) + len(load_installed_accelerators())
+
+
 def load_accelerators() -> Mapping[str, Accelerator]:
     """Every accelerator of the catalogue by its key, such as "h100-sxm5-80gb"."""
-    table = _read_table("accelerators.toml")
+    return AcceleratorCatalogue()
+
+
+@cache
+def load_own_accelerators() -> Mapping[str, Accelerator]:
+    """Those of Shardway."""
+    table = tomllib.loads(load_plugin("accelerators", "accelerators"))
     return MappingProxyType(
         {key: _accelerator(key, row, table["sources"]) for key, row in table["accelerators"].items()}
     )
 
 
 @cache
+def load_installed_accelerators() -> Mapping[str, Accelerator]:
+    """Those of other packages. Raises UserError as `AcceleratorCatalogue`."""
+    found: dict[str, Accelerator] = {}
+    packages = dict.fromkeys((*load_own_accelerators(), NO_ACCELERATOR), "Shardway")
+    for name in list_installed("accelerators"):
+        plugin = find_plugin("accelerators", name)
+        problems: list[Problem] = []
+        try:
+            table = tomllib.loads(plugin.load())
+        except ValueError as error:
+            raise UserError(f"{plugin.title} is not valid TOML: {error}\n  to do: upgrade {plugin.package}") from None
+        rows = table.get("accelerators", {})
+        for key, row in rows.items():
+            problems += (Problem(f"accelerators.{key}", what) for what in _find_wrong(row, table.get("sources", {})))
+            if key in packages:
+                problems.append(Problem(f"accelerators.{key}", f"{packages[key]} has this key", remedy="uninstall one"))
+        check_no_problems(plugin.title, problems)
+        found |= {key: _accelerator(key, row, table["sources"]) for key, row in rows.items()}
+        packages |= dict.fromkeys(rows, plugin.package)
+    return MappingProxyType(found)
+
+
+_TEXT_FIELDS, _NUMBER_FIELDS = ("vendor", "name", "link"), ("memory_bytes", "memory_bandwidth_bytes_per_s", "power_w")
+
+
+def _find_wrong(row: Mapping[str, Any], sources: Mapping[str, str]) -> Iterator[str]:
+    """What keeps a row of another package from being an accelerator."""
+    known = (*_TEXT_FIELDS, *_NUMBER_FIELDS, "device_names", "peak_flops", "source")
+    yield from (f"has no field {name}" for name in row if name not in known)
+    yield from (f"lacks {name}" for name in ("vendor", "name", "source") if name not in row)
+    yield from (f"{name} is no string" for name in _TEXT_FIELDS if not isinstance(row.get(name, ""), str))
+    yield from (f"{name} is no number above 0" for name in _NUMBER_FIELDS if not _is_amount(row.get(name, 1)))
+    names, peaks, cited = row.get("device_names", []), row.get("peak_flops", {}), row.get("source", {})
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        yield "device_names is no list of strings"
+    if not isinstance(peaks, dict) or not all(name in DTYPES and _is_amount(peak) for name, peak in peaks.items()):
+        yield f"peak_flops is no table of {', '.join(DTYPES)} with numbers above 0"
+    if "link" in row and row["link"] not in load_links():
+        yield f'there is no link "{row["link"]}" (one of {", ".join(load_links())})'
+    stated = {name for name in (*_NUMBER_FIELDS, "link") if name in row} | (
+        {f"peak_flops.{name}" for name in peaks} if isinstance(peaks, dict) else set()
+    )
+    cited = cited if isinstance(cited, dict) else {}
+    yield from (f"{name} has no source" for name in sorted(stated - set(cited)))
+    yield from (f'source "{name}" is not in [sources]' for name in cited.values() if name not in sources)
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+@cache
 def load_links() -> Mapping[str, Link]:
     """Every link of the catalogue by its key, such as "nvlink4" or "ndr400"."""
-    table = _read_table("links.toml")
+    table = tomllib.loads(files(__package__).joinpath("links.toml").read_text(encoding="utf-8"))
     return MappingProxyType({key: _link(key, row, table["sources"]) for key, row in table["links"].items()})
 
 
@@ -82,7 +163,8 @@ def find_accelerator(device_name: str) -> Accelerator | None:
     The name is that of `torch.cuda.get_device_name` or `nvidia-smi`. A slice of a device (MIG, vGPU) is not
     known: its share of the peak is nowhere stated.
     """
-    return match_accelerator(device_name, load_accelerators().values())
+    own = match_accelerator(device_name, load_own_accelerators().values())
+    return own or match_accelerator(device_name, load_installed_accelerators().values())
 
 
 def match_accelerator(device_name: str, accelerators: Iterable[Accelerator]) -> Accelerator | None:
@@ -108,10 +190,6 @@ def _bare(device_name: str) -> str:
 def _specificity(pattern: str) -> int:
     """How many characters of a pattern are literal."""
     return sum(character not in "*?" for character in pattern)
-
-
-def _read_table(file_name: str) -> dict[str, Any]:
-    return tomllib.loads(files(__package__).joinpath(file_name).read_text(encoding="utf-8"))
 
 
 def _citations(row: Mapping[str, Any], sources: Mapping[str, str]) -> Mapping[str, str]:

@@ -1,22 +1,27 @@
-"""Builds a model from the resolved [model] section and the facts of the data.
+"""Kinds of models by name: the contract of the group `shardway.models`, our own, and how they are built from the
+resolved [model] section and the facts of the data.
 
-Invariant: all that does not fit together is a UserError before any weight exists. This module must not resolve "auto"
-(that is `shardway.resolve`) or read data.
+Invariants:
+- A kind states facts without torch, so that a run file is checked on a login node; only `build` imports it.
+- All that does not fit together is a UserError before any weight exists. This module must not resolve "auto" (that is
+  `shardway.resolve`) or read data, and contains no layer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shardway.errors import Bug, Problem, UserError, check_no_problems, render_problems
 from shardway.models.shapes import LatentShape, MixtureShape
+from shardway.plugins import HasSettings, load_plugin
 from shardway.runfile.schema import ModelSection
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,30 @@ class Sample:
         return f"{size} numbers" if self.vocab is None else f"{size} tokens of a vocabulary of {self.vocab}"
 
 
+class ModelKind(HasSettings):
+    """One value of `model.kind`. Derive from it, state the facts and write `build`.
+
+    The module of the class is imported without torch: import torch, and a module that needs it, in `build`. What the
+    model states about itself is in `shardway.models.contract`: without a `plan()` it trains on copies and shards
+    (dp_replicate, dp_shard), with one along `axes` too; `init_weights(seed)` fills it, since it is built on the meta
+    device. It returns logits: [batch, seq, vocab] of tokens, [batch, classes] of images.
+    """
+
+    takes: ClassVar[Literal["tokens", "images"]]
+    """Rows of tokens, or images (or arrays of numbers) with a label."""
+    keys: ClassVar[tuple[str, ...]] = ()
+    """Keys that have an effect ("model.dim"); also "data.seq_len" where the samples are tokens."""
+    axes: ClassVar[tuple[str, ...]] = ()
+    """Axes of tp, cp, pp, ep along which it splits, beside dp_replicate and dp_shard."""
+
+    @abstractmethod
+    def build(self, section: ModelSection, sample: Sample) -> nn.Module:
+        """The model for such samples, on the device of the context (meta), its weights not set.
+
+        `section.settings` were checked with `read_settings`. Raises UserError if model and data do not fit.
+        """
+
+
 def build_model(
     section: ModelSection,
     *,
@@ -43,78 +72,125 @@ def build_model(
     `vocab` is the data's vocabulary, None if samples are not tokens; `sample_shape` is (seq_len,) or the image's
     (channels, height, width). Raises UserError if model and data do not fit.
     """
-    build = BUILDERS[section.kind]
+    import torch
+
+    kind: ModelKind = load_plugin("models", section.kind)()
     with torch.device(device):
-        return build(section, Sample(vocab, sample_shape))
+        return kind.build(section, Sample(vocab, sample_shape))
 
 
-def _build_transformer(section: ModelSection, sample: Sample) -> nn.Module:
-    from shardway.models.transformer import Transformer, TransformerShape
+# --- Shardway's own
 
-    shape = TransformerShape(
-        **_block_sizes(section),
-        vocab=_vocab_of(section, sample),
-        positions=section.positions,
-        max_positions=_resolved(section, "max_positions") if section.positions == "learned" else 0,
-        rope_theta=section.rope_theta,
-        tied=section.tied,
-        latent=_latent_of(section) if section.kv_rank else None,
-        mixture=_mixture_of(section) if section.experts else None,
-        dense_layers=section.dense_layers if section.experts else 0,
+
+def _model(*names: str) -> tuple[str, ...]:
+    return tuple(f"model.{name}" for name in names)
+
+
+_SIZES = _model("dim", "layers", "heads", "ffn_dim", "dropout")
+_BLOCKS = _model("head_dim", "norm", "norm_eps", "activation", "bias", "qkv_bias", "qk_norm")
+_TOKENS = ("model.vocab", "data.seq_len")
+_MIXTURE = ("experts_per_token", "expert_dim", "shared_experts", "dense_layers", "router_score", "router_normalise")
+_BALANCE = ("router_scale", "balance", "bias_update_rate", "balance_weight", "capacity_factor")
+
+
+class TransformerKind(ModelKind):
+    """A decoder-only transformer."""
+
+    takes = "tokens"
+    keys = (
+        *(*_SIZES, *_BLOCKS, *_TOKENS),
+        *_model("kv_heads", "tied", "positions", "rope_theta", "max_positions", "experts", "kv_rank"),
+        *_model(*_MIXTURE, *_BALANCE, "q_rank", "rope_head_dim", "value_head_dim"),
     )
-    return Transformer(shape)
+    axes = ("tp", "cp", "pp", "ep")
+
+    def build(self, section: ModelSection, sample: Sample) -> nn.Module:
+        from shardway.models.transformer import Transformer, TransformerShape
+
+        shape = TransformerShape(
+            **_block_sizes(section),
+            vocab=_vocab_of(section, sample),
+            positions=section.positions,
+            max_positions=_resolved(section, "max_positions") if section.positions == "learned" else 0,
+            rope_theta=section.rope_theta,
+            tied=section.tied,
+            latent=_latent_of(section) if section.kv_rank else None,
+            mixture=_mixture_of(section) if section.experts else None,
+            dense_layers=section.dense_layers if section.experts else 0,
+        )
+        return Transformer(shape)
 
 
-def _build_vit(section: ModelSection, sample: Sample) -> nn.Module:
-    from shardway.models.vit import ViT, ViTShape
+class EncoderDecoderKind(ModelKind):
+    """An encoder-decoder transformer."""
 
-    shape = ViTShape(
-        **_block_sizes(section),
-        image=_image_of(section, sample),
-        patch=section.patch,
-        pooling=section.pooling,
-        classes=section.classes,
-    )
-    return ViT(shape)
+    takes = "tokens"
+    keys = (*_SIZES, *_TOKENS)
 
+    def build(self, section: ModelSection, sample: Sample) -> nn.Module:
+        from shardway.models.encoder_decoder import EncoderDecoder, EncoderDecoderShape
 
-def _build_encoder_decoder(section: ModelSection, sample: Sample) -> nn.Module:
-    from shardway.models.encoder_decoder import EncoderDecoder, EncoderDecoderShape
-
-    shape = EncoderDecoderShape(
-        vocab=_vocab_of(section, sample),
-        dim=section.dim,
-        layers=section.layers,
-        heads=section.heads,
-        ffn_dim=_resolved(section, "ffn_dim"),
-        dropout=section.dropout,
-    )
-    return EncoderDecoder(shape)
+        shape = EncoderDecoderShape(
+            vocab=_vocab_of(section, sample),
+            dim=section.dim,
+            layers=section.layers,
+            heads=section.heads,
+            ffn_dim=_resolved(section, "ffn_dim"),
+            dropout=section.dropout,
+        )
+        return EncoderDecoder(shape)
 
 
-def _build_convnet(section: ModelSection, sample: Sample) -> nn.Module:
-    from shardway.models.convnet import ConvNet, ConvNetShape
+class ViTKind(ModelKind):
+    """A vision transformer."""
 
-    return ConvNet(ConvNetShape(_image_of(section, sample), tuple(section.channels), section.classes))
+    takes = "images"
+    keys = (*_SIZES, *_BLOCKS, *_model("patch", "pooling", "classes"))
+    axes = ("tp", "pp")
+
+    def build(self, section: ModelSection, sample: Sample) -> nn.Module:
+        from shardway.models.vit import ViT, ViTShape
+
+        shape = ViTShape(
+            **_block_sizes(section),
+            image=_image_of(section, sample),
+            patch=section.patch,
+            pooling=section.pooling,
+            classes=section.classes,
+        )
+        return ViT(shape)
 
 
-def _build_mlp(section: ModelSection, sample: Sample) -> nn.Module:
-    from shardway.models.mlp import MLP, MLPShape
+class ConvNetKind(ModelKind):
+    """Convolution blocks and a classifier."""
 
-    if sample.vocab is not None:
-        raise _misfit(section, sample, "arrays of numbers")
-    shape = MLPShape(math.prod(sample.shape), tuple(section.hidden), section.classes, section.dropout)
-    return MLP(shape)
+    takes = "images"
+    keys = _model("channels", "classes")
+    axes = ("pp",)
+
+    def build(self, section: ModelSection, sample: Sample) -> nn.Module:
+        from shardway.models.convnet import ConvNet, ConvNetShape
+
+        return ConvNet(ConvNetShape(_image_of(section, sample), tuple(section.channels), section.classes))
 
 
-BUILDERS: dict[str, Callable[[ModelSection, Sample], nn.Module]] = {
-    "transformer": _build_transformer,
-    "encoder_decoder": _build_encoder_decoder,
-    "vit": _build_vit,
-    "convnet": _build_convnet,
-    "mlp": _build_mlp,
-}
-"""model.kind -> builder; each imports its model when it is called."""
+class MLPKind(ModelKind):
+    """A perceptron on images or arrays of numbers."""
+
+    takes = "images"
+    keys = _model("hidden", "dropout", "classes")
+    axes = ("pp",)
+
+    def build(self, section: ModelSection, sample: Sample) -> nn.Module:
+        from shardway.models.mlp import MLP, MLPShape
+
+        if sample.vocab is not None:
+            raise _misfit(section, sample, "arrays of numbers")
+        shape = MLPShape(math.prod(sample.shape), tuple(section.hidden), section.classes, section.dropout)
+        return MLP(shape)
+
+
+# --- what sections give to shapes
 
 
 def _block_sizes(section: ModelSection) -> dict[str, Any]:

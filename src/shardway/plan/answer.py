@@ -14,14 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 from shardway.errors import Problem, UserError, check_no_problems, render_problems, render_reason
 from shardway.plan.case import (
     AttentionKernel,
     Case,
     Degrees,
-    Optimizer,
     Precision,
     Recompute,
     Schedule,
@@ -44,6 +43,7 @@ from shardway.plan.search import (
     search,
 )
 from shardway.plan.shapes.architecture import Architecture
+from shardway.plugins import list_names
 from shardway.units import Scale, Span, render_count
 
 # --- assumptions: batch, sequence, length, saving, starting
@@ -248,17 +248,17 @@ def find_problems(options: PlanOptions, machine: Machine) -> Iterator[Problem]:
         size = getattr(options, name)
         if size is not None and not 1 <= size <= MOST_RANKS:
             yield Problem(f"--{name.replace('_', '-')}", f"{size:,} is no size", allowed=f"1 to {MOST_RANKS:,}")
-    choices: Mapping[str, tuple[Sequence[str | None], Any]] = {
-        "--precision": (options.precisions, Precision),
-        "--optimizer": ([options.optimizer or None], Optimizer),
-        "--recompute": ([options.recompute], Recompute),
-        "--schedule": ([options.schedule], Schedule),
-        "--attention": ([options.attention], AttentionKernel),
+    choices: Mapping[str, tuple[Sequence[str | None], Sequence[str]]] = {
+        "--precision": (options.precisions, get_args(Precision)),
+        "--optimizer": ([options.optimizer or None], list_names("optimizers") if options.optimizer else ()),
+        "--recompute": ([options.recompute], get_args(Recompute)),
+        "--schedule": ([options.schedule], get_args(Schedule)),
+        "--attention": ([options.attention], get_args(AttentionKernel)),
     }
     for where, (words, known) in choices.items():
         for word in words:
-            if word is not None and word not in get_args(known):
-                yield Problem(where, f'"{word}" is not known', allowed=", ".join(get_args(known)))
+            if word is not None and word not in known:
+                yield Problem(where, f'"{word}" is not known', allowed=", ".join(known))
     if options.zero is not None and options.zero not in (0, 1, 2, 3):
         yield Problem("--zero", f"{options.zero} is no stage of ZeRO", allowed="0, 1, 2, 3")
     if options.nodes and options.gpus:

@@ -31,6 +31,7 @@ from typing import Literal, get_args
 from shardway.errors import Problem, UserError, check_no_problems, render_problems
 from shardway.layout import IN_ROUNDS, count_rounds, stages_of_rank
 from shardway.plan.shapes.architecture import Architecture, LayerRun, LayerShape, Side
+from shardway.plugins import is_registered, list_names
 
 # --- traits of training libraries
 
@@ -132,7 +133,6 @@ AttentionKernel = Literal["plain", "flash1", "flash2", "flash3"]
 (arXiv:2307.08691), or by kernels made for Hopper and later (arXiv:2407.08608, cuDNN)."""
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
-Optimizer = Literal["adamw", "adamw8bit", "adafactor", "sgd", "muon"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ class Case:
     micro_batch: int = 1
     degrees: Degrees = Degrees()
     precision: Precision = "bf16"
-    optimizer: Optimizer = "adamw"
+    optimizer: str = "adamw"
     engine: EngineTraits = field(default_factory=lambda: find_engine("shardway"))
     zero: int = 0
     """What `dp_shard * cp` ranks share: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
@@ -299,7 +299,6 @@ _SIZES = {
 
 _WORDS = {
     "precision": ("precision.compute", get_args(Precision)),
-    "optimizer": ("optim.name", get_args(Optimizer)),
     "recompute": ("recompute.mode", get_args(Recompute)),
     "schedule": ("parallel.pp_schedule", get_args(Schedule)),
 }
@@ -319,6 +318,9 @@ def _find_problems(case: Case) -> Iterator[Problem]:
     for name, (where, allowed) in _WORDS.items():
         if getattr(case, name) not in allowed:
             yield Problem(where, f'"{getattr(case, name)}" is not known', allowed=", ".join(allowed))
+    if not is_registered("optimizers", case.optimizer):
+        what = f'"{case.optimizer}" is not known'
+        yield Problem("optim.name", what, allowed=", ".join(list_names("optimizers")))
 
 
 def _find_division_problems(case: Case) -> Iterator[Problem]:

@@ -18,10 +18,10 @@ from types import MappingProxyType
 
 from shardway.errors import Problem, check_no_problems
 from shardway.plan.answer import JobTerms, assume_saving, list_warnings, price_run
-from shardway.plan.case import Optimizer, Precision, divisors
+from shardway.plan.case import Precision, divisors
 from shardway.plan.economy import RunEstimate
 from shardway.plan.machine import Ceilings, CollectiveGroup, Machine, Wires, ceilings_of
-from shardway.plan.memory import OPTIMIZER_BYTES, Overheads, StageMemory, load_overheads
+from shardway.plan.memory import Overheads, StageMemory, load_overheads, optimizer_bytes
 from shardway.plan.search import NEAR, holds
 from shardway.plan.shapes.measured import Measured
 from shardway.plan.time import (
@@ -58,7 +58,7 @@ class UnitCase:
     dp_replicate: int = 1
     dp_shard: int = 1
     precision: Precision = "bf16"
-    optimizer: Optimizer = "adamw"
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         check_no_problems(f"the plan of {self.model.name}", list(_find_problems(self)))
@@ -151,7 +151,7 @@ def _memory(case: UnitCase, overheads: Overheads) -> StageMemory:
         rank=0,
         weights=share * STATE_BYTES,
         gradients=share * STATE_BYTES,
-        optimizer=share * OPTIMIZER_BYTES[case.optimizer],
+        optimizer=share * optimizer_bytes(case.optimizer),
         activations=sum(unit.count * size for unit, size in zip(model.units, saved, strict=True)),
         working=max(saved),
         gathered=gathered,

@@ -27,6 +27,7 @@ from types import MappingProxyType
 
 from shardway.plan.case import Case, Recompute, StageLayers, kept_micro_batches, list_stages
 from shardway.plan.shapes.architecture import AttentionShape, LayerRun, LayerShape, Matrix
+from shardway.plugins import load_plugin
 
 # --- the tensors of a micro-batch that a layer keeps for its backward pass
 
@@ -345,11 +346,12 @@ def load_overheads() -> Overheads:
 
 # --- the memory at the peak of a step
 
-OPTIMIZER_BYTES: Mapping[str, float] = MappingProxyType(
-    {"adamw": 8.0, "adamw8bit": 2.0, "adafactor": 0.02, "sgd": 4.0, "muon": 4.0}
-)
-"""Bytes of optimizer state per parameter: two moments in fp32 or eight bits (Dettmers et al., arXiv:2110.02861), row
-and column sums (Shazeer and Stern, arXiv:1804.04235), one momentum (Jordan et al., 2024)."""
+
+@cache
+def optimizer_bytes(name: str) -> float:
+    """Bytes of optimizer state per parameter, as its class states them."""
+    return float(load_plugin("optimizers", name).state_bytes)
+
 
 SUMMED_BYTES = 4
 """Bytes of a gradient of gathered weights while it is summed."""
@@ -485,7 +487,7 @@ def _optimizer(case: Case, local: LocalParameters) -> float:
     if case.offload:
         return 0.0
     copy = case.kept_weight_bytes if case.splits_copy and case.zero < 3 else 0
-    return _share(case, local, 1) * (OPTIMIZER_BYTES[case.optimizer] + copy)
+    return _share(case, local, 1) * (optimizer_bytes(case.optimizer) + copy)
 
 
 def _on_host(case: Case, local: LocalParameters) -> float:

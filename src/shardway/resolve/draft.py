@@ -16,12 +16,14 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardway.errors import Problem
 from shardway.hardware.device import DeviceFacts
 from shardway.hfconfig import ModelFacts
+from shardway.plugins import GROUPS, load_plugin
 from shardway.runfile.load import DEFAULT, LoadedRunFile
 from shardway.runfile.schema import DeepspeedSection, RunFile
 from shardway.runfile.write import render_run
@@ -33,13 +35,13 @@ if TYPE_CHECKING:
 
 # --- which keys have an effect under which choice
 
-TOKEN_DATA = ("text", "tokens")
-IMAGE_DATA = ("arrays", "idx")
+DOORS: Mapping[str, str] = MappingProxyType(
+    {"model.kind": "models", "data.kind": "data_sources", "optim.name": "optimizers"}
+)
+"""Selector -> its group of plugins, each of which states the keys that have an effect with it."""
 
-TOKEN_MODELS = ("transformer", "encoder_decoder")
-IMAGE_MODELS = ("vit", "convnet", "mlp")
 BLOCK_MODELS = ("transformer", "vit")
-"""Kinds of models whose samples are tokens, kinds whose samples are images, and kinds made of transformer blocks."""
+"""Kinds of models made of transformer blocks."""
 
 ABOVE_ZERO = "above 0"
 """The choice of a numeric selector that is not 0."""
@@ -52,7 +54,7 @@ _MIXTURE = ("experts_per_token", "expert_dim", "shared_experts", "dense_layers",
 _LATENT = ("q_rank", "rope_head_dim", "value_head_dim")
 _IMAGES = ("channels", "hidden", "patch", "pooling", "classes")
 
-WEIGHT_KEYS = ("kind", "hf", "vocab", *_SIZES, *_BLOCKS, *_DECODER, *_MIXTURE, *_LATENT, *_IMAGES)
+WEIGHT_KEYS = ("kind", "hf", "vocab", *_SIZES, *_BLOCKS, *_DECODER, *_MIXTURE, *_LATENT, *_IMAGES, "settings")
 """Keys of [model] about its weights or their meaning."""
 
 _BALANCING = ("bias_update_rate", "balance_weight", "capacity_factor")
@@ -70,60 +72,14 @@ def _model(names: tuple[str, ...], *choices: str) -> dict[str, tuple[str, ...]]:
     return {f"model.{name}": choices for name in names}
 
 
-AXES_OF_KIND: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "transformer": ("tp", "cp", "pp", "ep"),
-        "encoder_decoder": (),
-        "vit": ("tp", "pp"),
-        "convnet": ("pp",),
-        "mlp": ("pp",),
-    }
-)
-"""model.kind -> axes along which it splits, beside dp_replicate and dp_shard."""
-
 OWNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "model.kind": {
-            **_model(_SIZES, *TOKEN_MODELS, "vit"),
-            **_model(_BLOCKS, *BLOCK_MODELS),
-            **_model((*_DECODER, *_MIXTURE, *_LATENT, "capacity_factor"), "transformer"),
-            **_model(("bias_update_rate", "balance_weight"), "transformer"),
-            "model.vocab": TOKEN_MODELS,
-            "model.dropout": (*TOKEN_MODELS, "vit", "mlp"),
-            "model.channels": ("convnet",),
-            "model.hidden": ("mlp",),
-            **_model(("patch", "pooling"), "vit"),
-            "model.classes": IMAGE_MODELS,
-            "data.seq_len": TOKEN_MODELS,
-        },
         "model.positions": {"model.rope_theta": ("rope",), "model.max_positions": ("learned",)},
         "model.experts": _model((*_MIXTURE, "bias_update_rate", "balance_weight", "capacity_factor"), ABOVE_ZERO),
         "model.balance": {"model.bias_update_rate": ("bias",), "model.balance_weight": ("loss",)},
         "model.kv_rank": {
             **_model(_LATENT, ABOVE_ZERO),
             **_model(("kv_heads", "bias", "qkv_bias", "qk_norm", "positions"), "0"),
-        },
-        "data.kind": {
-            "data.include": ("text",),
-            "data.tokenizer": ("text",),
-            "data.token_dtype": ("tokens",),
-            "data.inputs": ("arrays",),
-            "data.targets": ("arrays",),
-            "data.mean": IMAGE_DATA,
-            "data.std": IMAGE_DATA,
-            "data.samples": ("synthetic",),
-            "data.shape": ("synthetic",),
-            "data.path": (*TOKEN_DATA, *IMAGE_DATA),
-            "data.validation": (*TOKEN_DATA, *IMAGE_DATA),
-        },
-        "optim.name": {
-            "optim.kernel": ("adamw", "sgd", "muon"),
-            "optim.state_dtype": ("adamw", "sgd", "muon"),
-            "optim.betas": ("adamw", "adamw8bit", "muon"),
-            "optim.eps": ("adamw", "adamw8bit", "muon"),
-            **{f"optim.muon_{name}": ("muon",) for name in ("lr_factor", "adjust", "momentum", "iterations")},
-            "optim.momentum": ("sgd",),
-            "optim.nesterov": ("sgd",),
         },
         "optim.schedule": {"optim.decay": ("wsd",), "optim.final_lr": ("cosine", "linear", "wsd")},
         "optim.lr_scaling": {"optim.base_batch": ("linear",)},
@@ -164,13 +120,47 @@ def put_value(values: RunFile, dotted: str, value: Any) -> RunFile:
     return values.model_copy(update={section: getattr(values, section).model_copy(update={name: value})})
 
 
+@cache
+def kinds_of(selector: str) -> Mapping[str, tuple[str, ...]]:
+    """Key -> our own choices of a selector of `DOORS` with which it has an effect."""
+    group = GROUPS[DOORS[selector]].own
+    kinds = {name: load_plugin(DOORS[selector], name).keys for name in group}
+    keys = dict.fromkeys(key for owned in kinds.values() for key in owned)
+    return MappingProxyType({key: tuple(name for name in group if key in kinds[name]) for key in keys})
+
+
+def fact_of(selector: str, choice: str, fact: str) -> Any:
+    """What the class behind a choice of a selector of `DOORS` states, such as `takes` of a model."""
+    return getattr(load_plugin(DOORS[selector], choice), fact)
+
+
+def takes_of(kind: str) -> Literal["tokens", "images"]:
+    """What a kind of model takes."""
+    takes: Literal["tokens", "images"] = fact_of("model.kind", kind, "takes")
+    return takes
+
+
 def applies(dotted: str, values: RunFile) -> bool:
     """Whether a key has an effect in this run."""
     if values.model.hf and dotted in (f"model.{name}" for name in SHAPE_KEYS):
         return False
     if dotted == "model.hf_weights" and not values.model.hf:
         return False
+    if dotted == "track.settings":
+        return bool(values.track.to)
+    if not all(has_effect(dotted, selector, choice_of(selector, values)) for selector in DOORS):
+        return False
     return all(choice_of(selector, values) in owners[dotted] for selector, owners in OWNERS.items() if dotted in owners)
+
+
+def has_effect(dotted: str, selector: str, choice: str) -> bool:
+    """Whether a key has an effect with a choice of a selector of `DOORS`."""
+    if dotted == f"{selector.partition('.')[0]}.settings":
+        return bool(fact_of(selector, choice, "settings"))
+    kinds = kinds_of(selector)
+    if choice in GROUPS[DOORS[selector]].own:
+        return dotted not in kinds or choice in kinds[dotted]
+    return dotted not in kinds or dotted in fact_of(selector, choice, "keys")
 
 
 def choice_of(selector: str, values: RunFile) -> str:

@@ -23,7 +23,7 @@ from shardway.plan.search import NEAR, SETTINGS, Estimate, Question, SearchResul
 from shardway.plan.shapes.architecture import Architecture
 from shardway.plan.shapes.measured import Shape
 from shardway.plan.shapes.section import shape_of_section
-from shardway.resolve.draft import IMAGE_MODELS, Draft, Rule, Settled, ceil_div, put_value
+from shardway.resolve.draft import Draft, Rule, Settled, ceil_div, has_effect, put_value, takes_of
 from shardway.runfile.schema import ParallelSection, PrecisionSection, RecomputeSection, RunFile, all_keys
 
 # --- the case of a run file
@@ -47,7 +47,7 @@ def shape_of_run(values: RunFile, hf: Shape | None = None, sample: tuple[int, ..
     model = values.model
     if model.hf:
         return _laid_out(hf, "model.hf", model.hf)
-    if model.kind not in IMAGE_MODELS:
+    if takes_of(model.kind) == "tokens":
         sample = (values.data.seq_len,)
     elif sample is None:
         if values.data.kind != "synthetic":
@@ -188,14 +188,15 @@ def _describe_batch(values: RunFile) -> Iterator[str]:
 
 def _find_assumptions(values: RunFile, parallel: ParallelSection) -> Iterator[str]:
     recompute = values.recompute
-    if values.model.vocab == "auto" and values.model.kind not in IMAGE_MODELS and not values.model.hf:
+    if values.model.vocab == "auto" and takes_of(values.model.kind) == "tokens" and not values.model.hf:
         yield f"a vocabulary of {ASSUMED_VOCAB:,}, since only the data say it"
     yield from _describe_batch(values)
     if recompute.mode in ("selective", "full") and recompute.every > 1:
         yield "all blocks keep what they compute, since recompute.every leaves some out"
     if recompute.mode == "budget":
         yield "results of products and of attention are what the compiler keeps within recompute.budget"
-    if "bf16" in (values.precision.weights, values.optim.state_dtype) and values.optim.name in ("adamw", "muon", "sgd"):
+    narrows = has_effect("optim.state_dtype", "optim.name", values.optim.name)
+    if "bf16" in (values.precision.weights, values.optim.state_dtype) and narrows:
         yield "moments are kept in fp32"
     if parallel.pp > 1 and parallel.pp_split:
         yield "stages have equal numbers of layers, whatever parallel.pp_split says"

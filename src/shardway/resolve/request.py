@@ -25,7 +25,6 @@ from shardway.hardware.device import DeviceFacts, facts_of_found, facts_of_part
 from shardway.hfconfig import ModelFacts, locate_model, read_facts
 from shardway.places import expand_place, list_unset
 from shardway.resolve.draft import (
-    TOKEN_MODELS,
     WEIGHT_KEYS,
     Circumstances,
     DataFacts,
@@ -36,6 +35,7 @@ from shardway.resolve.draft import (
     accumulation_of,
     ceil_div,
     replicas_of,
+    takes_of,
 )
 from shardway.resolve.rules import OF_WHAT_IS_DESCRIBED, RULES
 from shardway.resolve.rules.formats import KEYS as DEVICE_KEYS
@@ -103,7 +103,7 @@ def _derive(draft: Draft) -> Derived:
 def resolve_with_data(resolved: Resolved, facts: DataFacts) -> Resolved:
     """Settle the keys that need the opened data: vocabulary, and spans in steps. Raises UserError."""
     values, problems = resolved.values, list[Problem]()
-    if values.model.kind in TOKEN_MODELS and facts.vocab is not None:
+    if takes_of(values.model.kind) == "tokens" and facts.vocab is not None:
         if values.model.vocab == "auto":
             resolved = resolved.with_values({"model.vocab": Settled(facts.vocab, "vocabulary of the data")})
             problems += _list_vocabulary_problems(facts.vocab, values.parallel.tp)
@@ -211,6 +211,7 @@ FREE_AT_RESUME = (
     "recompute",
     "run",
     "site",
+    "track",
     "train.micro_batch",
     "train.compile_cache",
     "data.workers",

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from pathlib import Path
@@ -71,7 +71,7 @@ OWN_NAMES = frozenset(
     (
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
         *("run-id", "lease", "logs", "attempts", "report.html", "stop", "left_out.json", "line.json", "work"),
-        "cache",
+        *("cache", "trackers.json", "tensorboard"),
     )
 )
 """Names that belong to a run directory."""
@@ -308,6 +308,19 @@ class RunDir:
         except (ValueError, RecursionError, OSError):
             return {}
         return status if isinstance(status, dict) else {}
+
+    # --- trackers
+
+    def read_tracked(self) -> dict[str, str]:
+        """The id of the run in each tracker; empty where there is none or the file is damaged."""
+        with contextlib.suppress(ValueError, RecursionError, OSError, KeyError, TypeError, AttributeError):
+            ids = json.loads((self.path / "trackers.json").read_text(encoding="utf-8"))["ids"]
+            return {str(name): str(id) for name, id in ids.items()}
+        return {}
+
+    def write_tracked(self, ids: Mapping[str, str]) -> None:
+        """Keep the id of the run in each tracker. Raises OSError."""
+        write_json(self.path / "trackers.json", {"format": FORMAT, "ids": dict(ids)}, durable=False)
 
     # --- stopping
 

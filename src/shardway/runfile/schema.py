@@ -17,12 +17,14 @@ from shardway.runfile.types import (
     ElasticField,
     MonitorField,
     Off,
+    PluginName,
     SaveCadence,
     SecondsField,
     SettingsField,
     SkipsField,
     SpanField,
     SpanOrOff,
+    TrackersField,
 )
 from shardway.units import Span
 
@@ -138,6 +140,18 @@ class GuardSection(Section):
     )
 
 
+# --- [track]
+
+
+class TrackSection(Section):
+    """Where else the numbers of a run are written, for the eyes of another program."""
+
+    to: TrackersField = key(
+        [], 'Trackers that rank 0 hands steps, validations and what `run.log` is given, such as ["tensorboard"].'
+    )
+    settings: SettingsField = key({}, 'Settings of each tracker by its name, such as {tensorboard = {folder = "x"}}.')
+
+
 # --- [run] and [site]
 
 
@@ -194,13 +208,13 @@ class SiteSection(Section):
         "", 'Type of accelerator, where a partition has several: "a100" asks Slurm for gpu:a100:N; empty = the site\'s.'
     )
     memory: BytesField | Auto = key("auto", "Memory of a node; auto = all of it where the site wants it said.")
-    launcher: Literal["auto", "torchrun", "srun", "mpirun", "agent", "ft_launcher"] = key(
+    launcher: Annotated[str, PluginName("launchers", ("auto",))] = key(
         "auto",
         "What starts the ranks; agent = `shardway train --nodes`, which starts them again in place; ft_launcher = that "
         "of NVIDIA's resiliency extension; auto = agent for a training (under PBS where run.elastic is set), else the "
         "site's.",
     )
-    container: Literal["auto", "none", "pyxis", "enroot", "apptainer", "podman", "charliecloud"] = key(
+    container: Annotated[str, PluginName("containers", ("auto", "none"))] = key(
         "auto", "Container runtime; auto = the site's where image is set, or else none."
     )
     image: str = key("", "Container image: a file on the site, or a URI where the runtime takes one.")
@@ -224,9 +238,7 @@ class SiteSection(Section):
 class ModelSection(Section):
     """What is trained."""
 
-    kind: Literal["transformer", "encoder_decoder", "vit", "convnet", "mlp"] = key(
-        "transformer", "The reference model to build."
-    )
+    kind: Annotated[str, PluginName("models")] = key("transformer", "The reference model to build.")
     hf: str = key("", "A Hugging Face model (folder or name) instead of a reference model.")
     hf_weights: bool = key(True, "Start from the weights of model.hf, where it has some, and not from random ones.")
     dim: PositiveInt = key(128, "Width of the residual stream (transformer, encoder_decoder, vit).")
@@ -282,12 +294,13 @@ class ModelSection(Section):
     patch: PositiveInt = key(4, "Height and width of a patch (vit).")
     pooling: Literal["class", "mean"] = key("class", "Classify by a token of its own, or by the mean patch (vit).")
     classes: PositiveInt = key(10, "Number of classes (convnet, mlp, vit).")
+    settings: SettingsField = key({}, "Settings of a model of another package, such as {width = 64}.")
 
 
 class DataSection(Section):
     """What it learns from, and in which order."""
 
-    kind: Literal["text", "tokens", "arrays", "idx", "synthetic"] = key(
+    kind: Annotated[str, PluginName("data_sources")] = key(
         "text", "Sort of data: text files, a token file, .npz arrays, MNIST idx files, or made up."
     )
     path: str = key(
@@ -317,6 +330,7 @@ class DataSection(Section):
         "samples before it in the order of the run, whichever rank took them. It may change when a run goes on.",
     )
     cache: str = key("auto", "Folder for prepared token files; auto = shardway in the user's cache folder.")
+    settings: SettingsField = key({}, 'Settings of a data source of another package, such as {table = "train"}.')
 
 
 class TrainSection(Section):
@@ -367,7 +381,7 @@ class TrainSection(Section):
 class OptimSection(Section):
     """The optimizer and its learning rate."""
 
-    name: Literal["adamw", "sgd", "adafactor", "adamw8bit", "muon"] = key(
+    name: Annotated[str, PluginName("optimizers")] = key(
         "adamw",
         "Optimizer. adamw8bit (torchao) continues in another layout only where that cuts parameters at whole blocks of "
         "256 numbers; muon takes the matrices of blocks and leaves the rest to AdamW.",
@@ -407,6 +421,7 @@ class OptimSection(Section):
         "none", "linear = multiply lr by train.global_batch / base_batch (Goyal et al., arXiv:1706.02677)."
     )
     base_batch: PositiveInt = key(256, "Global batch that lr was chosen for (lr_scaling = linear).")
+    settings: SettingsField = key({}, "Settings of an optimizer of another package, such as {rho = 0.04}.")
 
 
 class ParallelSection(Section):
@@ -548,6 +563,7 @@ class RunFile(Section):
     recompute: RecomputeSection = Field(default_factory=RecomputeSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     guard: GuardSection = Field(default_factory=GuardSection)
+    track: TrackSection = Field(default_factory=TrackSection)
     run: RunSection = Field(default_factory=RunSection)
     site: SiteSection = Field(default_factory=SiteSection)
 

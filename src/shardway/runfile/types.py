@@ -8,11 +8,14 @@ Invariants:
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from shardway.best import Monitor, parse_monitor
+from shardway.plugins import is_registered, list_names
 from shardway.units import (
     Cadence,
     Span,
@@ -199,6 +202,39 @@ SkipsField = Annotated[
         }
     ),
 ]
+
+
+@dataclass(frozen=True)
+class PluginName:
+    """Marks a string as a name that is registered in a group of `shardway.plugins`, or one of `others`.
+
+    The JSON Schema and messages list the names that are registered on this machine, our own first.
+    """
+
+    group: str
+    others: tuple[str, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        return {"type": "string", "enum": [*self.others, *list_names(self.group)]}
+
+    def _check(self, value: Any) -> str:
+        """As the choices of a Literal are checked, whose message is the same."""
+        if isinstance(value, str) and (value in self.others or is_registered(self.group, value)):
+            return value
+        *names, last = (f"'{name}'" for name in (*self.others, *list_names(self.group)))
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(names)} or {last}" if names else last})
+
+
+def _check_once(names: list[str]) -> list[str]:
+    if len(set(names)) < len(names):
+        raise ValueError(f"{', '.join(names)} names one twice; allowed: each once")
+    return names
+
+
+TrackersField = Annotated[list[Annotated[str, PluginName("trackers")]], AfterValidator(_check_once)]
 SettingsField = Annotated[
     dict[str, Any],
     BeforeValidator(_as_settings),

@@ -1,4 +1,5 @@
-"""Where site profiles are: shipped with Shardway, in the user's own folder, or at a path; and how one is saved there.
+"""Where site profiles are: shipped with Shardway, in the user's own folder, in another package (entry points of the
+group `shardway.sites`), or at a path; and how one is saved there.
 
 Invariants:
 - A name means one file. A user's file with the name of a shipped profile is found first, and marked by `shadows`.
@@ -12,15 +13,15 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
 from shardway.errors import UserError
 from shardway.places import expand_place, find_own_folder
+from shardway.plugins import GROUPS, is_registered, list_installed, load_plugin
 from shardway.rundir.file_io import write_new
 
-Origin = Literal["shipped", "yours", "file"]
+Origin = Literal["shipped", "yours", "installed", "file"]
 
 _SUFFIX = ".toml"
 
@@ -33,7 +34,7 @@ class UnknownSite(UserError):
 class ProfileFile:
     """One profile: its name (a path for `origin` "file") and where it comes from.
 
-    `path` is None for a shipped one. `shadows`: a shipped profile has the same name.
+    `path` is None for a shipped one and one of another package. `shadows`: a shipped profile has the same name.
     """
 
     name: str
@@ -49,7 +50,7 @@ class ProfileFile:
     def read_text(self) -> str:
         """Its text. Raises UserError where the file cannot be read."""
         if self.path is None:
-            return files(__package__).joinpath(f"{self.name}{_SUFFIX}").read_text("utf-8")
+            return str(load_plugin("sites", self.name))
         try:
             return self.path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:  # a ValueError for a name that no file can have
@@ -78,15 +79,19 @@ def describe_own_folder() -> str:
 
 def list_shipped() -> tuple[str, ...]:
     """Names of the profiles that come with Shardway, sorted."""
-    names = (entry.name for entry in files(__package__).iterdir())
-    return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
+    return tuple(sorted(GROUPS["sites"].own))
 
 
 def list_profiles() -> tuple[ProfileFile, ...]:
-    """What every name means, sorted by name: profiles of the user's own folder, and shipped ones that none shadows."""
-    shipped = {name: ProfileFile(name, "shipped") for name in list_shipped()}
-    found = {**shipped, **{path.stem: _own(path, shipped) for path in _list_own_files()[0]}}
+    """What every name means, sorted by name: profiles of the user's own folder, and shipped ones and those of other
+    packages that none shadows."""
+    found = {**{name: ProfileFile(name, "installed") for name in list_installed("sites")}, **_list_ours()}
     return tuple(found[name] for name in sorted(found))
+
+
+def _list_ours() -> dict[str, ProfileFile]:
+    shipped = {name: ProfileFile(name, "shipped") for name in list_shipped()}
+    return {**shipped, **{path.stem: _own(path, shipped) for path in _list_own_files()[0]}}
 
 
 def list_sites() -> tuple[str, ...]:
@@ -102,10 +107,11 @@ def find_profile(name_or_path: str, beside: Path | None = None) -> ProfileFile:
     if "/" in name_or_path or name_or_path.endswith(_SUFFIX):
         path = expand_place(name_or_path)
         return ProfileFile(name_or_path, "file", beside / path if beside else path)
-    found = next((profile for profile in list_profiles() if profile.name == name_or_path), None)
-    if found is None:
-        raise UnknownSite(_render_unknown_site(name_or_path))
-    return found
+    if found := _list_ours().get(name_or_path):
+        return found
+    if is_registered("sites", name_or_path):
+        return ProfileFile(name_or_path, "installed")
+    raise UnknownSite(_render_unknown_site(name_or_path))
 
 
 def find_parent(name_or_path: str, child: ProfileFile) -> ProfileFile:

@@ -166,8 +166,9 @@ def _check_format(title: str, table: Mapping[str, Any]) -> None:
 
 
 def _check_name(file: ProfileFile, table: Mapping[str, Any]) -> None:
-    """A profile of the user's folder bears the name of its file, and takes a shipped one's place only on purpose."""
-    if file.origin != "yours":
+    """A profile that is found by its name bears it, and one of the user's takes a shipped one's place only on
+    purpose."""
+    if file.origin not in ("yours", "installed"):
         return
     problems = []
     if isinstance(name := table.get("name"), str) and name != file.name:

@@ -108,8 +108,8 @@ def _asked(error: BaseException) -> str:
 
 
 def _count_in_use(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return torch.accelerator.memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
 
 

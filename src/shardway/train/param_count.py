@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardway.data.open import find_sample, wants_of
+from shardway.data.open import find_sample
 from shardway.errors import UserError
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
 from shardway.models.trace import trace_module
 from shardway.plan.shapes.measured import Measured
+from shardway.resolve.draft import takes_of
 from shardway.runfile.schema import RunFile
 
 
@@ -35,7 +36,7 @@ def count_model(values: RunFile, own: str = "") -> Measured:
 
 def _sample(values: RunFile) -> torch.Tensor:
     """One sample as the data of the run have it, without values."""
-    if wants_of(values.model.kind) == "tokens" or values.model.hf:
+    if takes_of(values.model.kind) == "tokens" or values.model.hf:
         return torch.zeros((1, values.data.seq_len), dtype=torch.int64, device="meta")
     return torch.zeros((1, *find_sample(values)[0]), device="meta")
 

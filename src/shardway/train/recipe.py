@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from shardway.checkpoint.catalog import find_tie
-from shardway.data.open import Data, open_described, wants_of
+from shardway.data.open import Data, open_described
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
+from shardway.resolve.draft import takes_of
 from shardway.resolve.request import ResolveRequest
 from shardway.train.loss import LossSum, class_cross_entropy, token_cross_entropy
-from shardway.train.optim import build_optimizer
+from shardway.train.optim.kinds import build_optimizer
 from shardway.train.run import Run, open_run
 from shardway.train.session import Session
 from shardway.watch.report import render_report
@@ -54,7 +55,7 @@ def train_run(run: Run) -> RunOutcome:
     """Train what the run file of an open run describes."""
     data = _open(run)
     values = run.resolved.values
-    wants = wants_of(values.model.kind)
+    wants = takes_of(values.model.kind)
     model = run.shard(_build(run, data))
     peak_lr = run.resolved.derived.peak_lr
     run.optimizer(lambda parameters: build_optimizer(values.optim, model, peak_lr), model)

@@ -27,6 +27,7 @@ from shardway.rundir.attempts import Attempt, Result
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event, EventWriter
 from shardway.rundir.file_io import refusals, refused
+from shardway.watch.trackers.base import TrackerThread
 
 # --- what earlier attempts left
 
@@ -105,6 +106,8 @@ class Recorder:
         """Whether the run has begun, so that events belong to it."""
         self.show: Callable[[Event], None] | None = None
         """Takes each event of this rank for display to the user; it never raises."""
+        self.trackers: TrackerThread | None = None
+        """On rank 0, what hands its events to the trackers of the run; it never raises."""
 
     def open(self, directory: RunDir) -> None:
         """Begin to record, in this directory."""
@@ -230,7 +233,10 @@ class Recorder:
         self.status(now=True, state=event, step=step, reason=end.reason)
 
     def close(self) -> None:
-        """Close the event file."""
+        """Close the event file, and wait for the trackers."""
+        if self.trackers is not None:
+            self.trackers.close()
+            self.trackers = None
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -242,6 +248,10 @@ class Recorder:
         self._writer.keep(name, **facts)
         if self.show is not None:
             self.show({**facts, "event": name, "time": time.time()})
+        if self.trackers is not None:
+            self.trackers.take({**facts, "event": name, "time": time.time()})
+            for failure in self.trackers.take_failures():
+                self._write("tracker_failed", {"step": self.step_done, **failure})
         try:
             self._directory.check_writer()
             self._writer.flush()

@@ -65,6 +65,7 @@ from shardway.runfile.load import DEFAULT
 from shardway.train.attempt_end import KILLED, ExitReport
 from shardway.train.engines import ENGINES
 from shardway.train.record import Recorder
+from shardway.watch.trackers.base import TrackerThread
 
 # --- defaults of the device, settings of a script
 
@@ -325,6 +326,11 @@ class Session:
             self.lease = (held if held is not None else self.resolution.directory.beside(epoch)).lease
         self.starts_over = False
         self.recorder.open(self.directory)
+        values = self.resolved.values
+        if values.track.to and self.ranks.is_first:
+            configuration = values.model_dump(mode="json")
+            thread = TrackerThread(self.directory, values.track.to, values.track.settings, configuration)
+            self.recorder.trackers = thread
 
     def _write_all(self, run: RunDir) -> None:
         for write in self.to_write:

@@ -409,6 +409,7 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
         "gradients_by_hand": _Kind(_reason()),
         "data_order_noted": _Kind(_reason()),
         "step_discarded": _Kind(lambda event: "the step after it had no data in time and does not count"),
+        "tracker_failed": _Kind(lambda event: f"the tracker {text(event, 'tracker')} {_reason()(event)}"),
         "fault": _Kind(lambda event: render_fault(read_fault(event)), Severity.ERROR, StepLabel.NONE),
         **{name: _Kind(render_guarded, place=StepLabel.EVENT) for name in GUARDED},
     }

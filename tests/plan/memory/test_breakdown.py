@@ -12,7 +12,6 @@ from plan_cases import case_of, cases, expert_model, gpt_layer, h100s, llama_lay
 from shardway.plan.case import Case, find_engine, load_engines
 from shardway.plan.memory import (
     MEMORY_ITEMS,
-    OPTIMIZER_BYTES,
     StageMemory,
     estimate_memory,
     estimate_peak,
@@ -20,6 +19,7 @@ from shardway.plan.memory import (
     loss_bytes,
 )
 from shardway.plan.search import estimate
+from shardway.plugins import list_plugins
 
 BRIEF = settings.get_profile("brief")
 MODEL = model_of(gpt_layer(), layers=4)
@@ -69,7 +69,7 @@ def test_what_optimizers_keep() -> None:
     """Two numbers in fp32, two bytes, one number; Adafactor next to nothing."""
     kept = {
         name: stages(case_of(MODEL, "fsdp2", precision="fp32", optimizer=name))[0].optimizer / MODEL.parameters
-        for name in OPTIMIZER_BYTES
+        for name in (plugin.name for plugin in list_plugins("optimizers") if plugin.package == "shardway")
     }
     assert {name: kept[name] for name in ("adamw", "adamw8bit", "sgd", "muon")} == pytest.approx(
         {"adamw": 8, "adamw8bit": 2, "sgd": 4, "muon": 4}

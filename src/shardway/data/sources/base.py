@@ -43,21 +43,22 @@ class SourceFacts:
 
 @runtime_checkable
 class DataSource(Protocol):
-    """Numbered samples; `batch` gathers many at once.
-
-    `batch(ids)` returns "inputs" and "targets" with the samples along the first axis; no ids give arrays of length
-    0 with the right remaining shape. `tokens_per_sample` is 1 for images.
-    """
+    """Numbered samples, gathered many at once."""
 
     @property
-    def facts(self) -> SourceFacts: ...
+    def facts(self) -> SourceFacts:
+        """What is known without reading samples."""
 
     @property
-    def tokens_per_sample(self) -> int: ...
+    def tokens_per_sample(self) -> int:
+        """Tokens that a sample trains on; 1 for images."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """The number of samples."""
 
-    def batch(self, ids: Ids) -> Arrays: ...
+    def batch(self, ids: Ids) -> Arrays:
+        """ "inputs" and "targets" of samples, along the first axis; no ids give arrays of length 0 with the right
+        remaining shape."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shardway.data.kinds import STDLIB
 from shardway.data.sources.base import DataPath, DataRequest, SourceFacts, data_error, fingerprint
 from shardway.data.sources.tokens import TokenFile, TokenWindows, make_windows, read_npy
 from shardway.errors import Bug, JobError, UserError, list_some
@@ -248,7 +249,6 @@ def _import_package(name: str) -> ModuleType:
 # --- text files as one row of tokens
 
 PREPARE_VERSION = 1
-STDLIB = "python:stdlib"
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 _PIECES_AT_ONCE = 16

@@ -28,7 +28,7 @@ from shardway.launch.snapshot_files import LinkedPath, SnapshotPlan
 from shardway.launch.submission.command import CommandRead, find_launcher
 from shardway.launch.submission.job_request import JobRequest, build_job, launcher_of, parse_mount, runtime_of, shape_of
 from shardway.places import expand_home, list_variables
-from shardway.plugins import make_own, make_plugin
+from shardway.plugins import load_plugin, make_own, make_plugin
 
 # --- checks on the submitting host: many commands, one exchange
 
@@ -634,7 +634,7 @@ def _list_missing_data(request: JobRequest, code: Code) -> Iterator[Problem]:
 def _list_data(request: JobRequest) -> Iterator[tuple[str, str]]:
     """Keys and paths of the files that a run file reads."""
     data = request.loaded.values.data
-    if request.program.meets_by_itself and data.kind != "synthetic":
+    if request.program.meets_by_itself and load_plugin("data_sources", data.kind).reads_files():
         for key, path in zip(_DATA, (data.path, data.validation), strict=True):
             if path and not path.startswith("python:"):
                 yield key, path

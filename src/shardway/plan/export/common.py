@@ -318,7 +318,7 @@ def describe_order(case: Case, library: str) -> Iterator[str]:
 def describe_optimizer(case: Case, library: str, known: Collection[str]) -> Iterator[str]:
     """A note if a library lacks the optimizer."""
     if case.optimizer not in known:
-        wanted = _OPTIMIZERS[case.optimizer]
+        wanted = _OPTIMIZERS.get(case.optimizer, case.optimizer)
         yield f"{library} has no {wanted}: the file says AdamW, whose states take other memory than the prediction."
 
 

@@ -52,6 +52,8 @@ def describe_all(case: Case, sums_in_fp32: bool, made: Mapping[str, int]) -> Ite
         yield "DeepSpeed puts optimizer states into CPU memory from ZeRO 1 on: nothing is offloaded here."
     if case.optimizer == "adamw8bit":
         yield "DeepSpeed has no AdamW of 8 bits: the file says AdamW, whose states take more memory than predicted."
+    elif case.optimizer not in _OPTIMIZERS:
+        yield f"DeepSpeed has no {case.optimizer}: the file says AdamW, whose states take other memory than predicted."
     if case.optimizer == "adafactor" and case.zero:
         yield "ZeRO gives Adafactor flat weights, which have no rows and columns to factor: more memory than predicted."
     if case.optimizer == "muon" and _refuses_muon(case, sums_in_fp32):

@@ -32,6 +32,9 @@ def shape_of_section(model: ModelSection, sample: tuple[int, ...]) -> Shape:
         from shardway.plan.shapes.huggingface import read_shape
 
         return read_shape(model.hf)
+    if model.kind not in _SHAPES:
+        what = f'"{model.kind}" is a model of another package, whose layers the planner does not know'
+        raise _refusal("model.kind", what, f"{', '.join(_SHAPES)}; or `shardway plan --trace`, which counts any model")
     return _SHAPES[model.kind](model, sample)
 
 

@@ -137,7 +137,7 @@ def count_kept_for_ever(values: RunFile) -> int:
 
 def estimate_checkpoint(values: RunFile, resolution: Resolution) -> float | None:
     """Bytes of one checkpoint: weights and optimizer states of the whole model; None where unknown."""
-    from shardway.plan.memory import OPTIMIZER_BYTES
+    from shardway.plan.memory import optimizer_bytes
     from shardway.resolve.planned import shape_of_run
 
     try:
@@ -145,7 +145,7 @@ def estimate_checkpoint(values: RunFile, resolution: Resolution) -> float | None
     except ShardwayError:
         return None
     weights = 2 if values.precision.weights == "bf16" else 4
-    return float(shape.parameters) * (weights + OPTIMIZER_BYTES.get(values.optim.name, 8.0))
+    return float(shape.parameters) * (weights + optimizer_bytes(values.optim.name))
 
 
 # --- the examination

@@ -120,8 +120,8 @@ def _sum(task: Task, placement: Placement, progress: _Progress) -> None:
         ranks.barrier()
         start = time.monotonic()
         dist.all_reduce(values)
-        if ranks.device.type == "cuda":
-            torch.cuda.synchronize()
+        if ranks.device.type != "cpu":
+            torch.accelerator.synchronize()
         seconds.append(time.monotonic() - start)
         values.fill_(1.0)
     progress.note(sum_s=sorted(seconds[1:])[_ROUNDS // 2], sum_bytes=task.sum_bytes)
@@ -135,12 +135,12 @@ def _measure_device(index: int) -> dict[str, Any]:
     size, device = 8192, torch.device("cuda", index)
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     torch.matmul(a, b)
-    torch.cuda.synchronize(device)
+    torch.accelerator.synchronize(device)
     start, products = time.monotonic(), 0
     while time.monotonic() - start < 2.0:
         for _ in range(10):
             torch.matmul(a, b)
-        torch.cuda.synchronize(device)
+        torch.accelerator.synchronize(device)
         products += 10
     others = [other for other in range(torch.cuda.device_count()) if other != index]
     apart = [other for other in others if not torch.cuda.can_device_access_peer(index, other)]

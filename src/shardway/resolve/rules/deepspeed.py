@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from shardway.resolve.draft import Draft, Resolved, Rule, accumulation_of
+from shardway.resolve.draft import Draft, Resolved, Rule, accumulation_of, fact_of
+from shardway.resolve.rules.formats import list_own
 from shardway.runfile.schema import DeepspeedSection, RunFile
 from shardway.runfile.write import render_value
 
@@ -148,11 +149,11 @@ def zero_shards_over_copies_alone(draft: Draft) -> None:
 def zero_updates_parts_without_shape(draft: Draft) -> None:
     """ZeRO gives an optimizer flat pieces that begin and end anywhere in a matrix."""
     name = draft.get("optim.name")
-    if _is_engine(draft) and name not in ("adamw", "sgd"):
+    if _is_engine(draft) and not fact_of("optim.name", name, "takes_flat_parts"):
         draft.refuse(
             "optim.name",
             f'"{name}" needs the shapes of weights, and ZeRO hands it flat parts of them',
-            '"adamw", "sgd"; or train.engine = "torch"',
+            f'{list_own("takes_flat_parts")}; or train.engine = "torch"',
         )
 
 

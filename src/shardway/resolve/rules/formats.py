@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from shardway.hardware.device import A_CPU, DeviceFacts
-from shardway.resolve.draft import Draft, Resolved, Rule, Settled
+from shardway.plugins import GROUPS
+from shardway.resolve.draft import Draft, Resolved, Rule, Settled, fact_of
 from shardway.runfile.write import render_value
 
 # --- values that a device does fast
@@ -278,20 +279,26 @@ def muon_needs_matrices(draft: Draft) -> None:
     """The kernels of convolutions are not orthogonalised, nor is an output layer."""
     kind = draft.get("model.kind")
     without = kind == "convnet" or (kind == "mlp" and not draft.get("model.hidden"))
-    if draft.get("optim.name") == "muon" and without and not draft.get("model.hf"):
-        what = f'"muon" is for the matrices of blocks, and this model.kind = "{kind}" has none'
+    name = draft.get("optim.name")
+    if fact_of("optim.name", name, "needs_blocks") and without and not draft.get("model.hf"):
+        what = f'"{name}" is for the matrices of blocks, and this model.kind = "{kind}" has none'
         draft.refuse("optim.name", what, '"adamw"')
 
 
 def bf16_weights_need_an_optimizer_that_rounds_them(draft: Draft) -> None:
     """With rounding to nearest, weights lose every update below 1/512 of themselves; torchao rounds per replica."""
     name = draft.get("optim.name")
-    if draft.get("precision.weights") == "bf16" and name in ("adafactor", "adamw8bit"):
+    if draft.get("precision.weights") == "bf16" and not fact_of("optim.name", name, "rounds"):
         draft.refuse(
             "optim.name",
             f'"{name}" does not round stochastically, and precision.weights = "bf16" would lose its small updates',
-            '"adamw", "sgd", "muon"; or precision.weights = "fp32"',
+            f'{list_own("rounds")}; or precision.weights = "fp32"',
         )
+
+
+def list_own(fact: str) -> str:
+    """Our own optimizers that state a fact, in quotes."""
+    return ", ".join(f'"{name}"' for name in GROUPS["optimizers"].own if fact_of("optim.name", name, fact))
 
 
 def narrow_momentum_needs_momentum(draft: Draft) -> None:

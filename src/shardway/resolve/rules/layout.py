@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardway.errors import UserError, render_reason
 from shardway.layout import AXES, IN_ROUNDS, count_rounds, stages_of_rank, stages_of_schedule
+from shardway.plugins import GROUPS
 from shardway.resolve.draft import (
-    AXES_OF_KIND,
     BLOCK_MODELS,
     Draft,
     Rule,
@@ -23,6 +23,7 @@ from shardway.resolve.draft import (
     accumulation_of,
     ceil_div,
     count_of,
+    fact_of,
     join_words,
     nearest_divisor,
     nearest_multiple,
@@ -373,8 +374,8 @@ def a_model_splits_along_the_axes_it_is_made_for(draft: Draft) -> None:
     kind = draft.get("model.kind")
     for axis in ("tp", "cp", "pp", "ep"):
         degree = draft.get(f"parallel.{axis}")
-        if degree > 1 and axis not in AXES_OF_KIND[kind]:
-            others = [f'"{name}"' for name, axes in AXES_OF_KIND.items() if axis in axes]
+        if degree > 1 and axis not in fact_of("model.kind", kind, "axes"):
+            others = [f'"{name}"' for name in GROUPS["models"].own if axis in fact_of("model.kind", name, "axes")]
             draft.refuse(
                 f"parallel.{axis}",
                 f'{degree}: model.kind = "{kind}" does not split along {axis} '

@@ -8,17 +8,20 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from shardway.hfconfig import ModelFacts
+from shardway.plugins import GROUPS, load_plugin
 from shardway.resolve.draft import (
-    IMAGE_DATA,
+    DOORS,
     OWNERS,
     SHAPE_KEYS,
-    TOKEN_DATA,
-    TOKEN_MODELS,
     Draft,
     Rule,
     ceil_div,
+    fact_of,
+    has_effect,
+    kinds_of,
     name_choice,
     nearest_divisor,
+    takes_of,
 )
 from shardway.runfile.write import render_value
 
@@ -28,28 +31,63 @@ LEFT_TO_THE_DEVICE = MappingProxyType({"train.compile": ("blocks",)})
 
 def a_key_of_another_kind_is_not_ignored(draft: Draft) -> None:
     """A setting without effect is an error, not ignored."""
+    for selector in DOORS:
+        chosen = draft.get(selector)
+        for dotted, kinds in kinds_of(selector).items():
+            if draft.is_set(dotted) and not has_effect(dotted, selector, chosen):
+                _refuse_ineffective(draft, dotted, selector, kinds)
     for selector, owners in OWNERS.items():
         chosen = draft.get(selector)
         possible = {name_choice(chosen), *(LEFT_TO_THE_DEVICE.get(selector, ()) if draft.is_derived(selector) else ())}
         for dotted, kinds in owners.items():
             if draft.is_set(dotted) and possible.isdisjoint(kinds):
-                draft.refuse(
-                    dotted,
-                    f"has no effect with {selector} = {render_value(chosen)}",
-                    f"only with {selector} = {' or '.join(kinds)}",
-                    "remove the key",
-                )
+                _refuse_ineffective(draft, dotted, selector, kinds)
+
+
+def _refuse_ineffective(draft: Draft, dotted: str, selector: str, kinds: tuple[str, ...]) -> None:
+    draft.refuse(
+        dotted,
+        f"has no effect with {selector} = {render_value(draft.get(selector))}",
+        f"only with {selector} = {' or '.join(kinds)}",
+        "remove the key",
+    )
+
+
+def settings_are_those_of_the_plugin(draft: Draft) -> None:
+    """Those of a chosen optimizer, model, data source, and of each tracker by its name."""
+    for selector, group in DOORS.items():
+        _check_settings(draft, group, draft.get(selector), f"{selector.partition('.')[0]}.settings")
+    trackers = draft.get("track.to")
+    for name, given in draft.get("track.settings").items():
+        if name not in trackers:
+            allowed = ", ".join(trackers) or "none, since track.to is empty"
+            draft.refuse("track.settings", f'"{name}" is no tracker of this run', allowed, "name it in track.to")
+        elif not isinstance(given, dict):
+            draft.refuse("track.settings", f"{name} = {given!r} is no table", f"a table, such as {{{name} = {{}}}}")
+    for name in trackers:
+        if isinstance(draft.get("track.settings").get(name, {}), dict):
+            _check_settings(draft, "trackers", name, "track.settings")
+
+
+def _check_settings(draft: Draft, group: str, name: str, dotted: str) -> None:
+    given = draft.get(dotted)
+    try:
+        load_plugin(group, name).read_settings(given.get(name, {}) if group == "trackers" else given)
+    except ValueError as error:
+        what, _, allowed = str(error).partition("; allowed: ")
+        draft.refuse(dotted, f'{what} of {GROUPS[group].noun} "{name}"', allowed)
 
 
 def a_model_reads_the_data_it_is_made_for(draft: Draft) -> None:
     kind, data = draft.get("model.kind"), draft.get("data.kind")
-    wanted = TOKEN_DATA if kind in TOKEN_MODELS else IMAGE_DATA
-    if data not in (*wanted, "synthetic"):
-        draft.refuse("data.kind", f'"{data}" cannot feed model.kind = "{kind}"', f"{', '.join(wanted)}, synthetic")
+    takes = takes_of(kind)
+    if takes not in fact_of("data.kind", data, "gives"):
+        fitting = [name for name in GROUPS["data_sources"].own if takes in fact_of("data.kind", name, "gives")]
+        draft.refuse("data.kind", f'"{data}" cannot feed model.kind = "{kind}"', ", ".join(fitting))
 
 
 def data_other_than_text_name_their_path(draft: Draft) -> None:
-    if draft.get("data.kind") in ("tokens", *IMAGE_DATA) and not draft.is_set("data.path"):
+    if fact_of("data.kind", draft.get("data.kind"), "needs_path") and not draft.is_set("data.path"):
         draft.refuse("data.path", "is not set", "the file or folder that holds the data")
 
 
@@ -156,7 +194,7 @@ def the_weight_of_one_expert_is_its_score(draft: Draft) -> None:
 
 
 def bytes_have_256_values(draft: Draft) -> None:
-    if draft.get("model.kind") not in TOKEN_MODELS or draft.get("model.vocab") != "auto":
+    if takes_of(draft.get("model.kind")) != "tokens" or draft.get("model.vocab") != "auto":
         return
     if draft.get("data.kind") == "synthetic" or (draft.get("data.kind"), draft.get("data.tokenizer")) == (
         "text",
@@ -166,8 +204,8 @@ def bytes_have_256_values(draft: Draft) -> None:
 
 
 def a_token_file_does_not_say_its_vocabulary(draft: Draft) -> None:
-    reads_tokens = draft.get("model.kind") in TOKEN_MODELS and draft.get("data.kind") == "tokens"
-    if reads_tokens and draft.get("model.vocab") == "auto":
+    unnamed = not fact_of("data.kind", draft.get("data.kind"), "names_vocabulary")
+    if takes_of(draft.get("model.kind")) == "tokens" and unnamed and draft.get("model.vocab") == "auto":
         draft.refuse(
             "model.vocab",
             '"auto" follows a tokenizer, and a token file does not name the one that made it',
@@ -177,7 +215,8 @@ def a_token_file_does_not_say_its_vocabulary(draft: Draft) -> None:
 
 
 def validation_needs_something_held_out(draft: Draft) -> None:
-    held_out = draft.get("data.validation") or draft.get("data.validation_fraction") or draft.get("data.kind") == "idx"
+    brings = fact_of("data.kind", draft.get("data.kind"), "brings_validation")
+    held_out = draft.get("data.validation") or draft.get("data.validation_fraction") or brings
     if draft.get("train.validate_every") == "off" or held_out:
         return
     if draft.is_set("train.validate_every"):
@@ -260,6 +299,7 @@ def a_hugging_face_model_brings_its_tokenizer(draft: Draft) -> None:
 
 RULES: tuple[Rule, ...] = (
     a_key_of_another_kind_is_not_ignored,
+    settings_are_those_of_the_plugin,
     a_hugging_face_model_brings_its_own_shape,
     only_a_hugging_face_model_has_weights_to_start_from,
     a_sample_fits_the_positions_of_a_hugging_face_model,

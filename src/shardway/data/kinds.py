@@ -1,0 +1,150 @@
+"""Kinds of data by name: the contract of the group `shardway.data_sources`, and our own.
+
+Invariants:
+- A kind states facts without importing what reads the data, so that a run file is checked on a login node in no time.
+- Each value of data.kind is one class here. This module must not import torch or numpy.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from shardway.places import expand_place
+from shardway.plugins import HasSettings
+from shardway.runfile.schema import DataSection
+
+if TYPE_CHECKING:
+    from shardway.data.sources.base import DataPath, DataRequest, DataSource
+
+FILES = ("data.path", "data.validation")
+"""Keys of a kind that reads files."""
+
+
+class DataKind(HasSettings):
+    """One value of `data.kind`. Derive from it, state the facts and write `open`.
+
+    `open` returns a `shardway.data.sources.base.DataSource`: numbered samples with random access. Sample i is the same
+    at every call and in every process; the order of a run, its shares for ranks and its exact position after a restart
+    follow from the length alone. Length, facts and fingerprint come without reading all samples: from a header, an
+    index, sizes. A source is pickled to loader processes, so it opens files when the first batch is asked for.
+    """
+
+    gives: ClassVar[tuple[Literal["tokens", "images"], ...]]
+    """What its samples are: rows of tokens, images (or arrays of numbers) with a label, or either as the model asks."""
+    keys: ClassVar[tuple[str, ...]] = FILES
+    """Keys that have an effect ("data.mean"), besides those of every kind (validation_fraction, shuffle, workers)."""
+    needs_path: ClassVar[bool] = True
+    """Whether data.path must be set."""
+    names_vocabulary: ClassVar[bool] = True
+    """Whether the facts of a source of tokens have a vocabulary, so that model.vocab may follow it."""
+    brings_validation: ClassVar[bool] = False
+    """Whether samples for validation may lie beside those for training by convention (`open_held_out`)."""
+
+    @abstractmethod
+    def open(self, place: DataPath, request: DataRequest) -> DataSource:
+        """The samples at a path (the key is "data.path" or "data.validation"), checked as far as that is quick.
+
+        `request` has the [data] section, train.seed and what the model takes. Raises UserError (`place.error`) for
+        anything wrong, with the file; an OSError becomes one. Rank 0 opens first, so it may prepare a cache.
+        """
+
+    def open_validation(self, place: DataPath, request: DataRequest) -> DataSource:
+        """The samples at data.validation."""
+        return self.open(place, request)
+
+    def open_held_out(self, place: DataPath, request: DataRequest) -> DataSource | None:
+        """The samples for validation that lie beside those at data.path, if there are some."""
+        return None
+
+    def exists(self, section: DataSection) -> bool:
+        """Whether there is something at data.path."""
+        return not self.reads_files() or expand_place(section.path).exists()
+
+    @classmethod
+    def reads_files(cls) -> bool:
+        """Whether it reads files at all."""
+        return "data.path" in cls.keys
+
+
+# --- Shardway's own
+
+STDLIB = "python:stdlib"
+"""The path of the running Python's own library."""
+
+
+class TextKind(DataKind):
+    """Text files, read as bytes or by a tokenizer."""
+
+    gives = ("tokens",)
+    keys = (*FILES, "data.include", "data.tokenizer")
+    needs_path = False
+
+    def open(self, place: DataPath, request: DataRequest) -> DataSource:
+        from shardway.data.sources.text import open_text
+
+        return open_text(place, request)
+
+    def exists(self, section: DataSection) -> bool:
+        return section.path == STDLIB or super().exists(section)
+
+
+class TokensKind(DataKind):
+    """A file of tokens."""
+
+    gives = ("tokens",)
+    keys = (*FILES, "data.token_dtype")
+    names_vocabulary = False
+
+    def open(self, place: DataPath, request: DataRequest) -> DataSource:
+        from shardway.data.sources.tokens import open_tokens
+
+        return open_tokens(place, request)
+
+
+class ArraysKind(DataKind):
+    """Arrays of a .npz file."""
+
+    gives = ("images",)
+    keys = (*FILES, "data.inputs", "data.targets", "data.mean", "data.std")
+
+    def open(self, place: DataPath, request: DataRequest) -> DataSource:
+        from shardway.data.sources.images import open_arrays
+
+        return open_arrays(place, request)
+
+
+class IdxKind(DataKind):
+    """A folder of MNIST's idx files; its t10k part is for validation."""
+
+    gives = ("images",)
+    keys = (*FILES, "data.mean", "data.std")
+    brings_validation = True
+
+    def open(self, place: DataPath, request: DataRequest) -> DataSource:
+        from shardway.data.sources.images import open_idx
+
+        return open_idx(place, request)
+
+    def open_validation(self, place: DataPath, request: DataRequest) -> DataSource:
+        from shardway.data.sources.images import open_idx_validation
+
+        return open_idx_validation(place, request)
+
+    def open_held_out(self, place: DataPath, request: DataRequest) -> DataSource | None:
+        from shardway.data.sources.images import TEST, has_part
+
+        return self.open_validation(place, request) if has_part(place, TEST) else None
+
+
+class SyntheticKind(DataKind):
+    """Made-up samples of what the model takes."""
+
+    gives = ("tokens", "images")
+    keys = ("data.samples", "data.shape")
+    needs_path = False
+
+    def open(self, place: DataPath, request: DataRequest) -> DataSource:
+        from shardway.data.sources.synthetic import open_synthetic
+
+        return open_synthetic(request)

@@ -1,0 +1,172 @@
+"""The contract of a tracker (group `shardway.trackers`), and the thread of rank 0 that hands events to those of a run.
+
+Invariants:
+- A tracker never slows or ends a run: it works in a thread of its own, and what it raises is an event, shown once,
+  after which it gets nothing more.
+- The events decide: a tracker is handed what is recorded, in order, and goes back when the run does.
+- A resumed run goes on under the id that its tracker gave at first, which the run directory keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import queue
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardway.errors import render_reason
+from shardway.plugins import HasSettings, load_plugin
+from shardway.rundir.directory import RunDir
+from shardway.rundir.events import Event
+
+
+class Tracker(HasSettings):
+    """One name of `track.to`. Derive from it and write `start`, `log` and `finish`, which may take their time.
+
+    One object serves one attempt of a run, on rank 0, and its methods are called one after the other in one thread.
+    Its module is imported without torch, and also where the run is only checked: import a library that it needs in
+    `start`. Whatever a method raises switches the tracker off for the rest of the attempt.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.given = given
+        """Every setting of `settings`, as `track.settings` gives it or with its default."""
+
+    @abstractmethod
+    def start(self, name: str, directory: Path, configuration: Mapping[str, Any], id: str | None) -> str:
+        """Begin to track a run, or go on with one; returns the id under which its next attempt goes on.
+
+        `name` and `directory` are the run's, `configuration` the resolved run file as nested tables, and `id` what an
+        earlier attempt returned, None for a new run.
+        """
+
+    def rewind(self, step: int) -> None:
+        """What was logged of later steps does not count any more: the run goes on from `step`."""
+
+    @abstractmethod
+    def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+        """Values of a step: of its training (loss, lr ...), of a validation ("validation/loss"), or what `run.log` was
+        given; `time` is in Unix seconds. Values that are not finite come too."""
+
+    @abstractmethod
+    def finish(self, state: str) -> None:
+        """The attempt ends: "finished", "stopped" (it may go on later) or "fault"."""
+
+
+MOST_WAITING = 10_000
+"""Events that may wait for a slow tracker; what comes then is left out."""
+
+END_S = 15.0
+"""How long the end of a run waits for its trackers."""
+
+_ENDS = ("finished", "stopped", "fault")
+_NOT_TRACKED = ("event", "time", "step", "ids", "losses", "skipped")
+
+
+def values_of(event: Event) -> dict[str, float]:
+    """The numbers of an event by the names under which trackers show them; none of an event that is not tracked."""
+    facts = {name: value for name, value in event.items() if name not in _NOT_TRACKED}
+    match event["event"]:
+        case "step":
+            facts |= {f"losses/{name}": value for name, value in event.get("losses", {}).items()}
+        case "validation":
+            facts = {f"validation/{name}": value for name, value in facts.items()}
+        case "logged":
+            facts = event["values"]
+        case _:
+            return {}
+    return {name: float(value) for name, value in facts.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class TrackerThread:
+    """Hands the events of rank 0 to the trackers of a run, in a thread that begins with the first event."""
+
+    def __init__(self, directory: RunDir, names: list[str], settings: Mapping[str, Any], configuration: Any) -> None:
+        self._directory, self._configuration = directory, configuration
+        classes = {name: load_plugin("trackers", name) for name in names}
+        self._trackers: dict[str, Tracker] = {
+            name: each(each.read_settings(settings.get(name, {}))) for name, each in classes.items()
+        }
+        self._waiting: queue.Queue[Event | None] = queue.Queue(MOST_WAITING)
+        self._failures: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._left_out = 0
+
+    def take(self, event: Event) -> None:
+        """An event that was recorded now; returns at once."""
+        if event["event"] not in ("started", "rolled_back", *_ENDS) and not values_of(event):
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="shardway-trackers", daemon=True)
+            self._thread.start()
+        try:
+            self._waiting.put_nowait(event)
+        except queue.Full:
+            self._left_out += 1
+            if self._left_out == 1:
+                self._fail(", ".join(self._trackers), "is too slow: some values are left out")
+
+    def take_failures(self) -> Iterator[dict[str, Any]]:
+        """The facts of each failure since the last call."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._failures.get_nowait()
+
+    def close(self) -> None:
+        """Wait for what is under way, but not long. Failures that no event can tell any more are warnings."""
+        if self._thread is None:
+            return
+        until = time.monotonic() + END_S
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=END_S)
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            self._fail(", ".join(self._trackers), f"is still busy after {END_S:.0f} s, and is left behind")
+        self._thread = None
+        for failure in self.take_failures():
+            logging.getLogger("shardway").warning(f"the tracker {failure['tracker']} {failure['reason']}")
+
+    def _work(self) -> None:
+        self._hand_to_each(self._start)
+        while (event := self._waiting.get()) is not None:
+            self._hand_to_each(partial(_hand_over, event))
+            if event["event"] in _ENDS:
+                self._trackers.clear()
+
+    def _hand_to_each(self, act: Callable[[str, Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                act(name, tracker)
+            except Exception as error:  # whatever a tracker and its library raise
+                del self._trackers[name]
+                self._fail(name, f"is switched off for this attempt: {type(error).__name__}: {error}")
+
+    def _fail(self, name: str, reason: str) -> None:
+        self._failures.put({"tracker": name, "reason": render_reason(reason)})
+
+    def _start(self, name: str, tracker: Tracker) -> None:
+        known = self._directory.read_tracked()
+        path = self._directory.path
+        id = tracker.start(path.name, path, self._configuration, known.get(name))
+        if known.get(name) != id:
+            self._directory.write_tracked({**known, name: id})
+
+
+def _hand_over(event: Event, name: str, tracker: Tracker) -> None:
+    if event["event"] in ("started", "rolled_back"):
+        tracker.rewind(int(event["step"]))
+    elif event["event"] in _ENDS:
+        tracker.finish(event["event"])
+    else:
+        tracker.log(int(event["step"]), values_of(event), float(event.get("time", math.nan)))
