@@ -243,5 +243,15 @@ def _as_asked(key: str, value: str) -> str:
     return f"{seconds} s"
 
 
-def _matches(name: str, names: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in names)
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    whole, starts, others = _split(patterns)
+    return name in whole or name.startswith(starts) or any(fnmatchcase(name, pattern) for pattern in others)
+
+
+@cache
+def _split(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...], tuple[str, ...]]:
+    """Plain names, beginnings ("SLURM_*"), and what only fnmatch can tell: a job has hundreds of variables."""
+    special = [pattern for pattern in patterns if not frozenset("*?[").isdisjoint(pattern)]
+    starts = [pattern for pattern in special if pattern.endswith("*") and frozenset("*?[").isdisjoint(pattern[:-1])]
+    whole = frozenset(patterns).difference(special)
+    return whole, tuple(each[:-1] for each in starts), tuple(each for each in special if each not in starts)

@@ -291,8 +291,7 @@ def test_a_run_of_another_host_that_was_not_released(
     held.acquire()
     claim_from(run, "n1")
     held._unlock()  # another host's lock is not seen
-    assert held._beats is not None
-    assert held._beats.stop()
+    assert held._stop_beats()
     monkeypatch.setattr(lease, "watch", lambda *_: LeaseVerdict.LIVES)
     refused(shardway, golden, "held-elsewhere", "train", *TINY, code=2)
     monkeypatch.setattr(lease, "watch", lambda *_: LeaseVerdict.SILENT)

@@ -25,13 +25,15 @@ name or a pattern ending in *, --volume, --network, --device, --ipc); Pyxis, REA
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from shardway.launch.image.request import Reference, render_docker, render_enroot
 from shardway.launch.job import ContainerMount, ContainerUse, Job
 from shardway.launch.schedulers.base import Scheduler
 from shardway.launch.script import ScriptLine, quote, quote_expanding, quote_place, wrap_command
 from shardway.plugins import make_plugin
+
+if TYPE_CHECKING:
+    from shardway.launch.image.request import Reference
 
 # --- what a container runtime contributes
 
@@ -118,6 +120,8 @@ class Apptainer(Container):
 
     def name_image(self, image: Reference) -> str:
         """docker://REGISTRY/IMAGE:TAG."""
+        from shardway.launch.image.request import render_docker
+
         return f"{image.transport}://{render_docker(image)}"
 
 
@@ -261,6 +265,8 @@ class Podman(Container):
 
     def name_image(self, image: Reference) -> str:
         """REGISTRY/IMAGE:TAG."""
+        from shardway.launch.image.request import render_docker
+
         return render_docker(image)
 
 
@@ -292,4 +298,6 @@ class Pyxis(Container):
 
     def name_image(self, image: Reference) -> str:
         """REGISTRY#IMAGE:TAG."""
+        from shardway.launch.image.request import render_enroot
+
         return render_enroot(image).removeprefix("docker://")

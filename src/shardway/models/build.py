@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shardway.errors import Bug, Problem, UserError, check_no_problems, render_problems
-from shardway.models.shapes import LatentShape, MixtureShape
 from shardway.plugins import HasSettings, load_plugin
 from shardway.runfile.schema import ModelSection
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from shardway.models.shapes import LatentShape, MixtureShape
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,8 @@ def _block_sizes(section: ModelSection) -> dict[str, Any]:
 
 
 def _latent_of(section: ModelSection) -> LatentShape:
+    from shardway.models.shapes import LatentShape
+
     return LatentShape(
         kv_rank=section.kv_rank,
         q_rank=section.q_rank,
@@ -222,6 +225,8 @@ def _latent_of(section: ModelSection) -> LatentShape:
 
 
 def _mixture_of(section: ModelSection) -> MixtureShape:
+    from shardway.models.shapes import MixtureShape
+
     return MixtureShape(
         experts=section.experts,
         per_token=section.experts_per_token,
