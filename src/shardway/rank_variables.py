@@ -15,7 +15,7 @@ from shardway.errors import SiteError
 Environ = Mapping[str, str]
 
 AGENT_VARIABLE = "SHARDWAY_AGENT"
-"""Tells the ranks that an agent of ours has started them: its process id."""
+"""Set for ranks that an agent of ours has started: its process id."""
 
 
 def read_int(environ: Environ, launcher: str, name: str) -> int:

@@ -65,7 +65,7 @@ class Launcher(ABC):
         return True
 
     def rank_variables(self, scheduler: Scheduler) -> tuple[str, ...]:
-        """Names of what it tells a rank, for containers that take names; where it has agents, what these need."""
+        """Variables that it gives a rank, for containers that take names; where it has agents, what these need."""
         return scheduler.node_variables
 
     @abstractmethod

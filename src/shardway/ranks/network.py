@@ -1,6 +1,6 @@
 """How ranks reach each other: the network interface of a node, and the port at which the ranks of a launch meet.
 
-Interface: gloo tells other ranks the first address of this node's own name. If /etc/hosts makes that 127.0.1.1, as
+Interface: gloo gives other ranks the first address of this node's own name. If /etc/hosts makes that 127.0.1.1, as
 Debian's installer does, or the name is not known, the others get an address of their own loopback, and wait in vain. So
 they do if the name belongs to a management network, or has an IPv6 address over which nothing arrives. The route to the
 address at which all ranks meet is one that works.

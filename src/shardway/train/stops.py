@@ -207,17 +207,17 @@ def agree(ranks: Ranks, wishes: Wishes) -> Decision:
 
 
 class ValidationBreaks:
-    """The agreements of one validation; `wishes(missed)` gives this rank's requests, `decision` what all have agreed
+    """The agreements of one validation; `requests(missed)` gives this rank's requests, `decision` what all have agreed
     on."""
 
     def __init__(
         self,
         ranks: Ranks,
         waits: Waits,
-        wishes: Callable[[bool], Wishes],
+        requests: Callable[[bool], Wishes],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._ranks, self._waits, self._wishes, self._clock = ranks, waits, wishes, clock
+        self._ranks, self._waits, self._requests, self._clock = ranks, waits, requests, clock
         self._asked_at = clock()
         self._batch = self._asked_before = self._next = 0
         self.decision = Decision()
@@ -245,7 +245,7 @@ class ValidationBreaks:
             if self._batch - 1 < self._next:
                 return False
         now, done = self._clock(), self._batch - 1
-        asked = torch.tensor([*self._wishes(missed).as_numbers(), now - self._asked_at], dtype=torch.float64)
+        asked = torch.tensor([*self._requests(missed).as_numbers(), now - self._asked_at], dtype=torch.float64)
         *wanted, seconds = self._ranks.sum(asked).tolist()
         self.decision = read_decision(wanted)
         self._next = done + count_until_next(max(1, done - self._asked_before), seconds / self._ranks.world)

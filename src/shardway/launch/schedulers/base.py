@@ -194,7 +194,7 @@ class Scheduler(ABC):
     # --- what kind of scheduler it is
 
     this_machine: ClassVar[bool] = False
-    """Its jobs are processes of one machine, which has no queue, no limits and nobody to charge."""
+    """Its jobs are processes of one machine, which has no queue, no limits and no account."""
     hands_on_environment: ClassVar[bool] = True
     """The environment of a job reaches the processes that it starts on other nodes."""
     keeps_time: ClassVar[bool] = True
@@ -224,7 +224,7 @@ class Scheduler(ABC):
     launcher_variables: ClassVar[Words] = ()
     """Patterns of what its launchers tell a rank, for containers that take patterns."""
     rank_variables: ClassVar[Words] = ()
-    """Names of what its own launcher tells a rank, for containers that take names."""
+    """Variables that its own launcher gives a rank, by name, for containers that take names."""
     place_variables: ClassVar[Words] = ()
     """Those of them by which a program of a person may find its rank."""
     node_variables: ClassVar[Words] = ()
@@ -622,7 +622,7 @@ def read_lines(done: Done) -> list[str]:
 
 
 def keep_known(records: Mapping[str, JobRecord | None], answers: Sequence[Done]) -> dict[str, JobRecord]:
-    """The records of jobs of which an answer told something. Raises SchedulerSilent where none did."""
+    """The records of jobs of which an answer stated something. Raises SchedulerSilent where none did."""
     known = {job: record for job, record in records.items() if record is not None}
     if records and not known:
         raise SchedulerSilent(describe_silence(answers[0]))

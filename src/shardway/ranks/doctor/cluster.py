@@ -83,7 +83,7 @@ def check_master(around: MachineView) -> CheckResult:
     if around.placement is None:
         return unknown("this rank does not know its place")
     if around.placement.world == 1:
-        return good("one rank meets nobody")
+        return good("one rank alone, so there is no meeting point")
     return judge_master(around, look_up(around.placement.master_addr))
 
 
@@ -107,9 +107,9 @@ def judge_hostname(around: MachineView, addresses: tuple[str, ...], way: str = "
         return good(f"{own}; ranks of Shardway talk by {way}, and others need GLOO_SOCKET_IFNAME={way}")
     remedy = "export GLOO_SOCKET_IFNAME with the interface that joins the nodes (ip -br addr), or mend /etc/hosts"
     if not addresses:
-        return bad(f"{around.host} does not know its own name, by which gloo tells others where it is", remedy)
+        return bad(f"{around.host} does not know its own name, by which gloo gives others its address", remedy)
     if is_loopback(addresses[0]):
-        return bad(f"{around.host} takes its own name for {addresses[0]}, which gloo would tell others", remedy)
+        return bad(f"{around.host} takes its own name for {addresses[0]}, which gloo would give others", remedy)
     return good(f"{around.host} is {addresses[0]}")
 
 
@@ -425,7 +425,7 @@ def check_offline(around: MachineView) -> CheckResult:
     if around.environ.get("WANDB_MODE", "") not in ("offline", "disabled"):
         missing.append("WANDB_MODE")
     if not missing:
-        return good("no internet, and libraries are told")
+        return good("no internet, and the offline variables are set")
     values = " ".join(f"{name}={'offline' if name == 'WANDB_MODE' else '1'}" for name in missing)
     said = f"nodes have no internet, and not set: {', '.join(missing)}"
     fatal = around.wanted.uses_hub and _HUB in missing
@@ -476,7 +476,7 @@ def check_account(around: MachineView) -> CheckResult:
     """Whether the account charged for the run is one of the user's, if the scheduler lists them."""
     account, rule = around.wanted.account, around.site.request.account
     if around.scheduler.this_machine:
-        return unknown("this machine charges nobody")
+        return unknown("this machine charges no account")
     if not account:
         if rule == "required":
             how = (

@@ -193,7 +193,7 @@ def check_busy(around: MachineView) -> CheckResult:
     """Whether a foreign program is on a GPU, such as a leftover of an earlier job."""
     used = around.nvidia.numbers("memory_used_mib")
     if not used:
-        return unknown("no GPU here tells its memory")
+        return unknown("no GPU here reports its memory")
     busy = [f"GPU {index}: {mib / 1024:.1f} GiB" for index, mib in enumerate(used) if mib > _BUSY_MIB]
     if not busy:
         return good("all GPUs are idle")
@@ -205,7 +205,7 @@ def check_mode(around: MachineView) -> CheckResult:
     """Whether a GPU refuses programs, or is split into slices."""
     modes, mig = (set(around.nvidia.columns.get(name, ())) for name in ("compute_mode", "mig"))
     if not modes:
-        return unknown("no GPU here tells its mode")
+        return unknown("no GPU here reports its mode")
     if "Prohibited" in modes:
         return bad("a GPU takes no programs (compute mode Prohibited)", _other_node(around))
     if "Enabled" in mig:

@@ -24,7 +24,7 @@ from shardway.sites.schema import SiteProfile
 
 @dataclass(frozen=True)
 class MachineNeeds:
-    """What the run wants of the machine; None or empty for what nobody said.
+    """What the run wants of the machine; None or empty for what is not stated.
 
     `folder` is where it writes (its nearest folder that exists is looked at), `checkpoint_bytes` the size of one
     checkpoint, `uses_hub` whether model or data come from the Hugging Face hub.
