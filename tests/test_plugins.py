@@ -26,10 +26,9 @@ from shardway.plugins import (
 )
 from shardway.resolve.draft import applies
 from shardway.resolve.request import ResolveRequest, resolve_request
-from shardway.runfile.problems import explain_key
+from shardway.runfile.load import explain_key
 from shardway.runfile.schema import RunFile
-from shardway.sites.find import find_profile, list_shipped, list_sites
-from shardway.sites.load import load_site
+from shardway.sites.load import find_profile, list_shipped, list_sites, load_site
 
 OPTIMIZER = """
 from shardway.train.optim.kinds import OptimizerKind

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardway.sites.evidence import find_covering, list_facts
+from shardway.sites.problems import find_covering, list_facts
 from shardway.sites.schema import SiteProfile
 
 

@@ -25,7 +25,7 @@ from shardway.models.contract import match_modules
 from shardway.models.huggingface.build import Form, build_huggingface, form_of
 from shardway.models.huggingface.model import HuggingFaceModel
 from shardway.models.huggingface.pieces import keep_names
-from shardway.models.mlp import MLP, MLPShape
+from shardway.models.image_models import MLP, MLPShape
 from shardway.models.shapes import MixtureShape
 from shardway.models.transformer import Transformer, TransformerShape
 from shardway.train.loss import token_cross_entropy

@@ -121,12 +121,12 @@ def test_the_version(shardway: Shardway) -> None:
 def test_a_defect_in_a_verb_leaves_stdout_empty(
     shardway: Shardway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from shardway.runfile import problems
+    from shardway.runfile import load
 
     def fail(name: str) -> None:
         raise RuntimeError("wrong")
 
-    monkeypatch.setattr(problems, "explain_key", fail)
+    monkeypatch.setattr(load, "explain_key", fail)
     assert run_guarded(lambda: main.app(["config", "explain", "train"], standalone_mode=False)) == 70
     said = capsys.readouterr()
     assert said.out == ""

@@ -15,7 +15,7 @@ import pytest
 from command_line import TINY, Ended, Shardway, write_text
 
 from claimed import claim_from
-from shardway.cli.config import list_examples
+from shardway.cli.options import list_examples
 from shardway.launch.runs import logs
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.attempts import AttemptStart, Submission

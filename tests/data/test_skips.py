@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardway.data.loader import Share, StepSampler
 from shardway.data.order import SampleOrder, Skips
-from shardway.runfile.types import read_skips
+from shardway.runfile.schema import read_skips
 
 PAIRS = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 60)), max_size=6)
 CUTS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4)), min_size=1, max_size=4)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardway.hardware import device
-from shardway.hardware.catalogue import load_accelerators
-from shardway.hardware.device import facts_of_cuda, facts_of_part, find_missing_compiler
+from shardway.hardware import catalogue
+from shardway.hardware.catalogue import facts_of_cuda, facts_of_part, find_missing_compiler, load_accelerators
 
 
 @pytest.mark.parametrize(
@@ -36,7 +35,7 @@ def test_a_device_that_the_catalogue_does_not_know_has_what_its_capability_says(
 
 def test_what_is_missing_to_compile_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     have = {"triton"}
-    monkeypatch.setattr(device, "find_spec", lambda name: object() if name in have else None)
+    monkeypatch.setattr(catalogue, "find_spec", lambda name: object() if name in have else None)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name in have else None)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     assert find_missing_compiler({}) == "no C compiler is found"

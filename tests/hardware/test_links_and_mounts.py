@@ -4,8 +4,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from shardway.hardware.links import list_interfaces, list_ports, parse_rate
 from shardway.hardware.mounts import find_mount, parse_mounts, read_mounts
+from shardway.hardware.probe import list_interfaces, list_ports, parse_rate
 
 MOUNTINFO = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw

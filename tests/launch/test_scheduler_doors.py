@@ -23,8 +23,8 @@ EXCEPTIONS = {
     "plugins.py": "the door itself",
     "sites/schema.py": "descriptions of keys, for people",
     "runfile/schema.py": "descriptions of keys, for people",
-    "runfile/problems.py": "names that options have in other software",
-    "sites/evidence.py": "names of site profiles",
+    "runfile/load.py": "names that options have in other software",
+    "sites/problems.py": "names of site profiles",
     "launch/snapshot_files.py": "endings of files that people keep beside their code",
 }
 

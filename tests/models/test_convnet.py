@@ -7,7 +7,7 @@ from torch import nn
 
 from shardway.errors import UserError
 from shardway.models.contract import match_modules
-from shardway.models.convnet import ConvNet, ConvNetShape
+from shardway.models.image_models import ConvNet, ConvNetShape
 
 SHAPE = ConvNetShape(image=(1, 28, 28), channels=(16, 32), classes=10)
 SHAPES = [SHAPE, ConvNetShape((3, 9, 13), (4,), 5), ConvNetShape((2, 8, 8), (3, 4, 5), 2)]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from shardway.models.contract import match_modules
-from shardway.models.mlp import MLP, MLPShape
+from shardway.models.image_models import MLP, MLPShape
 
 SHAPE = MLPShape(inputs=12, hidden=(8, 6), classes=3)
 

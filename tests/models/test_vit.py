@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from shardway.errors import UserError
 from shardway.models.contract import find_plan, match_modules
+from shardway.models.image_models import ViT, ViTShape
 from shardway.models.shapes import LatentShape, MixtureShape
-from shardway.models.vit import ViT, ViTShape
 
 SHAPE = ViTShape(image=(3, 8, 12), patch=4, classes=5, dim=16, layers=2, heads=4, kv_heads=4, ffn_dim=24)
 PAPER = dataclasses.replace(SHAPE, norm="layernorm", activation="gelu", bias=True)

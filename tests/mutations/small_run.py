@@ -15,8 +15,7 @@ from shardway.launch.submission.prepare import SubmitRequest, render_order
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.attempts import Attempt, AttemptStart, Ending, Result, Submission
 from shardway.rundir.directory import RunDir
-from shardway.runfile.load import DEFAULT, load_run
-from shardway.runfile.write import render_run
+from shardway.runfile.load import DEFAULT, load_run, render_run
 
 STEPS = 8
 WORDS = (

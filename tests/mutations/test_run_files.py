@@ -10,9 +10,9 @@ from cases import Case, cases, check_all, few_and_many
 from mutate import remove
 from verbs import call, picture
 
+from shardway.runfile.load import render_commented
 from shardway.runfile.schema import RunFile, all_keys
-from shardway.runfile.write import render_commented
-from shardway.sites.find import list_shipped
+from shardway.sites.load import list_shipped
 
 ROOT = Path(__file__).parents[2]
 

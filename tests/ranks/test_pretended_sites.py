@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from pretended_hosts import Look, Net, two_hosts
 
-from shardway.sites.evidence import GENERIC_SITES
-from shardway.sites.find import list_shipped
-from shardway.sites.load import load_site
+from shardway.sites.load import list_shipped, load_site
+from shardway.sites.problems import GENERIC_SITES
 
 ETHERNET = Net("eth0", "10.1.0.", called="{}")
 NAMELESS = Net("eth0", "10.1.0.")

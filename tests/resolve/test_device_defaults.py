@@ -15,8 +15,7 @@ from planned_runs import SMALL
 from resolving import refusal_of, resolve_or_refuse, resolve_words, value_of
 from test_rules_hold import RANKS, VALUES, text_of
 
-from shardway.hardware.catalogue import load_accelerators
-from shardway.hardware.device import A_CPU, DeviceFacts, facts_of_cuda, facts_of_part
+from shardway.hardware.catalogue import A_CPU, DeviceFacts, facts_of_cuda, facts_of_part, load_accelerators
 from shardway.resolve import DataFacts, Resolved, resolve_with_data
 from shardway.resolve.draft import Settled
 from shardway.resolve.request import ResolveRequest, resolve_request

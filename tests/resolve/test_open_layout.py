@@ -21,8 +21,7 @@ from shardway.plan.shapes.section import find_named
 from shardway.resolve import Resolved, resolve
 from shardway.resolve.draft import applies
 from shardway.resolve.planned import KEYS
-from shardway.runfile.load import load_run
-from shardway.runfile.write import render_value
+from shardway.runfile.load import load_run, render_value
 
 CHOSEN = [key for keys in KEYS.values() for key in keys]
 

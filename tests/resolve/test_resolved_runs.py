@@ -13,9 +13,8 @@ from golden_files import Golden, golden_names
 from shardway.errors import UserError
 from shardway.resolve import Circumstances, DataFacts, Resolved, resolve, resolve_with_data
 from shardway.resolve.draft import applies
-from shardway.runfile.load import LoadedRunFile, load_run
+from shardway.runfile.load import LoadedRunFile, load_run, render_value
 from shardway.runfile.schema import RunFile, all_keys
-from shardway.runfile.write import render_value
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 WORLDS = (1, 2, 4)

@@ -19,8 +19,7 @@ from shardway.errors import Problem, UserError
 from shardway.resolve import Circumstances, Resolved, resolve
 from shardway.resolve.draft import Draft
 from shardway.resolve.rules import RULES, layout
-from shardway.runfile.load import LoadedRunFile, load_run
-from shardway.runfile.write import render_value
+from shardway.runfile.load import LoadedRunFile, load_run, render_value
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
 DEGREE = st.sampled_from([1, 1, 2, 2, 3, 4, 6, 8, 64, 10**9])

@@ -7,8 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from shardway.runfile.load import render_value
 from shardway.runfile.schema import RunFile, all_keys
-from shardway.runfile.write import render_value
 
 SMALL = st.integers(1, 64)
 FRACTION = st.floats(0.0, 1.0)

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from run_values import overrides_of, texts, valid_values
 
 from shardway.errors import UserError
-from shardway.runfile.load import LoadedRunFile, load_run
+from shardway.runfile.load import LoadedRunFile, load_run, render_value
 from shardway.runfile.schema import all_keys, sections
-from shardway.runfile.write import render_value
 
 
 def load_or_refuse(path: Path | None, *overrides: str) -> LoadedRunFile | str:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from shardway.errors import UserError
-from shardway.runfile.load import load_run
-from shardway.runfile.problems import PEERS, KeyDoc, PeerName, explain_key, find_peers, search_keys
+from shardway.runfile.load import PEERS, KeyDoc, PeerName, explain_key, find_peers, load_run, search_keys
 from shardway.runfile.schema import RunFile, all_keys, sections
 
 DOCS = [doc for section in sections() for doc in explain_key(section)]

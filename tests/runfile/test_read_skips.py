@@ -8,7 +8,7 @@ import pytest
 
 from shardway.errors import UserError
 from shardway.runfile.load import load_run
-from shardway.runfile.types import read_skips
+from shardway.runfile.schema import read_skips
 
 ALLOWED = (
     "\n      allowed: pairs [from, to] of integers, from less than to, 0 to 1000000000000000000, such as "

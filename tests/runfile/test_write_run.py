@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_values import overrides_of, texts, valid_values
 
-from shardway.runfile.load import DEFAULT, load_run
+from shardway.runfile.load import DEFAULT, load_run, render_commented, render_run, render_value
 from shardway.runfile.schema import RunFile, all_keys, sections
-from shardway.runfile.write import render_commented, render_run, render_value
 
 CHOSEN = {"data.kind": "text", "train.steps": "800 steps"}
 

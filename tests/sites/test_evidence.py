@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardway.sites.evidence import GENERIC_SITES, describe_facts, list_facts, list_stray_sources
-from shardway.sites.find import list_shipped
-from shardway.sites.load import load_site
+from shardway.sites.load import list_shipped, load_site
+from shardway.sites.problems import GENERIC_SITES, describe_facts, list_facts, list_stray_sources
 from shardway.sites.schema import SiteProfile
 from unsourced import list_unsourced
 

@@ -15,10 +15,8 @@ from pydantic import ValidationError
 from shardway.errors import UserError
 from shardway.hardware.catalogue import load_accelerators, load_links
 from shardway.hardware.probe import Device, LocalMachine
-from shardway.sites.evidence import GENERIC_SITES
-from shardway.sites.find import list_shipped
-from shardway.sites.load import list_sites, load_site
-from shardway.sites.problems import list_problems
+from shardway.sites.load import list_shipped, list_sites, load_site
+from shardway.sites.problems import GENERIC_SITES, list_problems
 from shardway.sites.schema import SiteProfile
 
 GIB = 2**30

@@ -5,9 +5,16 @@ from pathlib import Path
 import pytest
 
 from shardway.errors import UserError
-from shardway.sites.evidence import describe_facts, list_stray_sources
-from shardway.sites.find import find_profile, keep_profile, list_profiles, list_shipped, own_folder
-from shardway.sites.load import list_sites, load_site
+from shardway.sites.load import (
+    find_profile,
+    keep_profile,
+    list_profiles,
+    list_shipped,
+    list_sites,
+    load_site,
+    own_folder,
+)
+from shardway.sites.problems import describe_facts, list_stray_sources
 from unsourced import list_unsourced
 
 SOURCE = '{ source = "sinfo", date = 2026-11-01 }'

@@ -7,9 +7,8 @@ import pytest
 
 from shardway.launch.job import Job, JobEnvironment, Program, QueueTerms, Shape
 from shardway.launch.schedulers.slurm import cpus_of_task
-from shardway.sites.evidence import GENERIC_SITES, describe_facts
-from shardway.sites.find import list_shipped
-from shardway.sites.load import load_site
+from shardway.sites.load import list_shipped, load_site
+from shardway.sites.problems import GENERIC_SITES, describe_facts
 
 REAL_SITES = sorted(set(list_shipped()) - set(GENERIC_SITES))
 

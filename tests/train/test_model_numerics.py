@@ -28,7 +28,7 @@ from runs import (
     train_tiny,
     worst_difference,
 )
-from shardway.hardware.device import DeviceFacts
+from shardway.hardware.catalogue import DeviceFacts
 from shardway.models.build import build_model
 from shardway.models.contract import ModelPlan
 from shardway.parallel.compile import apply_backend_switches, tf32_put_back

@@ -10,7 +10,7 @@ from optim_layouts import Model
 from torch import nn
 
 from shardway.errors import UserError
-from shardway.models.convnet import ConvNet, ConvNetShape
+from shardway.models.image_models import ConvNet, ConvNetShape
 from shardway.models.transformer import Transformer
 from shardway.plugins import GROUPS
 from shardway.runfile.schema import OptimSection

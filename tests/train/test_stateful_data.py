@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pool import ranks
 from runs import Died, die_at, layout, lone_rank, open_tiny, pool_ranks, read_column, read_named, tell_steps, train_line
-from shardway.data.stateful import SnapshotPace, StreamSnapshot
+from shardway.data.samplers import SnapshotPace, StreamSnapshot
 from shardway.ranks.start import Ranks
 
 QUIET = (
@@ -211,7 +211,7 @@ def test_a_state_that_is_too_dear_for_each_batch_costs_a_few_samples(
 def test_the_pace_leaves_out_what_costs_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     now = [100.0]
-    monkeypatch.setattr("shardway.data.stateful.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("shardway.data.stream.time.perf_counter", lambda: now[0])
 
     class Dear:
         def snapshot(self) -> StreamSnapshot:

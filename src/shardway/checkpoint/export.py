@@ -34,12 +34,11 @@ from torch.distributed.tensor import DTensor
 from shardway.checkpoint.catalog import VALUE, FoundCheckpoint, TensorEntry
 from shardway.checkpoint.reader import TensorReader
 from shardway.checkpoint.state import Tensors
-from shardway.checkpoint.tensor_subclasses import dtype_name, find_dtype
+from shardway.checkpoint.structure import dtype_name, find_dtype
 from shardway.errors import JobError, LostContact, UserError
 from shardway.hfconfig import CONFIG, TOKENIZER_FILES
 from shardway.models.huggingface.build import Form
-from shardway.models.huggingface.pieces import Names, Shape, WeightPiece
-from shardway.models.huggingface.weights import INDEX, SINGLE
+from shardway.models.huggingface.weights import INDEX, SINGLE, Names, Shape, WeightPiece
 from shardway.ranks.start import Ranks
 from shardway.refusals import find_remedy
 from shardway.rundir.file_io import fsync_folder, render_json

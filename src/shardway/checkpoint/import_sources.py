@@ -31,11 +31,10 @@ import torch
 
 from shardway.checkpoint.catalog import VALUE, FoundCheckpoint
 from shardway.checkpoint.reader import TensorReader
-from shardway.checkpoint.tensor_subclasses import dtype_name, find_dtype
+from shardway.checkpoint.structure import dtype_name, find_dtype
 from shardway.errors import UserError
 from shardway.hfconfig import CONFIG, read_config
-from shardway.models.huggingface.pieces import Shape, TensorRegion
-from shardway.models.huggingface.weights import WeightFiles
+from shardway.models.huggingface.weights import Shape, TensorRegion, WeightFiles
 from shardway.rundir.directory import RunDir
 
 # --- what every source is

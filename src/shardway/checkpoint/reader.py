@@ -68,7 +68,7 @@ from shardway.checkpoint.state import (
     random_state,
     set_random_state,
 )
-from shardway.checkpoint.tensor_subclasses import find_dtype, put_together
+from shardway.checkpoint.structure import find_dtype, put_together
 from shardway.checkpoint.writer import LoadPlanner
 from shardway.errors import JobError, UserError, list_some
 from shardway.ranks.start import Ranks

@@ -36,8 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from shardway.checkpoint.file_format import TensorTable
-from shardway.checkpoint.structure import Parts, Unstorable, put_state_together, take_state_apart
-from shardway.checkpoint.tensor_subclasses import find_dtype
+from shardway.checkpoint.structure import Parts, Unstorable, find_dtype, put_state_together, take_state_apart
 from shardway.errors import UserError
 
 _PACKED_BYTES = 2**15

@@ -54,7 +54,7 @@ from shardway.checkpoint.file_format import (
     write_manifest,
 )
 from shardway.checkpoint.state import CheckpointState, Tensors, count_bytes, random_state
-from shardway.checkpoint.tensor_subclasses import dtype_name, is_known, take_apart
+from shardway.checkpoint.structure import dtype_name, is_known, take_apart
 from shardway.errors import Bug, Fenced, JobError, LostContact, Problem, ShardwayError, UserError, check_no_problems
 from shardway.ranks.start import Ranks, is_lost_contact, is_out_of_memory
 from shardway.refusals import find_remedy

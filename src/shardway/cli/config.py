@@ -15,12 +15,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, complete_example, complete_key, read_request
+from shardway.cli.options import (
+    DirOption,
+    JsonOption,
+    NprocOption,
+    Words,
+    complete_example,
+    complete_key,
+    examples_folder,
+    list_examples,
+    read_request,
+)
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
-
     from shardway.resolve.request import Resolution, ResolveRequest
 
 app = typer.Typer(help="Show what a run resolves to, explain a key, print the schema.", no_args_is_help=True)
@@ -115,7 +123,7 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Say what a key means, what it takes and what it defaults to; finds keys by any word, and by others' names."""
-    from shardway.runfile.problems import search_keys
+    from shardway.runfile.load import search_keys
 
     found = search_keys(key)
     if as_json:
@@ -174,18 +182,6 @@ lr = 3e-3
 """
 
 
-def _examples() -> Traversable:
-    from importlib.resources import files
-
-    return files("shardway.runfile") / "examples"
-
-
-def list_examples() -> list[str]:
-    """The names of the examples."""
-    folder = _examples()
-    return sorted(each.name.removesuffix(".toml") for each in folder.iterdir() if each.name.endswith(".toml"))
-
-
 def init(
     path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("run.toml"),
     minimal: Annotated[bool, typer.Option("--minimal", help="Only the keys that one has to decide.")] = False,
@@ -222,8 +218,8 @@ def init(
 
 
 def _render_all() -> str:
+    from shardway.runfile.load import render_commented
     from shardway.runfile.schema import RunFile
-    from shardway.runfile.write import render_commented
 
     return render_commented(RunFile(), {"data.kind": "text", "data.path": "python:stdlib", "train.steps": "800 steps"})
 
@@ -232,5 +228,5 @@ def _read_example(name: str) -> str:
     known, plain = list_examples(), name.removesuffix(".toml").rpartition("/")[2]
     if plain not in known:
         raise UserError(f'there is no example "{name}".\n      allowed: {", ".join(known)}')
-    text = (_examples() / f"{plain}.toml").read_text(encoding="utf-8")
+    text = (examples_folder() / f"{plain}.toml").read_text(encoding="utf-8")
     return text.replace(f"examples/{plain}.toml", "THIS_FILE")

@@ -19,6 +19,8 @@ import typer
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
     from shardway.resolve.request import ResolveRequest
     from shardway.rundir.directory import RunDir
 
@@ -48,10 +50,21 @@ def complete_run(incomplete: str) -> list[str]:
     return [*dict.fromkeys(name for name in names if name.startswith(incomplete)), *_list_paths(incomplete, "/")]
 
 
+def examples_folder() -> Traversable:
+    """The folder of the shipped run files."""
+    from importlib.resources import files
+
+    return files("shardway.runfile") / "examples"
+
+
+def list_examples() -> list[str]:
+    """The names of the examples."""
+    folder = examples_folder()
+    return sorted(each.name.removesuffix(".toml") for each in folder.iterdir() if each.name.endswith(".toml"))
+
+
 def complete_example(incomplete: str) -> list[str]:
     """An example of `init --from`."""
-    from shardway.cli.config import list_examples
-
     return [name for name in list_examples() if name.startswith(incomplete)]
 
 

@@ -16,9 +16,9 @@ from shardway.cli.options import JsonOption
 from shardway.errors import UserError, legible
 
 if TYPE_CHECKING:
-    from shardway.launch.probe.findings import ProbedFacts
-    from shardway.sites.evidence import SiteFact
-    from shardway.sites.find import ProfileFile
+    from shardway.launch.site_survey import ProbedFacts
+    from shardway.sites.load import ProfileFile
+    from shardway.sites.problems import SiteFact
     from shardway.sites.schema import SiteProfile
 
 app = typer.Typer(help="List machines, show what is known of one, find out what this one is.", no_args_is_help=True)
@@ -35,7 +35,7 @@ WriteOption = Annotated[
 @app.command("list")
 def list_known(as_json: JsonOption = False) -> None:
     """List the sites that a run can name: those shipped with Shardway and your own."""
-    from shardway.sites.find import describe_own_folder, list_profiles
+    from shardway.sites.load import describe_own_folder, list_profiles
 
     rows = [_describe(file) for file in list_profiles()]
     if as_json:
@@ -52,9 +52,8 @@ def list_known(as_json: JsonOption = False) -> None:
 @app.command("show")
 def show(name: NameArgument, as_json: JsonOption = False) -> None:
     """Show every fact of a site with its source and date; a ? marks unverified ones."""
-    from shardway.sites.evidence import describe_facts
-    from shardway.sites.find import find_profile
-    from shardway.sites.load import load_profile
+    from shardway.sites.load import find_profile, load_profile
+    from shardway.sites.problems import describe_facts
 
     file = find_profile(name)
     profile = load_profile(file)
@@ -73,9 +72,8 @@ def probe(write: WriteOption = None, as_json: JsonOption = False) -> None:
     """Ask this machine (scheduler, containers, GPUs, network) what it is, and print a profile of it, or keep one."""
     from shardway.hardware.probe import probe_machine
     from shardway.launch.hosts.local import LocalHost
-    from shardway.launch.probe.site_survey import name_site, render_profile, survey
-    from shardway.sites.find import find_place, keep_profile
-    from shardway.sites.load import parse_profile
+    from shardway.launch.site_survey import name_site, render_profile, survey
+    from shardway.sites.load import find_place, keep_profile, parse_profile
 
     if write is not None:
         find_place(write)
@@ -193,7 +191,7 @@ def _render_source(source: Any) -> list[str]:
 
 def _free_name(site: str) -> str:
     """A name for a printed profile: the site's own, unless a profile has it."""
-    from shardway.sites.find import list_sites
+    from shardway.sites.load import list_sites
 
     name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in site).strip("-.") or "my-site"
     return f"my-{name}" if name in list_sites() else name

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shardway.places import expand_place
 from shardway.plugins import HasSettings
-from shardway.runfile.schema import DataSection
+from shardway.runfile.schema import STDLIB, DataSection
 
 if TYPE_CHECKING:
     from shardway.data.sources.base import DataPath, DataRequest, DataSource
@@ -68,9 +68,6 @@ class DataKind(HasSettings):
 
 
 # --- Shardway's own
-
-STDLIB = "python:stdlib"
-"""The path of the running Python's own library."""
 
 
 class TextKind(DataKind):

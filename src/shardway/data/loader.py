@@ -30,9 +30,8 @@ from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 from shardway.data.batch_tree import collate_by, move_batch, pin_batch
 from shardway.data.handover import Sender, shorten_sockets, take_over
 from shardway.data.order import Ids, SampleOrder, Skips, Words, derive_keys, position_share
-from shardway.data.samplers import AnyOrder, BatchOrder
+from shardway.data.samplers import AnyOrder, BatchOrder, StreamSnapshot
 from shardway.data.sources.base import DataSource
-from shardway.data.stateful import StreamSnapshot
 from shardway.data.workers import NoWorkers, dropped_if_refused, ended_workers, isolation
 from shardway.errors import Bug, ShardwayError, UserError
 from shardway.hardware.limits import settle_temporary

@@ -1,23 +1,29 @@
-"""The order of samples of a torch sampler as a function of the position, so that a run can resume anywhere.
+"""Samplers and batch samplers over all ranks, and iterable datasets with a state.
+
+Invariants:
+- Taking states costs a small part of the time of reading.
+- The same sampler with the same seed gives the same ids, unless it draws from something not named above.
+
+A state is taken between two batches. After it is loaded, the next sample is the one that would have come. It is kept as
+bytes, since the dataset may go on changing the object that it returned.
 
 Position p is element i of the sampler in epoch e, with (e, i) = divmod(p, its length). While a sampler runs, the random
 generators of torch, numpy and Python are seeded by (seed, epoch); afterwards they are restored. A sampler's own
 generator starts as it was when the loader was made, and earlier epochs are run through first, so a resumed run has the
 order of an uninterrupted one. The states of generators, and of a sampler with a state, at the beginning of the epochs
 where a run resumes can be moved to another process (`SamplerStands`).
-
-Invariant: the same sampler with the same seed gives the same ids, unless it draws from something not named above. This
-module must not depend on ranks, workers or batches of data.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import pickle
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,8 +38,80 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from shardway.data.order import Ids, SampleOrder, derive_keys
-from shardway.data.stateful import read_state, rewind
 from shardway.errors import UserError
+
+# --- Iterable datasets with a state: `state_dict()` and `load_state_dict(state)`, in the form of torchdata's
+# StatefulDataLoader, of the dataset or of the iterator that it gives
+
+_SHARE = 0.1
+"""Fraction of the time that states may cost; if one takes long, the next batches have none."""
+
+
+def has_state(thing: Any) -> bool:
+    """Whether it has a state."""
+    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def read_state(thing: Any) -> bytes | None:
+    """Its current state; None if it has none, or none yet."""
+    if not has_state(thing):
+        return None
+    try:
+        state = thing.state_dict()
+        return None if state is None else pickle.dumps(state)
+    except Exception:  # the dataset is run through then, which is reported
+        return None
+
+
+def load_state(thing: Any, state: bytes) -> None:
+    """Load a state; errors pass through."""
+    thing.load_state_dict(pickle.loads(state))
+
+
+def rewind(thing: Any, begin: bytes | None) -> None:
+    """Return to the beginning, unless it is there."""
+    if begin is not None and read_state(thing) != begin:
+        load_state(thing, begin)
+
+
+@dataclass(frozen=True)
+class StreamSnapshot:
+    """The place of a stream of samples: `given` samples in all, `in_epoch` of them in `epoch`, and the state of its
+    dataset (`of_iterator`: of the dataset's iterator)."""
+
+    given: int
+    epoch: int
+    in_epoch: int
+    of_iterator: bool
+    state: bytes
+
+
+class Stands(Protocol):
+    """A stream with a state."""
+
+    def snapshot(self) -> StreamSnapshot | None:
+        """The current place; None if it has no state."""
+        ...
+
+
+@dataclass
+class SnapshotPace:
+    """How often a state may be taken."""
+
+    _next: float = 0.0
+
+    def take(self, stream: Stands) -> StreamSnapshot | None:
+        """The current place of a stream; also None if the last one took too long."""
+        started = time.perf_counter()
+        if started < self._next:
+            return None
+        snapshot = stream.snapshot()
+        ended = time.perf_counter()
+        self._next = ended + (ended - started) * (1 / _SHARE - 1)
+        return snapshot
+
+
+# --- The order of samples of a torch sampler as a function of the position, so that a run can resume anywhere
 
 _STATELESS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _BLOCK = 2**16

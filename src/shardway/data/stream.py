@@ -28,8 +28,16 @@ from shardway.data.batch_tree import collate_by, map_leaves
 from shardway.data.handover import take_over
 from shardway.data.loader import Batch, LoaderOptions, Share, start_workers
 from shardway.data.order import Skips, position_share
-from shardway.data.samplers import RandomStates, kept_random_states
-from shardway.data.stateful import SnapshotPace, StreamSnapshot, has_state, load_state, read_state, rewind
+from shardway.data.samplers import (
+    RandomStates,
+    SnapshotPace,
+    StreamSnapshot,
+    has_state,
+    kept_random_states,
+    load_state,
+    read_state,
+    rewind,
+)
 from shardway.data.workers import NoWorkers, ended_workers
 from shardway.errors import ShardwayError, UserError
 

@@ -1,13 +1,15 @@
-"""This machine: cores, memory, accelerators (by nvidia-smi and the kernel's lists), and the same as labelled text.
+"""This machine: cores, memory, accelerators, network interfaces and InfiniBand ports, and the same as labelled text.
 
 Invariants:
+- Nothing raises for what a machine lacks.
 - `probe_machine` never raises for what a machine lacks; what cannot be read is `None` or empty.
-- A GPU library that hangs costs `limit_s` seconds once; a field that the driver does not support is missing and
-  affects no other.
+- A GPU library that hangs costs `limit_s` seconds once; a field that the driver does not support is missing and affects
+  no other.
 - Unknown values show as "n/a".
 
-Sources: nvidia-smi(1), `nvidia-smi --help-query-gpu`, `nvidia-smi --help-query-remapped-rows`; NVML API reference,
-"NvmlClocksEventReasons"; Linux, drivers/gpu/drm/amd/amdkfd (topology in sysfs).
+Sources: netdevice(7) on IFF_RUNNING; Linux, Documentation/ABI/stable/sysfs-class-infiniband; nvidia-smi(1), `nvidia-smi
+--help-query-gpu`, `nvidia-smi --help-query-remapped-rows`; NVML API reference, "NvmlClocksEventReasons"; Linux,
+drivers/gpu/drm/amd/amdkfd (topology in sysfs).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import platform
 import re
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,95 @@ from typing import Any, Literal
 
 from shardway.hardware.command import run_command, run_commands
 from shardway.hardware.limits import CgroupLimits, read_cgroup_limits, read_or_empty
+
+# --- The network of this machine as the kernel shows it: interfaces and InfiniBand ports
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface; `up`: it is switched on and has a carrier. `addresses` of IPv4 and IPv6, without a zone."""
+
+    name: str
+    up: bool
+    mtu: int
+    addresses: tuple[str, ...] = ()
+
+    @property
+    def leaves_machine(self) -> bool:
+        """Whether it may lead to other nodes: no loopback, and none towards containers and virtual machines."""
+        return self.name != "lo" and not self.name.startswith(_WITHIN)
+
+
+_WITHIN = ("docker", "veth", "virbr", "br-", "cni", "podman")
+"""Beginnings of interfaces that lead to containers and virtual machines."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """A port of an InfiniBand or RoCE adapter; `rate_gbit_s` is one direction, 0 for unknown."""
+
+    device: str
+    port: str
+    state: str
+    link_layer: str
+    rate_gbit_s: float
+
+    @property
+    def active(self) -> bool:
+        """Whether it carries data now."""
+        return self.state == "ACTIVE"
+
+
+def list_interfaces() -> tuple[Interface, ...]:
+    """Every network interface of this process's network namespace, those with an address first; /sys may show those
+    of another one."""
+    import psutil
+
+    try:
+        found, addresses = psutil.net_if_stats(), psutil.net_if_addrs()
+    except OSError:
+        return ()
+    names = (name for name in dict.fromkeys((*addresses, *found)) if name in found)
+    return tuple(
+        Interface(name, bool(found[name].isup), int(found[name].mtu), _plain(addresses.get(name, ()))) for name in names
+    )
+
+
+def _plain(addresses: Iterable[Any]) -> tuple[str, ...]:
+    families = (socket.AF_INET, socket.AF_INET6)
+    return tuple(each.address.partition("%")[0] for each in addresses if each.family in families)
+
+
+def list_ports(root: Path = Path("/")) -> tuple[Port, ...]:
+    """Every port of every adapter below /sys/class/infiniband, by name."""
+    folders = sorted((root / "sys/class/infiniband").glob("*/ports/*"))
+    return tuple(
+        Port(
+            device=folder.parents[1].name,
+            port=folder.name,
+            state=_read(folder / "state").rpartition(": ")[2],
+            link_layer=_read(folder / "link_layer"),
+            rate_gbit_s=parse_rate(_read(folder / "rate")),
+        )
+        for folder in folders
+    )
+
+
+def parse_rate(text: str) -> float:
+    """Gbit/s from "200 Gb/sec (4X HDR)"; 0 for anything else."""
+    match = re.match(r"(\d+(?:\.\d+)?) Gb/sec", text)
+    return float(match[1]) if match else 0.0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:  # some drivers refuse to be read
+        return ""
+
+
+# --- This machine: cores, memory, accelerators (by nvidia-smi and the kernel's lists), and the same as labelled
+# text
 
 
 @dataclass(frozen=True)

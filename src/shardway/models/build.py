@@ -150,7 +150,7 @@ class ViTKind(ModelKind):
     axes = ("tp", "pp")
 
     def build(self, section: ModelSection, sample: Sample) -> nn.Module:
-        from shardway.models.vit import ViT, ViTShape
+        from shardway.models.image_models import ViT, ViTShape
 
         shape = ViTShape(
             **_block_sizes(section),
@@ -170,7 +170,7 @@ class ConvNetKind(ModelKind):
     axes = ("pp",)
 
     def build(self, section: ModelSection, sample: Sample) -> nn.Module:
-        from shardway.models.convnet import ConvNet, ConvNetShape
+        from shardway.models.image_models import ConvNet, ConvNetShape
 
         return ConvNet(ConvNetShape(_image_of(section, sample), tuple(section.channels), section.classes))
 
@@ -183,7 +183,7 @@ class MLPKind(ModelKind):
     axes = ("pp",)
 
     def build(self, section: ModelSection, sample: Sample) -> nn.Module:
-        from shardway.models.mlp import MLP, MLPShape
+        from shardway.models.image_models import MLP, MLPShape
 
         if sample.vocab is not None:
             raise _misfit(section, sample, "arrays of numbers")

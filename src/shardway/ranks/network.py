@@ -31,7 +31,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 
 from shardway.errors import SiteError
-from shardway.hardware.links import Interface, list_interfaces
+from shardway.hardware.probe import Interface, list_interfaces
 from shardway.ranks.launcher import Placement, is_loopback, list_ports
 
 # --- the interface

@@ -21,12 +21,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardway.errors import Problem
-from shardway.hardware.device import DeviceFacts
+from shardway.hardware.catalogue import DeviceFacts
 from shardway.hfconfig import ModelFacts
 from shardway.plugins import GROUPS, load_plugin
-from shardway.runfile.load import DEFAULT, LoadedRunFile
+from shardway.runfile.load import DEFAULT, LoadedRunFile, render_run
 from shardway.runfile.schema import DeepspeedSection, RunFile
-from shardway.runfile.write import render_run
 
 if TYPE_CHECKING:
     from shardway.plan.machine import Machine

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from shardway.errors import Problem, ShardwayError, UserError, check_no_problems
 from shardway.hardware import probe
-from shardway.hardware.catalogue import load_accelerators
-from shardway.hardware.device import DeviceFacts, facts_of_found, facts_of_part
+from shardway.hardware.catalogue import DeviceFacts, facts_of_found, facts_of_part, load_accelerators
 from shardway.hfconfig import ModelFacts, locate_model, read_facts
 from shardway.places import expand_place, list_unset
 from shardway.resolve.draft import (
@@ -44,8 +43,7 @@ from shardway.resolve.rules.run import a_run_without_a_name_is_called_after_its_
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import DEFAULT, LoadedRunFile, is_text, load_run
 from shardway.runfile.schema import RunFile
-from shardway.sites.find import UnknownSite
-from shardway.sites.load import load_site
+from shardway.sites.load import UnknownSite, load_site
 from shardway.sites.schema import CPU, SiteProfile
 from shardway.units import Scale, Span
 

@@ -37,15 +37,14 @@ from shardway.data.loader import Batch, LoaderOptions, Share, StepLoader, is_map
 from shardway.data.order import SampleOrder, Skips, position_share
 from shardway.data.samplers import AnyOrder, BatchOrder, SamplerOrder, WholeBatches
 from shardway.data.sources.base import DataSource
-from shardway.data.stateful import read_state
-from shardway.data.stream import HeldOutStream, StreamLoader, count_samples, digest_first, validation_stream
+from shardway.data.stream import HeldOutStream, StreamLoader, count_samples, digest_first, read_state, validation_stream
 from shardway.data.workers import fit_workers
 from shardway.errors import UserError
 from shardway.hardware.limits import count_threads, describe_few_cores
 from shardway.rundir.lineage import SkippedRange
 from shardway.runfile.load import DEFAULT
-from shardway.train.data_state import StreamState
 from shardway.train.loop_state import Counters
+from shardway.train.script_state import StreamState
 from shardway.train.session import Session
 from shardway.units import Span
 

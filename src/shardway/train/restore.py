@@ -39,7 +39,7 @@ from shardway.errors import JobError, UserError
 from shardway.rundir.directory import START_OVER, START_OVER_IN_SCRIPT, RunDir
 from shardway.rundir.lineage import LOCAL, SHARED, SkippedRange, read_left_out, read_line
 from shardway.rundir.names import step_name
-from shardway.runfile.types import read_skips
+from shardway.runfile.schema import read_skips
 from shardway.train.guard import BackPlan
 from shardway.train.loop_state import Counters, LoopPlan, read_counters
 from shardway.train.loss import LossScale

@@ -39,7 +39,6 @@ from shardway.resolve.request import ResolveRequest, parse_words
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import PrecisionSection
 from shardway.train.by_hand import BackwardCall, GradientsByHand
-from shardway.train.data_state import find_data_state
 from shardway.train.dataloader import (
     Loader,
     LoaderArguments,
@@ -64,6 +63,7 @@ from shardway.train.metrics import check_metrics
 from shardway.train.model_numerics import format_named, keep_formats, resolve_for_model
 from shardway.train.passes import BatchSplit, let_go
 from shardway.train.script import OpenedRun, ScriptDisplay, close_earlier, open_display
+from shardway.train.script_state import find_data_state
 from shardway.train.session import Session, open_session
 from shardway.train.validate import Validation
 from shardway.units import Scale, Span

@@ -29,7 +29,7 @@ from shardway.checkpoint.manager import remove_leftovers
 from shardway.checkpoint.reader import peek_latest
 from shardway.checkpoint.state import seed_all
 from shardway.errors import Bug, JobError, ShardwayError, UserError, render_reason
-from shardway.hardware.device import DeviceFacts, facts_of_cuda
+from shardway.hardware.catalogue import DeviceFacts, facts_of_cuda
 from shardway.hardware.limits import TaskLimit, explain_limit, read_task_limit, settle_temporary
 from shardway.hardware.probe import probe_machine, render_machine
 from shardway.parallel.compile import apply_backend_switches, set_compile_cache, tf32_put_back

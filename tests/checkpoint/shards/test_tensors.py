@@ -12,7 +12,7 @@ import torch
 from runs import lone_rank
 from shardway.checkpoint.file_format import TABLE, Manifest, Special, read_table
 from shardway.checkpoint.reader import ShardSource, read_tensors
-from shardway.checkpoint.tensor_subclasses import put_together, take_apart
+from shardway.checkpoint.structure import put_together, take_apart
 from shardway.checkpoint.writer import write_tensors
 from shardway.errors import Bug
 

@@ -20,7 +20,7 @@ from shardway.checkpoint.import_match import open_source
 from shardway.checkpoint.import_sources import ForeignSource
 from shardway.checkpoint.writer import write_tensors
 from shardway.errors import UserError
-from shardway.models.huggingface.pieces import TensorRegion
+from shardway.models.huggingface.weights import TensorRegion
 
 WEIGHTS = {"a.weight": torch.arange(12.0).reshape(3, 4), "b": torch.tensor(7, dtype=torch.int64)}
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardway.launch.hosts.ssh_connection import ConnectionContext
+from shardway.launch.hosts.ssh import ConnectionContext
 
 _RUNS_HERE = """\
 #!/bin/sh

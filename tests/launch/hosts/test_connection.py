@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from shardway.errors import SiteError
 from shardway.launch.hosts.base import HostUnreachable
-from shardway.launch.hosts.ssh import SshHost
-from shardway.launch.hosts.ssh_connection import (
+from shardway.launch.hosts.ssh import (
     GAP_S,
     LONGEST_GAP_S,
     Budget,
     Connection,
     ConnectionContext,
+    SshHost,
     parse_refusal,
     read_budget,
     write_budget,

@@ -11,8 +11,7 @@ import pytest
 from loopback_sshd import SHELLS, Sshd, find_sshd, kept_port, run_sshd
 
 from shardway.launch.hosts.base import MISSING, HostUnreachable
-from shardway.launch.hosts.ssh import SshHost
-from shardway.launch.hosts.ssh_connection import ConnectionContext
+from shardway.launch.hosts.ssh import ConnectionContext, SshHost
 
 pytestmark = [
     pytest.mark.skipif(find_sshd() is None or shutil.which("ssh") is None, reason="openssh-server is not installed"),

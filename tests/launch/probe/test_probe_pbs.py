@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transcripts_of_probes import read
 
-from shardway.launch.probe.findings import ProbedFacts
 from shardway.launch.schedulers import pbs_survey as pbs
+from shardway.launch.site_survey import ProbedFacts
 
 QUEUES = read("pbs", "qstat-queues-server.Q.json")
 SERVER = read("pbs", "qstat-queues-server.B.json")

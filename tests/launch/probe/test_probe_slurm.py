@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transcripts_of_probes import SLURMS, said
 
-from shardway.launch.probe.findings import ProbedFacts, parse_time
 from shardway.launch.schedulers import slurm_survey as slurm
+from shardway.launch.site_survey import ProbedFacts, parse_time
 
 GIB = 2**30
 

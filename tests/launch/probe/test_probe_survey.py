@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 from transcripts_of_probes import SLURMS, TalkingHost, read, said
 
 from shardway.hardware.probe import Device, LocalMachine
+from shardway.launch import site_survey
 from shardway.launch.hosts.base import Done
-from shardway.launch.probe import site_survey
-from shardway.launch.probe.findings import ProbedFact, ProbedFacts
-from shardway.launch.probe.site_survey import name_site, render_profile, survey
 from shardway.launch.schedulers import slurm_survey as slurm
 from shardway.launch.schedulers.slurm import Slurm
-from shardway.sites.evidence import describe_facts
+from shardway.launch.site_survey import ProbedFact, ProbedFacts, name_site, render_profile, survey
 from shardway.sites.load import parse_profile
+from shardway.sites.problems import describe_facts
 from unsourced import list_unsourced
 
 DAY = datetime.date(2026, 11, 22)

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardway.errors import UserError
 from shardway.models.contract import ModelPlan
-from shardway.models.mlp import MLP, MLPShape
+from shardway.models.image_models import MLP, MLPShape
 from shardway.models.transformer import Transformer, TransformerShape
 from shardway.parallel.axes.pipeline import keep_stages, plan_cut
 

@@ -11,8 +11,8 @@ from made_machines import check, make, make_placement, make_site
 
 from shardway.hardware.command import CommandResult
 from shardway.hardware.limits import TaskLimit
-from shardway.hardware.links import Interface, Port
 from shardway.hardware.mounts import MountedFileSystem
+from shardway.hardware.probe import Interface, Port
 from shardway.launch.schedulers.pbs import Pbs
 from shardway.launch.schedulers.slurm import Slurm
 from shardway.ranks.doctor import cluster, node

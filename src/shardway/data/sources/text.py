@@ -26,12 +26,12 @@ from typing import IO, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shardway.data.kinds import STDLIB
 from shardway.data.sources.base import DataPath, DataRequest, SourceFacts, data_error, fingerprint
 from shardway.data.sources.tokens import TokenFile, TokenWindows, make_windows, read_npy
 from shardway.errors import Bug, JobError, UserError, list_some
 from shardway.places import expand_place, find_own_folder
 from shardway.refusals import FULL, find_remedy
+from shardway.runfile.schema import STDLIB
 
 # --- the cache of prepared token files
 

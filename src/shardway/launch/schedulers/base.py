@@ -36,7 +36,7 @@ from shardway.units import render_bytes, render_seconds
 if TYPE_CHECKING:  # each rank that a scheduler has started imports this module
     from shardway.launch.hosts.base import Done
     from shardway.launch.job import Job
-    from shardway.launch.probe.findings import ProbedFacts
+    from shardway.launch.site_survey import ProbedFacts
 
 OWN_FILES = files(__package__)
 """Where the rules of our own schedulers are."""
@@ -428,7 +428,7 @@ class Scheduler(ABC):
 
     def survey(self, ask: Ask) -> ProbedFacts:
         """What the scheduler's commands say of nodes and queues."""
-        from shardway.launch.probe.findings import ProbedFacts
+        from shardway.launch.site_survey import ProbedFacts
 
         return ProbedFacts()
 

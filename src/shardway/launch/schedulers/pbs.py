@@ -52,7 +52,7 @@ from shardway.rank_variables import Environ, RankSeat, first_set, read_int, vari
 if TYPE_CHECKING:  # each rank that a scheduler has started imports this module
     from shardway.launch.hosts.base import Done
     from shardway.launch.job import Job
-    from shardway.launch.probe.findings import ProbedFacts
+    from shardway.launch.site_survey import ProbedFacts
 
 _INHERITED = (
     Family(

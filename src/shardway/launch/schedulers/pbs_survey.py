@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardway.errors import list_some
-from shardway.launch.probe.findings import ProbedFacts, collect, parse_time
 from shardway.launch.schedulers.base import Ask
+from shardway.launch.site_survey import ProbedFacts, collect, parse_time
 from shardway.sites.schema import CPU
 from shardway.units import parse_bytes
 

@@ -57,7 +57,7 @@ from shardway.rank_variables import (
 if TYPE_CHECKING:  # each rank that a scheduler has started imports this module
     from shardway.launch.hosts.base import Done
     from shardway.launch.job import Job
-    from shardway.launch.probe.findings import ProbedFacts
+    from shardway.launch.site_survey import ProbedFacts
 
 _KEYS = {
     "SBATCH_ACCOUNT": "site.account",

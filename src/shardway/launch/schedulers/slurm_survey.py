@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardway.errors import list_some
-from shardway.launch.probe.findings import ProbedFacts, collect, parse_time
 from shardway.launch.schedulers.base import Ask
+from shardway.launch.site_survey import ProbedFacts, collect, parse_time
 from shardway.sites.schema import CPU
 
 PARTITIONS = ("scontrol", "show", "partition")

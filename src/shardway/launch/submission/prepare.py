@@ -41,10 +41,8 @@ from shardway.resolve.request import ResolveRequest
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import read_fields
-from shardway.runfile.load import COMMAND_LINE, DEFAULT, LoadedRunFile, load_run
-from shardway.runfile.write import render_run, render_value
-from shardway.sites.find import find_profile
-from shardway.sites.load import flatten_profile, load_site
+from shardway.runfile.load import COMMAND_LINE, DEFAULT, LoadedRunFile, load_run, render_run, render_value
+from shardway.sites.load import find_profile, flatten_profile, load_site
 from shardway.sites.schema import SiteProfile
 
 # --- problems of several sources as one list

@@ -20,8 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardway.errors import Problem, UserError
-from shardway.hardware.catalogue import load_accelerators
-from shardway.hardware.device import facts_of_part
+from shardway.hardware.catalogue import facts_of_part, load_accelerators
 from shardway.inherited import find_family, name_key
 from shardway.launch.containers import all_mounts
 from shardway.launch.hosts.base import Host
@@ -53,8 +52,7 @@ from shardway.resolve.request import (
     resolve_request,
 )
 from shardway.rundir.names import find_steps
-from shardway.runfile.load import is_text
-from shardway.runfile.write import render_value
+from shardway.runfile.load import is_text, render_value
 from shardway.sites.schema import CPU
 from shardway.units import format_bytes, render_seconds
 

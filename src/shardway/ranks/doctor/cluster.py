@@ -26,8 +26,8 @@ from typing import Any
 
 from shardway.hardware.catalogue import load_links
 from shardway.hardware.command import CommandResult, run_command, run_commands
-from shardway.hardware.links import Interface, Port, list_interfaces
 from shardway.hardware.mounts import find_mount
+from shardway.hardware.probe import Interface, Port, list_interfaces
 from shardway.places import expand_home
 from shardway.ranks.doctor.finding import CheckResult, bad, good, poor, unknown
 from shardway.ranks.doctor.surroundings import MachineView

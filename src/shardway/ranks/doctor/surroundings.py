@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from shardway.errors import SiteError
-from shardway.hardware.links import Port, list_ports
 from shardway.hardware.mounts import MountedFileSystem, read_mounts
-from shardway.hardware.probe import NvidiaState, count_amd, has_device_files, read_nvidia
+from shardway.hardware.probe import NvidiaState, Port, count_amd, has_device_files, list_ports, read_nvidia
 from shardway.plugins import make_own, make_plugin
 from shardway.ranks.launcher import Placement, find_job, find_placement
 from shardway.sites.schema import SiteProfile

@@ -17,8 +17,8 @@ from typing import Any
 
 from shardway.resolve.draft import Draft, Resolved, Rule, accumulation_of, fact_of
 from shardway.resolve.rules.formats import list_own
+from shardway.runfile.load import render_value
 from shardway.runfile.schema import DeepspeedSection, RunFile
-from shardway.runfile.write import render_value
 
 # --- the settings of DeepSpeed
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from shardway.hardware.device import A_CPU, DeviceFacts
+from shardway.hardware.catalogue import A_CPU, DeviceFacts
 from shardway.plugins import GROUPS
 from shardway.resolve.draft import Draft, Resolved, Rule, Settled, fact_of
-from shardway.runfile.write import render_value
+from shardway.runfile.load import render_value
 
 # --- values that a device does fast
 

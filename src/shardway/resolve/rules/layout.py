@@ -32,7 +32,7 @@ from shardway.resolve.draft import (
     share_of,
 )
 from shardway.resolve.rules.deepspeed import adds_gradients_in_bf16
-from shardway.runfile.write import render_value
+from shardway.runfile.load import render_value
 
 if TYPE_CHECKING:
     from shardway.plan.machine import Machine

@@ -23,7 +23,7 @@ from shardway.resolve.draft import (
     nearest_divisor,
     takes_of,
 )
-from shardway.runfile.write import render_value
+from shardway.runfile.load import render_value
 
 LEFT_TO_THE_DEVICE = MappingProxyType({"train.compile": ("blocks",)})
 """Selector -> its possible values on another device if it is open: keys of those are no mistake here."""
