@@ -10,172 +10,45 @@ Invariants:
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
-from types import MappingProxyType
+from importlib.resources import files
+from typing import Any
 
 # --- the palette
 
-COLOURS: Mapping[str, str] = MappingProxyType(
-    {
-        # computation is blue
-        "products": "blue",
-        "forward": "blue",
-        "train": "blue",
-        "attention": "navy",
-        "other operators": "sky",
-        "backward": "teal",
-        # what states hold, and messages that carry it
-        "weights": "plum",
-        "backward, for weights": "plum",
-        "weight messages": "plum",
-        "gradients": "rose",
-        "gradient messages": "rose",
-        "optimizer": "green",
-        "activations": "orange",
-        "working": "amber",
-        "gathered": "pink",
-        "shard messages": "pink",
-        "messages": "brown",
-        "stage messages": "brown",
-        "tensor messages": "red",
-        "context messages": "amber",
-        "expert messages": "orange",
-        # waiting and overheads are grey
-        "waiting for the host": "slate",
-        "context": "slate",
-        "bubble": "stone",
-        "fragmentation": "stone",
-        "rest of the step": "grey",
-        # the life of a run
-        "validation": "orange",
-        "save": "green",
-        "resume": "plum",
-        "fault": "red",
-        "start": "amber",
-        "end": "brown",
-        "script": "sky",
-        "speed": "teal",
-        "learning rate": "brown",
-        "data": "slate",
-        "idle": "stone",
-        "unaccounted": "grey",
-    }
-)
-"""Concept -> its colour in every picture of a plan and of a report."""
+
+@cache
+def _read_colours() -> Mapping[str, Mapping[str, Any]]:
+    """The concepts with their colours, and the palette: values of a colour on a light and on a dark page."""
+    colours: Mapping[str, Mapping[str, Any]] = tomllib.loads(read_beside(__package__, "drawing.toml"))
+    return colours
+
+
+def read_beside(package: str | None, name: str) -> str:
+    """The text of a file of a package."""
+    return files(package or "").joinpath(name).read_text(encoding="utf-8")
 
 
 def colour_of(concept: str) -> str:
     """The colour of a concept; that of everything else for one without its own."""
-    return COLOURS.get(concept, "teal")
-
-
-_PALETTE: Mapping[str, tuple[str, str]] = {
-    "page": ("#f6f6f4", "#14171a"),
-    "card": ("#ffffff", "#1c2024"),
-    "ink": ("#1d2329", "#e4e7ea"),
-    "soft": ("#5b656e", "#a3adb6"),
-    "line": ("#dcdedb", "#343b41"),
-    "head": ("#f1f1ee", "#23282d"),
-    "good": ("#17763f", "#4fca83"),
-    "bad": ("#bb2d28", "#ff7b74"),
-    "warn": ("#96600d", "#e7b45a"),
-    "blue": ("#3b78d0", "#4f8ae0"),
-    "sky": ("#86b6ee", "#8fbdf2"),
-    "navy": ("#274b8f", "#3a5fa8"),
-    "orange": ("#e08325", "#e58f38"),
-    "amber": ("#efbf4d", "#e6bd5a"),
-    "brown": ("#9a6330", "#a97446"),
-    "teal": ("#239a8b", "#33ab9b"),
-    "rose": ("#d2587f", "#d9688d"),
-    "plum": ("#8d5bb0", "#a175c4"),
-    "red": ("#c4473f", "#d0584f"),
-    "pink": ("#e99ab2", "#d98fa7"),
-    "green": ("#6f9a3b", "#86b04f"),
-    "stone": ("#c3c2ba", "#5c625f"),
-    "slate": ("#77818b", "#8a949e"),
-    "grey": ("#a5adb4", "#727b83"),
-}
-"""Colour -> its value on a light and on a dark page."""
-
-_RULES = """
-* { box-sizing: border-box; }
-body {
-  margin: 0; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif;
-}
-main { max-width: 1120px; margin: 0 auto; padding: 28px 20px 60px; }
-h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; overflow-wrap: anywhere; }
-h2 { font-size: 18px; margin: 36px 0 8px; }
-h3 { font-size: 14px; margin: 18px 0 6px; }
-p { margin: 4px 0 10px; max-width: 84ch; overflow-wrap: anywhere; }
-ul { margin: 4px 0; padding-left: 20px; max-width: 84ch; }
-li { margin: 3px 0; overflow-wrap: anywhere; }
-.soft { color: var(--soft); }
-.verdict { font-weight: 600; } .verdict.good { color: var(--good); } .verdict.bad { color: var(--bad); }
-.verdict.unsure { color: var(--warn); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: 10px; margin-top: 16px; }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
-.tile { padding: 10px 14px; min-width: 0; }
-.tile b { display: block; font-size: 21px; line-height: 1.3; font-weight: 600; font-variant-numeric: tabular-nums; }
-.tile span { display: block; color: var(--soft); font-size: 13px; line-height: 1.4; overflow-wrap: anywhere; }
-figure { margin: 10px 0; padding: 12px 14px; } figcaption { font-size: 13px; margin-top: 8px; }
-.scroll { overflow-x: auto; }
-svg { display: block; width: 100%; height: auto; }
-svg text { fill: var(--ink); font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; }
-svg .soft { fill: var(--soft); } svg .small { font-size: 10px; } svg .bold { font-weight: 600; }
-svg .grid { stroke: var(--line); stroke-width: 1; fill: none; }
-svg .axis { stroke: var(--soft); stroke-width: 1; fill: none; }
-svg .usable { stroke: var(--good); stroke-width: 2; stroke-dasharray: 5 3; }
-svg .physical { stroke: var(--bad); stroke-width: 2; }
-svg .curve { stroke: var(--blue); stroke-width: 2.2; fill: none; }
-svg .ideal { stroke: var(--soft); stroke-width: 1.4; stroke-dasharray: 4 4; fill: none; }
-svg .dot { fill: var(--blue); } svg .asked { fill: var(--card); stroke: var(--blue); stroke-width: 2.5; }
-svg .cross { stroke: var(--bad); stroke-width: 2; fill: none; }
-svg .whisker { stroke: var(--ink); stroke-width: 1.5; fill: none; }
-svg .lane { fill: var(--head); stroke: var(--line); stroke-width: 0.6; }
-svg .box { stroke: var(--card); stroke-width: 0.6; }
-svg text.on { fill: #ffffff; font-size: 10px; }
-.key { display: flex; flex-wrap: wrap; gap: 4px 16px; font-size: 13px; color: var(--soft); margin: 8px 0 0; padding: 0;
-  list-style: none; max-width: none; }
-.key li { margin: 0; white-space: nowrap; }
-.swatch { display: inline-block; width: 11px; height: 11px; margin-right: 6px; vertical-align: -1px; }
-.swatch svg { width: 11px; height: 11px; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; }
-caption { text-align: left; padding: 9px 12px; font-weight: 600; }
-th, td { text-align: left; padding: 5px 12px; border-top: 1px solid var(--line); vertical-align: top; }
-thead th { color: var(--soft); font-weight: 500; background: var(--head); white-space: nowrap; }
-tbody th { font-weight: 400; white-space: nowrap; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-td.words { min-width: 190px; }
-tr.sum td, tr.sum th { font-weight: 600; border-top: 2px solid var(--soft); }
-tr.chosen, tr.chosen th { font-weight: 600; }
-.table { margin: 10px 0; }
-.two { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 12px; }
-footer { margin-top: 40px; font-size: 13px; color: var(--soft); }
-@media (max-width: 760px) {
-  main { padding: 18px 12px 40px; }
-  .two { grid-template-columns: minmax(0, 1fr); }
-  .tiles { grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); }
-  h1 { font-size: 22px; } .tile b { font-size: 18px; }
-}
-@media print {
-  main { max-width: none; padding: 0; } body { font-size: 11pt; background: none; } p { break-after: avoid; }
-  .card { break-inside: avoid; } h2, h3, caption { break-after: avoid; }
-  .scroll { overflow: visible; } .scroll svg { min-width: 0 !important; }
-  table { font-size: 9pt; } th, td { padding: 3px 6px; } td.words { min-width: 0; }
-  svg *, .swatch, .swatch * { -webkit-print-color-adjust: exact; print-color-adjust: exact; }
-}
-"""
+    return str(_read_colours()["concepts"].get(concept, "teal"))
 
 
 def render_style() -> str:
     """The whole sheet: light, dark (on a screen, if the reader's system is dark), and paper."""
-    fills = "\n".join(f"svg .{colour} {{ fill: var(--{colour}); }}" for colour in sorted({*COLOURS.values()}))
-    light, dark = (" ".join(f"--{name}: {pair[side]};" for name, pair in _PALETTE.items()) for side in (0, 1))
+    fills = "\n".join(
+        f"svg .{colour} {{ fill: var(--{colour}); }}" for colour in sorted({*_read_colours()["concepts"].values()})
+    )
+    light, dark = (
+        " ".join(f"--{name}: {pair[side]};" for name, pair in _read_colours()["palette"].items()) for side in (0, 1)
+    )
     on_dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
-    return f":root {{ color-scheme: light dark; {light} }}\n{on_dark}\n{_RULES}{fills}\n"
+    rules = read_beside(__package__, "drawing.css")
+    return f":root {{ color-scheme: light dark; {light} }}\n{on_dark}\n\n{rules}{fills}\n"
 
 
 # --- SVG: drawings, boxes, lines, text, axes

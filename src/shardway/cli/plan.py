@@ -1,24 +1,36 @@
 """`shardway plan`: will it fit, which layout, how long; for a named model, a Hugging Face model or a run file.
 
 Invariants:
-- An option that is not given is None, empty or off; `plan.answer` assumes a value for it and reports that.
-- Answers on a login node, without torch (but for --trace, which says so).
+- An option that is not given is None, empty or off; `plan.result` assumes a value for it and reports that. An option
+  that the run file already sets is refused.
+- Run files and their data are read here; the planner behind reads none.
+- Answers on a login node, without torch (but for --trace, whose result is kept beside the run file, so that the next
+  plan needs no torch).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardway.cli.options import JsonOption, complete_gpu, complete_site
-from shardway.errors import SiteError, UserError
+from shardway.errors import SiteError, UserError, check_no_problems
+from shardway.units import Span
 
 if TYPE_CHECKING:
-    from shardway.plan.answer import PlanAnswer
+    from shardway.plan.data_parallel_estimate import UnitPlanResult
+    from shardway.plan.economy import Price
+    from shardway.plan.machine import Machine
+    from shardway.plan.planner import JobTerms, PlanOptions, PlanResult
+    from shardway.plan.shapes.measured import Shape
+    from shardway.resolve.draft import Resolved
+    from shardway.runfile.schema import RunFile
 
 
 def _option(name: str, help_text: str, complete: Callable[[str], list[str]] | None = None) -> Any:
@@ -34,129 +46,103 @@ Model = Annotated[
     ),
 ]
 
-On = Annotated[str | None, _option("--on", "Site profile, by name or path.", complete_site)]
-Gpu = Annotated[str | None, _option("--gpu", "Accelerator, where no site is named.", complete_gpu)]
-Nodes = Annotated[int | None, _option("--nodes", "Whole nodes (1 where nothing is said).")]
-Gpus = Annotated[int | None, _option("--gpus", "Accelerators, instead of --nodes.")]
-Queue = Annotated[str | None, _option("--queue", "Queue of the site, whose wall-time cuts the run into jobs.")]
-Price = Annotated[str | None, _option("--price", 'Of a GPU-hour, with its currency: "2.5 EUR".')]
-
-Tokens = Annotated[str | None, _option("--tokens", "Length of the run in tokens: 100e9, 15T.")]
-Steps = Annotated[int | None, _option("--steps", "Length of the run in steps.")]
-SeqLen = Annotated[int | None, _option("--seq-len", "Tokens of a sequence.")]
-GlobalBatch = Annotated[int | None, _option("--global-batch", "Sequences (images) of a step, over all ranks.")]
-Precision = Annotated[str, _option("--precision", "Format of products: bf16, fp16, fp8, mxfp8, fp4, tf32, fp32.")]
-Optimizer = Annotated[str, _option("--optimizer", "adamw, adamw8bit, adafactor, sgd or muon.")]
-Engine = Annotated[str, _option("--engine", "Library that trains: shardway, torchtitan, megatron, deepspeed ...")]
-
-Layout = Annotated[str, _option("--layout", "Degrees to keep, such as tp=8,pp=4; the others are searched.")]
-MicroBatch = Annotated[int | None, _option("--micro-batch", "Sequences of one pass, instead of a search.")]
-Recompute = Annotated[str | None, _option("--recompute", "none, selective, products, operators or full.")]
-Schedule = Annotated[str | None, _option("--schedule", "gpipe, 1f1b, interleaved, zero_bubble or zbv.")]
-Zero = Annotated[int | None, _option("--zero", "Stage of ZeRO, 0 to 3, instead of a search.")]
-Attention = Annotated[str | None, _option("--attention", "Kernel: plain, flash1, flash2 or flash3.")]
-Compiled = Annotated[bool, _option("--compiled", "The model is compiled.")]
-Offload = Annotated[
-    bool | None, _option("--offload/--no-offload", "Optimizer states in the host's memory, always or never.")
-]
-
-Explain = Annotated[str | None, _option("--explain", "Show memory, time or layout in full.")]
-Curve = Annotated[str | None, _option("--curve", "Show the scaling over nodes: nodes, or numbers such as 1,2,8.")]
-Html = Annotated[Path | None, _option("--html", "Write a page with pictures to this file.")]
-Emit = Annotated[
-    str | None, _option("--emit", "Print the configuration for torchtitan, megatron, deepspeed, accelerate or nemo.")
-]
-Out = Annotated[Path | None, _option("--out", "Folder for the files of --emit, instead of printing them.")]
-Module = Annotated[str, _option("--module", "What --trace counts instead of the run file's model: file.py:function.")]
-Trace = Annotated[
-    bool, _option("--trace", "Count the run file's own model with torch, and keep the shape for the next plan.")
-]
-
 
 def plan(
     model: Model,
-    on: On = None,
-    gpu: Gpu = None,
-    nodes: Nodes = None,
-    gpus: Gpus = None,
-    queue: Queue = None,
-    price: Price = None,
-    tokens: Tokens = None,
-    steps: Steps = None,
-    seq_len: SeqLen = None,
-    global_batch: GlobalBatch = None,
-    precision: Precision = "",
-    optimizer: Optimizer = "",
-    engine: Engine = "",
-    layout: Layout = "",
-    micro_batch: MicroBatch = None,
-    recompute: Recompute = None,
-    schedule: Schedule = None,
-    zero: Zero = None,
-    attention: Attention = None,
-    compiled: Compiled = False,
-    offload: Offload = None,
-    explain: Explain = None,
-    curve: Curve = None,
-    html: Html = None,
-    emit: Emit = None,
-    out: Out = None,
-    trace: Trace = False,
-    module: Module = "",
+    on: Annotated[str | None, _option("--on", "Site profile, by name or path.", complete_site)] = None,
+    gpu: Annotated[str | None, _option("--gpu", "Accelerator, where no site is named.", complete_gpu)] = None,
+    nodes: Annotated[int | None, _option("--nodes", "Whole nodes (1 where nothing is said).")] = None,
+    gpus: Annotated[int | None, _option("--gpus", "Accelerators, instead of --nodes.")] = None,
+    queue: Annotated[
+        str | None, _option("--queue", "Queue of the site, whose wall-time cuts the run into jobs.")
+    ] = None,
+    price: Annotated[str | None, _option("--price", 'Of a GPU-hour, with its currency: "2.5 EUR".')] = None,
+    tokens: Annotated[str | None, _option("--tokens", "Length of the run in tokens: 100e9, 15T.")] = None,
+    steps: Annotated[int | None, _option("--steps", "Length of the run in steps.")] = None,
+    seq_len: Annotated[int | None, _option("--seq-len", "Tokens of a sequence.")] = None,
+    global_batch: Annotated[
+        int | None, _option("--global-batch", "Sequences (images) of a step, over all ranks.")
+    ] = None,
+    precision: Annotated[
+        str, _option("--precision", "Format of products: bf16, fp16, fp8, mxfp8, fp4, tf32, fp32.")
+    ] = "",
+    optimizer: Annotated[str, _option("--optimizer", "adamw, adamw8bit, adafactor, sgd or muon.")] = "",
+    engine: Annotated[
+        str, _option("--engine", "Library that trains: shardway, torchtitan, megatron, deepspeed ...")
+    ] = "",
+    layout: Annotated[str, _option("--layout", "Degrees to keep, such as tp=8,pp=4; the others are searched.")] = "",
+    micro_batch: Annotated[int | None, _option("--micro-batch", "Sequences of one pass, instead of a search.")] = None,
+    recompute: Annotated[str | None, _option("--recompute", "none, selective, products, operators or full.")] = None,
+    schedule: Annotated[str | None, _option("--schedule", "gpipe, 1f1b, interleaved, zero_bubble or zbv.")] = None,
+    zero: Annotated[int | None, _option("--zero", "Stage of ZeRO, 0 to 3, instead of a search.")] = None,
+    attention: Annotated[str | None, _option("--attention", "Kernel: plain, flash1, flash2 or flash3.")] = None,
+    compiled: Annotated[bool, _option("--compiled", "The model is compiled.")] = False,
+    offload: Annotated[
+        bool | None, _option("--offload/--no-offload", "Optimizer states in the host's memory, always or never.")
+    ] = None,
+    explain: Annotated[str | None, _option("--explain", "Show memory, time or layout in full.")] = None,
+    curve: Annotated[
+        str | None, _option("--curve", "Show the scaling over nodes: nodes, or numbers such as 1,2,8.")
+    ] = None,
+    html: Annotated[Path | None, _option("--html", "Write a page with pictures to this file.")] = None,
+    emit: Annotated[
+        str | None,
+        _option("--emit", "Print the configuration for torchtitan, megatron, deepspeed, accelerate or nemo."),
+    ] = None,
+    out: Annotated[Path | None, _option("--out", "Folder for the files of --emit, instead of printing them.")] = None,
+    trace: Annotated[
+        bool, _option("--trace", "Count the run file's own model with torch, and keep the shape for the next plan.")
+    ] = False,
+    module: Annotated[
+        str, _option("--module", "What --trace counts instead of the run file's model: file.py:function.")
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Plan a run: whether it fits, the best layout, the time of a step, days, GPU-hours, and why."""
-    from shardway.cli.plan_question import answer_plan, parse_price, parse_question_words, read_length
-    from shardway.plan.answer import PlanAnswer, PlanOptions, parse_layout
+    from shardway.plan.planner import PlanOptions, PlanResult, parse_layout, parse_length, parse_price
 
     if emit and not engine and not model[0].endswith(".toml"):  # a run file names its own engine
         from shardway.plan.export.common import ENGINES
 
         engine = ENGINES.get(emit, "")
-    answer = answer_plan(
-        model,
-        PlanOptions(
-            nodes=nodes,
-            gpus=gpus,
-            seq_len=seq_len,
-            global_batch=global_batch,
-            length=read_length(tokens, steps),
-            precisions=parse_question_words(precision),
-            optimizer=optimizer,
-            engine=engine,
-            layout=parse_layout(layout),
-            micro_batch=micro_batch,
-            recompute=recompute,
-            schedule=schedule,
-            zero=zero,
-            attention=attention,
-            compiled=compiled,
-            offload=offload,
-        ),
-        on=on,
-        gpu=gpu,
-        queue=queue,
-        price=parse_price(price),
-        trace=trace,
-        module=module,
+    options = PlanOptions(
+        nodes=nodes,
+        gpus=gpus,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        length=parse_length(tokens, steps),
+        precisions=tuple(filter(None, (part.strip() for part in precision.split(",")))),
+        optimizer=optimizer,
+        engine=engine,
+        layout=parse_layout(layout),
+        micro_batch=micro_batch,
+        recompute=recompute,
+        schedule=schedule,
+        zero=zero,
+        attention=attention,
+        compiled=compiled,
+        offload=offload,
     )
-    if isinstance(answer, PlanAnswer):
-        typer.echo(_render_plan(answer, explain, curve, html, emit, out, as_json=as_json), nl=as_json)
+    result = _find_plan(
+        model, options, on=on, gpu=gpu, queue=queue, price=parse_price(price), trace=trace, module=module
+    )
+    if isinstance(result, PlanResult):
+        typer.echo(_render_plan(result, explain, curve, html, emit, out, as_json=as_json), nl=as_json)
         return
-    from shardway.plan.text import render_units, unit_facts
+    from shardway.plan.text import render_units, unit_plan_facts
 
     wanted = {"--explain": explain, "--curve": curve, "--html": html, "--emit": emit}
     named = [option for option, value in wanted.items() if value]
     if named:
         raise UserError(
-            f"{', '.join(named)}: {answer.shown.case.model.name} is known by its parts alone, so there is no more to "
+            f"{', '.join(named)}: {result.shown.case.model.name} is known by its parts alone, so there is no more to "
             "show than the table.\n  To do: leave it out; --json has every number."
         )
-    typer.echo(json.dumps(unit_facts(answer), indent=1) if as_json else render_units(answer), nl=as_json)
+    typer.echo(json.dumps(unit_plan_facts(result), indent=1) if as_json else render_units(result), nl=as_json)
 
 
 def _render_plan(
-    answer: PlanAnswer,
+    result: PlanResult,
     topic: str | None,
     curve: str | None,
     html: Path | None,
@@ -167,39 +153,39 @@ def _render_plan(
 ) -> str:
     """What is printed of a plan; its page and the files of another library are written."""
     from shardway.plan.search import default_nodes, parse_nodes, scaling_curve
-    from shardway.plan.text import answer_facts, explain, render_answer, render_curve
+    from shardway.plan.text import explain, plan_facts, render_curve, render_plan
 
-    nodes = default_nodes(answer.question) if curve == "nodes" else parse_nodes(curve) if curve else ()
-    points = scaling_curve(answer.question, nodes)
+    nodes = default_nodes(result.request) if curve == "nodes" else parse_nodes(curve) if curve else ()
+    points = scaling_curve(result.request, nodes)
     if html:
-        from shardway.plan.answer import answer_curve
         from shardway.plan.page import render_page
+        from shardway.plan.planner import curve_around
 
-        _write(html, render_page(answer, answer_curve(answer)))
+        _write(html, render_page(result, curve_around(result)))
         typer.echo(f"written: {html}", err=True)
     if as_json:
-        return json.dumps(answer_facts(answer, points), indent=1)
-    texts = [explain(topic, answer)] if topic else []
+        return json.dumps(plan_facts(result, points), indent=1)
+    texts = [explain(topic, result)] if topic else []
     if curve:
         texts.append(render_curve(points))
     elif not (topic or library):
-        texts.append(render_answer(answer))
+        texts.append(render_plan(result))
     if library:
-        texts.append(_emit(answer, library, out))
+        texts.append(_emit(result, library, out))
     return "\n".join(texts)
 
 
-def _emit(answer: PlanAnswer, library: str, folder: Path | None) -> str:
+def _emit(result: PlanResult, library: str, folder: Path | None) -> str:
     """The files of a library: written to a folder, with a list of their names; or one after the other as text."""
     from shardway.plan.export.common import emit
     from shardway.plan.text import render_prediction
 
-    if not answer.fits:
+    if not result.fits:
         raise UserError(
             f"--emit {library}: no layout fits, so there is none to write.\n"
             "  To do: see what `shardway plan` says without --emit, and change that."
         )
-    emitted = emit(library, answer.shown.case, render_prediction(answer))
+    emitted = emit(library, result.shown.case, render_prediction(result))
     if folder:
         for each in emitted.files:
             _write(folder / each.name, each.text)
@@ -216,3 +202,170 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SiteError(f"{path} cannot be written: {error.strerror}.\n  To do: name another place.") from error
+
+
+# --- the plan of a named model or of a run file
+
+
+def _find_plan(
+    words: list[str],
+    options: PlanOptions,
+    *,
+    on: str | None,
+    gpu: str | None,
+    queue: str | None,
+    price: Price | None,
+    trace: bool,
+    module: str,
+) -> PlanResult | UnitPlanResult:
+    """The plan of a model (or of a run file with keys) on a machine: a site (`on`) or an accelerator (`gpu`).
+
+    `trace`: count the run file's model with torch; `module` ("file.py:function") makes it where the run file does not.
+    Raises UserError with all problems.
+    """
+    from shardway.plan.planner import describe_stray_key, find_machine, make_plan, refuse, request_of, terms_of
+    from shardway.plan.shapes.architecture import Architecture
+    from shardway.plan.shapes.section import find_shape, name_problems
+
+    name, *keys = words
+    of_run = name.endswith(".toml")
+    if of_run and not on and not gpu:
+        on = _site_of_run(words)
+    try:
+        machine, site = find_machine(on, gpu)
+    except UserError as error:
+        check_no_problems("the plan", [*found, *error.problems] if (found := name_problems(name)) else [])
+        raise
+    terms_on = partial(terms_of, site, queue, price)
+    if of_run:
+        return _plan_run_file(words, options, machine, terms_on, trace=trace, module=module)
+    check_no_problems("the plan", [describe_stray_key(key) for key in keys])
+    if trace or module:
+        raise refuse("--trace", f'"{name}" is no run file', "the path of a run file (.toml) whose model is counted")
+    shape = find_shape(name)
+    if not isinstance(shape, Architecture):
+        raise refuse("model", f"{shape.name} is no transformer", "a transformer, or a run file with --trace")
+    request = request_of(options, shape, machine)
+    return make_plan(request, terms_on(request.nodes))
+
+
+def _site_of_run(words: list[str]) -> str:
+    from shardway.resolve.request import parse_words, site_of
+    from shardway.runfile.load import load_run
+
+    request = parse_words(words)
+    loaded = load_run(request.run_file, request.overrides)
+    site_of(loaded)
+    return loaded.values.site.name
+
+
+def _plan_run_file(
+    words: list[str],
+    options: PlanOptions,
+    machine: Machine,
+    terms_on: Callable[[int], JobTerms],
+    *,
+    trace: bool,
+    module: str,
+) -> PlanResult | UnitPlanResult:
+    """The plan of a run file on a machine; `terms_on` so many nodes. Raises UserError with all problems."""
+    from shardway.plan.planner import assume_nodes, count_ranks, find_doubles, find_problems, make_plan
+    from shardway.plan.search import AXES, SETTINGS, PlanRequest
+    from shardway.plan.shapes.measured import Measured
+    from shardway.resolve.draft import takes_of
+    from shardway.resolve.planned import case_of, list_assumptions, precision_of
+    from shardway.resolve.request import parse_words, resolve_request
+
+    check_no_problems("the plan", [*find_problems(options, machine), *find_doubles(options)])
+    ranks = count_ranks(options, machine)
+    resolved = resolve_request(parse_words(words), ranks, min(ranks, machine.per_node), machine).resolved
+    values, path = resolved.values, Path(words[0])
+    traced = trace or module
+    shape, note, samples = _trace(values, path, module) if traced else _find_shape(resolved, path)
+    assumed = [*machine.assumed, *filter(None, [note]), *assume_nodes(options)]
+    length = options.length or _length_of(resolved, samples)
+    terms = terms_on(-(-ranks // machine.per_node))
+    if isinstance(shape, Measured):
+        from shardway.plan.data_parallel_estimate import UnitCase, plan_units
+
+        case = UnitCase(
+            model=shape,
+            global_batch=values.train.global_batch,
+            micro_batch=int(values.train.micro_batch),
+            dp_replicate=int(values.parallel.dp_replicate),
+            dp_shard=int(values.parallel.dp_shard),
+            precision=precision_of(values.precision),
+            optimizer=values.optim.name,
+        )
+        tokens = values.data.seq_len if takes_of(values.model.kind) == "tokens" or values.model.hf else 1
+        more = {"length": length, "tokens_per_sample": tokens, "assumed": tuple(assumed)}
+        return plan_units(case, machine, ranks, terms, laid_out=True, **more)  # type: ignore[arg-type]
+    fixed, notes = frozenset((*AXES, *SETTINGS, "offload", "sequence")), (*assumed, *list_assumptions(values))
+    return make_plan(PlanRequest(case_of(values, shape), machine, ranks, fixed, length=length, assumed=notes), terms)
+
+
+def _length_of(resolved: Resolved, samples: int | None) -> Span | None:
+    """The length in steps if it is known; None if the number of steps of an epoch depends on the data."""
+    if resolved.derived.total_steps:
+        return Span(float(resolved.derived.total_steps), "steps")
+    span = resolved.values.train.steps
+    if span.unit == "epochs":
+        return Span(span.amount * samples, "samples") if samples else None
+    return span
+
+
+# --- the shape of a run file's model
+
+
+def _find_shape(resolved: Resolved, path: Path) -> tuple[Shape, str, int | None]:
+    """The traced shape if there is one, else that of the run file's model section; its origin if that is not the run
+    file, and the samples of an epoch if the data can be opened."""
+    from shardway.plan.shapes.section import find_traced, shape_of_section
+    from shardway.resolve.draft import takes_of
+    from shardway.resolve.planned import shape_of_run
+
+    values = resolved.values
+    traced = find_traced(values, path)
+    if traced:
+        return *traced, None
+    if takes_of(values.model.kind) == "tokens" or values.model.hf:
+        return shape_of_run(values, resolved.circumstances.shape), "", None
+    # An image model has the image size of the data.
+    from shardway.data.open import are_there, find_sample, open_described
+
+    if not are_there(values):
+        return shape_of_section(values.model, find_sample(values)[0]), _describe_no_data(values), None
+    data = open_described(values)
+    return shape_of_section(values.model, data.train.facts.sample_shape), "", data.facts.samples
+
+
+def _trace(values: RunFile, path: Path, module: str) -> tuple[Shape, str, None]:
+    """The model of the run file, counted with torch; kept for the next plan."""
+    try:
+        from shardway.train.param_count import count_model
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"--trace builds the model, and {error.name} is not installed here.\n"
+            "  To do: run it once where PyTorch is, and take the file of the shape along."
+        ) from error
+    from shardway.data.open import are_there
+    from shardway.plan.shapes.section import digest_of, traced_path
+
+    counted, stored = count_model(values, module), traced_path(path)
+    counted = replace(counted, source=f"{counted.source}; of {digest_of(values)}")
+    try:
+        stored.write_text(counted.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise SiteError(f"{stored} cannot be written: {error.strerror}.") from error
+    note = f"the model as it was counted now, kept in {stored}"
+    return counted, note if are_there(values) else f"{note}; {_describe_no_data(values)}", None
+
+
+def _describe_no_data(values: RunFile) -> str:
+    """A note about what is assumed for data that do not exist yet."""
+    from shardway.resolve.draft import takes_of
+
+    what = "samples of data.seq_len tokens"
+    if takes_of(values.model.kind) == "images" and not values.model.hf:
+        what = f"images of {list(values.data.shape)} (others: data.kind=synthetic data.shape=[...])"
+    return f"{what}, since {values.data.path} is not there yet"

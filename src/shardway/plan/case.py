@@ -150,7 +150,6 @@ class Degrees:
 
     @cached_property
     def world(self) -> int:
-        """Ranks in all."""
         return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
 
     @cached_property
@@ -213,7 +212,6 @@ class Case:
 
     @cached_property
     def micro_batches(self) -> int:
-        """Passes of one data rank in a step."""
         return self.global_batch // (self.degrees.data * self.micro_batch)
 
     @cached_property
@@ -227,7 +225,6 @@ class Case:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of all ranks in a step."""
         return self.global_batch * self.seq_len
 
     @property
@@ -383,7 +380,6 @@ class StageLayers:
 
     @property
     def count(self) -> int:
-        """The number of layers."""
         return sum(run.count for run in self.layers)
 
 

@@ -11,32 +11,29 @@ section 3.3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from types import MappingProxyType
 
 from shardway.errors import Problem, check_no_problems
-from shardway.plan.answer import JobTerms, assume_saving, list_warnings, price_run
 from shardway.plan.case import Precision, divisors
 from shardway.plan.economy import RunEstimate
 from shardway.plan.machine import Ceilings, CollectiveGroup, Machine, Wires, ceilings_of
-from shardway.plan.memory import Overheads, StageMemory, load_overheads, optimizer_bytes
+from shardway.plan.memory import StageMemory, load_overheads, optimizer_bytes
+from shardway.plan.planner import JobTerms, list_warnings, price_run
 from shardway.plan.search import NEAR, holds
 from shardway.plan.shapes.measured import Measured
 from shardway.plan.time import (
     BACKWARD_SHARE,
     GRADIENTS,
-    LEAST_EXPOSED,
     MOVES,
     OPTIMIZER,
     PRODUCTS,
-    REST,
     SHARDS,
-    TIME_ITEMS,
     UPDATE_BYTES,
     StepTime,
+    exposed,
     machine_bandwidth,
+    total_time,
 )
 from shardway.units import Scale, Span
 
@@ -65,12 +62,10 @@ class UnitCase:
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def micro_batches(self) -> int:
-        """Passes of one rank in a step."""
         return self.global_batch // (self.world * self.micro_batch)
 
     @property
@@ -119,7 +114,6 @@ class UnitEstimate:
 
     @property
     def samples_per_second(self) -> float:
-        """Samples of all ranks per second."""
         return self.case.global_batch / self.time.seconds
 
     @property
@@ -136,12 +130,10 @@ class UnitEstimate:
 
 def estimate_units(case: UnitCase, machine: Machine) -> UnitEstimate:
     """Price a case. Raises UserError if the machine has no rate for the precision."""
-    return UnitEstimate(
-        case, machine, _memory(case, load_overheads()), _Step(case, machine, ceilings_of(machine)).time()
-    )
+    return UnitEstimate(case, machine, _memory(case), _time(case, machine, ceilings_of(machine)))
 
 
-def _memory(case: UnitCase, overheads: Overheads) -> StageMemory:
+def _memory(case: UnitCase) -> StageMemory:
     model, share = case.model, case.model.parameters / case.dp_shard
     saved = [_saved(case, index) for index in range(len(model.units))]
     largest = max(unit.parameters for unit in model.units)
@@ -158,7 +150,7 @@ def _memory(case: UnitCase, overheads: Overheads) -> StageMemory:
         messages=0.0,
         in_flight=1.0,
         host=0.0,
-        overheads=overheads,
+        overheads=load_overheads(),
     )
 
 
@@ -169,57 +161,34 @@ def _saved(case: UnitCase, index: int) -> float:
     return case.micro_batch * (unit.fixed_bytes + (unit.saved_bytes - unit.fixed_bytes) * scale)
 
 
-class _Step:
-    def __init__(self, case: UnitCase, machine: Machine, ceilings: Ceilings) -> None:
-        self.case, self.machine, self.ceilings = case, machine, ceilings
-        self.wires = Wires(machine, ceilings)
-
-    @cached_property
-    def bandwidth(self) -> float:
-        return machine_bandwidth(self.machine) * self.ceilings.memory
-
-    def time(self) -> StepTime:
-        once = self._pass()
-        items = {name: self.case.micro_batches * seconds for name, seconds in once.items()}
-        items |= self._once(sum(once.values()))
-        items[REST] = self.ceilings.step_s
-        seconds = sum(items.values())
-        ordered = {name: items[name] for name in TIME_ITEMS if items.get(name)}
-        return StepTime(MappingProxyType(ordered), seconds * self.ceilings.low, seconds * self.ceilings.high)
-
-    def _pass(self) -> Mapping[str, float]:
-        """One micro-batch, forward and backward."""
-        case = self.case
-        rate = self.machine.peak("bf16" if case.low_bits else case.precision) * self.ceilings.matmul
-        saved = sum(unit.count * _saved(case, index) for index, unit in enumerate(case.model.units))
-        items = {
-            PRODUCTS: case.model.flops_per_sample * case.micro_batch / rate,
-            MOVES: (FORWARD_MOVES + BACKWARD_MOVES) * saved / self.bandwidth,
-        }
-        if case.dp_shard > 1:
-            size, group = case.model.parameters, CollectiveGroup(case.dp_shard)
-            messages = 2 * self.wires.seconds("all_gather", size * case.value_bytes, group)
-            messages += self.wires.seconds("reduce_scatter", size * STATE_BYTES, group)
-            items[SHARDS] = self._exposed(messages, sum(items.values()))
-        return items
-
-    def _once(self, pass_seconds: float) -> Mapping[str, float]:
-        case = self.case
-        elements = case.model.parameters / case.dp_shard
-        group = CollectiveGroup(case.dp_replicate, case.dp_shard)
-        gradients = self.wires.seconds("all_reduce", elements * STATE_BYTES, group)
-        update = self.ceilings.optimizer_passes * elements * UPDATE_BYTES / self.bandwidth
-        return {GRADIENTS: self._exposed(gradients, BACKWARD_SHARE * pass_seconds), OPTIMIZER: update}
-
-    def _exposed(self, messages: float, cover: float) -> float:
-        return max(messages - self.ceilings.overlap * cover, LEAST_EXPOSED * messages)
+def _time(case: UnitCase, machine: Machine, ceilings: Ceilings) -> StepTime:
+    model, wires, bandwidth = case.model, Wires(machine, ceilings), machine_bandwidth(machine) * ceilings.memory
+    # One micro-batch, forward and backward
+    rate = machine.peak("bf16" if case.low_bits else case.precision) * ceilings.matmul
+    saved = sum(unit.count * _saved(case, index) for index, unit in enumerate(model.units))
+    once = {
+        PRODUCTS: model.flops_per_sample * case.micro_batch / rate,
+        MOVES: (FORWARD_MOVES + BACKWARD_MOVES) * saved / bandwidth,
+    }
+    if case.dp_shard > 1:
+        size, group = model.parameters, CollectiveGroup(case.dp_shard)
+        messages = 2 * wires.seconds("all_gather", size * case.value_bytes, group)
+        messages += wires.seconds("reduce_scatter", size * STATE_BYTES, group)
+        once[SHARDS] = exposed(messages, ceilings.overlap * sum(once.values()))
+    # Once a step
+    elements = model.parameters / case.dp_shard
+    gradients = wires.seconds("all_reduce", elements * STATE_BYTES, CollectiveGroup(case.dp_replicate, case.dp_shard))
+    items = {name: case.micro_batches * seconds for name, seconds in once.items()}
+    items[GRADIENTS] = exposed(gradients, ceilings.overlap * (BACKWARD_SHARE * sum(once.values())))
+    items[OPTIMIZER] = ceilings.optimizer_passes * elements * UPDATE_BYTES / bandwidth
+    return total_time(items, ceilings)
 
 
 # --- the plan: copies or shards, the micro-batch, the whole run
 
 
 @dataclass(frozen=True)
-class UnitAnswer:
+class UnitPlanResult:
     """The cases that fit, best first; `shown` is the best, or the one with least memory if nothing fits."""
 
     machine: Machine
@@ -232,7 +201,7 @@ class UnitAnswer:
     warnings: tuple[str, ...]
 
 
-def answer_units(
+def plan_units(
     case: UnitCase,
     machine: Machine,
     world: int,
@@ -242,7 +211,7 @@ def answer_units(
     tokens_per_sample: int = 1,
     assumed: tuple[str, ...] = (),
     laid_out: bool = False,
-) -> UnitAnswer:
+) -> UnitPlanResult:
     """Price every micro-batch, with copies and with shards; only those of the case if it is `laid_out`.
 
     Raises UserError if the batch does not split.
@@ -255,20 +224,18 @@ def answer_units(
         for shard in shards
         for size in ([case.micro_batch] if laid_out else sizes)
     ]
-    fitting = _order([each for each in priced if each.fits])
+    # Fastest first; among those as fast as the fastest, copies before shards and large passes before small.
+    fitting = sorted((each for each in priced if each.fits), key=lambda each: each.time.seconds)
+    near = fitting[0].time.seconds * (1 + NEAR) if fitting else 0.0
+    fitting.sort(
+        key=lambda each: (each.case.dp_shard > 1, -each.case.micro_batch) if each.time.seconds <= near else (2, 0)
+    )
     shown = fitting[0] if fitting else min(priced, key=lambda each: each.peak.device)
-    run, nodes = None, -(-world // machine.per_node)
+    run = None
     if fitting and length:
-        saving, scale = assume_saving(case.model.parameters, nodes), Scale(case.global_batch, tokens_per_sample, 1)
-        run = price_run(length, scale, shown.time.seconds, world, machine, terms, saving)
-        assumed = (*assumed, saving.note)
-    return UnitAnswer(machine, world, terms, tuple(fitting), shown, run, assumed, list_warnings(terms, nodes))
-
-
-def _order(fitting: list[UnitEstimate]) -> list[UnitEstimate]:
-    """Fastest first; among those as fast as the fastest, copies before shards and large passes before small."""
-    fastest = min((each.time.seconds for each in fitting), default=0.0)
-    equal = [each for each in fitting if each.time.seconds <= fastest * (1 + NEAR)]
-    others = [each for each in fitting if each.time.seconds > fastest * (1 + NEAR)]
-    equal.sort(key=lambda each: (each.case.dp_shard > 1, -each.case.micro_batch))
-    return [*equal, *sorted(others, key=lambda each: each.time.seconds)]
+        scale = Scale(case.global_batch, tokens_per_sample, 1)
+        run, note = price_run(length, scale, shown.time.seconds, case.model.parameters, world, machine, terms)
+        assumed = (*assumed, note)
+    return UnitPlanResult(
+        machine, world, terms, tuple(fitting), shown, run, assumed, list_warnings(terms, -(-world // machine.per_node))
+    )

@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from shardway.errors import Problem, check_no_problems
@@ -139,7 +138,6 @@ class RunRequest:
 
     @property
     def nodes(self) -> int:
-        """Nodes that the GPUs are on."""
         return -(-self.gpus // self.gpus_per_node)
 
     @property
@@ -175,7 +173,6 @@ class WallTime:
 
     @property
     def total_seconds(self) -> float:
-        """The sum of all parts."""
         return self.ideal_seconds + self.save_seconds + self.lost_seconds + self.restart_seconds + self.slot_seconds
 
 
@@ -280,38 +277,34 @@ def _fill_slots(request: RunRequest, work: WallTime) -> tuple[int, WallTime]:
 
 # --- problems of a request
 
-_BOUNDS: Mapping[str, Callable[[float], bool]] = MappingProxyType(
-    {
-        "a number above 0": lambda value: 0 < value < math.inf,
-        "0 or more": lambda value: 0 <= value < math.inf,
-        "1 or more": lambda value: 1 <= value < math.inf,
-        "above 0, also infinite": lambda value: value > 0,
-    }
-)
-_VALUES: Mapping[str, str] = MappingProxyType(
-    {
-        "step_seconds": "a number above 0",
-        "length.amount": "a number above 0",
-        "gpus": "1 or more",
-        "gpus_per_node": "1 or more",
-        "scale.samples_per_step": "1 or more",
-        "scale.tokens_per_sample": "1 or more",
-        "scale.samples_per_epoch": "1 or more",
-        "faults.save_seconds": "0 or more",
-        "faults.restart_seconds": "0 or more",
-        "faults.node_mtbf_seconds": "above 0, also infinite",
-        "faults.interval_seconds": "a number above 0",
-        "slot.seconds": "a number above 0",
-        "slot.start_seconds": "0 or more",
-        "slot.resume_seconds": "0 or more",
-        "slot.margin_seconds": "0 or more",
-        "power.tdp_watts": "a number above 0",
-        "power.node_factor": "a number above 0",
-        "power.pue": "1 or more",
-        "price.per_gpu_hour": "0 or more",
-        "charge.cores_per_node": "1 or more",
-    }
-)
+_BOUNDS: Mapping[str, Callable[[float], bool]] = {
+    "a number above 0": lambda value: 0 < value < math.inf,
+    "0 or more": lambda value: 0 <= value < math.inf,
+    "1 or more": lambda value: 1 <= value < math.inf,
+    "above 0, also infinite": lambda value: value > 0,
+}
+_VALUES: Mapping[str, str] = {
+    "step_seconds": "a number above 0",
+    "length.amount": "a number above 0",
+    "gpus": "1 or more",
+    "gpus_per_node": "1 or more",
+    "scale.samples_per_step": "1 or more",
+    "scale.tokens_per_sample": "1 or more",
+    "scale.samples_per_epoch": "1 or more",
+    "faults.save_seconds": "0 or more",
+    "faults.restart_seconds": "0 or more",
+    "faults.node_mtbf_seconds": "above 0, also infinite",
+    "faults.interval_seconds": "a number above 0",
+    "slot.seconds": "a number above 0",
+    "slot.start_seconds": "0 or more",
+    "slot.resume_seconds": "0 or more",
+    "slot.margin_seconds": "0 or more",
+    "power.tdp_watts": "a number above 0",
+    "power.node_factor": "a number above 0",
+    "power.pue": "1 or more",
+    "price.per_gpu_hour": "0 or more",
+    "charge.cores_per_node": "1 or more",
+}
 
 
 def _find_values_not_allowed(request: RunRequest) -> Iterator[Problem]:

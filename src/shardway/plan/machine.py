@@ -224,7 +224,9 @@ class Wires:
             return travels / self._link_rate(group.ranks) + self.start(group)
         if kind == "all_to_all":
             return self._exchange(travels, group) + self.start(CollectiveGroup(2, self.machine.domain))
-        rate = self._network_rate(group)
+        near = self._near(group)
+        rate = (near if self.rails else 1) * self.machine.network * self.ceilings.network
+        rate = min(rate, self._link_rate(near)) if near > 1 else rate
         return travels / rate * (1 + self.ceilings.half_bytes * group.ranks / size) + self.start(group)
 
     def start(self, group: CollectiveGroup) -> float:
@@ -252,11 +254,6 @@ class Wires:
         """Ranks of the group that the fast link joins."""
         return max(1, min(group.ranks, self.machine.domain // group.stride))
 
-    def _network_rate(self, group: CollectiveGroup) -> float:
-        near = self._near(group)
-        wire = (near if self.rails else 1) * self.machine.network * self.ceilings.network
-        return min(wire, self._link_rate(near)) if near > 1 else wire
-
     def _exchange(self, travels: float, group: CollectiveGroup) -> float:
         """An all-to-all: only messages for ranks of other domains use the network."""
         near = self._near(group)
@@ -269,30 +266,6 @@ class Wires:
 
 RACK_DOMAINS = {"gb200": 72, "gb300": 72}
 """Accelerators that a fast link joins beyond a node (NVL72; NVIDIA GB200 NVL72 data sheet)."""
-
-COMMON = {
-    "v100": "v100-sxm2-32gb",
-    "a100": "a100-sxm4-80gb",
-    "a100-40gb": "a100-sxm4-40gb",
-    "a100-80gb": "a100-sxm4-80gb",
-    "a100-sxm": "a100-sxm4-80gb",
-    "a100-sxm4": "a100-sxm4-80gb",
-    "a100-pcie": "a100-pcie-80gb",
-    "h100": "h100-sxm5-80gb",
-    "h100-80gb": "h100-sxm5-80gb",
-    "h100-sxm": "h100-sxm5-80gb",
-    "h100-sxm5": "h100-sxm5-80gb",
-    "h100-pcie": "h100-pcie-80gb",
-    "h100-nvl": "h100-nvl-94gb",
-    "h800": "h800-sxm5-80gb",
-    "h200": "h200-sxm-141gb",
-    "gh200": "gh200-96gb",
-    "b200": "b200-sxm-180gb",
-    "b300": "b300-sxm-288gb",
-    "mi250": "mi250x-gcd",
-    "mi250x": "mi250x-gcd",
-}
-"""A short name -> the most common variant."""
 
 USUAL_NODE = 8
 """Accelerators per node if only the part is named."""
@@ -317,18 +290,13 @@ def machine_of_site(site: SiteProfile) -> Machine:
     per_node = int(node.accelerators_per_node or 1)
     network, assumed = _network_of(site, per_node)
     machine = _machine(site.name, accelerator, per_node, node.link or accelerator.link, network, assumed)
-    return replace(machine, host_bytes=node.memory, measured=_check_measured(site))
-
-
-def _check_measured(site: SiteProfile) -> Mapping[str, float]:
-    """The values measured on the site. Raises UserError with every name that is no ceiling."""
     names = [each.name for each in fields(Ceilings)]
     unknown = [name for name in site.measured if name not in names]
     check_no_problems(
         f"the site {site.name}",
         [Problem(f"measured.{name}", "is no ceiling of the planner", allowed=", ".join(names)) for name in unknown],
     )
-    return MappingProxyType(dict(site.measured))
+    return replace(machine, host_bytes=node.memory, measured=MappingProxyType(dict(site.measured)))
 
 
 def _lacks(site: SiteProfile, where: str, what: str) -> Problem:
@@ -336,12 +304,18 @@ def _lacks(site: SiteProfile, where: str, what: str) -> Problem:
     return Problem(where, f'the site "{site.name}" {what}', allowed="a key of the catalogue", remedy=remedy)
 
 
+@cache
+def load_aliases() -> Mapping[str, str]:
+    """Short names of accelerators, each with the key of the most common variant."""
+    return tomllib.loads(files(__package__).joinpath("aliases.toml").read_text(encoding="utf-8"))
+
+
 def machine_of_part(name: str) -> Machine:
     """Nodes of eight of an accelerator, with the network that such nodes usually have; a short name means the most
     common variant. Raises UserError."""
     parts = load_accelerators()
     short = name.strip().lower().replace("_", "-").replace(" ", "-")
-    key = short if short in parts else COMMON.get(short, name)
+    key = short if short in parts else load_aliases().get(short, name)
     if key not in parts:
         near = [each for each in parts if key and each.startswith(key)]
         near = near or difflib.get_close_matches(key, parts, n=3, cutoff=0.3)

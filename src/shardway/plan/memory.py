@@ -267,7 +267,6 @@ class LocalParameters:
 
     @property
     def total(self) -> float:
-        """All of them."""
         return self.dense + self.experts + self.ends
 
 
@@ -356,17 +355,15 @@ def optimizer_bytes(name: str) -> float:
 SUMMED_BYTES = 4
 """Bytes of a gradient of gathered weights while it is summed."""
 
-MEMORY_ITEMS: Mapping[str, str] = MappingProxyType(
-    {
-        "weights": "what products read, or this rank's share of it",
-        "gradients": "summed over the micro-batches",
-        "optimizer": "moments, and the copy of the weights that they update",
-        "activations": "kept for the backward pass by the micro-batches in flight",
-        "working": "used at the moment of the peak: the loss, or one layer's way back",
-        "gathered": "whole weights and gradients of layers whose states are shared",
-        "messages": "buffers between pipeline stages",
-    }
-)
+MEMORY_ITEMS: Mapping[str, str] = {
+    "weights": "what products read, or this rank's share of it",
+    "gradients": "summed over the micro-batches",
+    "optimizer": "moments, and the copy of the weights that they update",
+    "activations": "kept for the backward pass by the micro-batches in flight",
+    "working": "used at the moment of the peak: the loss, or one layer's way back",
+    "gathered": "whole weights and gradients of layers whose states are shared",
+    "messages": "buffers between pipeline stages",
+}
 """The items of a breakdown."""
 
 
@@ -390,7 +387,6 @@ class StageMemory:
 
     @cached_property
     def items(self) -> Mapping[str, float]:
-        """Every item by its name."""
         return MappingProxyType({name: getattr(self, name) for name in MEMORY_ITEMS})
 
     @property
@@ -406,7 +402,6 @@ class StageMemory:
 
     @property
     def allocated(self) -> float:
-        """All items."""
         return self.states + self.passing + self.messages
 
     @property

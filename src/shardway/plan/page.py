@@ -1,10 +1,10 @@
 """A plan as one HTML file: its summary, memory, step, the pipeline, scaling over nodes, alternatives.
 
 Invariants:
-- Figures are those of the answer, in the words of `plan.text`; utilisation names its convention and its peak.
+- Figures are those of the result, in the words of `plan.text`; utilisation names its convention and its peak.
 - Memory items of a bar, and of a column, add up to what nvidia-smi would show. Items of the step add up to the step.
 - The scaling picture has exactly the curve's points; a number of nodes without a layout is marked, with its reason.
-- Reasons, assumptions and warnings are the answer's own sentences.
+- Reasons, assumptions and warnings are the result's own sentences.
 - The page is complete: it fetches nothing, runs no script, and is readable in light, in dark and on paper.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
-from types import MappingProxyType
 
 from shardway.drawing import (
     Frame,
@@ -34,16 +33,15 @@ from shardway.drawing import (
     round_parts,
     text,
 )
-from shardway.plan.answer import PlanAnswer
 from shardway.plan.economy import DAY
 from shardway.plan.machine import ceilings_of
 from shardway.plan.memory import MEMORY_ITEMS, StageMemory
+from shardway.plan.planner import PlanResult
 from shardway.plan.schedule import pick_ranks, render_schedule
 from shardway.plan.search import Estimate, ScalingPoint, efficiency
 from shardway.plan.text import (
     GIB,
     amount,
-    count,
     describe_jobs,
     describe_layout,
     describe_machine,
@@ -55,32 +53,33 @@ from shardway.plan.text import (
     rate_of,
 )
 from shardway.plan.time import TIME_ITEMS
+from shardway.units import render_count as count
 
 # --- the headline: what is planned, whether it fits, what it takes
 
 
-def title_of(answer: PlanAnswer) -> str:
+def title_of(result: PlanResult) -> str:
     """What is planned, in one line."""
-    return f"{answer.question.case.model.name} on {answer.question.machine.name}"
+    return f"{result.request.case.model.name} on {result.request.machine.name}"
 
 
-def render_headline(answer: PlanAnswer) -> str:
+def render_headline(result: PlanResult) -> str:
     """Title, layout, verdict, and the figures that are asked for most."""
-    shown, question, case = answer.shown, answer.question, answer.shown.case
+    shown, request, case = result.shown, result.request, result.shown.case
     samples = "images of {:,} patches" if case.model.patch_features else "sequences of {:,} tokens"
     batch = f"{case.global_batch:,} {samples.format(case.seq_len)} a step"
     mood = "bad" if not shown.fits else "unsure" if shown.may_not_fit else "good"
     return "\n".join(
         [
-            f"<header>\n<h1>{escape(title_of(answer))}</h1>",
+            f"<header>\n<h1>{escape(title_of(result))}</h1>",
             render_text(
-                f"{describe_machine(question.machine, question.world)}; {batch}; {case.precision}, {case.optimizer}, "
+                f"{describe_machine(request.machine, request.world)}; {batch}; {case.precision}, {case.optimizer}, "
                 f"{case.engine.name}",
                 "soft",
             ),
             render_text(describe_layout(case)),
             render_text(describe_fit(shown), f"verdict {mood}"),
-            render_tiles(_tiles(answer)),
+            render_tiles(_tiles(result)),
             "</header>",
         ]
     )
@@ -106,8 +105,8 @@ def describe_fit(shown: Estimate) -> str:
     )
 
 
-def _tiles(answer: PlanAnswer) -> Iterator[tuple[str, ...]]:
-    shown, model, time, run = answer.shown, answer.shown.case.model, answer.shown.time, answer.run
+def _tiles(result: PlanResult) -> Iterator[tuple[str, ...]]:
+    shown, model, time, run = result.shown, result.shown.case.model, result.shown.time, result.run
     met = (f"{count(model.active_parameters)} for each token",) if model.active_parameters != model.parameters else ()
     yield ("parameters", count(model.parameters), *met, f"{model.depth:,} layers")
     interval = f"{duration(time.low)} to {duration(time.high)}: four of five measured steps"
@@ -125,23 +124,23 @@ def _tiles(answer: PlanAnswer) -> Iterator[tuple[str, ...]]:
         f"of {gib(shown.usable_bytes)} usable",
     )
     if run is None:
-        yield "whole run", "n/a", "its length is not known" if answer.fits else "nothing fits"
+        yield "whole run", "n/a", "its length is not known" if result.fits else "nothing fits"
         return
     ideal = f"{run.days:,.2f} days, {run.ideal_days:,.2f} without failures and saves"
     yield "whole run", duration(run.wall.total_seconds), f"{run.steps:,} steps", ideal
     yield ("GPU-hours", amount(run.gpu_hours), *list_costs(run))
 
 
-def render_run(answer: PlanAnswer) -> str:
+def render_run(result: PlanResult) -> str:
     """The parts of the run's wall time; "" if no run was estimated."""
-    run = answer.run
+    run = result.run
     if run is None:
         return ""
-    queue = answer.terms.queue
+    queue = result.terms.queue
     intro = (
-        f"{run.steps:,} steps{describe_jobs(run, answer.terms, f'queue {queue}' if queue else '')}; "
+        f"{run.steps:,} steps{describe_jobs(run, result.terms, f'queue {queue}' if queue else '')}; "
         f"{amount(run.failures)} failures are expected, and a checkpoint every "
-        f"{run.interval_steps:,} steps ({duration(run.interval_steps * answer.shown.time.seconds)}) costs least. "
+        f"{run.interval_steps:,} steps ({duration(run.interval_steps * result.shown.time.seconds)}) costs least. "
         f"{percent(run.goodput)} of the time goes into steps that count."
     )
     wall = run.wall
@@ -153,25 +152,37 @@ def render_run(answer: PlanAnswer) -> str:
         ("jobs", wall.slot_seconds, "their start, resume and margin"),
     ]
     parts = [part for part in parts if part[1] > 0]
-    days = round_parts([seconds / DAY for _, seconds, _ in parts], 3)
-    rows = [
-        (name, f"{each:,.3f}", percent(seconds / wall.total_seconds), what)
-        for each, (name, seconds, what) in zip(days, parts, strict=True)
-    ]
-    total = ("together", f"{sum(days):,.3f}", percent(1.0), "for which the nodes are held")
-    columns = ("part", "days", "share", "what it is")
-    table = render_table("Wall time", columns, [*rows, total], words={3}, sums={"together"})
+    total = ("together", "for which the nodes are held")
+    table = _table_of_parts("Wall time", ("part", "days"), parts, (DAY, 3), wall.total_seconds, total)
     return render_section("The whole run", render_text(intro), table)
+
+
+def _table_of_parts(
+    caption: str,
+    columns: tuple[str, str],
+    parts: Sequence[tuple[str, float, str]],
+    form: tuple[float, int],
+    whole: float,
+    total: tuple[str, str],
+) -> str:
+    """Parts (name, seconds, what it is) with their shares of the `whole`, in a unit of seconds with some decimals, and
+    their total (name, what it is)."""
+    unit, decimals = form
+    rounded = round_parts([seconds / unit for _, seconds, _ in parts], decimals)
+    rows = [
+        (name, f"{each:,.{decimals}f}", percent(seconds / whole), what)
+        for each, (name, seconds, what) in zip(rounded, parts, strict=True)
+    ]
+    rows.append((total[0], f"{sum(rounded):,.{decimals}f}", percent(1.0), total[1]))
+    return render_table(caption, (*columns, "share", "what it is"), rows, words={3}, sums={total[0]})
 
 
 # --- the memory of each pipeline rank
 
-BEYOND: Mapping[str, str] = MappingProxyType(
-    {
-        "fragmentation": "gaps that the caching allocator keeps beyond the tensors",
-        "context": "driver, libraries, communicators: outside of PyTorch's allocator",
-    }
-)
+BEYOND: Mapping[str, str] = {
+    "fragmentation": "gaps that the caching allocator keeps beyond the tensors",
+    "context": "driver, libraries, communicators: outside of PyTorch's allocator",
+}
 _WIDTH, _LEFT, _RIGHT, _TOP = 1000.0, 86.0, 96.0, 44.0
 
 
@@ -284,19 +295,13 @@ def render_step(shown: Estimate) -> str:
         "the interval that holds four of five measured steps."
     )
     unit, decimals = (1e-3, 1) if time.seconds < 10 else (1.0, 2)
-    rounded = round_parts([seconds / unit for seconds in time.items.values()], decimals)
-    rows = [
-        (name, f"{each:,.{decimals}f}", percent(seconds / time.seconds), TIME_ITEMS.get(name, ""))
-        for each, (name, seconds) in zip(rounded, time.items.items(), strict=True)
-    ]
-    interval = f"{duration(time.low)} to {duration(time.high)}"
-    total = ("one step", f"{sum(rounded):,.{decimals}f}", percent(1.0), interval)
-    columns = ("item", "ms" if unit < 1 else "s", "share", "what it is")
+    parts = [(name, seconds, TIME_ITEMS.get(name, "")) for name, seconds in time.items.items()]
+    columns, total = ("item", "ms" if unit < 1 else "s"), ("one step", f"{duration(time.low)} to {duration(time.high)}")
     return render_section(
         "One step",
         render_text(intro),
         render_figure(_draw_step(shown), {name: colour_of(name) for name in time.items}),
-        render_table("One step, item by item", columns, [*rows, total], words={3}, sums={"one step"}),
+        _table_of_parts("One step, item by item", columns, parts, (unit, decimals), time.seconds, total),
     )
 
 
@@ -462,22 +467,17 @@ def describe_short(shown: Estimate) -> str:
     return f"{case.degrees.render()}, micro-batch {case.micro_batch}{schedule}{stages}, recompute {case.recompute}"
 
 
-# --- warnings, alternatives, assumptions
+# --- alternatives, assumptions
 
 
-def render_warnings(answer: PlanAnswer) -> str:
-    """What the user must read first; "" if there is nothing."""
-    return render_section("Warnings", render_list(answer.warnings)) if answer.warnings else ""
-
-
-def render_changes(answer: PlanAnswer) -> str:
+def render_changes(result: PlanResult) -> str:
     """What to change if nothing fits; "" if something does."""
-    if answer.fits:
+    if result.fits:
         return ""
-    if not answer.changes:
+    if not result.changes:
         return render_section("What would make it fit", render_text("No single change that was tried does."))
     rows = tuple(
-        (change.what, *_figures(change.estimate), describe_short(change.estimate)) for change in answer.changes
+        (change.what, *_figures(change.estimate), describe_short(change.estimate)) for change in result.changes
     )
     columns = ("change", "step", "tokens/s", "memory", "layout with it")
     intro = "Each change alone, the smallest first."
@@ -489,11 +489,11 @@ def _figures(shown: Estimate) -> tuple[str, str, str]:
     return duration(shown.time.seconds), count(shown.tokens_per_second), gib(shown.peak.device)
 
 
-def render_others(answer: PlanAnswer) -> str:
+def render_others(result: PlanResult) -> str:
     """Runners-up with the items that take more time."""
-    candidates = answer.found.candidates
-    looked_at = f"{answer.found.looked_at:,} ways were looked at"
-    fixed = f"; kept as they were set: {', '.join(sorted(answer.question.fixed))}" if answer.question.fixed else ""
+    candidates = result.found.candidates
+    looked_at = f"{result.found.looked_at:,} ways were looked at"
+    fixed = f"; kept as they were set: {', '.join(sorted(result.request.fixed))}" if result.request.fixed else ""
     if not candidates:
         return render_section("Other layouts", render_text(f"{looked_at}, and none fits{fixed}."))
     best = candidates[0].estimate
@@ -512,46 +512,40 @@ def render_others(answer: PlanAnswer) -> str:
     return render_section("Other layouts", render_text(f"{looked_at}{fixed}."), table)
 
 
-def render_grounds(answer: PlanAnswer) -> str:
+def render_grounds(result: PlanResult) -> str:
     """The assumptions, and the sources of the rates."""
-    assumed = render_list(answer.assumed) if answer.assumed else render_text("Nothing had to be assumed.")
-    return render_section(
-        "What the plan rests on", "<h3>Assumed</h3>", assumed, "<h3>Rates</h3>", render_list(_rates(answer))
-    )
-
-
-def _rates(answer: PlanAnswer) -> Iterator[str]:
-    machine = answer.question.machine
-    yield f"On paper, for each accelerator: {describe_rates(answer.shown)} (one direction)."
-    if not machine.measured:
-        yield "What part of these is reached was fitted on published measurements; nothing was measured on this site."
-    else:
-        values = ", ".join(f"{name} {value:.4g}" for name, value in sorted(machine.measured.items()))
-        yield f"Measured on this site: {values}. Other factors were fitted on published measurements."
+    machine = result.request.machine
     ceilings = ceilings_of(machine)
-    yield (
+    reached = "What part of these is reached was fitted on published measurements; nothing was measured on this site."
+    if machine.measured:
+        values = ", ".join(f"{name} {value:.4g}" for name, value in sorted(machine.measured.items()))
+        reached = f"Measured on this site: {values}. Other factors were fitted on published measurements."
+    taken = (
         f"Of these rates the plan takes {percent(ceilings.matmul)} for large products, {percent(ceilings.memory)} for "
         f"memory, {percent(ceilings.link)} for the link and {percent(ceilings.network)} for the network."
     )
+    rates = (f"On paper, for each accelerator: {describe_rates(result.shown)} (one direction).", reached, taken)
+    assumed = render_list(result.assumed) if result.assumed else render_text("Nothing had to be assumed.")
+    return render_section("What the plan rests on", "<h3>Assumed</h3>", assumed, "<h3>Rates</h3>", render_list(rates))
 
 
 # --- the whole page
 
 
-def render_page(answer: PlanAnswer, curve: tuple[ScalingPoint, ...]) -> str:
-    """The page of an answer with the scaling curve around it (which may be empty)."""
-    shown = answer.shown
+def render_page(result: PlanResult, curve: tuple[ScalingPoint, ...]) -> str:
+    """The page of a plan with the scaling curve around it (which may be empty)."""
+    shown = result.shown
     sections = [
-        render_headline(answer),
-        render_warnings(answer),
-        render_changes(answer),
+        render_headline(result),
+        render_section("Warnings", render_list(result.warnings)) if result.warnings else "",
+        render_changes(result),
         render_memory(shown),
         render_step(shown),
         render_schedule(shown),
-        render_run(answer),
-        render_scaling(curve, answer.question.nodes),
-        render_others(answer),
-        render_grounds(answer),
+        render_run(result),
+        render_scaling(curve, result.request.nodes),
+        render_others(result),
+        render_grounds(result),
         "<footer>Made by shardway plan. Estimates, not measurements: docs/plan.md says how good they are.</footer>",
     ]
-    return render_document(f"{title_of(answer)} - Shardway plan", "\n".join(part for part in sections if part))
+    return render_document(f"{title_of(result)} - Shardway plan", "\n".join(part for part in sections if part))

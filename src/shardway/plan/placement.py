@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from shardway.layout import AXES, SHARD, Layout
 
-TRAVELS: Mapping[str, str] = MappingProxyType(
-    {
-        "tp": "activations, several times in every layer",
-        "cp": "keys and values, in every layer",
-        SHARD: "weights and gradients, in every micro-batch",
-        "ep": "tokens, in every layer with experts",
-        "dp_replicate": "gradients, once a step",
-        "pp": "activations between stages",
-    }
-)
+TRAVELS: Mapping[str, str] = {
+    "tp": "activations, several times in every layer",
+    "cp": "keys and values, in every layer",
+    SHARD: "weights and gradients, in every micro-batch",
+    "ep": "tokens, in every layer with experts",
+    "dp_replicate": "gradients, once a step",
+    "pp": "activations between stages",
+}
 """What the ranks of a group exchange, by dim: the dims with a group of their own, innermost first."""
 
 SHOWN_NODES = 4
@@ -56,11 +53,9 @@ class MeshPlacement:
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are."""
         return -(-self.layout.world // self.ranks_per_node)
 
     def ranks_of(self, node: int) -> range:
-        """The ranks of a node."""
         first = node * self.ranks_per_node
         return range(first, min(first + self.ranks_per_node, self.layout.world))
 

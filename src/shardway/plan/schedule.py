@@ -150,7 +150,6 @@ class StageSeconds:
 
     @property
     def total(self) -> float:
-        """All of it."""
         return self.forward + self.backward + self.weight
 
 
@@ -178,7 +177,6 @@ class Simulated:
         return max(box.end for box in self.boxes)
 
     def of_rank(self, rank: int) -> tuple[Box, ...]:
-        """The passes of one rank."""
         return tuple(box for box in self.boxes if box.rank == rank)
 
     def idle_seconds(self, rank: int) -> float:

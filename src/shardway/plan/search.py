@@ -55,7 +55,6 @@ class Estimate:
 
     @cached_property
     def peak(self) -> StageMemory:
-        """The rank that needs most."""
         return peak_stage(self.memory)
 
     @property
@@ -90,7 +89,6 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all ranks per second."""
         return self.case.tokens_per_step / self.time.seconds
 
     def flops_per_second(self, *, causal: bool) -> float:
@@ -145,7 +143,7 @@ def estimate(
 
 AXES = tuple(each.name for each in fields(Degrees) if each.name != "etp")
 SETTINGS = ("micro_batch", "recompute", "schedule", "zero")
-"""What a question may fix: axes, and settings that do not change which ranks work together."""
+"""What a request may fix: axes, and settings that do not change which ranks work together."""
 
 LEAST_PART_TOKENS = 4096
 """The least tokens of each part of a split sequence."""
@@ -154,7 +152,7 @@ MOST_STAGES_PER_RANK = 8
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """What is fixed: the case's model, batch, precision, optimizer and engine, the machine, and how many ranks.
 
     `fixed` names what the user set and the search must keep. All formats in `precisions` are tried; if it is empty, the
@@ -171,11 +169,10 @@ class Question:
     length: Span | None = None
     """Of the whole run; None: not known."""
     assumed: tuple[str, ...] = ()
-    """What was assumed for the question."""
+    """What was assumed for the request."""
 
     @property
     def nodes(self) -> int:
-        """Nodes that the ranks are on."""
         return -(-self.world // self.machine.per_node)
 
     @property
@@ -192,20 +189,20 @@ class Question:
         return ("none", between, "full") if between != "none" else ("none", "full")
 
 
-def list_degrees(question: Question) -> Iterator[Degrees]:
+def list_degrees(request: PlanRequest) -> Iterator[Degrees]:
     """Every split of the ranks over the axes.
 
     Tensor degrees stay inside the fast link. What the other axes leave is data parallel: sharded over all ranks, over
     those of a node (hybrid sharding, arXiv:2304.11277, section 3.2.2; or the fewest that fit) and copied, or copied.
     """
-    case, world, machine = question.case, question.world, question.machine
+    case, world, machine = request.case, request.world, request.machine
 
     def choices(name: str, sizes: list[int]) -> list[int]:
-        return [getattr(case.degrees, name)] if name in question.fixed else sizes
+        return [getattr(case.degrees, name)] if name in request.fixed else sizes
 
     heads = case.model.runs[0].layer.attention.heads
     counts = {run.layer.experts.count for run in case.model.runs if run.layer.experts}
-    copies = case.degrees.dp_replicate if "dp_replicate" in question.fixed else 0
+    copies = case.degrees.dp_replicate if "dp_replicate" in request.fixed else 0
     inside = [size for size in divisors(heads) if size <= machine.domain and world % size == 0]
     for tp in choices("tp", [size for size in inside if machine.per_node % size == 0 or size == machine.domain]):
         etp = tp if counts and case.engine.splits_experts else 1
@@ -227,16 +224,16 @@ def list_degrees(question: Question) -> Iterator[Degrees]:
                             )
 
 
-def list_ways(question: Question, degrees: Degrees) -> Iterator[tuple[Case, ...]]:
-    """Every format, schedule and sharding, without recompute; offload as in the question. Each way is cases with
+def list_ways(request: PlanRequest, degrees: Degrees) -> Iterator[tuple[Case, ...]]:
+    """Every format, schedule and sharding, without recompute; offload as in the request. Each way is cases with
     increasing micro-batches (powers of two that divide a data rank's share), and so increasing memory."""
-    case, share = question.case, question.case.global_batch // degrees.data
+    case, share = request.case, request.case.global_batch // degrees.data
     sizes = [case.micro_batch]
-    if "micro_batch" not in question.fixed:
+    if "micro_batch" not in request.fixed:
         sizes = [2**power for power in range(MOST_MICRO_BATCH.bit_length())]
     sizes = [size for size in sizes if share % size == 0]
-    sequence = case.sequence if "sequence" in question.fixed else degrees.tp > 1
-    for precision in question.formats if sizes else ():
+    sequence = case.sequence if "sequence" in request.fixed else degrees.tp > 1
+    for precision in request.formats if sizes else ():
         base = replace(
             case,
             degrees=degrees,
@@ -244,13 +241,13 @@ def list_ways(question: Question, degrees: Degrees) -> Iterator[tuple[Case, ...]
             precision=precision,
             sequence=sequence,
             stages_per_rank=1,
-            recompute=question.ladder[0],
+            recompute=request.ladder[0],
         )
-        for schedule, stages_per_rank in _list_schedules(question, degrees):
-            for zero, reshard in _list_sharding(question, degrees):
+        for schedule, stages_per_rank in _list_schedules(request, degrees):
+            for zero, reshard in _list_sharding(request, degrees):
                 way = replace(base, schedule=schedule, stages_per_rank=stages_per_rank, zero=zero, reshard=reshard)
                 cases = (way, *(replace(way, micro_batch=size) for size in sizes[1:]))
-                run = map(question.as_run, filter(fills_schedule, cases))
+                run = map(request.as_run, filter(fills_schedule, cases))
                 taken = tuple(each for each in run if each is not None)
                 if taken:
                     yield taken
@@ -262,17 +259,17 @@ STAGES: Mapping[str, tuple[int, int]] = MappingProxyType(
 """Schedules that require several stages on each rank, and how many they take."""
 
 
-def _list_schedules(question: Question, degrees: Degrees) -> list[tuple[Schedule, int]]:
+def _list_schedules(request: PlanRequest, degrees: Degrees) -> list[tuple[Schedule, int]]:
     """Plain and interleaved pipelines; other schedules only if the user asks for them, with any number of stages that
     the schedule takes unless that is set too."""
-    case = question.case
+    case = request.case
     if degrees.pp == 1:
         return [("1f1b", 1)]
     held = case.model.depth // degrees.pp
     # Stages above 1 that evenly split the layers of a rank, or one number if none does.
     several = [size for size in divisors(max(1, held)) if 1 < size <= MOST_STAGES_PER_RANK]
     several = several or ([min(held, MOST_STAGES_PER_RANK)] if held > 1 else [])
-    if "schedule" not in question.fixed:
+    if "schedule" not in request.fixed:
         return [("1f1b", 1), *(("interleaved", size) for size in several)]
     if case.schedule not in STAGES or case.stages_per_rank > 1:
         return [(case.schedule, case.stages_per_rank)] if case.stages_per_rank <= held else []
@@ -280,13 +277,13 @@ def _list_schedules(question: Question, degrees: Degrees) -> list[tuple[Schedule
     return [(case.schedule, size) for size in several if least <= size <= most]
 
 
-def _list_sharding(question: Question, degrees: Degrees) -> list[tuple[int, bool]]:
+def _list_sharding(request: PlanRequest, degrees: Degrees) -> list[tuple[int, bool]]:
     """Stages of ZeRO, each with whether weights are freed after use."""
     if degrees.shards == 1:
         return [(0, True)]
-    if "zero" in question.fixed:
-        return [(question.case.zero, question.case.reshard)]
-    if question.case.engine.shards_weights:
+    if "zero" in request.fixed:
+        return [(request.case.zero, request.case.reshard)]
+    if request.case.engine.shards_weights:
         return [(3, False)] if degrees.pp > 1 else [(3, True), (3, False)]
     return [(1, True)]
 
@@ -316,33 +313,32 @@ class SearchResult:
 
     @property
     def best(self) -> Estimate | None:
-        """The layout to take."""
         return self.candidates[0].estimate if self.candidates else None
 
 
-def search(question: Question, most: int = 10) -> SearchResult:
+def search(request: PlanRequest, most: int = 10) -> SearchResult:
     """Price every legal layout and return the `most` best; states are on the host only if nothing else fits."""
-    found = _search(question, most)
-    if found.candidates or question.case.offload or "offload" in question.fixed:
+    found = _search(request, most)
+    if found.candidates or request.case.offload or "offload" in request.fixed:
         return found
-    offloaded = _search(replace(question, case=replace(question.case, offload=True)), most)
+    offloaded = _search(replace(request, case=replace(request.case, offload=True)), most)
     looked_at = found.looked_at + offloaded.looked_at
     return replace(offloaded if offloaded.candidates else found, looked_at=looked_at)
 
 
-def _search(question: Question, most: int) -> SearchResult:
-    pricer = _Pricer(question.machine)
+def _search(request: PlanRequest, most: int) -> SearchResult:
+    pricer = _Pricer(request.machine)
     fitting: list[_Priced] = []
     nearest: _Priced | None = None
-    for degrees in list_degrees(question):
-        found, smallest = pricer.best_of(question, degrees)
+    for degrees in list_degrees(request):
+        found, smallest = pricer.best_of(request, degrees)
         if found is not None:
             fitting.append(found)
         elif smallest is not None and (nearest is None or smallest.peak.device < nearest.peak.device):
             nearest = smallest
-    ordered = [Candidate(estimate(each.case, question.machine)) for each in _order(fitting)[:most]]
+    ordered = [Candidate(estimate(each.case, request.machine)) for each in _order(fitting)[:most]]
     explained = tuple(replace(each, reason=explain_loss(ordered[0].estimate, each.estimate)) for each in ordered)
-    missed = estimate(nearest.case, question.machine) if nearest is not None and not explained else None
+    missed = estimate(nearest.case, request.machine) if nearest is not None and not explained else None
     return SearchResult(explained, pricer.looked_at, missed)
 
 
@@ -362,41 +358,37 @@ class _Pricer:
         self.machine, self.looked_at = machine, 0
         self.ceilings, self.overheads = ceilings_of(machine), load_overheads()
 
-    def _fits(self, priced: _Priced) -> bool:
-        return holds(self.machine, priced.peak, priced.case.degrees.world)
-
-    def best_of(self, question: Question, degrees: Degrees) -> tuple[_Priced | None, _Priced | None]:
+    def best_of(self, request: PlanRequest, degrees: Degrees) -> tuple[_Priced | None, _Priced | None]:
         """The fastest way to run some degrees that fits, and the one with least memory if none does."""
         best: _Priced | None = None
         smallest: _Priced | None = None
-        for cases in list_ways(question, degrees):
-            for found in self._walk(cases, question.ladder):
-                if self._fits(found):
+        for cases in list_ways(request, degrees):
+            for found, fits in self._walk(cases, request.ladder):
+                if fits:
                     timed = replace(found, seconds=estimate_step(found.case, self.machine, self.ceilings).seconds)
                     best = timed if best is None or timed.seconds < best.seconds else best
                 elif smallest is None or found.peak.device < smallest.peak.device:
                     smallest = found
         return best, smallest
 
-    def _walk(self, cases: Sequence[Case], ladder: Sequence[Recompute]) -> Iterator[_Priced]:
+    def _walk(self, cases: Sequence[Case], ladder: Sequence[Recompute]) -> Iterator[tuple[_Priced, bool]]:
         """Each micro-batch with as little recompute as fits, up to the first that does not fit with full recompute.
 
         A mode that was too large for a micro-batch is not tried for a larger one.
         """
         modes = list(ladder)
         for case in cases:
-            found = self._weigh(case, modes[0])
-            while not self._fits(found) and len(modes) > 1:
+            while True:
+                self.looked_at += 1
+                tried = case if modes[0] == case.recompute else replace(case, recompute=modes[0])
+                found = _Priced(tried, estimate_peak(tried, self.overheads))
+                fits = holds(self.machine, found.peak, tried.degrees.world)
+                if fits or len(modes) == 1:
+                    break
                 modes.pop(0)
-                found = self._weigh(case, modes[0])
-            yield found
-            if not self._fits(found):
+            yield found, fits
+            if not fits:
                 return
-
-    def _weigh(self, case: Case, mode: Recompute) -> _Priced:
-        self.looked_at += 1
-        tried = case if mode == case.recompute else replace(case, recompute=mode)
-        return _Priced(tried, estimate_peak(tried, self.overheads))
 
 
 def _order(priced: Sequence[_Priced]) -> list[_Priced]:
@@ -440,18 +432,19 @@ class Change:
     estimate: Estimate
 
 
-def list_changes(question: Question) -> tuple[Change, ...]:
+def list_changes(request: PlanRequest) -> tuple[Change, ...]:
     """All changes that help, smallest first: settings, layout, host memory, nodes; then those that alter training."""
-    here = replace(question, fixed=question.fixed | {"offload"})
+    here = replace(request, fixed=request.fixed | {"offload"})
     found = []
     for changed, what, names in _list_tries(here):
         best = search(changed, most=1).best
         if best is not None:
             found.append(Change(what or _describe(best, names), best))
     more = _more_nodes(here)
-    if found or more or not fixed_settings(here):
+    settable = here.fixed & {*SETTINGS, *AXES}
+    if found or more or not settable:
         return tuple([*found, more] if more else found)
-    freed = replace(here, fixed=here.fixed - fixed_settings(here))
+    freed = replace(here, fixed=here.fixed - settable)
     best = search(freed, most=1).best
     if best is not None:
         words = _describe(best, ("micro_batch", "recompute"))
@@ -460,31 +453,26 @@ def list_changes(question: Question) -> tuple[Change, ...]:
     return (replace(more, what=f"{more.what}, and all that is set left open"),) if more else ()
 
 
-def fixed_settings(question: Question) -> frozenset[str]:
-    """Settings of the user that the search could choose."""
-    return question.fixed & {*SETTINGS, *AXES}
-
-
-def _list_tries(question: Question) -> Iterator[tuple[Question, str, tuple[str, ...]]]:
+def _list_tries(request: PlanRequest) -> Iterator[tuple[PlanRequest, str, tuple[str, ...]]]:
     """Questions that differ in one thing: what it is; or else the fields of a case whose new values describe it."""
-    fixed, case = question.fixed, question.case
+    fixed, case = request.fixed, request.case
     for name in SETTINGS:
         if name in fixed:
-            yield replace(question, fixed=fixed - {name}), "", (name,)
+            yield replace(request, fixed=fixed - {name}), "", (name,)
     if fixed & set(AXES):
-        yield replace(question, fixed=fixed - set(AXES)), "", ("degrees",)
+        yield replace(request, fixed=fixed - set(AXES)), "", ("degrees",)
     if not case.offload:
-        yield _changed(question, offload=True), "optimizer states in the host's memory (--offload)", ()
+        yield _changed(request, offload=True), "optimizer states in the host's memory (--offload)", ()
     if case.optimizer == "adamw":
-        yield _changed(question, optimizer="adamw8bit"), "AdamW with moments in eight bits (adamw8bit)", ()
+        yield _changed(request, optimizer="adamw8bit"), "AdamW with moments in eight bits (adamw8bit)", ()
     half = case.seq_len // 2
     if half >= SHORTEST and half % case.degrees.cp == 0 and not case.model.patch_features:
         what = f"sequences of {half:,} tokens, twice as many in a batch"
-        yield _changed(question, seq_len=half, global_batch=2 * case.global_batch), what, ()
+        yield _changed(request, seq_len=half, global_batch=2 * case.global_batch), what, ()
 
 
-def _changed(question: Question, **values: object) -> Question:
-    return replace(question, case=replace(question.case, **values))  # type: ignore[arg-type]
+def _changed(request: PlanRequest, **values: object) -> PlanRequest:
+    return replace(request, case=replace(request.case, **values))  # type: ignore[arg-type]
 
 
 def _describe(best: Estimate, names: tuple[str, ...]) -> str:
@@ -499,23 +487,23 @@ def _describe(best: Estimate, names: tuple[str, ...]) -> str:
     return ", ".join(words[name] for name in names)
 
 
-def _more_nodes(question: Question) -> Change | None:
+def _more_nodes(request: PlanRequest) -> Change | None:
     """The fewest nodes, doubled each time, on which something fits. Axes that copy or shard states follow."""
-    part = question.world % question.machine.per_node > 0
-    nodes = question.nodes if part else 2 * question.nodes
+    part = request.world % request.machine.per_node > 0
+    nodes = request.nodes if part else 2 * request.nodes
     while nodes <= MOST_NODES_TO_FIT:
-        best = search(on_nodes(question, nodes), most=1).best
+        best = search(on_nodes(request, nodes), most=1).best
         if best is not None:
             return Change(f"{nodes:,} {'node' if nodes == 1 else 'nodes'} ({best.case.degrees.world:,} ranks)", best)
         nodes *= 2
     return None
 
 
-def on_nodes(question: Question, nodes: int) -> Question:
-    """The same question for `nodes` whole nodes; dp_replicate and dp_shard are kept if the ranks are the same."""
-    world = nodes * question.machine.per_node
-    loose = question.fixed if world == question.world else question.fixed - {"dp_replicate", "dp_shard"}
-    return replace(question, world=world, fixed=loose)
+def on_nodes(request: PlanRequest, nodes: int) -> PlanRequest:
+    """The same request for `nodes` whole nodes; dp_replicate and dp_shard are kept if the ranks are the same."""
+    world = nodes * request.machine.per_node
+    loose = request.fixed if world == request.world else request.fixed - {"dp_replicate", "dp_shard"}
+    return replace(request, world=world, fixed=loose)
 
 
 # --- the curve over nodes
@@ -539,15 +527,15 @@ class ScalingPoint:
         return self.best.case.degrees.world / self.best.tokens_per_second if self.best else 0.0
 
 
-def scaling_curve(question: Question, nodes: Sequence[int]) -> tuple[ScalingPoint, ...]:
+def scaling_curve(request: PlanRequest, nodes: Sequence[int]) -> tuple[ScalingPoint, ...]:
     """One point per number of nodes."""
-    return tuple(_point(question, count) for count in nodes)
+    return tuple(_point(on_nodes(request, count), count) for count in nodes)
 
 
-def default_nodes(question: Question) -> tuple[int, ...]:
+def default_nodes(request: PlanRequest) -> tuple[int, ...]:
     """Powers of two up to two doublings beyond the requested number, and that number."""
-    powers = {2**power for power in range((question.nodes - 1).bit_length() + POINTS_BEYOND + 1)}
-    return tuple(sorted({each for each in powers if each <= 4 * question.nodes} | {question.nodes}))
+    powers = {2**power for power in range((request.nodes - 1).bit_length() + POINTS_BEYOND + 1)}
+    return tuple(sorted({each for each in powers if each <= 4 * request.nodes} | {request.nodes}))
 
 
 def parse_nodes(text: str) -> tuple[int, ...]:
@@ -565,8 +553,7 @@ def efficiency(points: Sequence[ScalingPoint], point: ScalingPoint) -> float:
     return min(costs) / point.device_seconds_per_token if point.best else 0.0
 
 
-def _point(question: Question, nodes: int) -> ScalingPoint:
-    there = on_nodes(question, nodes)
+def _point(there: PlanRequest, nodes: int) -> ScalingPoint:
     found = search(there, most=1)
     if found.best is not None:
         return ScalingPoint(nodes, found.best)

@@ -1,7 +1,7 @@
 """A plan as text and as data: the table that `shardway plan` prints, its explanation, its JSON, numbers in words.
 
 Invariants:
-- Numbers in text have three figures, a unit, and the same words wherever a plan is shown; in data they are the answer's
+- Numbers in text have three figures, a unit, and the same words wherever a plan is shown; in data they are the result's
   own, not rounded, with units in the names of the keys (`_bytes`, `_seconds`) and shares from 0 to 1.
 - Each line of the table starts with its subject, and docs/plan.md explains every line.
 - The explanation has the items of the table, each with its meaning, and the factors that were used.
@@ -17,19 +17,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from shardway.errors import Problem, UserError, render_problems
-from shardway.plan.answer import JobTerms, PlanAnswer
 from shardway.plan.case import Case
 from shardway.plan.economy import DAY, HOUR, RunEstimate
 from shardway.plan.machine import Machine, ceilings_of
-from shardway.plan.memory import MEMORY_ITEMS as MEMORY_ITEMS
-from shardway.plan.memory import StageMemory
+from shardway.plan.memory import MEMORY_ITEMS, StageMemory
+from shardway.plan.planner import JobTerms, PlanResult
 from shardway.plan.search import Estimate, ScalingPoint, efficiency
-from shardway.plan.time import TIME_ITEMS as TIME_ITEMS
-from shardway.plan.time import StepTime, groups_of
-from shardway.units import render_count
+from shardway.plan.time import TIME_ITEMS, StepTime, groups_of
+from shardway.units import render_count as count
 
 if TYPE_CHECKING:
-    from shardway.plan.data_parallel_estimate import UnitAnswer, UnitCase, UnitEstimate
+    from shardway.plan.data_parallel_estimate import UnitCase, UnitEstimate, UnitPlanResult
 
 # --- numbers and settings in words
 
@@ -60,11 +58,6 @@ def amount(value: float) -> str:
 
 def _three(value: float) -> str:
     return f"{value:,.0f}" if value >= 999.5 else f"{value:#.3g}".rstrip(".")
-
-
-def count(value: float) -> str:
-    """A number with a suffix for thousands and more: "8.03B"."""
-    return render_count(value)
 
 
 def percent(share: float) -> str:
@@ -127,29 +120,34 @@ LABEL = 13
 MOST_OTHERS = 5
 
 
-def render_answer(answer: PlanAnswer) -> str:
+def render_plan(result: PlanResult) -> str:
     """The whole table, with a newline at its end."""
-    return _render_table(answer, _head(answer), _lines(answer), _others(answer), answer.question.machine)
+    return _render_table(result, _head(result), _lines(result), _others(result), result.request.machine)
 
 
 def _render_table(
-    answer: PlanAnswer | UnitAnswer, head: str, lines: Iterable[str], others: Iterable[str], machine: Machine
+    result: PlanResult | UnitPlanResult, head: str, lines: Iterable[str], others: Iterable[str], machine: Machine
 ) -> str:
-    breakdowns = _list_breakdowns(answer.shown.peak, answer.shown.time)
-    notes = _list_notes(machine, answer.assumed, answer.warnings)
+    peak, step = result.shown.peak, result.shown.time
+    # Memory of the fullest rank beside the step, largest first
+    memory = _column("memory of the fullest rank", peak.device_items, gib)
+    width = max(map(len, memory)) + 4
+    both = zip_longest(memory, _column("one step", step.items, duration), fillvalue="")
+    breakdowns = [f"{left:<{width}}{right}".rstrip() for left, right in both]
+    notes = _list_notes(machine, result.assumed, result.warnings)
     return "\n".join([head, "", *lines, "", *breakdowns, *others, *notes]) + "\n"
 
 
-def render_prediction(answer: PlanAnswer) -> tuple[str, ...]:
+def render_prediction(result: PlanResult) -> tuple[str, ...]:
     """Header lines for another library's file: what was planned, and its expected cost."""
-    shown = answer.shown
-    return (_head(answer), f"memory {_memory(shown)}", f"step {_step(shown)}", _utilisation(shown))
+    shown = result.shown
+    return (_head(result), f"memory {_memory_of(shown)}", f"step {_step_of(shown)}", _utilisation(shown))
 
 
-def _head(answer: PlanAnswer) -> str:
-    question = answer.question
-    machine = question.machine
-    return f"{question.case.model.name} on {machine.name}: {describe_machine(machine, question.world)}"
+def _head(result: PlanResult) -> str:
+    request = result.request
+    machine = request.machine
+    return f"{request.case.model.name} on {machine.name}: {describe_machine(machine, request.world)}"
 
 
 def line(label: str, text: str) -> str:
@@ -157,8 +155,8 @@ def line(label: str, text: str) -> str:
     return f"{label:<{LABEL}}{text}"
 
 
-def _lines(answer: PlanAnswer) -> Iterator[str]:
-    shown, case, model = answer.shown, answer.shown.case, answer.shown.case.model
+def _lines(result: PlanResult) -> Iterator[str]:
+    shown, case, model = result.shown, result.shown.case, result.shown.case.model
     active = "" if model.active_parameters == model.parameters else f" ({count(model.active_parameters)} for a token)"
     full, causal = (f"{model.flops_per_token(case.seq_len, causal=each) / 1e9:,.4g}" for each in (False, True))
     size = f"{count(model.parameters)} parameters{active}, {model.depth} layers"
@@ -169,30 +167,35 @@ def _lines(answer: PlanAnswer) -> Iterator[str]:
         batch = f"{case.global_batch:,} sequences of {case.seq_len:,} = {count(case.tokens_per_step)} tokens"
         yield line("batch", f"{batch}; {case.precision}")
     yield line("layout", describe_layout(case))
-    yield line("memory", _memory(shown))
-    yield line("step", _step(shown))
+    yield line("memory", _memory_of(shown))
+    yield line("step", _step_of(shown))
     yield line("utilisation", _utilisation(shown))
-    if answer.run:
-        yield from _list_run(answer.run, answer.terms)
-    for change in answer.changes:
+    if result.run:
+        yield from _list_run(result.run, result.terms)
+    for change in result.changes:
         costs = f"{gib(change.estimate.peak.device)}, {duration(change.estimate.time.seconds)} a step"
-        yield line("instead" if answer.fits else "to fit", f"{change.what}: {costs}")
+        yield line("instead" if result.fits else "to fit", f"{change.what}: {costs}")
 
 
-def _memory(shown: Estimate) -> str:
+def _memory_of(shown: Estimate) -> str:
     where = f" on pipeline rank {shown.peak.rank}" if shown.case.degrees.pp > 1 else ""
-    interval = f"{gib(shown.memory_low)} to {gib(shown.memory_high)}"
-    verdict = "does not fit" if not shown.fits else "fits, but may not: try it first" if shown.may_not_fit else "fits"
-    return f"{gib(shown.peak.device)} ({interval}) of {gib(shown.usable_bytes)} usable{where}: {verdict}"
+    return _memory(shown, where, unsure=shown.may_not_fit)
 
 
-def _step(shown: Estimate) -> str:
-    what, rate = rate_of(shown)
-    return f"{_interval(shown.time)}; {count(rate)} {what}/s, {count(rate / shown.case.degrees.world)} a GPU"
+def _memory(shown: Estimate | UnitEstimate, where: str = "", *, unsure: bool = False) -> str:
+    peak = shown.peak
+    interval = f"{gib(peak.device * peak.overheads.low)} to {gib(peak.device * peak.overheads.high)}"
+    verdict = "does not fit" if not shown.fits else "fits, but may not: try it first" if unsure else "fits"
+    return f"{gib(peak.device)} ({interval}) of {gib(shown.usable_bytes)} usable{where}: {verdict}"
 
 
-def _interval(time: StepTime) -> str:
-    return f"{duration(time.seconds)} ({duration(time.low)} to {duration(time.high)})"
+def _step_of(shown: Estimate) -> str:
+    return _step(shown.time, *rate_of(shown), shown.case.degrees.world)
+
+
+def _step(time: StepTime, what: str, rate: float, ranks: int) -> str:
+    interval = f"({duration(time.low)} to {duration(time.high)})"
+    return f"{duration(time.seconds)} {interval}; {count(rate)} {what}/s, {count(rate / ranks)} a GPU"
 
 
 def _utilisation(shown: Estimate) -> str:
@@ -221,14 +224,6 @@ def list_costs(run: RunEstimate) -> Iterator[str]:
         yield f"{amount(run.cost.value)} {run.cost.unit}"
 
 
-def _list_breakdowns(peak: StageMemory, step: StepTime) -> Iterator[str]:
-    """Memory of the fullest rank beside the step, largest first."""
-    memory = _column("memory of the fullest rank", peak.device_items, gib)
-    width = max(map(len, memory)) + 4
-    for left, right in zip_longest(memory, _column("one step", step.items, duration), fillvalue=""):
-        yield f"{left:<{width}}{right}".rstrip()
-
-
 def _column(title: str, items: Mapping[str, float], write: Callable[[float], str]) -> list[str]:
     total = sum(items.values())
     shown = sorted((each for each in items.items() if each[1] >= 0.0005 * total), key=lambda each: -each[1])
@@ -239,16 +234,16 @@ def _column(title: str, items: Mapping[str, float], write: Callable[[float], str
     ]
 
 
-def _others(answer: PlanAnswer) -> Iterator[str]:
-    others = answer.found.candidates[1 : 1 + MOST_OTHERS]
+def _others(result: PlanResult) -> Iterator[str]:
+    others = result.found.candidates[1 : 1 + MOST_OTHERS]
     if not others:
         return
     yield ""
-    yield f"other layouts ({answer.found.looked_at:,} looked at)"
+    yield f"other layouts ({result.found.looked_at:,} looked at)"
     names = [_short(each.estimate) for each in others]
     width = max(map(len, names))
     for name, each in zip(names, others, strict=True):
-        slower = each.estimate.time.seconds / answer.shown.time.seconds - 1
+        slower = each.estimate.time.seconds / result.shown.time.seconds - 1
         yield f"  {name:<{width}}  {duration(each.estimate.time.seconds):>8} {slower:>+6.0%}  {each.reason}"
 
 
@@ -273,43 +268,40 @@ def _list_notes(machine: Machine, assumed: Sequence[str], warnings: Sequence[str
 
 def render_curve(points: Sequence[ScalingPoint]) -> str:
     """The scaling curve as a table."""
-    head = f"{'nodes':>7} {'GPUs':>8} {'step':>10} {'tokens/s':>10} {'GPU-h per 1e9':>14} {'efficiency':>11}  layout"
-    return "\n".join([head, *(_curve_line(points, point) for point in points)]) + "\n"
-
-
-def _curve_line(points: Sequence[ScalingPoint], point: ScalingPoint) -> str:
-    best = point.best
-    if best is None:
-        return f"{point.nodes:>7,} {'':>8} {'-':>10}  {point.why_not}"
-    hours = point.device_seconds_per_token * 1e9 / 3600
-    speed = f"{duration(best.time.seconds):>10} {count(best.tokens_per_second):>10}"
-    worth = f"{amount(hours):>14} {percent(efficiency(points, point)):>11}"
-    return f"{point.nodes:>7,} {best.case.degrees.world:>8,} {speed} {worth}  {_short(best)}"
+    lines = [f"{'nodes':>7} {'GPUs':>8} {'step':>10} {'tokens/s':>10} {'GPU-h per 1e9':>14} {'efficiency':>11}  layout"]
+    for point in points:
+        best = point.best
+        if best is None:
+            lines.append(f"{point.nodes:>7,} {'':>8} {'-':>10}  {point.why_not}")
+            continue
+        speed = f"{duration(best.time.seconds):>10} {count(best.tokens_per_second):>10}"
+        hours = point.device_seconds_per_token * 1e9 / 3600
+        worth = f"{amount(hours):>14} {percent(efficiency(points, point)):>11}"
+        lines.append(f"{point.nodes:>7,} {best.case.degrees.world:>8,} {speed} {worth}  {_short(best)}")
+    return "\n".join(lines) + "\n"
 
 
 # --- the explanation
 
-_MEANINGS: Mapping[str, str] = MappingProxyType(
-    {
-        **MEMORY_ITEMS,
-        "fragmentation": "what the caching allocator holds beyond the tensors: gaps that come and go within a step",
-        "context": "the driver, libraries and communicators: what nvidia-smi shows and PyTorch does not",
-    }
-)
+_MEANINGS: Mapping[str, str] = {
+    **MEMORY_ITEMS,
+    "fragmentation": "what the caching allocator holds beyond the tensors: gaps that come and go within a step",
+    "context": "the driver, libraries and communicators: what nvidia-smi shows and PyTorch does not",
+}
 _NAME = 16
 _MOST_STAGES = 16
 
 
-def explain(topic: str, answer: PlanAnswer) -> str:
+def explain(topic: str, result: PlanResult) -> str:
     """A topic of the plan in full. Raises UserError with the known topics."""
     if topic not in TOPICS:
         problem = Problem("--explain", f'"{topic}" is not known', allowed=", ".join(TOPICS))
         raise UserError(render_problems("the plan", [problem]))
-    return "\n".join(TOPICS[topic](answer)) + "\n"
+    return "\n".join(TOPICS[topic](result)) + "\n"
 
 
-def _explain_memory(answer: PlanAnswer) -> Iterator[str]:
-    shown = answer.shown
+def _explain_memory(result: PlanResult) -> Iterator[str]:
+    shown = result.shown
     peak, case, engine, between = shown.peak, shown.case, shown.case.engine, shown.between_steps
     yield f"memory of pipeline rank {peak.rank}, the fullest of {len(shown.memory)}: {describe_layout(case)}"
     yield ""
@@ -341,8 +333,8 @@ def _explain_memory(answer: PlanAnswer) -> Iterator[str]:
             yield f"  and {len(shown.memory) - _MOST_STAGES} more"
 
 
-def _explain_time(answer: PlanAnswer) -> Iterator[str]:
-    shown = answer.shown
+def _explain_time(result: PlanResult) -> Iterator[str]:
+    shown = result.shown
     total = shown.time.seconds
     yield f"one step of {duration(total)}, {shown.case.micro_batches} passes: {describe_layout(shown.case)}"
     yield ""
@@ -359,8 +351,8 @@ def _explain_time(answer: PlanAnswer) -> Iterator[str]:
         yield f"  {name:<20}{value:>10.4g}   {origin}"
 
 
-def _explain_layout(answer: PlanAnswer) -> Iterator[str]:
-    case, machine, found = answer.shown.case, answer.shown.machine, answer.found
+def _explain_layout(result: PlanResult) -> Iterator[str]:
+    case, machine, found = result.shown.case, result.shown.machine, result.found
     yield describe_layout(case)
     link = f"{machine.domain} of them share the fast link of {machine.link / 1e9:,.0f} GB/s"
     yield f"{case.degrees.world:,} ranks; {link}"
@@ -388,15 +380,15 @@ def _explain_layout(answer: PlanAnswer) -> Iterator[str]:
         yield f"  {number:>2}. {costs}: {describe_layout(shown.case)}{lost}"
     if not found.candidates:
         yield "  none"
-    if answer.question.fixed:
-        yield f"kept as you set them: {', '.join(sorted(answer.question.fixed))}"
+    if result.request.fixed:
+        yield f"kept as you set them: {', '.join(sorted(result.request.fixed))}"
 
 
 def _describe_stride(stride: int) -> str:
     return "neighbours" if stride == 1 else f"ranks {stride} apart"
 
 
-TOPICS: Mapping[str, Callable[[PlanAnswer], Iterator[str]]] = MappingProxyType(
+TOPICS: Mapping[str, Callable[[PlanResult], Iterator[str]]] = MappingProxyType(
     {"memory": _explain_memory, "time": _explain_time, "layout": _explain_layout}
 )
 """The topics that can be explained."""
@@ -407,34 +399,43 @@ TOPICS: Mapping[str, Callable[[PlanAnswer], Iterator[str]]] = MappingProxyType(
 FORMAT = 1
 
 
-def answer_facts(answer: PlanAnswer, curve: Sequence[ScalingPoint] = ()) -> dict[str, Any]:
-    """All data of an answer."""
-    question, terms, machine = answer.question, answer.terms, answer.question.machine
+def plan_facts(result: PlanResult, curve: Sequence[ScalingPoint] = ()) -> dict[str, Any]:
+    """All data of a plan."""
+    request, terms, machine = result.request, result.terms, result.request.machine
     return {
         "format": FORMAT,
         "machine": {
             "name": machine.name,
             "accelerator": machine.accelerator.key,
-            "nodes": question.nodes,
-            "accelerators": question.world,
+            "nodes": request.nodes,
+            "accelerators": request.world,
             "accelerators_per_node": machine.per_node,
             "memory_bytes": machine.memory_bytes,
             "link_bytes_per_second": machine.link,
             "network_bytes_per_second": machine.network,
             "measured": dict(machine.measured),
         },
-        "plan": _estimate_facts(answer.shown),
-        "run": _run_facts(answer.run) if answer.run else None,
+        "plan": _estimate_facts(result.shown),
+        "run": _run_facts(result.run) if result.run else None,
         "queue": {"name": terms.queue, "wall_seconds": terms.wall_seconds, "most_nodes": terms.most_nodes},
         "others": [
-            {**_estimate_facts(each.estimate, brief=True), "lost": each.reason} for each in answer.found.candidates[1:]
+            {**_estimate_facts(each.estimate, brief=True), "lost": each.reason} for each in result.found.candidates[1:]
         ],
-        "looked_at": answer.found.looked_at,
-        "to_fit": [{"change": each.what, **_estimate_facts(each.estimate, brief=True)} for each in answer.changes],
-        "kept": sorted(question.fixed),
-        "curve": [_point_facts(curve, point) for point in curve],
-        "assumed": list(answer.assumed),
-        "warnings": list(answer.warnings),
+        "looked_at": result.found.looked_at,
+        "to_fit": [{"change": each.what, **_estimate_facts(each.estimate, brief=True)} for each in result.changes],
+        "kept": sorted(request.fixed),
+        "curve": [
+            {
+                "nodes": point.nodes,
+                "best": _estimate_facts(point.best, brief=True) if point.best else None,
+                "why_not": point.why_not,
+                "gpu_seconds_per_token": point.device_seconds_per_token,
+                "efficiency": efficiency(curve, point),
+            }
+            for point in curve
+        ],
+        "assumed": list(result.assumed),
+        "warnings": list(result.warnings),
     }
 
 
@@ -444,9 +445,7 @@ def _estimate_facts(shown: Estimate, *, brief: bool = False) -> dict[str, Any]:
     facts = {
         "layout": {
             **asdict(case.degrees),
-            **{name: getattr(case, name) for name in _SETTINGS},
-            "engine": case.engine.name,
-            **{name: getattr(case, name) for name in _MORE_SETTINGS},
+            **{name: case.engine.name if name == "engine" else getattr(case, name) for name in _SETTINGS.split()},
         },
         "fits": shown.fits,
         "peak_bytes": {
@@ -485,17 +484,9 @@ def _estimate_facts(shown: Estimate, *, brief: bool = False) -> dict[str, Any]:
     }
 
 
-_SETTINGS = ("global_batch", "seq_len", "micro_batch", "micro_batches", "precision", "optimizer")
-_MORE_SETTINGS = (
-    "zero",
-    "reshard",
-    "sequence",
-    "recompute",
-    "attention",
-    "compiled",
-    "schedule",
-    "stages_per_rank",
-    "offload",
+_SETTINGS = (
+    "global_batch seq_len micro_batch micro_batches precision optimizer engine zero reshard sequence recompute "
+    "attention compiled schedule stages_per_rank offload"
 )
 
 
@@ -505,8 +496,8 @@ def _step_facts(time: StepTime) -> dict[str, float]:
 
 def _stage_facts(stage: StageMemory) -> dict[str, Any]:
     """Memory of a pipeline rank, in bytes."""
-    own = {"allocated": stage.allocated, "reserved": stage.reserved, "device": stage.device}
-    return {"pipeline_rank": stage.rank, "items": dict(stage.items), "micro_batches_kept": stage.in_flight, **own}
+    facts = {"pipeline_rank": stage.rank, "items": dict(stage.items), "micro_batches_kept": stage.in_flight}
+    return {**facts, "allocated": stage.allocated, "reserved": stage.reserved, "device": stage.device}
 
 
 def _run_facts(run: RunEstimate) -> dict[str, Any]:
@@ -526,36 +517,27 @@ def _run_facts(run: RunEstimate) -> dict[str, Any]:
     }
 
 
-def _point_facts(curve: Sequence[ScalingPoint], point: ScalingPoint) -> dict[str, Any]:
-    best = _estimate_facts(point.best, brief=True) if point.best else None
-    cost = {"gpu_seconds_per_token": point.device_seconds_per_token, "efficiency": efficiency(curve, point)}
-    return {"nodes": point.nodes, "best": best, "why_not": point.why_not, **cost}
-
-
 # --- models known by their units
 
 
-def render_units(answer: UnitAnswer) -> str:
+def render_units(result: UnitPlanResult) -> str:
     """The whole table, with a newline at its end."""
-    head = f"{answer.shown.case.model.name} on {answer.machine.name}: {describe_machine(answer.machine, answer.world)}"
-    return _render_table(answer, head, _unit_lines(answer), _other_units(answer), answer.machine)
+    head = f"{result.shown.case.model.name} on {result.machine.name}: {describe_machine(result.machine, result.world)}"
+    return _render_table(result, head, _unit_lines(result), _other_units(result), result.machine)
 
 
-def _unit_lines(answer: UnitAnswer) -> Iterator[str]:
-    shown, case = answer.shown, answer.shown.case
-    model, peak, low, high = case.model, shown.peak, shown.peak.overheads.low, shown.peak.overheads.high
+def _unit_lines(result: UnitPlanResult) -> Iterator[str]:
+    shown, case = result.shown, result.shown.case
+    model = case.model
     flops = f"{model.flops_per_sample / 1e9:,.4g} GFLOP a sample"
     yield line("model", f"{count(model.parameters)} parameters in {sum(u.count for u in model.units)} units; {flops}")
     yield line("batch", f"{case.global_batch:,} samples; {case.precision}")
     yield line("layout", _unit_layout(case))
-    interval = f"{gib(peak.device * low)} to {gib(peak.device * high)}"
-    fits = "fits" if shown.fits else "does not fit"
-    yield line("memory", f"{gib(peak.device)} ({interval}) of {gib(shown.usable_bytes)} usable: {fits}")
-    speed = f"{count(shown.samples_per_second)} samples/s, {count(shown.samples_per_second / case.world)} a GPU"
-    yield line("step", f"{_interval(shown.time)}; {speed}")
+    yield line("memory", _memory(shown))
+    yield line("step", _step(shown.time, "samples", shown.samples_per_second, case.world))
     yield line("utilisation", f"MFU {percent(shown.mfu)} of {shown.peak_flops / 1e12:,.0f} TFLOP/s {case.precision}")
-    if answer.run:
-        yield from _list_run(answer.run, answer.terms)
+    if result.run:
+        yield from _list_run(result.run, result.terms)
 
 
 def _unit_layout(case: UnitCase) -> str:
@@ -565,27 +547,27 @@ def _unit_layout(case: UnitCase) -> str:
     return f"{degrees or 'one rank'}, micro-batch {case.micro_batch}{passes}"
 
 
-def _other_units(answer: UnitAnswer) -> Iterator[str]:
-    others = answer.fitting[1 : 1 + MOST_OTHERS]
+def _other_units(result: UnitPlanResult) -> Iterator[str]:
+    others = result.fitting[1 : 1 + MOST_OTHERS]
     if others:
         yield ""
         yield "other layouts"
     for each in others:
-        slower = each.time.seconds / answer.shown.time.seconds - 1
+        slower = each.time.seconds / result.shown.time.seconds - 1
         yield f"  {_unit_layout(each.case):<48}{duration(each.time.seconds):>10} {slower:>+6.0%}"
 
 
-def unit_facts(answer: UnitAnswer) -> dict[str, Any]:
-    """All data of an answer; units are in the names of the keys."""
-    machine = answer.machine
+def unit_plan_facts(result: UnitPlanResult) -> dict[str, Any]:
+    """All data of a plan; units are in the names of the keys."""
+    machine = result.machine
     return {
         "format": FORMAT,
-        "machine": {"name": machine.name, "accelerator": machine.accelerator.key, "accelerators": answer.world},
-        "plan": _unit_estimate_facts(answer.shown),
-        "run": _run_facts(answer.run) if answer.run else None,
-        "others": [_unit_estimate_facts(each) for each in answer.fitting[1:]],
-        "assumed": list(answer.assumed),
-        "warnings": list(answer.warnings),
+        "machine": {"name": machine.name, "accelerator": machine.accelerator.key, "accelerators": result.world},
+        "plan": _unit_estimate_facts(result.shown),
+        "run": _run_facts(result.run) if result.run else None,
+        "others": [_unit_estimate_facts(each) for each in result.fitting[1:]],
+        "assumed": list(result.assumed),
+        "warnings": list(result.warnings),
     }
 
 

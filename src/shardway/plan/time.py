@@ -127,24 +127,22 @@ STAGES, BUBBLE = "stage messages", "bubble"
 GRADIENTS, WEIGHTS = "gradient messages", "weight messages"
 OPTIMIZER, REST = "optimizer", "rest of the step"
 
-TIME_ITEMS: Mapping[str, str] = MappingProxyType(
-    {
-        PRODUCTS: "matrix products, forward and backward, and again where they are recomputed",
-        ATTENTION: "scores and sums of values",
-        MOVES: "norms, activations, residuals, casts, the loss: bound by memory",
-        HOST: "the device waits while the host starts operators",
-        TENSOR: "activations between ranks of the tensor axis",
-        CONTEXT: "keys and values between ranks of the context axis that attention does not hide",
-        EXPERTS: "tokens to experts and back",
-        SHARDS: "shared weights and gradients that computation does not hide, and what they slow down",
-        STAGES: "activations between pipeline stages",
-        BUBBLE: "pipeline ranks wait for the first and the last micro-batch",
-        GRADIENTS: "gradients between ranks with the same weights, beyond what the backward pass hides",
-        WEIGHTS: "updated weights back to all ranks, beyond what is hidden",
-        OPTIMIZER: "the update",
-        REST: "reading data, logging, starting the step",
-    }
-)
+TIME_ITEMS: Mapping[str, str] = {
+    PRODUCTS: "matrix products, forward and backward, and again where they are recomputed",
+    ATTENTION: "scores and sums of values",
+    MOVES: "norms, activations, residuals, casts, the loss: bound by memory",
+    HOST: "the device waits while the host starts operators",
+    TENSOR: "activations between ranks of the tensor axis",
+    CONTEXT: "keys and values between ranks of the context axis that attention does not hide",
+    EXPERTS: "tokens to experts and back",
+    SHARDS: "shared weights and gradients that computation does not hide, and what they slow down",
+    STAGES: "activations between pipeline stages",
+    BUBBLE: "pipeline ranks wait for the first and the last micro-batch",
+    GRADIENTS: "gradients between ranks with the same weights, beyond what the backward pass hides",
+    WEIGHTS: "updated weights back to all ranks, beyond what is hidden",
+    OPTIMIZER: "the update",
+    REST: "reading data, logging, starting the step",
+}
 """The items of a step."""
 
 UPDATE_BYTES = 34
@@ -185,8 +183,12 @@ class StepPricer:
 
     def _stage(self, stage: StageLayers) -> Items:
         parts = [(self._layer(run), float(run.count)) for run in stage.layers]
-        ends = ([(self._head(), 1.0)] if stage.last else []) + ([(self._embedding(), 1.0)] if stage.first else [])
-        return add_items(*parts, *ends)
+        if stage.last:
+            parts.append((self._head(), 1.0))
+        if stage.first:  # the embedding
+            moved = 6 * self.case.tokens * self.case.model.hidden * self.case.value_bytes / self.case.stream_split
+            parts.append(({MOVES: moved / self.bandwidth}, 1.0))
+        return add_items(*parts)
 
     def _layer(self, run: LayerRun) -> Items:
         """One layer: forward, recompute if any, and backward."""
@@ -285,10 +287,6 @@ class StepPricer:
             items[SHARDS] = (1 - self.ceilings.overlap) * messages
         return items
 
-    def _embedding(self) -> Items:
-        moved = 6 * self.case.tokens * self.case.model.hidden * self.case.value_bytes / self.case.stream_split
-        return {MOVES: moved / self.bandwidth}
-
     # --- operators
 
     @cached_property
@@ -320,8 +318,11 @@ class StepPricer:
         """All products with a matrix: forward, then for the gradients of inputs and of weights."""
         split, copies, rows = matrix_split(matrix, self.case), 1.0, tokens
         if matrix.part == "experts":
-            copies, rows = matrix.copies / self.case.degrees.ep, self._expert_rows(matrix, tokens)
-            split = self.case.degrees.etp
+            degrees = self.case.degrees
+            copies, split = matrix.copies / degrees.ep, degrees.etp
+            # Tokens of one expert, from all ranks that it serves, evenly shared
+            shared = degrees.tp if degrees.etp == 1 else 1
+            rows = max(1, round(tokens * matrix.met * degrees.ep / matrix.copies / shared))
         elif matrix.split == "none":
             rows = max(1, tokens // self.case.stream_split)
         outputs = max(1, matrix.outputs // split) if matrix.split == "outputs" else matrix.outputs
@@ -333,12 +334,6 @@ class StepPricer:
             copies *= 1 + self.ceilings.misaligned
         back = self._gemm(rows, inputs, outputs, low) + self._gemm(inputs, outputs, rows, low)
         return PassTimes(copies * self._gemm(rows, outputs, inputs, low), copies * back)
-
-    def _expert_rows(self, matrix: Matrix, tokens: int) -> int:
-        """Tokens of one expert, from all ranks that it serves, evenly shared."""
-        degrees = self.case.degrees
-        shared = degrees.tp if degrees.etp == 1 else 1
-        return max(1, round(tokens * matrix.met * degrees.ep / matrix.copies / shared))
 
     def _gemm(self, m: int, n: int, k: int, low: bool) -> float:
         """A product of m x k with k x n."""
@@ -384,10 +379,15 @@ class StepPricer:
         """Norms, residuals, rotations, activations, dropout, casts: forward, and twice that backward."""
         case, c = self.case, self.ceilings
         size = case.value_bytes
-        stream = case.stream_bytes * c.stream * self._stream_moves(layer) / case.stream_split
+        norm = 2.0 if case.engine.fused_norms or case.compiled else c.plain_norm
+        passes = layer.hidden * (layer.norms * norm + 3 * (1 + len(layer.attentions)) + (1 if case.dropout else 0))
+        stream = case.stream_bytes * c.stream * passes / case.stream_split
         moved = tokens * (stream + size * c.gates * self._gate_moves(layer)) + CAST_BYTES * self._casts(layer, tokens)
         if case.low_bits:  # read in 16 bits, write in 8, as it is and transposed
-            inputs = sum(matrix.met * self._local_inputs(matrix) for matrix in layer.matrices)
+            inputs = 0.0
+            for matrix in layer.matrices:
+                split = matrix.split == "inputs" and matrix.part != "experts"
+                inputs += matrix.met * (matrix.inputs / (matrix_split(matrix, case) if split else 1))
             moved += c.gates * size * tokens * inputs
         forward = moved / self.bandwidth
         return PassTimes(forward, 2 * forward)
@@ -401,10 +401,6 @@ class StepPricer:
         weights = sum(count_layer(layer, case)) if case.casts_weights else 0.0
         return tokens * inputs * layer.hidden + weights
 
-    def _stream_moves(self, layer: LayerShape) -> float:
-        norm = 2.0 if self.case.engine.fused_norms or self.case.compiled else self.ceilings.plain_norm
-        return layer.hidden * (layer.norms * norm + 3 * (1 + len(layer.attentions)) + (1 if self.case.dropout else 0))
-
     def _gate_moves(self, layer: LayerShape) -> float:
         fused = self.case.engine.fused_activations or self.case.compiled
         gate = (3 if fused else 5) if layer.gated else 2
@@ -416,10 +412,6 @@ class StepPricer:
         width = gate * (mixture.dim * mixture.per_token + mixture.shared_dim)
         routed = 8 * mixture.per_token * layer.hidden / (tp if self.case.degrees.etp == 1 else 1)
         return (width + heads) / tp + routed
-
-    def _local_inputs(self, matrix: Matrix) -> float:
-        split = matrix.split == "inputs" and matrix.part != "experts"
-        return matrix.inputs / (matrix_split(matrix, self.case) if split else 1)
 
     def _kernels(self, layer: LayerShape) -> int:
         """Operators of a forward pass."""
@@ -438,23 +430,21 @@ class StepPricer:
         case, engine, local, groups = self.case, self.case.engine, count_local(self.case, stage), self.groups
         cover = self.ceilings.overlap * BACKWARD_SHARE * pass_seconds / case.stages_per_rank
         # Gradients are summed over the ranks that share states, then over copies.
-        summed = 0.0
-        if case.zero < 3:
-            summed += self._exchange(local, stage, "reduce_scatter" if case.zero else "all_reduce", case.gradient_bytes)
+        kind: Kind = "reduce_scatter" if case.zero else "all_reduce"
+        summed = self._exchange(local, stage, kind, case.gradient_bytes) if case.zero < 3 else 0.0
         shared = case.degrees.shards if case.zero >= 2 else 1
         summed += self.wires.seconds("all_reduce", local.total * case.gradient_bytes / shared, groups.copies)
         gathered = self._exchange(local, stage, "all_gather", case.value_bytes) if case.zero in (1, 2) else 0.0
         return {
-            GRADIENTS: _exposed(summed, cover if engine.overlaps_gradients else 0.0),
-            WEIGHTS: _exposed(gathered, cover / 2 if engine.overlaps_parameters else 0.0),
+            GRADIENTS: exposed(summed, cover if engine.overlaps_gradients else 0.0),
+            WEIGHTS: exposed(gathered, cover / 2 if engine.overlaps_parameters else 0.0),
             OPTIMIZER: self._update(local),
         }
 
     def _exchange(self, local: LocalParameters, stage: StageLayers, kind: Kind, size: int) -> float:
         """All elements, exchanged with the ranks that share their states; by parameter each has a start-up time."""
         groups = self.groups
-        total = 0.0
-        total += self.wires.seconds(kind, (local.dense + local.ends) * size, groups.shards)
+        total = self.wires.seconds(kind, (local.dense + local.ends) * size, groups.shards)
         total += self.wires.seconds(kind, local.experts * size, groups.expert_shards)
         if self.case.engine.by_parameter and self.case.zero:
             messages = sum(run.count * (len(run.layer.matrices) + run.layer.norms) for run in stage.layers)
@@ -505,7 +495,6 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The sum of all items."""
         return sum(self.items.values())
 
 
@@ -526,7 +515,12 @@ def estimate_step(case: Case, machine: Machine, ceilings: Ceilings) -> StepTime:
         (pipeline, 1.0),
         (pricer.once(stages[slowest], totals[slowest]), 1.0),
     )
-    items[REST] = ceilings.step_s
+    return total_time(items, ceilings)
+
+
+def total_time(items: Items, ceilings: Ceilings) -> StepTime:
+    """The items of passes and of what happens once, and the rest of the step."""
+    items = {**items, REST: ceilings.step_s}
     seconds = sum(items.values())
     ordered = {name: items[name] for name in TIME_ITEMS if items.get(name)}
     return StepTime(MappingProxyType(ordered), seconds * ceilings.low, seconds * ceilings.high)
@@ -553,6 +547,6 @@ def _send_seconds(case: Case, pricer: StepPricer) -> float:
     return send + (pricer.wires.seconds("all_gather", stream, pricer.groups.tp) if gathers else 0.0)
 
 
-def _exposed(messages: float, cover: float) -> float:
+def exposed(messages: float, cover: float) -> float:
     """Seconds of messages that nothing hides."""
     return max(messages - cover, LEAST_EXPOSED * messages)

@@ -19,7 +19,7 @@ from shardway.errors import Problem, UserError, render_problems
 from shardway.layout import AXES, stages_of_schedule
 from shardway.plan.case import Case, Degrees, EngineTraits, Precision, Recompute, Schedule, divisors, find_engine
 from shardway.plan.machine import Machine
-from shardway.plan.search import NEAR, SETTINGS, Estimate, Question, SearchResult, estimate, search
+from shardway.plan.search import NEAR, SETTINGS, Estimate, PlanRequest, SearchResult, estimate, search
 from shardway.plan.shapes.architecture import Architecture
 from shardway.plan.shapes.measured import Shape
 from shardway.plan.shapes.section import shape_of_section
@@ -410,7 +410,7 @@ def _seconds_of(found: SearchResult) -> float:
     return found.best.time.seconds if found.best else math.inf
 
 
-def _ask(wish: OpenLayout, ranks: int, loose: frozenset[str], changes: Mapping[str, Any]) -> Question:
+def _ask(wish: OpenLayout, ranks: int, loose: frozenset[str], changes: Mapping[str, Any]) -> PlanRequest:
     """The question; its case carries what is fixed. Raises UserError if that is impossible."""
     draft, deepspeed = wish.draft, wish.on_deepspeed
     fixed = {name for name in KEYS if not wish.is_open(name, loose)}
@@ -426,7 +426,9 @@ def _ask(wish: OpenLayout, ranks: int, loose: frozenset[str], changes: Mapping[s
     }
     fixed |= {*_AXIS_NAMES, "zero"} if deepspeed else set()
     case = fixed_case_of(draft.values, wish.shape, **{**laid_out, **changes})
-    return Question(case, machine_for(wish.machine, ranks), ranks, frozenset(fixed), as_run=_adapt(wish, loose, case))
+    return PlanRequest(
+        case, machine_for(wish.machine, ranks), ranks, frozenset(fixed), as_run=_adapt(wish, loose, case)
+    )
 
 
 def _carry_degrees(draft: Draft, fixed: set[str]) -> Degrees:

@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -104,7 +104,8 @@ class RunProgress:
             case "step":
                 self._add_step(attempt, event)
             case "rolled_back":
-                self._go_back(attempt, whole(event, "step") or 0)
+                attempt.step, attempt.first_step = whole(event, "step") or 0, None
+                self._undo_after(attempt.step)
             case "validation":
                 self.validations.append(read_validation(event))
             case "logged":
@@ -125,10 +126,6 @@ class RunProgress:
         self.attempts.append(AttemptProgress(start, start.step, start.time, again=again))
         self._restarted = None
         self._undo_after(start.step)
-
-    def _go_back(self, attempt: AttemptProgress, step: int) -> None:
-        attempt.step, attempt.first_step = step, None
-        self._undo_after(step)
 
     def _undo_after(self, step: int) -> None:
         self.recent.clear()
@@ -326,12 +323,6 @@ class RunSummary:
         return plain
 
 
-def _read_ignored(status: Mapping[str, Any]) -> int | None:
-    """The field was called tier_dropped until 2026-11."""
-    ignored = whole(status, "local_checkpoints_ignored")
-    return ignored if ignored is not None else whole(status, "tier_dropped")
-
-
 def summarise(run: RunDir) -> RunSummary:
     """The state of the run now. Raises JobError where status.json is damaged."""
     return summarise_progress(run, read_progress(run))
@@ -340,7 +331,8 @@ def summarise(run: RunDir) -> RunSummary:
 def summarise_progress(run: RunDir, progress: RunProgress) -> RunSummary:
     """The state of the run, for a reader that has read its events already."""
     now = _find_state(run, progress)
-    start, saved = progress.start, run.checkpoint_steps()
+    start, saved, status = progress.start, run.checkpoint_steps(), run.read_status()
+    ignored = whole(status, "local_checkpoints_ignored")  # called tier_dropped until 2026-11
     return RunSummary(
         name=run.path.resolve().name,
         path=run.path,
@@ -371,9 +363,9 @@ def summarise_progress(run: RunDir, progress: RunProgress) -> RunSummary:
         attempts=sum(not attempt.again for attempt in progress.attempts),
         restarts=sum(attempt.again for attempt in progress.attempts),
         writer=now.writer,
-        account=progress.book.account(run.read_status(), time.time() if now.state == "running" else None),
+        account=progress.book.account(status, time.time() if now.state == "running" else None),
         left_out=_left_out(run),
-        local_checkpoints_ignored=_read_ignored(run.read_status()),
+        local_checkpoints_ignored=ignored if ignored is not None else whole(status, "tier_dropped"),
         monitor=progress.monitor.metric,
         best_checkpoint=progress.find_best(saved),
     )

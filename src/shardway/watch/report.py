@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shardway.drawing import colour_of, render_document, render_table, render_tiles
+from shardway.drawing import colour_of, read_beside, render_document, render_table, render_tiles
 from shardway.errors import JobError, ShardwayError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
@@ -43,107 +43,7 @@ from shardway.watch.words import (
     render_total,
 )
 
-# --- style, script and building blocks
-
-STYLE = """
-header { margin-bottom: 18px; }
-.soft { overflow-wrap: anywhere; }
-.state {
-  font-size: 13px; font-weight: 600; vertical-align: 4px; margin-left: 8px; padding: 2px 10px;
-  border-radius: 99px; border: 1px solid currentColor;
-}
-.state.finished { color: var(--good); } .state.running { color: var(--blue); }
-.state.stopped { color: var(--warn); } .state.failed { color: var(--bad); } .state.new { color: var(--soft); }
-.curves { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 12px; }
-.tables { columns: 2; column-gap: 12px; }
-.pairs { break-inside: avoid; overflow: hidden; margin-bottom: 12px; }
-.wide { grid-column: 1 / -1; }
-.figure { padding: 12px 12px 4px; min-width: 0; }
-.figure .bar { display: flex; justify-content: space-between; align-items: center; min-height: 26px; }
-.figure h3 { margin: 0; }
-.plot { height: 260px; } .wide .plot { height: 380px; }
-button {
-  font: inherit; font-size: 13px; color: var(--soft); background: none; cursor: pointer;
-  border: 1px solid var(--line); border-radius: 6px; padding: 1px 9px;
-}
-button[aria-pressed="true"] { color: var(--card); background: var(--soft); }
-.marks { font-size: 13px; margin: 0 0 10px; color: var(--soft); }
-.marks i { display: inline-block; height: 12px; margin: 0 6px 0 14px; border-left: 2px solid; vertical-align: -1px; }
-.marks i:first-child { margin-left: 0; }
-.shares { display: flex; height: 18px; margin: 8px 0 12px; border-radius: 6px; overflow: hidden; }
-.shares i { min-width: 1px; }
-td { overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
-.scroll td { white-space: nowrap; } .scroll td:last-child { white-space: pre-line; min-width: 240px; }
-.pairs th { font-weight: 400; color: var(--soft); width: 42%; }
-.pairs h3 { margin: 0; padding: 8px 12px; background: var(--head); }
-@media (max-width: 760px) {
-  .curves { grid-template-columns: minmax(0, 1fr); }
-  .tables { columns: 1; }
-  .wide .plot { height: 300px; }
-}
-@media print { button { display: none; } .figure, table { break-inside: avoid; } }
-"""
-"""What a report has beside the shared sheet."""
-
-SCRIPT = """
-(() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const touch = window.matchMedia("(pointer: coarse)").matches;
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-  const config = { responsive: true, displaylogo: false, displayModeBar: false, scrollZoom: false };
-  const logs = new Set();
-
-  function shape(mark) {
-    const save = mark.kind === "save";
-    return {
-      type: "line", x0: mark.step, x1: mark.step, yref: "paper", y0: 0, y1: save ? 0.035 : 1,
-      line: {
-        color: colour(data.colours[mark.kind]), width: save ? 2 : 1.5, dash: mark.kind === "resume" ? "dash" : "solid",
-      },
-    };
-  }
-
-  function trace(source) {
-    return {
-      type: "scatter", x: source.x, y: source.y, name: source.name, mode: source.mode,
-      line: { color: colour(source.colour), width: source.faint ? 1 : 2 }, marker: { size: 6 },
-      opacity: source.faint ? 0.35 : 1, hovertemplate: "%{y:.5~g}",
-    };
-  }
-
-  function layout(figure) {
-    const axis = { gridcolor: colour("line"), linecolor: colour("line"), zeroline: false, automargin: true };
-    return {
-      margin: { l: 8, r: 12, t: 8, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: { color: colour("soft"), family: "inherit", size: 12 }, hovermode: "x unified",
-      hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("ink") } },
-      dragmode: touch ? false : "zoom", shapes: data.marks.map(shape),
-      showlegend: figure.traces.length > 1,
-      legend: { orientation: "h", x: 1, xanchor: "right", y: 1, yanchor: "bottom" },
-      xaxis: { ...axis, title: { text: "step", standoff: 6 }, range: data.range, rangemode: "nonnegative" },
-      yaxis: { ...axis, type: logs.has(figure.name) ? "log" : "linear", tickformat: figure.percent ? ".1%" : "" },
-    };
-  }
-
-  function draw() {
-    for (const figure of data.figures) {
-      Plotly.react("plot-" + figure.name, figure.traces.map(trace), layout(figure), config);
-    }
-  }
-
-  for (const button of document.querySelectorAll("button[data-log]")) {
-    button.addEventListener("click", () => {
-      const name = button.dataset.log;
-      if (!logs.delete(name)) logs.add(name);
-      button.setAttribute("aria-pressed", String(logs.has(name)));
-      draw();
-    });
-  }
-  dark.addEventListener("change", draw);
-  draw();
-})();
-"""
+# --- building blocks
 
 
 def render_data(name: str, data: Any) -> str:
@@ -314,7 +214,9 @@ def render_report(run: RunDir) -> str:
         ]
     )
     scripts = _scripts(figures, progress) if figures else ""
-    return render_document(f"{summary.name} - Shardway", body, style=STYLE, scripts=scripts)
+    return render_document(
+        f"{summary.name} - Shardway", body, style="\n" + read_beside(__package__, "report.css"), scripts=scripts
+    )
 
 
 def _scripts(figures: Sequence[Figure], progress: RunProgress) -> str:
@@ -327,7 +229,8 @@ def _scripts(figures: Sequence[Figure], progress: RunProgress) -> str:
         "colours": {kind: colour_of(kind) for kind in ("save", "resume", "fault")},
         "range": [0, max(1, last) * 1.01],
     }
-    return f"<script>{get_plotlyjs()}</script>\n{render_data('data', data)}\n<script>{SCRIPT}</script>\n"
+    script = read_beside(__package__, "report.js")
+    return f"<script>{get_plotlyjs()}</script>\n{render_data('data', data)}\n<script>\n{script}</script>\n"
 
 
 # --- head of the page

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from types import MappingProxyType
 from typing import Any
 
 from shardway.rundir.events import Event
@@ -138,13 +137,11 @@ def render_numerics(start: Start) -> str:
     return one_line(", ".join(f"{', '.join(words)} ({reason})" for reason, words in groups))
 
 
-_NUMERICS: Mapping[str, Callable[[Any], str]] = MappingProxyType(
-    {
-        "precision.compute": lambda value: f"computes in {value}",
-        "precision.tf32": lambda value: "with TF32" if value is True else "without TF32",
-        "train.compile": lambda value: "not compiled" if value == "off" else f"{value} compiled",
-    }
-)
+_NUMERICS: Mapping[str, Callable[[Any], str]] = {
+    "precision.compute": lambda value: f"computes in {value}",
+    "precision.tf32": lambda value: "with TF32" if value is True else "without TF32",
+    "train.compile": lambda value: "not compiled" if value == "off" else f"{value} compiled",
+}
 """Key -> the phrase for its value."""
 
 
@@ -279,23 +276,11 @@ def list_last_lines(
 # --- findings of the guard
 
 
-def _transient(event: Mapping[str, Any]) -> str:
-    return f"passes repeated: {_numbers(event)} the first time, finite the second (a fault that has passed)"
-
-
-def _step_skipped(event: Mapping[str, Any]) -> str:
-    return f"no update: {_numbers(event)}; {_count(event, 'in_a_row')} skipped in a row, its samples are in the events"
-
-
 def _corruption(event: Mapping[str, Any]) -> str:
     outcome = "two of three agreed" if event.get("decided") is True else "all three differed"
     return (
         f"the same passes gave different results on rank {_list(event, 'ranks')} ({_list(event, 'hosts')}): {outcome}"
     )
-
-
-def _replica_differs(event: Mapping[str, Any]) -> str:
-    return f"copies of weights differ on rank {_list(event, 'ranks')} ({_list(event, 'hosts')})"
 
 
 def _spike(event: Mapping[str, Any]) -> str:
@@ -311,16 +296,20 @@ def _rolled_back(event: Mapping[str, Any]) -> str:
     return f"the run went back to here after a spike in {steps} and leaves out {left_out}"
 
 
-GUARDED: Mapping[str, Callable[[Mapping[str, Any]], str]] = MappingProxyType(
-    {
-        "transient": _transient,
-        "step_skipped": _step_skipped,
-        "corruption": _corruption,
-        "replica_differs": _replica_differs,
-        "spike": _spike,
-        "rolled_back": _rolled_back,
-    }
-)
+GUARDED: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "transient": lambda event: (
+        f"passes repeated: {_numbers(event)} the first time, finite the second (a fault that has passed)"
+    ),
+    "step_skipped": lambda event: (
+        f"no update: {_numbers(event)}; {_count(event, 'in_a_row')} skipped in a row, its samples are in the events"
+    ),
+    "corruption": _corruption,
+    "replica_differs": lambda event: (
+        f"copies of weights differ on rank {_list(event, 'ranks')} ({_list(event, 'hosts')})"
+    ),
+    "spike": _spike,
+    "rolled_back": _rolled_back,
+}
 """Name of an event -> its line."""
 
 
@@ -389,31 +378,29 @@ def _reason(before: str = "") -> Words:
     return lambda event: before + (one_line(text(event, "reason")) or "n/a")
 
 
-_KINDS: Mapping[str, _Kind] = MappingProxyType(
-    {
-        "saved": _Kind(lambda event: render_save(read_save(event)), Severity.NEWS),
-        "save_failed": _Kind(_failed_save),
-        "save_skipped": _Kind(lambda event: f"no save: that of step {whole(event, 'saving') or 0} is still written"),
-        "background_off": _Kind(_reason("saves are waited for: "), place=StepLabel.NONE),
-        "recorded_late": _Kind(_reason("events are written again; until now: ")),
-        "checkpoint_quarantined": _Kind(_quarantined, place=StepLabel.NONE),
-        "local_checkpoints_ignored": _Kind(_reason("what the nodes have saved is left out: "), place=StepLabel.NONE),
-        "restarted": _Kind(_restarted, place=StepLabel.NONE),
-        "data_skipped": _Kind(_reason()),
-        "skip_too_late": _Kind(_reason()),
-        "deadline": _Kind(_reason("stops in time: "), Severity.NEWS, StepLabel.NONE),
-        "validation_skipped": _Kind(_reason("no validation, which would not end in time: ")),
-        "validation_stopped": _Kind(_reason("the validation was broken off: ")),
-        "validation_failed": _Kind(_reason("the validation failed: ")),
-        "loss_depends_on_cut": _Kind(_reason()),
-        "gradients_by_hand": _Kind(_reason()),
-        "data_order_noted": _Kind(_reason()),
-        "step_discarded": _Kind(lambda event: "the step after it had no data in time and does not count"),
-        "tracker_failed": _Kind(lambda event: f"the tracker {text(event, 'tracker')} {_reason()(event)}"),
-        "fault": _Kind(lambda event: render_fault(read_fault(event)), Severity.ERROR, StepLabel.NONE),
-        **{name: _Kind(render_guarded, place=StepLabel.EVENT) for name in GUARDED},
-    }
-)
+_KINDS: Mapping[str, _Kind] = {
+    "saved": _Kind(lambda event: render_save(read_save(event)), Severity.NEWS),
+    "save_failed": _Kind(_failed_save),
+    "save_skipped": _Kind(lambda event: f"no save: that of step {whole(event, 'saving') or 0} is still written"),
+    "background_off": _Kind(_reason("saves are waited for: "), place=StepLabel.NONE),
+    "recorded_late": _Kind(_reason("events are written again; until now: ")),
+    "checkpoint_quarantined": _Kind(_quarantined, place=StepLabel.NONE),
+    "local_checkpoints_ignored": _Kind(_reason("what the nodes have saved is left out: "), place=StepLabel.NONE),
+    "restarted": _Kind(_restarted, place=StepLabel.NONE),
+    "data_skipped": _Kind(_reason()),
+    "skip_too_late": _Kind(_reason()),
+    "deadline": _Kind(_reason("stops in time: "), Severity.NEWS, StepLabel.NONE),
+    "validation_skipped": _Kind(_reason("no validation, which would not end in time: ")),
+    "validation_stopped": _Kind(_reason("the validation was broken off: ")),
+    "validation_failed": _Kind(_reason("the validation failed: ")),
+    "loss_depends_on_cut": _Kind(_reason()),
+    "gradients_by_hand": _Kind(_reason()),
+    "data_order_noted": _Kind(_reason()),
+    "step_discarded": _Kind(lambda event: "the step after it had no data in time and does not count"),
+    "tracker_failed": _Kind(lambda event: f"the tracker {text(event, 'tracker')} {_reason()(event)}"),
+    "fault": _Kind(lambda event: render_fault(read_fault(event)), Severity.ERROR, StepLabel.NONE),
+    **{name: _Kind(render_guarded, place=StepLabel.EVENT) for name in GUARDED},
+}
 
 
 def describe(event: Event) -> EventText | None:

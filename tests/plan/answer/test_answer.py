@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from shardway.errors import UserError
-from shardway.plan.answer import JobTerms, PlanAnswer, PlanOptions, answer, answer_curve, ask, parse_layout
 from shardway.plan.economy import Price
 from shardway.plan.machine import Machine, machine_of_part
+from shardway.plan.planner import JobTerms, PlanOptions, PlanResult, curve_around, make_plan, parse_layout, request_of
 from shardway.plan.search import default_nodes, efficiency, list_changes, parse_nodes, scaling_curve
 from shardway.plan.shapes.architecture import Architecture
 from shardway.plan.shapes.section import find_named
@@ -26,8 +26,8 @@ def small() -> Architecture:
     return shape
 
 
-def plan(terms: JobTerms | None = None, **said: object) -> PlanAnswer:
-    return answer(ask(PlanOptions(**said), small(), machine()), terms)  # type: ignore[arg-type]
+def plan(terms: JobTerms | None = None, **said: object) -> PlanResult:
+    return make_plan(request_of(PlanOptions(**said), small(), machine()), terms)  # type: ignore[arg-type]
 
 
 def test_what_was_said_is_kept() -> None:
@@ -48,8 +48,8 @@ def test_what_was_not_said_is_told() -> None:
 
 def test_several_formats_are_tried() -> None:
     shape, h100 = small(), machine_of_part("h100-sxm5-80gb")
-    both = answer(ask(PlanOptions(precisions=("bf16", "fp8")), shape, h100))
-    alone = [answer(ask(PlanOptions(precisions=(each,)), shape, h100)).shown for each in ("bf16", "fp8")]
+    both = make_plan(request_of(PlanOptions(precisions=("bf16", "fp8")), shape, h100))
+    alone = [make_plan(request_of(PlanOptions(precisions=(each,)), shape, h100)).shown for each in ("bf16", "fp8")]
     assert both.shown.time.seconds == pytest.approx(min(each.time.seconds for each in alone))
 
 
@@ -74,12 +74,12 @@ def test_half_the_wall_time_gives_twice_the_jobs() -> None:
 def test_each_change_helps_by_itself() -> None:
     shape = find_named("llama3-70b")
     assert isinstance(shape, Architecture)
-    asked = ask(
+    asked = request_of(
         PlanOptions(offload=False, layout={"tp": 8}, micro_batch=64, recompute="none", global_batch=512),
         shape,
         machine(),
     )
-    found = answer(asked)
+    found = make_plan(asked)
     assert not found.fits
     assert found.run is None
     assert found.changes == list_changes(asked)
@@ -93,7 +93,7 @@ def test_each_setting_that_helps_is_offered() -> None:
     shape = find_named("gpt2-xl")
     assert isinstance(shape, Architecture)
     said = PlanOptions(offload=False, micro_batch=32, recompute="none", global_batch=512, layout={"dp_shard": 8})
-    found = answer(ask(said, shape, machine()))
+    found = make_plan(request_of(said, shape, machine()))
     assert not found.fits
     told = [change.what for change in found.changes]
     assert told[:2] == ["a micro-batch of 16", "recompute full"]
@@ -101,8 +101,8 @@ def test_each_setting_that_helps_is_offered() -> None:
 
 def test_the_curve_keeps_the_batch() -> None:
     found = plan(gpus=2, global_batch=128)
-    points = answer_curve(found)
-    assert [point.nodes for point in points] == list(default_nodes(found.question)) == [1, 2, 4]
+    points = curve_around(found)
+    assert [point.nodes for point in points] == list(default_nodes(found.request)) == [1, 2, 4]
     assert all(point.best is not None and point.best.case.global_batch == 128 for point in points)
     shares = [efficiency(points, point) for point in points]
     assert max(shares) == 1
@@ -110,7 +110,7 @@ def test_the_curve_keeps_the_batch() -> None:
 
 
 def test_a_point_where_nothing_runs_says_why() -> None:
-    question = ask(PlanOptions(global_batch=3, layout={"dp_replicate": 1}), small(), machine())
+    question = request_of(PlanOptions(global_batch=3, layout={"dp_replicate": 1}), small(), machine())
     loose = replace(question, fixed=frozenset({"tp", "pp", "cp", "ep"}))
     (point,) = scaling_curve(loose, (2,))
     assert point.best is None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.plan.answer import assume_batch, assume_saving, assume_seq_len, assume_tokens
+from shardway.plan.planner import assume_batch, assume_saving, assume_seq_len, assume_tokens
 from shardway.plan.shapes.architecture import Architecture
 from shardway.plan.shapes.section import find_named
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from plan_cases import case_of, cases, gpt_layer, model_of
@@ -78,14 +78,31 @@ def test_the_ends_are_counted_as_in_section_4_3() -> None:
 # --- what holds for any engine
 
 
+SUMS = case_of(model_of(gpt_layer(512, 8), 4), "shardway", tp=8, sequence=False, precision="fp32", recompute="none")
+"""Results of products, before and after their sum over ranks, are more here than what computing again saves."""
+
+
 @BRIEF
 @given(cases(recompute="none"))
+@example(SUMS)
 def test_more_recompute_never_keeps_more(case: Case) -> None:
+    """But for sums over the tensor axis: "products" keeps the last products' results before and after they are summed,
+    and the backward pass needs neither (measured: `test_kept_products_may_be_more_than_all_that_is_needed`)."""
+
     def keep(mode: str) -> float:
         return kept_bytes(case.model.layers[0], replace(case, recompute=mode))
 
-    assert keep("full") <= keep("operators") <= keep("products") <= keep("none")
+    summed = case.engine.whole_regions and case.degrees.tp > 1 and not case.sequence
+    sums = 2 * case.model.hidden * case.value_bytes if summed else 0
+    assert keep("full") <= keep("operators") <= keep("products") <= keep("none") + sums
     assert keep("full") <= keep("selective") <= keep("none")
+
+
+def test_products_keep_their_sums_too() -> None:
+    kept_products, kept_all = (
+        kept_bytes(SUMS.model.layers[0], replace(SUMS, recompute=mode)) for mode in ("products", "none")
+    )
+    assert (kept_products, kept_all) == (12_292, 11_268)
 
 
 @BRIEF

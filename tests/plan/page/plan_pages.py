@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
-from shardway.plan.answer import PlanAnswer, PlanOptions, answer, answer_curve, ask
 from shardway.plan.machine import Machine, machine_of_part, machine_of_site
 from shardway.plan.page import render_page
+from shardway.plan.planner import PlanOptions, PlanResult, curve_around, make_plan, request_of
 from shardway.plan.search import ScalingPoint
 from shardway.plan.shapes.section import find_named
 from shardway.sites.load import load_site
@@ -21,7 +21,7 @@ H100 = "h100-sxm5-80gb"
 class Page:
     """A plan with its page."""
 
-    answer: PlanAnswer
+    answer: PlanResult
     curve: tuple[ScalingPoint, ...]
 
     @cached_property
@@ -72,8 +72,8 @@ def machine(name: str = "") -> Machine:
 
 
 def make(said: PlanOptions, model: str, on: Machine, **of_machine: Any) -> Page:
-    found = answer(ask(said, find_named(model), replace(on, **of_machine)))
-    return Page(found, answer_curve(found))
+    found = make_plan(request_of(said, find_named(model), replace(on, **of_machine)))
+    return Page(found, curve_around(found))
 
 
 @cache

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from plan_pages import NAMES, Page, machine, number, page
 
 from shardway.drawing import nice_ticks, render_style, round_parts
-from shardway.plan.answer import JobTerms, PlanOptions, answer, ask
 from shardway.plan.case import list_stages
 from shardway.plan.economy import Price
 from shardway.plan.page import hours_per_giga, ideal_rate, render_page
+from shardway.plan.planner import JobTerms, PlanOptions, make_plan, request_of
 from shardway.plan.schedule import pick_ranks, stage_seconds
 from shardway.plan.search import efficiency
 from shardway.plan.shapes.section import find_named
@@ -73,10 +73,10 @@ def test_nothing_reaches_beyond_its_picture(any_page: Page) -> None:
 def test_names_cannot_become_markup() -> None:
     hostile = '<script>alert("&")</script>'
     found = page("one node").answer
-    question = found.question
+    question = found.request
     named = replace(
         found,
-        question=replace(
+        request=replace(
             question,
             machine=replace(question.machine, name=hostile),
             case=replace(question.case, model=replace(question.case.model, name=hostile)),
@@ -104,7 +104,7 @@ def test_the_facts_are_those_of_the_answer(any_page: Page) -> None:
     assert number(value) == pytest.approx(shown.peak.device / GIB, abs=0.051)
     assert number(usable.removeprefix("of ")) == pytest.approx(shown.usable_bytes / GIB, abs=0.051)
     assert shown.case.degrees.render() in any_page.words
-    assert any_page.answer.question.case.model.name in any_page.words
+    assert any_page.answer.request.case.model.name in any_page.words
 
 
 def seconds(text: str) -> float:
@@ -363,7 +363,7 @@ def test_assumptions_and_warnings_are_told(any_page: Page) -> None:
 def test_where_the_rates_come_from() -> None:
     assert "nothing was measured on this site" in page("one node").words
     measured = replace(machine("leonardo-booster"), measured=MappingProxyType({"matmul": 0.5123}))
-    found = answer(ask(PlanOptions(nodes=1, seq_len=2048, micro_batch=1), find_named("llama3-8b"), measured))
+    found = make_plan(request_of(PlanOptions(nodes=1, seq_len=2048, micro_batch=1), find_named("llama3-8b"), measured))
     assert "Measured on this site: matmul 0.5123." in render_page(found, ())
 
 
@@ -372,7 +372,7 @@ def test_the_whole_run() -> None:
         gpus=16, global_batch=8, length=Span(1e9, "tokens"), layout={"pp": 8, "dp_shard": 2}, micro_batch=1
     )
     terms = JobTerms(queue="night", wall_seconds=86400, cores_per_node=32, price=Price(per_gpu_hour=2, currency="EUR"))
-    found = answer(ask(said, find_named("llama3-8b"), machine()), terms)
+    found = make_plan(request_of(said, find_named("llama3-8b"), machine()), terms)
     run = found.run
     assert run
     assert run.cost

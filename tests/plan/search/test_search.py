@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from plan_cases import case_of, expert_model, h100s, llama_layer, model_of
 from shardway.plan.case import Degrees, divisors
-from shardway.plan.search import NEAR, Question, SearchResult, estimate, list_degrees, search
+from shardway.plan.search import NEAR, PlanRequest, SearchResult, estimate, list_degrees, search
 from shardway.plan.shapes.section import find_named
 
 BRIEF = settings.get_profile("brief")
@@ -34,11 +34,11 @@ class Timed:
 @pytest.fixture(scope="module")
 def timed() -> Timed:
     start = time.process_time()
-    found = search(Question(LLAMA, H100, 16384))
+    found = search(PlanRequest(LLAMA, H100, 16384))
     return Timed(found, time.process_time() - start)
 
 
-def question(world: int = 16, fixed: Mapping[str, Any] | None = None, **changes: Any) -> Question:
+def question(world: int = 16, fixed: Mapping[str, Any] | None = None, **changes: Any) -> PlanRequest:
     """A model of 6.5 billion parameters on some nodes; `fixed` values are set and kept."""
     model = changes.pop("model", None) or model_of(llama_layer(4096, 32, 8), layers=32)
     case = case_of(model, **{"engine": "fsdp2", "global_batch": 32, "seq_len": 8192, "attention": "flash3", **changes})
@@ -46,7 +46,7 @@ def question(world: int = 16, fixed: Mapping[str, Any] | None = None, **changes:
     degrees = {name: kept[name] for name in kept if name in {each.name for each in fields(Degrees)}}
     rest = {name: value for name, value in kept.items() if name not in degrees}
     case = replace(case, degrees=replace(case.degrees, **degrees), **rest) if kept else case
-    return Question(case, H100, world, frozenset(kept))
+    return PlanRequest(case, H100, world, frozenset(kept))
 
 
 # --- Llama 3 405B
@@ -67,7 +67,7 @@ def test_the_published_layout_is_as_fast_as_published() -> None:
     """38 to 43 % over its three layouts, 41 % for this one, within 4 points; scores behind the mask not counted."""
     degrees = Degrees(dp_shard=128, tp=8, pp=16)
     fixed = frozenset({"tp", "pp", "cp", "dp_shard"})
-    found = search(Question(replace(LLAMA, degrees=degrees), H100, 16384, fixed)).best
+    found = search(PlanRequest(replace(LLAMA, degrees=degrees), H100, 16384, fixed)).best
     assert found is not None
     assert found.case.degrees == degrees
     assert 0.38 - 0.04 < found.mfu(causal=True) < 0.43 + 0.04
@@ -176,7 +176,7 @@ def test_a_larger_device_is_no_slower() -> None:
 @given(st.integers(1, 12).map(lambda power: 2**power), st.sampled_from([8192, 131072]), st.booleans())
 def test_degrees_are_legal_and_listed_once(world: int, seq: int, mixed: bool) -> None:
     model = expert_model(16, 16) if mixed else model_of(llama_layer(4096, 32, 8), layers=32)
-    asked = Question(case_of(model, seq_len=seq, global_batch=world), H100, world)
+    asked = PlanRequest(case_of(model, seq_len=seq, global_batch=world), H100, world)
     listed = list(list_degrees(asked))
     assert listed
     assert len(listed) == len(set(listed))

@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardway.errors import UserError
-from shardway.plan.answer import JobTerms
 from shardway.plan.data_parallel_estimate import (
-    UnitAnswer,
     UnitCase,
     UnitEstimate,
-    answer_units,
+    UnitPlanResult,
     estimate_units,
+    plan_units,
 )
 from shardway.plan.machine import Machine, machine_of_part
+from shardway.plan.planner import JobTerms
 from shardway.plan.shapes.measured import Measured, Unit, convnet
-from shardway.plan.text import render_units, unit_facts
+from shardway.plan.text import render_units, unit_plan_facts
 from shardway.units import Span
 
 
@@ -71,9 +71,9 @@ def test_a_batch_that_does_not_split_is_told() -> None:
         price(micro_batch=0)
 
 
-def ask(size: int, world: int = 8) -> UnitAnswer:
+def ask(size: int, world: int = 8) -> UnitPlanResult:
     case = UnitCase(model=model(size), global_batch=64 * world)
-    return answer_units(case, machine(), world, JobTerms(), length=Span(1e6, "samples"))
+    return plan_units(case, machine(), world, JobTerms(), length=Span(1e6, "samples"))
 
 
 def test_copies_where_they_fit_and_shards_where_not() -> None:
@@ -100,7 +100,7 @@ def test_what_is_too_large_is_shown_as_such() -> None:
 
 def test_facts_are_those_of_the_table() -> None:
     found = ask(10**9)
-    facts, table = unit_facts(found), render_units(found)
+    facts, table = unit_plan_facts(found), render_units(found)
     assert facts["plan"]["step_seconds"] == found.shown.time.seconds
     assert f"micro-batch {facts['plan']['layout']['micro_batch']}" in table
     assert len(facts["others"]) == len(found.fitting) - 1

@@ -9,36 +9,20 @@ Source: Accelerate 1.15.0 (commands/launch.py, parallelism_config.py, utils/data
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from shardway.plan.case import Case
-from shardway.plan.export.common import (
-    Emitted,
-    EmittedHeader,
-    Settings,
-    Value,
-    describe_engine,
-    describe_offload,
-    describe_own_model,
-    describe_script,
-    describe_tf32,
-    describe_zero,
-    gather,
-    name_schedule,
-    write,
-    write_yaml,
-)
+from shardway.plan.export import common
+from shardway.plan.export.common import EmittedFile, EmittedHeader, Settings, Value
 
 FILE = "accelerate.yaml"
 
 _PRECISION = {"fp32": "no", "tf32": "no", "fp16": "fp16", "fp8": "fp8"}
 
 
-def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
+def render(case: Case, head: EmittedHeader) -> list[EmittedFile]:
     """accelerate.yaml."""
-    notes = gather(_describe(case))
-    head = EmittedHeader(case, prediction_lines, degrees_of(case), notes)
-    return Emitted((write(FILE, head, write_yaml(_settings(case))),), notes)
+    return [common.write(FILE, head, common.write_yaml(_settings(case)))]
 
 
 def degrees_of(case: Case) -> Mapping[str, int]:
@@ -93,14 +77,15 @@ def _sharding(case: Case) -> Mapping[str, Settings]:
     }
 
 
-def _describe(case: Case) -> Iterator[str]:
-    yield from describe_engine(case, "Accelerate", ("fsdp2",))
+def describe(case: Case) -> Iterator[str]:
+    """All notes."""
+    yield from common.describe_engine(case, "Accelerate", ("fsdp2",))
     degrees = case.degrees
     left = "it refuses to start as many ranks" if _shards(case) else "the file starts the data ranks alone"
     if degrees.pp > 1:
         yield (
-            f"pp {degrees.pp} is not in the file: Accelerate trains without a pipeline, so {name_schedule(case)} has "
-            f"no place, and {left}."
+            f"pp {degrees.pp} is not in the file: Accelerate trains without a pipeline, so "
+            f"{common.name_schedule(case)} has no place, and {left}."
         )
     if degrees.ep > 1:
         yield f"ep {degrees.ep} is not in the file: Accelerate has no axis for experts, every rank holds them all."
@@ -114,19 +99,18 @@ def _describe(case: Case) -> Iterator[str]:
         yield "Collectives of tp do not run beside products in Accelerate as the plan has it."
     if degrees.cp > 1:
         yield "cp wants attention by scaled_dot_product_attention, causal and without a mask of its own."
-    degrees = case.degrees
     if _shards(case) and degrees.dp_shard * degrees.cp == 1:
         yield "Accelerate's FSDP refuses a layout with neither dp_shard nor cp above 1."
     elif _shards(case) and degrees.dp_shard == 1 and degrees.dp_replicate > 1:
         yield "Accelerate refuses tp or cp beside copies without dp_shard above 1."
     if case.zero == 0 and _shards(case):
         yield "The plan shares no states; with tp or cp Accelerate shards weights too: less memory than predicted."
-    yield from describe_zero(case, "Accelerate")
+    yield from common.describe_zero(case, "Accelerate")
     if _shards(case):
-        yield from describe_offload(case, "Accelerate")
+        yield from common.describe_offload(case, "Accelerate")
     elif case.offload:
         yield "Without sharding Accelerate offloads nothing: more memory than predicted."
-    yield from describe_tf32(case, 'The file says "no" mixed precision')
+    yield from common.describe_tf32(case, 'The file says "no" mixed precision')
     if case.precision in ("mxfp8", "fp4"):
         yield f"Accelerate has no {case.precision} here: the file says bf16."
     if case.precision == "fp8":
@@ -135,8 +119,8 @@ def _describe(case: Case) -> Iterator[str]:
         yield f"Accelerate recomputes whole layers or nothing: nothing here, where the plan says {case.recompute}."
     if case.recompute == "full" and not _shards(case):
         yield "Recompute is the model's without FSDP: call gradient_checkpointing_enable()."
-    yield from describe_own_model(case)
+    yield from common.describe_own_model(case)
     accumulate = f"gradient_accumulation_steps={case.micro_batches}"
     batches = f"batches of {case.micro_batch} x {case.seq_len} tokens a data rank and Accelerator({accumulate})"
-    yield from describe_script(case, f"the model, the data, the optimizer ({case.optimizer}), {batches}")
-    yield from describe_script(case, "--num_machines, --machine_rank, --main_process_ip and --main_process_port")
+    yield common.describe_script(f"the model, the data, the optimizer ({case.optimizer}), {batches}")
+    yield common.describe_script("--num_machines, --machine_rank, --main_process_ip and --main_process_port")

@@ -19,7 +19,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import groupby
-from types import MappingProxyType
 from typing import TypeAlias
 
 from shardway.errors import Problem, UserError, render_problems
@@ -131,26 +130,29 @@ class Emitted:
     notes: tuple[str, ...]
 
 
-ENGINES: Mapping[str, str] = MappingProxyType(
-    {
-        "torchtitan": "torchtitan",
-        "megatron": "megatron",
-        "deepspeed": "deepspeed",
-        "accelerate": "fsdp2",
-        "nemo": "nemo",
-    }
-)
-"""The libraries that a plan can be exported to, each with the engine whose prediction goes with its configuration; each
-has a module of its name, whose `emit` makes the files of a case, with the lines of its prediction."""
+ENGINES: Mapping[str, str] = {
+    "torchtitan": "torchtitan",
+    "megatron": "megatron",
+    "deepspeed": "deepspeed",
+    "accelerate": "fsdp2",
+    "nemo": "nemo",
+}
+"""The libraries that a plan can be exported to, each with the engine whose prediction goes with its configuration.
+
+Each has a module of its name with `describe(case)`, notes on what it cannot express; `degrees_of(case)`, the degrees of
+its files; `render(case, head)`, the files.
+"""
 
 
 def emit(library: str, case: Case, prediction_lines: Sequence[str]) -> Emitted:
-    """A case as that library's configuration. Raises UserError with the known libraries."""
+    """A case as that library's configuration, with its prediction. Raises UserError with the known libraries."""
     if library not in ENGINES:
         problem = Problem("--emit", f'"{library}" is not known', allowed=", ".join(ENGINES))
         raise UserError(render_problems("the plan", [problem]))
-    written: Emitted = import_module(f"shardway.plan.export.{library}").emit(case, prediction_lines)
-    return written
+    module = import_module(f"{__package__}.{library}")
+    notes = gather(module.describe(case))
+    head = EmittedHeader(case, prediction_lines, module.degrees_of(case), notes)
+    return Emitted(tuple(module.render(case, head)), notes)
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,6 @@ class UniformSizes:
 
     @property
     def count(self) -> int:
-        """The number of layers."""
         return len(self.mixed)
 
 
@@ -345,12 +346,6 @@ def describe_own_model(case: Case) -> Iterator[str]:
         yield "The loss of the plan is computed without a full copy of the logits: your script has to do the same."
 
 
-def describe_dropout(case: Case, library: str) -> Iterator[str]:
-    """A note if models of a library have no dropout."""
-    if case.dropout:
-        yield f"The plan has dropout, and the models of {library} have none."
-
-
 def describe_tf32(case: Case, instead: str) -> Iterator[str]:
     """A note if tf32 is a setting of PyTorch alone; `instead` is what the files have instead."""
     if case.precision == "tf32":
@@ -366,16 +361,6 @@ def describe_offload(case: Case, library: str) -> Iterator[str]:
         )
 
 
-def describe_script(case: Case, what: str) -> Iterator[str]:
+def describe_script(what: str) -> str:
     """What a file always leaves to the user."""
-    yield f"Set in your own script or on the command line: {what}."
-
-
-def describe_copies(case: Case, library: str) -> Iterator[str]:
-    """A note if sharding has to span all data ranks."""
-    if case.degrees.dp_replicate > 1 and case.zero:
-        shared = case.degrees.data
-        yield (
-            f"{library} shares states over all {shared} data ranks, not over {case.degrees.dp_shard} of them with "
-            f"{case.degrees.dp_replicate} copies: less memory and more traffic between nodes than predicted."
-        )
+    return f"Set in your own script or on the command line: {what}."

@@ -14,38 +14,28 @@ runtime/sequence_parallel/ulysses_sp.py, module_inject/auto_ep_config.py, module
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from shardway.plan.case import Case, layers_of_stages
-from shardway.plan.export.common import (
-    Emitted,
-    EmittedFile,
-    EmittedHeader,
-    Settings,
-    Value,
-    describe_copies,
-    describe_engine,
-    describe_own_model,
-    describe_script,
-    describe_tf32,
-    gather,
-    is_even,
-    name_schedule,
-)
+from shardway.plan.export import common
+from shardway.plan.export.common import EmittedFile, EmittedHeader, Settings, Value
 
 # --- what DeepSpeed or its configuration cannot express
 
-_LIBRARY = "DeepSpeed"
 
-
-def describe_all(case: Case, sums_in_fp32: bool, made: Mapping[str, int]) -> Iterator[str]:
-    """All notes, the layout first; `made` are the degrees of the file."""
-    yield from describe_engine(case, _LIBRARY, ("deepspeed", "megatron-deepspeed"))
+def describe(case: Case) -> Iterator[str]:
+    """All notes, the layout first."""
+    made, in_fp32 = degrees_of(case), sums_in_fp32(case)
+    yield from common.describe_engine(case, "DeepSpeed", ("deepspeed", "megatron-deepspeed"))
     yield from _describe_pipeline(case)
     yield from _describe_tensor(case, made["tp"])
     yield from _describe_sequence(case, made["sp"])
     yield from _describe_experts(case)
-    yield from describe_copies(case, _LIBRARY)
+    if case.degrees.dp_replicate > 1 and case.zero:
+        yield (
+            f"DeepSpeed shares states over all {case.degrees.data} data ranks, not over {case.degrees.dp_shard} of "
+            f"them with {case.degrees.dp_replicate} copies: less memory and more traffic between nodes than predicted."
+        )
     if case.zero == 0 and case.engine.overlaps_gradients and case.degrees.data > 1 and case.degrees.pp == 1:
         yield "Without ZeRO, DeepSpeed sums gradients after the backward pass: slower steps than predicted."
     if case.offload and not case.zero:
@@ -56,25 +46,25 @@ def describe_all(case: Case, sums_in_fp32: bool, made: Mapping[str, int]) -> Ite
         yield f"DeepSpeed has no {case.optimizer}: the file says AdamW, whose states take other memory than predicted."
     if case.optimizer == "adafactor" and case.zero:
         yield "ZeRO gives Adafactor flat weights, which have no rows and columns to factor: more memory than predicted."
-    if case.optimizer == "muon" and _refuses_muon(case, sums_in_fp32):
+    if case.optimizer == "muon" and _refuses_muon(case, in_fp32):
         yield (
             "DeepSpeed refuses Muon here: beside bf16 with ZeRO 1, or in a pipeline, it takes dense models on data "
             "ranks alone, with gradients in fp32."
         )
     if case.optimizer == "muon" and case.zero == 3:
         yield "Under ZeRO 3, Muon wants gradients summed whole on each rank: more traffic than predicted."
-    if case.gradient_bytes == 4 and not sums_in_fp32:
+    if case.gradient_bytes == 4 and not in_fp32:
         yield "Without ZeRO, DeepSpeed sums gradients in the format of the weights; the plan sums them in fp32."
-    yield from describe_tf32(case, "The file says fp32")
+    yield from common.describe_tf32(case, "The file says fp32")
     if case.low_bits:
         yield f"DeepSpeed has no {case.precision} of its own: the file says bf16, and the model has to bring the rest."
     if case.recompute != "none":
         yield f"Recompute ({case.recompute}) is the script's: DeepSpeed's settings only say where what is kept lies."
     if case.compiled:
         yield "Call engine.compile() in the script: the plan compiles."
-    yield from describe_own_model(case)
+    yield from common.describe_own_model(case)
     data = f"the data in sequences of {case.seq_len}"
-    yield from describe_script(case, f"the model, {data}, the number of steps, the learning rate (optimizer.params.lr)")
+    yield common.describe_script(f"the model, {data}, the number of steps, the learning rate (optimizer.params.lr)")
 
 
 def _describe_pipeline(case: Case) -> Iterator[str]:
@@ -82,37 +72,33 @@ def _describe_pipeline(case: Case) -> Iterator[str]:
     if degrees.pp == 1:
         return
     sizes = layers_of_stages(case)
-    layers = str(sizes[0]) if is_even(case) else ", ".join(map(str, sizes))
+    layers = str(sizes[0]) if common.is_even(case) else ", ".join(map(str, sizes))
     yield (
         f"pp {degrees.pp} is not in the file: DeepSpeed makes a pipeline of a PipelineModule in the script, with "
-        f"num_stages={degrees.pp}, and its schedule is 1F1B with one stage a rank. The plan: {name_schedule(case)}, "
-        f"layers of a stage: {layers}."
+        f"num_stages={degrees.pp}, and its schedule is 1F1B with one stage a rank. The plan: "
+        f"{common.name_schedule(case)}, layers of a stage: {layers}."
     )
     if case.zero > 1:
-        yield f"{_LIBRARY} refuses a pipeline with ZeRO 2 or 3, and the plan says {case.zero}."
+        yield f"DeepSpeed refuses a pipeline with ZeRO 2 or 3, and the plan says {case.zero}."
     if case.engine.overlaps_gradients and degrees.data > 1:
-        yield f"{_LIBRARY} sums gradients after the last micro-batch of a pipeline: slower steps than predicted."
+        yield "DeepSpeed sums gradients after the last micro-batch of a pipeline: slower steps than predicted."
 
 
 def _describe_tensor(case: Case, made: int) -> Iterator[str]:
-    if case.degrees.tp == 1:
-        return
-    yield from _describe_split_of_stages(case) if made == 1 else _describe_autotp(case)
-
-
-def _describe_split_of_stages(case: Case) -> Iterator[str]:
     degrees = case.degrees
-    yield (
-        f"tp {degrees.tp} is not in the file: {_LIBRARY} refuses AutoTP in a pipeline. The model has to split itself, "
-        f"with PipeModelDataParallelTopology(num_pp={degrees.pp}, num_mp={degrees.tp}, num_dp={degrees.data})."
-    )
-    if case.sequence:
-        yield "The plan splits norms and the residual stream over tp as well: the model has to."
-    if case.async_tensor:
-        yield "The plan runs collectives of tp beside products: the model has to."
-
-
-def _describe_autotp(case: Case) -> Iterator[str]:
+    if degrees.tp == 1:
+        return
+    if made == 1:
+        yield (
+            f"tp {degrees.tp} is not in the file: DeepSpeed refuses AutoTP in a pipeline. The model has to split "
+            "itself, with PipeModelDataParallelTopology"
+            f"(num_pp={degrees.pp}, num_mp={degrees.tp}, num_dp={degrees.data})."
+        )
+        if case.sequence:
+            yield "The plan splits norms and the residual stream over tp as well: the model has to."
+        if case.async_tensor:
+            yield "The plan runs collectives of tp beside products: the model has to."
+        return
     tp, heads = case.degrees.tp, min(run.layer.attention.kv_heads for run in case.model.runs)
     yield (
         f"train_batch_size ({case.global_batch}) is not in the file: DeepSpeed would count the ranks of AutoTP as data "
@@ -132,7 +118,7 @@ def _describe_sequence(case: Case, made: int) -> Iterator[str]:
     if cp == 1:
         return
     if made == 1:
-        yield f"cp {cp} is not in the file: {_LIBRARY} makes no groups for sequence parallelism beside {beside}."
+        yield f"cp {cp} is not in the file: DeepSpeed makes no groups for sequence parallelism beside {beside}."
     yield f"cp {cp} is DeepSpeed's Ulysses, which exchanges heads instead of passing keys and values on."
     for attention in [run.layer.attention for run in case.model.runs]:
         shared = attention.kv_heads % cp == 0 or cp % attention.kv_heads == 0
@@ -161,14 +147,14 @@ def _describe_experts(case: Case) -> Iterator[str]:
         yield "DeepSpeed refuses moe.layer.MoE under ZeRO 3; AutoEP goes with it."
 
 
-def _refuses_muon(case: Case, sums_in_fp32: bool) -> bool:
+def _refuses_muon(case: Case, in_fp32: bool) -> bool:
     """Whether Muon is refused: by BF16_Optimizer, which DeepSpeed uses with exactly these settings."""
     degrees = case.degrees
     if case.value_bytes == 4 or case.precision == "fp16":
         return False
     if case.zero == 0:
         return degrees.pp > 1
-    return case.zero == 1 and sums_in_fp32 and not case.offload and degrees.pp * degrees.tp * degrees.ep > 1
+    return case.zero == 1 and in_fp32 and not case.offload and degrees.pp * degrees.tp * degrees.ep > 1
 
 
 # --- the files
@@ -181,12 +167,10 @@ _UNTESTED = ("sgd", "adafactor")
 """Optimizers that ZeRO takes only with an explicit setting."""
 
 
-def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
+def render(case: Case, head: EmittedHeader) -> list[EmittedFile]:
     """ds_config.json, and ds_config.txt with prediction, degrees and notes."""
-    notes = gather(describe_all(case, sums_in_fp32(case), degrees_of(case)))
-    head = EmittedHeader(case, prediction_lines, degrees_of(case), notes)
     settings = json.dumps(_settings(case), indent=2) + "\n"
-    return Emitted((EmittedFile(FILE, settings), EmittedFile(NOTES, "\n".join(head.lines()) + "\n")), notes)
+    return [EmittedFile(FILE, settings), EmittedFile(NOTES, "\n".join(head.lines()) + "\n")]
 
 
 def degrees_of(case: Case) -> Mapping[str, int]:

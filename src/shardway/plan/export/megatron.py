@@ -13,28 +13,11 @@ core/model_parallel_config.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 
 from shardway.plan.case import Case, layers_of_stages
-from shardway.plan.export.common import (
-    Emitted,
-    EmittedHeader,
-    Settings,
-    UniformSizes,
-    describe_engine,
-    describe_irregular,
-    describe_optimizer,
-    describe_order,
-    describe_script,
-    gather,
-    is_even,
-    read_sizes,
-    render_layout,
-    render_pattern,
-    schedule_of,
-    write,
-    write_flags,
-)
+from shardway.plan.export import common
+from shardway.plan.export.common import EmittedFile, EmittedHeader, Settings, UniformSizes
 from shardway.plan.shapes.architecture import AttentionShape
 
 # --- notes on Megatron Core
@@ -45,11 +28,6 @@ OPTIMIZERS = {"adamw": "adam", "sgd": "sgd", "muon": "muon"}
 def uses_fsdp(case: Case) -> bool:
     """Whether Megatron-FSDP shards: ZeRO beyond the first stage; the first is the distributed optimizer."""
     return case.zero >= 2 and case.degrees.shards > 1
-
-
-def strategy(case: Case) -> str:
-    """Which states Megatron-FSDP shards."""
-    return "optim_grads_params" if case.zero == 3 else "optim_grads"
 
 
 def degrees_of(case: Case) -> Mapping[str, int]:
@@ -71,14 +49,14 @@ def virtual_stages(case: Case) -> int | None:
 
 def needs_layout(case: Case) -> bool:
     """Whether stages differ in their layers, so that each has to be written out."""
-    return case.degrees.pp > 1 and not is_even(case)
+    return case.degrees.pp > 1 and not common.is_even(case)
 
 
 def describe_megatron(case: Case, library: str, priced_as: Collection[str]) -> Iterator[str]:
     """Notes for either library; `priced_as` are the engines whose prediction is that of the library."""
-    yield from describe_engine(case, library, priced_as)
+    yield from common.describe_engine(case, library, priced_as)
     if not keeps_mapping(case):
-        yield from describe_order(case, "Megatron")
+        yield from common.describe_order(case, "Megatron")
     if uses_fsdp(case) and case.optimizer == "muon":
         yield "Megatron-FSDP refuses Muon: share the optimizer states alone, as ZeRO-1 does."
     if case.zero == 3 and not case.reshard:
@@ -95,7 +73,7 @@ def describe_megatron(case: Case, library: str, priced_as: Collection[str]) -> I
         yield "The plan does not say how fp8 is scaled; the file says by tensor, from the values at hand."
     if case.low_bits:
         yield f"{case.precision} needs Transformer Engine and a GPU that has it; weights are gathered in bf16."
-    yield from describe_optimizer(case, library, OPTIMIZERS)
+    yield from common.describe_optimizer(case, library, OPTIMIZERS)
     if case.recompute in ("products", "operators"):
         yield (
             f'Megatron recomputes named modules, the plan "{case.recompute}": nothing is recomputed, which takes more '
@@ -124,7 +102,7 @@ def describe_megatron(case: Case, library: str, priced_as: Collection[str]) -> I
 def _describe_pipeline(case: Case) -> Iterator[str]:
     if case.degrees.pp == 1:
         return
-    schedule = schedule_of(case)
+    schedule = common.schedule_of(case)
     stand_in = "the interleaved 1F1B" if virtual_stages(case) else "1F1B"
     if schedule not in ("1f1b", "interleaved"):
         yield f"Megatron has no schedule {schedule}: it runs {stand_in}, with another bubble and other memory."
@@ -146,7 +124,7 @@ _RECOMPUTE: Mapping[str, Settings] = {
 }
 
 
-def dashed(settings: Settings) -> Settings:
+def _dashed(settings: Settings) -> Settings:
     """The same settings as options of Megatron-LM."""
     return {name.replace("_", "-"): value for name, value in settings.items()}
 
@@ -196,11 +174,12 @@ def degree_settings(case: Case) -> Settings:
 def state_settings(case: Case) -> Settings:
     """Which ranks share which states, and which collectives of them overlap with products."""
     fsdp, shared, gradients = uses_fsdp(case), case.zero >= 1, case.engine.overlaps_gradients
+    strategy = "optim_grads_params" if case.zero == 3 else "optim_grads"
     return {
         "use_distributed_optimizer": shared,
         "num_distributed_optimizer_instances": case.degrees.dp_replicate if shared else 1,
         "use_megatron_fsdp": fsdp,
-        "data_parallel_sharding_strategy": strategy(case) if fsdp else "no_shard",
+        "data_parallel_sharding_strategy": strategy if fsdp else "no_shard",
         "overlap_grad_reduce": gradients,
         "overlap_param_gather": gradients and case.engine.overlaps_parameters and shared,
     }
@@ -233,54 +212,40 @@ def kernel_settings(case: Case) -> Settings:
 
 def model_flags(case: Case) -> Settings:
     """Sizes, norms, biases, positions, experts."""
-    model, sizes = case.model, read_sizes(case.model)
+    model, sizes = case.model, common.read_sizes(case.model)
+    attention, experts = sizes.layer.attention, sizes.experts
+    grouped = attention.kv_heads != attention.heads and attention.latent is None
+    windows: Settings = {}
+    if sizes.window:
+        # Megatron counts the positions before a token, a plan includes the token itself.
+        some = None if all(sizes.windowed) else common.render_pattern(sizes.windowed)
+        windows = {"window-size": f"{sizes.window - 1},0", "window-attn-skip-freq": some}
+    counted: Settings = {}
+    if experts:
+        some = None if all(sizes.mixed) else common.render_pattern(sizes.mixed)
+        counted = {"num-experts": experts.count, "moe-layer-freq": some}
     return {
         "num-layers": sizes.count,
         "hidden-size": model.hidden,
         "ffn-hidden-size": sizes.ffn,
-        **_attention(sizes.layer.attention),
-        **_windows(sizes),
+        "num-attention-heads": attention.heads,
+        "group-query-attention": grouped,
+        "num-query-groups": attention.kv_heads if grouped else None,
+        "kv-channels": attention.head_dim,
+        "qk-layernorm": attention.qk_norm or attention.latent is not None,
+        **_dashed(latent_settings(attention)),
+        **windows,
         "seq-length": case.seq_len,
         "max-position-embeddings": max(case.seq_len, model.positions),
         "position-embedding-type": "learned_absolute" if model.positions else "rope",
         "normalization": "LayerNorm" if sizes.layer.norm_bias else "RMSNorm",
         "swiglu": sizes.layer.gated,
         "disable-bias-linear": not _has_biases(sizes),
-        "add-qkv-bias": sizes.layer.attention.bias and not _has_biases(sizes),
+        "add-qkv-bias": attention.bias and not _has_biases(sizes),
         "untie-embeddings-and-output-weights": not model.tied,
         "vocab-size": model.vocab,
-        **_experts(sizes),
-    }
-
-
-def _attention(attention: AttentionShape) -> Settings:
-    grouped = attention.kv_heads != attention.heads and attention.latent is None
-    return {
-        "num-attention-heads": attention.heads,
-        "group-query-attention": grouped,
-        "num-query-groups": attention.kv_heads if grouped else None,
-        "kv-channels": attention.head_dim,
-        "qk-layernorm": attention.qk_norm or attention.latent is not None,
-        **dashed(latent_settings(attention)),
-    }
-
-
-def _windows(sizes: UniformSizes) -> Settings:
-    """The window; Megatron counts the positions before a token, a plan includes the token itself."""
-    if not sizes.window:
-        return {}
-    some = None if all(sizes.windowed) else render_pattern(sizes.windowed)
-    return {"window-size": f"{sizes.window - 1},0", "window-attn-skip-freq": some}
-
-
-def _experts(sizes: UniformSizes) -> Settings:
-    experts = sizes.experts
-    if experts is None:
-        return {}
-    return {
-        "num-experts": experts.count,
-        "moe-layer-freq": None if all(sizes.mixed) else render_pattern(sizes.mixed),
-        **dashed(expert_settings(sizes)),
+        **counted,
+        **_dashed(expert_settings(sizes)),
     }
 
 
@@ -289,26 +254,9 @@ def _has_biases(sizes: UniformSizes) -> bool:
     return sizes.layer.ffn_bias or sizes.layer.attention.output_bias
 
 
-def describe_model(case: Case) -> Iterator[str]:
-    """What these flags leave open or cannot express."""
-    sizes = read_sizes(case.model)
-    attention = sizes.layer.attention
-    yield from describe_irregular(case.model)
-    if len({attention.bias, attention.output_bias, sizes.layer.ffn_bias}) > 1 and _has_biases(sizes):
-        yield "Megatron has biases in all matrices or in none but queries, keys and values; here it has them in all."
-    if not sizes.layer.gated:
-        yield "Without gates the activation is GELU; another one is an option of its own."
-    if not case.model.positions:
-        yield "Base and scaling of rotary positions are not part of a plan: set --rotary-base as the model has it."
-    if sizes.experts:
-        yield "How the router scores, balances and drops is not part of a plan: set the --moe-router options."
-
-
 # --- the shell file
 
 FILE = "megatron.sh"
-
-_PRICED_AS = ("megatron", "megatron-2021")
 
 _PRECISION: Mapping[str, Settings] = {
     "fp16": {"fp16": True},
@@ -319,40 +267,50 @@ _PRECISION: Mapping[str, Settings] = {
 }
 
 
-def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
-    """megatron.sh."""
+def describe(case: Case) -> Iterator[str]:
+    """What the flags leave open or cannot express."""
+    sizes = common.read_sizes(case.model)
+    attention = sizes.layer.attention
+    yield from common.describe_irregular(case.model)
+    if len({attention.bias, attention.output_bias, sizes.layer.ffn_bias}) > 1 and _has_biases(sizes):
+        yield "Megatron has biases in all matrices or in none but queries, keys and values; here it has them in all."
+    if not sizes.layer.gated:
+        yield "Without gates the activation is GELU; another one is an option of its own."
+    if not case.model.positions:
+        yield "Base and scaling of rotary positions are not part of a plan: set --rotary-base as the model has it."
+    if sizes.experts:
+        yield "How the router scores, balances and drops is not part of a plan: set the --moe-router options."
+    yield from describe_megatron(case, "Megatron-LM", ("megatron", "megatron-2021"))
     left = "the data, the tokenizer, the number of iterations, the learning rate, the folders of checkpoints"
-    notes = gather(
-        [*describe_model(case), *describe_megatron(case, "Megatron-LM", _PRICED_AS), *describe_script(case, left)]
-    )
-    head = EmittedHeader(case, prediction_lines, degrees_of(case), notes)
-    return Emitted((write(FILE, head, _body(case)),), notes)
+    yield common.describe_script(left)
 
 
-def _body(case: Case) -> str:
+def render(case: Case, head: EmittedHeader) -> list[EmittedFile]:
+    """megatron.sh."""
     checkpoints: Settings = {"ckpt_format": "fsdp_dtensor"} if uses_fsdp(case) else {}
     groups = {
         "model": model_flags(case),
-        "layout": {**dashed(degree_settings(case)), **_pipeline(case)},
+        "layout": {**_dashed(degree_settings(case)), **_pipeline(case)},
         "batch": {"micro-batch-size": case.micro_batch, "global-batch-size": case.global_batch},
-        "states": dashed({**optimizer_settings(case), **state_settings(case), **checkpoints}),
+        "states": _dashed({**optimizer_settings(case), **state_settings(case), **checkpoints}),
         "formats": {**_PRECISION.get(case.precision, {}), **_gradients(case)},
-        "kernels": dashed(kernel_settings(case)),
+        "kernels": _dashed(kernel_settings(case)),
     }
     # CUDA_DEVICE_MAX_CONNECTIONS: one queue orders collectives of tp and cp; Megatron-FSDP refuses it.
     connections = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if case.degrees.tp * case.degrees.cp > 1 else ""
     connections = "unset CUDA_DEVICE_MAX_CONNECTIONS\n" if uses_fsdp(case) else connections
-    arrays = "".join(f"  # {name}\n{write_flags(flags)}" for name, flags in groups.items())
-    return (
+    arrays = "".join(f"  # {name}\n{common.write_flags(flags)}" for name, flags in groups.items())
+    body = (
         f'# source {FILE}; torchrun ... pretrain_gpt.py "${{MEGATRON_ARGS[@]}}" and your own flags\n'
         f"EXPECTED_RANKS={case.degrees.world}\n{connections}\nMEGATRON_ARGS=(\n{arrays})\n"
     )
+    return [common.write(FILE, head, body)]
 
 
 def _pipeline(case: Case) -> Settings:
     mapping: Settings = {"use-tp-pp-dp-mapping": keeps_mapping(case)}
     if needs_layout(case):
-        return {"pipeline-model-parallel-layout": render_layout(case), **mapping}
+        return {"pipeline-model-parallel-layout": common.render_layout(case), **mapping}
     if virtual_stages(case):
         return {"num-layers-per-virtual-pipeline-stage": layers_of_stages(case)[0], **mapping}
     return mapping

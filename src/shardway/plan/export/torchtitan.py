@@ -15,32 +15,12 @@ models/*/config_registry.py, components/quantization/); the registries of both (
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from shardway.plan.case import Case, Schedule, layers_of_stages
-from shardway.plan.export.common import (
-    Emitted,
-    EmittedHeader,
-    Settings,
-    describe_dropout,
-    describe_engine,
-    describe_irregular,
-    describe_kernel,
-    describe_offload,
-    describe_optimizer,
-    describe_order,
-    describe_script,
-    describe_tf32,
-    describe_zero,
-    gather,
-    literal,
-    read_sizes,
-    schedule_of,
-    write,
-    write_call,
-    write_toml,
-)
+from shardway.plan.case import Case, layers_of_stages
+from shardway.plan.export import common
+from shardway.plan.export.common import EmittedFile, EmittedHeader, Settings
 from shardway.plan.shapes.architecture import Architecture, LayerShape, Part
 
 # --- torchtitan's own models by their sizes
@@ -55,59 +35,33 @@ class Flavor:
     function: str = ""
 
 
-@dataclass(frozen=True)
-class _Key:
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    """0 with latent attention, where it has no meaning."""
-    width: int
-    experts: int
-    vocab: int
-
-
-def _llama(*sizes: int) -> _Key:
-    hidden, layers, heads, width = sizes
-    return _Key(hidden, layers, heads, 8, width, 0, 128256)
-
-
-def _qwen(hidden: int, layers: int, heads: int, width: int, kv_heads: int = 8, experts: int = 0) -> _Key:
-    return _Key(hidden, layers, heads, kv_heads, width, experts, 151936)
-
-
 _FLAVORS = {
-    _llama(4096, 32, 32, 14336): Flavor("llama3", "8B", "llama3_8b"),
-    _llama(8192, 80, 64, 28672): Flavor("llama3", "70B", "llama3_70b"),
-    _llama(16384, 126, 128, 53248): Flavor("llama3", "405B", "llama3_405b"),
-    _qwen(1024, 28, 16, 3072): Flavor("qwen3", "0.6B", "qwen3_0_6b"),
-    _qwen(2048, 28, 16, 6144): Flavor("qwen3", "1.7B", "qwen3_1_7b"),
-    _qwen(2560, 36, 32, 9728): Flavor("qwen3", "4B"),
-    _qwen(4096, 36, 32, 12288): Flavor("qwen3", "8B"),
-    _qwen(5120, 40, 40, 17408): Flavor("qwen3", "14B", "qwen3_14b"),
-    _qwen(5120, 64, 64, 25600): Flavor("qwen3", "32B", "qwen3_32b"),
-    _qwen(2048, 48, 32, 768, 4, 128): Flavor("qwen3", "30B-A3B", "qwen3_30b_a3b"),
-    _qwen(4096, 94, 64, 1536, 4, 128): Flavor("qwen3", "235B-A22B"),
-    _Key(2048, 27, 16, 0, 1408, 64, 102400): Flavor("deepseek_v3", "16B", "deepseek_v3_16b"),
-    _Key(5120, 60, 128, 0, 1536, 160, 102400): Flavor("deepseek_v3", "236B"),
-    _Key(7168, 61, 128, 0, 2048, 256, 129280): Flavor("deepseek_v3", "671B", "deepseek_v3_671b"),
+    (4096, 32, 32, 8, 14336, 0, 128256): Flavor("llama3", "8B", "llama3_8b"),
+    (8192, 80, 64, 8, 28672, 0, 128256): Flavor("llama3", "70B", "llama3_70b"),
+    (16384, 126, 128, 8, 53248, 0, 128256): Flavor("llama3", "405B", "llama3_405b"),
+    (1024, 28, 16, 8, 3072, 0, 151936): Flavor("qwen3", "0.6B", "qwen3_0_6b"),
+    (2048, 28, 16, 8, 6144, 0, 151936): Flavor("qwen3", "1.7B", "qwen3_1_7b"),
+    (2560, 36, 32, 8, 9728, 0, 151936): Flavor("qwen3", "4B"),
+    (4096, 36, 32, 8, 12288, 0, 151936): Flavor("qwen3", "8B"),
+    (5120, 40, 40, 8, 17408, 0, 151936): Flavor("qwen3", "14B", "qwen3_14b"),
+    (5120, 64, 64, 8, 25600, 0, 151936): Flavor("qwen3", "32B", "qwen3_32b"),
+    (2048, 48, 32, 4, 768, 128, 151936): Flavor("qwen3", "30B-A3B", "qwen3_30b_a3b"),
+    (4096, 94, 64, 4, 1536, 128, 151936): Flavor("qwen3", "235B-A22B"),
+    (2048, 27, 16, 0, 1408, 64, 102400): Flavor("deepseek_v3", "16B", "deepseek_v3_16b"),
+    (5120, 60, 128, 0, 1536, 160, 102400): Flavor("deepseek_v3", "236B"),
+    (7168, 61, 128, 0, 2048, 256, 129280): Flavor("deepseek_v3", "671B", "deepseek_v3_671b"),
 }
+"""(Width, layers, heads, heads of keys and values (0 with latent attention, where they have no meaning), width of the
+feed-forward layer or of an expert, experts, vocabulary) -> torchtitan's names."""
 
 
 def find_flavor(model: Architecture) -> Flavor | None:
     """The flavor of these sizes, if torchtitan has one."""
-    sizes = read_sizes(model)
+    sizes = common.read_sizes(model)
     attention, experts = sizes.layer.attention, sizes.experts
-    key = _Key(
-        hidden=model.hidden,
-        layers=sizes.count,
-        heads=attention.heads,
-        kv_heads=0 if attention.latent else attention.kv_heads,
-        width=experts.dim if experts else sizes.ffn,
-        experts=experts.count if experts else 0,
-        vocab=model.vocab,
-    )
-    return _FLAVORS.get(key)
+    width, count = (experts.dim, experts.count) if experts else (sizes.ffn, 0)
+    kv_heads = 0 if attention.latent else attention.kv_heads
+    return _FLAVORS.get((model.hidden, sizes.count, attention.heads, kv_heads, width, count, model.vocab))
 
 
 # --- the Python file, since 0.3
@@ -124,7 +78,7 @@ _FP4_BLOCK = 128
 """NVFP4LinearConverter requires both sides of a product to be multiples of this."""
 
 
-def render_job(case: Case, flavor: Flavor, training: Settings, parallelism: Settings) -> str:
+def _render_job(case: Case, flavor: Flavor) -> str:
     """The module without its header. The model is set even if the config has it, whose number format may differ."""
     policy, made = _POLICIES.get(case.recompute), _job_converters(case)
     package = f"torchtitan.models.{flavor.model}"
@@ -142,18 +96,18 @@ def render_job(case: Case, flavor: Flavor, training: Settings, parallelism: Sett
         f"    config = {flavor.function}()",
     ]
     if made:
-        calls = (f"{write_call(f'{name}.Config', settings, ' ' * 8)}" for name, settings in made.items())
+        calls = (f"{common.write_call(f'{name}.Config', settings, ' ' * 8)}" for name, settings in made.items())
         lines += ["    converters = [", *(f"        {call}," for call in calls), "    ]"]
-    given = f"{literal(flavor.name)}, converters=converters" if made else literal(flavor.name)
-    split = {**parallelism, "enable_sequence_parallel": case.sequence}
+    given = f"{common.literal(flavor.name)}, converters=converters" if made else common.literal(flavor.name)
+    split = {**_parallelism(case, head="lm_head"), "enable_sequence_parallel": case.sequence}
     compiled = {"enable": case.compiled, "enable_async_tensor_parallel": case.async_tensor and case.compiled}
     lines += [
         f"    config.model_spec = model_registry({given})",
-        *(f"    config.training.{name} = {literal(value)}" for name, value in training.items()),
+        *(f"    config.training.{name} = {common.literal(value)}" for name, value in _training(case).items()),
         "    config.training.disable_cuda_graphs = True",
-        f"    config.parallelism = {write_call('ParallelismConfig', split, '    ')}",
+        f"    config.parallelism = {common.write_call('ParallelismConfig', split, '    ')}",
         f"    config.activation_checkpoint = {f'{policy}.Config()' if policy else None}",
-        f"    config.compile = {write_call('CompileConfig', compiled, '    ')}",
+        f"    config.compile = {common.write_call('CompileConfig', compiled, '    ')}",
         "    return config",
     ]
     return "\n".join([*lines, ""])
@@ -178,20 +132,16 @@ def _widths(layer: LayerShape, part: str, tp: int) -> Iterator[float]:
             yield each.outputs / ((tp if each.split == "outputs" else 1) * (2 if each.kv_heads else 1))
 
 
-def _products(case: Case) -> Settings:
-    """Products by substrings of their names."""
-    if case.precision == "fp8":
-        return {"filter_fqns": ["lm_head", "router.gate"]}
-    return {"fqns": fp4_parts(case)[0] if case.precision == "fp4" else list(_PARTS.values())}
-
-
 def _job_converters(case: Case) -> Mapping[str, Settings]:
     """Converters by name: of products, except those of the head and of the router, and of experts."""
     compiled = {"model_compile_enabled": case.compiled}
     linear, grouped = _LINEAR.get(case.precision), _GROUPED.get(case.precision)
     if linear is None or (case.precision == "fp4" and not fp4_parts(case)[0]):
         return {}  # a converter without names would convert every product
-    found: dict[str, Settings] = {linear: {**_products(case), **compiled}}
+    products: Settings = {"fqns": fp4_parts(case)[0] if case.precision == "fp4" else list(_PARTS.values())}
+    if case.precision == "fp8":
+        products = {"filter_fqns": ["lm_head", "router.gate"]}
+    found: dict[str, Settings] = {linear: {**products, **compiled}}
     if grouped and any(layer.experts for layer in case.model.layers):
         found[grouped] = compiled
     return found
@@ -199,14 +149,11 @@ def _job_converters(case: Case) -> Mapping[str, Settings]:
 
 # --- notes
 
-_LIBRARY = "torchtitan"
-_LOSS_BYTES = (
-    "The loss is computed with a full copy of the logits in torchtitan.toml; torchtitan_job.py computes it in parts"
-)
 
-
-def describe_all(case: Case, copies: int, shards: int) -> Iterator[str]:
-    """All notes, the model first; `copies` and `shards` are what the files have."""
+def describe(case: Case) -> Iterator[str]:
+    """All notes, the model first."""
+    yield from common.describe_irregular(case.model)
+    degrees, (copies, shards) = case.degrees, _replicas_and_shards(case)
     flavor = find_flavor(case.model)
     if flavor is None:
         yield (
@@ -215,16 +162,15 @@ def describe_all(case: Case, copies: int, shards: int) -> Iterator[str]:
         )
     if flavor is None or not flavor.function:
         yield "torchtitan 0.3 reads no TOML and has no config of these sizes: write one for its config_registry."
-    yield from describe_engine(case, _LIBRARY, ("fsdp2", "torchtitan"))
-    alone = shards * case.degrees.cp == 1
+    yield from common.describe_engine(case, "torchtitan", ("fsdp2", "torchtitan"))
+    alone = shards * degrees.cp == 1
     if not alone:
-        yield from describe_zero(case, _LIBRARY)
+        yield from common.describe_zero(case, "torchtitan")
     if case.zero == 0 and not alone:
         yield "The plan shares no states, and torchtitan shards them over dp_shard x cp in this layout: less memory."
-    if copies > 1 and alone and case.degrees.tp * case.degrees.pp > 1:
+    if copies > 1 and alone and degrees.tp * degrees.pp > 1:
         yield "torchtitan 0.2 refuses copies of a model that is split by tp or pp; shard over some of the data ranks."
-    yield from describe_order(case, _LIBRARY)
-    degrees = case.degrees
+    yield from common.describe_order(case, "torchtitan")
     if degrees.tp > 1 and not case.sequence:
         yield "torchtitan 0.2 always splits norms and the residual stream with tp: less memory than predicted."
     whole = degrees.tp * (2 * degrees.cp if degrees.cp > 1 else 1)
@@ -233,7 +179,6 @@ def describe_all(case: Case, copies: int, shards: int) -> Iterator[str]:
     if case.async_tensor and not case.compiled:
         yield "torchtitan overlaps the collectives of tp only where it compiles, and the plan does not: it is off."
     yield from _describe_pipeline(case)
-    degrees = case.degrees
     if degrees.ep > 1 and degrees.etp not in (1, degrees.tp):
         yield f"torchtitan splits an expert over 1 or over {degrees.tp} ranks (tp), and the plan says {degrees.etp}."
     if degrees.etp > 1:
@@ -242,7 +187,7 @@ def describe_all(case: Case, copies: int, shards: int) -> Iterator[str]:
         yield "Without ep, torchtitan splits each expert over the tensor axis, and the plan does not."
     if case.precision == "fp16":
         yield "torchtitan computes in bf16 or fp32; the files say bf16 where the plan says fp16."
-    yield from describe_tf32(case, "The files say fp32")
+    yield from common.describe_tf32(case, "The files say fp32")
     if case.precision == "fp4":
         yield "torchtitan.toml says bf16 where the plan says fp4: torchtitan 0.2 has none."
         odd = fp4_parts(case)[1]
@@ -252,27 +197,27 @@ def describe_all(case: Case, copies: int, shards: int) -> Iterator[str]:
             yield "torchtitan has fp4 for linear layers alone: experts are computed in bf16."
     if case.low_bits and not case.compiled:
         yield f"torchtitan wants the model compiled for {case.precision} to be fast, and the plan does not compile."
-    yield from describe_optimizer(case, _LIBRARY, ("adamw",))
+    yield from common.describe_optimizer(case, "torchtitan", ("adamw",))
     if case.recompute == "selective":
         yield "torchtitan cannot recompute the scores of attention alone; with a fused kernel none are kept anyway."
     if case.recompute == "products":
         yield "torchtitan recomputes every second product as well: less memory and slower steps than predicted."
-    yield from describe_kernel(case, _LIBRARY)
-    yield from describe_dropout(case, _LIBRARY)
-    yield from describe_offload(case, _LIBRARY)
-    if case.fused_loss:
-        yield f"{_LOSS_BYTES}, as the plan says."
-    else:
-        yield f"{_LOSS_BYTES}, which takes less memory than predicted."
-    yield from describe_script(
-        case, "the data set, the number of steps, the learning rate, the folder of the tokenizer"
+    yield from common.describe_kernel(case, "torchtitan")
+    if case.dropout:
+        yield "The plan has dropout, and the models of torchtitan have none."
+    yield from common.describe_offload(case, "torchtitan")
+    effect = "as the plan says" if case.fused_loss else "which takes less memory than predicted"
+    yield (
+        "The loss is computed with a full copy of the logits in torchtitan.toml; torchtitan_job.py computes it in "
+        f"parts, {effect}."
     )
+    yield common.describe_script("the data set, the number of steps, the learning rate, the folder of the tokenizer")
 
 
 def _describe_pipeline(case: Case) -> Iterator[str]:
     if case.degrees.pp == 1:
         return
-    schedule, per_rank = schedule_of(case), case.stages_per_rank
+    schedule, per_rank = common.schedule_of(case), case.stages_per_rank
     if schedule == "zero_bubble" and per_rank == 1:
         yield "torchtitan has zero bubble for two stages a rank or more, and the plan has one: the files say 1F1B."
     if schedule == "gpipe" and per_rank > 1:
@@ -295,16 +240,12 @@ _SCHEDULES = {
 _RECOMPUTE = {"none": "none", "selective": "none", "products": "selective", "operators": "selective", "full": "full"}
 
 
-def emit(case: Case, prediction_lines: Sequence[str]) -> Emitted:
+def render(case: Case, head: EmittedHeader) -> Iterator[EmittedFile]:
     """torchtitan.toml, and torchtitan_job.py if torchtitan has a model of these sizes to start from."""
-    notes = gather([*describe_irregular(case.model), *describe_all(case, *_replicas_and_shards(case))])
+    yield common.write(TOML, head, common.write_toml(_tables(case)))
     flavor = find_flavor(case.model)
-    head = EmittedHeader(case, prediction_lines, degrees_of(case), notes)
-    files = [write(TOML, head, write_toml(_tables(case)))]
     if flavor and flavor.function:
-        shared = _parallelism(case, head="lm_head")
-        files.append(write(JOB, head, render_job(case, flavor, _training(case), shared)))
-    return Emitted(tuple(files), notes)
+        yield common.write(JOB, head, _render_job(case, flavor))
 
 
 def degrees_of(case: Case) -> Mapping[str, int]:
@@ -371,29 +312,25 @@ def _parallelism(case: Case, head: str) -> Settings:
     }
 
 
-def _schedule(case: Case) -> Schedule:
-    """The schedule; 1F1B replaces one that torchtitan does not have for this number of stages per rank."""
-    schedule, several = schedule_of(case), case.stages_per_rank > 1
-    if (schedule, several) in (("zero_bubble", False), ("gpipe", True)):
-        return "interleaved" if several else "1f1b"
-    return schedule
-
-
 def _pipeline(case: Case, head: str) -> Settings:
-    common: Settings = {
-        "pipeline_parallel_schedule": _SCHEDULES[_schedule(case)],
+    # 1F1B replaces a schedule that torchtitan does not have for this number of stages per rank.
+    schedule, several = common.schedule_of(case), case.stages_per_rank > 1
+    if (schedule, several) in (("zero_bubble", False), ("gpipe", True)):
+        schedule = "interleaved" if several else "1f1b"
+    always: Settings = {
+        "pipeline_parallel_schedule": _SCHEDULES[schedule],
         "pipeline_parallel_microbatch_size": case.micro_batch,
     }
     for first, last in ((1, 1), (0, 0), (1, 0), (0, 1)):
         if _their_cut(case, first, last) == layers_of_stages(case):
             weighed = len(case.model.layers) + first + last
             return {
-                **common,
+                **always,
                 "pipeline_parallel_first_stage_less_layers": first,
                 "pipeline_parallel_last_stage_less_layers": last,
                 "pipeline_parallel_layers_per_stage": math.ceil(weighed / case.stages),
             }
-    return {**common, "module_fqns_per_model_part": _modules(case, head)}
+    return {**always, "module_fqns_per_model_part": _modules(case, head)}
 
 
 def _their_cut(case: Case, first: int, last: int) -> tuple[int, ...]:

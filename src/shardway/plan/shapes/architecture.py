@@ -298,12 +298,10 @@ class Architecture:
 
     @cached_property
     def layers(self) -> tuple[LayerShape, ...]:
-        """Every layer in order."""
         return tuple(run.layer for run in self.runs for _ in range(run.count))
 
     @property
     def depth(self) -> int:
-        """Layers in all."""
         return sum(run.count for run in self.runs)
 
     @property
@@ -325,12 +323,10 @@ class Architecture:
 
     @cached_property
     def parameters(self) -> int:
-        """All of them."""
         return self._ends + sum(run.count * run.layer.parameters for run in self.runs)
 
     @cached_property
     def active_parameters(self) -> int:
-        """Parameters that a token meets."""
         return self._ends + sum(run.count * run.layer.active_parameters for run in self.runs)
 
     @property

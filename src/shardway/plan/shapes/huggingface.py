@@ -5,8 +5,6 @@ Invariants:
   used; nothing is built from keys that are missing or invalid.
 - Parameters are those that the library builds for the same config, which a test compares for every family; absent keys
   have the library's defaults.
-- Parameters are those that the library builds for the same config, which a test compares for every family; absent keys
-  have the library's defaults.
 - An unknown family, or a key that is missing or invalid, is an error and never guessed.
 
 Sources: the modeling files of huggingface/transformers 5.23, one a family.
@@ -17,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from types import MappingProxyType
 from typing import Any
 
 from shardway.errors import Problem, UserError, check_no_problems, render_problems
@@ -35,8 +32,6 @@ from shardway.plan.shapes.architecture import (
 )
 from shardway.plan.shapes.measured import Measured, ResidualNetwork, Shape, residual_network
 
-# --- Decoder-only families of Hugging Face models: from the keys of a config.json to an architecture
-
 # --- reading a config.json
 
 
@@ -52,7 +47,6 @@ class Keys:
         check_no_problems(self._origin, self.problems)
 
     def refuse(self, key: str, what: str, allowed: str = "", remedy: str = "") -> None:
-        """Record a problem of a key."""
         self.problems.append(Problem(key, what, allowed=allowed, remedy=remedy))
 
     def size(self, *names: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
@@ -71,7 +65,6 @@ class Keys:
         return self.size(*names, default=default, least=0)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false."""
         value = self.config.get(name)
         if value is None:
             return default
@@ -80,7 +73,6 @@ class Keys:
         return bool(value)
 
     def text(self, name: str, default: str) -> str:
-        """A string."""
         value = self.config.get(name)
         if value is not None and not isinstance(value, str):
             self.refuse(name, f"{value!r} is no string")
@@ -130,7 +122,7 @@ class Keys:
         return names[0], None
 
 
-# --- from sizes and a style to an architecture
+# --- sizes that all families have
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -149,28 +141,6 @@ class FamilySizes:
     head_dim: int
     ffn: int
     vocab: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Style:
-    """The differences between families. `bias` is about queries, keys and values; `norm_bias`: norms are layer norms
-    with a bias; `norm_vectors` is 0 if norms have no parameters."""
-
-    gated: bool = True
-    norms: int = 2
-    norm_bias: bool = False
-    norm_vectors: int = 1
-    bias: bool = False
-    output_bias: bool = False
-    ffn_bias: bool = False
-    qk_norm: bool = False
-    qk_norm_whole: bool = False
-    sinks: bool = False
-    tied: bool = False
-    head_bias: bool = False
-    positions: int = 0
-    embedding_norm: bool = False
-    final_norm: bool = True
 
 
 def read_sizes(keys: Keys, *, ffn_factor: int = 0) -> FamilySizes:
@@ -205,72 +175,11 @@ def read_windows(keys: Keys, layers: int, *, whole_every: int = 0) -> tuple[int,
     return tuple(0 if whole_every and (layer + 1) % whole_every == 0 else window for layer in range(layers))
 
 
-def build_decoder(
-    keys: Keys,
-    sizes: FamilySizes,
-    style: Style,
-    *,
-    windows: Sequence[int] = (),
-    experts: ExpertsShape | None = None,
-    mixed: Sequence[bool] = (),
-    latent: Latent | None = None,
-) -> Architecture:
-    """The architecture, once all keys are valid; `mixed` states which layers have `experts` (default: all)."""
-    if experts is not None and experts.per_token > experts.count:
-        what = f"{experts.per_token} is more than there are experts, {experts.count}"
-        keys.refuse("num_experts_per_tok", what, f"1 to {experts.count}")
-    keys.check()
-    same = ("bias", "output_bias", "qk_norm", "qk_norm_whole", "sinks")
-    attention = AttentionShape(
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        latent=latent,
-        **{name: getattr(style, name) for name in same},
-    )
-    base = LayerShape(
-        hidden=sizes.hidden,
-        attention=attention,
-        ffn=sizes.ffn,
-        gated=style.gated,
-        ffn_bias=style.ffn_bias,
-        norms=style.norms * style.norm_vectors,
-        norm_bias=style.norm_bias,
-    )
-    layers = [
-        replace(
-            base,
-            attention=replace(attention, window=windows[number] if windows else 0),
-            experts=experts if not mixed or mixed[number] else None,
-        )
-        for number in range(sizes.layers)
-    ]
-    norm = style.norm_vectors * sizes.hidden * (2 if style.norm_bias else 1)
-    return Architecture(
-        name=keys.name,
-        hidden=sizes.hidden,
-        runs=gather_runs(layers),
-        vocab=sizes.vocab,
-        tied=style.tied,
-        positions=style.positions,
-        head_bias=style.head_bias,
-        final_norm_parameters=norm if style.final_norm else 0,
-        extra_parameters=norm if style.embedding_norm else 0,
-    )
-
-
-def gather_runs(layers: Sequence[LayerShape]) -> tuple[LayerRun, ...]:
-    """Layers in order, with equal neighbours as one run."""
-    return tuple(LayerRun(layer, len(list(same))) for layer, same in groupby(layers))
-
-
 # --- the families
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _OPT_OFFSET = 2
 """OPT's first position is 2 (modeling_opt.py, OPTLearnedPositionalEmbedding)."""
-_GPT = Style(gated=False, norm_bias=True, bias=True, output_bias=True, ffn_bias=True)
-"""GPT-2's layers: biases everywhere, no gate."""
 _BIASES = ("bias", "output_bias")
 _ALL_BIASES = (*_BIASES, "ffn_bias")
 
@@ -279,38 +188,107 @@ _ALL_BIASES = (*_BIASES, "ffn_bias")
 class DecoderFamily:
     """How a family differs from Llama, and the keys that decide about its biases, windows and experts.
 
-    `bias_key`: the key, with the library's default, that sets the biases in `biases`; `tied`: whether embedding and
-    head are one if the config does not say.
+    `bias` is about queries, keys and values; `bias_key`: the key, with the library's default, that sets the biases in
+    `biases`; `norm_bias`: norms are layer norms with a bias; `norm_vectors` is 0 if norms have no parameters; `tied`:
+    whether embedding and head are one if the config does not say.
     """
 
-    style: Style = Style()
+    gated: bool = True
+    norms: int = 2
+    norm_bias: bool = False
+    norm_vectors: int = 1
+    bias: bool = False
+    output_bias: bool = False
+    ffn_bias: bool = False
+    qk_norm: bool = False
+    qk_norm_whole: bool = False
+    sinks: bool = False
+    tied: bool = False
+    head_bias: bool = False
+    positions: int = 0
+    embedding_norm: bool = False
+    final_norm: bool = True
     bias_key: tuple[str, bool] | None = ("attention_bias", False)
     biases: tuple[str, ...] = _BIASES
     ffn_bias_key: str = ""
-    tied: bool = False
     windows: Callable[[Keys, int], tuple[int, ...]] | None = None
     experts: Callable[[Keys, FamilySizes], ExpertsShape] | None = None
-    sparse: bool = False
-    """Only some layers have experts."""
+    sparse: Callable[[Keys, int], tuple[bool, ...]] | None = None
+    """Which layers have the experts; None: all."""
     ffn_factor: int = 0
     """The default width of the feed-forward layer over that of the stream; 0: it has none."""
 
-    def __call__(self, keys: Keys, sizes: FamilySizes | None = None, **style: Any) -> Architecture:
-        """The architecture of a config; `style` has what its reader found out itself."""
-        if self.bias_key:
-            style = {**dict.fromkeys(self.biases, keys.flag(*self.bias_key)), **style}
+    def __call__(self, keys: Keys, sizes: FamilySizes | None = None, latent: Latent | None = None) -> Architecture:
+        """The architecture of a config, once all keys are valid."""
+        biases: dict[str, Any] = dict.fromkeys(self.biases, keys.flag(*self.bias_key)) if self.bias_key else {}
         if self.ffn_bias_key:
-            style["ffn_bias"] = keys.flag(self.ffn_bias_key)
-        style["tied"] = keys.flag("tie_word_embeddings", self.tied)
+            biases["ffn_bias"] = keys.flag(self.ffn_bias_key)
+        tied = keys.flag("tie_word_embeddings", self.tied)
         sizes = sizes or read_sizes(keys, ffn_factor=self.ffn_factor)
-        return build_decoder(
-            keys,
-            sizes,
-            replace(self.style, **style),
-            windows=self.windows(keys, sizes.layers) if self.windows else (),
-            experts=self.experts(keys, sizes) if self.experts else None,
-            mixed=_sparse_layers(keys, sizes.layers) if self.sparse else (),
+        windows = self.windows(keys, sizes.layers) if self.windows else ()
+        experts = self.experts(keys, sizes) if self.experts else None
+        mixed = self.sparse(keys, sizes.layers) if self.sparse else ()
+        if experts is not None and experts.per_token > experts.count:
+            what = f"{experts.per_token} is more than there are experts, {experts.count}"
+            keys.refuse("num_experts_per_tok", what, f"1 to {experts.count}")
+        keys.check()
+        return replace(self, **biases)._build(keys.name, sizes, tied, windows, experts, mixed, latent)
+
+    def _build(
+        self,
+        name: str,
+        sizes: FamilySizes,
+        tied: bool,
+        windows: Sequence[int],
+        experts: ExpertsShape | None,
+        mixed: Sequence[bool],
+        latent: Latent | None,
+    ) -> Architecture:
+        attention = AttentionShape(
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            latent=latent,
+            bias=self.bias,
+            output_bias=self.output_bias,
+            qk_norm=self.qk_norm,
+            qk_norm_whole=self.qk_norm_whole,
+            sinks=self.sinks,
         )
+        base = LayerShape(
+            hidden=sizes.hidden,
+            attention=attention,
+            ffn=sizes.ffn,
+            gated=self.gated,
+            ffn_bias=self.ffn_bias,
+            norms=self.norms * self.norm_vectors,
+            norm_bias=self.norm_bias,
+        )
+        layers = [
+            replace(
+                base,
+                attention=replace(attention, window=windows[number] if windows else 0),
+                experts=experts if not mixed or mixed[number] else None,
+            )
+            for number in range(sizes.layers)
+        ]
+        norm = self.norm_vectors * sizes.hidden * (2 if self.norm_bias else 1)
+        return Architecture(
+            name=name,
+            hidden=sizes.hidden,
+            # Equal neighbours are one run.
+            runs=tuple(LayerRun(layer, len(list(same))) for layer, same in groupby(layers)),
+            vocab=sizes.vocab,
+            tied=tied,
+            positions=self.positions,
+            head_bias=self.head_bias,
+            final_norm_parameters=norm if self.final_norm else 0,
+            extra_parameters=norm if self.embedding_norm else 0,
+        )
+
+
+_GPT = DecoderFamily(gated=False, norm_bias=True, bias=True, output_bias=True, ffn_bias=True, bias_key=None, tied=True)
+"""GPT-2's layers: biases everywhere, no gate."""
 
 
 def _windows_but_each(whole_every: int) -> Callable[[Keys, int], tuple[int, ...]]:
@@ -354,18 +332,18 @@ def _deepseek(keys: Keys) -> Architecture:
     )
     experts = _read_experts(keys, width, shared_dim=width * keys.count("n_shared_experts"))
     first = keys.count("first_k_dense_replace")
-    mixed = [layer >= first for layer in range(sizes.layers)]
+    mixed = tuple(layer >= first for layer in range(sizes.layers))
     if keys.flag("attention_bias"):
         keys.refuse("attention_bias", "true: biases of latent attention are not counted", "false")
     if keys.size("moe_layer_freq", default=1) != 1:
         keys.refuse("moe_layer_freq", f"{keys.config['moe_layer_freq']}: dense layers between are not counted", "1")
-    style, sizes = Style(tied=keys.flag("tie_word_embeddings")), replace(sizes, kv_heads=sizes.heads)
-    return build_decoder(keys, sizes, style, experts=experts, mixed=mixed, latent=latent)
+    family = DecoderFamily(bias_key=None, experts=lambda *_: experts, sparse=lambda *_: mixed)
+    return family(keys, replace(sizes, kv_heads=sizes.heads), latent)
 
 
 def _gpt2(keys: Keys) -> Architecture:
     positions = keys.size("n_positions", "max_position_embeddings")
-    return DecoderFamily(style=_GPT, bias_key=None, tied=True, ffn_factor=4)(keys, positions=positions)
+    return replace(_GPT, ffn_factor=4, positions=positions)(keys)
 
 
 def _opt(keys: Keys) -> Architecture:
@@ -373,14 +351,14 @@ def _opt(keys: Keys) -> Architecture:
     if keys.count("word_embed_proj_dim", default=sizes.hidden) != sizes.hidden:
         what = f"{keys.config['word_embed_proj_dim']}: an embedding narrower than the layers is not counted"
         keys.refuse("word_embed_proj_dim", what, f"hidden_size, {sizes.hidden}")
-    family = DecoderFamily(style=_GPT, bias_key=("enable_bias", True), biases=_ALL_BIASES, tied=True)
-    return family(
-        keys,
-        sizes,
+    return replace(
+        _GPT,
+        bias_key=("enable_bias", True),
+        biases=_ALL_BIASES,
         norm_vectors=int(keys.flag("layer_norm_elementwise_affine", True)),
         positions=keys.size("max_position_embeddings") + _OPT_OFFSET,
         final_norm=keys.flag("do_layer_norm_before", True) and not keys.flag("_remove_final_layer_norm"),
-    )
+    )(keys, sizes)
 
 
 def _mpt(keys: Keys) -> Architecture:
@@ -389,7 +367,7 @@ def _mpt(keys: Keys) -> Architecture:
         if not inner.flag(name, True):
             keys.refuse(name, "false is not counted", "true")
     sizes = read_sizes(keys, ffn_factor=keys.size("expansion_ratio", default=4))
-    return DecoderFamily(style=Style(gated=False), bias_key=None, tied=True)(keys, sizes)
+    return DecoderFamily(gated=False, bias_key=None, tied=True)(keys, sizes)
 
 
 def _falcon(keys: Keys) -> Architecture:
@@ -399,20 +377,19 @@ def _falcon(keys: Keys) -> Architecture:
     if not newer:
         heads = 1 if keys.flag("multi_query", True) else sizes.heads
     norms = 2 if not parallel else keys.size("num_ln_in_parallel_attn", default=2 if newer else 1)
-    family = DecoderFamily(style=_GPT, bias_key=("bias", False), biases=_ALL_BIASES, tied=True)
-    return family(keys, replace(sizes, kv_heads=heads), norms=norms)
+    family = replace(_GPT, bias_key=("bias", False), biases=_ALL_BIASES, norms=norms)
+    return family(keys, replace(sizes, kv_heads=heads))
 
 
 def _phi(keys: Keys) -> Architecture:
     if keys.flag("qk_layernorm"):
         keys.refuse("qk_layernorm", "true: norms of queries and keys with a bias are not counted", "false")
-    return DecoderFamily(style=replace(_GPT, norms=1, head_bias=True), bias_key=None)(keys)
+    return replace(_GPT, norms=1, head_bias=True, tied=False)(keys)
 
 
 def _gemma3_text(keys: Keys) -> Architecture:
     every = keys.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    style = Style(norms=4, qk_norm=True)
-    return DecoderFamily(style=style, tied=True, windows=_windows_but_each(every))(keys)
+    return DecoderFamily(norms=4, qk_norm=True, tied=True, windows=_windows_but_each(every))(keys)
 
 
 def _gemma3(keys: Keys) -> Architecture:
@@ -423,59 +400,9 @@ def _gemma3(keys: Keys) -> Architecture:
 
 
 _MISTRAL = DecoderFamily(bias_key=None, windows=read_windows)
-_OLMO2 = DecoderFamily(style=Style(qk_norm=True, qk_norm_whole=True), windows=read_windows)
-_QWEN3 = DecoderFamily(style=Style(qk_norm=True), windows=_qwen_windows)
+_OLMO2 = DecoderFamily(qk_norm=True, qk_norm_whole=True, windows=read_windows)
+_QWEN3 = DecoderFamily(qk_norm=True, windows=_qwen_windows)
 
-DECODERS: Mapping[str, Callable[[Keys], Architecture]] = {
-    # positions are biases of the scores, without parameters; a norm follows the embedding
-    "bloom": DecoderFamily(style=replace(_GPT, embedding_norm=True), bias_key=None, tied=True, ffn_factor=4),
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
-    "falcon": _falcon,
-    "gemma": DecoderFamily(tied=True),
-    # norms before and after attention and feed-forward; every second layer sees all positions
-    "gemma2": DecoderFamily(style=Style(norms=4), tied=True, windows=_windows_but_each(2)),
-    "gemma3": _gemma3,
-    "gemma3_text": _gemma3_text,
-    "gpt2": _gpt2,
-    "gpt_neox": DecoderFamily(style=_GPT, bias_key=("attention_bias", True)),
-    "gpt_oss": DecoderFamily(
-        style=Style(sinks=True),
-        bias_key=("attention_bias", True),
-        windows=_windows_but_each(2),
-        experts=lambda keys, sizes: _read_experts(keys, sizes.ffn, "experts_per_token", bias=True),
-    ),
-    # attention and feed-forward in parallel, behind one norm
-    "gptj": DecoderFamily(
-        style=replace(_GPT, norms=1, bias=False, output_bias=False, head_bias=True), bias_key=None, ffn_factor=4
-    ),
-    "llama": DecoderFamily(ffn_bias_key="mlp_bias", windows=read_windows),
-    "mistral": _MISTRAL,
-    "mixtral": replace(_MISTRAL, experts=lambda keys, sizes: _read_experts(keys, sizes.ffn)),
-    "mpt": _mpt,
-    "olmo": DecoderFamily(style=Style(norm_vectors=0)),  # norms without parameters
-    "olmo2": _OLMO2,
-    "olmo3": replace(_OLMO2, windows=_windows_but_each(4)),
-    "opt": _opt,
-    "phi": _phi,
-    "phi3": _MISTRAL,
-    "qwen2": DecoderFamily(style=Style(bias=True), bias_key=None, windows=_qwen_windows),
-    "qwen2_moe": DecoderFamily(
-        bias_key=("qkv_bias", True), biases=("bias",), windows=_qwen_windows, experts=_qwen2_experts, sparse=True
-    ),
-    "qwen3": _QWEN3,
-    "qwen3_moe": replace(
-        _QWEN3, experts=lambda keys, _: _read_experts(keys, keys.size("moe_intermediate_size")), sparse=True
-    ),
-    "smollm3": DecoderFamily(ffn_bias_key="mlp_bias", tied=True, windows=_qwen_windows),
-    "starcoder2": DecoderFamily(
-        style=_GPT, bias_key=("use_bias", True), biases=_ALL_BIASES, tied=True, windows=read_windows
-    ),
-}
-"""`model_type` of a config -> its reader."""
-
-
-# --- The shape of a Hugging Face model from its config.json, without torch and without the library
 
 # --- families that are no text decoders: BERT, T5, vision transformers, residual networks
 
@@ -606,19 +533,59 @@ def _count_classes(keys: Keys) -> int:
     return len(labels) if isinstance(labels, Mapping) and labels else keys.size("num_labels", default=_CLASSES)
 
 
-OTHERS: Mapping[str, Callable[[Keys], Shape]] = {
+# --- every family
+
+FAMILIES: Mapping[str, Callable[[Keys], Shape]] = {
     "bert": _bert,
+    # positions are biases of the scores, without parameters; a norm follows the embedding
+    "bloom": replace(_GPT, embedding_norm=True, ffn_factor=4),
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+    "falcon": _falcon,
+    "gemma": DecoderFamily(tied=True),
+    # norms before and after attention and feed-forward; every second layer sees all positions
+    "gemma2": DecoderFamily(norms=4, tied=True, windows=_windows_but_each(2)),
+    "gemma3": _gemma3,
+    "gemma3_text": _gemma3_text,
+    "gpt2": _gpt2,
+    "gpt_neox": replace(_GPT, bias_key=("attention_bias", True), tied=False),
+    "gpt_oss": DecoderFamily(
+        sinks=True,
+        bias_key=("attention_bias", True),
+        windows=_windows_but_each(2),
+        experts=lambda keys, sizes: _read_experts(keys, sizes.ffn, "experts_per_token", bias=True),
+    ),
+    # attention and feed-forward in parallel, behind one norm
+    "gptj": replace(_GPT, norms=1, bias=False, output_bias=False, head_bias=True, tied=False, ffn_factor=4),
+    "llama": DecoderFamily(ffn_bias_key="mlp_bias", windows=read_windows),
+    "mistral": _MISTRAL,
+    "mixtral": replace(_MISTRAL, experts=lambda keys, sizes: _read_experts(keys, sizes.ffn)),
+    "mpt": _mpt,
+    "olmo": DecoderFamily(norm_vectors=0),  # norms without parameters
+    "olmo2": _OLMO2,
+    "olmo3": replace(_OLMO2, windows=_windows_but_each(4)),
+    "opt": _opt,
+    "phi": _phi,
+    "phi3": _MISTRAL,
+    "qwen2": DecoderFamily(bias=True, bias_key=None, windows=_qwen_windows),
+    "qwen2_moe": DecoderFamily(
+        bias_key=("qkv_bias", True),
+        biases=("bias",),
+        windows=_qwen_windows,
+        experts=_qwen2_experts,
+        sparse=_sparse_layers,
+    ),
+    "qwen3": _QWEN3,
+    "qwen3_moe": replace(
+        _QWEN3, experts=lambda keys, _: _read_experts(keys, keys.size("moe_intermediate_size")), sparse=_sparse_layers
+    ),
     "resnet": _resnet,
     "roberta": _bert,
+    "smollm3": DecoderFamily(ffn_bias_key="mlp_bias", tied=True, windows=_qwen_windows),
+    "starcoder2": replace(_GPT, bias_key=("use_bias", True), biases=_ALL_BIASES, windows=read_windows),
     "t5": _t5,
     "vit": _vit,
 }
-"""`model_type` of a config -> its reader."""
-
-
-# --- every family
-
-FAMILIES: Mapping[str, Callable[[Keys], Shape]] = MappingProxyType(dict(sorted({**DECODERS, **OTHERS}.items())))
 """`model_type` of a config -> its reader."""
 
 
@@ -636,15 +603,11 @@ def shape_of_config(config: Mapping[str, Any], name: str, origin: str = CONFIG) 
     family = config.get("model_type")
     read = FAMILIES.get(family) if isinstance(family, str) else None
     if read is None:
-        raise _unknown(family, origin)
+        problem = Problem(
+            "model_type",
+            "is missing" if family is None else f'"{family}" is a family whose layers are not known',
+            allowed=", ".join(FAMILIES),
+            remedy="let the model itself be counted: `shardway plan run.toml --trace`",
+        )
+        raise UserError(render_problems(origin, [problem]))
     return read(Keys(config, name, origin))
-
-
-def _unknown(family: object, origin: str) -> UserError:
-    problem = Problem(
-        "model_type",
-        "is missing" if family is None else f'"{family}" is a family whose layers are not known',
-        allowed=", ".join(FAMILIES),
-        remedy="let the model itself be counted: `shardway plan run.toml --trace`",
-    )
-    return UserError(render_problems(origin, [problem]))

@@ -59,7 +59,6 @@ class Measured:
 
     @cached_property
     def parameters(self) -> int:
-        """All of them."""
         return sum(unit.count * unit.parameters for unit in self.units)
 
     @cached_property

@@ -2,25 +2,31 @@
 
 Invariants:
 - The shape of a section has the parameters that `shardway.models` builds from it, which a test compares.
+- A shape that --trace counted is used only for the model and sample that it was counted for.
 - Every named model has a source, and its shape follows from the keys of its config.json like that of any other.
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import math
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from shardway.earlier_names import EARLIER_KEYS
 from shardway.errors import Bug, Problem, UserError, list_some, render_problems
+from shardway.hfconfig import CONFIG
+from shardway.places import expand_home
 from shardway.plan.shapes.architecture import Architecture, AttentionShape, ExpertsShape, Latent, LayerRun, LayerShape
-from shardway.plan.shapes.measured import Measured, Shape, convnet, perceptron, render_image
-from shardway.runfile.schema import ModelSection
+from shardway.plan.shapes.measured import Measured, Shape, convnet, perceptron, read_measured, render_image
+from shardway.runfile.schema import ModelSection, RunFile
 
 
 def shape_of_section(model: ModelSection, sample: tuple[int, ...]) -> Shape:
@@ -111,16 +117,12 @@ def _convnet(model: ModelSection, sample: tuple[int, ...]) -> Measured:
     return convnet(image, model.channels, model.classes)
 
 
-def _mlp(model: ModelSection, sample: tuple[int, ...]) -> Measured:
-    return perceptron(math.prod(sample), model.hidden, model.classes, dropout=model.dropout > 0)
-
-
 _SHAPES: Mapping[str, Callable[[ModelSection, tuple[int, ...]], Shape]] = {
     "transformer": _transformer,
     "encoder_decoder": _encoder_decoder,
     "vit": _vit,
     "convnet": _convnet,
-    "mlp": _mlp,
+    "mlp": lambda model, sample: perceptron(math.prod(sample), model.hidden, model.classes, dropout=model.dropout > 0),
 }
 
 
@@ -219,7 +221,12 @@ def load_named() -> Mapping[str, NamedModel]:
     """Every model by its name, in the order of the file."""
     text = files(__package__).joinpath("named.toml").read_text(encoding="utf-8")
     tables = {name: table for name, table in tomllib.loads(text).items() if isinstance(table, dict)}
-    return MappingProxyType({name: _named(name, tables) for name in tables})
+    return MappingProxyType(
+        {
+            name: NamedModel(name, table["source"], MappingProxyType(_config(name, tables)))
+            for name, table in tables.items()
+        }
+    )
 
 
 @cache
@@ -227,14 +234,19 @@ def find_named(name: str) -> Shape:
     """The shape of a named model. Raises UserError that lists similar names."""
     model = load_named().get(name.lower())
     if model is None:
-        raise _unknown(name)
+        names = list(load_named())
+        near = difflib.get_close_matches(name.lower(), names, n=_MOST, cutoff=0.5)
+        known = f"names like it: {', '.join(near)}" if near else list_some(names, _MOST)
+        problem = Problem(
+            "model",
+            f'"{name}" is no model that is known by name',
+            allowed=f"one of {len(names)}; {known}",
+            remedy="correct the name, or name a Hugging Face folder, a hub name (org/name), or a run file",
+        )
+        raise UserError(render_problems("the model", [problem]), [problem])
     from shardway.plan.shapes.huggingface import shape_of_config
 
     return shape_of_config(model.config, model.name, f"named.toml, {model.name}")
-
-
-def _named(name: str, tables: Mapping[str, dict[str, Any]]) -> NamedModel:
-    return NamedModel(name, tables[name]["source"], MappingProxyType(_config(name, tables)))
 
 
 def _config(name: str, tables: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -243,14 +255,54 @@ def _config(name: str, tables: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     return {**(_config(tables[name]["like"], tables) if "like" in tables[name] else {}), **own}
 
 
-def _unknown(name: str) -> UserError:
-    names = list(load_named())
-    near = difflib.get_close_matches(name.lower(), names, n=_MOST, cutoff=0.5)
-    known = f"names like it: {', '.join(near)}" if near else list_some(names, _MOST)
-    problem = Problem(
-        "model",
-        f'"{name}" is no model that is known by name',
-        allowed=f"one of {len(names)}; {known}",
-        remedy="correct the name, or name a Hugging Face folder, a hub name (org/name), or a run file",
-    )
-    return UserError(render_problems("the model", [problem]), [problem])
+# --- a model by the word that names it, and one that --trace counted
+
+
+def find_shape(name: str) -> Shape:
+    """The shape of a folder or a config.json, of a hub name, or of a model known by name."""
+    path = expand_home(name)
+    is_config = path.is_file() and path.name == CONFIG
+    if not (is_config or path.is_dir() or "/" in name):
+        return find_named(name)
+    from shardway.plan.shapes.huggingface import read_shape
+
+    return read_shape(str(path.parent) if is_config else name)
+
+
+def name_problems(name: str) -> list[Problem]:
+    """Problems of a model that is named by a word alone."""
+    if name.endswith(".toml") or "/" in name or expand_home(name).exists():
+        return []
+    try:
+        find_shape(name)
+    except UserError as error:
+        return [*error.problems]
+    return []
+
+
+def traced_path(run_file: Path) -> Path:
+    """Where the traced shape of a run file is kept."""
+    return run_file.with_suffix(".shape.json")
+
+
+def find_traced(values: RunFile, run_file: Path) -> tuple[Measured, str] | None:
+    """The traced shape of a run file, if there is one, and a note on it. Raises UserError if it is of another model."""
+    stored = traced_path(run_file)
+    if not stored.exists():
+        return None
+    shape = read_measured(stored)
+    if not shape.source.endswith(digest_of(values)):
+        raise UserError(
+            f"{stored} was counted for another [model] or data.seq_len than this run has.\n"
+            "  To do: count it again (--trace), or remove the file."
+        )
+    return shape, f"the model as --trace counted it: {stored} (remove it to plan [model])"
+
+
+def digest_of(values: RunFile) -> str:
+    """Digest of what a sample and the model are made from; by the first names of keys, so that earlier counts hold."""
+    later = set() if values.model.settings else {"settings"}
+    text = values.model.model_dump_json(exclude=later) + str((values.data.seq_len, values.data.shape))
+    for first, today in EARLIER_KEYS.items():
+        text = text.replace(f'"{today.removeprefix("model.")}":', f'"{first.removeprefix("model.")}":')
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""From a question in the user's terms to a plan: assumptions, terms of the queue, the layout, the whole run.
+"""From the user's options to a plan: assumptions, terms of the queue, the layout, the whole run.
 
 Invariants:
 - Each assumption has a sentence with its value, its reason, and how to override it.
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast, get_args
 
-from shardway.errors import Problem, UserError, check_no_problems, render_problems, render_reason
+from shardway.errors import Problem, UserError, check_no_problems, list_some, render_problems, render_reason
 from shardway.plan.case import (
     AttentionKernel,
     Case,
@@ -28,13 +28,13 @@ from shardway.plan.case import (
     find_engine,
 )
 from shardway.plan.economy import Charge, Faults, Power, Price, RunEstimate, RunRequest, Slot, estimate_run
-from shardway.plan.machine import Machine, generation_of
+from shardway.plan.machine import Machine, generation_of, machine_of_part, machine_of_site
 from shardway.plan.search import (
     AXES,
     SETTINGS,
     Change,
     Estimate,
-    Question,
+    PlanRequest,
     ScalingPoint,
     SearchResult,
     default_nodes,
@@ -44,6 +44,8 @@ from shardway.plan.search import (
 )
 from shardway.plan.shapes.architecture import Architecture
 from shardway.plugins import list_names
+from shardway.sites.load import list_sites, load_site
+from shardway.sites.schema import Queue, SiteProfile
 from shardway.units import Scale, Span, render_count
 
 # --- assumptions: batch, sequence, length, saving, starting
@@ -175,6 +177,15 @@ class PlanOptions:
     offload: bool | None = None
 
 
+# --- the words of the command line
+
+
+def refuse(where: str, what: str, allowed: str) -> UserError:
+    """The error for one word of the command line."""
+    problem = Problem(where, what, allowed=allowed)
+    return UserError(render_problems("the plan", [problem]), [problem])
+
+
 def parse_layout(text: str) -> dict[str, int]:
     """Degrees from a text such as "tp=8,pp=4" or "tp 8 x pp 4". Raises UserError that names every invalid part."""
     found: dict[str, int] = {}
@@ -190,10 +201,100 @@ def parse_layout(text: str) -> dict[str, int]:
     return found
 
 
-def ask(options: PlanOptions, model: Architecture, machine: Machine) -> Question:
-    """The question that the options ask. Raises UserError with all problems."""
+def parse_length(tokens: str | None, steps: int | None) -> Span | None:
+    """The length of a run; None if no option gives one. Raises UserError."""
+    if tokens is not None and steps is not None:
+        raise refuse("--steps", "a length in steps and one in tokens are said both", "one of --tokens and --steps")
+    if steps is not None:
+        if steps < 1:
+            raise refuse("--steps", f"{steps} is no length", "1 or more")
+        return Span(float(steps), "steps")
+    return Span(_parse_count(tokens), "tokens") if tokens is not None else None
+
+
+def _parse_count(text: str) -> float:
+    suffixes = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    number, scale = (text[:-1], suffixes[text[-1]]) if text[-1:] in suffixes else (text, 1.0)
+    try:
+        value = float(number.replace("_", "")) * scale
+    except ValueError:
+        value = math.nan
+    if not 1 <= value <= 1e18:
+        raise refuse("--tokens", f'"{text}" is no number of tokens', "1 to 1e18, such as 100e9, 300B or 15T")
+    return value
+
+
+def parse_price(text: str | None) -> Price | None:
+    """A price in a string such as "2.5 EUR". Raises UserError."""
+    if text is None:
+        return None
+    digits = text.strip().rstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz€$£¥ ")
+    currency = text.strip()[len(digits) :].strip()
+    try:
+        value = float(digits)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf or not currency:
+        raise refuse("--price", f'"{text}" is no price', 'a number and a currency, such as "2.5 EUR"')
+    return Price(per_gpu_hour=value, currency=currency)
+
+
+def find_machine(on: str | None, gpu: str | None) -> tuple[Machine, SiteProfile | None]:
+    """The machine, and the profile of its site if there is one."""
+    if on and gpu:
+        raise refuse("--gpu", f"a site ({on}) and a GPU ({gpu}) are said both", "one of --on and --gpu")
+    if gpu:
+        return machine_of_part(gpu), None
+    if on:
+        site = load_site(on)
+        return machine_of_site(site), site
+    raise refuse(
+        "--on",
+        "nothing says which machine the plan is for",
+        f"--on SITE ({', '.join(list_sites())}, or the path of a profile), or --gpu KEY such as h100-sxm5-80gb",
+    )
+
+
+def describe_stray_key(word: str) -> Problem:
+    """The problem of a key of a run file that follows no run file."""
+    remedy = "name the run file first, or use the options of `shardway plan --help`"
+    return Problem(word, "sets a key of a run file, and none is named", remedy=remedy)
+
+
+_KEYS = {
+    "seq_len": ("--seq-len", "data.seq_len"),
+    "global_batch": ("--global-batch", "train.global_batch"),
+    "precisions": ("--precision", "precision.compute"),
+    "optimizer": ("--optimizer", "optim.name"),
+    "engine": ("--engine", "train.engine"),
+    "layout": ("--layout", "parallel.tp and its like"),
+    "micro_batch": ("--micro-batch", "train.micro_batch"),
+    "recompute": ("--recompute", "recompute.mode"),
+    "schedule": ("--schedule", "parallel.pp_schedule"),
+    "zero": ("--zero", "parallel.dp_shard"),
+    "attention": ("--attention", "train.compile and the device"),
+    "compiled": ("--compiled", "train.compile"),
+    "offload": ("--offload", "parallel.cpu_offload"),
+}
+"""Field of `PlanOptions` -> its option, and the key of a run file that sets the same."""
+
+
+def find_doubles(options: PlanOptions) -> list[Problem]:
+    """Options that the run file sets."""
+    return [
+        Problem(option, "is said by the run file", remedy=f"set {key} there, or give {key}=... behind the run file")
+        for name, (option, key) in _KEYS.items()
+        if getattr(options, name) != getattr(PlanOptions(), name)
+    ]
+
+
+# --- from options to a request
+
+
+def request_of(options: PlanOptions, model: Architecture, machine: Machine) -> PlanRequest:
+    """The request of these options. Raises UserError with all problems."""
     check_no_problems("the plan", list(find_problems(options, machine)))
-    ranks, assumed = count_ranks(options, machine)
+    ranks, assumed = count_ranks(options, machine), [*machine.assumed, *assume_nodes(options)]
     seq = assume_seq_len(model)
     seq_len = options.seq_len or seq.value
     # The batch is split over the ranks that no other axis takes.
@@ -233,13 +334,17 @@ def ask(options: PlanOptions, model: Architecture, machine: Machine) -> Question
     )
     fixed = {name for name in (*SETTINGS, "offload") if getattr(options, name) is not None} | {*options.layout}
     formats = cast(tuple[Precision, ...], options.precisions)
-    return Question(case, machine, ranks, frozenset(fixed), formats, length=length, assumed=tuple(assumed))
+    return PlanRequest(case, machine, ranks, frozenset(fixed), formats, length=length, assumed=tuple(assumed))
 
 
-def count_ranks(options: PlanOptions, machine: Machine) -> tuple[int, list[str]]:
-    """The ranks of a plan, and what is assumed for them and for the machine."""
-    assumed = [] if options.gpus or options.nodes else ["one node (--nodes)"]
-    return options.gpus or (options.nodes or 1) * machine.per_node, [*machine.assumed, *assumed]
+def count_ranks(options: PlanOptions, machine: Machine) -> int:
+    """The ranks of a plan."""
+    return options.gpus or (options.nodes or 1) * machine.per_node
+
+
+def assume_nodes(options: PlanOptions) -> list[str]:
+    """What is assumed if no number of nodes or accelerators is given."""
+    return [] if options.gpus or options.nodes else ["one node (--nodes)"]
 
 
 def find_problems(options: PlanOptions, machine: Machine) -> Iterator[Problem]:
@@ -264,7 +369,7 @@ def find_problems(options: PlanOptions, machine: Machine) -> Iterator[Problem]:
     if options.nodes and options.gpus:
         what = f"{options.gpus} GPUs and {options.nodes} nodes are said both"
         yield Problem("--gpus", what, allowed="one of --nodes and --gpus")
-    ranks, _ = count_ranks(options, machine)
+    ranks = count_ranks(options, machine)
     taken = math.prod(size for name, size in options.layout.items() if name != "ep")
     if ranks >= 1 and taken >= 1 and ranks % taken:
         layout = " x ".join(f"{name} {size}" for name, size in options.layout.items())
@@ -286,25 +391,51 @@ class JobTerms:
     price: Price | None = None
 
 
-def price_run(
-    length: Span, scale: Scale, step_seconds: float, ranks: int, machine: Machine, terms: JobTerms, saving: SaveTime
-) -> RunEstimate:
-    """Days, jobs, failures, hours, energy, money."""
-    watts, cores = machine.accelerator.power_w, terms.cores_per_node
-    return estimate_run(
-        RunRequest(
-            step_seconds=step_seconds,
-            length=length,
-            gpus=ranks,
-            gpus_per_node=machine.per_node,
-            faults=saving.faults,
-            scale=scale,
-            slot=saving.slot(terms.wall_seconds) if terms.wall_seconds else None,
-            power=Power(tdp_watts=watts) if watts else None,
-            price=terms.price,
-            charge=Charge(unit="core-hours", cores_per_node=cores) if cores else None,
-        )
+def terms_of(site: SiteProfile | None, name: str | None, price: Price | None, nodes: int) -> JobTerms:
+    """The terms of a site for a job of so many nodes, in the queue of that name or a suitable one. Raises UserError."""
+    queue = _find_queue(site, name, nodes) if site else None
+    if name and site is None:
+        raise refuse("--queue", f'"{name}" is a queue of no site', "a queue of the site that --on names")
+    return JobTerms(
+        queue=queue.name if queue else "",
+        wall_seconds=queue.max_walltime if queue else None,
+        most_nodes=queue.max_nodes if queue else None,
+        cores_per_node=site.node.cores if site else None,
+        price=price,
     )
+
+
+def _find_queue(site: SiteProfile, name: str | None, nodes: int) -> Queue | None:
+    """The queue of that name; else the first that takes so many nodes; else the first."""
+    if name is not None:
+        found = next((queue for queue in site.queues if queue.name == name), None)
+        if found is None:
+            known = list_some([queue.name for queue in site.queues], 12) or "none: the profile names no queue"
+            raise refuse("--queue", f'the site "{site.name}" has no queue "{name}"', known)
+        return found
+    fitting = (queue for queue in site.queues if queue.max_nodes is None or queue.max_nodes >= nodes)
+    return next(fitting, site.queues[0] if site.queues else None)
+
+
+def price_run(
+    length: Span, scale: Scale, step_seconds: float, parameters: int, ranks: int, machine: Machine, terms: JobTerms
+) -> tuple[RunEstimate, str]:
+    """Days, jobs, failures, hours, energy, money; and what is assumed about checkpoints."""
+    watts, cores = machine.accelerator.power_w, terms.cores_per_node
+    saving = assume_saving(parameters, -(-ranks // machine.per_node))
+    request = RunRequest(
+        step_seconds=step_seconds,
+        length=length,
+        gpus=ranks,
+        gpus_per_node=machine.per_node,
+        faults=saving.faults,
+        scale=scale,
+        slot=saving.slot(terms.wall_seconds) if terms.wall_seconds else None,
+        power=Power(tdp_watts=watts) if watts else None,
+        price=terms.price,
+        charge=Charge(unit="core-hours", cores_per_node=cores) if cores else None,
+    )
+    return estimate_run(request), saving.note
 
 
 def list_warnings(terms: JobTerms, nodes: int) -> tuple[str, ...]:
@@ -317,14 +448,14 @@ def list_warnings(terms: JobTerms, nodes: int) -> tuple[str, ...]:
     return ()
 
 
-# --- the answer
+# --- the result
 
 
 @dataclass(frozen=True)
-class PlanAnswer:
+class PlanResult:
     """A plan. `shown` is the layout to use or, if nothing fits, the one that needs least memory."""
 
-    question: Question
+    request: PlanRequest
     terms: JobTerms
     found: SearchResult
     shown: Estimate
@@ -341,39 +472,33 @@ class PlanAnswer:
         return bool(self.found.candidates)
 
 
-def answer(question: Question, terms: JobTerms | None = None) -> PlanAnswer:
+def make_plan(request: PlanRequest, terms: JobTerms | None = None) -> PlanResult:
     """Search, and price the whole run of the best layout. Raises UserError if no layout is legal."""
     terms = terms or JobTerms()
-    found = search(question)
+    found = search(request)
     shown = found.best or found.nearest
     if shown is None:
-        raise _refuse(question)
-    on_host = shown.case.offload and not question.case.offload
-    changes = list_changes(question) if on_host or not found.best else ()
+        world, case = request.world, request.case
+        what = f"no layout of {world:,} ranks is legal for a global batch of {case.global_batch:,} sequences"
+        remedy = "choose a global batch that the ranks (or a divisor of them) divide, or set fewer degrees"
+        if case.degrees.pp > 1 and not case.engine.short_pipelines:
+            remedy += "; a pipeline of 1f1b wants as many micro-batches as ranks, gpipe takes any number"
+        raise UserError(render_problems("the plan", [Problem("--global-batch", what, remedy=remedy)]))
+    on_host = shown.case.offload and not request.case.offload
+    changes = list_changes(request) if on_host or not found.best else ()
     changes = tuple(change for change in changes if change.estimate.case != shown.case)
-    warnings, assumed, run, case = list_warnings(terms, question.nodes), question.assumed, None, shown.case
-    if found.best and question.length:
-        saving = assume_saving(case.model.parameters, question.nodes)
-        scale = Scale(case.global_batch, case.seq_len, 1)
-        seconds, world = shown.time.seconds, case.degrees.world
+    warnings, assumed, run, case = list_warnings(terms, request.nodes), request.assumed, None, shown.case
+    if found.best and request.length:
+        scale, parameters = Scale(case.global_batch, case.seq_len, 1), case.model.parameters
+        step = shown.time.seconds
         try:
-            run = price_run(question.length, scale, seconds, world, shown.machine, terms, saving)
-            assumed = (*assumed, saving.note)
+            run, note = price_run(request.length, scale, step, parameters, request.world, shown.machine, terms)
+            assumed = (*assumed, note)
         except UserError as error:
             warnings = (*warnings, f"the whole run cannot be told: {render_reason(str(error))}")
-    return PlanAnswer(question, terms, found, shown, run, changes, assumed, warnings)
+    return PlanResult(request, terms, found, shown, run, changes, assumed, warnings)
 
 
-def _refuse(question: Question) -> UserError:
-    """The error for a question without a legal layout."""
-    case, world = question.case, question.world
-    what = f"no layout of {world:,} ranks is legal for a global batch of {case.global_batch:,} sequences"
-    remedy = "choose a global batch that the ranks (or a divisor of them) divide, or set fewer degrees"
-    if case.degrees.pp > 1 and not case.engine.short_pipelines:
-        remedy += "; a pipeline of 1f1b wants as many micro-batches as ranks, gpipe takes any number"
-    return UserError(render_problems("the plan", [Problem("--global-batch", what, remedy=remedy)]))
-
-
-def answer_curve(of: PlanAnswer) -> tuple[ScalingPoint, ...]:
-    """The scaling curve around an answer."""
-    return scaling_curve(of.question, default_nodes(of.question))
+def curve_around(of: PlanResult) -> tuple[ScalingPoint, ...]:
+    """The scaling curve around an result."""
+    return scaling_curve(of.request, default_nodes(of.request))
