@@ -14,7 +14,7 @@ from command_line import TINY, Shardway, write_text
 from shardway.cli import main
 from shardway.cli.main import report_error, run_guarded
 from shardway.errors import Bug, JobError, LostContact, ShardwayError, SiteError, UserError
-from shardway.ranks.completion import AttemptShare, failure_reported
+from shardway.ranks.failure import AttemptShare, failure_reported
 from shardway.rundir.attempts import VARIABLE, Attempt
 
 pytestmark = pytest.mark.usefixtures("warm_starts")

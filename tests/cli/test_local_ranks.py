@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from shardway.cli.options import print_line
 from shardway.cli.rank import read_packed
 from shardway.errors import Bug, Fenced, JobError, LateStop, ShardwayError, SiteError, UserError
-from shardway.ranks import failure_cause, supervisor
-from shardway.ranks.completion import LaunchOutcome, has_come_to_its_end
-from shardway.ranks.failure import RankFailure
+from shardway.ranks import failure, supervisor
+from shardway.ranks.failure import LaunchOutcome, RankFailure, has_come_to_its_end
 from shardway.ranks.hang import HangTimeout
 from shardway.ranks.local import LocalLaunch
-from shardway.ranks.supervisor import Alone, build_launch, pack_request, train_local
+from shardway.ranks.supervisor import SingleNode, build_launch, pack_request, train_local
 from shardway.ranks.warm_standby import WarmStandby
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.attempts import Ending
@@ -71,7 +70,7 @@ def train(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch, **request: A
     monkeypatch.setattr(supervisor, "run_local", play)
     words = ("run.max_restarts=0", *request.pop("overrides", ()))
     resolution = resolve_request(ResolveRequest(directory=run.path, overrides=words, **request), 2, 2)
-    return train_local(resolution, build_launch(resolution, 2), Alone(2, WarmStandby(None), print_line))
+    return train_local(resolution, build_launch(resolution, 2), SingleNode(2, WarmStandby(None), print_line))
 
 
 def failing(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch) -> ShardwayError:
@@ -423,16 +422,16 @@ def test_a_stop_before_ranks_could_hear_it_has_the_words_of_who_asked(
 
 
 @dataclass(frozen=True)
-class CalledOff(Alone):
-    """A crew of which a stop was asked for before all nodes were there."""
+class CalledOff(SingleNode):
+    """A node group of which a stop was asked for before all nodes were there."""
 
-    def start(self, run: RunDir, launch: LocalLaunch, patience: HangTimeout | None) -> LaunchOutcome:
+    def start(self, run: RunDir, launch: LocalLaunch, hang_timeout: HangTimeout | None) -> LaunchOutcome:
         return LaunchOutcome(called_off=True)
 
 
 @dataclass(frozen=True)
-class Few(Alone):
-    """A crew of which too little is left."""
+class Few(SingleNode):
+    """A node group of which too little is left."""
 
     def why_not_again(self) -> str:
         return "1 of 2 nodes are left"
@@ -449,12 +448,12 @@ def test_nothing_starts_again_where_too_few_nodes_are_left(run: RunDir, monkeypa
 
 
 @dataclass(frozen=True)
-class Scattered(Alone):
-    """A crew that can start once."""
+class Scattered(SingleNode):
+    """A node group that can start once."""
 
     starts: list[int] = field(default_factory=list)
 
-    def start(self, run: RunDir, launch: LocalLaunch, patience: HangTimeout | None) -> LaunchOutcome:
+    def start(self, run: RunDir, launch: LocalLaunch, hang_timeout: HangTimeout | None) -> LaunchOutcome:
         self.starts.append(1)
         if len(self.starts) > 1:
             raise SiteError("1 of 2 nodes is there")
@@ -640,7 +639,7 @@ def test_ranks_that_were_overtaken_leave_the_record_to_the_other_run(
 
 
 def test_a_rank_that_could_say_nothing_on_a_full_disk(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure_cause, "why_refused", lambda folder: "No space left on device")
+    monkeypatch.setattr(failure, "why_refused", lambda folder: "No space left on device")
     error = failing(run, Play(failures=exited(1, code=4)), monkeypatch)
     assert type(error) is JobError
     assert str(error) == (

@@ -15,9 +15,9 @@ from shardway.cli.options import print_line
 from shardway.cli.train import _read_nodes
 from shardway.errors import SiteError, UserError
 from shardway.ranks import nodes as cli_nodes
-from shardway.ranks.completion import LaunchOutcome
+from shardway.ranks.failure import LaunchOutcome
 from shardway.ranks.launcher import NodeSpec
-from shardway.ranks.nodes import Led, train_on_nodes
+from shardway.ranks.nodes import MultiNode, train_on_nodes
 from shardway.ranks.rendezvous import host_kv_store
 from shardway.ranks.supervisor import build_launch
 from shardway.ranks.warm_standby import WarmStandby
@@ -41,50 +41,50 @@ class Lead:
         return self.free
 
 
-def led(folder: Path, *free: int, words: tuple[str, ...] = ()) -> Led:
+def multi_node(folder: Path, *free: int, words: tuple[str, ...] = ()) -> MultiNode:
     request = ResolveRequest(directory=folder / "run", overrides=("site.nodes=4", *words))
-    return Led(resolve_request(request, 4, 1), PLACE, Lead(free), 5.0, WarmStandby(None), print_line)  # type: ignore[arg-type]
+    return MultiNode(resolve_request(request, 4, 1), PLACE, Lead(free), 5.0, WarmStandby(None), print_line)  # type: ignore[arg-type]
 
 
-def begin(crew: Led) -> LaunchOutcome:
-    run = crew.resolution.directory
-    return crew.start(run, build_launch(crew.resolution, 1), None)
+def begin(group: MultiNode) -> LaunchOutcome:
+    run = group.resolution.directory
+    return group.start(run, build_launch(group.resolution, 1), None)
 
 
 def test_without_all_nodes_the_missing_are_named(tmp_path: Path) -> None:
     with pytest.raises(SiteError) as told:
-        begin(led(tmp_path, 0, 2))
+        begin(multi_node(tmp_path, 0, 2))
     assert str(told.value).startswith(
         "2 of 4 nodes are there after 5s, and it takes 4; missing: node 1 (b), node 3 (d).\n  To do: start the same "
     )
 
 
 def test_a_stop_before_all_nodes_are_there_calls_it_off(tmp_path: Path) -> None:
-    crew = led(tmp_path, 0, 2)
-    crew.resolution.directory.create()
-    crew.resolution.directory.request_stop("by hand")
-    assert begin(crew) == LaunchOutcome(called_off=True)
+    group = multi_node(tmp_path, 0, 2)
+    group.resolution.directory.create()
+    group.resolution.directory.request_stop("by hand")
+    assert begin(group) == LaunchOutcome(called_off=True)
 
 
 def test_the_most_nodes_take_part_with_which_the_run_file_makes_sense(tmp_path: Path) -> None:
     """Three ranks are no whole number of tensor groups of two: the third node waits as a spare."""
-    crew = led(tmp_path, 0, 1, 3, words=("run.elastic=[1, 4]", "parallel.tp=2"))
-    assert crew._gather(RunDir(tmp_path / "run")) == (0, 1)
-    divides = led(tmp_path, 0, 1, 3, words=("run.elastic=[1, 4]",))
+    group = multi_node(tmp_path, 0, 1, 3, words=("run.elastic=[1, 4]", "parallel.tp=2"))
+    assert group._gather(RunDir(tmp_path / "run")) == (0, 1)
+    divides = multi_node(tmp_path, 0, 1, 3, words=("run.elastic=[1, 4]",))
     assert divides._gather(RunDir(tmp_path / "run")) == (0, 1, 3)
 
 
 def test_where_no_number_of_nodes_makes_sense_the_reason_is_told(tmp_path: Path) -> None:
-    crew = led(tmp_path, 0, 1, 3, words=("run.elastic=[3, 4]", "parallel.tp=2"))
+    group = multi_node(tmp_path, 0, 1, 3, words=("run.elastic=[3, 4]", "parallel.tp=2"))
     with pytest.raises(UserError, match=r"tp 2 does not divide the number of ranks, 3"):
-        begin(crew)
+        begin(group)
 
 
 def test_how_many_nodes_have_to_be_left(tmp_path: Path) -> None:
-    assert led(tmp_path, 0, 1, 2, words=("run.elastic=[2, 4]",)).why_not_again() == ""
-    few = led(tmp_path, 0, words=("run.elastic=[2, 4]",))
+    assert multi_node(tmp_path, 0, 1, 2, words=("run.elastic=[2, 4]",)).why_not_again() == ""
+    few = multi_node(tmp_path, 0, words=("run.elastic=[2, 4]",))
     assert few.why_not_again() == "1 of 4 nodes are left, and it needs 2 (run.elastic)"
-    assert led(tmp_path, 0, 1, 2).why_not_again() == "3 of 4 nodes are left, and it needs 4 (run.elastic)"
+    assert multi_node(tmp_path, 0, 1, 2).why_not_again() == "3 of 4 nodes are left, and it needs 4 (run.elastic)"
 
 
 def test_as_many_nodes_as_the_run_may_have(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from shardway.errors import UserError
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.submission.prepare import SubmitRequest, prepare
-from shardway.ranks.cores import VARIABLE
+from shardway.ranks.heartbeat import CPU_MASKS
 from shardway.resolve.request import parse_words
 from shardway.sites.load import load_site
 
@@ -66,7 +66,7 @@ def test_ranks_of_an_agent_are_bound_where_the_site_binds_tasks() -> None:
     script = prepare(SubmitRequest(request, site="lumi-g", here=Path("/code")), LocalHost()).script
     masks = load_site("lumi-g").start.masks
     assert len(masks) == 8
-    assert f"export {VARIABLE}={','.join(masks)}" in script
+    assert f"export {CPU_MASKS}={','.join(masks)}" in script
     assert "--cpu-bind=mask_cpu" not in script
 
 

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from shardway.ranks.cores import VARIABLE
+from shardway.ranks.heartbeat import CPU_MASKS
 
 BOUND = """
 import json, os, sys, threading
-from shardway.ranks.cores import bind_to_cores
+from shardway.ranks.heartbeat import bind_to_cores
 here, is_over = threading.Event(), threading.Event()
 threading.Thread(target=lambda: (here.set(), is_over.wait())).start()
 here.wait()
@@ -38,12 +38,12 @@ def test_each_local_rank_has_the_cores_of_its_mask() -> None:
     cores = sorted(os.sched_getaffinity(0))
     masks = ",".join(f"{1 << core:#x}" for core in cores)
     for local, core in enumerate(cores[:2]):
-        assert bound(LOCAL_RANK=str(local), **{VARIABLE: masks}) == ([[core], [core]], "")
+        assert bound(LOCAL_RANK=str(local), **{CPU_MASKS: masks}) == ([[core], [core]], "")
 
 
 def test_who_is_told_nothing_keeps_all() -> None:
     every = sorted(os.sched_getaffinity(0))
-    assert bound(LOCAL_RANK="0", **{VARIABLE: ""}) == ([every, every], "")
+    assert bound(LOCAL_RANK="0", **{CPU_MASKS: ""}) == ([every, every], "")
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_who_is_told_nothing_keeps_all() -> None:
 )
 def test_a_rank_that_cannot_be_bound_says_so_and_goes_on(masks: str, why: str) -> None:
     every = sorted(os.sched_getaffinity(0))
-    cores, said = bound(LOCAL_RANK="1", **{VARIABLE: masks})
+    cores, said = bound(LOCAL_RANK="1", **{CPU_MASKS: masks})
     assert cores == [every, every]
     assert said.startswith("local rank 1 is bound to no cores: ")
     assert why in said
-    assert f"{VARIABLE}={masks}" in said
+    assert f"{CPU_MASKS}={masks}" in said

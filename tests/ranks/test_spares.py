@@ -19,7 +19,7 @@ from shardway.ranks import heartbeat, local, warm_standby
 from shardway.ranks.hang import NO_RANKS, SlowestRank
 from shardway.ranks.heartbeat import GATES
 from shardway.ranks.local import LocalLaunch, RankAssignment
-from shardway.ranks.supervisor import open_reserve
+from shardway.ranks.supervisor import open_standby
 from shardway.ranks.warm_standby import MOST_OF_MEMORY, STANDBY_BYTES, VARIABLE, WarmStandby
 from shardway.runfile.schema import RunSection
 
@@ -199,7 +199,7 @@ def test_spares_are_for_ranks_that_start_again(
     started: list[Started], monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], count: int
 ) -> None:
     monkeypatch.setattr(warm_standby, "read_memory_left", lambda: 1 << 40)
-    with open_reserve(RunSection(**keys)) as reserve:
+    with open_standby(RunSection(**keys)) as reserve:
         reserve.start(LAUNCH, SEATS)
         reserve.look(SlowestRank((0, ORDER)))
         reserve.look(SlowestRank((1, ORDER)))

@@ -36,9 +36,9 @@ def doctor(
     wait: Annotated[str, typer.Option("--wait", help="How long ranks wait for each other (default 60s).")] = "",
 ) -> int:
     """Look whether this machine, or each node of this job, is fit to train, and say what to do where it is not."""
-    from shardway.ranks.cores import bind_to_cores
     from shardway.ranks.doctor import examine
     from shardway.ranks.doctor.surroundings import look_around
+    from shardway.ranks.heartbeat import bind_to_cores
 
     if why := bind_to_cores(os.environ):  # as the ranks of a training that starts here
         print_line(why)

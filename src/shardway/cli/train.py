@@ -22,19 +22,18 @@ from shardway.cli.main import uncollected
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, print_line, read_request, report
 from shardway.errors import SiteError, UserError
 from shardway.hardware.limits import ensure_temporary
-from shardway.ranks.launcher import NodeSpec, parse_host
+from shardway.ranks.launcher import NodeSpec, find_placement, is_in_terminal, parse_host, was_started_before
 from shardway.ranks.outputs import enduring_outputs
 from shardway.ranks.stop import SignalWatch
+from shardway.rundir.attempts import VARIABLE
 from shardway.rundir.directory import RunDir
 
 PORT = 29600
-"""By which port the agents of several machines meet where none is named."""
+"""The port at which the agents of several machines meet by default."""
 
 if TYPE_CHECKING:
-    from shardway.ranks.completion import AttemptShare
-    from shardway.ranks.launcher import NodeSpec
+    from shardway.ranks.failure import AttemptShare
     from shardway.resolve.request import Resolution, ResolveRequest
-    from shardway.rundir.directory import RunDir
 
 
 def train(
@@ -54,7 +53,7 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train a run file (the default run where none is named); resumes by itself."""
-    from shardway.ranks.completion import AttemptShare, failure_reported
+    from shardway.ranks.failure import AttemptShare, failure_reported
 
     share = AttemptShare()
     with ExitStack() as stack:
@@ -63,16 +62,14 @@ def train(
                 stack.enter_context(context)
         request = read_request(words, directory, fresh)
         if nodes is not None or node is not None:
-            place = _read_nodes(nodes, node, port, nproc)
-            _train_on_nodes(request, place, share, dry_run=dry_run, as_json=as_json)
+            spec = _read_nodes(nodes, node, port, nproc)
+            _train_on_nodes(request, spec, share, dry_run=dry_run, as_json=as_json)
         else:
             _train(request, nproc, dry_run=dry_run, as_json=as_json)
 
 
 def _read_nodes(nodes: str | None, node: int | None, port: int, nproc: int | None) -> NodeSpec:
-    """Where this machine stands among --nodes. Raises UserError where the options do not say it."""
-    from shardway.ranks.launcher import NodeSpec
-
+    """This machine among --nodes. Raises UserError if the options do not determine it."""
     addresses = tuple((nodes or "").replace(",", " ").split())
     if not addresses or node is None or node >= len(addresses):
         known = f"{len(addresses)} address(es)" if addresses else "no addresses"
@@ -92,26 +89,25 @@ def _read_nodes(nodes: str | None, node: int | None, port: int, nproc: int | Non
 
 
 def _train_on_nodes(
-    request: ResolveRequest, place: NodeSpec, share: AttemptShare, *, dry_run: bool, as_json: bool
+    request: ResolveRequest, nodes: NodeSpec, share: AttemptShare, *, dry_run: bool, as_json: bool
 ) -> None:
-    """Be the agent of one machine of several; the first one tells how it goes."""
-    ranks, leads = len(place.addresses) * place.ranks, place.node == 0
-    resolution = _resolve(request, ranks, place.ranks, told=leads)
+    """Be the agent of one machine of several; the first one shows the progress."""
+    ranks, leads = len(nodes.addresses) * nodes.ranks, nodes.node == 0
+    resolution = _resolve(request, ranks, nodes.ranks, reports=leads)
     share.ends_attempt = leads or resolution.resolved.values.run.elastic == "off"
     if dry_run:
         _print_plan(resolution, ranks, as_json)
         return
     if leads:
         _check_free(resolution)
-        _check_data(resolution)
-        _check_goes_on(resolution)
+        _check_unchanged(resolution)
     with _quiet_network(), uncollected():
         from shardway.ranks.nodes import train_on_nodes
 
     written = resolution.directory.read_status()
     dropped = _old_stop_dropped(resolution.directory) if leads else nullcontext()
     with dropped, _display(resolution, as_json, launched=True) if leads else nullcontext():
-        outcome = train_on_nodes(resolution, place, print_line)
+        outcome = train_on_nodes(resolution, nodes, print_line)
     if isinstance(outcome, int):
         raise typer.Exit(outcome)
     _print_end(outcome, as_json, written)
@@ -119,20 +115,18 @@ def _train_on_nodes(
 
 @contextmanager
 def _quiet_network() -> Iterator[None]:
-    """While torch is imported: it prints pages where a connection is lost, which the agent tells in a line."""
+    """While torch is imported: it prints pages about a lost connection, which the agent reports in a line."""
     name = "TORCH_CPP_LOG_LEVEL"
-    before = os.environ.get(name)
+    is_set = name in os.environ
     os.environ.setdefault(name, "ERROR")
     try:
         yield
     finally:
-        if before is None:
+        if not is_set:
             del os.environ[name]
 
 
 def _train(request: ResolveRequest, nproc: int | None, *, dry_run: bool, as_json: bool) -> None:
-    from shardway.ranks.launcher import find_placement, is_in_terminal
-
     placement = find_placement(os.environ)
     by_hand = nproc is not None and (placement.world == 1 or (is_in_terminal(os.environ) and sys.stdin.isatty()))
     launched = placement.launcher != "none" and not by_hand
@@ -143,7 +137,7 @@ def _train(request: ResolveRequest, nproc: int | None, *, dry_run: bool, as_json
             "  To do: leave out --nproc. An agent on each node is told of the others by --nodes and --node."
         )
     ranks = placement.world if launched else nproc or 1
-    resolution = _resolve(request, ranks, placement.local_world if launched else ranks, told=placement.rank == 0)
+    resolution = _resolve(request, ranks, placement.local_world if launched else ranks, reports=placement.rank == 0)
     if dry_run:
         _print_plan(resolution, ranks, as_json)
         return
@@ -151,8 +145,7 @@ def _train(request: ResolveRequest, nproc: int | None, *, dry_run: bool, as_json
     if placement.rank == 0:
         _check_free(resolution)
     if not launched:
-        _check_data(resolution)
-        _check_goes_on(resolution)
+        _check_unchanged(resolution)
     written = resolution.directory.read_status()
     dropped = _old_stop_dropped(resolution.directory) if placement.rank == 0 else nullcontext()
     with dropped, shown:
@@ -161,7 +154,7 @@ def _train(request: ResolveRequest, nproc: int | None, *, dry_run: bool, as_json
         _print_end(outcome, as_json, written)
 
 
-def _resolve(request: ResolveRequest, ranks: int, ranks_per_node: int, *, told: bool) -> Resolution:
+def _resolve(request: ResolveRequest, ranks: int, ranks_per_node: int, *, reports: bool) -> Resolution:
     """Resolve the run. Every rank of a launch finds the same mistakes; one rank reports them."""
     from shardway.resolve.request import check_variables, resolve_request
 
@@ -170,7 +163,7 @@ def _resolve(request: ResolveRequest, ranks: int, ranks_per_node: int, *, told: 
         check_variables(resolution.loaded)
         return resolution
     except UserError as error:
-        if told:
+        if reports:
             raise
         raise typer.Exit(error.exit_code) from None
 
@@ -194,7 +187,6 @@ def _check_free(resolution: Resolution) -> None:
 def _old_stop_dropped(run: RunDir) -> Iterator[None]:
     """Remove a stop request that was meant for an earlier start and not obeyed; restore it if this start is refused."""
     from shardway.launch.runs.stop import ASKED, is_of_its_time
-    from shardway.ranks.launcher import was_started_before
 
     reason, before = ASKED if run.stop_is_record() else run.stop_reason(), run.read_status()
     by_hand = _is_by_hand() and not was_started_before(os.environ)
@@ -211,40 +203,25 @@ def _old_stop_dropped(run: RunDir) -> Iterator[None]:
 
 def _is_by_hand() -> bool:
     """Whether no job script started this process."""
-    from shardway.rundir.attempts import VARIABLE
-
     return VARIABLE not in os.environ
 
 
-def _check_data(resolution: Resolution) -> None:
-    """Tell what is wrong with the data before torch is imported and before anything is written.
-
-    Text is prepared here as well, so that the ranks find it ready.
-    """
+def _check_unchanged(resolution: Resolution) -> None:
+    """Check the data, and that nothing has changed that must not change between two starts of a run, before torch is
+    imported and anything is written. Raises UserError, JobError. Text is prepared here, so that the ranks find it
+    ready."""
     from shardway.data.open import open_described
-    from shardway.resolve import resolve_with_data
-
-    resolve_with_data(resolution.resolved, open_described(resolution.resolved.values).facts)
-
-
-def _check_goes_on(resolution: Resolution) -> None:
-    """Tell what must not change between two starts of a run before torch is imported. Raises UserError, JobError."""
-    from shardway.resolve import check_same_run
+    from shardway.resolve import check_same_run, resolve_with_data
 
     run = resolution.directory
+    resolve_with_data(resolution.resolved, open_described(resolution.resolved.values).facts)
     if not resolution.request.fresh and run.checkpoint_steps():
         check_same_run(run.read_resolved(), resolution.resolved, str(run.path))
 
 
-def _prepare_import() -> None:
-    """What torch needs before it is imported."""
-
-    ensure_temporary()
-
-
 def _train_here(request: ResolveRequest, resolution: Resolution) -> dict[str, Any]:
     os.environ.setdefault("OMP_NUM_THREADS", str(resolution.resolved.values.run.threads))
-    _prepare_import()
+    ensure_temporary()  # which the import of torch needs
     with uncollected():
         from shardway.train.recipe import train as train_run
 
@@ -252,12 +229,12 @@ def _train_here(request: ResolveRequest, resolution: Resolution) -> dict[str, An
 
 
 def _train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
-    _prepare_import()
+    ensure_temporary()  # which the import of torch needs
     with uncollected():
-        from shardway.ranks.supervisor import Alone, build_launch, open_reserve, train_local
+        from shardway.ranks.supervisor import SingleNode, build_launch, open_standby, train_local
 
-    with open_reserve(resolution.resolved.values.run) as reserve:
-        return train_local(resolution, build_launch(resolution, ranks), Alone(ranks, reserve, print_line))
+    with open_standby(resolution.resolved.values.run) as standby:
+        return train_local(resolution, build_launch(resolution, ranks), SingleNode(ranks, standby, print_line))
 
 
 def _display(resolution: Resolution, as_json: bool, launched: bool) -> AbstractContextManager[object]:
@@ -282,18 +259,12 @@ def _print_end(outcome: dict[str, Any], as_json: bool, before: dict[str, Any]) -
     if as_json:
         typer.echo(json.dumps(outcome, indent=1))
         return
-    from shardway.rundir.directory import RunDir
     from shardway.watch.words import list_last_lines
 
     run = RunDir(Path(outcome["directory"]))
-    lines = list_last_lines(
-        str(run.path),
-        outcome["state"],
-        outcome["reason"],
-        report=str(run.report_path),
-        nothing_done=outcome["state"] == "finished" and run.read_status() == before,
-        status=before,
-        by_hand=_is_by_hand(),
-    )
-    for line in lines:
+    state, reason, report_path = outcome["state"], outcome["reason"], str(run.report_path)
+    idle = state == "finished" and run.read_status() == before
+    for line in list_last_lines(
+        str(run.path), state, reason, report=report_path, nothing_done=idle, status=before, by_hand=_is_by_hand()
+    ):
         typer.echo(line)

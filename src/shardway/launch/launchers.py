@@ -80,8 +80,8 @@ def list_launchers(scheduler: Scheduler) -> tuple[str, ...]:
 
 
 def name_cores(job: Job) -> tuple[str, ...]:
-    """The line of shell by which ranks of one agent a node know their cores (`ranks.cores`), since the scheduler binds
-    the agent alone; none where the site does not bind ranks."""
+    """The line of shell by which ranks of one agent a node know their cores (`ranks.heartbeat`), since the scheduler
+    binds the agent alone; none where the site does not bind ranks."""
     return (f"export SHARDWAY_CPU_MASKS={','.join(job.start.masks)}",) if job.start.masks else ()
 
 

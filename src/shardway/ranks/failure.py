@@ -1,9 +1,13 @@
-"""How ranks fail: the report of a rank in its attempt, what the agent saw, and whether the ranks start again.
+"""How ranks fail: reports in the attempt, the outcome of a start, its root cause, and whether the ranks start again.
 
 Invariants:
 - Of the ranks of one attempt, the one whose own error ended it reports the end; a rank that only lost contact with
-  another gives that one time to report first.
+  another gives that one time to report first. The root cause is likewise the rank that failed first by itself.
 - Memory counts as the cause only if the control group of the ranks has counted such a kill.
+- A user's request for a stop wins over the clock, so that the next attempt of a chain is held.
+- Unfinished work never counts as complete: an end without a save, an end that another run recorded, and a stop that
+  only a lost agent requested do not count. When rank 0 records an end, everything is saved: a rank that fails after
+  that, during its shutdown, does no harm, and restarted ranks would train on after a stop.
 - A run that makes progress starts again however often it fails; one that makes none stops after a few failures. What
   the user has to change is never tried again. Progress is a checkpoint that is newer than all before. A checkpoint on
   the disks of the nodes may be the fault itself, so a run does not end before it has started from another one.
@@ -13,20 +17,43 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
-from shardway.errors import JobError, LostContact, NodeLost, ShardwayError, SiteError, render_reason
+from shardway.errors import (
+    ERRORS_BY_NAME,
+    Bug,
+    Fenced,
+    JobError,
+    LostContact,
+    NodeLost,
+    ShardwayError,
+    SiteError,
+    UserError,
+    render_reason,
+)
 from shardway.hardware.limits import count_oom_kills, read_cgroup_limits
-from shardway.rundir.attempts import VARIABLE, Attempt, Ending, Result
+from shardway.ranks.flight_records import explain_collectives, render_ranks
+from shardway.ranks.hang import NO_EVIDENCE, Hang, HangEvidence
+from shardway.ranks.launcher import has_restarts_left
+from shardway.ranks.stacks import read_crash
+from shardway.ranks.stop import Decision, find_stop_signal
+from shardway.refusals import find_remedy
+from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL, VARIABLE, Attempt, Ending, Result
+from shardway.rundir.directory import RunDir
+from shardway.rundir.events import Event
+from shardway.rundir.file_io import why_refused
+from shardway.rundir.lease import TAKEN_OVER
 from shardway.units import format_bytes
 
-# --- the report of a rank, in the attempt that its job script has started
+# --- reports in the attempt that a job script has started
 
 CAUSE_WAIT_S = 5.0
 """How long a rank that lost contact waits for the report of the rank at fault."""
@@ -69,9 +96,9 @@ def find_attempt(environ: Mapping[str, str]) -> Attempt | None:
 
 def describe_error(error: BaseException, *, out_of_memory: bool = False) -> RankFault:
     """An error as a fault; one that is not Shardway's own counts as a defect."""
-    if isinstance(error, ShardwayError):
-        return RankFault(type(error).__name__, str(error), error.exit_code, out_of_memory)
     name = type(error).__name__
+    if isinstance(error, ShardwayError):
+        return RankFault(name, str(error), error.exit_code, out_of_memory)
     return RankFault(name, f"{name}: {error}" if str(error) else name, _UNNAMED_EXIT, out_of_memory)
 
 
@@ -89,10 +116,6 @@ def sign_failure(fault: RankFault) -> str:
     return f"{fault.kind}: {' '.join(line.split())}"[:_LONGEST].rstrip(": ")
 
 
-_STATES = {NodeLost.__name__: Ending.NODE_FAILURE}
-"""Error -> how an attempt ends with it, if not as a crash."""
-
-
 def report_fault(
     attempt: Attempt | None, by: str, fault: RankFault, step: int = 0, wait_s: float = CAUSE_WAIT_S
 ) -> bool:
@@ -103,12 +126,13 @@ def report_fault(
     """
     if attempt is None or (fault.kind == LostContact.__name__ and _await_result(attempt, wait_s)):
         return False
-    state = _STATES.get(fault.kind, Ending.CRASHED) if not fault.out_of_memory else Ending.OUT_OF_MEMORY
-    with contextlib.suppress(OSError):
-        return report_end(
-            attempt, Result(state, render_reason(fault.message), step, fault.exit_code, sign_failure(fault), by=by)
-        )
-    return False
+    state = Ending.NODE_FAILURE if fault.kind == NodeLost.__name__ else Ending.CRASHED
+    state = Ending.OUT_OF_MEMORY if fault.out_of_memory else state
+    result = Result(state, render_reason(fault.message), step, fault.exit_code, sign_failure(fault), by=by)
+    try:
+        return report_end(attempt, result)
+    except OSError:
+        return False
 
 
 def report_end(attempt: Attempt, result: Result) -> bool:
@@ -128,9 +152,64 @@ def _await_result(attempt: Attempt, wait_s: float) -> bool:
     return True
 
 
-# --- failed ranks as their agent sees them
+@dataclass
+class AttemptShare:
+    """Whether an error of this process ends the attempt: not on a node without which the others may go on."""
 
-_CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
+    ends_attempt: bool = True
+
+
+@contextlib.contextmanager
+def failure_reported(share: AttemptShare, exits: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Report to the job, if there is one, an error before a rank could report it or after all have ended; not if the
+    ranks start again. `exits`: exceptions that end the process as intended."""
+    attempt = find_attempt(os.environ) if not has_restarts_left(os.environ) else None
+    try:
+        yield
+    except exits:
+        raise
+    except Exception as error:  # a library that is not there on one node, for instance: the other nodes wait for it
+        reported = error if isinstance(error, ShardwayError) else Bug(f"{type(error).__name__}: {error}")
+        report_fault(attempt if share.ends_attempt else None, BY_AGENT, describe_error(reported))
+        raise
+
+
+# --- how a stop ends an attempt
+
+_BY_SCRIPT = {"deadline": Ending.DEADLINE, "preempted": Ending.PREEMPTED}
+"""First word of a stop file that a job script wrote when the scheduler warned it -> how the attempt ends."""
+
+_END_OF_WORD = re.compile(r"[\s:,]+")
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """How an attempt ends, and why in a sentence."""
+
+    state: Ending
+    reason: str
+    failure: str = ""
+    """BY_SIGNAL if a signal was obeyed, which only the scheduler can interpret."""
+
+
+def find_end(decision: Decision, stop_file: str | None, deadline: str = "") -> AttemptEnd:
+    """The end that all ranks have agreed on, in the words of rank 0.
+
+    `stop_file` is the content of the stop file (None: there is none), `deadline` the description of the clock.
+    """
+    if stop_file is not None:
+        if stop_file.startswith(f"{BY_SIGNAL} "):
+            return AttemptEnd(Ending.STOPPED, f"a {stop_file}", BY_SIGNAL)
+        first, *rest = _END_OF_WORD.split(stop_file.strip(), maxsplit=1)
+        if (state := _BY_SCRIPT.get(first.lower())) is not None:
+            return AttemptEnd(state, "".join(rest) or stop_file)
+        return AttemptEnd(Ending.STOPPED, stop_file or decision.stop_reason)
+    if decision.deadline:
+        return AttemptEnd(Ending.DEADLINE, deadline or decision.stop_reason)
+    return AttemptEnd(Ending.STOPPED, decision.stop_reason, BY_SIGNAL)
+
+
+# --- a failed rank as its agent sees it
 
 
 @dataclass(frozen=True)
@@ -152,17 +231,9 @@ class RankFailure:
         """Name of the signal that ended it, or None."""
         return signal.Signals(-self.exit_code).name if self.exit_code < 0 else None
 
-    @property
-    def crashed(self) -> bool:
-        """Whether that signal comes from a fault in native code."""
-        return self.signal_name in _CRASHES
-
     def read_printed(self) -> str:
         """Its output, as far as it can be read."""
         return "".join(path.read_text(encoding="utf-8", errors="replace") for path in self.printed)
-
-
-# --- whether the kernel ended a rank, because memory ran out
 
 
 def mark_oom(failures: Sequence[RankFailure], before: int | None, root: Path = Path("/")) -> list[RankFailure]:
@@ -189,12 +260,220 @@ def explain_oom(killed: RankFailure, base: str, root: Path = Path("/")) -> JobEr
     )
 
 
+# --- how a start of the ranks ended
+
+
+@dataclass(frozen=True)
+class LaunchOutcome:
+    """How one start of the ranks ended, on all its nodes.
+
+    `failures`: ranks that ended badly, the causes first. `evidence`: of a hang, from the ranks. `lost`: names of lost
+    nodes. `called_off`: a stop was requested before all nodes were present.
+    """
+
+    failures: tuple[RankFailure, ...] = ()
+    hang: Hang | None = None
+    evidence: HangEvidence = NO_EVIDENCE
+    lost: tuple[str, ...] = ()
+    called_off: bool = False
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing went wrong."""
+        return not (self.failures or self.hang or self.lost)
+
+    def describe(self) -> str:
+        """What failed, in a few words."""
+        if self.hang is not None:
+            return self.hang.message
+        if self.lost:
+            return f"{' and '.join(self.lost)} did not answer any more"
+        if not self.failures:
+            return "a rank did not leave in time, so all were ended"
+        first = self.failures[0]
+        how = f"was ended by {first.signal_name}" if first.signal_name else f"left with exit code {first.exit_code}"
+        return f"rank {first.rank} (process {first.pid}) {how}"
+
+
+def count_events(run: RunDir, rank: int = 0) -> int:
+    """The mark of a start: the events that a rank had before it."""
+    return sum(1 for _ in run.all_events(rank))
+
+
+def has_begun(run: RunDir, mark: int) -> bool:
+    """Whether the run went on after this mark of rank 0; before that, the run is unchanged."""
+    return any(event["event"] == "started" for event in islice(run.all_events(0), mark, None))
+
+
+def has_come_to_its_end(run: RunDir, mark: int, outcome: LaunchOutcome) -> bool:
+    """Whether rank 0 has recorded an end of its own in the start whose events begin at `mark`."""
+    new = islice(run.all_events(0), mark, None)
+    events = [event for event in new if event["event"] in ("started", "stopped", "finished")]
+    if sum(event["event"] == "started" for event in events) > 1 or run.find_writer() is not None:
+        return False  # another run has taken over
+    end = next((event for event in reversed(events) if event["event"] != "started"), None)
+    if end is None or end.get("reason") == SECOND_SIGNAL:  # a second signal saves nothing
+        return False
+    # Ranks that lose their agent ask for a stop, and the others may go on without their node.
+    by_orphans = end["event"] == "stopped" and end.get("failure") == BY_SIGNAL and find_stop_signal() is None
+    return not (outcome.lost and by_orphans)
+
+
+# --- the root cause of a start that ended badly
+
+_CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
+"""Signals that come from a fault in native code."""
+
+
+@dataclass(frozen=True)
+class RootCause:
+    """The cause of a failure: an error, its reporter, and whether memory ran out."""
+
+    error: ShardwayError
+    by: str = BY_AGENT
+    out_of_memory: bool = False
+
+
+def find_root_cause(run: RunDir, outcome: LaunchOutcome, marks: Mapping[int, int]) -> RootCause:
+    """The cause of a start that ended badly; events of a rank before its mark are of earlier starts.
+
+    Without a lost node, another writer or a hang it is the rank that failed first: the first one if it was killed; else
+    one with an error other than lost contact; else one that was killed. A rank may lose contact before the agent
+    detects the dead one, and the agent ends the others by signals.
+    """
+    failures = outcome.failures
+    if outcome.lost:
+        return RootCause(_explain_lost(run, outcome.lost))
+    if (writer := run.find_writer()) is not None:
+        return RootCause(_explain_taken_over(run, failures, writer))
+    if outcome.hang is not None:
+        return RootCause(_explain_hang(run, outcome.hang, outcome.evidence, began=has_begun(run, marks[0])))
+    for_memory = next((failure for failure in failures if failure.for_memory), None)
+    if for_memory is not None:
+        return RootCause(explain_oom(for_memory, run.describe_base()), out_of_memory=True)
+    if failures[0].signal_name:
+        return RootCause(_explain_killed(run, failures[0]))
+    faults = {rank: fault for rank, mark in marks.items() if (fault := _last_fault(run, rank, mark)) is not None}
+    own = {rank: fault for rank, fault in faults.items() if fault["kind"] != LostContact.__name__}
+    killed = [failure for failure in failures if failure.signal_name and not failure.by_agent]
+    if killed and not own:
+        return RootCause(_explain_killed(run, killed[0]))
+    if not faults:
+        return RootCause(_explain_exit_code(run, failures[0]))
+    rank, fault = next(iter((own or faults).items()))
+    kind = ERRORS_BY_NAME.get(fault["kind"], JobError)
+    prefix = "" if len({each["message"] for each in faults.values()}) == 1 else f"rank {rank}: "
+    printed = next((failure.printed for failure in failures if failure.rank == rank), ())
+    where = _name_output(printed) if kind is Bug else ""
+    return RootCause(kind(f"{prefix}{fault['message']}{where}"), f"rank {rank}", fault.get("out_of_memory") is True)
+
+
+def _last_fault(run: RunDir, rank: int, mark: int) -> Event | None:
+    """The fault that a rank recorded after this mark, or reported before the run went on."""
+    events = list(run.all_events(rank))[mark:]
+    return next((event for event in reversed(events) if event["event"] == "fault"), None) or run.read_setup_fault(rank)
+
+
+def _explain_lost(run: RunDir, lost: tuple[str, ...]) -> NodeLost:
+    names, they = " and ".join(lost), "does" if len(lost) == 1 else "do"
+    return NodeLost(
+        f"{names} {they} not answer any more; the ranks of the other nodes were ended.\n"
+        f"  To do: run the same command again: it goes on from {run.describe_base()}. If nodes are lost often, "
+        "run.elastic lets a run go on with fewer."
+    )
+
+
+def _explain_taken_over(run: RunDir, failures: tuple[RankFailure, ...], writer: str) -> ShardwayError:
+    """All ranks of this start have ended and another run writes here; nothing is written into its record."""
+    errors = {failure: text for failure in failures if (text := _last_error(failure))}
+    for failure, text in errors.items():
+        if failure.exit_code == UserError.exit_code:  # the other run was there before the ranks could begin
+            return UserError(text)
+    unnamed = (
+        f"another run trains into {run.path}: {writer}. This one has ended and writes nothing more.\n"
+        "  To do: nothing, if the other one is meant to go on; else stop that one, then run the same command again."
+    )
+    return Fenced(min(errors.values(), key=lambda text: not text.startswith(TAKEN_OVER), default=unnamed))
+
+
+def _explain_hang(run: RunDir, hang: Hang, evidence: HangEvidence, *, began: bool) -> JobError:
+    """What the agent detected, with the stacks of the ranks; written as a fault of the first of them if the run had
+    begun."""
+    sentences = explain_collectives(evidence.collectives)
+    message = ": ".join((hang.message, *sentences[:1]))
+    facts = {
+        "rank": hang.ranks[0],
+        "kind": "Hang",
+        "exit_code": 4,
+        "message": message,
+        "stacks": [{"ranks": group.ranks, "frames": group.frames} for group in evidence.groups],
+        "collectives": sentences,
+    }
+    if began:
+        with contextlib.suppress(OSError, JobError), run.event_writer(hang.ranks[0]) as events:
+            events.write("fault", **facts)
+    places = [f"{render_ranks(group.ranks)}: {_render_frames(group.frames) or 'n/a'}" for group in evidence.groups]
+    further = "".join(f"\n  {each}" for each in (*sentences[1:], *places))
+    return JobError(
+        f"{message}; all ranks were ended.{further}\n"
+        "  To do: run the same command again: it goes on from the last checkpoint. If it was no hang, raise "
+        "run.hang_timeout."
+    )
+
+
+def _render_frames(frames: tuple[str, ...]) -> str:
+    return " < ".join(frames[:3])
+
+
+def _explain_killed(run: RunDir, failure: RankFailure) -> JobError:
+    """A rank that a signal ended. A crash in native code cannot raise an error: it is shown with the Python frame that
+    called it, if that is known."""
+    who, base = f"rank {failure.rank} (process {failure.pid})", run.describe_base()
+    if failure.signal_name not in _CRASHES:
+        return JobError(
+            f"{who} was ended by {failure.signal_name}; the other ranks were ended "
+            f"with it.\n  To do: run the same command again: it goes on from {base}. If nobody sent "
+            "that signal, the machine may have run out of memory (dmesg says so)."
+        )
+    frames = _render_frames(read_crash(failure.read_printed()))
+    return JobError(
+        f"{who} crashed in native code ({failure.signal_name})"
+        f"{f', called from {frames}' if frames else ''}; the other ranks were ended with it.\n"
+        f"  To do: run the same command again: it goes on from {base}. If it happens again, the library "
+        f"that was called has a defect, or does not fit this machine.{_name_output(failure.printed)}"
+    )
+
+
+def _explain_exit_code(run: RunDir, failure: RankFailure) -> ShardwayError:
+    """A rank that recorded no fault: by what it printed, else by its exit code."""
+    kinds: dict[int, type[ShardwayError]] = {kind.exit_code: kind for kind in (UserError, SiteError, JobError)}
+    kind, printed = kinds.get(failure.exit_code), _last_error(failure)
+    if kind is not None and printed:
+        return kind(printed)
+    what = f"rank {failure.rank} ended with exit code {failure.exit_code}."
+    if why := why_refused(run.path):
+        return JobError(
+            f"{what} It could not say why: nothing can be written into {run.path} ({why}).\n"
+            f"  To do: {find_remedy(why)}; then run the same command again: it goes on from {run.describe_base()}."
+        )
+    return (kind or JobError)(f"{what}{_name_output(failure.printed)}")
+
+
+def _last_error(failure: RankFailure) -> str:
+    """The error that a rank printed last, if it had no events to write it into; empty for none."""
+    _, *errors = re.split(r"^shardway: ", failure.read_printed(), flags=re.MULTILINE)
+    return errors[-1].strip() if errors else ""
+
+
+def _name_output(printed: Sequence[Path]) -> str:
+    return f"\n  What it printed is in {printed[-1]}" if printed else ""
+
+
 # --- whether the ranks start again: a pure function of the failures so far
 
 SAME_TWICE = 2
 WITHOUT_PROGRESS = 3
 """So many failures in a row between two checkpoints end the run, whatever they are."""
-
 
 FROM_NODES = 2
 """So many starts from one checkpoint on the disks of the nodes may fail; the next start ignores those disks."""

@@ -18,7 +18,7 @@ Invariants:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -41,12 +41,12 @@ _DTYPES = {
     "Double": "float64",
     "Half": "float16",
     "BFloat16": "bfloat16",
+    "Bool": "bool",
     "Byte": "uint8",
     "Char": "int8",
     "Short": "int16",
     "Int": "int32",
     "Long": "int64",
-    "Bool": "bool",
 }
 _TRANSFER = re.compile(r"\w+:(?P<verb>send|recv) \d+(?:->|<-)(?P<other>\d+)")
 _UNNAMED = frozenset(("", "undefined", "default_pg"))
@@ -90,18 +90,16 @@ class RecordedGroup:
 
 def make_group(backend: str, name: str, words: str, ranks: Sequence[int]) -> RecordedGroup:
     """A group of these ranks."""
-    return RecordedGroup(backend, name, words, tuple(_find_spans(ranks)))
-
-
-def _find_spans(ranks: Sequence[int]) -> Iterator[Span]:
+    spans: list[Span] = []
     begin = 0
     while begin < len(ranks):
         distance = ranks[begin + 1] - ranks[begin] if begin + 1 < len(ranks) else 1
         end = begin + 1
         while end < len(ranks) and ranks[end] - ranks[end - 1] == distance:
             end += 1
-        yield ranks[begin], distance, end - begin
+        spans.append((ranks[begin], distance, end - begin))
         begin = end
+    return RecordedGroup(backend, name, words, tuple(spans))
 
 
 @dataclass(frozen=True)
@@ -136,10 +134,13 @@ def build_record(
     transfer = next(filter(None, (_find_transfer(each, members) for each in entries)), "")
     calls = [entry for each in entries for entry in each if not _is_transfer(entry)]
     calls.sort(key=_group_key)
-    lines = [
-        CallTimeline(_describe_group(next_ones[0], members), trim_calls(map(_read_entry, next_ones)))
-        for next_ones in (list(group) for _, group in groupby(calls, key=_group_key))
-    ]
+    lines = []
+    for (backend, name), group in groupby(calls, key=_group_key):
+        entries_of = list(group)
+        words = str(entries_of[0]["process_group"][1])
+        words = "" if words in _UNNAMED else words.removeprefix("mesh_")
+        described = make_group(backend, name, words, members.get(name, ()))
+        lines.append(CallTimeline(described, trim_calls(map(_read_entry, entries_of))))
     return Record(rank, tuple(lines), whole, transfer)
 
 
@@ -180,28 +181,18 @@ def _group_key(entry: Mapping[str, Any]) -> tuple[str, str]:
     return backend if found else "", str(entry["process_group"][0])
 
 
-def _describe_group(entry: Mapping[str, Any], members: Mapping[str, tuple[int, ...]]) -> RecordedGroup:
-    backend, name = _group_key(entry)
-    words = str(entry["process_group"][1])
-    return make_group(backend, name, "" if words in _UNNAMED else words.removeprefix("mesh_"), members.get(name, ()))
-
-
 def _read_entry(entry: Mapping[str, Any]) -> Call:
     shapes = [tuple(map(int, shape)) for shape in entry["input_sizes"]]
+    shown = ", ".join("x".join(map(str, shape)) or "1" for shape in shapes[:_SHOWN_SIZES])
     kinds = sorted({_DTYPES.get(str(each), str(each)) for each in entry["input_dtypes"]})
     return Call(
         number=int(entry["collective_seq_id"]),
         kind=str(entry["profiling_name"]).rpartition(":")[2],
         elements=sum(map(prod, shapes)),
-        sizes=_render_sizes(shapes),
+        sizes=f"{shown} and {len(shapes) - _SHOWN_SIZES} more" if len(shapes) > _SHOWN_SIZES else shown,
         dtype=" and ".join(kinds),
         ended=bool(entry["retired"]),
     )
-
-
-def _render_sizes(shapes: Sequence[tuple[int, ...]]) -> str:
-    shown = ", ".join("x".join(map(str, shape)) or "1" for shape in shapes[:_SHOWN_SIZES])
-    return f"{shown} and {len(shapes) - _SHOWN_SIZES} more" if len(shapes) > _SHOWN_SIZES else shown
 
 
 def _is_transfer(entry: Mapping[str, Any]) -> bool:
@@ -226,14 +217,8 @@ SHOWN = 3
 
 _ALIKE = frozenset(
     (
-        "all_reduce",
-        "allreduce_coalesced",
-        "broadcast",
-        "reduce",
-        "_all_gather_base",
-        "all_gather_single",
-        "_reduce_scatter_base",
-        "reduce_scatter_single",
+        *("all_reduce", "allreduce_coalesced", "broadcast", "reduce"),
+        *("_all_gather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single"),
     )
 )
 """Kinds for which all ranks pass the same number of elements, of one dtype."""
@@ -268,10 +253,16 @@ def merge_records(parts: Iterable[CollectiveRecords]) -> CollectiveRecords:
 def explain_collectives(collectives: CollectiveRecords) -> tuple[str, ...]:
     """What the records show, a sentence each without a full stop, most important first; at most SHOWN."""
     known = {record.rank: record for record in collectives.records}
-    views = [_GroupView(group, known, frozenset(collectives.silent)) for group in _list_groups(collectives.records)]
-    sentences = [text for view in views if (text := _explain_mismatch(view))]
-    waits = _choose_waits([wait for view in views if not _find_mismatch(view) and (wait := _find_wait(view))])
-    is_circle, waits = _is_circle(waits), waits[: SHOWN - len(sentences)]
+    named = {line.group for record in collectives.records for line in record.lines if len(line.group.ranks) > 1}
+    # The order is the same on every node.
+    groups = sorted(named, key=lambda group: (group.ranks, group.backend, group.name))
+    views = [_GroupView(group, known, frozenset(collectives.silent)) for group in groups]
+    found = [(view, _find_mismatch(view)) for view in views]
+    sentences = [_explain_mismatch(view.group, calls) for view, calls in found if calls]
+    waits = _choose_waits([wait for view, calls in found if not calls and (wait := _find_wait(view))])
+    awaited = {rank for wait in waits for rank in wait.awaited}
+    is_circle = bool(awaited) and awaited <= {rank for wait in waits for rank in wait.inside}
+    waits = waits[: SHOWN - len(sentences)]
     sentences += [_explain_wait(wait, known) for wait in waits]
     if is_circle:
         sentences = [*sentences[: SHOWN - 1], CIRCLE]
@@ -305,15 +296,15 @@ class _GroupView:
     records: Mapping[int, Record]
     all_silent: frozenset[int]
 
-    @property
-    def silent(self) -> tuple[int, ...]:
-        return tuple(rank for rank in self.group.ranks if rank in self.all_silent)
-
     def calls(self, rank: int) -> Sequence[Call]:
         """The known calls of a rank, oldest first."""
-        record = self.records.get(rank)
-        lines: Sequence[CallTimeline] = record.lines if record is not None else ()
-        return next((line.calls for line in lines if _is_same(line.group, self.group)), ())
+        lines = self.records[rank].lines if rank in self.records else ()
+        group, key = self.group, (self.group.backend, self.group.name)
+        for line in lines:
+            # A rank that has left the group no longer has its list of ranks.
+            if (line.group.backend, line.group.name) == key and line.group.spans in ((), group.spans):
+                return line.calls
+        return ()
 
     def last(self, rank: int) -> int | None:
         """The number of the last collective that a rank has entered, 0 for none; None where unknown."""
@@ -343,19 +334,6 @@ class _Wait:
         return frozenset((*self.missing, *self.silent))
 
 
-def _list_groups(records: Sequence[Record]) -> list[RecordedGroup]:
-    """All groups of several known ranks, in an order that is the same on every node."""
-    named = {line.group for record in records for line in record.lines}
-    found = [group for group in named if len(group.ranks) > 1]
-    return sorted(found, key=lambda group: (group.ranks, group.backend, group.name))
-
-
-def _is_same(group: RecordedGroup, other: RecordedGroup) -> bool:
-    """Whether two ranks mean the same group; a rank that has left it no longer has its list of ranks."""
-    alike = (group.backend, group.name) == (other.backend, other.name)
-    return alike and (group.spans == other.spans or not group.spans)
-
-
 def _find_wait(view: _GroupView) -> _Wait | None:
     open_ones = {rank: calls[0] for rank in view.group.ranks if (calls := find_open(view.calls(rank)))}
     if not open_ones:
@@ -367,7 +345,7 @@ def _find_wait(view: _GroupView) -> _Wait | None:
         call,
         inside=tuple(rank for rank, each in open_ones.items() if each.number == call.number),
         missing=tuple(rank for rank, number in last.items() if number is not None and number < call.number),
-        silent=view.silent,
+        silent=tuple(rank for rank in view.group.ranks if rank in view.all_silent),
         unknown=tuple(rank for rank, number in last.items() if number is None and rank not in view.all_silent),
     )
 
@@ -390,17 +368,14 @@ def _sign(call: Call) -> tuple[str, int, str]:
 # --- sentences
 
 
-def _explain_mismatch(view: _GroupView) -> str:
-    calls = _find_mismatch(view)
-    if not calls:
-        return ""
+def _explain_mismatch(group: RecordedGroup, calls: Mapping[int, Call]) -> str:
     number = next(iter(calls.values())).number
     places: dict[tuple[str, int, str], list[int]] = {}
     for rank, call in calls.items():
         places.setdefault(_sign(call), []).append(rank)
     order = sorted(places.values(), key=lambda ranks: (len(ranks), ranks))
     places_text = "; ".join(f"{render_ranks(ranks)} in {_render_call(calls[ranks[0]])}" for ranks in order)
-    where = f"of {_render_group(view.group)} at number {number}"
+    where = f"of {_render_group(group)} at number {number}"
     return f"the ranks do not call the same collectives (a mistake in the code): {where} {places_text}"
 
 
@@ -409,30 +384,15 @@ def _choose_waits(waits: Sequence[_Wait]) -> list[_Wait]:
     waiting = {rank for wait in waits if wait.awaited for rank in wait.inside}
     roots = [wait for wait in waits if wait.awaited - waiting]
     roots = [
-        replace(wait, missing=_without(wait.missing, waiting))
+        replace(wait, missing=tuple(rank for rank in wait.missing if rank not in waiting))
         for wait in sorted(roots, key=lambda wait: len(wait.awaited & waiting))
     ]
     return roots or [wait for wait in waits if wait.awaited] or list(waits)
 
 
-def _is_circle(waits: Sequence[_Wait]) -> bool:
-    """Whether every rank that is waited for waits itself."""
-    inside = {rank for wait in waits for rank in wait.inside}
-    awaited = {rank for wait in waits for rank in wait.awaited}
-    return bool(awaited) and awaited <= inside
-
-
-def _without(ranks: Iterable[int], others: Iterable[int]) -> tuple[int, ...]:
-    left_out = frozenset(others)
-    return tuple(rank for rank in ranks if rank not in left_out)
-
-
 def _explain_wait(wait: _Wait, records: Mapping[int, Record]) -> str:
-    are = "is" if len(wait.inside) == 1 else "are"
-    words = _render_call(wait.call)
-    parts = [
-        f"{render_ranks(wait.inside)} {are} in {words}, number {wait.call.number} of {_render_group(wait.view.group)}"
-    ]
+    are, call, group = "is" if len(wait.inside) == 1 else "are", wait.call, _render_group(wait.view.group)
+    parts = [f"{render_ranks(wait.inside)} {are} in {_render_call(call)}, number {call.number} of {group}"]
     if wait.missing:
         have = "has" if len(wait.missing) == 1 else "have"
         before = _render_last(wait.view, wait.missing)
@@ -449,14 +409,14 @@ def _explain_wait(wait: _Wait, records: Mapping[int, Record]) -> str:
 
 def _render_last(view: _GroupView, ranks: Sequence[int]) -> str:
     """The last collective of these ranks in the group."""
-    calls = [(rank, view.calls(rank)[-1] if view.calls(rank) else None) for rank in ranks]
-    order = sorted(calls, key=lambda pair: (pair[1].number if pair[1] is not None else 0, pair[0]))
+    by_number: dict[int, list[int]] = {}
+    for rank in sorted(ranks):
+        by_number.setdefault(view.calls(rank)[-1].number if view.calls(rank) else 0, []).append(rank)
     parts = []
-    for number, same in groupby(order, key=lambda pair: pair[1].number if pair[1] is not None else 0):
-        found = list(same)
-        call = found[0][1]
-        what = f"the last one there was {_render_call(call)}, number {number}" if call is not None else "none there yet"
-        parts.append(what if len(found) == len(calls) else f"{render_ranks([rank for rank, _ in found])}: {what}")
+    for number, same in sorted(by_number.items()):
+        calls = view.calls(same[0])
+        what = f"the last one there was {_render_call(calls[-1])}, number {number}" if calls else "none there yet"
+        parts.append(what if len(same) == len(ranks) else f"{render_ranks(same)}: {what}")
     return "; ".join(parts[:2])
 
 

@@ -16,9 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import socket
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from shardway.errors import SiteError
 from shardway.ranks.hang import ActivitySpan, HangTimeout
@@ -38,35 +36,15 @@ _MUCH_LESS = 0.8
 """A limit that falls by less than this factor is not reported again."""
 
 
-class Timeouts(Protocol):
-    """Limits of the monitor in seconds: to the first heartbeat, and between two; None for none."""
-
-    @property
-    def initial(self) -> float | None: ...
-    @property
-    def subsequent(self) -> float | None: ...
-
-
-class MonitorClient(Protocol):
-    """As much of `RankMonitorClient` as is used here."""
-
-    hb_timeouts: Timeouts
-    rank_monitor_socket: socket.socket
-
-    def send_heartbeat(self) -> None: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-    def shutdown_workload_monitoring(self) -> None: ...
-
-
 class MonitorHeartbeat:
-    """A `HeartbeatSink` that the monitor of this rank reads; `client` is connected.
+    """A `HeartbeatSink` that the monitor of this rank reads; `client` is a `RankMonitorClient` that is connected.
 
     Until `watch` is called the monitor uses ft_launcher's own limit for the first heartbeat.
     """
 
-    def __init__(self, client: MonitorClient) -> None:
-        self._client: MonitorClient | None = client
-        self._start_s = client.hb_timeouts.initial
+    def __init__(self, client: Any) -> None:
+        self._client: Any | None = client
+        self._start_s: float | None = client.hb_timeouts.initial
         self._hang_timeout: HangTimeout | None = None
         self._activity, self._step, self._since = Activity.START, 0, 0.0
         self._first_step: int | None = None
@@ -115,7 +93,12 @@ class MonitorHeartbeat:
             return
         try:
             self._client.send_heartbeat()  # first: a limit that falls would be past already
-            self._report_limit(self._client, self._limit_s())
+            limit_s, reported = self._limit_s(), self._reported_s
+            unchanged = limit_s is not None and reported is not None and _MUCH_LESS * reported <= limit_s <= reported
+            if limit_s != reported and not unchanged:
+                limits = {"initial": limit_s, "subsequent": limit_s, "were_calculated": True}
+                self._client.load_state_dict({"current_timeouts": {"heartbeat": limits}})
+                self._reported_s = limit_s
         except Exception as error:  # of any class: a watch must not end its rank
             _report_unwatched(error)
             self._leave()
@@ -127,16 +110,6 @@ class MonitorHeartbeat:
             if client is not None:
                 client.shutdown_workload_monitoring()
 
-    def _report_limit(self, client: MonitorClient, limit_s: float | None) -> None:
-        reported = self._reported_s
-        if limit_s == reported or (
-            limit_s is not None and reported is not None and _MUCH_LESS * reported <= limit_s <= reported
-        ):
-            return
-        limits = {"initial": limit_s, "subsequent": limit_s, "were_calculated": True}
-        client.load_state_dict({"current_timeouts": {"heartbeat": limits}})
-        self._reported_s = limit_s
-
 
 def open_monitor(placement: Placement) -> MonitorHeartbeat | None:
     """The heartbeat of a rank that ft_launcher has started; None for any other, and if its monitor does not answer.
@@ -145,17 +118,6 @@ def open_monitor(placement: Placement) -> MonitorHeartbeat | None:
     """
     if placement.launcher != FT_LAUNCHER:
         return None
-    client = _make_client()
-    try:
-        client.init_workload_monitoring()
-        client.rank_monitor_socket.settimeout(ANSWER_S)
-        return MonitorHeartbeat(client)
-    except Exception as error:  # of any class: a watch must not end its rank
-        _report_unwatched(error)
-        return None
-
-
-def _make_client() -> Any:
     try:
         from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
     except ImportError as error:
@@ -164,7 +126,14 @@ def _make_client() -> Any:
             "  To do: `pip install nvidia-resiliency-ext` in the environment of the ranks, or start them otherwise "
             "(site.launcher)."
         ) from error
-    return RankMonitorClient()
+    client = RankMonitorClient()
+    try:
+        client.init_workload_monitoring()
+        client.rank_monitor_socket.settimeout(ANSWER_S)
+        return MonitorHeartbeat(client)
+    except Exception as error:  # of any class: a watch must not end its rank
+        _report_unwatched(error)
+        return None
 
 
 def _report_unwatched(error: Exception) -> None:

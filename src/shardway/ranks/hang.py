@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 
 from shardway.ranks.flight_records import NO_RECORDS, CollectiveRecords, merge_records
 from shardway.ranks.heartbeat import (
@@ -99,11 +98,6 @@ class HangTimeout:
             return self._start_s
         return FACTOR * usual + MARGIN_S + (STORAGE_S if span.activity in _ON_STORAGE else 0.0)
 
-    def as_facts(self) -> Mapping[str, float]:
-        """What was learnt, for display: seconds by activity."""
-        known = {activity: self.usual_s(activity) for activity in self._seen}
-        return {activity.name.lower(): usual for activity, usual in known.items() if usual is not None}
-
 
 def read_hang_timeout(settings: RunSection) -> HangTimeout | None:
     """The hang timeout of a run file; None where it turns the search for hangs off."""
@@ -148,7 +142,7 @@ _FIRST_CHANGES = 8
 """Changes of a heartbeat up to the first step or the one after: start, load, and twice those of a step."""
 
 
-class Stopped(StrEnum):
+class StoppedProcess(StrEnum):
     """Which process is stopped (state T of proc(5)): none (false), that of the rank, or that of a data loader."""
 
     NONE = ""
@@ -162,16 +156,21 @@ class Stopped(StrEnum):
         return words.get(self, "")
 
 
+StepPosition = tuple[int, int]
+"""The progress of a rank: steps done, and the position of its activity within a step."""
+
+
 @dataclass(frozen=True)
 class Sighting:
     """A rank at one moment: its heartbeat, and whether one of its processes is stopped."""
 
     entry: HeartbeatEntry
-    stopped: Stopped = Stopped.NONE
+    stopped: StoppedProcess = StoppedProcess.NONE
 
-
-StepPosition = tuple[int, int]
-"""The progress of a rank: steps done, and the position of its activity within a step."""
+    @property
+    def position(self) -> StepPosition:
+        """The progress of the rank."""
+        return self.entry.step, _ORDER.get(self.entry.activity, 0)
 
 
 @dataclass(frozen=True)
@@ -197,18 +196,16 @@ class Hang:
 
     def shift(self, first: int) -> Hang:
         """The same with global rank numbers, `first` being that of this node's first rank."""
-        return replace(self, ranks=_add(self.ranks, first))
+        return replace(self, ranks=tuple(rank + first for rank in self.ranks))
 
     @property
     def message(self) -> str:
         """What happened, in a sentence without process ids."""
-        entry = self.sighting.entry
+        entry, why = self.sighting.entry, self.sighting.stopped.why
         words = ACTIVITY_PHRASES.get(entry.activity, "")
+        is_all = self.all_alike and len(self.ranks) > 1
+        names = "all ranks" if is_all else " and ".join(f"rank {rank}" for rank in self.ranks)
         what = f"did nothing for {self.seconds:.1f} s {words} after step {entry.step}"
-        why = self.sighting.stopped.why
-        if self.all_alike and len(self.ranks) > 1:
-            return f"all ranks {what}{why} (more than {self.limit_s:.1f} s means a hang)"
-        names = " and ".join(f"rank {rank}" for rank in self.ranks)
         return f"{names} {what}{why} (more than {self.limit_s:.1f} s means a hang)"
 
 
@@ -220,11 +217,6 @@ class _Watched:
     entry: HeartbeatEntry
     age: float = 0.0
     alone: float | None = None
-
-    def age_by(self, tick: float, *, alone: bool) -> _Watched:
-        """The same after another `tick` seconds."""
-        since = 0.0 if self.alone is None else self.alone + tick
-        return replace(self, age=self.age + tick, alone=since if alone else None)
 
     @property
     def span(self) -> ActivitySpan:
@@ -260,15 +252,21 @@ class HangFinder:
             rank: self._update(self._ranks.get(rank), sighting.entry, tick, alone=rank in suspects)
             for rank, sighting in sightings.items()
         }
-        overdue = [rank for rank in suspects if self._is_overdue(rank, stopped=bool(sightings[rank].stopped))]
-        return self._blame(sightings, overdue) if overdue else None
+        overdue = [rank for rank in suspects if self._is_overdue(self._ranks[rank], bool(sightings[rank].stopped))]
+        if not overdue:
+            return None
+        at_fault = [rank for rank in overdue if sightings[rank].stopped] or overdue
+        first, watched = sightings[at_fault[0]], self._ranks[at_fault[0]]
+        limit_s = self._hang_timeout.limit_s(watched.span, stopped=bool(first.stopped))
+        return Hang(tuple(at_fault), watched.age, limit_s, first, all_alike=len(at_fault) == len(sightings))
 
     def _update(self, known: _Watched | None, entry: HeartbeatEntry, tick: float, *, alone: bool) -> _Watched:
         new = _Watched(entry, alone=0.0 if alone else None)
         if known is None:
             return new
         if known.entry.changes == entry.changes:
-            return known.age_by(tick, alone=alone)
+            since = 0.0 if known.alone is None else known.alone + tick
+            return replace(known, age=known.age + tick, alone=since if alone else None)
         # After one change the heartbeat has the exact duration; else it was shorter than a look, or was seen in part.
         exact = entry.changes == known.entry.changes + 1
         seconds = min(entry.since - known.entry.since, known.age + tick) if exact else known.age
@@ -279,50 +277,27 @@ class HangFinder:
             self._hang_timeout.observe(ActivitySpan(Activity.STEP), tick)
         return new
 
-    def _is_overdue(self, rank: int, *, stopped: bool) -> bool:
-        watched = self._ranks[rank]
+    def _is_overdue(self, watched: _Watched, stopped: bool) -> bool:
         return watched.alone is not None and watched.alone > self._hang_timeout.limit_s(watched.span, stopped=stopped)
-
-    def _blame(self, sightings: Mapping[int, Sighting], overdue: list[int]) -> Hang:
-        blamed = [rank for rank in overdue if sightings[rank].stopped] or overdue
-        first, watched = sightings[blamed[0]], self._ranks[blamed[0]]
-        return Hang(
-            ranks=tuple(blamed),
-            seconds=watched.age,
-            limit_s=self._hang_timeout.limit_s(watched.span, stopped=bool(first.stopped)),
-            sighting=first,
-            all_alike=len(blamed) == len(sightings),
-        )
 
 
 def find_slowest(sightings: Mapping[int, Sighting]) -> SlowestRank:
     """The progress of the slowest of these ranks."""
-    return SlowestRank(
-        min(map(find_position, sightings.values()), default=None),
-        any(sighting.stopped for sighting in sightings.values()),
-    )
+    seen = sightings.values()
+    return SlowestRank(min((each.position for each in seen), default=None), any(each.stopped for each in seen))
 
 
 def merge_slowest(parts: Iterable[SlowestRank]) -> SlowestRank:
     """The progress of the slowest of all."""
-    known = [part for part in parts if part.position is not None]
-    positions = [part.position for part in known if part.position is not None]
-    return SlowestRank(min(positions, default=None), any(part.stopped for part in known))
-
-
-def find_position(sighting: Sighting) -> StepPosition:
-    """The progress of a rank."""
-    return sighting.entry.step, _ORDER.get(sighting.entry.activity, 0)
+    known = [(part.position, part.stopped) for part in parts if part.position is not None]
+    return SlowestRank(min((position for position, _ in known), default=None), any(stopped for _, stopped in known))
 
 
 def _find_suspects(sightings: Mapping[int, Sighting], elsewhere: SlowestRank) -> list[int]:
     """Ranks that wait for no other rank: those behind all others, and those that are stopped."""
     slowest = merge_slowest((find_slowest(sightings), elsewhere)).position
-    return [
-        rank
-        for rank, each in sightings.items()
-        if each.stopped or (find_position(each) == slowest and not elsewhere.stopped)
-    ]
+    last = None if elsewhere.stopped else slowest
+    return [rank for rank, each in sightings.items() if each.stopped or each.position == last]
 
 
 # --- the watch over the ranks of this process
@@ -345,30 +320,28 @@ class HangEvidence:
 
     def shift(self, first: int) -> HangEvidence:
         """The same with global rank numbers, `first` being that of this node's first rank."""
-        groups = tuple(replace(group, ranks=_add(group.ranks, first)) for group in self.groups)
+        groups = tuple(replace(each, ranks=tuple(rank + first for rank in each.ranks)) for each in self.groups)
         return HangEvidence(groups, self.collectives.shift(first))
 
 
 NO_EVIDENCE = HangEvidence()
 
 
-@dataclass(frozen=True)
-class DetectedHang:
-    """A hang, and the evidence from the ranks."""
-
-    hang: Hang
-    seen: HangEvidence = NO_EVIDENCE
-
-
 class HeartbeatWatch:
     """While entered, a thread reads the heartbeats of `ranks` local ranks; `on_wake` is called with those it resumed.
 
-    `behind` is the progress of these ranks; `has_hang`: one of them hangs. The caller sets `elsewhere`, the progress of
-    ranks on other nodes, and `is_asked` if one of those hangs: then `seen` of these ranks is needed.
+    `slowest` is the progress of these ranks; `has_hang`: one of them hangs, which is `found` once `seen`, the evidence,
+    was gathered. The caller sets `elsewhere`, the progress of ranks on other nodes, and `is_asked` if one of those
+    hangs: then `seen` of these ranks is needed.
     """
 
     def __init__(
-        self, folder: Path, ranks: int, hang_timeout: HangTimeout, on_wake: Callable[[Hang], None], share_s: float = 0.0
+        self,
+        folder: Path | None,
+        ranks: int,
+        hang_timeout: HangTimeout,
+        on_wake: Callable[[Hang], None],
+        share_s: float = 0.0,
     ) -> None:
         self.folder = folder
         self._share_s = share_s
@@ -377,8 +350,8 @@ class HeartbeatWatch:
         self._finder = HangFinder(hang_timeout, longest_tick_s=2 * LOOK_EVERY_S)
         self._woken: dict[int, int] = {}
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self.found: DetectedHang | None = None
+        self._thread = threading.Thread(target=self._run, args=(folder,), name="watch", daemon=True)
+        self.found: Hang | None = None
         self.seen: HangEvidence | None = None
         self.has_hang = self.is_asked = False
         self.slowest = self.elsewhere = NO_RANKS
@@ -387,31 +360,30 @@ class HeartbeatWatch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._done.set()
         self._thread.join()
 
-    def _run(self) -> None:
+    def _run(self, folder: Path) -> None:
         while self.found is None and not self._done.wait(LOOK_EVERY_S):
-            sightings = self._see()
+            entries = [(rank, read_heartbeat(heartbeat_path(folder, rank))) for rank in range(self._ranks)]
+            sightings = {  # ranks that have a heartbeat and live, by local rank
+                rank: Sighting(entry, _find_stopped(entry, state))
+                for rank, entry in entries
+                if entry is not None and (state := _child_state(entry.pid)) not in ("", "Z")
+            }
             self.slowest = find_slowest(sightings)
             if self.is_asked and self.seen is None:
-                self.seen = self._ask(sightings)
+                self.seen = self._ask(folder, sightings)
             hang = self._finder.look(sightings, time.monotonic(), self.elsewhere)
-            if hang is not None and not self._wake(hang, sightings):
-                self._end(hang, sightings)
-
-    def _see(self) -> dict[int, Sighting]:
-        """The ranks that have a heartbeat and live, by local rank."""
-        entries = {rank: read_heartbeat(heartbeat_path(self.folder, rank)) for rank in range(self._ranks)}
-        states = {rank: _child_state(entry.pid) for rank, entry in entries.items() if entry is not None}
-        return {
-            rank: Sighting(entry, _find_stopped(entry, states[rank]))
-            for rank, entry in entries.items()
-            if entry is not None and states[rank] not in ("", "Z")
-        }
+            if hang is None or self._wake(hang, sightings):
+                continue
+            self.has_hang = True
+            self.seen = self.seen or self._ask(folder, sightings)
+            self._done.wait(self._share_s)
+            self.found = hang
+            for sighting in sightings.values():
+                _send(sighting.entry.pid, signal.SIGKILL)
 
     def _wake(self, hang: Hang, sightings: dict[int, Sighting]) -> bool:
         """Resume stopped ranks, unless that was tried without effect; returns whether it was tried."""
@@ -427,54 +399,31 @@ class HeartbeatWatch:
         self._on_wake(hang)
         return True
 
-    def _end(self, hang: Hang, sightings: dict[int, Sighting]) -> None:
-        self.has_hang = True
-        if self.seen is None:
-            self.seen = self._ask(sightings)
-        self._done.wait(self._share_s)
-        self.found = DetectedHang(hang, self.seen)
-        for sighting in sightings.values():
-            _send(sighting.entry.pid, signal.SIGKILL)
-
-    def _ask(self, sightings: dict[int, Sighting]) -> HangEvidence:
-        awake = {
-            rank: sighting.entry.pid for rank, sighting in sightings.items() if sighting.stopped is not Stopped.RANK
-        }
-        stacks = ask_for_stacks(self.folder, awake)
-        return HangEvidence(tuple(group_stacks(stacks)), ask_for_records(self.folder, sightings))
-
-
-@dataclass
-class Unwatched:
-    """Replaces the watch if the search for hangs is off."""
-
-    folder: None = None
-    found: None = None
-    seen: None = None
-    has_hang: bool = False
-    is_asked: bool = False
-    slowest: SlowestRank = NO_RANKS
-    elsewhere: SlowestRank = NO_RANKS
+    def _ask(self, folder: Path, sightings: Mapping[int, Sighting]) -> HangEvidence:
+        pids = {rank: each.entry.pid for rank, each in sightings.items() if each.stopped is not StoppedProcess.RANK}
+        stacks = ask_for_stacks(folder, pids)
+        return HangEvidence(tuple(group_stacks(stacks)), ask_for_records(folder, sightings))
 
 
 @contextlib.contextmanager
 def watched(
     ranks: int, hang_timeout: HangTimeout | None, on_wake: Callable[[Hang], None], share_s: float = 0.0
-) -> Iterator[HeartbeatWatch | Unwatched]:
-    """Watch the ranks that are started meanwhile with the watch's folder; without a timeout they are not watched."""
+) -> Iterator[HeartbeatWatch]:
+    """Watch the ranks that are started meanwhile with the watch's folder; without a timeout there is no folder, and the
+    watch sees nothing."""
     if hang_timeout is None:
-        yield Unwatched()
+        yield HeartbeatWatch(None, 0, HangTimeout(0.0), on_wake)
         return
     with private_folder(HEARTBEATS) as folder, HeartbeatWatch(folder, ranks, hang_timeout, on_wake, share_s) as watch:
         yield watch
 
 
-def _find_stopped(entry: HeartbeatEntry, state: str) -> Stopped:
+def _find_stopped(entry: HeartbeatEntry, state: str) -> StoppedProcess:
     if state == _STOPPED:
-        return Stopped.RANK
+        return StoppedProcess.RANK
     # A rank may have hundreds of threads, each with children: they are looked at only if it waits for long.
     waits = entry.activity in _LOADERS_WAITED_FOR and time.monotonic() - entry.since > 2 * LOOK_EVERY_S
-    return Stopped.LOADER if waits and state and _list_stopped_children(entry.pid) else Stopped.NONE
+    return StoppedProcess.LOADER if waits and state and _list_stopped_children(entry.pid) else StoppedProcess.NONE
 
 
 def _list_stopped_children(pid: int) -> list[int]:
@@ -505,30 +454,25 @@ def _child_state(pid: int, of: int | None = None) -> str:
     return state if int(parent) == (os.getpid() if of is None else of) else ""
 
 
-def _add(ranks: tuple[int, ...], first: int) -> tuple[int, ...]:
-    return tuple(rank + first for rank in ranks)
-
-
 def merge_evidence(parts: Sequence[HangEvidence]) -> HangEvidence:
     """The evidence of several nodes as one."""
     groups = merge_groups(group for part in parts for group in part.groups)
     return HangEvidence(tuple(groups), merge_records(part.collectives for part in parts))
 
 
-def merge_found(hangs: Sequence[Hang], seen: HangEvidence, ranks: int) -> DetectedHang | None:
-    """The findings of several nodes as one hang of `ranks` ranks, with global rank numbers; None for none.
+def merge_hangs(hangs: Sequence[Hang], ranks: int) -> Hang | None:
+    """The hangs of several nodes as one of `ranks` ranks, with global rank numbers; None for none.
 
     Stopped ranks are at fault, else those behind all others.
     """
     if not hangs:
         return None
-    order = sorted(hangs, key=lambda hang: (not hang.sighting.stopped, find_position(hang.sighting)))
-    first = order[0]
-    alike = [
-        hang
-        for hang in order
-        if hang.sighting.stopped == first.sighting.stopped
-        and find_position(hang.sighting) == find_position(first.sighting)
-    ]
-    blamed = tuple(sorted(rank for hang in alike for rank in hang.ranks))
-    return DetectedHang(replace(first, ranks=blamed, all_alike=len(blamed) == ranks), seen)
+
+    def order(hang: Hang) -> tuple[bool, StepPosition]:
+        return not hang.sighting.stopped, hang.sighting.position
+
+    first = min(hangs, key=order)
+    same = (first.sighting.stopped, first.sighting.position)
+    alike = [hang for hang in hangs if (hang.sighting.stopped, hang.sighting.position) == same]
+    at_fault = tuple(sorted(rank for hang in alike for rank in hang.ranks))
+    return replace(first, ranks=at_fault, all_alike=len(at_fault) == ranks)

@@ -10,7 +10,9 @@ Invariants:
 - A reader gets an entry as it was written or none; a rank without a heartbeat file runs as well.
 - A private folder is removed when it is left, and one whose agent was killed by the next agent of the same user here.
   Files of other programs stay, and so does a folder that is held.
-- No torch: a rank shows its start before it imports torch.
+- A rank that cannot be bound to its cores trains unbound, with a message why.
+- No torch: a rank shows its start before it imports torch, and threads that a library starts keep the cores of the
+  thread that started them.
 """
 
 from __future__ import annotations
@@ -60,7 +62,6 @@ class HeartbeatSink(Protocol):
 
     def write(self, activity: Activity, step: int, now: float) -> None:
         """Show the activity, the steps that are done, and since when (monotonic seconds)."""
-        ...
 
 
 class Progress:
@@ -100,20 +101,18 @@ class Progress:
         """From now on the rank takes the step after `step`: for the first time, or again."""
         self.enter(Activity.REPEAT if step < self.reached else Activity.STEP, step)
 
-    def spent(self) -> dict[Activity, float]:
+    def spent(self, now: float | None = None) -> dict[Activity, float]:
         """Seconds by activity up to now."""
-        return self._spent_until(self._clock())
+        now = self._clock() if now is None else now
+        return {**self._spent, self._activity: self._spent[self._activity] + now - self._since}
 
     def as_facts(self) -> dict[str, Any]:
         """For a record: `spent`, seconds by activity in lower case, and `unfinished_s` of a step under way, in it."""
         now = self._clock()
-        spent = {each.name.lower(): round(seconds, 6) for each, seconds in self._spent_until(now).items() if seconds}
+        spent = {each.name.lower(): round(seconds, 6) for each, seconds in self.spent(now).items() if seconds}
         if self._activity not in (Activity.STEP, Activity.REPEAT):
             return {"spent": spent}
         return {"spent": spent, "unfinished_s": round(now - self._since, 6)}
-
-    def _spent_until(self, now: float) -> dict[Activity, float]:
-        return {**self._spent, self._activity: self._spent[self._activity] + now - self._since}
 
 
 # --- when this process, or the job that it belongs to, started
@@ -280,15 +279,11 @@ def sweep_folders(kind: FolderKind, where: Path) -> None:
         with contextlib.suppress(OSError):
             found = folder.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and time.time() - found.st_mtime > _NEW_S:
-                _remove_unheld(kind, folder)
-
-
-def _remove_unheld(kind: FolderKind, folder: Path) -> None:
-    with take_left_folder(folder) as descriptor:
-        for name in os.listdir(descriptor):
-            if name.startswith(kind.files):
-                os.unlink(name, dir_fd=descriptor)
-        folder.rmdir()
+                with take_left_folder(folder) as descriptor:
+                    for name in os.listdir(descriptor):
+                        if name.startswith(kind.files):
+                            os.unlink(name, dir_fd=descriptor)
+                    folder.rmdir()
 
 
 # --- the first moments of a rank
@@ -303,3 +298,30 @@ def join_agent(environ: Mapping[str, str]) -> None:
         answer_with_stacks(Path(environ[VARIABLE]), int(local_rank))
         answer_with_record(Path(environ[VARIABLE]), int(local_rank))
         heartbeat.write(Activity.START, 0, time.monotonic())
+
+
+# srun binds each task that it starts. An agent is one task with all cores of its node, and its ranks inherit them; the
+# cores of the site's profile come in a variable. Sources: sched_setaffinity(2); srun(1), "--cpu-bind=mask_cpu".
+CPU_MASKS = "SHARDWAY_CPU_MASKS"
+"""The CPU mask of each local rank in hexadecimal, separated by commas."""
+
+
+def bind_to_cores(environ: Mapping[str, str]) -> str:
+    """Bind this rank to its cores, those next to its accelerator, if CPU_MASKS names them; returns why it could not.
+
+    Its present threads too: a standby has those of the libraries that it has imported.
+    """
+    masks = environ.get(CPU_MASKS, "")
+    if not masks or not hasattr(os, "sched_setaffinity"):
+        return ""
+    local = environ.get("LOCAL_RANK", "")
+    try:
+        every = masks.split(",")
+        mask = int(every[int(local) % len(every)], 16)  # as srun does if there are more ranks than masks
+        cores = {core for core in range(mask.bit_length()) if mask >> core & 1}  # core 0 is the lowest bit
+        for thread in map(int, os.listdir("/proc/self/task")):
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setaffinity(thread, cores)
+    except (OSError, ValueError) as error:
+        return f"local rank {local} is bound to no cores: {error}; {CPU_MASKS}={masks}"
+    return ""

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -92,9 +92,8 @@ def start_program(
     launch: LocalLaunch, assignment: RankAssignment, further: Sequence[Mapping[str, str]] = ()
 ) -> PContext:
     """Start the program of each local rank, with `further` variables of its own."""
-    ranks = range(launch.ranks)
-    more = dict(enumerate(further))
-    with _surroundings_of_ranks():
+    ranks, more = range(launch.ranks), dict(enumerate(further))
+    with _environment_of_ranks():
         processes = start_processes(
             name="ranks",
             entrypoint=sys.executable,
@@ -105,17 +104,13 @@ def start_program(
             ),
             log_line_prefixes={local: f"{assignment.first + local}: " for local in ranks},
         )
-    _close_output(processes)
-    return processes
-
-
-def _close_output(processes: PContext) -> None:
-    """Close the output files, to which only the ranks write: after an outage of their file server, closing them would
-    raise, and torch closes them between ending one rank and the next."""
+    # Only the ranks write to the output files. After an outage of their file server, closing them would raise, and
+    # torch closes them between ending one rank and the next.
     for handler in handlers_of(processes).values():
         for name in ("_stdout", "_stderr"):
             if (file := getattr(handler, name, None)) is not None:
                 file.close()
+    return processes
 
 
 def handlers_of(processes: PContext) -> dict[int, SubprocessHandler]:
@@ -155,7 +150,7 @@ def rank_variables(launch: LocalLaunch, assignment: RankAssignment, local: int) 
 
 
 @contextlib.contextmanager
-def _surroundings_of_ranks() -> Iterator[None]:
+def _environment_of_ranks() -> Iterator[None]:
     """Handle stop signals here: torch, which would raise its own error, is given a signal that is never sent.
 
     Ranks do not inherit the variables of another launcher (`inherited`): neither the agent nor its ranks are MPI tasks.
@@ -182,26 +177,59 @@ LEAVE_S = 2.0
 signal reaches them, as at the start, have nothing to report; torch would give them 30 s."""
 
 
-@dataclass
 class StopRequests:
-    """Stop requests while the ranks run: signals, and a stop that takes too long. `passes_on`: no stop file can be
-    written, so the ranks get a signal, which has the same effect."""
+    """Stop requests while the ranks run, from the moment `received` is entered: signals, and a stop that takes too
+    long. `passes_on`: no stop file can be written, so the ranks get a signal, which has the same effect."""
 
-    on_stop: Callable[[], None]
-    signals: list[int] = field(default_factory=list)
-    at_once: bool = False
-    late: bool = False
-    passes_on: bool = False
+    def __init__(self, launch: LocalLaunch, on_stop: Callable[[], None]) -> None:
+        self._launch, self._on_stop = launch, on_stop
+        self._done = threading.Event()
+        self.signalled = self.at_once = self.late = self.passes_on = False
 
-    def record(self, number: int, frame: FrameType | None) -> None:
+    @contextlib.contextmanager
+    def received(self) -> Iterator[None]:
+        """While entered, stop signals come here, and a thread looks for the stop file (a file system may hang)."""
+        before: dict[int, Any] = {each: signal.signal(each, self._record) for each in list_free_signals(STOP_SIGNALS)}
+        thread = threading.Thread(target=self._look, name="late stop", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._done.set()
+            thread.join()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
         """Receive a stop signal; Ctrl-C after another one means an immediate end."""
-        self.at_once |= bool(self.signals) and number == signal.SIGINT
-        self.signals.append(number)
-        if len(self.signals) == 1:
+        self.at_once |= self.signalled and number == signal.SIGINT
+        if not self.signalled:
+            self.signalled = True
             try:
-                self.on_stop()
+                self._on_stop()
             except UserError:
                 self.passes_on = True
+
+    def check(self) -> None:
+        """Raise LateStop or KeyboardInterrupt where the ranks must be killed."""
+        if self.late:
+            limit = render_seconds(self._launch.stop_timeout_s)
+            raise LateStop(
+                f"the stop took longer than run.stop_timeout = {limit}, and the ranks did not end themselves, so they "
+                "were killed.\n  Nothing that was saved has changed. To do: run the same command again: it goes on "
+                "from the last checkpoint. If steps and saves take that long, raise run.stop_timeout."
+            )
+        if self.at_once:
+            raise KeyboardInterrupt("a second signal")
+
+    def _look(self) -> None:
+        asked_at: float | None = None
+        while not self._done.wait(LOOK_EVERY_S):
+            if asked_at is None and (self.passes_on or is_seen(self._launch.stop_path)):
+                asked_at = time.monotonic()
+            if asked_at is not None and time.monotonic() - asked_at > self._launch.stop_timeout_s + LATER_S:
+                self.late = True
+                return
 
 
 def run_local(
@@ -219,13 +247,44 @@ def run_local(
     ready).
     """
     launch = replace(launch, log_folder=_find_log_folder(launch.log_folder))
-    requests = StopRequests(on_stop)
-    _silence_agent()
-    oom_kills = count_oom_kills()
-    with _assign(launch) as assignment, _stop_signals(requests), _late_stop_seen(launch, requests):
+    requests, oom_kills = StopRequests(launch, on_stop), count_oom_kills()
+    for name in list(logging.root.manager.loggerDict):  # each has its own level; the caller reports how ranks end
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    if (assignment := launch.assignment) is None:  # all ranks are on this node
+        store = host_store(LOOPBACK)
+        assignment = RankAssignment(0, launch.ranks, 0, 1, LOOPBACK, store.port)
+    with requests.received():
         processes = start(launch, assignment)
         try:
-            return mark_oom(_await(processes, launch, requests, on_look), oom_kills)
+            handlers, passed = handlers_of(processes), False
+            while True:
+                if requests.passes_on and not passed:
+                    passed = True
+                    for handler in handlers.values():
+                        handler.proc.send_signal(signal.SIGTERM)
+                requests.check()
+                failed = [local for local, handler in handlers.items() if handler.proc.poll() not in (None, 0)]
+                is_over = on_look(bool(failed))
+                if is_over or failed:
+                    processes.close(signal.SIGTERM, timeout=round(LEAVE_S))
+                if (ended := processes.wait(timeout=0)) is not None:
+                    break
+                time.sleep(POLL_S)
+            causes = failed or ([] if is_over else list(ended.failures)[:1])
+            failures = [
+                RankFailure(
+                    rank=assignment.first + local,
+                    pid=handlers[local].proc.pid,
+                    exit_code=handlers[local].proc.returncode,
+                    printed=tuple(
+                        filter(_has_content, map(Path, (processes.stdouts[local], processes.stderrs[local])))
+                    ),
+                    by_agent=local not in causes,
+                )
+                for local in ended.failures
+            ]
+            return mark_oom(sorted(failures, key=lambda failure: failure.by_agent), oom_kills)
         finally:
             processes.close(signal.SIGKILL)
 
@@ -240,49 +299,6 @@ def _find_log_folder(wanted: Path) -> Path:
     return wanted
 
 
-def _await(
-    processes: PContext, launch: LocalLaunch, requests: StopRequests, on_look: Callable[[bool], bool]
-) -> list[RankFailure]:
-    passed = False
-    while True:
-        if requests.passes_on and not passed:
-            passed = True
-            for handler in handlers_of(processes).values():
-                handler.proc.send_signal(signal.SIGTERM)
-        if requests.late:
-            raise _explain_late(launch)
-        if requests.at_once:
-            raise KeyboardInterrupt("a second signal")
-        failed = _find_failed(processes)
-        over = on_look(bool(failed))
-        if over or failed:
-            processes.close(signal.SIGTERM, timeout=round(LEAVE_S))
-        ended = processes.wait(timeout=0)
-        if ended is not None:
-            causes = failed or ([] if over else list(ended.failures)[:1])
-            described = [_describe(processes, launch, local, causes) for local in ended.failures]
-            return sorted(described, key=lambda failure: failure.by_agent)
-        time.sleep(POLL_S)
-
-
-def _describe(processes: PContext, launch: LocalLaunch, local: int, causes: Sequence[int]) -> RankFailure:
-    handler = handlers_of(processes)[local]
-    first = launch.assignment.first if launch.assignment is not None else 0
-    printed = _find_output(processes, local)
-    return RankFailure(first + local, handler.proc.pid, handler.proc.returncode, printed, by_agent=local not in causes)
-
-
-def _find_failed(processes: PContext) -> list[int]:
-    """Local ranks that have failed by now."""
-    return [local for local, handler in handlers_of(processes).items() if handler.proc.poll() not in (None, 0)]
-
-
-def _find_output(processes: PContext, local: int) -> tuple[Path, ...]:
-    """Files with the output of a rank, stdout first, without empty ones."""
-    files = (Path(processes.stdouts[local]), Path(processes.stderrs[local]))
-    return tuple(path for path in files if _has_content(path))
-
-
 def _has_content(path: Path) -> bool:
     """Whether the file has content, as far as the file system answers now."""
     try:
@@ -291,67 +307,6 @@ def _has_content(path: Path) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def _assign(launch: LocalLaunch) -> Iterator[RankAssignment]:
-    """The assignment, with a store of this process if all ranks are on this node."""
-    if launch.assignment is not None:
-        yield launch.assignment
-        return
-    store = host_store(LOOPBACK)
-    yield RankAssignment(0, launch.ranks, 0, 1, LOOPBACK, store.port)
-
-
 def host_store(address: str = "0.0.0.0") -> TCPStore:
     """A store of this process, at a free port, in which the ranks of one start meet."""
     return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-
-
-def _silence_agent() -> None:
-    """Silence torch's loggers, each of which has its own level: the caller reports how ranks end."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _explain_late(launch: LocalLaunch) -> LateStop:
-    limit = render_seconds(launch.stop_timeout_s)
-    return LateStop(
-        f"the stop took longer than run.stop_timeout = {limit}, and the ranks did not end themselves, so they were "
-        "killed.\n  Nothing that was saved has changed. To do: run the same command again: it goes on from the last "
-        "checkpoint. If steps and saves take that long, raise run.stop_timeout."
-    )
-
-
-@contextlib.contextmanager
-def _late_stop_seen(launch: LocalLaunch, requests: StopRequests) -> Iterator[None]:
-    """While entered, a thread looks for the stop file (a file system may hang), and notes when the time is up."""
-    done = threading.Event()
-
-    def look() -> None:
-        asked_at: float | None = None
-        while not done.wait(LOOK_EVERY_S):
-            if asked_at is None and (requests.passes_on or is_seen(launch.stop_path)):
-                asked_at = time.monotonic()
-            if asked_at is not None and time.monotonic() - asked_at > launch.stop_timeout_s + LATER_S:
-                requests.late = True
-                return
-
-    thread = threading.Thread(target=look, name="late stop", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-@contextlib.contextmanager
-def _stop_signals(requests: StopRequests) -> Iterator[None]:
-    before: dict[int, Any] = {
-        number: signal.signal(number, requests.record) for number in list_free_signals(STOP_SIGNALS)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -11,7 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -19,24 +18,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardway.errors import JobError, LateStop, NodeLost, ShardwayError, SiteError, UserError
-from shardway.ranks.completion import LaunchOutcome
-from shardway.ranks.failure import find_attempt
+from shardway.ranks.failure import LaunchOutcome, find_attempt
 from shardway.ranks.hang import (
     NO_EVIDENCE,
     NO_RANKS,
     SHARE_S,
     HangTimeout,
+    HeartbeatWatch,
     merge_evidence,
-    merge_found,
+    merge_hangs,
     read_hang_timeout,
-    watched,
 )
 from shardway.ranks.launcher import NodeSpec
-from shardway.ranks.local import LocalLaunch, RankAssignment, host_store, run_local
+from shardway.ranks.local import LocalLaunch, RankAssignment, host_store
 from shardway.ranks.rendezvous import (
     AgentState,
     Coordinator,
-    Ends,
     FollowingAgent,
     KeyValueStore,
     News,
@@ -51,9 +48,9 @@ from shardway.ranks.supervisor import (
     Report,
     ask_to_stop,
     build_launch,
-    open_reserve,
+    open_standby,
     report_restart,
-    report_wakes,
+    run_on_node,
     train_local,
 )
 from shardway.ranks.warm_standby import WarmStandby
@@ -76,11 +73,6 @@ _INTERRUPTED = 130
 def train_on_nodes(resolution: Resolution, nodes: NodeSpec, report: Report) -> dict[str, Any] | int:
     """Train together with the agents of the other nodes. Returns the outcome if this node coordinates at the end, else
     the exit code from the coordinator. Raises ShardwayError, KeyboardInterrupt."""
-    _check_count(resolution, nodes)
-    return _lead(resolution, nodes, report) if nodes.node == 0 else _follow(resolution, nodes, report)
-
-
-def _check_count(resolution: Resolution, nodes: NodeSpec) -> None:
     elastic, count = resolution.resolved.values.run.elastic, len(nodes.addresses)
     if elastic != "off" and not elastic[0] <= count <= elastic[1]:
         raise UserError(
@@ -88,21 +80,21 @@ def _check_count(resolution: Resolution, nodes: NodeSpec) -> None:
             f"({resolution.resolved.origins['run.elastic']}) wants {elastic[0]} to {elastic[1]}.\n"
             "  To do: name as many, or widen run.elastic."
         )
+    return _lead(resolution, nodes, report) if nodes.node == 0 else _follow(resolution, nodes, report)
 
 
 # --- the coordinator
 
 
 @dataclass(frozen=True)
-class Led:
-    """The node group of the coordinator."""
+class MultiNode:
+    """The node group of the coordinator; `first_wait_s`: how long to wait for nodes before the first start."""
 
     resolution: Resolution
     nodes: NodeSpec
-    lead: Coordinator
+    coordinator: Coordinator
     first_wait_s: float
-    """How long to wait for nodes before the first start."""
-    reserve: WarmStandby
+    standby: WarmStandby
     report: Report
 
     @property
@@ -116,20 +108,20 @@ class Led:
         elastic = self.resolution.resolved.values.run.elastic
         return len(self.nodes.addresses) if elastic == "off" else int(elastic[0])
 
-    def start(self, run: RunDir, launch: LocalLaunch, patience: HangTimeout | None) -> LaunchOutcome:
+    def start(self, run: RunDir, launch: LocalLaunch, hang_timeout: HangTimeout | None) -> LaunchOutcome:
         """Run the ranks of all nodes to their end."""
         members, store = self._gather(run), host_store()
         if not members:
             return LaunchOutcome(called_off=True)
-        news = self.lead.begin(members, store.port)
-        seats = _seat(self.nodes, news, leader=self.nodes.node)
-        outcome = run_seats(run, launch, seats, Here(patience, self.lead, self.reserve, self.report))
-        self.lead.publish(AgentState.ENDED, news.start, NO_RANKS, outcome)
-        return self._combine(self.lead.await_end(), launch)
+        coordinator, news = self.coordinator, self.coordinator.begin(members, store.port)
+        agent = NodeAgent(self.nodes, coordinator, self.standby, self.report)
+        outcome = agent.run_ranks(run, launch, hang_timeout, news, leader=self.nodes.node)
+        coordinator.publish(AgentState.ENDED, news.start, NO_RANKS, outcome)
+        return self._merge(coordinator.await_end(), launch.ranks)
 
     def why_not_again(self) -> str:
         """Why the ranks cannot start again: too few nodes are left; else empty."""
-        left = len(self.lead.list_present())
+        left = len(self.coordinator.list_present())
         if left >= self.least:
             return ""
         return f"{left} of {len(self.nodes.addresses)} nodes are left, and it needs {self.least} (run.elastic)"
@@ -138,61 +130,65 @@ class Led:
         """The nodes of the next start; none if a stop was requested before enough of them were present."""
 
         def is_called_off() -> bool:
-            return run.stop_requested() or find_stop_signal() is not None or find_told() is not None
+            return run.stop_requested() or find_stop_signal() is not None or find_result() is not None
 
-        wait_s = REGATHER_S if self.lead.has_begun else self.first_wait_s
-        free = self.lead.gather(wait_s, is_called_off)
-        if len(free) < self.least and (told := find_told()) is not None:
-            raise SiteError(f"{told.by} of another node has ended this attempt: {told.reason}")
-        if len(free) < self.least and is_called_off():
+        nodes, least = self.nodes, self.least
+        wait_s = REGATHER_S if self.coordinator.has_begun else self.first_wait_s
+        free = self.coordinator.gather(wait_s, is_called_off)
+        if len(free) >= least:
+            return free[: self._find_count(len(free))]
+        if (result := find_result()) is not None:
+            raise SiteError(f"{result.by} of another node has ended this attempt: {result.reason}")
+        if is_called_off():
             return ()
-        if len(free) < self.least:
-            missing = [self.nodes.name(node) for node in range(len(self.nodes.addresses)) if node not in free]
-            raise SiteError(
-                f"{len(free)} of {len(self.nodes.addresses)} nodes are there after {render_seconds(wait_s)}, and it "
-                f"takes {self.least}; missing: {', '.join(missing)}.\n"
-                "  To do: start the same command on each of them, with its own --node; look whether they reach "
-                f"{self.nodes.addresses[self.nodes.node]}:{self.nodes.port}. run.elastic lets a run start with fewer."
-            )
-        return free[: self._find_count(len(free))]
+        missing = [nodes.name(node) for node in range(len(nodes.addresses)) if node not in free]
+        raise SiteError(
+            f"{len(free)} of {len(nodes.addresses)} nodes are there after {render_seconds(wait_s)}, and it "
+            f"takes {least}; missing: {', '.join(missing)}.\n"
+            "  To do: start the same command on each of them, with its own --node; look whether they reach "
+            f"{nodes.addresses[nodes.node]}:{nodes.port}. run.elastic lets a run start with fewer."
+        )
 
     def _find_count(self, free: int) -> int:
-        """The largest count of at most `free` nodes that the run file allows: a batch must divide among the ranks."""
+        """The largest count of at most `free` nodes that the run file allows: a batch must divide among the ranks.
+        Raises the UserError of the largest."""
+        refusals: list[UserError] = []
         for count in range(free, self.least - 1, -1):
-            with contextlib.suppress(UserError):
-                return self._check_fits(count)
-        return self._check_fits(free)  # raises, with the reason
+            try:
+                if count < len(self.nodes.addresses):
+                    resolve_request(self.resolution.request, count * self.nodes.ranks, self.nodes.ranks)
+                return count
+            except UserError as error:
+                refusals.append(error)
+        raise refusals[0]
 
-    def _check_fits(self, count: int) -> int:
-        """Return `count` if the run file allows so many nodes. Raises UserError."""
-        if count < len(self.nodes.addresses):
-            resolve_request(self.resolution.request, count * self.nodes.ranks, self.nodes.ranks)
-        return count
-
-    def _combine(self, ends: Ends, launch: LocalLaunch) -> LaunchOutcome:
-        outcomes = [outcome for outcome in ends.outcomes.values() if outcome is not None]
+    def _merge(self, by_node: dict[int, NodeOutcome | None], ranks_per_node: int) -> LaunchOutcome:
+        """The outcomes of all nodes as one. Raises LateStop, KeyboardInterrupt."""
+        outcomes = [outcome for outcome in by_node.values() if outcome is not None]
         if any(outcome.interrupted for outcome in outcomes):
             raise KeyboardInterrupt("a second signal on another node")
         if any(outcome.late for outcome in outcomes):
             raise LateStop("the stop took longer than run.stop_timeout on another node, so all ranks were killed.")
         failures = sorted((one for each in outcomes for one in each.failures), key=lambda one: one.by_agent)
-        hangs = [each.hang for each in outcomes if each.hang is not None]
-        found = merge_found(hangs, merge_evidence([each.seen for each in outcomes]), launch.ranks * len(ends.outcomes))
-        return LaunchOutcome(tuple(failures), found, tuple(self.nodes.name(node) for node in ends.lost))
+        hang = merge_hangs([each.hang for each in outcomes if each.hang], ranks_per_node * len(by_node))
+        lost = tuple(self.nodes.name(node) for node, outcome in by_node.items() if outcome is None)
+        return LaunchOutcome(tuple(failures), hang, merge_evidence([each.seen for each in outcomes]), lost)
 
 
 def _lead(resolution: Resolution, nodes: NodeSpec, report: Report, gone: Sequence[int] = ()) -> dict[str, Any]:
+    """Coordinate the nodes; those that are `gone` are not waited for."""
     settings = resolution.resolved.values.run
-    board = host_kv_store(nodes.port, len(nodes.addresses))
-    lead, code = Coordinator(board, nodes.node, len(nodes.addresses)), JobError.exit_code
-    lead.give_up_on(tuple(gone))
-    patient = settings.start_timeout if settings.elastic == "off" else min(settings.start_timeout, ELASTIC_S)
-    first = SUCCEED_S if gone else patient
-    with lead.keep(), open_reserve(settings) as reserve:
-        crew = Led(resolution, replace(nodes, port=board.port), lead, first, reserve, report)
+    kv_store = host_kv_store(nodes.port, len(nodes.addresses))
+    coordinator, code = Coordinator(kv_store, nodes.node, len(nodes.addresses)), JobError.exit_code
+    coordinator.give_up_on(tuple(gone))
+    wait_s = settings.start_timeout if settings.elastic == "off" else min(settings.start_timeout, ELASTIC_S)
+    nodes = replace(nodes, port=kv_store.port)
+    with coordinator.keep(), open_standby(settings) as standby:
+        group = MultiNode(resolution, nodes, coordinator, SUCCEED_S if gone else wait_s, standby, report)
         try:
-            outcome = train_local(resolution, _launch(resolution, nodes), crew)
+            outcome = train_local(resolution, _build_launch(resolution, nodes), group)
             code = 0
+            return outcome
         except ShardwayError as error:
             code = error.exit_code
             raise
@@ -200,18 +196,18 @@ def _lead(resolution: Resolution, nodes: NodeSpec, report: Report, gone: Sequenc
             code = _INTERRUPTED
             raise
         finally:
-            lead.finish(code)
-    return outcome
+            coordinator.finish(code)
 
 
 # --- the follower
 
 
 def _follow(resolution: Resolution, nodes: NodeSpec, report: Report) -> dict[str, Any] | int:
+    """Follow the first node, then each next one that is left, until it ends the run; coordinate if none is left."""
     resolution = replace(resolution, request=replace(resolution.request, fresh=False))  # the coordinator has applied it
     wait_s, leader = resolution.resolved.values.run.start_timeout, 0
     try:
-        board = _join_first(nodes, wait_s)
+        kv_store = _join_first(nodes, wait_s)
     except Unreachable as error:
         raise SiteError(
             f"{nodes.name(nodes.node)} could not meet {nodes.name(0)} at port {nodes.port} within "
@@ -219,14 +215,14 @@ def _follow(resolution: Resolution, nodes: NodeSpec, report: Report) -> dict[str
             "  To do: start the same command there with --node 0; look whether its address and port can be reached."
         ) from error
     while True:
-        follow = FollowingAgent(board, nodes.node)
-        code = _obey(resolution, nodes, follow, leader, report)
+        follower = FollowingAgent(kv_store, nodes.node)
+        code = _obey(resolution, nodes, follower, leader, report)
         if code is not None:
             return code
         successor = _find_successor(nodes, leader)
         if successor is None:
-            return _succeed(resolution, nodes, leader, follow.present, report)
-        leader, board = successor
+            return _succeed(resolution, nodes, leader, follower.present, report)
+        leader, kv_store = successor
 
 
 def _join_first(nodes: NodeSpec, wait_s: float) -> KeyValueStore:
@@ -238,39 +234,38 @@ def _join_first(nodes: NodeSpec, wait_s: float) -> KeyValueStore:
         try:
             return join_kv_store(nodes.addresses[0], nodes.port, len(nodes.addresses), max(1.0, min(JOIN_S, left)))
         except Unreachable:
-            if left <= JOIN_S or find_told() is not None:
+            if left <= JOIN_S or find_result() is not None:
                 raise
 
 
-def find_told() -> Result | None:
+def find_result() -> Result | None:
     """How the attempt ended, if that is recorded, such as by an agent that could not start."""
     attempt = find_attempt(os.environ)
     return attempt.read_result() if attempt is not None else None
 
 
-def _obey(resolution: Resolution, nodes: NodeSpec, follow: FollowingAgent, leader: int, report: Report) -> int | None:
+def _obey(resolution: Resolution, nodes: NodeSpec, follower: FollowingAgent, leader: int, report: Report) -> int | None:
     """Follow the coordinator; return the exit code of the whole, or None when the coordinator is lost."""
-    run, launch = resolution.directory, _launch(resolution, nodes)
-    settings, start = resolution.resolved.values.run, 0
-    with follow.keep(), open_reserve(settings) as reserve:
-        here = Here(read_hang_timeout(settings), follow, reserve, report)
-        while (news := follow.await_order(start, lambda: _pass_on(run, report))) is not None:
+    run, launch, settings = resolution.directory, _build_launch(resolution, nodes), resolution.resolved.values.run
+    hang_timeout, start = read_hang_timeout(settings), 0
+
+    def pass_signal_on() -> None:
+        """Into the stop file, while no ranks run here."""
+        if find_stop_signal() is not None and run.exists() and not run.stop_requested():
+            ask_to_stop(run, report)
+
+    with follower.keep(), open_standby(settings) as standby:
+        agent = NodeAgent(nodes, follower, standby, report)
+        while (news := follower.await_order(start, pass_signal_on)) is not None:
             if news.code is not None:
-                follow.publish(AgentState.LEFT, start, NO_RANKS)
+                follower.publish(AgentState.LEFT, start, NO_RANKS)
                 return news.code
             start = news.start
-            seats = _seat(nodes, news, leader)
-            outcome = run_seats(run, launch, seats, here)
-            follow.publish(AgentState.LEFT if outcome.interrupted else AgentState.ENDED, start, NO_RANKS, outcome)
+            outcome = agent.run_ranks(run, launch, hang_timeout, news, leader)
+            follower.publish(AgentState.LEFT if outcome.interrupted else AgentState.ENDED, start, NO_RANKS, outcome)
             if outcome.interrupted:
                 raise KeyboardInterrupt("a second signal")
     return None
-
-
-def _pass_on(run: RunDir, report: Report) -> None:
-    """Pass a signal on to the stop file while no ranks run here."""
-    if find_stop_signal() is not None and run.exists() and not run.stop_requested():
-        ask_to_stop(run, report)
 
 
 def _find_successor(nodes: NodeSpec, leader: int) -> tuple[int, KeyValueStore] | None:
@@ -302,7 +297,7 @@ def _succeed(
 # --- the ranks of this node
 
 
-def _launch(resolution: Resolution, nodes: NodeSpec) -> LocalLaunch:
+def _build_launch(resolution: Resolution, nodes: NodeSpec) -> LocalLaunch:
     """What the ranks of this node run; in a job, their output also goes to the job's output."""
     launch, attempt = build_launch(resolution, nodes.ranks), find_attempt(os.environ)
     if attempt is None:
@@ -310,50 +305,41 @@ def _launch(resolution: Resolution, nodes: NodeSpec) -> LocalLaunch:
     return replace(launch, log_folder=attempt.node_log_folder(nodes.node), shown=True)
 
 
-def _seated(launch: LocalLaunch, seats: RankAssignment) -> LocalLaunch:
-    """The launch with these seats; outside a job, the log folder is named by the first rank number."""
-    folder = launch.log_folder if launch.shown else launch.log_folder / f"from-{seats.first}"
-    return replace(launch, assignment=seats, log_folder=folder)
-
-
-def _seat(nodes: NodeSpec, news: News, leader: int) -> RankAssignment:
-    """The ranks of this node among those of all members."""
-    index, count = news.members.index(nodes.node), len(news.members)
-    address = nodes.addresses[leader]
-    return RankAssignment(index * nodes.ranks, count * nodes.ranks, index, count, address, news.port, news.start)
-
-
 @dataclass(frozen=True)
-class Here:
-    """What an agent uses in each start of its ranks: hang timeout, rendezvous, warm standbys."""
+class NodeAgent:
+    """The agent of this node, as a member of the rendezvous; it runs the ranks of this node in each common start."""
 
-    patience: HangTimeout | None
+    nodes: NodeSpec
     member: RendezvousMember
-    reserve: WarmStandby
+    standby: WarmStandby
     report: Report
 
+    def run_ranks(
+        self, run: RunDir, launch: LocalLaunch, hang_timeout: HangTimeout | None, news: News, leader: int
+    ) -> NodeOutcome:
+        """Run the ranks of this node in the start of these news, in contact with the other nodes. All ranks meet at
+        node `leader`. Outside a job, the log folder is named by the first rank number."""
+        nodes, member, start = self.nodes, self.member, news.start
+        index, count = news.members.index(nodes.node), len(news.members)
+        first, world, address = index * nodes.ranks, count * nodes.ranks, nodes.addresses[leader]
+        launch = replace(
+            launch,
+            assignment=RankAssignment(first, world, index, count, address, news.port, start),
+            log_folder=launch.log_folder if launch.shown else launch.log_folder / f"from-{first}",
+        )
 
-def run_seats(run: RunDir, launch: LocalLaunch, seats: RankAssignment, here: Here) -> NodeOutcome:
-    """Run the ranks of this node in one common start, in contact with the other nodes."""
-    member = here.member
-    launch = _seated(launch, seats)
-    share_s = SHARE_S if seats.nodes > 1 else 0.0
-    with watched(launch.ranks, here.patience, report_wakes(here.report), share_s) as watch:
-
-        def look(failed: bool) -> bool:
-            watch.elsewhere, watch.is_asked = member.elsewhere, member.is_asked(seats.start)
+        def exchange(watch: HeartbeatWatch, failed: bool) -> bool:
+            watch.elsewhere, watch.is_asked = member.elsewhere, member.is_asked(start)
             state = AgentState.HANGS if watch.has_hang else AgentState.RUNNING
-            member.publish(AgentState.FAILED if failed else state, seats.start, watch.slowest)
-            is_over = member.is_over(seats.start)
-            here.reserve.look(watch.slowest, ends=failed or is_over)
-            return is_over
+            member.publish(AgentState.FAILED if failed else state, start, watch.slowest)
+            return member.is_over(start)
 
+        share_s = SHARE_S if count > 1 else 0.0
         try:
-            launch = replace(launch, heartbeats=watch.folder)
-            failures = run_local(launch, lambda: ask_to_stop(run, here.report), look, here.reserve.start)
+            failures, watch = run_on_node(run, launch, hang_timeout, self.standby, self.report, exchange, share_s)
         except LateStop:
             return NodeOutcome(late=True)
         except KeyboardInterrupt:
             return NodeOutcome(interrupted=True)
-    hang = watch.found.hang.shift(seats.first) if watch.found is not None else None
-    return NodeOutcome(tuple(failures), hang, (watch.seen or NO_EVIDENCE).shift(seats.first))
+        hang = watch.found.shift(first) if watch.found is not None else None
+        return NodeOutcome(tuple(failures), hang, (watch.seen or NO_EVIDENCE).shift(first))

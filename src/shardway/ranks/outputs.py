@@ -57,20 +57,16 @@ class EnduringOutput:
         if not isinstance(text, str):  # by which click tells a stream of text from one of bytes
             raise TypeError("an output of text takes no bytes")
         for start in range(0, len(text), _PIECE):
-            if not self._write_piece(text[start : start + _PIECE]):
+            piece = text[start : start + _PIECE]
+            if self._held + len(piece) > _PIECE:
+                self.flush()
+            with self._enduring() as has_room:
+                if has_room:
+                    self._stream.write(piece)
+                    self._held += len(piece)
+            if not has_room:
                 break
         return len(text)
-
-    def _write_piece(self, piece: str) -> bool:
-        """Whether there was room for it."""
-        if self._held + len(piece) > _PIECE:
-            self.flush()
-        with self._enduring() as has_room:
-            if has_room:
-                self._stream.write(piece)
-                self._held += len(piece)
-            return has_room
-        return True
 
     def flush(self) -> None:
         """As of the stream."""

@@ -329,20 +329,7 @@ END_S = 120.0
 FINISH_S = 5.0
 """Time for the others to read that all is done."""
 
-_FREE = (AgentState.READY, AgentState.ENDED)
-_WITH_RANKS = (AgentState.RUNNING, AgentState.HANGS)
-
-
-@dataclass(frozen=True)
-class Ends:
-    """How a start ended on its nodes, in the order of their ranks; None for a node that was lost."""
-
-    outcomes: dict[int, NodeOutcome | None]
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """Nodes that were lost."""
-        return tuple(node for node, outcome in self.outcomes.items() if outcome is None)
+_FREE, _ENDED = (AgentState.READY, AgentState.ENDED), (AgentState.ENDED, AgentState.LEFT)
 
 
 class Coordinator(RendezvousMember):
@@ -367,10 +354,11 @@ class Coordinator(RendezvousMember):
             self._membership.look({node: note.count for node, note in notes.items()}, self._clock())
             self._notes = notes
             with self._mutex:
-                members = self._news.members
-                running = [node for node in members if self._is_running(node)]
-                slowest = merge_slowest(notes[node].slowest for node in running)
-                hangs = self._news.hangs or any(notes[node].state is AgentState.HANGS for node in running)
+                start, members = self._news.start, self._news.members
+                own_notes = [notes[node] for node in members if node in notes and notes[node].start == start]
+                running = [note for note in own_notes if note.state in (AgentState.RUNNING, AgentState.HANGS)]
+                slowest = merge_slowest(note.slowest for note in running)
+                hangs = self._news.hangs or any(note.state is AgentState.HANGS for note in running)
                 over = self._news.over or any(map(self._has_failed, members))
                 self._report(over=over, hangs=hangs, slowest=slowest, present=self.list_present())
 
@@ -379,18 +367,16 @@ class Coordinator(RendezvousMember):
             self._news = replace(self._news, count=self._news.count + 1, **changes)
             self._kv_store.write_news(self._news)
 
-    def _is_running(self, node: int) -> bool:
-        note = self._notes.get(node)
-        return note is not None and note.start == self._news.start and note.state in _WITH_RANKS
-
     def _has_failed(self, node: int) -> bool:
         note = self._notes.get(node)
         if note is None or self._membership.is_lost(node):
             return True
-        if note.start != self._news.start:
-            return False
-        badly = note.outcome is not None and not note.outcome.is_well
-        return badly or note.state in (AgentState.FAILED, AgentState.LEFT)
+        badly = note.state in (AgentState.FAILED, AgentState.LEFT) or (note.outcome and not note.outcome.is_well)
+        return note.start == self._news.start and bool(badly)
+
+    def _has_ended(self, note: Note) -> bool:
+        """Whether the ranks of the newest start are gone on the node of this note."""
+        return note.start == self._news.start and note.state in _ENDED
 
     def is_over(self, start: int) -> bool:
         """Whether the ranks of this start must end."""
@@ -419,17 +405,16 @@ class Coordinator(RendezvousMember):
         """
         until = self._clock() + wait_s
         while not is_called_off() and self._clock() < until:
-            free, missing = self.find_free(), self._list_missing()
-            if not missing:
+            free = self.find_free()
+            if not self._list_missing():
                 return free
             time.sleep(PAUSE_S)
         return self.find_free()
 
     def _list_missing(self) -> list[int]:
         """Nodes that are not free now and may be soon: those with ranks, and those that never came."""
-        free, present = self.find_free(), self.list_present()
-        never = {node for node in range(self._nodes) if node not in self._notes and node not in self._gone}
-        return [node for node in range(self._nodes) if node in never or (node in present and node not in free)]
+        never = set(range(self._nodes)) - self._notes.keys() - self._gone
+        return sorted(never | set(self.list_present()) - set(self.find_free()))
 
     def give_up_on(self, nodes: tuple[int, ...]) -> None:
         """No longer wait for these nodes."""
@@ -440,29 +425,23 @@ class Coordinator(RendezvousMember):
         self._report(start=self._news.start + 1, members=members, port=port, hangs=False, over=False)
         return self._news
 
-    def await_end(self) -> Ends:
-        """How the newest start ended on each node; waits until the ranks are gone on every present node."""
+    def await_end(self) -> dict[int, NodeOutcome | None]:
+        """How the newest start ended, by node in the order of their ranks (None: it was lost); waits until the ranks
+        are gone on every present node."""
         until: float | None = None
-        while waiting := [node for node in self._news.members if not self._has_ended(node)]:
+        while waiting := [
+            node
+            for node in self._news.members
+            if (note := self._notes.get(node)) and not self._membership.is_lost(node) and not self._has_ended(note)
+        ]:
             if self._news.over and until is None:
                 until = self._clock() + END_S
             if until is not None and self._clock() > until:
                 self.give_up_on(tuple(waiting))
                 break
             time.sleep(PAUSE_S)
-        return Ends({node: self._find_outcome(node) for node in self._news.members})
-
-    def _has_ended(self, node: int) -> bool:
-        note = self._notes.get(node)
-        if note is None or self._membership.is_lost(node):
-            return True
-        return note.start == self._news.start and note.state in (AgentState.ENDED, AgentState.LEFT)
-
-    def _find_outcome(self, node: int) -> NodeOutcome | None:
-        note = self._notes.get(node)
-        if note is None or note.start != self._news.start or note.state not in (AgentState.ENDED, AgentState.LEFT):
-            return None
-        return note.outcome
+        notes = {node: self._notes.get(node) for node in self._news.members}
+        return {node: note.outcome if note and self._has_ended(note) else None for node, note in notes.items()}
 
     def finish(self, code: int) -> None:
         """Publish the end with the exit code of the whole, and wait until the others have read it."""
@@ -470,12 +449,9 @@ class Coordinator(RendezvousMember):
             self._report(code=code, over=True)
         until = self._clock() + FINISH_S
         while self._clock() < until and any(
-            self._listens(node) for node in self._membership.present if node != self.node
+            self._notes[node].state is not AgentState.LEFT for node in self._membership.present if node != self.node
         ):
             time.sleep(PAUSE_S)
-
-    def _listens(self, node: int) -> bool:
-        return self._notes[node].state is not AgentState.LEFT
 
 
 # --- the following agent

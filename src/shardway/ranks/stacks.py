@@ -33,6 +33,8 @@ SIGNAL = signal.SIGURG
 STACKS_WAIT_S = 1.0
 _PAUSE_S = 0.02
 _OUTERMOST = re.compile(r'\n(  File "[^"]*", line \d+ in (<module>|_run_module_as_main)|  \.\.\.)\n\Z')
+"""The end of complete stacks: the outermost frame, that of a script or of `python -m`, of the main thread, which comes
+last. The handler writes piece by piece, and may be preempted in between on a busy machine."""
 _FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 _CRASH = "Fatal Python error: "
 _SHOWN = 12
@@ -60,27 +62,19 @@ def ask_for_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
     for rank in asked:
         with contextlib.suppress(OSError):
             os.kill(pids[rank], SIGNAL)
-    until = time.monotonic() + STACKS_WAIT_S
-    found, before = _read_all(folder, asked), None
-    while time.monotonic() < until and not (found == before and all(map(_is_whole, found.values()))):
+    until, before = time.monotonic() + STACKS_WAIT_S, None
+    while True:
+        found = {rank: _path(folder, rank).read_text(errors="replace") for rank in asked}
+        if time.monotonic() >= until or (found == before and all(map(_OUTERMOST.search, found.values()))):
+            return {rank: text for rank, text in found.items() if text}
+        before = found
         time.sleep(_PAUSE_S)
-        found, before = _read_all(folder, asked), found
-    return {rank: text for rank, text in found.items() if text}
-
-
-def _read_all(folder: Path, ranks: Iterable[int]) -> dict[int, str]:
-    return {rank: _path(folder, rank).read_text(errors="replace") for rank in ranks}
-
-
-def _is_whole(text: str) -> bool:
-    """Whether the main thread, which the handler writes last, is complete to its outermost frame, that of a script or
-    of `python -m`. The handler writes piece by piece, and may be preempted in between on a busy machine."""
-    return _OUTERMOST.search(text) is not None
 
 
 def group_stacks(stacks: Mapping[int, str]) -> list[StackGroup]:
     """Ranks by the place of their main thread, smallest groups first: a lone rank is most likely at fault."""
-    return merge_groups(StackGroup((rank,), _main_frames(text)) for rank, text in stacks.items())
+    last = {rank: _frames(text.split("\n\n")[-1]) for rank, text in stacks.items()}  # the main thread is written last
+    return merge_groups(StackGroup((rank,), frames) for rank, frames in last.items())
 
 
 def merge_groups(groups: Iterable[StackGroup]) -> list[StackGroup]:
@@ -99,11 +93,6 @@ def read_crash(printed: str) -> tuple[str, ...]:
     threads = [part for part in crash.split("\n\n") if "(most recent call first)" in part] if found else []
     crashed = [part for part in threads if part.startswith("Current thread")]
     return _frames((crashed or threads)[-1]) if threads else ()
-
-
-def _main_frames(text: str) -> tuple[str, ...]:
-    """Frames of the thread that the handler writes last: the main one."""
-    return _frames(text.split("\n\n")[-1])
 
 
 def _frames(thread: str) -> tuple[str, ...]:
@@ -131,9 +120,6 @@ _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 def choose_recording(environ: Mapping[str, str]) -> dict[str, str]:
     """The variable that turns on torch's recorder in a rank; none if it is already set."""
     return {} if any(name in environ for name in VARIABLES) else {VARIABLES[0]: str(SIZE)}
-
-
-# --- rank side
 
 
 def answer_with_record(folder: Path, local_rank: int) -> None:
@@ -170,15 +156,8 @@ def _read_own(local_rank: int) -> Record:
     dumps: list[dict[str, Any]] = [json.loads(getattr(library, name)()) for name in _DUMPS if hasattr(library, name)]
     places = {str(world.pg_names[group]): dict(world.pg_group_ranks[group]) for group in list(world.pg_map)}
     members = {name: tuple(sorted(found, key=found.__getitem__)) for name, found in places.items()}
-    return build_record(local_rank, dumps, members, recording=_is_recording(os.environ))
-
-
-def _is_recording(environ: Mapping[str, str]) -> bool:
-    size = next((environ[name] for name in VARIABLES if name in environ), "")
-    return size.isdecimal() and int(size) > 0
-
-
-# --- agent side
+    size = next((os.environ[name] for name in VARIABLES if name in os.environ), "")
+    return build_record(local_rank, dumps, members, recording=size.isdecimal() and int(size) > 0)
 
 
 def ask_for_records(folder: Path, ranks: Iterable[int]) -> CollectiveRecords:
@@ -187,9 +166,11 @@ def ask_for_records(folder: Path, ranks: Iterable[int]) -> CollectiveRecords:
     until = time.monotonic() + RECORD_WAIT_S
     while time.monotonic() < until and not all(_answer_path(folder, rank).exists() for rank in asked):
         time.sleep(_PAUSE_S)
-    found = {rank: _read_answer(folder, rank) for rank in asked}
-    records = tuple(record for record in found.values() if record is not None)
-    return CollectiveRecords(records, tuple(rank for rank, record in found.items() if record is None))
+    records: dict[int, Record] = {}
+    for rank in asked:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            records[rank] = read_record(json.loads(_answer_path(folder, rank).read_text(encoding="utf-8")))
+    return CollectiveRecords(tuple(records.values()), tuple(rank for rank in asked if rank not in records))
 
 
 def _ask(folder: Path, local_rank: int) -> bool:
@@ -203,13 +184,6 @@ def _ask(folder: Path, local_rank: int) -> bool:
         os.write(descriptor, b"?")
     os.close(descriptor)
     return True
-
-
-def _read_answer(folder: Path, local_rank: int) -> Record | None:
-    try:
-        return read_record(json.loads(_answer_path(folder, local_rank).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None
 
 
 def _pipe_path(folder: Path, local_rank: int) -> Path:

@@ -129,8 +129,10 @@ class Ranks:
         except RuntimeError as error:
             if not is_lost_contact(error):
                 raise
+            # The message of gloo or NCCL without its source location and advice.
+            why = re.sub(r"^\[[^\]]*\.cc:\d+\]\s*", "", _first_line(error)).split(". This is typically")[0].rstrip(".")
             raise LostContact(
-                f"rank {self.rank} lost contact with another rank {when}: {_transport_words(error)}\n"
+                f"rank {self.rank} lost contact with another rank {when}: {why}\n"
                 "  A rank of this job has died or hangs. To do: look for the rank whose own message is an error "
                 "(its log or its events), then run the same command again: it goes on from the last checkpoint."
             ) from error
@@ -143,7 +145,9 @@ class Ranks:
 
 def start_ranks(placement: Placement, options: StartOptions) -> Ranks:
     """Join the launch that `placement` describes. Raises SiteError where the device or the other ranks are missing."""
-    _show_native_crashes()
+    if not faulthandler.is_enabled() and sys.stderr is not None:  # so that a native crash shows Python's stack
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr that is not a file, as in a notebook
+            faulthandler.enable(sys.stderr)
     raise_file_limit()
     torch.set_num_threads(_fit_threads(placement, options.threads))
     device = _choose_device(placement, options.device)
@@ -180,13 +184,6 @@ def _fit_threads(placement: Placement, threads: int) -> int:
     return fit
 
 
-def _show_native_crashes() -> None:
-    """On a native crash (SIGSEGV, SIGBUS, SIGABRT, ...) write Python's stack to the log of the rank."""
-    if not faulthandler.is_enabled() and sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr that is not a file, as in a notebook
-            faulthandler.enable(sys.stderr)
-
-
 def _choose_device(placement: Placement, kind: str) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
@@ -204,6 +201,10 @@ def _choose_device(placement: Placement, kind: str) -> torch.device:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+_DEVICE = "shardway/device-"
+"""Key in the store: the device of a rank."""
 
 
 def _check_own_device(placement: Placement, device: torch.device, store: dist.Store) -> None:
@@ -226,10 +227,6 @@ def _check_own_device(placement: Placement, device: torch.device, store: dist.St
         )
 
 
-_DEVICE = "shardway/device-"
-"""Key in the store: the device of a rank."""
-
-
 def _join(placement: Placement, options: StartOptions, device: torch.device) -> Placement:
     """Make the process group; returns the placement with the port at which the ranks met."""
     began, has_met = time.monotonic(), False
@@ -238,7 +235,9 @@ def _join(placement: Placement, options: StartOptions, device: torch.device) -> 
         check_named(os.environ, nccl=device.type == "cuda")
     name_interface(placement, os.environ)
     try:
-        if not _is_agents_store(placement):
+        # An agent listens at the port, or no other process has to find it; else the ranks agree on one.
+        listens = placement.has_agent or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if not listens and placement.world > 1:
             placement = replace(placement, master_port=agree_on_port(placement, options.start_timeout_s))
             where = render_endpoint(placement.master_addr, placement.master_port)
         wait = timedelta(seconds=max(1.0, options.start_timeout_s - (time.monotonic() - began)))
@@ -260,15 +259,17 @@ def _join(placement: Placement, options: StartOptions, device: torch.device) -> 
         own = f"rank {placement.rank} of {placement.world}"
         if why := explain_limit(error):
             raise SiteError(f"{own} could not begin: {why}") from error
+        if has_met and "NCCL" in str(error):
+            raise SiteError(
+                f"{own} met the others at {where}, and NCCL could not begin: {_first_line(error)}\n"
+                "  To do: see what NCCL says with NCCL_DEBUG=WARN; `shardway doctor` measures devices and links."
+            ) from error
         if has_met:
-            if "NCCL" in str(error):
-                raise SiteError(
-                    f"{own} met the others at {where}, and NCCL could not begin: {_first_line(error)}\n"
-                    "  To do: see what NCCL says with NCCL_DEBUG=WARN; `shardway doctor` measures devices and links."
-                ) from error
+            name, host = os.environ.get(VARIABLE, ""), socket.gethostname()
+            address = f"at {', '.join(look_up(host)) or 'no address: its own name is not known here'}"
             raise SiteError(
                 f"{own} met the others at {where}, and {tried} could not connect to all of them: {_first_line(error)}\n"
-                f"  {_describe_way()}\n"
+                f"  They reach {host} {f'by the interface {name} ({VARIABLE})' if name else address}.\n"
                 f"  To do: export {VARIABLE} with the interface that joins the nodes (ip -br addr), for all ranks; or "
                 "look whether a rank has ended meanwhile."
             ) from error
@@ -288,39 +289,20 @@ def _join(placement: Placement, options: StartOptions, device: torch.device) -> 
     return placement
 
 
-def _is_agents_store(placement: Placement) -> bool:
-    """Whether an agent listens at the port, or no other process has to find it."""
-    return placement.has_agent or placement.world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _describe_way() -> str:
-    """The interface by which this node is reached, as far as gloo was given one or finds one."""
-    name = os.environ.get(VARIABLE, "")
-    own = socket.gethostname()
-    if name:
-        return f"They reach {own} by the interface {name} ({VARIABLE})."
-    return f"They reach {own} at {', '.join(look_up(own)) or 'no address: its own name is not known here'}."
-
-
 def is_lost_contact(error: BaseException) -> bool:
     """Whether an error of a collective means that another rank is gone or silent."""
-    if isinstance(error, dist.DistError):
-        return True
     text = str(error).lower()
-    signs = (
-        *("connection closed by peer", "connection reset", "timed out", "timeout caused pair closure", "broken pipe"),
-        *("gloo", "nccl"),
-    )
-    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+    signs = ("connection closed by peer", "connection reset", "timed out", "timeout caused pair closure", "broken pipe")
+    lost = isinstance(error, RuntimeError) and any(sign in text for sign in (*signs, "gloo", "nccl"))
+    return lost or isinstance(error, dist.DistError)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error, or one of its causes, is that of an allocator without memory."""
     if error is None:
         return False
-    allocator = isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in ("DefaultCPUAllocator", "out of memory"))
-    )
+    named = any(sign in str(error) for sign in ("DefaultCPUAllocator", "out of memory"))
+    allocator = isinstance(error, MemoryError | torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and named)
     return allocator or is_out_of_memory(error.__cause__)
 
 
@@ -351,12 +333,6 @@ def _raise_alike(own: ShardwayError | None, note: tuple[str, str] | None) -> Non
     if note is not None:
         name, text = note
         raise ERRORS_BY_NAME.get(name, JobError)(text)
-
-
-def _transport_words(error: BaseException) -> str:
-    """The message of gloo or NCCL without its source location and advice."""
-    text = re.sub(r"^\[[^\]]*\.cc:\d+\]\s*", "", _first_line(error))
-    return text.split(". This is typically")[0].rstrip(".")
 
 
 def _first_line(error: BaseException) -> str:

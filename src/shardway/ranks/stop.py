@@ -34,7 +34,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -104,9 +103,7 @@ class SignalWatch:
             self._received = outer._received if outer is not None else None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             if getattr(signal.getsignal(number), "__self__", None) is self:  # and no other one was set since
                 signal.signal(number, handler)  # type: ignore[arg-type]
@@ -127,20 +124,16 @@ class SignalWatch:
 
 def list_free_signals(signals: Sequence[signal.Signals]) -> list[signal.Signals]:
     """Those of these signals that may mean a stop in this process."""
+    # A job script makes torchrun ignore a signal that its ranks take for a stop.
+    shielded = {"TORCHELASTIC_RUN_ID", "SHARDWAY_ATTEMPT_DIR"} <= os.environ.keys()
 
     def is_free(number: signal.Signals) -> bool:
         handler = signal.getsignal(number)
-        unknown = handler is signal.SIG_DFL
-        shielded = handler is signal.SIG_IGN and number == signal.SIGUSR1 and _is_shielded()
-        free = (unknown or shielded) and not _is_caught(number)
+        ignored = handler is signal.SIG_IGN and number == signal.SIGUSR1 and shielded
+        free = (handler is signal.SIG_DFL or ignored) and not _is_caught(number)
         return free or isinstance(getattr(handler, "__self__", None), SignalWatch)
 
     return [number for number in signals if number not in _OF_OTHERS or is_free(number)]
-
-
-def _is_shielded() -> bool:
-    """Whether a job script made torchrun ignore a signal that its ranks take for a stop."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and "SHARDWAY_ATTEMPT_DIR" in os.environ
 
 
 def _is_caught(number: int) -> bool:
@@ -193,20 +186,12 @@ class StopTimes:
 
     def find_due(self, now: float, timeout_s: float, *, noticed: bool) -> list[str]:
         """Actions that are due, each once: "killed", "late", "unnoticed". `noticed`: by the main thread."""
-        due = []
-        if _past(self.killed, LEAVE_S, now):
-            due.append("killed")
-        if _past(self.asked, timeout_s, now):
-            due.append("late")
-        if not noticed and _past(self.signalled, NOTICE_S, now):
-            due.append("unnoticed")
+        unnoticed = None if noticed else self.signalled
+        times = {"killed": (self.killed, LEAVE_S), "late": (self.asked, timeout_s), "unnoticed": (unnoticed, NOTICE_S)}
+        due = [name for name, (since, limit_s) in times.items() if since is not None and now - since >= limit_s]
         new = [name for name in due if name not in self.done]
         self.done.update(new)
         return new
-
-
-def _past(since: float | None, seconds: float, now: float) -> bool:
-    return since is not None and now - since >= seconds
 
 
 class StopWatchdog:
@@ -258,9 +243,7 @@ class StopWatchdog:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._thread is None:
             return
         self._done.set()
@@ -344,30 +327,21 @@ class Decision:
     def also(self, other: Decision) -> Decision:
         """This decision joined with a later one of the same step."""
         stop = self if self.stop_reason or not other.stop_reason else other
-        return replace(
-            stop,
-            save=self.save or other.save,
-            finish=self.finish or other.finish,
-            log=self.log or other.log,
-        )
+        save, finish = self.save or other.save, self.finish or other.finish
+        return replace(stop, save=save, finish=finish, log=self.log or other.log)
 
 
 def read_decision(summed: Sequence[float]) -> Decision:
     """The decision in the sum of all ranks' requests."""
-    signals, files, saves, deadlines, voids, finishes, logs = summed
-    reasons = []
-    if signals:
-        reasons.append("a signal asked for a stop")
-    if files:
-        reasons.append("the stop file asked for a stop")
-    alone = bool(deadlines) and not reasons
-    if deadlines:
-        reasons.append("the wall-time is about to end")
-    if voids and not reasons and not finishes:
-        reasons.append("a rank gave up waiting for its data")
-    return Decision(
-        " and ".join(reasons), save=saves > 0, deadline=alone, void=voids > 0, finish=finishes > 0, log=logs > 0
-    )
+    by_signal, by_file, save, deadline, void, finish, log = map(bool, summed)
+    stops = {
+        "a signal asked for a stop": by_signal,
+        "the stop file asked for a stop": by_file,
+        "the wall-time is about to end": deadline,
+        "a rank gave up waiting for its data": void and not (by_signal or by_file or deadline or finish),
+    }
+    reason = " and ".join(reason for reason, applies in stops.items() if applies)
+    return Decision(reason, save, deadline and not (by_signal or by_file), void, finish, log)
 
 
 # --- the end of the process, with its parent
@@ -375,19 +349,15 @@ def read_decision(summed: Sequence[float]) -> Decision:
 _PR_SET_PDEATHSIG = 1
 
 
-def stop_with_parent() -> None:
-    """Ask the kernel to send SIGTERM to this process when its parent dies (prctl(2), Linux alone)."""
-    _signal_with_parent(signal.SIGTERM)
+def stop_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask the kernel to send a signal to this process when its parent dies (prctl(2), Linux alone)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def end_with_parent() -> None:
     """Ask the kernel to kill this process, even a stopped one, when the thread that started it ends."""
-    _signal_with_parent(signal.SIGKILL)
-
-
-def _signal_with_parent(number: signal.Signals) -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    stop_with_parent(signal.SIGKILL)
 
 
 def stop_with_agent(environ: Mapping[str, str]) -> None:
@@ -411,7 +381,7 @@ def is_orphan(agent: int) -> bool:
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-UNKNOWN, INTERRUPTED, STDERR = 1, 130, 2
+_UNKNOWN, _INTERRUPTED, _STDERR = 1, 130, 2
 """Exit codes of Python for an error, and of a shell for Ctrl-C; the descriptor for messages to the user."""
 
 
@@ -427,7 +397,8 @@ def left_at_once(world: int) -> Iterator[None]:
         if world > 1 and threading.current_thread() is threading.main_thread():
             ScriptExit(sys._getframe()).arm()
     except KeyboardInterrupt:
-        sys.excepthook = _leave_after(_show_interrupt)
+        # Without a traceback: the user asked for the end.
+        sys.excepthook = _leave_after(lambda *_: _write_message("ended at once by a second signal"))
         raise
     except Exception:
         if world > 1:
@@ -460,8 +431,7 @@ class ScriptHook:
         if not isinstance(error, ShardwayError) or isinstance(error, Bug):
             self.previous(kind, error, trace)
         if isinstance(error, ShardwayError):
-            with contextlib.suppress(OSError):
-                os.write(STDERR, f"shardway: {legible(str(error))}\n".encode())
+            _write_message(legible(str(error)))
             raise SystemExit(error.exit_code)
 
 
@@ -503,11 +473,11 @@ class ScriptExit:
         register = getattr(threading, "_register_atexit", None)  # its callbacks run before those of `atexit`
         if register is not None:
             with contextlib.suppress(RuntimeError):  # the interpreter is already ending
-                register(self._come_first)
-        _exit_before_destructors()
-
-    def _come_first(self) -> None:
-        atexit.register(self._leave)
+                register(lambda: atexit.register(self._leave))
+        library = ctypes.CDLL(None)
+        with contextlib.suppress(AttributeError):  # newest first: flush the output, then end the process with its code
+            library.on_exit(library._exit, None)
+            library.__cxa_atexit(library.fflush, None, None)
 
     def _leave(self) -> None:
         code = self._outermost.f_code.co_code
@@ -517,7 +487,7 @@ class ScriptExit:
         atexit._run_exitfuncs()
         with contextlib.suppress(OSError, ValueError):
             flush_output()
-            _flush_libraries()
+            ctypes.CDLL(None).fflush(None)
             os._exit(0)
 
 
@@ -541,21 +511,8 @@ class Shutdown:
             return
         with contextlib.suppress(OSError):
             flush_output()
-        _flush_libraries()
+        ctypes.CDLL(None).fflush(None)  # the buffers of C libraries
         os._exit(self._code)
-
-
-def _exit_before_destructors() -> None:
-    """C runs exit handlers newest first: flush the output, then end the process with its code."""
-    library = ctypes.CDLL(None)
-    with contextlib.suppress(AttributeError):
-        library.on_exit(library._exit, None)
-        library.__cxa_atexit(library.fflush, None, None)
-
-
-def _flush_libraries() -> None:
-    """Flush the output buffers of C libraries."""
-    ctypes.CDLL(None).fflush(None)
 
 
 def flush_output() -> None:
@@ -567,15 +524,13 @@ def flush_output() -> None:
 
 def leave_now(words: str, code: int) -> None:
     """End this process from any thread, whatever the other threads do."""
-    with contextlib.suppress(OSError):
-        os.write(STDERR, f"shardway: {words}\n".encode())
+    _write_message(words)
     os._exit(code)
 
 
-def _show_interrupt(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Without a traceback: the user asked for the end."""
+def _write_message(words: str) -> None:
     with contextlib.suppress(OSError):
-        os.write(STDERR, b"shardway: ended at once by a second signal\n")
+        os.write(_STDERR, f"shardway: {words}\n".encode())
 
 
 def _leave_after(show: Hook) -> Hook:
@@ -584,15 +539,10 @@ def _leave_after(show: Hook) -> Hook:
             show(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(_exit_code(error))
+        code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else _UNKNOWN
+        os._exit(error.exit_code if isinstance(error, ShardwayError) else code)
 
     return leave
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, ShardwayError):
-        return error.exit_code
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else UNKNOWN
 
 
 # --- interrupts in a notebook: there an error or an interrupt ends a cell and not the process
@@ -611,13 +561,12 @@ class Interrupts:
         self._applies = find_shell() is not None
         self._within, self._came = False, False
 
-    def held(self) -> AbstractContextManager[None]:
-        """While entered, in the main thread, the first interrupt waits."""
-        applies = self._applies and not self._within and threading.current_thread() is threading.main_thread()
-        return self._hold() if applies else contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def _hold(self) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
+        """While entered, in the main thread, the first interrupt waits."""
+        if not self._applies or self._within or threading.current_thread() is not threading.main_thread():
+            yield
+            return
         before = signal.signal(signal.SIGINT, self._note)
         self._within, self._came = True, False
         try:

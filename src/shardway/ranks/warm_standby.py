@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from shardway.hardware.limits import read_memory_left
@@ -76,7 +75,13 @@ def wait_at_gate(environ: MutableMapping[str, str], prepare: Callable[[], object
         return False
     try:
         prepare()
-        variables = _read_line(gate)
+        poll, variables = select.poll(), None
+        poll.register(gate, select.POLLIN)
+        while variables is None:
+            try:
+                variables = os.read(gate, select.PIPE_BUF)  # in one piece; empty once the agent is gone
+            except BlockingIOError:
+                poll.poll()
     finally:
         os.close(gate)
     if not variables:
@@ -84,17 +89,6 @@ def wait_at_gate(environ: MutableMapping[str, str], prepare: Callable[[], object
     environ.update(json.loads(variables))
     environ[RELEASED] = repr(time.monotonic())
     return True
-
-
-def _read_line(gate: int) -> bytes:
-    """The text that is written, in one piece; empty once no process holds the gate open for writing."""
-    poll = select.poll()
-    poll.register(gate, select.POLLIN)
-    while True:
-        try:
-            return os.read(gate, select.PIPE_BUF)
-        except BlockingIOError:
-            poll.poll()
 
 
 # --- the standbys of one node
@@ -108,7 +102,8 @@ MOST_OF_MEMORY = 0.25
 
 @dataclass(frozen=True)
 class _Batch:
-    """Standbys that were started together, their gates, what closes these, and the folder of their output."""
+    """Standbys that were started together, their gates, what closes these, and the folder of their output (None: it
+    could not be marked)."""
 
     processes: PContext
     gates: Sequence[StandbyGate]
@@ -136,9 +131,7 @@ class WarmStandby:
     def __enter__(self) -> WarmStandby:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._drop()
         for batch in self._released:
             batch.around_gates.close()
@@ -157,26 +150,20 @@ class WarmStandby:
         if self._after_s is None or self._batch is not None or self._of is None:
             return
         if self._trains_since is None:
-            if not self._trains(slowest):
+            if slowest.position is None or not slowest.position[1]:
                 return
+            if self._first is None:
+                self._first = slowest.position[0]
+            if slowest.position[0] <= self._first:
+                return  # no step was done since this start
             self._trains_since = self._clock()
-        if ends or self._clock() - self._trains_since >= self._after_s:
-            self._fill(*self._of)
-
-    def _trains(self, slowest: SlowestRank) -> bool:
-        """Whether a step was done since this start."""
-        if slowest.position is None or not slowest.position[1]:
-            return False
-        if self._first is None:
-            self._first = slowest.position[0]
-        return slowest.position[0] > self._first
-
-    def _fill(self, launch: LocalLaunch, assignment: RankAssignment) -> None:
-        if self._bounded and launch.ranks * STANDBY_BYTES > MOST_OF_MEMORY * read_memory_left():
+        if not ends and self._clock() - self._trains_since < self._after_s:
+            return
+        if self._bounded and self._of[0].ranks * STANDBY_BYTES > MOST_OF_MEMORY * read_memory_left():
             self._after_s = None
             return
         try:
-            self._batch = _start_batch(launch, assignment)
+            self._batch = _start_batch(*self._of)
         except OSError:  # no more processes or files are available: the ranks start without standbys
             self._after_s = None
 
@@ -220,13 +207,9 @@ def _start_batch(launch: LocalLaunch, assignment: RankAssignment) -> _Batch:
         for gate in gates:
             around.callback(gate.close)
         processes = start_program(launch, assignment, [{VARIABLE: str(gate.path)} for gate in gates])
-        return _Batch(processes, gates, around.pop_all(), _mark_waiting(output_folder(processes)))
-
-
-def _mark_waiting(output: Path) -> Path | None:
-    """The folder, with a mark that these processes are no ranks yet; None if it cannot be marked."""
-    try:
-        (output / WAITS).touch()
-    except OSError:
-        return None
-    return output
+        output = output_folder(processes)
+        is_marked = False
+        with contextlib.suppress(OSError):
+            (output / WAITS).touch()  # these processes are no ranks yet
+            is_marked = True
+        return _Batch(processes, gates, around.pop_all(), output if is_marked else None)

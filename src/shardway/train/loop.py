@@ -21,7 +21,7 @@ from shardway.checkpoint.writer import check_collects
 from shardway.errors import Bug, UserError
 from shardway.parallel.axes.replicate import average_buffers
 from shardway.parallel.formats.float8 import compute_scales
-from shardway.ranks.completion import AttemptEnd
+from shardway.ranks.failure import AttemptEnd
 from shardway.ranks.heartbeat import Activity
 from shardway.rundir.attempts import Ending
 from shardway.rundir.lineage import LOCAL, SkippedRange

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardway.errors import Fenced, JobError, LostContact, render_reason
-from shardway.ranks.completion import AttemptEnd
-from shardway.ranks.failure import report_end
+from shardway.ranks.failure import AttemptEnd, report_end
 from shardway.ranks.heartbeat import Progress
 from shardway.ranks.start import Ranks
 from shardway.rundir.attempts import Attempt, Result

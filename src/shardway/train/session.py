@@ -35,8 +35,7 @@ from shardway.hardware.probe import probe_machine, render_machine
 from shardway.parallel.compile import apply_backend_switches, set_compile_cache, tf32_put_back
 from shardway.parallel.formats.precision import Precision, read_precision
 from shardway.parallel.mesh import Mesh, build_mesh
-from shardway.ranks.completion import AttemptEnd
-from shardway.ranks.failure import describe_error, find_attempt, report_fault
+from shardway.ranks.failure import AttemptEnd, describe_error, find_attempt, report_fault
 from shardway.ranks.ft_launcher_client import open_monitor
 from shardway.ranks.hang import read_hang_timeout
 from shardway.ranks.heartbeat import Progress, find_process_start, open_heartbeat

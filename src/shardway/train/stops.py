@@ -32,7 +32,7 @@ import torch
 from shardway.data.batch_tree import map_tensors
 from shardway.data.loader import Batch
 from shardway.errors import Bug
-from shardway.ranks.completion import AttemptEnd, find_end
+from shardway.ranks.failure import AttemptEnd, find_end
 from shardway.ranks.start import Ranks
 from shardway.ranks.stop import BrokenOff, Decision, SignalWatch, StopWatchdog, Wishes, is_orphan, read_decision
 from shardway.rundir.attempts import BY_SIGNAL

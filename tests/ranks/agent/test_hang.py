@@ -16,7 +16,7 @@ from shardway.ranks.hang import (
     HangTimeout,
     Sighting,
     SlowestRank,
-    Stopped,
+    StoppedProcess,
     find_slowest,
     merge_slowest,
 )
@@ -33,7 +33,7 @@ class Ranks:
         self.patience = HangTimeout(start_s=600.0)
         self.finder = HangFinder(self.patience, longest_tick_s=2 * LOOK_S)
         self.pages = {rank: HeartbeatEntry(1, 10 + rank, Activity.START, 0, self.now) for rank in range(count)}
-        self.stopped: dict[int, Stopped] = {}
+        self.stopped: dict[int, StoppedProcess] = {}
         self.elsewhere = NO_RANKS
 
     def enter(self, activity: Activity, step: int, *ranks: int) -> None:
@@ -45,7 +45,7 @@ class Ranks:
     def look(self, seconds: float = LOOK_S) -> Hang | None:
         """What the finder says after so long."""
         self.now += seconds
-        seen = {rank: Sighting(page, self.stopped.get(rank, Stopped.NONE)) for rank, page in self.pages.items()}
+        seen = {rank: Sighting(page, self.stopped.get(rank, StoppedProcess.NONE)) for rank, page in self.pages.items()}
         return self.finder.look(seen, self.now, self.elsewhere)
 
     def train(self, steps: int, *before: Activity) -> None:
@@ -119,7 +119,7 @@ def test_a_rank_that_is_stopped_is_to_blame_wherever_it_is() -> None:
     ranks.train(10)
     ranks.enter(Activity.STEP, 10)
     ranks.enter(Activity.SAVE, 11, 1)
-    ranks.stopped = {1: Stopped.RANK}
+    ranks.stopped = {1: StoppedProcess.RANK}
     hang = ranks.wait_for_hang()
     assert hang.ranks == (1,)
     assert "in a save after step 11, stopped by a signal (more than 5.0 s" in hang.message
@@ -131,7 +131,7 @@ def test_a_rank_whose_loader_process_is_stopped_is_not_given_the_time_of_slow_st
     ranks.enter(Activity.STEP, 10, 0)
     ranks.enter(Activity.DATA, 10, 1)
     assert all(ranks.look() is None for _ in range(200))
-    ranks.stopped = {1: Stopped.LOADER}
+    ranks.stopped = {1: StoppedProcess.LOADER}
     hang = ranks.wait_for_hang(1.0)
     assert hang.ranks == (1,)
     assert "while waiting for data after step 10, its loader process stopped by a signal (more than 5" in hang.message
@@ -264,7 +264,7 @@ def test_a_hang_is_found_in_time_and_not_before(times: list[float]) -> None:
         ranks.enter(Activity.STEP, step)
         assert ranks.look(seconds) is None
     ranks.enter(Activity.STEP, len(times) + 1)
-    ranks.stopped = {1: Stopped.RANK}
+    ranks.stopped = {1: StoppedProcess.RANK}
     before = ranks.now
     hang = ranks.wait_for_hang(most_s=20.0)
     assert hang.ranks == (1,)

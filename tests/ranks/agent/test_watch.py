@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -22,8 +22,7 @@ from shardway.ranks.hang import (
     HangTimeout,
     HeartbeatWatch,
     Sighting,
-    Stopped,
-    Unwatched,
+    StoppedProcess,
     watched,
 )
 from shardway.ranks.heartbeat import VARIABLE, Activity, heartbeat_path, read_heartbeat
@@ -145,8 +144,9 @@ def test_a_rank_that_hangs_is_ended_with_all_others(node: Node) -> None:
         codes = [rank.wait(timeout=PATIENCE_S) for rank in node.ranks]
     assert codes == [-signal.SIGKILL, -signal.SIGKILL]
     assert watch.found is not None
-    assert watch.found.hang.ranks == (1,)
-    (place,) = [group.frames for group in watch.found.seen.groups if group.ranks == (1,)]
+    assert watch.found.ranks == (1,)
+    assert watch.seen is not None
+    (place,) = [group.frames for group in watch.seen.groups if group.ranks == (1,)]
     assert any(frame.startswith("wait_for_ever (") for frame in place)
 
 
@@ -172,7 +172,7 @@ def test_a_loader_process_that_is_stopped_is_told_to_go_on(node: Node) -> None:
     with node.watch() as watch:
         wait_until(lambda: bool(node.woken))
         node.wait_for_step(stopped_at + 5)
-    assert [(hang.ranks, hang.sighting.stopped) for hang in node.woken] == [((0,), Stopped.LOADER)]
+    assert [(hang.ranks, hang.sighting.stopped) for hang in node.woken] == [((0,), StoppedProcess.LOADER)]
     assert watch.found is None
 
 
@@ -196,9 +196,9 @@ class Stamped(HeartbeatWatch):
     asked_at = float("inf")
     was_known = False
 
-    def _ask(self, sightings: dict[int, Sighting]) -> HangEvidence:
+    def _ask(self, folder: Path, sightings: Mapping[int, Sighting]) -> HangEvidence:
         self.was_known = self.has_hang
-        seen = super()._ask(sightings)
+        seen = super()._ask(folder, sightings)
         self.asked_at = time.monotonic()
         return seen
 
@@ -210,7 +210,7 @@ def test_a_rank_that_hangs_is_left_alone_until_the_others_were_asked(node: Node)
         assert time.monotonic() - watch.asked_at >= 1.0
     assert watch.was_known
     assert watch.found is not None
-    assert watch.found.seen == watch.seen
+    assert watch.seen is not None
 
 
 def test_ranks_that_go_on_are_left_alone(node: Node) -> None:
@@ -294,7 +294,7 @@ def test_stacks_are_read_once_they_are_whole(tmp_path: Path) -> None:
 
 def test_nobody_looks_where_nobody_shall() -> None:
     with watched(2, None, lambda hang: None) as watch:
-        assert watch == Unwatched()
+        assert (watch.folder, watch.found, watch.seen, watch.has_hang) == (None, None, None, False)
 
 
 CRASH = """a warning

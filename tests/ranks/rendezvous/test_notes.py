@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardway.ranks.failure import RankFailure
 from shardway.ranks.flight_records import Call, CallTimeline, CollectiveRecords, Record, RecordedGroup
-from shardway.ranks.hang import Hang, HangEvidence, Sighting, SlowestRank, Stopped
+from shardway.ranks.hang import Hang, HangEvidence, Sighting, SlowestRank, StoppedProcess
 from shardway.ranks.heartbeat import Activity, HeartbeatEntry
 from shardway.ranks.rendezvous import AgentState, News, NodeOutcome, Note, read_news, read_note, render
 from shardway.ranks.stacks import StackGroup
@@ -25,7 +25,7 @@ HANGS = st.builds(
     RANKS,
     st.floats(0, 1e6),
     st.floats(0, 1e6),
-    st.builds(Sighting, ENTRIES, st.sampled_from(Stopped)),
+    st.builds(Sighting, ENTRIES, st.sampled_from(StoppedProcess)),
     st.booleans(),
 )
 GROUPS = st.lists(st.builds(StackGroup, RANKS, st.lists(st.text(max_size=9), max_size=2).map(tuple)), max_size=2)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardway.ranks.completion import AttemptEnd, find_end
+from shardway.ranks.failure import AttemptEnd, find_end
 from shardway.ranks.stop import Decision, Wishes, read_decision
 from shardway.rundir.attempts import BY_SIGNAL, Attempt, AttemptStart, Ending
 from shardway.train.attempt_end import (
