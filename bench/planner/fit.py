@@ -368,7 +368,7 @@ def write(values: Values, samples: Sequence[Sample], interval: tuple[float, floa
     general |= {"low": interval[0], "high": interval[1]}
     lines = [
         "# What part of the rates on paper is reached. Written by bench/planner/fit.py: change that, not this file.",
-        "# Behind a fitted factor stands how many rows depend on it; the others are told in fit.py with their reason.",
+        "# Behind a fitted factor stands how many rows depend on it; fit.py names the others with their reason.",
         "# Meanings: src/shardway/plan/machine.py.",
         "",
         "[general]",

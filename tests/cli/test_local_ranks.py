@@ -147,7 +147,7 @@ def test_where_all_lost_contact_the_first_of_them_speaks(run: RunDir, monkeypatc
 
 def test_a_rank_that_was_killed_is_to_blame(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     play = Play({0: ("LostContact", LOST)}, [*exited(0), RankFailure(1, 4711, -9)])
-    tail = "If nobody sent that signal, the machine may have run out of memory (dmesg says so)."
+    tail = "If that signal was not sent on purpose, the machine may have run out of memory (dmesg says so)."
     head = "rank 1 (process 4711) was ended by SIGKILL; the other ranks were ended with it.\n  To do: run the same "
     error = failing(run, play, monkeypatch)
     assert type(error) is JobError

@@ -137,7 +137,7 @@ def test_training_goes_on_without_its_monitor(heard: Heard, monkeypatch: pytest.
     heard.gone = True
     for step in range(3):
         progress.enter(Activity.SAVE, step)
-    assert told == ["the monitor of ft_launcher does not answer, nobody watches this rank: [Errno 32] Broken pipe"]
+    assert told == ["the monitor of ft_launcher does not answer, this rank is not watched: [Errno 32] Broken pipe"]
     assert progress.activity is Activity.SAVE
     assert heard.hear() == ["closed"], "a monitor that was only slow would end the rank"
 

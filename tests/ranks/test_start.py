@@ -17,7 +17,7 @@ from runs import lone_rank, place, pool_ranks
 from shardway.errors import Bug, JobError, LostContact, ShardwayError, SiteError, UserError
 from shardway.ranks import start
 from shardway.ranks.start import StartOptions, is_lost_contact, start_ranks
-from shardway.ranks.stop import Decision, Wishes, read_decision
+from shardway.ranks.stop import Decision, StepRequests, read_decision
 
 
 @ranks(4)
@@ -265,13 +265,13 @@ def test_an_interface_that_is_not_there_is_told_before_ranks_meet(
 
 
 def test_wishes_fill_their_slots() -> None:
-    assert len(Wishes().as_numbers()) == 7
-    assert Wishes(stop_signal=True).as_numbers() == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert Wishes(stop_file=True, save=True).as_numbers() == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-    assert Wishes(deadline=True).as_numbers() == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
-    assert Wishes(void=True).as_numbers() == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
-    assert Wishes(log=True).as_numbers() == [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-    assert Wishes(finish=True).as_numbers() == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    assert len(StepRequests().as_numbers()) == 7
+    assert StepRequests(stop_signal=True).as_numbers() == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert StepRequests(stop_file=True, save=True).as_numbers() == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert StepRequests(deadline=True).as_numbers() == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert StepRequests(void=True).as_numbers() == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert StepRequests(log=True).as_numbers() == [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert StepRequests(finish=True).as_numbers() == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,8 @@ def test_a_rank_that_is_killed_ends_the_job_with_its_name(start: Start) -> None:
     assert code == 4
     assert said.strip().splitlines()[-2:] == [
         f"shardway: rank 1 (process {victim.pid}) was ended by SIGKILL; the other ranks were ended with it.",
-        "  To do: run the same command again: it goes on from the start, since nothing was saved yet. If nobody sent "
-        "that signal, the machine may have run out of memory (dmesg says so).",
+        "  To do: run the same command again: it goes on from the start, since nothing was saved yet. If that "
+        "signal was not sent on purpose, the machine may have run out of memory (dmesg says so).",
     ]
     assert command.left_alive() == []
     assert command.run.read_status()["state"] == "failed"

@@ -22,7 +22,7 @@ from shardway.errors import UserError
 from shardway.models.transformer import Transformer, TransformerShape
 from shardway.parallel.apply import ParallelModel
 from shardway.ranks.start import Ranks
-from shardway.ranks.stop import Wishes
+from shardway.ranks.stop import StepRequests
 from shardway.train.loss import IGNORED, LossSum, token_cross_entropy
 from shardway.train.passes import count_rows, cut
 from shardway.train.step import GuardChecks, StepContext, StepParts, StepResult, take_step
@@ -81,12 +81,12 @@ def step_once(
     share: Any,
     loss: Callable[..., Any],
     global_batch: int,
-    wishes: Wishes | None = None,
+    wishes: StepRequests | None = None,
 ) -> StepResult:
     """One step on this rank's share."""
     passes = make_passes(applied, way.ranks, global_batch, way.accumulation)
     parts = StepParts(passes, optimizer, way.ranks, way.clip)
-    return take_step(parts, applied.call, share, loss, StepContext(0, wishes or Wishes()))
+    return take_step(parts, applied.call, share, loss, StepContext(0, wishes or StepRequests()))
 
 
 def filled(seed: int = 1) -> Transformer:
@@ -294,7 +294,7 @@ def test_a_batch_without_a_tensor_is_refused() -> None:
 def test_wishes_come_back_as_the_decision() -> None:
     model, (x, y) = Line(), numbers(4)
     optimizer = Recorded(model.parameters())
-    wishes = Wishes(stop_signal=True, save=True)
+    wishes = StepRequests(stop_signal=True, save=True)
     way = Way(lone_rank(), accumulation=2)
     result = step_once(way, apply_shape(model, lone_rank()), optimizer, (x, y), squares, 4, wishes)
     assert result.decision.stop_reason == "a signal asked for a stop"

@@ -134,7 +134,7 @@ def _train(request: ResolveRequest, nproc: int | None, *, dry_run: bool, as_json
         raise UserError(
             f"--nproc {nproc} starts ranks, but this process is already rank {placement.rank} of {placement.world}, "
             f"started by {placement.launcher}: each of these would start {nproc}.\n"
-            "  To do: leave out --nproc. An agent on each node is told of the others by --nodes and --node."
+            "  To do: leave out --nproc. Agents on several nodes find each other by --nodes and --node."
         )
     ranks = placement.world if launched else nproc or 1
     resolution = _resolve(request, ranks, placement.local_world if launched else ranks, reports=placement.rank == 0)

@@ -495,7 +495,7 @@ def make_plan(request: PlanRequest, terms: JobTerms | None = None) -> PlanResult
             run, note = price_run(request.length, scale, step, parameters, request.world, shown.machine, terms)
             assumed = (*assumed, note)
         except UserError as error:
-            warnings = (*warnings, f"the whole run cannot be told: {render_reason(str(error))}")
+            warnings = (*warnings, f"the whole run cannot be planned: {render_reason(str(error))}")
     return PlanResult(request, terms, found, shown, run, changes, assumed, warnings)
 
 

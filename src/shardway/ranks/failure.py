@@ -432,8 +432,8 @@ def _explain_killed(run: RunDir, failure: RankFailure) -> JobError:
     if failure.signal_name not in _CRASHES:
         return JobError(
             f"{who} was ended by {failure.signal_name}; the other ranks were ended "
-            f"with it.\n  To do: run the same command again: it goes on from {base}. If nobody sent "
-            "that signal, the machine may have run out of memory (dmesg says so)."
+            f"with it.\n  To do: run the same command again: it goes on from {base}. If that signal was not sent "
+            "on purpose, the machine may have run out of memory (dmesg says so)."
         )
     frames = _render_frames(read_crash(failure.read_printed()))
     return JobError(

@@ -139,5 +139,5 @@ def open_monitor(placement: Placement) -> MonitorHeartbeat | None:
 def _report_unwatched(error: Exception) -> None:
     why = str(error).strip().partition("\n")[0] or type(error).__name__
     logging.getLogger("shardway").warning(
-        "the monitor of ft_launcher does not answer, nobody watches this rank: %s", why
+        "the monitor of ft_launcher does not answer, this rank is not watched: %s", why
     )

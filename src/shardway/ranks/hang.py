@@ -10,7 +10,7 @@ that is only stopped is resumed first, and so is a process that loads data for i
 Invariants:
 - A timeout never falls below its margin, and grows only with observations.
 - A rank's age counts only while its observer was running, so that a suspended observer (Ctrl-Z, a closed lid, a machine
-  that swaps) blames no rank. What counts is when a heartbeat changed, never a comparison of two clocks.
+  that swaps) finds no rank guilty. What counts is when a heartbeat changed, never a comparison of two clocks.
 - `HangTimeout` and `HangFinder` read no clock and touch no process.
 - Signals go only to children of this process, whatever a heartbeat contains, and SIGCONT also to their children.
 - No torch. What follows a hang is not decided here: the watch stores what it found in `found`.

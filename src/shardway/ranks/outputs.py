@@ -54,7 +54,7 @@ class EnduringOutput:
 
     def write(self, text: str) -> int:
         """As of the stream; what cannot be written, or not soon, counts as written."""
-        if not isinstance(text, str):  # by which click tells a stream of text from one of bytes
+        if not isinstance(text, str):  # by which click distinguishes a stream of text from one of bytes
             raise TypeError("an output of text takes no bytes")
         for start in range(0, len(text), _PIECE):
             piece = text[start : start + _PIECE]

@@ -289,7 +289,7 @@ class StopWatchdog:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class StepRequests:
     """The requests of one rank after the current step.
 
     `deadline`: a stop, since the wall-time is about to end. `void`: discard the step, since a stop ended this rank's

@@ -107,9 +107,7 @@ def run_on_node(
     `exchange` is called repeatedly with the watch and whether a rank has failed, and returns whether the ranks must end
     because of another node. `share_s` is that of the watch.
     """
-    with watched(
-        launch.ranks, hang_timeout, lambda hang: report(f"{hang.message}, and was told to go on"), share_s
-    ) as watch:
+    with watched(launch.ranks, hang_timeout, lambda hang: report(f"{hang.message}, and was resumed"), share_s) as watch:
 
         def look(failed: bool) -> bool:
             is_over = exchange(watch, failed)
@@ -358,4 +356,4 @@ def _mark_ended(run: RunDir, state: str, reason: str, report: Report, *, where_m
         try:
             run.change_state(status, state, reason)
         except OSError as error:  # the reason itself is reported in any case
-            report(f"{run.path} could not be told how the run ended: {error.strerror}")
+            report(f"{run.path} does not record how the run ended: {error.strerror}")

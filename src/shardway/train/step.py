@@ -45,7 +45,7 @@ from shardway.parallel.formats.float8 import compute_scales
 from shardway.parallel.gradients import own_squares, scale_gradients, send
 from shardway.parallel.replicas import sum_bits
 from shardway.ranks.start import Ranks
-from shardway.ranks.stop import Decision, Wishes, read_decision
+from shardway.ranks.stop import Decision, StepRequests, read_decision
 from shardway.train.loss import LossScale
 from shardway.train.passes import SUMS, Loss, Passes
 
@@ -361,7 +361,7 @@ class StepContext:
     batch)."""
 
     position: int = 0
-    wishes: Wishes = field(default_factory=Wishes)
+    wishes: StepRequests = field(default_factory=StepRequests)
     loss_scale: LossScale | None = None
     watch: GuardChecks | None = None
     rows: int | None = None
@@ -480,7 +480,9 @@ def _accumulate(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, c
     return Tried(sums, parts.ranks.sum(vector))
 
 
-def _own_vector(sums: torch.Tensor, parameters: list[nn.Parameter], passes: Passes, wishes: Wishes) -> torch.Tensor:
+def _own_vector(
+    sums: torch.Tensor, parameters: list[nn.Parameter], passes: Passes, wishes: StepRequests
+) -> torch.Tensor:
     """This rank's part of the sum over all ranks: [SUMS], squares of gradients, requests."""
     squares = own_squares(parameters, passes.parallel.mesh, sums.device)
     wished = send(wishes.as_numbers(), torch.float64, sums.device)

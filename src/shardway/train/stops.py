@@ -34,7 +34,7 @@ from shardway.data.loader import Batch
 from shardway.errors import Bug
 from shardway.ranks.failure import AttemptEnd, find_end
 from shardway.ranks.start import Ranks
-from shardway.ranks.stop import BrokenOff, Decision, SignalWatch, StopWatchdog, Wishes, is_orphan, read_decision
+from shardway.ranks.stop import BrokenOff, Decision, SignalWatch, StepRequests, StopWatchdog, is_orphan, read_decision
 from shardway.rundir.attempts import BY_SIGNAL
 from shardway.train.attempt_end import Deadline, find_deadline, read_pace
 from shardway.train.session import Session
@@ -201,7 +201,7 @@ def count_until_next(batches: int, seconds: float) -> int:
     return max(1, min(int(batches * ASK_EVERY_S / seconds), GROWTH * batches))
 
 
-def agree(ranks: Ranks, wishes: Wishes) -> Decision:
+def agree(ranks: Ranks, wishes: StepRequests) -> Decision:
     """What all ranks decide between two steps; called on all of them together."""
     return read_decision(ranks.sum(torch.tensor(wishes.as_numbers(), dtype=torch.float64)).tolist())
 
@@ -214,7 +214,7 @@ class ValidationBreaks:
         self,
         ranks: Ranks,
         waits: Waits,
-        requests: Callable[[bool], Wishes],
+        requests: Callable[[bool], StepRequests],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._ranks, self._waits, self._requests, self._clock = ranks, waits, requests, clock
@@ -286,14 +286,16 @@ class StopAgreement:
         self.deadline.expect_save_of(parameters / session.ranks.world)
         session.recorder.event("deadline", step=step, **self.deadline.facts())
 
-    def requests(self, *, save: bool = False, void: bool = False, finish: bool = False, log: bool = False) -> Wishes:
+    def requests(
+        self, *, save: bool = False, void: bool = False, finish: bool = False, log: bool = False
+    ) -> StepRequests:
         """This rank's requests after the current step; `void`: it gave up waiting for data."""
         now, looks = time.monotonic(), void or self._session.ranks.is_first
         if void or (looks and now - self._looked_at >= LOOK_EVERY_S):
             self._looked_at = now
             self._look_for_stop_file()
         signalled = self._session.signals.received is not None
-        return Wishes(
+        return StepRequests(
             signalled, self._stop_file is not None, save, looks and self._is_near_deadline(), void, finish, log
         )
 
@@ -347,7 +349,7 @@ class StopAgreement:
         asked = session.signals.received is not None or session.directory.stop_requested()
         return asked or self._is_near_deadline()
 
-    def _validation_requests(self, missed: bool) -> Wishes:
+    def _validation_requests(self, missed: bool) -> StepRequests:
         """The requests in a validation. It fitted before the deadline; what counts now is that the last save still
         does."""
         late = self._session.ranks.is_first and self.deadline is not None and self.deadline.has_passed()

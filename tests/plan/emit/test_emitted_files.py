@@ -101,7 +101,9 @@ def test_a_file_says_what_the_plan_says(case: Case) -> None:
 
 def check_ranks(said: Said, case: Case) -> None:
     world, ranks = case.degrees.world, said.read.ranks
-    same = "as many as in the plan." if ranks == world else f"but the plan has {world}: what is missing is told below."
+    same = (
+        "as many as in the plan." if ranks == world else f"but the plan has {world}: what is missing is listed below."
+    )
     assert f"= {ranks} ranks, {same}" in head_of(said.emitted), said.name
 
 

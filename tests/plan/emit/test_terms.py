@@ -117,7 +117,7 @@ def test_the_head_is_wrapped_and_says_each_sentence_once() -> None:
     lines = head.comment().splitlines()
     assert lines[:3] == [
         "# predicted",
-        "# llama-3.1-8b: degrees dp 32 = 32 ranks, but the plan has 64: what is missing is told below.",
+        "# llama-3.1-8b: degrees dp 32 = 32 ranks, but the plan has 64: what is missing is listed below.",
         "# Still to do, or different from the plan:",
     ]
     assert lines[3].startswith("# - first first")

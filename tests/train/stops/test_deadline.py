@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.ranks.failure import AttemptEnd, find_end
-from shardway.ranks.stop import Decision, Wishes, read_decision
+from shardway.ranks.stop import Decision, StepRequests, read_decision
 from shardway.rundir.attempts import BY_SIGNAL, Attempt, AttemptStart, Ending
 from shardway.train.attempt_end import (
     ESTIMATED_BYTES,
@@ -163,9 +163,9 @@ def test_an_end_has_one_name(decision: Decision, stop_file: str | None, end: Att
 
 
 def test_the_clock_alone_makes_it_a_deadline() -> None:
-    def decide(*wishes: Wishes) -> Decision:
+    def decide(*wishes: StepRequests) -> Decision:
         return read_decision([sum(slot) for slot in zip(*(wish.as_numbers() for wish in wishes), strict=True)])
 
-    assert decide(Wishes(deadline=True), Wishes()) == CLOCK
-    assert not decide(Wishes(deadline=True), Wishes(stop_signal=True)).deadline
-    assert decide(Wishes(), Wishes()) == Decision()
+    assert decide(StepRequests(deadline=True), StepRequests()) == CLOCK
+    assert not decide(StepRequests(deadline=True), StepRequests(stop_signal=True)).deadline
+    assert decide(StepRequests(), StepRequests()) == Decision()

@@ -168,7 +168,7 @@ class EmittedHeader:
         """The lines without comment marks."""
         product = " x ".join(f"{name} {size}" for name, size in self.degrees.items() if size > 1) or "1"
         there, wanted = math.prod(self.degrees.values()), self.case.degrees.world
-        compared = f"but the plan has {wanted}: what is missing is told below."
+        compared = f"but the plan has {wanted}: what is missing is listed below."
         compared = "as many as in the plan." if there == wanted else compared
         degrees = _wrapped(f"{self.case.model.name}: degrees {product} = {there} ranks, {compared}")
         heading = ["Still to do, or different from the plan:"] if self.notes else []
