@@ -211,7 +211,7 @@ def test_a_state_that_is_too_dear_for_each_batch_costs_a_few_samples(
 def test_the_pace_leaves_out_what_costs_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     now = [100.0]
-    monkeypatch.setattr("shardway.data.stream.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("shardway.data.samplers.time.perf_counter", lambda: now[0])
 
     class Dear:
         def snapshot(self) -> StreamSnapshot:
