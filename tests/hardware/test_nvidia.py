@@ -131,7 +131,7 @@ def test_commands_run_side_by_side_and_their_children_end_with_them(tmp_path: Pa
             break
     assert hung.hung
     assert not hung.ok
-    assert (done.code, done.out, done.err, done.said, done.hung) == (3, "out\n", "err\n", "err", False)
+    assert (done.code, done.out, done.err, done.first_line, done.hung) == (3, "out\n", "err\n", "err", False)
     assert gone.missing
     assert took_s < limit_s + SLACK_S
     assert not is_alive(int(child.read_text()))
