@@ -8,9 +8,8 @@ import sys
 MODULES = [
     "hardware.catalogue",
     "hardware.probe",
-    "sites.evidence",
-    "sites.find",
     "sites.load",
+    "sites.problems",
     "sites.schema",
 ]
 HEAVY = {"torch", "numpy", "psutil", "pynvml"}

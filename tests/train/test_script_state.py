@@ -326,8 +326,8 @@ def test_two_averages_are_refused_unless_they_have_names(tmp_path: Path, quiet_t
         return lambda batch: (run.step(model, batch, F.mse_loss), [each.update_parameters(model) for each in both])
 
     assert refused(tmp_path, make) == (
-        "the script averages model more than once (AveragedModel), and which average is which after a resume cannot be "
-        'told.\n  To do: hand each to run.keep("a name", average).'
+        "the script averages model more than once (AveragedModel), and which average is which after a resume is "
+        'not known.\n  To do: hand each to run.keep("a name", average).'
     )
 
 
