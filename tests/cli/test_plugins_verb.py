@@ -29,7 +29,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 
 def test_nothing_is_installed(shardway: Shardway) -> None:
-    assert shardway("plugins", "list").out == "no other package adds anything (--all: Shardway's own)\n"
+    assert shardway("plugins", "list", "--others").out == "no other package adds anything\n"
+    listed = [line.split()[:2] for line in shardway("plugins", "list").out.splitlines()[1:]]
+    assert listed == [[group, name] for group in GROUPS for name in GROUPS[group].own]
     own = json.loads(shardway("plugins", "list", "--json", "optimizers", "--check").out)
     assert [row["name"] for row in own] == list(GROUPS["optimizers"].own)
     assert {(row["group"], row["package"], row["state"]) for row in own} == {("optimizers", "shardway", "ok")}
@@ -44,9 +46,9 @@ def test_the_table_and_what_check_finds(shardway: Shardway, install: Install) ->
         "optimizers  sgd   shardway-good  1.2.3    shadowed by Shardway's own",
         "optimizers  torn  shardway-good  1.2.3    ok",
     ]
-    listed = shardway("plugins", "list")
+    listed = shardway("plugins", "list", "--others")
     assert (listed.code, listed.out.splitlines()) == (0, rows)
-    checked = shardway("plugins", "list", "--check")
+    checked = shardway("plugins", "list", "--others", "--check")
     rows[-1] = rows[-1].removesuffix("ok") + "cannot be loaded: ZeroDivisionError: division by zero"
     assert (checked.code, checked.out.splitlines()) == (1, rows)
 
