@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from page_tables import check_table
 from shardway.inherited import (
+    Family,
     describe_options,
     find_family,
     list_families,
@@ -20,6 +21,7 @@ from shardway.inherited import (
     list_unfit_for_ranks,
     strip,
 )
+from shardway.launch.schedulers.local import ThisMachine
 from shardway.launch.script import read_block
 from variables_of_jobs import OF_JOBS
 
@@ -51,6 +53,24 @@ def test_families_do_not_overlap() -> None:
 def test_ranks_of_an_agent_are_no_tasks_of_mpi() -> None:
     environ = {"PMI_RANK": "0", "SLURM_JOB_ID": "7", "RANK": "3", "PATH": "/bin", "PMIX_MCA_gds": "hash"}
     assert list_unfit_for_ranks(environ) == ["PMI_RANK", "RANK"]
+
+
+def test_ranks_of_an_agent_get_no_variable_that_a_scheduler_of_another_package_keeps_from_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Other(ThisMachine):
+        inherited = (
+            Family("a task of it", ("OTHER_TASK_*",), "of the task", kept=("OTHER_TASK_HOME",)),
+            Family("a job of it", ("OTHER_JOB",), "of the job", reaches_ranks=True),
+        )
+
+    monkeypatch.setattr("shardway.inherited.make_installed", lambda group: (Other(),))
+    list_families.cache_clear()
+    try:
+        found = list_unfit_for_ranks(dict.fromkeys(("OTHER_TASK_ID", "OTHER_TASK_HOME", "OTHER_JOB", "RANK"), "1"))
+    finally:
+        list_families.cache_clear()
+    assert found == ["OTHER_TASK_ID", "RANK"]
 
 
 VALUES = st.text(st.characters(blacklist_characters="\x00", blacklist_categories=("Cs",)), max_size=8)

@@ -26,6 +26,11 @@ def read_int(environ: Environ, launcher: str, name: str) -> int:
     return int(text)
 
 
+def read_count(text: str) -> int | None:
+    """A number that may be missing."""
+    return int(text) if text.isdecimal() else None
+
+
 def read_optional_int(environ: Environ, launcher: str, name: str | None) -> int | None:
     """As `read_int`, but None where there is no such variable."""
     return read_int(environ, launcher, name) if name is not None and name in environ else None
@@ -45,9 +50,8 @@ def variables_error(
     environ: Environ, launcher: str, names: tuple[str, ...], allowed: str, remedy: str = ""
 ) -> SiteError:
     """The error for these variables of this launcher; without a remedy it says how to start afresh."""
-    found = ", ".join(
-        f'{name}="{_in_one_line(environ[name])}"' if name in environ else f"{name} not set" for name in names
-    )
+    lines = {name: environ[name].replace("\n", "\\n") for name in names if name in environ}  # hosts may have one each
+    found = ", ".join(f'{name}="{lines[name]}"' if name in lines else f"{name} not set" for name in names)
     program = "torchrun" if launcher == "the environment" else launcher
     fresh = f"start the ranks with {program} from a fresh shell; for a single rank, unset its variables"
     return SiteError(
@@ -55,11 +59,6 @@ def variables_error(
         f"      allowed: {allowed}\n"
         f"      to do: {remedy or fresh}"
     )
-
-
-def _in_one_line(value: str) -> str:
-    """A value as bash would write it after `$`: a list of hosts may have a line each."""
-    return value.replace("\n", "\\n")
 
 
 @dataclass(frozen=True)

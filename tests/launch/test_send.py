@@ -86,7 +86,7 @@ class There(LocalHost):
     def expand_many(self, paths: Sequence[str]) -> list[PurePosixPath]:
         if any(not path.startswith("/") or "$" in path for path in paths):
             self._note(("expand",))
-        return [LocalHost.expand(self, path) for path in paths]
+        return LocalHost.expand_many(self, paths)
 
     def _note(self, *commands: Sequence[str]) -> None:
         self.exchanges.append([tuple(words) for words in commands])

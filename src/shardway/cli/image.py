@@ -19,7 +19,7 @@ from shardway.errors import UserError
 
 if TYPE_CHECKING:
     from shardway.launch.hosts import Host
-    from shardway.launch.image.make import ImageOptions, Made
+    from shardway.launch.image.make import ImageOptions
     from shardway.launch.image.request import ImageRequest, Recipe
 
 app = typer.Typer(help="Fetch a container image for a site, or build one, as one file.", no_args_is_help=True)
@@ -106,8 +106,7 @@ class _Manner:
 
 
 def _make(uri: str, recipe: Recipe, options: ImageOptions, on: str, manner: _Manner) -> None:
-    from shardway.launch.image.make import make_image, survey_host
-    from shardway.launch.image.plan import plan_image
+    from shardway.launch.image.make import make_image, plan_image, survey_host
 
     request, host = _read_request(uri, recipe, options, on)
     making = plan_image(request, survey_host(request, host))
@@ -120,17 +119,16 @@ def _make(uri: str, recipe: Recipe, options: ImageOptions, on: str, manner: _Man
         report(warning)
     if not manner.dry_run:
         try:
-            made = make_image(host, request, making, manner.limit_s, print_line)
+            size = make_image(host, request, making, manner.limit_s, print_line)
         except KeyboardInterrupt:
             report("nothing half-made is left")
             raise
-        _print_made(made, request, host, manner.as_json)
+        _print_made(str(making.target), size, request, host, manner.as_json)
 
 
 def _read_request(uri: str, recipe: Recipe, options: ImageOptions, on: str) -> tuple[ImageRequest, Host]:
     from shardway.launch.hosts import find_host, parse_target
-    from shardway.launch.image.make import find_runtime, make_request
-    from shardway.launch.image.plan import check_request
+    from shardway.launch.image.make import check_request, find_runtime, make_request
     from shardway.launch.image.request import parse_uri
     from shardway.sites.load import load_site
 
@@ -153,11 +151,11 @@ def _read_requirements(path: Path | None) -> str:
         ) from None
 
 
-def _print_made(made: Made, request: ImageRequest, host: Host, as_json: bool) -> None:
+def _print_made(path: str, size: int, request: ImageRequest, host: Host, as_json: bool) -> None:
     if as_json:
-        facts = {"image": str(made.path), "bytes": made.bytes, "runtime": request.runtime, "host": host.name}
+        facts = {"image": path, "bytes": size, "runtime": request.runtime, "host": host.name}
         typer.echo(json.dumps(facts, indent=1))
         return
     where = f" on {host.name}" if host.name else ""
-    typer.echo(f"image      {made.path} ({made.bytes / 1e9:.2f} GB){where}")
-    typer.echo(f"for a run  site.image = {json.dumps(str(made.path), ensure_ascii=False)}")
+    typer.echo(f"image      {path} ({size / 1e9:.2f} GB){where}")
+    typer.echo(f"for a run  site.image = {json.dumps(path, ensure_ascii=False)}")

@@ -4,8 +4,8 @@ Invariants:
 - The functions are pure; the scheduler's own commands run outside the container.
 - Apptainer and Charliecloud: the container gets the job's variables, since both pass the environment on.
 - Enroot: containers of two jobs or nodes never share a name or a folder.
-- Enroot and Podman: of the host's environment the container gets only the secrets and the
-  launcher's variables of a rank.
+- Enroot and Podman: of the host's environment the container gets only the secrets and the launcher's variables of a
+  rank.
 - Pyxis: ranks get all of the environment that the image does not set itself. They may write into the container, as with
   every other runtime that creates one per job: by default its root is read-only and without the user's home.
 
@@ -27,9 +27,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from shardway.launch.job import ContainerMount, ContainerUse, Job
+from shardway.launch.job import ContainerMount, Job
 from shardway.launch.schedulers.base import Scheduler
-from shardway.launch.script import ScriptLine, quote, quote_expanding, quote_place, wrap_command
+from shardway.launch.script import ScriptLine, quote, quote_expanding, quote_place, script_lines, wrap_command
 from shardway.plugins import make_plugin
 
 if TYPE_CHECKING:
@@ -73,13 +73,6 @@ class Container(ABC):
         return None
 
 
-class NoContainer(Container):
-    """Ranks on the host."""
-
-    def wrap(self, job: Job, scheduler: Scheduler) -> tuple[str, ...]:
-        return ()
-
-
 def all_mounts(job: Job, *more: ContainerMount) -> tuple[ContainerMount, ...]:
     """What the container sees: the run, the working folder, what the run and the site name, each once.
 
@@ -91,18 +84,18 @@ def all_mounts(job: Job, *more: ContainerMount) -> tuple[ContainerMount, ...]:
     return tuple(dict.fromkeys((*own, *job.container.mounts, *more)))
 
 
-def command_of(use: ContainerUse, usual: str) -> str:
-    """The runtime's command, which some sites have under another name."""
-    return use.rules.command or usual
+# --- ours
 
 
-# --- Apptainer or Singularity: exec of an image file or folder
+class NoContainer(Container):
+    """Ranks on the host."""
 
-_APPTAINER_ACCELERATORS = {"nvidia": ("--nv",), "amd": ("--rocm",)}
+    def wrap(self, job: Job, scheduler: Scheduler) -> tuple[str, ...]:
+        return ()
 
 
 class Apptainer(Container):
-    """exec of an image file or folder, or of a URI."""
+    """Apptainer or Singularity: exec of an image file or folder, or of a URI."""
 
     images = "a .sif or .sqsh file or a folder, or a URI such as docker://IMAGE:TAG"
     divider = r"[:,]"
@@ -110,8 +103,8 @@ class Apptainer(Container):
     def wrap(self, job: Job, scheduler: Scheduler) -> tuple[str, ...]:
         use = job.container
         return (
-            f"{quote(command_of(use, 'apptainer'))} exec",
-            *_APPTAINER_ACCELERATORS.get(use.vendor, ()),
+            f"{quote(use.rules.command or 'apptainer')} exec",
+            *{"nvidia": ("--nv",), "amd": ("--rocm",)}.get(use.vendor, ()),
             *(f"--bind {quote_place(mount.render())}" for mount in all_mounts(job)),
             f"--pwd {quote(str(job.around.workdir))}",
             *map(quote, use.rules.options),
@@ -125,9 +118,6 @@ class Apptainer(Container):
         return f"{image.transport}://{render_docker(image)}"
 
 
-# --- Charliecloud: ch-run of an image folder or squashfs file
-
-
 class Charliecloud(Container):
     """ch-run of an image folder or squashfs file."""
 
@@ -137,29 +127,13 @@ class Charliecloud(Container):
     def wrap(self, job: Job, scheduler: Scheduler) -> tuple[str, ...]:
         use = job.container
         return (
-            quote(command_of(use, "ch-run")),
+            quote(use.rules.command or "ch-run"),
             *(f"--bind {quote_place(f'{mount.source}:{mount.target}')}" for mount in all_mounts(job)),
             f"--cd {quote(str(job.around.workdir))}",
             *map(quote, use.rules.options),
             quote_place(use.image),
             "--",
         )
-
-
-# --- Enroot: created per node, started per rank, removed
-
-# Shell of a node, `$named` and `$cleared` of lib.sh: the container's name there, and those of earlier jobs, which are
-# removed. A job that was cancelled or killed starts no more steps and leaves its own, as large as the image (seen with
-# enroot 4.1.2 under Slurm); a job of PBS starts no more tasks once it was signalled. An id is a number, or under PBS a
-# number and the server's name.
-
-
-def _enroot(job: Job, *words: str) -> tuple[str, ...]:
-    """enroot with these words, of which the first `--` stands for the name of the container."""
-    command = quote(command_of(job.container, "enroot"))
-    if job.container.rules.by_scheduler:
-        return (command, *(quote(job.name) if word == "--" else word for word in words))
-    return ('bash -c "$named"', '"shardway-$SHARDWAY_JOB"', command, *words)
 
 
 class Enroot(Container):
@@ -172,66 +146,61 @@ class Enroot(Container):
     def wrap(self, job: Job, scheduler: Scheduler) -> tuple[str, ...]:
         use, around = job.container, job.around
         variables = make_plugin("launchers", job.launcher).rank_variables(scheduler)
-        return _enroot(
-            job,
+        mounts = []  # lines of enroot's fstab with colons; what is not named there makes no mount point
+        for mount in all_mounts(job, HOST_NAMES):
+            options = f"x-create=auto,rbind{',ro' if mount.read_only else ''}"
+            mounts.append(f"--mount {quote_place(f'{mount.source}:{mount.target}:{options}')}")
+        return (
+            *_enroot(job),
             "start --root --rw",
-            *(f"--mount {quote_place(_render(mount))}" for mount in all_mounts(job, HOST_NAMES)),
+            *mounts,
             *(f"--env {name}" for name in (*around.secret_names, *variables)),  # it knows no patterns
             *map(quote, use.rules.options),
-            "--",
-            *_in_folder(job),
+            _name(job),
+            # it has no option for the working folder
+            *("bash", "-c", quote('cd "$0" && exec "$@"'), quote(str(around.workdir))),
         )
 
     def setup(self, job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
         rules = job.container.rules
-        lines = []
-        if rules.data_path:
-            path = quote_expanding(rules.data_path)
-            lines.append(
-                ScriptLine(f"export ENROOT_DATA_PATH={path}", "where this job's containers are, on the node's own disk")
-            )
-        if not rules.by_scheduler:
-            each_node = scheduler.each_node(job).words
-            words = _enroot(job, "create --name", "--", quote_place(job.container.image))
-            if scheduler.own_jobs:
-                alive = f"alive=$({scheduler.own_jobs} | tr -cs 0-9 ' ')"
-                lines.append(ScriptLine(alive, "jobs that are not over: containers of others are removed"))
-                words = ("bash -c \"alive='$alive';$cleared$named\"", *words[1:])
-            create = wrap_command((*each_node, *words))
-            lines.append(
-                ScriptLine(
-                    f"{create} || fail 'the container could not be created' create",
-                    "the container of this job, on every node",
-                )
-            )
-        return tuple(lines)
+        path = f"export ENROOT_DATA_PATH={quote_expanding(rules.data_path)}" if rules.data_path else ""
+        shell, *enroot = _enroot(job)
+        alive = f"alive=$({scheduler.own_jobs} | tr -cs 0-9 ' ')" if scheduler.own_jobs else ""
+        if alive:
+            shell = "bash -c \"alive='$alive';$cleared$named\""
+        words = (shell, *enroot, "create --name", _name(job), quote_place(job.container.image))
+        create = wrap_command((*scheduler.each_node(job).words, *words))
+        by_script = not rules.by_scheduler
+        return script_lines(
+            (path, "where this job's containers are, on the node's own disk"),
+            (by_script and alive, "jobs that are not over: containers of others are removed"),
+            (
+                by_script and f"{create} || fail 'the container could not be created' create",
+                "the container of this job, on every node",
+            ),
+        )
 
     def teardown(self, job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
         if job.container.rules.by_scheduler:
             return ()
-        words = _enroot(job, "remove --force", "--")
-        return (
-            ScriptLine(wrap_command((*scheduler.each_node(job).words, *words)), "the container is not needed any more"),
-        )
+        words = (*scheduler.each_node(job).words, *_enroot(job), "remove --force", _name(job))
+        return (ScriptLine(wrap_command(words), "the container is not needed any more"),)
 
 
-def _render(mount: ContainerMount) -> str:
-    """A line of enroot's fstab with colons; what is not named there makes no mount point."""
-    return f"{mount.source}:{mount.target}:x-create=auto,rbind{',ro' if mount.read_only else ''}"
+def _enroot(job: Job) -> tuple[str, ...]:
+    """enroot, in the shell of a node with `$named` and `$cleared` of lib.sh: the container's name there, and those of
+    earlier jobs, which are removed. A job that was cancelled or killed starts no more steps and leaves its own, as
+    large as the image (seen with enroot 4.1.2 under Slurm); a job of PBS starts no more tasks once it was signalled.
+    An id is a number, or under PBS a number and the server's name."""
+    command = quote(job.container.rules.command or "enroot")
+    if job.container.rules.by_scheduler:
+        return (command,)
+    return ('bash -c "$named"', '"shardway-$SHARDWAY_JOB"', command)
 
 
-def _in_folder(job: Job) -> tuple[str, ...]:
-    """enroot has no option for the working folder."""
-    return ("bash", "-c", quote('cd "$0" && exec "$@"'), quote(str(job.around.workdir)))
-
-
-# --- Podman: a container on the host's network
-
-_PODMAN_ACCELERATORS = {
-    "nvidia": ("--device nvidia.com/gpu=all",),
-    "amd": ("--device /dev/kfd", "--device /dev/dri", "--group-add keep-groups"),
-}
-_LAUNCHERS = ("OMPI_*", "PMIX_*", "PMI_*")
+def _name(job: Job) -> str:
+    """The word for the name of the container: the `--` that `$named` replaces, or the name that PBS gave it."""
+    return quote(job.name) if job.container.rules.by_scheduler else "--"
 
 
 class Podman(Container):
@@ -241,11 +210,15 @@ class Podman(Container):
 
     def wrap(self, job: Job, scheduler: Scheduler) -> tuple[str, ...]:
         use, around = job.container, job.around
-        patterns = dict.fromkeys((*scheduler.launcher_variables, *_LAUNCHERS))
+        accelerators = {
+            "nvidia": ("--device nvidia.com/gpu=all",),
+            "amd": ("--device /dev/kfd", "--device /dev/dri", "--group-add keep-groups"),
+        }
+        patterns = dict.fromkeys((*scheduler.launcher_variables, "OMPI_*", "PMIX_*", "PMI_*"))
         return (
-            f"{quote(command_of(use, 'podman'))} run --rm --network=host --security-opt=label=disable",
+            f"{quote(use.rules.command or 'podman')} run --rm --network=host --security-opt=label=disable",
             '"${ipc[@]}"',
-            *_PODMAN_ACCELERATORS.get(use.vendor, ()),
+            *accelerators.get(use.vendor, ()),
             *(f"--env {name}" for name in around.secret_names),
             *(f"--env '{pattern}'" for pattern in patterns),
             *(f"--volume {quote_place(mount.render())}" for mount in all_mounts(job, HOST_NAMES)),
@@ -256,11 +229,10 @@ class Podman(Container):
 
     def setup(self, job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
         """`--ipc=host` also mounts the node's message queues, and fails where the node has none."""
-        return (
-            ScriptLine(
-                "ipc=(--ipc=host)", "ranks share memory of the node; its /dev/shm alone where it has no message queues"
-            ),
-            ScriptLine("[ -e /dev/mqueue ] || ipc=(--ipc=private --volume=/dev/shm:/dev/shm)"),
+        purpose = "ranks share memory of the node; its /dev/shm alone where it has no message queues"
+        return script_lines(
+            ("ipc=(--ipc=host)", purpose),
+            ("[ -e /dev/mqueue ] || ipc=(--ipc=private --volume=/dev/shm:/dev/shm)", ""),
         )
 
     def name_image(self, image: Reference) -> str:
@@ -268,12 +240,6 @@ class Podman(Container):
         from shardway.launch.image.request import render_docker
 
         return render_docker(image)
-
-
-# --- Pyxis: options of srun
-
-_SAID = frozenset(("--container-writable", "--container-readonly"))
-"""Of both, Pyxis takes one."""
 
 
 class Pyxis(Container):
@@ -288,11 +254,13 @@ class Pyxis(Container):
 
     def of_launcher(self, job: Job, scheduler: Scheduler) -> tuple[str, ...]:
         use = job.container
+        said = {"--container-writable", "--container-readonly"}.intersection(use.rules.options)  # Pyxis takes one
+        writable = () if said else ("--container-writable",)
         return (
             f"--container-image={quote_place(use.image)}",
             f"--container-mounts={','.join(quote_place(mount.render()) for mount in all_mounts(job))}",
             f"--container-workdir={quote(str(job.around.workdir))}",
-            *(() if _SAID.intersection(use.rules.options) else ("--container-writable",)),
+            *writable,
             *map(quote, use.rules.options),
         )
 

@@ -34,7 +34,11 @@ _PLAIN_PATH = re.compile(r"[A-Za-z0-9_@+=,./-]+")
 
 @dataclass(frozen=True)
 class Shape:
-    """Nodes and what of each is wanted; 0 accelerators for none, None where the site does not want it said."""
+    """Nodes and what of each is wanted; 0 accelerators for none, None where the site does not want it said.
+
+    `threads_per_core`: CPUs of Slurm in each core: those that a task is given are threads of the same cores (from 22.05
+    on).
+    """
 
     nodes: int
     ranks_per_node: int
@@ -43,22 +47,21 @@ class Shape:
     memory_bytes: int | None = None
     whole_nodes: bool = False
     threads_per_core: int = 1
-    """CPUs of Slurm in each core: those that a task is given are threads of the same cores (from 22.05 on)."""
 
     @property
     def ranks(self) -> int:
-        """Ranks of the job."""
         return self.nodes * self.ranks_per_node
 
     @property
     def cores_per_rank(self) -> int | None:
-        """Cores that each rank gets; at least 1."""
+        """At least 1."""
         return max(1, self.cores_per_node // self.ranks_per_node) if self.cores_per_node else None
 
 
 @dataclass(frozen=True)
 class QueueTerms:
-    """What is asked of the queue; an empty text is not said to the scheduler."""
+    """What is asked of the queue; an empty text is not said to the scheduler. `accelerators` is the form in which they
+    are asked for: gres, gpus-per-node, ngpus, none."""
 
     walltime_s: float
     queue: str = ""
@@ -67,7 +70,6 @@ class QueueTerms:
     account: str = ""
     constraint: str = ""
     accelerators: str = "none"
-    """The form in which accelerators are asked for: gres, gpus-per-node, ngpus, none."""
     options: Options = field(default_factory=dict)
     accelerator_type: str = ""
 
@@ -101,7 +103,6 @@ class Program:
     """What every rank runs: a Python script or module with its arguments, or, with `python` False, any program.
 
     `interpreter`: the Python that such a program is, where it is another one than the environment's.
-
     `meets_by_itself`: it finds its rank and the others in the variables of any launcher (Shardway's own verbs do);
     other programs get torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
     """
@@ -113,14 +114,19 @@ class Program:
 
     @property
     def is_training(self) -> bool:
-        """Whether it is `shardway train`."""
         return self.meets_by_itself and self.words[:3] == ("-m", "shardway", "train")
 
 
 @dataclass(frozen=True)
 class JobEnvironment:
     """What the ranks find around them. `literal` variables arrive unchanged, in `expanded` ones the shell of the job
-    replaces $NAMES. `secrets_file` is read by the job where it is there; it is never written."""
+    replaces $NAMES. `secrets_file` is read by the job where it is there; it is never written. `secret_names`: names,
+    never values, of what it sets: some runtimes pass on only what is named.
+
+    `source`: the folder that `workdir` is a snapshot of, for a job that is submitted by hand; None where it is not
+    here. `code`: the snapshot that `workdir`, the working folder of the run, takes its code from; None where it is the
+    snapshot itself, or a folder of the person.
+    """
 
     workdir: Path
     venv: str = ""
@@ -130,12 +136,8 @@ class JobEnvironment:
     literal: Mapping[str, str] = field(default_factory=dict)
     secrets_file: str = SECRETS
     source: Path | None = None
-    """The folder that `workdir` is a snapshot of, for a job that is submitted by hand; None where it is not here."""
     code: Path | None = None
-    """The snapshot that `workdir`, the working folder of the run, takes its code from; None where it is the snapshot
-    itself, or a folder of the person."""
     secret_names: tuple[str, ...] = ()
-    """Names, never values, of what the secrets file sets: some runtimes pass on only what is named."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -153,10 +155,8 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Again:
-    """How often a launcher with restarts starts its ranks again, and after how many seconds of silence.
-
-    `silent_s`: None for the launcher's own limit, infinity for no limit; `start_s`: the same while they start.
-    """
+    """How often a launcher with restarts starts its ranks again, and after how many seconds of silence (`start_s`:
+    while they start). `silent_s`: None for the launcher's own limit, infinity for no limit."""
 
     restarts: int = 0
     start_s: float = math.inf
@@ -166,10 +166,8 @@ class Again:
 @dataclass(frozen=True)
 class Chain:
     """How the job goes on until the work is done. `after`: the attempt that this one follows in its chain, 0 for none.
-
     `ahead`: links are submitted from here, all at once, because jobs may not submit jobs; else each link submits the
-    next one.
-    """
+    next one."""
 
     until_done: bool = False
     max_attempts: int = 1
@@ -179,7 +177,12 @@ class Chain:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a job script says."""
+    """Everything that a job script says.
+
+    `warn_s`: how long before the end of the wall-time the script asks the program to stop; 0: the program looks itself.
+    `preflight`: what looks at the nodes before the program starts. `elastic`: it goes on with fewer nodes where one is
+    lost.
+    """
 
     name: str
     token: str
@@ -197,11 +200,8 @@ class Job:
     start: StartRules = field(default_factory=StartRules)
     chain: Chain = Chain()
     warn_s: float = 0.0
-    """How long before the end of the wall-time the job script asks the program to stop; 0: the program looks itself."""
     preflight: Program | None = None
-    """What looks at the nodes before the program starts."""
     elastic: bool = False
-    """Whether it goes on with fewer nodes where one is lost."""
     again: Again = Again()
 
     @property

@@ -10,16 +10,13 @@ Our agent starts `shardway train` alone, which is an agent itself. The agents us
 
 torchrun's agents meet by the c10d rendezvous. The host of its store is stated (`is_host`): torch would compare the
 endpoint with the node's own names, and if these belong to another network, no agent hosts it and all wait until they
-give up. For the same reason each agent gets its own address on the network for computing (`--local-addr`), which
-becomes MASTER_ADDR.
+give up. For the same reason each agent gets its own address (`--local-addr`), which becomes MASTER_ADDR.
 
-ft_launcher is started with torchrun's options, as `python3 -m`, so that it runs in the Python of the ranks. Its limits
-are those of the run: a training reports them by activity (`ranks.ft_launcher_client`), any other program has those of
-the options.
+ft_launcher is started as `python3 -m`, so that it runs in the Python of the ranks. Its limits are those of the run: a
+training reports them by activity (`ranks.ft_launcher_client`), any other program has those of the options.
 
-srun and mpirun: a program of Shardway finds its rank in the launcher's variables. Any other program gets torch's
-variables from the shell of the rank, since outside a rank (`$SLURM_PROCID` in a job script) they would mean rank 0
-everywhere.
+srun and mpirun: any program but Shardway's gets torch's variables from the shell of the rank, since outside a rank
+(`$SLURM_PROCID` in a job script) they would mean rank 0 everywhere.
 
 Sources: torchrun's manual, "Multi-node multi-worker"; pytorch/pytorch#73656; the options of nvidia-resiliency-ext
 0.4.1, `ft_launcher --help`; srun(1) "OUTPUT ENVIRONMENT VARIABLES"; mpirun(1) of Open MPI, "--map-by", "-x".
@@ -34,7 +31,7 @@ from typing import ClassVar
 from shardway.errors import Bug
 from shardway.launch.job import Job
 from shardway.launch.schedulers.base import Scheduler
-from shardway.launch.script import quote, quote_all, quote_shell
+from shardway.launch.script import quote, quote_shell
 from shardway.plugins import list_names, make_plugin
 
 # --- what a launcher contributes
@@ -42,10 +39,8 @@ from shardway.plugins import list_names, make_plugin
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """A command in two halves: `outside` a container (which processes start where), and `inside` (what each runs).
-
-    All words are quoted already.
-    """
+    """A command in two halves: `outside` a container (which processes start where), and `inside` (what each runs). All
+    words are quoted already."""
 
     outside: tuple[str, ...]
     inside: tuple[str, ...]
@@ -85,11 +80,11 @@ def name_cores(job: Job) -> tuple[str, ...]:
     return (f"export SHARDWAY_CPU_MASKS={','.join(job.start.masks)}",) if job.start.masks else ()
 
 
-# --- our own agent on each node
+# --- launchers that start one agent on each node
 
 
 class Agent(Launcher):
-    """Our own agent, one on each node."""
+    """Our own agent."""
 
     one_agent_a_node = True
 
@@ -100,18 +95,12 @@ class Agent(Launcher):
             f'exec python3 "$@" --nproc {job.shape.ranks_per_node} \\',
             f'    --nodes "$SHARDWAY_NODES" --node "{each_node.index}" --port "$MASTER_PORT"',
         )
-        words = tuple(quote_all([word]) for word in job.program.words)
-        return LaunchCommand(each_node.words, ("bash", "-c", quote_shell("\n".join(lines)), "agent", *words))
-
-
-# --- torchrun and launchers with its options
-
-SHOWN_RANKS = 16
-"""A larger job shows the output of one rank of each node; that of each rank is in its own file in any case."""
+        shell = ("bash", "-c", quote_shell("\n".join(lines)), "agent", *map(quote, job.program.words))
+        return LaunchCommand(each_node.words, shell)
 
 
 class Torchrun(Launcher):
-    """torch's launcher, one on each node."""
+    """torch's launcher."""
 
     one_agent_a_node = True
 
@@ -120,70 +109,51 @@ class Torchrun(Launcher):
 
 
 def start_module(job: Job, scheduler: Scheduler, module: str, *further: str) -> LaunchCommand:
-    """One `python3 -m MODULE` on each node, with torchrun's options and `further` lines of its own."""
-    each_node = scheduler.each_node(job)
-    lines = quote_shell(_agent(job, each_node.index, module, further))
-    return LaunchCommand(each_node.words, ("bash", "-c", lines, "agent", *program_words(job)))
-
-
-def program_words(job: Job) -> tuple[str, ...]:
-    """The program as torchrun takes it: a script or `-m module`, or any program after `--no-python`."""
-    words = job.program.words if job.program.python else ("--no-python", *job.program.words)
-    return tuple(quote_all([word]) for word in words)
-
-
-def _choose_python(job: Job, module: str) -> tuple[str, ...]:
-    """Shell lines that choose the Python of the launcher for ranks of another interpreter: that interpreter if it has
-    the launcher, so that both have the same torch, else the Python of the environment."""
-    if not job.program.interpreter:
-        return ()
-    look = f"import importlib.util as u, sys; sys.exit(u.find_spec('{module.split('.')[0]}') is None)"
-    return (f'  python={quote(job.program.interpreter)}; "$python" -c "{look}" || python=python3',)
-
-
-def _agent(job: Job, index: str, module: str, further: tuple[str, ...]) -> str:
-    """What the shell of one node runs; the program follows as its arguments."""
-    shape, python = job.shape, '"$python"' if job.program.interpreter else "python3"
-    shown = "--tee=3" if shape.ranks <= SHOWN_RANKS else "--redirects=3 --tee=0:3"
+    """One `python3 -m MODULE` on each node, with torchrun's options and `further` lines of its own. The program follows
+    as arguments: a script or `-m module`, or any program after `--no-python`."""
+    shape, program, each_node = job.shape, job.program, scheduler.each_node(job)
+    python, choose_python = "python3", []
+    if program.interpreter:
+        # For ranks of another interpreter: that one if it has the launcher, so that both have the same torch.
+        look = f"import importlib.util as u, sys; sys.exit(u.find_spec('{module.split('.')[0]}') is None)"
+        choose = f'  python={quote(program.interpreter)}; "$python" -c "{look}" || python=python3'
+        python, choose_python = '"$python"', [choose]
+    # A larger job shows the output of one rank of each node; that of each rank is in its own file in any case.
+    shown = "--tee=3" if shape.ranks <= 16 else "--redirects=3 --tee=0:3"
     lines = (
-        f"node={index}; addresses=($SHARDWAY_NODES); host=false",
+        f"node={each_node.index}; addresses=($SHARDWAY_NODES); host=false",
         "  [ $node != 0 ] || host=true",
         *(f"  {line}" for line in name_cores(job)),
         '  export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\\${rank}: "',
-        *_choose_python(job, module),
+        *choose_python,
         # its ranks take the warnings of schedulers for a stop; torchrun would die of them, and the ranks with it
-        *(("  trap '' USR1 USR2",) if job.program.meets_by_itself else ()),
+        *(("  trap '' USR1 USR2",) if program.meets_by_itself else ()),
         f"  exec {python} -m {module} --nnodes={shape.nodes} --nproc-per-node={shape.ranks_per_node} \\",
         '    --rdzv-backend=c10d --rdzv-id="$SHARDWAY_JOB" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \\',
         '    --rdzv-conf="is_host=$host" --local-addr="${addresses[$node]}" \\',
         *(f"    {line} \\" for line in further),
         f'    --log-dir="$SHARDWAY_ATTEMPT_DIR/log/node-$node" {shown} "$@"',
     )
-    return "\n".join(lines)
+    words = program.words if program.python else ("--no-python", *program.words)
+    return LaunchCommand(each_node.words, ("bash", "-c", quote_shell("\n".join(lines)), "agent", *map(quote, words)))
 
-
-# --- NVIDIA's ft_launcher, with a monitor for each rank
 
 MODULE = "nvidia_resiliency_ext.fault_tolerance.launcher"
 
-CHECK_S = 1
-"""How often a monitor looks; by itself it does so every five seconds."""
-
 
 class FtLauncher(Launcher):
-    """NVIDIA's launcher, one on each node."""
+    """NVIDIA's launcher, with a monitor for each rank."""
 
     one_agent_a_node = True
 
     def start(self, job: Job, scheduler: Scheduler) -> LaunchCommand:
         again = job.again
-        limits = [f"--ft-initial-rank-heartbeat-timeout={again.start_s:g}"]
-        limits += [] if again.silent_s is None else [f"--ft-rank-heartbeat-timeout={again.silent_s:g}"]
-        looks = [f"--max-restarts={again.restarts}", f"--ft-workload-check-interval={CHECK_S}"]
-        looks += (
-            [] if job.shape.accelerators_per_node else ["--ft-enable-nic-monitor=false"]
-        )  # it finds NICs by their GPUs
-        return start_module(job, scheduler, MODULE, " ".join(looks), " ".join(limits))
+        limits = f"--ft-initial-rank-heartbeat-timeout={again.start_s:g}"
+        limits += "" if again.silent_s is None else f" --ft-rank-heartbeat-timeout={again.silent_s:g}"
+        # a monitor looks every second, and not every five; it finds NICs by their GPUs
+        looks = f"--max-restarts={again.restarts} --ft-workload-check-interval=1"
+        looks += "" if job.shape.accelerators_per_node else " --ft-enable-nic-monitor=false"
+        return start_module(job, scheduler, MODULE, looks, limits)
 
 
 # --- srun and mpirun: one process per rank
@@ -224,15 +194,12 @@ class Mpirun(Launcher):
             *map(quote, job.start.mpirun_options),
             '"${mpirun_options[@]}"',
         ]
-        return LaunchCommand(tuple(words), _rank(job, _MPI_PLACE))
-
-
-_MPI_PLACE = (
-    "export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK; "
-)
+        mpi = "$OMPI_COMM_WORLD"
+        place = f"export RANK={mpi}_RANK WORLD_SIZE={mpi}_SIZE LOCAL_RANK={mpi}_LOCAL_RANK; "
+        return LaunchCommand(tuple(words), _rank(job, place))
 
 
 def _rank(job: Job, place: str) -> tuple[str, ...]:
     program = job.program
-    words = tuple(quote_all([word]) for word in (("python3", *program.words) if program.python else program.words))
+    words = tuple(map(quote, ("python3", *program.words) if program.python else program.words))
     return words if program.meets_by_itself else ("bash", "-c", quote(f'{place}exec "$@"'), "rank", *words)

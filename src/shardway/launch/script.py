@@ -41,6 +41,11 @@ class ScriptSection:
     lines: tuple[ScriptLine, ...]
 
 
+def script_lines(*rows: tuple[object, str]) -> tuple[ScriptLine, ...]:
+    """A line for each row of text and purpose; a row whose text is empty or false is left out."""
+    return tuple(ScriptLine(str(text), purpose) for text, purpose in rows if text)
+
+
 def quote(word: str) -> str:
     """One word for bash: as it is where that is safe, else in quotes; control characters as `$'...'`.
 
@@ -71,7 +76,9 @@ def quote_expanding(text: str) -> str:
     home, rest = ("$HOME", text[1:]) if text == "~" or text.startswith("~/") else ("", text)
     if _CONTROL.search(rest):
         raise ValueError("a text whose $NAMES are replaced cannot hold control characters")
-    parts = [part if _VARIABLE.fullmatch(part) else _escape(part) for part in _VARIABLE.split(rest)]
+    parts = [
+        part if _VARIABLE.fullmatch(part) else re.sub(r'([\\"$`])', r"\\\1", part) for part in _VARIABLE.split(rest)
+    ]
     return f'"{home}{"".join(parts)}"'
 
 
@@ -79,11 +86,6 @@ def quote_place(path: str) -> str:
     """A path as a person or a site writes it: `~/` at its start and each `$NAME` are replaced by the job."""
     is_open = _HOME.match(path) or _VARIABLE.search(path)
     return quote_expanding(path) if is_open and not _CONTROL.search(path) else quote(path)
-
-
-def _escape(text: str) -> str:
-    """Text between double quotes of bash, taken literally."""
-    return re.sub(r'([\\"$`])', r"\\\1", text)
 
 
 def quote_all(words: Iterable[str]) -> str:
@@ -105,9 +107,7 @@ def wrap_command(words: Sequence[str], indent: str = "  ") -> str:
 
 def render_function(name: str, parts: Iterable[ScriptSection]) -> ScriptLine:
     """Parts as the body of a shell function."""
-    lines = (
-        render_script(parts, behind=True).removesuffix("\n").split("\n")
-    )  # splitlines() would cut at U+0085 in an argument
+    lines = render_script(parts, behind=True)[:-1].split("\n")  # splitlines() would cut at U+0085 in an argument
     body = "\n".join(f"  {line}" if line else "" for line in lines)
     return ScriptLine(f"{name}() {{\n{body}\n}}")
 
@@ -117,32 +117,22 @@ def render_script(parts: Iterable[ScriptSection], *, behind: bool = False) -> st
     where it belongs to one short command."""
     blocks = []
     for part in parts:
-        lines = [f"# --- {part.heading}"] if part.heading and part.lines else []
-        for purpose, group in _group_by_purpose(part.lines):
-            whole = f"{group[0]}  # {purpose}"
-            if (
-                behind
-                and purpose
-                and len(group) == 1
-                and len(whole) <= _WIDTH
-                and "\n" not in whole
-                and whole[0] != "#"
-            ):
+        groups: list[tuple[str, list[str]]] = []
+        for line in part.lines:
+            if groups and line.purpose in ("", groups[-1][0]):
+                groups[-1][1].append(line.text)
+            else:
+                groups.append((line.purpose, [line.text]))
+        lines = [f"# --- {part.heading}"] if part.heading and groups else []
+        for purpose, texts in groups:
+            whole = f"{texts[0]}  # {purpose}"
+            is_short = len(texts) == 1 and len(whole) <= _WIDTH and "\n" not in whole and whole[0] != "#"
+            if behind and purpose and is_short:
                 lines.append(whole)
             else:
-                lines += [*([f"# {purpose}"] if purpose else []), *group]
+                lines += [*([f"# {purpose}"] if purpose else []), *texts]
         blocks += ["\n".join(lines)] if lines else []
     return "\n\n".join(blocks) + "\n"
-
-
-def _group_by_purpose(lines: Iterable[ScriptLine]) -> list[tuple[str, list[str]]]:
-    groups: list[tuple[str, list[str]]] = []
-    for line in lines:
-        if groups and line.purpose in ("", groups[-1][0]):
-            groups[-1][1].append(line.text)
-        else:
-            groups.append((line.purpose, [line.text]))
-    return groups
 
 
 # --- shell functions kept in `launch/shell/*.sh`

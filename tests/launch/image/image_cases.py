@@ -10,12 +10,13 @@ import os
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from shardway.launch.image.request import BuildFolder, Ground, ImageRequest, NetworkAccess, parse_recipe, parse_uri
+from shardway.launch.image.request import BuildFolder, Ground, ImageRequest, parse_recipe, parse_uri
+from shardway.sites.schema import Internet
 
 GB = 10**9
 PYTORCH = "docker://nvcr.io#nvidia/pytorch:25.04-py3"
 DIGEST = f"sha256:{'0123456789abcdef' * 4}"
-PROXY = NetworkAccess("proxy", "http://proxy.example.org:3128", "localhost,.example.org")
+PROXY = Internet(login="proxy", proxy="http://proxy.example.org:3128", no_proxy="localhost,.example.org")
 RECIPE = parse_recipe(
     ["libaio-dev", "git=1:2.39.5-0+deb12u2"],
     ["deepspeed==0.16.4", "torch >= 2.7, <3", "flash-attn --no-build-isolation"],

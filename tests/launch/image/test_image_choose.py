@@ -7,8 +7,9 @@ from shardway.errors import UserError
 from shardway.hardware.probe import LocalMachine
 from shardway.launch.hosts import parse_target
 from shardway.launch.image.make import ImageOptions, make_request
-from shardway.launch.image.request import ImageRequest, NetworkAccess, Recipe, Reference
+from shardway.launch.image.request import ImageRequest, Recipe, Reference
 from shardway.sites.load import list_sites, load_site, parse_profile
+from shardway.sites.schema import Internet
 
 IMAGE = Reference("nvidia/pytorch", "nvcr.io", "25.04-py3")
 MACHINE = LocalMachine("laptop", None, 8, 8, 16 * 2**30, (), "3.11", "Linux")
@@ -29,7 +30,7 @@ def test_what_each_shipped_site_chooses(golden: Golden) -> None:
     lines = []
     for site in list_sites():
         order = order_for(f"me@login:{site}")
-        way = f"{order.way.internet or '?'} {order.way.proxy}".strip()
+        way = f"{order.way.login or '?'} {order.way.proxy or ''}".strip()
         chosen = f"{order.runtime or '?':11}{order.command or '-':13}{order.architecture or '?':9}"
         lines.append(f"{site:20}{chosen}{way:10}{order.door}")
     golden("\n".join(lines) + "\n", "images/sites.txt")
@@ -39,19 +40,19 @@ def test_what_is_said_wins_over_the_profile() -> None:
     said = ImageOptions("enroot", "amd64", "http://p.example.org:3128", "/x.sqsh", "/raid")
     order = order_for("jupiter", said)
     assert (order.runtime, order.command, order.architecture) == ("enroot", "", "x86_64")
-    assert order.way == NetworkAccess("proxy", "http://p.example.org:3128")
+    assert order.way == Internet(login="proxy", proxy="http://p.example.org:3128")
     assert (order.target, order.scratch) == ("/x.sqsh", "/raid")
 
 
 def test_a_proxy_counts_where_login_nodes_use_it() -> None:
     proxy = '[internet]\n{} = "proxy"\nproxy = "http://p:3128"\nno_proxy = ".x.org"\n'
-    assert order_with(proxy.format("login")).way == NetworkAccess("proxy", "http://p:3128", ".x.org")
-    assert order_with(proxy.format("nodes")).way == NetworkAccess()
+    assert order_with(proxy.format("login")).way == Internet(login="proxy", proxy="http://p:3128", no_proxy=".x.org")
+    assert order_with(proxy.format("nodes")).way == Internet()
 
 
 def test_without_a_site_nothing_is_known() -> None:
     order = make_request(IMAGE, Recipe(), ImageOptions())
-    assert (order.runtime, order.architecture, order.way, order.door) == ("", None, NetworkAccess(), "")
+    assert (order.runtime, order.architecture, order.way, order.door) == ("", None, Internet(), "")
 
 
 @pytest.mark.parametrize(

@@ -34,16 +34,16 @@ def test_failures_are_explained(golden: Golden) -> None:
     order = make_order("enroot", "docker://nvcr.io#org/private:1")
     said = []
     for name, line in PRINTED.items():
-        failure = parse_failure(["INFO: fine so far", line, "FATAL:   exit status 255"], order)
-        said.append(f"--- {name}\n{failure.sentence}\n{failure.remedy}\n")
+        sentence, remedy = parse_failure(["INFO: fine so far", line, "FATAL:   exit status 255"], order)
+        said.append(f"--- {name}\n{sentence}\n{remedy}\n")
     golden("".join(said), "images/failures.txt")
 
 
 @pytest.mark.parametrize("line", ["Step 401 of 404", "sha256:401403", "copied 404 files"])
 def test_a_number_is_no_refusal(line: str) -> None:
-    assert parse_failure([line], make_order("enroot")).sentence == "a command failed"
+    assert parse_failure([line], make_order("enroot"))[0] == "a command failed"
 
 
 def test_the_last_reason_counts() -> None:
     lines = ["curl: (28) Connection timed out, trying again", "write: No space left on device"]
-    assert parse_failure(lines, make_order("enroot")).sentence == "the disk is full"
+    assert parse_failure(lines, make_order("enroot"))[0] == "the disk is full"

@@ -9,8 +9,7 @@ from image_cases import PROXY, Fakes, make_order
 
 from shardway.errors import SiteError, UserError
 from shardway.launch.hosts import LocalHost
-from shardway.launch.image.make import Made, find_runtime, make_image, parse_df, survey_host
-from shardway.launch.image.plan import plan_image
+from shardway.launch.image.make import find_runtime, make_image, parse_df, plan_image, survey_host
 from shardway.launch.image.request import ImageRequest, parse_recipe
 
 ADDED = parse_recipe(["libaio-dev"], ["it''s $HOME; --no-deps", "deepspeed==0.16.4"])
@@ -26,15 +25,15 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     return found
 
 
-def make(order: ImageRequest, tmp_path: Path, limit_s: float = 120.0) -> tuple[Made, list[str]]:
-    """Make it in a folder with an odd name that does not exist yet."""
+def make(order: ImageRequest, tmp_path: Path, limit_s: float = 120.0) -> tuple[PurePosixPath, int]:
+    """Make it in a folder with an odd name that does not exist yet; its path and size."""
     suffix = {"enroot": "sqsh", "apptainer": "sif"}[order.runtime]
     order = replace(
         order, target=order.target or str(tmp_path / f"it's out/x!.{suffix}"), scratch=str(tmp_path / "scr atch")
     )
-    told: list[str] = []
     host = LocalHost()
-    return make_image(host, order, plan_image(order, survey_host(order, host)), limit_s, told.append), told
+    making = plan_image(order, survey_host(order, host))
+    return making.target, make_image(host, order, making, limit_s, print)
 
 
 def left_over(tmp_path: Path) -> list[str]:
@@ -45,8 +44,8 @@ def left_over(tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize(("runtime", "name"), [("enroot", "x!.sqsh"), ("apptainer", "x!.sif")])
 def test_an_image_is_fetched(fakes: Fakes, tmp_path: Path, runtime: str, name: str) -> None:
-    made, _ = make(make_order(runtime), tmp_path)
-    assert made == Made(PurePosixPath(tmp_path / "it's out" / name), len("fetched\n"))
+    made = make(make_order(runtime), tmp_path)
+    assert made == (PurePosixPath(tmp_path / "it's out" / name), len("fetched\n"))
     assert left_over(tmp_path) == [name]
     part = str(tmp_path / f"it's out/.{name}.a1b2c3d4.tmp")
     words = {
@@ -60,9 +59,9 @@ def test_an_image_is_fetched(fakes: Fakes, tmp_path: Path, runtime: str, name: s
 def test_an_image_is_built(fakes: Fakes, tmp_path: Path, runtime: str) -> None:
     """Its script runs inside, and every word of it arrives."""
     order = make_order(runtime, recipe=ADDED, way=PROXY)
-    made, _ = make(order, tmp_path)
-    assert Path(made.path).read_text() == "built\n"
-    assert left_over(tmp_path) == [made.path.name]
+    path, _ = make(order, tmp_path)
+    assert Path(path).read_text() == "built\n"
+    assert left_over(tmp_path) == [path.name]
     pip = ["python3", "-m", "pip", "install", "--no-cache-dir"]
     assert fakes.installed[1:] == [
         ["apt-get", "-o", "APT::Sandbox::User=root", "install", "--yes", "--no-install-recommends", "--", "libaio-dev"],
@@ -71,7 +70,7 @@ def test_an_image_is_built(fakes: Fakes, tmp_path: Path, runtime: str) -> None:
     ]
     steps = {"enroot": ["import", "create", "start", "export"], "apptainer": ["build"]}
     assert [call[1] for call in fakes.calls] == steps[runtime]
-    assert (fakes.folder / "variables").read_text().startswith(PROXY.proxy)
+    assert (fakes.folder / "variables").read_text().startswith(str(PROXY.proxy))
 
 
 FAILURES = [

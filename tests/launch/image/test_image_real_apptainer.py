@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 from image_cases import PROXY, make_order
 
-from shardway.launch.image.plan import plan_image
+from shardway.launch.image.make import plan_image
 from shardway.launch.image.request import BuildFolder, Ground, ImageRequest, parse_recipe
 
 SYSTEM = Path("/var/cache/shardway-cluster/system")
@@ -131,7 +131,7 @@ def test_an_image_is_built_on_one_that_is_there(home: Path, room: Path, kind: st
         f"{requirements}{as_root}{pip}<torch >= 2, <3>{as_root}{pip}<$HOME;><--no-deps>"
     )
     definition = (home / "unpacked/.singularity.d").rglob("Singularity*")
-    assert all(PROXY.proxy not in path.read_text() for path in definition)
+    assert all(str(PROXY.proxy) not in path.read_text() for path in definition)
 
 
 def test_nothing_is_left_where_the_registry_cannot_be_reached(home: Path, room: Path) -> None:

@@ -8,8 +8,9 @@ from image_cases import DIGEST, GB, GROUND, PROXY, PYTORCH, ground_for, make_ord
 
 from golden_files import Golden, golden_names
 from shardway.errors import UserError
-from shardway.launch.image.plan import Making, default_name, plan_image
-from shardway.launch.image.request import BuildFolder, Ground, ImageRequest, NetworkAccess
+from shardway.launch.image.make import Making, default_name, plan_image
+from shardway.launch.image.request import BuildFolder, Ground, ImageRequest
+from shardway.sites.schema import Internet
 from shell_lint import complaints
 
 BASE = PurePosixPath("/project/images/it's base.sqsh")
@@ -89,7 +90,7 @@ def test_what_no_machine_could_make_is_explained(golden: Golden) -> None:
 
 def test_all_that_stands_in_the_way_is_told_at_once(golden: Golden) -> None:
     """And how it is made elsewhere, in words that can be pasted."""
-    way = NetworkAccess("none")
+    way = Internet(login="none")
     order = make_order(
         "apptainer", USER, adds=True, architecture="aarch64", way=way, site="far", door="me@data.far.org"
     )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transcripts_of_probes import read
 
-from shardway.launch.schedulers import pbs_survey as pbs
+from shardway.launch.schedulers import surveys as pbs
 from shardway.launch.site_survey import ProbedFacts
 
 QUEUES = read("pbs", "qstat-queues-server.Q.json")
@@ -25,7 +25,7 @@ def nodes_json(**vnodes: dict[str, Any]) -> str:
 
 
 def test_queues_that_everybody_can_send_jobs_to() -> None:
-    found = pbs.describe_queues(pbs.parse_queues(QUEUES), pbs.parse_default_queue(SERVER))
+    found = pbs.describe_queues(QUEUES, pbs.parse_default_queue(SERVER))
     assert values(found) == {
         "queues.workq.name": "workq",
         "queues.short.name": "short",
@@ -44,22 +44,20 @@ def test_queues_that_everybody_can_send_jobs_to() -> None:
 
 def test_the_default_queue_is_the_first() -> None:
     assert pbs.parse_default_queue(SERVER) == "workq"
-    found = pbs.describe_queues(pbs.parse_queues(QUEUES), "short")
+    found = pbs.describe_queues(QUEUES, "short")
     assert found.facts[0].path == ("queues", "short", "name")
 
 
 def test_limits_in_nodes_as_numbers_or_texts() -> None:
     limits = {"resources_max": {"nodect": "16", "walltime": 3600}, "resources_min": {"nodect": 2}}
     text = json.dumps({"Queue": {"q.1": {"enabled": "True", "started": "True", **limits}}})
-    [queue] = pbs.parse_queues(text)
-    assert (queue.max_nodes, queue.min_nodes, queue.max_walltime) == (16, 2, 3600.0)
-    assert {fact.path[1] for fact in pbs.describe_queues([queue], "").facts} == {"q.1"}
+    found = pbs.describe_queues(text, "")
+    assert [found.get("queues", "q.1", key) for key in ("max_nodes", "min_nodes", "max_walltime")] == [16, 2, 3600.0]
+    assert {fact.path[1] for fact in found.facts} == {"q.1"}
 
 
 def test_nodes_of_a_real_server() -> None:
-    nodes = pbs.parse_nodes(NODES)
-    assert [(node.name, node.cores, node.gpus) for node in nodes] == [("p1", 4, 4), ("p2", 4, 4), ("p3", 4, 4)]
-    found = pbs.describe_nodes(nodes)
+    found = pbs.describe_hosts(NODES)
     assert values(found) == {
         "node.cores": 4,
         "node.memory": 24684084 * 1024,
@@ -78,7 +76,7 @@ def test_vnodes_of_a_host_are_one_node_and_kinds_are_told() -> None:
         c1={"host": "c1", "ncpus": 128, "mem": "256gb"},
         c2={"host": "c2", "ncpus": 128, "mem": "256gb"},
     )
-    found = pbs.describe_nodes(pbs.parse_nodes(text))
+    found = pbs.describe_hosts(text)
     assert values(found) == {
         "node.cores": 112,
         "node.memory": 2 * 2**40,
@@ -90,7 +88,7 @@ def test_vnodes_of_a_host_are_one_node_and_kinds_are_told() -> None:
 
 
 def test_nodes_without_accelerators() -> None:
-    found = pbs.describe_nodes(pbs.parse_nodes(nodes_json(c1={"ncpus": 8, "mem": "16gb"})))
+    found = pbs.describe_hosts(nodes_json(c1={"ncpus": 8, "mem": "16gb"}))
     assert values(found) == {
         "node.cores": 8,
         "node.memory": 16 * 2**30,
@@ -109,10 +107,9 @@ def test_sizes(text: str, size: int | None) -> None:
 
 @pytest.mark.parametrize("text", ["", "no json", "[1]", '{"Queue": 3, "nodes": [], "Server": {"s": 1}}', "[" * 100000])
 def test_what_is_no_answer_says_nothing(text: str) -> None:
-    assert pbs.parse_queues(text) == []
-    assert pbs.parse_nodes(text) == []
+    assert pbs.describe_queues(text, "") == ProbedFacts()
+    assert pbs.describe_hosts(text) == ProbedFacts()
     assert pbs.parse_default_queue(text) == ""
-    assert pbs.describe_nodes([]) == ProbedFacts()
 
 
 JSON = st.recursive(
@@ -126,5 +123,6 @@ JSON = st.recursive(
 @given(st.dictionaries(st.sampled_from(["resources_max", "resources_available", "enabled", "started", "mem"]), JSON))
 def test_no_value_makes_a_parser_fail(table: dict[str, Any]) -> None:
     text = json.dumps({"Queue": {"q": table}, "nodes": {"n": table, "m": {"resources_available": table}}})
-    assert [queue.name for queue in pbs.parse_queues(text)] == ["q"]
-    pbs.describe_nodes(pbs.parse_nodes(text))
+    found = pbs.describe_queues(text, "")
+    assert found.get("queues", "q", "name") == "q" or found.notes[0].startswith("Queue q is left out: ")
+    pbs.describe_hosts(text)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transcripts_of_probes import SLURMS, said
 
-from shardway.launch.schedulers import slurm_survey as slurm
+from shardway.launch.schedulers import surveys as slurm
+from shardway.launch.schedulers.slurm import Slurm
 from shardway.launch.site_survey import ProbedFacts, parse_time
 
 GIB = 2**30
@@ -22,7 +25,7 @@ a line that is none
 """
 
 
-def partitions(folder: str) -> list[slurm.Partition]:
+def partitions(folder: str) -> list[dict[str, str]]:
     return slurm.parse_partitions(said(folder, "sinfo-partition", "scontrol show partition"))
 
 
@@ -45,15 +48,12 @@ def test_kinds_of_nodes(folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", SLURMS)
-def test_partitions_and_their_limits(folder: str) -> None:
-    found = {partition.name: partition for partition in partitions(folder)}
-    assert list(found) == ["batch", "debug", "preempt", "closed", "private", "draining"]
-    batch, debug = found["batch"], found["debug"]
-    assert (batch.is_default, batch.max_walltime, batch.default_walltime) == (True, 3600.0, 600.0)
-    assert (debug.is_default, debug.max_walltime, debug.default_walltime) == (False, 300.0, 60.0)
-    assert (batch.max_nodes, batch.min_nodes, batch.whole_nodes) == (None, None, False)
-    assert [found[name].state for name in ("closed", "draining")] == ["DOWN", "DRAIN"]
-    assert found["private"].accounts == "rich"
+def test_partitions_by_name(folder: str) -> None:
+    names = [partition["PartitionName"] for partition in partitions(folder)]
+    assert names == ["batch", "debug", "preempt", "closed", "private", "draining"]
+    kinds = slurm.parse_sinfo(said(folder, "sinfo-partition", SINFO))
+    default_last = sorted(partitions(folder), key=lambda partition: partition["PartitionName"] == "batch")
+    assert slurm.describe_partitions(default_last, kinds, []).facts[0].value == "batch"
 
 
 @pytest.mark.parametrize("folder", SLURMS)
@@ -61,7 +61,7 @@ def test_queues_are_those_that_this_user_can_send_jobs_to(folder: str) -> None:
     kinds = slurm.parse_sinfo(said(folder, "sinfo-partition", SINFO))
     command = " ".join(slurm.accounts_command("alice"))
     accounts = slurm.parse_accounts(said(folder, "sinfo-partition", command))
-    found = slurm.describe_queues(partitions(folder), kinds, accounts)
+    found = slurm.describe_partitions(partitions(folder), kinds, accounts)
     assert values(found) == {
         "queues.batch.name": "batch",
         "queues.batch.max_walltime": 3600.0,
@@ -85,7 +85,7 @@ def test_queues_are_those_that_this_user_can_send_jobs_to(folder: str) -> None:
 def test_one_account_is_the_default_and_qualities_of_service_are_told(folder: str) -> None:
     command = " ".join(slurm.accounts_command("alice"))
     accounts = slurm.parse_accounts(said(folder, "sinfo-partition", command))
-    assert accounts == [slurm.SlurmAccount("test", ("gpulimit", "normal", "onejob", "short"))]
+    assert accounts == {"test": {"gpulimit", "normal", "onejob", "short"}}
     found = slurm.describe_accounts(accounts, "alice")
     assert values(found) == {"defaults.account": "test"}
     assert found.notes == ("Qualities of service that you may ask for: gpulimit, normal, onejob, short.",)
@@ -99,10 +99,12 @@ def test_several_accounts_are_a_choice_of_the_user() -> None:
 
 
 @pytest.mark.parametrize("folder", SLURMS)
-def test_settings(folder: str) -> None:
-    config = slurm.parse_config(said(folder, "sinfo-partition", "scontrol show config"))
+def test_the_name_of_the_site(folder: str) -> None:
+    def ask(words: Sequence[str], *, quiet: bool = False) -> str:
+        return said(folder, "sinfo-partition", " ".join(words))
+
     names = {"slurm": "hpc", "slurm-24": "hpc24", "slurm-26": "hpc26"}
-    assert (config["ClusterName"], config["KillWait"]) == (names[folder], "5 sec")
+    assert Slurm().read_site_name(ask) == names[folder]
 
 
 @pytest.mark.parametrize("folder", SLURMS)
@@ -129,7 +131,7 @@ def test_nodes_with_accelerators_come_before_more_nodes_without() -> None:
         "PartitionName={} MaxTime=UNLIMITED DefaultTime=NONE MaxNodes=16 MinNodes=2 State=UP OverSubscribe=EXCLUSIVE"
     )
     blocks = "\n\n".join(shown.format(name) for name in ("cpu", "gpu", "devel", "old"))
-    queues = slurm.describe_queues(slurm.parse_partitions(blocks), kinds, [])
+    queues = slurm.describe_partitions(slurm.parse_partitions(blocks), kinds, {})
     assert values(queues) == {
         "queues.gpu.name": "gpu",
         "queues.gpu.max_nodes": 16,
@@ -151,7 +153,6 @@ def test_nodes_without_accelerators_are_of_the_kind_that_is_most_frequent() -> N
         "node.accelerator": "cpu",
         "node.accelerators_per_node": 0,
     }
-    assert slurm.describe_nodes([]) == ProbedFacts()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from transcripts_of_probes import SLURMS, TalkingHost, read, said
 from shardway.hardware.probe import Device, LocalMachine
 from shardway.launch import site_survey
 from shardway.launch.hosts.base import Done
-from shardway.launch.schedulers import slurm_survey as slurm
+from shardway.launch.schedulers import surveys as slurm
 from shardway.launch.schedulers.slurm import Slurm
 from shardway.launch.site_survey import ProbedFact, ProbedFacts, name_site, render_profile, survey
 from shardway.sites.load import parse_profile
@@ -46,7 +46,7 @@ def slurm_host(folder: str, **more: str) -> TalkingHost:
             ("id", "-un"): "alice\n",
             ("sacctmgr",): case(" ".join(slurm.accounts_command("alice"))),
             slurm.PARTITIONS: case("scontrol show partition"),
-            slurm.CONFIG: case("scontrol show config"),
+            ("scontrol", "show", "config"): case("scontrol show config"),
             ("scontrol", "show", "node", "n1"): case("scontrol show node n1"),
             ("srun", "--help"): more.get("srun_help", "Usage: srun\n"),
             **ANYWHERE,

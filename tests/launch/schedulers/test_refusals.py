@@ -150,7 +150,7 @@ def test_what_was_not_asked_is_said_to_be_so() -> None:
 
 @pytest.mark.parametrize("scheduler", [SLURM, PBS])
 def test_no_rule_is_written_twice(scheduler: Scheduler) -> None:
-    patterns = [rule.when.pattern for rule in scheduler.list_rules("refusal")]
+    patterns = [rule["when"] for rule in scheduler.list_rules("refusal")]
     assert len(patterns) == len(set(patterns))
 
 

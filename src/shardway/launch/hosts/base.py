@@ -44,49 +44,42 @@ MISSING = 127
 
 
 class Host(Protocol):
-    """This machine or one behind ssh."""
+    """This machine or one behind ssh, of which each method raises HostUnreachable."""
 
     name: str
     """ "" for this machine, else as ssh knows it: "alice@login.example.org"."""
 
     def run(self, words: Sequence[str], *, timeout_s: float = 30.0, stdin: str = "") -> Done:
-        """Run a command to its end. A missing program is code 127. Raises HostUnreachable."""
-        ...
+        """Run a command to its end, or for `timeout_s` seconds. A missing program is code 127."""
 
     def run_many(self, commands: Sequence[Sequence[str]], *, timeout_s: float = 60.0) -> list[Done]:
         """Run several commands in a row over one connection; each runs whatever the result of the one before."""
-        ...
 
     def follow(self, words: Sequence[str]) -> Iterator[str]:
         """Run a command and yield its output line by line as it comes, until it ends or the iterator is closed."""
-        ...
 
     def read_files(self, paths: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
         """The text of each of these files that is there and can be read, in one exchange; bytes that are no UTF-8 are
         replaced."""
-        ...
 
     def write_files(self, files: Mapping[PurePosixPath, str], *, executable: Sequence[PurePosixPath] = ()) -> None:
         """Write whole files (folders are made), each to appear complete or not at all. Raises UserError where the
         file system refuses it (no space, no permission), with the path and the reason."""
-        ...
 
     def copy_tree(self, source: Path, target: PurePosixPath) -> None:
-        """Copy a local folder (with its links) to a folder of the host that does not exist yet."""
-        ...
+        """Copy a local folder (with its links) to a folder of the host. Raises UserError where that exists or cannot be
+        written."""
 
     def read_options(self) -> dict[str, str]:
         """Variables with options for a scheduler (`inherited.list_options`), which no command of this host gets."""
-        ...
 
     def expand(self, path: str) -> PurePosixPath:
         """An absolute path on the host: `~` and `$VARIABLES` are the host's, a relative path is below the current
-        folder here, or the home folder there."""
-        ...
+        folder here, or the home folder there. Raises UserError."""
+        return self.expand_many([path])[0]
 
     def expand_many(self, paths: Sequence[str]) -> list[PurePosixPath]:
         """The same of several paths, in one exchange."""
-        ...
 
 
 # --- the words `user@host:SITE`
@@ -118,22 +111,16 @@ def parse_target(text: str) -> Target:
             "  Allowed: SITE, HOST:SITE or USER@HOST:SITE.\n"
             "  To do: give the port, a jump host or a key to the host in ~/.ssh/config, and name the host here."
         )
-    match = _SHAPE.fullmatch(text)
-    if match:
-        return Target(_check_host(match["host"].replace("[", "").replace("]", ""), text), match["site"])
-    if "@" in text:
-        return Target(_check_host(text, text), "")
-    return Target("", text)
-
-
-def _check_host(host: str, text: str) -> str:
-    if host.startswith("-") or "@-" in host or not _HOST.fullmatch(host):
+    host, site = (text, "") if "@" in text else ("", text)
+    if match := _SHAPE.fullmatch(text):
+        host, site = match["host"].replace("[", "").replace("]", ""), match["site"]
+    if (match or host) and (host.startswith("-") or "@-" in host or not _HOST.fullmatch(host)):
         raise UserError(
             f"--on {text}: {host!r} is no name of a host.\n"
             "  Allowed: letters, digits and . _ - in the name, with USER@ before it where you need one.\n"
             "  To do: check the name, or give the host a name of your own in ~/.ssh/config."
         )
-    return host
+    return Target(host, site)
 
 
 # --- expansion of `~` and `$VARIABLES` in a path

@@ -20,57 +20,49 @@ from pathlib import Path, PurePosixPath
 
 from shardway.errors import UserError
 from shardway.inherited import list_options, strip
-from shardway.launch.hosts.base import MISSING, Done, fill_in, list_variables
+from shardway.launch.hosts.base import MISSING, Done, Host, fill_in, list_variables
 from shardway.places import find_home, is_there_as_written
 from shardway.refusals import ANOTHER_FOLDER, find_remedy
 from shardway.rundir.file_io import write_whole
 
-_NOT_EXECUTABLE = 126
 _GRACE_S = 2.0
-_GONE = -signal.SIGKILL
-"""What a process that was left behind counts as."""
 
 
-class LocalHost:
+class LocalHost(Host):
     """This machine."""
 
     name = ""
 
     def run(self, words: Sequence[str], *, timeout_s: float = 30.0, stdin: str = "") -> Done:
-        """Run a command to its end, or for `timeout_s` seconds."""
         try:
-            process = subprocess.Popen(
-                list(words),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-                env=strip(os.environ),
-            )
+            process = _start(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
         except FileNotFoundError:
             return Done(tuple(words), MISSING, "", f"{words[0]}: no such program\n")
-        except OSError as error:
-            return Done(tuple(words), _NOT_EXECUTABLE, "", f"{words[0]}: {error.strerror}\n")
-        except ValueError as error:  # for a word that no program can be given
-            return Done(tuple(words), _NOT_EXECUTABLE, "", f"{words[0]}: {error}\n")
+        except (OSError, ValueError) as error:  # ValueError: for a word that no program can be given
+            reason = error.strerror if isinstance(error, OSError) else error
+            return Done(tuple(words), 126, "", f"{words[0]}: {reason}\n")
         late = False
         try:
             out, err = process.communicate(stdin.encode("utf-8", "surrogateescape"), timeout_s)
         except subprocess.TimeoutExpired:
-            _end_group(process)
-            out, err = _drain(process)
             late = True
+            _end_group(process)
+            try:
+                out, err = process.communicate(timeout=_GRACE_S)
+            except subprocess.TimeoutExpired as error:  # a child that left its session may keep the pipes open
+                out, err = error.output or b"", error.stderr or b""
         except BaseException:
             _end_group(process)
             raise
         finally:
             _let_go(process)
-        code = _GONE if process.returncode is None else process.returncode
+        # A process that was left behind counts as killed.
+        code = -signal.SIGKILL if process.returncode is None else process.returncode
         code = code if code >= 0 else 128 - code
         return Done(tuple(words), code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"), late)
 
     def run_many(self, commands: Sequence[Sequence[str]], *, timeout_s: float = 60.0) -> list[Done]:
-        """Run several commands in a row; those that the time does not reach are marked as timed out."""
+        """Those that the time does not reach are marked as timed out."""
         end = time.monotonic() + timeout_s
         done = []
         for words in commands:
@@ -79,16 +71,9 @@ class LocalHost:
         return done
 
     def follow(self, words: Sequence[str]) -> Iterator[str]:
-        """Yield the lines of a command's standard output as they come; none where the program is missing."""
+        """None where the program is missing."""
         try:
-            process = subprocess.Popen(
-                list(words),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                env=strip(os.environ),
-            )
+            process = _start(words, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         except OSError:
             return
         try:
@@ -99,11 +84,9 @@ class LocalHost:
             _let_go(process)
 
     def read_options(self) -> dict[str, str]:
-        """Variables of this process that hold options for a scheduler."""
         return list_options(os.environ)
 
     def read_files(self, paths: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
-        """The text of each of these files that can be read."""
         found = {}
         for path in paths:
             with contextlib.suppress(OSError):
@@ -111,7 +94,6 @@ class LocalHost:
         return found
 
     def write_files(self, files: Mapping[PurePosixPath, str], *, executable: Sequence[PurePosixPath] = ()) -> None:
-        """Write whole files. Raises UserError where the file system refuses one."""
         for path, text in files.items():
             here = Path(path)
             try:
@@ -124,7 +106,6 @@ class LocalHost:
                 raise UserError(refuse_to_write(path, error.strerror or str(error))) from None
 
     def copy_tree(self, source: Path, target: PurePosixPath) -> None:
-        """Copy a folder with its links. Raises UserError where the target exists or cannot be written."""
         there = Path(target)
         if there.exists() or there.is_symlink():
             raise UserError(refuse_to_write(target, "it exists already"))
@@ -141,24 +122,29 @@ class LocalHost:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def expand(self, path: str) -> PurePosixPath:
-        """An absolute path; a relative one is below the current folder."""
-        if is_there_as_written(path):
-            return PurePosixPath(os.path.normpath(os.path.join(os.getcwd(), path)))
-        values = {name: os.environ.get(name, "") for name in list_variables(path)}
-        if "HOME" in values:
-            values["HOME"] = values["HOME"] or str(find_home() or "/")  # as bash has it
-        return fill_in(path, values, os.getcwd(), self.name)
-
     def expand_many(self, paths: Sequence[str]) -> list[PurePosixPath]:
-        """Absolute paths, in their order."""
-        return [self.expand(path) for path in paths]
+        expanded = []
+        for path in paths:
+            if is_there_as_written(path):
+                expanded.append(PurePosixPath(os.path.normpath(os.path.join(os.getcwd(), path))))
+                continue
+            values = {name: os.environ.get(name, "") for name in list_variables(path)}
+            if "HOME" in values:
+                values["HOME"] = values["HOME"] or str(find_home() or "/")  # as bash has it
+            expanded.append(fill_in(path, values, os.getcwd(), self.name))
+        return expanded
 
 
 def refuse_to_write(path: PurePosixPath, reason: str, host: str = "") -> str:
     """The message of a file or folder that cannot be written."""
     where = f" on {host}" if host else ""
     return f"{path}{where} cannot be written: {reason}.\n  To do: {find_remedy(reason, ANOTHER_FOLDER)}."
+
+
+def _start(words: Sequence[str], stdin: int, stderr: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        list(words), stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True, env=strip(os.environ)
+    )
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
@@ -168,14 +154,6 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_S)
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _drain(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """What a process that was ended had printed; a child that left its session may keep the pipes open."""
-    try:
-        return process.communicate(timeout=_GRACE_S)
-    except subprocess.TimeoutExpired as error:
-        return error.output or b"", error.stderr or b""
 
 
 def _let_go(process: subprocess.Popen[bytes]) -> None:

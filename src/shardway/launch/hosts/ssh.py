@@ -33,19 +33,19 @@ import subprocess
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from typing import IO
 
 from shardway.errors import SiteError, UserError
 from shardway.inherited import list_option_patterns, list_patterns
-from shardway.launch.hosts.base import Done, HostUnreachable, fill_in, list_variables
+from shardway.launch.hosts.base import Done, Host, HostUnreachable, fill_in, list_variables
 from shardway.launch.hosts.local import refuse_to_write
 from shardway.launch.script import quote, quote_all, quote_shell, read_block
 from shardway.rundir.file_io import write_json
-
-# --- One shared ssh connection per host: how often a new one may be opened, and what ssh's refusals mean
 
 # --- how often a host may be connected to
 
@@ -61,14 +61,11 @@ class Budget:
     failures: int = 0
     last: float = 0.0
 
-    @property
-    def gap_s(self) -> float:
-        """Seconds that have to lie between the last connection and the next: doubled for each failure in a row."""
-        return min(GAP_S * 2.0 ** min(self.failures, 30), LONGEST_GAP_S)
-
     def wait_s(self, now: float) -> float:
-        """Seconds until the next connection may be tried; a clock that was set back does not lengthen them."""
-        return min(max(self.last + self.gap_s - now, 0.0), self.gap_s)
+        """Seconds until the next connection may be tried: the gap is doubled for each failure in a row; a clock that
+        was set back does not lengthen it."""
+        gap_s = min(GAP_S * 2.0 ** min(self.failures, 30), LONGEST_GAP_S)
+        return min(max(self.last + gap_s - now, 0.0), gap_s)
 
     def after(self, now: float, ok: bool) -> Budget:
         """What is known after one more connection was tried."""
@@ -90,90 +87,22 @@ def write_budget(path: Path, budget: Budget) -> None:
         write_json(path, asdict(budget), durable=False)
 
 
-# --- refusals of ssh as a sentence and a remedy
+# --- the shared connection
 
-_MOST_LINES = 6
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a connection failed; `needs_person` if a user at a terminal could have answered."""
-
-    sentence: str
-    remedy: str
-    needs_person: bool = False
+REFUSALS = tomllib.loads((files(__package__) / "ssh.toml").read_text(encoding="utf-8"))["refusal"]
 
 
-_KNOWN: tuple[tuple[str, Refusal], ...] = (
-    (
-        r"REMOTE HOST IDENTIFICATION HAS CHANGED",
-        Refusal(
-            "its host key is not the one that was known",
-            "ask the site whether it changed its keys; only then remove the old one with `ssh-keygen -R NAME`.",
-        ),
-    ),
-    (
-        r"Host key verification failed|host key is known for",
-        Refusal("its host key is not known yet", "", needs_person=True),
-    ),
-    (
-        r"[Bb]ad configuration option|terminating, \d+ bad configuration|Bad owner or permissions|percent_expand",
-        Refusal("ssh cannot read its configuration", "mend the named line of ~/.ssh/config."),
-    ),
-    (
-        r"Could not resolve hostname",
-        Refusal("no such host is known", "check the name, and that you are in the site's network or VPN."),
-    ),
-    (
-        r"Connection refused",
-        Refusal("it refuses connections on that port", "give the site's port to the host in ~/.ssh/config."),
-    ),
-    (
-        r"timed? ?out|No route to host|Network is unreachable|Host is down",
-        Refusal(
-            "it does not answer",
-            "check the network and the VPN; a site that was asked too often may shut your address out for a while.",
-        ),
-    ),
-    (
-        r"certificate .*(expired|not yet valid)|Certificate invalid",
-        Refusal("your ssh certificate is no longer valid", "get a new one as the site describes, then try again."),
-    ),
-    (
-        r"Too many authentication failures",
-        Refusal(
-            "too many keys were offered", "name the one key with IdentityFile and IdentitiesOnly yes in ~/.ssh/config."
-        ),
-    ),
-    (
-        r"Permission denied|no supported authentication|password.*expired",
-        Refusal("it does not let you in without being asked", "", needs_person=True),
-    ),
-    (
-        r"kex_exchange_identification|Connection (closed|reset)|banner exchange|Exceeded MaxStartups",
-        Refusal(
-            "it closed the connection at once",
-            "wait some minutes: many sites do so with addresses that come too often; then ask the site's support.",
-        ),
-    ),
-)
+def parse_refusal(said: str) -> tuple[str, str]:
+    """The first known reason in what ssh printed, and its remedy; no remedy where a person could have answered."""
+    found = ((rule["sentence"], rule.get("remedy", "")) for rule in REFUSALS if re.search(rule["when"], said))
+    return next(found, ("ssh failed", "try the same with `ssh -v` to see why."))
 
 
-def parse_refusal(said: str) -> Refusal:
-    """The first known reason in what ssh printed; its own last line where none is known."""
-    for pattern, refusal in _KNOWN:
-        if re.search(pattern, said):
-            return refusal
-    return Refusal("ssh failed", "try the same with `ssh -v` to see why.")
-
-
-def render_output(said: str) -> str:
+def _render_output(said: str) -> str:
     """What ssh printed, its last lines, indented; empty where it was silent."""
     lines = [line.rstrip() for line in said.replace("\r", "").splitlines() if line.strip(" @\t")]
-    return "".join(f"\n    ssh: {line}" for line in lines[-_MOST_LINES:])
+    return "".join(f"\n    ssh: {line}" for line in lines[-6:])
 
-
-# --- the shared connection
 
 CONNECT_S = 20
 """Seconds within which a host must answer."""
@@ -216,6 +145,7 @@ class Connection:
     def __init__(self, host: str, surroundings: ConnectionContext) -> None:
         self.host = host
         self._around = surroundings
+        self._name = hashlib.sha256("\0".join([*surroundings.program, host]).encode()).hexdigest()[:12]
         self._socket: Path | None = None
 
     def command(self, words: Sequence[str]) -> list[str]:
@@ -235,15 +165,35 @@ class Connection:
 
         Raises HostUnreachable with the reason and the remedy, or where the budget says that it is too early.
         """
-        self._wait_for_turn()
-        terminal = self._around.terminal()
-        master = ("-o", "ControlMaster=auto", "-o", f"ControlPersist={PERSIST}", "-o", f"BatchMode={_no_yes(terminal)}")
-        words = [*self._around.program, *_QUIET, *self._path_option(), *master, "--", self.host, "true"]
-        code, said = _run_waiting(words, PERSON_S if terminal else CONNECT_S + 10.0)
+        around, budget_path = self._around, self._private_folder() / f"{self._name}.json"
+        wait = read_budget(budget_path).wait_s(around.clock())
+        if wait > LONGEST_WAIT_S:
+            raise HostUnreachable(
+                f"{self.host}: the last connections failed, and the next is tried in {wait:.0f} s at the earliest: "
+                "sites shut out machines that come too often.\n  To do: wait, or mend what was wrong with the last one."
+            )
+        if wait > 0:
+            around.sleep(wait)
+        terminal = around.terminal()
+        batch = f"BatchMode={'no' if terminal else 'yes'}"
+        master = ("-o", "ControlMaster=auto", "-o", f"ControlPersist={PERSIST}", "-o", batch)
+        words = [*around.program, *_QUIET, *self._path_option(), *master, "--", self.host, "true"]
+        with tempfile.TemporaryFile() as messages:  # a file, since ssh leaves a child behind that keeps a pipe open
+            late = ""
+            try:
+                limit = PERSON_S if terminal else CONNECT_S + 10.0
+                nothing = subprocess.DEVNULL
+                code = subprocess.run(words, stdin=nothing, stdout=nothing, stderr=messages, timeout=limit).returncode
+            except FileNotFoundError:
+                raise _no_ssh(words) from None
+            except subprocess.TimeoutExpired:
+                code, late = 255, "\nConnection timed out"
+            messages.seek(0)
+            said = _text(messages.read()) + late
         connected = code != 255 and self.is_open()
-        write_budget(self._budget_path, read_budget(self._budget_path).after(self._around.clock(), connected))
+        write_budget(budget_path, read_budget(budget_path).after(around.clock(), connected))
         if not connected:
-            raise HostUnreachable(self._describe(parse_refusal(said), said, terminal))
+            raise self._refused(said, terminal)
 
     def close(self) -> None:
         """End the shared connection, where one stands."""
@@ -252,40 +202,41 @@ class Connection:
     def lost(self, what: str, said: str) -> HostUnreachable:
         """The error of a call whose answer did not come back."""
         return HostUnreachable(
-            f"{self.host}: {what}.{render_output(said)}\n"
+            f"{self.host}: {what}.{_render_output(said)}\n"
             "  What it did there is not known. To do: try again; if it stays so, look with "
             f"`{quote_all([*self._around.program, self.host])}`."
         )
 
-    # --- names
+    def _refused(self, said: str, terminal: bool) -> HostUnreachable:
+        sentence, remedy = parse_refusal(said)
+        if not remedy and terminal:
+            remedy = "check your user name, key and password with the site."
+        elif not remedy:
+            command = [*self._around.program, "-MNf", *self._path_option(), "-o", "ControlPersist=12h", self.host]
+            remedy = (
+                f"there is no terminal to ask on. Open the connection once in one:\n      {quote_all(command)}\n"
+                "    and then run this again; every later call rides it."
+            )
+        return HostUnreachable(f"{self.host}: {sentence}.{_render_output(said)}\n  To do: {remedy}")
 
     def _path_option(self) -> tuple[str, ...]:
+        """The ControlPath that the user's configuration gives to this host, else a socket in the private folder."""
         if self._socket is None:
-            self._socket = self._users_socket() or self._private_folder() / self._short_name
+            answer = self._ask(["-G"])
+            if answer.returncode != 0:
+                raise self._refused(answer.stderr, terminal=True)
+            pairs = (line.partition(" ")[::2] for line in answer.stdout.splitlines())
+            users = [value for key, value in pairs if key == "controlpath" and value != "none"]
+            self._socket = Path(users[0]) if users else self._private_folder() / self._name
         return ("-o", f"ControlPath={str(self._socket).replace('%', '%%')}")
 
-    @property
-    def _short_name(self) -> str:
-        return hashlib.sha256("\0".join([*self._around.program, self.host]).encode()).hexdigest()[:12]
-
-    @property
-    def _budget_path(self) -> Path:
-        return self._private_folder() / f"{self._short_name}.json"
-
-    def _users_socket(self) -> Path | None:
-        """The ControlPath that the user's configuration gives to this host."""
-        answer = self._ask(["-G"])
-        if answer.returncode != 0:
-            raise HostUnreachable(self._describe(parse_refusal(answer.stderr), answer.stderr, terminal=True))
-        for line in answer.stdout.splitlines():
-            key, _, value = line.partition(" ")
-            if key == "controlpath" and value != "none":
-                return Path(value)
-        return None
-
     def _private_folder(self) -> Path:
-        """A folder for sockets, short enough for their paths (sun_path holds 104 bytes, ssh adds 17 for a while)."""
-        folder = self._around.folder or _runtime_folder()
+        """A folder for sockets, short enough for their paths (sun_path holds 104 bytes, ssh adds 17 for a while): in
+        the user's runtime folder (pam_systemd(8)), else in /tmp, since $TMPDIR may be too long."""
+        runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+        fits = runtime and len(runtime) < 40 and os.access(runtime, os.W_OK)
+        usual = Path(runtime) / "shardway" if fits else Path("/tmp") / f"shardway-{os.getuid()}"
+        folder = self._around.folder or usual
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         state = folder.lstat()
@@ -295,8 +246,6 @@ class Connection:
                 f"  To do: remove it, or close it with `chmod 700 {quote(str(folder))}`."
             )
         return folder
-
-    # --- effects
 
     def _ask(self, options: Sequence[str]) -> subprocess.CompletedProcess[str]:
         words = [*self._around.program, *options, "--", self.host]
@@ -309,51 +258,6 @@ class Connection:
         except subprocess.TimeoutExpired:  # a connection whose holder hangs is none
             return subprocess.CompletedProcess(words, 255, "", "")
 
-    def _wait_for_turn(self) -> None:
-        wait = read_budget(self._budget_path).wait_s(self._around.clock())
-        if wait > LONGEST_WAIT_S:
-            raise HostUnreachable(
-                f"{self.host}: the last connections failed, and the next is tried in {wait:.0f} s at the earliest: "
-                "sites shut out machines that come too often.\n  To do: wait, or mend what was wrong with the last one."
-            )
-        if wait > 0:
-            self._around.sleep(wait)
-
-    def _describe(self, refusal: Refusal, said: str, terminal: bool) -> str:
-        remedy = refusal.remedy
-        if refusal.needs_person:
-            command = [*self._around.program, "-MNf", *self._path_option(), "-o", "ControlPersist=12h", self.host]
-            remedy = (
-                "check your user name, key and password with the site"
-                if terminal
-                else f"there is no terminal to ask on. Open the connection once in one:\n      {quote_all(command)}\n"
-                "    and then run this again; every later call rides it"
-            ) + "."
-        return f"{self.host}: {refusal.sentence}.{render_output(said)}\n  To do: {remedy}"
-
-
-def _runtime_folder() -> Path:
-    """The user's own runtime folder (pam_systemd(8)), else one in /tmp: $TMPDIR may be too long for a socket."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    base = Path(runtime) if runtime and len(runtime) < 40 and os.access(runtime, os.W_OK) else None
-    return base / "shardway" if base else Path("/tmp") / f"shardway-{os.getuid()}"
-
-
-def _run_waiting(words: Sequence[str], timeout_s: float) -> tuple[int, str]:
-    """Code and messages of an ssh that leaves a child behind: read from a file, since that child keeps a pipe open."""
-    with tempfile.TemporaryFile() as messages:
-        try:
-            code = subprocess.run(
-                words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=messages, timeout=timeout_s
-            ).returncode
-            late = ""
-        except FileNotFoundError:
-            raise _no_ssh(words) from None
-        except subprocess.TimeoutExpired:
-            code, late = 255, "\nConnection timed out"
-        messages.seek(0)
-        return code, messages.read().decode("utf-8", "replace") + late
-
 
 def _no_ssh(words: Sequence[str]) -> SiteError:
     return SiteError(
@@ -361,13 +265,6 @@ def _no_ssh(words: Sequence[str]) -> SiteError:
         "  To do: install the OpenSSH client, or run Shardway on the login node itself."
     )
 
-
-def _no_yes(terminal: bool) -> str:
-    return "no" if terminal else "yes"
-
-
-# --- A host behind the user's own ssh: several commands in one exchange, files and folders over one shared
-# connection
 
 # --- several commands in one script
 
@@ -393,134 +290,28 @@ ends 0
 """
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command as text of a script, and its original words."""
-
-    words: tuple[str, ...]
-    text: str
-
-
-@dataclass(frozen=True)
-class ScriptCommandResult:
-    """How one command of a script ended; `whole` is False if its end is missing."""
-
-    code: int
-    out: bytes
-    err: bytes
-    whole: bool = True
-    timed_out: bool = False
-
-
-@dataclass(frozen=True)
 class Exchange:
-    """A script with its mark; `limit_s` is the time of each of its commands."""
+    """A script of commands, each of which has `limit_s`. Its outputs have a mark before the first command and after
+    each, with the number of the command, its exit code and the seconds that it took."""
 
-    commands: tuple[Command, ...]
-    limit_s: float
-    mark: str = field(default_factory=lambda: f"shardway-{secrets.token_hex(16)}")
-
-    def render(self) -> bytes:
-        """The script; after it, only its commands read the input."""
-        limit = math.ceil(self.limit_s)
-        lines = [f"{command.text}\nends {number}" for number, command in enumerate(self.commands, 1)]
+    def __init__(self, commands: Sequence[str], limit_s: float) -> None:
+        mark = f"shardway-{secrets.token_hex(16)}"
+        self.marks = re.compile(mark.encode() + rb":\d+:(\d+):(\d+):")
         drop = read_block("lib", "drop_variables").text
         words = " ".join(quote_shell(pattern) for ranks in (True, False) for pattern in list_patterns(of_ranks=ranks))
-        prologue = _PROLOGUE.format(
-            mark=self.mark, limit_s=limit, options="|".join(list_option_patterns()), functions=drop, patterns=words
-        )
-        return "\n".join([prologue + "{", *lines, "exit 0", "}", ""]).encode("utf-8", "surrogateescape")
+        options, limit = "|".join(list_option_patterns()), math.ceil(limit_s)
+        prologue = _PROLOGUE.format(mark=mark, limit_s=limit, options=options, functions=drop, patterns=words)
+        lines = [f"{command}\nends {number}" for number, command in enumerate(commands, 1)]
+        # After the script, only its commands read the input.
+        self.script = "\n".join([prologue + "{", *lines, "exit 0", "}", ""]).encode("utf-8", "surrogateescape")
 
-    def parse(self, out: bytes, err: bytes) -> list[ScriptCommandResult] | None:
-        """How each command ended, as far as the outputs reach; None if the script did not start."""
-        outs, errs = parse_marked(self.mark, out), parse_marked(self.mark, err)
-        if not outs.ends:
-            return None
-        found = []
-        for number in range(1, len(outs.ends)):
-            end = outs.ends[number]
-            late = end.code in _KILLED and end.seconds >= math.ceil(self.limit_s)
-            found.append(ScriptCommandResult(end.code, outs.text(number), errs.text(number), timed_out=late))
-        if len(found) < len(self.commands):
-            number = len(found) + 1
-            found.append(ScriptCommandResult(-1, outs.text(number), errs.text(number), whole=False))
-        return found
+    def list_texts(self, output: bytes) -> list[str]:
+        """The texts around the marks: what precedes the first, then the output of each command."""
+        return [_text(piece) for piece in self.marks.split(output)[::3]]
 
-
-@dataclass(frozen=True)
-class CommandEnd:
-    """One mark in an output: exit code, and seconds that the command took."""
-
-    code: int
-    seconds: int
-
-
-@dataclass(frozen=True)
-class Marked:
-    """An output split at its marks: `texts[0]` precedes the first, `texts[i]` belongs to command i."""
-
-    texts: tuple[bytes, ...]
-    ends: tuple[CommandEnd, ...]
-
-    def text(self, number: int) -> bytes:
-        """The output of a command, empty where there is none."""
-        return self.texts[number] if number < len(self.texts) else b""
-
-
-def parse_marked(mark: str, output: bytes) -> Marked:
-    """Split an output at the marks that `ends` of a script printed."""
-    pieces = re.split(re.escape(mark.encode()) + rb":\d+:(\d+):(\d+):", output)
-    ends = tuple(CommandEnd(int(code), int(s)) for code, s in zip(pieces[1::3], pieces[2::3], strict=True))
-    return Marked(tuple(pieces[::3]), ends)
-
-
-def run_command(words: Sequence[str], stdin: str = "") -> Command:
-    """A command of a script, within the time limit; `stdin` is its input (empty for none)."""
-    source = f"printf %s {quote(stdin)} | " if stdin else ""
-    empty = "" if stdin else " </dev/null"
-    return Command(tuple(words), f"{source}$limit {quote_all(words)}{empty}")
-
-
-def options_command() -> Command:
-    """The options for the scheduler's commands in the host's environment: NAME=VALUE, one per line."""
-    return Command(("left_out",), 'printf %s "$left_out"')
-
-
-def follow_command(words: Sequence[str]) -> Command:
-    """A command that ends when the input of the script does, so that a lost connection leaves nothing running."""
-    watch = "{ cat <&3; kill -- -$child; } >/dev/null 2>&1 & watch=$!"
-    # Job control gives the command a process group of its own, which ends as one.
-    start = f"exec 3<&0; set -m; {{ exec {quote_all(words)} </dev/null 2>/dev/null 3<&-; }} & child=$!"
-    # The watch ends first: it must never kill a process that got the same number since.
-    end = "{ wait $child; code=$?; kill -- -$watch; } 2>/dev/null; (exit $code)"
-    return Command(tuple(words), f"{start}\n{watch}\n{end}")
-
-
-def write_command(path: str, text: str, executable: bool, token: str) -> Command:
-    """Write a file under a temporary name in its folder, and rename it when it is complete."""
-    folder, _, name = path.rpartition("/")
-    temporary = quote(f"{folder}/.{name}.{token}.tmp")
-    mode = f" && chmod +x {temporary}" if executable else ""
-    return Command(
-        ("write", path),
-        f"mkdir -p -- {quote(folder or '/')} && printf %s {quote(text)} >{temporary}{mode} && "
-        f"mv -f -- {temporary} {quote(path)} || {{ rm -f -- {temporary}; false; }}",
-    )
-
-
-def unpack_command(target: str, token: str) -> Command:
-    """Unpack the payload after the script (tar, gzip) beside a folder that does not exist yet, and rename it.
-
-    Code 17 (EEXIST) if the folder exists.
-    """
-    folder, _, name = target.rpartition("/")
-    there, temporary = quote(target), quote(f"{folder}/.{name}.{token}.tmp")
-    unpack = f"gzip -dc | tar -x -o -f - -C {temporary}"
-    return Command(
-        ("unpack", target),
-        f"if [ -e {there} ] || [ -L {there} ]; then (exit 17); else mkdir -p -- {temporary} && "
-        f"(set -o pipefail; {unpack}) && mv -- {temporary} {there} || {{ rm -rf -- {temporary}; false; }}; fi",
-    )
+    def describe(self, err: bytes) -> str:
+        """What ssh, a profile or a login shell printed outside the commands."""
+        return _text(self.marks.sub(b"", err))
 
 
 # --- the host
@@ -532,7 +323,7 @@ _COPY_S = 1800.0
 _EXISTS = 17
 
 
-class SshHost:
+class SshHost(Host):
     """A machine in ssh's words: "alice@login.example.org", or a name of ~/.ssh/config."""
 
     def __init__(self, name: str, surroundings: ConnectionContext | None = None) -> None:
@@ -540,164 +331,157 @@ class SshHost:
         self.connection = Connection(name, surroundings or ConnectionContext())
 
     def run(self, words: Sequence[str], *, timeout_s: float = 30.0, stdin: str = "") -> Done:
-        """Run a command to its end, or for `timeout_s` seconds. Raises HostUnreachable."""
-        return self._run([run_command(words, stdin)], timeout_s)[0]
+        return self._run([words], timeout_s, stdin)[0]
 
     def run_many(self, commands: Sequence[Sequence[str]], *, timeout_s: float = 60.0) -> list[Done]:
-        """Run several commands in sequence in one exchange; those that do not start in time are marked as timed out."""
-        return self._run([run_command(words) for words in commands], timeout_s) if commands else []
+        """Those that do not start in time are marked as timed out."""
+        return self._run(commands, timeout_s) if commands else []
 
     def follow(self, words: Sequence[str]) -> Iterator[str]:
-        """Yield the lines of a command's standard output as they arrive. Raises HostUnreachable if it is cut off."""
-        exchange = Exchange((follow_command(words),), 0.0)
+        """Raises HostUnreachable if it is cut off."""
+        # The command ends when the input of the script does, so that a lost connection leaves nothing running. Job
+        # control gives it a process group of its own, which ends as one. The watch ends first: it must never kill a
+        # process that got the same number since.
+        exchange = Exchange(
+            [
+                f"exec 3<&0; set -m; {{ exec {quote_all(words)} </dev/null 2>/dev/null 3<&-; }} & child=$!\n"
+                "{ cat <&3; kill -- -$child; } >/dev/null 2>&1 & watch=$!\n"
+                "{ wait $child; code=$?; kill -- -$watch; } 2>/dev/null; (exit $code)"
+            ],
+            0.0,
+        )
+        command, pipe = self.connection.command([BOOTSTRAP]), subprocess.PIPE
         with tempfile.TemporaryFile() as messages:
-            process = subprocess.Popen(
-                self.connection.command([BOOTSTRAP]),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=messages,
-            )
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=messages)
             try:
-                if (yield from _follow_lines(process, exchange)):
-                    return
+                with contextlib.suppress(BrokenPipeError):
+                    if process.stdin:
+                        process.stdin.write(exchange.script)
+                        process.stdin.flush()
+                begun = False
+                for line in process.stdout or ():
+                    *before, text = exchange.list_texts(line)
+                    ended = before[0] if begun and before else before[1] if len(before) > 1 else None
+                    if ended is not None:
+                        if ended:
+                            yield ended
+                        return
+                    begun = begun or bool(before)
+                    if begun and text:
+                        yield text.removesuffix("\n")
             finally:
-                _hang_up(process)
+                with process, contextlib.suppress(BrokenPipeError):
+                    process.terminate()
+                    if process.stdin:
+                        process.stdin.close()  # the end of its input ends what ssh runs on the host
             messages.seek(0)
-            raise self.connection.lost(
-                "the connection broke while it was followed", _describe(exchange, messages.read())
-            )
+            said = exchange.describe(messages.read())
+            raise self.connection.lost("the connection broke while it was followed", said)
 
     def read_files(self, paths: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
-        """The text of each of these files that is readable, in one exchange."""
         done = self.run_many([["cat", "--", str(path)] for path in paths])
         return {path: ended.out for path, ended in zip(paths, done, strict=True) if ended.ok}
 
     def write_files(self, files: Mapping[PurePosixPath, str], *, executable: Sequence[PurePosixPath] = ()) -> None:
-        """Write complete files in one exchange. Raises UserError if the file system refuses one, HostUnreachable."""
-        token = secrets.token_hex(8)
-        commands = [write_command(str(path), text, path in executable, token) for path, text in files.items()]
+        """In one exchange; each under a temporary name in its folder, which is renamed when the file is complete."""
+        token, commands = secrets.token_hex(8), []
+        for path, text in files.items():
+            folder, _, name = str(path).rpartition("/")
+            temporary = quote(f"{folder}/.{name}.{token}.tmp")
+            mode = f" && chmod +x {temporary}" if path in executable else ""
+            commands.append(
+                f"mkdir -p -- {quote(folder or '/')} && printf %s {quote(text)} >{temporary}{mode} && "
+                f"mv -f -- {temporary} {quote(str(path))} || {{ rm -f -- {temporary}; false; }}"
+            )
         for path, ended in zip(files, self._exchange(commands, _WRITE_S), strict=False):
             if ended.code != 0:
                 raise UserError(refuse_to_write(path, _reason(ended), self.name))
 
     def copy_tree(self, source: Path, target: PurePosixPath) -> None:
-        """Copy a folder with its links as one stream. Raises UserError if the target exists or cannot be written."""
-        command = unpack_command(str(target), secrets.token_hex(8))
+        """As one stream of tar and gzip after the script, unpacked beside the target and then renamed."""
+        folder, _, name = str(target).rpartition("/")
+        there, temporary = quote(str(target)), quote(f"{folder}/.{name}.{secrets.token_hex(8)}.tmp")
+        unpack = f"gzip -dc | tar -x -o -f - -C {temporary}"
+        command = (
+            f"if [ -e {there} ] || [ -L {there} ]; then (exit {_EXISTS}); else mkdir -p -- {temporary} && "
+            f"(set -o pipefail; {unpack}) && mv -- {temporary} {there} || {{ rm -rf -- {temporary}; false; }}; fi"
+        )
         [ended] = self._exchange([command], _COPY_S, lambda file: _pack(source, file))
         if ended.code != 0:
             reason = "it exists already" if ended.code == _EXISTS else _reason(ended)
             raise UserError(refuse_to_write(target, reason, self.name))
 
-    def expand(self, path: str) -> PurePosixPath:
-        """An absolute path on the host; a relative one is below its home folder. Raises UserError, HostUnreachable."""
-        return self.expand_many([path])[0]
-
     def expand_many(self, paths: Sequence[str]) -> list[PurePosixPath]:
-        """Absolute paths on the host, in their order, in one exchange, or in none if all are plain."""
-        names = list(dict.fromkeys(name for path in paths for name in _list_unknown(path)))
+        """In one exchange, or in none if all are plain; a relative path is below the home folder."""
+        unknown = [path for path in paths if not path.startswith("/") or "$" in path]
+        names = list(dict.fromkeys(name for path in unknown for name in ("HOME", *list_variables(path))))
         done = self.run_many([["printenv", name] for name in names])
         values = {name: ended.out.removesuffix("\n") for name, ended in zip(names, done, strict=True) if ended.ok}
         return [fill_in(path, values, values.get("HOME", "/"), self.name) for path in paths]
 
     def read_options(self) -> dict[str, str]:
-        """Variables on the host that hold options for a scheduler; no command gets them. Raises HostUnreachable."""
-        [done] = self._run([options_command()], _ANSWER_S)
+        [done] = self._exchange(['printf %s "$left_out"'], _ANSWER_S, keep_late=True)
         return dict(line.split("=", 1) for line in done.out.splitlines() if "=" in line)
 
     # --- exchanges
 
-    def _run(self, commands: Sequence[Command], timeout_s: float) -> list[Done]:
-        ended = self._exchange(commands, timeout_s, keep_late=True)
-        done = [
-            Done(command.words, end.code, _text(end.out), _text(end.err), end.timed_out or not end.whole)
-            for command, end in zip(commands, ended, strict=False)
-        ]
-        return done + [Done(command.words, -1, "", "", timed_out=True) for command in commands[len(done) :]]
+    def _run(self, commands: Sequence[Sequence[str]], timeout_s: float, stdin: str = "") -> list[Done]:
+        """How each command ended; `stdin` is its input (empty for none)."""
+        source = f"printf %s {quote(stdin)} | " if stdin else ""
+        empty = "" if stdin else " </dev/null"
+        texts = [f"{source}$limit {quote_all(words)}{empty}" for words in commands]
+        done = self._exchange(texts, timeout_s, keep_late=True)
+        done += [Done((), -1, "", "", timed_out=True)] * (len(commands) - len(done))
+        return [replace(ended, words=tuple(words)) for words, ended in zip(commands, done, strict=True)]
 
     def _exchange(
         self,
-        commands: Sequence[Command],
+        commands: Sequence[str],
         timeout_s: float,
         payload: Callable[[IO[bytes]], None] | None = None,
         keep_late: bool = False,
-    ) -> list[ScriptCommandResult]:
-        """Send one script and split its answer; `keep_late`: return what arrived in time.
+    ) -> list[Done]:
+        """Send one script and split its answer; `keep_late`: return what arrived in time, the last of it as timed out.
 
         Raises HostUnreachable if the script did not start, or if its end did not come back.
         """
-        exchange = Exchange(tuple(commands), timeout_s)
+        exchange = Exchange(commands, timeout_s)
+        code: int | None = None  # stays so if the time limit is reached
         with tempfile.TemporaryFile() as script:
-            script.write(exchange.render())
+            script.write(exchange.script)
             if payload:
                 payload(script)
             script.seek(0)
-            code, out, err = _call(self.connection.command([BOOTSTRAP]), script, timeout_s + _ANSWER_S)
-        ended = exchange.parse(out, err)
-        said = _describe(exchange, err)
-        if ended is None:
-            raise self._not_begun(code, said, timeout_s)
-        if not ended[-1].whole and not (keep_late and code is None):
-            what = "the connection broke in the middle of an answer" if code is not None else "it took too long"
-            raise self.connection.lost(what, said)
-        return ended
-
-    def _not_begun(self, code: int | None, said: str, timeout_s: float) -> HostUnreachable:
-        if code is None:
-            return self.connection.lost(f"no answer came within {timeout_s + _ANSWER_S:.0f} s", said)
-        if code == 255:
-            return self.connection.lost("the connection broke before it answered", said)
-        return HostUnreachable(
-            f"{self.name}: its login shell did not start bash (code {code}).\n"
-            f"    {said.strip() or 'It said nothing.'}\n"
-            "  To do: name a login node, where commands may be run; a machine for file transfers alone is none."
-        )
-
-
-def _list_unknown(path: str) -> list[str]:
-    """The variables that are needed to make a path absolute; HOME for a relative one."""
-    return [] if path.startswith("/") and "$" not in path else ["HOME", *list_variables(path)]
-
-
-def _call(words: Sequence[str], stdin: IO[bytes], timeout_s: float) -> tuple[int | None, bytes, bytes]:
-    """Exit code (None: time limit reached) and outputs of a process."""
-    try:
-        done = subprocess.run(words, stdin=stdin, capture_output=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired as error:
-        return None, error.stdout or b"", error.stderr or b""
-    return done.returncode, done.stdout, done.stderr
-
-
-def _follow_lines(process: subprocess.Popen[bytes], exchange: Exchange) -> Generator[str, None, bool]:
-    """The lines between the marks; returns whether the last mark came."""
-    if process.stdin is None or process.stdout is None:
-        return False
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(exchange.render())
-        process.stdin.flush()
-    mark = re.compile(re.escape(exchange.mark.encode()) + rb":\d+:\d+:\d+:")
-    begun = False
-    for line in process.stdout:
-        *before, text = mark.split(line)
-        if begun and before:
-            if before[0]:
-                yield _text(before[0])
-            return True
-        begun = begun or bool(before)
-        if len(before) > 1:
-            if before[1]:
-                yield _text(before[1])
-            return True
-        if begun and text:
-            yield _text(text).removesuffix("\n")
-    return False
-
-
-def _hang_up(process: subprocess.Popen[bytes]) -> None:
-    """End an ssh; the end of its input ends what it runs on the host."""
-    with process, contextlib.suppress(BrokenPipeError):
-        process.terminate()
-        if process.stdin:
-            process.stdin.close()
+            words, limit_s = self.connection.command([BOOTSTRAP]), timeout_s + _ANSWER_S
+            try:
+                answer = subprocess.run(words, stdin=script, capture_output=True, timeout=limit_s)
+                code, out, err = answer.returncode, answer.stdout, answer.stderr
+            except subprocess.TimeoutExpired as error:
+                out, err = error.stdout or b"", error.stderr or b""
+        ends = [(int(ended), int(seconds)) for ended, seconds in exchange.marks.findall(out)]
+        said = exchange.describe(err)
+        if not ends and code is None:
+            raise self.connection.lost(f"no answer came within {limit_s:.0f} s", said)
+        if not ends and code == 255:
+            raise self.connection.lost("the connection broke before it answered", said)
+        if not ends:
+            raise HostUnreachable(
+                f"{self.name}: its login shell did not start bash (code {code}).\n"
+                f"    {said.strip() or 'It said nothing.'}\n"
+                "  To do: name a login node, where commands may be run; a machine for file transfers alone is none."
+            )
+        outs, errs = exchange.list_texts(out), [*exchange.list_texts(err), *[""] * len(commands)]
+        done = []
+        for number, (ended, seconds) in enumerate(ends[1:], 1):
+            late = ended in _KILLED and seconds >= math.ceil(timeout_s)
+            done.append(Done((), ended, outs[number], errs[number], late))
+        if len(done) < len(commands):
+            if code is not None or not keep_late:
+                what = "the connection broke in the middle of an answer" if code is not None else "it took too long"
+                raise self.connection.lost(what, said)
+            number = len(done) + 1
+            done.append(Done((), -1, outs[number], errs[number], timed_out=True))
+        return done
 
 
 def _pack(source: Path, file: IO[bytes]) -> None:
@@ -715,14 +499,9 @@ def _pack(source: Path, file: IO[bytes]) -> None:
         archive.add(source, arcname=".", filter=drop_owner)
 
 
-def _describe(exchange: Exchange, err: bytes) -> str:
-    """What ssh, a profile or a login shell printed outside the commands."""
-    return _text(re.sub(re.escape(exchange.mark.encode()) + rb":\d+:\d+:\d+:", b"", err))
-
-
-def _reason(ended: ScriptCommandResult) -> str:
+def _reason(ended: Done) -> str:
     """Why a command failed: the end of its first line of output ("... : No space left on device")."""
-    lines = [line for line in _text(ended.err).splitlines() if line.strip()]
+    lines = [line for line in ended.err.splitlines() if line.strip()]
     reason = lines[0].rpartition(": ")[2].strip() if lines else f"code {ended.code}"
     # GNU tar counts the bytes when a disk is full, and does not name the reason.
     return f"no space left ({reason})" if reason.startswith("Wrote only") else reason

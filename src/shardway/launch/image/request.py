@@ -24,11 +24,10 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from shardway.errors import Problem, UserError, check_no_problems
-from shardway.launch.script import ScriptLine, ScriptSection, quote, quote_all, render_script, wrap_command
+from shardway.launch.script import ScriptSection, quote, quote_all, render_script, script_lines, wrap_command
+from shardway.sites.schema import Internet
 
 # --- names of images, in enroot's and docker's form
-
-Transport = Literal["docker", "oras", "dockerd", "podman"]
 
 _HUB = ("docker.io", "index.docker.io", "registry-1.docker.io")
 _NGC = "nvcr.io"
@@ -50,12 +49,12 @@ _ALLOWED = (
     "docker://[USER@][REGISTRY#]IMAGE[:TAG], [docker://][REGISTRY/]IMAGE[:TAG][@sha256:DIGEST], oras://..., "
     "dockerd://IMAGE:TAG, podman://IMAGE:TAG, or a .sqsh or .sif file or a folder"
 )
-_EXAMPLE = "docker://nvcr.io#nvidia/pytorch:25.04-py3"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """An image with a name: in a registry (docker, oras), or in an engine on the machine (dockerd, podman).
+    """An image with a name. `transport`: it is in a registry (docker, oras), or in an engine on the machine (dockerd,
+    podman).
 
     `registry` is empty for Docker Hub, where `repository` is the short name ("ubuntu", not "library/ubuntu"). An image
     has a tag or a digest, never both: with a digest, `tag` is empty.
@@ -66,11 +65,11 @@ class Reference:
     tag: str = ""
     digest: str = ""
     user: str = ""
-    transport: Transport = "docker"
+    transport: str = "docker"
 
     @property
     def is_remote(self) -> bool:
-        """Whether it is fetched over the network."""
+        """It is fetched over the network."""
         return self.transport in ("docker", "oras")
 
     @property
@@ -93,15 +92,13 @@ class ImageFile:
 
     @property
     def is_remote(self) -> bool:
-        """Whether it is fetched over the network."""
         return False
 
     @property
-    def kind(self) -> Literal["squashfs", "sif", "folder"]:
-        """By its suffix, as the runtimes do too."""
-        if self.path.endswith(".sif"):
-            return "sif"
-        return "squashfs" if self.path.endswith((".sqsh", ".sqfs", ".squashfs")) else "folder"
+    def kind(self) -> str:
+        """squashfs, sif or folder, by its suffix, as the runtimes do too."""
+        suffix = self.path.rpartition(".")[2]
+        return "sif" if suffix == "sif" else "squashfs" if suffix in ("sqsh", "sqfs", "squashfs") else "folder"
 
     @property
     def stem(self) -> str:
@@ -116,17 +113,96 @@ Source = Reference | ImageFile
 def parse_uri(text: str) -> Source:
     """The image that the user named. Raises UserError for an invalid name, and for one with a secret."""
     text = text.strip()
-    if not text or (_UNPRINTABLE.search(text) and "://" in text):
-        raise _refused(text, "it is empty" if not text else "an image has no blanks in its name")
+    try:
+        return _parse_uri(text)
+    except ValueError as error:
+        remedy = "write it as in docker://nvcr.io#nvidia/pytorch:25.04-py3, in single quotes"
+        raise UserError(f'the image "{text}": {error}.\n  Allowed: {_ALLOWED}.\n  To do: {remedy}.') from None
+
+
+def _parse_uri(text: str) -> Source:
+    if not text:
+        raise ValueError("it is empty")
+    if "://" in text and _UNPRINTABLE.search(text):
+        raise ValueError("an image has no blanks in its name")
     match = _SCHEME.fullmatch(text)
-    if match is None:
-        return ImageFile(text) if _FILE.fullmatch(text) else _parse_docker(text, text, "docker")
-    scheme, body = match[1].lower(), match[2]
-    if scheme in ("docker", "oras"):
-        return _parse_docker(text, body, "docker" if scheme == "docker" else "oras")
-    if scheme in ("dockerd", "podman"):
-        return _parse_engine(text, body, "dockerd" if scheme == "dockerd" else "podman")
-    raise _refused(text, f'"{scheme}://" is not known')
+    if match is None and _FILE.fullmatch(text):
+        return ImageFile(text)
+    scheme, body = (match[1].lower(), match[2]) if match else ("docker", text)
+    if scheme in ("dockerd", "podman"):  # an engine looks its image up by the given name, registry included
+        registry, slash, name = body.rpartition("/")
+        repository, tag, digest = _split_version(name)
+        if registry and not all(
+            _REGISTRY.fullmatch(part) or _REPOSITORY.fullmatch(part) for part in registry.split("/")
+        ):
+            raise ValueError(f'"{registry}" is no name of a registry or of an owner')
+        return Reference(f"{registry}{slash}{repository}", "", tag, digest, "", scheme)
+    if scheme not in ("docker", "oras"):
+        raise ValueError(f'"{scheme}://" is not known')
+
+    user, body = _split_user(body)
+    registry, name = "", body
+    if "#" in body:  # enroot's form
+        registry, _, name = body.partition("#")
+        # Without a dot or a port docker would take it for a part of the name.
+        registry = registry if not registry or _names_registry(f"{registry}/") else f"{registry}:443"
+    elif _names_registry(body):
+        registry, _, name = body.partition("/")
+    registry = registry.lower()
+    if registry and not _REGISTRY.fullmatch(registry):
+        raise ValueError(f'"{registry}" is no name of a registry')
+    registry = "" if registry in _HUB else registry
+    repository, tag, digest = _split_version(name)
+    if not registry:
+        repository = repository.removeprefix("library/")
+    if user == "":
+        raise UserError(
+            f'the image "{text}": no user stands before the "@". A shell replaces $oauthtoken by nothing.\n'
+            f"  To do: put the image into single quotes: '{text.replace('@', f'{NGC_USER}@', 1)}'"
+        )
+    if user and user != NGC_USER and registry == _NGC:
+        raise UserError(
+            f'the image "{text}": {_NGC} knows no user "{user}".\n'
+            f"  Allowed: {NGC_USER}, these very characters, with an API key as its password; or no user (public "
+            "images).\n"
+            f"  To do: name the image without a user, or {describe_credentials(_NGC)}"
+        )
+    return Reference(repository, registry, tag, digest, user or "", scheme)
+
+
+def _names_registry(name: str) -> bool:
+    """Whether the part before the first slash is a registry, by docker's rule."""
+    first, slash, _ = name.partition("/")
+    return bool(slash) and ("." in first or ":" in first or first == "localhost")
+
+
+def _split_user(body: str) -> tuple[str | None, str]:
+    """The user before the "@" of enroot's form (None: no "@"); a digest has an "@" too."""
+    before, at, rest = body.partition("@")
+    if not at or rest.startswith(("sha256:", "sha512:")) or "/" in before or "#" in before:
+        return None, body
+    if ":" in before:
+        raise UserError(
+            f"the image {before.partition(':')[0]}:...@{rest}: a password or token stands in it, where `ps` and the "
+            f"history of a shell show it.\n  To do: {describe_credentials(rest.split('#')[0].split('/')[0])}"
+        )
+    if before and not _USER.fullmatch(before):
+        raise ValueError(f'"{before}" is no name of a user')
+    return before, rest
+
+
+def _split_version(name: str) -> tuple[str, str, str]:
+    """Repository, tag and digest; the tag is "latest" if there is neither, and empty with a digest."""
+    name, at, digest = name.partition("@")
+    if at and not _DIGEST.fullmatch(digest):
+        raise ValueError(f'"{digest}" is no digest, which is sha256: and 64 hexadecimal digits')
+    repository, colon, tag = name.partition(":")
+    if not _REPOSITORY.fullmatch(repository):
+        hint = ", which has no capital letters" if repository != repository.lower() else ""
+        raise ValueError(f'"{repository}" is no name of an image{hint}')
+    if colon and not _TAG.fullmatch(tag):
+        raise ValueError(f'"{tag}" is no tag')
+    return repository, "" if digest else tag or "latest", digest
 
 
 def render_enroot(reference: Reference) -> str:
@@ -146,87 +222,6 @@ def render_docker(reference: Reference) -> str:
     return f"{registry}{reference.repository}{reference.version}"
 
 
-def _parse_docker(text: str, body: str, transport: Transport) -> Reference:
-    """Both forms: a "#" is only in enroot's."""
-    user, body = _split_user(text, body)
-    if "#" in body:
-        registry, _, name = body.partition("#")
-        # Without a dot or a port docker would take it for a part of the name.
-        registry = registry if not registry or _names_registry(f"{registry}/") else f"{registry}:443"
-    elif _names_registry(body):
-        registry, _, name = body.partition("/")
-    else:
-        registry, name = "", body
-    registry = registry.lower()
-    if registry and not _REGISTRY.fullmatch(registry):
-        raise _refused(text, f'"{registry}" is no name of a registry')
-    registry = "" if registry in _HUB else registry
-    repository, tag, digest = _split_version(text, name)
-    if not registry:
-        repository = repository.removeprefix("library/")
-    _check_user(text, registry, user)
-    return Reference(repository, registry, tag, digest, user or "", transport)
-
-
-def _parse_engine(text: str, body: str, transport: Transport) -> Reference:
-    """An image of an engine, which looks it up by the given name, registry included."""
-    registry, slash, name = body.rpartition("/") if "/" in body else ("", "", body)
-    repository, tag, digest = _split_version(text, name)
-    if registry and not all(_REGISTRY.fullmatch(part) or _REPOSITORY.fullmatch(part) for part in registry.split("/")):
-        raise _refused(text, f'"{registry}" is no name of a registry or of an owner')
-    return Reference(f"{registry}{slash}{repository}", "", tag, digest, "", transport)
-
-
-def _names_registry(name: str) -> bool:
-    """Whether the part before the first slash is a registry, by docker's rule."""
-    first, slash, _ = name.partition("/")
-    return bool(slash) and ("." in first or ":" in first or first == "localhost")
-
-
-def _split_user(text: str, body: str) -> tuple[str | None, str]:
-    """The user before the "@" of enroot's form (None: no "@"); a digest has an "@" too."""
-    before, at, rest = body.partition("@")
-    if not at or rest.startswith(("sha256:", "sha512:")) or "/" in before or "#" in before:
-        return None, body
-    if ":" in before:
-        raise UserError(
-            f"the image {before.partition(':')[0]}:...@{rest}: a password or token stands in it, where `ps` and the "
-            f"history of a shell show it.\n  To do: {describe_credentials(rest.split('#')[0].split('/')[0])}"
-        )
-    if before and not _USER.fullmatch(before):
-        raise _refused(text, f'"{before}" is no name of a user')
-    return before, rest
-
-
-def _split_version(text: str, name: str) -> tuple[str, str, str]:
-    """Repository, tag and digest; the tag is "latest" if there is neither, and empty with a digest."""
-    name, at, digest = name.partition("@")
-    if at and not _DIGEST.fullmatch(digest):
-        raise _refused(text, f'"{digest}" is no digest, which is sha256: and 64 hexadecimal digits')
-    repository, colon, tag = name.partition(":")
-    if not _REPOSITORY.fullmatch(repository):
-        hint = ", which has no capital letters" if repository != repository.lower() else ""
-        raise _refused(text, f'"{repository}" is no name of an image{hint}')
-    if colon and not _TAG.fullmatch(tag):
-        raise _refused(text, f'"{tag}" is no tag')
-    return repository, "" if digest else tag or "latest", digest
-
-
-def _check_user(text: str, registry: str, user: str | None) -> None:
-    if user is None or (user and (registry != _NGC or user == NGC_USER)):
-        return
-    if user == "":
-        raise UserError(
-            f'the image "{text}": no user stands before the "@". A shell replaces $oauthtoken by nothing.\n'
-            f"  To do: put the image into single quotes: '{text.replace('@', f'{NGC_USER}@', 1)}'"
-        )
-    raise UserError(
-        f'the image "{text}": {_NGC} knows no user "{user}".\n'
-        f"  Allowed: {NGC_USER}, these very characters, with an API key as its password; or no user (public images).\n"
-        f"  To do: name the image without a user, or {describe_credentials(_NGC)}"
-    )
-
-
 def describe_credentials(registry: str, runtime: str = "") -> str:
     """Where the user stores the password of a registry, for one runtime or for either; never on a command line."""
     host = registry or "docker.io"
@@ -239,12 +234,6 @@ def describe_credentials(registry: str, runtime: str = "") -> str:
         "apptainer": f"for Apptainer run `apptainer registry login --username '{user}' docker://{host}`",
     }
     return ways.get(runtime, "; ".join(ways.values())) + "."
-
-
-def _refused(text: str, what: str) -> UserError:
-    return UserError(
-        f'the image "{text}": {what}.\n  Allowed: {_ALLOWED}.\n  To do: write it as in {_EXAMPLE}, in single quotes.'
-    )
 
 
 # --- what is added to a base image, as a script
@@ -272,20 +261,50 @@ class Recipe:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is added."""
         return not (self.apt or self.pip or any(_is_needed(line) for line in self.requirements))
 
 
 def parse_recipe(apt: Sequence[str], pip: Sequence[str], requirements: str = "") -> Recipe:
     """The requested packages. Raises UserError with all problems that would make the installation fail."""
     lines = tuple(requirements.splitlines())
-    problems = [*_list_wrong_packages(apt)]
+    allowed = "one name an option: libaio-dev, or with a version libaio-dev=0.3.113-4"
+    remedy = "give --apt once for each package"
+    wrong = [f'"{name}" is no name of a package' for name in apt if not _PACKAGE.fullmatch(name)]
+    problems = [Problem("--apt", what, allowed=allowed, remedy=remedy) for what in wrong]
     for line in pip:
         problems += _list_wrong_line("--pip", line)
     for number, line in enumerate(lines, 1):
         problems += _list_wrong_line("--requirements", line, f"line {number}")
     check_no_problems("what to install", problems)
     return Recipe(tuple(apt), tuple(pip), lines)
+
+
+def _list_wrong_line(option: str, line: str, origin: str = "") -> Iterator[Problem]:
+    """Problems of a line that pip, the shell or the recipe file would not take as meant."""
+    shown, allowed = _SECRET.sub("https://...@", line), ""
+    if _CONTROL.search(line.replace("\t", " ")):
+        what, remedy = f"{shown!r} holds a control character", "give one option for each line"
+    elif found := _OF_DEFINITIONS.search(line):
+        what = f'"{shown}" holds "{found[0].strip()}", which means something else in Apptainer\'s definition files'
+        remedy = "write it without"
+    elif _SECRET.search(line):
+        what = f'"{shown}" holds a user or a password'
+        remedy = "use an index that asks for no password, or install it into a venv of the run: this stays in the image"
+    elif _is_needed(line) and _OUTSIDE.search(line):
+        what = f'"{shown}" names a file of yours, and those are not in the image'
+        remedy = "name the packages themselves, or put the code into the run's folder"
+    elif option == "--requirements" and line.rstrip().endswith("\\"):
+        what, remedy = f'"{shown}" goes on in the next line', "write it on one line"
+    elif option == "--requirements":
+        return
+    else:
+        try:
+            if split_pip_line(line):
+                return
+            what, allowed, remedy = "it is empty", "what may follow `pip install`", "name a package"
+        except ValueError:
+            what, remedy = f'"{line}" has a quote that is not closed', "close it"
+    yield Problem(option, what, origin, allowed, remedy)
 
 
 def split_pip_line(line: str) -> tuple[str, ...]:
@@ -302,80 +321,29 @@ def split_pip_line(line: str) -> tuple[str, ...]:
 
 def render_recipe(recipe: Recipe) -> str:
     """The script for `sh` inside the image, run as its root. It ends at the first command that fails."""
-    return render_script((ScriptSection("", tuple(_lines(recipe))),))
-
-
-def _lines(recipe: Recipe) -> Iterator[ScriptLine]:
-    yield ScriptLine("set -eu", "nothing goes on after a command that failed")
-    if recipe.apt:
-        yield ScriptLine("export DEBIAN_FRONTEND=noninteractive", "packages of the image's own system, no questions")
-        yield ScriptLine(f"{_APT} update")
-        install = f"{_APT} install --yes --no-install-recommends --"
-        yield ScriptLine(wrap_command((install, *map(quote, recipe.apt))))
-        yield ScriptLine("rm -rf /var/lib/apt/lists/*")
-    if recipe.pip or recipe.requirements:
-        yield ScriptLine("export PIP_BREAK_SYSTEM_PACKAGES=1", "packages of Python, for the image's own Python")
-        yield ScriptLine("export PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1")
-    if recipe.requirements:
-        words = ("printf '%s\\n'", *map(quote, filter(_is_needed, recipe.requirements)), f">{REQUIREMENTS}")
-        yield ScriptLine(wrap_command(words))
-        yield ScriptLine(f"{_PIP} --requirement {REQUIREMENTS}")
-        yield ScriptLine(f"rm {REQUIREMENTS}")
-    for line in recipe.pip:
-        yield ScriptLine(f"{_PIP} {quote_all(split_pip_line(line))}")
-
-
-_APT = "apt-get -o APT::Sandbox::User=root"
-"""Without apt's user _apt, which a container of an ordinary user cannot switch to."""
-
-_PIP = "python3 -m pip install --no-cache-dir"
+    # without apt's user _apt, which a container of an ordinary user cannot switch to
+    apt, pip = "apt-get -o APT::Sandbox::User=root", "python3 -m pip install --no-cache-dir"
+    install = wrap_command((f"{apt} install --yes --no-install-recommends --", *map(quote, recipe.apt)))
+    listed = wrap_command(("printf '%s\\n'", *map(quote, filter(_is_needed, recipe.requirements)), f">{REQUIREMENTS}"))
+    of_python = recipe.pip or recipe.requirements
+    lines = script_lines(
+        ("set -eu", "nothing goes on after a command that failed"),
+        (recipe.apt and "export DEBIAN_FRONTEND=noninteractive", "packages of the image's own system, no questions"),
+        (recipe.apt and f"{apt} update", ""),
+        (recipe.apt and install, ""),
+        (recipe.apt and "rm -rf /var/lib/apt/lists/*", ""),
+        (of_python and "export PIP_BREAK_SYSTEM_PACKAGES=1", "packages of Python, for the image's own Python"),
+        (of_python and "export PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1", ""),
+        (recipe.requirements and listed, ""),
+        (recipe.requirements and f"{pip} --requirement {REQUIREMENTS}", ""),
+        (recipe.requirements and f"rm {REQUIREMENTS}", ""),
+        *((f"{pip} {quote_all(split_pip_line(line))}", "") for line in recipe.pip),
+    )
+    return render_script((ScriptSection("", lines),))
 
 
 def _is_needed(line: str) -> bool:
     return bool(line.strip()) and not line.lstrip().startswith("#")
-
-
-def _list_wrong_packages(names: Sequence[str]) -> Iterator[Problem]:
-    for name in names:
-        if not _PACKAGE.fullmatch(name):
-            yield Problem(
-                "--apt",
-                f'"{name}" is no name of a package',
-                allowed="one name an option: libaio-dev, or with a version libaio-dev=0.3.113-4",
-                remedy="give --apt once for each package",
-            )
-
-
-def _list_wrong_line(option: str, line: str, origin: str = "") -> Iterator[Problem]:
-    """Problems of a line that pip, the shell or the recipe file would not take as meant."""
-    shown = _SECRET.sub("https://...@", line)
-    if _CONTROL.search(line.replace("\t", " ")):
-        yield Problem(option, f"{shown!r} holds a control character", origin, remedy="give one option for each line")
-    elif found := _OF_DEFINITIONS.search(line):
-        what = f'"{shown}" holds "{found[0].strip()}", which means something else in Apptainer\'s definition files'
-        yield Problem(option, what, origin, remedy="write it without")
-    elif _SECRET.search(line):
-        remedy = "use an index that asks for no password, or install it into a venv of the run: this stays in the image"
-        yield Problem(option, f'"{shown}" holds a user or a password', origin, remedy=remedy)
-    elif _is_needed(line) and _OUTSIDE.search(line):
-        what = f'"{shown}" names a file of yours, and those are not in the image'
-        yield Problem(
-            option, what, origin, remedy="name the packages themselves, or put the code into the run's folder"
-        )
-    elif option == "--pip":
-        yield from _list_unsplittable(option, line)
-    elif line.rstrip().endswith("\\"):
-        yield Problem(option, f'"{shown}" goes on in the next line', origin, remedy="write it on one line")
-
-
-def _list_unsplittable(option: str, line: str) -> Iterator[Problem]:
-    try:
-        words = split_pip_line(line)
-    except ValueError:
-        yield Problem(option, f'"{line}" has a quote that is not closed', remedy="close it")
-        return
-    if not words:
-        yield Problem(option, "it is empty", allowed="what may follow `pip install`", remedy="name a package")
 
 
 # --- the request, and the machine that makes the image
@@ -387,18 +355,11 @@ DEBIAN_NAMES: dict[str, str] = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 @dataclass(frozen=True)
-class NetworkAccess:
-    """The network access of the machine that makes the image: direct, through a proxy, or none (None: unknown)."""
-
-    internet: Literal["none", "proxy", "direct"] | None = None
-    proxy: str = ""
-    no_proxy: str = ""
-
-
-@dataclass(frozen=True)
 class ImageRequest:
     """`recipe`: what is added; empty for an image that is only fetched. `target`, `scratch`: as the user wrote them,
-    empty if not given. `command`: the runtime's command, if it has another name at the site."""
+    empty if not given. `command`: the runtime's command, if it has another name at the site. `way`: how the machine
+    that makes the image reaches the internet (`login`, None for unknown), and its proxy. `door`: where files are copied
+    to the site, in rsync's form ("data.example.org"); empty if unknown."""
 
     source: Source
     runtime: str
@@ -407,15 +368,14 @@ class ImageRequest:
     scratch: str = ""
     architecture: Architecture | None = None
     command: str = ""
-    way: NetworkAccess = NetworkAccess()
+    way: Internet = field(default_factory=Internet)
     site: str = ""
     door: str = ""
-    """Where files are copied to the site, in rsync's form: "data.example.org"; empty if unknown."""
     token: str = "token"
 
     @property
     def adds(self) -> bool:
-        """Whether something is installed, so that programs of the image must run."""
+        """Something is installed, so that programs of the image must run."""
         return not self.recipe.is_empty
 
 

@@ -1,4 +1,4 @@
-"""The class of a scheduler, records of jobs in one form, and sentences about what schedulers say.
+"""The class of a scheduler: the contract first, then what all schedulers share.
 
 A scheduler is one class (`Scheduler`) that is found by its entry point: Slurm, PBS and this machine beside this module,
 others in packages of their own. No other module of Shardway names one.
@@ -17,14 +17,14 @@ from __future__ import annotations
 import re
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardway.errors import SiteError
 from shardway.inherited import Family
@@ -142,18 +142,23 @@ class Explanation:
     hopeless: bool = False
 
 
-# --- what a scheduler contributes to a job script
+NOTHING_ASKED = RequestedResources()
+
+
+# --- the class
+
+Words = tuple[str, ...]
+
+Ask = Callable[..., str]
+"""Runs the words of a command for a survey: its output; empty where it fails, which is noted unless `quiet=True`."""
 
 
 @dataclass(frozen=True)
 class EachNode:
-    """How one command runs on every node of a job at once.
+    """How one command runs on every node of a job at once: words, quoted already, that the command follows, and shell
+    that the command's own shell evaluates on each node to the node's number from 0 on."""
 
-    `words` are quoted already; the command follows them. `index` and `name` are shell that the command's own shell
-    evaluates on each node: the node's number from 0 on.
-    """
-
-    words: tuple[str, ...]
+    words: Words
     index: str
 
 
@@ -162,16 +167,17 @@ class EachRank:
     """How the scheduler's own launcher starts one process a rank: words, quoted already, that the command follows, and
     shell that exports RANK, WORLD_SIZE and LOCAL_RANK in the process of a rank."""
 
-    words: tuple[str, ...]
+    words: Words
     place: str
 
 
-# --- the class
+@dataclass(frozen=True)
+class OptionProblem:
+    """What is wrong with an option, after its name: what it is, what is allowed, what to do."""
 
-
-Words = tuple[str, ...]
-
-NOTHING_ASKED = RequestedResources()
+    what: str
+    allowed: str = ""
+    remedy: str = ""
 
 
 class Scheduler(ABC):
@@ -287,8 +293,10 @@ class Scheduler(ABC):
     # --- sentences about refusals, waiting and ends
 
     rules: ClassVar[Traversable | None] = None
-    """A TOML file with rules for this scheduler's words: [[refusal]], [[pending]] and [[ending]] with the fields of
-    `Rule`. Without a rule, its own words are passed on."""
+    """A TOML file with rules for this scheduler's words: [[refusal]], [[pending]] and [[ending]]. Without a rule, its
+    own words are passed on. A rule has `code`; `when`, a regular expression that is searched for; `sentence` and
+    `remedy`, in which its named groups, the keys of `name_values` and `said` (the scheduler's words in one line) may
+    stand in braces; perhaps `remedy_by_ssh` for a scheduler on another host, and `hopeless`."""
 
     def explain_refusal(self, done: Done, asked: RequestedResources = NOTHING_ASKED) -> Explanation:
         """Why a submission failed: by the rule for "exit CODE" and the output below it, or in the scheduler's own
@@ -300,11 +308,13 @@ class Scheduler(ABC):
         program = done.words[0] if done.words else "the scheduler"
         if done.timed_out:
             sentence = f"{program} did not answer in time; it may have taken the job all the same."
-            return Explanation("scheduler_timeout", sentence, _TRY_AGAIN)
-        said = _one_line(done.err or done.out) or "nothing"
-        found = explain(self.list_rules("refusal"), f"exit {done.code}\n{done.err}\n{done.out}", asked, said)
+            remedy = "wait: the submission is tried again, after a look whether the job got through"
+            return Explanation("scheduler_timeout", sentence, remedy)
+        said = " ".join((done.err or done.out).split()) or "nothing"
+        found = _explain(self.list_rules("refusal"), f"exit {done.code}\n{done.err}\n{done.out}", asked, said)
         sentence = f"{program} refused the job with exit code {done.code} and said: {said}"
-        return found or Explanation("refused", sentence, _ASK_SITE, hopeless=True)
+        remedy = "read the job script with --dry-run, and ask the site's support with these words"
+        return found or Explanation("refused", sentence, remedy, hopeless=True)
 
     def explain_pending(self, record: JobRecord, asked: RequestedResources = NOTHING_ASKED) -> Explanation | None:
         """Why a job waits: by the rule for "STATE REASON", or in the scheduler's own words; `hopeless` where it will
@@ -312,8 +322,9 @@ class Scheduler(ABC):
         if record.phase is not JobPhase.QUEUED:
             return None
         said = record.reason or record.state
-        found = explain(self.list_rules("pending"), f"{record.state} {record.reason}", asked, said)
-        return found or Explanation("pending", f"The scheduler lets the job wait and says: {said}", _ASK_ABOUT_WAIT)
+        found = _explain(self.list_rules("pending"), f"{record.state} {record.reason}", asked, said)
+        sentence = f"The scheduler lets the job wait and says: {said}"
+        return found or Explanation("pending", sentence, "wait, or ask the site's support with these words")
 
     def explain_ending(self, record: JobRecord, asked: RequestedResources = NOTHING_ASKED) -> Explanation | None:
         """How a job ended: by the rules of the scheduler, then by those that hold for all; None for one that has not.
@@ -327,13 +338,14 @@ class Scheduler(ABC):
         facts += [f"exit {record.exit_code}"] if record.exit_code is not None else []
         facts += [f"signal {record.signal}"] if record.signal else []
         said = " ".join(part for part in (record.state, record.exit_text, record.reason) if part)
-        rules = [*self.list_rules("ending"), *_rules_for_all()]
-        found = explain(rules, "\n".join([*facts, record.reason]), asked, said)
-        return found or Explanation("ended", f"The scheduler says of the job's end: {said}", _READ_LOG)
+        rules = (*self.list_rules("ending"), *_rules_for_all())
+        found = _explain(rules, "\n".join([*facts, record.reason]), asked, said)
+        sentence = f"The scheduler says of the job's end: {said}"
+        return found or Explanation("ended", sentence, "read the end of the job's output: shardway logs")
 
-    def list_rules(self, part: str) -> tuple[Rule, ...]:
+    def list_rules(self, part: str) -> Sequence[Mapping[str, Any]]:
         """The rules of one part: "refusal", "pending" or "ending"."""
-        return _parse_rules(type(self)).get(part, ())
+        return _parse_rules(self.rules.read_text(encoding="utf-8")).get(part, ()) if self.rules is not None else ()
 
     # --- what a site profile and a run may ask of it
 
@@ -350,9 +362,9 @@ class Scheduler(ABC):
     def check_option(self, name: str, value: Any) -> OptionProblem | None:
         """What is wrong with an option of `site.options`, by its name without dashes."""
         key = self.named_by_keys.get(name)
-        if key is None:
-            return None
-        return OptionProblem(f"is what {key} says", remedy=f"use {key}") if key else _SET_BY_SCRIPT
+        if key == "":
+            return OptionProblem("is set by the job script itself", remedy="leave it out")
+        return OptionProblem(f"is what {key} says", remedy=f"use {key}") if key else None
 
     def read_cpus_per_task(self, options: Mapping[str, str]) -> int:
         """CPUs of a task that options ask for, which its steps must have as well; 0 for none."""
@@ -441,30 +453,17 @@ class Scheduler(ABC):
         return ""
 
 
-class Ask(Protocol):
-    """Runs a command of a survey: its output; empty where it fails, which is noted unless `quiet`."""
+# --- schedulers by name, and ids of jobs
 
-    def __call__(self, words: Sequence[str], *, quiet: bool = False) -> str: ...
-
-
-@dataclass(frozen=True)
-class OptionProblem:
-    """What is wrong with an option, after its name: what it is, what is allowed, what to do."""
-
-    what: str
-    allowed: str = ""
-    remedy: str = ""
-
-
-_SET_BY_SCRIPT = OptionProblem("is set by the job script itself", remedy="leave it out")
+_GROUP = "schedulers"
+_JOB_ID = re.compile(r"\d[\w.+\[\]-]*")
 
 
 def find_scheduler(name: str) -> Scheduler:
     """The scheduler of this name. Raises SchedulerSilent for a name that is none's, as in a damaged record."""
     if not is_registered(_GROUP, name):
-        raise SchedulerSilent(
-            f'"{name}" is no scheduler that Shardway knows; allowed: {", ".join(list_names(_GROUP))}.'
-        )
+        allowed = ", ".join(list_names(_GROUP))
+        raise SchedulerSilent(f'"{name}" is no scheduler that Shardway knows; allowed: {allowed}.')
     scheduler: Scheduler = make_plugin(_GROUP, name)
     return scheduler
 
@@ -472,11 +471,6 @@ def find_scheduler(name: str) -> Scheduler:
 def list_owners(key: str) -> list[Scheduler]:
     """The schedulers that a key of a site profile means something to (`own_keys`)."""
     return [scheduler for scheduler in (*make_own(_GROUP), *make_installed(_GROUP)) if key in scheduler.own_keys]
-
-
-_GROUP = "schedulers"
-
-_JOB_ID = re.compile(r"\d[\w.+\[\]-]*")
 
 
 def is_job_id(job: str) -> bool:
@@ -493,90 +487,35 @@ def parse_job_id(pattern: re.Pattern[str], text: str) -> str:
 # --- explanations: the rules of each scheduler, and those of `endings.toml` for all
 
 _UNNAMED, _NO_AMOUNT = "(none was named)", "no stated"
-_TRY_AGAIN = "wait: the submission is tried again, after a look whether the job got through"
-_ASK_ABOUT_WAIT = "wait, or ask the site's support with these words"
-_READ_LOG = "read the end of the job's output: shardway logs"
-_ASK_SITE = "read the job script with --dry-run, and ask the site's support with these words"
+
+_parse_rules = cache(tomllib.loads)
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What stands for one kind of a scheduler's words.
-
-    `when` is a regular expression that is searched for; its named groups, the keys of `name_values` and `said` (the
-    scheduler's words in one line) may stand in braces in `sentence` and `remedy`. `remedy_by_ssh` takes the place of
-    `remedy` where the scheduler was asked on another host.
-    """
-
-    code: str
-    when: re.Pattern[str]
-    sentence: str
-    remedy: str
-    hopeless: bool = False
-    remedy_by_ssh: str = ""
+def _rules_for_all() -> Sequence[Mapping[str, Any]]:
+    return tuple(_parse_rules((OWN_FILES / "endings.toml").read_text(encoding="utf-8"))["ending"])
 
 
-@cache
-def _parse_rules(scheduler: type[Scheduler]) -> Mapping[str, tuple[Rule, ...]]:
-    return _parse_table(scheduler.rules) if scheduler.rules is not None else {}
-
-
-@cache
-def _rules_for_all() -> tuple[Rule, ...]:
-    return _parse_table(OWN_FILES / "endings.toml")["ending"]
-
-
-def _parse_table(file: Traversable) -> dict[str, tuple[Rule, ...]]:
-    table = tomllib.loads(file.read_text(encoding="utf-8"))
-    return {part: tuple(map(_parse_rule, entries)) for part, entries in table.items()}
-
-
-def _parse_rule(entry: Mapping[str, str | bool]) -> Rule:
-    return Rule(
-        code=str(entry["code"]),
-        when=re.compile(str(entry["when"]), re.MULTILINE),
-        sentence=str(entry["sentence"]),
-        remedy=str(entry["remedy"]),
-        hopeless=bool(entry.get("hopeless", False)),
-        remedy_by_ssh=str(entry.get("remedy_by_ssh", "")),
-    )
-
-
-def explain(rules: Sequence[Rule], text: str, asked: RequestedResources, said: str = "") -> Explanation | None:
+def _explain(
+    rules: Sequence[Mapping[str, Any]], text: str, asked: RequestedResources, said: str = ""
+) -> Explanation | None:
     """The sentence for a text, or None where no rule is for it. `said` is the text without what was put around it."""
     for rule in rules:
-        if match := rule.when.search(text):
+        if match := re.search(rule["when"], text, re.MULTILINE):
             found = {name: value.strip() for name, value in match.groupdict(default="").items()}
-            values = {**name_values(asked), "said": _one_line(said or text), **found}
-            advice = (asked.host and rule.remedy_by_ssh) or rule.remedy
-            sentence, remedy = (_fill(text, values) for text in (rule.sentence, advice))
-            return Explanation(rule.code, sentence, remedy, rule.hopeless)
+            values = {**name_values(asked), "said": " ".join((said or text).split()), **found}
+            remedy = (asked.host and rule.get("remedy_by_ssh")) or rule["remedy"]
+            sentence, remedy = (template.format_map(values) for template in (rule["sentence"], remedy))
+            for nothing in (_UNNAMED, _NO_AMOUNT, f"{_NO_AMOUNT} a node"):  # brackets around it go with it
+                sentence, remedy = (filled.replace(f" ({nothing})", "") for filled in (sentence, remedy))
+            return Explanation(rule["code"], sentence, remedy, rule.get("hopeless", False))
     return None
-
-
-def _fill(text: str, values: Mapping[str, str]) -> str:
-    """A text with its values; brackets around one that was not named go with it."""
-    filled = text.format_map(values)
-    for nothing in (_UNNAMED, _NO_AMOUNT, f"{_NO_AMOUNT} a node"):
-        filled = filled.replace(f" ({nothing})", "")
-    return filled
 
 
 def name_values(asked: RequestedResources) -> dict[str, str]:
     """What was asked for as words of a sentence; "(none was named)", or "no stated" memory, for what was not."""
-    texts = {
-        "name": asked.name,
-        "queue": asked.queue,
-        "account": asked.account,
-        "qos": asked.qos,
-        "constraint": asked.constraint,
-        "reservation": asked.reservation,
-        "script": asked.script,
-    }
-    numbers = {"nodes": asked.nodes, "cores": asked.cores, "accelerators": asked.accelerators}
+    shown = {name: f'"{value}"' if isinstance(value, str) else str(value) for name, value in vars(asked).items()}
     return {
-        **{name: f'"{text}"' if text else _UNNAMED for name, text in texts.items()},
-        **{name: _UNNAMED if number is None else str(number) for name, number in numbers.items()},
+        **{name: _UNNAMED if vars(asked)[name] in ("", None) else text for name, text in shown.items()},
         "walltime": _UNNAMED if asked.walltime_s is None else render_seconds(asked.walltime_s),
         "memory": _NO_AMOUNT if asked.memory is None else render_bytes(asked.memory),
         "host": asked.host or "this machine",
@@ -584,20 +523,14 @@ def name_values(asked: RequestedResources) -> dict[str, str]:
     }
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
 def explain_result(state: str, exit_code: int | None, asked: RequestedResources, said: str = "") -> Explanation | None:
     """How an attempt ended that at most its job script has recorded, by the rules for all schedulers on the lines
     "ended STATE" and "exit N"; `said` is the known reason."""
     facts = [f"ended {state}", *([f"exit {exit_code}"] if exit_code is not None else [])]
-    return explain(_rules_for_all(), "\n".join(facts), asked, said)
+    return _explain(_rules_for_all(), "\n".join(facts), asked, said)
 
 
 # --- shared by the answers of every scheduler
-
-_LINES = 2
 
 
 def describe_silence(done: Done) -> str:
@@ -606,11 +539,9 @@ def describe_silence(done: Done) -> str:
     program = next((word for word in words if "=" not in word and word != "env"), "the scheduler")
     if done.timed_out:
         return f"{program} did not answer in time"
-    from shardway.launch.hosts.base import MISSING
-
-    if done.code == MISSING:
+    if done.code == 127:  # MISSING of hosts.base, which ranks that import this module do not need
         return f"{program} was not found"
-    said = [line.strip() for line in (done.err or done.out).splitlines() if line.strip()][:_LINES]
+    said = [line.strip() for line in (done.err or done.out).splitlines() if line.strip()][:2]
     return f"{program} failed with exit code {done.code}: {'; '.join(said) or 'it said nothing'}"
 
 
@@ -633,22 +564,14 @@ def merge_tasks(job: str, tasks: Sequence[JobRecord]) -> JobRecord:
     """One record for an array: it runs while a task runs, it waits while none has run, and it ended as its first task
     that did not complete."""
     phases = {task.phase for task in tasks}
+    started = min((task.started for task in tasks if task.started is not None), default=None)
     if phases == {JobPhase.ENDED}:
         first = next((task for task in tasks if task.ending is not SchedulerEnding.COMPLETED), tasks[0])
-        ended = _latest(task.ended for task in tasks)
-        return replace(first, job=job, started=_earliest(task.started for task in tasks), ended=ended)
+        ended = max((task.ended for task in tasks if task.ended is not None), default=None)
+        return replace(first, job=job, started=started, ended=ended)
     phase = JobPhase.RUNNING if phases & {JobPhase.RUNNING, JobPhase.ENDED} else JobPhase.QUEUED
     first = next((task for task in tasks if task.phase is phase), tasks[0])
-    started = _earliest(task.started for task in tasks)
     return replace(first, job=job, phase=phase, ending=None, exit_code=None, signal=0, started=started, ended=None)
-
-
-def _earliest(times: Iterable[float | None]) -> float | None:
-    return min((time for time in times if time is not None), default=None)
-
-
-def _latest(times: Iterable[float | None]) -> float | None:
-    return max((time for time in times if time is not None), default=None)
 
 
 # --- options as words of a command line
@@ -661,11 +584,7 @@ def render_options(options: Mapping[str, Any]) -> Iterator[str]:
     """
     for name, value in options.items():
         bare = name.lstrip("-")
+        dashed, between = (f"-{bare}", " ") if len(bare) == 1 else (f"--{bare}", "=")
         for entry in value if isinstance(value, list | tuple) else [value]:
-            if entry is False:
-                continue
-            dashed = f"-{bare}" if len(bare) == 1 else f"--{bare}"
-            if entry is True:
-                yield dashed
-            else:
-                yield f"{dashed} {entry}" if len(bare) == 1 else f"{dashed}={entry}"
+            if entry is not False:
+                yield dashed if entry is True else f"{dashed}{between}{entry}"

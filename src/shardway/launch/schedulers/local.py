@@ -30,7 +30,7 @@ from shardway.launch.schedulers.base import (
     describe_silence,
     read_lines,
 )
-from shardway.launch.script import ScriptLine, quote_comment, read_block
+from shardway.launch.script import ScriptLine, quote_comment, read_blocks
 
 if TYPE_CHECKING:  # each rank that a scheduler has started imports this module
     from shardway.launch.hosts.base import Done
@@ -65,24 +65,20 @@ class ThisMachine(Scheduler):
     # --- commands, and what they print
 
     def submit(self, script: str, log: str, after: str) -> tuple[str, ...]:
-        """Start a job script in a session of its own; it waits for the job `after`."""
-        return _command('start_job "$@"', script, after, log)
+        return _command("start_job", script, after, log)
 
     def read_job_id(self, text: str) -> str:
         return text.strip() if _JOB.fullmatch(text.strip()) else ""
 
     def cancel(self, jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         """End jobs with all that they started, and wait until it is gone: SIGTERM, and SIGKILL after `GRACE_S`."""
-        known = [job for job in jobs if _JOB.fullmatch(job)]
-        return (_command(_END % {"grace": GRACE_S}, *known),) if known else ()
+        return _commands("end_jobs", jobs, str(GRACE_S))
 
     def warn(self, jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-        known = [job for job in jobs if _JOB.fullmatch(job)]
-        return (_command(_WARN, *known),) if known else ()
+        return _commands("warn_jobs", jobs)
 
     def query(self, jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-        known = [job for job in jobs if _JOB.fullmatch(job)]
-        return (_command(_LOOK, *known),) if known else ()
+        return _commands("look_at", jobs)
 
     def parse_records(self, jobs: Sequence[str], answers: Sequence[Done]) -> dict[str, JobRecord]:
         lines = read_lines(answers[0]) if answers else ()
@@ -91,8 +87,7 @@ class ThisMachine(Scheduler):
         return {job: alive.get(job, gone[job]) for job in jobs}
 
     def find(self, name: str) -> tuple[tuple[str, ...], ...]:
-        """The command whose output `parse_found` reads: processes of a job script with this name."""
-        return (_command(_FIND, name),)
+        return (_command("find_jobs", name),)
 
     def parse_found(self, answers: Sequence[Done]) -> tuple[str, ...]:
         return tuple(line for line in read_lines(answers[0]) if _JOB.fullmatch(line))
@@ -124,44 +119,18 @@ _ANSWER = re.compile(r"(?P<job>\d+\.\d+) (?P<word>runs|waits)(?: (?P<after>\d+))
 GRACE_S = 10
 """How long a job that is ended may take to leave by itself; then it is killed."""
 
-_LOOK = """for job in "$@"; do
-  [ -n "$(members "$job")" ] || continue
-  words=()
-  { mapfile -d '' -t words < "/proc/${job%%.*}/cmdline"; } 2>/dev/null
-  if [ -n "${words[2]-}" ] && [ -n "$(members "${words[2]}")" ]; then
-    echo "$job waits $(sed -n 's/^after=//p' "${words[1]}")"
-  else
-    echo "$job runs"
-  fi
-done; true"""
-_FIND = """pattern="# local $1"; for d in /proc/[0-9]*; do
-  words=()
-  { mapfile -d '' -t words < "$d/cmdline"; } 2>/dev/null
-  case ${words[1]-} in */job.sh) ;; *) continue ;; esac
-  grep -qxF -- "$pattern" "${words[1]}" 2>/dev/null || continue
-  process=${d##*/} # not one of its own subshells, which bear the same words
-  [ "$(cut -d')' -f2- "$d/stat" 2>/dev/null | cut -d' ' -f5)" != "$process" ] || echo "$process.$(began "$process")"
-done; true"""
-_END = """left() { for job; do members "$job"; done; }
-signal=TERM
-for ((tick = 0; tick < 5 * (%(grace)s + 5); tick++)); do
-  mapfile -t processes < <(left "$@")
-  [ "${#processes[@]}" -gt 0 ] || exit 0
-  [ "$tick" -lt $((5 * %(grace)s)) ] || signal=KILL
-  case $signal-$tick in TERM-0 | KILL-*) kill -s "$signal" "${processes[@]}" 2>/dev/null ;; esac
-  sleep 0.2
-done
-echo "processes that do not end: ${processes[*]}" >&2
-exit 1"""
 
-_WARN = """mapfile -t processes < <(for job; do members "$job"; done)
-[ "${#processes[@]}" = 0 ] || kill -s USR1 "${processes[@]}" """
-
-
-def _command(text: str, *words: str) -> tuple[str, ...]:
+def _command(function: str, *words: str) -> tuple[str, ...]:
     """Shell that uses the functions of a job script, so that both see a job in the same way."""
-    functions = [read_block("local", name).text for name in ("began", "members", "start_job")]
-    return ("bash", "-c", "\n".join([*functions, text]), "local", *words)
+    blocks = read_blocks("local") | read_blocks("local_jobs")
+    texts = [blocks[name].text for name in ("began", "members", function)]
+    return ("bash", "-c", "\n".join([*texts, f'{function} "$@"']), "local", *words)
+
+
+def _commands(function: str, jobs: Sequence[str], *first: str) -> tuple[tuple[str, ...], ...]:
+    """The command about these jobs; none where no word is an id."""
+    known = [job for job in jobs if _JOB.fullmatch(job)]
+    return (_command(function, *first, *known),) if known else ()
 
 
 def _record(match: re.Match[str]) -> JobRecord:

@@ -11,7 +11,8 @@ Each call asks for one job: for several, `qstat -f -F json` prints the first one
 make its JSON invalid (wrong types, doubled keys, bytes that are not UTF-8); then the few attributes that matter are
 read from its lines.
 
-`pbs.toml` has the sentences, `pbs_survey.py` reads what PBS says of its nodes and queues.
+`pbs.toml` has the sentences, `variables.toml` the variables of jobs, and `surveys.py` reads what PBS says of its nodes
+and queues.
 
 Sources: qstat(1B) "-x", PBS Professional Reference Guide "Job Attributes", "Job States" and "Job Exit Codes", OpenPBS
 src/include/job.h; transcripts of OpenPBS 23.06; qsub(1B) "-l select", "-k oed"; pbs_resources(7B); PBS Professional
@@ -23,14 +24,15 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from shardway.inherited import Family
+from shardway.inherited import read_families
 from shardway.launch.schedulers.base import (
     OWN_FILES,
     Ask,
@@ -46,28 +48,13 @@ from shardway.launch.schedulers.base import (
     read_lines,
     render_options,
 )
-from shardway.launch.script import ScriptLine, quote, read_block
-from shardway.rank_variables import Environ, RankSeat, first_set, read_int, variables_error
+from shardway.launch.script import ScriptLine, quote, read_block, script_lines
+from shardway.rank_variables import Environ, RankSeat, first_set, read_count, read_int, variables_error
 
 if TYPE_CHECKING:  # each rank that a scheduler has started imports this module
     from shardway.launch.hosts.base import Done
     from shardway.launch.job import Job
     from shardway.launch.site_survey import ProbedFacts
-
-_INHERITED = (
-    Family(
-        "a job of PBS",
-        ("PBS_*", "QSUB_*", "NCPUS"),
-        "of the job that submits",
-        kept=(
-            *("PBS_CONF_FILE", "PBS_DEFAULT", "PBS_SERVER", "PBS_EXEC", "PBS_HOME", "PBS_AUTH_METHOD", "PBS_TMPDIR"),
-            *("PBS_PRIMARY", "PBS_SECONDARY", "PBS_LEAF_NAME", "PBS_*_SERVICE_PORT", "PBS_ENCRYPT_METHOD"),
-            "PBS_SUPPORTED_AUTH_METHODS",
-        ),
-        settings=("NCPUS",),
-        reaches_ranks=True,
-    ),
-)
 
 
 class Pbs(Scheduler):
@@ -95,7 +82,7 @@ class Pbs(Scheduler):
             **dict.fromkeys(("o", "e", "j", "k", "J", "r", "v", "V", "S"), ""),
         }
     )
-    inherited = _INHERITED
+    inherited = read_families(OWN_FILES / "variables.toml", "pbs")
     job_variable = "PBS_JOBID"
     client_command = ("qstat", "--version")
     server_command = ("qstat", "-Q")
@@ -108,7 +95,36 @@ class Pbs(Scheduler):
     # --- the job script
 
     def directives(self, job: Job) -> tuple[ScriptLine, ...]:
-        return tuple(ScriptLine(f"#PBS {line.text}", line.purpose) for line in _options(job))
+        terms, shape = job.terms, job.shape
+        by_pbs = job.container.runtime == "enroot" and job.container.rules.by_scheduler
+        select = f"{shape.nodes}:ncpus={shape.cores_per_node or shape.ranks_per_node}"
+        # how often PBS_NODEFILE names a node
+        select += f":mpiprocs={shape.ranks_per_node if job.launcher == 'mpirun' else 1}"
+        gpus = shape.accelerators_per_node if terms.accelerators == "ngpus" else 0
+        select += f":ngpus={gpus}" if gpus else ""
+        select += f":mem={shape.memory_bytes // 2**20}mb" if shape.memory_bytes else ""
+        select += ":container_engine=enroot" if by_pbs else ""
+        minutes, seconds = divmod(math.ceil(terms.walltime_s), 60)
+        waits = "the account that is charged, and where the job waits"
+        made = "the container that PBS makes on each node"
+        lines: list[tuple[object, str]] = [
+            (f"-N {job.scheduler_name}", "the run, its attempt, and what makes it unique"),
+            (terms.account and f"-P {quote(terms.account)}", waits),
+            (terms.queue and f"-q {quote(terms.queue)}", waits),
+            (f"-l select={select}", "nodes, and what is wanted of each"),
+            (f"-l place=scatter{':excl' if shape.whole_nodes else ''}", ""),
+            (by_pbs and f"-l container_image={quote(job.container.image)}", made),
+            (by_pbs and f"-l container_name={job.name}", made),
+            (f"-l walltime={minutes // 60:02d}:{minutes % 60:02d}:{seconds:02d}", "wall-time of this attempt"),
+            ("-r n", "an attempt that loses its nodes ends; the next attempt goes on from the last checkpoint"),
+            ("-S /bin/bash", "the shell of this script, whatever the login shell is"),
+            ("-j oe", "what it prints, at once and not when it has ended"),
+            ("-k oed", ""),
+            (f"-o {job.log_for_scheduler}", ""),
+        ]
+        own = "options of this run or site that Shardway has no name for"
+        lines += [(words, own) for words in render_options(terms.options)]
+        return script_lines(*((text and f"#PBS {text}", purpose) for text, purpose in lines))
 
     def each_node(self, job: Job) -> EachNode:
         """A shell function, since pbs_tmrsh hands on nothing."""
@@ -134,19 +150,15 @@ class Pbs(Scheduler):
         return tuple(("qsig", "-s", "SIGUSR1", job) for job in jobs)
 
     def query(self, jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-        """One command a job, whose outputs `parse_records` reads in the same order."""
+        """One command a job, in the same order."""
         tasks = {job: ("-t",) if "[]" in job else () for job in jobs}
         return tuple(("sh", "-c", _WITH_HISTORY, "qstat", *tasks[job], "-f", "-F", "json", job) for job in jobs)
 
     def find(self, name: str) -> tuple[tuple[str, ...], ...]:
-        """The command whose output `parse_found` reads: jobs of this name, finished ones too where PBS knows them."""
+        """Finished jobs too, where PBS knows them."""
         return (("sh", "-c", _WITH_HISTORY, "qselect", "-N", name),)
 
     def parse_records(self, jobs: Sequence[str], answers: Sequence[Done]) -> dict[str, JobRecord]:
-        """A record of each of these jobs for which an answer came; one that PBS does not know is UNKNOWN.
-
-        Raises SchedulerSilent where no answer came for any of them.
-        """
         return keep_known({job: _parse_answer(job, done) for job, done in zip(jobs, answers, strict=True)}, answers)
 
     def parse_found(self, answers: Sequence[Done]) -> tuple[str, ...]:
@@ -169,10 +181,13 @@ class Pbs(Scheduler):
         if environ.get("PBS_TASKNUM", "1") == "1":  # the job script itself
             return None
         name = first_set(environ, "PBS_VNODENUM", "PBS_NODENUM")
-        index, slots = read_int(environ, "pbsdsh", name), _read_nodefile(environ, "pbsdsh", _SHARE_NODEFILE)
+        share = "copy it to a shared folder in the job script, then: pbsdsh -- env PBS_NODEFILE=COPY ..."
+        index, slots = read_int(environ, "pbsdsh", name), _read_nodefile(environ, "pbsdsh", share)
         hosts = list(dict.fromkeys(slots))
         if name == "PBS_NODENUM" and len(hosts) < len(slots):
-            raise variables_error(environ, "pbsdsh", (name, "PBS_NODEFILE"), _HOSTS_ONCE, _ONE_TASK_A_HOST)
+            allowed = "each host once in PBS_NODEFILE, since PBS does not number the tasks of one host"
+            remedy = "ask for mpiprocs=1 and start torchrun on each host, or start the ranks with mpirun"
+            raise variables_error(environ, "pbsdsh", (name, "PBS_NODEFILE"), allowed, remedy)
         if index >= len(slots):
             allowed = f"{name} less than {len(slots)}, the lines of PBS_NODEFILE"
             raise variables_error(environ, "pbsdsh", (name, "PBS_NODEFILE"), allowed)
@@ -186,15 +201,15 @@ class Pbs(Scheduler):
         return "PBS_NODEFILE", _read_nodefile(environ, launcher, remedy)
 
     def count_cores(self, environ: Environ, local_world: int) -> int | None:
-        on_node = environ.get("NCPUS", "")
-        return max(1, int(on_node) // local_world) if on_node.isdecimal() else None
+        on_node = read_count(environ.get("NCPUS", ""))
+        return None if on_node is None else max(1, on_node // local_world)
 
     # --- surveys
 
     def survey(self, ask: Ask) -> ProbedFacts:
-        from shardway.launch.schedulers.pbs_survey import survey
+        from shardway.launch.schedulers.surveys import survey_pbs
 
-        return survey(ask, self.survey_command)
+        return survey_pbs(ask, self.survey_command)
 
 
 # --- queries and answers
@@ -207,27 +222,24 @@ _PHASES = {
 }
 _ENDINGS = {
     -20: SchedulerEnding.NODE_FAILURE,
-    -26: SchedulerEnding.OUT_OF_MEMORY,
-    -27: SchedulerEnding.OUT_OF_MEMORY,
+    **dict.fromkeys((-26, -27), SchedulerEnding.OUT_OF_MEMORY),
     -29: SchedulerEnding.TIMEOUT,
-    -24: SchedulerEnding.FAILED,
-    -25: SchedulerEnding.FAILED,
-    -28: SchedulerEnding.FAILED,
+    **dict.fromkeys((-24, -25, -28), SchedulerEnding.FAILED),
 }
 """Exit_status below 0 of jobs that ran; any other says that the job was not started."""
 
 _SIGNAL = 256
 """Exit_status from here on: this, and the signal that ended the job."""
 
-_DELETED, _FAILED = 91, 93
-_UNDELIVERED = 0
-_UNKNOWN_JOB = re.compile(r"Unknown Job Id|Unknown queue destination", re.IGNORECASE)
+_DELETED, _FAILED = 91, 93  # substates
 _ID = re.compile(r"\d+(\[\d*\])?(\.[\w.-]+)?")
+_UNKNOWN_JOB = re.compile(r"Unknown Job Id|Unknown queue destination", re.IGNORECASE)
+_TAKEN = re.compile(r"^(\d+(?:\[\])?(?:\.[\w.-]+)?)\s*$", re.MULTILINE)  # qsub(1B): "12.server", "12[].server"
+
 _ATTRIBUTES = (
     *("job_state", "substate", "Exit_status", "Stageout_status", "run_count", "stime", "obittime", "mtime"),
     *("exec_host", "comment", "Hold_Types", "Job_Name", "array", "depend"),
 )
-_HEAD_OF_ANSWER = re.compile(r'"pbs_version"')
 _LINE = re.compile(r'^(?:\t{3}| {12})"(\w+)"\s*:\s*(.*?),?\s*$')
 _HEAD = re.compile(r'^(?:\t{2}| {8})"(\d+(?:\[\d*\])?[\w.-]*)"\s*:\s*\{\s*$')
 
@@ -239,129 +251,95 @@ _WITH_HISTORY = (
 the exit code is the last byte. After any other failure it is not asked again: that finished jobs are missing would
 look as if there were none."""
 
-_LOST_OUTPUT = "PBS could not deliver the job's output files; they stayed on its node"
-_FAILED_BY_PBS = "PBS counts it as failed though its script ended with 0: it may have lost a node while it ran"
-
-
-_TAKEN = re.compile(r"^(\d+(?:\[\])?(?:\.[\w.-]+)?)\s*$", re.MULTILINE)
-"""qsub(1B): "12.server", "12[].server"."""
-
 
 def _parse_answer(job: str, done: Done) -> JobRecord | None:
     """What one call says of its job; None where it says nothing."""
     if done.timed_out:
         return None
     tables = _parse_jobs(done.out)
-    parents = [table for table in tables.values() if table.get("array") == "True"]
+    parent = next((table for table in tables.values() if table.get("array") == "True"), None)
     others = {name: table for name, table in tables.items() if table.get("array") != "True"}
-    if parents:
-        return _array_record(job, parents[0], [_record(name, table) for name, table in others.items()])
+    if parent is not None:
+        # An array: its phase is the parent's, its ending that of its tasks, as the parent's Exit_status is not.
+        record, tasks = _record(job, parent), [_record(name, table) for name, table in others.items()]
+        if not tasks or record.phase is not JobPhase.ENDED:
+            return record
+        over = [task for task in tasks if task.phase is JobPhase.ENDED]
+        return replace(merge_tasks(job, over or tasks), phase=JobPhase.ENDED, state=record.state, reason=record.reason)
     if others:
         return _record(job, others.get(job) or next(iter(others.values())))
     if _UNKNOWN_JOB.search(done.err):
         return JobRecord(job, JobPhase.UNKNOWN)
-    if done.ok and _HEAD_OF_ANSWER.search(done.out):
-        return JobRecord(
-            job, JobPhase.UNKNOWN, note="PBS answered but shows nothing of it: it may be another user's job"
-        )
+    if done.ok and '"pbs_version"' in done.out:
+        note = "PBS answered but shows nothing of it: it may be another user's job"
+        return JobRecord(job, JobPhase.UNKNOWN, note=note)
     return None
 
 
 def _parse_jobs(text: str) -> dict[str, Mapping[str, Any]]:
-    """Job id -> its attributes, of every job that an answer has."""
-    with contextlib.suppress(ValueError, RecursionError):
+    """Job id -> its attributes, of every job that an answer has. Of a text that is no JSON the lines are read: a job's
+    own attributes are known by their indentation, which a value in `Variable_List` cannot forge."""
+    found: dict[str, Any] = {}
+    try:
         answer = json.loads(text)
         jobs = answer.get("Jobs") if isinstance(answer, dict) else None
-        tables = jobs if isinstance(jobs, dict) else {}
-        return {job: table for job, table in tables.items() if isinstance(table, dict) and table.get("job_state")}
-    return _pick_jobs(text)
-
-
-def _pick_jobs(text: str) -> dict[str, Mapping[str, Any]]:
-    """The same from the lines of a text that is no JSON. A job's own attributes are known by their indentation, which
-    a value in `Variable_List` cannot forge."""
-    found: dict[str, dict[str, Any]] = {}
-    job = ""
-    for line in text.splitlines():
-        if head := _HEAD.match(line):
-            job = head[1]
-        elif (match := _LINE.match(line)) and job and match[1] in _ATTRIBUTES:
-            found.setdefault(job, {})[match[1]] = _parse_value(match[2])
-    return {job: table for job, table in found.items() if table.get("job_state")}
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return json.loads(text)
+        found = jobs if isinstance(jobs, dict) else {}
     except (ValueError, RecursionError):
-        return text.strip('"')
-
-
-def _array_record(job: str, parent: Mapping[str, Any], tasks: Sequence[JobRecord]) -> JobRecord:
-    """An array: its phase is the parent's, its ending that of its tasks, as the parent's Exit_status is not."""
-    record = _record(job, parent)
-    if not tasks or record.phase is not JobPhase.ENDED:
-        return record
-    over = [task for task in tasks if task.phase is JobPhase.ENDED]
-    return replace(merge_tasks(job, over or tasks), phase=JobPhase.ENDED, state=record.state, reason=record.reason)
+        job = ""
+        for line in text.splitlines():
+            if head := _HEAD.match(line):
+                job = head[1]
+            elif (match := _LINE.match(line)) and job and match[1] in _ATTRIBUTES:
+                value: Any = match[2].strip('"')
+                with contextlib.suppress(ValueError, RecursionError):
+                    value = json.loads(match[2])
+                found.setdefault(job, {})[match[1]] = value
+    return {job: table for job, table in found.items() if isinstance(table, dict) and table.get("job_state")}
 
 
 def _record(job: str, table: Mapping[str, Any]) -> JobRecord:
     state = str(table["job_state"])
-    phase = _PHASES.get(state, JobPhase.RUNNING)
-    runs = _int(table, "run_count") or 0
+    phase, runs = _PHASES.get(state, JobPhase.RUNNING), _int(table, "run_count") or 0
+    reason, nodes = " ".join(str(table.get("comment", "")).split()), str(table.get("exec_host", ""))
+    if state == "H" and not reason:  # held without a comment: the attributes that hold it
+        depend = f", depend = {table['depend']}" if table.get("depend") else ""
+        reason = f"Hold_Types = {table.get('Hold_Types', '')}{depend}"
     record = JobRecord(
         job=job,
         phase=phase,
         state=state,
-        reason=_reason(state, table),
+        reason=reason,
         started=None if phase is JobPhase.QUEUED else _parse_time(table.get("stime")),
-        nodes=str(table.get("exec_host", "")),
+        nodes=nodes,
         restarts=runs if phase is JobPhase.QUEUED else max(runs - 1, 0),
         name=str(table.get("Job_Name", "")),
     )
-    return _ended(record, table) if phase is JobPhase.ENDED else record
+    if phase is not JobPhase.ENDED:
+        return record
 
-
-def _reason(state: str, table: Mapping[str, Any]) -> str:
-    """The comment; where a job is held without one, the attributes that hold it."""
-    comment = " ".join(str(table.get("comment", "")).split())
-    if comment or state != "H":
-        return comment
-    depend = f", depend = {table['depend']}" if table.get("depend") else ""
-    return f"Hold_Types = {table.get('Hold_Types', '')}{depend}"
-
-
-def _ended(record: JobRecord, table: Mapping[str, Any]) -> JobRecord:
-    status = _int(table, "Exit_status")
-    ending, note = _ending(status, table)
-    if _int(table, "Stageout_status") == _UNDELIVERED:
-        note = "; ".join(part for part in (note, _LOST_OUTPUT) if part)
-    signal = status - _SIGNAL if status is not None and status >= _SIGNAL else 0
+    status, substate, notes = _int(table, "Exit_status"), _int(table, "substate"), []
+    if substate == _DELETED:  # it may have any exit status
+        ending = SchedulerEnding.CANCELLED
+    elif status is None:
+        ending = SchedulerEnding.UNCLEAR if nodes else SchedulerEnding.NEVER_STARTED
+    elif status < 0:
+        ending = _ENDINGS.get(status, SchedulerEnding.NEVER_STARTED)
+    elif status == 0 and substate == _FAILED:
+        ending = SchedulerEnding.UNCLEAR
+        notes.append("PBS counts it as failed though its script ended with 0: it may have lost a node while it ran")
+    else:
+        ending = SchedulerEnding.FAILED if status else SchedulerEnding.COMPLETED
+    if _int(table, "Stageout_status") == 0:
+        notes.append("PBS could not deliver the job's output files; they stayed on its node")
     return replace(
         record,
         ending=ending,
         exit_code=status if status is not None and 0 <= status < _SIGNAL else None,
-        signal=signal,
+        signal=status - _SIGNAL if status is not None and status >= _SIGNAL else 0,
         ended=_parse_time(table.get("obittime")) or _parse_time(table.get("mtime")),
-        note=note,
+        note="; ".join(notes),
         exit_text="" if status is None else str(status),
     )
-
-
-def _ending(status: int | None, table: Mapping[str, Any]) -> tuple[SchedulerEnding, str]:
-    """How a job ended, and what is odd about that; one that was deleted may have any exit status."""
-    substate = _int(table, "substate")
-    if substate == _DELETED:
-        return SchedulerEnding.CANCELLED, ""
-    if status is None:
-        ran = bool(table.get("exec_host"))
-        return (SchedulerEnding.UNCLEAR if ran else SchedulerEnding.NEVER_STARTED), ""
-    if status < 0:
-        return _ENDINGS.get(status, SchedulerEnding.NEVER_STARTED), ""
-    if status == 0 and substate == _FAILED:
-        return SchedulerEnding.UNCLEAR, _FAILED_BY_PBS
-    return (SchedulerEnding.FAILED if status else SchedulerEnding.COMPLETED), ""
 
 
 def _int(table: Mapping[str, Any], name: str) -> int | None:
@@ -380,67 +358,7 @@ def _parse_time(value: Any) -> float | None:
         return None
 
 
-# --- the job script's #PBS lines
-
-
-def _options(job: Job) -> Iterator[ScriptLine]:
-    terms = job.terms
-    yield ScriptLine(f"-N {job.scheduler_name}", "the run, its attempt, and what makes it unique")
-    if terms.account:
-        yield ScriptLine(f"-P {quote(terms.account)}", "the account that is charged, and where the job waits")
-    if terms.queue:
-        yield ScriptLine(f"-q {quote(terms.queue)}", "the account that is charged, and where the job waits")
-    yield ScriptLine(f"-l select={_render_select(job)}", "nodes, and what is wanted of each")
-    yield ScriptLine(f"-l place=scatter{':excl' if job.shape.whole_nodes else ''}")
-    yield from (ScriptLine(f"-l {entry}", "the container that PBS makes on each node") for entry in _container(job))
-    yield ScriptLine(f"-l walltime={_render_time(terms.walltime_s)}", "wall-time of this attempt")
-    yield ScriptLine("-r n", "an attempt that loses its nodes ends; the next attempt goes on from the last checkpoint")
-    yield ScriptLine("-S /bin/bash", "the shell of this script, whatever the login shell is")
-    yield ScriptLine("-j oe", "what it prints, at once and not when it has ended")
-    yield ScriptLine("-k oed")
-    yield ScriptLine(f"-o {job.log_for_scheduler}")
-    for words in render_options(terms.options):
-        yield ScriptLine(words, "options of this run or site that Shardway has no name for")
-
-
-def _render_select(job: Job) -> str:
-    """The chunks: `2:ncpus=112:ngpus=8:mem=1880gb:mpiprocs=8`. mpiprocs is how often PBS_NODEFILE names a node."""
-    shape = job.shape
-    parts = [
-        str(shape.nodes),
-        f"ncpus={shape.cores_per_node or shape.ranks_per_node}",
-        f"mpiprocs={shape.ranks_per_node if job.launcher == 'mpirun' else 1}",
-    ]
-    if shape.accelerators_per_node and job.terms.accelerators == "ngpus":
-        parts.append(f"ngpus={shape.accelerators_per_node}")
-    if shape.memory_bytes:
-        parts.append(f"mem={shape.memory_bytes // 2**20}mb")
-    if _made_by_pbs(job):
-        parts.append("container_engine=enroot")
-    return ":".join(parts)
-
-
-def _made_by_pbs(job: Job) -> bool:
-    return job.container.runtime == "enroot" and bool(job.container.rules.by_scheduler)
-
-
-def _container(job: Job) -> Iterator[str]:
-    if _made_by_pbs(job):
-        yield f"container_image={quote(job.container.image)}"
-        yield f"container_name={job.name}"
-
-
-def _render_time(seconds: float) -> str:
-    whole = -(-seconds // 1)
-    minutes, rest = divmod(int(whole), 60)
-    return f"{minutes // 60:02d}:{minutes % 60:02d}:{rest:02d}"
-
-
 # --- the place of a task of pbsdsh
-
-_HOSTS_ONCE = "each host once in PBS_NODEFILE, since PBS does not number the tasks of one host"
-_ONE_TASK_A_HOST = "ask for mpiprocs=1 and start torchrun on each host, or start the ranks with mpirun"
-_SHARE_NODEFILE = "copy it to a shared folder in the job script, then: pbsdsh -- env PBS_NODEFILE=COPY ..."
 
 
 def _read_nodefile(environ: Environ, launcher: str, remedy: str) -> list[str]:

@@ -1,0 +1,49 @@
+#: look_at JOBS: "JOB runs" or "JOB waits ATTEMPT" of each that is there
+look_at() {
+  local job words
+  for job; do
+    [ -n "$(members "$job")" ] || continue
+    words=()
+    { mapfile -d '' -t words < "/proc/${job%%.*}/cmdline"; } 2>/dev/null
+    if [ -n "${words[2]-}" ] && [ -n "$(members "${words[2]}")" ]; then
+      echo "$job waits $(sed -n 's/^after=//p' "${words[1]}")"
+    else
+      echo "$job runs"
+    fi
+  done
+}
+
+#: find_jobs NAME: those whose script has this name
+find_jobs() {
+  local d words process
+  for d in /proc/[0-9]*; do
+    words=()
+    { mapfile -d '' -t words < "$d/cmdline"; } 2>/dev/null
+    case ${words[1]-} in */job.sh) ;; *) continue ;; esac
+    grep -qxF -- "# local $1" "${words[1]}" 2>/dev/null || continue
+    process=${d##*/} # not one of its own subshells, which bear the same words
+    [ "$(cut -d')' -f2- "$d/stat" 2>/dev/null | cut -d' ' -f5)" != "$process" ] || echo "$process.$(began "$process")"
+  done
+}
+
+#: end_jobs SECONDS JOBS: and wait until they are gone; SIGKILL after so many seconds
+end_jobs() {
+  local grace=$1 job signal=TERM tick processes
+  shift
+  for ((tick = 0; tick < 5 * (grace + 5); tick++)); do
+    mapfile -t processes < <(for job; do members "$job"; done)
+    [ "${#processes[@]}" -gt 0 ] || return 0
+    [ "$tick" -lt $((5 * grace)) ] || signal=KILL
+    case $signal-$tick in TERM-0 | KILL-*) kill -s "$signal" "${processes[@]}" 2>/dev/null ;; esac
+    sleep 0.2
+  done
+  echo "processes that do not end: ${processes[*]}" >&2
+  return 1
+}
+
+#: warn_jobs JOBS: SIGUSR1 to each of their processes
+warn_jobs() {
+  local job processes
+  mapfile -t processes < <(for job; do members "$job"; done)
+  [ "${#processes[@]}" = 0 ] || kill -s USR1 "${processes[@]}"
+}
