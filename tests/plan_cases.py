@@ -7,9 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from shardway.plan.case import Case, Degrees, find_engine, load_engines
-from shardway.plan.machine import Machine, machine_of_part
-from shardway.plan.shapes.architecture import Architecture, AttentionShape, ExpertsShape, LayerRun, LayerShape
+from shardway.plan.case import Case, Degrees, Machine, find_engine, load_engines, machine_of_part
+from shardway.plan.shapes import Architecture, AttentionShape, ExpertsShape, LayerRun, LayerShape
 
 
 def gpt_layer(hidden: int = 1024, heads: int = 16) -> LayerShape:

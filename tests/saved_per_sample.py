@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardway.plan.shapes.measured import Measured
+from shardway.plan.shapes import Measured
 
 
 def saved_bytes_per_sample(model: Measured, value_bytes: int | None = None) -> float:

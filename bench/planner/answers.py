@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from rows import Question
 
-from shardway.plan.case import Case
-from shardway.plan.machine import Ceilings, Machine, load_ceilings
+from shardway.plan.case import Case, Ceilings, Machine, load_ceilings
 from shardway.plan.memory import Overheads, StageMemory, estimate_memory, load_overheads, peak_stage
 from shardway.plan.time import StepTime, estimate_step
 

@@ -26,8 +26,7 @@ import rows
 import score
 from scipy.optimize import least_squares
 
-from shardway.plan.case import Case
-from shardway.plan.machine import Ceilings, Machine, generation_of
+from shardway.plan.case import Case, Ceilings, Machine, generation_of
 from shardway.plan.time import estimate_step
 
 TARGET = pathlib.Path(__file__).parents[2] / "src/shardway/plan/ceilings.toml"
@@ -369,7 +368,7 @@ def write(values: Values, samples: Sequence[Sample], interval: tuple[float, floa
     lines = [
         "# What part of the rates on paper is reached. Written by bench/planner/fit.py: change that, not this file.",
         "# Behind a fitted factor stands how many rows depend on it; fit.py names the others with their reason.",
-        "# Meanings: src/shardway/plan/machine.py.",
+        "# Meanings: src/shardway/plan/case.py.",
         "",
         "[general]",
         *_lines(general, {name: counts[kind, name] for kind, name in counts if kind == "general"}),

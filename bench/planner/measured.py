@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from rows_standins import read_number
 
-from shardway.plan.case import Case
-from shardway.plan.machine import Machine
+from shardway.plan.case import Case, Machine
 
 UNITS = {"GiB": 2**30, "GB": 10**9}
 

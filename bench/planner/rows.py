@@ -14,9 +14,8 @@ from rows_standins import find_accelerator, guess_engine, guess_sizes, read_numb
 
 from shardway.errors import UserError
 from shardway.hardware.catalogue import load_accelerators
-from shardway.plan.case import AttentionKernel, Case, Degrees, EngineTraits, Precision, Recompute, find_engine
-from shardway.plan.machine import Machine
-from shardway.plan.shapes.architecture import Architecture, AttentionShape, ExpertsShape, Latent, LayerRun, LayerShape
+from shardway.plan.case import AttentionKernel, Case, Degrees, EngineTraits, Machine, Precision, Recompute, find_engine
+from shardway.plan.shapes import Architecture, AttentionShape, ExpertsShape, Latent, LayerRun, LayerShape
 
 Row = Mapping[str, str]
 

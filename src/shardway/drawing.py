@@ -64,13 +64,11 @@ class Frame:
     height: float
 
     @property
-    def right(self) -> float:
-        """Its right edge."""
+    def right(self) -> float:  # its right edge
         return self.x + self.width
 
     @property
-    def bottom(self) -> float:
-        """Its lower edge."""
+    def bottom(self) -> float:  # its lower edge
         return self.y + self.height
 
 
@@ -126,7 +124,6 @@ def nice_ticks(top: float, count: int = 5) -> list[float]:
 
 
 def _short(value: float) -> str:
-    """A coordinate with two decimals at most."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
@@ -162,12 +159,11 @@ def render_document(title: str, body: str, *, style: str = "", scripts: str = ""
 
 def render_tiles(tiles: Iterable[Sequence[str]]) -> str:
     """Facts side by side in large type, each a label, a value and notes."""
-    return f'<div class="tiles">{"".join(_render_tile(*tile) for tile in tiles)}</div>'
-
-
-def _render_tile(label: str, value: str, *notes: str) -> str:
-    below = "".join(f"<span>{escape(note)}</span>" for note in notes)
-    return f'<div class="card tile"><span>{escape(label)}</span><b>{escape(value)}</b>{below}</div>'
+    cards = []
+    for label, value, *notes in tiles:
+        below = "".join(f"<span>{escape(note)}</span>" for note in notes)
+        cards.append(f'<div class="card tile"><span>{escape(label)}</span><b>{escape(value)}</b>{below}</div>')
+    return f'<div class="tiles">{"".join(cards)}</div>'
 
 
 def render_table(

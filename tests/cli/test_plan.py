@@ -12,7 +12,7 @@ from command_line import Shardway
 from golden_files import Golden, golden_names
 from page_tables import check_block
 from shardway.hardware.catalogue import load_accelerators
-from shardway.plan.machine import load_aliases, machine_of_part
+from shardway.plan.case import load_aliases, machine_of_part
 
 A100 = ("--gpu", "a100-sxm4-80gb")
 EXAMPLE = ("plan", "llama3-8b", "--on", "leonardo-booster", "--nodes", "16", "--tokens", "100e9")

@@ -14,9 +14,7 @@ from saved_per_sample import saved_bytes_per_sample
 from shardway.errors import UserError
 from shardway.models.build import build_model
 from shardway.models.trace import Inputs, trace_module
-from shardway.plan.shapes.architecture import Architecture
-from shardway.plan.shapes.measured import Measured, measured_from_json
-from shardway.plan.shapes.section import shape_of_section
+from shardway.plan.shapes import Architecture, Measured, measured_from_json, shape_of_section
 from shardway.runfile.schema import ModelSection
 
 SEQ, IMAGE = 24, (3, 8, 12)
@@ -267,7 +265,7 @@ def test_models_of_the_library(family: str, changes: dict[str, Any]) -> None:
     """bf16: the library's products of experts have no other format without numbers."""
     import transformers
 
-    from shardway.plan.shapes.huggingface import shape_of_config
+    from shardway.plan.huggingface import shape_of_config
     from tiny_hf import MORE, SIZES
 
     config = transformers.CONFIG_MAPPING[family](**{**SIZES, **MORE[family], **changes})

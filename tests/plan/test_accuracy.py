@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardway.plan.case import Case, Degrees, fill_up, layers_of_stages, split_by_weight
-from shardway.plan.machine import Ceilings, ceilings_of
-from shardway.plan.shapes.section import find_named
+from plan_cases import llama_layer, model_of
+from shardway.plan.case import Case, Ceilings, Degrees, ceilings_of, layers_of_stages, split_by_weight
+from shardway.plan.huggingface import find_named
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "tests" / "data" / "planner" / "rows.csv"
@@ -186,6 +187,12 @@ def test_formats_that_a_part_lacks_are_priced_in_16_bits() -> None:
 
 
 # --- what the figures found out
+
+
+def fill_up(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage where an engine fills all but the last."""
+    model, engine = model_of(llama_layer(), layers), replace(rows.find_engine("megatron"), cut="filled")
+    return layers_of_stages(Case(model=model, seq_len=1024, global_batch=1, degrees=Degrees(pp=stages), engine=engine))
 
 
 @given(st.integers(1, 200), st.integers(1, 200))

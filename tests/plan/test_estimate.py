@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from plan_cases import case_of, cases, gpt_layer, h100s, model_of
 from shardway.errors import UserError
-from shardway.plan.case import Case
-from shardway.plan.machine import Machine, load_ceilings, machine_of_part
+from shardway.plan.case import Case, Machine, load_ceilings, machine_of_part
 from shardway.plan.memory import estimate_memory, load_overheads, peak_stage
-from shardway.plan.search import estimate
+from shardway.plan.planner import estimate
 from shardway.plan.time import estimate_step
 
 BRIEF = settings.get_profile("brief")
@@ -94,7 +93,7 @@ def test_a_machine_that_is_better_in_one_thing_is_no_slower(case: Case, factor: 
     better: Machine = replace(H100, accelerator=faster)
     # Waiting for the host hides no messages in these estimates, so less computation may show more of them.
     ceilings = replace(load_ceilings(part), kernel_s=0.0)
-    assert estimate(case, better, ceilings).time.seconds <= estimate(case, H100, ceilings).time.seconds * (1 + 1e-12)
+    assert estimate_step(case, better, ceilings).seconds <= estimate_step(case, H100, ceilings).seconds * (1 + 1e-12)
 
 
 def test_a_format_that_a_part_lacks_is_told() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plan_cases import h100s
 from shardway.errors import UserError
-from shardway.plan.machine import SHEET_WATTS, machine_of_part
+from shardway.plan.case import SHEET_WATTS, machine_of_part
 
 V100, A100, H100, B200 = (
     machine_of_part(key) for key in ("v100-sxm2-32gb", "a100-sxm4-80gb", "h100-sxm5-80gb", "b200-sxm-180gb")

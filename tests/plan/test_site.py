@@ -8,7 +8,7 @@ import pytest
 
 from shardway.errors import UserError
 from shardway.hardware.catalogue import load_accelerators, load_links
-from shardway.plan.machine import RACK_DOMAINS, Machine, machine_of_part, machine_of_site
+from shardway.plan.case import RACK_DOMAINS, Machine, machine_of_part, machine_of_site
 from shardway.sites.load import list_shipped, load_site
 from shardway.sites.schema import CPU, SiteProfile
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plan_cases import case_of, llama_layer, model_of
-from shardway.plan.case import Case, kept_micro_batches, list_stages, split_evenly
-from shardway.plan.shapes.architecture import LayerRun
+from shardway.errors import UserError
+from shardway.plan.case import Case, kept_micro_batches, layers_of_stages, list_stages
+from shardway.plan.shapes import LayerRun
 
 MODEL = model_of(llama_layer(), layers=16)
 
@@ -29,7 +30,7 @@ def in_flight(case: Case) -> list[float]:
 @given(st.integers(1, 200), st.data())
 def test_layers_are_cut_evenly_and_the_ends_are_not_the_larger_ones(layers: int, data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, layers))
-    sizes = split_evenly(layers, stages)
+    sizes = layers_of_stages(case_of(model_of(llama_layer(), layers), pp=stages))
     assert len(sizes) == stages
     assert sum(sizes) == layers
     assert max(sizes) - min(sizes) <= 1
@@ -44,7 +45,7 @@ def test_every_layer_is_on_one_rank(schedule: str, per_rank: int, layers: int) -
     case = replace(pipelined(schedule, per_rank=per_rank), model=model_of(llama_layer(), layers))
     stages = list_stages(case)
     assert [stage.rank for stage in stages] == [0, 1, 2, 3]
-    assert sum(stage.count for stage in stages) == layers
+    assert sum(run.count for stage in stages for run in stage.layers) == layers
     assert [stage.first for stage in stages] == [True, False, False, False]
     assert sum(stage.last for stage in stages) == 1
 
@@ -99,3 +100,8 @@ def test_no_more_is_kept_than_there_is_nor_than_before(schedule: str, per_rank: 
     found = in_flight(pipelined(schedule, per_rank=per_rank, passes=passes))
     assert all(0 < each <= passes for each in found)
     assert found == sorted(found, reverse=True)
+
+
+def test_a_v_of_other_than_two_stages_a_rank_is_refused() -> None:
+    with pytest.raises(UserError, match=r"parallel.pp_stages_per_rank: 1 stages a rank make no V \(zbv\)"):
+        list_stages(pipelined("zbv"))

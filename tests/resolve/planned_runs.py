@@ -7,8 +7,8 @@ from typing import Any
 
 from resolving import resolve_words
 
-from shardway.plan.machine import Machine, machine_of_site
-from shardway.plan.search import Estimate, estimate
+from shardway.plan.case import Machine, machine_of_site
+from shardway.plan.planner import Estimate, estimate
 from shardway.resolve import Resolved
 from shardway.resolve.planned import case_of, shape_of_run
 from shardway.sites.load import load_site

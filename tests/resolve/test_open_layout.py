@@ -16,8 +16,8 @@ from test_huggingface_rules import DENSE
 
 from shardway.errors import UserError
 from shardway.layout import AXES
-from shardway.plan.search import NEAR
-from shardway.plan.shapes.section import find_named
+from shardway.plan.huggingface import find_named
+from shardway.plan.planner import NEAR
 from shardway.resolve import Resolved, resolve
 from shardway.resolve.draft import applies
 from shardway.resolve.planned import KEYS

@@ -8,7 +8,7 @@ from resolving import resolve_words
 
 from shardway.errors import UserError
 from shardway.plan.case import Case, Degrees, find_engine
-from shardway.plan.shapes.section import find_named
+from shardway.plan.huggingface import find_named
 from shardway.resolve.planned import ASSUMED_VOCAB, case_of, list_assumptions, shape_of_run
 
 

@@ -8,8 +8,8 @@ import pytest
 from planned_runs import H100, SMALL, TIGHT, price, resolve_on
 from resolving import value_of
 
-from shardway.plan.machine import Machine
-from shardway.plan.search import NEAR
+from shardway.plan.case import Machine
+from shardway.plan.planner import NEAR
 from shardway.resolve.planned import list_sizes
 
 RUN = (*SMALL, "train.global_batch=96", "parallel.dp_shard=2")

@@ -12,7 +12,7 @@ import pytest
 
 from shardway.errors import UserError
 from shardway.hardware import probe
-from shardway.plan.shapes.architecture import Architecture
+from shardway.plan.shapes import Architecture
 from shardway.resolve import Circumstances
 from shardway.resolve.request import ResolveRequest, resolve_request
 

@@ -11,7 +11,7 @@ import pytest
 from installed_packages import Install, installing
 from runs import COMMON, lone_rank, read_column, train_tiny
 from shardway.errors import UserError
-from shardway.plan.shapes.section import shape_of_section
+from shardway.plan.shapes import shape_of_section
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.runfile.schema import ModelSection
 from shardway.train.param_count import count_model

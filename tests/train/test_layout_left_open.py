@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pool import ranks
 from runs import pool_ranks, read_steps, train_tiny
-from shardway.plan.machine import machine_of_site
+from shardway.plan.case import machine_of_site
 from shardway.resolve import Circumstances, resolve
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import load_run

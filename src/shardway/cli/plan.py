@@ -24,11 +24,11 @@ from shardway.errors import SiteError, UserError, check_no_problems
 from shardway.units import Span
 
 if TYPE_CHECKING:
+    from shardway.plan.case import Machine
     from shardway.plan.data_parallel_estimate import UnitPlanResult
-    from shardway.plan.economy import Price
-    from shardway.plan.machine import Machine
-    from shardway.plan.planner import JobTerms, PlanOptions, PlanResult
-    from shardway.plan.shapes.measured import Shape
+    from shardway.plan.economy import JobTerms, Price
+    from shardway.plan.planner import PlanOptions, PlanResult
+    from shardway.plan.shapes import Shape
     from shardway.resolve.draft import Resolved
     from shardway.runfile.schema import RunFile
 
@@ -129,7 +129,7 @@ def plan(
     if isinstance(result, PlanResult):
         typer.echo(_render_plan(result, explain, curve, html, emit, out, as_json=as_json), nl=as_json)
         return
-    from shardway.plan.text import render_units, unit_plan_facts
+    from shardway.plan.data_parallel_estimate import render_units, unit_plan_facts
 
     wanted = {"--explain": explain, "--curve": curve, "--html": html, "--emit": emit}
     named = [option for option, value in wanted.items() if value]
@@ -152,7 +152,7 @@ def _render_plan(
     as_json: bool,
 ) -> str:
     """What is printed of a plan; its page and the files of another library are written."""
-    from shardway.plan.search import default_nodes, parse_nodes, scaling_curve
+    from shardway.plan.planner import default_nodes, parse_nodes, scaling_curve
     from shardway.plan.text import explain, plan_facts, render_curve, render_plan
 
     nodes = default_nodes(result.request) if curve == "nodes" else parse_nodes(curve) if curve else ()
@@ -223,9 +223,10 @@ def _find_plan(
     `trace`: count the run file's model with torch; `module` ("file.py:function") makes it where the run file does not.
     Raises UserError with all problems.
     """
-    from shardway.plan.planner import describe_stray_key, find_machine, make_plan, refuse, request_of, terms_of
-    from shardway.plan.shapes.architecture import Architecture
-    from shardway.plan.shapes.section import find_shape, name_problems
+    from shardway.plan.economy import terms_of
+    from shardway.plan.huggingface import find_shape, name_problems
+    from shardway.plan.planner import describe_stray_key, find_machine, make_plan, refuse, request_of
+    from shardway.plan.shapes import Architecture
 
     name, *keys = words
     of_run = name.endswith(".toml")
@@ -269,9 +270,17 @@ def _plan_run_file(
     module: str,
 ) -> PlanResult | UnitPlanResult:
     """The plan of a run file on a machine; `terms_on` so many nodes. Raises UserError with all problems."""
-    from shardway.plan.planner import assume_nodes, count_ranks, find_doubles, find_problems, make_plan
-    from shardway.plan.search import AXES, SETTINGS, PlanRequest
-    from shardway.plan.shapes.measured import Measured
+    from shardway.plan.planner import (
+        AXES,
+        SETTINGS,
+        PlanRequest,
+        assume_nodes,
+        count_ranks,
+        find_doubles,
+        find_problems,
+        make_plan,
+    )
+    from shardway.plan.shapes import Measured
     from shardway.resolve.draft import takes_of
     from shardway.resolve.planned import case_of, list_assumptions, precision_of
     from shardway.resolve.request import parse_words, resolve_request
@@ -299,7 +308,7 @@ def _plan_run_file(
         )
         tokens = values.data.seq_len if takes_of(values.model.kind) == "tokens" or values.model.hf else 1
         more = {"length": length, "tokens_per_sample": tokens, "assumed": tuple(assumed)}
-        return plan_units(case, machine, ranks, terms, laid_out=True, **more)  # type: ignore[arg-type]
+        return plan_units(case, machine, ranks, terms, **more)  # type: ignore[arg-type]
     fixed, notes = frozenset((*AXES, *SETTINGS, "offload", "sequence")), (*assumed, *list_assumptions(values))
     return make_plan(PlanRequest(case_of(values, shape), machine, ranks, fixed, length=length, assumed=notes), terms)
 
@@ -320,7 +329,7 @@ def _length_of(resolved: Resolved, samples: int | None) -> Span | None:
 def _find_shape(resolved: Resolved, path: Path) -> tuple[Shape, str, int | None]:
     """The traced shape if there is one, else that of the run file's model section; its origin if that is not the run
     file, and the samples of an epoch if the data can be opened."""
-    from shardway.plan.shapes.section import find_traced, shape_of_section
+    from shardway.plan.shapes import find_traced, shape_of_section
     from shardway.resolve.draft import takes_of
     from shardway.resolve.planned import shape_of_run
 
@@ -349,7 +358,7 @@ def _trace(values: RunFile, path: Path, module: str) -> tuple[Shape, str, None]:
             "  To do: run it once where PyTorch is, and take the file of the shape along."
         ) from error
     from shardway.data.open import are_there
-    from shardway.plan.shapes.section import digest_of, traced_path
+    from shardway.plan.shapes import digest_of, traced_path
 
     counted, stored = count_model(values, module), traced_path(path)
     counted = replace(counted, source=f"{counted.source}; of {digest_of(values)}")

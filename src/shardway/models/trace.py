@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardway.errors import UserError
 from shardway.models.contract import find_plan, match_modules
-from shardway.plan.shapes.measured import Measured, Unit
+from shardway.plan.shapes import Measured, Unit
 
 Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 """What `forward` takes: one tensor, several in order, or by name; values do not matter, and "meta" will do."""

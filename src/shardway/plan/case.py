@@ -1,4 +1,4 @@
-"""The input of memory and time estimates: model, batch, layout, formats, engine; and the layers of each stage.
+"""What is estimated: model, batch, layout, formats, engine, the layers of each stage; and the machine that it runs on.
 
 Invariants:
 - An `EngineTraits` entry states how a library works (formats, fusion, overlap, kernels), never how fast it was in some
@@ -6,7 +6,12 @@ Invariants:
 - A `Case` is complete and consistent: every degree divides what it must, and no default is left that memory and time
   could read differently.
 - Stages are consecutive and each has at least one layer. Unless an engine cuts otherwise, sizes differ by at most one,
-  and the ends, which carry the embedding and the head, are never the larger ones. No layer is priced here.
+  and the ends, which carry the embedding and the head, are never the larger ones.
+- Every rate of a machine is one direction and per accelerator. A factor belongs to a kind of part (a generation of
+  accelerators, a kind of link, a kind of kernel), never to one machine, model or publication. The shipped factors are
+  in `ceilings.toml`, which `bench/planner/fit.py` writes.
+- What neither profile nor catalogue states is either marked as assumed, or refused with an error if no plan is possible
+  without it; no accelerator is guessed.
 
 Sources: Megatron-LM: Narayanan et al., arXiv:2104.04473, sections 4 and 5, and Korthikanti et al., arXiv:2205.05198;
 DeepSpeed: Rajbhandari et al., arXiv:1910.02054, section 5; FSDP: Zhao et al., arXiv:2304.11277, section 3; torchtitan:
@@ -18,20 +23,23 @@ section 4.2.3 (what interleaving keeps); Qi et al., arXiv:2401.10241, sections 2
 
 from __future__ import annotations
 
+import difflib
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
 from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal
 
 from shardway.errors import Problem, UserError, check_no_problems, render_problems
+from shardway.hardware.catalogue import Accelerator, Dtype, load_accelerators, load_links
 from shardway.layout import IN_ROUNDS, count_rounds, stages_of_rank
-from shardway.plan.shapes.architecture import Architecture, LayerRun, LayerShape, Side
-from shardway.plugins import is_registered, list_names
+from shardway.plan.shapes import Architecture, LayerRun, LayerShape, Side
+from shardway.sites.schema import CPU, SiteProfile
 
 # --- traits of training libraries
 
@@ -48,20 +56,14 @@ class EngineTraits:
     weight_bytes: int = 2
     gradient_bytes: int = 4
     master_bytes: int = 4
-    spare_gradient_bytes: int = 0
-    """Bytes of a second gradient, kept beside the summed one."""
-    logit_bytes: int = 10
-    """Bytes per logit at the peak of the loss: logits in 16 bits, in fp32, and a gradient."""
+    spare_gradient_bytes: int = 0  # bytes of a second gradient, kept beside the summed one
+    logit_bytes: int = 10  # bytes per logit at the peak of the loss: logits in 16 bits, in fp32, and a gradient
     split_logit_bytes: int = 0
     """Bytes per logit in addition, if the tensor axis splits the logits and the loss is several operators."""
-    splits_loss: bool = True
-    """The tensor axis keeps logits split by vocabulary in the loss."""
-    fused_norms: bool = True
-    """A norm is one kernel and keeps only its input; otherwise it goes through copies in fp32."""
-    fused_activations: bool = True
-    """A gated activation is one kernel."""
-    fused_scores: bool = True
-    """Scale, mask and softmax of scores are one kernel, if scores are kept at all."""
+    splits_loss: bool = True  # the tensor axis keeps logits split by vocabulary in the loss
+    fused_norms: bool = True  # a norm is one kernel and keeps only its input; otherwise it goes through copies in fp32
+    fused_activations: bool = True  # a gated activation is one kernel
+    fused_scores: bool = True  # scale, mask and softmax of scores are one kernel, if scores are kept at all
     casts_each: bool = False
     """Formats follow each operator (`torch.autocast`): norms read fp32, the residual stream keeps its format, and every
     product makes 16-bit copies of its inputs, and of its weight unless that was gathered in 16 bits."""
@@ -69,24 +71,17 @@ class EngineTraits:
     """The tensor axis keeps the whole input of a region, where others gather it again in the backward pass. With
     results of products kept, each rank's summands beside their sum; and keys and values that their heads do not
     split."""
-    by_parameter: bool = False
-    """Shards are gathered and gradients scattered per parameter, not in buckets or layers."""
+    by_parameter: bool = False  # shards are gathered and gradients scattered per parameter, not in buckets or layers
     overlaps_gradients: bool = True
     overlaps_parameters: bool = True
-    splits_sends: bool = True
-    """Stages send only each tensor rank's share of the stream."""
-    between: Literal["none", "products", "operators"] = "none"
-    """Its mode of recompute between nothing and everything."""
-    keeps_low_bits: bool = False
-    """Inputs of products in eight bits are kept in eight bits."""
+    between: Literal["none", "products", "operators"] = "none"  # its mode of recompute between nothing and everything
+    keeps_low_bits: bool = False  # inputs of products in eight bits are kept in eight bits
     splits_experts: bool = False
     """The tensor axis also splits each expert, and experts are distributed over the shards alone."""
     short_pipelines: bool = True
     """1F1B also runs fewer micro-batches than there are ranks; PyTorch's own schedule refuses that."""
-    buffers_each_pass: bool = False
-    """Each micro-batch of a pass through the pipeline has its own receive buffers."""
-    passes_per_stage: int = 0
-    """Micro-batches of a pass per stage, if the engine decides; 0 = it has no such rule."""
+    buffers_each_pass: bool = False  # each micro-batch of a pass through the pipeline has its own receive buffers
+    passes_per_stage: int = 0  # micro-batches of a pass per stage, if the engine decides; 0 = it has no such rule
     shards_weights: bool = False
     """With sharding, weights are sharded too (ZeRO 3); other engines shard optimizer states (ZeRO 1)."""
     sums_apart: bool = False
@@ -96,10 +91,8 @@ class EngineTraits:
     cut: Literal["even", "filled", "weighed"] = "even"
     """Layers of pipeline stages. "even": equal, the ends last to get one more; "filled": as many as the largest stage
     has until none is left; "weighed": by FLOPs, including the head's."""
-    rails: bool = True
-    """A group's messages between nodes use the adapters of all its ranks, not only each rank's own."""
-    eager: bool = True
-    """Python launches kernels one by one."""
+    rails: bool = True  # a group's messages between nodes use the adapters of all its ranks, not only each rank's own
+    eager: bool = True  # Python launches kernels one by one
 
 
 @cache
@@ -114,7 +107,7 @@ def find_engine(name: str) -> EngineTraits:
     engines = load_engines()
     if name not in engines:
         problem = Problem("--engine", f'"{name}" is not known', allowed=", ".join(engines))
-        raise UserError(render_problems("the plan", [problem]))
+        check_no_problems("the plan", [problem])
     return engines[name]
 
 
@@ -145,26 +138,22 @@ class Degrees:
     tp: int = 1
     pp: int = 1
     ep: int = 1
-    etp: int = 1
-    """Ranks that the tensor axis splits one expert over."""
+    etp: int = 1  # ranks that the tensor axis splits one expert over
 
     @cached_property
     def world(self) -> int:
         return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
 
     @cached_property
-    def data(self) -> int:
-        """The number of shares of a global batch."""
+    def data(self) -> int:  # the number of shares of a global batch
         return self.dp_replicate * self.dp_shard
 
     @cached_property
-    def shards(self) -> int:
-        """Ranks that share states: those of dp_shard and of cp (they hold the same weights)."""
+    def shards(self) -> int:  # ranks that share states: those of dp_shard and of cp (they hold the same weights)
         return self.dp_shard * self.cp
 
     @cached_property
-    def expert_shards(self) -> int:
-        """Ranks that share the states of the experts of one rank."""
+    def expert_shards(self) -> int:  # ranks that share the states of the experts of one rank
         return max(1, self.shards * self.tp // (self.ep * self.etp))
 
     def render(self) -> str:
@@ -188,24 +177,18 @@ class Case:
     precision: Precision = "bf16"
     optimizer: str = "adamw"
     engine: EngineTraits = field(default_factory=lambda: find_engine("shardway"))
-    zero: int = 0
-    """What `dp_shard * cp` ranks share: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights."""
-    reshard: bool = True
-    """Weights are freed after the forward pass (zero 3)."""
-    sequence: bool = True
-    """The tensor axis also splits norms and the residual stream, by sequence."""
+    zero: int = 0  # what `dp_shard * cp` ranks share: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights
+    reshard: bool = True  # weights are freed after the forward pass (zero 3)
+    sequence: bool = True  # the tensor axis also splits norms and the residual stream, by sequence
     recompute: Recompute = "none"
     attention: AttentionKernel = "flash2"
     dropout: bool = False
     compiled: bool = False
     schedule: Schedule = "1f1b"
     stages_per_rank: int = 1
-    offload: bool = False
-    """Optimizer states lie in CPU memory."""
-    fused_loss: bool = False
-    """The loss is computed without a full copy of the logits in fp32."""
-    async_tensor: bool = False
-    """Collectives of the tensor axis overlap with its products."""
+    offload: bool = False  # optimizer states lie in CPU memory
+    fused_loss: bool = False  # the loss is computed without a full copy of the logits in fp32
+    async_tensor: bool = False  # collectives of the tensor axis overlap with its products
 
     def __post_init__(self) -> None:
         check_no_problems(f"the plan of {self.model.name}", list(_find_problems(self)))
@@ -228,33 +211,27 @@ class Case:
         return self.global_batch * self.seq_len
 
     @property
-    def stages(self) -> int:
-        """The number of parts that the pipeline cuts the layers into."""
+    def stages(self) -> int:  # the number of parts that the pipeline cuts the layers into
         return self.degrees.pp * self.stages_per_rank
 
     @property
-    def stream_split(self) -> int:
-        """Ranks over which norms and the residual stream are split."""
+    def stream_split(self) -> int:  # ranks over which norms and the residual stream are split
         return self.degrees.tp if self.sequence else 1
 
     @property
-    def flash(self) -> bool:
-        """Whether scores are never written to memory."""
+    def flash(self) -> bool:  # whether scores are never written to memory
         return self.attention != "plain"
 
     @property
-    def low_bits(self) -> bool:
-        """Whether matrix products are in eight bits or less."""
+    def low_bits(self) -> bool:  # whether matrix products are in eight bits or less
         return self.precision in ("fp8", "mxfp8", "fp4")
 
     @cached_property
-    def splits_copy(self) -> bool:
-        """Whether products read a 16-bit copy of the weights that the optimizer updates."""
+    def splits_copy(self) -> bool:  # whether products read a 16-bit copy of the weights that the optimizer updates
         return self.value_bytes == 2 and self.engine.master_bytes > 0
 
     @cached_property
-    def kept_weight_bytes(self) -> int:
-        """Bytes of a weight as the optimizer updates it."""
+    def kept_weight_bytes(self) -> int:  # bytes of a weight as the optimizer updates it
         return self.engine.master_bytes or self.engine.weight_bytes if self.value_bytes == 2 else 4
 
     @cached_property
@@ -271,57 +248,26 @@ class Case:
         return self.casts_each and not gathered and (degrees.data == 1 or degrees.tp * degrees.pp == 1)
 
     @cached_property
-    def stream_bytes(self) -> int:
-        """Bytes of a number of the residual stream, which has the format of the embedding."""
+    def stream_bytes(self) -> int:  # bytes of a number of the residual stream, which has the format of the embedding
         return 4 if self.casts_weights else self.value_bytes
 
     @cached_property
-    def gradient_bytes(self) -> int:
-        """Bytes of a summed gradient."""
+    def gradient_bytes(self) -> int:  # bytes of a summed gradient
         return self.engine.gradient_bytes if self.value_bytes == 2 else 4
 
     @cached_property
-    def value_bytes(self) -> int:
-        """Bytes of an activation, a gathered weight, a message."""
+    def value_bytes(self) -> int:  # bytes of an activation, a gathered weight, a message
         return 4 if self.precision in ("fp32", "tf32") else 2
 
 
-_SIZES = {
-    "seq_len": "data.seq_len",
-    "global_batch": "train.global_batch",
-    "micro_batch": "train.micro_batch",
-    "stages_per_rank": "parallel.pp_stages_per_rank",
-}
-"""A size of a case -> the key of a run file for it."""
-
-_WORDS = {
-    "precision": ("precision.compute", get_args(Precision)),
-    "recompute": ("recompute.mode", get_args(Recompute)),
-    "schedule": ("parallel.pp_schedule", get_args(Schedule)),
-}
-"""A word of a case -> the key of a run file for it, and its allowed values."""
-
-_DEGREES = tuple(each.name for each in fields(Degrees))
-
-
 def _find_problems(case: Case) -> Iterator[Problem]:
-    """All problems; fast if there are none, since a search makes thousands of cases."""
-    sizes = [(f"parallel.{name}", getattr(case.degrees, name)) for name in _DEGREES]
-    sizes += [(where, getattr(case, name)) for name, where in _SIZES.items()]
-    wrong = [Problem(where, f"{size} is no size", allowed="1 or more") for where, size in sizes if size < 1]
-    yield from wrong or _find_division_problems(case)
-    if case.zero not in (0, 1, 2, 3):
-        yield Problem("zero", f"{case.zero} is no stage of ZeRO", allowed="0, 1, 2, 3")
-    for name, (where, allowed) in _WORDS.items():
-        if getattr(case, name) not in allowed:
-            yield Problem(where, f'"{getattr(case, name)}" is not known', allowed=", ".join(allowed))
-    if not is_registered("optimizers", case.optimizer):
-        what = f'"{case.optimizer}" is not known'
-        yield Problem("optim.name", what, allowed=", ".join(list_names("optimizers")))
-
-
-def _find_division_problems(case: Case) -> Iterator[Problem]:
     degrees, model = case.degrees, case.model
+
+    def divide(where: str, divisor: int, number: int, what: str, by: int = 0) -> Iterator[Problem]:
+        if number % (by or divisor):
+            allowed = ", ".join(map(str, divisors(number)[:16]))
+            yield Problem(where, f"{divisor} does not divide {what}", allowed=allowed)
+
     if case.global_batch % (degrees.data * case.micro_batch):
         yield Problem(
             "train.global_batch",
@@ -333,27 +279,17 @@ def _find_division_problems(case: Case) -> Iterator[Problem]:
         what = f"{degrees.cp} does not divide the sequence of {case.seq_len}"
         yield Problem("parallel.cp", what, allowed="a divisor of data.seq_len")
     for heads in sorted({run.layer.attention.heads for run in model.runs}):
-        if heads % degrees.tp:
-            what = f"{degrees.tp} does not divide {heads} attention heads"
-            yield Problem("parallel.tp", what, allowed=_render_divisors(heads))
+        yield from divide("parallel.tp", degrees.tp, heads, f"{heads} attention heads")
     if case.stages > model.depth:
         what = f"{case.stages} pipeline stages are more than there are layers, {model.depth}"
         yield Problem("parallel.pp", what, allowed=f"at most {model.depth} stages")
     counts = sorted({run.layer.experts.count for run in model.runs if run.layer.experts})
     for count in counts:
-        if count % degrees.ep:
-            what = f"{degrees.ep} does not divide {count} experts"
-            yield Problem("parallel.ep", what, allowed=_render_divisors(count))
+        yield from divide("parallel.ep", degrees.ep, count, f"{count} experts")
     if not counts and degrees.ep > 1:
         yield Problem("parallel.ep", f"{degrees.ep}, and {model.name} has no experts", allowed="1")
-    ranks = degrees.shards * degrees.tp
-    if ranks % (degrees.ep * degrees.etp):
-        what = f"{degrees.ep} does not divide the {ranks} ranks of dp_shard x cp x tp"
-        yield Problem("parallel.ep", what, allowed=_render_divisors(ranks))
-
-
-def _render_divisors(number: int) -> str:
-    return ", ".join(str(each) for each in divisors(number)[:16])
+    ranks, what = degrees.shards * degrees.tp, "ranks of dp_shard x cp x tp"
+    yield from divide("parallel.ep", degrees.ep, ranks, f"the {ranks} {what}", by=degrees.ep * degrees.etp)
 
 
 def divisors(number: int) -> list[int]:
@@ -378,25 +314,13 @@ class StageLayers:
     first: bool
     last: bool
 
-    @property
-    def count(self) -> int:
-        return sum(run.count for run in self.layers)
-
 
 def list_stages(case: Case) -> tuple[StageLayers, ...]:
-    """One entry per pipeline rank."""
+    """One entry per pipeline rank. Raises UserError if a V has other than two stages a rank."""
+    if case.schedule == "zbv" and case.stages_per_rank != 2:
+        what = f"{case.stages_per_rank} stages a rank make no V (zbv)"
+        check_no_problems("the plan", [Problem("parallel.pp_stages_per_rank", what, allowed="2")])
     return _cut(case.model.runs, case.degrees.pp, case.stages_per_rank, case.schedule, layers_of_stages(case))
-
-
-def layers_of_stages(case: Case) -> tuple[int, ...]:
-    """The number of layers of each stage, in order."""
-    layers = case.model.depth
-    if case.engine.cut == "filled":
-        return fill_up(layers, case.stages)
-    if case.engine.cut == "weighed" and case.stages > 1:
-        head = case.model.head.flops_per_token
-        return split_by_weight([layer.matmul_flops_per_token for layer in case.model.layers], head, case.stages)
-    return split_evenly(layers, case.stages)
 
 
 @lru_cache(maxsize=4096)
@@ -418,21 +342,22 @@ def _cut(runs: Runs, ranks: int, per_rank: int, schedule: str, sizes: tuple[int,
     return tuple(stages)
 
 
-@cache
-def split_evenly(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage; the remainder goes to stages in the middle."""
+def layers_of_stages(case: Case) -> tuple[int, ...]:
+    """The number of layers of each stage, in order."""
+    layers, stages = case.model.depth, case.stages
+    if case.engine.cut == "filled":
+        # Each stage has as many layers as the largest must have, until too few are left for that.
+        most, sizes = -(-layers // stages), list[int]()
+        for after in reversed(range(stages)):
+            sizes.append(min(most, layers - sum(sizes) - after))
+        return tuple(sizes)
+    if case.engine.cut == "weighed" and stages > 1:
+        head = case.model.head.flops_per_token
+        return split_by_weight([layer.matmul_flops_per_token for layer in case.model.layers], head, stages)
+    # The remainder goes to stages in the middle.
     base, more = divmod(layers, stages)
     start = (stages - more + 1) // 2
     return tuple(base + (start <= stage < start + more) for stage in range(stages))
-
-
-def fill_up(layers: int, stages: int) -> tuple[int, ...]:
-    """Each stage has as many layers as the largest must have, until too few are left for that."""
-    most = -(-layers // stages)
-    sizes: list[int] = []
-    for after in reversed(range(stages)):
-        sizes.append(min(most, layers - sum(sizes) - after))
-    return tuple(sizes)
 
 
 def split_by_weight(weights: Sequence[float], last: float, stages: int) -> tuple[int, ...]:
@@ -475,3 +400,242 @@ def kept_micro_batches(case: Case, rank: int) -> float:
     if per_rank > 1:
         lead = (per_rank - 1) * -(-passes // count_rounds(passes, ranks)) + (1 if waits else 2) * lead
     return min(float(passes), (lead + 1 + (rank if waits else 0)) / per_rank)
+
+
+# --- the machine: rated speeds, and the part of them that is reached
+
+SHEET_WATTS = {"h100-sxm5-96gb": 700.0}
+"""Power limit of the part whose peaks are also used for a variant with less power."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Nodes of `per_node` accelerators; `domain` of them are joined by the fast link (a node, or a rack of nodes).
+
+    `link` and `network` are bytes per second and accelerator, one direction; `peer` is the part between two neighbours.
+    """
+
+    name: str
+    accelerator: Accelerator
+    per_node: int
+    link: float
+    peer: float
+    network: float
+    domain: int
+    memory_bytes: int
+    host_bytes: int | None = None  # memory of a node's host that a job may use; None: not known
+    assumed: tuple[str, ...] = ()  # assumptions for what no source states, in sentences
+    measured: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Factors measured on this machine, by name; they override the shipped ones."""
+
+    def bytes_of_node(self, rank_bytes: float, ranks: int) -> float:
+        """Bytes on a node's host if each of `ranks` ranks needs `rank_bytes`."""
+        return rank_bytes * min(self.per_node, ranks)
+
+    def spans_nodes(self, ranks: int, stride: int = 1) -> bool:
+        """Whether a group of ranks, each `stride` from the next, leaves the fast link's domain."""
+        return ranks * stride > self.domain
+
+    def peak(self, precision: str) -> float:
+        """Rated FLOP/s in a format; fp16 and bf16 run as fp32 on a part without them.
+
+        Raises UserError if the part has no such products.
+        """
+        names: dict[str, tuple[Dtype, ...]] = {
+            "fp32": ("fp32",),
+            "tf32": ("tf32", "fp32"),
+            "fp16": ("fp16", "bf16", "fp32"),
+            "bf16": ("bf16", "fp32"),
+            "fp4": ("fp4", "fp8"),
+        }
+        wanted = names.get(precision, ("fp8",))
+        found = next((peak for name in wanted if (peak := self.accelerator.peak(name))), None)
+        if found is None:
+            known = ", ".join(self.accelerator.peak_flops) or "none is known"
+            what = f'"{precision}" has no rate on {self.accelerator.name}'
+            raise UserError(render_problems("the plan", [Problem("precision.compute", what, allowed=known)]))
+        return found
+
+    @property
+    def power_share(self) -> float:
+        """The part's power limit over that of the part whose peaks it uses; 1 for its own peaks."""
+        sheet, own = SHEET_WATTS.get(self.accelerator.key), self.accelerator.power_w
+        return own / sheet if sheet and own else 1.0
+
+
+GENERATIONS = {
+    "volta": ("v100*",),
+    "ampere": ("a100*", "a40*"),
+    "hopper": ("h100*", "h200*", "h800*", "gh200*"),
+    "ada": ("l40s*", "rtx*"),
+    "blackwell": ("b200*", "b300*", "gb200*", "gb300*"),
+    "cdna": ("mi*",),
+}
+"""Kinds of accelerators by the start of their keys; a factor that a kind lacks is the general one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """Factors by name. Rates are fractions of the rated speed, `_s` are seconds, `_bytes` bytes."""
+
+    matmul: float  # of the 16-bit peak, for a large product during training
+    matmul_low: float  # of the 8-bit peak
+    matmul_fp4: float  # of the 4-bit peak
+    matmul_ramp: float  # depth of a product at which its time doubles
+    narrow_ramp: float  # width of its narrower side at which its time doubles
+    misaligned: float  # additional time of a product if rows of its matrices are no multiples of 16 bytes
+    misaligned_batched: float  # the same for the products of unfused attention, with such a head width
+    batched: float  # of the 16-bit peak, for the many small products of unfused attention
+    scores_passes: float  # how often unfused attention moves its scores, forward
+    flash1: float  # of the 16-bit peak, for the forward pass of fused attention: first version; then later ones
+    flash2: float
+    flash3: float
+    flash_ramp: float  # mean span of scores at which the time of fused attention doubles
+    flash_backward: float  # the rate of its backward pass over that of its forward pass
+    memory: float  # of the memory's bandwidth, for operators that only move numbers
+    stream: float  # traffic of operators on the residual stream over the least possible
+    gates: float  # the same for activations, rotations and casts
+    plain_norm: float  # moves of a norm that goes through copies; one without copies has 2
+    sums: float  # traffic of an engine that adds gradients apart from products, over the least possible
+    kernel_s: float  # host seconds to start one operator
+    power: float  # rates fall with this power of a part's power limit over that of the part whose peaks it uses
+    link: float  # of the fast link's bandwidth
+    link_latency_s: float
+    network: float  # of the network's bandwidth, for large messages
+    network_latency_s: float
+    hop_s: float  # added by one more rank in a ring over the network
+    half_bytes: float  # message size of one rank that reaches half of the network's bandwidth
+    overlap: float  # part of the computation behind which messages hide
+    async_tensor: float
+    """Part of a tensor axis' messages that decomposed products hide (not fitted: Wang et al., ASPLOS 2023)."""
+    optimizer_passes: float  # traffic of the update over the least possible
+    step_s: float  # host time of a step beside its passes
+    low: float  # factors of the interval that holds four of five measured steps
+    high: float
+
+
+def load_ceilings(accelerator: Accelerator) -> Ceilings:
+    """The shipped factors for an accelerator, general ones where its generation has none."""
+    table = _read_table()
+    return Ceilings(**{**table["general"], **table.get(generation_of(accelerator.key), {})})
+
+
+def ceilings_of(machine: Machine) -> Ceilings:
+    """The factors for a machine: those measured on it, else the shipped ones for its accelerator."""
+    return replace(load_ceilings(machine.accelerator), **machine.measured)
+
+
+def generation_of(key: str) -> str:
+    """The generation of an accelerator of the catalogue; "" if it is none of those known."""
+    found = (name for name, patterns in GENERATIONS.items() if any(fnmatchcase(key, each) for each in patterns))
+    return next(found, "")
+
+
+@cache
+def _read_table() -> Mapping[str, Mapping[str, Any]]:
+    text = files(__package__).joinpath("ceilings.toml").read_text(encoding="utf-8")
+    names = {field.name for field in fields(Ceilings)}
+    kinds = {kind: row for kind, row in tomllib.loads(text).items() if isinstance(row, dict)}
+    return {kind: {name: value for name, value in row.items() if name in names} for kind, row in kinds.items()}
+
+
+# --- the machine of a site profile, or of an accelerator alone
+
+RACK_DOMAINS = {"gb200": 72, "gb300": 72}
+"""Accelerators that a fast link joins beyond a node (NVL72; NVIDIA GB200 NVL72 data sheet)."""
+
+USUAL_NODE = 8  # accelerators per node if only the part is named
+
+USUAL_HOST_BYTES = 2 * 10**12  # memory of a node's host if only the part is named
+
+USUAL_NETWORK = 25e9
+"""Bytes per second of an accelerator between nodes if nothing states it: one adapter of 200 Gb/s each."""
+
+
+def machine_of_site(site: SiteProfile) -> Machine:
+    """The machine of a site. Raises UserError that names every missing fact that planning needs."""
+    node, lacks, of_site = site.node, "", f"the site {site.name}"
+    if node.accelerator is None or node.accelerator == CPU:
+        where = "node.accelerator"
+        lacks = f"names {'no accelerator' if node.accelerator is None else 'nodes without accelerators'}"
+    elif not node.accelerators_per_node:
+        where, lacks = "node.accelerators_per_node", "does not say how many accelerators a node has"
+    if lacks:
+        what, allowed = f'the site "{site.name}" {lacks}', "a key of the catalogue"
+        remedy = f"copy the profile {site.name}, say it there, and name the copy with --on; or name a part with --gpu"
+        check_no_problems(of_site, [Problem(where, what, allowed=allowed, remedy=remedy)])
+    accelerator = load_accelerators()[str(node.accelerator)]
+    per_node = int(node.accelerators_per_node or 1)
+    network, assumed = USUAL_NETWORK, f"{USUAL_NETWORK * 8 / 1e9:g} Gb/s for each accelerator between nodes"
+    link, adapters = load_links().get(site.network.link or ""), site.network.adapters_per_node
+    if link is not None and link.bandwidth_bytes_per_s:
+        network = link.bandwidth_bytes_per_s * (adapters or per_node) / per_node
+        assumed = "" if adapters else "one adapter for each accelerator"
+    notes = (assumed,) if assumed else ()
+    machine = _machine(site.name, accelerator, per_node, node.link or accelerator.link, network, notes)
+    names = [each.name for each in fields(Ceilings)]
+    unknown = [name for name in site.measured if name not in names]
+    check_no_problems(
+        of_site,
+        [Problem(f"measured.{name}", "is no ceiling of the planner", allowed=", ".join(names)) for name in unknown],
+    )
+    return replace(machine, host_bytes=node.memory, measured=MappingProxyType(dict(site.measured)))
+
+
+@cache
+def load_aliases() -> Mapping[str, str]:
+    """Short names of accelerators, each with the key of the most common variant."""
+    return tomllib.loads(files(__package__).joinpath("aliases.toml").read_text(encoding="utf-8"))
+
+
+def machine_of_part(name: str) -> Machine:
+    """Nodes of eight of an accelerator, with the network that such nodes usually have; a short name means the most
+    common variant. Raises UserError."""
+    parts = load_accelerators()
+    short = name.strip().lower().replace("_", "-").replace(" ", "-")
+    key = short if short in parts else load_aliases().get(short, name)
+    if key not in parts:
+        near = [each for each in parts if key and each.startswith(key)]
+        near = near or difflib.get_close_matches(key, parts, n=3, cutoff=0.3)
+        what = f'"{key}" is not in the catalogue of accelerators'
+        allowed = ", ".join(parts)
+        remedy = f"did you mean {' or '.join(near)}?" if near else ""
+        problem = Problem("--gpu", what, allowed=allowed, remedy=remedy)
+        raise UserError(render_problems("the plan", [problem]), [problem])
+    part = parts[key]
+    network = f"{USUAL_NETWORK * 8 / 1e9:g} Gb/s for each accelerator"
+    note = f"nodes of {USUAL_NODE} with {network} and {USUAL_HOST_BYTES / 1e12:g} TB of memory"
+    others = [each for each in parts if each != key and each.startswith(short)]
+    variant = f"{part.name} for --gpu {name}" + (f" (also: {', '.join(others)})" if others else "")
+    assumed = (note,) if short == key else (variant, note)
+    machine = _machine(key, part, USUAL_NODE, part.link, USUAL_NETWORK, assumed)
+    return replace(machine, host_bytes=USUAL_HOST_BYTES)
+
+
+def _machine(
+    name: str, part: Accelerator, per_node: int, link: str | None, network: float, assumed: Sequence[str]
+) -> Machine:
+    missing = [
+        Problem(f"accelerator {part.key}", f"the catalogue does not know its {what}")
+        for what, known in (("memory", part.memory_bytes), ("peak rates", part.peak_flops))
+        if not known
+    ]
+    check_no_problems("the catalogue of accelerators", missing)
+    fast = load_links().get(link or "")
+    if fast is not None and (fast.bandwidth_bytes_per_s or fast.peer_bandwidth_bytes_per_s):
+        peer = fast.peer_bandwidth_bytes_per_s or fast.bandwidth_bytes_per_s or 0.0
+        rate = fast.bandwidth_bytes_per_s or peer * max(1, per_node - 1)
+    else:
+        rate, peer = 32e9, 32e9 / max(1, per_node - 1)
+        assumed = (*assumed, "PCIe 4.0 between accelerators of a node")
+    return Machine(
+        name=name,
+        accelerator=part,
+        per_node=per_node,
+        link=rate,
+        peer=peer,
+        network=network,
+        domain=RACK_DOMAINS.get(part.key, per_node),
+        memory_bytes=int(part.memory_bytes or 0),
+        assumed=tuple(assumed),
+    )

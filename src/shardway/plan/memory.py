@@ -19,14 +19,15 @@ once; `load` reads into existing tensors.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from importlib.resources import files
+from operator import attrgetter
 from types import MappingProxyType
 
-from shardway.plan.case import Case, Recompute, StageLayers, kept_micro_batches, list_stages
-from shardway.plan.shapes.architecture import AttentionShape, LayerRun, LayerShape, Matrix
+from shardway.plan.case import Case, Degrees, StageLayers, kept_micro_batches, list_stages
+from shardway.plan.shapes import LayerRun, LayerShape, Matrix
 from shardway.plugins import load_plugin
 
 # --- the tensors of a micro-batch that a layer keeps for its backward pass
@@ -42,59 +43,6 @@ ONLY_PRODUCTS = (
 """Inputs that the backward pass itself does not need, but recompute of other operators does."""
 
 STATISTIC_BYTES = 4
-
-
-@dataclass(frozen=True)
-class ActivationRules:
-    """What decides what a layer keeps. `input_bytes`: of product inputs; `tp`, `ep`, `etp`: degrees."""
-
-    recompute: Recompute
-    value_bytes: int
-    input_bytes: int
-    seq_len: int
-    tp: int
-    stream_split: int
-    ep: int
-    etp: int
-    flash: bool
-    dropout: bool
-    fused_norms: bool
-    fused_activations: bool
-    fused_scores: bool
-    norm_bytes: int
-    """Bytes of a norm's input."""
-    stream_bytes: int
-    casts_each: bool
-    whole_regions: bool
-
-    @property
-    def region_split(self) -> str:
-        """What splits the input of a region of the tensor axis."""
-        return "none" if self.whole_regions else "stream"
-
-
-def _rules_of(case: Case) -> ActivationRules:
-    """The rules of a case; an engine may keep inputs of products in the format in which they are multiplied."""
-    engine, degrees = case.engine, case.degrees
-    return ActivationRules(
-        recompute=case.recompute,
-        value_bytes=case.value_bytes,
-        input_bytes=1 if case.low_bits and engine.keeps_low_bits else case.value_bytes,
-        seq_len=case.seq_len,
-        tp=degrees.tp,
-        stream_split=case.stream_split,
-        ep=degrees.ep,
-        etp=degrees.etp,
-        flash=case.flash,
-        dropout=case.dropout,
-        fused_norms=engine.fused_norms or case.compiled,
-        fused_activations=engine.fused_activations or case.compiled,
-        fused_scores=engine.fused_scores,
-        norm_bytes=4 if case.casts_each else case.value_bytes,
-        stream_bytes=case.stream_bytes,
-        casts_each=case.casts_each and not case.compiled,
-        whole_regions=engine.whole_regions,
-    )
 
 
 @dataclass(frozen=True)
@@ -114,137 +62,130 @@ class SavedActivation:
     second: float = 0.0
 
 
-def list_saved(layer: LayerShape, how: ActivationRules) -> tuple[SavedActivation, ...]:
-    """All that a layer saves if nothing is recomputed."""
-    found: list[SavedActivation] = []
-    for attention in layer.attentions:
-        found += _attention(layer, attention, how)
-    found += _mixture(layer, how) if layer.experts else _feed_forward(layer, how)
-    return tuple(found)
+_DEPENDS_ON = attrgetter(
+    *("recompute", "value_bytes", "low_bits", "casts_each", "stream_bytes", "stream_split", "seq_len", "flash"),
+    *("dropout", "compiled", "degrees.tp", "degrees.ep", "degrees.etp", "engine"),
+)
+"""All of a case that decides what a layer keeps."""
+
+
+@dataclass(frozen=True)
+class _CaseOfLayer:
+    """A case, equal to others that keep the same of a layer."""
+
+    case: Case = field(compare=False)
+    decides: tuple[object, ...]
 
 
 def kept_bytes(layer: LayerShape, case: Case) -> float:
     """Bytes per token of the micro-batch that a layer keeps under the recompute of the case, on one rank."""
-    return _layer_bytes(layer, _rules_of(case))[0]
+    return _layer_bytes(layer, _CaseOfLayer(case, _DEPENDS_ON(case)))[0]
 
 
 def whole_bytes(layer: LayerShape, case: Case) -> float:
     """The same without recompute: what one layer needs while it is computed again."""
-    return _layer_bytes(layer, _rules_of(case))[1]
+    return _layer_bytes(layer, _CaseOfLayer(case, _DEPENDS_ON(case)))[1]
 
 
 @lru_cache(maxsize=4096)
-def _layer_bytes(layer: LayerShape, how: ActivationRules) -> tuple[float, float]:
+def _layer_bytes(layer: LayerShape, of: _CaseOfLayer) -> tuple[float, float]:
     """Both values at once, cached, since a search asks for the same layer thousands of times."""
-    ranks = {"tensor": how.tp, "stream": how.stream_split, "none": 1}
-    saved = [(each, each.bytes_per_token / ranks[each.split]) for each in list_saved(layer, how)]
+    case = of.case
+    ranks = {"tensor": case.degrees.tp, "stream": case.stream_split, "none": 1}
+    saved = [(each, each.bytes_per_token / ranks[each.split]) for each in _list_saved(layer, case)]
     whole = sum(size for each, size in saved if each.name not in ONLY_PRODUCTS)
-    if how.recompute == "full":
-        return layer.hidden * how.stream_bytes / how.stream_split, whole
-    return sum(size * _kept_part(each, how) for each, size in saved), whole
+    if case.recompute == "full":
+        return layer.hidden * case.stream_bytes / case.stream_split, whole
+    part = {
+        "none": lambda each: float(each.name not in ONLY_PRODUCTS),
+        "selective": lambda each: float(not each.name.startswith("scores") and each.name not in ONLY_PRODUCTS),
+        "products": lambda each: each.product,
+        "operators": lambda each: each.second,
+    }[case.recompute]
+    return sum(size * part(each) for each, size in saved), whole
 
 
-def _kept_part(saved: SavedActivation, how: ActivationRules) -> float:
-    if how.recompute == "none":
-        return float(saved.name not in ONLY_PRODUCTS)
-    if how.recompute == "selective":
-        return float(not saved.name.startswith("scores") and saved.name not in ONLY_PRODUCTS)
-    return saved.product if how.recompute == "products" else saved.second
+def _list_saved(layer: LayerShape, case: Case) -> list[SavedActivation]:
+    """All that a layer saves if nothing is recomputed."""
+    found: list[SavedActivation] = []
+    size, width, engine, tp = case.value_bytes, layer.hidden, case.engine, case.degrees.tp
+    # An engine may keep inputs of products in the format in which they are multiplied.
+    input_size = 1 if case.low_bits and engine.keeps_low_bits else size
+    norm_size = 4 if case.casts_each else size
+    casts_each = case.casts_each and not case.compiled
+    region = "none" if engine.whole_regions else "stream"  # what splits the input of a region of the tensor axis
 
+    def add(name: str, kept: float, split: str = "stream", product: float = 0.0, second: float = 0.0) -> None:
+        found.append(SavedActivation(name, kept, split, product, second))
 
-def _attention(layer: LayerShape, attention: AttentionShape, how: ActivationRules) -> Iterator[SavedActivation]:
-    size, width = how.value_bytes, layer.hidden
-    stream = how.stream_bytes / how.norm_bytes
-    yield SavedActivation("input of attention's norm", width * how.norm_bytes, product=stream, second=stream)
-    yield from _norm(width, how)
-    copies = attention.input_products if how.casts_each else 1
-    yield SavedActivation("input of queries, keys, values", copies * width * how.input_bytes, how.region_split)
-    if attention.latent is not None:
+    def add_norm(name: str, product: float = 0.0) -> None:
+        """The input of a norm; an unfused one also keeps a copy in fp32, and the result before its gain."""
+        add(name, width * norm_size, product=product, second=product)
+        if not (engine.fused_norms or case.compiled):
+            add("copies in a norm", width * (4 + size))
+
+    def add_result(name: str, second: float) -> None:
+        """The result of the last product; with whole regions all tokens' summands on each rank of the tensor axis."""
+        add(f"result of {name}", width * size, product=1, second=second)
+        if engine.whole_regions and tp > 1:
+            add(f"summands of {name}", width * size, "none", product=1)
+
+    def add_activation(features: int, copies: float) -> None:
+        """Tensors between the two products of a feed-forward layer (or of `copies` experts)."""
+        wide = layer.gate_products
+        add("input of the activation", copies * wide * features * size, "tensor", product=1, second=1 / wide)
+        if layer.gated and not (engine.fused_activations or case.compiled):
+            add("gate after its function", copies * features * size, "tensor")
+        add("output of the activation", copies * features * input_size, "tensor")
+
+    for attention in layer.attentions:
+        add_norm("input of attention's norm", case.stream_bytes / norm_size)
+        copies = attention.input_products if casts_each else 1
+        add("input of queries, keys, values", copies * width * input_size, region)
         latent = attention.latent
-        yield SavedActivation(
-            "latents before and after their norms", 2 * (latent.q_rank + latent.kv_rank) * size, "none", 0.5, 0.5
-        )
-    yield SavedActivation("queries", attention.qk_width * size, "tensor", product=1, second=1)
-    split_heads = attention.latent is not None or attention.kv_heads % how.tp == 0
-    # With fewer heads than ranks each rank has one of them.
-    kv_width = attention.kv_width if split_heads else attention.kv_width // attention.kv_heads
-    yield SavedActivation(
-        "keys and values", kv_width * size, "tensor" if split_heads else "none", product=1, second=0.5
-    )
-    if not how.flash:
-        yield from _scores(attention, how)
-    else:
-        yield SavedActivation("sums of exponentials", attention.heads * STATISTIC_BYTES, "tensor", product=1, second=1)
-    yield SavedActivation("output of attention", attention.value_width * size, "tensor", product=1, second=1)
-    yield SavedActivation(ONLY_PRODUCTS[0], width * size, product=1)
-    yield from _summands(ONLY_PRODUCTS[2], width, how)
-    if how.dropout:
-        yield SavedActivation("mask of dropout after attention", width * MASK_BYTES)
-
-
-def _summands(name: str, width: int, how: ActivationRules) -> Iterator[SavedActivation]:
-    """Summands of all tokens on each rank of the tensor axis, whatever splits their sum."""
-    if how.whole_regions and how.tp > 1:
-        yield SavedActivation(name, width * how.value_bytes, "none", product=1)
-
-
-def _norm(width: int, how: ActivationRules) -> Iterator[SavedActivation]:
-    """What an unfused norm keeps beside its input: a copy in fp32, and the result before its gain."""
-    if not (how.fused_norms):
-        yield SavedActivation("copies in a norm", width * (4 + how.value_bytes))
-
-
-def _scores(attention: AttentionShape, how: ActivationRules) -> Iterator[SavedActivation]:
-    """Softmax, and with dropout its mask and result: 5 bytes per score in 16 bits."""
-    scores = attention.heads * how.seq_len
-    yield SavedActivation("scores after softmax", scores * how.value_bytes, "tensor")
-    if not how.fused_scores:
-        yield SavedActivation(
-            "scores before softmax, and their mask", scores * (how.value_bytes + 4 + MASK_BYTES), "tensor"
-        )
-    if how.dropout:
-        yield SavedActivation("scores after dropout, and its mask", scores * (how.value_bytes + MASK_BYTES), "tensor")
-
-
-def _feed_forward(layer: LayerShape, how: ActivationRules) -> Iterator[SavedActivation]:
-    size = how.value_bytes
-    yield SavedActivation("input of feed-forward's norm", layer.hidden * how.norm_bytes)
-    yield from _norm(layer.hidden, how)
-    copies = layer.gate_products if how.casts_each else 1
-    yield SavedActivation("input of feed-forward", copies * layer.hidden * how.input_bytes, how.region_split)
-    yield from _activation(layer, layer.ffn, 1, how)
-    yield SavedActivation(ONLY_PRODUCTS[1], layer.hidden * size, product=1, second=1)
-    yield from _summands(ONLY_PRODUCTS[3], layer.hidden, how)
-    if how.dropout:
-        yield SavedActivation("mask of dropout after feed-forward", layer.hidden * MASK_BYTES)
-
-
-def _activation(layer: LayerShape, width: int, copies: float, how: ActivationRules) -> Iterator[SavedActivation]:
-    """Tensors between the two products of a feed-forward layer (or of `copies` experts)."""
-    wide, size = 2 if layer.gated else 1, how.value_bytes
-    yield SavedActivation("input of the activation", copies * wide * width * size, "tensor", product=1, second=1 / wide)
-    if layer.gated and not (how.fused_activations):
-        yield SavedActivation("gate after its function", copies * width * size, "tensor")
-    yield SavedActivation("output of the activation", copies * width * how.input_bytes, "tensor")
-
-
-def _mixture(layer: LayerShape, how: ActivationRules) -> Iterator[SavedActivation]:
-    mixture, size = layer.experts, how.value_bytes
+        if latent is not None:
+            latents = 2 * (latent.q_rank + latent.kv_rank) * size
+            add("latents before and after their norms", latents, "none", 0.5, 0.5)
+        add("queries", attention.qk_width * size, "tensor", product=1, second=1)
+        # With fewer heads than ranks each rank has one of them.
+        split_heads = latent is not None or attention.kv_heads % tp == 0
+        kv_width = attention.kv_width if split_heads else attention.kv_width // attention.kv_heads
+        add("keys and values", kv_width * size, "tensor" if split_heads else "none", product=1, second=0.5)
+        if case.flash:
+            add("sums of exponentials", attention.heads * STATISTIC_BYTES, "tensor", product=1, second=1)
+        else:  # softmax, and with dropout its mask and result: 5 bytes per score in 16 bits
+            scores = attention.heads * case.seq_len
+            add("scores after softmax", scores * size, "tensor")
+            if not engine.fused_scores:
+                add("scores before softmax, and their mask", scores * (size + 4 + MASK_BYTES), "tensor")
+            if case.dropout:
+                add("scores after dropout, and its mask", scores * (size + MASK_BYTES), "tensor")
+        add("output of attention", attention.value_width * size, "tensor", product=1, second=1)
+        add_result("attention's last product", 0)
+        if case.dropout:
+            add("mask of dropout after attention", width * MASK_BYTES)
+    mixture = layer.experts
     if mixture is None:
-        return
-    yield SavedActivation("input of the router's norm", layer.hidden * how.norm_bytes)
-    yield from _norm(layer.hidden, how)
-    yield SavedActivation("input of the router", layer.hidden * how.norm_bytes)
-    yield SavedActivation("scores of the router", mixture.count * STATISTIC_BYTES, "none")
+        add_norm("input of feed-forward's norm")
+        add("input of feed-forward", (layer.gate_products if casts_each else 1) * width * input_size, region)
+        add_activation(layer.ffn, 1)
+        add_result("feed-forward's last product", 1)
+        if case.dropout:
+            add("mask of dropout after feed-forward", width * MASK_BYTES)
+        return found
+    add_norm("input of the router's norm")
+    add("input of the router", width * norm_size)
+    add("scores of the router", mixture.count * STATISTIC_BYTES, "none")
     # Tokens of the busiest rank over the mean: an assumption, approaching 1.5 for large ep.
-    copies = mixture.per_token * (1 + EXPERT_IMBALANCE * (1 - 1 / how.ep))
+    routed = mixture.per_token * (1 + EXPERT_IMBALANCE * (1 - 1 / case.degrees.ep))
     # Tokens reach experts once each; if experts are not split, the tensor ranks share their rows.
-    split = "tensor" if how.etp == 1 else "stream"
-    yield SavedActivation("tokens sent to experts", copies * layer.hidden * how.input_bytes, split)
-    yield from _activation(layer, mixture.dim, copies, how)
-    yield SavedActivation("results of experts", copies * layer.hidden * size, split, product=1, second=1)
+    split = "tensor" if case.degrees.etp == 1 else "stream"
+    add("tokens sent to experts", routed * width * input_size, split)
+    add_activation(mixture.dim, routed)
+    add("results of experts", routed * width * size, split, product=1, second=1)
     if mixture.shared_dim:
-        yield from _activation(layer, mixture.shared_dim, 1, how)
+        add_activation(mixture.shared_dim, 1)
+    return found
 
 
 # --- parameters of one rank before sharding
@@ -261,13 +202,16 @@ class LocalParameters:
     largest_experts: float
 
     @property
-    def layers(self) -> float:
-        """Those of layers, experts included."""
+    def layers(self) -> float:  # those of layers, experts included
         return self.dense + self.experts
 
     @property
     def total(self) -> float:
         return self.dense + self.experts + self.ends
+
+    def shared(self, degrees: Degrees) -> float:
+        """A rank's share, if states are sharded."""
+        return (self.dense + self.ends) / degrees.shards + self.experts / degrees.expert_shards
 
 
 def count_local(case: Case, stage: StageLayers) -> LocalParameters:
@@ -289,33 +233,29 @@ def count_local(case: Case, stage: StageLayers) -> LocalParameters:
 
 def count_layer(layer: LayerShape, case: Case) -> tuple[float, float]:
     """Elements of a layer on one rank: without its experts, and of its experts."""
-    return _count_layer(layer, case.degrees.tp, case.degrees.ep * case.degrees.etp, case.engine.whole_regions)
+    return _count_layer(layer, case.degrees, case.engine.whole_regions)
 
 
 @lru_cache(maxsize=4096)
-def _count_layer(layer: LayerShape, tp: int, experts: int, whole_regions: bool) -> tuple[float, float]:
+def _count_layer(layer: LayerShape, degrees: Degrees, whole_regions: bool) -> tuple[float, float]:
     """Both at once, cached, since a search asks for the same layer thousands of times."""
 
     def local(matrix: Matrix) -> float:
         # With whole regions, keys and values whose heads the tensor axis does not divide are not cut at all.
-        whole = whole_regions and matrix.kv_heads % tp > 0
-        return matrix.parameters / (1 if whole else _split(matrix, tp, experts))
+        whole = whole_regions and matrix.kv_heads % degrees.tp > 0
+        return matrix.parameters / (1 if whole else matrix_split(matrix, degrees))
 
     dense = sum(local(each) for each in layer.matrices if each.part != "experts")
     return dense + layer.norm_parameters, sum(local(each) for each in layer.matrices if each.part == "experts")
 
 
-def matrix_split(matrix: Matrix, case: Case) -> int:
+def matrix_split(matrix: Matrix, degrees: Degrees) -> int:
     """Ranks that a matrix (all copies of it) is cut over; keys and values are cut at most to one head."""
-    return _split(matrix, case.degrees.tp, case.degrees.ep * case.degrees.etp)
-
-
-def _split(matrix: Matrix, tp: int, experts: int) -> int:
     if matrix.part == "experts":
-        return experts
+        return degrees.ep * degrees.etp
     if matrix.split == "none":
         return 1
-    return min(tp, matrix.kv_heads) if matrix.kv_heads else tp
+    return min(degrees.tp, matrix.kv_heads) if matrix.kv_heads else degrees.tp
 
 
 # --- overheads of a device, and the uncertainty
@@ -352,8 +292,7 @@ def optimizer_bytes(name: str) -> float:
     return float(load_plugin("optimizers", name).state_bytes)
 
 
-SUMMED_BYTES = 4
-"""Bytes of a gradient of gathered weights while it is summed."""
+SUMMED_BYTES = 4  # bytes of a gradient of gathered weights while it is summed
 
 MEMORY_ITEMS: Mapping[str, str] = {
     "weights": "what products read, or this rank's share of it",
@@ -379,10 +318,8 @@ class StageMemory:
     working: float
     gathered: float
     messages: float
-    in_flight: float
-    """Micro-batches whose activations are kept at once, in units of all layers of the rank."""
-    host: float
-    """Bytes in the host's memory; no item, since they are not on the device."""
+    in_flight: float  # micro-batches whose activations are kept at once, in units of all layers of the rank
+    host: float  # bytes in the host's memory; no item, since they are not on the device
     overheads: Overheads
 
     @cached_property
@@ -390,14 +327,12 @@ class StageMemory:
         return MappingProxyType({name: getattr(self, name) for name in MEMORY_ITEMS})
 
     @property
-    def device_items(self) -> Mapping[str, float]:
-        """Items, and overheads beyond them, which add up to `device`."""
+    def device_items(self) -> Mapping[str, float]:  # items, and overheads beyond them, which add up to `device`
         beyond = {"fragmentation": self.reserved - self.allocated, "context": self.device - self.reserved}
         return MappingProxyType({**self.items, **beyond})
 
     @property
-    def states(self) -> float:
-        """Bytes that stay from step to step."""
+    def states(self) -> float:  # bytes that stay from step to step
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -405,18 +340,15 @@ class StageMemory:
         return self.states + self.passing + self.messages
 
     @property
-    def passing(self) -> float:
-        """Bytes that are transient within a step."""
+    def passing(self) -> float:  # bytes that are transient within a step
         return self.activations + self.working + self.gathered
 
     @property
-    def reserved(self) -> float:
-        """Bytes that the allocator reserves: transient tensors leave gaps."""
+    def reserved(self) -> float:  # bytes that the allocator reserves: transient tensors leave gaps
         return self.allocated + self.overheads.fragment_share * self.passing
 
     @property
-    def device(self) -> float:
-        """Bytes as nvidia-smi shows them, with the driver's context, libraries and communicators."""
+    def device(self) -> float:  # bytes as nvidia-smi shows them, with the driver's context, libraries and communicators
         return self.reserved + self.overheads.context_bytes
 
 
@@ -439,113 +371,91 @@ def peak_stage(stages: tuple[StageMemory, ...]) -> StageMemory:
 
 
 def _estimate_stage(case: Case, stage: StageLayers, overheads: Overheads) -> StageMemory:
-    local = count_local(case, stage)
+    local, degrees, size = count_local(case, stage), case.degrees, case.value_bytes
+    tokens, hidden = case.tokens, case.model.hidden
+
+    # States: a rank keeps its share of what ZeRO shards. Sharded weights (zero 3) are the copy that the optimizer
+    # updates; otherwise products may read another one.
+    share = local.shared(degrees)
+    if case.zero == 3:
+        weights = share * case.kept_weight_bytes
+    else:
+        weights = local.total * (size if case.splits_copy else case.kept_weight_bytes)
+    gradient_bytes = case.gradient_bytes + (case.engine.spare_gradient_bytes if size == 2 else 0)
+    gradients = (share if case.zero >= 2 else local.total) * gradient_bytes
+    copy = case.kept_weight_bytes if case.splits_copy and case.zero < 3 else 0
+    optimizer = (share if case.zero >= 1 else local.total) * (optimizer_bytes(case.optimizer) + copy)
+    host = 0.0
+    if case.offload:  # optimizer states lie in the host's memory, sharded weights and their gradients too
+        host, optimizer = optimizer, 0.0
+        if case.zero == 3:
+            host, weights, gradients = host + weights + gradients, 0.0, 0.0
+
+    # What one micro-batch keeps for its backward pass, in all layers and in the embedding. 16-bit copies of weights are
+    # kept too; recompute of a layer makes them again.
+    a_pass = sum(case.side_tokens(run.side) * kept_bytes(run.layer, case) * run.count for run in stage.layers)
+    a_pass += tokens * (hidden if stage.first and case.dropout else 0) / case.stream_split
+    if case.casts_weights:
+        head = case.model.head.parameters / degrees.tp if stage.last else 0.0
+        a_pass += size * (head + (local.layers if case.recompute == "none" else 0.0))
+    # The inputs of the last norm and the head: of one micro-batch (its backward pass follows at once), or all in GPipe.
+    by_head = 0.0
+    if stage.last:
+        norm = 4 if case.casts_each else size
+        head_split = 1 if case.engine.whole_regions else case.stream_split
+        by_head = tokens * hidden * (norm / case.stream_split + size / head_split)
+        by_head *= case.micro_batches if case.schedule == "gpipe" and degrees.pp > 1 else 1
     kept = kept_micro_batches(case, stage.rank)
+
+    # The larger of the loss and the backward pass through one layer: the loss ends when the backward pass begins.
+    working = max([0.0, *(_backward_bytes(case, run) for run in stage.layers)])
+    if stage.last:
+        # Copies of weights that autocast caches until the loss is computed, beyond those kept for the backward pass.
+        cached = case.casts_weights and degrees.pp == 1 and case.recompute != "none"
+        working = max(working, loss_bytes(case) + (size * local.layers if cached else 0.0))
+
+    # Weights of the layer in use and of the next, and one layer's gradient; the ends are gathered separately. Without
+    # resharding all weights stay gathered, and in a pipeline all gradients until its last micro-batch.
+    gathered = 0.0
+    if case.zero == 3 and degrees.shards > 1:
+        layer = local.largest_dense + (local.largest_experts if degrees.expert_shards > 1 else 0.0)
+        if case.reshard:
+            gathered = layer * (3 * size + SUMMED_BYTES) + local.ends * size
+        else:
+            summed = local.total * SUMMED_BYTES if degrees.pp > 1 else layer * (size + SUMMED_BYTES)
+            gathered = local.total * size + summed
+
+    # Receive and send buffers of stages: two of the stream each way, or one each way per micro-batch.
+    messages = 0.0
+    if degrees.pp > 1:
+        buffers = 2 * case.micro_batches * case.stages_per_rank if case.engine.buffers_each_pass else 4
+        messages = buffers * tokens * hidden * case.stream_bytes / case.stream_split
     return StageMemory(
         rank=stage.rank,
-        weights=_weights(case, local),
-        gradients=_gradients(case, local),
-        optimizer=_optimizer(case, local),
-        activations=kept * _activations_of_pass(case, stage) + _kept_by_head(case, stage),
-        working=_working(case, stage),
-        gathered=_gathered(case, local),
-        messages=_messages(case),
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=kept * a_pass + by_head,
+        working=working,
+        gathered=gathered,
+        messages=messages,
         in_flight=kept,
-        host=_on_host(case, local),
+        host=host,
         overheads=overheads,
     )
 
 
-def _share(case: Case, local: LocalParameters, from_stage: int) -> float:
-    """Elements that a rank keeps: its share if ZeRO shards these from `from_stage` on and is at least there, else
-    all."""
-    if case.zero < from_stage:
-        return local.total
-    degrees = case.degrees
-    return (local.dense + local.ends) / degrees.shards + local.experts / degrees.expert_shards
-
-
-def _weights(case: Case, local: LocalParameters) -> float:
-    """The weights that products read. Sharded weights (zero 3) are the copy that the optimizer updates."""
-    if case.zero == 3:
-        return 0.0 if case.offload else _share(case, local, 3) * case.kept_weight_bytes
-    return local.total * (case.value_bytes if case.splits_copy else case.kept_weight_bytes)
-
-
-def _gradients(case: Case, local: LocalParameters) -> float:
-    size = case.gradient_bytes + (case.engine.spare_gradient_bytes if case.value_bytes == 2 else 0)
-    return 0.0 if case.offload and case.zero == 3 else _share(case, local, 2) * size
-
-
-def _optimizer(case: Case, local: LocalParameters) -> float:
-    """Optimizer states, and the copy that the optimizer updates if that is not the weights themselves."""
-    if case.offload:
-        return 0.0
-    copy = case.kept_weight_bytes if case.splits_copy and case.zero < 3 else 0
-    return _share(case, local, 1) * (optimizer_bytes(case.optimizer) + copy)
-
-
-def _on_host(case: Case, local: LocalParameters) -> float:
-    """What offload moves to the host: the items of `_optimizer`, and for sharded weights their gradients too."""
-    if not case.offload:
-        return 0.0
-    here = replace(case, offload=False)
-    states = _optimizer(here, local)
-    return states + _weights(here, local) + _gradients(here, local) if case.zero == 3 else states
-
-
-def _activations_of_pass(case: Case, stage: StageLayers) -> float:
-    """Bytes that one micro-batch keeps in all layers of a stage, and in the embedding. The head's input is counted
-    separately."""
-    layers = sum(case.side_tokens(run.side) * kept_bytes(run.layer, case) * run.count for run in stage.layers)
-    mask = case.model.hidden if stage.first and case.dropout else 0
-    return layers + case.tokens * mask / case.stream_split + _kept_copies(case, stage)
-
-
-def _kept_by_head(case: Case, stage: StageLayers) -> float:
-    """The inputs of the last norm and the head, of one micro-batch (its backward pass follows at once), or all in
-    GPipe."""
-    if not stage.last:
-        return 0.0
-    norm = 4 if case.casts_each else case.value_bytes
-    head_split = 1 if case.engine.whole_regions else case.stream_split
-    read = case.tokens * case.model.hidden * (norm / case.stream_split + case.value_bytes / head_split)
-    return read * (case.micro_batches if case.schedule == "gpipe" and case.degrees.pp > 1 else 1)
-
-
-def _kept_copies(case: Case, stage: StageLayers) -> float:
-    """16-bit copies of weights that one micro-batch keeps; recompute of a layer makes them again."""
-    if not case.casts_weights:
-        return 0.0
-    head = case.model.head.parameters / case.degrees.tp if stage.last else 0.0
-    return case.value_bytes * (head + (count_local(case, stage).layers if case.recompute == "none" else 0.0))
-
-
-def _working(case: Case, stage: StageLayers) -> float:
-    """The larger of the loss and the backward pass through one layer: the loss ends when the backward pass begins."""
-    back = max((_way_back(case, run) for run in stage.layers), default=0.0)
-    if not stage.last:
-        return max(back, 0.0)
-    # Copies of weights that autocast caches until the loss is computed, beyond those kept for the backward pass.
-    cached = case.casts_weights and case.degrees.pp == 1 and case.recompute != "none"
-    copies = case.value_bytes * count_local(case, stage).layers if cached else 0.0
-    return max(back, loss_bytes(case) + copies)
-
-
-def _way_back(case: Case, run: LayerRun) -> float:
+def _backward_bytes(case: Case, run: LayerRun) -> float:
     """What is recomputed for a layer, gradients of its widest tensors, and its gathered stream."""
-    layer = run.layer
+    layer, experts = run.layer, run.layer.experts
     again = whole_bytes(layer, case) - (0.0 if case.recompute == "full" else kept_bytes(layer, case))
-    wide = _widest(layer) / case.degrees.tp + 2 * layer.hidden / case.stream_split
+    # Features of the gradients that are alive at once in the feed-forward layer
+    widest = layer.ffn * (3 if layer.gated else 2)
+    if experts is not None:
+        widest = experts.per_token * (2 * layer.hidden + 3 * experts.dim)
+    wide = widest / case.degrees.tp + 2 * layer.hidden / case.stream_split
     gathered = 2 * layer.hidden if case.stream_split > 1 else 0
     return case.side_tokens(run.side) * (max(again, 0.0) + case.value_bytes * (wide + gathered))
-
-
-def _widest(layer: LayerShape) -> float:
-    """Features of the gradients that are alive at once in the feed-forward layer."""
-    if layer.experts is not None:
-        return layer.experts.per_token * (2 * layer.hidden + 3 * layer.experts.dim)
-    return layer.ffn * (3 if layer.gated else 2)
 
 
 def loss_bytes(case: Case) -> float:
@@ -559,29 +469,6 @@ def loss_bytes(case: Case) -> float:
     return logits + (2 * positions * case.model.hidden * case.value_bytes if case.stream_split > 1 else 0)
 
 
-def _gathered(case: Case, local: LocalParameters) -> float:
-    """Weights of the layer in use and of the next, and one layer's gradient; the ends are gathered separately.
-
-    Without resharding all weights stay gathered, and in a pipeline all gradients until its last micro-batch.
-    """
-    if case.zero < 3 or case.degrees.shards == 1:
-        return 0.0
-    size = case.value_bytes
-    layer = local.largest_dense + (local.largest_experts if case.degrees.expert_shards > 1 else 0.0)
-    if case.reshard:
-        return layer * (3 * size + SUMMED_BYTES) + local.ends * size
-    summed = local.total * SUMMED_BYTES if case.degrees.pp > 1 else layer * (size + SUMMED_BYTES)
-    return local.total * size + summed
-
-
-def _messages(case: Case) -> float:
-    """Receive and send buffers of stages: two of the stream each way, or one each way per micro-batch."""
-    if case.degrees.pp == 1:
-        return 0.0
-    buffers = 2 * case.micro_batches * case.stages_per_rank if case.engine.buffers_each_pass else 4
-    return buffers * case.tokens * case.model.hidden * case.stream_bytes / case.stream_split
-
-
 # --- the memory while a checkpoint is written or read
 
 
@@ -590,12 +477,9 @@ class BetweenSteps:
     """Bytes of one rank. The allocator keeps the memory of a step, so nvidia-smi shows at least a step's peak while a
     checkpoint is written; a rank that resumes has not taken a step yet."""
 
-    kept: float
-    """On the device while a checkpoint is written: weights and optimizer states."""
-    copied: float
-    """In the host's memory at once, if all is staged before it is written (`async_save`)."""
-    resuming: float
-    """On the device while it is read: the same, and the largest tensor in transit."""
+    kept: float  # on the device while a checkpoint is written: weights and optimizer states
+    copied: float  # in the host's memory at once, if all is staged before it is written (`async_save`)
+    resuming: float  # on the device while it is read: the same, and the largest tensor in transit
 
 
 def estimate_between_steps(case: Case, peak: StageMemory) -> BetweenSteps:
@@ -603,6 +487,8 @@ def estimate_between_steps(case: Case, peak: StageMemory) -> BetweenSteps:
     kept = peak.weights + peak.optimizer
     stage = list_stages(case)[peak.rank]
     local = count_local(case, stage)
-    matrices = [matrix.parameters / matrix_split(matrix, case) for run in stage.layers for matrix in run.layer.matrices]
+    matrices = [
+        matrix.parameters / matrix_split(matrix, case.degrees) for run in stage.layers for matrix in run.layer.matrices
+    ]
     largest = max([*matrices, local.ends]) / (case.degrees.shards if case.zero == 3 else 1)
     return BetweenSteps(kept, kept + peak.host, kept + largest * case.kept_weight_bytes)

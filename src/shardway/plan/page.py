@@ -33,12 +33,11 @@ from shardway.drawing import (
     round_parts,
     text,
 )
+from shardway.plan.case import ceilings_of
 from shardway.plan.economy import DAY
-from shardway.plan.machine import ceilings_of
 from shardway.plan.memory import MEMORY_ITEMS, StageMemory
-from shardway.plan.planner import PlanResult
+from shardway.plan.planner import Estimate, PlanResult, ScalingPoint, efficiency
 from shardway.plan.schedule import pick_ranks, render_schedule
-from shardway.plan.search import Estimate, ScalingPoint, efficiency
 from shardway.plan.text import (
     GIB,
     amount,
@@ -63,45 +62,37 @@ def title_of(result: PlanResult) -> str:
     return f"{result.request.case.model.name} on {result.request.machine.name}"
 
 
-def render_headline(result: PlanResult) -> str:
-    """Title, layout, verdict, and the figures that are asked for most."""
-    shown, request, case = result.shown, result.request, result.shown.case
+def _render_headline(result: PlanResult) -> str:
+    """Title, layout, verdict (whether every device holds what it needs, and by what margin), and the figures that are
+    asked for most."""
+    shown, request, case, peak = result.shown, result.request, result.shown.case, result.shown.peak
     samples = "images of {:,} patches" if case.model.patch_features else "sequences of {:,} tokens"
     batch = f"{case.global_batch:,} {samples.format(case.seq_len)} a step"
-    mood = "bad" if not shown.fits else "unsure" if shown.may_not_fit else "good"
+    formats = f"{case.precision}, {case.optimizer}, {case.engine.name}"
+    usable, physical = shown.usable_bytes, gib(shown.machine.memory_bytes)
+    where = f"pipeline rank {peak.rank}" if case.degrees.pp > 1 else "each device"
+    mood, left = "unsure" if shown.may_not_fit else "good", usable - peak.device
+    fit = (
+        f"Fits: {where} needs {gib(peak.device)} of the {gib(usable)} that a plan may use of {physical}; {gib(left)} "
+        "are left."
+    )
+    if shown.may_not_fit:
+        fit += " It may not all the same: try it first, for measured peaks reach beyond the device's memory."
+    if peak.device > usable:
+        mood, short = "bad", f"{gib(-left)} ({percent(-left / usable)}) more than the {gib(usable)}"
+        fit = f"Does not fit: {where} needs {gib(peak.device)}, {short} that a plan may use of {physical}."
+    elif not shown.fits:
+        mood, needed, there = "bad", peak.host * shown.machine.per_node, shown.machine.host_bytes or 0
+        fit = f"Does not fit: the states of a node's ranks take {gib(needed)} of its host's {gib(there)}."
     return "\n".join(
         [
             f"<header>\n<h1>{escape(title_of(result))}</h1>",
-            render_text(
-                f"{describe_machine(request.machine, request.world)}; {batch}; {case.precision}, {case.optimizer}, "
-                f"{case.engine.name}",
-                "soft",
-            ),
+            render_text(f"{describe_machine(request.machine, request.world)}; {batch}; {formats}", "soft"),
             render_text(describe_layout(case)),
-            render_text(describe_fit(shown), f"verdict {mood}"),
+            render_text(fit, f"verdict {mood}"),
             render_tiles(_tiles(result)),
             "</header>",
         ]
-    )
-
-
-def describe_fit(shown: Estimate) -> str:
-    """Whether every device holds what it needs, and by what margin."""
-    peak, usable, physical = shown.peak, shown.usable_bytes, gib(shown.machine.memory_bytes)
-    where = f"pipeline rank {peak.rank}" if shown.case.degrees.pp > 1 else "each device"
-    if peak.device > usable:
-        short = peak.device - usable
-        return (
-            f"Does not fit: {where} needs {gib(peak.device)}, {gib(short)} ({percent(short / usable)}) more than the "
-            f"{gib(usable)} that a plan may use of {physical}."
-        )
-    if not shown.fits:
-        needed, there = peak.host * shown.machine.per_node, shown.machine.host_bytes or 0
-        return f"Does not fit: the states of a node's ranks take {gib(needed)} of its host's {gib(there)}."
-    unsure = " It may not all the same: try it first, for measured peaks reach beyond the device's memory."
-    return (
-        f"Fits: {where} needs {gib(peak.device)} of the {gib(usable)} that a plan may use of {physical}; "
-        f"{gib(usable - peak.device)} are left.{unsure if shown.may_not_fit else ''}"
     )
 
 
@@ -116,13 +107,8 @@ def _tiles(result: PlanResult) -> Iterator[tuple[str, ...]]:
     peak = f"of {shown.peak_flops / 1e12:,.0f} TFLOP/s, the dense {shown.case.precision} peak"
     for label, causal in (("MFU, all scores counted", False), ("MFU, causal half counted", True)):
         yield label, percent(shown.mfu(causal=causal)), peak, f"HFU {percent(shown.hfu(causal=causal))}"
-    low, high = gib(shown.memory_low), gib(shown.memory_high)
-    yield (
-        "memory of the fullest rank",
-        gib(shown.peak.device),
-        f"{low} to {high}",
-        f"of {gib(shown.usable_bytes)} usable",
-    )
+    between, usable = f"{gib(shown.memory_low)} to {gib(shown.memory_high)}", f"of {gib(shown.usable_bytes)} usable"
+    yield "memory of the fullest rank", gib(shown.peak.device), between, usable
     if run is None:
         yield "whole run", "n/a", "its length is not known" if result.fits else "nothing fits"
         return
@@ -131,7 +117,7 @@ def _tiles(result: PlanResult) -> Iterator[tuple[str, ...]]:
     yield ("GPU-hours", amount(run.gpu_hours), *list_costs(run))
 
 
-def render_run(result: PlanResult) -> str:
+def _render_run(result: PlanResult) -> str:
     """The parts of the run's wall time; "" if no run was estimated."""
     run = result.run
     if run is None:
@@ -186,24 +172,58 @@ BEYOND: Mapping[str, str] = {
 _WIDTH, _LEFT, _RIGHT, _TOP = 1000.0, 86.0, 96.0, 44.0
 
 
-def render_memory(shown: Estimate) -> str:
-    """Bars, the fullest rank item by item, and all ranks of a pipeline."""
-    drawn = pick_ranks(len(shown.memory), shown.peak.rank)
-    note = f"{len(drawn)} of {len(shown.memory)} pipeline ranks are drawn." if len(drawn) < len(shown.memory) else ""
+def _render_memory(shown: Estimate) -> str:
+    """Bars, the fullest rank item by item with three running sums, and all ranks of a pipeline."""
+    stages, peak = shown.memory, shown.peak
+    drawn = pick_ranks(len(stages), peak.rank)
+    note = f"{len(drawn)} of {len(stages)} pipeline ranks are drawn." if len(drawn) < len(stages) else ""
     intro = (
         f"What one device holds at the peak of a step. Four of five measured peaks lie between {gib(shown.memory_low)} "
         f"and {gib(shown.memory_high)} for the fullest rank."
     )
-    used = [name for name in shown.peak.device_items if any(each.device_items[name] > 0 for each in shown.memory)]
-    key = {name: colour_of(name) for name in used}
-    host = f"Beside this each rank keeps {gib(shown.peak.host)} of states in the host's memory."
+    used = [name for name in peak.device_items if any(each.device_items[name] > 0 for each in stages)]
+    # Items in GiB, rounded so that they add up
+    rounded = [round_parts([size / GIB for size in each.device_items.values()], 2) for each in stages]
+    table = [dict(zip(peak.device_items, sizes, strict=True)) for sizes in rounded]
+    rows, total = [], 0.0
+
+    def add_sum(name: str, what: str) -> None:
+        rows.append((name, f"{total:,.2f}", percent(total * GIB / peak.device), what))
+
+    for name, size in table[stages.index(peak)].items():
+        if name == "fragmentation":
+            add_sum("allocated", "what torch.cuda.max_memory_allocated reports")
+        total += size
+        if size > 0 or name in BEYOND:
+            what = MEMORY_ITEMS.get(name) or BEYOND.get(name, "")
+            rows.append((name, f"{size:,.2f}", percent(peak.device_items[name] / peak.device), what))
+        if name == "fragmentation":
+            add_sum("reserved", "what torch.cuda.max_memory_reserved reports")
+    add_sum("device", "what nvidia-smi shows")
+    caption = f"Pipeline rank {peak.rank}, the fullest" if len(stages) > 1 else "One rank"
+    columns, sums = ("item", "GiB", "share", "what it is"), {"allocated", "reserved", "device"}
+    ranks = ""
+    if len(stages) > 1:
+        lines = [
+            (
+                str(stage.rank),
+                *(f"{sizes[name]:,.2f}" for name in used),
+                f"{sum(sizes.values()):,.2f}",
+                f"{stage.in_flight:.3g}",
+            )
+            for stage, sizes in zip(stages, table, strict=True)
+        ]
+        names = ("pipeline rank", *used, "device", "micro-batches kept")
+        ranks = render_table("All pipeline ranks, GiB", names, lines, chosen={str(peak.rank)})
+    host = f"Beside this each rank keeps {gib(peak.host)} of states in the host's memory."
+    picture = _draw_memory(shown, [stages[rank] for rank in drawn])
     return render_section(
         "Memory",
         render_text(intro),
-        render_figure(_draw_memory(shown, [shown.memory[rank] for rank in drawn]), key, note),
-        _table_of_peak(shown),
-        _table_of_ranks(shown, used) if len(shown.memory) > 1 else "",
-        render_text(host) if shown.peak.host else "",
+        render_figure(picture, {name: colour_of(name) for name in used}, note),
+        render_table(caption, columns, rows, words={3}, sums=sums),
+        ranks,
+        render_text(host if peak.host else ""),
     )
 
 
@@ -228,56 +248,19 @@ def _draw_memory(shown: Estimate, stages: Sequence[StageMemory]) -> str:
                 parts.append(rect(Frame(x, y, size * scale, height), colour_of(name), tip))
                 x += size * scale
         parts.append(text((_WIDTH - 4, middle), gib(stage.device), weight, "end"))
-    parts += _limit(_LEFT + shown.usable_bytes * scale, bottom, f"usable {gib(shown.usable_bytes)}", "usable")
-    parts += _limit(_LEFT + shown.machine.memory_bytes * scale, bottom, physical, "physical")
+    # Lines across all bars, labelled above them on the side with room
+    usable = f"usable {gib(shown.usable_bytes)}"
+    for kind, size, label, over in (
+        ("usable", shown.usable_bytes, usable, 30),
+        ("physical", shown.machine.memory_bytes, physical, 14),
+    ):
+        x = _LEFT + size * scale
+        left = x > _WIDTH / 2
+        parts.append(line((x, _TOP - 8), (x, bottom), kind))
+        parts.append(text((x - 4 if left else x + 4, over), label, "", "end" if left else "start"))
+        parts.append(line((x, over - 10), (x, _TOP - 8), kind))
     label = f"Memory of {len(stages)} ranks by item; the fullest needs {gib(shown.peak.device)} of {physical}"
     return render_drawing((_WIDTH, bottom + 26), label, parts, least=860)
-
-
-def _limit(x: float, bottom: float, label: str, kind: str) -> Iterator[str]:
-    """A line across all bars, labelled above them on the side with room."""
-    left = x > _WIDTH / 2
-    yield line((x, _TOP - 8), (x, bottom), kind)
-    yield text((x - 4 if left else x + 4, 14 if kind == "physical" else 30), label, "", "end" if left else "start")
-    yield line((x, 4 if kind == "physical" else 20), (x, _TOP - 8), kind)
-
-
-def _table_of_peak(shown: Estimate) -> str:
-    """Items of the fullest rank, with three running sums."""
-    peak, rows, total = shown.peak, [], 0.0
-
-    def add_sum(name: str, what: str) -> None:
-        rows.append((name, f"{total:,.2f}", percent(total * GIB / peak.device), what))
-
-    for name, size in _rounded(peak).items():
-        if name == "fragmentation":
-            add_sum("allocated", "what torch.cuda.max_memory_allocated reports")
-        total += size
-        if size > 0 or name in BEYOND:
-            what = MEMORY_ITEMS.get(name) or BEYOND.get(name, "")
-            rows.append((name, f"{size:,.2f}", percent(peak.device_items[name] / peak.device), what))
-        if name == "fragmentation":
-            add_sum("reserved", "what torch.cuda.max_memory_reserved reports")
-    add_sum("device", "what nvidia-smi shows")
-    caption = f"Pipeline rank {peak.rank}, the fullest" if len(shown.memory) > 1 else "One rank"
-    columns = ("item", "GiB", "share", "what it is")
-    return render_table(caption, columns, rows, words={3}, sums={"allocated", "reserved", "device"})
-
-
-def _table_of_ranks(shown: Estimate, names: Sequence[str]) -> str:
-    rows = []
-    for stage in shown.memory:
-        sizes = _rounded(stage)
-        cells = (f"{sizes[name]:,.2f}" for name in names)
-        rows.append((str(stage.rank), *cells, f"{sum(sizes.values()):,.2f}", f"{stage.in_flight:.3g}"))
-    columns = ("pipeline rank", *names, "device", "micro-batches kept")
-    return render_table("All pipeline ranks, GiB", columns, rows, chosen={str(shown.peak.rank)})
-
-
-def _rounded(stage: StageMemory) -> dict[str, float]:
-    """Items in GiB, rounded so that they add up."""
-    items = stage.device_items
-    return dict(zip(items, round_parts([size / GIB for size in items.values()], 2), strict=True))
 
 
 # --- the step
@@ -285,7 +268,7 @@ def _rounded(stage: StageMemory) -> dict[str, float]:
 _SIDE, _BAR = 14.0, 44.0
 
 
-def render_step(shown: Estimate) -> str:
+def _render_step(shown: Estimate) -> str:
     """The bar with its interval, and every item in seconds."""
     passes, time = shown.case.micro_batches, shown.time
     where = "the slowest pipeline rank" if shown.case.degrees.pp > 1 else "one rank"
@@ -329,8 +312,7 @@ def _draw_step(shown: Estimate) -> str:
 # --- scaling over nodes
 
 _PLOT = Frame(62, 34, 446, 212)
-_APART = 36.0
-"""Least pixels between two labels of nodes."""
+_APART = 36.0  # least pixels between two labels of nodes
 _GIGA = 1e9
 
 
@@ -344,36 +326,26 @@ def ideal_rate(curve: Sequence[ScalingPoint], point: ScalingPoint) -> float:
     return point.best.tokens_per_second / efficiency(curve, point) if point.best else 0.0
 
 
-def render_scaling(curve: Sequence[ScalingPoint], nodes: int) -> str:
+def _render_scaling(curve: Sequence[ScalingPoint], nodes: int) -> str:
     """Throughput and cost over nodes; `nodes` is the requested number. "" for a curve without points."""
     if not curve:
         return ""
-    batch = next((point.best.case.global_batch for point in curve if point.best), None)
-    intro = f"The global batch stays at {batch:,}, so every point trains the same model" if batch else "Nothing fits"
-    table = _table_of_points(curve, nodes)
-    if not batch:
-        return render_section("More and fewer nodes", render_text(f"{intro} on any of these numbers of nodes."), table)
-    key = (
-        "The filled dots are layouts, the open one is what was asked for, a cross is a number of nodes without a layout"
-    )
-    pictures = f'<div class="two">{_draw_rates(curve, nodes)}{_draw_costs(curve, nodes)}</div>'
-    return render_section("More and fewer nodes", render_text(f"{intro}. {key}."), pictures, table)
-
-
-def _draw_rates(curve: Sequence[ScalingPoint], nodes: int) -> str:
-    """Tokens per second against the ideal, both axes logarithmic."""
+    working = [point for point in curve if point.best]
+    title, table = "More and fewer nodes", _table_of_points(curve, nodes)
+    if not working:
+        return render_section(title, render_text("Nothing fits on any of these numbers of nodes."), table)
 
     def rate(point: ScalingPoint) -> float:
         return point.best.tokens_per_second if point.best else 0.0
 
-    working = [point for point in curve if point.best]
+    # Tokens per second against the ideal, both axes logarithmic; ticks are powers of ten, with their 2- and 5-fold if
+    # there are few.
     low = math.log10(min(map(rate, working))) - 0.1
     high = math.log10(max(ideal_rate(curve, point) for point in working)) + 0.05
-    # Ticks are powers of ten, with their 2- and 5-fold if there are few.
     steps = (1,) if high - low > 2.5 else (1, 2, 5)
     powers = range(math.floor(low), math.ceil(high) + 1)
     values = [value for power in powers for step in steps if low <= math.log10(value := step * 10.0**power) <= high]
-    return _draw_curve(
+    rates = _draw_curve(
         curve,
         nodes,
         "Tokens per second over nodes, and ideal scaling",
@@ -383,13 +355,16 @@ def _draw_rates(curve: Sequence[ScalingPoint], nodes: int) -> str:
         lambda value: (math.log10(value) - low) / (high - low),
         [(value, count(value)) for value in values],
     )
-
-
-def _draw_costs(curve: Sequence[ScalingPoint], nodes: int) -> str:
     top, unit = 1.08 * max(map(hours_per_giga, curve)), "GPU-hours for 1e9 tokens"
     ticks = [(value, f"{value:,g}") for value in nice_ticks(top)]
     lines: list[tuple[Callable[[ScalingPoint], float], str]] = [(hours_per_giga, "curve")]
-    return _draw_curve(curve, nodes, f"{unit} over nodes", unit, unit, lines, lambda value: value / top, ticks)
+    costs = _draw_curve(curve, nodes, f"{unit} over nodes", unit, unit, lines, lambda value: value / top, ticks)
+    batch = working[0].best.case.global_batch if working[0].best else 0
+    intro = (
+        f"The global batch stays at {batch:,}, so every point trains the same model. The filled dots are layouts, the "
+        "open one is what was asked for, a cross is a number of nodes without a layout."
+    )
+    return render_section(title, render_text(intro), f'<div class="two">{rates}{costs}</div>', table)
 
 
 def _draw_curve(
@@ -470,26 +445,23 @@ def describe_short(shown: Estimate) -> str:
 # --- alternatives, assumptions
 
 
-def render_changes(result: PlanResult) -> str:
-    """What to change if nothing fits; "" if something does."""
-    if result.fits:
-        return ""
-    if not result.changes:
-        return render_section("What would make it fit", render_text("No single change that was tried does."))
-    rows = tuple(
-        (change.what, *_figures(change.estimate), describe_short(change.estimate)) for change in result.changes
-    )
-    columns = ("change", "step", "tokens/s", "memory", "layout with it")
-    intro = "Each change alone, the smallest first."
-    table = render_table("What would make it fit", columns, rows, words={4})
-    return render_section("What would make it fit", render_text(intro), table)
-
-
 def _figures(shown: Estimate) -> tuple[str, str, str]:
     return duration(shown.time.seconds), count(shown.tokens_per_second), gib(shown.peak.device)
 
 
-def render_others(result: PlanResult) -> str:
+def _render_changes(result: PlanResult) -> str:
+    """What to change if nothing fits; "" if something does."""
+    if result.fits:
+        return ""
+    title = "What would make it fit"
+    if not result.changes:
+        return render_section(title, render_text("No single change that was tried does."))
+    rows = [(each.what, *_figures(each.estimate), describe_short(each.estimate)) for each in result.changes]
+    table = render_table(title, ("change", "step", "tokens/s", "memory", "layout with it"), rows, words={4})
+    return render_section(title, render_text("Each change alone, the smallest first."), table)
+
+
+def _render_others(result: PlanResult) -> str:
     """Runners-up with the items that take more time."""
     candidates = result.found.candidates
     looked_at = f"{result.found.looked_at:,} ways were looked at"
@@ -497,7 +469,7 @@ def render_others(result: PlanResult) -> str:
     if not candidates:
         return render_section("Other layouts", render_text(f"{looked_at}, and none fits{fixed}."))
     best = candidates[0].estimate
-    rows = tuple(
+    rows = [
         (
             str(number),
             *_figures(each.estimate),
@@ -506,13 +478,13 @@ def render_others(result: PlanResult) -> str:
             each.reason or "the layout of this page",
         )
         for number, each in enumerate(candidates, 1)
-    )
+    ]
     columns = ("", "step", "tokens/s", "memory", "slower", "layout", "why it lost")
     table = render_table("The best of each set of degrees", columns, rows, words={5, 6}, chosen={"1"})
     return render_section("Other layouts", render_text(f"{looked_at}{fixed}."), table)
 
 
-def render_grounds(result: PlanResult) -> str:
+def _render_grounds(result: PlanResult) -> str:
     """The assumptions, and the sources of the rates."""
     machine = result.request.machine
     ceilings = ceilings_of(machine)
@@ -536,16 +508,16 @@ def render_page(result: PlanResult, curve: tuple[ScalingPoint, ...]) -> str:
     """The page of a plan with the scaling curve around it (which may be empty)."""
     shown = result.shown
     sections = [
-        render_headline(result),
+        _render_headline(result),
         render_section("Warnings", render_list(result.warnings)) if result.warnings else "",
-        render_changes(result),
-        render_memory(shown),
-        render_step(shown),
+        _render_changes(result),
+        _render_memory(shown),
+        _render_step(shown),
         render_schedule(shown),
-        render_run(result),
-        render_scaling(curve, result.request.nodes),
-        render_others(result),
-        render_grounds(result),
+        _render_run(result),
+        _render_scaling(curve, result.request.nodes),
+        _render_others(result),
+        _render_grounds(result),
         "<footer>Made by shardway plan. Estimates, not measurements: docs/plan.md says how good they are.</footer>",
     ]
     return render_document(f"{title_of(result)} - Shardway plan", "\n".join(part for part in sections if part))

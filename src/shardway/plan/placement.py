@@ -21,8 +21,7 @@ TRAVELS: Mapping[str, str] = {
 }
 """What the ranks of a group exchange, by dim: the dims with a group of their own, innermost first."""
 
-SHOWN_NODES = 4
-"""Nodes drawn one by one at the start of a picture; beyond these and the last, nodes are only counted."""
+SHOWN_NODES = 4  # nodes drawn one by one at the start of a picture; beyond these and the last, nodes are only counted
 
 SHOWN_GROUPS = 3
 SHOWN_RANKS = 8
@@ -38,8 +37,7 @@ class DimPlacement:
     nodes: int
 
     @property
-    def crosses(self) -> bool:
-        """Whether some group spans more than one node."""
+    def crosses(self) -> bool:  # whether some group spans more than one node
         return self.nodes > 1
 
 
@@ -86,31 +84,38 @@ def place_mesh(layout: Layout, ranks_per_node: int) -> MeshPlacement:
 
 def render_placement(placement: MeshPlacement) -> str:
     """The picture: degrees, a line per node, the groups of each dim, and a sentence on those that cross nodes."""
-    layout = placement.layout
-    degrees = " x ".join(f"{axis} {layout.degree(axis)}" for axis in AXES if layout.degree(axis) > 1)
+    layout, nodes = placement.layout, placement.nodes
+    axes = [axis for axis in AXES if layout.degree(axis) > 1]
+    degrees = " x ".join(f"{axis} {layout.degree(axis)}" for axis in axes) or "nothing is split"
     experts = f", ep {layout.ep} over dp_shard x cp" if layout.ep > 1 else ""
-    shape = f" of {placement.ranks_per_node}" if placement.nodes > 1 else ""
-    place = f"{_count(layout.world, 'rank')} on {_count(placement.nodes, 'node')}{shape}"
-    parts = [f"{place}: {degrees or 'nothing is split'}{experts}", "\n".join(_node_lines(placement))]
-    if placement.dims:
-        parts += ["\n".join(_dim_lines(placement)), "\n".join(_crossing_lines(placement))]
-    return "\n\n".join(parts) + "\n"
-
-
-def _node_lines(placement: MeshPlacement) -> Iterator[str]:
-    """A line for each node that is shown: its ranks, tp groups in brackets, and their coordinates."""
-    last, layout = placement.nodes - 1, placement.layout
-    shown = [node for node in range(placement.nodes) if node < SHOWN_NODES or node == last]
-    digits, numbers = len(str(last)), len(str(placement.layout.world - 1))
+    shape = f" of {placement.ranks_per_node}" if nodes > 1 else ""
+    parts = [f"{_count(layout.world, 'rank')} on {_count(nodes, 'node')}{shape}: {degrees}{experts}"]
+    # A line for each node that is shown: its ranks, tp groups in brackets, and their coordinates
+    last, numbers, lines = nodes - 1, len(str(layout.world - 1)), []
+    shown = [node for node in range(nodes) if node < SHOWN_NODES or node == last]
     width = max(len(_render_ranks_of(placement, node, numbers)) for node in shown)
     for node in shown:
         if node == last and last > SHOWN_NODES:
-            yield f"  ... {_count(last - SHOWN_NODES, 'node')} more, in the same order"
-        ranks = _render_ranks_of(placement, node, numbers)
-        axes = [axis for axis in AXES if layout.degree(axis) > 1]
+            lines.append(f"  ... {_count(last - SHOWN_NODES, 'node')} more, in the same order")
         named = [(axis, sorted({layout.coordinate(rank, axis) for rank in placement.ranks_of(node)})) for axis in axes]
         places = ", ".join(f"{axis} {_render_span(each)}" for axis, each in named)
-        yield f"  node {node:>{digits}}  {ranks:<{width}}  {places}".rstrip()
+        ranks = _render_ranks_of(placement, node, numbers)
+        lines.append(f"  node {node:>{len(str(last))}}  {ranks:<{width}}  {places}".rstrip())
+    parts.append("\n".join(lines))
+    if placement.dims:
+        rows: list[tuple[str, ...]] = [("dim", "degree", "groups", "nodes of a group", "ranks of a group")]
+        for each in placement.dims:
+            groups = " | ".join(map(_render_group, each.groups[:SHOWN_GROUPS]))
+            groups += " | ..." if len(each.groups) > SHOWN_GROUPS else ""
+            name = dim_name(layout, each.dim)
+            rows.append((name, str(each.degree), str(len(each.groups)), str(each.nodes), groups))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for name, *sizes, groups in rows:
+            cells = [f"{size:>{width}}" for size, width in zip(sizes, widths[1:], strict=False)]
+            lines.append(f"  {name:<{widths[0]}}  {'  '.join(cells)}  {groups}")
+        parts += ["\n".join(lines), "\n".join(_crossing_lines(placement))]
+    return "\n\n".join(parts) + "\n"
 
 
 def _render_ranks_of(placement: MeshPlacement, node: int, digits: int) -> str:
@@ -126,26 +131,6 @@ def _render_span(numbers: Sequence[int]) -> str:
     if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
         return f"{numbers[0]}-{numbers[-1]}"
     return " ".join(map(str, numbers))
-
-
-def _dim_lines(placement: MeshPlacement) -> Iterator[str]:
-    rows: list[tuple[str, ...]] = [("dim", "degree", "groups", "nodes of a group", "ranks of a group")]
-    for each in placement.dims:
-        groups = " | ".join(map(_render_group, each.groups[:SHOWN_GROUPS]))
-        more = " | ..." if len(each.groups) > SHOWN_GROUPS else ""
-        rows.append(
-            (
-                dim_name(placement.layout, each.dim),
-                str(each.degree),
-                str(len(each.groups)),
-                str(each.nodes),
-                groups + more,
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *numbers, groups in rows:
-        cells = [f"{number:>{width}}" for number, width in zip(numbers, widths[1:], strict=False)]
-        yield f"  {name:<{widths[0]}}  {'  '.join(cells)}  {groups}"
 
 
 def _render_group(ranks: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ there are ranks, or a few more.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -35,9 +35,8 @@ from shardway.drawing import (
 )
 from shardway.errors import Bug
 from shardway.layout import count_rounds, stages_of_rank
-from shardway.plan.case import Case, Schedule, list_stages
-from shardway.plan.machine import ceilings_of
-from shardway.plan.search import Estimate
+from shardway.plan.case import Case, Schedule, ceilings_of, list_stages
+from shardway.plan.planner import Estimate
 from shardway.plan.text import duration, percent
 from shardway.plan.time import BACKWARD_SHARE, BUBBLE, StepPricer
 
@@ -46,8 +45,7 @@ from shardway.plan.time import BACKWARD_SHARE, BUBBLE, StepPricer
 Kind = Literal["forward", "backward", "weight"]
 """A pass; "weight" is the part of a backward pass for the gradients of weights, if it is run separately."""
 
-SPLIT: tuple[Schedule, ...] = ("zero_bubble", "zbv")
-"""Schedules that split the backward pass."""
+SPLIT: tuple[Schedule, ...] = ("zero_bubble", "zbv")  # schedules that split the backward pass
 
 
 @dataclass(frozen=True)
@@ -57,11 +55,6 @@ class Action:
     kind: Kind
     stage: int
     micro_batch: int
-
-
-def count_held(case: Case) -> int:
-    """Stages of a rank."""
-    return len(stages_of_rank(0, case.degrees.pp, case.stages_per_rank, case.schedule))
 
 
 def split_rounds(passes: int, ranks: int) -> tuple[int, ...]:
@@ -76,65 +69,51 @@ def _order_in_rounds(case: Case, rank: int) -> Iterator[Action]:
 
     Gradients of weights are delayed by as many micro-batches as there are earlier stages, which get theirs sooner.
     """
-    held = stages_of_rank(rank, case.degrees.pp, case.stages_per_rank, case.schedule)
-    there, back = _in_rounds(case, held), _in_rounds(case, held[::-1])
-    # Forward passes before the first pair of a forward and a backward pass.
-    lead = case.degrees.pp - 1 - rank
+    passes, ranks, split = case.micro_batches, case.degrees.pp, case.schedule in SPLIT
+    held = stages_of_rank(rank, ranks, case.stages_per_rank, case.schedule)
+    # A round passes one stage of a rank completely before the next stage.
+    rounds = split_rounds(passes, ranks) if len(held) > 1 else (passes,)
+    spans = [range(start, end) for start, end in pairwise(accumulate(rounds, initial=0))]
+    there = [(stage, number) for span in spans for stage in held for number in span]
+    back = [(stage, number) for span in spans for stage in held[::-1] for number in span]
+    # Forward passes before the first pair of a forward and a backward pass
+    lead = ranks - 1 - rank
     if case.schedule == "gpipe":
-        lead = case.micro_batches
+        lead = passes
     elif case.stages_per_rank > 1:
-        whole = (case.stages_per_rank - 1) * max(split_rounds(case.micro_batches, case.degrees.pp))
-        lead = whole + (1 if case.schedule in SPLIT else 2) * lead
-    lead, later = min(len(there), lead), rank if case.schedule in SPLIT else 0
+        lead = (case.stages_per_rank - 1) * max(split_rounds(passes, ranks)) + (1 if split else 2) * lead
+    lead, later = min(len(there), lead), rank if split else 0
     for place in range(len(there) + lead):
         if place < len(there):
             yield Action("forward", *there[place])
         if place >= lead:
             yield Action("backward", *back[place - lead])
-        if case.schedule in SPLIT and place >= lead + later:
+        if split and place >= lead + later:
             yield Action("weight", *back[place - lead - later])
-    if case.schedule in SPLIT:
+    if split:
         yield from (Action("weight", *each) for each in back[max(0, len(back) - later) :])
 
 
-def _in_rounds(case: Case, held: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs of stage and micro-batch: a round passes one stage of a rank completely before the next stage."""
-    rounds = split_rounds(case.micro_batches, case.degrees.pp) if len(held) > 1 else (case.micro_batches,)
-    edges = pairwise(accumulate(rounds, initial=0))
-    return [(stage, number) for start, end in edges for stage in held for number in range(start, end)]
-
-
-# --- the order of a V schedule
-
 _Walk = tuple[tuple[Kind, int], ...]
+"""Kinds of passes, each through the first arm of the V (0) or the second (1)."""
 
 _FORWARD: _Walk = (("forward", 0), ("forward", 1))
 _BACKWARD: _Walk = (("backward", 0), ("backward", 1))
 _WEIGHT: _Walk = (("weight", 0), ("weight", 1))
-"""A kind of pass, through the first arm of the V (0) or the second (1)."""
 _STEADY: _Walk = (_FORWARD[0], _BACKWARD[0], _WEIGHT[0], _FORWARD[1], _BACKWARD[1], _WEIGHT[1])
 
 
 def _order_there_and_back(case: Case, rank: int) -> Iterator[Action]:
-    held = stages_of_rank(rank, case.degrees.pp, 2, "zbv")
-    done: Counter[tuple[Kind, int]] = Counter()
-    for kind, way in _walk_v(case.degrees.pp, rank, case.micro_batches):
+    ranks, passes = case.degrees.pp, case.micro_batches
+    held, after, done = stages_of_rank(rank, ranks, 2, "zbv"), ranks - rank, Counter[tuple[Kind, int]]()
+    walk = _FORWARD[:1] * (2 * after - 1) + _FORWARD[::-1] * rank + _STEADY[3:] * after + _STEADY * (passes - ranks)
+    # Earlier ranks wait for gradients of inputs; those of weights fill the idle time. These are more passes than there
+    # are micro-batches.
+    for kind, way in walk + _BACKWARD * passes + _WEIGHT * passes:
         number = done[kind, way]
         done[kind, way] += 1
-        if number < case.micro_batches:
+        if number < passes:
             yield Action(kind, held[way], number)
-
-
-def _walk_v(ranks: int, rank: int, passes: int) -> Iterator[tuple[Kind, int]]:
-    """Kinds of passes with their arm of the V; it yields more than there are micro-batches."""
-    after = ranks - rank
-    yield from _FORWARD[:1] * (2 * after - 1)
-    yield from _FORWARD[::-1] * rank
-    yield from _STEADY[3:] * after
-    yield from _STEADY * (passes - ranks)
-    # Earlier ranks wait for gradients of inputs; those of weights fill the idle time.
-    yield from _BACKWARD * passes
-    yield from _WEIGHT * passes
 
 
 # --- the times of passes
@@ -147,10 +126,6 @@ class StageSeconds:
     forward: float
     backward: float
     weight: float
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward + self.weight
 
 
 @dataclass(frozen=True)
@@ -172,8 +147,7 @@ class Simulated:
     boxes: tuple[Box, ...]
 
     @cached_property
-    def seconds(self) -> float:
-        """From the first forward pass to the end of the last backward pass."""
+    def seconds(self) -> float:  # from the first forward pass to the end of the last backward pass
         return max(box.end for box in self.boxes)
 
     def of_rank(self, rank: int) -> tuple[Box, ...]:
@@ -195,16 +169,27 @@ def simulate_pipeline(case: Case, seconds: Sequence[StageSeconds]) -> Simulated:
     """Run the schedule of a case; `seconds` has one entry per pipeline rank, for each of its stages."""
     order = _order_there_and_back if case.schedule == "zbv" else _order_in_rounds
     orders = [tuple(order(case, rank)) for rank in range(case.degrees.pp)]
-    last = case.degrees.pp * count_held(case) - 1
+    last = case.stages - 1
+
+    def needs(action: Action) -> Iterator[Action]:
+        stage, number = action.stage, action.micro_batch
+        if action.kind == "forward" and stage > 0:
+            yield Action("forward", stage - 1, number)
+        if action.kind == "weight":
+            yield Action("backward", stage, number)
+        if action.kind == "backward":
+            yield Action("forward", stage, number)
+            if stage < last:
+                yield Action("backward", stage + 1, number)
+
     ends: dict[Action, float] = {}
-    free = [0.0] * len(orders)
-    places = [0] * len(orders)
+    free, places = [0.0] * len(orders), [0] * len(orders)
     boxes: list[Box] = []
     while any(place < len(order) for place, order in zip(places, orders, strict=True)):
         before = len(boxes)
         for rank, passes in enumerate(orders):
             for action in passes[places[rank] :]:
-                needed = [ends.get(each) for each in _needs(action, last)]
+                needed = [ends.get(each) for each in needs(action)]
                 known = [end for end in needed if end is not None]
                 if len(known) < len(needed):
                     break
@@ -217,53 +202,34 @@ def simulate_pipeline(case: Case, seconds: Sequence[StageSeconds]) -> Simulated:
                 places[rank] += 1
         if len(boxes) == before:
             raise Bug(f"the schedule {case.schedule} of {case.micro_batches} micro-batches waits for itself")
-    return Simulated(len(orders), last // len(orders) + 1, tuple(boxes))
-
-
-def _needs(action: Action, last: int) -> Iterable[Action]:
-    """Passes that must precede one."""
-    stage, number = action.stage, action.micro_batch
-    if action.kind == "forward":
-        return [Action("forward", stage - 1, number)] if stage > 0 else []
-    if action.kind == "weight":
-        return [Action("backward", stage, number)]
-    after = [Action("backward", stage + 1, number)] if stage < last else []
-    return [Action("forward", stage, number), *after]
+    return Simulated(len(orders), case.stages_per_rank, tuple(boxes))
 
 
 # --- the picture and its notes
 
-MOST_RANKS = 16
-"""Most bars that are drawn."""
+MOST_RANKS = 16  # most bars that are drawn
 
-MOST_PASSES = 32
-"""Most micro-batches that are drawn."""
-MOST_STAGE_PASSES = 64
-"""Most forward passes of a rank that are drawn, if a rank has several stages."""
+MOST_PASSES = 32  # most micro-batches that are drawn
+MOST_STAGE_PASSES = 64  # most forward passes of a rank that are drawn, if a rank has several stages
 _CONCEPTS: dict[Kind, str] = {"forward": "forward", "backward": "backward", "weight": "backward, for weights"}
 
 _WIDTH, _LEFT, _TOP, _LANE = 1000.0, 64.0, 6.0, 24.0
-_NUMBERED = 13.0
-"""Least width of a box with a number."""
+_NUMBERED = 13.0  # least width of a box with a number
 
 
 def render_schedule(shown: Estimate) -> str:
     """The picture with the idle time of each rank; "" without a pipeline."""
-    case, held = shown.case, count_held(shown.case)
-    if case.degrees.pp == 1:
+    case, ranks, held = shown.case, shown.case.degrees.pp, shown.case.stages_per_rank
+    if ranks == 1:
         return ""
     # The same schedule with as many micro-batches as can be drawn, in whole rounds if the step has them.
-    most = max(case.degrees.pp, min(MOST_PASSES, MOST_STAGE_PASSES // held))
-    most = most // case.degrees.pp * case.degrees.pp if case.micro_batches % case.degrees.pp == 0 else most
+    most = max(ranks, min(MOST_PASSES, MOST_STAGE_PASSES // held))
+    most = most // ranks * ranks if case.micro_batches % ranks == 0 else most
     passes = min(case.micro_batches, most)
     drawn = replace(case, global_batch=passes * case.micro_batch * case.degrees.data)
     simulated = simulate_pipeline(drawn, stage_seconds(shown))
-    ranks, total = pick_ranks(simulated.ranks), simulated.seconds
-    kinds = {box.action.kind for box in simulated.boxes}
-    back = "backward, for inputs" if "weight" in kinds else "backward"
-    names: dict[Kind, str] = {"forward": "forward", "backward": back, "weight": "backward, for weights"}
-    key = {names[kind]: colour_of(_CONCEPTS[kind]) for kind in names if kind in kinds}
-    idle = {rank: simulated.idle_seconds(rank) for rank in range(simulated.ranks)}
+    picked, total = pick_ranks(ranks), simulated.seconds
+    idle = [simulated.idle_seconds(rank) for rank in range(ranks)]
     rows = [
         (
             f"rank {rank}",
@@ -272,21 +238,33 @@ def render_schedule(shown: Estimate) -> str:
             percent(idle[rank] / total),
             f"{simulated.in_flight(rank):.3g}",
         )
-        for rank in ranks
+        for rank in picked
     ]
     columns = ("pipeline rank", "works", "waits", "waits, share", "micro-batches kept at most")
     part = "" if passes == case.micro_batches else ", of fewer micro-batches,"
-    bubble, waiting = shown.time.items.get(BUBBLE, 0.0), sum(idle.values()) / (simulated.ranks * total)
+    bubble, waiting = shown.time.items.get(BUBBLE, 0.0), sum(idle) / (ranks * total)
     summary = (
-        f"Schedule {case.schedule}: {case.degrees.pp} ranks with {held} {'stage' if held == 1 else 'stages'} each, "
+        f"Schedule {case.schedule}: {ranks} ranks with {held} {'stage' if held == 1 else 'stages'} each, "
         f"{case.micro_batches:,} micro-batches a step. On the slowest rank the plan counts a bubble of "
         f"{duration(bubble)}, {percent(bubble / shown.time.seconds)} of the step. In the picture{part} ranks wait "
         f"{percent(waiting)} of the time on average, which for the others is for the slowest one too."
     )
+    kinds = {box.action.kind for box in simulated.boxes}
+    back = "backward, for inputs" if "weight" in kinds else "backward"
+    names: dict[Kind, str] = {"forward": "forward", "backward": back, "weight": "backward, for weights"}
+    key = {names[kind]: colour_of(_CONCEPTS[kind]) for kind in names if kind in kinds}
+    left_out = [f"the first {passes} of {case.micro_batches:,} micro-batches"] if passes < case.micro_batches else []
+    left_out += [f"{len(picked)} of {ranks} ranks"] if len(picked) < ranks else []
+    note = f"Drawn are {' and '.join(left_out)}. " if left_out else ""
+    note += "Later stages of a rank are fainter. " if held > 1 else ""
+    note += (
+        "Each stage takes what the plan prices for it, a backward pass two thirds of that; messages between stages "
+        "take no time here."
+    )
     return render_section(
         "Pipeline",
         render_text(summary),
-        render_figure(_draw(simulated, ranks, drawn), {**key, "waiting": "lane"}, _note(case, passes, len(ranks))),
+        render_figure(_draw(simulated, picked, drawn), {**key, "waiting": "lane"}, note),
         render_table(f"The picture in numbers: {duration(total)}", columns, rows),
     )
 
@@ -297,7 +275,7 @@ def stage_seconds(shown: Estimate) -> tuple[StageSeconds, ...]:
     case, machine = shown.case, shown.machine
     found = []
     for items in StepPricer(case, machine, ceilings_of(machine)).stages(list_stages(case)):
-        seconds = sum(items.values()) / count_held(case)
+        seconds = sum(items.values()) / case.stages_per_rank
         back = BACKWARD_SHARE * seconds
         found.append(StageSeconds(seconds - back, back / 2, back / 2))
     return tuple(found)
@@ -314,20 +292,6 @@ def pick_ranks(ranks: int, always: int = 0, most: int = MOST_RANKS) -> list[int]
     return chosen
 
 
-def _note(case: Case, passes: int, ranks: int) -> str:
-    left_out = []
-    if passes < case.micro_batches:
-        left_out.append(f"the first {passes} of {case.micro_batches:,} micro-batches")
-    if ranks < case.degrees.pp:
-        left_out.append(f"{ranks} of {case.degrees.pp} ranks")
-    cut = f"Drawn are {' and '.join(left_out)}. " if left_out else ""
-    fainter = "Later stages of a rank are fainter. " if count_held(case) > 1 else ""
-    return (
-        f"{cut}{fainter}Each stage takes what the plan prices for it, a backward pass two thirds of that; messages "
-        "between stages take no time here."
-    )
-
-
 # --- the drawing
 
 
@@ -338,7 +302,7 @@ def _draw(simulated: Simulated, ranks: list[int], case: Case) -> str:
     for row, rank in enumerate(ranks):
         lane = Frame(_LEFT, _TOP + row * (_LANE + 3), width, _LANE)
         parts += [text((_LEFT - 8, lane.y + 16), f"rank {rank}", "", "end"), rect(lane, "lane")]
-        parts += _boxes(simulated, rank, lane, v_shaped=case.schedule == SPLIT[1])
+        parts += _boxes(simulated, rank, lane, v_shaped=case.schedule == "zbv")
     bottom = _TOP + len(ranks) * (_LANE + 3)
     unit, name = (1e-3, "ms") if simulated.seconds < 1 else (1.0, "s")
     for tick in nice_ticks(simulated.seconds / unit, 8):

@@ -5,7 +5,6 @@ Invariants:
   own, not rounded, with units in the names of the keys (`_bytes`, `_seconds`) and shares from 0 to 1.
 - Each line of the table starts with its subject, and docs/plan.md explains every line.
 - The explanation has the items of the table, each with its meaning, and the factors that were used.
-- A model known by its units has the same words and keys as a transformer, where both have them.
 """
 
 from __future__ import annotations
@@ -14,24 +13,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardway.errors import Problem, UserError, render_problems
-from shardway.plan.case import Case
-from shardway.plan.economy import DAY, HOUR, RunEstimate
-from shardway.plan.machine import Machine, ceilings_of
+from shardway.plan.case import Case, Machine, ceilings_of
+from shardway.plan.economy import DAY, HOUR, JobTerms, RunEstimate
 from shardway.plan.memory import MEMORY_ITEMS, StageMemory
-from shardway.plan.planner import JobTerms, PlanResult
-from shardway.plan.search import Estimate, ScalingPoint, efficiency
+from shardway.plan.planner import Estimate, PlanResult, ScalingPoint, efficiency
 from shardway.plan.time import TIME_ITEMS, StepTime, groups_of
 from shardway.units import render_count as count
-
-if TYPE_CHECKING:
-    from shardway.plan.data_parallel_estimate import UnitCase, UnitEstimate, UnitPlanResult
 
 # --- numbers and settings in words
 
 GIB, MIB = 2**30, 2**20
+_LONG = {"days": DAY, "h": HOUR, "min": 60.0}
 
 
 def gib(size: float) -> str:
@@ -41,12 +36,13 @@ def gib(size: float) -> str:
 
 def duration(seconds: float) -> str:
     """Three figures in a suitable unit: "4.71 s", "2.5 h", "3.02 days"."""
+    unit, size = "s", 1.0
     if seconds < 1:
-        return f"{_three(seconds * 1000)} ms"
-    for unit, size in (("days", DAY), ("h", HOUR), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{_three(seconds / size)} {unit}"
-    return f"{_three(seconds)} s"
+        unit, size = "ms", 1e-3
+    elif seconds >= 120:
+        unit, size = next((name, size) for name, size in _LONG.items() if seconds >= 2 * size)
+    value = seconds * 1000 if seconds < 1 else seconds / size
+    return (f"{value:,.0f}" if value >= 999.5 else f"{value:#.3g}".rstrip(".")) + f" {unit}"
 
 
 def amount(value: float) -> str:
@@ -54,10 +50,6 @@ def amount(value: float) -> str:
     if abs(value) < 999.5:
         return f"{value:.3g}"
     return f"{round(value, 3 - len(str(round(abs(value))))):,.0f}"
-
-
-def _three(value: float) -> str:
-    return f"{value:,.0f}" if value >= 999.5 else f"{value:#.3g}".rstrip(".")
 
 
 def percent(share: float) -> str:
@@ -120,92 +112,113 @@ LABEL = 13
 MOST_OTHERS = 5
 
 
-def render_plan(result: PlanResult) -> str:
-    """The whole table, with a newline at its end."""
-    return _render_table(result, _head(result), _lines(result), _others(result), result.request.machine)
-
-
-def _render_table(
-    result: PlanResult | UnitPlanResult, head: str, lines: Iterable[str], others: Iterable[str], machine: Machine
-) -> str:
-    peak, step = result.shown.peak, result.shown.time
-    # Memory of the fullest rank beside the step, largest first
-    memory = _column("memory of the fullest rank", peak.device_items, gib)
-    width = max(map(len, memory)) + 4
-    both = zip_longest(memory, _column("one step", step.items, duration), fillvalue="")
-    breakdowns = [f"{left:<{width}}{right}".rstrip() for left, right in both]
-    notes = _list_notes(machine, result.assumed, result.warnings)
-    return "\n".join([head, "", *lines, "", *breakdowns, *others, *notes]) + "\n"
-
-
-def render_prediction(result: PlanResult) -> tuple[str, ...]:
-    """Header lines for another library's file: what was planned, and its expected cost."""
-    shown = result.shown
-    return (_head(result), f"memory {_memory_of(shown)}", f"step {_step_of(shown)}", _utilisation(shown))
-
-
-def _head(result: PlanResult) -> str:
-    request = result.request
-    machine = request.machine
-    return f"{request.case.model.name} on {machine.name}: {describe_machine(machine, request.world)}"
-
-
 def line(label: str, text: str) -> str:
     """One line of the table."""
     return f"{label:<{LABEL}}{text}"
 
 
-def _lines(result: PlanResult) -> Iterator[str]:
+def render_plan(result: PlanResult) -> str:
+    """The whole table, with a newline at its end."""
     shown, case, model = result.shown, result.shown.case, result.shown.case.model
+    head, memory, step, utilisation = _list_figures(result)
     active = "" if model.active_parameters == model.parameters else f" ({count(model.active_parameters)} for a token)"
     full, causal = (f"{model.flops_per_token(case.seq_len, causal=each) / 1e9:,.4g}" for each in (False, True))
     size = f"{count(model.parameters)} parameters{active}, {model.depth} layers"
-    yield line("model", f"{size}; {full} GFLOP a token (causal {causal})")
+    batch = f"{case.global_batch:,} sequences of {case.seq_len:,} = {count(case.tokens_per_step)} tokens"
+    batch = f"{batch}; {case.precision}"
     if model.patch_features:
-        yield line("batch", f"{case.global_batch:,} images of {case.seq_len:,} patches")
-    else:
-        batch = f"{case.global_batch:,} sequences of {case.seq_len:,} = {count(case.tokens_per_step)} tokens"
-        yield line("batch", f"{batch}; {case.precision}")
-    yield line("layout", describe_layout(case))
-    yield line("memory", _memory_of(shown))
-    yield line("step", _step_of(shown))
-    yield line("utilisation", _utilisation(shown))
-    if result.run:
-        yield from _list_run(result.run, result.terms)
+        batch = f"{case.global_batch:,} images of {case.seq_len:,} patches"
+    lines = [
+        line("model", f"{size}; {full} GFLOP a token (causal {causal})"),
+        line("batch", batch),
+        line("layout", describe_layout(case)),
+        line("memory", memory),
+        line("step", step),
+        line("utilisation", utilisation),
+        *list_run(result.run, result.terms),
+    ]
     for change in result.changes:
         costs = f"{gib(change.estimate.peak.device)}, {duration(change.estimate.time.seconds)} a step"
-        yield line("instead" if result.fits else "to fit", f"{change.what}: {costs}")
+        lines.append(line("instead" if result.fits else "to fit", f"{change.what}: {costs}"))
+    others = result.found.candidates[1 : 1 + MOST_OTHERS]
+    names = [_short(each.estimate) for each in others]
+    below = ["", f"other layouts ({result.found.looked_at:,} looked at)"] if others else []
+    for name, each in zip(names, others, strict=True):
+        seconds = each.estimate.time.seconds
+        slower = f"{duration(seconds):>8} {seconds / shown.time.seconds - 1:>+6.0%}"
+        below.append(f"  {name:<{max(map(len, names))}}  {slower}  {each.reason}")
+    lists = (shown.peak, shown.time, result.request.machine, result.assumed, result.warnings)
+    return render_table_of_plan([head, "", *lines], below, *lists)
 
 
-def _memory_of(shown: Estimate) -> str:
+def render_table_of_plan(
+    lines: Iterable[str],
+    others: Iterable[str],
+    peak: StageMemory,
+    step: StepTime,
+    machine: Machine,
+    assumed: Sequence[str],
+    warnings: Sequence[str],
+) -> str:
+    """Lines, the items of memory beside those of a step, largest first, other layouts, and what the plan rests on."""
+    memory = _column("memory of the fullest rank", peak.device_items, gib)
+    width = max(map(len, memory)) + 4
+    both = zip_longest(memory, _column("one step", step.items, duration), fillvalue="")
+    basis = "on published runs of this kind of accelerator; nothing was measured on this site"
+    if machine.measured:
+        basis = f"with what was measured on this site: {', '.join(sorted(machine.measured))}"
+    notes = [line("" if number else "assumed", note) for number, note in enumerate(assumed)]
+    notes += [line("warning", note) for note in warnings]
+    items = [f"{left:<{width}}{right}".rstrip() for left, right in both]
+    return "\n".join([*lines, "", *items, *others, "", line("calibrated", basis), *notes]) + "\n"
+
+
+def _column(title: str, items: Mapping[str, float], write: Callable[[float], str]) -> list[str]:
+    total = sum(items.values())
+    shown = sorted((each for each in items.items() if each[1] >= 0.0005 * total), key=lambda each: -each[1])
+    names = max(len(title) - 2, *(len(name) for name, _ in shown))
+    return [
+        f"{title:<{names + 2}} {write(total):>10}",
+        *(f"  {name:<{names}}{write(size):>11}{percent(size / total):>8}" for name, size in shown),
+    ]
+
+
+def render_prediction(result: PlanResult) -> tuple[str, ...]:
+    """Header lines for another library's file: what was planned, and its expected cost."""
+    head, memory, step, utilisation = _list_figures(result)
+    return (head, f"memory {memory}", f"step {step}", utilisation)
+
+
+def _list_figures(result: PlanResult) -> tuple[str, str, str, str]:
+    shown, request = result.shown, result.request
     where = f" on pipeline rank {shown.peak.rank}" if shown.case.degrees.pp > 1 else ""
-    return _memory(shown, where, unsure=shown.may_not_fit)
+    full, causal = (percent(shown.mfu(causal=causal)) for causal in (False, True))
+    peak = f"{shown.peak_flops / 1e12:,.0f} TFLOP/s {shown.case.precision}"
+    return (
+        f"{request.case.model.name} on {request.machine.name}: {describe_machine(request.machine, request.world)}",
+        describe_memory(shown.peak, shown.usable_bytes, shown.fits, where, unsure=shown.may_not_fit),
+        describe_step(shown.time, *rate_of(shown), shown.case.degrees.world),
+        f"MFU {full} (causal {causal}), HFU {percent(shown.hfu(causal=False))}, of {peak}",
+    )
 
 
-def _memory(shown: Estimate | UnitEstimate, where: str = "", *, unsure: bool = False) -> str:
-    peak = shown.peak
+def describe_memory(peak: StageMemory, usable: float, fits: bool, where: str = "", *, unsure: bool = False) -> str:
+    """The fullest rank's memory with its interval, and whether it fits."""
     interval = f"{gib(peak.device * peak.overheads.low)} to {gib(peak.device * peak.overheads.high)}"
-    verdict = "does not fit" if not shown.fits else "fits, but may not: try it first" if unsure else "fits"
-    return f"{gib(peak.device)} ({interval}) of {gib(shown.usable_bytes)} usable{where}: {verdict}"
+    verdict = "does not fit" if not fits else "fits, but may not: try it first" if unsure else "fits"
+    return f"{gib(peak.device)} ({interval}) of {gib(usable)} usable{where}: {verdict}"
 
 
-def _step_of(shown: Estimate) -> str:
-    return _step(shown.time, *rate_of(shown), shown.case.degrees.world)
-
-
-def _step(time: StepTime, what: str, rate: float, ranks: int) -> str:
+def describe_step(time: StepTime, what: str, rate: float, ranks: int) -> str:
+    """The seconds of a step with their interval, and what it does a second."""
     interval = f"({duration(time.low)} to {duration(time.high)})"
     return f"{duration(time.seconds)} {interval}; {count(rate)} {what}/s, {count(rate / ranks)} a GPU"
 
 
-def _utilisation(shown: Estimate) -> str:
-    full, causal = (percent(shown.mfu(causal=causal)) for causal in (False, True))
-    peak = f"{shown.peak_flops / 1e12:,.0f} TFLOP/s {shown.case.precision}"
-    return f"MFU {full} (causal {causal}), HFU {percent(shown.hfu(causal=False))}, of {peak}"
-
-
-def _list_run(run: RunEstimate, terms: JobTerms) -> Iterator[str]:
-    """The lines about the whole run."""
+def list_run(run: RunEstimate | None, terms: JobTerms) -> Iterator[str]:
+    """The lines about the whole run, if one was estimated."""
+    if run is None:
+        return
     total = f"{duration(run.wall.total_seconds)}{describe_jobs(run, terms, terms.queue)}"
     yield line("run", f"{run.steps:,} steps: {total}; {percent(run.goodput)} of it steps that count")
     interval = duration(run.interval_steps * run.wall.ideal_seconds / run.steps)
@@ -224,46 +237,10 @@ def list_costs(run: RunEstimate) -> Iterator[str]:
         yield f"{amount(run.cost.value)} {run.cost.unit}"
 
 
-def _column(title: str, items: Mapping[str, float], write: Callable[[float], str]) -> list[str]:
-    total = sum(items.values())
-    shown = sorted((each for each in items.items() if each[1] >= 0.0005 * total), key=lambda each: -each[1])
-    names = max(len(title) - 2, *(len(name) for name, _ in shown))
-    return [
-        f"{title:<{names + 2}} {write(total):>10}",
-        *(f"  {name:<{names}}{write(size):>11}{percent(size / total):>8}" for name, size in shown),
-    ]
-
-
-def _others(result: PlanResult) -> Iterator[str]:
-    others = result.found.candidates[1 : 1 + MOST_OTHERS]
-    if not others:
-        return
-    yield ""
-    yield f"other layouts ({result.found.looked_at:,} looked at)"
-    names = [_short(each.estimate) for each in others]
-    width = max(map(len, names))
-    for name, each in zip(names, others, strict=True):
-        slower = each.estimate.time.seconds / result.shown.time.seconds - 1
-        yield f"  {name:<{width}}  {duration(each.estimate.time.seconds):>8} {slower:>+6.0%}  {each.reason}"
-
-
 def _short(shown: Estimate) -> str:
     case = shown.case
     schedule = f", {case.schedule} {case.stages_per_rank}" if case.stages_per_rank > 1 else ""
     return f"{case.degrees.render()}, micro-batch {case.micro_batch}{schedule}, {case.recompute}"
-
-
-def _list_notes(machine: Machine, assumed: Sequence[str], warnings: Sequence[str]) -> Iterator[str]:
-    """Sources of the factors, assumptions, warnings."""
-    yield ""
-    if machine.measured:
-        yield line("calibrated", f"with what was measured on this site: {', '.join(sorted(machine.measured))}")
-    else:
-        yield line("calibrated", "on published runs of this kind of accelerator; nothing was measured on this site")
-    for number, note in enumerate(assumed):
-        yield line("" if number else "assumed", note)
-    for note in warnings:
-        yield line("warning", note)
 
 
 def render_curve(points: Sequence[ScalingPoint]) -> str:
@@ -345,10 +322,21 @@ def _explain_time(result: PlanResult) -> Iterator[str]:
     machine = shown.machine
     yield f"  on paper: {describe_rates(shown)} a GPU"
     yield ""
-    yield "  factors of what is reached (src/shardway/plan/machine.py says what each is)"
+    yield "  factors of what is reached (src/shardway/plan/case.py says what each is)"
     for name, value in asdict(ceilings_of(machine)).items():
         origin = "measured on this site" if name in machine.measured else "fitted on published runs"
         yield f"  {name:<20}{value:>10.4g}   {origin}"
+
+
+_SPLITS: Mapping[str, str] = {
+    "tp": "splits matrices; activations travel several times in every layer",
+    "cp": "splits the sequence; keys and values travel in every layer",
+    "dp_shard": "shares states; weights and gradients travel",
+    "ep": "splits experts; tokens travel in every layer that has them",
+    "dp_replicate": "copies the model; gradients travel once a step",
+    "pp": "splits the layers; ",
+}
+"""What the ranks of an axis do."""
 
 
 def _explain_layout(result: PlanResult) -> Iterator[str]:
@@ -357,20 +345,14 @@ def _explain_layout(result: PlanResult) -> Iterator[str]:
     link = f"{machine.domain} of them share the fast link of {machine.link / 1e9:,.0f} GB/s"
     yield f"{case.degrees.world:,} ranks; {link}"
     yield ""
-    groups = groups_of(case)
-    for name, group, does in (
-        ("tp", groups.tp, "splits matrices; activations travel several times in every layer"),
-        ("cp", groups.cp, "splits the sequence; keys and values travel in every layer"),
-        ("dp_shard", groups.shards, "shares states; weights and gradients travel"),
-        ("ep", groups.experts, "splits experts; tokens travel in every layer that has them"),
-        ("dp_replicate", groups.copies, "copies the model; gradients travel once a step"),
-    ):
+    for name, does in _SPLITS.items():
+        group = groups_of(case)[name]
         if group.ranks > 1:
+            apart = "neighbours" if group.stride == 1 else f"ranks {group.stride} apart"
             where = "between nodes" if machine.spans_nodes(group.ranks, group.stride) else "inside the fast link"
-            yield line(f"{name} {group.ranks}", f"{where}, {_describe_stride(group.stride)}: {does}")
-    if case.degrees.pp > 1:
-        stride = _describe_stride(groups.stage_stride)
-        yield line(f"pp {case.degrees.pp}", f"{stride}: splits the layers; {case.schedule}")
+            where = "" if name == "pp" else f"{where}, "
+            does += case.schedule if name == "pp" else ""
+            yield line(f"{name} {group.ranks}", f"{where}{apart}: {does}")
     yield ""
     yield f"{found.looked_at:,} ways were looked at; the best of each set of degrees that fits:"
     for number, each in enumerate(found.candidates, 1):
@@ -382,10 +364,6 @@ def _explain_layout(result: PlanResult) -> Iterator[str]:
         yield "  none"
     if result.request.fixed:
         yield f"kept as you set them: {', '.join(sorted(result.request.fixed))}"
-
-
-def _describe_stride(stride: int) -> str:
-    return "neighbours" if stride == 1 else f"ranks {stride} apart"
 
 
 TOPICS: Mapping[str, Callable[[PlanResult], Iterator[str]]] = MappingProxyType(
@@ -416,7 +394,7 @@ def plan_facts(result: PlanResult, curve: Sequence[ScalingPoint] = ()) -> dict[s
             "measured": dict(machine.measured),
         },
         "plan": _estimate_facts(result.shown),
-        "run": _run_facts(result.run) if result.run else None,
+        "run": run_facts(result.run),
         "queue": {"name": terms.queue, "wall_seconds": terms.wall_seconds, "most_nodes": terms.most_nodes},
         "others": [
             {**_estimate_facts(each.estimate, brief=True), "lost": each.reason} for each in result.found.candidates[1:]
@@ -458,7 +436,7 @@ def _estimate_facts(shown: Estimate, *, brief: bool = False) -> dict[str, Any]:
             "usable": shown.usable_bytes,
             "host_per_rank": peak.host,
         },
-        **_step_facts(shown.time),
+        **step_facts(shown.time),
         "tokens_per_second": shown.tokens_per_second,
         "mfu_full": shown.mfu(causal=False),
         "mfu_causal": shown.mfu(causal=True),
@@ -480,7 +458,7 @@ def _estimate_facts(shown: Estimate, *, brief: bool = False) -> dict[str, Any]:
         **facts,
         "step_items_seconds": dict(shown.time.items),
         "between_steps_bytes": asdict(shown.between_steps),
-        "stages": [_stage_facts(stage) for stage in shown.memory],
+        "stages": [stage_facts(stage) for stage in shown.memory],
     }
 
 
@@ -490,17 +468,10 @@ _SETTINGS = (
 )
 
 
-def _step_facts(time: StepTime) -> dict[str, float]:
-    return {"step_seconds": time.seconds, "step_seconds_low": time.low, "step_seconds_high": time.high}
-
-
-def _stage_facts(stage: StageMemory) -> dict[str, Any]:
-    """Memory of a pipeline rank, in bytes."""
-    facts = {"pipeline_rank": stage.rank, "items": dict(stage.items), "micro_batches_kept": stage.in_flight}
-    return {**facts, "allocated": stage.allocated, "reserved": stage.reserved, "device": stage.device}
-
-
-def _run_facts(run: RunEstimate) -> dict[str, Any]:
+def run_facts(run: RunEstimate | None) -> dict[str, Any] | None:
+    """All data of a whole run."""
+    if run is None:
+        return None
     return {
         "steps": run.steps,
         "days": run.days,
@@ -517,70 +488,12 @@ def _run_facts(run: RunEstimate) -> dict[str, Any]:
     }
 
 
-# --- models known by their units
+def step_facts(time: StepTime) -> dict[str, float]:
+    """Seconds of a step."""
+    return {"step_seconds": time.seconds, "step_seconds_low": time.low, "step_seconds_high": time.high}
 
 
-def render_units(result: UnitPlanResult) -> str:
-    """The whole table, with a newline at its end."""
-    head = f"{result.shown.case.model.name} on {result.machine.name}: {describe_machine(result.machine, result.world)}"
-    return _render_table(result, head, _unit_lines(result), _other_units(result), result.machine)
-
-
-def _unit_lines(result: UnitPlanResult) -> Iterator[str]:
-    shown, case = result.shown, result.shown.case
-    model = case.model
-    flops = f"{model.flops_per_sample / 1e9:,.4g} GFLOP a sample"
-    yield line("model", f"{count(model.parameters)} parameters in {sum(u.count for u in model.units)} units; {flops}")
-    yield line("batch", f"{case.global_batch:,} samples; {case.precision}")
-    yield line("layout", _unit_layout(case))
-    yield line("memory", _memory(shown))
-    yield line("step", _step(shown.time, "samples", shown.samples_per_second, case.world))
-    yield line("utilisation", f"MFU {percent(shown.mfu)} of {shown.peak_flops / 1e12:,.0f} TFLOP/s {case.precision}")
-    if result.run:
-        yield from _list_run(result.run, result.terms)
-
-
-def _unit_layout(case: UnitCase) -> str:
-    sizes = (("dp_replicate", case.dp_replicate), ("dp_shard", case.dp_shard))
-    degrees = " x ".join(f"{name} {size}" for name, size in sizes if size > 1)
-    passes = f" x {case.micro_batches} a step" if case.micro_batches > 1 else ""
-    return f"{degrees or 'one rank'}, micro-batch {case.micro_batch}{passes}"
-
-
-def _other_units(result: UnitPlanResult) -> Iterator[str]:
-    others = result.fitting[1 : 1 + MOST_OTHERS]
-    if others:
-        yield ""
-        yield "other layouts"
-    for each in others:
-        slower = each.time.seconds / result.shown.time.seconds - 1
-        yield f"  {_unit_layout(each.case):<48}{duration(each.time.seconds):>10} {slower:>+6.0%}"
-
-
-def unit_plan_facts(result: UnitPlanResult) -> dict[str, Any]:
-    """All data of a plan; units are in the names of the keys."""
-    machine = result.machine
-    return {
-        "format": FORMAT,
-        "machine": {"name": machine.name, "accelerator": machine.accelerator.key, "accelerators": result.world},
-        "plan": _unit_estimate_facts(result.shown),
-        "run": _run_facts(result.run) if result.run else None,
-        "others": [_unit_estimate_facts(each) for each in result.fitting[1:]],
-        "assumed": list(result.assumed),
-        "warnings": list(result.warnings),
-    }
-
-
-def _unit_estimate_facts(shown: UnitEstimate) -> dict[str, Any]:
-    case = shown.case
-    names = ("dp_replicate", "dp_shard", "micro_batch", "micro_batches", "global_batch", "precision", "optimizer")
-    return {
-        "model": {"name": case.model.name, "parameters": case.model.parameters, "source": case.model.source},
-        "layout": {name: getattr(case, name) for name in names},
-        "fits": shown.fits,
-        "stages": [_stage_facts(shown.peak)],
-        **_step_facts(shown.time),
-        "step_items_seconds": dict(shown.time.items),
-        "samples_per_second": shown.samples_per_second,
-        "mfu_full": shown.mfu,
-    }
+def stage_facts(stage: StageMemory) -> dict[str, Any]:
+    """Memory of a pipeline rank, in bytes."""
+    facts = {"pipeline_rank": stage.rank, "items": dict(stage.items), "micro_batches_kept": stage.in_flight}
+    return {**facts, "allocated": stage.allocated, "reserved": stage.reserved, "device": stage.device}

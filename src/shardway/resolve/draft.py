@@ -28,8 +28,8 @@ from shardway.runfile.load import DEFAULT, LoadedRunFile, render_run
 from shardway.runfile.schema import DeepspeedSection, RunFile
 
 if TYPE_CHECKING:
-    from shardway.plan.machine import Machine
-    from shardway.plan.shapes.measured import Shape
+    from shardway.plan.case import Machine
+    from shardway.plan.shapes import Shape
 
 
 # --- which keys have an effect under which choice

@@ -17,12 +17,19 @@ from typing import Any
 
 from shardway.errors import Problem, UserError, render_problems
 from shardway.layout import AXES, stages_of_schedule
-from shardway.plan.case import Case, Degrees, EngineTraits, Precision, Recompute, Schedule, divisors, find_engine
-from shardway.plan.machine import Machine
-from shardway.plan.search import NEAR, SETTINGS, Estimate, PlanRequest, SearchResult, estimate, search
-from shardway.plan.shapes.architecture import Architecture
-from shardway.plan.shapes.measured import Shape
-from shardway.plan.shapes.section import shape_of_section
+from shardway.plan.case import (
+    Case,
+    Degrees,
+    EngineTraits,
+    Machine,
+    Precision,
+    Recompute,
+    Schedule,
+    divisors,
+    find_engine,
+)
+from shardway.plan.planner import NEAR, SETTINGS, Estimate, PlanRequest, SearchResult, estimate, search
+from shardway.plan.shapes import Architecture, Shape, shape_of_section
 from shardway.resolve.draft import Draft, Rule, Settled, ceil_div, has_effect, put_value, takes_of
 from shardway.runfile.schema import ParallelSection, PrecisionSection, RecomputeSection, RunFile, all_keys
 
@@ -40,7 +47,7 @@ _PRECISIONS: Mapping[str, Precision] = MappingProxyType({"fp32": "fp32", "bf16":
 def shape_of_run(values: RunFile, hf: Shape | None = None, sample: tuple[int, ...] | None = None) -> Architecture:
     """The shape of the model that a run trains, its [model] resolved.
 
-    `hf`: the shape from the config.json of model.hf (`plan.shapes.huggingface.read_shape`). `sample`: the image's
+    `hf`: the shape from the config.json of model.hf (`plan.huggingface.read_shape`). `sample`: the image's
     (channels, height, width) if the data is open; otherwise only synthetic data has one. Raises UserError for a model
     that the planner cannot lay out.
     """

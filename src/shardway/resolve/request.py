@@ -48,8 +48,8 @@ from shardway.sites.schema import CPU, SiteProfile
 from shardway.units import Scale, Span
 
 if TYPE_CHECKING:
-    from shardway.plan.machine import Machine
-    from shardway.plan.shapes.measured import Shape
+    from shardway.plan.case import Machine
+    from shardway.plan.shapes import Shape
 
 
 # --- the rules applied, the lengths that need the opened data
@@ -430,7 +430,7 @@ def _shape_of(hf: str) -> Shape | None:
     """The layers of `model.hf`; None if it is not set, or of a family that the planner does not support."""
     if not hf:
         return None
-    from shardway.plan.shapes.huggingface import read_shape
+    from shardway.plan.huggingface import read_shape
 
     try:
         return read_shape(hf)
@@ -452,7 +452,7 @@ def machine_of_known(site: SiteProfile) -> Machine | None:
     part = load_accelerators().get(site.node.accelerator or CPU)
     if part is None or not (part.memory_bytes and part.peak_flops and site.node.accelerators_per_node):
         return None
-    from shardway.plan.machine import machine_of_site
+    from shardway.plan.case import machine_of_site
 
     return machine_of_site(site)
 

@@ -19,7 +19,7 @@ from shardway.errors import UserError
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
 from shardway.models.trace import trace_module
-from shardway.plan.shapes.measured import Measured
+from shardway.plan.shapes import Measured
 from shardway.resolve.draft import takes_of
 from shardway.runfile.schema import RunFile
 

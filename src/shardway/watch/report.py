@@ -111,9 +111,9 @@ def _median_rate(events: Sequence[Event]) -> float | None:
 
 
 def _price(values: RunFile, rate: float) -> Predicted:
-    from shardway.plan.machine import machine_of_site
-    from shardway.plan.search import estimate
-    from shardway.plan.shapes.huggingface import read_shape
+    from shardway.plan.case import machine_of_site
+    from shardway.plan.huggingface import read_shape
+    from shardway.plan.planner import estimate
     from shardway.resolve.planned import case_of, shape_of_run
     from shardway.sites.load import load_site
 

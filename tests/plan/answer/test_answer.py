@@ -7,12 +7,23 @@ from dataclasses import replace
 import pytest
 
 from shardway.errors import UserError
-from shardway.plan.economy import Price
-from shardway.plan.machine import Machine, machine_of_part
-from shardway.plan.planner import JobTerms, PlanOptions, PlanResult, curve_around, make_plan, parse_layout, request_of
-from shardway.plan.search import default_nodes, efficiency, list_changes, parse_nodes, scaling_curve
-from shardway.plan.shapes.architecture import Architecture
-from shardway.plan.shapes.section import find_named
+from shardway.plan.case import Machine, machine_of_part
+from shardway.plan.economy import JobTerms, Price
+from shardway.plan.huggingface import find_named
+from shardway.plan.planner import (
+    PlanOptions,
+    PlanResult,
+    curve_around,
+    default_nodes,
+    efficiency,
+    list_changes,
+    make_plan,
+    parse_layout,
+    parse_nodes,
+    request_of,
+    scaling_curve,
+)
+from shardway.plan.shapes import Architecture
 from shardway.units import Span
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from shardway.plan.case import Case, Degrees, divisors, find_engine
-from shardway.plan.shapes.architecture import Architecture, AttentionShape, ExpertsShape, Latent, LayerRun, LayerShape
+from shardway.plan.shapes import Architecture, AttentionShape, ExpertsShape, Latent, LayerRun, LayerShape
 
 
 def decoder(name: str, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> Architecture:

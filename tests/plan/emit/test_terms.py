@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 
 from shardway.plan.case import Case, Degrees, layers_of_stages
 from shardway.plan.export.common import (
-    EmittedHeader,
     describe_irregular,
     emit,
     gather,
+    head_lines,
     name_schedule,
     read_sizes,
     render_layout,
     render_pattern,
     schedule_of,
+    write,
 )
 from shardway.plan.export.torchtitan import Flavor, find_flavor, fp4_parts
-from shardway.plan.shapes.architecture import Architecture, LayerRun
+from shardway.plan.shapes import Architecture, LayerRun
 
 WHOLE = {"stage", "overlap_comm", "stage3_param_persistence_threshold", "stage3_max_reuse_distance"}
 """Of ZeRO 3 as such."""
@@ -113,8 +114,8 @@ def test_stages_of_a_rank_make_a_schedule_interleaved(schedule: str, stages: int
 
 def test_the_head_is_wrapped_and_says_each_sentence_once() -> None:
     sentences = gather(["first " * 30, "second", "second"])
-    head = EmittedHeader(DENSE, ["predicted"], {"dp": 32}, sentences)
-    lines = head.comment().splitlines()
+    head = head_lines(DENSE, ["predicted"], {"dp": 32}, sentences)
+    lines = write("a.toml", head, "").text.rstrip("\n").splitlines()
     assert lines[:3] == [
         "# predicted",
         "# llama-3.1-8b: degrees dp 32 = 32 ranks, but the plan has 64: what is missing is listed below.",

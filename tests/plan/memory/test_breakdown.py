@@ -18,7 +18,7 @@ from shardway.plan.memory import (
     load_overheads,
     loss_bytes,
 )
-from shardway.plan.search import estimate
+from shardway.plan.planner import estimate
 from shardway.plugins import list_plugins
 
 BRIEF = settings.get_profile("brief")

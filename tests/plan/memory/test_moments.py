@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from plan_cases import case_of
-from shardway.plan.machine import machine_of_part
+from shardway.plan.case import machine_of_part
 from shardway.plan.memory import BetweenSteps
-from shardway.plan.search import estimate
+from shardway.plan.planner import estimate
 
 
 def moments(**changes: object) -> BetweenSteps:

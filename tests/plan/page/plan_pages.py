@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
-from shardway.plan.machine import Machine, machine_of_part, machine_of_site
+from shardway.plan.case import Machine, machine_of_part, machine_of_site
+from shardway.plan.huggingface import find_named
 from shardway.plan.page import render_page
-from shardway.plan.planner import PlanOptions, PlanResult, curve_around, make_plan, request_of
-from shardway.plan.search import ScalingPoint
-from shardway.plan.shapes.section import find_named
+from shardway.plan.planner import PlanOptions, PlanResult, ScalingPoint, curve_around, make_plan, request_of
 from shardway.sites.load import load_site
 
 H100 = "h100-sxm5-80gb"

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from shardway.layout import stages_of_rank
 from shardway.plan.case import Case, Degrees, Schedule, kept_micro_batches
+from shardway.plan.huggingface import find_named
 from shardway.plan.schedule import Action, Box, Simulated, StageSeconds, simulate_pipeline, split_rounds
-from shardway.plan.shapes.section import find_named
 
 MODEL = find_named("llama3-405b")
 SPLIT = ("zero_bubble", "zbv")

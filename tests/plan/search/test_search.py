@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from plan_cases import case_of, expert_model, h100s, llama_layer, model_of
 from shardway.plan.case import Degrees, divisors
-from shardway.plan.search import NEAR, PlanRequest, SearchResult, estimate, list_degrees, search
-from shardway.plan.shapes.section import find_named
+from shardway.plan.huggingface import find_named
+from shardway.plan.planner import NEAR, PlanRequest, SearchResult, estimate, list_degrees, search
 
 BRIEF = settings.get_profile("brief")
 H100 = h100s()

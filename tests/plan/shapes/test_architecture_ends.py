@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardway.plan.shapes.architecture import Architecture, AttentionShape, ExpertsShape, LayerRun, LayerShape, Matrix
+from shardway.plan.shapes import Architecture, AttentionShape, ExpertsShape, LayerRun, LayerShape, Matrix
 
 ATTENTION = AttentionShape(heads=4, kv_heads=2, head_dim=8)
 LAYER = LayerShape(hidden=16, attention=ATTENTION, ffn=24)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shardway.errors import UserError
-from shardway.plan.shapes.architecture import Architecture
-from shardway.plan.shapes.huggingface import FAMILIES, read_shape, shape_of_config
+from shardway.plan.huggingface import FAMILIES, read_shape, shape_of_config
+from shardway.plan.shapes import Architecture
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from library_counts import build_on_meta, count, make_config
 
-from shardway.plan.shapes.huggingface import FAMILIES, shape_of_config
+from shardway.plan.huggingface import FAMILIES, shape_of_config
 
 V: dict[str, Any] = {"vocab_size": 100}
 S = {**V, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4}

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from saved_per_sample import saved_bytes_per_sample
-from shardway.errors import Bug, UserError
-from shardway.plan.shapes.measured import (
-    Convolution,
+from shardway.errors import UserError
+from shardway.plan.shapes import (
     Measured,
-    ResidualNetwork,
     Unit,
     convnet,
     measured_from_json,
@@ -101,16 +99,6 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
 # --- networks from their sizes
 
 
-def test_a_convolution_in_numbers() -> None:
-    """3 x 3 over 4 channels to 8 in 2 groups, on 5 x 5 positions."""
-    layer = Convolution(inputs=4, outputs=8, kernel=3, area=25, groups=2, bias=True)
-    assert layer.parameters == 9 * 2 * 8 + 8 + 16
-    assert layer.flops == 2 * 25 * 9 * 2 * 8
-    assert layer.values == 2 * 25 * 8
-    plain = Convolution(inputs=4, outputs=8, kernel=1, area=25, norm=False)
-    assert (plain.parameters, plain.values) == (32, 25 * 8)
-
-
 def test_a_convnet_in_numbers() -> None:
     """One block of 8 channels on images of 1 x 6 x 4, and 10 classes."""
     model = convnet((1, 6, 4), [8], 10)
@@ -133,13 +121,13 @@ def test_a_perceptron_in_numbers() -> None:
 
 def test_a_residual_network_needs_images_that_are_large_enough() -> None:
     with pytest.raises(UserError, match=r"image_size: net halves images of 3 x 7 x 9 to nothing\n.*at least 8"):
-        ResidualNetwork(name="net", depths=(1, 1), widths=(8, 16), layer="basic", image=(3, 7, 9))
-    with pytest.raises(Bug):
-        ResidualNetwork(name="net", depths=(1,), widths=(8, 16), layer="basic")
+        residual_network("net", (1, 1), (8, 16), basic=True, image=(3, 7, 9))
+    with pytest.raises(ValueError, match="longer"):
+        residual_network("net", (1,), (8, 16), basic=True)
 
 
 def test_layers_alike_are_one_unit() -> None:
-    model = residual_network(ResidualNetwork(name="net", depths=(3, 1), widths=(64, 128), layer="basic"))
+    model = residual_network("net", (3, 1), (64, 128), basic=True)
     assert [(unit.name, unit.count) for unit in model.units] == [
         ("stem", 1),
         ("stage 1, first layer", 1),

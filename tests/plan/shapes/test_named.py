@@ -6,9 +6,8 @@ import pytest
 from library_counts import build_on_meta, count, make_config
 
 from shardway.errors import UserError
-from shardway.plan.shapes.architecture import Architecture
-from shardway.plan.shapes.measured import Measured
-from shardway.plan.shapes.section import find_named, load_named
+from shardway.plan.huggingface import find_named, load_named
+from shardway.plan.shapes import Architecture, Measured
 
 HUB = "size that the model's page on huggingface.co states (of its safetensors files)"
 TORCHVISION = "torchvision, table of weights"

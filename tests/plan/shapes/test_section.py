@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from shardway.errors import Bug, UserError
 from shardway.models.build import build_model
 from shardway.models.transformer import Transformer
-from shardway.plan.shapes.architecture import Architecture
-from shardway.plan.shapes.measured import Measured
-from shardway.plan.shapes.section import shape_of_section
+from shardway.plan.huggingface import read_shape
+from shardway.plan.shapes import Architecture, Measured, shape_of_section
 from shardway.runfile.schema import ModelSection
 
 SIZES: dict[str, Any] = {"dim": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn_dim": 32, "vocab": 40}
@@ -124,7 +123,7 @@ def test_patches_are_seen_from_both_sides() -> None:
 def test_a_hugging_face_model_is_its_own(tmp_path: Path) -> None:
     config = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8, "model_type": "gpt2"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shape = shape_of_section(ModelSection(hf=str(tmp_path)), (8,))
+    shape = read_shape(str(tmp_path))
     assert isinstance(shape, Architecture)
     assert (shape.hidden, shape.positions) == (16, 8)
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plan_cases import h100s
-from shardway.plan.machine import CollectiveGroup, Kind, Wires, load_ceilings
+from shardway.plan.case import load_ceilings
+from shardway.plan.time import CollectiveGroup, Kind, Wires
 
 MACHINE = h100s()
 PERFECT = replace(

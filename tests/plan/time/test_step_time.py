@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plan_cases import case_of, cases, expert_model, h100s, llama_layer, model_of
-from shardway.plan.case import Case
-from shardway.plan.machine import Ceilings, Machine, load_ceilings
-from shardway.plan.shapes.architecture import Architecture
+from shardway.plan.case import Case, Ceilings, Machine, load_ceilings
+from shardway.plan.shapes import Architecture
 from shardway.plan.time import (
     ATTENTION,
     BUBBLE,

@@ -9,18 +9,18 @@ Source: Accelerate 1.15.0 (commands/launch.py, parallelism_config.py, utils/data
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardway.plan.case import Case
 from shardway.plan.export import common
-from shardway.plan.export.common import EmittedFile, EmittedHeader, Settings, Value
+from shardway.plan.export.common import EmittedFile, Value
 
 FILE = "accelerate.yaml"
 
 _PRECISION = {"fp32": "no", "tf32": "no", "fp16": "fp16", "fp8": "fp8"}
 
 
-def render(case: Case, head: EmittedHeader) -> list[EmittedFile]:
+def render(case: Case, head: Sequence[str]) -> list[EmittedFile]:
     """accelerate.yaml."""
     return [common.write(FILE, head, common.write_yaml(_settings(case)))]
 
@@ -30,12 +30,7 @@ def degrees_of(case: Case) -> Mapping[str, int]:
     degrees = case.degrees
     if not _shards(case):
         return {"dp_replicate": degrees.data}
-    return {
-        "dp_replicate": degrees.dp_replicate,
-        "dp_shard": degrees.dp_shard,
-        "cp": degrees.cp,
-        "tp": degrees.tp,
-    }
+    return {"dp_replicate": degrees.dp_replicate, "dp_shard": degrees.dp_shard, "cp": degrees.cp, "tp": degrees.tp}
 
 
 def _shards(case: Case) -> bool:
@@ -44,23 +39,8 @@ def _shards(case: Case) -> bool:
 
 
 def _settings(case: Case) -> Mapping[str, Value]:
-    precision = _PRECISION.get(case.precision, "bf16")
-    return {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP" if _shards(case) else "MULTI_GPU",
-        "mixed_precision": precision,
-        "num_processes": case.degrees.world if _shards(case) else case.degrees.data,
-        "num_machines": 1,
-        "use_cpu": False,
-        **({"fp8_config": {"backend": "AO"}} if precision == "fp8" else {}),
-        **({"dynamo_config": {"dynamo_backend": "INDUCTOR"}} if case.compiled else {}),
-        **(_sharding(case) if _shards(case) else {}),
-    }
-
-
-def _sharding(case: Case) -> Mapping[str, Settings]:
-    prefix = "parallelism_config_"
-    return {
+    precision, sharded, prefix = _PRECISION.get(case.precision, "bf16"), _shards(case), "parallelism_config_"
+    sharding: Mapping[str, Value] = {
         "fsdp_config": {
             "fsdp_version": 2,
             "fsdp_reshard_after_forward": case.zero == 3 and case.reshard,
@@ -74,6 +54,17 @@ def _sharding(case: Case) -> Mapping[str, Settings]:
             **{f"{prefix}{name}_size": size for name, size in degrees_of(case).items()},
             **({f"{prefix}cp_comm_strategy": "allgather"} if case.degrees.cp > 1 else {}),
         },
+    }
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP" if sharded else "MULTI_GPU",
+        "mixed_precision": precision,
+        "num_processes": case.degrees.world if sharded else case.degrees.data,
+        "num_machines": 1,
+        "use_cpu": False,
+        **({"fp8_config": {"backend": "AO"}} if precision == "fp8" else {}),
+        **({"dynamo_config": {"dynamo_backend": "INDUCTOR"}} if case.compiled else {}),
+        **(sharding if sharded else {}),
     }
 
 

@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 from shardway.errors import Problem, UserError, render_problems
 from shardway.plan.case import Case, Schedule, layers_of_stages
-from shardway.plan.shapes.architecture import Architecture, ExpertsShape, LayerShape
+from shardway.plan.shapes import Architecture, ExpertsShape, LayerShape
 
 # --- settings as TOML, YAML, shell arrays and Python calls
 
@@ -34,8 +34,7 @@ Settings: TypeAlias = Mapping[str, Value]
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 """Characters that JSON does not escape, but TOML or YAML reject or read as the end of a line."""
-_WORDS = {"yes", "no", "on", "off", "true", "false", "null", "y", "n"}
-"""Words that YAML does not read as strings."""
+_WORDS = {"yes", "no", "on", "off", "true", "false", "null", "y", "n"}  # words that YAML does not read as strings
 
 
 def write_toml(tables: Mapping[str, Settings]) -> str:
@@ -82,18 +81,12 @@ def _yaml(value: Value) -> str:
 
 def write_flags(flags: Settings) -> str:
     """Options as words of a shell array, one per line; True is an option without value, None and False are left out."""
-    return "".join(
-        f"  {_flag(name, value)}\n" for name, value in flags.items() if value is not None and value is not False
-    )
-
-
-def _flag(name: str, value: Value) -> str:
-    words = [f"--{name}"]
-    if isinstance(value, list | tuple):
-        words += [str(each) for each in value]
-    elif value is not True:
-        words.append(str(value))
-    return " ".join(shlex.quote(word) for word in words)
+    lines = []
+    for name, value in flags.items():
+        if value is not None and value is not False:
+            values = value if isinstance(value, list | tuple) else [] if value is True else [value]
+            lines.append("  " + " ".join(shlex.quote(word) for word in [f"--{name}", *map(str, values)]) + "\n")
+    return "".join(lines)
 
 
 def write_call(callee: str, settings: Settings, indent: str = "") -> str:
@@ -151,38 +144,26 @@ def emit(library: str, case: Case, prediction_lines: Sequence[str]) -> Emitted:
         raise UserError(render_problems("the plan", [problem]))
     module = import_module(f"{__package__}.{library}")
     notes = gather(module.describe(case))
-    head = EmittedHeader(case, prediction_lines, module.degrees_of(case), notes)
+    head = head_lines(case, prediction_lines, module.degrees_of(case), notes)
     return Emitted(tuple(module.render(case, head)), notes)
 
 
-@dataclass(frozen=True)
-class EmittedHeader:
-    """The header of a file: the prediction, the degrees that it expresses, what it lacks."""
-
-    case: Case
-    prediction: Sequence[str]
-    degrees: Mapping[str, int]
-    notes: Sequence[str]
-
-    def lines(self) -> list[str]:
-        """The lines without comment marks."""
-        product = " x ".join(f"{name} {size}" for name, size in self.degrees.items() if size > 1) or "1"
-        there, wanted = math.prod(self.degrees.values()), self.case.degrees.world
-        compared = f"but the plan has {wanted}: what is missing is listed below."
-        compared = "as many as in the plan." if there == wanted else compared
-        degrees = _wrapped(f"{self.case.model.name}: degrees {product} = {there} ranks, {compared}")
-        heading = ["Still to do, or different from the plan:"] if self.notes else []
-        notes = [f"{'  ' if place else '- '}{line}" for note in self.notes for place, line in enumerate(_wrapped(note))]
-        return [*self.prediction, *degrees, *heading, *notes]
-
-    def comment(self, mark: str = "#") -> str:
-        """The lines as a comment, with a newline at the end."""
-        return "".join(f"{mark} {line}".rstrip() + "\n" for line in self.lines())
+def head_lines(case: Case, prediction: Sequence[str], made: Mapping[str, int], notes: Sequence[str]) -> list[str]:
+    """The header of a file without comment marks: the prediction, the degrees that the file makes, what it lacks."""
+    product = " x ".join(f"{name} {size}" for name, size in made.items() if size > 1) or "1"
+    there, wanted = math.prod(made.values()), case.degrees.world
+    compared = f"but the plan has {wanted}: what is missing is listed below."
+    compared = "as many as in the plan." if there == wanted else compared
+    degrees = _wrapped(f"{case.model.name}: degrees {product} = {there} ranks, {compared}")
+    heading = ["Still to do, or different from the plan:"] if notes else []
+    below = [f"{'  ' if place else '- '}{line}" for note in notes for place, line in enumerate(_wrapped(note))]
+    return [*prediction, *degrees, *heading, *below]
 
 
-def write(name: str, head: EmittedHeader, body: str) -> EmittedFile:
+def write(name: str, head: Sequence[str], body: str) -> EmittedFile:
     """A file in a format whose comments start with #."""
-    return EmittedFile(name, f"{head.comment()}\n{body}")
+    comment = "".join(f"# {line}".rstrip() + "\n" for line in head)
+    return EmittedFile(name, f"{comment}\n{body}")
 
 
 def gather(sentences: Iterable[str]) -> tuple[str, ...]:
@@ -204,11 +185,9 @@ class UniformSizes:
     layer: LayerShape
     ffn: int
     experts: ExpertsShape | None
-    mixed: tuple[bool, ...]
-    """Which layers have experts."""
+    mixed: tuple[bool, ...]  # which layers have experts
     window: int
-    windowed: tuple[bool, ...]
-    """Which layers have a sliding window."""
+    windowed: tuple[bool, ...]  # which layers have a sliding window
 
     @property
     def count(self) -> int:
@@ -238,23 +217,20 @@ def describe_irregular(model: Architecture) -> Iterator[str]:
         yield "The model reads patches of images, and these sizes are those of a decoder of tokens."
     if not all(layer.attention.causal for layer in layers):
         yield "Attention of the model looks ahead, and these sizes are those of a causal decoder."
-    for what, kinds in _kinds(layers).items():
-        if len(kinds) > 1:
-            yield f"Layers differ in {what}; the sizes written are those of the first layer of the kind."
-
-
-def _decoder(model: Architecture) -> Sequence[LayerShape]:
-    return [run.layer for run in model.runs for _ in range(run.count) if run.side == "decoder"] or model.layers
-
-
-def _kinds(layers: Sequence[LayerShape]) -> dict[str, set[object]]:
-    return {
+    kinds: dict[str, set[object]] = {
         "attention": {replace(layer.attention, window=0) for layer in layers},
         "the window of attention": {layer.attention.window for layer in layers if layer.attention.window},
         "experts": {layer.experts for layer in layers if layer.experts},
         "the feed-forward layer": {(layer.ffn, layer.gated, layer.ffn_bias) for layer in layers if not layer.experts},
         "norms": {(layer.norms, layer.norm_bias) for layer in layers},
     }
+    for what, found in kinds.items():
+        if len(found) > 1:
+            yield f"Layers differ in {what}; the sizes written are those of the first layer of the kind."
+
+
+def _decoder(model: Architecture) -> Sequence[LayerShape]:
+    return [run.layer for run in model.runs for _ in range(run.count) if run.side == "decoder"] or model.layers
 
 
 def render_pattern(flags: Sequence[bool]) -> str:

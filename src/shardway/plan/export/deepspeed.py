@@ -14,11 +14,11 @@ runtime/sequence_parallel/ulysses_sp.py, module_inject/auto_ep_config.py, module
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardway.plan.case import Case, layers_of_stages
 from shardway.plan.export import common
-from shardway.plan.export.common import EmittedFile, EmittedHeader, Settings, Value
+from shardway.plan.export.common import EmittedFile, Settings, Value
 
 # --- what DeepSpeed or its configuration cannot express
 
@@ -46,7 +46,11 @@ def describe(case: Case) -> Iterator[str]:
         yield f"DeepSpeed has no {case.optimizer}: the file says AdamW, whose states take other memory than predicted."
     if case.optimizer == "adafactor" and case.zero:
         yield "ZeRO gives Adafactor flat weights, which have no rows and columns to factor: more memory than predicted."
-    if case.optimizer == "muon" and _refuses_muon(case, in_fp32):
+    # BF16_Optimizer, which DeepSpeed uses with exactly these settings, refuses Muon.
+    degrees, low = case.degrees, case.value_bytes == 2 and case.precision != "fp16"
+    split = degrees.pp * degrees.tp * degrees.ep > 1
+    refused = degrees.pp > 1 if case.zero == 0 else case.zero == 1 and in_fp32 and not case.offload and split
+    if case.optimizer == "muon" and low and refused:
         yield (
             "DeepSpeed refuses Muon here: beside bf16 with ZeRO 1, or in a pipeline, it takes dense models on data "
             "ranks alone, with gradients in fp32."
@@ -147,30 +151,19 @@ def _describe_experts(case: Case) -> Iterator[str]:
         yield "DeepSpeed refuses moe.layer.MoE under ZeRO 3; AutoEP goes with it."
 
 
-def _refuses_muon(case: Case, in_fp32: bool) -> bool:
-    """Whether Muon is refused: by BF16_Optimizer, which DeepSpeed uses with exactly these settings."""
-    degrees = case.degrees
-    if case.value_bytes == 4 or case.precision == "fp16":
-        return False
-    if case.zero == 0:
-        return degrees.pp > 1
-    return case.zero == 1 and in_fp32 and not case.offload and degrees.pp * degrees.tp * degrees.ep > 1
-
-
 # --- the files
 
 FILE = "ds_config.json"
 NOTES = "ds_config.txt"
 
 _OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon", "adafactor": "Adafactor"}
-_UNTESTED = ("sgd", "adafactor")
-"""Optimizers that ZeRO takes only with an explicit setting."""
+_UNTESTED = ("sgd", "adafactor")  # optimizers that ZeRO takes only with an explicit setting
 
 
-def render(case: Case, head: EmittedHeader) -> list[EmittedFile]:
+def render(case: Case, head: Sequence[str]) -> list[EmittedFile]:
     """ds_config.json, and ds_config.txt with prediction, degrees and notes."""
     settings = json.dumps(_settings(case), indent=2) + "\n"
-    return [EmittedFile(FILE, settings), EmittedFile(NOTES, "\n".join(head.lines()) + "\n")]
+    return [EmittedFile(FILE, settings), EmittedFile(NOTES, "\n".join(head) + "\n")]
 
 
 def degrees_of(case: Case) -> Mapping[str, int]:
@@ -178,11 +171,7 @@ def degrees_of(case: Case) -> Mapping[str, int]:
     pipeline excludes both."""
     degrees = case.degrees
     alone = degrees.pp == 1
-    return {
-        "dp": degrees.data,
-        "sp": degrees.cp if alone and degrees.tp == 1 else 1,
-        "tp": degrees.tp if alone else 1,
-    }
+    return {"dp": degrees.data, "sp": degrees.cp if alone and degrees.tp == 1 else 1, "tp": degrees.tp if alone else 1}
 
 
 def sums_in_fp32(case: Case) -> bool:
@@ -203,7 +192,18 @@ def _settings(case: Case) -> dict[str, Value]:
             "stage": case.zero,
             "overlap_comm": case.engine.overlaps_gradients and degrees.pp == 1,
             **({"offload_optimizer": {"device": "cpu", "pin_memory": True}} if case.offload else {}),
-            **(_weights(case) if case.zero == 3 else {}),
+        }
+    if case.zero == 3:
+        # Every weight is sharded, and freed after use or kept as in the plan, from its first use in the forward pass to
+        # its use in the backward; Muon needs whole gradients.
+        whole = 2 * case.model.parameters
+        held: Settings = {"stage3_max_live_parameters": whole, "stage3_max_reuse_distance": whole}
+        zero = {
+            **zero,
+            "stage3_param_persistence_threshold": 0,
+            **({"stage3_max_reuse_distance": 0} if case.reshard else held),
+            **({"offload_param": {"device": "cpu", "pin_memory": True}} if case.offload else {}),
+            **({"reduce_scatter": False} if case.optimizer == "muon" else {}),
         }
     tensor: Settings = {"autotp_size": made["tp"], "tp_overlap_comm": case.async_tensor}
     experts: Settings = {"enabled": True, "autoep_size": degrees.ep, "expert_tensor_parallel_size": degrees.etp}
@@ -226,16 +226,4 @@ def _settings(case: Case) -> dict[str, Value]:
         **({"expert_parallel": experts} if degrees.ep > 1 else {}),
         **({"data_parallel_size": made["dp"], "sequence_parallel_size": made["sp"]} if made["sp"] > 1 else {}),
         **({"activation_checkpointing": recompute} if case.recompute == "full" else {}),
-    }
-
-
-def _weights(case: Case) -> Settings:
-    """Every weight is sharded, and freed after use or kept as in the plan; Muon needs whole gradients."""
-    whole = 2 * case.model.parameters  # from the first use of a weight in the forward pass to its use in the backward
-    held: Settings = {"stage3_max_live_parameters": whole, "stage3_max_reuse_distance": whole}
-    return {
-        "stage3_param_persistence_threshold": 0,
-        **({"stage3_max_reuse_distance": 0} if case.reshard else held),
-        **({"offload_param": {"device": "cpu", "pin_memory": True}} if case.offload else {}),
-        **({"reduce_scatter": False} if case.optimizer == "muon" else {}),
     }

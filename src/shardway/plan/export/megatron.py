@@ -13,12 +13,12 @@ core/model_parallel_config.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardway.plan.case import Case, layers_of_stages
 from shardway.plan.export import common
-from shardway.plan.export.common import EmittedFile, EmittedHeader, Settings, UniformSizes
-from shardway.plan.shapes.architecture import AttentionShape
+from shardway.plan.export.common import EmittedFile, Settings, UniformSizes
+from shardway.plan.shapes import AttentionShape
 
 # --- notes on Megatron Core
 
@@ -66,7 +66,15 @@ def describe_megatron(case: Case, library: str, priced_as: Collection[str]) -> I
             "Megatron-FSDP wants CUDA_DEVICE_MAX_CONNECTIONS above 1, and tp or cp want it at 1 before Blackwell: "
             "expect less overlap than predicted."
         )
-    yield from _describe_pipeline(case)
+    schedule = common.schedule_of(case)
+    if case.degrees.pp > 1 and schedule not in ("1f1b", "interleaved"):
+        stand_in = "the interleaved 1F1B" if virtual_stages(case) else "1F1B"
+        yield f"Megatron has no schedule {schedule}: it runs {stand_in}, with another bubble and other memory."
+    if case.degrees.pp > 1 and schedule == "interleaved" and case.micro_batches % case.degrees.pp:
+        yield (
+            f"Megatron interleaves groups of {case.degrees.pp} micro-batches, and the plan's {case.micro_batches} are "
+            "no multiple of that: set the size of a group of micro-batches, or change the batch."
+        )
     if case.precision == "tf32":
         yield "Megatron has no option for tf32: the file says fp32, and NVIDIA_TF32_OVERRIDE=1 sets the rest."
     if case.precision == "fp8":
@@ -99,20 +107,6 @@ def describe_megatron(case: Case, library: str, priced_as: Collection[str]) -> I
         yield f"Megatron makes {padded:,} entries of the vocabulary of {case.model.vocab:,}, a multiple of 128 x tp."
 
 
-def _describe_pipeline(case: Case) -> Iterator[str]:
-    if case.degrees.pp == 1:
-        return
-    schedule = common.schedule_of(case)
-    stand_in = "the interleaved 1F1B" if virtual_stages(case) else "1F1B"
-    if schedule not in ("1f1b", "interleaved"):
-        yield f"Megatron has no schedule {schedule}: it runs {stand_in}, with another bubble and other memory."
-    if schedule == "interleaved" and case.micro_batches % case.degrees.pp:
-        yield (
-            f"Megatron interleaves groups of {case.degrees.pp} micro-batches, and the plan's {case.micro_batches} are "
-            "no multiple of that: set the size of a group of micro-batches, or change the batch."
-        )
-
-
 # --- settings by the names of TransformerConfig
 
 _ATTENTION = {"plain": "unfused", "flash3": "fused"}
@@ -125,7 +119,6 @@ _RECOMPUTE: Mapping[str, Settings] = {
 
 
 def _dashed(settings: Settings) -> Settings:
-    """The same settings as options of Megatron-LM."""
     return {name.replace("_", "-"): value for name, value in settings.items()}
 
 
@@ -240,18 +233,14 @@ def model_flags(case: Case) -> Settings:
         "position-embedding-type": "learned_absolute" if model.positions else "rope",
         "normalization": "LayerNorm" if sizes.layer.norm_bias else "RMSNorm",
         "swiglu": sizes.layer.gated,
-        "disable-bias-linear": not _has_biases(sizes),
-        "add-qkv-bias": attention.bias and not _has_biases(sizes),
+        # Megatron has biases everywhere, or on queries, keys and values, or nowhere.
+        "disable-bias-linear": not (sizes.layer.ffn_bias or attention.output_bias),
+        "add-qkv-bias": attention.bias and not (sizes.layer.ffn_bias or attention.output_bias),
         "untie-embeddings-and-output-weights": not model.tied,
         "vocab-size": model.vocab,
         **counted,
         **_dashed(expert_settings(sizes)),
     }
-
-
-def _has_biases(sizes: UniformSizes) -> bool:
-    """Whether biases are everywhere; Megatron has them everywhere, or on queries, keys and values, or nowhere."""
-    return sizes.layer.ffn_bias or sizes.layer.attention.output_bias
 
 
 # --- the shell file
@@ -272,7 +261,8 @@ def describe(case: Case) -> Iterator[str]:
     sizes = common.read_sizes(case.model)
     attention = sizes.layer.attention
     yield from common.describe_irregular(case.model)
-    if len({attention.bias, attention.output_bias, sizes.layer.ffn_bias}) > 1 and _has_biases(sizes):
+    biases = (attention.bias, attention.output_bias, sizes.layer.ffn_bias)
+    if len(set(biases)) > 1 and any(biases[1:]):
         yield "Megatron has biases in all matrices or in none but queries, keys and values; here it has them in all."
     if not sizes.layer.gated:
         yield "Without gates the activation is GELU; another one is an option of its own."
@@ -285,15 +275,26 @@ def describe(case: Case) -> Iterator[str]:
     yield common.describe_script(left)
 
 
-def render(case: Case, head: EmittedHeader) -> list[EmittedFile]:
+def render(case: Case, head: Sequence[str]) -> list[EmittedFile]:
     """megatron.sh."""
     checkpoints: Settings = {"ckpt_format": "fsdp_dtensor"} if uses_fsdp(case) else {}
+    cut: Settings = {}
+    if needs_layout(case):
+        cut = {"pipeline-model-parallel-layout": common.render_layout(case)}
+    elif virtual_stages(case):
+        cut = {"num-layers-per-virtual-pipeline-stage": layers_of_stages(case)[0]}
+    # By default Megatron sums gradients in fp32 beside bf16 and in fp16 beside fp16.
+    wide = case.gradient_bytes == 4
+    summed: Settings = {
+        "accumulate-allreduce-grads-in-fp32": wide,
+        "grad-reduce-in-bf16": not wide and case.precision != "fp16",
+    }
     groups = {
         "model": model_flags(case),
-        "layout": {**_dashed(degree_settings(case)), **_pipeline(case)},
+        "layout": {**_dashed(degree_settings(case)), **cut, "use-tp-pp-dp-mapping": keeps_mapping(case)},
         "batch": {"micro-batch-size": case.micro_batch, "global-batch-size": case.global_batch},
         "states": _dashed({**optimizer_settings(case), **state_settings(case), **checkpoints}),
-        "formats": {**_PRECISION.get(case.precision, {}), **_gradients(case)},
+        "formats": {**_PRECISION.get(case.precision, {}), **(summed if case.value_bytes == 2 else {})},
         "kernels": _dashed(kernel_settings(case)),
     }
     # CUDA_DEVICE_MAX_CONNECTIONS: one queue orders collectives of tp and cp; Megatron-FSDP refuses it.
@@ -305,23 +306,3 @@ def render(case: Case, head: EmittedHeader) -> list[EmittedFile]:
         f"EXPECTED_RANKS={case.degrees.world}\n{connections}\nMEGATRON_ARGS=(\n{arrays})\n"
     )
     return [common.write(FILE, head, body)]
-
-
-def _pipeline(case: Case) -> Settings:
-    mapping: Settings = {"use-tp-pp-dp-mapping": keeps_mapping(case)}
-    if needs_layout(case):
-        return {"pipeline-model-parallel-layout": common.render_layout(case), **mapping}
-    if virtual_stages(case):
-        return {"num-layers-per-virtual-pipeline-stage": layers_of_stages(case)[0], **mapping}
-    return mapping
-
-
-def _gradients(case: Case) -> Settings:
-    """The format of sums: by default Megatron sums in fp32 beside bf16 and in fp16 beside fp16."""
-    if case.value_bytes == 4:
-        return {}
-    wide = case.gradient_bytes == 4
-    return {
-        "accumulate-allreduce-grads-in-fp32": wide,
-        "grad-reduce-in-bf16": not wide and case.precision != "fp16",
-    }

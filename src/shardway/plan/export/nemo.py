@@ -8,11 +8,11 @@ Source: Megatron-Bridge 0.3.1 and 0.6.2 (training/config.py, training/mixed_prec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shardway.plan.case import Case
 from shardway.plan.export import common, megatron
-from shardway.plan.export.common import EmittedFile, EmittedHeader, Settings
+from shardway.plan.export.common import EmittedFile, Settings
 
 FILE = "megatron_bridge.yaml"
 
@@ -27,7 +27,7 @@ _PRECISION = {
 degrees_of = megatron.degrees_of
 
 
-def render(case: Case, head: EmittedHeader) -> list[EmittedFile]:
+def render(case: Case, head: Sequence[str]) -> list[EmittedFile]:
     """megatron_bridge.yaml."""
     return [common.write(FILE, head, common.write_yaml(_settings(case)))]
 

@@ -15,13 +15,14 @@ models/*/config_registry.py, components/quantization/); the registries of both (
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from shardway.plan.case import Case, layers_of_stages
 from shardway.plan.export import common
-from shardway.plan.export.common import EmittedFile, EmittedHeader, Settings
-from shardway.plan.shapes.architecture import Architecture, LayerShape, Part
+from shardway.plan.export.common import EmittedFile, Settings
+from shardway.plan.shapes import Architecture, Part
 
 # --- torchtitan's own models by their sizes
 
@@ -74,12 +75,10 @@ _GROUPED = {"fp8": "Float8GroupedExpertsConverter", "mxfp8": "MXFP8GroupedExpert
 
 
 _PARTS: Mapping[Part, str] = {"attention": "attention", "ffn": "feed_forward", "shared": "shared_experts"}
-_FP4_BLOCK = 128
-"""NVFP4LinearConverter requires both sides of a product to be multiples of this."""
+_FP4_BLOCK = 128  # NVFP4LinearConverter requires both sides of a product to be multiples of this
 
 
 def _render_job(case: Case, flavor: Flavor) -> str:
-    """The module without its header. The model is set even if the config has it, whose number format may differ."""
     policy, made = _POLICIES.get(case.recompute), _job_converters(case)
     package = f"torchtitan.models.{flavor.model}"
     lines = [
@@ -102,6 +101,7 @@ def _render_job(case: Case, flavor: Flavor) -> str:
     split = {**_parallelism(case, head="lm_head"), "enable_sequence_parallel": case.sequence}
     compiled = {"enable": case.compiled, "enable_async_tensor_parallel": case.async_tensor and case.compiled}
     lines += [
+        # The model is set even if the config has it, whose number format may differ.
         f"    config.model_spec = model_registry({given})",
         *(f"    config.training.{name} = {common.literal(value)}" for name, value in _training(case).items()),
         "    config.training.disable_cuda_graphs = True",
@@ -117,19 +117,17 @@ def fp4_parts(case: Case) -> tuple[list[str], list[str]]:
     """Parts of a layer by torchtitan's names: those that its fp4 takes, and those with an unsuitable width."""
     taken: list[str] = []
     odd: list[str] = []
+    tp, matrices = case.degrees.tp, [each for run in case.model.runs for each in run.layer.matrices]
     for part, name in _PARTS.items():
-        widths = [width for run in case.model.runs for width in _widths(run.layer, part, case.degrees.tp)]
+        # Both sides of each product, on one rank; keys and values are two products.
+        own = [each for each in matrices if each.part == part]
+        widths = [each.inputs / (tp if each.split == "inputs" else 1) for each in own]
+        widths += [
+            each.outputs / ((tp if each.split == "outputs" else 1) * (2 if each.kv_heads else 1)) for each in own
+        ]
         if widths:
             (odd if any(width % _FP4_BLOCK for width in widths) else taken).append(name)
     return taken, odd
-
-
-def _widths(layer: LayerShape, part: str, tp: int) -> Iterator[float]:
-    """Both sides of each product of a part, on one rank; keys and values are two products."""
-    for each in layer.matrices:
-        if each.part == part:
-            yield each.inputs / (tp if each.split == "inputs" else 1)
-            yield each.outputs / ((tp if each.split == "outputs" else 1) * (2 if each.kv_heads else 1))
 
 
 def _job_converters(case: Case) -> Mapping[str, Settings]:
@@ -178,7 +176,15 @@ def describe(case: Case) -> Iterator[str]:
         yield f"torchtitan refuses sequences that are no multiple of {whole} here, and the plan has {case.seq_len}."
     if case.async_tensor and not case.compiled:
         yield "torchtitan overlaps the collectives of tp only where it compiles, and the plan does not: it is off."
-    yield from _describe_pipeline(case)
+    if degrees.pp > 1:
+        schedule, per_rank = common.schedule_of(case), case.stages_per_rank
+        if schedule == "zero_bubble" and per_rank == 1:
+            yield "torchtitan has zero bubble for two stages a rank or more, and the plan has one: the files say 1F1B."
+        if schedule == "gpipe" and per_rank > 1:
+            here = f"and the plan has {per_rank}: the files say Interleaved1F1B"
+            yield f"GPipe has one stage a rank in torchtitan, {here}."
+        if schedule == "zbv" and per_rank != 2:
+            yield f"ZBV has two stages a rank, and the plan has {per_rank}: torchtitan refuses that."
     if degrees.ep > 1 and degrees.etp not in (1, degrees.tp):
         yield f"torchtitan splits an expert over 1 or over {degrees.tp} ranks (tp), and the plan says {degrees.etp}."
     if degrees.etp > 1:
@@ -214,18 +220,6 @@ def describe(case: Case) -> Iterator[str]:
     yield common.describe_script("the data set, the number of steps, the learning rate, the folder of the tokenizer")
 
 
-def _describe_pipeline(case: Case) -> Iterator[str]:
-    if case.degrees.pp == 1:
-        return
-    schedule, per_rank = common.schedule_of(case), case.stages_per_rank
-    if schedule == "zero_bubble" and per_rank == 1:
-        yield "torchtitan has zero bubble for two stages a rank or more, and the plan has one: the files say 1F1B."
-    if schedule == "gpipe" and per_rank > 1:
-        yield f"GPipe has one stage a rank in torchtitan, and the plan has {per_rank}: the files say Interleaved1F1B."
-    if schedule == "zbv" and per_rank != 2:
-        yield f"ZBV has two stages a rank, and the plan has {per_rank}: torchtitan refuses that."
-
-
 # --- the files
 
 TOML = "torchtitan.toml"
@@ -237,10 +231,16 @@ _SCHEDULES = {
     "zero_bubble": "InterleavedZeroBubble",
     "zbv": "ZBVZeroBubble",
 }
+_QUANTIZED: Mapping[str, Settings] = {
+    "linear.float8": {"recipe_name": "rowwise", "filter_fqns": ["output"]},
+    "grouped_mm.float8": {"fqns": ["experts"]},
+    "linear.mx": {"recipe_name": "mxfp8_cublas", "filter_fqns": ["output"]},
+    "grouped_mm.mx": {"recipe_name": "mxfp8", "fqns": ["experts"]},
+}
 _RECOMPUTE = {"none": "none", "selective": "none", "products": "selective", "operators": "selective", "full": "full"}
 
 
-def render(case: Case, head: EmittedHeader) -> Iterator[EmittedFile]:
+def render(case: Case, head: Sequence[str]) -> Iterator[EmittedFile]:
     """torchtitan.toml, and torchtitan_job.py if torchtitan has a model of these sizes to start from."""
     yield common.write(TOML, head, common.write_toml(_tables(case)))
     flavor = find_flavor(case.model)
@@ -270,7 +270,7 @@ def _tables(case: Case) -> Mapping[str, Settings]:
         "model": {
             "name": flavor.model if flavor else "llama3",
             "flavor": flavor.name if flavor else case.model.name,
-            "converters": _converters(case),
+            "converters": [f"quantize.{name}" for name in _converters(case)],
         },
         "optimizer": {"name": "AdamW"},
         "training": _training(case),
@@ -281,7 +281,7 @@ def _tables(case: Case) -> Mapping[str, Settings]:
         },
         "activation_checkpoint": {"mode": _RECOMPUTE[case.recompute], "selective_ac_option": "op"},
         "compile": {"enable": case.compiled, "components": ["model", "loss"]},
-        **_quantization(case),
+        **{f"quantize.{name}": _QUANTIZED[name] for name in _converters(case)},
     }
 
 
@@ -330,7 +330,12 @@ def _pipeline(case: Case, head: str) -> Settings:
                 "pipeline_parallel_last_stage_less_layers": last,
                 "pipeline_parallel_layers_per_stage": math.ceil(weighed / case.stages),
             }
-    return {**always, "module_fqns_per_model_part": _modules(case, head)}
+    # The module names of each stage, as no rule of torchtitan's cuts as the plan does
+    edges = pairwise(accumulate(layers_of_stages(case), initial=0))
+    parts = [[f"layers.{layer}" for layer in range(start, end)] for start, end in edges]
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", head]
+    return {**always, "module_fqns_per_model_part": parts}
 
 
 def _their_cut(case: Case, first: int, last: int) -> tuple[int, ...]:
@@ -345,30 +350,9 @@ def _their_cut(case: Case, first: int, last: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _modules(case: Case, head: str) -> list[list[str]]:
-    """The module names of each stage, if no rule of torchtitan's cuts as the plan does."""
-    parts, place = [], 0
-    for count in layers_of_stages(case):
-        parts.append([f"layers.{layer}" for layer in range(place, place + count)])
-        place += count
-    parts[0].insert(0, "tok_embeddings")
-    parts[-1] += ["norm", head]
-    return parts
-
-
 def _converters(case: Case) -> list[str]:
     kind = {"fp8": "float8", "mxfp8": "mx"}.get(case.precision)
     if kind is None:
         return []
     places = ["linear", "grouped_mm"] if any(layer.experts for layer in case.model.layers) else ["linear"]
-    return [f"quantize.{place}.{kind}" for place in places]
-
-
-def _quantization(case: Case) -> Mapping[str, Settings]:
-    tables: Mapping[str, Settings] = {
-        "quantize.linear.float8": {"recipe_name": "rowwise", "filter_fqns": ["output"]},
-        "quantize.grouped_mm.float8": {"fqns": ["experts"]},
-        "quantize.linear.mx": {"recipe_name": "mxfp8_cublas", "filter_fqns": ["output"]},
-        "quantize.grouped_mm.mx": {"recipe_name": "mxfp8", "fqns": ["experts"]},
-    }
-    return {name: tables[name] for name in _converters(case)}
+    return [f"{place}.{kind}" for place in places]

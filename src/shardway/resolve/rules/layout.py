@@ -35,8 +35,8 @@ from shardway.resolve.rules.deepspeed import adds_gradients_in_bf16
 from shardway.runfile.load import render_value
 
 if TYPE_CHECKING:
-    from shardway.plan.machine import Machine
-    from shardway.plan.shapes.architecture import Architecture
+    from shardway.plan.case import Machine
+    from shardway.plan.shapes import Architecture
     from shardway.resolve.planned import Missed, OpenLayout
 
 

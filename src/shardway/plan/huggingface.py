@@ -1,4 +1,4 @@
-"""The shape of a Hugging Face model from its config.json, without torch and without the library.
+"""The shape of a model by its name: one known by name, or a Hugging Face model from its config.json; without torch.
 
 Invariants:
 - Reading goes on after a wrong key, so that all problems are reported at once. `check` must be called before values are
@@ -6,20 +6,26 @@ Invariants:
 - Parameters are those that the library builds for the same config, which a test compares for every family; absent keys
   have the library's defaults.
 - An unknown family, or a key that is missing or invalid, is an error and never guessed.
+- Every named model has a source, and its shape follows from the keys of its config.json like that of any other.
 
 Sources: the modeling files of huggingface/transformers 5.23, one a family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import difflib
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
 from itertools import groupby
 from typing import Any
 
-from shardway.errors import Problem, UserError, check_no_problems, render_problems
+from shardway.errors import Problem, UserError, check_no_problems, list_some, render_problems
 from shardway.hfconfig import CONFIG, locate_model, read_config
-from shardway.plan.shapes.architecture import (
+from shardway.places import expand_home
+from shardway.plan.shapes import (
     LARGEST,
     MOST_LAYERS,
     Architecture,
@@ -29,8 +35,10 @@ from shardway.plan.shapes.architecture import (
     LayerRun,
     LayerShape,
     Matrix,
+    Measured,
+    Shape,
+    residual_network,
 )
-from shardway.plan.shapes.measured import Measured, ResidualNetwork, Shape, residual_network
 
 # --- reading a config.json
 
@@ -51,7 +59,8 @@ class Keys:
 
     def size(self, *names: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
         """An integer; null counts as missing. Without a default it is required."""
-        key, value = self._find(names)
+        key = next((name for name in names if self.config.get(name) is not None), names[0])
+        value = self.config.get(key)
         if value is None and default is not None:
             return default
         if type(value) is int and least <= value <= most:
@@ -61,7 +70,6 @@ class Keys:
         return 1
 
     def count(self, *names: str, default: int = 0) -> int:
-        """An integer that may be 0."""
         return self.size(*names, default=default, least=0)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -86,14 +94,6 @@ class Keys:
         self.refuse(name, "is missing" if value is None else f"{value!r} is no list of sizes", "a list of sizes")
         return (1,)
 
-    def numbers(self, name: str) -> tuple[int, ...]:
-        """A list of layer numbers; empty if it is missing."""
-        value = self.config.get(name) or []
-        if isinstance(value, list) and all(type(each) is int for each in value):
-            return tuple(value)
-        self.refuse(name, f"{value!r} is no list of layers", "a list of numbers")
-        return ()
-
     def words(self, name: str, count: int, allowed: Mapping[str, Any]) -> tuple[str, ...]:
         """A list of `count` words; empty if it is missing."""
         value = self.config.get(name) or []
@@ -113,13 +113,6 @@ class Keys:
         inner = Keys(value, self.name, self._origin)
         inner.problems = self.problems
         return inner
-
-    def _find(self, names: tuple[str, ...]) -> tuple[str, Any]:
-        """The first of the names that is present, and its value."""
-        for name in names:
-            if self.config.get(name) is not None:
-                return name, self.config[name]
-        return names[0], None
 
 
 # --- sizes that all families have
@@ -146,15 +139,15 @@ class FamilySizes:
 def read_sizes(keys: Keys, *, ffn_factor: int = 0) -> FamilySizes:
     """The sizes; without `ffn_factor` the width of the feed-forward layer is required."""
     hidden, heads = keys.size(*_HIDDEN), keys.size(*_HEADS)
-    ffn_default = ffn_factor * hidden or None
     kv_heads = keys.size("num_key_value_heads", default=heads)
+    ffn = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
     sizes = FamilySizes(
         hidden=hidden,
         layers=keys.size(*_LAYERS, most=MOST_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=keys.size("head_dim", default=max(1, hidden // heads)),
-        ffn=keys.size("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=ffn_default),
+        ffn=keys.size(*ffn, default=ffn_factor * hidden or None),
         vocab=keys.size("vocab_size"),
     )
     if not keys.problems and keys.config.get("head_dim") is None and hidden % heads:
@@ -178,8 +171,7 @@ def read_windows(keys: Keys, layers: int, *, whole_every: int = 0) -> tuple[int,
 # --- the families
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_OPT_OFFSET = 2
-"""OPT's first position is 2 (modeling_opt.py, OPTLearnedPositionalEmbedding)."""
+_OPT_OFFSET = 2  # OPT's first position is 2 (modeling_opt.py, OPTLearnedPositionalEmbedding)
 _BIASES = ("bias", "output_bias")
 _ALL_BIASES = (*_BIASES, "ffn_bias")
 
@@ -213,13 +205,11 @@ class DecoderFamily:
     ffn_bias_key: str = ""
     windows: Callable[[Keys, int], tuple[int, ...]] | None = None
     experts: Callable[[Keys, FamilySizes], ExpertsShape] | None = None
-    sparse: Callable[[Keys, int], tuple[bool, ...]] | None = None
-    """Which layers have the experts; None: all."""
-    ffn_factor: int = 0
-    """The default width of the feed-forward layer over that of the stream; 0: it has none."""
+    sparse: Callable[[Keys, int], tuple[bool, ...]] | None = None  # which layers have the experts; None: all
+    ffn_factor: int = 0  # the default width of the feed-forward layer over that of the stream; 0: it has none
 
     def __call__(self, keys: Keys, sizes: FamilySizes | None = None, latent: Latent | None = None) -> Architecture:
-        """The architecture of a config, once all keys are valid."""
+        """The architecture of a config. Raises UserError that names every key that is missing or invalid."""
         biases: dict[str, Any] = dict.fromkeys(self.biases, keys.flag(*self.bias_key)) if self.bias_key else {}
         if self.ffn_bias_key:
             biases["ffn_bias"] = keys.flag(self.ffn_bias_key)
@@ -232,37 +222,21 @@ class DecoderFamily:
             what = f"{experts.per_token} is more than there are experts, {experts.count}"
             keys.refuse("num_experts_per_tok", what, f"1 to {experts.count}")
         keys.check()
-        return replace(self, **biases)._build(keys.name, sizes, tied, windows, experts, mixed, latent)
-
-    def _build(
-        self,
-        name: str,
-        sizes: FamilySizes,
-        tied: bool,
-        windows: Sequence[int],
-        experts: ExpertsShape | None,
-        mixed: Sequence[bool],
-        latent: Latent | None,
-    ) -> Architecture:
+        own = replace(self, **biases)
+        names = ("bias", "output_bias", "qk_norm", "qk_norm_whole", "sinks")
         attention = AttentionShape(
             heads=sizes.heads,
             kv_heads=sizes.kv_heads,
             head_dim=sizes.head_dim,
             latent=latent,
-            bias=self.bias,
-            output_bias=self.output_bias,
-            qk_norm=self.qk_norm,
-            qk_norm_whole=self.qk_norm_whole,
-            sinks=self.sinks,
+            **{name: getattr(own, name) for name in names},
         )
         base = LayerShape(
             hidden=sizes.hidden,
             attention=attention,
             ffn=sizes.ffn,
-            gated=self.gated,
-            ffn_bias=self.ffn_bias,
-            norms=self.norms * self.norm_vectors,
-            norm_bias=self.norm_bias,
+            norms=own.norms * own.norm_vectors,
+            **{name: getattr(own, name) for name in ("gated", "ffn_bias", "norm_bias")},
         )
         layers = [
             replace(
@@ -272,18 +246,18 @@ class DecoderFamily:
             )
             for number in range(sizes.layers)
         ]
-        norm = self.norm_vectors * sizes.hidden * (2 if self.norm_bias else 1)
+        norm = own.norm_vectors * sizes.hidden * (2 if own.norm_bias else 1)
         return Architecture(
-            name=name,
+            name=keys.name,
             hidden=sizes.hidden,
             # Equal neighbours are one run.
             runs=tuple(LayerRun(layer, len(list(same))) for layer, same in groupby(layers)),
             vocab=sizes.vocab,
             tied=tied,
-            positions=self.positions,
-            head_bias=self.head_bias,
-            final_norm_parameters=norm if self.final_norm else 0,
-            extra_parameters=norm if self.embedding_norm else 0,
+            positions=own.positions,
+            head_bias=own.head_bias,
+            final_norm_parameters=norm if own.final_norm else 0,
+            extra_parameters=norm if own.embedding_norm else 0,
         )
 
 
@@ -306,18 +280,17 @@ def _qwen_windows(keys: Keys, layers: int) -> tuple[int, ...]:
 
 def _sparse_layers(keys: Keys, layers: int) -> tuple[bool, ...]:
     """Whether each layer has experts (modeling_qwen2_moe.py, Qwen2MoeDecoderLayer)."""
-    dense, step = keys.numbers("mlp_only_layers"), keys.size("decoder_sparse_step", default=1)
+    dense = keys.config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(each) is not int for each in dense):
+        keys.refuse("mlp_only_layers", f"{dense!r} is no list of layers", "a list of numbers")
+        dense = []
+    step = keys.size("decoder_sparse_step", default=1)
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
 
 def _read_experts(keys: Keys, dim: int, *per_token: str, **more: Any) -> ExpertsShape:
     count = keys.size(*_EXPERTS)
     return ExpertsShape(count=count, per_token=keys.size("num_experts_per_tok", *per_token), dim=dim, **more)
-
-
-def _qwen2_experts(keys: Keys, sizes: FamilySizes) -> ExpertsShape:
-    shared = keys.size("shared_expert_intermediate_size")
-    return _read_experts(keys, keys.size("moe_intermediate_size"), shared_dim=shared, shared_gate=True)
 
 
 def _deepseek(keys: Keys) -> Architecture:
@@ -339,11 +312,6 @@ def _deepseek(keys: Keys) -> Architecture:
         keys.refuse("moe_layer_freq", f"{keys.config['moe_layer_freq']}: dense layers between are not counted", "1")
     family = DecoderFamily(bias_key=None, experts=lambda *_: experts, sparse=lambda *_: mixed)
     return family(keys, replace(sizes, kv_heads=sizes.heads), latent)
-
-
-def _gpt2(keys: Keys) -> Architecture:
-    positions = keys.size("n_positions", "max_position_embeddings")
-    return replace(_GPT, ffn_factor=4, positions=positions)(keys)
 
 
 def _opt(keys: Keys) -> Architecture:
@@ -407,8 +375,7 @@ _QWEN3 = DecoderFamily(qk_norm=True, windows=_qwen_windows)
 # --- families that are no text decoders: BERT, T5, vision transformers, residual networks
 
 _T5_BUCKETS = 32
-_CLASSES = 2
-"""The library's number of classes if a config names no labels."""
+_CLASSES = 2  # the library's number of classes if a config names no labels
 
 
 def _bert(keys: Keys) -> Architecture:
@@ -418,15 +385,7 @@ def _bert(keys: Keys) -> Architecture:
     tied, causal = keys.flag("tie_word_embeddings", True), keys.flag("is_decoder")
     keys.check()
     hidden, norm = sizes.hidden, 2 * sizes.hidden
-    attention = AttentionShape(
-        heads=sizes.heads,
-        kv_heads=sizes.heads,
-        head_dim=sizes.head_dim,
-        causal=causal,
-        bias=True,
-        output_bias=True,
-    )
-    layer = LayerShape(hidden=hidden, attention=attention, ffn=sizes.ffn, gated=False, ffn_bias=True, norm_bias=True)
+    layer = _biased_layer(hidden, sizes.heads, sizes.head_dim, sizes.ffn, causal=causal)
     return Architecture(
         name=keys.name,
         hidden=hidden,
@@ -441,6 +400,14 @@ def _bert(keys: Keys) -> Architecture:
     )
 
 
+def _biased_layer(
+    hidden: int, heads: int, width: int, ffn: int, *, causal: bool = False, bias: bool = True
+) -> LayerShape:
+    """A layer without gates and with biases everywhere; `bias` is about queries, keys and values."""
+    own = AttentionShape(heads=heads, kv_heads=heads, head_dim=width, causal=causal, bias=bias, output_bias=True)
+    return LayerShape(hidden=hidden, attention=own, ffn=ffn, gated=False, ffn_bias=True, norm_bias=True)
+
+
 def _t5(keys: Keys) -> Architecture:
     """An encoder, and a decoder that attends to it; the first layer of each has a table of relative positions."""
     hidden, heads, layers = keys.size("d_model"), keys.size("num_heads"), keys.size("num_layers", most=MOST_LAYERS)
@@ -450,11 +417,10 @@ def _t5(keys: Keys) -> Architecture:
     gated = keys.text("feed_forward_proj", "relu").startswith("gated")
     tied = keys.flag("tie_word_embeddings", True)
     keys.check()
-    seeing = AttentionShape(heads=heads, kv_heads=heads, head_dim=width, causal=False)
     causal = AttentionShape(heads=heads, kv_heads=heads, head_dim=width)
-    cross = AttentionShape(heads=heads, kv_heads=heads, head_dim=width, causal=False, cross=True)
+    seeing = replace(causal, causal=False)
     encoder = LayerShape(hidden=hidden, attention=seeing, ffn=ffn, gated=gated)
-    decoder = LayerShape(hidden=hidden, attention=causal, cross=cross, ffn=ffn, gated=gated, norms=3)
+    decoder = replace(encoder, attention=causal, cross=replace(seeing, cross=True), norms=3)
     return Architecture(
         name=keys.name,
         hidden=hidden,
@@ -467,18 +433,17 @@ def _t5(keys: Keys) -> Architecture:
 
 
 def _vit(keys: Keys) -> Architecture:
-    """A classifier by the class token."""
-    image, patch, channels = _read_patches(keys)
+    image, patch = keys.size("image_size", default=224), keys.size("patch_size", default=16)
+    if image % patch:
+        keys.refuse("patch_size", f"{patch} does not divide image_size = {image}", "a divisor of image_size")
+    channels = keys.size("num_channels", default=3)
     hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     ffn, layers = keys.size("intermediate_size"), keys.size("num_hidden_layers", most=MOST_LAYERS)
     biased, classes = keys.flag("qkv_bias", True), _count_classes(keys)
     if hidden % heads:
         keys.refuse("num_attention_heads", f"{heads} does not divide {hidden}", "a divisor of hidden_size")
     keys.check()
-    attention = AttentionShape(
-        heads=heads, kv_heads=heads, head_dim=hidden // heads, causal=False, bias=biased, output_bias=True
-    )
-    layer = LayerShape(hidden=hidden, attention=attention, ffn=ffn, gated=False, ffn_bias=True, norm_bias=True)
+    layer = _biased_layer(hidden, heads, hidden // heads, ffn, bias=biased)
     return Architecture(
         name=keys.name,
         hidden=hidden,
@@ -493,16 +458,7 @@ def _vit(keys: Keys) -> Architecture:
     )
 
 
-def _read_patches(keys: Keys) -> tuple[int, int, int]:
-    """Height of the image, height of a patch, channels."""
-    image, patch = keys.size("image_size", default=224), keys.size("patch_size", default=16)
-    if image % patch:
-        keys.refuse("patch_size", f"{patch} does not divide image_size = {image}", "a divisor of image_size")
-    return image, patch, keys.size("num_channels", default=3)
-
-
 def _resnet(keys: Keys) -> Measured:
-    """A classifier of square images."""
     depths, widths = keys.sizes("depths"), keys.sizes("hidden_sizes")
     if len(depths) != len(widths):
         keys.refuse("hidden_sizes", f"{len(widths)} widths of {len(depths)} stages", "one a stage")
@@ -515,17 +471,16 @@ def _resnet(keys: Keys) -> Measured:
     image, classes = keys.size("image_size", default=224), _count_classes(keys)
     early = keys.flag("downsample_in_first_stage")
     keys.check()
-    sizes = ResidualNetwork(
-        name=keys.name,
-        depths=depths,
-        widths=widths,
-        layer="basic" if kind == "basic" else "bottleneck",
+    return residual_network(
+        keys.name,
+        depths,
+        widths,
+        basic=kind == "basic",
         stem=stem,
         image=(channels, image, image),
         classes=classes,
         early_stride=early,
     )
-    return residual_network(sizes)
 
 
 def _count_classes(keys: Keys) -> int:
@@ -547,7 +502,9 @@ FAMILIES: Mapping[str, Callable[[Keys], Shape]] = {
     "gemma2": DecoderFamily(norms=4, tied=True, windows=_windows_but_each(2)),
     "gemma3": _gemma3,
     "gemma3_text": _gemma3_text,
-    "gpt2": _gpt2,
+    "gpt2": lambda keys: replace(_GPT, ffn_factor=4, positions=keys.size("n_positions", "max_position_embeddings"))(
+        keys
+    ),
     "gpt_neox": replace(_GPT, bias_key=("attention_bias", True), tied=False),
     "gpt_oss": DecoderFamily(
         sinks=True,
@@ -572,7 +529,12 @@ FAMILIES: Mapping[str, Callable[[Keys], Shape]] = {
         bias_key=("qkv_bias", True),
         biases=("bias",),
         windows=_qwen_windows,
-        experts=_qwen2_experts,
+        experts=lambda keys, _: _read_experts(
+            keys,
+            shared_dim=keys.size("shared_expert_intermediate_size"),
+            dim=keys.size("moe_intermediate_size"),
+            shared_gate=True,
+        ),
         sparse=_sparse_layers,
     ),
     "qwen3": _QWEN3,
@@ -611,3 +573,68 @@ def shape_of_config(config: Mapping[str, Any], name: str, origin: str = CONFIG) 
         )
         raise UserError(render_problems(origin, [problem]))
     return read(Keys(config, name, origin))
+
+
+# --- named models, from the TOML file beside this module, and the word that names a model
+
+_MOST = 12
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model with a name: the source of its sizes, and the keys of its config.json."""
+
+    name: str
+    source: str
+    config: Mapping[str, Any]
+
+
+@cache
+def load_named() -> Mapping[str, NamedModel]:
+    """Every model by its name, in the order of the file; an entry extends the one that it is `like`."""
+    text = files(__package__).joinpath("named.toml").read_text(encoding="utf-8")
+    tables = {name: table for name, table in tomllib.loads(text).items() if isinstance(table, dict)}
+
+    def config_of(table: dict[str, Any]) -> dict[str, Any]:
+        own = {key: value for key, value in table.items() if key not in ("source", "like")}
+        return {**(config_of(tables[table["like"]]) if "like" in table else {}), **own}
+
+    return {name: NamedModel(name, table["source"], config_of(table)) for name, table in tables.items()}
+
+
+@cache
+def find_named(name: str) -> Shape:
+    """The shape of a named model. Raises UserError that lists similar names."""
+    model = load_named().get(name.lower())
+    if model is None:
+        names = list(load_named())
+        near = difflib.get_close_matches(name.lower(), names, n=_MOST, cutoff=0.5)
+        known = f"names like it: {', '.join(near)}" if near else list_some(names, _MOST)
+        problem = Problem(
+            "model",
+            f'"{name}" is no model that is known by name',
+            allowed=f"one of {len(names)}; {known}",
+            remedy="correct the name, or name a Hugging Face folder, a hub name (org/name), or a run file",
+        )
+        raise UserError(render_problems("the model", [problem]), [problem])
+    return shape_of_config(model.config, model.name, f"named.toml, {model.name}")
+
+
+def find_shape(name: str) -> Shape:
+    """The shape of a folder or a config.json, of a hub name, or of a model known by name."""
+    path = expand_home(name)
+    is_config = path.is_file() and path.name == CONFIG
+    if not (is_config or path.is_dir() or "/" in name):
+        return find_named(name)
+    return read_shape(str(path.parent) if is_config else name)
+
+
+def name_problems(name: str) -> list[Problem]:
+    """Problems of a model that is named by a word alone."""
+    if name.endswith(".toml") or "/" in name or expand_home(name).exists():
+        return []
+    try:
+        find_shape(name)
+    except UserError as error:
+        return [*error.problems]
+    return []
