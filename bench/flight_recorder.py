@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from pairs import Pair, run
 from plain_loops import our_ddp
-from shardway.ranks.stacks import SIZE, VARIABLES
+from shardway.ranks.evidence import SIZE, VARIABLES
 from turns import Task
 
 

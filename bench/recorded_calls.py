@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 
-from shardway.ranks.stacks import VARIABLES
+from shardway.ranks.evidence import VARIABLES
 
 SIZES = {"off": 0, "off, a copy": 0, "64": 64, "256": 256, "2000": 2000}
 CALLS = 300

@@ -231,7 +231,7 @@ ABOUT_PERSONS = {
     "refusals.py": ("who may do what there", "who may write it"),  # accounts in the permissions of a file
     "rundir/events.py": ("who may read it",),
     "rundir/lease.py": ("who",),  # a key of a stored file
-    "ranks/doctor/node.py": ("see who: nvidia-smi",),  # the users of a GPU
+    "ranks/doctor/checks.py": ("see who: nvidia-smi",),  # the users of a GPU
 }
 """Where such a word is right: the file, and the piece of text around it."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +18,11 @@ from shardway.cli.options import print_line
 from shardway.cli.rank import read_packed
 from shardway.errors import Bug, Fenced, JobError, LateStop, ShardwayError, SiteError, UserError
 from shardway.ranks import failure, supervisor
+from shardway.ranks.evidence import HangEvidence
 from shardway.ranks.failure import LaunchOutcome, RankFailure, has_come_to_its_end
 from shardway.ranks.hang import HangTimeout
-from shardway.ranks.local import LocalLaunch
+from shardway.ranks.local import LocalLaunch, WarmStandby
 from shardway.ranks.supervisor import SingleNode, build_launch, pack_request, train_local
-from shardway.ranks.warm_standby import WarmStandby
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.attempts import Ending
 from shardway.rundir.directory import RunDir
@@ -461,6 +463,23 @@ class Scattered(SingleNode):
             events.write("started", step=5)
         run.write_status(state="running", step=5, reason="")
         return LaunchOutcome((KILLED,))
+
+
+def test_evidence_that_comes_while_the_watch_ends_counts(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where ranks of another node hang: these ranks are asked, and may have ended before all of them answered."""
+    evidence = HangEvidence(silent=(1,))
+
+    @contextmanager
+    def watched(*words: object) -> Iterator[SimpleNamespace]:
+        watch = SimpleNamespace(folder=None, slowest=None, found=None, seen=None)
+        yield watch
+        watch.seen = evidence
+
+    monkeypatch.setattr(supervisor, "watched", watched)
+    monkeypatch.setattr(supervisor, "run_local", lambda *words: [])
+    launch = build_launch(resolve_request(ResolveRequest(directory=run.path), 2, 2), 2)
+    outcome = supervisor.run_on_node(run, launch, None, WarmStandby(None), print_line)
+    assert outcome == LaunchOutcome(evidence=evidence)
 
 
 def test_what_keeps_ranks_from_starting_again_is_in_the_status(run: RunDir) -> None:

@@ -17,10 +17,10 @@ from shardway.errors import SiteError, UserError
 from shardway.ranks import nodes as cli_nodes
 from shardway.ranks.failure import LaunchOutcome
 from shardway.ranks.launcher import NodeSpec
+from shardway.ranks.local import WarmStandby
 from shardway.ranks.nodes import MultiNode, train_on_nodes
 from shardway.ranks.rendezvous import host_kv_store
 from shardway.ranks.supervisor import build_launch
-from shardway.ranks.warm_standby import WarmStandby
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.directory import RunDir
 
@@ -43,7 +43,7 @@ class Lead:
 
 def multi_node(folder: Path, *free: int, words: tuple[str, ...] = ()) -> MultiNode:
     request = ResolveRequest(directory=folder / "run", overrides=("site.nodes=4", *words))
-    return MultiNode(resolve_request(request, 4, 1), PLACE, Lead(free), 5.0, WarmStandby(None), print_line)  # type: ignore[arg-type]
+    return MultiNode(4, WarmStandby(None), print_line, resolve_request(request, 4, 1), PLACE, Lead(free), 5.0)  # type: ignore[arg-type]
 
 
 def begin(group: MultiNode) -> LaunchOutcome:

@@ -43,7 +43,7 @@ def list_used() -> list[str]:
 
 def ask_doctor(placement: Placement) -> list[str]:
     """What the doctor has against the network of this host."""
-    from shardway.ranks.doctor.cluster import check_hostname, check_interfaces, check_master
+    from shardway.ranks.doctor.checks import check_hostname, check_interfaces, check_master
     from shardway.ranks.doctor.surroundings import MachineView
     from shardway.sites.load import load_site
 

@@ -16,7 +16,7 @@ class Clock:
 
 
 class Shown:
-    """A page that remembers."""
+    """A heartbeat that remembers."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[Activity, int, float]] = []
@@ -27,8 +27,8 @@ class Shown:
 
 
 def test_every_second_belongs_to_one_activity() -> None:
-    clock, page = Clock(), Shown()
-    progress = Progress(page, clock, process_start=90.0)
+    clock, heartbeat = Clock(), Shown()
+    progress = Progress(heartbeat, clock, process_start=90.0)
     for activity, step, seconds in ((Activity.LOAD, 0, 5.0), (Activity.STEP, 0, 2.5), (Activity.SAVE, 1, 1.0)):
         progress.enter(activity, step)
         clock.now += seconds
@@ -42,7 +42,7 @@ def test_every_second_belongs_to_one_activity() -> None:
         Activity.SAVE: 1.0,
     }
     assert sum(spent.values()) == clock.now - 90.0
-    assert page.entries[1] == (Activity.STEP, 0, 105.0)
+    assert heartbeat.entries[1] == (Activity.STEP, 0, 105.0)
 
 
 def test_steps_that_were_done_before_are_repeated() -> None:

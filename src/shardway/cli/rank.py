@@ -13,9 +13,8 @@ from pathlib import Path
 
 from shardway.cli.main import leave, run_guarded, uncollected
 from shardway.hardware.limits import ensure_temporary
-from shardway.ranks.heartbeat import bind_to_cores, join_agent
+from shardway.ranks.heartbeat import bind_to_cores, join_agent, wait_at_gate
 from shardway.ranks.stop import Shutdown, SignalWatch, stop_with_agent
-from shardway.ranks.warm_standby import wait_at_gate
 from shardway.resolve.request import ResolveRequest
 
 

@@ -40,10 +40,9 @@ from shardway.errors import (
     render_reason,
 )
 from shardway.hardware.limits import count_oom_kills, read_cgroup_limits
-from shardway.ranks.flight_records import explain_collectives, render_ranks
-from shardway.ranks.hang import NO_EVIDENCE, Hang, HangEvidence
+from shardway.ranks.evidence import NO_EVIDENCE, HangEvidence, explain_collectives, read_crash, render_ranks
+from shardway.ranks.hang import Hang
 from shardway.ranks.launcher import has_restarts_left
-from shardway.ranks.stacks import read_crash
 from shardway.ranks.stop import Decision, find_stop_signal
 from shardway.refusals import find_remedy
 from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL, VARIABLE, Attempt, Ending, Result
@@ -55,16 +54,13 @@ from shardway.units import format_bytes
 
 # --- reports in the attempt that a job script has started
 
-CAUSE_WAIT_S = 5.0
-"""How long a rank that lost contact waits for the report of the rank at fault."""
-
-_PAUSE_S = 0.05
-_LONGEST = 200
-_UNNAMED_EXIT = 70
-
-_PATH = re.compile(r"""[^\s,;:'"()\[\]]*/[^\s,;:'"()\[\]]*""")
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]+|\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{8,}\b")
-_NUMBER = re.compile(r"\d+(?:[.,_]\d+)*(?:[eE][+-]?\d+)?")
+CAUSE_WAIT_S = 5.0  # how long a rank that lost contact waits for the report of the rank at fault
+_VARYING = (
+    (re.compile(r"""[^\s,;:'"()\[\]]*/[^\s,;:'"()\[\]]*"""), "PATH"),
+    (re.compile(r"0x[0-9a-fA-F]+|\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{8,}\b"), "#"),
+    (re.compile(r"\d+(?:[.,_]\d+)*(?:[eE][+-]?\d+)?"), "#"),
+)
+"""What is another in the same failure of another attempt: paths, addresses, numbers."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +74,16 @@ class RankFault:
 
 
 def find_attempt(environ: Mapping[str, str]) -> Attempt | None:
-    """The attempt that a job script started this process for; None without one.
-
-    Raises SiteError if its folder does not exist: the reports of the ranks would be lost.
-    """
+    """The attempt that a job script started this process for; None without one. Raises SiteError if its folder does not
+    exist: the reports of the ranks would be lost."""
     path = environ.get(VARIABLE, "")
-    if not path:
-        return None
-    if not Path(path).is_dir():
+    if path and not Path(path).is_dir():
         raise SiteError(
             f"{VARIABLE} names {path}, and there is no such folder on {socket.gethostname()}.\n"
             "  It is where a job says how it went. To do: make the run directory visible on every node and in the "
             "container, or unset the variable where no job is meant."
         )
-    return Attempt(Path(path))
+    return Attempt(Path(path)) if path else None
 
 
 def describe_error(error: BaseException, *, out_of_memory: bool = False) -> RankFault:
@@ -99,35 +91,39 @@ def describe_error(error: BaseException, *, out_of_memory: bool = False) -> Rank
     name = type(error).__name__
     if isinstance(error, ShardwayError):
         return RankFault(name, str(error), error.exit_code, out_of_memory)
-    return RankFault(name, f"{name}: {error}" if str(error) else name, _UNNAMED_EXIT, out_of_memory)
+    return RankFault(name, f"{name}: {error}" if str(error) else name, Bug.exit_code, out_of_memory)
 
 
 def sign_failure(fault: RankFault) -> str:
-    """A line that is the same for the same failure of another attempt: without numbers, addresses and paths.
-
-    The message of lost contact varies with the transport, so only its first words are kept.
-    """
+    """A line that is the same for the same failure of another attempt. The message of lost contact varies with the
+    transport, so only its first words are kept."""
     line = next((line.strip() for line in fault.message.splitlines() if line.strip()), "")
     line = "" if line == fault.kind else line.removeprefix(f"{fault.kind}: ")
     if fault.kind == LostContact.__name__:
         line = line.partition(":")[0]
-    for pattern, stand_in in ((_PATH, "PATH"), (_ADDRESS, "#"), (_NUMBER, "#")):
+    for pattern, stand_in in _VARYING:
         line = pattern.sub(stand_in, line)
-    return f"{fault.kind}: {' '.join(line.split())}"[:_LONGEST].rstrip(": ")
+    return f"{fault.kind}: {' '.join(line.split())}"[:200].rstrip(": ")
 
 
 def report_fault(
     attempt: Attempt | None, by: str, fault: RankFault, step: int = 0, wait_s: float = CAUSE_WAIT_S
 ) -> bool:
-    """Write that the attempt crashed, ran out of memory or lost a node, unless its end is already written.
-
-    A rank that lost contact first waits `wait_s` for the report of another rank. Returns whether this report counts;
-    also False if the file system refuses it, since the error itself matters more.
-    """
-    if attempt is None or (fault.kind == LostContact.__name__ and _await_result(attempt, wait_s)):
+    """Write that the attempt crashed, ran out of memory or lost a node, unless its end is already written. A rank that
+    lost contact first waits `wait_s` for the report of another rank. Returns whether this report counts; also False if
+    the file system refuses it, since the error itself matters more."""
+    if attempt is None:
         return False
-    state = Ending.NODE_FAILURE if fault.kind == NodeLost.__name__ else Ending.CRASHED
-    state = Ending.OUT_OF_MEMORY if fault.out_of_memory else state
+    state, until = Ending.CRASHED, time.monotonic() + wait_s
+    if fault.kind == LostContact.__name__:
+        while attempt.read_result() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        if attempt.read_result() is not None:
+            return False
+    if fault.kind == NodeLost.__name__:
+        state = Ending.NODE_FAILURE
+    if fault.out_of_memory:
+        state = Ending.OUT_OF_MEMORY
     result = Result(state, render_reason(fault.message), step, fault.exit_code, sign_failure(fault), by=by)
     try:
         return report_end(attempt, result)
@@ -140,16 +136,6 @@ def report_end(attempt: Attempt, result: Result) -> bool:
     started = attempt.read_started()
     job = started.job if started is not None else ""
     return attempt.write_result(replace(result, job=job, host=socket.gethostname(), ended=time.time()))
-
-
-def _await_result(attempt: Attempt, wait_s: float) -> bool:
-    """Wait until the end of the attempt is written; False if it is not in that time."""
-    until = time.monotonic() + wait_s
-    while attempt.read_result() is None:
-        if time.monotonic() >= until:
-            return False
-        time.sleep(_PAUSE_S)
-    return True
 
 
 @dataclass
@@ -176,32 +162,27 @@ def failure_reported(share: AttemptShare, exits: tuple[type[Exception], ...]) ->
 
 # --- how a stop ends an attempt
 
-_BY_SCRIPT = {"deadline": Ending.DEADLINE, "preempted": Ending.PREEMPTED}
-"""First word of a stop file that a job script wrote when the scheduler warned it -> how the attempt ends."""
-
-_END_OF_WORD = re.compile(r"[\s:,]+")
-
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """How an attempt ends, and why in a sentence."""
+    """How an attempt ends, and why in a sentence. `failure`: BY_SIGNAL if a signal was obeyed, which only the scheduler
+    can interpret."""
 
     state: Ending
     reason: str
     failure: str = ""
-    """BY_SIGNAL if a signal was obeyed, which only the scheduler can interpret."""
 
 
 def find_end(decision: Decision, stop_file: str | None, deadline: str = "") -> AttemptEnd:
-    """The end that all ranks have agreed on, in the words of rank 0.
-
-    `stop_file` is the content of the stop file (None: there is none), `deadline` the description of the clock.
-    """
+    """The end that all ranks have agreed on, in the words of rank 0. `stop_file` is the content of the stop file (None:
+    there is none), `deadline` the description of the clock."""
     if stop_file is not None:
         if stop_file.startswith(f"{BY_SIGNAL} "):
             return AttemptEnd(Ending.STOPPED, f"a {stop_file}", BY_SIGNAL)
-        first, *rest = _END_OF_WORD.split(stop_file.strip(), maxsplit=1)
-        if (state := _BY_SCRIPT.get(first.lower())) is not None:
+        # The first word is from a job script that the scheduler has warned.
+        first, *rest = re.split(r"[\s:,]+", stop_file.strip(), maxsplit=1)
+        state = {"deadline": Ending.DEADLINE, "preempted": Ending.PREEMPTED}.get(first.lower())
+        if state is not None:
             return AttemptEnd(state, "".join(rest) or stop_file)
         return AttemptEnd(Ending.STOPPED, stop_file or decision.stop_reason)
     if decision.deadline:
@@ -209,15 +190,13 @@ def find_end(decision: Decision, stop_file: str | None, deadline: str = "") -> A
     return AttemptEnd(Ending.STOPPED, decision.stop_reason, BY_SIGNAL)
 
 
-# --- a failed rank as its agent sees it
+# --- failed ranks as their agent sees them
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank that ended badly: its exit code (negative for a signal) and the files with its output.
-
-    `by_agent`: others had failed, and the agent ended it. `for_memory`: the kernel ended it, since memory ran out.
-    """
+    """A rank that ended badly: its exit code (negative for a signal) and the files with its output. `by_agent`: others
+    had failed, and the agent ended it. `for_memory`: the kernel ended it, since memory ran out."""
 
     rank: int
     pid: int
@@ -228,19 +207,20 @@ class RankFailure:
 
     @property
     def signal_name(self) -> str | None:
-        """Name of the signal that ended it, or None."""
         return signal.Signals(-self.exit_code).name if self.exit_code < 0 else None
 
     def read_printed(self) -> str:
-        """Its output, as far as it can be read."""
         return "".join(path.read_text(encoding="utf-8", errors="replace") for path in self.printed)
+
+    def last_error(self) -> str:
+        """The error that the rank printed last, if it had no events to write it into; empty for none."""
+        _, *errors = re.split(r"^shardway: ", self.read_printed(), flags=re.MULTILINE)
+        return errors[-1].strip() if errors else ""
 
 
 def mark_oom(failures: Sequence[RankFailure], before: int | None, root: Path = Path("/")) -> list[RankFailure]:
-    """The same failures, with a mark on the first killed rank if the kernel has killed it for lack of memory.
-
-    `before` is the result of `count_oom_kills` when the ranks started; `root` stands for "/".
-    """
+    """The same failures, with a mark on the first killed rank if the kernel has killed it for lack of memory. `before`
+    is the result of `count_oom_kills` when the ranks started; `root` stands for "/"."""
     killed = next((each for each in failures if each.signal_name == "SIGKILL" and not each.by_agent), None)
     now = count_oom_kills(root)
     if killed is None or before is None or now is None or now <= before:
@@ -248,42 +228,26 @@ def mark_oom(failures: Sequence[RankFailure], before: int | None, root: Path = P
     return [replace(each, for_memory=True) if each is killed else each for each in failures]
 
 
-def explain_oom(killed: RankFailure, base: str, root: Path = Path("/")) -> JobError:
-    """The error of such a rank; `base` names the checkpoint from which the run continues."""
-    limit = read_cgroup_limits(root).memory_bytes
-    bound = f", which may have {format_bytes(limit)}," if limit is not None and limit < 1 << 60 else ""
-    return JobError(
-        f"the memory of this control group{bound} ran out, so the kernel ended rank {killed.rank} (process "
-        f"{killed.pid}) by SIGKILL; the other ranks were ended with it.\n"
-        "  To do: run the same command again with more memory, or with less of it in use (a smaller train.micro_batch, "
-        f"fewer data.workers, checkpoint.background = false): it goes on from {base}."
-    )
-
-
-# --- how a start of the ranks ended
-
-
 @dataclass(frozen=True)
 class LaunchOutcome:
-    """How one start of the ranks ended, on all its nodes.
-
-    `failures`: ranks that ended badly, the causes first. `evidence`: of a hang, from the ranks. `lost`: names of lost
-    nodes. `called_off`: a stop was requested before all nodes were present.
-    """
+    """How one start of the ranks ended, on one node or on all. `failures`: ranks that ended badly, the causes first.
+    `evidence`: gathered from the ranks when one of any node hung. `late`: a stop took too long. `interrupted`: a second
+    signal ended it at once. `lost`: names of lost nodes. `called_off`: a stop was requested before all nodes were
+    present."""
 
     failures: tuple[RankFailure, ...] = ()
     hang: Hang | None = None
     evidence: HangEvidence = NO_EVIDENCE
+    late: bool = False
+    interrupted: bool = False
     lost: tuple[str, ...] = ()
     called_off: bool = False
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing went wrong."""
-        return not (self.failures or self.hang or self.lost)
+        return not (self.failures or self.hang or self.late or self.interrupted or self.lost)
 
     def describe(self) -> str:
-        """What failed, in a few words."""
         if self.hang is not None:
             return self.hang.message
         if self.lost:
@@ -321,9 +285,6 @@ def has_come_to_its_end(run: RunDir, mark: int, outcome: LaunchOutcome) -> bool:
 
 # --- the root cause of a start that ended badly
 
-_CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
-"""Signals that come from a fault in native code."""
-
 
 @dataclass(frozen=True)
 class RootCause:
@@ -335,15 +296,19 @@ class RootCause:
 
 
 def find_root_cause(run: RunDir, outcome: LaunchOutcome, marks: Mapping[int, int]) -> RootCause:
-    """The cause of a start that ended badly; events of a rank before its mark are of earlier starts.
-
-    Without a lost node, another writer or a hang it is the rank that failed first: the first one if it was killed; else
-    one with an error other than lost contact; else one that was killed. A rank may lose contact before the agent
-    detects the dead one, and the agent ends the others by signals.
-    """
+    """The cause of a start that ended badly; events of a rank before its mark are of earlier starts. Without a lost
+    node, another writer or a hang it is the rank that failed first: the first one if it was killed; else one with an
+    error other than lost contact; else one that was killed. A rank may lose contact before the agent detects the dead
+    one, and the agent ends the others by signals."""
     failures = outcome.failures
     if outcome.lost:
-        return RootCause(_explain_lost(run, outcome.lost))
+        names, they = " and ".join(outcome.lost), "does" if len(outcome.lost) == 1 else "do"
+        message = (
+            f"{names} {they} not answer any more; the ranks of the other nodes were ended.\n"
+            f"  To do: run the same command again: it goes on from {run.describe_base()}. If nodes are lost often, "
+            "run.elastic lets a run go on with fewer."
+        )
+        return RootCause(NodeLost(message))
     if (writer := run.find_writer()) is not None:
         return RootCause(_explain_taken_over(run, failures, writer))
     if outcome.hang is not None:
@@ -353,7 +318,11 @@ def find_root_cause(run: RunDir, outcome: LaunchOutcome, marks: Mapping[int, int
         return RootCause(explain_oom(for_memory, run.describe_base()), out_of_memory=True)
     if failures[0].signal_name:
         return RootCause(_explain_killed(run, failures[0]))
-    faults = {rank: fault for rank, mark in marks.items() if (fault := _last_fault(run, rank, mark)) is not None}
+    faults: dict[int, Event] = {}
+    for rank, mark in marks.items():  # recorded after this mark, or reported before the run went on
+        new = [event for event in islice(run.all_events(rank), mark, None) if event["event"] == "fault"]
+        if (fault := new[-1] if new else run.read_setup_fault(rank)) is not None:
+            faults[rank] = fault
     own = {rank: fault for rank, fault in faults.items() if fault["kind"] != LostContact.__name__}
     killed = [failure for failure in failures if failure.signal_name and not failure.by_agent]
     if killed and not own:
@@ -368,24 +337,22 @@ def find_root_cause(run: RunDir, outcome: LaunchOutcome, marks: Mapping[int, int
     return RootCause(kind(f"{prefix}{fault['message']}{where}"), f"rank {rank}", fault.get("out_of_memory") is True)
 
 
-def _last_fault(run: RunDir, rank: int, mark: int) -> Event | None:
-    """The fault that a rank recorded after this mark, or reported before the run went on."""
-    events = list(run.all_events(rank))[mark:]
-    return next((event for event in reversed(events) if event["event"] == "fault"), None) or run.read_setup_fault(rank)
-
-
-def _explain_lost(run: RunDir, lost: tuple[str, ...]) -> NodeLost:
-    names, they = " and ".join(lost), "does" if len(lost) == 1 else "do"
-    return NodeLost(
-        f"{names} {they} not answer any more; the ranks of the other nodes were ended.\n"
-        f"  To do: run the same command again: it goes on from {run.describe_base()}. If nodes are lost often, "
-        "run.elastic lets a run go on with fewer."
+def explain_oom(killed: RankFailure, base: str, root: Path = Path("/")) -> JobError:
+    """The error of a rank that was killed for lack of memory; `base` names the checkpoint from which the run
+    continues."""
+    limit = read_cgroup_limits(root).memory_bytes
+    bound = f", which may have {format_bytes(limit)}," if limit is not None and limit < 1 << 60 else ""
+    return JobError(
+        f"the memory of this control group{bound} ran out, so the kernel ended rank {killed.rank} (process "
+        f"{killed.pid}) by SIGKILL; the other ranks were ended with it.\n"
+        "  To do: run the same command again with more memory, or with less of it in use (a smaller train.micro_batch, "
+        f"fewer data.workers, checkpoint.background = false): it goes on from {base}."
     )
 
 
 def _explain_taken_over(run: RunDir, failures: tuple[RankFailure, ...], writer: str) -> ShardwayError:
     """All ranks of this start have ended and another run writes here; nothing is written into its record."""
-    errors = {failure: text for failure in failures if (text := _last_error(failure))}
+    errors = {failure: text for failure in failures if (text := failure.last_error())}
     for failure, text in errors.items():
         if failure.exit_code == UserError.exit_code:  # the other run was there before the ranks could begin
             return UserError(text)
@@ -399,7 +366,7 @@ def _explain_taken_over(run: RunDir, failures: tuple[RankFailure, ...], writer: 
 def _explain_hang(run: RunDir, hang: Hang, evidence: HangEvidence, *, began: bool) -> JobError:
     """What the agent detected, with the stacks of the ranks; written as a fault of the first of them if the run had
     begun."""
-    sentences = explain_collectives(evidence.collectives)
+    sentences = explain_collectives(evidence)
     message = ": ".join((hang.message, *sentences[:1]))
     facts = {
         "rank": hang.ranks[0],
@@ -412,7 +379,7 @@ def _explain_hang(run: RunDir, hang: Hang, evidence: HangEvidence, *, began: boo
     if began:
         with contextlib.suppress(OSError, JobError), run.event_writer(hang.ranks[0]) as events:
             events.write("fault", **facts)
-    places = [f"{render_ranks(group.ranks)}: {_render_frames(group.frames) or 'n/a'}" for group in evidence.groups]
+    places = [f"{render_ranks(group.ranks)}: {' < '.join(group.frames[:3]) or 'n/a'}" for group in evidence.groups]
     further = "".join(f"\n  {each}" for each in (*sentences[1:], *places))
     return JobError(
         f"{message}; all ranks were ended.{further}\n"
@@ -421,21 +388,16 @@ def _explain_hang(run: RunDir, hang: Hang, evidence: HangEvidence, *, began: boo
     )
 
 
-def _render_frames(frames: tuple[str, ...]) -> str:
-    return " < ".join(frames[:3])
-
-
 def _explain_killed(run: RunDir, failure: RankFailure) -> JobError:
-    """A rank that a signal ended. A crash in native code cannot raise an error: it is shown with the Python frame that
-    called it, if that is known."""
     who, base = f"rank {failure.rank} (process {failure.pid})", run.describe_base()
-    if failure.signal_name not in _CRASHES:
+    if failure.signal_name not in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL"):
         return JobError(
             f"{who} was ended by {failure.signal_name}; the other ranks were ended "
             f"with it.\n  To do: run the same command again: it goes on from {base}. If that signal was not sent "
             "on purpose, the machine may have run out of memory (dmesg says so)."
         )
-    frames = _render_frames(read_crash(failure.read_printed()))
+    # Native code cannot raise an error: the crash is shown with the Python frame that called it, if that is known.
+    frames = " < ".join(read_crash(failure.read_printed())[:3])
     return JobError(
         f"{who} crashed in native code ({failure.signal_name})"
         f"{f', called from {frames}' if frames else ''}; the other ranks were ended with it.\n"
@@ -447,7 +409,7 @@ def _explain_killed(run: RunDir, failure: RankFailure) -> JobError:
 def _explain_exit_code(run: RunDir, failure: RankFailure) -> ShardwayError:
     """A rank that recorded no fault: by what it printed, else by its exit code."""
     kinds: dict[int, type[ShardwayError]] = {kind.exit_code: kind for kind in (UserError, SiteError, JobError)}
-    kind, printed = kinds.get(failure.exit_code), _last_error(failure)
+    kind, printed = kinds.get(failure.exit_code), failure.last_error()
     if kind is not None and printed:
         return kind(printed)
     what = f"rank {failure.rank} ended with exit code {failure.exit_code}."
@@ -459,21 +421,14 @@ def _explain_exit_code(run: RunDir, failure: RankFailure) -> ShardwayError:
     return (kind or JobError)(f"{what}{_name_output(failure.printed)}")
 
 
-def _last_error(failure: RankFailure) -> str:
-    """The error that a rank printed last, if it had no events to write it into; empty for none."""
-    _, *errors = re.split(r"^shardway: ", failure.read_printed(), flags=re.MULTILINE)
-    return errors[-1].strip() if errors else ""
-
-
 def _name_output(printed: Sequence[Path]) -> str:
     return f"\n  What it printed is in {printed[-1]}" if printed else ""
 
 
 # --- whether the ranks start again: a pure function of the failures so far
 
-SAME_TWICE = 2
 WITHOUT_PROGRESS = 3
-"""So many failures in a row between two checkpoints end the run, whatever they are."""
+"""So many failures in a row between two checkpoints end the run, whatever they are; two, if they are the same."""
 
 FROM_NODES = 2
 """So many starts from one checkpoint on the disks of the nodes may fail; the next start ignores those disks."""
@@ -482,10 +437,8 @@ FROM_NODES = 2
 @dataclass(frozen=True)
 class RepeatedFailure:
     """A failure of the ranks: a line that is the same for the same failure, and the newest complete checkpoint's step.
-
     `hopeless`: the user has to change something first, such as the run file. `from_nodes`: the ranks had started from
-    that checkpoint, and it existed only on the disks of the nodes.
-    """
+    that checkpoint, and it existed only on the disks of the nodes."""
 
     signature: str
     saved_step: int
@@ -498,7 +451,7 @@ class RestartDecision:
     """Whether the ranks start again; if not, why."""
 
     restart: bool
-    reason: str = ""
+    reason: str = ""  # why not
 
 
 def decide(failures: Sequence[RepeatedFailure], most: int | None = None) -> RestartDecision:
@@ -513,7 +466,7 @@ def decide(failures: Sequence[RepeatedFailure], most: int | None = None) -> Rest
     from_nodes = [failure for failure in stuck if failure.from_nodes]
     if newest.from_nodes and len(from_nodes) <= FROM_NODES:
         return RestartDecision(True)  # it may be that checkpoint: the third start does not begin from it
-    if [failure.signature for failure in stuck].count(newest.signature) >= SAME_TWICE:
+    if [failure.signature for failure in stuck].count(newest.signature) >= 2:
         return RestartDecision(False, f"the same failure came twice {where}")
     if len(stuck) - min(len(from_nodes), FROM_NODES) >= WITHOUT_PROGRESS:
         return RestartDecision(False, f"{len(stuck)} failures came one after another {where}")

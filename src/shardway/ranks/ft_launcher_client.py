@@ -26,21 +26,14 @@ from shardway.ranks.launcher import FT_LAUNCHER, Placement
 BEAT_S = 1.0
 """The least time between two heartbeats in the loop of steps; limits are longer than the hang timeout by it."""
 
-ANSWER_S = 10.0
-"""How long the monitor may take to answer before the rank goes on without it."""
-
+ANSWER_S = 10.0  # how long the monitor may take to answer before the rank goes on without it
 _LOOP = frozenset((Activity.DATA, Activity.STEP, Activity.REPEAT, Activity.SCRIPT))
 """Activities that change too often to report each one: they share one limit, the longest."""
 
-_MUCH_LESS = 0.8
-"""A limit that falls by less than this factor is not reported again."""
-
 
 class MonitorHeartbeat:
-    """A `HeartbeatSink` that the monitor of this rank reads; `client` is a `RankMonitorClient` that is connected.
-
-    Until `watch` is called the monitor uses ft_launcher's own limit for the first heartbeat.
-    """
+    """A `HeartbeatSink` that the monitor of this rank reads; `client` is a `RankMonitorClient` that is connected. Until
+    `watch` is called the monitor uses ft_launcher's own limit for the first heartbeat."""
 
     def __init__(self, client: Any) -> None:
         self._client: Any | None = client
@@ -94,7 +87,8 @@ class MonitorHeartbeat:
         try:
             self._client.send_heartbeat()  # first: a limit that falls would be past already
             limit_s, reported = self._limit_s(), self._reported_s
-            unchanged = limit_s is not None and reported is not None and _MUCH_LESS * reported <= limit_s <= reported
+            # A limit that falls a little is not reported again.
+            unchanged = limit_s is not None and reported is not None and 0.8 * reported <= limit_s <= reported
             if limit_s != reported and not unchanged:
                 limits = {"initial": limit_s, "subsequent": limit_s, "were_calculated": True}
                 self._client.load_state_dict({"current_timeouts": {"heartbeat": limits}})
@@ -113,9 +107,7 @@ class MonitorHeartbeat:
 
 def open_monitor(placement: Placement) -> MonitorHeartbeat | None:
     """The heartbeat of a rank that ft_launcher has started; None for any other, and if its monitor does not answer.
-
-    Raises SiteError where nvidia_resiliency_ext cannot be imported.
-    """
+    Raises SiteError where nvidia_resiliency_ext cannot be imported."""
     if placement.launcher != FT_LAUNCHER:
         return None
     try:

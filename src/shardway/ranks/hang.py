@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from shardway.ranks.flight_records import NO_RECORDS, CollectiveRecords, merge_records
+from shardway.ranks.evidence import HangEvidence, ask_for_records, ask_for_stacks, group_stacks
 from shardway.ranks.heartbeat import (
     HEARTBEATS,
     Activity,
@@ -39,22 +39,15 @@ from shardway.ranks.heartbeat import (
     private_folder,
     read_heartbeat,
 )
-from shardway.ranks.stacks import StackGroup, ask_for_records, ask_for_stacks, group_stacks, merge_groups
 from shardway.runfile.schema import RunSection
 
 # --- hang timeouts, learnt from observations
 
 MARGIN_S = 5.0
 FACTOR = 3.0
-STORAGE_S = 60.0
-"""Further time for activities that wait for a file system."""
-
-ENOUGH = 3
-"""Observations from which on an activity counts as known."""
-
-_KEPT = 1000
+STORAGE_S = 60.0  # further time for activities that wait for a file system
+ENOUGH = 3  # observations from which on an activity counts as known
 _ON_STORAGE = frozenset((Activity.LOAD, Activity.DATA, Activity.SCRIPT, Activity.VALIDATE, Activity.SAVE))
-_SAME = {Activity.REPEAT: Activity.STEP}
 
 
 @dataclass(frozen=True)
@@ -71,19 +64,17 @@ class HangTimeout:
     def __init__(self, start_s: float, fixed_s: float | None = None) -> None:
         self._start_s = start_s
         self._fixed_s = fixed_s
-        self._seen: dict[Activity, deque[float]] = {}
+        self._seen = {activity: deque[float](maxlen=1000) for activity in Activity}
+        self._seen[Activity.REPEAT] = self._seen[Activity.STEP]
 
     def observe(self, span: ActivitySpan, seconds: float) -> None:
-        """Record the duration of an activity."""
         if not span.is_first:
-            self._seen.setdefault(_SAME.get(span.activity, span.activity), deque(maxlen=_KEPT)).append(seconds)
+            self._seen[span.activity].append(seconds)
 
     def usual_s(self, activity: Activity) -> float | None:
         """The 99th percentile (nearest rank) of the observations; None while there are too few."""
-        seen = self._seen.get(_SAME.get(activity, activity), ())
-        if len(seen) < ENOUGH:
-            return None
-        return sorted(seen)[math.ceil(0.99 * len(seen)) - 1]
+        seen = sorted(self._seen[activity])
+        return seen[math.ceil(0.99 * len(seen)) - 1] if len(seen) >= ENOUGH else None
 
     def limit_s(self, span: ActivitySpan, *, stopped: bool) -> float:
         """How long this activity may take now; `stopped`: its process is stopped, so slow storage is no excuse."""
@@ -109,37 +100,23 @@ def read_hang_timeout(settings: RunSection) -> HangTimeout | None:
 
 # --- finding the ranks that hang
 
-ACTIVITY_PHRASES = {
-    Activity.START: "while starting",
-    Activity.LOAD: "while loading a checkpoint",
-    Activity.DATA: "while waiting for data",
-    Activity.STEP: "in a step",
-    Activity.REPEAT: "in a step",
-    Activity.VALIDATE: "in a validation",
-    Activity.SAVE: "in a save",
-    Activity.END: "while ending",
-    Activity.SCRIPT: "in its script",
+_ACTIVITIES = {
+    Activity.START: (0, "while starting"),
+    Activity.LOAD: (0, "while loading a checkpoint"),
+    Activity.DATA: (1, "while waiting for data"),
+    Activity.SCRIPT: (2, "in its script"),
+    Activity.STEP: (3, "in a step"),
+    Activity.REPEAT: (3, "in a step"),
+    Activity.VALIDATE: (4, "in a validation"),
+    Activity.SAVE: (5, "in a save"),
+    Activity.END: (6, "while ending"),
 }
+"""Order of activities at the same number of steps, and each in words. Only rank 0 can tell that a step is repeated. A
+script comes before its step and once more after it: a rank in its script may keep others waiting in the step."""
 
-_ORDER = {
-    Activity.DATA: 1,
-    Activity.SCRIPT: 2,
-    Activity.STEP: 3,
-    Activity.REPEAT: 3,
-    Activity.VALIDATE: 4,
-    Activity.SAVE: 5,
-    Activity.END: 6,
-}
-"""Order of activities at the same number of steps; only rank 0 can tell that a step is repeated. A script comes before
-its step and once more after it: a rank in its script may keep others waiting in the step."""
+ACTIVITY_PHRASES = {activity: words for activity, (_, words) in _ACTIVITIES.items()}
 
 _IN_STEP = frozenset((Activity.DATA, Activity.SCRIPT, Activity.STEP, Activity.REPEAT))
-
-_CHANGES_OF_STEP = 3
-"""Heartbeat changes in a step: waiting for data, having data, beginning the step."""
-
-_FIRST_CHANGES = 8
-"""Changes of a heartbeat up to the first step or the one after: start, load, and twice those of a step."""
 
 
 class StoppedProcess(StrEnum):
@@ -149,15 +126,8 @@ class StoppedProcess(StrEnum):
     RANK = "rank"
     LOADER = "loader"
 
-    @property
-    def why(self) -> str:
-        """The cause, to follow the description of what a rank did."""
-        words = {self.RANK: ", stopped by a signal", self.LOADER: ", its loader process stopped by a signal"}
-        return words.get(self, "")
 
-
-StepPosition = tuple[int, int]
-"""The progress of a rank: steps done, and the position of its activity within a step."""
+StepPosition = tuple[int, int]  # the progress of a rank: steps done, and the position of its activity within a step
 
 
 @dataclass(frozen=True)
@@ -169,8 +139,7 @@ class Sighting:
 
     @property
     def position(self) -> StepPosition:
-        """The progress of the rank."""
-        return self.entry.step, _ORDER.get(self.entry.activity, 0)
+        return self.entry.step, _ACTIVITIES[self.entry.activity][0]
 
 
 @dataclass(frozen=True)
@@ -201,11 +170,13 @@ class Hang:
     @property
     def message(self) -> str:
         """What happened, in a sentence without process ids."""
-        entry, why = self.sighting.entry, self.sighting.stopped.why
-        words = ACTIVITY_PHRASES.get(entry.activity, "")
+        entry, why = self.sighting.entry, ""
+        if self.sighting.stopped:
+            of_loader = self.sighting.stopped is StoppedProcess.LOADER
+            why = ", its loader process stopped by a signal" if of_loader else ", stopped by a signal"
         is_all = self.all_alike and len(self.ranks) > 1
         names = "all ranks" if is_all else " and ".join(f"rank {rank}" for rank in self.ranks)
-        what = f"did nothing for {self.seconds:.1f} s {words} after step {entry.step}"
+        what = f"did nothing for {self.seconds:.1f} s {ACTIVITY_PHRASES[entry.activity]} after step {entry.step}"
         return f"{names} {what}{why} (more than {self.limit_s:.1f} s means a hang)"
 
 
@@ -220,10 +191,8 @@ class _Watched:
 
     @property
     def span(self) -> ActivitySpan:
-        """The rank's activity, and whether it is in or before its first step."""
-        return ActivitySpan(
-            self.entry.activity, self.entry.activity in _IN_STEP and self.entry.changes <= _FIRST_CHANGES
-        )
+        # Eight changes up to the first step or the one after: start, load, and twice those of a step.
+        return ActivitySpan(self.entry.activity, self.entry.activity in _IN_STEP and self.entry.changes <= 8)
 
 
 class HangFinder:
@@ -242,23 +211,28 @@ class HangFinder:
 
     def look(self, sightings: Mapping[int, Sighting], now: float, elsewhere: SlowestRank = NO_RANKS) -> Hang | None:
         """The hang that these sightings show, by rank; `now` in monotonic seconds. Ranks that have ended are left out.
-
-        These ranks may be waiting for ranks `elsewhere`, on other nodes.
-        """
+        These ranks may be waiting for ranks `elsewhere`, on other nodes."""
         tick = min(now - self._looked_at, self._longest_tick_s) if self._looked_at is not None else 0.0
         self._looked_at = now
-        suspects = _find_suspects(sightings, elsewhere)
+        # Suspects wait for no other rank: those behind all others, and those that are stopped.
+        slowest = merge_slowest((find_slowest(sightings), elsewhere)).position
+        last = None if elsewhere.stopped else slowest
+        suspects = [rank for rank, each in sightings.items() if each.stopped or each.position == last]
         self._ranks = {
             rank: self._update(self._ranks.get(rank), sighting.entry, tick, alone=rank in suspects)
             for rank, sighting in sightings.items()
         }
-        overdue = [rank for rank in suspects if self._is_overdue(self._ranks[rank], bool(sightings[rank].stopped))]
+        limits = {
+            rank: self._hang_timeout.limit_s(self._ranks[rank].span, stopped=bool(sightings[rank].stopped))
+            for rank in suspects
+        }
+        overdue = [rank for rank in suspects if (self._ranks[rank].alone or 0.0) > limits[rank]]
         if not overdue:
             return None
         at_fault = [rank for rank in overdue if sightings[rank].stopped] or overdue
-        first, watched = sightings[at_fault[0]], self._ranks[at_fault[0]]
-        limit_s = self._hang_timeout.limit_s(watched.span, stopped=bool(first.stopped))
-        return Hang(tuple(at_fault), watched.age, limit_s, first, all_alike=len(at_fault) == len(sightings))
+        first = at_fault[0]
+        all_alike = len(at_fault) == len(sightings)
+        return Hang(tuple(at_fault), self._ranks[first].age, limits[first], sightings[first], all_alike)
 
     def _update(self, known: _Watched | None, entry: HeartbeatEntry, tick: float, *, alone: bool) -> _Watched:
         new = _Watched(entry, alone=0.0 if alone else None)
@@ -271,33 +245,22 @@ class HangFinder:
         exact = entry.changes == known.entry.changes + 1
         seconds = min(entry.since - known.entry.since, known.age + tick) if exact else known.age
         self._hang_timeout.observe(known.span, max(0.0, seconds))
-        between = (entry.changes - known.entry.changes) // _CHANGES_OF_STEP - 1
-        for _ in range(min(between, ENOUGH)):  # steps that began and ended between two looks
+        # Steps that began and ended between two looks; each has three changes: waiting for data, having it, the step.
+        for _ in range(min((entry.changes - known.entry.changes) // 3 - 1, ENOUGH)):
             self._hang_timeout.observe(ActivitySpan(Activity.DATA), tick)
             self._hang_timeout.observe(ActivitySpan(Activity.STEP), tick)
         return new
 
-    def _is_overdue(self, watched: _Watched, stopped: bool) -> bool:
-        return watched.alone is not None and watched.alone > self._hang_timeout.limit_s(watched.span, stopped=stopped)
-
 
 def find_slowest(sightings: Mapping[int, Sighting]) -> SlowestRank:
     """The progress of the slowest of these ranks."""
-    seen = sightings.values()
-    return SlowestRank(min((each.position for each in seen), default=None), any(each.stopped for each in seen))
+    return merge_slowest(SlowestRank(each.position, bool(each.stopped)) for each in sightings.values())
 
 
 def merge_slowest(parts: Iterable[SlowestRank]) -> SlowestRank:
     """The progress of the slowest of all."""
     known = [(part.position, part.stopped) for part in parts if part.position is not None]
     return SlowestRank(min((position for position, _ in known), default=None), any(stopped for _, stopped in known))
-
-
-def _find_suspects(sightings: Mapping[int, Sighting], elsewhere: SlowestRank) -> list[int]:
-    """Ranks that wait for no other rank: those behind all others, and those that are stopped."""
-    slowest = merge_slowest((find_slowest(sightings), elsewhere)).position
-    last = None if elsewhere.stopped else slowest
-    return [rank for rank, each in sightings.items() if each.stopped or each.position == last]
 
 
 # --- the watch over the ranks of this process
@@ -307,33 +270,12 @@ SHARE_S = 2.0
 """How long hanging ranks are left alone if ranks on other nodes wait for them, so that those are asked as well before
 they lose contact: their agents get the news within half a second."""
 
-_STOPPED = "T"
-_LOADERS_WAITED_FOR = frozenset((Activity.DATA, Activity.VALIDATE))
-
-
-@dataclass(frozen=True)
-class HangEvidence:
-    """The stacks of the ranks that answered, and their collectives."""
-
-    groups: tuple[StackGroup, ...] = ()
-    collectives: CollectiveRecords = NO_RECORDS
-
-    def shift(self, first: int) -> HangEvidence:
-        """The same with global rank numbers, `first` being that of this node's first rank."""
-        groups = tuple(replace(each, ranks=tuple(rank + first for rank in each.ranks)) for each in self.groups)
-        return HangEvidence(groups, self.collectives.shift(first))
-
-
-NO_EVIDENCE = HangEvidence()
-
 
 class HeartbeatWatch:
     """While entered, a thread reads the heartbeats of `ranks` local ranks; `on_wake` is called with those it resumed.
-
     `slowest` is the progress of these ranks; `has_hang`: one of them hangs, which is `found` once `seen`, the evidence,
     was gathered. The caller sets `elsewhere`, the progress of ranks on other nodes, and `is_asked` if one of those
-    hangs: then `seen` of these ranks is needed.
-    """
+    hangs: then `seen` of these ranks is needed."""
 
     def __init__(
         self,
@@ -401,8 +343,8 @@ class HeartbeatWatch:
 
     def _ask(self, folder: Path, sightings: Mapping[int, Sighting]) -> HangEvidence:
         pids = {rank: each.entry.pid for rank, each in sightings.items() if each.stopped is not StoppedProcess.RANK}
-        stacks = ask_for_stacks(folder, pids)
-        return HangEvidence(tuple(group_stacks(stacks)), ask_for_records(folder, sightings))
+        groups = tuple(group_stacks(ask_for_stacks(folder, pids)))
+        return replace(ask_for_records(folder, sightings), groups=groups)
 
 
 @contextlib.contextmanager
@@ -419,11 +361,11 @@ def watched(
 
 
 def _find_stopped(entry: HeartbeatEntry, state: str) -> StoppedProcess:
-    if state == _STOPPED:
+    if state == "T":
         return StoppedProcess.RANK
     # A rank may have hundreds of threads, each with children: they are looked at only if it waits for long.
-    waits = entry.activity in _LOADERS_WAITED_FOR and time.monotonic() - entry.since > 2 * LOOK_EVERY_S
-    return StoppedProcess.LOADER if waits and state and _list_stopped_children(entry.pid) else StoppedProcess.NONE
+    waits = entry.activity in (Activity.DATA, Activity.VALIDATE) and time.monotonic() - entry.since > 2 * LOOK_EVERY_S
+    return StoppedProcess.LOADER if waits and _list_stopped_children(entry.pid) else StoppedProcess.NONE
 
 
 def _list_stopped_children(pid: int) -> list[int]:
@@ -433,7 +375,7 @@ def _list_stopped_children(pid: int) -> list[int]:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
                 found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return [child for child in found if _child_state(child, pid) == _STOPPED]
+    return [child for child in found if _child_state(child, pid) == "T"]
 
 
 def _send(pid: int, number: signal.Signals, of: int | None = None) -> None:
@@ -454,24 +396,12 @@ def _child_state(pid: int, of: int | None = None) -> str:
     return state if int(parent) == (os.getpid() if of is None else of) else ""
 
 
-def merge_evidence(parts: Sequence[HangEvidence]) -> HangEvidence:
-    """The evidence of several nodes as one."""
-    groups = merge_groups(group for part in parts for group in part.groups)
-    return HangEvidence(tuple(groups), merge_records(part.collectives for part in parts))
-
-
 def merge_hangs(hangs: Sequence[Hang], ranks: int) -> Hang | None:
-    """The hangs of several nodes as one of `ranks` ranks, with global rank numbers; None for none.
-
-    Stopped ranks are at fault, else those behind all others.
-    """
+    """The hangs of several nodes as one of `ranks` ranks, with global rank numbers; None for none. Stopped ranks are at
+    fault, else those behind all others."""
     if not hangs:
         return None
-
-    def order(hang: Hang) -> tuple[bool, StepPosition]:
-        return not hang.sighting.stopped, hang.sighting.position
-
-    first = min(hangs, key=order)
+    first = min(hangs, key=lambda hang: (not hang.sighting.stopped, hang.sighting.position))
     same = (first.sighting.stopped, first.sighting.position)
     alike = [hang for hang in hangs if (hang.sighting.stopped, hang.sighting.position) == same]
     at_fault = tuple(sorted(rank for hang in alike for rank in hang.ranks))

@@ -18,20 +18,22 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
+import select
 import socket
 import stat
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardway.ranks.stacks import answer_with_record, answer_with_stacks
+from shardway.ranks.evidence import answer_with_record, answer_with_stacks
 from shardway.rundir.attempts import Attempt, AttemptStart
 from shardway.rundir.lease import hold_folder, take_left_folder
 
@@ -39,12 +41,10 @@ from shardway.rundir.lease import hold_folder, take_left_folder
 
 
 class Activity(IntEnum):
-    """What a rank can be busy with; the numbers are part of the heartbeat file and stay as they are.
-
-    START lasts until a checkpoint is looked for. DATA lasts from the end of a step until the next batch is there,
-    and includes the record of the step. REPEAT is a step that an earlier attempt had done. SCRIPT is the time of a
-    script that owns its loop between its batch and its step.
-    """
+    """What a rank can be busy with; the numbers are part of the heartbeat file and stay as they are. START lasts until
+    a checkpoint is looked for. DATA lasts from the end of a step until the next batch is there, and includes the record
+    of the step. REPEAT is a step that an earlier attempt had done. SCRIPT is the time of a script that owns its loop
+    between its batch and its step."""
 
     START = 0
     LOAD = 1
@@ -58,18 +58,14 @@ class Activity(IntEnum):
 
 
 class HeartbeatSink(Protocol):
-    """A place that shows other processes the activity of this rank."""
+    """A place that shows other processes the activity of this rank, its steps, and since when (monotonic seconds)."""
 
-    def write(self, activity: Activity, step: int, now: float) -> None:
-        """Show the activity, the steps that are done, and since when (monotonic seconds)."""
+    def write(self, activity: Activity, step: int, now: float) -> None: ...
 
 
 class Progress:
     """The activities of one rank; `process_start` is the start of the first one, on the given monotonic clock in
-    seconds.
-
-    `reached` is the most steps that an earlier attempt has done: those before it are repeated.
-    """
+    seconds. `reached` is the most steps that an earlier attempt has done: those before it are repeated."""
 
     def __init__(
         self,
@@ -79,21 +75,16 @@ class Progress:
     ) -> None:
         self._heartbeat = heartbeat
         self._clock = clock
-        self._activity = Activity.START
+        self.activity = Activity.START
         self._since = clock() if process_start is None else process_start
         self._spent = dict.fromkeys(Activity, 0.0)
         self.reached = 0
 
-    @property
-    def activity(self) -> Activity:
-        """What the rank is busy with."""
-        return self._activity
-
     def enter(self, activity: Activity, step: int) -> None:
         """From now on the rank is busy with `activity`, with `step` steps done."""
         now = self._clock()
-        self._spent[self._activity] += now - self._since
-        self._activity, self._since = activity, now
+        self._spent[self.activity] += now - self._since
+        self.activity, self._since = activity, now
         if self._heartbeat is not None:
             self._heartbeat.write(activity, step, now)
 
@@ -104,32 +95,26 @@ class Progress:
     def spent(self, now: float | None = None) -> dict[Activity, float]:
         """Seconds by activity up to now."""
         now = self._clock() if now is None else now
-        return {**self._spent, self._activity: self._spent[self._activity] + now - self._since}
+        return {**self._spent, self.activity: self._spent[self.activity] + now - self._since}
 
     def as_facts(self) -> dict[str, Any]:
         """For a record: `spent`, seconds by activity in lower case, and `unfinished_s` of a step under way, in it."""
         now = self._clock()
         spent = {each.name.lower(): round(seconds, 6) for each, seconds in self.spent(now).items() if seconds}
-        if self._activity not in (Activity.STEP, Activity.REPEAT):
+        if self.activity not in (Activity.STEP, Activity.REPEAT):
             return {"spent": spent}
         return {"spent": spent, "unfinished_s": round(now - self._since, 6)}
 
 
 # --- when this process, or the job that it belongs to, started
 
-RELEASED = "SHARDWAY_RELEASED"
-"""The release of a warm standby, in seconds of `time.monotonic()` on its own host."""
-
+RELEASED = "SHARDWAY_RELEASED"  # the release of a warm standby, in seconds of `time.monotonic()` on its own host
 _STAT = Path("/proc/self/stat")
-_START_TIME = 19
-"""Place of `starttime` in /proc/self/stat behind the name of the program (its field 22; proc(5))."""
 
 
 def find_process_start(attempt: Attempt | None, environ: Mapping[str, str]) -> float:
-    """The start of the attempt, in seconds of `time.monotonic()`.
-
-    That is the start of its job, if known and written on this host, else of this process (a standby: its release).
-    """
+    """The start of the attempt, in seconds of `time.monotonic()`: of its job, if known and written on this host, else
+    of this process (a standby: its release)."""
     released = environ.get(RELEASED, "")
     age_s = max(0.0, time.monotonic() - float(released)) if released else process_age_s()
     started = attempt.read_started() if attempt is not None else None
@@ -143,7 +128,7 @@ def process_age_s() -> float:
     it."""
     try:
         fields = _STAT.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        began_s = int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
+        began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # `starttime`, field 22 with the name (proc(5))
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
     except (OSError, AttributeError, IndexError, ValueError):
         return 0.0
@@ -167,16 +152,11 @@ def _uptime_s() -> float:
 
 # --- the heartbeat file
 
-VARIABLE = "SHARDWAY_PROGRESS"
-"""Gives the ranks of an agent the folder of their heartbeats."""
-
+VARIABLE = "SHARDWAY_PROGRESS"  # gives the ranks of an agent the folder of their heartbeats
 _LAYOUT = struct.Struct("<QqqqdQ")
 """Count of changes, process id, activity, steps done, since when (seconds), count of changes again."""
 
-_TRIES = 8
-
 _ACTIVITIES = frozenset(Activity)
-"""An entry with any other number was overwritten by something else."""
 
 
 @dataclass(frozen=True)
@@ -191,10 +171,8 @@ class HeartbeatEntry:
 
 
 class HeartbeatWriter:
-    """The heartbeat file of this process. Raises OSError if the file cannot be made.
-
-    Opened again in the same process, it continues the count.
-    """
+    """The heartbeat file of this process. Raises OSError if the file cannot be made. Opened again in the same process,
+    it continues the count."""
 
     def __init__(self, path: Path) -> None:
         with open(path, "a+b") as file:
@@ -209,8 +187,8 @@ class HeartbeatWriter:
 
 
 def read_heartbeat(path: Path) -> HeartbeatEntry | None:
-    """The current entry; None if there is no file, nothing was written yet, or the entry is torn."""
-    for _ in range(_TRIES):
+    """The current entry; None if there is no file, nothing was written yet, or the entry is torn or overwritten."""
+    for _ in range(8):
         try:
             data = path.read_bytes()
         except OSError:
@@ -230,19 +208,13 @@ def heartbeat_path(folder: Path, local_rank: int) -> Path:
 
 def open_heartbeat(environ: Mapping[str, str], local_rank: int) -> HeartbeatWriter | None:
     """The heartbeat of this rank if an agent asks for one; None without an agent, or if it cannot be made."""
-    folder = environ.get(VARIABLE, "")
-    if not folder:
-        return None
-    try:
-        return HeartbeatWriter(heartbeat_path(Path(folder), local_rank))
-    except OSError:
-        return None
+    if folder := environ.get(VARIABLE, ""):
+        with contextlib.suppress(OSError):
+            return HeartbeatWriter(heartbeat_path(Path(folder), local_rank))
+    return None
 
 
 # --- private folders of an agent, in memory if possible: for heartbeats, and for gates of standbys
-
-_NEW_S = 60.0
-"""A younger folder may belong to an agent that has not locked it yet."""
 
 
 @dataclass(frozen=True)
@@ -274,11 +246,12 @@ def private_folder(kind: FolderKind) -> Iterator[Path]:
 
 
 def sweep_folders(kind: FolderKind, where: Path) -> None:
-    """Remove the folders of this user that are older than a minute and not held by an agent."""
+    """Remove the folders of this user that are not held by an agent; one younger than a minute may belong to an agent
+    that has not locked it yet."""
     for folder in where.glob(f"{kind.prefix}*"):
         with contextlib.suppress(OSError):
             found = folder.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and time.time() - found.st_mtime > _NEW_S:
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and time.time() - found.st_mtime > 60.0:
                 with take_left_folder(folder) as descriptor:
                     for name in os.listdir(descriptor):
                         if name.startswith(kind.files):
@@ -287,6 +260,38 @@ def sweep_folders(kind: FolderKind, where: Path) -> None:
 
 
 # --- the first moments of a rank
+
+GATE_VARIABLE = "SHARDWAY_GATE"
+"""The gate at which a warm standby (`ranks.local`) waits: a FIFO. The process that holds it open for writing is alive,
+so a standby does not wait for an agent that was killed."""
+
+
+def wait_at_gate(environ: MutableMapping[str, str], prepare: Callable[[], object]) -> bool:
+    """Whether this process is to be a rank: at once if it is no standby, else when it is released. A standby calls
+    `prepare` first. Once released, its variables are those of its rank."""
+    path = environ.pop(GATE_VARIABLE, "")
+    if not path:
+        return True
+    try:
+        gate = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without it this would wait if the agent is gone
+    except OSError:
+        return False
+    try:
+        prepare()
+        poll, variables = select.poll(), None
+        poll.register(gate, select.POLLIN)
+        while variables is None:
+            try:
+                variables = os.read(gate, select.PIPE_BUF)  # in one piece; empty once the agent is gone
+            except BlockingIOError:
+                poll.poll()
+    finally:
+        os.close(gate)
+    if not variables:
+        return False
+    environ.update(json.loads(variables))
+    environ[RELEASED] = repr(time.monotonic())
+    return True
 
 
 def join_agent(environ: Mapping[str, str]) -> None:
@@ -302,15 +307,12 @@ def join_agent(environ: Mapping[str, str]) -> None:
 
 # srun binds each task that it starts. An agent is one task with all cores of its node, and its ranks inherit them; the
 # cores of the site's profile come in a variable. Sources: sched_setaffinity(2); srun(1), "--cpu-bind=mask_cpu".
-CPU_MASKS = "SHARDWAY_CPU_MASKS"
-"""The CPU mask of each local rank in hexadecimal, separated by commas."""
+CPU_MASKS = "SHARDWAY_CPU_MASKS"  # the CPU mask of each local rank in hexadecimal, separated by commas
 
 
 def bind_to_cores(environ: Mapping[str, str]) -> str:
     """Bind this rank to its cores, those next to its accelerator, if CPU_MASKS names them; returns why it could not.
-
-    Its present threads too: a standby has those of the libraries that it has imported.
-    """
+    Its present threads too: a standby has those of the libraries that it has imported."""
     masks = environ.get(CPU_MASKS, "")
     if not masks or not hasattr(os, "sched_setaffinity"):
         return ""

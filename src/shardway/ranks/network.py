@@ -38,11 +38,6 @@ from shardway.ranks.launcher import Placement, is_loopback, list_ports
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 
-_OF_NCCL = "NCCL_SOCKET_IFNAME"
-_NODES = "SHARDWAY_NODES"
-_ANY_PORT = 9
-_TRIED = 4
-
 
 def name_interface(placement: Placement, environ: MutableMapping[str, str]) -> None:
     """Set gloo's variable for its interface if gloo would choose a wrong one; it stays for later groups."""
@@ -56,7 +51,7 @@ def check_named(environ: Mapping[str, str], *, nccl: bool) -> None:
     """Raise SiteError if a variable names no interface of this node: gloo and NCCL would fail with a line of their own
     source, or wait. `nccl`: whether NCCL is used."""
     found = tuple(each for each in list_interfaces() if each.up)
-    for name, exact in ((VARIABLE, True), *(((_OF_NCCL, False),) if nccl else ())):
+    for name, exact in ((VARIABLE, True), *((("NCCL_SOCKET_IFNAME", False),) if nccl else ())):
         text = environ.get(name, "")
         if not text or not found or select_interfaces(text, found, exact=exact):
             continue
@@ -74,18 +69,14 @@ def select_interfaces(text: str, found: Iterable[Interface], *, exact: bool) -> 
     negated = text.startswith("^") and not exact
     rest = text[1:] if negated else text
     literal = exact or rest.startswith("=")
-    names = [name.strip() for name in rest.removeprefix("" if exact else "=").split(",") if name.strip()]
-
-    def selects(interface: Interface) -> bool:
-        hit = interface.name in names if literal else interface.name.startswith(tuple(names))
-        return hit != negated
-
-    return [interface for interface in found if selects(interface)]
+    names = tuple(name.strip() for name in rest.removeprefix("" if exact else "=").split(",") if name.strip())
+    hits = [each for each in found if (each.name in names if literal else each.name.startswith(names))]
+    return [each for each in found if each not in hits] if negated else hits
 
 
 def list_others(placement: Placement, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Names of the nodes to find a route to: first that of rank 0, at which all ranks meet."""
-    return (placement.master_addr, *environ.get(_NODES, "").split())
+    return (placement.master_addr, *environ.get("SHARDWAY_NODES", "").split())
 
 
 def choose_interface(own: Iterable[str], others: Iterable[str]) -> str:
@@ -104,15 +95,13 @@ def choose_interface(own: Iterable[str], others: Iterable[str]) -> str:
 def own_addresses(others: Iterable[str]) -> Iterator[str]:
     """The addresses of this node from which packets to these nodes leave, without loopbacks. Only the first few nodes
     are tried: each name may cost a timeout of the resolver."""
-    for other in itertools.islice(others, _TRIED):
-        for address in look_up(other):
-            found = ""
-            with contextlib.suppress(OSError):
-                family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                    probe.connect((address, _ANY_PORT))
-                    found = str(probe.getsockname()[0])
-            if found and not is_loopback(found):
+    for address in (address for other in itertools.islice(others, 4) for address in look_up(other)):
+        with contextlib.suppress(OSError):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((address, 9))  # any port: nothing is sent
+                found = str(probe.getsockname()[0])
+            if not is_loopback(found):
                 yield found
 
 
@@ -130,18 +119,13 @@ def look_up(name: str) -> tuple[str, ...]:
 
 
 def _list_reachable() -> list[Interface]:
-    """Interfaces that are up, without the loopback."""
     return [each for each in list_interfaces() if each.up and each.name != "lo"]
 
 
 # --- the port
 
-_ANSWER_S = 5.0
-"""How long a rank waits for an answer: rank 0 may be busy with a foreign connection."""
-_HELLO_S = 1.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
+_ANSWER_S = 5.0  # how long a rank waits for an answer: rank 0 may be busy with a foreign connection
 _YES = b"yes\n"
-_LISTENS = "0A"
 
 
 class NoMeeting(Exception):
@@ -155,29 +139,31 @@ class PortTaken(NoMeeting):
 def agree_on_port(placement: Placement, wait_s: float) -> int:
     """The port at which this launch meets, on every rank. Raises NoMeeting after `wait_s`, and where all are taken."""
     ports = list_ports(placement.launch) if placement.launch else (placement.master_port,)
+    name = f"shardway {placement.launch} {placement.world}"
     if placement.rank == 0:
-        return _gather(placement, ports, wait_s)
-    return _find(placement, ports, wait_s)
+        return _gather(name, placement.world, ports, wait_s)
+    return _find(f"{name} {placement.rank}\n".encode(), placement.master_addr, ports, wait_s)
 
 
-def _name(placement: Placement) -> str:
-    return f"shardway {placement.launch} {placement.world}"
-
-
-def _gather(placement: Placement, ports: Sequence[int], wait_s: float) -> int:
+def _gather(name: str, world: int, ports: Sequence[int], wait_s: float) -> int:
     """Rank 0: wait for all others at the first port that is free."""
-    until, missing = time.monotonic() + wait_s, set(range(1, placement.world))
+    until, missing = time.monotonic() + wait_s, set(range(1, world))
     with _listen(ports) as listener:
         while missing:
             left = until - time.monotonic()
             if left <= 0:
-                came = f"{placement.world - 1 - len(missing)} of {placement.world - 1} others came"
+                came = f"{world - 1 - len(missing)} of {world - 1} others came"
                 raise NoMeeting(f"{came}, and not rank {', '.join(map(str, sorted(missing)[:8]))}")
             listener.settimeout(left)
             with contextlib.suppress(OSError):
                 connection, _ = listener.accept()
                 with connection:
-                    missing.discard(_greet(connection, _name(placement), missing))
+                    connection.settimeout(1.0)
+                    hello = connection.makefile("rb").readline(1000).decode(errors="replace").strip()
+                    said, _, rank = hello.rpartition(" ")
+                    if said == name and rank.isdecimal() and int(rank) in missing:  # no other program or rank
+                        connection.sendall(_YES)
+                        missing.discard(int(rank))
         return int(listener.getsockname()[1])
 
 
@@ -186,61 +172,44 @@ def _listen(ports: Sequence[int]) -> socket.socket:
     why = []
     for port in ports:
         try:
-            return _listen_at(port)
+            if socket.has_dualstack_ipv6():
+                try:
+                    return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+                except OSError as error:
+                    if error.errno != errno.EADDRNOTAVAIL:  # IPv6 is there, and switched off
+                        raise
+            return socket.create_server(("", port))
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
             why.append(describe_holder(port) if taken else f"port {port}: {error.strerror}")
     raise PortTaken("; ".join(why))
 
 
-def _listen_at(port: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:  # IPv6 is there, and switched off
-                raise
-    return socket.create_server(("", port))
-
-
-def _greet(connection: socket.socket, name: str, missing: set[int]) -> int:
-    """Answer yes to a rank of this launch and return its number; 0 for any other program, or for a rank that was
-    here."""
-    connection.settimeout(_HELLO_S)
-    said, _, rank = connection.makefile("rb").readline(1000).decode(errors="replace").strip().rpartition(" ")
-    if said != name or not rank.isdecimal() or int(rank) not in missing:
-        return 0
-    connection.sendall(_YES)
-    return int(rank)
-
-
-def _find(placement: Placement, ports: Sequence[int], wait_s: float) -> int:
+def _find(hello: bytes, address: str, ports: Sequence[int], wait_s: float) -> int:
     """Any other rank: look for the one of these ports at which rank 0 answers."""
-    until, pause, said = time.monotonic() + wait_s, _FIRST_PAUSE_S, dict.fromkeys(ports, "not tried")
+    until, pause, said = time.monotonic() + wait_s, 0.02, dict.fromkeys(ports, "not tried")
     while (left := until - time.monotonic()) > 0:
         for port in ports:
             try:
-                if _ask(placement, port, min(left, _ANSWER_S)):
-                    return port
+                with socket.create_connection((address, port), timeout=min(left, _ANSWER_S)) as connection:
+                    connection.sendall(hello)
+                    if connection.makefile("rb").readline(len(_YES)) == _YES:
+                        return port
                 said[port] = "something that is not rank 0 of this launch answered"
             except TimeoutError:
                 said[port] = "no answer"
             except OSError as error:
                 said[port] = error.strerror or str(error)
         time.sleep(max(0.0, min(pause, until - time.monotonic())))
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+        pause = min(2 * pause, 1.0)
     raise NoMeeting("; ".join(f"port {port}: {words}" for port, words in said.items()))
-
-
-def _ask(placement: Placement, port: int, limit_s: float) -> bool:
-    with socket.create_connection((placement.master_addr, port), timeout=limit_s) as connection:
-        connection.sendall(f"{_name(placement)} {placement.rank}\n".encode())
-        return connection.makefile("rb").readline(len(_YES)) == _YES
 
 
 def describe_holder(port: int) -> str:
     """The holder of a port of this host, as far as the system shows it: "port 29500 is held by process 1234 (python3)
     of alice". Of processes of other users only the user is shown."""
+    import pwd
+
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError):
@@ -248,20 +217,12 @@ def describe_holder(port: int) -> str:
             if each.laddr and each.laddr[1] == port and each.pid:
                 holder = psutil.Process(each.pid)
                 return f"port {port} is held by process {each.pid} ({holder.name()}) of {holder.username()}"
-    owner = _find_owner(port)
-    return f"port {port} is held by a process of {owner}" if owner else f"port {port} is taken"
-
-
-def _find_owner(port: int) -> str:
-    """The user of a socket with this port in the kernel's table; "" for none."""
-    import pwd
-
-    for table in ("tcp", "tcp6"):
+    for table in ("tcp", "tcp6"):  # the kernel's tables, in which another user's socket has an owner
         with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/net/{table}", encoding="ascii") as file:
-            for line in file.readlines()[1:]:
-                fields = line.split()
-                if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == _LISTENS:
+            for fields in map(str.split, file.readlines()[1:]):
+                if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == "0A":  # it listens
+                    owner = f"user {fields[7]}"
                     with contextlib.suppress(KeyError):
-                        return pwd.getpwuid(int(fields[7])).pw_name
-                    return f"user {fields[7]}"
-    return ""
+                        owner = pwd.getpwuid(int(fields[7])).pw_name
+                    return f"port {port} is held by a process of {owner}"
+    return f"port {port} is taken"

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -18,26 +19,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardway.errors import JobError, LateStop, NodeLost, ShardwayError, SiteError, UserError
+from shardway.ranks.evidence import merge_evidence
 from shardway.ranks.failure import LaunchOutcome, find_attempt
 from shardway.ranks.hang import (
-    NO_EVIDENCE,
     NO_RANKS,
     SHARE_S,
     HangTimeout,
     HeartbeatWatch,
-    merge_evidence,
     merge_hangs,
     read_hang_timeout,
 )
 from shardway.ranks.launcher import NodeSpec
-from shardway.ranks.local import LocalLaunch, RankAssignment, host_store
+from shardway.ranks.local import LocalLaunch, RankAssignment, WarmStandby, host_store
 from shardway.ranks.rendezvous import (
     AgentState,
     Coordinator,
     FollowingAgent,
-    KeyValueStore,
     News,
-    NodeOutcome,
     RendezvousMember,
     Unreachable,
     host_kv_store,
@@ -46,6 +44,7 @@ from shardway.ranks.rendezvous import (
 from shardway.ranks.stop import find_stop_signal
 from shardway.ranks.supervisor import (
     Report,
+    SingleNode,
     ask_to_stop,
     build_launch,
     open_standby,
@@ -53,7 +52,6 @@ from shardway.ranks.supervisor import (
     run_on_node,
     train_local,
 )
-from shardway.ranks.warm_standby import WarmStandby
 from shardway.resolve.request import Resolution, resolve_request
 from shardway.rundir.attempts import Result
 from shardway.rundir.directory import RunDir
@@ -61,13 +59,9 @@ from shardway.units import render_seconds
 
 SUCCEED_S = 30.0
 """How long the next node may take to become the coordinator after a loss, and to gather the nodes that are left."""
-ELASTIC_S = 60.0
-"""How long a run that may start with fewer nodes waits for all of them."""
-REGATHER_S = 150.0
-"""How long nodes may take to be ready again after a failure: longer than ranks take to be killed."""
-JOIN_S = 10.0
-"""How long a node tries to reach the first one before it checks whether that node has given up."""
-_INTERRUPTED = 130
+ELASTIC_S = 60.0  # how long a run that may start with fewer nodes waits for all of them
+REGATHER_S = 150.0  # how long nodes may take to be ready again after a failure: longer than ranks take to be killed
+JOIN_S = 10.0  # how long a node tries to reach the first one before it checks whether that node has given up
 
 
 def train_on_nodes(resolution: Resolution, nodes: NodeSpec, report: Report) -> dict[str, Any] | int:
@@ -87,20 +81,13 @@ def train_on_nodes(resolution: Resolution, nodes: NodeSpec, report: Report) -> d
 
 
 @dataclass(frozen=True)
-class MultiNode:
-    """The node group of the coordinator; `first_wait_s`: how long to wait for nodes before the first start."""
+class MultiNode(SingleNode):
+    """The nodes of the coordinator; `first_wait_s`: how long to wait for nodes before the first start."""
 
     resolution: Resolution
     nodes: NodeSpec
     coordinator: Coordinator
     first_wait_s: float
-    standby: WarmStandby
-    report: Report
-
-    @property
-    def ranks(self) -> int:
-        """The largest number of ranks."""
-        return len(self.nodes.addresses) * self.nodes.ranks
 
     @property
     def least(self) -> int:
@@ -109,15 +96,26 @@ class MultiNode:
         return len(self.nodes.addresses) if elastic == "off" else int(elastic[0])
 
     def start(self, run: RunDir, launch: LocalLaunch, hang_timeout: HangTimeout | None) -> LaunchOutcome:
-        """Run the ranks of all nodes to their end."""
+        """Run the ranks of all nodes to their end. Raises LateStop, KeyboardInterrupt."""
         members, store = self._gather(run), host_store()
         if not members:
             return LaunchOutcome(called_off=True)
         coordinator, news = self.coordinator, self.coordinator.begin(members, store.port)
         agent = NodeAgent(self.nodes, coordinator, self.standby, self.report)
-        outcome = agent.run_ranks(run, launch, hang_timeout, news, leader=self.nodes.node)
-        coordinator.publish(AgentState.ENDED, news.start, NO_RANKS, outcome)
-        return self._merge(coordinator.await_end(), launch.ranks)
+        own = agent.run_ranks(run, launch, hang_timeout, news, leader=self.nodes.node)
+        coordinator.publish(AgentState.ENDED, news.start, NO_RANKS, own)
+        by_node = coordinator.await_end()
+        outcomes = [outcome for outcome in by_node.values() if outcome is not None]
+        if any(outcome.interrupted for outcome in outcomes):
+            raise KeyboardInterrupt("a second signal on another node")
+        if any(outcome.late for outcome in outcomes):
+            raise LateStop("the stop took longer than run.stop_timeout on another node, so all ranks were killed.")
+        return LaunchOutcome(
+            failures=tuple(sorted((one for each in outcomes for one in each.failures), key=lambda one: one.by_agent)),
+            hang=merge_hangs([each.hang for each in outcomes if each.hang], launch.ranks * len(by_node)),
+            evidence=merge_evidence([each.evidence for each in outcomes]),
+            lost=tuple(self.nodes.name(node) for node, outcome in by_node.items() if outcome is None),
+        )
 
     def why_not_again(self) -> str:
         """Why the ranks cannot start again: too few nodes are left; else empty."""
@@ -127,52 +125,36 @@ class MultiNode:
         return f"{left} of {len(self.nodes.addresses)} nodes are left, and it needs {self.least} (run.elastic)"
 
     def _gather(self, run: RunDir) -> tuple[int, ...]:
-        """The nodes of the next start; none if a stop was requested before enough of them were present."""
+        """The nodes of the next start, as many as the run file allows (a batch must divide among the ranks); none if a
+        stop was requested before enough of them were present."""
 
         def is_called_off() -> bool:
             return run.stop_requested() or find_stop_signal() is not None or find_result() is not None
 
-        nodes, least = self.nodes, self.least
+        nodes, most = self.nodes, len(self.nodes.addresses)
         wait_s = REGATHER_S if self.coordinator.has_begun else self.first_wait_s
         free = self.coordinator.gather(wait_s, is_called_off)
-        if len(free) >= least:
-            return free[: self._find_count(len(free))]
+        refusals: list[UserError] = []
+        for count in range(len(free), self.least - 1, -1):
+            try:
+                if count < most:
+                    resolve_request(self.resolution.request, count * nodes.ranks, nodes.ranks)
+                return free[:count]
+            except UserError as error:
+                refusals.append(error)
+        if refusals:
+            raise refusals[0]
         if (result := find_result()) is not None:
             raise SiteError(f"{result.by} of another node has ended this attempt: {result.reason}")
         if is_called_off():
             return ()
-        missing = [nodes.name(node) for node in range(len(nodes.addresses)) if node not in free]
+        missing = [nodes.name(node) for node in range(most) if node not in free]
         raise SiteError(
-            f"{len(free)} of {len(nodes.addresses)} nodes are there after {render_seconds(wait_s)}, and it "
-            f"takes {least}; missing: {', '.join(missing)}.\n"
+            f"{len(free)} of {most} nodes are there after {render_seconds(wait_s)}, and it "
+            f"takes {self.least}; missing: {', '.join(missing)}.\n"
             "  To do: start the same command on each of them, with its own --node; look whether they reach "
             f"{nodes.addresses[nodes.node]}:{nodes.port}. run.elastic lets a run start with fewer."
         )
-
-    def _find_count(self, free: int) -> int:
-        """The largest count of at most `free` nodes that the run file allows: a batch must divide among the ranks.
-        Raises the UserError of the largest."""
-        refusals: list[UserError] = []
-        for count in range(free, self.least - 1, -1):
-            try:
-                if count < len(self.nodes.addresses):
-                    resolve_request(self.resolution.request, count * self.nodes.ranks, self.nodes.ranks)
-                return count
-            except UserError as error:
-                refusals.append(error)
-        raise refusals[0]
-
-    def _merge(self, by_node: dict[int, NodeOutcome | None], ranks_per_node: int) -> LaunchOutcome:
-        """The outcomes of all nodes as one. Raises LateStop, KeyboardInterrupt."""
-        outcomes = [outcome for outcome in by_node.values() if outcome is not None]
-        if any(outcome.interrupted for outcome in outcomes):
-            raise KeyboardInterrupt("a second signal on another node")
-        if any(outcome.late for outcome in outcomes):
-            raise LateStop("the stop took longer than run.stop_timeout on another node, so all ranks were killed.")
-        failures = sorted((one for each in outcomes for one in each.failures), key=lambda one: one.by_agent)
-        hang = merge_hangs([each.hang for each in outcomes if each.hang], ranks_per_node * len(by_node))
-        lost = tuple(self.nodes.name(node) for node, outcome in by_node.items() if outcome is None)
-        return LaunchOutcome(tuple(failures), hang, merge_evidence([each.seen for each in outcomes]), lost)
 
 
 def _lead(resolution: Resolution, nodes: NodeSpec, report: Report, gone: Sequence[int] = ()) -> dict[str, Any]:
@@ -180,11 +162,12 @@ def _lead(resolution: Resolution, nodes: NodeSpec, report: Report, gone: Sequenc
     settings = resolution.resolved.values.run
     kv_store = host_kv_store(nodes.port, len(nodes.addresses))
     coordinator, code = Coordinator(kv_store, nodes.node, len(nodes.addresses)), JobError.exit_code
-    coordinator.give_up_on(tuple(gone))
+    coordinator.gone.update(gone)
     wait_s = settings.start_timeout if settings.elastic == "off" else min(settings.start_timeout, ELASTIC_S)
     nodes = replace(nodes, port=kv_store.port)
     with coordinator.keep(), open_standby(settings) as standby:
-        group = MultiNode(resolution, nodes, coordinator, SUCCEED_S if gone else wait_s, standby, report)
+        most, first_wait_s = len(nodes.addresses) * nodes.ranks, SUCCEED_S if gone else wait_s
+        group = MultiNode(most, standby, report, resolution, nodes, coordinator, first_wait_s)
         try:
             outcome = train_local(resolution, _build_launch(resolution, nodes), group)
             code = 0
@@ -193,7 +176,7 @@ def _lead(resolution: Resolution, nodes: NodeSpec, report: Report, gone: Sequenc
             code = error.exit_code
             raise
         except KeyboardInterrupt:
-            code = _INTERRUPTED
+            code = 130
             raise
         finally:
             coordinator.finish(code)
@@ -205,37 +188,40 @@ def _lead(resolution: Resolution, nodes: NodeSpec, report: Report, gone: Sequenc
 def _follow(resolution: Resolution, nodes: NodeSpec, report: Report) -> dict[str, Any] | int:
     """Follow the first node, then each next one that is left, until it ends the run; coordinate if none is left."""
     resolution = replace(resolution, request=replace(resolution.request, fresh=False))  # the coordinator has applied it
-    wait_s, leader = resolution.resolved.values.run.start_timeout, 0
-    try:
-        kv_store = _join_first(nodes, wait_s)
-    except Unreachable as error:
-        raise SiteError(
-            f"{nodes.name(nodes.node)} could not meet {nodes.name(0)} at port {nodes.port} within "
-            f"{render_seconds(wait_s)}: {error}\n"
-            "  To do: start the same command there with --node 0; look whether its address and port can be reached."
-        ) from error
-    while True:
+    wait_s, leader, count = resolution.resolved.values.run.start_timeout, 0, len(nodes.addresses)
+    until, kv_store = time.monotonic() + wait_s, None
+    while kv_store is None:  # the first node may start later than this one
+        left = until - time.monotonic()
+        try:
+            kv_store = join_kv_store(nodes.addresses[0], nodes.port, count, max(1.0, min(JOIN_S, left)))
+        except Unreachable as error:
+            if left > JOIN_S and find_result() is None:
+                continue
+            raise SiteError(
+                f"{nodes.name(nodes.node)} could not meet {nodes.name(0)} at port {nodes.port} within "
+                f"{render_seconds(wait_s)}: {error}\n"
+                "  To do: start the same command there with --node 0; look whether its address and port can be reached."
+            ) from error
+    while kv_store is not None:
         follower = FollowingAgent(kv_store, nodes.node)
         code = _obey(resolution, nodes, follower, leader, report)
         if code is not None:
             return code
-        successor = _find_successor(nodes, leader)
-        if successor is None:
-            return _succeed(resolution, nodes, leader, follower.present, report)
-        leader, kv_store = successor
-
-
-def _join_first(nodes: NodeSpec, wait_s: float) -> KeyValueStore:
-    """The key-value store of the first node, which may start later than this one; gives up when the attempt has a
-    result. Raises Unreachable."""
-    until = time.monotonic() + wait_s
-    while True:
-        left = until - time.monotonic()
-        try:
-            return join_kv_store(nodes.addresses[0], nodes.port, len(nodes.addresses), max(1.0, min(JOIN_S, left)))
-        except Unreachable:
-            if left <= JOIN_S or find_result() is not None:
-                raise
+        lost, kv_store = leader, None
+        for node in range(leader + 1, nodes.node):
+            with contextlib.suppress(Unreachable):
+                kv_store, leader = join_kv_store(nodes.addresses[node], nodes.port, count, SUCCEED_S), node
+                break
+    words = f"{nodes.name(lost)}, which led the others, does not answer any more"
+    if resolution.resolved.values.run.elastic == "off":
+        raise NodeLost(
+            f"{words}, so the ranks of {nodes.name(nodes.node)} were ended.\n"
+            f"  To do: run the same command again: it goes on from {resolution.directory.describe_base()}. "
+            "run.elastic lets a run go on with fewer nodes."
+        )
+    report_restart(resolution.directory, JobError(f"{words}; {nodes.name(nodes.node)} leads now"), failures=1)
+    gone = [node for node in range(count) if node < nodes.node or node not in follower.present]
+    return _lead(resolution, nodes, report, gone)
 
 
 def find_result() -> Result | None:
@@ -268,32 +254,6 @@ def _obey(resolution: Resolution, nodes: NodeSpec, follower: FollowingAgent, lea
     return None
 
 
-def _find_successor(nodes: NodeSpec, leader: int) -> tuple[int, KeyValueStore] | None:
-    """The coordinator after `leader`, and its key-value store; None if it is this node."""
-    for node in range(leader + 1, nodes.node):
-        try:
-            return node, join_kv_store(nodes.addresses[node], nodes.port, len(nodes.addresses), SUCCEED_S)
-        except Unreachable:
-            continue
-    return None
-
-
-def _succeed(
-    resolution: Resolution, nodes: NodeSpec, leader: int, present: Sequence[int], report: Report
-) -> dict[str, Any]:
-    """Coordinate the nodes that were present last, since no earlier node does."""
-    lost = f"{nodes.name(leader)}, which led the others, does not answer any more"
-    if resolution.resolved.values.run.elastic == "off":
-        raise NodeLost(
-            f"{lost}, so the ranks of {nodes.name(nodes.node)} were ended.\n"
-            f"  To do: run the same command again: it goes on from {resolution.directory.describe_base()}. "
-            "run.elastic lets a run go on with fewer nodes."
-        )
-    report_restart(resolution.directory, JobError(f"{lost}; {nodes.name(nodes.node)} leads now"), failures=1)
-    gone = [node for node in range(len(nodes.addresses)) if node < nodes.node or node not in present]
-    return _lead(resolution, nodes, report, gone)
-
-
 # --- the ranks of this node
 
 
@@ -316,7 +276,7 @@ class NodeAgent:
 
     def run_ranks(
         self, run: RunDir, launch: LocalLaunch, hang_timeout: HangTimeout | None, news: News, leader: int
-    ) -> NodeOutcome:
+    ) -> LaunchOutcome:
         """Run the ranks of this node in the start of these news, in contact with the other nodes. All ranks meet at
         node `leader`. Outside a job, the log folder is named by the first rank number."""
         nodes, member, start = self.nodes, self.member, news.start
@@ -336,10 +296,10 @@ class NodeAgent:
 
         share_s = SHARE_S if count > 1 else 0.0
         try:
-            failures, watch = run_on_node(run, launch, hang_timeout, self.standby, self.report, exchange, share_s)
+            outcome = run_on_node(run, launch, hang_timeout, self.standby, self.report, exchange, share_s)
         except LateStop:
-            return NodeOutcome(late=True)
+            return LaunchOutcome(late=True)
         except KeyboardInterrupt:
-            return NodeOutcome(interrupted=True)
-        hang = watch.found.shift(first) if watch.found is not None else None
-        return NodeOutcome(tuple(failures), hang, (watch.seen or NO_EVIDENCE).shift(first))
+            return LaunchOutcome(interrupted=True)
+        hang = outcome.hang.shift(first) if outcome.hang is not None else None
+        return replace(outcome, hang=hang, evidence=outcome.evidence.shift(first))

@@ -30,8 +30,6 @@ find it full (poll(2), pipe(7))."""
 
 _LOOK_MS = 200
 _MAIN_S = 1.0
-_LEAVING_S = 5.0
-"""How long a run that leaves waits for room in its outputs."""
 
 
 class EnduringOutput:
@@ -40,12 +38,11 @@ class EnduringOutput:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._until = math.inf
-        self._held = 0
-        """Characters, at most, that the stream itself still holds."""
+        self._held = 0  # characters, at most, that the stream itself still holds
 
     def leave(self) -> None:
         """From here on the stream is waited for a few seconds in all."""
-        self._until = min(self._until, time.monotonic() + _LEAVING_S)
+        self._until = min(self._until, time.monotonic() + 5.0)
 
     def settle(self) -> None:
         """Nothing that is printed after this keeps a run that has left."""
@@ -69,7 +66,6 @@ class EnduringOutput:
         return len(text)
 
     def flush(self) -> None:
-        """As of the stream."""
         with self._enduring() as has_room:
             if has_room:
                 self._stream.flush()
@@ -114,9 +110,12 @@ class EnduringOutput:
 
 def leave_outputs() -> None:
     """The run leaves: what it still prints must not keep it."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, EnduringOutput):
-            stream.leave()
+    for stream in _list_enduring():
+        stream.leave()
+
+
+def _list_enduring() -> list[EnduringOutput]:
+    return [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, EnduringOutput)]
 
 
 @contextlib.contextmanager
@@ -130,9 +129,8 @@ def enduring_outputs() -> Iterator[None]:
     except BaseException:
         leave_outputs()
         raise
-    for each in (sys.stdout, sys.stderr):
-        if isinstance(each, EnduringOutput):
-            each.settle()
+    for stream in _list_enduring():
+        stream.settle()
     sys.stdout, sys.stderr = before
 
 
@@ -143,8 +141,7 @@ def outputs_put_back() -> Iterator[None]:
     try:
         yield
     finally:
-        for each in (sys.stdout, sys.stderr):
-            if isinstance(each, EnduringOutput):
-                with contextlib.suppress(OSError, ValueError):
-                    each.flush()
+        for stream in _list_enduring():
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
         sys.stdout, sys.stderr = before

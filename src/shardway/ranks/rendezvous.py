@@ -5,7 +5,7 @@ The ranks meet in a store of their own (`ranks.local.RankAssignment`), as those 
 Invariants:
 - Text that is not a note or news reads as None, never as something half understood: it comes from other processes.
 - Store: every call returns within `WAIT_S` or raises Unreachable.
-- Threads: the thread of `NoteThread` may block (a network that was cut); the main thread reads its results and never
+- Threads: the thread of a member may block (a network that was cut); the main thread reads its results and never
   waits for it.
 - Coordinator: a start begins with nodes that were present and had no ranks left, and is over once any of them failed,
   left or was lost. Decisions depend on the notes and its own clock alone.
@@ -31,8 +31,8 @@ from pydantic import TypeAdapter
 from torch.distributed import DistError, TCPStore
 
 from shardway.errors import SiteError
-from shardway.ranks.failure import RankFailure
-from shardway.ranks.hang import NO_EVIDENCE, NO_RANKS, Hang, HangEvidence, SlowestRank, merge_slowest
+from shardway.ranks.failure import LaunchOutcome
+from shardway.ranks.hang import NO_RANKS, SlowestRank, merge_slowest
 from shardway.ranks.network import describe_holder
 
 # --- notes of the agents, news of the coordinator
@@ -50,23 +50,6 @@ class AgentState(Enum):
 
 
 @dataclass(frozen=True)
-class NodeOutcome:
-    """How the ranks of one node ended: failed ranks, a hang, the evidence gathered when a rank of any node hung,
-    whether a stop took too long, and whether a second signal ended it at once."""
-
-    failures: tuple[RankFailure, ...] = ()
-    hang: Hang | None = None
-    seen: HangEvidence = NO_EVIDENCE
-    late: bool = False
-    interrupted: bool = False
-
-    @property
-    def is_well(self) -> bool:
-        """Whether nothing went wrong."""
-        return not (self.failures or self.hang or self.late or self.interrupted)
-
-
-@dataclass(frozen=True)
 class Note:
     """The state of one agent: `count` grows with every write, `start` is the start of ranks that it describes."""
 
@@ -74,17 +57,15 @@ class Note:
     start: int = 0
     state: AgentState = AgentState.READY
     slowest: SlowestRank = NO_RANKS
-    outcome: NodeOutcome | None = None
+    outcome: LaunchOutcome | None = None
 
 
 @dataclass(frozen=True)
 class News:
     """The state of the group, from the coordinator: the newest start and its nodes, in the order of their ranks.
-
     `port`: of the store in which the ranks of that start meet. `present`: all nodes that are present. `hangs`: a rank
     of that start hangs, so every node asks its ranks for evidence. `over`: that start has failed on some node. `code`:
-    the exit code, once all is done.
-    """
+    the exit code, once all is done."""
 
     count: int = 0
     start: int = 0
@@ -127,11 +108,8 @@ def _read(adapter: TypeAdapter[M], text: str) -> M | None:
 
 # --- membership: nodes whose notes change
 
-LOST_S = 10.0
-"""A node whose note did not change for so long is lost."""
-
-LONGEST_TICK_S = 1.0
-"""The most that one look adds to a silence."""
+LOST_S = 10.0  # a node whose note did not change for so long is lost
+LONGEST_TICK_S = 1.0  # the most that one look adds to a silence
 
 
 class Membership:
@@ -143,7 +121,6 @@ class Membership:
         self._looked_at: float | None = None
 
     def look(self, counts: Mapping[int, int], now: float) -> None:
-        """Record the counts at `now`, in monotonic seconds."""
         tick = min(now - self._looked_at, LONGEST_TICK_S) if self._looked_at is not None else 0.0
         self._looked_at = now
         for node, count in counts.items():
@@ -152,11 +129,9 @@ class Membership:
 
     @property
     def present(self) -> tuple[int, ...]:
-        """Nodes that are present."""
         return tuple(sorted(node for node, silent_s in self._silent_s.items() if silent_s <= LOST_S))
 
     def is_lost(self, node: int) -> bool:
-        """Whether a node was present and has fallen silent."""
         return self._silent_s.get(node, 0.0) > LOST_S
 
 
@@ -171,37 +146,29 @@ class Unreachable(Exception):
 
 
 class KeyValueStore:
-    """Notes and news in one store."""
+    """Notes, by node, and news in one store. Each method raises Unreachable."""
 
     def __init__(self, store: TCPStore, nodes: int) -> None:
         self._store = store
         self._keys = [f"shardway/note-{node}" for node in range(nodes)]
+        self.port = int(store.port)
         store.set_timeout(timedelta(seconds=WAIT_S))
 
-    @property
-    def port(self) -> int:
-        """The port at which the store listens."""
-        return int(self._store.port)
-
     def write_note(self, node: int, note: Note) -> None:
-        """Write the state of this node. Raises Unreachable."""
         with _reaching():
             self._store.set(self._keys[node], render(note))
 
     def read_notes(self) -> list[Note | None]:
-        """The notes of all nodes, by node; None for none yet. Raises Unreachable."""
         with _reaching():
-            return [read_note(_decode(text)) for text in self._store.multi_get(self._keys)]
+            return [read_note(text.decode(errors="replace")) for text in self._store.multi_get(self._keys)]
 
     def write_news(self, news: News) -> None:
-        """Write the state of the whole group. Raises Unreachable."""
         with _reaching():
             self._store.set(_NEWS_KEY, render(news))
 
     def read_news(self) -> News | None:
-        """The coordinator's last news. Raises Unreachable."""
         with _reaching():
-            return read_news(_decode(self._store.get(_NEWS_KEY)))
+            return read_news(self._store.get(_NEWS_KEY).decode(errors="replace"))
 
 
 def host_kv_store(port: int, nodes: int) -> KeyValueStore:
@@ -242,10 +209,6 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _decode(text: bytes) -> str:
-    return text.decode("utf-8", errors="replace")
-
-
 # --- an agent of the group
 
 LOOK_EVERY_S = 0.25
@@ -253,12 +216,10 @@ LEAVE_S = 2.0
 
 
 class RendezvousMember(ABC):
-    """An agent of the group: its own note, the news, and how long others are silent.
+    """An agent of the group: its own note, the news, and how long others are silent. While `keep` is entered, a thread
+    calls `look` every LOOK_EVERY_S, and after every `publish`."""
 
-    While `keep` is entered, a thread calls `look` every LOOK_EVERY_S, and after every `publish`.
-    """
-
-    def __init__(self, kv_store: KeyValueStore, node: int, clock: Callable[[], float]) -> None:
+    def __init__(self, kv_store: KeyValueStore, node: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.node = node
         self._kv_store = kv_store
         self._clock = clock
@@ -270,7 +231,6 @@ class RendezvousMember(ABC):
 
     @contextlib.contextmanager
     def keep(self) -> Iterator[None]:
-        """While entered, a thread reads and writes at the store."""
         thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
         thread.start()
         try:
@@ -281,13 +241,13 @@ class RendezvousMember(ABC):
             thread.join(LEAVE_S)  # it may hang in the network; then it is left behind
 
     def _run(self) -> None:
-        while True:
+        is_last = False
+        while not is_last:
             is_last = self._done.is_set()
             self._beat()  # once more at the end, so that the last note is published
-            if is_last:
-                return
-            self._wake.wait(LOOK_EVERY_S)
-            self._wake.clear()
+            if not is_last:
+                self._wake.wait(LOOK_EVERY_S)
+                self._wake.clear()
 
     def _beat(self) -> None:
         with self._note_mutex:
@@ -296,8 +256,7 @@ class RendezvousMember(ABC):
 
     @abstractmethod
     def look(self, own: Note) -> None:
-        """Hand on the own note, whose new count shows that this agent lives, and read what is new; called by the
-        thread, and by tests."""
+        """Hand on the own note, whose new count shows that this agent lives, and read what is new."""
 
     @abstractmethod
     def is_over(self, start: int) -> bool:
@@ -305,10 +264,11 @@ class RendezvousMember(ABC):
 
     @property
     def elsewhere(self) -> SlowestRank:
-        """The progress of the slowest of all ranks."""
         return self._news.slowest
 
-    def publish(self, state: AgentState, start: int, slowest: SlowestRank, outcome: NodeOutcome | None = None) -> None:
+    def publish(
+        self, state: AgentState, start: int, slowest: SlowestRank, outcome: LaunchOutcome | None = None
+    ) -> None:
         """Set the state of this node; the others read it at their next look."""
         with self._note_mutex:
             is_news = (state, start) != (self._note.state, self._note.start)
@@ -321,33 +281,25 @@ class RendezvousMember(ABC):
         return self._news.start == start and self._news.hangs
 
 
-# --- the coordinator
-
 PAUSE_S = 0.05
-END_S = 120.0
-"""Time for the ranks of another node to end once a start is over; a node that takes longer is lost."""
-FINISH_S = 5.0
-"""Time for the others to read that all is done."""
-
-_FREE, _ENDED = (AgentState.READY, AgentState.ENDED), (AgentState.ENDED, AgentState.LEFT)
+END_S = 120.0  # time for the ranks of another node to end once a start is over; a node that takes longer is lost
+FINISH_S = 5.0  # time for the others to read that all is done
 
 
 class Coordinator(RendezvousMember):
-    """Node `node` of `nodes`, which coordinates; while `keep` is entered it reads the notes of the others."""
+    """Node `node` of `nodes`, which coordinates; while `keep` is entered it reads the notes of the others. Nodes that
+    are `gone` are not waited for."""
 
     def __init__(
         self, kv_store: KeyValueStore, node: int, nodes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(kv_store, node, clock)
+        self.gone: set[int] = set()
         self._nodes = nodes
         self._notes: dict[int, Note] = {}
-        self._gone: set[int] = set()
         self._mutex = threading.RLock()
 
-    # --- exchange
-
     def look(self, own: Note) -> None:
-        """Read the notes and write the news; called by the thread, and by tests."""
         with contextlib.suppress(Unreachable):
             notes = {node: note for node, note in enumerate(self._kv_store.read_notes()) if note is not None}
             notes[self.node] = own
@@ -371,38 +323,38 @@ class Coordinator(RendezvousMember):
         note = self._notes.get(node)
         if note is None or self._membership.is_lost(node):
             return True
-        badly = note.state in (AgentState.FAILED, AgentState.LEFT) or (note.outcome and not note.outcome.is_well)
-        return note.start == self._news.start and bool(badly)
+        badly = note.outcome is not None and not note.outcome.is_well
+        return note.start == self._news.start and (badly or note.state in (AgentState.FAILED, AgentState.LEFT))
 
     def _has_ended(self, note: Note) -> bool:
         """Whether the ranks of the newest start are gone on the node of this note."""
-        return note.start == self._news.start and note.state in _ENDED
+        return note.start == self._news.start and note.state in (AgentState.ENDED, AgentState.LEFT)
 
     def is_over(self, start: int) -> bool:
-        """Whether the ranks of this start must end."""
         return self._news.start != start or self._news.over
-
-    # --- starts
 
     @property
     def has_begun(self) -> bool:
-        """Whether there was a start."""
         return self._news.start > 0
-
-    def find_free(self) -> tuple[int, ...]:
-        """Nodes that are present and have no ranks."""
-        return tuple(node for node in self.list_present() if self._notes[node].state in _FREE)
 
     def list_present(self) -> tuple[int, ...]:
         """Nodes that are present, whatever their state."""
         left = {node for node, note in self._notes.items() if note.state is AgentState.LEFT}
-        return tuple(node for node in self._membership.present if node not in self._gone | left)
+        return tuple(node for node in self._membership.present if node not in self.gone | left)
+
+    def find_free(self) -> tuple[int, ...]:
+        """Nodes that are present and have no ranks."""
+        free = (AgentState.READY, AgentState.ENDED)
+        return tuple(node for node in self.list_present() if self._notes[node].state in free)
+
+    def _list_missing(self) -> list[int]:
+        """Nodes that are not free now and may be soon: those with ranks, and those that never came."""
+        never = set(range(self._nodes)) - self._notes.keys() - self.gone
+        return sorted(never | set(self.list_present()) - set(self.find_free()))
 
     def gather(self, wait_s: float, is_called_off: Callable[[], bool]) -> tuple[int, ...]:
-        """The nodes that are present and free, once no further ones are expected, or after `wait_s`.
-
-        Nodes that were lost are not waited for.
-        """
+        """The nodes that are present and free, once no further ones are expected, or after `wait_s`. Nodes that were
+        lost are not waited for."""
         until = self._clock() + wait_s
         while not is_called_off() and self._clock() < until:
             free = self.find_free()
@@ -411,21 +363,12 @@ class Coordinator(RendezvousMember):
             time.sleep(PAUSE_S)
         return self.find_free()
 
-    def _list_missing(self) -> list[int]:
-        """Nodes that are not free now and may be soon: those with ranks, and those that never came."""
-        never = set(range(self._nodes)) - self._notes.keys() - self._gone
-        return sorted(never | set(self.list_present()) - set(self.find_free()))
-
-    def give_up_on(self, nodes: tuple[int, ...]) -> None:
-        """No longer wait for these nodes."""
-        self._gone.update(nodes)
-
     def begin(self, members: tuple[int, ...], port: int) -> News:
         """Begin the next start with these nodes; their ranks meet in a store at `port` of this one."""
         self._report(start=self._news.start + 1, members=members, port=port, hangs=False, over=False)
         return self._news
 
-    def await_end(self) -> dict[int, NodeOutcome | None]:
+    def await_end(self) -> dict[int, LaunchOutcome | None]:
         """How the newest start ended, by node in the order of their ranks (None: it was lost); waits until the ranks
         are gone on every present node."""
         until: float | None = None
@@ -437,7 +380,7 @@ class Coordinator(RendezvousMember):
             if self._news.over and until is None:
                 until = self._clock() + END_S
             if until is not None and self._clock() > until:
-                self.give_up_on(tuple(waiting))
+                self.gone.update(waiting)
                 break
             time.sleep(PAUSE_S)
         notes = {node: self._notes.get(node) for node in self._news.members}
@@ -454,26 +397,19 @@ class Coordinator(RendezvousMember):
             time.sleep(PAUSE_S)
 
 
-# --- the following agent
-
-
 class FollowingAgent(RendezvousMember):
-    """Node `node`, which follows the coordinator that hosts the store; while `keep` is entered it reads the news."""
+    """A node that follows the coordinator, which hosts the store; while `keep` is entered it reads the news."""
 
-    def __init__(self, kv_store: KeyValueStore, node: int, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(kv_store, node, clock)
-        self._unreachable = False
+    _unreachable = False
 
     def look(self, own: Note) -> None:
-        """Write the own note and read the news; called by the thread, and by tests. It may hang in the network."""
-        try:
+        try:  # it may hang in the network
             self._kv_store.write_note(self.node, own)
             news = self._kv_store.read_news()
         except Unreachable:
             self._unreachable = True
             return
-        if news is not None:
-            self._news = news
+        self._news = news or self._news
 
     def is_alone(self) -> bool:
         """Whether there is no coordinator any more. Polled by the main thread, since the other thread may hang."""
@@ -482,19 +418,15 @@ class FollowingAgent(RendezvousMember):
 
     @property
     def present(self) -> tuple[int, ...]:
-        """Nodes that were present at the last news."""
         return self._news.present
 
     def is_over(self, start: int) -> bool:
-        """Whether the ranks of this start must end."""
         news = self._news
         return self.is_alone() or news.start != start or news.over or news.code is not None
 
     def await_order(self, after: int, on_wait: Callable[[], None] = lambda: None) -> News | None:
-        """News of a start later than `after` with this node, or of the end; None: the coordinator is gone.
-
-        `on_wait` is called while waiting.
-        """
+        """News of a start later than `after` with this node, or of the end; None: the coordinator is gone. `on_wait` is
+        called while waiting."""
         while not self.is_alone():
             on_wait()
             news = self._news

@@ -46,10 +46,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 @dataclass(frozen=True)
 class StartOptions:
-    """How the ranks start: device type, CPU threads a rank, and the two nested waits in seconds.
-
-    `group_alone`: a process without a launcher gets a process group too.
-    """
+    """How the ranks start: device type, CPU threads a rank, and the two nested waits in seconds. `group_alone`: a
+    process without a launcher gets a process group too."""
 
     device: str = "cpu"
     threads: int = 1
@@ -69,17 +67,14 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """This rank's number."""
         return self.placement.rank
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
         return self.placement.world
 
     @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0, which writes what is written once."""
+    def is_first(self) -> bool:  # rank 0 writes what is written once
         return self.placement.rank == 0
 
     def gather(self, value: T) -> list[T]:
@@ -92,14 +87,12 @@ class Ranks:
         return values
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of a small tensor over all ranks, in place."""
         if self.grouped:
             with self.contact("while adding values"):
                 dist.all_reduce(values, group=self.group)
         return values
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
         self.gather(None)
 
     def first_then_all(self, work: Callable[[], T]) -> T:
@@ -109,15 +102,15 @@ class Ranks:
 
     def ask_first(self, work: Callable[[], T]) -> T:
         """The result of `work` on rank 0, on every rank; its error is raised on every rank."""
-        result, failure = _attempt(work) if self.is_first else (None, None)
-        note, answer = self.gather((_note(failure), result))[0]
+        result, failure, own = _attempt(work) if self.is_first else (None, None, None)
+        note, answer = self.gather((own, result))[0]
         _raise_alike(failure, note)
         return cast(T, answer)
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; if it fails on any, raise that error on all, so that none waits forever."""
-        result, failure = _attempt(work)
-        notes = self.gather(_note(failure))
+        result, failure, own = _attempt(work)
+        notes = self.gather(own)
         _raise_alike(failure, next((note for note in notes if note is not None), None))
         return cast(T, result)
 
@@ -160,14 +153,11 @@ def start_ranks(placement: Placement, options: StartOptions) -> Ranks:
     return Ranks(placement, device, grouped=True)
 
 
-_OWN_THREADS = 4
-"""Threads of a rank besides the computing ones: of the stop watchdog, of saves; as many again for collectives."""
-
-
 def _fit_threads(placement: Placement, threads: int) -> int:
     """How many of the computing threads can start; with too few, OpenMP would end the process in the first step. Raises
     SiteError where a rank's other threads cannot start."""
-    limit, own = read_task_limit(), _OWN_THREADS if placement.launcher == "none" else 2 * _OWN_THREADS
+    # Threads besides the computing ones: of the stop watchdog, of saves; as many again for collectives.
+    limit, own = read_task_limit(), 4 if placement.launcher == "none" else 8
     if limit is None:
         return threads
     if limit.left < own:
@@ -203,8 +193,7 @@ def _choose_device(placement: Placement, kind: str) -> torch.device:
     return device
 
 
-_DEVICE = "shardway/device-"
-"""Key in the store: the device of a rank."""
+_DEVICE = "shardway/device-"  # key in the store: the device of a rank
 
 
 def _check_own_device(placement: Placement, device: torch.device, store: dist.Store) -> None:
@@ -228,7 +217,6 @@ def _check_own_device(placement: Placement, device: torch.device, store: dist.St
 
 
 def _join(placement: Placement, options: StartOptions, device: torch.device) -> Placement:
-    """Make the process group; returns the placement with the port at which the ranks met."""
     began, has_met = time.monotonic(), False
     where = render_endpoint(placement.master_addr, placement.master_port)
     if placement.world > 1:
@@ -301,33 +289,29 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error, or one of its causes, is that of an allocator without memory."""
     if error is None:
         return False
-    named = any(sign in str(error) for sign in ("DefaultCPUAllocator", "out of memory"))
-    allocator = isinstance(error, MemoryError | torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and named)
-    return allocator or is_out_of_memory(error.__cause__)
+    named = isinstance(error, RuntimeError) and re.search("DefaultCPUAllocator|out of memory", str(error))
+    allocator = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return allocator or bool(named) or is_out_of_memory(error.__cause__)
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, ShardwayError | None]:
+def _attempt(work: Callable[[], T]) -> tuple[T | None, ShardwayError | None, tuple[str, str] | None]:
+    """The result, or else the failure and its note for the other ranks: they wait for an answer, whatever went wrong.
+    Lost memory concerns only the rank that ran out, so its note is without text."""
     try:
-        return work(), None
+        return work(), None, None
     except ShardwayError as error:
-        return None, error
-    except Exception as error:  # the other ranks wait for this one's answer, whatever went wrong
-        kind = JobError if is_out_of_memory(error) else Bug
+        failure = error
+    except Exception as error:
         why = explain_limit(error)
-        failure = JobError(why) if why else kind(f"{type(error).__name__}: {error}")
+        kind = JobError if why or is_out_of_memory(error) else Bug
+        failure = kind(why or f"{type(error).__name__}: {error}")
         failure.__cause__ = error
-        return None, failure
-
-
-def _note(failure: ShardwayError | None) -> tuple[str, str] | None:
-    """The message for the other ranks; without text for lost memory, which concerns only the rank that ran out."""
     if is_out_of_memory(failure):
-        return LostContact.__name__, "another rank ran out of memory"
-    return None if failure is None else (type(failure).__name__, str(failure))
+        return None, failure, (LostContact.__name__, "another rank ran out of memory")
+    return None, failure, (type(failure).__name__, str(failure))
 
 
 def _raise_alike(own: ShardwayError | None, note: tuple[str, str] | None) -> None:
-    """Raise the error of this rank, or else the one that another rank reported, if any."""
     if own is not None:
         raise own
     if note is not None:

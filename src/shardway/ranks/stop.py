@@ -3,9 +3,6 @@
 Signals: Python runs a signal's handler in the main thread, and only once that returns from a library. The watchdog
 reads from a pipe what the interpreter writes there at once (`signal.set_wakeup_fd`).
 
-End with the agent: a process that starts ranks as children and is killed cannot end them. They would train on, and the
-next launch would write into the same run. srun and mpirun need no help: their daemons end what they started.
-
 Invariants:
 - A signal only sets a flag, so that no step is cut in half. Only a second Ctrl-C ends the process at once (schedulers
   and launchers repeat their signals with the same meaning), and only a wait marked as breakable is broken off. Earlier
@@ -60,17 +57,16 @@ class BrokenOff(BaseException):
 
 
 class SignalWatch:
-    """While entered, remembers that a stop signal came; Ctrl-C after it raises KeyboardInterrupt.
-
-    A watch entered within another takes over the signal that the outer one received. The main thread sets `breakable`
-    around a wait that `break_off` may end. `killed`: the second Ctrl-C came, even if its KeyboardInterrupt was caught.
-    """
+    """While entered, remembers that a stop signal came; Ctrl-C after it raises KeyboardInterrupt. A watch entered
+    within another takes over the signal that the outer one received. The main thread sets `breakable` around a wait
+    that `break_off` may end. `killed`: the second Ctrl-C came, even if its KeyboardInterrupt was caught. `handled`: the
+    signals that come here, with their earlier handlers; none in a thread other than the main one."""
 
     def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
         self._signals = signals
         self._received: signal.Signals | None = None
-        self._before: dict[signal.Signals, object] = {}
         self._breaks = False
+        self.handled: dict[int, object] = {}
         self.breakable = False
         self.killed = False
 
@@ -79,19 +75,10 @@ class SignalWatch:
         """Name of the signal that asked for a stop, such as "SIGTERM"."""
         return self._received.name if self._received else None
 
-    @property
-    def is_listening(self) -> bool:
-        """Whether signals come here: entered, in the main thread."""
-        return bool(self._before)
-
-    def holds(self, number: int) -> bool:
-        """Whether this watch handles the signal, and no other handler in this process."""
-        return number in self._before
-
     def break_off(self) -> None:
         """From any thread: raise BrokenOff in the main thread where its wait is `breakable`."""
         main = threading.main_thread().ident
-        if self.is_listening and main is not None:
+        if self.handled and main is not None:
             self._breaks = True
             signal.pthread_kill(main, BREAK)
 
@@ -99,15 +86,15 @@ class SignalWatch:
         # Python delivers signals to the main thread alone; a run in another thread goes without.
         if threading.current_thread() is threading.main_thread():
             outer = _find_watch()
-            self._before = {number: signal.signal(number, self._note) for number in list_free_signals(self._signals)}
+            self.handled = {number: signal.signal(number, self._note) for number in list_free_signals(self._signals)}
             self._received = outer._received if outer is not None else None
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self.handled.items():
             if getattr(signal.getsignal(number), "__self__", None) is self:  # and no other one was set since
                 signal.signal(number, handler)  # type: ignore[arg-type]
-        self._before = {}
+        self.handled = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._breaks and number == BREAK:
@@ -126,24 +113,18 @@ def list_free_signals(signals: Sequence[signal.Signals]) -> list[signal.Signals]
     """Those of these signals that may mean a stop in this process."""
     # A job script makes torchrun ignore a signal that its ranks take for a stop.
     shielded = {"TORCHELASTIC_RUN_ID", "SHARDWAY_ATTEMPT_DIR"} <= os.environ.keys()
+    caught = 0  # signals with a handler outside Python: of the fault handler, or a library (proc(5), SigCgt)
+    with contextlib.suppress(OSError, StopIteration):
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        caught = int(next(line for line in status if line.startswith("SigCgt:")).split()[1], 16)
 
-    def is_free(number: signal.Signals) -> bool:
+    def is_free(number: int) -> bool:
         handler = signal.getsignal(number)
         ignored = handler is signal.SIG_IGN and number == signal.SIGUSR1 and shielded
-        free = (handler is signal.SIG_DFL or ignored) and not _is_caught(number)
+        free = (handler is signal.SIG_DFL or ignored) and not caught >> (number - 1) & 1
         return free or isinstance(getattr(handler, "__self__", None), SignalWatch)
 
     return [number for number in signals if number not in _OF_OTHERS or is_free(number)]
-
-
-def _is_caught(number: int) -> bool:
-    """Whether a handler is set outside Python: by the fault handler, or a library (proc(5), SigCgt)."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-        caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-    except (OSError, StopIteration):
-        return False
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def find_stop_signal() -> str | None:
@@ -163,8 +144,7 @@ TICK_S = 0.25
 NOTICE_S = 5.0
 """How long the main thread may wait for data after a stop request; and how long it may take to notice a signal before
 other processes are notified of it."""
-LEAVE_S = 3.0
-"""How long the main thread may take to end after a second Ctrl-C."""
+LEAVE_S = 3.0  # how long the main thread may take to end after a second Ctrl-C
 
 
 @dataclass
@@ -195,12 +175,10 @@ class StopTimes:
 
 
 class StopWatchdog:
-    """Works while entered in the main thread, where its `signals` are watched; elsewhere it does nothing.
-
-    Calls `on_late` if the stop took longer than `timeout_s`, `on_killed` if a second Ctrl-C did not end the process,
+    """Works while entered in the main thread, where its `signals` are watched; elsewhere it does nothing. Calls
+    `on_late` if the stop took longer than `timeout_s`, `on_killed` if a second Ctrl-C did not end the process,
     `on_unnoticed` if a signal came while the main thread is in a library. Each is called once, in a thread of its own;
-    the first two may end the process.
-    """
+    the first two may end the process."""
 
     def __init__(
         self,
@@ -232,11 +210,10 @@ class StopWatchdog:
         self._times.waits = time.monotonic()
 
     def end_wait(self) -> None:
-        """The data came."""
         self._times.waits = None
 
     def __enter__(self) -> StopWatchdog:
-        if self._signals.is_listening:
+        if self._signals.handled:
             self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             self._before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             self._thread = threading.Thread(target=self._run, name="stop watchdog", daemon=True)
@@ -260,7 +237,7 @@ class StopWatchdog:
             for number in os.read(self._pipe[0], 256) if ready else b"":
                 if number == BREAK and self._own_breaks:  # it broke off a wait, and is no request from outside
                     self._own_breaks -= 1
-                elif self._signals.holds(number):
+                elif number in self._signals.handled:
                     self._times.record(number, time.monotonic())
             now, noticed = time.monotonic(), self._signals.received is not None
             for name in self._times.find_due(now, self._timeout_s, noticed=noticed):
@@ -271,7 +248,6 @@ class StopWatchdog:
                 threading.Thread(target=self._look_while, args=(waits,), name="look", daemon=True).start()
 
     def _look_while(self, waits: float) -> None:
-        """Look until this wait is over, or a stop ends it."""
         try:
             while self._times.waits == waits and not self._done.is_set():
                 if self._is_asked():
@@ -290,11 +266,9 @@ class StopWatchdog:
 
 @dataclass(frozen=True)
 class StepRequests:
-    """The requests of one rank after the current step.
-
-    `deadline`: a stop, since the wall-time is about to end. `void`: discard the step, since a stop ended this rank's
-    wait for its batch. `finish`: the script has declared the run done. `log`: the script has logged values.
-    """
+    """The requests of one rank after the current step. `deadline`: a stop, since the wall-time is about to end. `void`:
+    discard the step, since a stop ended this rank's wait for its batch. `finish`: the script has declared the run done.
+    `log`: the script has logged values."""
 
     stop_signal: bool = False
     stop_file: bool = False
@@ -305,17 +279,14 @@ class StepRequests:
     log: bool = False
 
     def as_numbers(self) -> list[float]:
-        """A number for each request, in the order of the fields: 1.0 where this rank has it."""
         return [float(wish) for wish in astuple(self)]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do after the current step; `stop_reason` is empty if they go on.
-
-    `deadline`: only the end of the wall-time asked for the stop. `void`: the step is discarded. `finish`: the run ends
-    with this step. `log`: the ranks join the values that scripts have logged.
-    """
+    """What all ranks do after the current step; `stop_reason` is empty if they go on. `deadline`: only the end of the
+    wall-time asked for the stop. `void`: the step is discarded. `finish`: the run ends with this step. `log`: the ranks
+    join the values that scripts have logged."""
 
     stop_reason: str = ""
     save: bool = False
@@ -325,7 +296,6 @@ class Decision:
     log: bool = False
 
     def also(self, other: Decision) -> Decision:
-        """This decision joined with a later one of the same step."""
         stop = self if self.stop_reason or not other.stop_reason else other
         save, finish = self.save or other.save, self.finish or other.finish
         return replace(stop, save=save, finish=finish, log=self.log or other.log)
@@ -344,15 +314,14 @@ def read_decision(summed: Sequence[float]) -> Decision:
     return Decision(reason, save, deadline and not (by_signal or by_file), void, finish, log)
 
 
-# --- the end of the process, with its parent
-
-_PR_SET_PDEATHSIG = 1
+# --- the end of the process with the agent that started it. An agent that is killed cannot end its ranks: they would
+# train on, and the next launch would write into the same run. The daemons of srun and mpirun end what they started.
 
 
 def stop_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Ask the kernel to send a signal to this process when its parent dies (prctl(2), Linux alone)."""
+    """Ask the kernel to send a signal to this process when the thread that started it ends (prctl(2), Linux alone)."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+        ctypes.CDLL(None, use_errno=True).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def end_with_parent() -> None:
@@ -381,21 +350,15 @@ def is_orphan(agent: int) -> bool:
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-_UNKNOWN, _INTERRUPTED, _STDERR = 1, 130, 2
-"""Exit codes of Python for an error, and of a shell for Ctrl-C; the descriptor for messages to the user."""
-
 
 @contextlib.contextmanager
 def left_at_once(world: int) -> Iterator[None]:
-    """If an uncaught error leaves this context, end the process without cleanup.
-
-    With one rank only after a second Ctrl-C, since a save may be under way in a thread. The command line ends in its
-    own way; this is for scripts that own their loop.
-    """
+    """If an uncaught error leaves this context, end the process without cleanup; with one rank only after a second
+    Ctrl-C, since a save may be under way in a thread. For scripts that own their loop."""
     try:
         yield
         if world > 1 and threading.current_thread() is threading.main_thread():
-            ScriptExit(sys._getframe()).arm()
+            _end_before_destructors(sys._getframe())
     except KeyboardInterrupt:
         # Without a traceback: the user asked for the end.
         sys.excepthook = _leave_after(lambda *_: _write_message("ended at once by a second signal"))
@@ -406,13 +369,23 @@ def left_at_once(world: int) -> Iterator[None]:
         raise
 
 
+def _leave_after(show: Hook) -> Hook:
+    def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with contextlib.suppress(SystemExit):  # from a hook that sets the exit code
+            show(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1  # as a shell has for Ctrl-C, and Python for an error
+        os._exit(error.exit_code if isinstance(error, ShardwayError) else code)
+
+    return leave
+
+
 @dataclass
 class ScriptHook:
     """Replaces `sys.excepthook`: an uncaught Shardway error ends a script with its message and exit code, as on the
-    command line; any other error goes to the previous hook.
-
-    `closes` are called first with the error: they end what is still open.
-    """
+    command line; any other error goes to the previous hook. `closes` are called first with the error: they end what is
+    still open."""
 
     previous: Hook
     closes: list[Hook] = field(default_factory=list)
@@ -442,77 +415,63 @@ def script_hook() -> ScriptHook:
     return sys.excepthook
 
 
+def report_errors() -> None:
+    """From now on an uncaught Shardway error is shown as its message only."""
+    script_hook()
+
+
 def restore_hook() -> None:
     """Restore the previous hook, once nothing is open."""
     if isinstance(sys.excepthook, ScriptHook) and not sys.excepthook.closes:
         sys.excepthook = sys.excepthook.previous
 
 
-def report_errors() -> None:
-    """From now on an uncaught Shardway error is shown as its message only; IPython does that by itself
-    (`errors`)."""
-    script_hook()
+def _end_before_destructors(frame: FrameType) -> None:
+    """From now on a script that runs to its end leaves after all exit handlers of libraries and the script, and before
+    C++ destructors (see `Shutdown`); called in the main thread. Only if the outermost frame has returned is the exit
+    code known to be 0 before the interpreter ends. A script that ends by `sys.exit` or by an error ends as usual in
+    Python, but without those destructors (where the C library has `on_exit`, which receives the code)."""
+    while frame.f_back is not None:
+        frame = frame.f_back
+    library = ctypes.CDLL(None)
 
-
-class ScriptExit:
-    """Ends the process of a script that ran to its end, after all exit handlers of libraries and the script, and before
-    C++ destructors (see `Shutdown`).
-
-    Only if the outermost frame has returned is the exit code known to be 0 before the interpreter ends. A script that
-    ends by `sys.exit` or by an error ends as usual in Python, but without those destructors (where the C library has
-    `on_exit`, which receives the code).
-    """
-
-    def __init__(self, frame: FrameType) -> None:
-        while frame.f_back is not None:
-            frame = frame.f_back
-        self._outermost = frame
-
-    def arm(self) -> None:
-        """Take effect from now on; called in the main thread."""
-        register = getattr(threading, "_register_atexit", None)  # its callbacks run before those of `atexit`
-        if register is not None:
-            with contextlib.suppress(RuntimeError):  # the interpreter is already ending
-                register(lambda: atexit.register(self._leave))
-        library = ctypes.CDLL(None)
-        with contextlib.suppress(AttributeError):  # newest first: flush the output, then end the process with its code
-            library.on_exit(library._exit, None)
-            library.__cxa_atexit(library.fflush, None, None)
-
-    def _leave(self) -> None:
-        code = self._outermost.f_code.co_code
-        if not dis.opname[code[self._outermost.f_lasti]].startswith("RETURN_"):
+    def leave() -> None:
+        if not dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN_"):
             return
-        atexit.unregister(self._leave)
+        atexit.unregister(leave)
         atexit._run_exitfuncs()
         with contextlib.suppress(OSError, ValueError):
             flush_output()
-            ctypes.CDLL(None).fflush(None)
+            library.fflush(None)
             os._exit(0)
+
+    register = getattr(threading, "_register_atexit", None)  # its callbacks run before those of `atexit`
+    if register is not None:
+        with contextlib.suppress(RuntimeError):  # the interpreter is already ending
+            register(lambda: atexit.register(leave))
+    with contextlib.suppress(AttributeError):  # newest first: flush the output, then end the process with its code
+        library.on_exit(library._exit, None)
+        library.__cxa_atexit(library.fflush, None, None)
 
 
 class Shutdown:
-    """Created before any other exit handler is registered, so that it runs last.
-
-    It skips C++ destructors. Those of torch have ended a rank with SIGABRT after all its work was done, when another
-    rank of its group had left a moment before (torch 2.13, gloo, "terminate called without an active exception").
-    """
+    """Created before any other exit handler is registered, so that it runs last. It skips C++ destructors. Those of
+    torch have ended a rank with SIGABRT after all its work was done, when another rank of its group had left a moment
+    before (torch 2.13, gloo, "terminate called without an active exception")."""
 
     def __init__(self) -> None:
         self._code: int | None = None
         atexit.register(self._leave)
 
     def leave_with(self, code: int) -> None:
-        """Set the exit code for the end of this process; without it Python ends as usual."""
         self._code = code
 
     def _leave(self) -> None:
-        if self._code is None or "torch" not in sys.modules:
-            return
-        with contextlib.suppress(OSError):
-            flush_output()
-        ctypes.CDLL(None).fflush(None)  # the buffers of C libraries
-        os._exit(self._code)
+        if self._code is not None and "torch" in sys.modules:
+            with contextlib.suppress(OSError):
+                flush_output()
+            ctypes.CDLL(None).fflush(None)  # the buffers of C libraries
+            os._exit(self._code)
 
 
 def flush_output() -> None:
@@ -530,19 +489,7 @@ def leave_now(words: str, code: int) -> None:
 
 def _write_message(words: str) -> None:
     with contextlib.suppress(OSError):
-        os.write(_STDERR, f"shardway: {words}\n".encode())
-
-
-def _leave_after(show: Hook) -> Hook:
-    def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        with contextlib.suppress(SystemExit):  # from a hook that sets the exit code
-            show(kind, error, trace)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else _UNKNOWN
-        os._exit(error.exit_code if isinstance(error, ShardwayError) else code)
-
-    return leave
+        os.write(2, f"shardway: {words}\n".encode())
 
 
 # --- interrupts in a notebook: there an error or an interrupt ends a cell and not the process

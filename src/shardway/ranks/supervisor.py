@@ -1,7 +1,7 @@
 """Starts the ranks of a run, again after a failure, and records how the run ended (decision 0032).
 
 Invariant: however the ranks end, the run directory records it, and so does their job, if there is one. Nothing is
-trained or printed here: lines for a person go to `NodeGroup.report`.
+trained or printed here: lines for a person go to the `report` of the node group.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 from shardway.errors import Fenced, JobError, LateStop, ShardwayError, SiteError, UserError, render_reason
+from shardway.ranks.evidence import NO_EVIDENCE
 from shardway.ranks.failure import (
     LaunchOutcome,
-    RankFailure,
     RepeatedFailure,
     RootCause,
     count_events,
@@ -32,13 +32,12 @@ from shardway.ranks.failure import (
     report_fault,
     sign_failure,
 )
-from shardway.ranks.hang import NO_EVIDENCE, HangTimeout, HeartbeatWatch, read_hang_timeout, watched
+from shardway.ranks.hang import HangTimeout, HeartbeatWatch, read_hang_timeout, watched
 from shardway.ranks.heartbeat import CPU_MASKS
-from shardway.ranks.local import LocalLaunch, run_local
+from shardway.ranks.local import AUTO_AFTER_S, LocalLaunch, WarmStandby, run_local
 from shardway.ranks.stop import STOP_SIGNALS, Decision, find_stop_signal
-from shardway.ranks.warm_standby import AUTO_AFTER_S, WarmStandby
 from shardway.resolve.request import Resolution, ResolveRequest
-from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
+from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL, Ending, Result
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import answers, list_missing, why_refused
 from shardway.rundir.lineage import LOCAL, read_line
@@ -46,9 +45,7 @@ from shardway.rundir.names import find_local_run, find_run_id
 from shardway.runfile.schema import RunSection
 from shardway.units import render_seconds
 
-Report = Callable[[str], None]
-"""Takes a line for the person that started the ranks."""
-
+Report = Callable[[str], None]  # takes a line for the person that started the ranks
 AWAY_S, LOOK_EVERY_S = 600.0, 1.0
 """How long a start of the ranks waits for an unreachable file system: its failover takes minutes."""
 
@@ -69,11 +66,9 @@ def open_standby(settings: RunSection) -> WarmStandby:
 
 
 def build_launch(resolution: Resolution, ranks: int) -> LocalLaunch:
-    """What `ranks` ranks of this machine run, and where their output goes.
-
-    Their request is not `fresh`: the agent has already moved an earlier run aside, and the ranks' output must stay.
-    Threads are explicit, since a rank that is bound to its own cores cannot derive that it need not share them.
-    """
+    """What `ranks` ranks of this machine run, and where their output goes. Their request is not `fresh`: the agent has
+    already moved an earlier run aside, and the ranks' output must stay. Threads are explicit, since a rank that is
+    bound to its own cores cannot derive that it need not share them."""
     run, settings = resolution.directory, resolution.resolved.values.run
     request, threads = resolution.request, int(settings.threads)
     further = (f"run.threads={threads}",) if CPU_MASKS in os.environ else ()
@@ -101,12 +96,10 @@ def run_on_node(
     report: Report,
     exchange: Callable[[HeartbeatWatch, bool], bool] = lambda watch, failed: False,
     share_s: float = 0.0,
-) -> tuple[list[RankFailure], HeartbeatWatch]:
-    """Run the ranks of this node to their end. Raises LateStop, KeyboardInterrupt.
-
-    `exchange` is called repeatedly with the watch and whether a rank has failed, and returns whether the ranks must end
-    because of another node. `share_s` is that of the watch.
-    """
+) -> LaunchOutcome:
+    """Run the ranks of this node to their end. Raises LateStop, KeyboardInterrupt. `exchange` is called repeatedly with
+    the watch and whether a rank has failed, and returns whether the ranks must end because of another node. `share_s`
+    is that of the watch."""
     with watched(launch.ranks, hang_timeout, lambda hang: report(f"{hang.message}, and was resumed"), share_s) as watch:
 
         def look(failed: bool) -> bool:
@@ -115,7 +108,9 @@ def run_on_node(
             return is_over
 
         launch = replace(launch, heartbeats=watch.folder)
-        return run_local(launch, lambda: ask_to_stop(run, report), look, standby.start), watch
+        failures = run_local(launch, lambda: ask_to_stop(run, report), look, standby.start)
+    # Only now: until its thread has ended, the watch may still gather evidence.
+    return LaunchOutcome(tuple(failures), watch.found, watch.seen or NO_EVIDENCE)
 
 
 def ask_to_stop(run: RunDir, report: Report) -> None:
@@ -125,51 +120,30 @@ def ask_to_stop(run: RunDir, report: Report) -> None:
         run.request_stop(f"{BY_SIGNAL} asked for a stop")
 
 
-class NodeGroup(Protocol):
-    """Starts the ranks: on this machine alone, or together with other nodes (`ranks.nodes`)."""
-
-    @property
-    def ranks(self) -> int:
-        """The largest number of ranks."""
-
-    @property
-    def report(self) -> Report:
-        """Where lines for a person go."""
-
-    def start(self, run: RunDir, launch: LocalLaunch, hang_timeout: HangTimeout | None) -> LaunchOutcome:
-        """Run the ranks to their end. Raises LateStop, KeyboardInterrupt, and the error that keeps them from
-        starting."""
-
-    def why_not_again(self) -> str:
-        """Why the ranks cannot start once more; empty if they can."""
-
-
 @dataclass(frozen=True)
 class SingleNode:
-    """All ranks are on this machine."""
+    """Starts the ranks, all on this machine; `ranks.nodes.MultiNode` those of several. `ranks`: the largest number."""
 
     ranks: int
     standby: WarmStandby
     report: Report
 
     def start(self, run: RunDir, launch: LocalLaunch, hang_timeout: HangTimeout | None) -> LaunchOutcome:
-        """Run the ranks to their end. Raises LateStop, KeyboardInterrupt."""
-        failures, watch = run_on_node(run, launch, hang_timeout, self.standby, self.report)
-        return LaunchOutcome(tuple(failures), watch.found, watch.seen or NO_EVIDENCE)
+        """Run the ranks to their end. Raises LateStop, KeyboardInterrupt, and the error that keeps them from
+        starting."""
+        return run_on_node(run, launch, hang_timeout, self.standby, self.report)
 
     def why_not_again(self) -> str:
-        """Always empty."""
+        """Why the ranks cannot start once more; empty if they can."""
         return ""
 
 
 # --- starts, until the ranks end well or must not start again
 
 
-def train_local(resolution: Resolution, launch: LocalLaunch, group: NodeGroup) -> dict[str, Any]:
-    """Train on the ranks of a node group, again after a failure if `ranks.failure` allows it.
-
-    Raises the error of the rank that failed first in the last start.
-    """
+def train_local(resolution: Resolution, launch: LocalLaunch, group: SingleNode) -> dict[str, Any]:
+    """Train on the ranks of a node group, again after a failure if `ranks.failure` allows it. Raises the error of the
+    rank that failed first in the last start."""
     run, attempt = resolution.directory, find_attempt(os.environ)
     settings, failures = resolution.resolved.values.run, list[RepeatedFailure]()
     hang_timeout = read_hang_timeout(settings)
@@ -186,7 +160,19 @@ def train_local(resolution: Resolution, launch: LocalLaunch, group: NodeGroup) -
                         why_not = f"nothing can be written into {run.path} now ({refusal})"
                 is_last = not decision.restart or bool(why_not)
                 if is_last or run.stop_requested() or isinstance(cause.error, LateStop):
-                    _give_up(run, attempt, cause, len(failures), why_not, group.report, began=began)
+                    error = cause.error
+                    if len(failures) > 1 or why_not:
+                        times = "once" if len(failures) == 1 else f"{len(failures)} times"
+                        again = f"; it is not started again: {why_not}" if why_not else ""
+                        error = type(error)(f"{error}\n  The ranks were started {times}{again}.")
+                    if run.find_writer() is None:  # else another run writes there
+                        if attempt is None:  # no rank is left to obey it; a job script reads it first
+                            run.clear_stop()
+                        if began:
+                            _mark_ended(run, "failed", render_reason(str(error)), group.report)
+                    fault = describe_error(error, out_of_memory=cause.out_of_memory)
+                    report_fault(attempt, cause.by, fault, run.read_step(), wait_s=0.0)
+                    raise error
                 if began:
                     report_restart(run, cause.error, len(failures), failures[-1].saved_step)
                 else:
@@ -201,8 +187,11 @@ def train_local(resolution: Resolution, launch: LocalLaunch, group: NodeGroup) -
                 result = Result(Ending.STOPPED, SECOND_SIGNAL, run.read_step(), exit_code=130, by=BY_AGENT)
                 report_end(attempt, result)
             raise
-        if attempt is not None:
-            _report_good_end(run, attempt)
+        if attempt is not None:  # the end of ranks that do not start again, from the last event of rank 0
+            ends = [event for event in run.last_events(0) if event["event"] in ("stopped", "finished")]
+            if ends and (ending := ends[-1].get("ending")) in set(Ending):
+                reason, failure = str(ends[-1]["reason"]), str(ends[-1].get("failure", ""))
+                report_end(attempt, Result(Ending(ending), reason, run.read_step(), 0, failure, by="rank 0"))
         status = run.read_status()
         return {
             "directory": str(run.path),
@@ -245,8 +234,9 @@ def _restored_if_refused(run: RunDir, *, fresh: bool) -> Iterator[int]:
         run.clear_setup_faults()
 
 
-def _run_once(run: RunDir, launch: LocalLaunch, hang_timeout: HangTimeout | None, group: NodeGroup) -> RootCause | None:
-    """Run the ranks to their end; the cause if the start ended badly, else None."""
+def _run_once(
+    run: RunDir, launch: LocalLaunch, hang_timeout: HangTimeout | None, group: SingleNode
+) -> RootCause | None:
     marks = {rank: count_events(run, rank) for rank in range(group.ranks)}
     run.clear_setup_faults()
     late: LateStop | None = None
@@ -261,7 +251,11 @@ def _run_once(run: RunDir, launch: LocalLaunch, hang_timeout: HangTimeout | None
         return None
     if outcome.is_well and late is None:
         return None
-    _await_answer(run, group.report)
+    if not answers(run.path):  # which may be the cause; once it answers, the ranks' records are read and they restart
+        group.report(f"the file system of {run.path} is away; waiting {render_seconds(AWAY_S)} for it")
+        until = time.monotonic() + AWAY_S
+        while not answers(run.path) and time.monotonic() < until and find_stop_signal() is None:
+            time.sleep(LOOK_EVERY_S)
     if has_come_to_its_end(run, marks[0], outcome):
         group.report(f"{outcome.describe()} after the run had come to its end; nothing of it is lost")
         return None
@@ -272,17 +266,6 @@ def _run_once(run: RunDir, launch: LocalLaunch, hang_timeout: HangTimeout | None
         _end_early(run, group.report)
         return None
     return find_root_cause(run, outcome, marks)
-
-
-def _await_answer(run: RunDir, report: Report) -> None:
-    """Wait while the file system of failed ranks is unreachable, which may be the cause. Ends when it answers, after
-    `AWAY_S`, or when a signal asks for a stop; then the ranks' records are read and they restart."""
-    if answers(run.path):
-        return
-    report(f"the file system of {run.path} is away; waiting {render_seconds(AWAY_S)} for it")
-    until = time.monotonic() + AWAY_S
-    while not answers(run.path) and time.monotonic() < until and find_stop_signal() is None:
-        time.sleep(LOOK_EVERY_S)
 
 
 def _describe_failure(resolution: Resolution, error: ShardwayError) -> RepeatedFailure:
@@ -299,10 +282,8 @@ def _describe_failure(resolution: Resolution, error: ShardwayError) -> RepeatedF
 
 
 def report_restart(run: RunDir, error: ShardwayError, failures: int, saved_step: int | None = None) -> None:
-    """Write into the events of rank 0, which has ended, that the ranks start again.
-
-    `saved_step`: the newest checkpoint, if it may be elsewhere than in the run directory.
-    """
+    """Write into the events of rank 0, which has ended, that the ranks start again. `saved_step`: the newest
+    checkpoint, if it may be elsewhere than in the run directory."""
     saved = max(run.checkpoint_steps(), default=0) if saved_step is None else saved_step
     with contextlib.suppress(OSError, JobError), run.event_writer(0) as events:
         reason = render_reason(str(error))
@@ -310,25 +291,6 @@ def report_restart(run: RunDir, error: ShardwayError, failures: int, saved_step:
 
 
 # --- how the run ended, in its status and in its attempt
-
-
-def _give_up(
-    run: RunDir, attempt: Attempt | None, cause: RootCause, starts: int, why_not: str, report: Report, *, began: bool
-) -> NoReturn:
-    """Record the failure, and raise it."""
-    error = cause.error
-    if starts > 1 or why_not:
-        times = "once" if starts == 1 else f"{starts} times"
-        again = f"; it is not started again: {why_not}" if why_not else ""
-        error = type(error)(f"{error}\n  The ranks were started {times}{again}.")
-    if run.find_writer() is None:  # else another run writes there
-        if attempt is None:
-            run.clear_stop()  # no rank is left to obey it, and the next start must not; a job script reads it first
-        if began:
-            _mark_ended(run, "failed", render_reason(str(error)), report)
-    fault = describe_error(error, out_of_memory=cause.out_of_memory)
-    report_fault(attempt, cause.by, fault, run.read_step(), wait_s=0.0)
-    raise error
 
 
 def _end_early(run: RunDir, report: Report) -> None:
@@ -339,14 +301,6 @@ def _end_early(run: RunDir, report: Report) -> None:
     _mark_ended(run, "stopped", end.reason, report, where_missing=True)
     if (attempt := find_attempt(os.environ)) is not None:
         report_end(attempt, Result(end.state, end.reason, run.read_step(), failure=end.failure, by=BY_AGENT))
-
-
-def _report_good_end(run: RunDir, attempt: Attempt) -> None:
-    """Report the end of ranks that do not start again, from the last event of rank 0."""
-    last = next((event for event in reversed(run.last_events(0)) if event["event"] in ("stopped", "finished")), None)
-    if last is not None and (ending := last.get("ending")) in set(Ending):
-        failure = str(last.get("failure", ""))
-        report_end(attempt, Result(Ending(ending), str(last["reason"]), run.read_step(), 0, failure, by="rank 0"))
 
 
 def _mark_ended(run: RunDir, state: str, reason: str, report: Report, *, where_missing: bool = False) -> None:

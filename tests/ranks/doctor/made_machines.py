@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardway.hardware.probe import NvidiaState
-from shardway.ranks.doctor.finding import CheckResult, CheckVerdict
-from shardway.ranks.doctor.surroundings import MachineNeeds, MachineView
+from shardway.ranks.doctor.surroundings import CheckResult, CheckVerdict, MachineNeeds, MachineView
 from shardway.ranks.launcher import Placement
 from shardway.sites.schema import SiteProfile
 

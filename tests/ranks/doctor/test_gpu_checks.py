@@ -6,7 +6,7 @@ import pytest
 from made_machines import GPU_NODE, check, make, make_nvidia, make_placement, make_site
 
 from shardway.hardware.probe import NvidiaState
-from shardway.ranks.doctor import node
+from shardway.ranks.doctor import checks
 from shardway.ranks.doctor.surroundings import MachineNeeds
 
 WITH_GPUS = make_site(node=GPU_NODE, request={"accelerators": "gres", "whole_nodes": True})
@@ -23,7 +23,7 @@ WITH_GPUS = make_site(node=GPU_NODE, request={"accelerators": "gres", "whole_nod
     ],
 )
 def test_the_driver_answers(nvidia: NvidiaState, device_files: bool, verdict: str, words: tuple[str, ...]) -> None:
-    check(node.check_query(make(nvidia=nvidia, device_files=device_files)), verdict, *words)
+    check(checks.check_query(make(nvidia=nvidia, device_files=device_files)), verdict, *words)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_the_driver_answers(nvidia: NvidiaState, device_files: bool, verdict: st
     ],
 )
 def test_all_gpus_are_there(found: int, changes: dict[str, Any], verdict: str, words: tuple[str, ...]) -> None:
-    finding = node.check_count(make(**{"site": WITH_GPUS, "nvidia": make_nvidia(found), **changes}))
+    finding = checks.check_count(make(**{"site": WITH_GPUS, "nvidia": make_nvidia(found), **changes}))
     check(finding, verdict, *words)
     assert finding.facts == {"gpus": found}
 
@@ -56,11 +56,11 @@ def test_all_gpus_are_there(found: int, changes: dict[str, Any], verdict: str, w
 )
 def test_the_remedy_is_in_the_words_of_the_site(rule: str | None, words: str) -> None:
     site = make_site(node=GPU_NODE, request={"accelerators": rule} if rule else {})
-    check(node.check_count(make(site, nvidia=make_nvidia(1))), "fail", words)
+    check(checks.check_count(make(site, nvidia=make_nvidia(1))), "fail", words)
 
 
 def test_a_driver_that_hangs_is_told_once() -> None:
-    check(node.check_count(make(WITH_GPUS, nvidia=NvidiaState("hung", "x"))), "n/a")
+    check(checks.check_count(make(WITH_GPUS, nvidia=NvidiaState("hung", "x"))), "n/a")
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_a_driver_that_hangs_is_told_once() -> None:
     ],
 )
 def test_each_rank_sees_the_gpus_of_its_node(environ: dict[str, str], verdict: str, words: tuple[str, ...]) -> None:
-    check(node.check_visible(make(WITH_GPUS, environ, nvidia=make_nvidia())), verdict, *words)
+    check(checks.check_visible(make(WITH_GPUS, environ, nvidia=make_nvidia())), verdict, *words)
 
 
 def test_a_run_on_cpus_may_hide_gpus() -> None:
     around = make(WITH_GPUS, {"CUDA_VISIBLE_DEVICES": ""}, wanted=MachineNeeds(device="cpu"))
-    check(node.check_visible(around), "ok")
+    check(checks.check_visible(around), "ok")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_run_on_cpus_may_hide_gpus() -> None:
     ],
 )
 def test_memory_errors(columns: dict[str, tuple[str, ...]], verdict: str, words: tuple[str, ...]) -> None:
-    check(node.check_ecc(make(nvidia=make_nvidia(2, **columns))), verdict, *words)
+    check(checks.check_ecc(make(nvidia=make_nvidia(2, **columns))), verdict, *words)
 
 
 @pytest.mark.parametrize(
@@ -120,15 +120,15 @@ def test_memory_errors(columns: dict[str, tuple[str, ...]], verdict: str, words:
 )
 def test_slow_gpus(masks: tuple[str, ...], verdict: str, words: tuple[str, ...]) -> None:
     for column in ("throttle", "throttle_now"):
-        check(node.check_throttle(make(nvidia=make_nvidia(2, **{column: masks}))), verdict, *words)
+        check(checks.check_throttle(make(nvidia=make_nvidia(2, **{column: masks}))), verdict, *words)
 
 
 def test_busy_gpus_and_modes() -> None:
-    check(node.check_busy(make(nvidia=make_nvidia(2, memory_used_mib=("3", "1024")))), "ok")
-    check(node.check_busy(make(nvidia=make_nvidia(2, memory_used_mib=("3", "2048")))), "warn", "GPU 1: 2.0 GiB")
-    check(node.check_mode(make(nvidia=make_nvidia(2, compute_mode=("Default", "Prohibited")))), "fail", "Prohibited")
-    check(node.check_mode(make(nvidia=make_nvidia(1, compute_mode=("Default",), mig=("Enabled",)))), "fail", "MIG")
+    check(checks.check_busy(make(nvidia=make_nvidia(2, memory_used_mib=("3", "1024")))), "ok")
+    check(checks.check_busy(make(nvidia=make_nvidia(2, memory_used_mib=("3", "2048")))), "warn", "GPU 1: 2.0 GiB")
+    check(checks.check_mode(make(nvidia=make_nvidia(2, compute_mode=("Default", "Prohibited")))), "fail", "Prohibited")
+    check(checks.check_mode(make(nvidia=make_nvidia(1, compute_mode=("Default",), mig=("Enabled",)))), "fail", "MIG")
     alone = make_placement(world=1, per_node=1)
     sliced = make_nvidia(1, compute_mode=("Default",), mig=("Enabled",))
-    check(node.check_mode(make(nvidia=sliced, placement=alone)), "warn", "MIG")
-    check(node.check_mode(make(nvidia=make_nvidia(1, compute_mode=("Default",), mig=("[N/A]",)))), "ok")
+    check(checks.check_mode(make(nvidia=sliced, placement=alone)), "warn", "MIG")
+    check(checks.check_mode(make(nvidia=make_nvidia(1, compute_mode=("Default",), mig=("[N/A]",)))), "ok")

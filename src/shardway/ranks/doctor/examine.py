@@ -2,105 +2,117 @@
 
 Each rank looks at itself; rank 0 collects the reports and runs tests across the ranks.
 
-Invariants: - The order of the table is that of the report, and a name never changes its meaning. - The examination ends
-within its limits and never raises for what it finds; if ranks do not meet, each of them reports what it tried. What
-needs the data or the model's files is None without them. - A row shows its worst verdict, and which nodes have it;
-nothing is averaged away. The JSON form keeps its keys: format, verdict, site, world, hosts, missing, checks, reports. -
-This module does not print.
+Invariants:
+- The order of the table is that of the report, and a name never changes its meaning.
+- The examination ends within its limits and never raises for what it finds; if ranks do not meet, each of them reports
+  what it tried. A check that hangs stays behind in a thread that ends with the process. What needs the data or the
+  model's files is None without them.
+- A row shows its worst verdict, and which nodes have it; nothing is averaged away. The JSON form keeps its keys:
+  format, verdict, site, world, hosts, missing, checks, reports.
+- This module does not print.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from shardway.errors import ShardwayError, list_some
-from shardway.ranks.doctor import cluster, node, world
-from shardway.ranks.doctor.cluster import find_existing
-from shardway.ranks.doctor.finding import (
+from shardway.ranks.doctor import checks, world
+from shardway.ranks.doctor.checks import find_existing
+from shardway.ranks.doctor.surroundings import (
     CheckResult,
-    CheckScope,
     CheckVerdict,
-    DoctorCheck,
+    MachineNeeds,
+    MachineView,
     Report,
+    bad,
     parse_finding,
-    run_checks,
+    poor,
     unknown,
 )
-from shardway.ranks.doctor.surroundings import MachineNeeds, MachineView
 from shardway.ranks.doctor.torch_probe import Task, measure
-from shardway.ranks.doctor.world import Answer, CheckPortTaken, ConnectivityCheck, MeetingPoint, attend, find_point
+from shardway.ranks.doctor.world import Answer, CheckPortTaken, ConnectivityCheck, attend, find_point
 from shardway.resolve.request import Resolution
 from shardway.runfile.schema import RunFile
 
 # --- the table of checks
 
+
+class CheckScope(StrEnum):
+    """Where a check makes sense, and how often."""
+
+    MACHINE = "machine"  # on any machine, once
+    LOGIN = "login"  # only on a login node
+    NODE = "node"  # on a node of a job, once
+    RANK = "rank"  # in each rank of a job
+
+
+@dataclass(frozen=True)
+class DoctorCheck:
+    """One check: its question, its scope, and the function that looks. `quick`: part of the preflight of an attempt.
+    `deep`: only on request, since it takes seconds or loads the machine."""
+
+    question: str
+    where: CheckScope
+    examine: Callable[[MachineView], CheckResult]
+    quick: bool = True
+    deep: bool = False
+    limit_s: float = 10.0
+
+
 RANK, NODE, MACHINE, LOGIN = CheckScope.RANK, CheckScope.NODE, CheckScope.MACHINE, CheckScope.LOGIN
 
-CHECKS: Mapping[str, DoctorCheck] = MappingProxyType(
-    {
-        "rank.placement": DoctorCheck(
-            "do the launcher's variables place this rank", RANK, cluster.check_placement, True
-        ),
-        "versions": DoctorCheck("versions of Python, torch, Shardway", MACHINE, cluster.check_versions, True),
-        "python.files": DoctorCheck("is Python on a parallel file system", MACHINE, cluster.check_python, True),
-        "container": DoctorCheck("which container this is", NODE, cluster.check_container, True),
-        "gpu.query": DoctorCheck("does nvidia-smi answer", NODE, node.check_query, True),
-        "gpu.count": DoctorCheck("are all GPUs there", NODE, node.check_count, True),
-        "gpu.visible": DoctorCheck("which GPUs a rank may use", RANK, node.check_visible, True),
-        "gpu.ecc": DoctorCheck("errors of GPU memory", NODE, node.check_ecc, True),
-        "gpu.throttle": DoctorCheck("is a GPU slowed down", NODE, node.check_throttle, True),
-        "gpu.busy": DoctorCheck("does another program use a GPU", NODE, node.check_busy, True),
-        "gpu.mode": DoctorCheck("compute mode and MIG", NODE, node.check_mode, True),
-        "cpu.affinity": DoctorCheck("cores that a rank may use", RANK, node.check_affinity, True),
-        "cpu.threads": DoctorCheck("OMP_NUM_THREADS", RANK, node.check_threads, True),
-        "mem.limit": DoctorCheck("memory of the job on this node", NODE, node.check_memory, True),
-        "mem.shm": DoctorCheck("size of /dev/shm", NODE, node.check_shm, True),
-        "limit.memlock": DoctorCheck("may memory be locked", RANK, node.check_memlock, True),
-        "limit.files": DoctorCheck("open files", RANK, node.check_files, True),
-        "limit.tasks": DoctorCheck("processes and threads", RANK, node.check_tasks, True),
-        "limit.core": DoctorCheck("core dumps on a shared file system", RANK, node.check_core, True),
-        "tmp": DoctorCheck("folder for temporary files", NODE, node.check_tmp, True),
-        "net.interface": DoctorCheck("interfaces of NCCL and gloo", NODE, cluster.check_interfaces, True),
-        "net.master": DoctorCheck("the address at which ranks meet", NODE, cluster.check_master, True),
-        "net.hostname": DoctorCheck("the address of the node's own name", NODE, cluster.check_hostname, True),
-        "net.infiniband": DoctorCheck("InfiniBand ports", NODE, cluster.check_infiniband, True),
-        "fs.mounts": DoctorCheck("do file systems answer", MACHINE, cluster.check_mounts, True),
-        "fs.write": DoctorCheck("can the run write", MACHINE, cluster.check_write, True),
-        "fs.space": DoctorCheck("room for checkpoints", MACHINE, cluster.check_space, True),
-        "fs.caches": DoctorCheck("caches in a small home folder", MACHINE, cluster.check_caches),
-        "fs.speed": DoctorCheck("speed of the run's folder", NODE, cluster.check_speed, deep=True, limit_s=60.0),
-        "offline": DoctorCheck("do libraries know of no internet", NODE, cluster.check_offline, True),
-        "proxy": DoctorCheck("the proxy that leads outside", NODE, cluster.check_proxy, True),
-        "scheduler": DoctorCheck("does the scheduler answer", LOGIN, cluster.check_scheduler, limit_s=20.0),
-        "account": DoctorCheck("is the account yours", LOGIN, cluster.check_account),
-    }
-)
-"""Name -> what one process looks at. What is seen over all ranks only is in `WORLD_CHECKS`."""
+CHECKS: Mapping[str, DoctorCheck] = {
+    "rank.placement": DoctorCheck("do the launcher's variables place this rank", RANK, checks.check_placement),
+    "versions": DoctorCheck("versions of Python, torch, Shardway", MACHINE, checks.check_versions),
+    "python.files": DoctorCheck("is Python on a parallel file system", MACHINE, checks.check_python),
+    "container": DoctorCheck("which container this is", NODE, checks.check_container),
+    "gpu.query": DoctorCheck("does nvidia-smi answer", NODE, checks.check_query),
+    "gpu.count": DoctorCheck("are all GPUs there", NODE, checks.check_count),
+    "gpu.visible": DoctorCheck("which GPUs a rank may use", RANK, checks.check_visible),
+    "gpu.ecc": DoctorCheck("errors of GPU memory", NODE, checks.check_ecc),
+    "gpu.throttle": DoctorCheck("is a GPU slowed down", NODE, checks.check_throttle),
+    "gpu.busy": DoctorCheck("does another program use a GPU", NODE, checks.check_busy),
+    "gpu.mode": DoctorCheck("compute mode and MIG", NODE, checks.check_mode),
+    "cpu.affinity": DoctorCheck("cores that a rank may use", RANK, checks.check_affinity),
+    "cpu.threads": DoctorCheck("OMP_NUM_THREADS", RANK, checks.check_threads),
+    "mem.limit": DoctorCheck("memory of the job on this node", NODE, checks.check_memory),
+    "mem.shm": DoctorCheck("size of /dev/shm", NODE, checks.check_shm),
+    "limit.memlock": DoctorCheck("may memory be locked", RANK, checks.check_memlock),
+    "limit.files": DoctorCheck("open files", RANK, checks.check_files),
+    "limit.tasks": DoctorCheck("processes and threads", RANK, checks.check_tasks),
+    "limit.core": DoctorCheck("core dumps on a shared file system", RANK, checks.check_core),
+    "tmp": DoctorCheck("folder for temporary files", NODE, checks.check_tmp),
+    "net.interface": DoctorCheck("interfaces of NCCL and gloo", NODE, checks.check_interfaces),
+    "net.master": DoctorCheck("the address at which ranks meet", NODE, checks.check_master),
+    "net.hostname": DoctorCheck("the address of the node's own name", NODE, checks.check_hostname),
+    "net.infiniband": DoctorCheck("InfiniBand ports", NODE, checks.check_infiniband),
+    "fs.mounts": DoctorCheck("do file systems answer", MACHINE, checks.check_mounts),
+    "fs.write": DoctorCheck("can the run write", MACHINE, checks.check_write),
+    "fs.space": DoctorCheck("room for checkpoints", MACHINE, checks.check_space),
+    "fs.caches": DoctorCheck("caches in a small home folder", MACHINE, checks.check_caches, quick=False),
+    "fs.speed": DoctorCheck("speed of the run's folder", NODE, checks.check_speed, False, deep=True, limit_s=60.0),
+    "offline": DoctorCheck("do libraries know of no internet", NODE, checks.check_offline),
+    "proxy": DoctorCheck("the proxy that leads outside", NODE, checks.check_proxy),
+    "scheduler": DoctorCheck("does the scheduler answer", LOGIN, checks.check_scheduler, False, limit_s=20.0),
+    "account": DoctorCheck("is the account yours", LOGIN, checks.check_account, quick=False),
+}
+"""Name -> what one process looks at."""
 
-WORLD_CHECKS: Mapping[str, str] = MappingProxyType(
-    {
-        "world.port": "is the port free on rank 0",
-        "world.meeting": "do all ranks come together",
-        "world.nodes": "are the nodes of the job all there and alike",
-        "world.versions": "are versions equal on all nodes",
-        "world.master": "is MASTER_ADDR the same address on all nodes",
-        "world.clock": "do the clocks of the nodes agree",
-        "world.visible": "does each node see the files of the first",
-        "torch.start": "do torch and its process group start",
-        "torch.import": "how long torch takes to import",
-        "torch.allreduce": "a timed sum over all ranks",
-        "torch.peers": "do GPUs of a node reach each other (--deep)",
-        "torch.matmul": "speed of each GPU in a matrix product (--deep)",
-    }
+WORLD_CHECKS = (
+    *("world.port", "world.meeting", "world.nodes", "world.versions", "world.master", "world.clock", "world.visible"),
+    *("torch.start", "torch.import", "torch.allreduce", "torch.peers", "torch.matmul"),
 )
-"""Name -> question, of what ranks find out together."""
+"""Names of what ranks find out together; docs/doctor.md has the question of each."""
 
 
 def list_names() -> tuple[str, ...]:
@@ -118,7 +130,7 @@ def read_wanted(resolution: Resolution) -> MachineNeeds:
     container = site.container if site.container not in ("auto", "none") else "container" if site.image else ""
     return MachineNeeds(
         folder=resolution.directory.path,
-        checkpoint_bytes=estimate_checkpoint(values, resolution),
+        checkpoint_bytes=_estimate_checkpoint(values, resolution),
         keep=values.checkpoint.keep + values.checkpoint.keep_best + count_kept_for_ever(values),
         device=values.run.device,
         account=site.account,
@@ -135,7 +147,7 @@ def count_kept_for_ever(values: RunFile) -> int:
     return int(steps.amount // every.amount)
 
 
-def estimate_checkpoint(values: RunFile, resolution: Resolution) -> float | None:
+def _estimate_checkpoint(values: RunFile, resolution: Resolution) -> float | None:
     """Bytes of one checkpoint: weights and optimizer states of the whole model; None where unknown."""
     from shardway.plan.memory import optimizer_bytes
     from shardway.resolve.planned import shape_of_run
@@ -148,12 +160,51 @@ def estimate_checkpoint(values: RunFile, resolution: Resolution) -> float | None
     return float(shape.parameters) * (weights + optimizer_bytes(values.optim.name))
 
 
+# --- checks side by side, each within its own time
+
+QUICK_LIMIT_S = 4.0  # the most seconds for a check of a preflight
+
+
+def run_checks(checks: Mapping[str, DoctorCheck], around: MachineView, *, quick: bool = False) -> list[CheckResult]:
+    """The findings of the checks that this rank runs ("n/a" where one makes no sense here); what a node or machine has
+    once is reported by the first rank of the node."""
+    found: dict[str, CheckResult] = {}
+
+    def run(name: str, check: DoctorCheck) -> None:
+        try:
+            if check.where in (CheckScope.NODE, CheckScope.RANK) and not around.in_job:
+                found[name] = unknown("this is no node of a job")
+            elif check.where is CheckScope.LOGIN and around.in_job and not around.scheduler.this_machine:
+                found[name] = unknown("this is a node of a job; scheduler commands are for login nodes")
+            else:
+                found[name] = check.examine(around)
+        except Exception as error:  # a check that is wrong must not end the job
+            text = f"the check itself failed: {type(error).__name__}: {error}"
+            found[name] = poor(text, "report this as a defect of Shardway")
+
+    started = {}
+    for name, check in checks.items():
+        left_out = (quick and not check.quick) or (check.deep and not around.deep)
+        if left_out or not (check.where is CheckScope.RANK or around.first_of_node):
+            continue
+        limit_s = min(check.limit_s, QUICK_LIMIT_S) if quick else check.limit_s
+        thread = threading.Thread(target=run, args=(name, check), name=f"doctor {name}", daemon=True)
+        started[name] = thread, limit_s, time.monotonic() + limit_s
+        thread.start()
+    results = []
+    for name, (thread, limit_s, deadline) in started.items():
+        thread.join(max(0.0, deadline - time.monotonic()))
+        late = f"no answer within {limit_s:g} s ({checks[name].question}?)"
+        finding = found.get(name) or bad(late, f"look at {around.host} by hand: what this check touches hangs")
+        results.append(replace(finding, check=name))
+    return results
+
+
 # --- the examination
 
 SEEN_WITHIN_S = 5.0
 _PROBE_S = 100.0
 _START_S = 30.0
-_SUM_BYTES, _DEEP_SUM_BYTES = 4 * 2**20, 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -167,30 +218,28 @@ class Diagnosis:
 
 
 def examine_machine(around: MachineView, *, quick: bool = False, wait_s: float = 60.0) -> Diagnosis:
-    """Look at this machine and, where there are several ranks, at all of them together.
-
-    `quick`: the checks of a preflight, and the meeting, but no torch. `wait_s`: how long ranks wait for each other.
-    """
+    """Look at this machine and, where there are several ranks, at all of them together. `quick`: the checks of a
+    preflight, and the meeting, but no torch. `wait_s`: how long ranks wait for each other."""
     own = Report(around.rank, around.host, tuple(run_checks(CHECKS, around, quick=quick)))
     if around.placement is None or around.world == 1:
-        return Diagnosis((own,), () if quick else tuple(_probe_alone(around)))
+        device = "cuda" if around.devices and around.wanted.device != "cpu" else "cpu"
+        if quick or not around.in_job or (device == "cpu" and not around.deep):
+            return Diagnosis((own,))
+        probes = {0: measure(Task(device, 0, _START_S, around.deep), _PROBE_S)}
+        return Diagnosis((own,), _named(_judge_probes(around, probes, {0: around.host}, device)))
     point = find_point(around.placement, around.job)
-    if around.rank:
-        return _follow(around, own, point, wait_s)
-    return _Visit(around, own, ConnectivityCheck(point, around.world)).lead(wait_s, quick=quick)
+    if around.rank == 0:
+        return _lead(around, own, ConnectivityCheck(point, around.world), wait_s, quick=quick)
+    hello = {"rank": own.rank, "host": own.host, "findings": [asdict(finding) for finding in own.findings]}
+    verdict = world.judge_attendance(around, attend(point, hello, _answer, wait_s), point, wait_s)
+    return Diagnosis((own,), _named({"world.meeting": verdict}), speaks=verdict.verdict is not CheckVerdict.OK)
 
 
-def _follow(around: MachineView, own: Report, point: MeetingPoint, wait_s: float) -> Diagnosis:
-    """The part of every rank but 0."""
-    hello = {"rank": own.rank, "host": own.host, "findings": [finding.as_json() for finding in own.findings]}
-    attended = attend(point, hello, _answer, wait_s)
-    verdict = world.judge_attendance(around, attended, point, wait_s)
-    met = replace(verdict, check="world.meeting")
-    return Diagnosis((own,), (met,), speaks=verdict.verdict is not CheckVerdict.OK)
+def _named(verdicts: Mapping[str, CheckResult]) -> tuple[CheckResult, ...]:
+    return tuple(replace(verdict, check=name) for name, verdict in verdicts.items())
 
 
 def _answer(question: Answer) -> Answer:
-    """Carry out a request of rank 0."""
     match question.get("ask"):
         case "look":
             return {"after": _look_for(Path(question["path"]), question["token"], question["limit_s"])}
@@ -210,140 +259,98 @@ def _look_for(path: Path, token: str, limit_s: float) -> float | None:
     return None
 
 
-def _probe_alone(around: MachineView) -> list[CheckResult]:
-    """torch on one rank: if there is a device to test, or on request."""
-    device = "cuda" if around.devices and around.wanted.device != "cpu" else "cpu"
-    if not around.in_job or (device == "cpu" and not around.deep):
-        return []
-    found = {0: measure(Task(device, 0, _START_S, around.deep), _PROBE_S)}
-    return _judge_probes(around, found, {0: around.host}, device)
+def _lead(around: MachineView, own: Report, call: ConnectivityCheck, wait_s: float, *, quick: bool) -> Diagnosis:
+    try:
+        call.gather(wait_s)
+    except CheckPortTaken as error:
+        verdicts = {
+            "world.port": world.judge_port(call.point, str(error)),
+            "world.meeting": unknown("not tried, since rank 0 cannot listen"),
+        }
+        return Diagnosis((own,), _named(verdicts), tuple(call.missing))
+    missing, point, reports = tuple(call.missing), call.point, [own]
+    try:
+        for rank in sorted(call.reports):
+            findings = []
+            for table in call.reports[rank].get("findings", ()):
+                with contextlib.suppress(KeyError, TypeError, ValueError):  # of another version
+                    findings.append(parse_finding(table))
+            reports.append(Report(rank, str(call.reports[rank].get("host", "n/a")), tuple(findings)))
+        first: dict[str, int] = {}  # of each node
+        for report in reports:
+            first.setdefault(report.host, report.rank)
+        others = {rank: host for host, rank in first.items() if host != own.host}
+        verdicts = {
+            "world.port": world.judge_port(point, ""),
+            "world.meeting": world.judge_meeting(around, reports, missing, point, wait_s),
+            "world.nodes": world.judge_nodes(reports),
+            "world.versions": world.judge_versions(reports),
+            "world.master": world.judge_master(reports),
+            "world.clock": world.judge_clocks(
+                {others[rank]: clock for rank, clock in call.compare_clocks(others).items()}
+            ),
+            "world.visible": _show_file(around, call, others),
+        }
+        if not quick and missing:
+            verdicts["torch.start"] = unknown("not tried, since ranks are missing")
+        elif not quick:
+            verdicts |= _try_torch(around, call, reports)
+    finally:
+        call.end()
+    return Diagnosis(tuple(reports), _named(verdicts), missing)
+
+
+def _show_file(around: MachineView, call: ConnectivityCheck, others: dict[int, str]) -> CheckResult:
+    """Write a file in the run's folder, and ask each other node for it."""
+    if around.wanted.folder is None:
+        return unknown("no run file or --dir says where the run writes")
+    folder, token = find_existing(around.wanted.folder), uuid.uuid4().hex
+    path = folder / f".doctor-seen-{token}"
+    try:
+        path.write_text(token, encoding="utf-8")
+    except OSError as error:
+        return unknown(f"the first node cannot write to {folder}: {error.strerror}")
+    question = {"ask": "look", "path": str(path), "token": token, "limit_s": SEEN_WITHIN_S}
+    try:
+        answers = call.ask(dict.fromkeys(others, question), SEEN_WITHIN_S + 5.0)
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    seen = {host: answers.get(rank, {}).get("after") for rank, host in others.items()}
+    return world.judge_visible(str(folder), seen, SEEN_WITHIN_S)
+
+
+def _try_torch(around: MachineView, call: ConnectivityCheck, reports: Sequence[Report]) -> dict[str, CheckResult]:
+    """Let all ranks start torch at once: with CUDA if every node has a device for each of its ranks."""
+    ranks = Counter(report.host for report in reports)
+    gpus = {report.host: int(fact) for report in reports if (fact := report.fact("gpus")) is not None}
+    has_devices = all(gpus.get(host, 0) >= count for host, count in ranks.items())
+    device = "cuda" if has_devices and around.wanted.device != "cpu" else "cpu"
+    task = Task(device, 2**26 if around.deep else 2**22, _START_S, around.deep)
+    probes: dict[int, dict[str, Any]] = {}
+    question, others = {"ask": "measure", "task": asdict(task)}, range(1, around.world)
+    questions = dict.fromkeys(others, question)
+    answers = call.ask(questions, _PROBE_S + 5.0, lambda: probes.update({0: measure(task, _PROBE_S)}))
+    for rank in others:
+        probes[rank] = answers.get(rank) or {"stage": "python", "error": "the rank was lost"}
+    return _judge_probes(around, probes, {each.rank: each.host for each in reports}, device)
 
 
 def _judge_probes(
     around: MachineView, probes: dict[int, dict[str, Any]], hosts: dict[int, str], device: str
-) -> list[CheckResult]:
-    verdicts = {
-        "torch.start": world.judge_start(probes, hosts),
-        "torch.import": world.judge_import(probes, hosts),
-    }
+) -> dict[str, CheckResult]:
+    verdicts = {"torch.start": world.judge_start(probes, hosts), "torch.import": world.judge_import(probes, hosts)}
     if around.world > 1:
         verdicts["torch.allreduce"] = world.judge_sum(probes, device)
     if around.deep:
         verdicts["torch.peers"] = world.judge_peers(probes, hosts)
         verdicts["torch.matmul"] = world.judge_matmul(probes, hosts)
-    return [replace(verdict, check=name) for name, verdict in verdicts.items()]
-
-
-class _Visit:
-    """Rank 0's part."""
-
-    def __init__(self, around: MachineView, own: Report, call: ConnectivityCheck) -> None:
-        self._around, self._own, self._call = around, own, call
-        self._found: list[CheckResult] = []
-
-    def lead(self, wait_s: float, *, quick: bool) -> Diagnosis:
-        """Gather the ranks, compare them, and release them."""
-        call, point = self._call, self._call.point
-        try:
-            call.gather(wait_s)
-        except CheckPortTaken as error:
-            self._add("world.port", world.judge_port(point, str(error)))
-            self._add("world.meeting", unknown("not tried, since rank 0 cannot listen"))
-            return Diagnosis((self._own,), tuple(self._found), tuple(call.missing))
-        missing = tuple(call.missing)
-        try:
-            reports = self._compare(missing, wait_s)
-            if not quick:
-                self._try_torch(reports, missing)
-        finally:
-            call.end()
-        return Diagnosis(tuple(reports), tuple(self._found), missing)
-
-    def _add(self, name: str, finding: CheckResult) -> None:
-        self._found.append(replace(finding, check=name))
-
-    def _compare(self, missing: Sequence[int], wait_s: float) -> list[Report]:
-        call, point = self._call, self._call.point
-        reports = [self._own, *(_parse_report(rank, call.reports[rank]) for rank in sorted(call.reports))]
-        self._add("world.port", world.judge_port(point, ""))
-        self._add("world.meeting", world.judge_meeting(self._around, reports, missing, point, wait_s))
-        self._add("world.nodes", world.judge_nodes(reports))
-        self._add("world.versions", world.judge_versions(reports))
-        self._add("world.master", world.judge_master(reports))
-        others = self._first_of_others(reports)
-        clocks = call.compare_clocks(others)
-        self._add("world.clock", world.judge_clocks({others[rank]: clock for rank, clock in clocks.items()}))
-        self._add("world.visible", self._show_file(others))
-        return reports
-
-    def _first_of_others(self, reports: Sequence[Report]) -> dict[int, str]:
-        """One rank of each node but ours -> its host."""
-        first: dict[str, int] = {}
-        for report in reports:
-            first.setdefault(report.host, report.rank)
-        return {rank: host for host, rank in first.items() if host != self._own.host}
-
-    def _show_file(self, others: dict[int, str]) -> CheckResult:
-        """Write a file in the run's folder, and ask each other node for it."""
-        if self._around.wanted.folder is None:
-            return unknown("no run file or --dir says where the run writes")
-        folder, token = find_existing(self._around.wanted.folder), uuid.uuid4().hex
-        path = folder / f".doctor-seen-{token}"
-        try:
-            path.write_text(token, encoding="utf-8")
-        except OSError as error:
-            return unknown(f"the first node cannot write to {folder}: {error.strerror}")
-        question = {"ask": "look", "path": str(path), "token": token, "limit_s": SEEN_WITHIN_S}
-        try:
-            answers = self._call.ask(dict.fromkeys(others, question), SEEN_WITHIN_S + 5.0)
-        finally:
-            with contextlib.suppress(OSError):
-                path.unlink()
-        seen = {host: answers.get(rank, {}).get("after") for rank, host in others.items()}
-        return world.judge_visible(str(folder), seen, SEEN_WITHIN_S)
-
-    def _try_torch(self, reports: Sequence[Report], missing: Sequence[int]) -> None:
-        """Let all ranks start torch at once."""
-        if missing:
-            self._add("torch.start", unknown("not tried, since ranks are missing"))
-            return
-        device = self._choose_device(reports)
-        size = _DEEP_SUM_BYTES if self._around.deep else _SUM_BYTES
-        task = Task(device, size, _START_S, self._around.deep)
-        probes: dict[int, dict[str, Any]] = {}
-        question = {"ask": "measure", "task": asdict(task)}
-        ranks = range(1, self._around.world)
-        answers = self._call.ask(
-            dict.fromkeys(ranks, question), _PROBE_S + 5.0, lambda: probes.update({0: measure(task, _PROBE_S)})
-        )
-        for rank in ranks:
-            probes[rank] = answers.get(rank) or {"stage": "python", "error": "the rank was lost"}
-        self._found += _judge_probes(self._around, probes, {each.rank: each.host for each in reports}, device)
-
-    def _choose_device(self, reports: Sequence[Report]) -> str:
-        """CUDA if every node has a device for each of its ranks, so that all ranks use the same kind."""
-        if self._around.wanted.device == "cpu":
-            return "cpu"
-        ranks: dict[str, int] = {}
-        for report in reports:
-            ranks[report.host] = ranks.get(report.host, 0) + 1
-        gpus = {report.host: int(fact) for report in reports if (fact := report.fact("gpus")) is not None}
-        return "cuda" if all(gpus.get(host, 0) >= count for host, count in ranks.items()) else "cpu"
-
-
-def _parse_report(rank: int, hello: Answer) -> Report:
-    """A rank's report; findings of another version that cannot be read are left out."""
-    findings = []
-    for table in hello.get("findings", ()):
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            findings.append(parse_finding(table))
-    return Report(rank, str(hello.get("host", "n/a")), tuple(findings))
+    return verdicts
 
 
 # --- the summary
 
 FORMAT = 1
-_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -356,12 +363,6 @@ class SummaryRow:
     remedy: str
     hosts: tuple[str, ...]
 
-    def render(self) -> str:
-        """A line, and what to do below it."""
-        where = f"  [{list_some(self.hosts, _SHOWN)}]" if self.hosts else ""
-        line = f"{self.verdict.value:<5} {self.check:<16} {self.found}{where}"
-        return line + (f"\n{'':<23}To do: {self.remedy}" if self.remedy else "")
-
 
 def list_rows(diagnosis: Diagnosis) -> list[SummaryRow]:
     """A row for every check that any rank ran, in the order of the table."""
@@ -371,15 +372,13 @@ def list_rows(diagnosis: Diagnosis) -> list[SummaryRow]:
             found.setdefault(finding.check, []).append((report.host, finding))
     for finding in diagnosis.together:
         found.setdefault(finding.check, []).append(("", finding))
-    return [_summarise(name, found[name]) for name in list_names() if name in found]
-
-
-def _summarise(name: str, found: list[tuple[str, CheckResult]]) -> SummaryRow:
-    """The worst, and where; hosts are left out where all have it."""
-    worst = max(found, key=lambda each: each[1].verdict.weight)[1]
-    alike = list(dict.fromkeys(host for host, finding in found if finding.verdict is worst.verdict))
-    everywhere = set(alike) == {host for host, _ in found}
-    return SummaryRow(name, worst.verdict, worst.found, worst.remedy, () if everywhere else tuple(alike))
+    rows = []
+    for name in (name for name in list_names() if name in found):
+        worst = max((finding for _, finding in found[name]), key=lambda each: each.verdict.weight)
+        alike = list(dict.fromkeys(host for host, finding in found[name] if finding.verdict is worst.verdict))
+        everywhere = set(alike) == {host for host, _ in found[name]}
+        rows.append(SummaryRow(name, worst.verdict, worst.found, worst.remedy, () if everywhere else tuple(alike)))
+    return rows
 
 
 def judge_rows(rows: list[SummaryRow]) -> CheckVerdict:
@@ -389,11 +388,17 @@ def judge_rows(rows: list[SummaryRow]) -> CheckVerdict:
 
 def render_rows(rows: list[SummaryRow], *, every: bool = False) -> str:
     """The rows as text; those that say nothing share a line, unless `every` is wanted."""
-    silent = [row.check for row in rows if row.verdict is CheckVerdict.NA and not every]
-    lines = [row.render() for row in rows if every or row.verdict is not CheckVerdict.NA]
+    lines, silent = [], []
+    for row in rows:
+        if row.verdict is CheckVerdict.NA and not every:
+            silent.append(row.check)
+            continue
+        where = f"  [{list_some(row.hosts, 4)}]" if row.hosts else ""
+        lines.append(f"{row.verdict.value:<5} {row.check:<16} {row.found}{where}")
+        lines += [f"{'':<23}To do: {row.remedy}"] if row.remedy else []
     if silent:
         lines.append(f"{'n/a':<5} {', '.join(silent)}")
-    counts = {verdict: sum(row.verdict is verdict for row in rows) for verdict in CheckVerdict}
+    counts = Counter(row.verdict for row in rows)
     totals = [f"{counts[verdict]} {verdict}" for verdict in (CheckVerdict.FAIL, CheckVerdict.WARN, CheckVerdict.OK)]
     return "\n".join([*lines, ", ".join(totals)])
 
@@ -410,7 +415,7 @@ def render_json(diagnosis: Diagnosis, site: str, world: int) -> dict[str, Any]:
         "missing": list(diagnosis.missing),
         "checks": [asdict(row) for row in rows],
         "reports": [
-            {"rank": report.rank, "host": report.host, "findings": [each.as_json() for each in report.findings]}
+            {"rank": report.rank, "host": report.host, "findings": [asdict(each) for each in report.findings]}
             for report in diagnosis.reports
         ],
     }

@@ -1,7 +1,7 @@
-"""Everything that checks look at and that is cheap to know, gathered once: variables, profile, placement, GPUs.
+"""What checks look at, gathered once where it is cheap (variables, profile, placement, GPUs), and what they say.
 
 Invariant: a `MachineView` is frozen, so that a verdict can be tried on any machine that a test makes up. Nothing here
-raises for a machine that is not as it should be.
+raises for a machine that is not as it should be. A finding with verdict "warn" or "fail" has a remedy.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,9 @@ from shardway.sites.schema import SiteProfile
 
 @dataclass(frozen=True)
 class MachineNeeds:
-    """What the run wants of the machine; None or empty for what is not stated.
-
-    `folder` is where it writes (its nearest folder that exists is looked at), `checkpoint_bytes` the size of one
-    checkpoint, `uses_hub` whether model or data come from the Hugging Face hub.
-    """
+    """What the run wants of the machine; None or empty for what is not stated. `folder` is where it writes (its nearest
+    folder that exists is looked at), `checkpoint_bytes` the size of one checkpoint, `uses_hub` whether model or data
+    come from the Hugging Face hub."""
 
     folder: Path | None = None
     checkpoint_bytes: float | None = None
@@ -59,19 +58,14 @@ class MachineView:
     deep: bool = False
 
     @property
-    def in_job(self) -> bool:
-        """Whether this is a node that ranks run on: that of a job, or a machine without a scheduler."""
-        return self.scheduler.this_machine or bool(self.job) or self.launched
-
-    @property
     def scheduler(self) -> Any:
         """The site's scheduler (`launch.schedulers.base.Scheduler`)."""
         return make_plugin("schedulers", self.site.scheduler)
 
     @property
-    def launched(self) -> bool:
-        """Whether something started this process as one of several ranks, or tried to."""
-        return self.placement is None or self.placement.launcher != "none"
+    def schedulers(self) -> tuple[Any, ...]:
+        """The schedulers whose variables may be here: every one of our own, and that of the site."""
+        return tuple(dict.fromkeys((*make_own("schedulers"), self.scheduler)))
 
     @property
     def job(self) -> str:
@@ -79,18 +73,24 @@ class MachineView:
         return find_job(self.environ) or self.environ.get(self.scheduler.job_variable, "")
 
     @property
+    def launched(self) -> bool:
+        return self.placement is None or self.placement.launcher != "none"
+
+    @property
+    def in_job(self) -> bool:
+        """Whether this is a node that ranks run on: that of a job, or a machine without a scheduler."""
+        return self.scheduler.this_machine or bool(self.job) or self.launched
+
+    @property
     def rank(self) -> int:
-        """This process's rank; 0 without a placement."""
         return self.placement.rank if self.placement else 0
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
         return self.placement.world if self.placement else 1
 
     @property
     def local_world(self) -> int:
-        """Ranks on this node."""
         return self.placement.local_world if self.placement else 1
 
     @property
@@ -99,13 +99,7 @@ class MachineView:
         return self.placement is None or self.placement.local_rank == 0
 
     @property
-    def has_first_rank(self) -> bool:
-        """Whether rank 0 is on this node, so that it may meet itself here."""
-        return self.placement is not None and self.placement.rank == self.placement.local_rank
-
-    @property
     def several_nodes(self) -> bool:
-        """Whether ranks are on more than one node."""
         return self.local_world < self.world
 
     @property
@@ -117,34 +111,6 @@ class MachineView:
     def fast_ports(self) -> tuple[Port, ...]:
         """InfiniBand ports, those in Ethernet mode left out."""
         return tuple(port for port in self.ports if port.link_layer == "InfiniBand")
-
-    @property
-    def hosts(self) -> list[str]:
-        """Nodes of this job as the scheduler names them; empty where it does not."""
-        for scheduler in self.schedulers:
-            try:
-                if found := scheduler.find_hosts(self.environ, scheduler.launcher, ""):
-                    return list(dict.fromkeys(found[1]))
-            except SiteError:
-                return []
-        return []
-
-    @property
-    def schedulers(self) -> tuple[Any, ...]:
-        """The schedulers whose variables may be here: every one of our own, and that of the site."""
-        return tuple(dict.fromkeys((*make_own("schedulers"), self.scheduler)))
-
-    @property
-    def cores_given(self) -> int | None:
-        """Hardware threads that the scheduler gave to this rank; None where it does not say."""
-        counts = (scheduler.count_cores(self.environ, self.local_world) for scheduler in self.schedulers)
-        return next((count for count in counts if count is not None), None)
-
-    @property
-    def gpus_given(self) -> int | None:
-        """GPUs of this node that the scheduler gave to the job; None where it does not say."""
-        counts = (scheduler.count_accelerators(self.environ) for scheduler in self.schedulers)
-        return next((count for count in counts if count is not None), None)
 
     def describe_remedy(self, name: str) -> str:
         """A remedy in the words of each scheduler that has some (`Scheduler.remedies`): "Slurm: --mem=0; PBS: ..."."""
@@ -166,7 +132,9 @@ def look_around(
         placement, trouble = find_placement(environ), ""
     except SiteError as error:
         placement, trouble = None, str(error)
-    affine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = os.cpu_count() or 1
+    # One rank of a node asks nvidia-smi: eight at once would wait for each other in the driver.
+    asks = placement is None or placement.local_rank == 0
     return MachineView(
         environ=environ,
         site=site,
@@ -174,11 +142,11 @@ def look_around(
         trouble=trouble,
         host=socket.gethostname(),
         wanted=wanted,
-        nvidia=_ask_nvidia(placement, gpu_limit_s),
+        nvidia=read_nvidia(gpu_limit_s) if asks else NvidiaState("absent"),
         amd=count_amd(root),
         device_files=has_device_files(root),
-        usable_cores=affine,
-        machine_cores=os.cpu_count() or 1,
+        usable_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores,
+        machine_cores=cores,
         mounts=read_mounts(root),
         ports=list_ports(root),
         root=root,
@@ -186,8 +154,71 @@ def look_around(
     )
 
 
-def _ask_nvidia(placement: Placement | None, limit_s: float) -> NvidiaState:
-    """One rank of a node asks: eight at once would wait for each other in the driver."""
-    if placement is not None and placement.local_rank > 0:
-        return NvidiaState("absent")
-    return read_nvidia(limit_s)
+# --- what a check says
+
+
+class CheckVerdict(StrEnum):
+    """The verdict of a check, from the harmless to the worst: unknown here, good, works slowly or by luck, and a job
+    will fail or hang."""
+
+    NA = "n/a"
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+    @property
+    def weight(self) -> int:
+        """Larger is worse."""
+        return list(CheckVerdict).index(self)
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The result of one check. Nodes are compared by their `facts`; the runner fills in `check`."""
+
+    verdict: CheckVerdict
+    found: str
+    remedy: str = ""
+    facts: Mapping[str, str | float] = field(default_factory=dict)
+    check: str = ""
+
+
+def good(found: str, **facts: str | float) -> CheckResult:
+    """All is well."""
+    return CheckResult(CheckVerdict.OK, found, facts=facts)
+
+
+def poor(found: str, remedy: str, **facts: str | float) -> CheckResult:
+    """It will work, slowly or by luck."""
+    return CheckResult(CheckVerdict.WARN, found, remedy, facts)
+
+
+def bad(found: str, remedy: str, **facts: str | float) -> CheckResult:
+    """A job will fail or hang."""
+    return CheckResult(CheckVerdict.FAIL, found, remedy, facts)
+
+
+def unknown(found: str) -> CheckResult:
+    """No verdict."""
+    return CheckResult(CheckVerdict.NA, found)
+
+
+def parse_finding(table: Mapping[str, Any]) -> CheckResult:
+    """A finding from its `asdict`. Raises ValueError, KeyError or TypeError for anything else."""
+    facts = {str(name): value for name, value in dict(table["facts"]).items() if isinstance(value, str | int | float)}
+    return CheckResult(
+        CheckVerdict(table["verdict"]), str(table["found"]), str(table["remedy"]), facts, check=str(table["check"])
+    )
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings of one rank."""
+
+    rank: int
+    host: str
+    findings: tuple[CheckResult, ...]
+
+    def fact(self, name: str) -> str | float | None:
+        """A fact of any finding, or None."""
+        return next((each.facts[name] for each in self.findings if name in each.facts), None)

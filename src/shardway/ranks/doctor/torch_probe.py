@@ -12,16 +12,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shardway.hardware.command import run_command
-from shardway.ranks.launcher import Placement, find_placement
+from shardway.ranks.launcher import find_placement
 from shardway.rundir.file_io import write_json
-
-_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -59,64 +57,50 @@ def _limit_s(task: Task) -> int:
     return int(task.wait_s) + 15
 
 
-class _Progress:
-    """The result file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._found: dict[str, Any] = {}
-
-    def note(self, **facts: Any) -> None:
-        """Add facts, so that they are known even if the process hangs afterwards."""
-        self._found.update(facts)
-        write_json(self._path, self._found, durable=False)
-
-
 def main() -> None:
     """Do the task that the command line names."""
-    table = json.loads(sys.argv[1])
-    progress = _Progress(Path(table.pop("result")))
-    task = Task(**table)
+    table, found = json.loads(sys.argv[1]), dict[str, Any]()
+    path = Path(table.pop("result"))
+
+    def note(**facts: Any) -> None:  # known even if the process hangs afterwards
+        found.update(facts)
+        write_json(path, found, durable=False)
+
     try:
-        _measure(task, progress, os.environ)
+        _measure(Task(**table), note)
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        progress.note(error=lines[0])
+        note(error=lines[0])
 
 
-def _measure(task: Task, progress: _Progress, environ: Mapping[str, str]) -> None:
-    progress.note(stage="import torch")
+def _measure(task: Task, note: Callable[..., None]) -> None:
+    note(stage="import torch")
     start = time.monotonic()
     import torch
 
-    progress.note(import_s=time.monotonic() - start, torch=torch.__version__, cuda=torch.version.cuda or "")
-    placement = find_placement(environ)
+    note(import_s=time.monotonic() - start, torch=torch.__version__, cuda=torch.version.cuda or "")
+    placement = find_placement(os.environ)
     if task.device == "cuda":
-        progress.note(stage="CUDA")
-        progress.note(devices=torch.cuda.device_count(), available=torch.cuda.is_available())
+        note(stage="CUDA")
+        note(devices=torch.cuda.device_count(), available=torch.cuda.is_available())
     if task.deep and task.device == "cuda" and torch.cuda.is_available():
-        progress.note(stage="matrix product")
-        progress.note(**_measure_device(placement.local_rank % torch.cuda.device_count()))
-    if task.sum_bytes and placement.world > 1:
-        progress.note(stage="process group")
-        signal.alarm(_limit_s(task))  # gloo and NCCL can wait for ever; the default action ends this process
-        _sum(task, placement, progress)
-    progress.note(stage="end")
-
-
-def _sum(task: Task, placement: Placement, progress: _Progress) -> None:
-    """Time the sum of a tensor over all ranks."""
-    import torch
+        note(stage="matrix product")
+        note(**_measure_device(placement.local_rank % torch.cuda.device_count()))
+    if not task.sum_bytes or placement.world == 1:
+        note(stage="end")
+        return
+    note(stage="process group")
+    signal.alarm(_limit_s(task))  # gloo and NCCL can wait for ever; the default action ends this process
     from torch import distributed as dist
 
     from shardway.ranks.start import StartOptions, start_ranks
 
     options = StartOptions(task.device, 1, start_timeout_s=task.wait_s, collective_timeout_s=task.wait_s)
     ranks = start_ranks(placement, options)
-    progress.note(stage="sum over all ranks")
+    note(stage="sum over all ranks")
     values = torch.ones(task.sum_bytes // 4, device=ranks.device)
     seconds = []
-    for _ in range(_ROUNDS + 1):
+    for _ in range(6):  # the first warms up
         ranks.barrier()
         start = time.monotonic()
         dist.all_reduce(values)
@@ -124,8 +108,9 @@ def _sum(task: Task, placement: Placement, progress: _Progress) -> None:
             torch.accelerator.synchronize()
         seconds.append(time.monotonic() - start)
         values.fill_(1.0)
-    progress.note(sum_s=sorted(seconds[1:])[_ROUNDS // 2], sum_bytes=task.sum_bytes)
+    note(sum_s=sorted(seconds[1:])[2], sum_bytes=task.sum_bytes)
     ranks.end()
+    note(stage="end")
 
 
 def _measure_device(index: int) -> dict[str, Any]:

@@ -26,10 +26,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from shardway.errors import list_some
-from shardway.ranks.doctor.cluster import VERSIONS
-from shardway.ranks.doctor.finding import CheckResult, Report, bad, good, poor, unknown
-from shardway.ranks.doctor.surroundings import MachineView
+from shardway.errors import SiteError, list_some
+from shardway.ranks.doctor.checks import VERSIONS
+from shardway.ranks.doctor.surroundings import CheckResult, MachineView, Report, bad, good, poor, unknown
 from shardway.ranks.launcher import FIRST_PORT, PORTS, Placement, list_ports
 from shardway.units import render_seconds
 
@@ -47,13 +46,11 @@ class Wire:
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, message: dict[str, Any], limit_s: float = 10.0) -> None:
-        """Send one message."""
-        self._socket.settimeout(max(0.01, limit_s))
+    def send(self, message: dict[str, Any]) -> None:
+        self._socket.settimeout(10.0)
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, limit_s: float) -> dict[str, Any]:
-        """The next message."""
         deadline = time.monotonic() + limit_s
         while b"\n" not in self._buffer:
             self._socket.settimeout(max(0.01, deadline - time.monotonic()))
@@ -73,7 +70,6 @@ class Wire:
         return message
 
     def close(self) -> None:
-        """End the connection."""
         with contextlib.suppress(OSError):
             self._socket.close()
 
@@ -83,13 +79,11 @@ class Wire:
 _CONNECT_S = 3.0
 _HELLO_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-_CLOCK_ROUNDS = 5
 _SILENCE_S = 600.0
 """Longer than anything that rank 0 does between two questions; the end of its connection is noticed sooner."""
 
 Answer = dict[str, Any]
-Answerer = Callable[[Answer], Answer]
-"""Carries out a request of rank 0, and returns the answer to it."""
+Answerer = Callable[[Answer], Answer]  # carries out a request of rank 0, and returns the answer to it
 
 
 @dataclass(frozen=True)
@@ -103,7 +97,6 @@ class MeetingPoint:
     further: tuple[int, ...] = ()
 
     def list_all(self) -> list[MeetingPoint]:
-        """The same with one port each."""
         return [replace(self, port=port, further=()) for port in (self.port, *self.further)]
 
     def __str__(self) -> str:
@@ -132,42 +125,33 @@ class ClockOffset:
     error_s: float
 
 
-@dataclass
 class ConnectivityCheck:
-    """Rank 0's side."""
+    """Rank 0's side; `reports` has the first message of each rank, `took_s` is how long they were waited for."""
 
-    point: MeetingPoint
-    world: int
-    reports: dict[int, Answer] = field(default_factory=dict)
-    """The first message of each rank."""
-    took_s: float = 0.0
-
-    def __post_init__(self) -> None:
+    def __init__(self, point: MeetingPoint, world: int) -> None:
+        self.point, self.world = point, world
+        self.reports: dict[int, Answer] = {}
+        self.took_s = 0.0
         self._wires: dict[int, Wire] = {}
 
     @property
     def missing(self) -> list[int]:
-        """Ranks other than 0 that did not come."""
         return [rank for rank in range(1, self.world) if rank not in self.reports]
 
     @property
     def here(self) -> list[int]:
-        """Ranks that came and are still connected."""
         return sorted(self._wires)
 
     def gather(self, wait_s: float) -> None:
         """Wait for every rank, at most `wait_s` seconds. Raises CheckPortTaken."""
         start = time.monotonic()
-        listener = _listen_at_first(self.point)
+        listener = _listen(self.point)
         self.point = replace(self.point, port=listener.getsockname()[1], further=())
         with listener:
             while self.missing and (left := start + wait_s - time.monotonic()) > 0:
                 listener.settimeout(left)
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    continue
-                self._greet(Wire(connection))
+                with contextlib.suppress(OSError):
+                    self._greet(Wire(listener.accept()[0]))
         self.took_s = time.monotonic() - start
 
     def _greet(self, wire: Wire) -> None:
@@ -188,28 +172,28 @@ class ConnectivityCheck:
         """Clocks of ranks against ours, from the quickest of a few exchanges (as NTP does, RFC 5905 section 8)."""
         clocks = {}
         for rank in ranks:
-            rounds = [found for _ in range(_CLOCK_ROUNDS) if (found := self._ask_clock(rank)) is not None]
+            rounds = []
+            for _ in range(5):
+                before, start = time.time(), time.monotonic()
+                ahead = self.ask({rank: {"ask": "clock"}}, 5.0).get(rank, {}).get("time")
+                trip = time.monotonic() - start
+                if isinstance(ahead, int | float):
+                    rounds.append(ClockOffset(float(ahead) - (before + trip / 2), trip / 2))
             if rounds:
                 clocks[rank] = min(rounds, key=lambda clock: clock.error_s)
         return clocks
 
-    def _ask_clock(self, rank: int) -> ClockOffset | None:
-        before, start = time.time(), time.monotonic()
-        answer = self.ask({rank: {"ask": "clock"}}, 5.0).get(rank)
-        trip = time.monotonic() - start
-        if answer is None or not isinstance(answer.get("time"), int | float):
-            return None
-        return ClockOffset(float(answer["time"]) - (before + trip / 2), trip / 2)
-
     def ask(
-        self, questions: Mapping[int, Answer], limit_s: float, meanwhile: Callable[[], None] | None = None
+        self, questions: Mapping[int, Answer], limit_s: float, meanwhile: Callable[[], None] = lambda: None
     ) -> dict[int, Answer]:
         """Ask ranks, do own work `meanwhile`, and collect their answers; a rank without an answer is dropped."""
         deadline = time.monotonic() + limit_s
-        asked = [rank for rank, question in questions.items() if self._report(rank, question)]
-        if meanwhile is not None:
-            meanwhile()
-        answers = {}
+        asked, answers = [], {}
+        for rank, question in questions.items():
+            with contextlib.suppress(OSError, KeyError):
+                self._wires[rank].send(question)
+                asked.append(rank)
+        meanwhile()
         for rank in asked:
             try:
                 answers[rank] = self._wires[rank].receive(max(0.2, deadline - time.monotonic()))
@@ -217,43 +201,29 @@ class ConnectivityCheck:
                 self._wires.pop(rank).close()
         return answers
 
-    def _report(self, rank: int, question: Answer) -> bool:
-        try:
-            self._wires[rank].send(question)
-        except (OSError, KeyError):
-            return False
-        return True
-
     def end(self) -> None:
-        """Release every rank."""
-        for rank in self.here:
-            self._report(rank, {"ask": "end"})
-            self._wires[rank].close()
+        for wire in self._wires.values():
+            with contextlib.suppress(OSError):
+                wire.send({"ask": "end"})
+            wire.close()
         self._wires.clear()
 
 
-def _listen_at_first(point: MeetingPoint) -> socket.socket:
-    """Listen at the first free port. Raises CheckPortTaken."""
+def _listen(point: MeetingPoint) -> socket.socket:
+    """Listen at the first free port, at every address of this host: the master's name may resolve to another one here
+    than elsewhere. Raises CheckPortTaken."""
     trouble = ""
     for each in point.list_all():
+        listener = socket.socket(socket.AF_INET6 if ":" in point.address else socket.AF_INET, socket.SOCK_STREAM)
         try:
-            return _listen(each)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("", each.port))
+            listener.listen(4096)
+            return listener
         except OSError as error:
+            listener.close()
             trouble = trouble or error.strerror or str(error)
     raise CheckPortTaken(trouble)
-
-
-def _listen(point: MeetingPoint) -> socket.socket:
-    """Listen at every address of this host: the master's name may resolve to another one here than elsewhere."""
-    listener = socket.socket(socket.AF_INET6 if ":" in point.address else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("", point.port))
-        listener.listen(4096)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 @dataclass(frozen=True)
@@ -276,8 +246,9 @@ def attend(point: MeetingPoint, hello: Answer, answer: Answerer, wait_s: float) 
             time.sleep(max(0.0, min(pause, start + wait_s - time.monotonic())))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
             continue
-        try:
-            _obey(wire, answer, wait_s)
+        try:  # rank 0 may wait for other ranks for as long as this one would
+            while (question := wire.receive(wait_s + _SILENCE_S)).get("ask") != "end":
+                wire.send({"time": time.time()} if question.get("ask") == "clock" else answer(question))
         except OSError as error:
             return Attendance(True, {f"then rank 0 was lost: {explain_error(error)}": 1})
         finally:
@@ -297,35 +268,24 @@ def _connect(point: MeetingPoint, hello: Answer, limit_s: float) -> Wire:
     return wire
 
 
-def _obey(wire: Wire, answer: Answerer, wait_s: float) -> None:
-    """Answer until released; rank 0 may wait for other ranks for as long as this one would."""
-    while True:
-        question = wire.receive(wait_s + _SILENCE_S)
-        if question.get("ask") == "end":
-            return
-        wire.send({"time": time.time()} if question.get("ask") == "clock" else answer(question))
-
-
-_WORDS = {
-    errno.ECONNREFUSED: "connection refused: nothing listens there",
-    errno.EHOSTUNREACH: "no route to that host",
-    errno.ENETUNREACH: "no network leads there",
-}
-
-
 def explain_error(error: OSError) -> str:
     """The meaning of a connection error."""
     if isinstance(error, socket.gaierror):
         return "the name is not known here"
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return "no answer: a firewall, or an address that leads elsewhere"
-    return _WORDS.get(error.errno or 0) or error.strerror or str(error)
+    words = {
+        errno.ECONNREFUSED: "connection refused: nothing listens there",
+        errno.EHOSTUNREACH: "no route to that host",
+        errno.ENETUNREACH: "no network leads there",
+    }
+    return words.get(error.errno or 0) or error.strerror or str(error)
 
 
 # --- verdicts: attendance, nodes, clocks, files
 
 _SKEW_S = 1.0
-_MOST_HOSTS_OF_A_VERDICT = 8
+_SHOWN = 8
 
 
 def judge_meeting(
@@ -335,9 +295,9 @@ def judge_meeting(
     if not missing:
         hosts = len({report.host for report in reports})
         return good(f"all {around.world} ranks on {hosts} node{'s' * (hosts != 1)} met at {point}")
-    came = list_some([f"{report.rank} ({report.host})" for report in reports], _MOST_HOSTS_OF_A_VERDICT)
+    came = list_some([f"{report.rank} ({report.host})" for report in reports], _SHOWN)
     absent = list_absent_hosts(around, reports)
-    from_where = f"; no rank came from {list_some(absent, _MOST_HOSTS_OF_A_VERDICT)}" if absent else ""
+    from_where = f"; no rank came from {list_some(absent, _SHOWN)}" if absent else ""
     said = f"rank{'s' * (len(missing) > 1)} {list_ranks(missing)} of {around.world} did not come to {point} within "
     remedy = (
         "look at the output of these ranks: they were not started, or say there why they could not reach this address; "
@@ -356,32 +316,34 @@ def list_ranks(ranks: Sequence[int]) -> str:
             parts[-1].append(rank)
         else:
             parts.append([rank])
-    return list_some(
-        [f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts], _MOST_HOSTS_OF_A_VERDICT
-    )
+    return list_some([f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts], _SHOWN)
 
 
 def list_absent_hosts(around: MachineView, reports: Sequence[Report]) -> list[str]:
-    """Nodes of the job that no rank reported from. Short names are compared, ignoring case, since schedulers differ in
-    domains."""
-    came = {report.host.partition(".")[0].lower() for report in reports}
-    return [host for host in around.hosts if host.partition(".")[0].lower() not in came]
+    """Nodes of the job, as the scheduler names them, that no rank reported from. Short names are compared, ignoring
+    case, since schedulers differ in domains."""
+    came, hosts = {report.host.partition(".")[0].lower() for report in reports}, list[str]()
+    with contextlib.suppress(SiteError):
+        for scheduler in around.schedulers:
+            if found := scheduler.find_hosts(around.environ, scheduler.launcher, ""):
+                hosts = list(dict.fromkeys(found[1]))
+                break
+    return [host for host in hosts if host.partition(".")[0].lower() not in came]
 
 
 def judge_attendance(around: MachineView, attended: Attendance, point: MeetingPoint, wait_s: float) -> CheckResult:
     """The view of a rank that tried to report."""
     tries = "; ".join(f"{count} x {words}" for words, count in attended.tries.items())
+    if attended.met and tries:
+        return bad(f"met rank 0 at {point}, {tries}", "look at the output of rank 0")
     if attended.met:
-        return good(f"met rank 0 at {point}") if not tries else bad(f"met rank 0 at {point}, {tries}", _SEE_FIRST)
+        return good(f"met rank 0 at {point}")
     said = f"rank {around.rank} on {around.host} could not reach rank 0 at {point} within {render_seconds(wait_s)}"
     remedy = (
         "if others reach it, this node's network or firewall is wrong: leave the node out; if none does, rank 0 was "
         f"not started, or MASTER_ADDR is no address of its node: getent hosts {point.address} on both"
     )
     return bad(f"{said}: {tries or 'no try was possible'}", remedy)
-
-
-_SEE_FIRST = "look at the output of rank 0"
 
 
 def judge_port(point: MeetingPoint, trouble: str) -> CheckResult:
@@ -398,12 +360,9 @@ def judge_nodes(reports: Sequence[Report]) -> CheckResult:
     if len(counts) < 2:
         return unknown("one node has no peers")
     usual = median(float(count) for count in counts.values())
-    odd = [
-        f"{host} has {count:g}" for host, count in counts.items() if isinstance(count, int | float) and count != usual
-    ]
-    if odd:
+    if odd := [f"{host} has {float(count):g}" for host, count in counts.items() if float(count) != usual]:
         remedy = "ask for one kind of node (--constraint, or another queue), or leave these out"
-        return bad(f"GPUs of a node: {usual:g}, but {list_some(odd, _MOST_HOSTS_OF_A_VERDICT)}", remedy)
+        return bad(f"GPUs of a node: {usual:g}, but {list_some(odd, _SHOWN)}", remedy)
     return good(f"{len(counts)} nodes with {usual:g} GPUs each")
 
 
@@ -414,13 +373,9 @@ def judge_versions(reports: Sequence[Report]) -> CheckResult:
         return unknown("one node has no peers")
     differ = []
     for name in VERSIONS:
-        found: dict[str, list[str]] = {}
-        for report in known:
-            found.setdefault(str(report.fact(name) or "none"), []).append(report.host)
+        found = _by_value((str(report.fact(name) or "none"), report.host) for report in known)
         if len(found) > 1:
-            differ.append(
-                f"{name}: " + ", ".join(f"{value} on {list_some(hosts, 3)}" for value, hosts in sorted(found.items()))
-            )
+            differ.append(f"{name}: {_render_places(found)}")
     if not differ:
         return good(f"equal on {len(known)} nodes")
     remedy = "start all ranks in the same environment: one venv or image on a shared file system"
@@ -429,18 +384,26 @@ def judge_versions(reports: Sequence[Report]) -> CheckResult:
 
 
 def judge_master(reports: Sequence[Report]) -> CheckResult:
-    """Whether MASTER_ADDR resolves to one address."""
-    found: dict[str, list[str]] = {}
-    for report in reports:
-        address = report.fact("master_address")
-        if address is not None:
-            found.setdefault(str(address), []).append(report.host)
+    """A loopback address leads every node to itself; the profile may ask for a suffix."""
+    addresses = [(report.fact("master_address"), report.host) for report in reports]
+    found = _by_value((str(address), host) for address, host in addresses if address is not None)
     if not found:
         return unknown("no node looked it up")
     if len(found) == 1:
         return good(f"{next(iter(found))} on every node")
-    said = ", ".join(f"{address} on {list_some(hosts, 3)}" for address, hosts in sorted(found.items()))
-    return poor(said, "export MASTER_ADDR with the IPv4 address of rank 0's fast interface instead of a name")
+    remedy = "export MASTER_ADDR with the IPv4 address of rank 0's fast interface instead of a name"
+    return poor(_render_places(found), remedy)
+
+
+def _by_value(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for value, host in pairs:
+        found.setdefault(value, []).append(host)
+    return found
+
+
+def _render_places(found: Mapping[str, list[str]]) -> str:
+    return ", ".join(f"{value} on {list_some(hosts, 3)}" for value, hosts in sorted(found.items()))
 
 
 def judge_clocks(clocks: Mapping[str, ClockOffset]) -> CheckResult:
@@ -449,15 +412,11 @@ def judge_clocks(clocks: Mapping[str, ClockOffset]) -> CheckResult:
         return unknown("one node has one clock")
     off = {host: clock for host, clock in clocks.items() if abs(clock.ahead_s) - clock.error_s > _SKEW_S}
     if off:
-        said = list_some([f"{host} {render_skew(clock)}" for host, clock in off.items()], _MOST_HOSTS_OF_A_VERDICT)
+        way = {host: "ahead" if each.ahead_s > 0 else "behind" for host, each in off.items()}
+        said = list_some([f"{host} {abs(each.ahead_s):.2f} s {way[host]}" for host, each in off.items()], _SHOWN)
         return poor(f"against rank 0: {said}", "tell the site's support: time synchronisation (chrony) fails there")
     largest = max(clocks.values(), key=lambda clock: abs(clock.ahead_s))
     return good(f"within {1000 * (abs(largest.ahead_s) + largest.error_s):.2g} ms on {len(clocks) + 1} nodes")
-
-
-def render_skew(clock: ClockOffset) -> str:
-    """In words: "3.20 s ahead"."""
-    return f"{abs(clock.ahead_s):.2f} s {'ahead' if clock.ahead_s > 0 else 'behind'}"
 
 
 def judge_visible(folder: str, seen: Mapping[str, float | None], limit_s: float) -> CheckResult:
@@ -470,18 +429,16 @@ def judge_visible(folder: str, seen: Mapping[str, float | None], limit_s: float)
             "choose a run directory on a file system that all nodes share (--dir, run.root), and mount it in containers"
         )
         said = f"a file that the first node wrote in {folder} is not there within {limit_s:g} s on"
-        return bad(f"{said} {list_some(blind, _MOST_HOSTS_OF_A_VERDICT)}", remedy)
+        return bad(f"{said} {list_some(blind, _SHOWN)}", remedy)
     slowest = max(after for after in seen.values() if after is not None)
     return good(f"{folder}: {len(seen)} other node{'s' * (len(seen) > 1)} saw a new file after {slowest:.2f} s at most")
 
 
 # --- verdicts: torch probes
 
-Probes = Mapping[int, Mapping[str, Any]]
-"""Rank -> the result of its probe; without an answer it has an "error"."""
-
+Probes = Mapping[int, Mapping[str, Any]]  # rank -> the result of its probe; without an answer it has an "error"
 _SLOW_IMPORT_S = 20.0
-_MOST_RANKS_SHOWN = 4
+_RANKS_SHOWN = 4
 _REMEDIES = {
     "python": "look at the environment of the ranks: `python -c 'import shardway'` on that node",
     "import torch": "look at the environment: `python -c 'import torch'` on that node, its modules and its image",
@@ -501,16 +458,13 @@ def judge_start(probes: Probes, hosts: Mapping[int, str]) -> CheckResult:
     if not failed:
         first = next(iter(probes.values()))
         return good(f"torch {first.get('torch', 'n/a')}" + (f", CUDA {first['cuda']}" if first.get("cuda") else ""))
+    stages = {rank: str(found.get("stage", "python")) for rank, found in failed.items()}
     order = list(_REMEDIES)
-    rank = min(failed, key=lambda each: _place(order, str(failed[each].get("stage", "python"))))
-    stage = str(failed[rank].get("stage", "python"))
+    rank = min(failed, key=lambda each: (*order, stages[each]).index(stages[each]))
+    stage = stages[rank]
     others = f" ({len(failed) - 1} other ranks failed too)" if len(failed) > 1 else ""
     said = f"rank {rank} on {hosts.get(rank, 'n/a')}, {stage}: {failed[rank]['error']}{others}"
     return bad(said, _REMEDIES.get(stage, _REMEDIES["process group"]))
-
-
-def _place(order: list[str], stage: str) -> int:
-    return order.index(stage) if stage in order else len(order)
 
 
 def judge_import(probes: Probes, hosts: Mapping[int, str]) -> CheckResult:
@@ -519,9 +473,8 @@ def judge_import(probes: Probes, hosts: Mapping[int, str]) -> CheckResult:
     if not seconds:
         return unknown("no rank could import torch")
     rank = max(seconds, key=lambda each: seconds[each])
-    said = (
-        f"{seconds[rank]:.1f} s on rank {rank} ({hosts.get(rank, 'n/a')}), {median(seconds.values()):.1f} s the median"
-    )
+    usual = median(seconds.values())
+    said = f"{seconds[rank]:.1f} s on rank {rank} ({hosts.get(rank, 'n/a')}), {usual:.1f} s the median"
     if seconds[rank] > _SLOW_IMPORT_S:
         return poor(said, "use a container image (one file), or unpack the environment on each node's own disk")
     return good(said)
@@ -552,9 +505,8 @@ def judge_matmul(probes: Probes, hosts: Mapping[int, str]) -> CheckResult:
     said = f"{usual:.0f} TFLOP/s in bf16, the median of {len(rates)}"
     if slow:
         remedy = "one slow GPU slows all ranks: leave its node out and tell the site's support"
-        return (bad if min(rates.values()) < 0.6 * usual else poor)(
-            f"{said}; {list_some(slow, _MOST_RANKS_SHOWN)}", remedy
-        )
+        judge = bad if min(rates.values()) < 0.6 * usual else poor
+        return judge(f"{said}; {list_some(slow, _RANKS_SHOWN)}", remedy)
     return good(said)
 
 
@@ -566,5 +518,5 @@ def judge_peers(probes: Probes, hosts: Mapping[int, str]) -> CheckResult:
     apart = [f"rank {rank} ({hosts.get(rank, 'n/a')})" for rank, found in known.items() if found.get("apart")]
     if apart:
         remedy = "start without --gpus-per-task and --gpu-bind; in a container, give it all devices of the node"
-        return poor(f"GPUs do not reach each other directly: {list_some(apart, _MOST_RANKS_SHOWN)}", remedy)
+        return poor(f"GPUs do not reach each other directly: {list_some(apart, _RANKS_SHOWN)}", remedy)
     return good("all GPUs of a node reach each other directly")

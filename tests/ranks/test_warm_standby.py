@@ -1,4 +1,4 @@
-"""Spares take the places of ranks that start again; they are there when it is time, and gone when nobody needs them."""
+"""Standbys take the places of ranks that start again; they are there when it is time, and gone when not needed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import psutil
 import pytest
 
 from left_folders import list_left_folders
-from shardway.ranks import heartbeat, local, warm_standby
+from shardway.ranks import heartbeat, local
 from shardway.ranks.hang import NO_RANKS, SlowestRank
-from shardway.ranks.heartbeat import GATES
-from shardway.ranks.local import LocalLaunch, RankAssignment
+from shardway.ranks.heartbeat import GATE_VARIABLE, GATES
+from shardway.ranks.local import MOST_OF_MEMORY, STANDBY_BYTES, LocalLaunch, RankAssignment, WarmStandby
 from shardway.ranks.supervisor import open_standby
-from shardway.ranks.warm_standby import MOST_OF_MEMORY, STANDBY_BYTES, VARIABLE, WarmStandby
 from shardway.runfile.schema import RunSection
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -28,9 +27,9 @@ pytestmark = pytest.mark.usefixtures("warm_starts")
 RANK = """
 import os, sys, time
 from pathlib import Path
-from shardway.ranks.warm_standby import VARIABLE, wait_at_gate
+from shardway.ranks.heartbeat import GATE_VARIABLE, wait_at_gate
 
-folder, kind = Path(sys.argv[1]), "spare" if VARIABLE in os.environ else "new"
+folder, kind = Path(sys.argv[1]), "spare" if GATE_VARIABLE in os.environ else "new"
 if not wait_at_gate(os.environ, (folder / f"ready-{os.getpid()}").touch):
     sys.exit(0)
 rank, start = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -48,7 +47,7 @@ from pathlib import Path
 from shardway.ranks.hang import SlowestRank
 from shardway.ranks.local import run_local
 from shardway.ranks.local import LocalLaunch, RankAssignment
-from shardway.ranks.warm_standby import WarmStandby
+from shardway.ranks.local import WarmStandby
 
 folder, first = Path(sys.argv[1]), int(sys.argv[2])
 launch = LocalLaunch(2, "a_rank_of_a_test", [str(folder)], folder / "logs", 1, folder / "stop", 60.0)
@@ -57,23 +56,23 @@ ends = []
 
 def run(start, first, until):
     def look(failed):
-        reserve.look(SlowestRank((next(steps), 2)))
+        standby.look(SlowestRank((next(steps), 2)))
         if len(list(folder.glob("ready-*"))) >= until:
             (folder / f"end-{start}").touch()
         return False
     seats = RankAssignment(first, 4, 0, 2, "127.0.0.1", 29000 + start, start)
-    ends.append([f.exit_code for f in run_local(replace(launch, assignment=seats), lambda: None, look, reserve.start)])
+    ends.append([f.exit_code for f in run_local(replace(launch, assignment=seats), lambda: None, look, standby.start)])
 
-with WarmStandby(0.01, bounded=False) as reserve:
+with WarmStandby(0.01, bounded=False) as standby:
     run(0, 0, 2)
     run(1, first, 4)
 print(json.dumps(ends))
 """
-"""Two starts of two ranks, each of which ends once spares for the next one are ready."""
+"""Two starts of two ranks, each of which ends once standbys for the next one are ready."""
 
 
 @pytest.mark.parametrize("first", [0, 2], ids=["the same ranks", "other ranks"])
-def test_ranks_that_start_again_are_spares(tmp_path: Path, first: int) -> None:
+def test_ranks_that_start_again_are_standbys(tmp_path: Path, first: int) -> None:
     (tmp_path / "a_rank_of_a_test.py").write_text(RANK)
     began = time.time()
     path = os.pathsep.join([str(tmp_path), *sys.path])
@@ -90,7 +89,7 @@ def test_ranks_that_start_again_are_spares(tmp_path: Path, first: int) -> None:
     assert (ranks[f"rank-{first}-1-{kind}"] in ready) == (kind == "spare")
     assert not any(psutil.pid_exists(pid) for pid in (*ready, *ranks.values()))
     assert list_left_folders(GATES, began) == []
-    assert list((tmp_path / "logs").glob("*/waits")) == [], "what spares that are gone had for their output is gone too"
+    assert list((tmp_path / "logs").glob("*/waits")) == [], "the output of standbys that are gone is gone too"
     printed = [path.read_text() for path in (tmp_path / "logs").glob("*/attempt_*/*/stdout.log")]
     assert f"rank {first} of start 1\n" in printed
 
@@ -117,11 +116,11 @@ ORDER = 2
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
-    """What was started as spares."""
+    """What was started as standbys."""
     found: list[Started] = []
 
     def start(launch: LocalLaunch, seats: RankAssignment, gates: tuple[dict[str, str], ...] = ()) -> Started:
-        begun = Started([Path(each[VARIABLE]) for each in gates], {})
+        begun = Started([Path(each[GATE_VARIABLE]) for each in gates], {})
         if gates:
             found.append(begun)
         return begun
@@ -132,96 +131,96 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
     return found
 
 
-def test_spares_come_some_time_after_the_first_step(started: list[Started]) -> None:
+def test_standbys_come_some_time_after_the_first_step(started: list[Started]) -> None:
     now = [0.0]
-    with WarmStandby(60.0, bounded=False, clock=lambda: now[0]) as reserve:
-        reserve.look(SlowestRank((40, ORDER)))
-        reserve.start(LAUNCH, SEATS)
+    with WarmStandby(60.0, bounded=False, clock=lambda: now[0]) as standby:
+        standby.look(SlowestRank((40, ORDER)))
+        standby.start(LAUNCH, SEATS)
         for slowest in (NO_RANKS, SlowestRank((0, 0)), SlowestRank((40, ORDER)), SlowestRank((40, ORDER))):
-            reserve.look(slowest)
+            standby.look(slowest)
             now[0] += 100.0
         assert started == [], "no step was done"
-        reserve.look(SlowestRank((41, ORDER)))
+        standby.look(SlowestRank((41, ORDER)))
         now[0] += 59.0
-        reserve.look(SlowestRank((70, ORDER)))
+        standby.look(SlowestRank((70, ORDER)))
         assert started == []
         now[0] += 1.0
-        reserve.look(SlowestRank((71, ORDER)))
-        reserve.look(SlowestRank((72, ORDER)))
+        standby.look(SlowestRank((71, ORDER)))
+        standby.look(SlowestRank((72, ORDER)))
         assert [len(each.gates) for each in started] == [2]
-        reserve.start(LAUNCH, SEATS)
+        standby.start(LAUNCH, SEATS)
         now[0] += 100.0
-        reserve.look(SlowestRank((60, ORDER)))
+        standby.look(SlowestRank((60, ORDER)))
         assert len(started) == 1, "a start anew, whose first step is not done"
         assert started[0].gates[0].exists(), "a spare may still be on its way there"
     assert not started[0].gates[0].parent.exists()
 
 
-def test_spares_come_at_once_where_a_rank_that_trained_has_failed(started: list[Started]) -> None:
-    with WarmStandby(60.0, bounded=False, clock=lambda: 0.0) as reserve:
-        reserve.start(LAUNCH, SEATS)
-        reserve.look(SlowestRank((0, 0)), ends=True)
+def test_standbys_come_at_once_where_a_rank_that_trained_has_failed(started: list[Started]) -> None:
+    with WarmStandby(60.0, bounded=False, clock=lambda: 0.0) as standby:
+        standby.start(LAUNCH, SEATS)
+        standby.look(SlowestRank((0, 0)), ends=True)
         assert started == [], "no step was done: what failed may fail again at once"
-        reserve.look(SlowestRank((40, ORDER)))
-        reserve.look(SlowestRank((41, ORDER)))
+        standby.look(SlowestRank((40, ORDER)))
+        standby.look(SlowestRank((41, ORDER)))
         assert started == []
-        reserve.look(NO_RANKS, ends=True)
-        reserve.look(NO_RANKS, ends=True)
+        standby.look(NO_RANKS, ends=True)
+        standby.look(NO_RANKS, ends=True)
         assert [len(each.gates) for each in started] == [2]
-        assert reserve.start(LAUNCH, SEATS) is started[0]
+        assert standby.start(LAUNCH, SEATS) is started[0]
 
 
 @pytest.mark.parametrize(("left", "count"), [(2 * STANDBY_BYTES / MOST_OF_MEMORY, 1), (2 * STANDBY_BYTES, 0)])
-def test_spares_need_memory_to_spare(
+def test_standbys_need_memory_to_spare(
     started: list[Started], monkeypatch: pytest.MonkeyPatch, left: float, count: int
 ) -> None:
-    monkeypatch.setattr(warm_standby, "read_memory_left", lambda: int(left))
-    with WarmStandby(1.0, clock=iter(range(100)).__next__) as reserve:
-        reserve.start(LAUNCH, SEATS)
+    monkeypatch.setattr(local, "read_memory_left", lambda: int(left))
+    with WarmStandby(1.0, clock=iter(range(100)).__next__) as standby:
+        standby.start(LAUNCH, SEATS)
         for step in range(10):
-            reserve.look(SlowestRank((step, ORDER)))
+            standby.look(SlowestRank((step, ORDER)))
     assert len(started) == count
 
 
-def test_no_spares_where_none_are_wanted(started: list[Started]) -> None:
-    with WarmStandby(None) as reserve:
-        reserve.start(LAUNCH, SEATS)
+def test_no_standbys_where_none_are_wanted(started: list[Started]) -> None:
+    with WarmStandby(None) as standby:
+        standby.start(LAUNCH, SEATS)
         for step in range(10):
-            reserve.look(SlowestRank((step, ORDER)))
-        reserve.look(NO_RANKS, ends=True)
+            standby.look(SlowestRank((step, ORDER)))
+        standby.look(NO_RANKS, ends=True)
     assert started == []
 
 
 @pytest.mark.parametrize(
     ("keys", "count"), [({}, 1), ({"spares": "0.5s"}, 1), ({"spares": "off"}, 0), ({"max_restarts": 0}, 0)]
 )
-def test_spares_are_for_ranks_that_start_again(
+def test_standbys_are_for_ranks_that_start_again(
     started: list[Started], monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], count: int
 ) -> None:
-    monkeypatch.setattr(warm_standby, "read_memory_left", lambda: 1 << 40)
-    with open_standby(RunSection(**keys)) as reserve:
-        reserve.start(LAUNCH, SEATS)
-        reserve.look(SlowestRank((0, ORDER)))
-        reserve.look(SlowestRank((1, ORDER)))
-        reserve.look(NO_RANKS, ends=True)
+    monkeypatch.setattr(local, "read_memory_left", lambda: 1 << 40)
+    with open_standby(RunSection(**keys)) as standby:
+        standby.start(LAUNCH, SEATS)
+        standby.look(SlowestRank((0, ORDER)))
+        standby.look(SlowestRank((1, ORDER)))
+        standby.look(NO_RANKS, ends=True)
     assert len(started) == count
 
 
 def test_a_machine_that_gives_no_more_processes_goes_without(
     started: list[Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def refuse_spares(launch: LocalLaunch, seats: RankAssignment, gates: tuple[dict[str, str], ...] = ()) -> Started:
+    def refuse_standbys(launch: LocalLaunch, seats: RankAssignment, gates: tuple[dict[str, str], ...] = ()) -> Started:
         if gates:
             raise BlockingIOError(11, "Resource temporarily unavailable")
         return Started([], {})
 
-    monkeypatch.setattr(local, "start_program", refuse_spares)
+    monkeypatch.setattr(local, "start_program", refuse_standbys)
     monkeypatch.setattr(heartbeat, "find_memory", lambda: tmp_path)
-    with WarmStandby(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
-        reserve.start(LAUNCH, SEATS)
+    with WarmStandby(1.0, bounded=False, clock=iter(range(100)).__next__) as standby:
+        standby.start(LAUNCH, SEATS)
         for step in range(10):
-            reserve.look(SlowestRank((step, ORDER)))
-        assert reserve.start(LAUNCH, SEATS) is not None
+            standby.look(SlowestRank((step, ORDER)))
+        assert standby.start(LAUNCH, SEATS) is not None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -229,15 +228,15 @@ def test_a_machine_without_room_for_gates_goes_without(
     started: list[Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(heartbeat, "find_memory", lambda: tmp_path / "none")
-    with WarmStandby(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
-        reserve.start(LAUNCH, SEATS)
+    with WarmStandby(1.0, bounded=False, clock=iter(range(100)).__next__) as standby:
+        standby.start(LAUNCH, SEATS)
         for step in range(10):
-            reserve.look(SlowestRank((step, ORDER)))
-        assert reserve.start(LAUNCH, SEATS) is not None
+            standby.look(SlowestRank((step, ORDER)))
+        assert standby.start(LAUNCH, SEATS) is not None
     assert started == []
 
 
-def test_a_mark_that_cannot_be_taken_away_does_not_keep_spares_from_being_ranks(
+def test_a_mark_that_cannot_be_taken_away_does_not_keep_standbys_from_being_ranks(
     started: list[Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As where the file system of the run is read-only by now."""
@@ -246,10 +245,10 @@ def test_a_mark_that_cannot_be_taken_away_does_not_keep_spares_from_being_ranks(
     def refuse(path: Path, missing_ok: bool = False) -> None:
         raise OSError(30, "Read-only file system", str(path))
 
-    with WarmStandby(1.0, bounded=False, clock=iter(range(100)).__next__) as reserve:
-        reserve.start(LAUNCH, SEATS)
+    with WarmStandby(1.0, bounded=False, clock=iter(range(100)).__next__) as standby:
+        standby.start(LAUNCH, SEATS)
         for step in range(10):
-            reserve.look(SlowestRank((step, ORDER)))
+            standby.look(SlowestRank((step, ORDER)))
         with monkeypatch.context() as within:
             within.setattr(Path, "unlink", refuse)
-            assert reserve.start(LAUNCH, SEATS) is started[0]
+            assert standby.start(LAUNCH, SEATS) is started[0]

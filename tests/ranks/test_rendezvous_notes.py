@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.failure import RankFailure
-from shardway.ranks.flight_records import Call, CallTimeline, CollectiveRecords, Record, RecordedGroup
-from shardway.ranks.hang import Hang, HangEvidence, Sighting, SlowestRank, StoppedProcess
+from shardway.ranks.evidence import Call, CallTimeline, HangEvidence, Record, RecordedGroup, StackGroup
+from shardway.ranks.failure import LaunchOutcome, RankFailure
+from shardway.ranks.hang import Hang, Sighting, SlowestRank, StoppedProcess
 from shardway.ranks.heartbeat import Activity, HeartbeatEntry
-from shardway.ranks.rendezvous import AgentState, News, NodeOutcome, Note, read_news, read_note, render
-from shardway.ranks.stacks import StackGroup
+from shardway.ranks.rendezvous import AgentState, News, Note, read_news, read_note, render
 
 WHOLE = st.integers(0, 9999)
 RANKS = st.lists(WHOLE, max_size=3).map(tuple)
@@ -34,12 +33,12 @@ SPANS = st.lists(st.tuples(WHOLE, WHOLE, WHOLE), max_size=2).map(tuple)
 TEAMS = st.builds(RecordedGroup, st.text(max_size=4), st.text(max_size=4), st.text(max_size=4), SPANS)
 LINES = st.lists(st.builds(CallTimeline, TEAMS, st.lists(CALLS, max_size=2).map(tuple)), max_size=2).map(tuple)
 RECORDS = st.lists(st.builds(Record, WHOLE, LINES, st.booleans(), st.text(max_size=9)), max_size=2).map(tuple)
-SEEN = st.builds(HangEvidence, GROUPS.map(tuple), st.builds(CollectiveRecords, RECORDS, RANKS))
+SEEN = st.builds(HangEvidence, RECORDS, RANKS, GROUPS.map(tuple))
 PRINTED = st.just((Path("a b/stderr.log"),))
 FLAGS = {"by_agent": st.booleans(), "for_memory": st.booleans()}
 FAILURES = st.builds(RankFailure, WHOLE, WHOLE, st.integers(-64, 255), PRINTED, **FLAGS)
 OUTCOMES = st.builds(
-    NodeOutcome,
+    LaunchOutcome,
     st.lists(FAILURES, max_size=2).map(tuple),
     st.none() | HANGS,
     SEEN,

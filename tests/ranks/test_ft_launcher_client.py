@@ -73,60 +73,60 @@ def heard() -> Heard:
 
 
 def watched(heard: Heard, fixed_s: float | None = None) -> MonitorHeartbeat:
-    """A page whose start was said."""
-    page = MonitorHeartbeat(heard)
-    page.watch(HangTimeout(600.0, fixed_s))
+    """A heartbeat whose start was said."""
+    heartbeat = MonitorHeartbeat(heard)
+    heartbeat.watch(HangTimeout(600.0, fixed_s))
     heard.hear()
-    return page
+    return heartbeat
 
 
 def test_a_rank_beats_at_once_and_waits_as_long_as_the_launcher_was_told(heard: Heard) -> None:
-    page = MonitorHeartbeat(heard)
+    heartbeat = MonitorHeartbeat(heard)
     assert heard.hear() == [BEAT, 300.0]
-    page.watch(HangTimeout(600.0, 5.0))
+    heartbeat.watch(HangTimeout(600.0, 5.0))
     assert heard.hear() == [BEAT, 601.0]
 
 
 def test_steps_beat_once_a_second_and_what_is_rare_at_once(heard: Heard) -> None:
-    page = watched(heard, 5.0)
-    page.write(Activity.LOAD, 0, 10.0)
+    heartbeat = watched(heard, 5.0)
+    heartbeat.write(Activity.LOAD, 0, 10.0)
     assert heard.hear() == [BEAT]
     for number in range(20):
-        page.write((Activity.DATA, Activity.STEP)[number % 2], number // 2, 10.0 + number / 10)
+        heartbeat.write((Activity.DATA, Activity.STEP)[number % 2], number // 2, 10.0 + number / 10)
     assert heard.hear() == [BEAT, 6.0, BEAT]
-    page.write(Activity.SAVE, 10, 12.1)
-    page.write(Activity.DATA, 10, 12.2)
-    page.write(Activity.STEP, 10, 12.3)
-    page.write(Activity.END, 10, 12.4)
+    heartbeat.write(Activity.SAVE, 10, 12.1)
+    heartbeat.write(Activity.DATA, 10, 12.2)
+    heartbeat.write(Activity.STEP, 10, 12.3)
+    heartbeat.write(Activity.END, 10, 12.4)
     assert heard.hear() == [BEAT, BEAT, BEAT, 601.0]
 
 
 def test_limits_are_learnt_by_activity(heard: Heard) -> None:
-    page, now = watched(heard), 10.0
+    heartbeat, now = watched(heard), 10.0
     for step in range(20):
         for activity, seconds in ((Activity.DATA, 0.5), (Activity.STEP, 2.0), (Activity.SAVE, 10.0)):
-            page.write(activity, step, now)
+            heartbeat.write(activity, step, now)
             now += seconds
     heard.hear()
-    page.write(Activity.DATA, 20, now)
+    heartbeat.write(Activity.DATA, 20, now)
     assert heard.hear() == [BEAT, 1.0 + 3 * 0.5 + 5.0 + 60.0], "steps and data together"
-    page.write(Activity.SAVE, 20, now + 1)
+    heartbeat.write(Activity.SAVE, 20, now + 1)
     assert heard.hear() == [BEAT, 1.0 + 3 * 10.0 + 5.0 + 60.0]
 
 
-def test_the_first_steps_have_the_patience_of_a_start(heard: Heard) -> None:
-    page = watched(heard)
+def test_the_first_steps_have_the_timeout_of_a_start(heard: Heard) -> None:
+    heartbeat = watched(heard)
     for step, now in enumerate((10.0, 20.0, 30.0, 40.0, 50.0, 60.0)):
-        page.write(Activity.STEP, step, now)
+        heartbeat.write(Activity.STEP, step, now)
     limits = [said for said in heard.hear() if said != BEAT]
     assert limits == [1.0 + 3 * 10.0 + 5.0], "once three steps are known that were not the first"
 
 
 def test_a_limit_that_hardly_falls_is_left(heard: Heard) -> None:
-    page = watched(heard)
+    heartbeat = watched(heard)
     heard.said.clear()
     for step in range(300):
-        page.write(Activity.STEP, step, 10.0 + step * (2.0 if step < 100 else 1.9))
+        heartbeat.write(Activity.STEP, step, 10.0 + step * (2.0 if step < 100 else 1.9))
     assert [said for said in heard.hear() if said != BEAT] == [1.0 + 3 * 2.0 + 5.0]
 
 
@@ -143,9 +143,9 @@ def test_training_goes_on_without_its_monitor(heard: Heard, monkeypatch: pytest.
 
 
 def test_off_is_said_by_leaving(heard: Heard) -> None:
-    page = MonitorHeartbeat(heard)
-    page.watch(None)
-    page.write(Activity.STEP, 0, 10.0)
+    heartbeat = MonitorHeartbeat(heard)
+    heartbeat.watch(None)
+    heartbeat.write(Activity.STEP, 0, 10.0)
     assert heard.hear() == [BEAT, 300.0, "closed"]
 
 

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.flight_records import (
+from shardway.ranks.evidence import (
     CIRCLE,
     SHOWN,
     SILENT,
     Call,
     CallTimeline,
-    CollectiveRecords,
+    HangEvidence,
     Record,
     RecordedGroup,
     explain_collectives,
     make_group,
-    merge_records,
+    merge_evidence,
     render_ranks,
 )
 
@@ -44,14 +44,12 @@ def inside(last: int) -> list[Call]:
     return [*done(last - 1), call(last, ended=False)]
 
 
-def hear(
-    ranks: Mapping[int, Mapping[RecordedGroup, Sequence[Call]]], *silent: int, whole: bool = True
-) -> CollectiveRecords:
+def hear(ranks: Mapping[int, Mapping[RecordedGroup, Sequence[Call]]], *silent: int, whole: bool = True) -> HangEvidence:
     records = (
         Record(rank, tuple(CallTimeline(team, tuple(calls)) for team, calls in lines.items()), whole)
         for rank, lines in ranks.items()
     )
-    return CollectiveRecords(tuple(records), silent)
+    return HangEvidence(tuple(records), silent)
 
 
 def test_who_has_not_entered_what_the_others_are_in() -> None:
@@ -91,7 +89,7 @@ def test_of_several_that_are_not_over_the_first_is_told() -> None:
 
 
 def test_nothing_to_say_where_nobody_waits() -> None:
-    assert explain_collectives(CollectiveRecords()) == ()
+    assert explain_collectives(HangEvidence()) == ()
     assert explain_collectives(hear({rank: {ALL: done(7 + rank)} for rank in range(4)})) == ()
 
 
@@ -156,7 +154,7 @@ def test_all_are_in_and_it_is_not_over() -> None:
 def test_a_rank_in_a_transfer_is_told_with_it() -> None:
     collectives = hear({0: {LEFT: inside(6)}, 1: {LEFT: done(5)}})
     records = (collectives.records[0], replace(collectives.records[1], transfer="recv from rank 3"))
-    (told,) = explain_collectives(CollectiveRecords(records))
+    (told,) = explain_collectives(HangEvidence(records))
     assert told.endswith("number 5), rank 1 is in recv from rank 3")
 
 
@@ -210,7 +208,7 @@ def test_ranks_as_people_say_them(ranks: tuple[int, ...], words: str) -> None:
 
 def test_what_several_nodes_heard_is_put_together() -> None:
     one, other = hear({0: {ALL: inside(2)}}, 1), hear({0: {ALL: done(1)}}, 1).shift(2)
-    merged = merge_records([other, one])
+    merged = merge_evidence([other, one])
     assert [record.rank for record in merged.records] == [0, 2]
     assert merged.silent == (1, 3)
     assert "which rank 2 has not entered" in explain_collectives(merged)[0]
@@ -283,7 +281,7 @@ def test_whoever_is_named_first_is_one_that_hangs(world: World, dice: random.Ran
     sentence names one that hangs as not having entered, and none that only waits, whatever the order of the records."""
     records = [world.record(rank) for rank in range(6)]
     dice.shuffle(records)
-    told = explain_collectives(CollectiveRecords(tuple(records)))
+    told = explain_collectives(HangEvidence(tuple(records)))
     waiting = {rank for rank in range(6) if not world.is_free(rank)}
     if not waiting:
         assert told == ()
@@ -292,14 +290,14 @@ def test_whoever_is_named_first_is_one_that_hangs(world: World, dice: random.Ran
     named = told[0].split(", which ")[1].split(" ha")[0]
     stuck = {rank for rank, at in world.stops.items() if world.at[rank] == at and rank not in waiting}
     assert named in {render_ranks(ranks) for ranks in ([*stuck], *([one] for one in stuck))}
-    assert told == explain_collectives(CollectiveRecords(tuple(sorted(records, key=lambda record: record.rank))))
+    assert told == explain_collectives(HangEvidence(tuple(sorted(records, key=lambda record: record.rank))))
 
 
 @given(worlds(), st.sets(st.integers(0, 5), min_size=1))
 def test_nobody_is_accused_for_silence(world: World, silent: set[int]) -> None:
     """Whoever did not answer is told as such, and never as not having entered."""
     records = tuple(world.record(rank) for rank in range(6) if rank not in silent)
-    told = explain_collectives(CollectiveRecords(records, tuple(silent)))
+    told = explain_collectives(HangEvidence(records, tuple(silent)))
     assert any(SILENT in each for each in told)
     for rank in silent:
         assert not any(f"which rank {rank} has not entered" in each for each in told)

@@ -23,8 +23,7 @@ from commands import free_port
 from shardway.ranks.doctor import examine as visit
 from shardway.ranks.doctor import world as wire_module
 from shardway.ranks.doctor.examine import Diagnosis, examine_machine
-from shardway.ranks.doctor.finding import CheckResult, Report
-from shardway.ranks.doctor.surroundings import MachineNeeds, MachineView
+from shardway.ranks.doctor.surroundings import CheckResult, MachineNeeds, MachineView, Report
 from shardway.ranks.doctor.world import (
     Attendance,
     CheckPortTaken,

@@ -14,10 +14,17 @@ from pathlib import Path
 import pytest
 
 import warm
-from shardway.ranks import stacks
-from shardway.ranks.flight_records import CollectiveRecords, Record, explain_collectives
+from shardway.ranks import evidence
+from shardway.ranks.evidence import (
+    SIZE,
+    HangEvidence,
+    Record,
+    answer_with_record,
+    ask_for_records,
+    choose_recording,
+    explain_collectives,
+)
 from shardway.ranks.heartbeat import VARIABLE
-from shardway.ranks.stacks import SIZE, answer_with_record, ask_for_records, choose_recording
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -73,7 +80,7 @@ class Told:
         self.lines[rank] += 1
         wait_until(path.exists)
 
-    def ask(self) -> CollectiveRecords:
+    def ask(self) -> HangEvidence:
         return ask_for_records(self.folder, range(3))
 
     def wait_for(self, *told: str) -> None:
@@ -93,7 +100,7 @@ class Told:
 
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    monkeypatch.setattr(stacks, "RECORD_WAIT_S", 1.0)
+    monkeypatch.setattr(evidence, "RECORD_WAIT_S", 1.0)
     ranks = []
     for rank in range(3):
         environ = {**os.environ, VARIABLE: str(tmp_path), "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -191,9 +198,9 @@ def ranks_call_different_collectives(told: Told) -> None:
     )
 
 
-def hear_one(folder: Path) -> CollectiveRecords:
+def hear_one(folder: Path) -> HangEvidence:
     """What a rank that has just been started answers: its pipe may be there before anybody reads from it."""
-    collectives = [CollectiveRecords()]
+    collectives = [HangEvidence()]
 
     def has_answered() -> bool:
         collectives[:] = [ask_for_records(folder, [0])]
@@ -204,44 +211,44 @@ def hear_one(folder: Path) -> CollectiveRecords:
 
 
 def test_without_torch_a_rank_has_no_groups(tmp_path: Path) -> None:
-    code = "from pathlib import Path; from shardway.ranks import stacks; import sys, time\n"
-    code += f"stacks.answer_with_record(Path({str(tmp_path)!r}), 0); assert 'torch' not in sys.modules\n"
+    code = "from pathlib import Path; from shardway.ranks import evidence; import sys, time\n"
+    code += f"evidence.answer_with_record(Path({str(tmp_path)!r}), 0); assert 'torch' not in sys.modules\n"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), warm.COLD: "1"}
     with subprocess.Popen([sys.executable, "-c", f"{code}time.sleep(60)"], env=environ) as rank:
         (record,) = hear_one(tmp_path).records
         assert rank.poll() is None
         rank.kill()
     assert (record.rank, record.lines, record.whole) == (0, (), True)
-    assert ask_for_records(tmp_path, [0]) == CollectiveRecords()  # it is gone, and who is gone is not asked
+    assert ask_for_records(tmp_path, [0]) == HangEvidence()  # it is gone, and who is gone is not asked
 
 
 def test_a_recorder_that_says_what_nobody_knows(tmp_path: Path) -> None:
     """Another torch: the rank answers, and accuses itself of nothing."""
     code = (
-        "import json, sys, time, types\nfrom pathlib import Path\nfrom shardway.ranks import stacks\n"
+        "import json, sys, time, types\nfrom pathlib import Path\nfrom shardway.ranks import evidence\n"
         "library = types.SimpleNamespace(_dump_fr_trace_json=lambda: json.dumps({'entries': [{'odd': 1}]}))\n"
         "sys.modules['torch'] = types.SimpleNamespace(_C=types.SimpleNamespace(_distributed_c10d=library))\n"
         "world = types.SimpleNamespace(pg_map={1: 1}, pg_names={1: '0'}, pg_group_ranks={1: {0: 0}})\n"
         "sys.modules['torch.distributed.distributed_c10d'] = types.SimpleNamespace(_world=world)\n"
-        f"stacks.answer_with_record(Path({str(tmp_path)!r}), 0)\ntime.sleep(60)\n"
+        f"evidence.answer_with_record(Path({str(tmp_path)!r}), 0)\ntime.sleep(60)\n"
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", code], env=environ) as rank:
         collectives = hear_one(tmp_path)
         rank.kill()
-    assert collectives == CollectiveRecords((Record(0, whole=False),))
+    assert collectives == HangEvidence((Record(0, whole=False),))
 
 
 def test_who_did_not_promise_an_answer_is_not_asked(tmp_path: Path) -> None:
-    assert ask_for_records(tmp_path, [0, 1]) == CollectiveRecords()
+    assert ask_for_records(tmp_path, [0, 1]) == HangEvidence()
 
 
 def test_a_folder_without_room_for_a_pipe(tmp_path: Path) -> None:
     answer_with_record(tmp_path / "none", 0)
-    assert ask_for_records(tmp_path / "none", [0]) == CollectiveRecords()
+    assert ask_for_records(tmp_path / "none", [0]) == HangEvidence()
 
 
-@pytest.mark.parametrize("name", stacks.VARIABLES)
+@pytest.mark.parametrize("name", evidence.VARIABLES)
 def test_what_somebody_has_set_stays(name: str) -> None:
-    assert choose_recording({}) == {stacks.VARIABLES[0]: str(SIZE)}
+    assert choose_recording({}) == {evidence.VARIABLES[0]: str(SIZE)}
     assert choose_recording({name: "0"}) == {}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.ranks.flight_records import (
+from shardway.ranks.evidence import (
     FIRST_OPEN,
     LAST,
     Call,

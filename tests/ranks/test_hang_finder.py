@@ -1,4 +1,4 @@
-"""Who hangs, from pages at one moment after another; the clock is set by hand."""
+"""Who hangs, from heartbeats at one moment after another; the clock is set by hand."""
 
 from __future__ import annotations
 
@@ -26,26 +26,31 @@ LOOK_S = 0.25
 
 
 class Ranks:
-    """Ranks whose pages a test turns, and their finder's looks."""
+    """Ranks whose heartbeats a test turns, and their finder's looks."""
 
     def __init__(self, count: int) -> None:
         self.now = 1000.0
-        self.patience = HangTimeout(start_s=600.0)
-        self.finder = HangFinder(self.patience, longest_tick_s=2 * LOOK_S)
-        self.pages = {rank: HeartbeatEntry(1, 10 + rank, Activity.START, 0, self.now) for rank in range(count)}
+        self.hang_timeout = HangTimeout(start_s=600.0)
+        self.finder = HangFinder(self.hang_timeout, longest_tick_s=2 * LOOK_S)
+        self.heartbeats = {rank: HeartbeatEntry(1, 10 + rank, Activity.START, 0, self.now) for rank in range(count)}
         self.stopped: dict[int, StoppedProcess] = {}
         self.elsewhere = NO_RANKS
 
     def enter(self, activity: Activity, step: int, *ranks: int) -> None:
         """These ranks (none named: all) begin an activity now."""
-        for rank in ranks or tuple(self.pages):
-            page = self.pages[rank]
-            self.pages[rank] = replace(page, changes=page.changes + 1, activity=activity, step=step, since=self.now)
+        for rank in ranks or tuple(self.heartbeats):
+            heartbeat = self.heartbeats[rank]
+            self.heartbeats[rank] = replace(
+                heartbeat, changes=heartbeat.changes + 1, activity=activity, step=step, since=self.now
+            )
 
     def look(self, seconds: float = LOOK_S) -> Hang | None:
         """What the finder says after so long."""
         self.now += seconds
-        seen = {rank: Sighting(page, self.stopped.get(rank, StoppedProcess.NONE)) for rank, page in self.pages.items()}
+        seen = {
+            rank: Sighting(heartbeat, self.stopped.get(rank, StoppedProcess.NONE))
+            for rank, heartbeat in self.heartbeats.items()
+        }
         return self.finder.look(seen, self.now, self.elsewhere)
 
     def train(self, steps: int, *before: Activity) -> None:
@@ -68,7 +73,7 @@ class Ranks:
 def test_ranks_that_go_on_do_not_hang() -> None:
     ranks = Ranks(2)
     ranks.train(200)
-    assert ranks.patience.usual_s(Activity.STEP) is not None
+    assert ranks.hang_timeout.usual_s(Activity.STEP) is not None
 
 
 def test_the_rank_that_is_behind_is_to_blame() -> None:
@@ -84,11 +89,11 @@ def test_the_rank_that_is_behind_is_to_blame() -> None:
     assert hang.message == ("rank 1 did nothing for 6.2 s in a step after step 10 (more than 6.2 s means a hang)")
 
 
-def test_who_waits_for_one_with_more_patience_does_not_hang() -> None:
+def test_who_waits_for_one_with_a_longer_timeout_does_not_hang() -> None:
     """Data may be late for a minute; that the others are in their step meanwhile is no hang of theirs."""
     ranks = Ranks(2)
     for _ in range(5):
-        ranks.patience.observe(ActivitySpan(Activity.DATA), 0.1)
+        ranks.hang_timeout.observe(ActivitySpan(Activity.DATA), 0.1)
     ranks.train(10)
     ranks.enter(Activity.DATA, 10)
     ranks.enter(Activity.STEP, 10, 0)
@@ -180,19 +185,19 @@ def test_who_is_behind_the_other_nodes_is_to_blame() -> None:
     assert ranks.wait_for_hang(20.0).ranks == (1,)
 
 
-def test_the_hindmost_of_several_nodes() -> None:
+def test_the_slowest_of_several_nodes() -> None:
     assert merge_slowest([]) == find_slowest({}) == NO_RANKS
     ahead, slowest = SlowestRank((4, 2)), SlowestRank((4, 1), stopped=True)
     assert merge_slowest([ahead, NO_RANKS, slowest]) == slowest
     assert merge_slowest([ahead, SlowestRank(None, stopped=True)]) == ahead
 
 
-def test_a_first_step_has_the_patience_of_a_start() -> None:
+def test_a_first_step_has_the_timeout_of_a_start() -> None:
     """Also after ranks were started again, though others' steps are known by then."""
     ranks = Ranks(1)
     ranks.train(10)
     again = Ranks(1)
-    again.finder = HangFinder(ranks.patience, longest_tick_s=2 * LOOK_S)
+    again.finder = HangFinder(ranks.hang_timeout, longest_tick_s=2 * LOOK_S)
     again.enter(Activity.STEP, 5)
     before = again.now
     assert again.wait_for_hang().limit_s == 600.0
@@ -226,7 +231,7 @@ def test_steps_shorter_than_a_look_teach_nothing_longer() -> None:
             ranks.now += 0.025
             ranks.enter(Activity.STEP, each)
         ranks.look(0.0)
-    usual = ranks.patience.usual_s(Activity.STEP)
+    usual = ranks.hang_timeout.usual_s(Activity.STEP)
     assert usual is not None
     assert usual <= LOOK_S
 
@@ -251,7 +256,7 @@ def test_a_run_that_resumes_has_not_taken_the_steps_before() -> None:
     for activity in (Activity.DATA, Activity.SCRIPT, Activity.STEP):
         ranks.enter(activity, 5000)
     ranks.look()
-    assert ranks.patience.usual_s(Activity.STEP) is None
+    assert ranks.hang_timeout.usual_s(Activity.STEP) is None
 
 
 @given(st.lists(st.floats(0.01, 0.5), min_size=20, max_size=60))

@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 import warm
-from shardway.ranks import stacks
+from shardway.ranks import evidence
+from shardway.ranks.evidence import HangEvidence, StackGroup, ask_for_stacks, group_stacks, read_crash
 from shardway.ranks.hang import (
     ActivitySpan,
     Hang,
-    HangEvidence,
     HangTimeout,
     HeartbeatWatch,
     Sighting,
@@ -26,7 +26,6 @@ from shardway.ranks.hang import (
     watched,
 )
 from shardway.ranks.heartbeat import VARIABLE, Activity, heartbeat_path, read_heartbeat
-from shardway.ranks.stacks import StackGroup, ask_for_stacks, group_stacks, read_crash
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -37,17 +36,17 @@ from shardway.ranks.heartbeat import open_heartbeat
 from shardway.ranks.heartbeat import Activity
 
 join_agent(os.environ)
-page = open_heartbeat(os.environ, int(os.environ["LOCAL_RANK"]))
+heartbeat = open_heartbeat(os.environ, int(os.environ["LOCAL_RANK"]))
 
 def wait_for_ever(step):
-    page.write(Activity.STEP, step, time.monotonic())
+    heartbeat.write(Activity.STEP, step, time.monotonic())
     while True:
         time.sleep(3600)
 
 for step in range(10_000_000):
     if step == int(sys.argv[1]):
         wait_for_ever(step)
-    page.write(Activity.STEP, step, time.monotonic())
+    heartbeat.write(Activity.STEP, step, time.monotonic())
     time.sleep(0.02)
 """
 
@@ -58,13 +57,13 @@ from shardway.ranks.heartbeat import open_heartbeat
 from shardway.ranks.heartbeat import Activity
 
 join_agent(os.environ)
-page = open_heartbeat(os.environ, 0)
+heartbeat = open_heartbeat(os.environ, 0)
 code = "import time\\nwhile True:\\n    print(flush=True)\\n    time.sleep(0.02)"
 with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as loader:
     for step in range(10_000_000):
-        page.write(Activity.DATA, step, time.monotonic())
+        heartbeat.write(Activity.DATA, step, time.monotonic())
         assert loader.stdout.readline()
-        page.write(Activity.STEP, step, time.monotonic())
+        heartbeat.write(Activity.STEP, step, time.monotonic())
         time.sleep(0.02)
 """
 
@@ -110,23 +109,23 @@ class Node:
         """Until a rank has come to this step."""
         wait_until(lambda: self.step(rank) >= step)
 
-    def patience(self) -> HangTimeout:
+    def hang_timeout(self) -> HangTimeout:
         """One that knows how long steps take."""
-        patience = HangTimeout(start_s=60.0, fixed_s=1.5)
+        hang_timeout = HangTimeout(start_s=60.0, fixed_s=1.5)
         for _ in range(5):
-            patience.observe(ActivitySpan(Activity.STEP), 0.02)
-        return patience
+            hang_timeout.observe(ActivitySpan(Activity.STEP), 0.02)
+        return hang_timeout
 
     def watch(self) -> HeartbeatWatch:
         """A watch over these ranks."""
-        return HeartbeatWatch(self.folder, len(self.ranks), self.patience(), self.woken.append)
+        return HeartbeatWatch(self.folder, len(self.ranks), self.hang_timeout(), self.woken.append)
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that can answer are waited for, however busy the machine is."""
     for wait in ("STACKS_WAIT_S", "RECORD_WAIT_S"):
-        monkeypatch.setattr(stacks, wait, PATIENCE_S)
+        monkeypatch.setattr(evidence, wait, PATIENCE_S)
 
 
 @pytest.fixture
@@ -186,7 +185,7 @@ def test_ranks_are_asked_where_one_of_another_node_hangs_and_go_on(node: Node) -
         node.wait_for(0, before + 5)
     assert watch.seen is not None
     assert [group.ranks for group in watch.seen.groups] == [(0,), (1,)]
-    assert [record.rank for record in watch.seen.collectives.records] == [0, 1]
+    assert [record.rank for record in watch.seen.records] == [0, 1]
     assert (watch.found, watch.has_hang) == (None, False)
 
 
@@ -205,7 +204,7 @@ class Stamped(HeartbeatWatch):
 
 def test_a_rank_that_hangs_is_left_alone_until_the_others_were_asked(node: Node) -> None:
     node.start(20)
-    with Stamped(node.folder, 1, node.patience(), node.woken.append, share_s=1.0) as watch:
+    with Stamped(node.folder, 1, node.hang_timeout(), node.woken.append, share_s=1.0) as watch:
         assert node.ranks[0].wait(timeout=PATIENCE_S) == -signal.SIGKILL
         assert time.monotonic() - watch.asked_at >= 1.0
     assert watch.was_known
@@ -222,7 +221,7 @@ def test_ranks_that_go_on_are_left_alone(node: Node) -> None:
 
 
 def test_a_process_of_somebody_else_is_never_touched(node: Node) -> None:
-    """A page that names one, from a rank long gone whose number was given out again."""
+    """A heartbeat that names one, from a rank long gone whose number was given out again."""
     node.start(20)
     outer = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {RANK!r}, '20']); p.wait()"
     environ = {**os.environ, VARIABLE: str(node.folder), "LOCAL_RANK": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -231,7 +230,7 @@ def test_a_process_of_somebody_else_is_never_touched(node: Node) -> None:
             node.wait_for(1, 20)
             grandchild = read_heartbeat(heartbeat_path(node.folder, 1))
             assert grandchild is not None
-            with HeartbeatWatch(node.folder, 2, node.patience(), node.woken.append):
+            with HeartbeatWatch(node.folder, 2, node.hang_timeout(), node.woken.append):
                 assert node.ranks[0].wait(timeout=PATIENCE_S) == -signal.SIGKILL
             os.kill(grandchild.pid, 0)
         finally:
@@ -244,7 +243,7 @@ def test_stacks_are_grouped_and_the_lonely_come_first(node: Node) -> None:
     groups: list[StackGroup] = []
 
     def have_come_to_their_wait() -> bool:
-        """A page is there a moment before its rank waits."""
+        """A heartbeat is there a moment before its rank waits."""
         groups[:] = group_stacks(ask_for_stacks(node.folder, {rank: each.pid for rank, each in enumerate(node.ranks)}))
         return [group.ranks for group in groups] == [(2,), (0, 1)]
 

@@ -1,4 +1,4 @@
-"""The agent that leads and those that follow, on a board in memory and a clock that a test sets."""
+"""The agent that leads and those that follow, on a store in memory and a clock that a test sets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardway.ranks.failure import RankFailure
+from shardway.ranks.failure import LaunchOutcome, RankFailure
 from shardway.ranks.hang import NO_RANKS, SlowestRank
 from shardway.ranks.rendezvous import (
     LOST_S,
@@ -17,7 +17,6 @@ from shardway.ranks.rendezvous import (
     FollowingAgent,
     Membership,
     News,
-    NodeOutcome,
     Note,
     RendezvousMember,
     Unreachable,
@@ -26,11 +25,11 @@ from shardway.ranks.rendezvous import (
     render,
 )
 
-KILLED = NodeOutcome((RankFailure(1, 4711, -9),))
+KILLED = LaunchOutcome((RankFailure(1, 4711, -9),))
 
 
 @dataclass
-class MemoryBoard:
+class StoreInMemory:
     """What was written, as text; `is_gone`: whoever keeps it is."""
 
     notes: dict[int, str] = field(default_factory=dict)
@@ -65,9 +64,9 @@ class Scene:
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        self.board = MemoryBoard()
-        self.lead = Coordinator(self.board, 0, 4, self.clock)  # type: ignore[arg-type]
-        self.others = {node: FollowingAgent(self.board, node, self.clock) for node in (1, 2, 3)}  # type: ignore[arg-type]
+        self.store = StoreInMemory()
+        self.coordinator = Coordinator(self.store, 0, 4, self.clock)  # type: ignore[arg-type]
+        self.others = {node: FollowingAgent(self.store, node, self.clock) for node in (1, 2, 3)}  # type: ignore[arg-type]
 
     def clock(self) -> float:
         return self.now
@@ -77,11 +76,11 @@ class Scene:
         for _ in range(round(seconds * 2)):
             self.now += 0.5
             for node in sorted(self.awake, reverse=True):  # a look of the leader sees what the others have just said
-                (self.lead if node == 0 else self.others[node])._beat()
+                (self.coordinator if node == 0 else self.others[node])._beat()
 
     def run_ranks(self, *nodes: int) -> int:
         """Begin a start in which all nodes run their ranks; its number."""
-        news = self.lead.begin(nodes, port=1)
+        news = self.coordinator.begin(nodes, port=1)
         for node in nodes:
             self.say(node, AgentState.RUNNING, news.start)
         self.pass_time(1)
@@ -92,10 +91,10 @@ class Scene:
         node: int,
         state: AgentState,
         start: int,
-        outcome: NodeOutcome | None = None,
+        outcome: LaunchOutcome | None = None,
         slowest: SlowestRank = NO_RANKS,
     ) -> None:
-        (self.lead if node == 0 else self.others[node]).publish(state, start, slowest, outcome)
+        (self.coordinator if node == 0 else self.others[node]).publish(state, start, slowest, outcome)
 
 
 @pytest.fixture
@@ -106,27 +105,27 @@ def scene() -> Scene:
 
 
 def test_those_that_are_there_and_have_no_ranks_are_gathered(scene: Scene) -> None:
-    assert scene.lead.gather(10.0, lambda: False) == (0, 1, 2, 3)
+    assert scene.coordinator.gather(10.0, lambda: False) == (0, 1, 2, 3)
     scene.say(2, AgentState.RUNNING, 1)
     scene.pass_time(1)
-    assert scene.lead.find_free() == (0, 1, 3)
+    assert scene.coordinator.find_free() == (0, 1, 3)
     scene.say(2, AgentState.ENDED, 1)
     scene.pass_time(1)
-    assert scene.lead.find_free() == (0, 1, 2, 3)
+    assert scene.coordinator.find_free() == (0, 1, 2, 3)
 
 
 def test_a_node_that_never_came_is_waited_for_and_one_that_was_lost_is_not(scene: Scene) -> None:
     late = Scene(awake={0, 1, 2})
     late.pass_time(1)
-    assert late.lead._list_missing() == [3]
+    assert late.coordinator._list_missing() == [3]
     scene.awake = {0, 1, 2}
     scene.pass_time(LOST_S + 1)
-    assert scene.lead._list_missing() == []
-    assert scene.lead.list_present() == (0, 1, 2)
+    assert scene.coordinator._list_missing() == []
+    assert scene.coordinator.list_present() == (0, 1, 2)
 
 
 def test_ranks_run_where_the_news_name_them(scene: Scene) -> None:
-    scene.lead.begin((0, 1, 3), port=7)
+    scene.coordinator.begin((0, 1, 3), port=7)
     scene.pass_time(1)
     news = scene.others[1].await_order(0)
     assert news is not None
@@ -137,7 +136,7 @@ def test_ranks_run_where_the_news_name_them(scene: Scene) -> None:
 
 def test_a_failure_on_one_node_ends_the_start_on_all(scene: Scene) -> None:
     start = scene.run_ranks(0, 1, 2, 3)
-    members: list[RendezvousMember] = [scene.lead, *scene.others.values()]
+    members: list[RendezvousMember] = [scene.coordinator, *scene.others.values()]
     assert not any(member.is_over(start) for member in members)
     scene.say(2, AgentState.FAILED, start)
     scene.pass_time(1)
@@ -146,12 +145,12 @@ def test_a_failure_on_one_node_ends_the_start_on_all(scene: Scene) -> None:
 
 def test_a_hang_on_one_node_has_all_asked_and_ends_nothing_yet(scene: Scene) -> None:
     start = scene.run_ranks(0, 1, 2, 3)
-    members: list[RendezvousMember] = [scene.lead, *scene.others.values()]
+    members: list[RendezvousMember] = [scene.coordinator, *scene.others.values()]
     scene.say(2, AgentState.HANGS, start, slowest=SlowestRank((7, 1)))
     assert not any(member.is_asked(start) for member in members)
     scene.pass_time(1)
     assert all(member.is_asked(start) and not member.is_over(start) for member in members)
-    assert scene.lead.elsewhere == SlowestRank((7, 1))
+    assert scene.coordinator.elsewhere == SlowestRank((7, 1))
     scene.say(2, AgentState.FAILED, start)
     scene.pass_time(1)
     assert all(member.is_asked(start) and member.is_over(start) for member in members)
@@ -161,38 +160,38 @@ def test_a_hang_on_one_node_has_all_asked_and_ends_nothing_yet(scene: Scene) -> 
 
 def test_ranks_that_end_well_end_nothing(scene: Scene) -> None:
     start = scene.run_ranks(0, 1)
-    scene.say(1, AgentState.ENDED, start, NodeOutcome())
+    scene.say(1, AgentState.ENDED, start, LaunchOutcome())
     scene.pass_time(1)
-    assert not scene.lead.is_over(start)
-    scene.say(0, AgentState.ENDED, start, NodeOutcome())
+    assert not scene.coordinator.is_over(start)
+    scene.say(0, AgentState.ENDED, start, LaunchOutcome())
     scene.pass_time(1)
-    assert scene.lead.await_end() == {0: NodeOutcome(), 1: NodeOutcome()}
+    assert scene.coordinator.await_end() == {0: LaunchOutcome(), 1: LaunchOutcome()}
 
 
 def test_how_each_node_ended_is_told_and_who_was_lost(scene: Scene) -> None:
     start = scene.run_ranks(0, 1, 2)
     scene.awake = {0, 1}
     scene.say(1, AgentState.ENDED, start, KILLED)
-    scene.say(0, AgentState.ENDED, start, NodeOutcome())
+    scene.say(0, AgentState.ENDED, start, LaunchOutcome())
     scene.pass_time(LOST_S + 1)
-    ends = scene.lead.await_end()
-    assert ends == {0: NodeOutcome(), 1: KILLED, 2: None}
+    ends = scene.coordinator.await_end()
+    assert ends == {0: LaunchOutcome(), 1: KILLED, 2: None}
 
 
-def test_whoever_leads_and_was_asleep_itself_loses_nobody(scene: Scene) -> None:
+def test_a_coordinator_that_was_asleep_loses_no_node(scene: Scene) -> None:
     start = scene.run_ranks(0, 1)
     scene.now += 3600.0
     scene.pass_time(1)
-    assert not scene.lead.is_over(start)
-    assert scene.lead.list_present() == (0, 1, 2, 3)
+    assert not scene.coordinator.is_over(start)
+    assert scene.coordinator.list_present() == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("how", ["silent", "gone"])
-def test_a_start_is_over_where_nobody_leads(scene: Scene, how: str) -> None:
+def test_a_start_is_over_without_a_coordinator(scene: Scene, how: str) -> None:
     start = scene.run_ranks(0, 1)
     follow = scene.others[1]
     scene.awake.discard(0)
-    scene.board.is_gone = how == "gone"
+    scene.store.is_gone = how == "gone"
     for _ in range(3 if how == "gone" else round(LOST_S * 2) + 3):
         scene.pass_time(0.5)
         over = follow.is_over(start)
@@ -203,33 +202,33 @@ def test_a_start_is_over_where_nobody_leads(scene: Scene, how: str) -> None:
 
 
 def test_all_hear_the_exit_code(scene: Scene) -> None:
-    scene.lead._report(code=4)
+    scene.coordinator._report(code=4)
     scene.pass_time(1)
     news = scene.others[3].await_order(0)
     assert news is not None
     assert news.code == 4
 
 
-def test_the_hindmost_rank_of_all_nodes_is_known_to_all(scene: Scene) -> None:
+def test_the_slowest_rank_of_all_nodes_is_known_to_all(scene: Scene) -> None:
     start = scene.run_ranks(0, 1)
     scene.say(0, AgentState.RUNNING, start, slowest=SlowestRank((7, 2)))
     scene.say(1, AgentState.RUNNING, start, slowest=SlowestRank((7, 1), stopped=True))
     scene.pass_time(1)
     scene.pass_time(0.5)
-    assert scene.others[1].elsewhere == scene.lead.elsewhere == SlowestRank((7, 1), stopped=True)
+    assert scene.others[1].elsewhere == scene.coordinator.elsewhere == SlowestRank((7, 1), stopped=True)
 
 
 def test_silence_grows_by_what_the_observer_lived_through() -> None:
-    roll = Membership()
-    roll.look({1: 5}, 0.0)
-    roll.look({1: 5}, 1000.0)
-    assert not roll.is_lost(1)
+    membership = Membership()
+    membership.look({1: 5}, 0.0)
+    membership.look({1: 5}, 1000.0)
+    assert not membership.is_lost(1)
     for second in range(11):
-        roll.look({1: 5}, 1000.0 + second)
-    assert roll.is_lost(1)
-    roll.look({1: 6}, 1011.0)
-    assert not roll.is_lost(1)
-    assert not roll.is_lost(2)
+        membership.look({1: 5}, 1000.0 + second)
+    assert membership.is_lost(1)
+    membership.look({1: 6}, 1011.0)
+    assert not membership.is_lost(1)
+    assert not membership.is_lost(2)
 
 
 ACTS = st.lists(
@@ -255,18 +254,18 @@ def test_whatever_the_others_do_a_start_comes_to_an_end(acts: list[tuple[str, in
         elif act == "fail":
             scene.say(node, AgentState.ENDED, start, KILLED)
         elif act == "end":
-            scene.say(node, AgentState.ENDED, start, NodeOutcome())
+            scene.say(node, AgentState.ENDED, start, LaunchOutcome())
         scene.pass_time(halves / 2)
-        assert scene.lead.is_over(start) or not was_over
-        was_over = scene.lead.is_over(start)
+        assert scene.coordinator.is_over(start) or not was_over
+        was_over = scene.coordinator.is_over(start)
         if was_over:
             scene.pass_time(0.5)  # the others hear it at their next look
             assert all(scene.others[each].is_over(start) for each in scene.awake - {0})
     for node in range(4):
-        scene.say(node, AgentState.ENDED, start, NodeOutcome())
+        scene.say(node, AgentState.ENDED, start, LaunchOutcome())
     scene.pass_time(LOST_S + 2)
-    ends = scene.lead.await_end()
+    ends = scene.coordinator.await_end()
     assert {node for node, outcome in ends.items() if outcome is None} <= {0, 1, 2, 3} - scene.awake
-    free = scene.lead.find_free()
+    free = scene.coordinator.find_free()
     assert set(free) == scene.awake
-    assert scene.lead.begin(free, port=1).start == start + 1
+    assert scene.coordinator.begin(free, port=1).start == start + 1

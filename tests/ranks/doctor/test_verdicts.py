@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +13,28 @@ from made_machines import check, make, make_placement, make_site
 from shardway.ranks.doctor.examine import (
     CHECKS,
     WORLD_CHECKS,
+    CheckScope,
     Diagnosis,
+    DoctorCheck,
     judge_rows,
     list_names,
     list_rows,
     render_json,
     render_rows,
+    run_checks,
 )
-from shardway.ranks.doctor.finding import (
+from shardway.ranks.doctor.surroundings import (
     CheckResult,
-    CheckScope,
     CheckVerdict,
-    DoctorCheck,
+    MachineView,
     Report,
     bad,
     good,
+    look_around,
     parse_finding,
     poor,
-    run_checks,
     unknown,
 )
-from shardway.ranks.doctor.surroundings import MachineView, look_around
 from shardway.ranks.doctor.world import (
     ClockOffset,
     judge_clocks,
@@ -209,11 +211,11 @@ def test_variables_that_contradict_each_other_are_a_finding() -> None:
 
 def test_a_row_is_the_worst_of_all_nodes() -> None:
     def told(rank: int, finding: CheckResult) -> Report:
-        return Report(rank, f"n{rank}", (parse_finding({**finding.as_json(), "check": "gpu.count"}),))
+        return Report(rank, f"n{rank}", (parse_finding({**asdict(finding), "check": "gpu.count"}),))
 
     diagnosis = Diagnosis(
         (told(0, good("4")), told(1, bad("3", "do")), told(2, poor("5", "see")), told(3, bad("2", "do"))),
-        (parse_finding({**unknown("none").as_json(), "check": "world.clock"}),),
+        (parse_finding({**asdict(unknown("none")), "check": "world.clock"}),),
     )
     rows = list_rows(diagnosis)
     assert [(row.check, row.verdict, row.found, row.hosts) for row in rows] == [
@@ -235,4 +237,4 @@ def test_the_page_of_the_verb_lists_every_check() -> None:
     page = (Path(__file__).parents[3] / "docs/doctor.md").read_text(encoding="utf-8")
     told = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
     assert tuple(told) == list_names()
-    assert not CHECKS.keys() & WORLD_CHECKS.keys()
+    assert not CHECKS.keys() & set(WORLD_CHECKS)
