@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from shardway.parallel import recompute
+from shardway.parallel import blocks
 
 
 class _Held:
@@ -39,15 +39,15 @@ class KeptTensors:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Results of operators that selective recompute keeps count as well."""
-        keep = recompute._keep
+        keep = blocks._keep
 
         def counted(value: Any) -> Any:
             kept = keep(value)
-            if isinstance(kept, recompute._Kept):
+            if isinstance(kept, blocks._Kept):
                 self._hold(kept, kept.tensor)
             return kept
 
-        with mock.patch.object(recompute, "_keep", counted):
+        with mock.patch.object(blocks, "_keep", counted):
             yield
 
     def watch(self, model: nn.Module) -> None:

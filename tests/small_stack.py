@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from shardway.models.contract import ModelPlan
 from shardway.models.initialise import constant_, normal_
+from shardway.runfile.schema import PrecisionSection
 
 DIM, HIDDEN, VOCAB = 32, 64, 48
 
@@ -88,3 +91,11 @@ def gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]
     model.zero_grad()
     stack_loss(model, tokens).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def float8(recipe: str = "tensorwise", **keys: Any) -> PrecisionSection:
+    """A section that multiplies in float8."""
+    named = {key if key == "first_last" else f"float8_{key}": value for key, value in keys.items()}
+    return PrecisionSection.model_validate(
+        {"compute": "float8", "float8_recipe": recipe, "float8_all_gather": False} | named
+    )

@@ -20,7 +20,7 @@ REMOVERS = {
     "checkpoint/local_tier.py": "the folder of links and of received files that it made to read through, or damaged",
     "ranks/supervisor.py": "empty folders for output of a start that was refused",
     "cli/rehearse.py": "a temporary folder of its own",
-    "data/sources/text.py": "temporary files of its own",
+    "data/sources/tokens.py": "temporary files of its own",
     "launch/hosts/local.py": "a temporary folder of its own",
     "launch/snapshot.py": "the snapshot that it could not finish",
     "ranks/heartbeat.py": "pages and gates of this user that an agent which was killed has left in memory",

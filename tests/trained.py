@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from shardway.checkpoint.state import Trained
 from shardway.models.transformer import Transformer, TransformerShape
 from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
-from shardway.parallel.formats.precision import Precision
 from shardway.parallel.mesh import build_mesh
+from shardway.parallel.precision import Precision
 from shardway.ranks.start import Ranks
 from shardway.runfile.schema import ParallelSection
 from shardway.train.loss import token_cross_entropy

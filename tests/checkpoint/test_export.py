@@ -22,11 +22,10 @@ from shardway.checkpoint import export
 from shardway.checkpoint.export import save_weights
 from shardway.errors import JobError, UserError
 from shardway.models.contract import match_modules
-from shardway.models.huggingface.build import Form, build_huggingface, form_of
-from shardway.models.huggingface.model import HuggingFaceModel
-from shardway.models.huggingface.pieces import keep_names
+from shardway.models.experts import MixtureShape
+from shardway.models.huggingface.model import Form, HuggingFaceModel, build_huggingface, form_of
+from shardway.models.huggingface.weights import keep_names
 from shardway.models.image_models import MLP, MLPShape
-from shardway.models.shapes import MixtureShape
 from shardway.models.transformer import Transformer, TransformerShape
 from shardway.train.loss import token_cross_entropy
 from tiny_hf import TOKENS, load_reference, logits_of, save_tiny

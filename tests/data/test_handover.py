@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from runs import TINY, TINY_IMAGES, read_column, read_named
-from shardway.data import handover
-from shardway.data.handover import PackedAnswer, Sender, describe_shortage, take_over
+from shardway.data import workers
 from shardway.data.loader import Batch
+from shardway.data.workers import PackedAnswer, Sender, describe_shortage, take_over
 from shardway.errors import UserError
 from speed import picked
 
@@ -38,7 +38,7 @@ def same(found: Batch, expected: Batch) -> bool:
 def test_an_answer_is_sent_in_bytes_where_there_is_no_room(
     room: int, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, "find_room", lambda: room)
+    monkeypatch.setattr(workers, "find_room", lambda: room)
     sent = Sender().hand_over(BATCH)
     assert type(sent) is kind
     (found,) = take_over(iter([pickle.loads(pickle.dumps(sent))]))
@@ -52,16 +52,16 @@ def test_an_answer_is_sent_in_bytes_where_there_is_no_room(
 def test_an_answer_is_sent_in_bytes_where_the_files_of_those_ahead_may_not_fit(
     ahead: int, left: int, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, "find_files_left", lambda: left)
+    monkeypatch.setattr(workers, "find_files_left", lambda: left)
     assert type(Sender(ahead).hand_over(BATCH)) is kind
 
 
 def test_files_of_this_process_and_its_rank_count(monkeypatch: pytest.MonkeyPatch) -> None:
     left = {os.getpid(): 30, os.getppid(): 20}
-    monkeypatch.setattr(handover, "read_files_left", lambda process: left[process])
-    assert handover.find_files_left() == 20
+    monkeypatch.setattr(workers, "read_files_left", lambda process: left[process])
+    assert workers.find_files_left() == 20
     left[os.getpid()] = 10
-    assert handover.find_files_left() == 10
+    assert workers.find_files_left() == 10
 
 
 @pytest.fixture
@@ -109,27 +109,27 @@ def test_an_answer_is_sent_in_bytes_where_no_socket_can_be_made(
 
 
 def test_an_error_is_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "find_room", lambda: 0)
+    monkeypatch.setattr(workers, "find_room", lambda: 0)
     (found,) = take_over(iter([Sender().hand_over(KeyError("lost"))]))
     assert isinstance(found, KeyError)
 
 
 def test_an_error_of_ours_is_raised_in_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "find_room", lambda: 0)
+    monkeypatch.setattr(workers, "find_room", lambda: 0)
     with pytest.raises(UserError, match="no such column"):
         next(take_over(iter([Sender().hand_over(UserError("no such column"))])))
 
 
 @pytest.mark.parametrize(("room", "told"), [(2**30, ""), (2**16, "/dev/shm has 64KiB free"), (0, "--shm-size")])
 def test_a_shortage_is_told_with_what_to_do(room: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "find_room", lambda: room)
+    monkeypatch.setattr(workers, "find_room", lambda: room)
     assert told in describe_shortage()
     assert bool(told) is bool(describe_shortage())
 
 
 def test_a_folder_that_is_not_there_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "SHARED", "/no/such/folder")
-    assert handover.find_room() == 0
+    monkeypatch.setattr(workers, "SHARED", "/no/such/folder")
+    assert workers.find_room() == 0
 
 
 def train(folder: Path, *words: str, before: tuple[str, ...] = (), **environ: str) -> subprocess.CompletedProcess[str]:
@@ -205,7 +205,7 @@ import torch
 from shardway.data.loader import LoaderOptions, Share, StepLoader, validation_batches
 from shardway.data.order import SampleOrder
 from shardway.data.samplers import RandomStates
-from shardway.data.stream import StreamLoader
+from shardway.data.loader import StreamLoader
 
 class Samples(torch.utils.data.Dataset):
     def __len__(self):

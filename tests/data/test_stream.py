@@ -12,9 +12,16 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from shardway.data.loader import LoaderOptions, Share
+from shardway.data.loader import (
+    HeldOutStream,
+    LoaderOptions,
+    Share,
+    StreamLoader,
+    count_samples,
+    digest_first,
+    validation_stream,
+)
 from shardway.data.order import Skips
-from shardway.data.stream import HeldOutStream, StreamLoader, count_samples, digest_first, validation_stream
 from shardway.errors import UserError
 
 

@@ -16,10 +16,10 @@ from runs import TINY, place, worst_difference
 from shardway.checkpoint.async_save import Staging
 from shardway.errors import SiteError
 from shardway.models.initialise import normal_
-from shardway.parallel.axes.shard import Shards, shard
-from shardway.parallel.compile import find_units
-from shardway.parallel.formats.precision import Precision
+from shardway.parallel.axes.shard import shard
+from shardway.parallel.blocks import find_units
 from shardway.parallel.mesh import build_mesh
+from shardway.parallel.precision import Precision
 from shardway.ranks.launcher import find_placement
 from shardway.ranks.start import Ranks, StartOptions, start_ranks
 from shardway.resolve.request import ResolveRequest
@@ -110,7 +110,7 @@ def test_fsdp2_on_one_device_trains_like_the_plain_model(nccl: Ranks) -> None:
     plain, sharded = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)) for _ in "ab")
     sharded.load_state_dict(plain.state_dict())
     units = find_units(sharded, None)
-    shard(sharded.cuda(), Shards(units, [], mesh, ParallelSection(), FP32, nccl.device))
+    shard(sharded.cuda(), units, [], mesh, ParallelSection(), FP32, nccl.device)
     plain.cuda()
     assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
     inputs = torch.randn(16, 8, device="cuda")

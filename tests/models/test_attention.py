@@ -7,8 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardway.models.shapes import BlockShape, LatentShape
-from shardway.models.transformer import Attention, FullAttention, LatentAttention, rotate, rotation
+from shardway.models.transformer import (
+    Attention,
+    BlockShape,
+    FullAttention,
+    LatentAttention,
+    LatentShape,
+    rotate,
+    rotation,
+)
 
 SHAPE = BlockShape(dim=16, layers=1, heads=4, kv_heads=2, ffn_dim=8)
 LATENT = LatentShape(kv_rank=6, q_rank=5, rope_head_dim=2, value_head_dim=3)

@@ -5,10 +5,9 @@ import torch
 
 from shardway.errors import Bug, UserError
 from shardway.models.build import build_model
-from shardway.models.encoder_decoder import EncoderDecoder, EncoderDecoderShape
+from shardway.models.experts import MixtureShape
 from shardway.models.image_models import MLP, ConvNet, ConvNetShape, MLPShape, ViT, ViTShape
-from shardway.models.shapes import LatentShape, MixtureShape
-from shardway.models.transformer import Transformer, TransformerShape
+from shardway.models.transformer import EncoderDecoder, EncoderDecoderShape, LatentShape, Transformer, TransformerShape
 from shardway.plugins import GROUPS
 from shardway.runfile.schema import ModelSection
 

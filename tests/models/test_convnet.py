@@ -27,7 +27,6 @@ def images(shape: ConvNetShape, count: int = 4) -> torch.Tensor:
 def test_sizes_follow_from_the_shape(shape):
     model = build(shape)
     assert model(images(shape)).shape == (4, shape.classes)
-    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert [name for name, _ in match_modules(model, model.plan().blocks)] == [
         f"blocks.{index}" for index in range(len(shape.channels))
     ]

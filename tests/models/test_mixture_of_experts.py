@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardway.models.experts import Experts, MixtureOfExperts, run_each, run_grouped
-from shardway.models.shapes import MixtureShape
+from shardway.models.experts import Experts, MixtureOfExperts, MixtureShape, run_each, run_grouped
 
 SHAPE = MixtureShape(experts=5, per_token=2, expert_dim=4, shared=2)
 DIM = 6

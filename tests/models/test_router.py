@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from shardway.models.experts import Router, count_choices
-from shardway.models.shapes import MixtureShape
+from shardway.models.experts import MixtureShape, Router, count_choices
 
 SHAPE = MixtureShape(experts=5, per_token=2, expert_dim=4)
 DIM = 6

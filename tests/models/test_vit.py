@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from shardway.errors import UserError
 from shardway.models.contract import find_plan, match_modules
 from shardway.models.image_models import ViT, ViTShape
-from shardway.models.shapes import LatentShape, MixtureShape
 
 SHAPE = ViTShape(image=(3, 8, 12), patch=4, classes=5, dim=16, layers=2, heads=4, kv_heads=4, ffn_dim=24)
 PAPER = dataclasses.replace(SHAPE, norm="layernorm", activation="gelu", bias=True)
@@ -31,7 +30,6 @@ def images(count: int = 4) -> torch.Tensor:
 def test_logits_and_parameters(shape):
     model = build(shape)
     assert model(images()).shape == (4, 5)
-    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert shape.tokens == 6 + (shape.pooling == "class")
 
 
@@ -107,13 +105,6 @@ def test_images_are_learnt_by_heart():
     ("change", "sentence"),
     [
         ({"image": (3, 8, 13)}, "patches of 4 x 4 do not tile images of 8 x 13"),
-        ({"heads": 3, "kv_heads": 3}, "3 heads do not split model.dim = 16 into heads of equal width"),
-        ({"positions": "rope"}, "a vision transformer has dense blocks"),
-        ({"mixture": MixtureShape(experts=2, per_token=1, expert_dim=8)}, "a vision transformer has dense blocks"),
-        (
-            {"latent": LatentShape(kv_rank=4, q_rank=0, rope_head_dim=2, value_head_dim=4)},
-            "attention with keys of full rank",
-        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change, sentence):

@@ -16,9 +16,8 @@ from shardway.errors import UserError
 from shardway.models.contract import ModelPlan, find_plan
 from shardway.models.initialise import normal_
 from shardway.parallel.apply import ApplyOptions, apply_parallelism
-from shardway.parallel.axes.replicate import average_buffers
-from shardway.parallel.compile import find_units
-from shardway.parallel.gradients import accumulating
+from shardway.parallel.axes.replicate import accumulating, average_buffers
+from shardway.parallel.blocks import find_units
 from shardway.parallel.mesh import build_mesh
 from shardway.ranks.start import Ranks
 from shardway.runfile.schema import ParallelSection

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pool import ranks
 from runs import pool_ranks
 from shardway.data.order import position_share
-from shardway.models.shapes import MixtureShape
+from shardway.models.experts import MixtureShape
 from shardway.models.transformer import Transformer, TransformerShape
 from shardway.parallel.apply import ApplyOptions, apply_parallelism
 from shardway.parallel.mesh import build_mesh

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pool import ranks
 from shardway.errors import UserError
-from shardway.parallel.compile import CompileOptions, apply_compile, set_compile_cache
+from shardway.parallel.blocks import apply_compile, set_compile_cache
 from small_stack import Stack, build_stack, gradients, token_batch
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -56,7 +56,7 @@ def is_compiled(module: nn.Module) -> bool:
 def test_a_mode_says_what_is_compiled(mode: str, model_is: bool, blocks_are: bool) -> None:
     model = build_stack()
     names = list(model.state_dict())
-    apply_compile(model, list(model.blocks), CompileOptions(mode))
+    apply_compile(model, list(model.blocks), mode)
     assert is_compiled(model) == model_is
     assert {is_compiled(block) for block in model.blocks} == {blocks_are}
     assert list(model.state_dict()) == names
@@ -64,7 +64,7 @@ def test_a_mode_says_what_is_compiled(mode: str, model_is: bool, blocks_are: boo
 
 def test_a_model_without_blocks_is_one_block() -> None:
     model = nn.Linear(2, 2)
-    apply_compile(model, [], CompileOptions("blocks"))
+    apply_compile(model, [], "blocks")
     assert is_compiled(model)
 
 
@@ -73,7 +73,7 @@ def _graphs_and_errors(model: nn.Module, parts: list[nn.Module], mode: str, expe
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
-    apply_compile(model, parts, CompileOptions(mode, counter))
+    apply_compile(model, parts, mode, counter)
     found, plain = gradients(model, token_batch()), gradients(expected, token_batch())
     return counter.frame_count, max(float((found[name] - plain[name]).abs().max()) for name in plain)
 
@@ -93,7 +93,7 @@ def test_blocks_of_torchs_own_classes_are_compiled_too() -> None:
     x = torch.randn(2, 4, 8, requires_grad=True)
     expected = [layer(x) for layer in layers]
     counter = CompileCounterWithBackend("aot_eager")
-    apply_compile(nn.Sequential(*layers), layers, CompileOptions("blocks", counter))
+    apply_compile(nn.Sequential(*layers), layers, "blocks", counter)
     for layer, output in zip(layers, expected, strict=True):
         torch.testing.assert_close(layer(x), output)
     assert counter.frame_count == 1
@@ -108,7 +108,7 @@ def test_compiled_before_it_is_replicated_or_sharded(rank: int) -> None:
         for way in ("replicate", "shard"):
             torch._dynamo.reset()
             model = build_stack()
-            apply_compile(model, list(model.blocks), CompileOptions(mode, "aot_eager"))
+            apply_compile(model, list(model.blocks), mode, "aot_eager")
             if way == "shard":
                 for part in (*model.blocks, model):
                     fully_shard(part, mesh=mesh)
@@ -166,7 +166,7 @@ def test_what_was_compiled_is_found_again(tmp_path: Path) -> None:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         layer = nn.Linear(4, 4)
-        apply_compile(layer, [], CompileOptions("blocks"))
+        apply_compile(layer, [], "blocks")
         assert layer(torch.ones(2, 4)).shape == (2, 4)
         counters = torch._dynamo.utils.counters
         hits.append((counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]))

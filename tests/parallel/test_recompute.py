@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardway.errors import UserError
-from shardway.parallel.recompute import OPERATORS, apply_recompute, find_operators
+from shardway.parallel.blocks import OPERATORS, apply_recompute, find_operators
 from shardway.runfile.schema import RecomputeSection
 from small_stack import VOCAB, build_stack, gradients, stack_loss, token_batch
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardway.errors import UserError
-from shardway.parallel.recompute import apply_recompute, find_operators, keeping
+from shardway.parallel.blocks import apply_recompute, find_operators, keeping
 from shardway.runfile.schema import RecomputeSection
 from small_stack import build_stack, gradients, token_batch
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._functorch.config
 
-from shardway.parallel.compile import apply_backend_switches
+from shardway.parallel.blocks import apply_backend_switches
 from shardway.runfile.schema import PrecisionSection, RecomputeSection, RunFile, TrainSection
 from small_stack import build_stack, gradients, stack_loss, token_batch
 

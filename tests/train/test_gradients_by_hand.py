@@ -23,7 +23,7 @@ from pool import RankPool, ranks
 from runs import Signalled, layout, lone_rank, open_tiny, pool_ranks, read_column, read_named, read_steps
 from shardway.data.loader import Batch
 from shardway.errors import JobError, UserError
-from shardway.models.shapes import MixtureShape
+from shardway.models.experts import MixtureShape
 from shardway.models.transformer import Transformer, TransformerShape
 from shardway.ranks import stop as stop_rules
 from shardway.ranks.start import Ranks

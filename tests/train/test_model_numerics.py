@@ -31,8 +31,8 @@ from runs import (
 from shardway.hardware.catalogue import DeviceFacts
 from shardway.models.build import build_model
 from shardway.models.contract import ModelPlan
-from shardway.parallel.compile import apply_backend_switches, tf32_put_back
-from shardway.parallel.formats.precision import autocast_model
+from shardway.parallel.blocks import apply_backend_switches, tf32_put_back
+from shardway.parallel.precision import autocast_model
 from shardway.resolve.draft import Settled, value_of
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.resolve.rules import formats as decided

@@ -37,7 +37,7 @@ from shardway.checkpoint.state import Tensors
 from shardway.checkpoint.structure import dtype_name, find_dtype
 from shardway.errors import JobError, LostContact, UserError
 from shardway.hfconfig import CONFIG, TOKENIZER_FILES
-from shardway.models.huggingface.build import Form
+from shardway.models.huggingface.model import Form
 from shardway.models.huggingface.weights import INDEX, SINGLE, Names, Shape, WeightPiece
 from shardway.ranks.start import Ranks
 from shardway.refusals import find_remedy

@@ -36,16 +36,25 @@ from shardway.checkpoint.import_sources import (
 from shardway.checkpoint.reader import TensorReader
 from shardway.errors import Problem, UserError, check_no_problems, list_some
 from shardway.models.contract import canonical_name
-from shardway.models.huggingface.families import EMBEDDING, FAMILIES, HEAD, SPARE, SPARE_IF_TIED
 from shardway.models.huggingface.model import HuggingFaceModel
 from shardway.models.huggingface.own import names_of_transformer, to_transformer_shape
-from shardway.models.huggingface.pieces import Arrangement, Names, Shape, TensorRegion, WeightPiece, keep_names
 from shardway.models.huggingface.weights import (
+    EMBEDDING,
+    FAMILIES,
+    HEAD,
+    SPARE,
+    SPARE_IF_TIED,
+    Arrangement,
     Fit,
+    Names,
+    Shape,
+    TensorRegion,
+    WeightPiece,
     are_equal,
     find_fit,
     find_misfit,
     find_weights,
+    keep_names,
     load_weights,
     read_weight_file,
 )

@@ -40,31 +40,28 @@ _SHARED = (
 _TOP = "batch"
 
 
-class _OfFields:
-    """A list or tuple of fields: each holds all samples."""
-
-
-class _OfSamples:
-    """A list or tuple of one element for each sample, whatever the elements are."""
-
-
-class FieldList(list[Any], _OfFields):
+class FieldList(list[Any]):
     """The fields of a sample, in order, each collated over the samples."""
 
 
-class SampleList(list[Any], _OfSamples):
-    """One element for each sample."""
+class SampleList(list[Any]):
+    """One element for each sample, whatever the elements are."""
 
 
-class FieldTuple(tuple[Any, ...], _OfFields):
+class FieldTuple(tuple[Any, ...]):
     """As `FieldList`."""
 
 
-class SampleTuple(tuple[Any, ...], _OfSamples):
+class SampleTuple(tuple[Any, ...]):
     """As `SampleList`."""
 
 
-_MARKS = {(list, True): SampleList, (list, False): FieldList, (tuple, True): SampleTuple, (tuple, False): FieldTuple}
+_MARKS: dict[tuple[type[Any], bool], type[Any]] = {
+    (list, True): SampleList,
+    (list, False): FieldList,
+    (tuple, True): SampleTuple,
+    (tuple, False): FieldTuple,
+}
 """(kind, whether it is of samples) -> the marked class."""
 
 for _kind in _MARKS.values():  # so that torch's pytree functions see their elements
@@ -151,18 +148,22 @@ def _children(node: Any) -> list[tuple[str, Any]] | None:
     """The parts of a node, each with its path component; None for a leaf."""
     if isinstance(node, torch.Tensor | str | PackedSequence | torch.Size):
         return None
+    return _parts(node)
+
+
+def _parts(node: Any) -> list[tuple[str, Any]] | None:
     if isinstance(node, Mapping):
         return [(f'["{key}"]' if isinstance(key, str) else f"[{key!r}]", value) for key, value in node.items()]
     if isinstance(node, list | tuple):
         names = getattr(node, "_fields", None)
         return [(f".{names[i]}" if names else f"[{i}]", value) for i, value in enumerate(node)]
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return [
-            (f".{field.name}", getattr(node, field.name))
-            for field in dataclasses.fields(node)
-            if hasattr(node, field.name)
-        ]
+        return [(f".{name}", getattr(node, name)) for name in _fields_of(node)]
     return None
+
+
+def _fields_of(node: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
 
 
 def _rebuild(node: Any, values: Sequence[Any]) -> Any:
@@ -177,8 +178,7 @@ def _rebuild(node: Any, values: Sequence[Any]) -> Any:
     if isinstance(node, list | tuple):
         return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
     changed = copy.copy(node)
-    names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
-    for name, value in zip(names, values, strict=True):
+    for name, value in zip(_fields_of(node), values, strict=True):
         object.__setattr__(changed, name, value)  # a frozen dataclass too
     return changed
 
@@ -209,7 +209,7 @@ def _list_direct(tree: Any, *, top: bool = True) -> Iterator[Any]:
 
 
 def _is_of_fields(node: list[Any] | tuple[Any, ...]) -> bool:
-    return isinstance(node, _OfFields) or hasattr(node, "_fields")
+    return isinstance(node, FieldList | FieldTuple) or hasattr(node, "_fields")
 
 
 def _is_array(leaf: Any) -> bool:
@@ -239,7 +239,7 @@ def _holds_samples(node: list[Any] | tuple[Any, ...], rows: int, path: str) -> b
     """Whether a list has one element for each row. Raises UserError if it may also be a list of fields."""
     if _is_of_fields(node) or len(node) != rows:
         return False
-    if isinstance(node, _OfSamples):
+    if isinstance(node, SampleList | SampleTuple):
         return True
     found = [_find_rows(child, rows) for child in node]
     if path == _TOP and (isinstance(node, tuple) or len(node) == 2):
@@ -259,48 +259,51 @@ def _holds_samples(node: list[Any] | tuple[Any, ...], rows: int, path: str) -> b
 
 def _may_be_either(node: list[Any] | tuple[Any, ...], rows: int) -> bool:
     """Whether a list of this length may hold either samples or fields."""
-    if isinstance(node, _OfSamples) or _is_of_fields(node) or len(node) != rows:
+    if isinstance(node, SampleList | SampleTuple) or _is_of_fields(node) or len(node) != rows:
         return False
     found = [_find_rows(child, rows) for child in node]
     fields = _Rows.MISFIT not in found and _Rows.EACH in found
     return fields and any(_is_array(leaf) for leaf in list_leaves(node))
 
 
-def has_unclear_lists(batch: Any, rows: int) -> bool:
-    """Whether a batch holds a list that may hold either samples or fields."""
-    children = _children(batch)
-    if children is None:
-        return False
-    if isinstance(batch, list | tuple) and _may_be_either(batch, rows):
-        return True
-    return any(has_unclear_lists(child, rows) for _, child in children)
+def _has_unclear_lists(batch: Any, rows: int) -> bool:
+    unclear = isinstance(batch, list | tuple) and _may_be_either(batch, rows)
+    return unclear or any(_has_unclear_lists(child, rows) for _, child in _children(batch) or ())
 
 
-def mark_lists(batch: Any, rows: int, smaller: Any) -> Any:
+def _mark_lists(batch: Any, rows: int, smaller: Any) -> Any:
     """The batch with its unclear lists marked as samples or fields: `smaller` is the same batch with one sample
     less."""
     children, others = _children(batch), _children(smaller)
     if children is None or others is None:
         return batch
-    if isinstance(batch, list | tuple) and _may_be_either(batch, rows) and type(batch) in (list, tuple):
-        of_samples = len(others) == rows - 1
-        parts = batch if of_samples else _mark_all(children, rows, others)
-        return _MARKS[type(batch), of_samples](parts)
-    return _rebuild(batch, _mark_all(children, rows, others))
-
-
-def _mark_all(children: list[tuple[str, Any]], rows: int, others: list[tuple[str, Any]]) -> list[Any]:
+    unclear = type(batch) in (list, tuple) and _may_be_either(batch, rows)
+    of_samples = unclear and len(others) == rows - 1
+    if of_samples:
+        return _MARKS[type(batch), True](batch)
     known = dict(others)
-    return [mark_lists(child, rows, known[name]) if name in known else child for name, child in children]
+    parts = [_mark_lists(child, rows, known[name]) if name in known else child for name, child in children]
+    return _MARKS[type(batch), False](parts) if unclear else _rebuild(batch, parts)
 
 
 def _cut(node: Any, rows: int, start: int, end: int, path: str) -> Any:
     if isinstance(node, PackedSequence) and int(node.batch_sizes[0]) == rows:
-        return _cut_packed(node, start, end)
-    if _is_array(node):
-        if node.ndim and (len(node) != rows or (isinstance(node, torch.Tensor) and not _can_slice(node))):
+        padded, lengths = pad_packed_sequence(node, batch_first=True)
+        lengths, sorts = lengths[start:end], node.unsorted_indices is not None
+        longest = padded[start:end, : int(lengths.max())]
+        return pack_padded_sequence(longest, lengths, batch_first=True, enforce_sorted=not sorts)
+    if _is_array(node) and node.ndim:
+        if len(node) != rows:
             raise _misfit(node, rows, path)
-        return _slice(node, start, end) if node.ndim else node
+        if isinstance(node, torch.Tensor) and node.is_nested:
+            return torch.nested.as_nested_tensor(list(node.unbind()[start:end]), layout=node.layout)
+        if isinstance(node, torch.Tensor) and node.layout is torch.sparse_coo:
+            return node.index_select(0, torch.arange(start, end, device=node.device))
+        if isinstance(node, torch.Tensor) and node.layout is not torch.strided:
+            raise _misfit(node, rows, path)
+        return node[start:end]
+    if _is_array(node):
+        return node
     children = _children(node)
     if children is None:
         if _find_rows(node, rows) is _Rows.SHARED:
@@ -309,27 +312,6 @@ def _cut(node: Any, rows: int, start: int, end: int, path: str) -> Any:
     if isinstance(node, list | tuple) and _holds_samples(node, rows, path):
         return node[start:end]
     return _rebuild(node, [_cut(child, rows, start, end, path + name) for name, child in children])
-
-
-def _can_slice(tensor: torch.Tensor) -> bool:
-    return tensor.is_nested or tensor.layout in (torch.strided, torch.sparse_coo)
-
-
-def _slice(array: Any, start: int, end: int) -> Any:
-    if isinstance(array, torch.Tensor) and array.is_nested:
-        return torch.nested.as_nested_tensor(list(array.unbind()[start:end]), layout=array.layout)
-    if isinstance(array, torch.Tensor) and array.layout is torch.sparse_coo:
-        return array.index_select(0, torch.arange(start, end, device=array.device))
-    return array[start:end]
-
-
-def _cut_packed(packed: PackedSequence, start: int, end: int) -> PackedSequence:
-    padded, lengths = pad_packed_sequence(packed, batch_first=True)
-    lengths = lengths[start:end]
-    sorts = packed.unsorted_indices is not None
-    return pack_padded_sequence(
-        padded[start:end, : int(lengths.max())], lengths, batch_first=True, enforce_sorted=not sorts
-    )
 
 
 def _misfit(node: Any, rows: int, path: str) -> UserError:
@@ -371,7 +353,7 @@ def collate_by(collate: Callable[[list[Any]], Any] | None, samples: list[Any]) -
     if collate is None or collate is collate_samples:
         return collate_samples(samples)
     batch, rows = collate(samples), len(samples)
-    if rows < 2 or not has_unclear_lists(batch, rows):
+    if rows < 2 or not _has_unclear_lists(batch, rows):
         return batch
     try:
         with warnings.catch_warnings():
@@ -379,7 +361,7 @@ def collate_by(collate: Callable[[list[Any]], Any] | None, samples: list[Any]) -
             smaller = collate(samples[:-1])
     except Exception:  # it accepts only this many
         return batch
-    return mark_lists(batch, rows, smaller)
+    return _mark_lists(batch, rows, smaller)
 
 
 def _collate(values: Sequence[Any], path: str) -> Any:
@@ -389,54 +371,31 @@ def _collate(values: Sequence[Any], path: str) -> Any:
         return None if missing == len(values) else SampleList(values)
     if isinstance(first, str | bytes):
         return list(values)
+    parts = _parts(first)
+    if parts is None:
+        try:
+            return default_collate(list(values))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise UserError(f"{_describe(values, path, error)}\n{_REMEDY}") from error
     if isinstance(first, Mapping):
-        return _collate_mappings(values, path)
-    if isinstance(first, list | tuple):
-        return _collate_sequences(values, path)
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        joined = copy.copy(first)
-        for field in dataclasses.fields(first):
-            column = [getattr(value, field.name) for value in values]
-            object.__setattr__(joined, field.name, _collate(column, f"{path}.{field.name}"))
-        return joined
-    try:
-        return default_collate(list(values))
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"{_describe(values, path, error)}\n{_REMEDY}") from error
-
-
-def _collate_mappings(values: Sequence[Mapping[Any, Any]], path: str) -> Any:
-    first = values[0]
-    for value in values:
-        different = first.keys() ^ value.keys() if isinstance(value, Mapping) else first.keys()
-        if different:
-            raise UserError(f"{path} has the field {min(different, key=repr)!r} in some samples only.\n{_REMEDY}")
-    columns = {
-        key: _collate(
-            [value[key] for value in values], f'{path}["{key}"]' if isinstance(key, str) else f"{path}[{key!r}]"
-        )
-        for key in first
-    }
-    if type(first) is dict or not isinstance(first, MutableMapping):
-        return columns
-    joined = copy.copy(first)
-    for key, column in columns.items():
-        joined[key] = column
-    return joined
-
-
-def _collate_sequences(values: Sequence[Any], path: str) -> Any:
-    first = values[0]
-    lengths = [len(value) if isinstance(value, list | tuple) else -1 for value in values]
-    if len(set(lengths)) > 1:
-        shown = ", ".join("no length" if length < 0 else str(length) for length in sorted(set(lengths)))
-        raise UserError(f"{path} is a {type(first).__name__} of a different length in each sample: {shown}.\n{_REMEDY}")
-    names = getattr(first, "_fields", None)
-    columns = [
-        _collate([value[i] for value in values], f"{path}.{names[i]}" if names else f"{path}[{i}]")
-        for i in range(len(first))
-    ]
-    return type(first)(*columns) if names else FieldList(columns)
+        for value in values:
+            different = first.keys() ^ value.keys() if isinstance(value, Mapping) else first.keys()
+            if different:
+                raise UserError(f"{path} has the field {min(different, key=repr)!r} in some samples only.\n{_REMEDY}")
+        columns = [[value[key] for value in values] for key in first]
+    elif isinstance(first, list | tuple):
+        lengths = sorted({len(value) if isinstance(value, list | tuple) else -1 for value in values})
+        if len(lengths) > 1:
+            shown = ", ".join("no length" if length < 0 else str(length) for length in lengths)
+            kind = type(first).__name__
+            raise UserError(f"{path} is a {kind} of a different length in each sample: {shown}.\n{_REMEDY}")
+        columns = [list(column) for column in zip(*values, strict=True)]
+    else:
+        columns = [[getattr(value, name) for value in values] for name in _fields_of(first)]
+    joined = [_collate(column, path + name) for (name, _), column in zip(parts, columns, strict=True)]
+    if isinstance(first, list | tuple) and not hasattr(first, "_fields"):
+        return FieldList(joined)
+    return _rebuild(first, joined)
 
 
 def _describe(values: Sequence[Any], path: str, error: Exception) -> str:

@@ -78,9 +78,9 @@ class TextKind(DataKind):
     needs_path = False
 
     def open(self, place: DataPath, request: DataRequest) -> DataSource:
-        from shardway.data.sources.text import open_text
+        from shardway.data.sources import tokens
 
-        return open_text(place, request)
+        return tokens.open_text(place, request)
 
     def exists(self, section: DataSection) -> bool:
         return section.path == STDLIB or super().exists(section)
@@ -94,9 +94,9 @@ class TokensKind(DataKind):
     names_vocabulary = False
 
     def open(self, place: DataPath, request: DataRequest) -> DataSource:
-        from shardway.data.sources.tokens import open_tokens
+        from shardway.data.sources import tokens
 
-        return open_tokens(place, request)
+        return tokens.open_tokens(place, request)
 
 
 class ArraysKind(DataKind):
@@ -106,32 +106,31 @@ class ArraysKind(DataKind):
     keys = (*FILES, "data.inputs", "data.targets", "data.mean", "data.std")
 
     def open(self, place: DataPath, request: DataRequest) -> DataSource:
-        from shardway.data.sources.images import open_arrays
+        from shardway.data.sources import images
 
-        return open_arrays(place, request)
+        return images.open_arrays(place, request)
 
 
 class IdxKind(DataKind):
-    """A folder of MNIST's idx files; its t10k part is for validation."""
+    """A folder of MNIST's idx files; its t10k part is for validation, or its train part if it has no t10k files."""
 
     gives = ("images",)
     keys = (*FILES, "data.mean", "data.std")
     brings_validation = True
 
     def open(self, place: DataPath, request: DataRequest) -> DataSource:
-        from shardway.data.sources.images import open_idx
+        from shardway.data.sources import images
 
-        return open_idx(place, request)
+        return images.open_idx(place, request, images.TRAIN)
 
     def open_validation(self, place: DataPath, request: DataRequest) -> DataSource:
-        from shardway.data.sources.images import open_idx_validation
-
-        return open_idx_validation(place, request)
+        held_out = self.open_held_out(place, request)
+        return self.open(place, request) if held_out is None else held_out
 
     def open_held_out(self, place: DataPath, request: DataRequest) -> DataSource | None:
-        from shardway.data.sources.images import TEST, has_part
+        from shardway.data.sources import images
 
-        return self.open_validation(place, request) if has_part(place, TEST) else None
+        return images.open_idx(place, request, images.TEST) if images.has_part(place, images.TEST) else None
 
 
 class SyntheticKind(DataKind):
@@ -142,6 +141,6 @@ class SyntheticKind(DataKind):
     needs_path = False
 
     def open(self, place: DataPath, request: DataRequest) -> DataSource:
-        from shardway.data.sources.synthetic import open_synthetic
+        from shardway.data.sources import synthetic
 
-        return open_synthetic(request)
+        return synthetic.open_synthetic(request)

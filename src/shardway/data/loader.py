@@ -1,17 +1,27 @@
-"""The batches of one rank, from any position on.
+"""The batches of one rank, from any position on: of a source or a map-style dataset by number, of an iterable dataset
+by its state or by reading all that comes before.
 
-One mechanism serves our sources and a user's map-style dataset. Requests are a pure function of (order, start position,
-share). They are answered in this process, or in workers by torch's DataLoader, whose batch sampler they are. What a
-worker has read ahead and the loop has not consumed is dropped and read again, so only the position of the next batch
-needs to be saved.
+By number: requests are a pure function of (order, start position, share). They are answered in this process, or in
+workers by torch's DataLoader, whose batch sampler they are. What a worker has read ahead and the loop has not consumed
+is dropped and read again, so only the position of the next batch needs to be saved.
 
-Invariant: the ids of a step do not depend on workers, prefetch or where reading began, and torch's random state is left
-as it was. This module must not keep a position of its own or depend on steps, losses or checkpoints.
+In sequence: position p is the p-th sample that the dataset gives; after its end it begins again (the next epoch). Every
+rank reads all samples and takes its share of each global batch, unless the dataset gives each rank samples of its own.
+
+Invariants:
+- The ids of a step do not depend on workers, prefetch or where reading began, and torch's random state is left as it
+  was. This module keeps no position of its own and does not depend on steps, losses or checkpoints.
+- The generators of torch, numpy and Python that an iterable dataset draws from are seeded by (seed, epoch), the same on
+  every rank. So one that draws from nothing else gives the same samples after a resume. A state is used only if the
+  dataset has drawn from none of these since its epoch began, since draws at its beginning and draws for a sample look
+  alike.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import itertools
 import logging
 import pickle
@@ -20,21 +30,41 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
-from shardway.data.batch_tree import collate_by, move_batch, pin_batch
-from shardway.data.handover import Sender, shorten_sockets, take_over
-from shardway.data.order import Ids, SampleOrder, Skips, Words, derive_keys, position_share
-from shardway.data.samplers import AnyOrder, BatchOrder, StreamSnapshot
+from shardway.data.batch_tree import collate_by, map_leaves, move_batch, pin_batch
+from shardway.data.order import Ids, SampleOrder, Skips, derive_keys, position_share
+from shardway.data.samplers import (
+    AnyOrder,
+    BatchOrder,
+    RandomStates,
+    SnapshotPace,
+    StreamSnapshot,
+    has_state,
+    kept_random_states,
+    load_state,
+    read_state,
+    rewind,
+)
 from shardway.data.sources.base import DataSource
-from shardway.data.workers import NoWorkers, dropped_if_refused, ended_workers, isolation
+from shardway.data.workers import (
+    NoWorkers,
+    Sender,
+    dropped_if_refused,
+    ended_workers,
+    isolation,
+    shorten_sockets,
+    take_over,
+)
 from shardway.errors import Bug, ShardwayError, UserError
 from shardway.hardware.limits import settle_temporary
+
+Collate = Callable[[list[Any]], Any]
 
 _IDS_AT_ONCE = 16384
 """Ids computed in one call of `Order.ids`: enough to make its fixed cost small beside a gather."""
@@ -87,119 +117,114 @@ class Batch:
         return replace(self, data=pin_batch(self.data))
 
 
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on a device; with pinned memory the copy overlaps with other work."""
+    return replace(batch, data=move_batch(batch.data, device))
+
+
+# --- by number
+
+
 @dataclass(frozen=True, eq=False)
 class StepRequest:
-    """The request of the sampler to the dataset for one step."""
+    """The request of the sampler to the dataset for one step. `seed` is for the random draws of the dataset in a
+    worker; in the rank itself the rank's random state is used."""
 
     position: int
     next_position: int
     ids: Ids
     seed: int
-    """Seeds the random draws of the dataset in a worker; in the rank itself the rank's random state is used."""
 
 
 @dataclass(frozen=True)
 class StepSampler:
-    """The requests of one rank: steps of `share.global_batch` from `position` on, `steps` of them or without end.
+    """The requests of one rank: steps of `share.global_batch` (or the batches that `order` gives) from `position` on,
+    `steps` of them or without end.
 
     A step takes the next positions that `skips` leaves.
     """
 
-    order: AnyOrder
+    order: AnyOrder | BatchOrder
     share: Share
     position: int
     steps: int | None = None
     skips: Skips = field(default_factory=Skips)
 
     def __iter__(self) -> Iterator[StepRequest]:
-        batch = self.share.global_batch
-        rows = np.array(position_share(batch, self.share.rank, self.share.ranks), np.int64)
+        order, share, skips = self.order, self.share, self.skips
+        batch = order.size if isinstance(order, BatchOrder) else share.global_batch
+        rows = np.array(position_share(batch, share.rank, share.ranks), np.int64)
+        rank_seed = derive_keys(np.array([order.seed], np.uint64), np.array([share.rank]))
         # A sampler is read no earlier than needed: a script may change it between two epochs.
-        at_once = max(1, _IDS_AT_ONCE // max(1, rows.size)) if isinstance(self.order, SampleOrder) else 1
-        kept_before = self.skips.count_kept(self.position)
+        at_once = max(1, _IDS_AT_ONCE // max(1, rows.size)) if isinstance(order, SampleOrder) else 1
+        kept_before = skips.count_kept(self.position)
         step = 0
         while self.steps is None or step < self.steps:
             count = at_once if self.steps is None else min(at_once, self.steps - step)
             firsts = kept_before + np.arange(step, step + count) * batch
-            starts, nexts = self.skips.find_kept(firsts), self.skips.find_kept(firsts + batch - 1) + 1
-            ids = self.order.ids(self.skips.find_kept(firsts[:, None] + rows))
-            seeds = _derive_seeds(self.order.seed, self.share.rank, starts)
+            starts, nexts = skips.find_kept(firsts), skips.find_kept(firsts + batch - 1) + 1
+            if isinstance(order, BatchOrder):
+                ids: Iterable[Ids] = [self._take_batch(order, int(starts[0]), int(nexts[0]))]
+            else:
+                ids = order.ids(skips.find_kept(firsts[:, None] + rows))
+            seeds = derive_keys(rank_seed, starts)
             yield from map(StepRequest, starts.tolist(), nexts.tolist(), ids, seeds.tolist())
             step += count
 
-
-@dataclass(frozen=True)
-class BatchRequests:
-    """As `StepSampler`, for a batch sampler that gives the samples of each step. Spans of `skips` are whole steps."""
-
-    order: BatchOrder
-    share: Share
-    position: int
-    skips: Skips = field(default_factory=Skips)
-
-    def __iter__(self) -> Iterator[StepRequest]:
-        size, kept_before = self.order.size, self.skips.count_kept(self.position)
-        for step in itertools.count():
-            first = np.array([kept_before + step * size])
-            start, last = self.skips.find_kept(first), self.skips.find_kept(first + size - 1)
-            if start % size or last - start != size - 1:
-                raise UserError(
-                    f"data.skip leaves a part of the batch at position {start[0]} out, and the batch_sampler of "
-                    f"run.loader gives whole ones.\n  Allowed: spans whose ends are multiples of {size}."
-                )
-            ids = self.order.batch(int(start[0]) // size)
-            mine = position_share(len(ids), self.share.rank, self.share.ranks)
-            seeds = _derive_seeds(self.order.seed, self.share.rank, start)
-            yield StepRequest(int(start[0]), int(last[0]) + 1, ids[mine.start : mine.stop], int(seeds[0]))
+    def _take_batch(self, order: BatchOrder, start: int, following: int) -> Ids:
+        if start % order.size or following - start != order.size:
+            raise UserError(
+                f"data.skip leaves a part of the batch at position {start} out, and the batch_sampler of "
+                f"run.loader gives whole ones.\n  Allowed: spans whose ends are multiples of {order.size}."
+            )
+        ids = order.batch(start // order.size)
+        mine = position_share(len(ids), self.share.rank, self.share.ranks)
+        return ids[mine.start : mine.stop]
 
 
-def _derive_seeds(seed: int, rank: int, starts: Ids) -> Words:
-    return derive_keys(derive_keys(np.array([seed], np.uint64), np.array([rank])), starts)
+class _NumberedSamples(Dataset[Any]):
+    """A source, or a user's map-style dataset whose samples are collated in the process that reads them. Raises
+    UserError for a dataset without length and index, whose samples have no numbers."""
 
-
-class SourceDataset(Dataset[Any]):
-    """A source as torch's map-style dataset: one gather per batch."""
-
-    def __init__(self, source: DataSource) -> None:
-        self.source = source
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitems__(self, ids: Sequence[int] | Ids) -> dict[str, torch.Tensor]:
-        arrays = self.source.batch(np.asarray(ids if len(ids) else [0], np.int64))
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-class CollatedDataset(Dataset[Any]):
-    """A user's map-style dataset whose samples are collated in the process that reads them."""
-
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
-        self.dataset = dataset
+    def __init__(self, samples: DataSource | Dataset[Any], collate: Collate | None) -> None:
+        self.samples: Any = samples
         self.collate = collate
+        self.is_source = isinstance(samples, DataSource)
+        if not self.is_source and not is_map_style(samples):
+            raise UserError(
+                f"{type(samples).__name__} is not a map-style dataset, and only such a dataset resumes exactly\n"
+                "      allowed: a dataset with __len__ and __getitem__\n"
+                "      to do: give each sample a number, and read it in __getitem__"
+            )
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.samples)
 
-    def __getitems__(self, ids: Sequence[int] | Ids) -> Any:
-        wanted = [int(index) for index in ids] or [0]
-        if hasattr(self.dataset, "__getitems__"):
-            return collate_by(self.collate, self.dataset.__getitems__(wanted))
-        return collate_by(self.collate, [self.dataset[index] for index in wanted])
-
-
-class _WorkerDataset(Dataset[Any]):
-    """Answers requests in a worker; an error of Shardway is an answer too, so that its text is kept."""
-
-    def __init__(self, dataset: SourceDataset | CollatedDataset) -> None:
-        self.dataset = dataset
+    def answer(self, request: StepRequest) -> Batch:
+        ids = request.ids if len(request.ids) else np.zeros(1, np.int64)
+        if self.is_source:
+            data = {name: torch.from_numpy(array) for name, array in self.samples.batch(ids).items()}
+        elif hasattr(self.samples, "__getitems__"):
+            data = collate_by(self.collate, self.samples.__getitems__(ids.tolist()))
+        else:
+            data = collate_by(self.collate, [self.samples[index] for index in ids.tolist()])
+        return Batch(data, request.ids, request.position, request.next_position)
 
     def __getitems__(self, request: StepRequest) -> Batch | ShardwayError:
-        _seed_worker(request.seed)
+        """In a worker, where draws depend on the batch, not on the worker; an error of Shardway is an answer too, so
+        that its text is kept."""
+        random.seed(request.seed)
+        np.random.seed(request.seed % 2**32)
+        torch.manual_seed(request.seed)
         try:
-            return _answer(self.dataset, request)
+            return self.answer(request)
         except ShardwayError as error:
             return error
+
+
+def is_map_style(samples: Any) -> bool:
+    """Whether a dataset has a length and gives a sample by number (torch's Dataset always has a __getitem__)."""
+    return hasattr(samples, "__len__") and hasattr(samples, "__getitem__") and not isinstance(samples, IterableDataset)
 
 
 class StepLoader:
@@ -215,9 +240,9 @@ class StepLoader:
         order: AnyOrder | BatchOrder,
         share: Share,
         options: LoaderOptions = LoaderOptions(),
-        collate: Callable[[list[Any]], Any] | None = None,
+        collate: Collate | None = None,
     ) -> None:
-        self._dataset = make_dataset(samples, collate)
+        self._dataset = _NumberedSamples(samples, collate)
         if isinstance(order, SampleOrder) and len(self._dataset) != order.samples:
             raise Bug(f"an order of {order.samples} samples over data with {len(self._dataset)}; please report this")
         self._order, self._share, self._options = order, share, options
@@ -228,11 +253,8 @@ class StepLoader:
         Positions in `skips` are left out. A rank whose share is empty gets batches without `ids`. Closing the iterator
         ends its worker processes.
         """
-        if isinstance(self._order, BatchOrder):
-            batches = BatchRequests(self._order, self._share, position, skips or Skips())
-            return read_batches(self._dataset, itertools.islice(batches, steps), self._options)
         sampler = StepSampler(self._order, self._share, position, steps, skips or Skips())
-        return read_batches(self._dataset, sampler, self._options)
+        return _read_batches(self._dataset, sampler, self._options)
 
 
 def validation_batches(
@@ -240,41 +262,21 @@ def validation_batches(
     count: int,
     share: Share,
     options: LoaderOptions = LoaderOptions(),
-    collate: Callable[[list[Any]], Any] | None = None,
+    collate: Collate | None = None,
 ) -> Iterator[Batch]:
     """The first `count` samples (all, where there are fewer), in order, each exactly once over all ranks.
 
     Every rank gets the same number of batches; the last step may be smaller than `share.global_batch`.
     """
-    dataset = make_dataset(samples, collate)
+    dataset = _NumberedSamples(samples, collate)
     order = SampleOrder(len(dataset), seed=0, shuffle=False)
     whole, rest = divmod(min(count, len(dataset)), share.global_batch)
     last = StepSampler(order, replace(share, global_batch=rest), whole * share.global_batch, min(rest, 1))
-    return read_batches(dataset, itertools.chain(StepSampler(order, share, 0, whole), last), options)
+    return _read_batches(dataset, itertools.chain(StepSampler(order, share, 0, whole), last), options)
 
 
-def make_dataset(
-    samples: DataSource | Dataset[Any], collate: Callable[[list[Any]], Any] | None = None
-) -> SourceDataset | CollatedDataset:
-    """A source or a user's map-style dataset behind one interface: `__getitems__(ids)` is a whole batch."""
-    if isinstance(samples, DataSource):
-        return SourceDataset(samples)
-    if not is_map_style(samples):
-        raise UserError(
-            f"{type(samples).__name__} is not a map-style dataset, and only such a dataset resumes exactly\n"
-            "      allowed: a dataset with __len__ and __getitem__\n"
-            "      to do: give each sample a number, and read it in __getitem__"
-        )
-    return CollatedDataset(samples, collate)
-
-
-def is_map_style(samples: Any) -> bool:
-    """Whether a dataset has a length and gives a sample by number (torch's Dataset always has a __getitem__)."""
-    return hasattr(samples, "__len__") and hasattr(samples, "__getitem__") and not isinstance(samples, IterableDataset)
-
-
-def read_batches(
-    dataset: SourceDataset | CollatedDataset, requests: Iterable[StepRequest], options: LoaderOptions
+def _read_batches(
+    dataset: _NumberedSamples, requests: Iterable[StepRequest], options: LoaderOptions
 ) -> Iterator[Batch]:
     """Answer each request, in order. Closing the iterator, or dropping it, leaves no process behind.
 
@@ -284,7 +286,7 @@ def read_batches(
     if options.workers:
         requests, asked = itertools.tee(requests)
         try:
-            started = _start_workers(dataset, asked, options)
+            started = _start_workers(dataset, options, batch_sampler=asked)  # a request stands for a batch of indices
         except NoWorkers as refused:
             options.tell(str(refused))
         else:
@@ -293,31 +295,247 @@ def read_batches(
                 yield from take_over(answers)
             return
     for request in requests:  # no DataLoader: its fixed cost exceeds a gather
-        batch = _answer(dataset, request)
+        batch = dataset.answer(request)
         yield batch.pin_memory() if options.pin_memory else batch
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with its tensors on a device; with pinned memory the copy overlaps with other work."""
-    return replace(batch, data=move_batch(batch.data, device))
+# --- in sequence
+
+_END = object()
 
 
-def _answer(dataset: SourceDataset | CollatedDataset, request: StepRequest) -> Batch:
-    return Batch(dataset.__getitems__(request.ids), request.ids, request.position, request.next_position)
+class SampleStream:
+    """The samples of an iterable dataset, epoch after epoch, each with its number; from the state `begin` of the
+    dataset, or from a `snapshot` of an earlier process. Raises UserError if the dataset gives none any more."""
+
+    def __init__(
+        self, dataset: Any, seed: int, begin: bytes | None = None, snapshot: StreamSnapshot | None = None
+    ) -> None:
+        self._dataset, self._seed, self._first = dataset, seed, begin
+        self._epoch, self._at, self._in_epoch = 0, 0, 0
+        self._iterator: Iterator[Any] | None = None
+        self._random: RandomStates | None = None
+        self._fresh: RandomStates | None = None
+        """The generators at the beginning of this epoch."""
+        if snapshot is None:
+            return
+        with self._drawing():
+            self._at, self._epoch, self._in_epoch = snapshot.given, snapshot.epoch, snapshot.in_epoch
+            self._seed_epoch()
+            if not snapshot.of_iterator:
+                load_state(self._dataset, snapshot.state)
+            self._iterator = iter(self._dataset)
+            if snapshot.of_iterator:
+                load_state(self._iterator, snapshot.state)
+
+    def snapshot(self) -> StreamSnapshot | None:
+        """The place of the stream; None if it has no state, or has drawn from generators that go on."""
+        if self._iterator is None or self._fresh is None or self._random is None:
+            return None
+        of_iterator = has_state(self._iterator)
+        if not (of_iterator or has_state(self._dataset)) or not self._fresh.equals(self._random):
+            return None
+        state = read_state(self._iterator if of_iterator else self._dataset)
+        return None if state is None else StreamSnapshot(self._at, self._epoch, self._in_epoch, of_iterator, state)
+
+    def take(self, numbers: Sequence[int]) -> list[Any]:
+        """The samples with these numbers, in rising order and none of them in the past; those between are skipped."""
+        found = []
+        with self._drawing():
+            for number in numbers:
+                while self._at <= number:
+                    sample = self._next()
+                    self._at += 1
+                found.append(sample)
+        return found
+
+    def take_rest(self, most: int) -> list[Any]:
+        with self._drawing():
+            iterator = self._begin() if self._iterator is None else self._iterator
+            found = list(itertools.islice(iterator, most))
+        self._at += len(found)
+        return found
+
+    def _next(self) -> Any:
+        iterator = self._begin() if self._iterator is None else self._iterator
+        while (sample := next(iterator, _END)) is _END:
+            if not self._in_epoch:
+                raise self._refuse()
+            self._epoch, self._in_epoch = self._epoch + 1, 0
+            iterator = self._begin()
+        self._in_epoch += 1
+        return sample
+
+    def _begin(self) -> Iterator[Any]:
+        if self._at == 0 and self._iterator is None:
+            rewind(self._dataset, self._first)
+        self._seed_epoch()
+        self._iterator = iter(self._dataset)
+        return self._iterator
+
+    def _seed_epoch(self) -> None:
+        self._fresh = RandomStates.seeded(self._seed, self._epoch)
+        self._fresh.put_back()
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(self._epoch)
+
+    def _refuse(self) -> UserError:
+        name, given = type(self._dataset).__name__, self._at
+        if not given:
+            return UserError(f"{name} gives no samples.")
+        return UserError(
+            f"{name} ended after {given} samples and gives none when it is begun again, and the run needs more.\n"
+            "  To do: let its __iter__ begin anew each time it is called (a class, not a generator), or ask for fewer "
+            "steps."
+        )
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """In this context the dataset draws from generators of its own."""
+        with kept_random_states():
+            if self._random is not None:
+                self._random.put_back()
+            try:
+                yield
+            finally:
+                self._random = RandomStates.read()
 
 
-def _start_workers(
-    dataset: SourceDataset | CollatedDataset, requests: Iterable[StepRequest], options: LoaderOptions
-) -> Iterator[Any]:
-    # A request stands for a batch of indices.
-    return start_workers(_WorkerDataset(dataset), options, batch_sampler=cast(Any, requests))
+@dataclass(frozen=True)
+class StreamLoader:
+    """The steps of one rank over an iterable dataset.
+
+    `own_share`: the dataset gives this rank samples of its own, and it takes all of them. `begin`: the state in which
+    the dataset began, None if it has none. At most one worker process reads a stream.
+    """
+
+    dataset: Any
+    seed: int
+    share: Share
+    options: LoaderOptions = field(default_factory=LoaderOptions)
+    collate: Collate | None = None
+    own_share: bool = False
+    begin: bytes | None = None
+
+    def batches(
+        self, position: int, skips: Skips | None = None, snapshot: StreamSnapshot | None = None
+    ) -> Iterator[Batch]:
+        """This rank's batches from `position` (the beginning of the first step) on, without end; from a `snapshot` that
+        was taken before it."""
+        if self.options.workers and not self.own_share:
+            sent = replace(self, options=LoaderOptions())  # `tell` is for this process
+            stream = _WorkerStream(sent, position, skips or Skips(), snapshot)
+            try:
+                answers = _start_workers(stream, replace(self.options, workers=1), batch_size=None)
+            except NoWorkers as refused:
+                self.options.tell(str(refused))
+            else:
+                with ended_workers(answers, _error_if_any_worker_fails) as arriving:
+                    yield from take_over(arriving)
+                return
+        for batch in self.read(position, skips or Skips(), snapshot):
+            yield batch.pin_memory() if self.options.pin_memory else batch
+
+    def read(self, position: int, skips: Skips, snapshot: StreamSnapshot | None) -> Iterator[Batch]:
+        pace, stream, batch = SnapshotPace(), None, self.share.global_batch
+        rows = position_share(batch, self.share.rank, self.share.ranks)
+        for first in itertools.count(skips.count_kept(position), batch):
+            kept = skips.find_kept(np.arange(first, first + batch))
+            start, end = int(kept[0]), int(kept[-1]) + 1
+            if self.own_share:
+                numbers = np.arange(start // batch * len(rows), (start // batch + 1) * len(rows))
+            else:
+                numbers = kept[rows.start : rows.stop]
+            if stream is None:
+                fits = snapshot is not None and snapshot.given <= int(numbers[0] if len(numbers) else start)
+                stream = SampleStream(self.dataset, self.seed, self.begin, snapshot if fits else None)
+            samples = stream.take(numbers.tolist())
+            taken = pace.take(stream)  # before samples are collated, which may draw or change them
+            yield Batch(collate_by(self.collate, samples), numbers, start, end, taken)
 
 
-def start_workers(
-    dataset: Dataset[Any],
-    options: LoaderOptions,
-    **reading: Any,
-) -> Iterator[Any]:
+class _WorkerStream(IterableDataset[Any]):
+    """A stream that is read in a worker; an error of Shardway is an answer too, so that its text is kept."""
+
+    def __init__(self, loader: StreamLoader, *where: Any) -> None:
+        self.loader, self.where = loader, where
+
+    def __iter__(self) -> Iterator[Batch | ShardwayError]:
+        try:
+            yield from self.loader.read(*self.where)
+        except ShardwayError as error:
+            yield error
+
+
+class HeldOutStream:
+    """An iterable dataset for validation, each time from its beginning; its samples are counted once."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self._first = dataset, read_state(dataset)
+        self._counts: dict[int | None, int] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        rewind(self.dataset, self._first)
+        return iter(self.dataset)
+
+    def count(self, most: int | None) -> int:
+        if most not in self._counts:
+            self._counts[most] = count_samples(self.dataset, most)
+        return self._counts[most]
+
+
+def count_samples(dataset: Any, most: int | None) -> int:
+    """How many samples a dataset gives in an epoch, at most `most`: by its length, or by running through it."""
+    if isinstance(dataset, HeldOutStream):
+        return dataset.count(most)
+    if hasattr(dataset, "__len__"):
+        with contextlib.suppress(TypeError, NotImplementedError):
+            return min(len(dataset), most) if most is not None else len(dataset)
+    stream, count = SampleStream(dataset, 0), 0
+    while (most is None or count < most) and stream.take_rest(1):
+        count += 1
+    return count
+
+
+def validation_stream(dataset: Any, count: int, share: Share, collate: Collate | None = None) -> Iterator[Batch]:
+    """The first `count` samples, each exactly once over all ranks, as many batches on every rank."""
+    stream = SampleStream(dataset, 0)
+    for start in range(0, count, share.global_batch):
+        samples = stream.take_rest(min(share.global_batch, count - start))
+        if len(samples) < min(share.global_batch, count - start):
+            name = type(getattr(dataset, "dataset", dataset)).__name__
+            raise UserError(
+                f"{name} was to give {count} samples for validation and ended after {start + len(samples)}.\n"
+                "  To do: let its __iter__ begin anew each time it is called, and its __len__, if it has one, be what "
+                "it gives."
+            )
+        rows = position_share(len(samples), share.rank, share.ranks)
+        mine = samples[rows.start : rows.stop] or samples[:1]
+        ids = np.arange(start + rows.start, start + rows.stop)
+        yield Batch(collate_by(collate, mine), ids, start, start + len(samples))
+
+
+def digest_first(dataset: Any, seed: int) -> str:
+    """A digest of the first sample, drawn with the same seed on every rank; "" if it cannot be computed."""
+    if iter(dataset) is dataset:
+        return ""  # it can be run through only once
+
+    def as_plain(leaf: Any) -> Any:
+        return (str(leaf.dtype), leaf.tolist()) if isinstance(leaf, torch.Tensor) else leaf
+
+    begin = read_state(dataset)
+    found = SampleStream(dataset, seed).take_rest(1)
+    rewind(dataset, begin)
+    try:
+        return hashlib.blake2b(pickle.dumps(map_leaves(as_plain, found)), digest_size=16).hexdigest()
+    except Exception:  # what cannot be pickled cannot be compared
+        return ""
+
+
+# --- worker processes
+
+
+def _start_workers(dataset: Dataset[Any], options: LoaderOptions, **reading: Any) -> Iterator[Any]:
     """The iterator of a DataLoader with `options.workers` processes, whose answers `take_over` reads. Raises UserError
     if the dataset cannot be sent to them, NoWorkers if the system refuses to start them.
 
@@ -327,43 +545,29 @@ def start_workers(
     """
     ForkingPickler.register(torch.Generator, _reduce_generator)
     shorten_sockets()
+    sender = Sender(options.workers * options.prefetch)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Got pickle error")
         warnings.filterwarnings("ignore", message="This DataLoader will create")  # reported by `describe_few_cores`
-        return _start(dataset, options, Sender(options.workers * options.prefetch), reading)
-
-
-def _start(dataset: Dataset[Any], options: LoaderOptions, sender: Sender, reading: dict[str, Any]) -> Iterator[Any]:
-    loader: DataLoader[Any] = DataLoader(
-        dataset,
-        num_workers=options.workers,
-        prefetch_factor=options.prefetch,
-        pin_memory=options.pin_memory,
-        multiprocessing_context="spawn",
-        worker_init_fn=functools.partial(_begin_worker, isolation(), sender, options.worker_init),
-        generator=torch.Generator(),  # else the start of a loader would draw from the run's random state
-        collate_fn=sender.hand_over,
-        **reading,
-    )
-    try:
-        with dropped_if_refused():
-            return iter(loader)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"the dataset cannot be sent to a loader process: {error}\n"
-            "      to do: define its class in a module and open files on first use, or set data.workers = 0"
-        ) from error
-
-
-def _reduce_generator(generator: torch.Generator) -> tuple[Callable[..., torch.Generator], tuple[str, bytes]]:
-    """Pickle a generator of a dataset by value: torch sends its state in a file that is closed before it is read."""
-    return _make_generator, (str(generator.device), bytes(generator.get_state().tolist()))
-
-
-def _make_generator(device: str, state: bytes) -> torch.Generator:
-    generator = torch.Generator(device)
-    generator.set_state(torch.tensor(list(state), dtype=torch.uint8))
-    return generator
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            num_workers=options.workers,
+            prefetch_factor=options.prefetch,
+            pin_memory=options.pin_memory,
+            multiprocessing_context="spawn",
+            worker_init_fn=functools.partial(_begin_worker, isolation(), sender, options.worker_init),
+            generator=torch.Generator(),  # else the start of a loader would draw from the run's random state
+            collate_fn=sender.hand_over,
+            **reading,
+        )
+        try:
+            with dropped_if_refused():
+                return iter(loader)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise UserError(
+                f"the dataset cannot be sent to a loader process: {error}\n"
+                "      to do: define its class in a module and open files on first use, or set data.workers = 0"
+            ) from error
 
 
 def _begin_worker(
@@ -376,8 +580,12 @@ def _begin_worker(
         own(number)
 
 
-def _seed_worker(seed: int) -> None:
-    """Set the random state of a worker, so that what a dataset draws depends on the batch, not on the worker."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+def _reduce_generator(generator: torch.Generator) -> tuple[Callable[..., torch.Generator], tuple[str, bytes]]:
+    """Pickle a generator of a dataset by value: torch sends its state in a file that is closed before it is read."""
+    return _make_generator, (str(generator.device), bytes(generator.get_state().tolist()))
+
+
+def _make_generator(device: str, state: bytes) -> torch.Generator:
+    generator = torch.Generator(device)
+    generator.set_state(torch.tensor(list(state), dtype=torch.uint8))
+    return generator

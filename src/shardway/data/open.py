@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from shardway.data.kinds import DataKind
 from shardway.data.sources.base import DataPath, DataRequest, DataSource, Slice, Wants, data_error
-from shardway.data.sources.text import open_tokenizer
+from shardway.data.sources.tokens import open_tokenizer
 from shardway.plugins import GROUPS, load_plugin
 from shardway.resolve import DataFacts
 from shardway.resolve.draft import takes_of
@@ -31,7 +31,6 @@ class Data:
 
     @property
     def facts(self) -> DataFacts:
-        """The facts of the training data that resolving needs."""
         return DataFacts(len(self.train), self.train.tokens_per_sample, self.train.facts.vocab)
 
 
@@ -86,9 +85,21 @@ def open_data(
     Raises UserError for anything wrong with the data, JobError if the cache has no space.
     """
     asked, kind = DataRequest(section, seed, wants, vocab, classes), find_kind(section)
-    _check_kind(kind, section, wants)
+    if wants not in kind.gives:
+        fitting = (name for name in GROUPS["data_sources"].own if wants in load_plugin("data_sources", name).gives)
+        raise data_error(
+            "data.kind",
+            f'"{section.kind}" gives {kind.gives[0]}, but the model takes {wants}',
+            allowed=", ".join(fitting),
+        )
     place = DataPath("data.path", section.path)
     if not kind.reads_files():
+        if section.validation:
+            raise data_error(
+                "data.validation",
+                f'"{section.validation}" cannot go with data.kind = "{section.kind}", which reads no files',
+                remedy="leave it out; data.validation_fraction of the samples is held out",
+            )
         return _hold_out(kind.open(place, asked), "data.samples", section)
     train = _open(kind.open, place, asked)
     asked = replace(asked, classes=train.facts.classes)
@@ -99,24 +110,13 @@ def open_data(
         validation = _open(kind.open_held_out, place, asked)
     if validation is None:
         return _hold_out(train, place.key, section)
-    _check_alike(train, validation)
-    return Data(train, validation)
-
-
-def _check_kind(kind: DataKind, section: DataSection, wants: Wants) -> None:
-    if wants not in kind.gives:
-        fitting = (name for name in GROUPS["data_sources"].own if wants in load_plugin("data_sources", name).gives)
-        raise data_error(
-            "data.kind",
-            f'"{section.kind}" gives {kind.gives[0]}, but the model takes {wants}',
-            allowed=", ".join(fitting),
-        )
-    if not kind.reads_files() and section.validation:
+    if train.facts.sample_shape != validation.facts.sample_shape:
         raise data_error(
             "data.validation",
-            f'"{section.validation}" cannot go with data.kind = "{section.kind}", which reads no files',
-            remedy="leave it out; data.validation_fraction of the samples is held out",
+            f"has samples of shape {list(validation.facts.sample_shape)}",
+            allowed=f"{list(train.facts.sample_shape)}, the shape of the training samples",
         )
+    return Data(train, validation)
 
 
 def _open(opener: Callable[[DataPath, DataRequest], T], place: DataPath, asked: DataRequest) -> T:
@@ -125,15 +125,6 @@ def _open(opener: Callable[[DataPath, DataRequest], T], place: DataPath, asked: 
     except OSError as error:
         at = f' at "{error.filename}"' if error.filename else ""
         raise place.error(f"cannot be read: {error.strerror}{at}") from error
-
-
-def _check_alike(train: DataSource, validation: DataSource) -> None:
-    if train.facts.sample_shape != validation.facts.sample_shape:
-        raise data_error(
-            "data.validation",
-            f"has samples of shape {list(validation.facts.sample_shape)}",
-            allowed=f"{list(train.facts.sample_shape)}, the shape of the training samples",
-        )
 
 
 def _hold_out(whole: DataSource, key: str, section: DataSection) -> Data:

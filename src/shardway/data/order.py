@@ -82,13 +82,15 @@ class SampleOrder:
         return derive_keys(np.array([self.seed], np.uint64), epochs)
 
     def _permute_table(self, epochs: Ids, rows: Ids) -> Ids:
-        """Look each row up in its epoch's permutation, a bounded number of tables at a time."""
+        """Look each row up in its epoch's permutation, the stable order of splitmix64 outputs; a bounded number of
+        tables at a time."""
         distinct, which = np.unique(epochs, return_inverse=True)
         block = max(1, TABLE_SAMPLES // self.samples)
         ids = np.empty_like(rows)
         for first in range(0, len(distinct), block):
             keys = self._epoch_keys(distinct[first : first + block])
-            tables = permutation_tables(keys, self.samples)
+            drawn = derive_keys(keys[:, None], np.arange(self.samples)[None, :])
+            tables = np.argsort(drawn, axis=1, kind="stable").astype(np.int64, copy=False)
             here = (which >= first) & (which < first + block)
             ids[here] = tables[which[here] - first, rows[here]]
         return ids
@@ -102,12 +104,6 @@ class SampleOrder:
             words[outside] = encrypt(words[outside], keys[outside], self.samples)
             outside = outside[words[outside] >= np.uint64(self.samples)]
         return words.astype(np.int64)
-
-
-def permutation_tables(keys: Words, samples: int) -> Ids:
-    """One permutation of range(samples) per key, [keys, samples]: the stable order of splitmix64 outputs."""
-    drawn = derive_keys(keys[:, None], np.arange(samples)[None, :])
-    return np.argsort(drawn, axis=1, kind="stable").astype(np.int64, copy=False)
 
 
 def encrypt(words: Words, keys: Words, samples: int) -> Words:
@@ -157,7 +153,6 @@ class Skips:
     spans: Sequence[Sequence[int]] = ()
 
     def count_kept(self, position: int) -> int:
-        """The number of kept positions before this one."""
         behind = int(np.searchsorted(self._starts, position, side="right"))
         in_them = self._jumped[behind]
         if behind:

@@ -2,7 +2,7 @@
 
 Invariants:
 - Taking states costs a small part of the time of reading.
-- The same sampler with the same seed gives the same ids, unless it draws from something not named above.
+- The same sampler with the same seed gives the same ids, unless it draws from something not named below.
 
 A state is taken between two batches. After it is loaded, the next sample is the one that would have come. It is kept as
 bytes, since the dataset may go on changing the object that it returned.
@@ -23,7 +23,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,21 +86,13 @@ class StreamSnapshot:
     state: bytes
 
 
-class Stands(Protocol):
-    """A stream with a state."""
-
-    def snapshot(self) -> StreamSnapshot | None:
-        """The current place; None if it has no state."""
-        ...
-
-
 @dataclass
 class SnapshotPace:
-    """How often a state may be taken."""
+    """How often the state of a stream (an object with `snapshot()`) may be taken."""
 
     _next: float = 0.0
 
-    def take(self, stream: Stands) -> StreamSnapshot | None:
+    def take(self, stream: Any) -> StreamSnapshot | None:
         """The current place of a stream; also None if the last one took too long."""
         started = time.perf_counter()
         if started < self._next:
@@ -131,7 +123,6 @@ class RandomStates:
 
     @staticmethod
     def read() -> RandomStates:
-        """The current states."""
         return RandomStates(torch.get_rng_state(), np.random.get_state(), random.getstate())
 
     def equals(self, other: RandomStates) -> bool:
@@ -141,7 +132,6 @@ class RandomStates:
         return same and torch.equal(self.torch_cpu, other.torch_cpu) and self.python == other.python
 
     def put_back(self) -> None:
-        """Restore every generator to these states."""
         torch.set_rng_state(self.torch_cpu)
         np.random.set_state(self.numpy)
         random.setstate(self.python)
@@ -192,7 +182,9 @@ class _Epochs:
 
     def __init__(self, sampler: Any, seed: int, what: str) -> None:
         self._sampler, self._seed, self._what = sampler, seed, what
-        self._set_epoch = _find_set_epoch(sampler)
+        # The method of a sampler, or of the one inside it, that sets the epoch.
+        set_epoch = getattr(sampler, "set_epoch", None) or getattr(getattr(sampler, "sampler", None), "set_epoch", None)
+        self._set_epoch: Callable[[int], object] | None = set_epoch if callable(set_epoch) else None
         self._generators = _find_generators(sampler)
         self._first = self._stand()
         self._next, self._has_read = (0, 0), False
@@ -200,7 +192,15 @@ class _Epochs:
         self._states: RandomStates | None = None
         self._kept: dict[tuple[int, int], list[Any]] = {}
         self._befores: dict[int, SamplerStand] = {}
-        self.count = _length_of(sampler, what)
+        try:
+            self.count = len(sampler)
+        except (TypeError, NotImplementedError) as error:
+            raise UserError(
+                f"{what} of run.loader has no length, so its order cannot be resumed.\n"
+                "  To do: give it __len__, the number of what it gives in an epoch."
+            ) from error
+        if self.count < 1:
+            raise UserError(f"{what} of run.loader has the length {self.count}; it must give at least one.")
 
     @property
     def hidden_state(self) -> bool:
@@ -209,7 +209,6 @@ class _Epochs:
         return not known and self._first.own is None
 
     def element(self, epoch: int, row: int) -> Any:
-        """Element `row` of an epoch."""
         number, at = divmod(row, _BLOCK)
         return self.block(epoch, number)[at]
 
@@ -233,7 +232,6 @@ class _Epochs:
         return self._kept[wanted]
 
     def stands(self, epoch: int) -> SamplerStands:
-        """What another process needs to continue from this epoch."""
         befores = {each: stand for each, stand in self._befores.items() if each >= epoch}
         return SamplerStands(self._first, epoch, befores, self._stand(), self._next)
 
@@ -255,29 +253,7 @@ class _Epochs:
         self._befores = {epoch: stand for epoch, stand in self._befores.items() if epoch < place[0]}
 
     def _read_on(self) -> None:
-        """Read the next block, and drop the oldest."""
-        place = self._next
-        self._kept[place] = self._run_on(*place)
-        for old in sorted(self._kept)[:-_KEPT]:
-            if old != place:
-                del self._kept[old]
-        alive = {epoch for epoch, _ in self._kept}
-        self._befores = {epoch: stand for epoch, stand in self._befores.items() if epoch in alive}
-
-    def _stand(self) -> SamplerStand:
-        generators = tuple(bytes(generator.get_state().numpy()) for generator in self._generators)
-        return SamplerStand(generators, read_state(self._sampler))
-
-    def _put(self, stand: SamplerStand) -> None:
-        self._put_generators(stand)
-        rewind(self._sampler, stand.own)
-
-    def _put_generators(self, stand: SamplerStand) -> None:
-        for generator, state in zip(self._generators, stand.generators, strict=True):
-            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-    def _run_on(self, epoch: int, number: int) -> list[Any]:
-        """The next block."""
+        epoch, number = place = self._next
         before = number * _BLOCK
         left = self.count - before
         if number == 0:
@@ -300,15 +276,32 @@ class _Epochs:
                 "  To do: let its __len__ say how many it gives in every epoch."
             )
         self._next = (epoch, number + 1) if left > _BLOCK else (epoch + 1, 0)
-        return found
+        self._kept[place] = found
+        for old in sorted(self._kept)[:-_KEPT]:
+            if old != place:
+                del self._kept[old]
+        alive = {each for each, _ in self._kept}
+        self._befores = {each: stand for each, stand in self._befores.items() if each in alive}
+
+    def _stand(self) -> SamplerStand:
+        generators = tuple(bytes(generator.get_state().numpy()) for generator in self._generators)
+        return SamplerStand(generators, read_state(self._sampler))
+
+    def _put(self, stand: SamplerStand) -> None:
+        self._put_generators(stand)
+        rewind(self._sampler, stand.own)
+
+    def _put_generators(self, stand: SamplerStand) -> None:
+        for generator, state in zip(self._generators, stand.generators, strict=True):
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
-class SamplerOrder:
-    """The endless sequence of ids of a sampler, with the attributes of `SampleOrder`."""
+class _OwnOrder:
+    what: str
 
     def __init__(self, sampler: Any, seed: int) -> None:
-        self._epochs = _Epochs(_whole(sampler), seed, f"the sampler {type(sampler).__name__}")
-        self.samples, self.seed = self._epochs.count, seed
+        self._epochs, self.seed = _Epochs(_whole(sampler), seed, f"{self.what} {type(sampler).__name__}"), seed
+        self.stands, self.go_on = self._epochs.stands, self._epochs.go_on
 
     @property
     def hidden_state(self) -> bool:
@@ -316,13 +309,15 @@ class SamplerOrder:
         here."""
         return self._epochs.hidden_state
 
-    def stands(self, epoch: int) -> SamplerStands:
-        """The states of the sampler, for a process that continues in this epoch."""
-        return self._epochs.stands(epoch)
 
-    def go_on(self, stands: SamplerStands) -> None:
-        """Continue from these states."""
-        self._epochs.go_on(stands)
+class SamplerOrder(_OwnOrder):
+    """The endless sequence of ids of a sampler, with the attributes of `SampleOrder`."""
+
+    what = "the sampler"
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        super().__init__(sampler, seed)
+        self.samples = self._epochs.count
 
     def ids(self, positions: Ids) -> Ids:
         """The sample at each position (any shape, from 0 on), int64 -> int64."""
@@ -330,37 +325,23 @@ class SamplerOrder:
         return _as_ids([self._epochs.element(*place) for place in places]).reshape(np.shape(positions))
 
 
-class BatchOrder:
+class BatchOrder(_OwnOrder):
     """The endless sequence of batches of a batch sampler; step s takes batch s mod its length.
 
     Positions count as if each batch had `size` samples, the largest size in the first block of epoch 1.
     """
 
+    what = "the batch sampler"
+
     def __init__(self, sampler: Any, seed: int) -> None:
-        self._epochs = _Epochs(_whole(sampler), seed, f"the batch sampler {type(sampler).__name__}")
-        self.seed = seed
+        super().__init__(sampler, seed)
         self.size = max((len(batch) for batch in self._epochs.block(0)), default=0)
         self.samples = self._epochs.count * self.size
         if not self.size:
             raise UserError("the batch_sampler of run.loader gives no batches with samples in them.")
 
-    @property
-    def hidden_state(self) -> bool:
-        """As in `SamplerOrder`."""
-        return self._epochs.hidden_state
-
-    def stands(self, epoch: int) -> SamplerStands:
-        """As in `SamplerOrder`."""
-        return self._epochs.stands(epoch)
-
-    def go_on(self, stands: SamplerStands) -> None:
-        """As in `SamplerOrder`."""
-        self._epochs.go_on(stands)
-
     def batch(self, number: int) -> Ids:
-        """The samples of a step, over all ranks."""
-        epoch, at = divmod(number, self._epochs.count)
-        return _as_ids(self._epochs.element(epoch, at))
+        return _as_ids(self._epochs.element(*divmod(number, self._epochs.count)))
 
 
 @dataclass(frozen=True)
@@ -373,11 +354,9 @@ class WholeBatches:
 
     @property
     def seed(self) -> int:
-        """The seed of the order."""
         return self.order.seed
 
     def ids(self, positions: Ids) -> Ids:
-        """As `SampleOrder.ids`."""
         epochs, rows = np.divmod(positions, np.int64(self.samples))
         return self.order.ids(epochs * np.int64(self.order.samples) + rows)
 
@@ -402,13 +381,6 @@ def _whole(sampler: Any) -> Any:
     return DistributedSampler(sampler.dataset, 1, 0, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
 
-def _find_set_epoch(sampler: Any) -> Callable[[int], object] | None:
-    """The method of a sampler, or of the one inside it, that sets the epoch."""
-    inner = getattr(sampler, "sampler", None)
-    found = getattr(sampler, "set_epoch", None) or getattr(inner, "set_epoch", None)
-    return found if callable(found) else None
-
-
 def _find_generators(sampler: Any) -> list[torch.Generator]:
     """The generators that a sampler, or one inside it, holds."""
     found: list[torch.Generator] = []
@@ -418,19 +390,6 @@ def _find_generators(sampler: Any) -> list[torch.Generator]:
         elif isinstance(value, Sampler):
             found += _find_generators(value)
     return found
-
-
-def _length_of(sampler: Any, what: str) -> int:
-    try:
-        count = len(sampler)
-    except (TypeError, NotImplementedError) as error:
-        raise UserError(
-            f"{what} of run.loader has no length, so its order cannot be resumed.\n"
-            "  To do: give it __len__, the number of what it gives in an epoch."
-        ) from error
-    if count < 1:
-        raise UserError(f"{what} of run.loader has the length {count}; it must give at least one.")
-    return count
 
 
 def _as_ids(found: list[Any]) -> Ids:

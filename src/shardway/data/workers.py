@@ -1,9 +1,11 @@
-"""Loader processes: how many a rank can have, isolated while they work, ended with their iterator and with their rank.
+"""Loader processes: how many a rank can have, how their answers reach it, isolated while they work, ended with their
+iterator and with their rank.
 
 Invariants:
 - No worker outlives the rank that started it, however that rank ends. The death of a worker is reported only while its
   answers are waited for.
 - There are never more workers than were asked for, and the samples of a step do not depend on their number.
+- An answer arrives, however little room there is: in shared memory if that has room, else as bytes through the pipe.
 """
 
 from __future__ import annotations
@@ -13,20 +15,40 @@ import contextlib
 import errno
 import functools
 import multiprocessing
+import multiprocessing.process
 import os
+import pickle
 import re
+import shutil
 import signal
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import resource_sharer, util
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
-from shardway.errors import JobError, SiteError
-from shardway.hardware.limits import NEAR, TaskLimit, count_open_files, explain_limit, read_file_limit, read_task_limit
+import torch
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from shardway.data.batch_tree import list_leaves
+from shardway.errors import JobError, ShardwayError, SiteError
+from shardway.hardware.limits import (
+    NEAR,
+    TaskLimit,
+    count_open_files,
+    explain_limit,
+    find_temporary,
+    read_file_limit,
+    read_files_left,
+    read_task_limit,
+)
 from shardway.ranks.stop import BrokenOff, end_with_parent
+from shardway.units import render_bytes
 
 _DYING_S = 5.0
 """How long after its connections a worker may end: its threads free their memory in between."""
@@ -40,6 +62,11 @@ out of memory (of the node, or of /dev/shm), or its own traceback above says tha
       could not import the dataset, or that the script lacks `if __name__ == "__main__":`"""
 _STARTING = ("multiprocessing", "threading.py")
 """The places in Python's library that start processes and threads."""
+_REFUSALS = (
+    *(errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOSYS),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT),
+)
+"""Errors with which the system refuses to start more."""
 
 
 class NoWorkers(SiteError):
@@ -59,7 +86,16 @@ def ended_workers(answers: Iterator[Any], check: Callable[[], None] = lambda: No
     try:
         yield _awaited(answers, check)
     except (BrokenOff, KeyboardInterrupt):
-        _kill_quietly(workers)  # they may hang on the same file
+        # They may hang on the same file; without the error that torch raises in the main thread when a worker dies.
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            try:
+                for worker in workers:
+                    worker.kill()
+                for worker in workers:
+                    worker.join(1.0)
+            finally:
+                signal.signal(signal.SIGCHLD, handler)
         raise
     except RuntimeError as error:
         if _DEAD_WORKER.search(str(error)):
@@ -90,44 +126,26 @@ def dropped_if_refused() -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        if not (_is_refusal(error) and _starts_something(error)):
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        folder, name = os.path.split(frames[-1].f_code.co_filename)
+        starts = os.path.basename(folder) in _STARTING or name in _STARTING
+        refused = error.errno in _REFUSALS if isinstance(error, OSError) else bool(explain_limit(error))
+        if not (refused and starts):
             raise  # an error of the dataset, of a sampler, or of the start of the script
-        _drop_begun(error)
+        for frame in frames:  # end what the iterator of the DataLoader had started, and close its pipes now
+            begun: Any = frame.f_locals.get("self")
+            if hasattr(begun, "_shutdown_workers"):
+                begun._shutdown = True  # else its own shutdown would look for attributes that it does not have yet
+                for worker in getattr(begun, "_workers", []):
+                    worker.kill()
+                    worker.join()
+        traceback.clear_frames(error.__traceback__)
         why = explain_limit(error).partition("\n")[0].rstrip(".")
         remedy = "raise that limit" if why else "let it (processes and the semaphores of /dev/shm are needed)"
         raise NoWorkers(
             f"no loader process can be started ({why or error}): the rank reads its batches itself, which may be "
             f"slower. To do: {remedy}, or set data.workers = 0."
         ) from error
-
-
-_REFUSALS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOSYS)
-
-
-def _is_refusal(error: BaseException) -> bool:
-    """Whether the system has refused to start more."""
-    if isinstance(error, OSError):
-        return error.errno in (*_REFUSALS, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
-    return bool(explain_limit(error))
-
-
-def _starts_something(error: BaseException) -> bool:
-    """Whether an error comes from where Python starts processes and threads."""
-    innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-    folder, name = os.path.split(innermost.f_code.co_filename)
-    return os.path.basename(folder) in _STARTING or name in _STARTING
-
-
-def _drop_begun(error: BaseException) -> None:
-    """End what the iterator of a DataLoader had started before this error, and close its pipes now."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        begun: Any = frame.f_locals.get("self")
-        if hasattr(begun, "_shutdown_workers"):
-            begun._shutdown = True  # else its own shutdown would look for attributes that it does not have yet
-            for worker in getattr(begun, "_workers", []):
-                worker.kill()
-                worker.join()
-    traceback.clear_frames(error.__traceback__)
 
 
 def _find_dying(workers: Sequence[BaseProcess]) -> BaseProcess | None:
@@ -177,22 +195,17 @@ class _Deaths:
             self._waits = False
 
 
-def _hold_deaths(check: Callable[[], None]) -> _Deaths | None:
-    """The handler of SIGCHLD in this process, around the one that is set (torch sets one with its first loader); None
-    outside of the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        return None
-    handler = signal.getsignal(signal.SIGCHLD)
-    if isinstance(handler, _Deaths):
-        return handler
-    deaths = _Deaths(handler if callable(handler) else lambda number, frame: check())
-    signal.signal(signal.SIGCHLD, deaths)
-    return deaths
-
-
 def _awaited(answers: Iterator[Any], check: Callable[[], None]) -> Iterator[Any]:
-    """The answers; deaths of workers are reported while one is waited for."""
-    deaths = _hold_deaths(check)
+    """The answers; deaths of workers are reported while one is waited for: by the handler of SIGCHLD that is set (torch
+    sets one with its first loader), put into a `_Deaths`, in the main thread."""
+    deaths = None
+    if threading.current_thread() is threading.main_thread():
+        handler = signal.getsignal(signal.SIGCHLD)
+        if isinstance(handler, _Deaths):
+            deaths = handler
+        else:
+            deaths = _Deaths(handler if callable(handler) else lambda number, frame: check())
+            signal.signal(signal.SIGCHLD, deaths)
     while True:
         with deaths.awaited() if deaths is not None else contextlib.nullcontext():
             try:
@@ -218,7 +231,14 @@ def isolate_worker(_: int, *, by_main: bool = False) -> None:
         signal.signal(name, signal.SIG_IGN)
     if by_main:
         end_with_parent()
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    parent = multiprocessing.parent_process()
+
+    def exit_with_parent() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     # The thread that sends tensors may still be in C++ when the interpreter is taken down, which aborts the process.
     atexit.register(os._exit, 0)
 
@@ -233,27 +253,6 @@ def _end_workers(answers: Iterator[Any], workers: Sequence[BaseProcess]) -> None
     for worker in workers:
         worker.kill()  # no effect if it has ended; workers ignore SIGTERM
         worker.join()
-
-
-def _kill_quietly(workers: Sequence[BaseProcess]) -> None:
-    """Kill workers without the error that torch raises in the main thread when one dies."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        for worker in workers:
-            worker.kill()
-        for worker in workers:
-            worker.join(1.0)
-    finally:
-        signal.signal(signal.SIGCHLD, handler)
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 # --- how many workers the machine allows
@@ -281,7 +280,11 @@ def fit_workers(
         return 0, ""
     by_tasks, by_files = wanted, wanted
     if limit is not None:
-        each = OWN_TASKS + _count_library_threads(environ)
+        # numpy's OpenBLAS starts further threads in each process that imports it.
+        text = environ.get("OPENBLAS_NUM_THREADS") or environ.get("OMP_NUM_THREADS", "")
+        first = text.split(",")[0].strip()
+        threads = int(first) if first.isdecimal() and int(first) else min(64, os.cpu_count() or 1)
+        each = OWN_TASKS + threads - 1
         by_tasks = max(0, limit.left // ranks - SPARE_TASKS - to_come) // (2 * each)
     if (files := read_file_limit()) is not None:
         by_files = max(0, files - count_open_files() - SPARE_FILES) // (2 * OWN_FILES)
@@ -300,8 +303,111 @@ def fit_workers(
     )
 
 
-def _count_library_threads(environ: Mapping[str, str]) -> int:
-    """Further threads that numpy's OpenBLAS starts in each process that imports it."""
-    text = environ.get("OPENBLAS_NUM_THREADS") or environ.get("OMP_NUM_THREADS", "")
-    first = text.split(",")[0].strip()
-    return (int(first) if first.isdecimal() and int(first) else min(64, os.cpu_count() or 1)) - 1
+# --- how answers reach their rank. torch puts each tensor of an answer into a file of /dev/shm and passes its
+# descriptor through a socket below TMPDIR. In a container /dev/shm may be small or missing, a path below TMPDIR may be
+# longer than a socket's (unix(7): 108 bytes) or not writable, open files may run out, or the thread behind the socket
+# may be one too many. Each of these failures ends in a thread of the loader process without a report, and the rank
+# waits forever
+
+SHARED = "/dev/shm"
+SPARE = 4
+"""How many answers of the same size must fit: other loader processes put theirs there at the same moment."""
+PLENTY = 256 * 2**20
+_SPARE_FILES = 16
+"""Files that a rank may open while answers are on their way."""
+_LONGEST_SOCKET = 107
+_BELOW_TMPDIR = len("/pymp-12345678/listener-12345678")
+_SHORT = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+@dataclass(frozen=True)
+class PackedAnswer:
+    """An answer as bytes."""
+
+    data: bytes
+
+
+def find_room() -> int:
+    """Free bytes in shared memory; 0 if it cannot be written."""
+    try:
+        found = os.statvfs(SHARED)
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize if os.access(SHARED, os.W_OK) else 0
+
+
+def describe_shortage() -> str:
+    """Why most answers will come through pipes, and what to do; "" if they will not."""
+    room = find_room()
+    if room >= PLENTY // 4:
+        return ""
+    return (
+        f"{SHARED} has {render_bytes(room)} free, so loader processes send their batches through pipes, which takes "
+        "longer. To do: give the container more of it (--shm-size=16g, --ipc=host), or set data.workers = 0."
+    )
+
+
+@dataclass
+class Sender:
+    """How a loader process sends its answers; each process has a copy.
+
+    `ahead`: how many answers of one rank's loader processes may wait to be taken over.
+    """
+
+    ahead: int = 2
+    shares: bool = True
+    """Whether descriptors can be handed over."""
+
+    def begin(self) -> None:
+        """Prepare a loader process, before its first answer.
+
+        torch's own collate function would join samples in shared memory, and end the process if there is no room
+        (SIGBUS). Descriptors are handed over by a thread with a socket; if it cannot start, bytes are sent instead.
+        """
+        if find_room() < PLENTY:
+            default_collate_fn_map[torch.Tensor] = lambda batch, collate_fn_map=None: torch.stack(batch, 0)
+        sharer = resource_sharer._resource_sharer  # type: ignore[attr-defined]
+        with sharer._lock:
+            try:
+                if sharer._address is None:
+                    sharer._start()
+            except (OSError, RuntimeError):
+                self.shares = False
+
+    def hand_over(self, answer: Any) -> Any:
+        """The answer, or its bytes if shared memory has too little room, or if the rank has so many open files that
+        those of further answers may not fit."""
+        tensors = [leaf for leaf in list_leaves(answer) if isinstance(leaf, torch.Tensor)]
+        fits = self.shares and find_room() >= SPARE * sum(leaf.nbytes for leaf in tensors) + 2**16
+        if fits and find_files_left() >= (self.ahead + 2) * len(tensors) + _SPARE_FILES:
+            return answer
+        return PackedAnswer(pickle.dumps(answer, protocol=5))
+
+
+def find_files_left() -> int:
+    """How many files a loader process and its rank can both still open."""
+    return min(map(read_files_left, (os.getpid(), os.getppid())))
+
+
+def take_over(answers: Iterator[Any]) -> Iterator[Any]:
+    """The answers as they were before they were handed over; raises an error of Shardway among them."""
+    for sent in answers:
+        answer = pickle.loads(sent.data) if isinstance(sent, PackedAnswer) else sent
+        if isinstance(answer, ShardwayError):
+            raise answer
+        yield answer
+
+
+@functools.cache
+def shorten_sockets() -> None:
+    """Give the sockets of future loader processes a folder with a short path if a path below TMPDIR is too long for a
+    socket."""
+    usual = find_temporary()
+    if usual is not None and len(os.fsencode(usual)) + _BELOW_TMPDIR <= _LONGEST_SOCKET:
+        return
+    for place in _SHORT:
+        if os.path.isdir(place) and os.access(place, os.W_OK):
+            folder = tempfile.mkdtemp(prefix="pymp-", dir=place)
+            multiprocessing.process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+            util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
+            return

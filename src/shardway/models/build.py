@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from shardway.models.shapes import LatentShape, MixtureShape
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -106,8 +104,31 @@ class TransformerKind(ModelKind):
     axes = ("tp", "cp", "pp", "ep")
 
     def build(self, section: ModelSection, sample: Sample) -> nn.Module:
-        from shardway.models.transformer import Transformer, TransformerShape
+        from shardway.models.experts import MixtureShape
+        from shardway.models.transformer import LatentShape, Transformer, TransformerShape
 
+        latent = mixture = None
+        if section.kv_rank:
+            latent = LatentShape(
+                kv_rank=section.kv_rank,
+                q_rank=section.q_rank,
+                rope_head_dim=_resolved(section, "rope_head_dim"),
+                value_head_dim=_resolved(section, "value_head_dim"),
+            )
+        if section.experts:
+            mixture = MixtureShape(
+                experts=section.experts,
+                per_token=section.experts_per_token,
+                expert_dim=_resolved(section, "expert_dim"),
+                shared=section.shared_experts,
+                score=section.router_score,
+                normalise=section.router_normalise,
+                scale=section.router_scale,
+                balance=section.balance,
+                bias_update_rate=section.bias_update_rate,
+                balance_weight=section.balance_weight,
+                capacity_factor=section.capacity_factor,
+            )
         shape = TransformerShape(
             **_block_sizes(section),
             vocab=_vocab_of(section, sample),
@@ -115,8 +136,8 @@ class TransformerKind(ModelKind):
             max_positions=_resolved(section, "max_positions") if section.positions == "learned" else 0,
             rope_theta=section.rope_theta,
             tied=section.tied,
-            latent=_latent_of(section) if section.kv_rank else None,
-            mixture=_mixture_of(section) if section.experts else None,
+            latent=latent,
+            mixture=mixture,
             dense_layers=section.dense_layers if section.experts else 0,
         )
         return Transformer(shape)
@@ -129,17 +150,18 @@ class EncoderDecoderKind(ModelKind):
     keys = (*_SIZES, *_TOKENS)
 
     def build(self, section: ModelSection, sample: Sample) -> nn.Module:
-        from shardway.models.encoder_decoder import EncoderDecoder, EncoderDecoderShape
+        from shardway.models.transformer import EncoderDecoder, EncoderDecoderShape
 
-        shape = EncoderDecoderShape(
-            vocab=_vocab_of(section, sample),
-            dim=section.dim,
-            layers=section.layers,
-            heads=section.heads,
-            ffn_dim=_resolved(section, "ffn_dim"),
-            dropout=section.dropout,
+        return EncoderDecoder(
+            EncoderDecoderShape(
+                vocab=_vocab_of(section, sample),
+                dim=section.dim,
+                layers=section.layers,
+                heads=section.heads,
+                ffn_dim=_resolved(section, "ffn_dim"),
+                dropout=section.dropout,
+            )
         )
-        return EncoderDecoder(shape)
 
 
 class ViTKind(ModelKind):
@@ -152,14 +174,15 @@ class ViTKind(ModelKind):
     def build(self, section: ModelSection, sample: Sample) -> nn.Module:
         from shardway.models.image_models import ViT, ViTShape
 
-        shape = ViTShape(
-            **_block_sizes(section),
-            image=_image_of(section, sample),
-            patch=section.patch,
-            pooling=section.pooling,
-            classes=section.classes,
+        return ViT(
+            ViTShape(
+                **_block_sizes(section),
+                image=_image_of(section, sample),
+                patch=section.patch,
+                pooling=section.pooling,
+                classes=section.classes,
+            )
         )
-        return ViT(shape)
 
 
 class ConvNetKind(ModelKind):
@@ -196,63 +219,26 @@ class MLPKind(ModelKind):
 
 def _block_sizes(section: ModelSection) -> dict[str, Any]:
     """Fields of a `BlockShape` that every model of such blocks takes."""
-    return {
-        "dim": section.dim,
-        "layers": section.layers,
-        "heads": section.heads,
-        "kv_heads": _resolved(section, "kv_heads"),
-        "head_dim": _resolved(section, "head_dim"),
-        "ffn_dim": _resolved(section, "ffn_dim"),
-        "norm": section.norm,
-        "norm_eps": section.norm_eps,
-        "activation": section.activation,
-        "bias": section.bias,
-        "qkv_bias": section.qkv_bias,
-        "qk_norm": section.qk_norm,
-        "dropout": section.dropout,
-    }
-
-
-def _latent_of(section: ModelSection) -> LatentShape:
-    from shardway.models.shapes import LatentShape
-
-    return LatentShape(
-        kv_rank=section.kv_rank,
-        q_rank=section.q_rank,
-        rope_head_dim=_resolved(section, "rope_head_dim"),
-        value_head_dim=_resolved(section, "value_head_dim"),
-    )
-
-
-def _mixture_of(section: ModelSection) -> MixtureShape:
-    from shardway.models.shapes import MixtureShape
-
-    return MixtureShape(
-        experts=section.experts,
-        per_token=section.experts_per_token,
-        expert_dim=_resolved(section, "expert_dim"),
-        shared=section.shared_experts,
-        score=section.router_score,
-        normalise=section.router_normalise,
-        scale=section.router_scale,
-        balance=section.balance,
-        bias_update_rate=section.bias_update_rate,
-        balance_weight=section.balance_weight,
-        capacity_factor=section.capacity_factor,
-    )
+    plain = ("dim", "layers", "heads", "norm", "norm_eps", "activation", "bias", "qkv_bias", "qk_norm", "dropout")
+    resolved = ("kv_heads", "head_dim", "ffn_dim")
+    return {key: getattr(section, key) for key in plain} | {key: _resolved(section, key) for key in resolved}
 
 
 def _vocab_of(section: ModelSection, sample: Sample) -> int:
-    """The vocabulary of a model of tokens. Raises UserError if the data have none, or a larger one."""
     if sample.vocab is None or len(sample.shape) != 1:
         raise _misfit(section, sample, "sequences of tokens")
     vocab = _resolved(section, "vocab")
-    check_no_problems("the model", _list_vocab_problems(vocab, sample.vocab))
+    problem = Problem(
+        where="model.vocab",
+        what=f"{vocab} is smaller than the data's vocabulary of {sample.vocab}",
+        allowed=f"at least {sample.vocab}",
+        remedy='set model.vocab = "auto", or use the tokenizer that the model is meant for',
+    )
+    check_no_problems("the model", [problem] if vocab < sample.vocab else [])
     return vocab
 
 
 def _image_of(section: ModelSection, sample: Sample) -> tuple[int, int, int]:
-    """Channels, height and width of a sample. Raises UserError if it is no image."""
     if sample.vocab is not None or len(sample.shape) != 3:
         raise _misfit(section, sample, "images of channels x height x width")
     channels, height, width = sample.shape
@@ -264,19 +250,6 @@ def _resolved(section: ModelSection, key: str) -> int:
     if not isinstance(value, int):
         raise Bug(f"model.{key} = {value!r} reached build_model unresolved")
     return value
-
-
-def _list_vocab_problems(vocab: int, data_vocab: int) -> list[Problem]:
-    if vocab >= data_vocab:
-        return []
-    return [
-        Problem(
-            where="model.vocab",
-            what=f"{vocab} is smaller than the data's vocabulary of {data_vocab}",
-            allowed=f"at least {data_vocab}",
-            remedy='set model.vocab = "auto", or use the tokenizer that the model is meant for',
-        )
-    ]
 
 
 def _misfit(section: ModelSection, sample: Sample, wanted: str) -> UserError:

@@ -12,7 +12,7 @@ for a sharded one. This module must not change a model.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol, runtime_checkable
@@ -101,7 +101,28 @@ def find_plan(model: nn.Module) -> ModelPlan | None:
     if not callable(getattr(type(model), "plan", None)):  # on the class: a submodule may happen to be named plan
         return None
     plan = model.plan()  # type: ignore[operator]
-    check_no_problems(f"the plan of {type(model).__name__}", _list_type_problems(plan) or _list_misses(model, plan))
+    what = f"the plan of {type(model).__name__}"
+    if not isinstance(plan, ModelPlan):
+        problem = Problem(
+            where="plan()",
+            what=f"returned a {type(plan).__name__}",
+            allowed="a shardway.models.contract.ModelPlan",
+            remedy='return ModelPlan(blocks=("layers.*",)), or rename a method that means something else',
+        )
+        check_no_problems(what, [problem])
+    shared = [name for pair in plan.shared for name in pair]
+    groups = (plan.blocks, plan.tensor, plan.regions, plan.attention, plan.experts, plan.first, plan.last, shared)
+    modules, parameters = list(_module_names(model)), [canonical_name(name) for name, _ in model.named_parameters()]
+    wanted = [("module", modules, p) for p in dict.fromkeys(pattern for group in groups for pattern in group)]
+    wanted += [("parameter", parameters, p) for p in plan.held]
+    problems = []
+    for kind, names, pattern in wanted:
+        if not any(matches(name, pattern) for name in names):
+            near = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3])
+            allowed = f"the name of a {kind}, * for any one part; such as {near or 'none: it has no submodules'}"
+            what_not = f"no {kind} has such a name"
+            problems.append(Problem(pattern, what_not, allowed=allowed, remedy="correct the pattern"))
+    check_no_problems(what, problems)
     return plan
 
 
@@ -141,35 +162,6 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _list_type_problems(plan: object) -> list[Problem]:
-    if isinstance(plan, ModelPlan):
-        return []
-    return [
-        Problem(
-            where="plan()",
-            what=f"returned a {type(plan).__name__}",
-            allowed="a shardway.models.contract.ModelPlan",
-            remedy='return ModelPlan(blocks=("layers.*",)), or rename a method that means something else',
-        )
-    ]
-
-
-def _list_misses(model: nn.Module, plan: ModelPlan) -> list[Problem]:
-    """A problem for every pattern of a plan that matches nothing."""
-    shared = [name for pair in plan.shared for name in pair]
-    groups = (plan.blocks, plan.tensor, plan.regions, plan.attention, plan.experts, plan.first, plan.last, shared)
-    modules, parameters = list(_module_names(model)), [canonical_name(name) for name, _ in model.named_parameters()]
-    wanted = dict.fromkeys(pattern for group in groups for pattern in group)
-    return [
-        *(_describe_no_match(p, modules, "module") for p in wanted if not any(matches(name, p) for name in modules)),
-        *(
-            _describe_no_match(p, parameters, "parameter")
-            for p in plan.held
-            if not any(matches(name, p) for name in parameters)
-        ),
-    ]
-
-
 def _module_names(model: nn.Module) -> dict[str, nn.Module]:
     """Every submodule by name; the outermost wrapper goes by the name of what it wraps."""
     modules: dict[str, nn.Module] = {}
@@ -177,14 +169,3 @@ def _module_names(model: nn.Module) -> dict[str, nn.Module]:
         modules.setdefault(canonical_name(name), module)
     del modules[""]
     return modules
-
-
-def _describe_no_match(pattern: str, names: Sequence[str], what: str) -> Problem:
-    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
-    return Problem(
-        where=pattern,
-        what=f"no {what} has such a name",
-        allowed=f"the name of a {what}, * for any one part; such as "
-        + (", ".join(near) or "none: it has no submodules"),
-        remedy="correct the pattern",
-    )

@@ -15,14 +15,35 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from shardway.models.contract import held_by_rank
-from shardway.models.shapes import MixtureShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureShape:
+    """Sizes of a mixture of experts, how it chooses, and how it keeps its experts equally busy."""
+
+    experts: int
+    per_token: int
+    """Experts that one token is sent to (top-k)."""
+    expert_dim: int
+    shared: int = 0
+    """Experts that every token passes through; together one feed-forward layer of `shared * expert_dim`."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True
+    """Weights of the chosen experts sum to `scale`."""
+    scale: float = 1.0
+    balance: Literal["bias", "loss", "none"] = "bias"
+    bias_update_rate: float = 1e-3
+    balance_weight: float = 1e-2
+    capacity_factor: float = 0.0
+    """An expert takes at most this times its even share of a sequence; 0 takes all."""
+
 
 # --- the router, and how experts are kept equally busy
 
@@ -64,7 +85,10 @@ class Router(nn.Module):
         self.sum_over_context: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> Choice:
-        scores = self._score(x)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.to(wide), held_by_rank(self.weight).to(wide))
+        scores = logits.softmax(dim=-1) if self.shape.score == "softmax" else logits.sigmoid()
         ranked = scores.detach() if self.bias is None else scores.detach() + self.bias
         experts = ranked.topk(self.shape.per_token, dim=-1).indices
         counts = count_choices(experts, self.shape.experts)
@@ -76,13 +100,6 @@ class Router(nn.Module):
             if self.shape.balance == "loss":
                 weights = _AddLoss.apply(weights, self._balance_loss(scores, counts) * self.gradient_scale)
         return Choice(experts, weights * self.shape.scale, counts)
-
-    def _score(self, x: torch.Tensor) -> torch.Tensor:
-        """[batch, seq, experts], in float32 whatever the format of products is."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.to(wide), held_by_rank(self.weight).to(wide))
-        return logits.softmax(dim=-1) if self.shape.score == "softmax" else logits.sigmoid()
 
     def _balance_loss(self, scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The sum over sequences of seq_len * coefficient * sum_i f_i P_i (DeepSeek-V3, arXiv:2412.19437, equations 17
@@ -111,7 +128,6 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Set the buffers to their values at the start."""
         for buffer in self.buffers():
             buffer.zero_()
 
@@ -172,22 +188,16 @@ class MixtureOfExperts(nn.Module):
             return experts.argsort(stable=True), counts.sum(0)
         even = choice.experts[0].numel() / self.shape.experts
         limit = math.ceil(self.shape.capacity_factor * even)
-        taken = first_of_each(choice, limit).flatten()
+        # The first `limit` of an expert in a sequence, in the order of the tokens and not by weight: whether a token is
+        # dropped must not depend on those after it.
+        by_row = choice.experts.flatten(1)
+        order = by_row.argsort(dim=1, stable=True)
+        starts = counts.cumsum(dim=1) - counts
+        places = torch.arange(by_row.shape[1], device=experts.device) - starts.gather(1, by_row.gather(1, order))
+        taken = torch.zeros_like(by_row, dtype=torch.bool).scatter(1, order, places < limit).flatten()
         counts = counts.clamp(max=limit).sum(0)
         order = torch.where(taken, experts, self.shape.experts).argsort(stable=True)
         return order[: int(counts.sum())], counts
-
-
-def first_of_each(choice: Choice, limit: int) -> torch.Tensor:
-    """Which choices are among the first `limit` of their expert in their sequence, bool [batch, seq * k].
-
-    In the order of the tokens, and not by weight: whether a token is dropped must not depend on those after it.
-    """
-    experts = choice.experts.flatten(1)
-    order = experts.argsort(dim=1, stable=True)
-    starts = choice.counts.cumsum(dim=1) - choice.counts
-    places = torch.arange(experts.shape[1], device=experts.device) - starts.gather(1, experts.gather(1, order))
-    return torch.zeros_like(experts, dtype=torch.bool).scatter(1, order, places < limit)
 
 
 class Experts(nn.Module):
@@ -202,7 +212,9 @@ class Experts(nn.Module):
     def forward(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """[n, dim] sorted by expert -> the same; `counts` int64 says how many belong to each expert held here."""
         weights = [held_by_rank(weight) for weight in (self.gate, self.up, self.down)]
-        dtype = compute_dtype(tokens)
+        device, dtype = tokens.device.type, tokens.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
         if tokens.is_cuda and dtype == torch.bfloat16 and all(size % ALIGNED == 0 for size in weights[0].shape[1:]):
             return run_grouped(tokens.to(dtype), counts, [weight.to(dtype) for weight in weights])
         return run_each(tokens, counts, weights)
@@ -239,9 +251,3 @@ class SharedExperts(nn.Module):
 def run_gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """SwiGLU with weights [hidden, dim], [hidden, dim] and [dim, hidden]."""
     return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
-
-
-def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The format in which products of x run: that of autocast where it is on."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

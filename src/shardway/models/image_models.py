@@ -12,7 +12,6 @@ the size of that share, unlike that of a model without batch norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Literal
@@ -21,10 +20,9 @@ import torch
 from torch import nn
 
 from shardway.errors import Problem, check_no_problems
-from shardway.models.contract import ModelPlan, canonical_name
-from shardway.models.initialise import constant_, normal_
-from shardway.models.shapes import BlockShape
-from shardway.models.transformer import build_blocks, build_norm, init_blocks_and_ends, tensor_plan
+from shardway.models.contract import ModelPlan
+from shardway.models.initialise import fill_parameters
+from shardway.models.transformer import BlockShape, build_blocks, build_norm, init_blocks_and_ends, tensor_plan
 
 # --- A vision transformer (Dosovitskiy et al., arXiv:2010.11929): the blocks of the transformer over patches of an
 # image
@@ -45,32 +43,21 @@ class ViTShape(BlockShape):
     """What the output layer sees: a token of its own, or the mean over the patches."""
     positions: Literal["rope", "learned"] = "learned"
 
-    def _find_problems(self) -> Iterator[Problem]:
-        yield from super()._find_problems()
-        if self.latent is not None or self.mixture is not None or self.positions != "learned":
-            what = "has dense blocks, attention with keys of full rank, and learned positions"
-            yield Problem("model.kind", f"a vision transformer {what}")
+    def __post_init__(self) -> None:
         _, height, width = self.image
-        if height % self.patch or width % self.patch:
-            yield Problem(
-                where="model.patch",
-                what=f"patches of {self.patch} x {self.patch} do not tile images of {height} x {width}",
-                allowed="a common divisor of height and width",
-                remedy="change model.patch",
-            )
+        problem = Problem(
+            where="model.patch",
+            what=f"patches of {self.patch} x {self.patch} do not tile images of {height} x {width}",
+            allowed="a common divisor of height and width",
+            remedy="change model.patch",
+        )
+        check_no_problems("the transformer", [problem] if height % self.patch or width % self.patch else [])
 
     @property
     def tokens(self) -> int:
         """Patches, and the class token where there is one."""
         _, height, width = self.image
         return (height // self.patch) * (width // self.patch) + (self.pooling == "class")
-
-    @property
-    def parameters(self) -> int:
-        """All parameters: patch projection, positions, class token, blocks, the last norm, the output layer."""
-        patches = (self.image[0] * self.patch**2 + 1) * self.dim
-        tokens = (self.tokens + (self.pooling == "class")) * self.dim
-        return patches + tokens + self.block_parameters + self.norm_parameters + (self.dim + 1) * self.classes
 
 
 class ViT(nn.Module):
@@ -95,11 +82,9 @@ class ViT(nn.Module):
         return self.head(x[:, 0] if self.shape.pooling == "class" else x.mean(dim=1))
 
     def init_weights(self, seed: int) -> None:
-        """Fill every parameter; the values depend on seed and name alone. The class token starts at zero."""
         init_blocks_and_ends(self, self.shape, seed)
 
     def plan(self) -> ModelPlan:
-        """Attention and feed-forward are regions; patches stay whole, since nothing marks a part of their sequence."""
         return ModelPlan(
             blocks=("blocks.*",),
             tensor=tensor_plan(self.shape),
@@ -143,34 +128,19 @@ class ConvNetShape:
     classes: int
 
     def __post_init__(self) -> None:
-        check_no_problems("the convnet", _list_shape_problems(self))
-
-    @property
-    def features(self) -> int:
-        """Inputs of the linear layer."""
-        _, height, width = self.image
-        return self.channels[-1] * (height >> len(self.channels)) * (width >> len(self.channels))
-
-    @property
-    def parameters(self) -> int:
-        """All parameters: kernels, gain and bias of each norm, and the linear layer."""
-        inputs = (self.image[0], *self.channels)
-        blocks = (KERNEL**2 * i * o + 2 * o for i, o in zip(inputs, self.channels, strict=False))
-        return sum(blocks) + (self.features + 1) * self.classes
-
-
-def _list_shape_problems(shape: ConvNetShape) -> list[Problem]:
-    least, (_, height, width) = 2 ** len(shape.channels), shape.image
-    if min(height, width) >= least:
-        return []
-    return [
-        Problem(
+        least, (_, height, width) = 2 ** len(self.channels), self.image
+        problem = Problem(
             where="model.channels",
-            what=f"its {len(shape.channels)} blocks halve images of {height} x {width} to nothing",
+            what=f"its {len(self.channels)} blocks halve images of {height} x {width} to nothing",
             allowed=f"images of at least {least} x {least}",
             remedy="name fewer channels, or use larger images",
         )
-    ]
+        check_no_problems("the convnet", [problem] if min(height, width) < least else [])
+
+    @property
+    def features(self) -> int:
+        _, height, width = self.image
+        return self.channels[-1] * (height >> len(self.channels)) * (width >> len(self.channels))
 
 
 class ConvNet(nn.Module):
@@ -192,19 +162,14 @@ class ConvNet(nn.Module):
         return x if self.head is None else self.head(x.flatten(1))
 
     def init_weights(self, seed: int) -> None:
-        """Fill every parameter and the running statistics; the values depend on seed and name alone."""
-        for name, parameter in self.named_parameters():
-            name = canonical_name(name)
-            if parameter.dim() < 2:
-                constant_(parameter, 1.0 if name.endswith("norm.weight") else 0.0, name=name)
-            else:
-                normal_(parameter, seed=seed, name=name, std=linear_std(parameter))
+        # The deviation of torch's own default, uniform within 1/sqrt(fan_in): `kaiming_uniform_` (He et al.,
+        # arXiv:1502.01852) with a = sqrt(5).
+        fill_parameters(self, seed, lambda name, weight: 1 / math.sqrt(3 * weight.shape[1:].numel()))
         for module in self.modules():
             if isinstance(module, nn.BatchNorm2d | nn.SyncBatchNorm):
                 module.reset_running_stats()
 
     def plan(self) -> ModelPlan:
-        """Blocks are the units; nothing splits over a tensor axis."""
         return ModelPlan(blocks=("blocks.*",), last=("head",))
 
 
@@ -220,14 +185,6 @@ class ConvBlock(nn.Module):
         return nn.functional.max_pool2d(torch.relu(self.norm(self.conv(x))), 2)
 
 
-def linear_std(weight: torch.Tensor) -> float:
-    """1/sqrt(3 fan_in), the standard deviation of torch's own default.
-
-    That default is uniform within 1/sqrt(fan_in): `kaiming_uniform_` (He et al., arXiv:1502.01852) with a = sqrt(5).
-    """
-    return 1 / math.sqrt(3 * weight.shape[1:].numel())
-
-
 # --- A multi-layer perceptron on flattened samples
 
 
@@ -240,16 +197,6 @@ class MLPShape:
     classes: int
     dropout: float = 0.0
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Every width from the sample to the logits."""
-        return (self.inputs, *self.hidden, self.classes)
-
-    @property
-    def parameters(self) -> int:
-        """All weights and biases."""
-        return sum((before + 1) * after for before, after in pairwise(self.widths))
-
 
 class MLP(nn.Module):
     """Samples [batch, ...] -> logits [batch, classes]."""
@@ -257,10 +204,10 @@ class MLP(nn.Module):
     def __init__(self, shape: MLPShape) -> None:
         super().__init__()
         self.shape = shape
-        pairs = pairwise(shape.widths[:-1])
-        self.blocks = nn.ModuleDict({str(index): nn.Linear(*pair) for index, pair in enumerate(pairs)})
+        widths = (shape.inputs, *shape.hidden)
+        self.blocks = nn.ModuleDict({str(index): nn.Linear(*pair) for index, pair in enumerate(pairwise(widths))})
         self.dropout = nn.Dropout(shape.dropout)
-        self.head: nn.Module | None = nn.Linear(shape.widths[-2], shape.classes)
+        self.head: nn.Module | None = nn.Linear(widths[-1], shape.classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """A pipeline stage takes and returns [batch, features] where it lacks the first or the last modules."""
@@ -275,14 +222,8 @@ class MLP(nn.Module):
         Weights have the variance 2/fan_in that keeps the scale through ReLU (He et al., arXiv:1502.01852, equation
         10), in the last layer 1/fan_in; biases are 0.
         """
-        for name, parameter in self.named_parameters():
-            name = canonical_name(name)
-            if parameter.dim() < 2:
-                constant_(parameter, 0.0, name=name)
-            else:
-                gain = 1.0 if name == "head.weight" else 2.0
-                normal_(parameter, seed=seed, name=name, std=math.sqrt(gain / parameter.shape[1]))
+        gains = {"head.weight": 1.0}
+        fill_parameters(self, seed, lambda name, weight: math.sqrt(gains.get(name, 2.0) / weight.shape[1]))
 
     def plan(self) -> ModelPlan:
-        """Each hidden layer is a unit; nothing splits over a tensor axis."""
         return ModelPlan(blocks=("blocks.*",) if self.shape.hidden else (), last=("head",))

@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardway.errors import Bug
+from shardway.models.contract import canonical_name
 
 CHUNK = 2**18
 """Elements computed at once: bounds the working memory to about 16 MiB however large the parameter is."""
@@ -54,11 +56,9 @@ def normal_(tensor: torch.Tensor, *, seed: int, name: str, std: float, chunk: in
     """
     held = held_part(tensor, name)
     key = _signed(stream_key(seed, name))
-    if held.local.is_contiguous():
-        _fill(held, held.local.view(-1), key, std, chunk)
-    else:
-        buffer = torch.empty_like(held.local, memory_format=torch.contiguous_format)
-        _fill(held, buffer.view(-1), key, std, chunk)
+    buffer = held.local.contiguous()
+    _fill(held, buffer.view(-1), key, std, chunk)
+    if buffer is not held.local:
         held.local.copy_(buffer)
 
 
@@ -66,6 +66,19 @@ def normal_(tensor: torch.Tensor, *, seed: int, name: str, std: float, chunk: in
 def constant_(tensor: torch.Tensor, value: float, *, name: str) -> None:
     """Fill a tensor or DTensor with one value."""
     held_part(tensor, name).local.fill_(value)
+
+
+def fill_parameters(
+    model: nn.Module, seed: int, std: Callable[[str, nn.Parameter], float], zeros: tuple[str, ...] = ("bias",)
+) -> None:
+    """Fill every parameter of a model: matrices with the standard deviation `std` of a name, vectors with 1, or with 0
+    where their names end with one of `zeros`. The values depend on seed and name alone."""
+    for name, parameter in model.named_parameters():
+        name = canonical_name(name)
+        if parameter.dim() < 2:
+            constant_(parameter, 0.0 if name.endswith(zeros) else 1.0, name=name)
+        else:
+            normal_(parameter, seed=seed, name=name, std=std(name, parameter))
 
 
 def stream_key(seed: int, name: str) -> int:
@@ -87,33 +100,23 @@ def held_part(tensor: torch.Tensor, name: str) -> HeldSlice:
 
 
 def _fill(held: HeldSlice, out: torch.Tensor, key: int, std: float, chunk: int) -> None:
+    # Dims that are held whole are folded into the dim before them: a slice of rows becomes one range.
+    dims: list[tuple[int, int, int]] = []  # (size in the whole tensor, length here, first of it)
+    for size, length, first in zip(held.shape, held.local.shape, held.offset, strict=True):
+        if dims and size == length:
+            dims[-1] = (dims[-1][0] * size, dims[-1][1] * size, dims[-1][2] * size)
+        else:
+            dims.append((size, length, first))
+    (_, _, outermost), *inner = dims or [(1, 1, 0)]
     for start in range(0, out.numel(), chunk):
         piece = out[start : start + chunk]
+        # Row-major positions in the local tensor -> row-major indices in the whole one.
         positions = torch.arange(start, start + piece.numel(), dtype=torch.int64, device=out.device)
-        piece.copy_(_values(_global_index(positions, held), key, std))
-
-
-def _global_index(positions: torch.Tensor, held: HeldSlice) -> torch.Tensor:
-    """Row-major positions in the local tensor -> row-major indices in the whole one."""
-    (_, *shape), (_, *extent), (first, *offset) = _merge_whole_dims(held.shape, held.local.shape, held.offset)
-    index, stride = torch.zeros_like(positions), 1
-    for size, length, skipped in reversed(list(zip(shape, extent, offset, strict=True))):
-        index += (positions % length + skipped) * stride
-        positions, stride = positions // length, stride * size
-    return index.add_((positions + first) * stride)
-
-
-def _merge_whole_dims(
-    shape: Sequence[int], extent: Sequence[int], offset: Sequence[int]
-) -> tuple[list[int], list[int], list[int]]:
-    """Fold dims that are held whole into the dim before them: a slice of rows becomes one range."""
-    sizes, lengths, firsts = [*shape[:1]] or [1], [*extent[:1]] or [1], [*offset[:1]] or [0]
-    for size, length, first in zip(shape[1:], extent[1:], offset[1:], strict=True):
-        if size == length:
-            sizes[-1], lengths[-1], firsts[-1] = sizes[-1] * size, lengths[-1] * size, firsts[-1] * size
-        else:
-            sizes, lengths, firsts = [*sizes, size], [*lengths, length], [*firsts, first]
-    return sizes, lengths, firsts
+        index, stride = torch.zeros_like(positions), 1
+        for size, length, first in reversed(inner):
+            index += (positions % length + first) * stride
+            positions, stride = positions // length, stride * size
+        piece.copy_(_values(index.add_((positions + outermost) * stride), key, std))
 
 
 def _values(index: torch.Tensor, key: int, std: float) -> torch.Tensor:

@@ -44,39 +44,89 @@ def trace_module(module: nn.Module, inputs: Inputs, *, name: str = "") -> Measur
     Units are the blocks of the module's plan, or else what its outermost `nn.ModuleList`s hold, or else its children.
     Raises UserError where the forward pass fails, or needs the values of a tensor.
     """
-    given = list(_list_inputs(inputs))
+    named: dict[str, torch.Tensor] = {}
+    if isinstance(inputs, torch.Tensor):
+        given = [inputs]
+    elif isinstance(inputs, Mapping):
+        named, given = dict(inputs), list(inputs.values())
+    else:
+        given = list(inputs)
     if not given or given[0].dim() == 0:
         what = "no inputs" if not given else "a first input without samples"
         raise UserError(f"the model cannot be counted: it was given {what}.\n  To do: give what `forward` takes")
-    module = _copy(module)
-    units = dict(_list_units(module))
-    tally = _Tally([REST, *units])
-    with torch.enable_grad():
-        _run(module, units, tally, inputs)
-    return Measured(
-        name=name or type(module).__name__,
-        units=_merge(_make_units(_count_parameters(module, units), tally, given[0].shape[0])),
-        source=f"traced with {', '.join(map(_render, given))}",
-        value_bytes=next((p.element_size() for p in module.parameters() if p.is_floating_point()), 4),
-    )
-
-
-def _copy(module: nn.Module) -> nn.Module:
-    """A module that shares all tensors with this one; what `forward` leaves in attributes stays in the copy."""
-    tensors = (*module.parameters(), *module.buffers())
-    try:
-        return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+    try:  # shares all tensors with the module; what `forward` leaves in attributes stays in the copy
+        module = copy.deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
     except Exception as error:
         raise UserError(
             f"the model cannot be counted: copy.deepcopy of {type(module).__name__} failed with "
             f"{type(error).__name__}: {error}\n  To do: give the model before anything is wrapped around it"
         ) from error
+    units = dict(_list_units(module))
+    tally = _Tally([REST, *units])
+    for unit_name, unit in units.items():
+        tally.watch(unit_name, unit)
+    with torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        # Parameters and buffers, a shared one once: `functional_call` finds its other names.
+        state = {each: _imitate(tensor) for each, tensor in (*module.named_parameters(), *module.named_buffers())}
+        arguments = () if named else tuple(map(_imitate, given))
+        keywords = {each: _imitate(tensor) for each, tensor in named.items()}
+        try:
+            tally.run(module, state, arguments, keywords)
+        except Exception as error:
+            raise _explain(module, error, tally.inside[-1]) from error
+
+    counted, seen, batch = [], set[int](), given[0].shape[0]
+    for unit_name, unit in (*units.items(), (REST, module)):  # a parameter that is shared counts where it is met first
+        own = [each for each in unit.parameters() if id(each) not in seen]
+        seen.update(map(id, own))
+        number, counts = sum(each.numel() for each in own), tally.counts[unit_name]
+        if unit_name != REST or number or counts.flops or counts.saved:
+            each_of = Unit(
+                name=unit_name,
+                parameters=number,
+                forward_flops=counts.flops / batch,
+                saved_bytes=counts.saved / batch,
+                fixed_bytes=counts.fixed / batch,
+            )
+            counted.append(each_of)
+    merged = []  # units that follow one another and are alike in all numbers
+    for _, group in groupby(counted, key=lambda unit: replace(unit, name="")):
+        alike = list(group)
+        label = alike[0].name if len(alike) == 1 else f"{alike[0].name} to {alike[-1].name}"
+        merged.append(replace(alike[0], name=label, count=len(alike)))
+    shown = (f"{str(x.dtype).removeprefix('torch.')} [{', '.join(map(str, x.shape))}]" for x in given)
+    return Measured(
+        name=name or type(module).__name__,
+        units=tuple(merged),
+        source=f"traced with {', '.join(shown)}",
+        value_bytes=next((p.element_size() for p in module.parameters() if p.is_floating_point()), 4),
+    )
+
+
+def _imitate(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without numbers, on the CPU wherever the other is: there fused attention has a kernel."""
+    copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return copied.requires_grad_(tensor.requires_grad)
+
+
+def _list_units(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """(name, module) of each unit; none is inside another."""
+    plan = find_plan(module)
+    if plan is not None and plan.blocks:
+        return match_modules(module, plan.blocks)
+    return list(_find_lists(module, "")) or module.named_children()
+
+
+def _find_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield from ((f"{prefix}{name}.{index}", block) for index, block in enumerate(child))
+        else:
+            yield from _find_lists(child, f"{prefix}{name}.")
 
 
 @dataclass
 class _Counts:
-    """What one unit computes and keeps of the whole batch."""
-
     flops: int = 0
     saved: int = 0
     fixed: int = 0
@@ -93,22 +143,15 @@ class _Tally:
         self._counter = FlopCounterMode(display=False, custom_mapping=_UNKNOWN_TO_COUNTER)
         self._counted = 0
 
-    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not count these as kept."""
-        for tensor in tensors:
+    def run(self, module: nn.Module, state: dict[str, torch.Tensor], args: Any, keywords: Any) -> None:
+        """The forward pass with other parameters and buffers, which do not count as kept."""
+        for tensor in state.values():
             self._remember(tensor)
-
-    def run(self, module: nn.Module, state: Mapping[str, torch.Tensor], inputs: Inputs) -> Any:
-        """The forward pass with other parameters and buffers."""
-        args, keywords = _as_arguments(inputs)
         with self._counter, torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
-            outputs = functional_call(module, dict(state), args, keywords)
+            functional_call(module, state, args, keywords)
         self._settle()
-        return outputs
 
     def watch(self, name: str, unit: nn.Module) -> None:
-        """Count for `name` what happens in a unit."""
-
         def enter(*_: Any) -> None:
             self._settle()
             self.inside.append(name)
@@ -134,7 +177,6 @@ class _Tally:
         return tensor
 
     def _remember(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's storage is seen for the first time."""
         storage = tensor.untyped_storage()
         new = storage._cdata not in self._seen
         self._seen[storage._cdata] = storage
@@ -157,109 +199,6 @@ _UNKNOWN_TO_COUNTER = {
     torch.ops.aten._grouped_mm: _grouped_flops,
 }
 """FLOPs of operators from the shapes of their arguments, which torch's own table lacks (torch 2.13)."""
-
-
-def _list_units(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of each unit; none is inside another."""
-    plan = find_plan(module)
-    if plan is not None and plan.blocks:
-        yield from match_modules(module, plan.blocks)
-        return
-    lists = list(_find_lists(module, ""))
-    yield from lists or ((name, child) for name, child in module.named_children())
-
-
-def _find_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """What the outermost lists of modules hold."""
-    for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList):
-            yield from ((f"{prefix}{name}.{index}", block) for index, block in enumerate(child))
-        else:
-            yield from _find_lists(child, f"{prefix}{name}.")
-
-
-def _run(module: nn.Module, units: Mapping[str, nn.Module], tally: _Tally, inputs: Inputs) -> None:
-    """One forward pass on tensors without numbers."""
-    for name, unit in units.items():
-        tally.watch(name, unit)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        state = {name: _imitate(tensor) for name, tensor in _list_state(module)}
-        tally.ignore(state.values())
-        try:
-            tally.run(module, state, _imitate_inputs(inputs))
-        except Exception as error:
-            raise _explain(module, error, tally.inside[-1]) from error
-
-
-def _list_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, a shared one once: `functional_call` finds its other names."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def _imitate(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without numbers, on the CPU wherever the other is: there fused attention has a kernel."""
-    copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return copied.requires_grad_(tensor.requires_grad)
-
-
-def _imitate_inputs(inputs: Inputs) -> Inputs:
-    if isinstance(inputs, torch.Tensor):
-        return _imitate(inputs)
-    if isinstance(inputs, Mapping):
-        return {name: _imitate(tensor) for name, tensor in inputs.items()}
-    return [_imitate(tensor) for tensor in inputs]
-
-
-def _as_arguments(inputs: Inputs) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return tuple(_list_inputs(inputs)), {}
-
-
-def _list_inputs(inputs: Inputs) -> Iterable[torch.Tensor]:
-    if isinstance(inputs, torch.Tensor):
-        return (inputs,)
-    return inputs.values() if isinstance(inputs, Mapping) else inputs
-
-
-def _count_parameters(module: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, int]:
-    """Parameters by unit; one that is shared counts where it is met first."""
-    seen: set[int] = set()
-    counted = {}
-    for name, unit in (*units.items(), (REST, module)):
-        own = [each for each in unit.parameters() if id(each) not in seen]
-        seen.update(map(id, own))
-        counted[name] = sum(each.numel() for each in own)
-    return counted
-
-
-def _make_units(parameters: Mapping[str, int], tally: _Tally, batch: int) -> Iterator[Unit]:
-    """Blocks in order, then what is in none, where there is such."""
-    for name, number in parameters.items():
-        counts = tally.counts[name]
-        if name != REST or number or counts.flops or counts.saved:
-            yield Unit(
-                name=name,
-                parameters=number,
-                forward_flops=counts.flops / batch,
-                saved_bytes=counts.saved / batch,
-                fixed_bytes=counts.fixed / batch,
-            )
-
-
-def _merge(units: Iterable[Unit]) -> tuple[Unit, ...]:
-    """Units that follow one another and are alike in all numbers as one."""
-    merged = []
-    for _, group in groupby(units, key=lambda unit: replace(unit, name="")):
-        alike = list(group)
-        name = alike[0].name if len(alike) == 1 else f"{alike[0].name} to {alike[-1].name}"
-        merged.append(replace(alike[0], name=name, count=len(alike)))
-    return tuple(merged)
-
-
-def _render(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} [{', '.join(map(str, tensor.shape))}]"
 
 
 def _explain(module: nn.Module, error: Exception, unit: str) -> UserError:

@@ -1,28 +1,78 @@
-"""Shardway's transformer: attention (grouped-query, multi-head latent), feed-forward layers, blocks, the whole model.
+"""Transformers: the decoder-only one (grouped-query or latent attention, dense or with experts), and the
+encoder-decoder of courses.
 
 Invariants:
 - No sub-layer mentions how many heads or features it holds beyond the size of one head, so a projection whose columns
   are split over ranks runs the same code on fewer of them.
 - A feed-forward layer's output is linear in what `down` holds, so parts of the hidden features give parts of a sum.
 - A block is one unit of sharding, compilation and recompute, and its initial values follow from its names.
+- Logits of a token depend on that token and earlier ones alone.
 - `init_weights` fills all that is lost when the model is built on meta.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardway.errors import Problem
-from shardway.models.contract import ModelPlan, Split, canonical_name
-from shardway.models.experts import MixtureOfExperts, Router
-from shardway.models.initialise import constant_, normal_
-from shardway.models.shapes import BlockShape, LatentShape
+from shardway.models.contract import ModelPlan, Split
+from shardway.models.experts import MixtureOfExperts, MixtureShape, Router
+from shardway.models.initialise import fill_parameters
+
+# --- sizes, all resolved
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentShape:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
+
+    kv_rank: int
+    """Features of the latent that keys and values are made from."""
+    q_rank: int
+    """Features of the latent that queries are made from; 0 makes them from the residual stream."""
+    rope_head_dim: int
+    """Features of a head that carry the position, beside its `head_width` that do not."""
+    value_head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """The sizes of blocks of attention and feed-forward, which fit each other: `resolve.rules.model` refuses others."""
+
+    causal: ClassVar[bool] = True
+
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn_dim: int
+    head_dim: int | None = None
+    """Features of a head; None: dim / heads."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = 1e-5
+    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    bias: bool = False
+    """Biases in linear layers (experts have none) and layer norms."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    positions: Literal["rope", "learned"] = "rope"
+    rope_theta: float = 10000.0
+    dropout: float = 0.0
+    latent: LatentShape | None = None
+    mixture: MixtureShape | None = None
+    dense_layers: int = 0
+    """Blocks before the first one with experts."""
+
+    @property
+    def head_width(self) -> int:
+        """Features of one head (in latent attention: those without a position)."""
+        return self.dim // self.heads if self.head_dim is None else self.head_dim
+
 
 # --- attention
 
@@ -83,10 +133,13 @@ class LatentAttention(nn.Module):
         self.wo = nn.Linear(shape.heads * latent.value_head_dim, shape.dim, bias=False)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`positions` [seq] or [batch, seq]."""
         rotary, values = self.latent.rope_head_dim, self.latent.value_head_dim
         turn = rotation(positions, rotary, self.rope_theta)
-        q = self._make_queries(x, *turn)
+        narrow = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x))
+        still, turning = (
+            self.wq(narrow).unflatten(-1, (-1, self.key_width + rotary)).split((self.key_width, rotary), -1)
+        )
+        q = torch.cat((still, rotate(turning, *turn)), dim=-1)
         latent, shared_key = self.kv_down(x).split((self.latent.kv_rank, rotary), dim=-1)
         # [batch, seq, heads, ...], with however many heads this rank's columns make
         k, v = (
@@ -100,14 +153,6 @@ class LatentAttention(nn.Module):
         v = F.pad(v, (0, k.shape[-1] - values))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         return self.wo(self.core(q, k, v)[..., :values].transpose(1, 2).flatten(2))
-
-    def _make_queries(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        if self.q_down is not None and self.q_norm is not None:
-            x = self.q_norm(self.q_down(x))
-        rotary = self.latent.rope_head_dim
-        q = self.wq(x).unflatten(-1, (-1, self.key_width + rotary))
-        still, turning = q.split((self.key_width, rotary), dim=-1)
-        return torch.cat((still, rotate(turning, cos, sin)), dim=-1)
 
 
 class CausalAttention(nn.Module):
@@ -179,7 +224,7 @@ class Block(nn.Module):
         self.attention_norm = build_norm(shape)
         self.attention = Attention(shape) if shape.latent is None else LatentAttention(shape, shape.latent)
         self.ffn_norm = build_norm(shape)
-        mixture = shape.mixture if shape.is_mixed(index) else None
+        mixture = shape.mixture if index >= shape.dense_layers else None
         self.ffn = FeedForward(shape) if mixture is None else MixtureOfExperts(shape.dim, mixture)
         self.dropout = nn.Dropout(shape.dropout)
 
@@ -205,27 +250,20 @@ def build_norm(shape: BlockShape) -> nn.Module:
 def init_blocks_and_ends(model: nn.Module, shape: BlockShape, seed: int) -> None:
     """Fill every parameter and buffer of a model of such blocks; the values depend on seed and name alone.
 
-    Gains are 1, biases and a class token 0, matrices normal with `initial_std`.
+    Gains are 1, biases and a class token 0, matrices normal with sqrt(2/(5 dim)) (Nguyen and Salazar, "Transformers
+    without Tears", arXiv:1910.05895, "SmallInit"), which is GPT-2's 0.02 at dim 1000 and suits narrow models too.
+    Projections that add to the residual stream are divided by sqrt(2 layers), the number of such additions (Radford et
+    al., GPT-2, 2019, section 2.3).
     """
-    for name, parameter in model.named_parameters():
-        name = canonical_name(name)
-        if parameter.dim() < 2:
-            constant_(parameter, 0.0 if name.endswith(("bias", "class_token")) else 1.0, name=name)
-        else:
-            normal_(parameter, seed=seed, name=name, std=initial_std(shape, name))
+    residual = ("attention.wo.weight", "ffn.down.weight", "experts.down", "shared.down")
+
+    def std(name: str, weight: nn.Parameter) -> float:
+        return math.sqrt(2 / (5 * shape.dim)) / (math.sqrt(2 * shape.layers) if name.endswith(residual) else 1.0)
+
+    fill_parameters(model, seed, std, zeros=("bias", "class_token"))
     for module in model.modules():
         if isinstance(module, Router):
             module.reset()
-
-
-def initial_std(shape: BlockShape, name: str) -> float:
-    """sqrt(2/(5 dim)) (Nguyen and Salazar, "Transformers without Tears", arXiv:1910.05895, "SmallInit").
-
-    It is GPT-2's 0.02 at dim 1000 and suits narrow models too. Projections that add to the residual stream are
-    divided by sqrt(2 layers), the number of such additions (Radford et al., GPT-2, 2019, section 2.3).
-    """
-    residual = name.endswith(("attention.wo.weight", "ffn.down.weight", "experts.down", "shared.down"))
-    return math.sqrt(2 / (5 * shape.dim)) / (math.sqrt(2 * shape.layers) if residual else 1.0)
 
 
 def tensor_plan(shape: BlockShape) -> dict[str, Split]:
@@ -236,19 +274,10 @@ def tensor_plan(shape: BlockShape) -> dict[str, Split]:
     else:
         plan["blocks.*.attention.kv_up"] = "column"
     plan["blocks.*.attention.wo"] = "row"
-    if shape.mixed_layers < shape.layers:
+    if shape.mixture is None or shape.dense_layers:
         plan |= {"blocks.*.ffn.gate": "column"} if shape.activation == "swiglu" else {}
         plan |= {"blocks.*.ffn.up": "column", "blocks.*.ffn.down": "row"}
     return plan
-
-
-def held_plan(shape: BlockShape) -> dict[str, int]:
-    """The dims along which weights of experts split by hidden features."""
-    if shape.mixture is None:
-        return {}
-    experts = {"blocks.*.ffn.experts.gate": 1, "blocks.*.ffn.experts.up": 1, "blocks.*.ffn.experts.down": 2}
-    shared = {"blocks.*.ffn.shared.gate": 0, "blocks.*.ffn.shared.up": 0, "blocks.*.ffn.shared.down": 1}
-    return {**experts, **(shared if shape.mixture.shared else {})}
 
 
 # --- the decoder-only transformer
@@ -256,36 +285,16 @@ def held_plan(shape: BlockShape) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape(BlockShape):
-    """The sizes of a transformer, all resolved. Raises UserError where they do not fit each other."""
+    """The sizes of a transformer."""
 
     vocab: int
     tied: bool = True
     max_positions: int = 0
     """Rows of the table of learned positions."""
 
-    def _find_problems(self) -> Iterator[Problem]:
-        yield from super()._find_problems()
-        if self.positions == "learned" and self.max_positions < 1:
-            yield Problem("model.max_positions", f"{self.max_positions} learned positions", allowed="at least 1")
 
-    @property
-    def matrix_parameters(self) -> int:
-        """Parameters that a token is multiplied with: all matrices but tables of embeddings and unused experts."""
-        return self.block_matrices + self.vocab * self.dim
-
-    @property
-    def parameters(self) -> int:
-        """All parameters: blocks, output layer, a separate embedding where not tied, positions, the last norm."""
-        tables = (1 if self.tied else 2) * self.vocab + (self.max_positions if self.positions == "learned" else 0)
-        return self.block_parameters + tables * self.dim + self.norm_parameters
-
-    def flops_per_token(self, seq_len: int) -> int:
-        """Training FLOPs a token: 6 N + 12 L H Q T (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B).
-
-        N counts the matrices; the attention term counts the whole T x T square, as that convention has it, though a
-        causal kernel may skip half. Recompute is not counted.
-        """
-        return 6 * self.matrix_parameters + 12 * self.layers * self.attention_width * seq_len
+_HELD = {"gate": 1, "up": 1, "down": 2}
+"""The dims of hidden features in weights of experts; a shared expert has one dim less."""
 
 
 class Transformer(nn.Module):
@@ -310,7 +319,10 @@ class Transformer(nn.Module):
         """
         if positions is None:
             positions = torch.arange(inputs.shape[-1], device=inputs.device)
-        x = inputs if self.embedding is None else self._embed(self.embedding(inputs), positions)
+        x = inputs
+        if self.embedding is not None:
+            x = self.embedding(inputs)
+            x = self.dropout(x if self.position_embedding is None else x + self.position_embedding(positions))
         for block in self.blocks.values():
             x = block(x, positions)
         if self.head is None:
@@ -318,17 +330,16 @@ class Transformer(nn.Module):
         x = self.norm(x)
         return self.head(x) if self.embedding is None or not self.shape.tied else self.head(x, self.embedding.weight)
 
-    def _embed(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.dropout(x if self.position_embedding is None else x + self.position_embedding(positions))
-
     def init_weights(self, seed: int) -> None:
-        """Fill every parameter and buffer; the values depend on seed and name alone."""
         init_blocks_and_ends(self, self.shape, seed)
 
     def plan(self) -> ModelPlan:
         """Attention and feed-forward are regions; a tied head uses the embedding's weight, split the same way."""
         shape, mixture = self.shape, self.shape.mixture
         positions: dict[str, Split] = {"position_embedding": "sequence"} if shape.positions == "learned" else {}
+        held = {} if mixture is None else {f"blocks.*.ffn.experts.{leaf}": dim for leaf, dim in _HELD.items()}
+        if mixture is not None and mixture.shared:
+            held |= {f"blocks.*.ffn.shared.{leaf}": dim - 1 for leaf, dim in _HELD.items()}
         return ModelPlan(
             blocks=("blocks.*",),
             tensor={
@@ -341,7 +352,7 @@ class Transformer(nn.Module):
                 "head": "logits",
             },
             regions=("blocks.*.attention", "blocks.*.ffn"),
-            held=held_plan(shape),
+            held=held,
             kv_width=shape.head_width if shape.latent is None else 0,
             attention=("blocks.*.attention.core",),
             positions="positions",
@@ -361,3 +372,77 @@ class TiedHead(nn.Module):
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.linear(x, weight)
+
+
+# --- the encoder-decoder of introductory courses (`torch.nn.Transformer`; Vaswani et al., arXiv:1706.03762), as a
+# language model. The source is the sequence; the target is the sequence shifted by one token. The decoder gets the same
+# tokens as the encoder, and no layer sees later ones, not even in the source: `torch.nn.Transformer` with three causal
+# masks
+
+WAVELENGTHS = 10000.0
+"""Base of the wavelengths of sinusoidal positions (Vaswani et al., section 3.5)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderDecoderShape:
+    """The sizes of an encoder-decoder."""
+
+    vocab: int
+    dim: int
+    layers: int
+    """Of the encoder, and as many of the decoder."""
+    heads: int
+    ffn_dim: int
+    dropout: float = 0.0
+
+
+class EncoderDecoder(nn.Module):
+    """Token ids [batch, seq] -> logits [batch, seq, vocab]."""
+
+    def __init__(self, shape: EncoderDecoderShape) -> None:
+        super().__init__()
+        self.shape = shape
+        sizes = (shape.dim, shape.heads, shape.ffn_dim, shape.dropout)
+        layers = [str(index) for index in range(shape.layers)]
+        self.embedding = nn.Embedding(shape.vocab, shape.dim)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.encoder = nn.ModuleDict({name: nn.TransformerEncoderLayer(*sizes, batch_first=True) for name in layers})
+        self.encoder_norm = nn.LayerNorm(shape.dim)
+        self.decoder = nn.ModuleDict({name: nn.TransformerDecoderLayer(*sizes, batch_first=True) for name in layers})
+        self.decoder_norm = nn.LayerNorm(shape.dim)
+        self.head = nn.Linear(shape.dim, shape.vocab)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        seq = inputs.shape[1]
+        later = torch.ones(seq, seq, dtype=torch.bool, device=inputs.device).triu(1)
+        x = self.embedding(inputs) * math.sqrt(self.shape.dim)
+        source = target = self.dropout(x + sinusoids(seq, self.shape.dim, inputs.device).type_as(x))
+        for layer in self.encoder.values():
+            source = layer(source, src_mask=later, is_causal=True)
+        source = self.encoder_norm(source)
+        for layer in self.decoder.values():
+            target = layer(target, source, later, later, tgt_is_causal=True, memory_is_causal=True)
+        # What `nn.Linear` makes of [batch, seq, dim] with a bias is a view, and FSDP2 warns of views that it returns.
+        return F.linear(self.decoder_norm(target), self.head.weight).add_(self.head.bias)
+
+    def init_weights(self, seed: int) -> None:
+        """Fill every parameter; the values depend on seed and name alone.
+
+        Matrices have the variance 2/(inputs + outputs) (Glorot and Bengio, 2010) that `nn.Transformer` gives them;
+        the embedding 1/dim, so that it is of the size of the positions once it is multiplied by sqrt(dim).
+        """
+        small = self.shape.dim**-0.5
+        fill_parameters(
+            self, seed, lambda name, weight: small if name == "embedding.weight" else math.sqrt(2 / sum(weight.shape))
+        )
+
+    def plan(self) -> ModelPlan:
+        """Layers are the units. The decoder needs all of the encoder, so there is no one place to cut a pipeline."""
+        return ModelPlan(blocks=("encoder.*", "decoder.*"))
+
+
+def sinusoids(seq: int, dim: int, device: torch.device) -> torch.Tensor:
+    """Float32 [seq, dim]: sin(position / 10000**(2i/dim)) in feature 2i, the cosine in 2i + 1 (section 3.5)."""
+    exponent = torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim
+    angles = torch.arange(seq, device=device, dtype=torch.float32)[:, None] * WAVELENGTHS**-exponent
+    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, :dim]

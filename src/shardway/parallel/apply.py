@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -33,170 +33,20 @@ from shardway.layout import needs_sharding, stages_of_rank
 from shardway.models.contract import ModelPlan, find_init_weights, find_plan, match_modules
 from shardway.parallel.axes.context import Chunks, apply_context
 from shardway.parallel.axes.expert import apply_experts, connect_routers
-from shardway.parallel.axes.pipeline import (
-    Pipeline,
-    Stage,
-    check_schedule,
-    hide_forward,
-    keep_stages,
-    plan_cut,
-    send_contiguous,
-)
+from shardway.parallel.axes.pipeline import Pipeline, Stage, check_schedule, hide_forward, keep_stages, plan_cut
 from shardway.parallel.axes.replicate import ReplicatedModule, broadcast_from_first, give_back, replicate
-from shardway.parallel.axes.shard import Shards, shard
-from shardway.parallel.axes.tensor import TensorOptions, apply_tensor
-from shardway.parallel.compile import CompileOptions, apply_compile, find_units
-from shardway.parallel.dropout import DropoutSeeds, seed_dropout
-from shardway.parallel.formats.float8 import Blocks, apply_float8
-from shardway.parallel.formats.precision import Precision, apply_formats, formats_of
+from shardway.parallel.axes.shard import shard
+from shardway.parallel.axes.tensor import apply_tensor
+from shardway.parallel.blocks import (
+    DropoutSeeds,
+    apply_compile,
+    apply_recompute,
+    find_units,
+    seed_dropout,
+)
 from shardway.parallel.mesh import Mesh
-from shardway.parallel.recompute import apply_recompute
+from shardway.parallel.precision import Precision, apply_float8, apply_formats
 from shardway.runfile.schema import ParallelSection, RecomputeSection
-
-# --- models that torch's wrappers do not take
-
-_WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
-
-
-def check_takes(model: nn.Module, ranks: int) -> None:
-    """Raise UserError where a model cannot be made parallel over so many ranks, whatever the layout."""
-    problems = [*_list_wrappers(model), *_list_lazy(model)]
-    if not problems:
-        problems = [*_list_tensors(model), *(_list_sparse_gradients(model) if ranks > 1 else ())]
-    check_no_problems(f"what run.shard was given, a {type(model).__name__}", problems)
-
-
-def _list_wrappers(model: nn.Module) -> Iterator[Problem]:
-    for name, module in model.named_modules():
-        if isinstance(module, _WRAPPERS):
-            kind = next(each for each in _WRAPPERS if isinstance(module, each)).__name__
-            remedy = "hand run.shard the model itself; `parallel` of the run file says how it is shared"
-            yield Problem(name or "the model", f"is in the hands of torch's {kind} already", remedy=remedy)
-            return
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            remedy = "hand run.shard the model as it was before; `parallel` of the run file says how it is split"
-            yield Problem(name, "is a DTensor already", remedy=remedy)
-            return
-
-
-def _list_lazy(model: nn.Module) -> Iterator[Problem]:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            remedy = "call the model once with a batch before run.shard(model)"
-            yield Problem(name, "of a lazy module has no shape yet", remedy=remedy)
-
-
-def _list_tensors(model: nn.Module) -> Iterator[Problem]:
-    if next(model.parameters(), None) is None:
-        remedy = "call it as it is, without run.shard; it is nothing that an optimizer could train"
-        yield Problem("the model", "has no parameters", remedy=remedy)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.layout is not torch.strided:
-            layout = str(tensor.layout).removeprefix("torch.")
-            remedy = "keep its indices and values as buffers, or register it with persistent=False after run.shard"
-            yield Problem(
-                name, f"has the layout {layout}, which is neither sent between ranks nor saved", remedy=remedy
-            )
-
-
-def _list_sparse_gradients(model: nn.Module) -> Iterator[Problem]:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            what = "sparse=True: gradients with indices are not added up over ranks"
-            yield Problem(name or "the model", what, remedy="set sparse=False, or train it on one rank")
-
-
-# --- methods of a sharded model beside forward
-
-MIXED = "got mixed torch.Tensor and DTensor"
-"""torch's message if a weight is used that is not gathered."""
-
-_LIBRARIES = ("torch.", "transformers.", "shardway.")
-_NOT_OFFERED = frozenset((*dir(nn.Module), "plan", "init_weights"))
-
-
-def offer_methods(model: nn.Module) -> None:
-    """Let the public methods that a sharded model's class defines work as on one rank."""
-    if not isinstance(model, FSDPModule):
-        return
-    for name in dict.fromkeys(_own_methods(type(model))):
-        model.__dict__[name] = _gathering(model, name, getattr(model, name))
-    if callable(save := getattr(model, "save_pretrained", None)):
-        model.__dict__["save_pretrained"] = _saving_whole(model, save)
-
-
-def _own_methods(kind: type) -> Iterator[str]:
-    for each in kind.__mro__:
-        if each is not FSDPModule and not f"{each.__module__}.".startswith(_LIBRARIES):
-            for name, value in vars(each).items():
-                if inspect.isfunction(value) and not name.startswith("_") and name not in _NOT_OFFERED:
-                    yield name
-
-
-_TRIED = "_shardway_tried"
-"""Attribute of a model while one of its methods is tried on shards."""
-
-
-def _gathering(model: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that gathers once it has been refused for shards.
-
-    A method within another one is a part of that: gathered alone, it would leave whole weights behind it, and the rest
-    would compute with them unseen by FSDP.
-    """
-    gathered: Callable[..., Any] | None = None
-
-    @functools.wraps(method)
-    def call(*inputs: Any, **named: Any) -> Any:
-        nonlocal gathered
-        within = model._get_fsdp_state()._state_ctx.iter_forward_root is not None  # a forward pass
-        if within or _TRIED in model.__dict__:
-            return method(*inputs, **named)
-        if gathered is None:
-            generators = torch.get_rng_state()
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # whole weights that a pass has left would hide that the method needs them
-            model.__dict__[_TRIED] = True
-            try:
-                return method(*inputs, **named)
-            except RuntimeError as error:
-                if MIXED not in str(error):
-                    raise
-            finally:
-                del model.__dict__[_TRIED]
-            torch.set_rng_state(generators)
-            del model.__dict__[name]
-            register_fsdp_forward_method(model, name)
-            gathered, model.__dict__[name] = model.__dict__[name], call
-        return gathered(*inputs, **named)
-
-    return call
-
-
-def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Further names of a weight that a model uses several times -> its first."""
-    first: dict[int, str] = {}
-    names = [(name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)]
-    return {name: earliest for name, earliest in names if name != earliest}
-
-
-def _saving_whole(model: nn.Module, save: Callable[..., Any]) -> Callable[..., Any]:
-    """`save_pretrained` of the Hugging Face library, which takes no shards: rank 0 writes what all have gathered."""
-
-    @functools.wraps(save)
-    def call(*inputs: Any, state_dict: dict[str, Any] | None = None, **named: Any) -> Any:
-        if state_dict is None:
-            state_dict = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-            for name, first in _tied_names(model).items():
-                if first in state_dict:  # on rank 0
-                    state_dict[name] = state_dict[first]
-        result = save(*inputs, state_dict=state_dict, **named) if dist.get_rank() == 0 else None
-        dist.barrier()
-        return result
-
-    return call
-
 
 # --- the ordered function
 
@@ -209,7 +59,7 @@ class ApplyOptions:
     parallel: ParallelSection
     precision: Precision
     recompute: RecomputeSection = field(default_factory=RecomputeSection)
-    compile: CompileOptions = field(default_factory=CompileOptions)
+    compile: str = "off"
     channels_last: bool = False
     seed: int = 0
     fill: Callable[[nn.Module], None] | None = None
@@ -254,75 +104,88 @@ def apply_parallelism(model: nn.Module, mesh: Mesh, device: torch.device, option
     """
     check_takes(model, 1 if mesh.devices is None else mesh.devices.size())
     on_meta = _check_device(model, options)
-    plan = find_plan(model)
-    degrees = {axis: mesh.degree(axis) for axis in ("pp", "tp", "cp", "ep")}
-    if plan is None:
-        _refuse_without_plan(model, degrees)
+    parallel, precision, plan = options.parallel, options.precision, find_plan(model)
+    pp, tp, cp, ep = (mesh.degree(axis) for axis in ("pp", "tp", "cp", "ep"))
+    split = [f"parallel.{axis} = {mesh.degree(axis)}" for axis in ("pp", "tp", "cp", "ep") if mesh.degree(axis) > 1]
+    if plan is None and split:
+        raise UserError(
+            f"{', '.join(split)}: {type(model).__name__} has no plan() that says how it splits.\n"
+            "  To do: give it one (shardway.models.contract.ModelPlan), or use dp_replicate and dp_shard, which take "
+            "any model."
+        )
     if not on_meta:
         model.to(device)
         broadcast_from_first(model, mesh)
     facts = plan or ModelPlan()
-    edges = find_units(model, plan)
-    edges = [edges[0], edges[-1]] if edges else []
-    stages = _cut(model, facts, mesh, device, options.parallel)
-    names: frozenset[str] = frozenset()
-    if degrees["ep"] > 1:
+    all_units = find_units(model, plan)
+
+    stages = [Stage(0, model)]
+    if pp > 1:
+        check_schedule(parallel.pp_schedule, device)
+        per_rank = int(parallel.pp_stages_per_rank)
+        cut = plan_cut(model, facts, pp * per_rank, parallel.pp_split)
+        stages = keep_stages(model, cut, stages_of_rank(mesh.coordinate("pp"), pp, per_rank, parallel.pp_schedule))
+    if ep > 1:
         apply_experts(model, facts, mesh)
-    if degrees["tp"] > 1:
-        choice = TensorOptions(options.parallel.tp_sequence, options.parallel.tp_loss)
-        names = apply_tensor(model, facts, mesh.part("tp"), choice)
-    chunks = Chunks(mesh.coordinate("cp"), mesh.degree("cp"))
-    if degrees["cp"] > 1:
-        apply_context(model, facts, mesh.group("cp"), options.parallel.cp_method)
-    split_sequence = options.parallel.tp_sequence and "sequence" in facts.tensor.values()
-    if degrees["cp"] > 1 or degrees["pp"] > 1:
-        _give_positions(stages, facts, chunks, degrees["tp"] if split_sequence else 1)
+    names: frozenset[str] = frozenset()
+    if tp > 1:
+        keys = {"sequence": parallel.tp_sequence, "split_logits": parallel.tp_loss}
+        names = apply_tensor(model, facts, mesh.part("tp"), **keys)
+    chunks = Chunks(mesh.coordinate("cp"), cp)
+    if cp > 1:
+        apply_context(model, facts, mesh.group("cp"), parallel.cp_method)
+    split_sequence = parallel.tp_sequence and "sequence" in facts.tensor.values()
+    if facts.positions and (cp > 1 or pp > 1):
+        _give_positions(stages, facts.positions, chunks, tp if split_sequence else 1)
     connect_routers(model, mesh)
+
     units = find_units(model, plan)
-    part = chunks.place * degrees["tp"] + mesh.coordinate("tp") if split_sequence else chunks.place
-    dropout = seed_dropout(stages, units, DropoutSeeds(options.seed, part))
+    part = chunks.place * tp + mesh.coordinate("tp") if split_sequence else chunks.place
+    dropout = seed_dropout([stage.module for stage in stages], units, DropoutSeeds(options.seed, part))
     apply_recompute(units, options.recompute)
     for stage in stages:
-        apply_formats(stage.module, formats_of(options.precision, channels_last=options.channels_last))
-    if options.precision.float8 is not None:
-        apply_float8(Blocks(model, units, plan, edges), options.precision.float8, device)
+        apply_formats(stage.module, precision.weights_dtype, channels_last=options.channels_last)
+    if precision.float8 is not None:
+        edges = (all_units[0], all_units[-1]) if all_units else ()
+        apply_float8(model, units, precision.float8, device, plan, edges)
     apply_compile(model, units, options.compile)
+
     if needs_sharding(mesh.layout):
         for stage in stages:
-            shard(stage.module, _pieces(stage.module, facts, units, mesh, device, options))
+            experts = [module for _, module in match_modules(stage.module, facts.experts)] if ep > 1 else []
+            shard(stage.module, units, experts, mesh, parallel, precision, device)
     if on_meta:
         _materialise(model, [stage.module for stage in stages], device, options)
-    if degrees["pp"] == 1:
+    if pp == 1:
         offer_methods(model)
-    splits_logits = degrees["tp"] > 1 and options.parallel.tp_loss and "logits" in facts.tensor.values()
+    splits_logits = tp > 1 and parallel.tp_loss and "logits" in facts.tensor.values()
     whole = ParallelModel(
         model, model, mesh, partial=names, chunks=chunks, splits_logits=splits_logits, dropout=dropout
     )
-    if degrees["pp"] > 1:
+    if pp > 1:
         hide_forward(model)
-        return replace(whole, pipeline=_pipeline(stages, mesh, device, options))
+        for stage in stages:
+            _autocast_forward(stage.module, precision, device)
+        total = pp * len(stages)
+        return replace(whole, pipeline=Pipeline(stages, total, parallel.pp_schedule, mesh.group("pp"), device))
     if options.wrap_copies and mesh.degree("dp_replicate") > 1 and not needs_sharding(mesh.layout):
-        return replace(whole, call=replicate(model, mesh, options.parallel))
+        return replace(whole, call=replicate(model, mesh, parallel))
     return whole
 
 
-def _cut(model: nn.Module, plan: ModelPlan, mesh: Mesh, device: torch.device, parallel: ParallelSection) -> list[Stage]:
-    """The stages of this rank; the model itself where there is no pipeline."""
-    ranks = mesh.degree("pp")
-    if ranks == 1:
-        return [Stage(0, model)]
-    check_schedule(parallel.pp_schedule, device)
-    per_rank = int(parallel.pp_stages_per_rank)
-    cut = plan_cut(model, plan, ranks * per_rank, parallel.pp_split)
-    return keep_stages(model, cut, stages_of_rank(mesh.coordinate("pp"), ranks, per_rank, parallel.pp_schedule))
+def _give_positions(stages: Sequence[Stage], keyword: str, chunks: Chunks, sequence_parts: int) -> None:
+    """Give each stage the positions of its tokens in their sequence, which its input lacks.
 
+    Between stages the sequence may be split over the tensor axis as well; positions are those of the whole of it.
+    """
 
-def _pipeline(stages: Sequence[Stage], mesh: Mesh, device: torch.device, options: ApplyOptions) -> Pipeline:
+    def give(parts: int, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        length = inputs[0].shape[1] * parts
+        return inputs, {**named, keyword: chunks.positions(length, inputs[0].device)}
+
     for stage in stages:
-        send_contiguous(stage.module)
-        _autocast_forward(stage.module, options.precision, device)
-    total = mesh.degree("pp") * len(stages)
-    return Pipeline(stages, total, options.parallel.pp_schedule, mesh.group("pp"), device)
+        parts = 1 if stage.index == 0 else sequence_parts
+        stage.module.register_forward_pre_hook(partial(give, parts), with_kwargs=True)
 
 
 def _autocast_forward(module: nn.Module, precision: Precision, device: torch.device) -> None:
@@ -334,48 +197,6 @@ def _autocast_forward(module: nn.Module, precision: Precision, device: torch.dev
             return forward(*inputs, **named)
 
     module.forward = run
-
-
-def _give_positions(stages: Sequence[Stage], plan: ModelPlan, chunks: Chunks, sequence_parts: int) -> None:
-    """Give each stage the positions of its tokens in their sequence, which its input lacks.
-
-    Between stages the sequence may be split over the tensor axis as well; positions are those of the whole of it.
-    """
-    if not plan.positions:
-        return
-
-    def give(parts: int, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        length = inputs[0].shape[1] * parts
-        return inputs, {**named, plan.positions: chunks.positions(length, inputs[0].device)}
-
-    for stage in stages:
-        parts = 1 if stage.index == 0 else sequence_parts
-        stage.module.register_forward_pre_hook(partial(give, parts), with_kwargs=True)
-
-
-def _pieces(
-    module: nn.Module,
-    plan: ModelPlan,
-    units: Sequence[nn.Module],
-    mesh: Mesh,
-    device: torch.device,
-    options: ApplyOptions,
-) -> Shards:
-    """The parts of one stage that FSDP2 handles separately."""
-    inside = set(module.modules())
-    experts = [part for _, part in match_modules(module, plan.experts)] if mesh.degree("ep") > 1 else []
-    own = [unit for unit in units if unit in inside]
-    return Shards(own, experts, mesh, options.parallel, options.precision, device)
-
-
-def _refuse_without_plan(model: nn.Module, degrees: dict[str, int]) -> None:
-    split = [f"parallel.{axis} = {degree}" for axis, degree in degrees.items() if degree > 1]
-    if split:
-        raise UserError(
-            f"{', '.join(split)}: {type(model).__name__} has no plan() that says how it splits.\n"
-            "  To do: give it one (shardway.models.contract.ModelPlan), or use dp_replicate and dp_shard, which take "
-            "any model."
-        )
 
 
 def _check_device(model: nn.Module, options: ApplyOptions) -> bool:
@@ -396,28 +217,144 @@ def _check_device(model: nn.Module, options: ApplyOptions) -> bool:
 
 
 def _materialise(model: nn.Module, parts: Sequence[nn.Module], device: torch.device, options: ApplyOptions) -> None:
-    ties = _find_ties(model)
-    target = torch.device("cpu") if options.parallel.cpu_offload else device
+    ties = _find_ties(model)  # `to_empty` makes a tensor of its own for each name
     for part in parts:
-        part.to_empty(device=target)
-    for names in ties:
-        _tie(model, names)
+        part.to_empty(device=torch.device("cpu") if options.parallel.cpu_offload else device)
+    for name, first in ties.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
     if options.fill is not None:
         options.fill(model)
     else:
         model.init_weights(options.seed)  # type: ignore[operator]
 
 
-def _find_ties(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several; `to_empty` makes a tensor of its own for each of them."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [each for each in names.values() if len(each) > 1]
+def _find_ties(model: nn.Module) -> dict[str, str]:
+    """Further names of a weight that a model uses several times -> its first."""
+    first: dict[int, str] = {}
+    names = [(name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)]
+    return {name: earliest for name, earliest in names if name != earliest}
 
 
-def _tie(model: nn.Module, names: Sequence[str]) -> None:
-    first, *others = names
-    for name in others:
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
+# --- models that torch's wrappers do not take
+
+_WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
+
+
+def check_takes(model: nn.Module, ranks: int) -> None:
+    """Raise UserError where a model cannot be made parallel over so many ranks, whatever the layout."""
+    problems: list[Problem] = []
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    modules = [(name or "the model", module) for name, module in model.named_modules()]
+    wrapped = ((name, kind.__name__) for name, each in modules for kind in _WRAPPERS if isinstance(each, kind))
+    split = (name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor))
+    if (found := next(wrapped, None)) is not None:
+        remedy = "hand run.shard the model itself; `parallel` of the run file says how it is shared"
+        problems.append(Problem(found[0], f"is in the hands of torch's {found[1]} already", remedy=remedy))
+    elif (first := next(split, None)) is not None:
+        remedy = "hand run.shard the model as it was before; `parallel` of the run file says how it is split"
+        problems.append(Problem(first, "is a DTensor already", remedy=remedy))
+    for name, tensor in tensors:
+        if is_lazy(tensor):
+            remedy = "call the model once with a batch before run.shard(model)"
+            problems.append(Problem(name, "of a lazy module has no shape yet", remedy=remedy))
+    given = f"what run.shard was given, a {type(model).__name__}"
+    check_no_problems(given, problems)
+
+    if next(model.parameters(), None) is None:
+        remedy = "call it as it is, without run.shard; it is nothing that an optimizer could train"
+        problems.append(Problem("the model", "has no parameters", remedy=remedy))
+    for name, tensor in tensors:
+        if tensor.layout is not torch.strided:
+            layout = str(tensor.layout).removeprefix("torch.")
+            what = f"has the layout {layout}, which is neither sent between ranks nor saved"
+            remedy = "keep its indices and values as buffers, or register it with persistent=False after run.shard"
+            problems.append(Problem(name, what, remedy=remedy))
+    for name, module in modules:
+        if ranks > 1 and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            what = "sparse=True: gradients with indices are not added up over ranks"
+            problems.append(Problem(name, what, remedy="set sparse=False, or train it on one rank"))
+    check_no_problems(given, problems)
+
+
+# --- methods of a sharded model beside forward
+
+MIXED = "got mixed torch.Tensor and DTensor"
+"""torch's message if a weight is used that is not gathered."""
+
+_LIBRARIES = ("torch.", "transformers.", "shardway.")
+_NOT_OFFERED = frozenset((*dir(nn.Module), "plan", "init_weights"))
+
+_TRIED = "_shardway_tried"
+"""Attribute of a model while one of its methods is tried on shards."""
+
+
+def offer_methods(model: nn.Module) -> None:
+    """Let the public methods that a sharded model's class defines work as on one rank."""
+    if not isinstance(model, FSDPModule):
+        return
+    kinds = [kind for kind in type(model).__mro__ if kind is not FSDPModule]
+    names = [
+        name
+        for kind in kinds
+        if not f"{kind.__module__}.".startswith(_LIBRARIES)
+        for name, value in vars(kind).items()
+        if inspect.isfunction(value) and not name.startswith("_") and name not in _NOT_OFFERED
+    ]
+    for name in dict.fromkeys(names):
+        model.__dict__[name] = _gathering(model, name, getattr(model, name))
+    if callable(save := getattr(model, "save_pretrained", None)):
+        model.__dict__["save_pretrained"] = _saving_whole(model, save)
+
+
+def _gathering(model: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that gathers once it has been refused for shards.
+
+    A method within another one is a part of that: gathered alone, it would leave whole weights behind it, and the rest
+    would compute with them unseen by FSDP.
+    """
+    gathered: Callable[..., Any] | None = None
+
+    @functools.wraps(method)
+    def call(*inputs: Any, **named: Any) -> Any:
+        nonlocal gathered
+        within = model._get_fsdp_state()._state_ctx.iter_forward_root is not None  # a forward pass
+        if within or _TRIED in model.__dict__:
+            return method(*inputs, **named)
+        if gathered is None:
+            generators = torch.get_rng_state()
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # whole weights that a pass has left would hide that the method needs them
+            model.__dict__[_TRIED] = True
+            try:
+                return method(*inputs, **named)
+            except RuntimeError as error:
+                if MIXED not in str(error):
+                    raise
+            finally:
+                del model.__dict__[_TRIED]
+            torch.set_rng_state(generators)
+            del model.__dict__[name]
+            register_fsdp_forward_method(model, name)
+            gathered, model.__dict__[name] = model.__dict__[name], call
+        return gathered(*inputs, **named)
+
+    return call
+
+
+def _saving_whole(model: nn.Module, save: Callable[..., Any]) -> Callable[..., Any]:
+    """`save_pretrained` of the Hugging Face library, which takes no shards: rank 0 writes what all have gathered."""
+
+    @functools.wraps(save)
+    def call(*inputs: Any, state_dict: dict[str, Any] | None = None, **named: Any) -> Any:
+        if state_dict is None:
+            state_dict = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            for name, first in _find_ties(model).items():
+                if first in state_dict:  # on rank 0
+                    state_dict[name] = state_dict[first]
+        result = save(*inputs, state_dict=state_dict, **named) if dist.get_rank() == 0 else None
+        dist.barrier()
+        return result
+
+    return call

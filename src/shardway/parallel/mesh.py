@@ -6,7 +6,6 @@ This module must not touch a model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -42,11 +41,9 @@ class Mesh:
     context: dist.ProcessGroup | None = None
 
     def degree(self, dim: str) -> int:
-        """The degree of an axis, or of a dim made of axes."""
         return self.layout.degree(dim)
 
     def coordinate(self, dim: str) -> int:
-        """This rank's place on an axis, or on a dim made of axes."""
         return self.layout.coordinate(self.rank, dim)
 
     @property
@@ -83,20 +80,36 @@ class Mesh:
         return frozenset(dim for dim in (*DIMS, *EXPERT_DIMS) if dim != "pp" and self.coordinate(dim) > 0)
 
     def part(self, *dims: str) -> DeviceMesh:
-        """The sub-grid of these dims that this rank is in, of the grid of weights."""
         return _part(self.devices, dims)
 
     def expert_part(self, *dims: str) -> DeviceMesh:
-        """The sub-grid of these dims that this rank is in, of the grid of experts' weights."""
         return _part(self.experts, dims)
 
     def group(self, dim: str) -> dist.ProcessGroup:
         """The process group of one dim of the grid of weights, or of the context axis."""
-        if dim == "cp":
-            if self.context is None:
-                raise Bug("the sequence is not split, so there is no context group")
-            return self.context
-        return self.part(dim).get_group()
+        if dim != "cp":
+            return self.part(dim).get_group()
+        if self.context is None:
+            raise Bug("the sequence is not split, so there is no context group")
+        return self.context
+
+
+def _part(devices: DeviceMesh | None, dims: tuple[str, ...]) -> DeviceMesh:
+    if devices is None:
+        raise Bug(f"there is no grid to take {' x '.join(dims)} of")
+    return devices[dims] if len(dims) > 1 else devices[dims[0]]
+
+
+def _dims_around(tensor: torch.Tensor) -> tuple[str, ...]:
+    apart = isinstance(tensor, DTensor) and "ep" in (tensor.device_mesh.mesh_dim_names or ())
+    return EXPERT_DIMS if apart else DIMS
+
+
+def _dims_that_split(tensor: torch.Tensor) -> set[str]:
+    if not isinstance(tensor, DTensor):
+        return set()
+    pairs = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
+    return {name for name, placement in pairs if not (placement.is_replicate() or placement.is_partial())}
 
 
 def build_mesh(ranks: Ranks, parallel: ParallelSection) -> Mesh:
@@ -104,11 +117,25 @@ def build_mesh(ranks: Ranks, parallel: ParallelSection) -> Mesh:
     layout = layout_of(parallel)
     if not ranks.grouped:
         return Mesh(layout, ranks.rank, None)
-    if ranks.device.type == "cuda":
-        torch.cuda.set_device(ranks.device)
-    devices = _grid(ranks.device.type, layout, _needed(layout, DIMS))
-    experts = _grid(ranks.device.type, layout, _needed(layout, EXPERT_DIMS)) if layout.ep > 1 else None
-    return Mesh(layout, ranks.rank, devices, experts, _context_group(layout) if layout.degree("cp") > 1 else None)
+    if ranks.device.type != "cpu":
+        torch.accelerator.set_device_index(ranks.device)
+    devices = _grid(ranks.device.type, layout, DIMS)
+    experts = _grid(ranks.device.type, layout, EXPERT_DIMS) if layout.ep > 1 else None
+    context = None
+    if layout.degree("cp") > 1:
+        groups = sorted({layout.peers(rank, "cp") for rank in range(layout.world)})
+        context, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups])
+    return Mesh(layout, ranks.rank, devices, experts, context)
+
+
+def _grid(device: str, layout: Layout, dims: tuple[str, ...]) -> DeviceMesh:
+    """Each dim costs process groups, and so threads and start-up time: only those in use are made.
+
+    FSDP2 wants a dim to shard over also where that has a degree of 1.
+    """
+    always = {EXPERT_SHARD, *([SHARD] if needs_sharding(layout) or layout.world == 1 else [])}
+    needed = tuple(dim for dim in dims if layout.degree(dim) > 1 or dim in always) or (SHARD,)
+    return init_device_mesh(device, tuple(layout.degree(dim) for dim in needed), mesh_dim_names=needed)
 
 
 def set_apart(ranks: Ranks) -> Ranks:
@@ -118,47 +145,3 @@ def set_apart(ranks: Ranks) -> Ranks:
     timeout.
     """
     return replace(ranks, group=dist.new_group(backend="gloo")) if ranks.grouped else ranks
-
-
-def _needed(layout: Layout, dims: Sequence[str]) -> list[str]:
-    """Each dim costs process groups, and so threads and start-up time: only those in use are made.
-
-    FSDP2 wants a dim to shard over also where that has a degree of 1.
-    """
-    always = {SHARD} if needs_sharding(layout) or layout.world == 1 else set()
-    needed = [dim for dim in dims if layout.degree(dim) > 1 or dim in always or dim == EXPERT_SHARD]
-    return needed or [SHARD]
-
-
-def _grid(device: str, layout: Layout, dims: Sequence[str]) -> DeviceMesh:
-    return init_device_mesh(device, tuple(layout.degree(dim) for dim in dims), mesh_dim_names=tuple(dims))
-
-
-def _context_group(layout: Layout) -> dist.ProcessGroup:
-    groups = sorted({layout.peers(rank, "cp") for rank in range(layout.world)})
-    own, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups])
-    if own is None:
-        raise Bug("this rank is in no context group")
-    return own
-
-
-def _part(devices: DeviceMesh | None, dims: Sequence[str]) -> DeviceMesh:
-    if devices is None:
-        raise Bug(f"there is no grid to take {' x '.join(dims)} of")
-    return devices[tuple(dims)] if len(dims) > 1 else devices[dims[0]]
-
-
-def _names(devices: DeviceMesh) -> tuple[str, ...]:
-    return devices.mesh_dim_names or ()
-
-
-def _dims_around(tensor: torch.Tensor) -> tuple[str, ...]:
-    """The dims of the grid that a parameter is laid out on."""
-    return EXPERT_DIMS if isinstance(tensor, DTensor) and "ep" in _names(tensor.device_mesh) else DIMS
-
-
-def _dims_that_split(tensor: torch.Tensor) -> set[str]:
-    if not isinstance(tensor, DTensor):
-        return set()
-    pairs = zip(_names(tensor.device_mesh), tensor.placements, strict=True)
-    return {name for name, placement in pairs if not (placement.is_replicate() or placement.is_partial())}

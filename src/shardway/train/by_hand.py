@@ -32,10 +32,16 @@ from shardway.errors import UserError
 from shardway.layout import needs_sharding
 from shardway.models.contract import held_by_rank
 from shardway.parallel.axes.expert import balance, find_routers, set_gradient_scale
-from shardway.parallel.axes.replicate import ReplicatedModule, SummedGradients, sum_gradients
+from shardway.parallel.axes.replicate import (
+    ReplicatedModule,
+    SummedGradients,
+    own_squares,
+    scale_gradients,
+    send,
+    sum_gradients,
+)
 from shardway.parallel.axes.tensor import sum_partial_gradients
-from shardway.parallel.formats.float8 import compute_scales
-from shardway.parallel.gradients import own_squares, scale_gradients, send
+from shardway.parallel.precision import compute_scales
 from shardway.ranks.stop import read_decision
 from shardway.train.engines.base import Engine, OpenStep, TakenStep
 from shardway.train.engines.torch import explained

@@ -32,13 +32,25 @@ from torch.utils.data import (
 )
 
 from shardway.checkpoint.state import CheckpointState
-from shardway.data.handover import describe_shortage
-from shardway.data.loader import Batch, LoaderOptions, Share, StepLoader, is_map_style, to_device, validation_batches
+from shardway.data.loader import (
+    Batch,
+    HeldOutStream,
+    LoaderOptions,
+    Share,
+    StepLoader,
+    StreamLoader,
+    count_samples,
+    digest_first,
+    is_map_style,
+    read_state,
+    to_device,
+    validation_batches,
+    validation_stream,
+)
 from shardway.data.order import SampleOrder, Skips, position_share
 from shardway.data.samplers import AnyOrder, BatchOrder, SamplerOrder, WholeBatches
 from shardway.data.sources.base import DataSource
-from shardway.data.stream import HeldOutStream, StreamLoader, count_samples, digest_first, read_state, validation_stream
-from shardway.data.workers import fit_workers
+from shardway.data.workers import describe_shortage, fit_workers
 from shardway.errors import UserError
 from shardway.hardware.limits import count_threads, describe_few_cores
 from shardway.rundir.lineage import SkippedRange

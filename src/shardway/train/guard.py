@@ -24,7 +24,7 @@ from typing import Any
 from shardway.data.loader import Batch
 from shardway.errors import JobError, list_some
 from shardway.parallel.apply import ParallelModel
-from shardway.parallel.replicas import ReplicaDifference, compare_replicas
+from shardway.parallel.axes.replicate import ReplicaDifference, compare_replicas
 from shardway.runfile.schema import GuardSection
 from shardway.train.session import Session
 from shardway.train.step import Corruption, GuardChecks, StepResult, Watched

@@ -33,8 +33,8 @@ from shardway.errors import UserError, list_some
 from shardway.models.contract import canonical_name, held_by_rank
 from shardway.parallel.apply import ParallelModel
 from shardway.parallel.axes.replicate import average_buffers
-from shardway.parallel.formats.precision import Precision
 from shardway.parallel.mesh import Mesh
+from shardway.parallel.precision import Precision
 from shardway.ranks.start import Ranks
 from shardway.ranks.stop import Interrupts
 from shardway.runfile.schema import RunFile

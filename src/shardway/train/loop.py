@@ -20,7 +20,7 @@ from shardway.checkpoint.state import CheckpointState, Together, Trained
 from shardway.checkpoint.writer import check_collects
 from shardway.errors import Bug, UserError
 from shardway.parallel.axes.replicate import average_buffers
-from shardway.parallel.formats.float8 import compute_scales
+from shardway.parallel.precision import compute_scales
 from shardway.ranks.failure import AttemptEnd
 from shardway.ranks.heartbeat import Activity
 from shardway.rundir.attempts import Ending

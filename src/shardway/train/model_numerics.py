@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from shardway.models.contract import find_plan
-from shardway.parallel.dropout import drops
-from shardway.parallel.formats.precision import Precision, autocast_model, left_to_model, read_precision
+from shardway.parallel.blocks import drops
+from shardway.parallel.precision import Precision, autocast_model, left_to_model, read_precision
 from shardway.ranks.start import is_out_of_memory
 from shardway.resolve.draft import DERIVED, Resolved, Settled, value_of
 from shardway.resolve.request import Resolution

@@ -46,7 +46,7 @@ def _build(values: RunFile, sample_shape: tuple[int, ...]) -> nn.Module:
     if not section.hf:
         vocab = section.vocab if isinstance(section.vocab, int) else find_sample(values)[1]
         return build_model(section, vocab=vocab, sample_shape=sample_shape)
-    from shardway.models.huggingface.build import build_meta, load_config  # needs the extra `hf`
+    from shardway.models.huggingface.model import build_meta, load_config  # needs the extra `hf`
 
     return build_meta(load_config(locate_model(section.hf, weights=False)))
 

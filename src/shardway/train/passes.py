@@ -33,9 +33,8 @@ from shardway.parallel.apply import ParallelModel
 from shardway.parallel.axes.context import Chunks
 from shardway.parallel.axes.expert import find_routers, set_gradient_scale
 from shardway.parallel.axes.pipeline import LossOf, Pipeline
-from shardway.parallel.axes.replicate import average_buffers, find_copies
-from shardway.parallel.formats.precision import Precision
-from shardway.parallel.gradients import accumulating
+from shardway.parallel.axes.replicate import accumulating, average_buffers, find_copies
+from shardway.parallel.precision import Precision
 from shardway.train.loss import LossSum, as_sum, fill_missing_targets
 
 Loss = Callable[..., LossSum | torch.Tensor]

@@ -80,7 +80,7 @@ def _build(run: Run, data: Data) -> nn.Module:
     section, facts = run.resolved.values.model, data.train.facts
     if not section.hf:
         return build_model(section, vocab=facts.vocab, sample_shape=facts.sample_shape)
-    from shardway.models.huggingface.build import build_huggingface  # needs the extra `hf`
+    from shardway.models.huggingface.model import build_huggingface  # needs the extra `hf`
 
     folder = run.session.ranks.first_then_all(lambda: locate_model(section.hf, weights=section.hf_weights))
     has_checkpoint, tied = run.session.ranks.ask_first(lambda: _look_back(run.session))

@@ -31,7 +31,6 @@ from shardway.checkpoint.writer import check_savable
 from shardway.data.sources.base import DataSource
 from shardway.errors import UserError
 from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
-from shardway.parallel.compile import CompileOptions
 from shardway.plan.economy import GPU_MTBF_SECONDS
 from shardway.ranks.stop import report_errors
 from shardway.resolve import DataFacts, Resolved, scale_of
@@ -181,7 +180,7 @@ class Run:
             parallel=values.parallel,
             precision=numerics.precision,
             recompute=values.recompute,
-            compile=CompileOptions(numerics.compile),
+            compile=numerics.compile,
             channels_last=values.train.channels_last,
             seed=values.train.seed,
             wrap_copies=ENGINES[values.train.engine].wraps_copies,

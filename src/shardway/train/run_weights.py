@@ -44,10 +44,10 @@ from shardway.data.open import open_described
 from shardway.errors import JobError, Problem, UserError, check_no_problems
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
-from shardway.models.huggingface.build import Form, build_huggingface, form_of
+from shardway.models.huggingface.model import Form, build_huggingface, form_of
 from shardway.parallel.apply import ApplyOptions, apply_parallelism
-from shardway.parallel.formats.precision import read_precision
 from shardway.parallel.mesh import build_mesh
+from shardway.parallel.precision import read_precision
 from shardway.ranks.launcher import Placement, find_placement
 from shardway.ranks.start import Ranks, StartOptions, start_ranks
 from shardway.refusals import find_remedy

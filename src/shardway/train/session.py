@@ -32,9 +32,9 @@ from shardway.errors import Bug, JobError, ShardwayError, UserError, render_reas
 from shardway.hardware.catalogue import DeviceFacts, facts_of_cuda
 from shardway.hardware.limits import TaskLimit, explain_limit, read_task_limit, settle_temporary
 from shardway.hardware.probe import probe_machine, render_machine
-from shardway.parallel.compile import apply_backend_switches, set_compile_cache, tf32_put_back
-from shardway.parallel.formats.precision import Precision, read_precision
+from shardway.parallel.blocks import apply_backend_switches, set_compile_cache, tf32_put_back
 from shardway.parallel.mesh import Mesh, build_mesh
+from shardway.parallel.precision import Precision, read_precision
 from shardway.ranks.failure import AttemptEnd, describe_error, find_attempt, report_fault
 from shardway.ranks.ft_launcher_client import open_monitor
 from shardway.ranks.hang import read_hang_timeout

@@ -39,11 +39,17 @@ from shardway.data.batch_tree import list_leaves
 from shardway.errors import UserError
 from shardway.parallel.apply import ParallelModel
 from shardway.parallel.axes.expert import balance
-from shardway.parallel.axes.replicate import Compression, CompressionBefore, find_compression
+from shardway.parallel.axes.replicate import (
+    Compression,
+    CompressionBefore,
+    find_compression,
+    own_squares,
+    scale_gradients,
+    send,
+    sum_bits,
+)
 from shardway.parallel.axes.tensor import sum_partial_gradients
-from shardway.parallel.formats.float8 import compute_scales
-from shardway.parallel.gradients import own_squares, scale_gradients, send
-from shardway.parallel.replicas import sum_bits
+from shardway.parallel.precision import compute_scales
 from shardway.ranks.start import Ranks
 from shardway.ranks.stop import Decision, StepRequests, read_decision
 from shardway.train.loss import LossScale

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardway.data.kinds import IdxKind
 from shardway.data.sources.base import DataPath, DataRequest
-from shardway.data.sources.images import Images, open_arrays, open_idx, open_idx_validation
+from shardway.data.sources.images import Images, open_arrays, open_idx
 from shardway.errors import UserError
 from shardway.runfile.schema import DataSection
 
@@ -177,9 +178,9 @@ def test_an_unpacked_idx_file_that_kept_its_gz_name_is_read(tmp_path: Path) -> N
 
 def test_the_test_files_of_a_folder_are_its_validation_part(tmp_path: Path) -> None:
     save_pair(tmp_path)
-    assert len(open_idx_validation(*asked(tmp_path))) == 6
+    assert len(IdxKind().open_validation(*asked(tmp_path))) == 6
     save_pair(tmp_path, "t10k", count=4)
-    assert len(open_idx_validation(*asked(tmp_path))) == 4
+    assert len(IdxKind().open_validation(*asked(tmp_path))) == 4
 
 
 def test_missing_idx_files_are_named(tmp_path: Path) -> None:

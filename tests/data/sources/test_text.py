@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from shardway.data.sources import text
+from shardway.data.sources import tokens
 from shardway.data.sources.base import DataPath, DataRequest
-from shardway.data.sources.text import list_text, open_text
-from shardway.data.sources.tokens import TokenWindows
+from shardway.data.sources.tokens import TokenWindows, list_text, open_text
 from shardway.errors import JobError, UserError
 from shardway.runfile.schema import DataSection
 
@@ -82,7 +81,7 @@ def test_a_folder_is_prepared_once_and_again_when_it_changes(
     kept = tmp_path / "cache"
     first = read(folder, cache=str(kept))
     with monkeypatch.context() as patch:
-        patch.setattr(text, "_read_document", lambda *_: pytest.fail("read a second time"))
+        patch.setattr(tokens, "_read_document", lambda *_: pytest.fail("read a second time"))
         again = read(folder, cache=str(kept))
         assert again.file == first.file
         assert again.facts == first.facts
@@ -103,7 +102,7 @@ def test_what_a_failure_leaves_half_is_removed(folder: Path, tmp_path: Path, mon
     def stop(*_: object) -> bytes:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(text, "_read_document", stop)
+    monkeypatch.setattr(tokens, "_read_document", stop)
     with pytest.raises(KeyboardInterrupt):
         read(folder, cache=str(tmp_path / "cache"))
     assert list((tmp_path / "cache").iterdir()) == []
@@ -115,7 +114,7 @@ def test_what_a_kill_left_long_ago_is_removed(folder: Path, tmp_path: Path) -> N
     old, new = kept / ".preparing-old", kept / ".preparing-new"
     for left in (old, new):
         left.touch()
-    os.utime(old, (0, time.time() - text.STALE_S - 60))
+    os.utime(old, (0, time.time() - tokens.STALE_S - 60))
     read(folder, cache=str(kept))
     assert not old.exists()
     assert new.exists()
@@ -148,10 +147,10 @@ def test_the_standard_library_is_found(tmp_path: Path) -> None:
 def test_the_cache_follows_the_xdg_specification(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert text.cache_folder("auto") == Path("/somewhere/shardway")
+    assert tokens.cache_folder("auto") == Path("/somewhere/shardway")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert text.cache_folder("auto") == tmp_path / ".cache/shardway"
-    assert text.cache_folder("~/mine") == tmp_path / "mine"
+    assert tokens.cache_folder("auto") == tmp_path / ".cache/shardway"
+    assert tokens.cache_folder("~/mine") == tmp_path / "mine"
 
 
 def test_a_missing_path_is_refused(tmp_path: Path) -> None:
@@ -197,8 +196,8 @@ def test_files_that_may_not_be_read_are_named(folder: Path, monkeypatch: pytest.
 def test_a_file_that_changes_while_it_is_read_ends_the_job(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listing = text.list_text
-    monkeypatch.setattr(text, "list_text", lambda *given: (listing(*given), (folder / "z.py").write_text("x"))[0])
+    listing = tokens.list_text
+    monkeypatch.setattr(tokens, "list_text", lambda *given: (listing(*given), (folder / "z.py").write_text("x"))[0])
     with pytest.raises(JobError) as caught:
         read(folder, cache=str(tmp_path / "cache"))
     assert str(caught.value) == f"{folder / 'z.py'} changed while it was read; start the run again"

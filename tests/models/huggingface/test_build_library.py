@@ -11,8 +11,8 @@ import torch
 
 from runs import lone_rank, read_named, train_tiny
 from shardway.errors import UserError
-from shardway.models.huggingface import build as build_module
-from shardway.models.huggingface.build import build_huggingface
+from shardway.models.huggingface import model as build_module
+from shardway.models.huggingface.model import build_huggingface
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir
 from shardway.train.run_weights import ImportRequest, _resolve, export_on, import_on, resolve_import

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pool import ranks
 from runs import pool_ranks
 from shardway.checkpoint.export import save_weights
-from shardway.models.huggingface.build import build_huggingface, form_of
+from shardway.models.huggingface.model import build_huggingface, form_of
 from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
 from shardway.parallel.axes.tensor import sum_partial_gradients
 from shardway.parallel.mesh import build_mesh

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from shardway.models.contract import find_plan, match_modules
-from shardway.models.huggingface.build import build_huggingface
-from shardway.models.huggingface.families import FAMILIES
-from shardway.models.huggingface.model import HuggingFaceModel
+from shardway.models.huggingface.model import FAMILIES, HuggingFaceModel, build_huggingface
 from shardway.train.loss import token_cross_entropy
 from tiny_hf import TOKENS, load_reference, logits_of, save_tiny
 

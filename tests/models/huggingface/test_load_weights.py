@@ -20,9 +20,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from pool import ranks
 from shardway.errors import UserError
 from shardway.models.huggingface import weights as files_module
-from shardway.models.huggingface.families import ExpertNames
-from shardway.models.huggingface.pieces import TensorRegion, keep_names
-from shardway.models.huggingface.weights import RegionReader, WeightFiles, find_weights, fit_weights, load_weights
+from shardway.models.huggingface.weights import (
+    ExpertNames,
+    RegionReader,
+    TensorRegion,
+    WeightFiles,
+    find_weights,
+    fit_weights,
+    keep_names,
+    load_weights,
+)
 
 
 class Small(nn.Module):

@@ -11,6 +11,7 @@ import torch
 
 from shardway.errors import UserError
 from shardway.hfconfig import read_config
+from shardway.models.experts import MixtureShape
 from shardway.models.huggingface.own import (
     family_of,
     names_of_transformer,
@@ -19,8 +20,7 @@ from shardway.models.huggingface.own import (
     translate,
 )
 from shardway.models.huggingface.weights import find_weights, fit_weights, load_weights
-from shardway.models.shapes import LatentShape, MixtureShape
-from shardway.models.transformer import Transformer, TransformerShape
+from shardway.models.transformer import LatentShape, Transformer, TransformerShape
 from tiny_hf import TOKENS, logits_of, save_tiny
 
 LLAMA = TransformerShape(

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.models.huggingface.families import ExpertNames
-from shardway.models.huggingface.pieces import Arrangement, Shape, TensorRegion, keep_name, part_of, stack
+from shardway.models.huggingface.weights import Arrangement, ExpertNames, Shape, TensorRegion, keep_name, part_of, stack
 
 SIZES = st.integers(1, 5)
 

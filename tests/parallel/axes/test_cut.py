@@ -32,7 +32,7 @@ PLAN = ModelPlan(blocks=("layers.*",), first=("table",), last=("out",))
 
 def test_stages_follow_one_another_and_hold_each_module_once() -> None:
     cut = plan_cut(Net(), PLAN, 2, [1, 2])
-    assert cut.stages == (("table", "layers.0"), ("layers.1", "layers.2", "out"))
+    assert cut == (("table", "layers.0"), ("layers.1", "layers.2", "out"))
 
 
 def test_a_rank_keeps_its_stages_by_their_names() -> None:

@@ -13,51 +13,46 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardway.errors import UserError
-from shardway.parallel.formats.float8 import Blocks, Float8Options, apply_float8, check_float8
-from shardway.parallel.formats.precision import linear_with
-from small_stack import PlannedStack, Stack, build_stack, gradients, stack_loss, token_batch
+from shardway.parallel.precision import apply_float8, check_float8, linear_with
+from shardway.runfile.schema import PrecisionSection
+from small_stack import PlannedStack, Stack, build_stack, float8, gradients, stack_loss, token_batch
 
 CPU = torch.device("cpu")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 
 
-def blocks_of(model: Stack, **facts: Any) -> Blocks:
+def emulated(recipe: str = "tensorwise", **options: Any) -> PrecisionSection:
+    return float8(recipe, emulate=True, **options)
+
+
+def convert(model: Stack, options: PrecisionSection, device: torch.device = CPU, **facts: Any) -> list[str]:
     facts.setdefault("plan", model.plan() if isinstance(model, PlannedStack) else None)
-    return Blocks(model, list(model.blocks), **facts)
-
-
-def emulated(recipe: str = "tensorwise", **options: Any) -> Float8Options:
-    return Float8Options(recipe, emulate=True, **options)
-
-
-def convert(model: Stack, options: Float8Options, **facts: Any) -> Any:
-    return apply_float8(blocks_of(model, **facts), options, CPU)
+    return apply_float8(model, list(model.blocks), options, device, **facts)
 
 
 # --- which layers
 
 
 def test_the_matrices_that_a_plan_splits_are_converted_and_no_others() -> None:
-    report = convert(build_stack(2), emulated())
-    assert report.converted == ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down")
-    assert report.kept == ("blocks.0.router", "blocks.1.router")
-    assert report.render() == "4 of 6 linear layers in blocks multiply in float8 (emulated); 2 kept as they are"
+    model = build_stack(2)
+    assert convert(model, emulated()) == ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
+    assert [type(block.router) for block in model.blocks] == [nn.Linear, nn.Linear]
 
 
 def test_without_a_plan_all_of_the_blocks_are_converted_and_the_output_layer_is_not() -> None:
     model = Stack(1)
-    assert convert(model, emulated()).converted == ("blocks.0.up", "blocks.0.router", "blocks.0.down")
+    assert convert(model, emulated()) == ["blocks.0.up", "blocks.0.router", "blocks.0.down"]
     assert type(model.head) is nn.Linear
     chain = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-    report = apply_float8(Blocks(chain, [chain[0], chain[2]]), emulated(), CPU)
-    assert report.converted == ("0",)
+    report = apply_float8(chain, [chain[0], chain[2]], emulated(), CPU)
+    assert report == ["0"]
 
 
 def test_the_first_and_the_last_block_may_stay() -> None:
     model = build_stack(3)
     edges = (model.blocks[0], model.blocks[2])
-    assert convert(model, emulated(first_last="bf16"), edges=edges).converted == ("blocks.1.up", "blocks.1.down")
-    assert len(convert(build_stack(3), emulated(), edges=edges).converted) == 6
+    assert convert(model, emulated(first_last="bf16"), edges=edges) == ["blocks.1.up", "blocks.1.down"]
+    assert len(convert(build_stack(3), emulated(), edges=edges)) == 6
 
 
 def test_names_parameters_and_what_stands_in_for_forward_stay() -> None:
@@ -70,20 +65,19 @@ def test_names_parameters_and_what_stands_in_for_forward_stay() -> None:
     assert torch.equal(layer(torch.randn(2, 32)), layer.bias.expand(2, -1))
 
 
-def test_layers_whose_dims_do_not_fit_are_counted() -> None:
+def test_layers_whose_dims_do_not_fit_stay() -> None:
     model = build_stack(2)
     model.blocks[1].up = nn.Linear(32, 40)
-    report = convert(model, emulated())
-    assert report.unfit == ("blocks.1.up",)
-    assert "1 have a dim that does not fit, such as blocks.1.up" in report.render()
+    assert convert(model, emulated()) == ["blocks.0.up", "blocks.0.down", "blocks.1.down"]
+    assert type(model.blocks[1].up) is nn.Linear
 
 
 def test_a_model_without_any_layer_that_fits_is_refused() -> None:
     chain = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 10))
     with pytest.raises(UserError, match=r"has none whose dims are multiples of 16 \(0 is not, for one\)"):
-        apply_float8(Blocks(chain, [chain[0], chain[2]]), emulated(), CPU)
+        apply_float8(chain, [chain[0], chain[2]], emulated(), CPU)
     with pytest.raises(UserError, match="has no linear layer inside its blocks"):
-        apply_float8(Blocks(nn.Sequential(nn.Conv2d(3, 3, 3)), []), emulated(), CPU)
+        apply_float8(nn.Sequential(nn.Conv2d(3, 3, 3)), [], emulated(), CPU)
 
 
 # --- how near
@@ -96,7 +90,7 @@ def test_one_layer_is_as_near_as_the_format(recipe: str) -> None:
     chain = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16))
     plain = nn.Linear(64, 32)
     plain.load_state_dict(chain[0].state_dict())
-    apply_float8(Blocks(chain, [chain[0]]), emulated(recipe), CPU)
+    apply_float8(chain, [chain[0]], emulated(recipe), CPU)
     x, out = torch.randn(4, 16, 64), torch.randn(4, 16, 32)
     (chain[0](x) * out).sum().backward()
     (plain(x) * out).sum().backward()
@@ -146,22 +140,23 @@ def _train(model: nn.Module) -> float:
 
 @dataclass(frozen=True)
 class Refused:
-    options: Float8Options
+    options: PrecisionSection
     told: str
 
     def __str__(self) -> str:
-        return f"{self.options.engine}-{self.options.recipe}-{self.options.emulate}"
+        keys = self.options
+        return f"{keys.float8_engine}-{keys.float8_recipe}-{keys.float8_emulate}"
 
 
 REFUSALS = [
     Refused(
-        Float8Options(),
+        float8(),
         'precision.float8_recipe = "tensorwise" cannot be computed on a CPU: it needs an accelerator with compute '
         "capability 8.9 or above.\n  To do: choose another recipe or precision.compute, or precision.float8_emulate = "
         "true with a recipe of torchao other than blockwise (slow: for tests).",
     ),
     Refused(emulated("blockwise"), 'precision.float8_recipe = "blockwise" cannot be computed on a CPU: it needs an'),
-    Refused(Float8Options("mxfp8"), "capability 10.0 or above"),
+    Refused(float8("mxfp8"), "capability 10.0 or above"),
     Refused(emulated(engine="transformer_engine"), "cannot be computed on a CPU"),
 ]
 
@@ -192,11 +187,11 @@ def test_what_an_accelerator_can_do_follows_from_its_capability(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
     gpu = torch.device("cuda")
     if can:
-        assert check_float8(Float8Options(recipe), gpu) is False
+        assert check_float8(float8(recipe), gpu) is False
         return
     version = f"{capability[0]}.{capability[1]}"
     with pytest.raises(UserError, match=rf"cannot be computed on NVIDIA Test \(compute capability {version}\)"):
-        check_float8(Float8Options(recipe), gpu)
+        check_float8(float8(recipe), gpu)
     assert check_float8(emulated(recipe), gpu) is True
 
 
@@ -206,19 +201,18 @@ def test_what_an_accelerator_can_do_follows_from_its_capability(
 )
 def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, engine: str, package: str) -> None:
     _pretend_gpu(monkeypatch)
-    for name in ("shardway.parallel.formats.float8_torchao", "shardway.parallel.formats.float8_te"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "shardway.parallel.float8_torchao", raising=False)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(UserError, match=rf"needs {engine}, which cannot be imported(.|\n)*pip install {package}"):
-        apply_float8(blocks_of(build_stack(1)), Float8Options(engine=engine), torch.device("cuda"))
+        convert(build_stack(1), float8(engine=engine), torch.device("cuda"))
 
 
 def test_a_recipe_that_the_library_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     _pretend_gpu(monkeypatch)
     monkeypatch.setitem(sys.modules, "torchao.prototype.moe_training.mxfp8_linear", None)
     with pytest.raises(UserError, match='"mxfp8" is not in the torchao that is installed'):
-        apply_float8(blocks_of(build_stack(1)), Float8Options("mxfp8"), torch.device("cuda"))
+        convert(build_stack(1), float8("mxfp8"), torch.device("cuda"))
 
 
 def _pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +254,6 @@ def test_transformer_engine_takes_the_place_of_layers_and_keeps_their_parameters
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _pretend_gpu(monkeypatch)
-    monkeypatch.delitem(sys.modules, "shardway.parallel.formats.float8_te", raising=False)
     pytorch, common = types.ModuleType("transformer_engine.pytorch"), types.ModuleType("transformer_engine.common")
     pytorch.Linear, pytorch.fp8_autocast = _TeLinear, _Autocast  # type: ignore[attr-defined]
     common.recipe = types.SimpleNamespace(Float8CurrentScaling=type("Float8CurrentScaling", (), {}))  # type: ignore[attr-defined]
@@ -268,17 +261,14 @@ def test_transformer_engine_takes_the_place_of_layers_and_keeps_their_parameters
     for name, module in (("", whole), (".pytorch", pytorch), (".common", common)):
         monkeypatch.setitem(sys.modules, f"transformer_engine{name}", module)
     whole.pytorch = pytorch  # type: ignore[attr-defined]
-    model, options = build_stack(1), Float8Options(engine="transformer_engine")
+    model, options = build_stack(1), float8(engine="transformer_engine")
     before, expected = dict(model.named_parameters()), gradients(build_stack(1), token_batch())
-    report = apply_float8(blocks_of(model), options, torch.device("cuda"))
-    assert report.converted == ("blocks.0.up", "blocks.0.down")
+    report = convert(model, options, torch.device("cuda"))
+    assert report == ["blocks.0.up", "blocks.0.down"]
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == {
         name: id(parameter) for name, parameter in before.items()
     }
     found = gradients(model, token_batch())
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     with pytest.raises(UserError, match="this version of transformer_engine has no MXFP8BlockScaling"):
-        apply_float8(
-            blocks_of(build_stack(1)), Float8Options("mxfp8", engine="transformer_engine"), torch.device("cuda")
-        )
-    monkeypatch.delitem(sys.modules, "shardway.parallel.formats.float8_te")
+        convert(build_stack(1), float8("mxfp8", engine="transformer_engine"), torch.device("cuda"))

@@ -13,28 +13,28 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from pool import ranks
 from shardway.models.transformer import Transformer, TransformerShape
-from shardway.parallel.axes.tensor import TensorOptions, apply_tensor
-from shardway.parallel.formats.float8 import Blocks, Float8Options, apply_float8, compute_scales
-from shardway.parallel.recompute import apply_recompute
-from shardway.runfile.schema import RecomputeSection
-from small_stack import PlannedStack, build_stack, gradients, stack_loss, token_batch
+from shardway.parallel.axes.tensor import apply_tensor
+from shardway.parallel.blocks import apply_recompute
+from shardway.parallel.precision import apply_float8, compute_scales
+from shardway.runfile.schema import PrecisionSection, RecomputeSection
+from small_stack import PlannedStack, build_stack, float8, gradients, stack_loss, token_batch
 
 CPU = torch.device("cpu")
 
 
-def emulated(recipe: str = "tensorwise", **options: Any) -> Float8Options:
-    return Float8Options(recipe, emulate=True, **options)
+def emulated(recipe: str = "tensorwise", **options: Any) -> PrecisionSection:
+    return float8(recipe, emulate=True, **options)
 
 
-def convert(model: PlannedStack, options: Float8Options) -> None:
-    apply_float8(Blocks(model, list(model.blocks), model.plan()), options, CPU)
+def convert(model: PlannedStack, options: PrecisionSection) -> None:
+    apply_float8(model, list(model.blocks), options, CPU, model.plan())
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((found - expected).norm() / expected.norm()).detach())
 
 
-def _sharded(rank: int, options: Float8Options, dtype: torch.dtype | None = None) -> PlannedStack:
+def _sharded(rank: int, options: PrecisionSection, dtype: torch.dtype | None = None) -> PlannedStack:
     """The model of `build_stack`, built on meta, converted, sharded over two ranks and filled."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     with torch.device("meta"):
@@ -114,14 +114,14 @@ def test_split_and_sharded_weights_recompute_in_float8(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     whole = _transformer()
     whole.init_weights(0)
-    apply_float8(Blocks(whole, list(whole.blocks.values()), whole.plan()), emulated(), CPU)
+    apply_float8(whole, list(whole.blocks.values()), emulated(), CPU, whole.plan())
     with torch.device("meta"):
         model = _transformer()
     plan, units = model.plan(), list(model.blocks.values())
-    apply_tensor(model, plan, mesh["tp"], TensorOptions(sequence=True, split_logits=False))
+    apply_tensor(model, plan, mesh["tp"], sequence=True, split_logits=False)
     apply_recompute(units, RecomputeSection(mode="selective"))
-    report = apply_float8(Blocks(model, units, plan), options, CPU)
-    assert len(report.converted) == 14
+    report = apply_float8(model, units, options, CPU, plan)
+    assert len(report) == 14
     for part in (*units, model):
         fully_shard(part, mesh=mesh["dp_shard"])
     model.to_empty(device="cpu")

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from pool import ranks
 from shardway.parallel.axes.collectives import split_parameter
-from shardway.parallel.formats.precision import Formats, apply_formats
+from shardway.parallel.precision import apply_formats
 from small_stack import build_stack
 
 
@@ -28,7 +28,7 @@ def seen_inputs(module: nn.Module) -> list[torch.Tensor]:
 def test_bf16_weights_round_once_and_batch_norms_keep_fp32() -> None:
     model, plain = image_model(), image_model()
     model.register_buffer("table", torch.zeros(2))
-    apply_formats(model, Formats(weights=torch.bfloat16))
+    apply_formats(model, torch.bfloat16)
     formats = {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert formats.keys() == dict(plain.named_parameters()).keys()
     assert {name for name, dtype in formats.items() if dtype == torch.float32} == {"1.weight", "1.bias"}
@@ -46,7 +46,7 @@ def test_split_weights_are_cast_too(rank: int, device: str) -> None:
     split_parameter(model, "0.weight", grid, [0])
     model[1].weight = model[0].weight
     expected = model[0].weight.to_local().bfloat16()
-    apply_formats(model, Formats(weights=torch.bfloat16))
+    apply_formats(model, torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model[1].weight is model[0].weight
     assert isinstance(model[0].weight, nn.Parameter)
@@ -56,21 +56,21 @@ def test_split_weights_are_cast_too(rank: int, device: str) -> None:
 
 def test_inputs_are_cast_and_whole_numbers_are_not() -> None:
     model = image_model()
-    apply_formats(model, Formats(weights=torch.bfloat16))
+    apply_formats(model, torch.bfloat16)
     seen = seen_inputs(model[0])
     loss = model(torch.randn(2, 3, 8, 8)).float().square().mean()
     loss.backward()
     assert seen[0].dtype == torch.bfloat16
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16, torch.float32}
     stack = build_stack()
-    apply_formats(stack, Formats(weights=torch.bfloat16))
+    apply_formats(stack, torch.bfloat16)
     assert stack(torch.ones(1, 4, dtype=torch.int64)).dtype == torch.bfloat16
 
 
 def test_channels_last_changes_memory_and_no_value() -> None:
     model, plain = image_model(), image_model()
     images = torch.randn(2, 3, 8, 8)
-    apply_formats(model, Formats(channels_last=True))
+    apply_formats(model, torch.float32, channels_last=True)
     seen = seen_inputs(model[0])
     torch.testing.assert_close(model(images), plain(images), rtol=1e-5, atol=1e-5)
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
@@ -81,7 +81,7 @@ def test_channels_last_changes_memory_and_no_value() -> None:
 def test_a_model_on_meta_keeps_its_memory_order_when_it_is_materialised() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 8, 3))
-    apply_formats(model, Formats(weights=torch.bfloat16, channels_last=True))
+    apply_formats(model, torch.bfloat16, channels_last=True)
     model.to_empty(device="cpu")
     assert model[0].weight.dtype == torch.bfloat16
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
@@ -93,12 +93,12 @@ def test_inputs_by_keyword_and_in_trees_are_brought_too() -> None:
             return (*(tensor.dtype for tensor in pair.values()), mask.dtype)
 
     net = Net()
-    apply_formats(net, Formats(weights=torch.bfloat16))
+    apply_formats(net, torch.bfloat16)
     found = net({"a": torch.zeros(1), "b": torch.zeros(1, dtype=torch.int64)}, mask=torch.zeros(1))
     assert found == (torch.bfloat16, torch.int64, torch.bfloat16)
 
 
 def test_no_format_is_no_change() -> None:
     model = image_model()
-    apply_formats(model, Formats())
+    apply_formats(model, torch.float32)
     assert not model._forward_pre_hooks

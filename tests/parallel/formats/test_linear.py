@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardway.parallel.formats.precision import FormattedLinear, linear_with
+from shardway.parallel.precision import FormattedLinear, linear_with
 
 
 class Halved(FormattedLinear):

@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardway.parallel.formats.float8 import Float8Options
-from shardway.parallel.formats.precision import Formats, Precision, apply_formats, formats_of, read_precision
+from shardway.parallel.precision import Precision, apply_formats, read_precision
 from shardway.runfile.schema import PrecisionSection
-from small_stack import build_stack, gradients, stack_loss, token_batch
+from small_stack import build_stack, float8, gradients, stack_loss, token_batch
 
 CPU = torch.device("cpu")
 
@@ -32,11 +31,11 @@ def read(**keys: Any) -> Precision:
         ({"compute": "fp16"}, Precision(torch.float16, torch.float32)),
         (
             {"compute": "float8", "float8_recipe": "rowwise", "first_last": "bf16", "float8_all_gather": False},
-            Precision(torch.bfloat16, torch.float32, float8=Float8Options("rowwise", first_last="bf16")),
+            Precision(torch.bfloat16, torch.float32, float8=float8("rowwise", first_last="bf16")),
         ),
         (
             {"compute": "float8", "float8_all_gather": True, "float8_emulate": True},
-            Precision(torch.bfloat16, torch.float32, float8=Float8Options(all_gather=True, emulate=True)),
+            Precision(torch.bfloat16, torch.float32, float8=float8(all_gather=True, emulate=True)),
         ),
     ],
 )
@@ -63,11 +62,6 @@ def test_autocast_multiplies_in_the_format(keys: dict[str, Any], dtype: torch.dt
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
 
 
-def test_formats_of_weights_and_images() -> None:
-    assert formats_of(read(compute="bf16")) == Formats()
-    assert formats_of(read(compute="bf16", weights="bf16"), channels_last=True) == Formats(torch.bfloat16, True)
-
-
 def test_weights_in_the_format_of_products_need_no_autocast() -> None:
     with read(compute="bf16", weights="bf16").autocast(CPU):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
@@ -81,7 +75,7 @@ def test_weights_in_the_format_of_products_need_no_autocast() -> None:
 def test_gradients_are_those_of_fp32_within_the_format(keys: dict[str, Any], tolerance: float) -> None:
     """Relative to the norm of each gradient; an 8-bit significand is within 2^-9 = 0.002 a rounding, 11 bits 2^-12."""
     precision, model = read(**keys), build_stack()
-    apply_formats(model, formats_of(precision))
+    apply_formats(model, precision.weights_dtype)
     expected = gradients(build_stack(), token_batch())
     with precision.autocast(CPU):
         loss = stack_loss(model, token_batch())

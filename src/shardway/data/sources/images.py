@@ -59,8 +59,26 @@ def make_images(
 
     `inputs`: uint8 or floating [N, H, W], [N, C, H, W] or [N, features]; `labels`: integers [N] from 0 on.
     """
-    _check_arrays(inputs, labels, place)
-    classes = _check_labels(labels, place, asked.classes)
+    if inputs.dtype != np.uint8 and inputs.dtype.kind != "f":
+        raise place.error(f"has inputs of type {inputs.dtype}", allowed="uint8, or a floating type")
+    if inputs.ndim not in (2, 3, 4):
+        raise place.error(f"has inputs of shape {list(inputs.shape)}", allowed="[N, features], [N, H, W], [N, C, H, W]")
+    if labels.dtype.kind not in "iu" or labels.ndim != 1:
+        raise place.error(f"has targets of type {labels.dtype}, shape {list(labels.shape)}", allowed="integers [N]")
+    if len(inputs) != len(labels):
+        raise place.error(f"has {len(inputs)} inputs but {len(labels)} targets", allowed="one target for each input")
+    if len(labels) == 0:
+        raise place.error("has no samples")
+    lowest, highest = int(labels.min()), int(labels.max())
+    if lowest < 0:
+        raise place.error(f"has the target {lowest}", allowed="0 and above")
+    if asked.classes is not None and highest >= asked.classes:
+        raise place.error(
+            f"has the target {highest}",
+            allowed=f"0 to {asked.classes - 1}, for {asked.classes} classes",
+            remedy="set model.classes to the number of classes of the data",
+        )
+    classes = highest + 1 if asked.classes is None else asked.classes
     shaped = inputs[:, None] if inputs.ndim == 3 else inputs
     section = asked.section
     facts = SourceFacts(
@@ -72,39 +90,7 @@ def make_images(
     return Images(shaped, labels.astype(np.int64), section.mean, section.std, facts)
 
 
-def _check_arrays(inputs: npt.NDArray[Any], labels: npt.NDArray[Any], place: DataPath) -> None:
-    if inputs.dtype != np.uint8 and inputs.dtype.kind != "f":
-        raise place.error(f"has inputs of type {inputs.dtype}", allowed="uint8, or a floating type")
-    if inputs.ndim not in (2, 3, 4):
-        raise place.error(f"has inputs of shape {list(inputs.shape)}", allowed="[N, features], [N, H, W], [N, C, H, W]")
-    if labels.dtype.kind not in "iu" or labels.ndim != 1:
-        raise place.error(f"has targets of type {labels.dtype}, shape {list(labels.shape)}", allowed="integers [N]")
-    if len(inputs) != len(labels):
-        raise place.error(f"has {len(inputs)} inputs but {len(labels)} targets", allowed="one target for each input")
-    if len(labels) == 0:
-        raise place.error("has no samples")
-
-
-def _check_labels(labels: npt.NDArray[Any], place: DataPath, classes: int | None) -> int:
-    lowest, highest = int(labels.min()), int(labels.max())
-    if lowest < 0:
-        raise place.error(f"has the target {lowest}", allowed="0 and above")
-    if classes is not None and highest >= classes:
-        raise place.error(
-            f"has the target {highest}",
-            allowed=f"0 to {classes - 1}, for {classes} classes",
-            remedy="set model.classes to the number of classes of the data",
-        )
-    return highest + 1 if classes is None else classes
-
-
 # --- one .npz file
-
-
-@dataclass(frozen=True, eq=False)
-class _Archive:
-    names: list[str]
-    found: npt.NDArray[Any] | None
 
 
 def open_arrays(place: DataPath, asked: DataRequest) -> Images:
@@ -118,28 +104,24 @@ def open_arrays(place: DataPath, asked: DataRequest) -> Images:
 
 
 def _read_array(place: DataPath, key: str, name: str) -> npt.NDArray[Any]:
-    arrays = _read_named(place, name)
-    if arrays.found is not None:
-        return arrays.found
-    near = difflib.get_close_matches(name, arrays.names, n=1, cutoff=0.4)
-    raise data_error(
-        key,
-        f'"{name}" is not an array of {place.path}',
-        allowed=", ".join(sorted(arrays.names)) or "nothing: the file holds no arrays",
-        remedy=f'did you mean "{near[0]}"?' if near else "",
-    )
-
-
-def _read_named(place: DataPath, name: str) -> _Archive:
     try:
         # A ZipFile of our own, because np.load also takes bare arrays and pickles.
         with zipfile.ZipFile(place.path), np.load(place.path, allow_pickle=False) as arrays:
-            return _Archive(list(arrays.files), arrays[name] if name in arrays.files else None)
+            names = list(arrays.files)
+            if name in names:
+                return arrays[name]
     except (zipfile.BadZipFile, zlib.error, ValueError, EOFError) as error:
         raise place.error(
             "is not a .npz file that can be read: it is damaged, truncated or holds pickled objects",
             remedy="write it with numpy.savez from plain arrays, or copy it again",
         ) from error
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    raise data_error(
+        key,
+        f'"{name}" is not an array of {place.path}',
+        allowed=", ".join(sorted(names)) or "nothing: the file holds no arrays",
+        remedy=f'did you mean "{near[0]}"?' if near else "",
+    )
 
 
 # --- MNIST's idx files, gzip-compressed or not
@@ -154,14 +136,14 @@ def open_idx(place: DataPath, asked: DataRequest, part: str = TRAIN) -> Images:
     """The images and labels of one part ("train" or "t10k") of a folder."""
     if not place.path.is_dir():
         raise place.error("is not a folder", allowed="the folder that holds the idx files")
-    images, labels = _find(place, f"{part}-images-idx3-ubyte"), _find(place, f"{part}-labels-idx1-ubyte")
-    pixels, classes = read_idx(place, images, dims=3), read_idx(place, labels, dims=1)
-    return make_images(pixels, classes, place, asked, f"{images.name} in {place.path}")
-
-
-def open_idx_validation(place: DataPath, asked: DataRequest) -> Images:
-    """The t10k part of a folder, or its train part if it has no t10k files."""
-    return open_idx(place, asked, TEST if has_part(place, TEST) else TRAIN)
+    files = []
+    for name in (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"):
+        found = next((path for path in _candidates(place, name) if path.is_file()), None)
+        if found is None:
+            raise place.error(f"has no file {name} or {name}.gz")
+        files.append(found)
+    pixels, classes = _read_idx(place, files[0], dims=3), _read_idx(place, files[1], dims=1)
+    return make_images(pixels, classes, place, asked, f"{files[0].name} in {place.path}")
 
 
 def has_part(place: DataPath, part: str) -> bool:
@@ -169,9 +151,22 @@ def has_part(place: DataPath, part: str) -> bool:
     return any(path.is_file() for path in _candidates(place, f"{part}-images-idx3-ubyte"))
 
 
-def read_idx(place: DataPath, path: Path, dims: int) -> npt.NDArray[np.uint8]:
-    """The unsigned bytes of an idx file with `dims` dimensions; UserError for any other content."""
-    content = _read_plain(place, path)
+def _candidates(place: DataPath, name: str) -> list[Path]:
+    return [place.path / f"{name}{suffix}" for suffix in ("", ".gz")]
+
+
+def _read_idx(place: DataPath, path: Path, dims: int) -> npt.NDArray[np.uint8]:
+    """The unsigned bytes of an idx file with `dims` dimensions, decompressed if it is gzip, whatever its name (a
+    browser may have unpacked it); UserError for any other content."""
+    content = path.read_bytes()
+    if content[:2] == _GZIP_MAGIC:
+        try:
+            content = gzip.decompress(content)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise place.error(
+                f"holds {path.name}, which cannot be decompressed: it is truncated or damaged",
+                remedy="copy the file again",
+            ) from error
     expected = bytes([0, 0, _UNSIGNED_BYTE, dims])
     if content[:4] != expected:
         raise place.error(
@@ -188,28 +183,3 @@ def read_idx(place: DataPath, path: Path, dims: int) -> npt.NDArray[np.uint8]:
             remedy="copy the file again",
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
-
-
-def _candidates(place: DataPath, name: str) -> list[Path]:
-    return [place.path / f"{name}{suffix}" for suffix in ("", ".gz")]
-
-
-def _find(place: DataPath, name: str) -> Path:
-    for path in _candidates(place, name):
-        if path.is_file():
-            return path
-    raise place.error(f"has no file {name} or {name}.gz")
-
-
-def _read_plain(place: DataPath, path: Path) -> bytes:
-    """The content, decompressed if it is gzip, whatever its name (a browser may have unpacked it)."""
-    content = path.read_bytes()
-    if content[:2] != _GZIP_MAGIC:
-        return content
-    try:
-        return gzip.decompress(content)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise place.error(
-            f"holds {path.name}, which cannot be decompressed: it is truncated or damaged",
-            remedy="copy the file again",
-        ) from error

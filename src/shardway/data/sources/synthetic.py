@@ -78,43 +78,35 @@ class SyntheticImages:
 
 def open_synthetic(asked: DataRequest) -> SyntheticTokens | SyntheticImages:
     """data.samples synthetic samples of the kind that the model takes."""
-    return _make_tokens(asked) if asked.wants == "tokens" else _make_images(asked)
-
-
-def _make_tokens(asked: DataRequest) -> SyntheticTokens:
-    if asked.vocab is None:
-        raise data_error(
-            "data.kind", '"synthetic" has no vocabulary of its own', remedy="set model.vocab to a number of tokens"
+    section, seed, samples = asked.section, asked.seed, asked.section.samples
+    if asked.wants == "tokens":
+        seq_len, vocab = section.seq_len, asked.vocab
+        if vocab is None:
+            what = '"synthetic" has no vocabulary of its own'
+            raise data_error("data.kind", what, remedy="set model.vocab to a number of tokens")
+        facts = SourceFacts(
+            description=f"{samples} made-up samples of {seq_len} tokens, vocabulary {vocab}",
+            fingerprint=fingerprint("synthetic tokens", seed, samples, seq_len, vocab),
+            sample_shape=(seq_len,),
+            vocab=vocab,
         )
-    samples, seq_len = asked.section.samples, asked.section.seq_len
-    facts = SourceFacts(
-        description=f"{samples} made-up samples of {seq_len} tokens, vocabulary {asked.vocab}",
-        fingerprint=fingerprint("synthetic tokens", asked.seed, samples, seq_len, asked.vocab),
-        sample_shape=(seq_len,),
-        vocab=asked.vocab,
-    )
-    cycle = SampleOrder(asked.vocab, asked.seed).ids(np.arange(asked.vocab))
-    return SyntheticTokens(samples, asked.seed, seq_len, cycle, facts)
-
-
-def _make_images(asked: DataRequest) -> SyntheticImages:
-    if asked.classes is None:
+        return SyntheticTokens(samples, seed, seq_len, SampleOrder(vocab, seed).ids(np.arange(vocab)), facts)
+    shape, classes = tuple(section.shape), asked.classes
+    if classes is None:
         raise data_error("data.kind", '"synthetic" has no classes of its own', remedy="set model.classes")
-    samples, shape, classes = asked.section.samples, tuple(asked.section.shape), asked.classes
     facts = SourceFacts(
         description=f"{samples} made-up images of shape {list(shape)}, {classes} classes",
-        fingerprint=fingerprint("synthetic images", asked.seed, samples, shape, classes),
+        fingerprint=fingerprint("synthetic images", seed, samples, shape, classes),
         sample_shape=shape,
         classes=classes,
     )
     # Patterns take the ids just below zero, which no sample has.
-    drawn = _draw(asked.seed, -1 - np.arange(classes), math.prod(shape))
+    drawn = _draw(seed, -1 - np.arange(classes), math.prod(shape))
     patterns = (_as_unit(drawn) * 2.0 - 1.0).astype(np.float32).reshape(classes, *shape)
-    return SyntheticImages(samples, asked.seed, patterns, facts)
+    return SyntheticImages(samples, seed, patterns, facts)
 
 
 def _draw(seed: int, ids: Ids, count: int) -> Words:
-    """`count` random words for each id, [n, count]."""
     keys = derive_keys(np.array([seed], np.uint64), ids)
     return derive_keys(keys[:, None], np.arange(count)[None, :])
 

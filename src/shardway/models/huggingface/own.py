@@ -13,9 +13,8 @@ from typing import Any
 
 from shardway.errors import Problem, check_no_problems
 from shardway.hfconfig import CONFIG
-from shardway.models.huggingface.families import FAMILIES
-from shardway.models.huggingface.pieces import Arrangement, Names, Shape
-from shardway.models.shapes import MixtureShape
+from shardway.models.experts import MixtureShape
+from shardway.models.huggingface.weights import FAMILIES, Arrangement, Names, Shape
 from shardway.models.transformer import TransformerShape
 
 _MODULES: Mapping[str, str] = MappingProxyType(
@@ -40,60 +39,63 @@ _MODULES: Mapping[str, str] = MappingProxyType(
 )
 """A module of the transformer, or of one of its blocks -> what the library calls it."""
 
-_FAMILIES: Mapping[tuple[bool, bool, bool], str] = MappingProxyType(
+_FAMILIES: Mapping[tuple[bool, bool, bool], tuple[str, str]] = MappingProxyType(
     {
-        (False, False, False): "llama",
-        (False, False, True): "qwen2",
-        (False, True, False): "qwen3",
-        (True, False, False): "mixtral",
-        (True, True, False): "qwen3_moe",
+        (False, False, False): ("llama", "LlamaForCausalLM"),
+        (False, False, True): ("qwen2", "Qwen2ForCausalLM"),
+        (False, True, False): ("qwen3", "Qwen3ForCausalLM"),
+        (True, False, False): ("mixtral", "MixtralForCausalLM"),
+        (True, True, False): ("qwen3_moe", "Qwen3MoeForCausalLM"),
     }
 )
-"""(has experts, qk_norm, qkv_bias) -> `model_type`."""
+"""(has experts, qk_norm, qkv_bias) -> `model_type` and class."""
+
+_ARCHITECTURES = MappingProxyType(dict(_FAMILIES.values()))
+
+
+def _list_misfits(wanted: Mapping[str, tuple[Any, Sequence[Any]]], what: str) -> list[Problem]:
+    """A problem for each key whose value is none of those that are computed."""
+    return [
+        Problem(
+            key,
+            f"{value!r} {what}",
+            allowed=", ".join("none" if each is None else str(each).lower() for each in allowed),
+        )
+        for key, (value, allowed) in wanted.items()
+        if value not in allowed
+    ]
 
 
 def family_of(shape: TransformerShape) -> str:
     """The `model_type` that computes what this shape does. Raises UserError that names every key with no form there."""
-    family = _FAMILIES.get((shape.mixture is not None, shape.qk_norm, shape.qkv_bias))
+    mixture, qwen = shape.mixture, shape.qk_norm
+    family, _ = _FAMILIES.get((mixture is not None, shape.qk_norm, shape.qkv_bias), (None, ""))
     wanted: dict[str, tuple[Any, Sequence[Any]]] = {
-        "norm": (shape.norm, ["rmsnorm"]),
-        "activation": (shape.activation, ["swiglu"]),
-        "positions": (shape.positions, ["rope"]),
-        "kv_rank": (0 if shape.latent is None else shape.latent.kv_rank, [0]),
-        "bias": (shape.bias, [False, True] if family == "llama" else [False]),
-        "qkv_bias": (shape.qkv_bias, [False] if family is None else [shape.qkv_bias]),
-        **(_wanted_of_mixture(shape, shape.mixture) if shape.mixture is not None else {}),
+        "model.norm": (shape.norm, ["rmsnorm"]),
+        "model.activation": (shape.activation, ["swiglu"]),
+        "model.positions": (shape.positions, ["rope"]),
+        "model.kv_rank": (0 if shape.latent is None else shape.latent.kv_rank, [0]),
+        "model.bias": (shape.bias, [False, True] if family == "llama" else [False]),
+        "model.qkv_bias": (shape.qkv_bias, [False] if family is None else [shape.qkv_bias]),
     }
-    problems = [
-        Problem(f"model.{key}", f"{value!r} has no form in Hugging Face's families", allowed=_render_values(allowed))
-        for key, (value, allowed) in wanted.items()
-        if value not in allowed
-    ]
-    check_no_problems("the transformer", problems)
+    if mixture is not None:  # Mixtral; Qwen3-MoE may have dense layers first, and weights that do not sum to one
+        wanted |= {
+            "model.shared_experts": (mixture.shared, [0]),
+            "model.router_score": (mixture.score, ["softmax"]),
+            "model.router_scale": (mixture.scale, [1.0]),
+            "model.balance": (mixture.balance, ["none", "loss"]),
+            "model.capacity_factor": (mixture.capacity_factor, [0.0]),
+            "model.router_normalise": (mixture.normalise, [True, False] if qwen else [True]),
+            "model.dense_layers": (shape.dense_layers, [shape.dense_layers] if qwen else [0]),
+        }
+    check_no_problems("the transformer", _list_misfits(wanted, "has no form in Hugging Face's families"))
     return str(family)
-
-
-def _wanted_of_mixture(shape: TransformerShape, mixture: MixtureShape) -> dict[str, tuple[Any, Sequence[Any]]]:
-    """What Mixtral computes; Qwen3-MoE may have dense layers first, and weights that do not sum to one."""
-    return {
-        "shared_experts": (mixture.shared, [0]),
-        "router_score": (mixture.score, ["softmax"]),
-        "router_scale": (mixture.scale, [1.0]),
-        "balance": (mixture.balance, ["none", "loss"]),
-        "capacity_factor": (mixture.capacity_factor, [0.0]),
-        "router_normalise": (mixture.normalise, [True, False] if shape.qk_norm else [True]),
-        "dense_layers": (shape.dense_layers, [shape.dense_layers] if shape.qk_norm else [0]),
-    }
-
-
-def _render_values(values: Sequence[Any]) -> str:
-    return ", ".join("none" if value is None else str(value).lower() for value in values)
 
 
 def to_huggingface_config(shape: TransformerShape, max_positions: int) -> dict[str, Any]:
     """The config.json of a transformer trained on samples of up to `max_positions` tokens. Raises UserError."""
-    family = family_of(shape)
-    return {
+    family, mixture = family_of(shape), shape.mixture
+    config = {
         "model_type": family,
         "architectures": [_ARCHITECTURES[family]],
         "vocab_size": shape.vocab,
@@ -113,33 +115,20 @@ def to_huggingface_config(shape: TransformerShape, max_positions: int) -> dict[s
         "mlp_bias": shape.bias,
         "bos_token_id": None,
         "eos_token_id": None,
-        **(_config_of_mixture(shape, shape.mixture) if shape.mixture is not None else {}),
     }
-
-
-_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
-    {
-        "llama": "LlamaForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-        "mixtral": "MixtralForCausalLM",
-        "qwen3_moe": "Qwen3MoeForCausalLM",
-    }
-)
-
-
-def _config_of_mixture(shape: TransformerShape, mixture: MixtureShape) -> dict[str, Any]:
-    common = {"num_experts_per_tok": mixture.per_token}
-    if not shape.qk_norm:
-        return {**common, "num_local_experts": mixture.experts, "intermediate_size": mixture.expert_dim}
-    return {
-        **common,
-        "num_experts": mixture.experts,
-        "moe_intermediate_size": mixture.expert_dim,
-        "norm_topk_prob": mixture.normalise,
-        "mlp_only_layers": list(range(shape.dense_layers)),
-        "decoder_sparse_step": 1,
-    }
+    if mixture is not None:
+        config["num_experts_per_tok"] = mixture.per_token
+    if family == "mixtral" and mixture is not None:
+        config |= {"num_local_experts": mixture.experts, "intermediate_size": mixture.expert_dim}
+    if family == "qwen3_moe" and mixture is not None:
+        config |= {
+            "num_experts": mixture.experts,
+            "moe_intermediate_size": mixture.expert_dim,
+            "norm_topk_prob": mixture.normalise,
+            "mlp_only_layers": list(range(shape.dense_layers)),
+            "decoder_sparse_step": 1,
+        }
+    return config
 
 
 def to_transformer_shape(config: Mapping[str, Any]) -> TransformerShape:
@@ -147,10 +136,35 @@ def to_transformer_shape(config: Mapping[str, Any]) -> TransformerShape:
 
     Raises UserError for a family or a setting that it does not compute.
     """
-    family = config.get("model_type")
-    check_no_problems(CONFIG, [*_list_family_problems(family), *_list_setting_problems(config)])
+    family, dense = config.get("model_type"), list(config.get("mlp_only_layers") or [])
+    # Rotary positions: releases before 5 have the base outside, and the kind in `rope_scaling`.
+    older = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
+    rope = {**older, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    wanted: dict[str, tuple[Any, Sequence[Any]]] = {
+        "hidden_act": (config.get("hidden_act", "silu"), ["silu"]),
+        "rope_type": (str(rope.get("rope_type", rope.get("type", "default"))), ["default"]),
+        "attention_bias": (bias, [mlp_bias] if family == "llama" else [False]),
+        "decoder_sparse_step": (config.get("decoder_sparse_step", 1), [1]),
+        "mlp_only_layers": (dense, [list(range(len(dense)))]),
+        "use_sliding_window": (bool(config.get("use_sliding_window")), [False]),
+        "quantization_config": (config.get("quantization_config"), [None]),
+    }
+    problems = _list_misfits(wanted, "is not what Shardway's transformer computes")
+    if family not in _ARCHITECTURES:
+        what, allowed = f"{family!r} is no family that Shardway's transformer computes", ", ".join(_ARCHITECTURES)
+        problems.insert(0, Problem("model_type", what, allowed=allowed, remedy="name it as model.hf instead"))
+    check_no_problems(CONFIG, problems)
     heads, dim = config["num_attention_heads"], config["hidden_size"]
-    dense = config.get("mlp_only_layers") or []
+    mixture = None
+    if family in ("mixtral", "qwen3_moe"):
+        mixture = MixtureShape(
+            experts=config.get("num_experts") or config["num_local_experts"],
+            per_token=config["num_experts_per_tok"],
+            expert_dim=config.get("moe_intermediate_size") or config["intermediate_size"],
+            normalise=family == "mixtral" or bool(config.get("norm_topk_prob")),
+            balance="loss",
+        )
     return TransformerShape(
         vocab=config["vocab_size"],
         dim=dim,
@@ -160,68 +174,14 @@ def to_transformer_shape(config: Mapping[str, Any]) -> TransformerShape:
         ffn_dim=config["intermediate_size"],
         head_dim=config.get("head_dim") or dim // heads,
         norm_eps=config.get("rms_norm_eps", 1e-6),
-        bias=bool(config.get("attention_bias")) and family == "llama",
+        bias=bias and family == "llama",
         qkv_bias=family == "qwen2",
         qk_norm=family in ("qwen3", "qwen3_moe"),
-        rope_theta=_rope(config).get("rope_theta", 10000.0),
+        rope_theta=rope.get("rope_theta", 10000.0),
         tied=bool(config.get("tie_word_embeddings", False)),
-        mixture=_mixture_of(config),
+        mixture=mixture,
         dense_layers=len(dense),
     )
-
-
-def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of rotary positions: releases before 5 have the base outside, and the kind in `rope_scaling`."""
-    older = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
-    return {**older, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-
-
-def _rope_type(config: Mapping[str, Any]) -> str:
-    rope = _rope(config)
-    return str(rope.get("rope_type", rope.get("type", "default")))
-
-
-def _mixture_of(config: Mapping[str, Any]) -> MixtureShape | None:
-    if config["model_type"] not in ("mixtral", "qwen3_moe"):
-        return None
-    experts = config.get("num_experts") or config["num_local_experts"]
-    hidden = config.get("moe_intermediate_size") or config["intermediate_size"]
-    return MixtureShape(
-        experts=experts,
-        per_token=config["num_experts_per_tok"],
-        expert_dim=hidden,
-        normalise=config["model_type"] == "mixtral" or bool(config.get("norm_topk_prob")),
-        balance="loss",
-    )
-
-
-def _list_family_problems(family: Any) -> list[Problem]:
-    if family in _ARCHITECTURES:
-        return []
-    what = f"{family!r} is no family that Shardway's transformer computes"
-    return [Problem("model_type", what, allowed=", ".join(_ARCHITECTURES), remedy="name it as model.hf instead")]
-
-
-def _list_setting_problems(config: Mapping[str, Any]) -> list[Problem]:
-    is_llama = config.get("model_type") == "llama"
-    wanted: dict[str, tuple[Any, Sequence[Any]]] = {
-        "hidden_act": (config.get("hidden_act", "silu"), ["silu"]),
-        "rope_type": (_rope_type(config), ["default"]),
-        "attention_bias": (bool(config.get("attention_bias")), [bool(config.get("mlp_bias"))] if is_llama else [False]),
-        "decoder_sparse_step": (config.get("decoder_sparse_step", 1), [1]),
-        "mlp_only_layers": (_dense_layers(config), [list(range(len(_dense_layers(config))))]),
-        "use_sliding_window": (bool(config.get("use_sliding_window")), [False]),
-        "quantization_config": (config.get("quantization_config"), [None]),
-    }
-    return [
-        Problem(key, f"{value!r} is not what Shardway's transformer computes", allowed=_render_values(allowed))
-        for key, (value, allowed) in wanted.items()
-        if value not in allowed
-    ]
-
-
-def _dense_layers(config: Mapping[str, Any]) -> list[int]:
-    return list(config.get("mlp_only_layers") or [])
 
 
 def names_of_transformer(shape: TransformerShape) -> Names:

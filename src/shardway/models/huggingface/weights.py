@@ -1,15 +1,18 @@
-"""Reads safetensors files by regions, straight into the layout of a model.
+"""Weights in the format of the hub: where parameters stand in files, by family, and safetensors files read by regions,
+straight into the layout of a model.
 
 Invariants:
-- Opening a folder reads headers alone, and `read` no more than the region that is asked for.
-- A rank reads only the part of each parameter that it holds, one piece at a time. All that does not fit is reported at
-  once, before anything is read.
+- The pieces of one arrangement cover a parameter once and without overlap.
+- Opening a folder reads headers alone, and `read` no more than the region that is asked for. A rank reads only the part
+  of each parameter that it holds, one piece at a time. All that does not fit is reported at once, before anything is
+  read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,14 +26,168 @@ from torch import nn
 from shardway.errors import Problem, UserError, check_no_problems
 from shardway.hfconfig import hf_error, import_extra
 from shardway.models.contract import canonical_name
-from shardway.models.huggingface.families import HEAD
-from shardway.models.huggingface.pieces import Arrangement, Names, Shape, TensorRegion, WeightPiece
-from shardway.models.initialise import HeldSlice, held_part
+from shardway.models.initialise import held_part
 
-# --- the tensors of a folder, read by slices
+# --- regions of parameters and of tensors in files
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""What a tied model uses twice: under which names files hold it."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorRegion:
+    """A box of a tensor: where it starts and how far it reaches in each dim."""
+
+    start: Shape
+    shape: Shape
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(first, first + size) for first, size in zip(self.start, self.shape, strict=True))
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in self.shape
+
+    def meet(self, other: TensorRegion) -> TensorRegion:
+        """What both have in common; empty where they are apart."""
+        start = tuple(map(max, self.start, other.start))
+        ends = [min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True)]
+        return TensorRegion(start, tuple(max(0, end - first) for first, end in zip(start, ends, strict=True)))
+
+    def seen_from(self, origin: Shape) -> TensorRegion:
+        """The same box counted from another corner."""
+        return TensorRegion(tuple(a - b for a, b in zip(self.start, origin, strict=True)), self.shape)
+
+
+@dataclass(frozen=True)
+class WeightPiece:
+    """The part `region` of a parameter is what a file's tensor `name` of shape `whole` holds from `start` on.
+
+    A file's tensor may lack leading dims of the parameter, along which the piece is one thick: one expert of a stack.
+    """
+
+    name: str
+    region: TensorRegion
+    whole: Shape
+    start: Shape
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.region.shape)
+
+    def source_of(self, wanted: TensorRegion) -> TensorRegion:
+        """Where in the file's tensor a part of this piece's region stands."""
+        inside = wanted.seen_from(self.region.start)
+        missing = len(inside.start) - len(self.whole)
+        start = tuple(a + b for a, b in zip(inside.start[missing:], self.start, strict=True))
+        return TensorRegion(start, inside.shape[missing:])
+
+
+Arrangement = tuple[WeightPiece, ...]
+"""One way in which a parameter stands in files."""
+
+Names = Callable[[str, Shape], Sequence[Arrangement]]
+"""Name and whole shape of a parameter -> the ways in which files may hold it; the first one is written."""
+
+
+def keep_name(name: str, shape: Shape) -> Arrangement:
+    """The parameter as it is, under `name`."""
+    return part_of(name, shape, dim=0, index=0, parts=1)
+
+
+def keep_names(name: str, shape: Shape) -> Sequence[Arrangement]:
+    """Names that are those of the files."""
+    return (keep_name(name, shape),)
+
+
+def stack(names: Sequence[str], shape: Shape) -> Arrangement:
+    """One tensor of `shape[1:]` for each index of the first dim."""
+    origin = (0,) * (len(shape) - 1)
+    return tuple(
+        WeightPiece(name, TensorRegion((index, *origin), (1, *shape[1:])), shape[1:], origin)
+        for index, name in enumerate(names)
+    )
+
+
+def part_of(name: str, shape: Shape, dim: int, index: int, parts: int) -> Arrangement:
+    """The parameter is one of several that stand side by side along `dim` of a tensor."""
+    whole = tuple(size * parts if d == dim else size for d, size in enumerate(shape))
+    start = tuple(index * size if d == dim else 0 for d, size in enumerate(shape))
+    return (WeightPiece(name, TensorRegion((0,) * len(shape), shape), whole, start),)
+
+
+# --- the supported families
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a family calls a mixture's block and an expert's matrices in its files, where each expert has its own."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+    def __call__(self, name: str, shape: Shape) -> Sequence[Arrangement]:
+        """Files of one tensor per expert, and files of the stacks that transformers computes with."""
+        owner, _, leaf = name.rpartition(".")
+        if not owner.endswith(".mlp.experts"):
+            return keep_name(name.replace(".mlp.gate.", f".{self.block}.gate."), shape), keep_name(name, shape)
+        outside = f"{owner.removesuffix('mlp.experts')}{self.block}.experts"
+        each = [f"{outside}.{index}.{getattr(self, leaf)}.weight" for index in range(shape[0])]
+        if leaf == "down":
+            stacked = keep_name(f"{owner}.down_proj", shape)
+        else:
+            stacked = part_of(f"{owner}.gate_up_proj", shape, dim=1, index=("gate", "up").index(leaf), parts=2)
+        return stack(each, shape), stacked
+
+
+_QWEN_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+
+FAMILIES: Mapping[str, Names] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("llama", "mistral", "qwen2", "qwen3", "olmo", "olmo2", "phi3", "smollm3"),
+            keep_names,
+        ),
+        "mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
+        "qwen2_moe": _QWEN_EXPERTS,
+        "qwen3_moe": _QWEN_EXPERTS,
+    }
+)
+"""`model_type` -> how files name the parameters."""
+
+SPARE = ("*.rotary_emb.inv_freq",)
+"""Tensors that old files hold and that follow from the config."""
+
+SPARE_IF_TIED = (HEAD,)
+
+
+# --- the tensors of a folder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+
+
+class ReadsRegions(Protocol):
+    """Reads regions of tensors, on the CPU."""
+
+    def read(self, name: str, region: TensorRegion) -> torch.Tensor: ...
+
+
+class TensorFiles(Protocol):
+    """Tensors in files, such as `WeightFiles`: what messages name, the whole shape of each, and how they are read."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]: ...
+
+    def open(self) -> AbstractContextManager[ReadsRegions]: ...
 
 
 @dataclass(frozen=True)
@@ -44,12 +201,12 @@ class WeightFiles:
 
     @contextmanager
     def open(self) -> Iterator[RegionReader]:
-        """A reader; the files that it has used stay open until it is closed."""
+        """A reader; the files that it has used stay open until the context ends."""
         reader = RegionReader(self)
         try:
             yield reader
         finally:
-            reader.close()
+            reader.handles.clear()
 
 
 class RegionReader:
@@ -57,30 +214,34 @@ class RegionReader:
 
     def __init__(self, files: WeightFiles) -> None:
         self._files = files
-        self._handles: dict[str, Any] = {}
+        self.handles: dict[str, Any] = {}
 
     def read(self, name: str, region: TensorRegion) -> torch.Tensor:
         """A region of a tensor: a view of the file's pages in memory, of which only those of the region are read."""
-        part = self._handle(self._files.files[name]).get_slice(name)
+        file = self._files.files[name]
+        if file not in self.handles:
+            self.handles[file] = _open(self._files.folder / file)
+        part = self.handles[file].get_slice(name)
         tensor: torch.Tensor = part[region.slices] if region.shape else part[...]
         return tensor
 
-    def close(self) -> None:
-        """Let go of all files."""
-        self._handles.clear()
-
-    def _handle(self, file: str) -> Any:
-        if file not in self._handles:
-            self._handles[file] = _open(self._files.folder / file)
-        return self._handles[file]
-
 
 def find_weights(folder: Path) -> WeightFiles | None:
-    """The weights of a folder, None where there are none: a model that has a config alone.
+    """The weights of a folder, None where there are none: a model that has a config alone. They are in the files that
+    the index names; without one in the usual single file, or in all there are.
 
     Raises UserError for files that are missing, damaged or of another format.
     """
-    names = _list_files(folder)
+    index = folder / INDEX
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if index.is_file():
+        try:
+            placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted({str(file) for file in placed.values()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"{index} is no index of safetensors files: {error!r}\n  To do: fetch it again.") from error
+    elif (folder / SINGLE).is_file():
+        names = [SINGLE]
     if names:
         return _read_headers(folder, names)
     if next(folder.glob("*.bin"), None) is not None:
@@ -94,23 +255,6 @@ def read_weight_file(path: Path) -> WeightFiles:
     return _read_headers(path.parent, [path.name])
 
 
-def _list_files(folder: Path) -> list[str]:
-    """The files that the index names; without one the usual single file, or all there are."""
-    if (folder / INDEX).is_file():
-        return sorted(set(_read_index(folder / INDEX).values()))
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
-    return sorted(path.name for path in folder.glob("*.safetensors"))
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        placed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in placed.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} is no index of safetensors files: {error!r}\n  To do: fetch it again.") from error
-
-
 def _read_headers(folder: Path, names: list[str]) -> WeightFiles:
     files: dict[str, str] = {}
     shapes: dict[str, Shape] = {}
@@ -118,9 +262,8 @@ def _read_headers(folder: Path, names: list[str]) -> WeightFiles:
     for file in names:
         handle = _open(folder / file)
         for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
-            files[name] = file
             part = handle.get_slice(name)
-            shapes[name], dtypes[name] = tuple(part.get_shape()), str(part.get_dtype())
+            files[name], shapes[name], dtypes[name] = file, tuple(part.get_shape()), str(part.get_dtype())
     return WeightFiles(folder, MappingProxyType(files), MappingProxyType(shapes), MappingProxyType(dtypes))
 
 
@@ -142,32 +285,6 @@ def _open(path: Path) -> Any:
 _LISTED = 8
 _ROWS = 4096
 """How much of a matrix is compared at a time."""
-
-
-class ReadsRegions(Protocol):
-    """Reads regions of tensors."""
-
-    def read(self, name: str, region: TensorRegion) -> torch.Tensor:
-        """A region, on the CPU."""
-        ...
-
-
-class TensorFiles(Protocol):
-    """Tensors in files, such as `WeightFiles`: where they are, the shape of each, and how they are read."""
-
-    @property
-    def folder(self) -> Path:
-        """What messages name."""
-        ...
-
-    @property
-    def shapes(self) -> Mapping[str, Shape]:
-        """Name -> whole shape."""
-        ...
-
-    def open(self) -> AbstractContextManager[ReadsRegions]:
-        """A reader."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -200,20 +317,39 @@ def fit_weights(model: nn.Module, files: TensorFiles, names: Names, spare: Itera
     """
     fit = find_fit(model, files, names)
     misfit = find_misfit(fit, spare)
-    misshaped = [
+    misshaped = tuple(
         f"{piece.name} {list(files.shapes[piece.name])} where config.json says {list(piece.whole)}"
         for piece in misfit.misshaped
-    ]
-    check_no_problems(
-        f"the weights in {files.folder}", _list_problems(misfit.missing, misfit.left_over, tuple(misshaped))
     )
+    remedy = "fetch the model again, or correct config.json: they are not of the same model"
+    if HEAD in misfit.missing:
+        remedy = (
+            "set tie_word_embeddings = true in its config.json, if its output layer is its embedding; else save it "
+            "again with its output layer"
+        )
+    problems = []
+    for where, found, what in (
+        ("missing", misfit.missing, "not in the files"),
+        ("left over", misfit.left_over, "in the files, and the model has no such parameter"),
+        ("shape", misshaped, "not of the right shape"),
+    ):
+        if found:  # the first few: a wrong folder has thousands
+            more = [f"and {len(found) - _LISTED} more"] if len(found) > _LISTED else []
+            shown = ", ".join([*found[:_LISTED], *more])
+            problems.append(Problem(where, f"{len(found)} tensors are {what}: {shown}", remedy=remedy))
+    check_no_problems(f"the weights in {files.folder}", problems)
     return fit
 
 
 def find_fit(model: nn.Module, files: TensorFiles, names: Names) -> Fit:
-    """Where the parameters of a whole model should stand in files, whether they do or not."""
-    shapes = {canonical_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return Fit(files, {name: _choose(name, shape, files, names) for name, shape in shapes.items()})
+    """Where the parameters of a whole model should stand in files, whether they do or not: in the first arrangement of
+    which the files have a tensor; where they have none, the first."""
+    found: dict[str, Arrangement] = {}
+    for name, parameter in model.named_parameters():
+        ways = names(canonical_name(name), tuple(parameter.shape))
+        there = (way for way in ways if any(piece.name in files.shapes for piece in way))
+        found[canonical_name(name)] = next(there, ways[0])
+    return Fit(files, found)
 
 
 def find_misfit(fit: Fit, spare: Iterable[str] = ()) -> Misfit:
@@ -233,8 +369,12 @@ def load_weights(model: nn.Module, fit: Fit) -> None:
     with fit.files.open() as reader:
         for name, parameter in model.named_parameters():
             held = held_part(parameter, name)
+            own = TensorRegion(held.offset, tuple(held.local.shape))
             for piece in fit.arrangements[canonical_name(name)]:
-                _fill(held, piece, reader)
+                wanted = own.meet(piece.region)
+                if not wanted.is_empty:
+                    target = held.local[wanted.seen_from(held.offset).slices]
+                    target.copy_(reader.read(piece.name, piece.source_of(wanted)).view(target.shape))
 
 
 def are_equal(files: TensorFiles, one: str, other: str) -> bool:
@@ -248,42 +388,3 @@ def are_equal(files: TensorFiles, one: str, other: str) -> bool:
             if not torch.equal(first.read(one, box).float(), second.read(other, box).float()):
                 return False
     return True
-
-
-def _fill(held: HeldSlice, piece: WeightPiece, reader: ReadsRegions) -> None:
-    wanted = TensorRegion(held.offset, tuple(held.local.shape)).meet(piece.region)
-    if wanted.is_empty:
-        return
-    target = held.local[wanted.seen_from(held.offset).slices]
-    target.copy_(reader.read(piece.name, piece.source_of(wanted)).view(target.shape))
-
-
-def _choose(name: str, shape: Shape, files: TensorFiles, names: Names) -> Arrangement:
-    """The first arrangement of which the files have a tensor; where they have none, the first."""
-    ways = names(name, shape)
-    return next((way for way in ways if any(piece.name in files.shapes for piece in way)), ways[0])
-
-
-def _list_problems(missing: Sequence[str], left_over: Sequence[str], misshaped: Sequence[str]) -> list[Problem]:
-    remedy = "fetch the model again, or correct config.json: they are not of the same model"
-    if HEAD in missing:
-        remedy = (
-            "set tie_word_embeddings = true in its config.json, if its output layer is its embedding; else save it "
-            "again with its output layer"
-        )
-    found = {
-        "missing": (missing, "not in the files"),
-        "left over": (left_over, "in the files, and the model has no such parameter"),
-        "shape": (misshaped, "not of the right shape"),
-    }
-    return [
-        Problem(where, f"{len(names)} tensors are {what}: {_shorten(names)}", remedy=remedy)
-        for where, (names, what) in found.items()
-        if names
-    ]
-
-
-def _shorten(names: Sequence[str]) -> str:
-    """The first few, and how many more: a wrong folder has thousands."""
-    more = [f"and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
-    return ", ".join([*names[:_LISTED], *more])

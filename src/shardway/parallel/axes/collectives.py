@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,30 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from shardway.compat import all_gather_along, reduce_scatter_along
 from shardway.errors import UserError
 
-
-def gather_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[batch, seq / n, ...] -> [batch, seq, ...]; the gradients of all ranks are summed, each keeps its part."""
-    return _GatherSequence.apply(x, group)
-
-
-def scatter_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """A summand [batch, seq, ...] of each rank -> this rank's part of the sum, [batch, seq / n, ...]."""
-    return _ScatterSum.apply(x, group)
-
-
-def copy_in(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The same x on every rank, used by each for a part of a sum: its gradient is the sum of theirs."""
-    return _CopyIn.apply(x, group)
-
-
-def sum_out(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of every rank's x; each passes the gradient of the sum on as it is."""
-    return _SumOut.apply(x, group)
-
-
-def gather_whole(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[..., features / n] -> [..., features]; every rank then computes the same and keeps its part of the gradient."""
-    return _GatherWhole.apply(x, group)
+Collective = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
 
 def gathered(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -69,61 +46,39 @@ def narrow_to_rank(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch
     return x.narrow(dim, group.rank() * size, size)
 
 
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return gathered(x, 1, group)
+def _with_gradient(there: Collective, back: Collective) -> Collective:
+    """`there`, whose gradient is what `back` makes of that of its result."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return scattered_sum(grad, 1, ctx.group), None
+    class Pair(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+            ctx.group = group
+            return there(x, group)
 
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return back(grad, ctx.group), None
 
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return scattered_sum(x, 1, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gathered(grad, 1, ctx.group), None
+    return Pair.apply
 
 
-class _CopyIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
+gather_sequence = _with_gradient(lambda x, group: gathered(x, 1, group), lambda x, group: scattered_sum(x, 1, group))
+"""[batch, seq / n, ...] -> [batch, seq, ...]; the gradients of all ranks are summed, each keeps its part."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return summed(grad, ctx.group), None
+scatter_sum = _with_gradient(lambda x, group: scattered_sum(x, 1, group), lambda x, group: gathered(x, 1, group))
+"""A summand [batch, seq, ...] of each rank -> this rank's part of the sum, [batch, seq / n, ...]."""
 
+copy_in = _with_gradient(lambda x, group: x.view_as(x), summed)
+"""The same x on every rank, used by each for a part of a sum: its gradient is the sum of theirs."""
 
-class _SumOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return summed(x, group)
+sum_out = _with_gradient(summed, lambda x, group: x)
+"""The sum of every rank's x; each passes the gradient of the sum on as it is."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _GatherWhole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return gathered(x, x.dim() - 1, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return narrow_to_rank(grad, grad.dim() - 1, ctx.group).contiguous(), None
-
-
-# --- parameters split over ranks
+gather_whole = _with_gradient(
+    lambda x, group: gathered(x, x.dim() - 1, group),
+    lambda x, group: narrow_to_rank(x, x.dim() - 1, group).contiguous(),
+)
+"""[..., features / n] -> [..., features]; every rank then computes the same and keeps its part of the gradient."""
 
 
 def split_parameter(model: nn.Module, name: str, mesh: DeviceMesh, dims: Sequence[int]) -> None:
@@ -134,25 +89,15 @@ def split_parameter(model: nn.Module, name: str, mesh: DeviceMesh, dims: Sequenc
     parameter = model.get_parameter(name)
     local = parameter.detach()
     for axis, dim in enumerate(dims):
-        local = _part(local, dim, mesh.size(axis), mesh.get_local_rank(axis), f"{name} {list(parameter.shape)}")
+        size, parts = local.shape[dim], mesh.size(axis)
+        if size % parts:
+            raise UserError(
+                f"the parameter {name} {list(parameter.shape)} does not split into {parts} equal parts along dim "
+                f"{dim}.\n  To do: choose a degree that divides {size}, or another size of the model."
+            )
+        local = local.narrow(dim, mesh.get_local_rank(axis) * (size // parts), size // parts)
     placements: list[Placement] = [Shard(dim) for dim in dims]
-    whole = DTensor.from_local(
-        local.clone(memory_format=torch.contiguous_format),
-        mesh,
-        placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    local, layout = local.clone(memory_format=torch.contiguous_format), (parameter.shape, parameter.stride())
+    whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=layout[0], stride=layout[1])
     owner, _, leaf = name.rpartition(".")
     model.get_submodule(owner).register_parameter(leaf, nn.Parameter(whole, parameter.requires_grad))
-
-
-def _part(tensor: torch.Tensor, dim: int, parts: int, place: int, what: str) -> torch.Tensor:
-    size = tensor.shape[dim]
-    if size % parts:
-        raise UserError(
-            f"the parameter {what} does not split into {parts} equal parts along dim {dim}.\n"
-            f"  To do: choose a degree that divides {size}, or another size of the model."
-        )
-    return tensor.narrow(dim, place * (size // parts), size // parts)

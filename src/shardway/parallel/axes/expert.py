@@ -9,7 +9,6 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -93,32 +92,16 @@ def _exchange_around(
 
     `counts` [experts] says how many of this rank's tokens, sorted by expert, each expert of the model gets.
     """
-    route, held_counts = _plan_route(counts, group)
-    arrived = _AllToAll.apply(tokens, route.receive, route.send, group)
-    out = forward(arrived[route.by_expert], held_counts)
-    back = torch.empty_like(out).index_copy(0, route.by_expert, out)
-    return _AllToAll.apply(back, route.send, route.receive, group)
-
-
-@dataclass(frozen=True)
-class _Route:
-    """Tokens to each rank and from each rank, and the order that sorts what arrives by expert."""
-
-    send: Sequence[int]
-    receive: Sequence[int]
-    by_expert: torch.Tensor
-
-
-def _plan_route(counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[_Route, torch.Tensor]:
-    """The route, and how many tokens each expert of this rank gets. Waits for the device: sizes must be known."""
     to_ranks = counts.reshape(group.size(), -1).contiguous()
     from_ranks = torch.empty_like(to_ranks)
     dist.all_to_all_single(from_ranks, to_ranks, group=group)
-    send, receive = torch.stack((to_ranks.sum(1), from_ranks.sum(1))).tolist()
-    held = from_ranks.shape[1]
-    experts = torch.arange(held, device=counts.device).repeat(group.size())
+    send, receive = torch.stack((to_ranks.sum(1), from_ranks.sum(1))).tolist()  # waits for the device: sizes are needed
+    arrived = _AllToAll.apply(tokens, receive, send, group)
+    experts = torch.arange(from_ranks.shape[1], device=counts.device).repeat(group.size())
     by_expert = torch.repeat_interleave(experts, from_ranks.flatten()).argsort(stable=True)
-    return _Route(send, receive, by_expert), from_ranks.sum(0)
+    out = forward(arrived[by_expert], from_ranks.sum(0))
+    back = torch.empty_like(out).index_copy(0, by_expert, out)
+    return _AllToAll.apply(back, send, receive, group)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from types import MappingProxyType
@@ -34,14 +34,8 @@ from shardway.models.contract import ModelPlan, canonical_name, match_modules
 # --- the cut into stages
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The names of the modules of each stage, first stage first."""
-
-    stages: tuple[tuple[str, ...], ...]
-
-    def __len__(self) -> int:
-        return len(self.stages)
+Cut = tuple[tuple[str, ...], ...]
+"""The names of the modules of each stage, first stage first."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +52,39 @@ def plan_cut(model: nn.Module, plan: ModelPlan, stages: int, split: Sequence[int
     Raises UserError for a model that does not say where it may be cut, that shares weights between its ends, or has
     fewer blocks than stages.
     """
-    _check_can_be_cut(model, plan)
+    kind = type(model).__name__
+    if not plan.last or not plan.blocks:
+        raise UserError(
+            f"parallel.pp cuts a model between its blocks, and the plan of {kind} does not say what comes after them.\n"
+            "  To do: name `blocks`, `first` and `last` in its plan, or set parallel.pp = 1."
+        )
+    if plan.shared:
+        pairs = ", ".join(f"{one} and {other}" for one, other in plan.shared)
+        raise UserError(
+            f"{pairs} of {kind} share a weight and would be in different stages of a pipeline.\n"
+            "  To do: do not tie them (model.tied = false), or set parallel.pp = 1."
+        )
+    named = tuple(f"{name}." for name, _ in match_modules(model, (*plan.first, *plan.blocks, *plan.last)))
+    strays = [name for name, _ in model.named_parameters() if not canonical_name(name).startswith(named)]
+    if strays:
+        raise UserError(
+            f"the parameters {', '.join(strays)} of {kind} are in none of the modules that its plan names as `first`, "
+            "`blocks` or `last`, so a pipeline has no stage for them.\n  To do: name their modules in the plan."
+        )
     blocks = match_modules(model, plan.blocks)
     if split:
         counts = list(split)
     else:
-        first, last = (sum(_cost(m, plan) for _, m in match_modules(model, names)) for names in (plan.first, plan.last))
-        counts = balance([_cost(block, plan) for _, block in blocks], stages, first, last)
+        # Multiplications a token: elements of matrices; a lookup costs nothing, experts what a token uses.
+        experts = {p for _, part in match_modules(model, plan.experts) for p in part.parameters()}
+        tables = {p for part in model.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
+
+        def cost(module: nn.Module) -> float:
+            matrices = [p for p in module.parameters() if p.dim() > 1 and p not in tables]
+            return sum(p.numel() * (plan.active if p in experts else 1.0) for p in matrices)
+
+        first, last = (sum(cost(m) for _, m in match_modules(model, names)) for names in (plan.first, plan.last))
+        counts = balance([cost(block) for _, block in blocks], stages, first, last)
     if len(counts) != stages or sum(counts) != len(blocks):
         raise UserError(
             f"parallel.pp_split = {list(counts)} gives {sum(counts)} blocks to {len(counts)} stages; "
@@ -75,8 +95,18 @@ def plan_cut(model: nn.Module, plan: ModelPlan, stages: int, split: Sequence[int
     parts = [names[start:end] for start, end in pairwise(edges)]
     parts[0] = [*plan.first, *parts[0]]
     parts[-1] = [*parts[-1], *plan.last]
-    cut = Cut(tuple(map(tuple, parts)))
-    _check_no_weight_is_in_two_stages(model, cut)
+    cut = tuple(map(tuple, parts))
+    # Also one that a plan does not declare as `shared`: each stage would go on with a weight of its own.
+    stage_of = {name: index for index, part in enumerate(cut) for name in part}
+    seen: dict[int, tuple[str, int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        stage = next(index for part, index in stage_of.items() if canonical_name(name).startswith(f"{part}."))
+        first_name, first_stage = seen.setdefault(id(parameter), (name, stage))
+        if stage != first_stage:
+            raise UserError(
+                f"{first_name} and {name} of {kind} are one weight, and would be in stages {first_stage} "
+                f"and {stage} of a pipeline.\n  To do: give each a weight of its own, or set parallel.pp = 1."
+            )
     return cut
 
 
@@ -86,14 +116,14 @@ def keep_stages(model: nn.Module, cut: Cut, indices: Sequence[int]) -> list[Stag
     A view shares parameters with the model; it differs in which children it shows. Raises UserError where these
     stages have no weight at all.
     """
-    named = {name for part in cut.stages for name in part}
-    _remove(model, "", named - {name for index in indices for name in cut.stages[index]})
+    named = {name for part in cut for name in part}
+    _remove(model, "", named - {name for index in indices for name in cut[index]})
     if next(model.parameters(), None) is None:
         raise UserError(
             f"a rank of the pipeline would hold no weight of {type(model).__name__} (its stages, of {len(cut)}: "
             f"{', '.join(map(str, indices))}).\n  To do: give it a block in parallel.pp_split, or lower parallel.pp."
         )
-    return [Stage(index, _view(model, "", named - set(cut.stages[index]))) for index in indices]
+    return [Stage(index, _view(model, "", named - set(cut[index]))) for index in indices]
 
 
 def balance(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[int]:
@@ -118,69 +148,14 @@ def balance(costs: Sequence[float], stages: int, first: float = 0.0, last: float
     for stage in range(1, stages):
         following = {}
         for end in range(stage + 1, len(costs) + 1):
-            options = (
-                (
-                    max(best[start][0], cost(stage, start, end)),
-                    best[start][1] + cost(stage, start, end) ** 2,
-                    [*best[start][2], end - start],
-                )
-                for start in range(stage, end)
-            )
+            options = []
+            for start in range(stage, end):
+                most, squares, before = best[start]
+                own = cost(stage, start, end)
+                options.append((max(most, own), squares + own**2, [*before, end - start]))
             following[end] = min(options)
         best = following
     return best[len(costs)][2]
-
-
-def _check_can_be_cut(model: nn.Module, plan: ModelPlan) -> None:
-    kind = type(model).__name__
-    if not plan.last or not plan.blocks:
-        raise UserError(
-            f"parallel.pp cuts a model between its blocks, and the plan of {kind} does not say what comes after them.\n"
-            "  To do: name `blocks`, `first` and `last` in its plan, or set parallel.pp = 1."
-        )
-    if plan.shared:
-        pairs = ", ".join(f"{one} and {other}" for one, other in plan.shared)
-        raise UserError(
-            f"{pairs} of {kind} share a weight and would be in different stages of a pipeline.\n"
-            "  To do: do not tie them (model.tied = false), or set parallel.pp = 1."
-        )
-    named = tuple(f"{name}." for name, _ in match_modules(model, (*plan.first, *plan.blocks, *plan.last)))
-    strays = [name for name, _ in model.named_parameters() if not canonical_name(name).startswith(named)]
-    if strays:
-        raise UserError(
-            f"the parameters {', '.join(strays)} of {kind} are in none of the modules that its plan names as `first`, "
-            "`blocks` or `last`, so a pipeline has no stage for them.\n  To do: name their modules in the plan."
-        )
-
-
-def _check_no_weight_is_in_two_stages(model: nn.Module, cut: Cut) -> None:
-    """Also one that a plan does not declare as `shared`: each stage would go on with a weight of its own."""
-    stage_of = {name: index for index, part in enumerate(cut.stages) for name in part}
-    seen: dict[int, tuple[str, int]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        stage = next(index for part, index in stage_of.items() if canonical_name(name).startswith(f"{part}."))
-        first, first_stage = seen.setdefault(id(parameter), (name, stage))
-        if stage != first_stage:
-            raise UserError(
-                f"{first} and {name} of {type(model).__name__} are one weight, and would be in stages {first_stage} "
-                f"and {stage} of a pipeline.\n  To do: give each a weight of its own, or set parallel.pp = 1."
-            )
-
-
-def _cost(module: nn.Module, plan: ModelPlan) -> float:
-    """Multiplications a token: the elements of its matrices; a lookup costs nothing, experts what a token uses."""
-    experts = {id(p) for _, part in match_modules(module, _below(plan.experts, plan.blocks)) for p in part.parameters()}
-    tables = {id(p) for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
-    matrices = [p for p in module.parameters() if p.dim() > 1 and id(p) not in tables]
-    return sum(p.numel() * (plan.active if id(p) in experts else 1.0) for p in matrices)
-
-
-def _below(patterns: Iterable[str], blocks: Iterable[str]) -> list[str]:
-    """Patterns of modules inside a block, as seen from the block."""
-    depths = {block.count(".") + 1 for block in blocks}
-    return [
-        ".".join(pattern.split(".")[depth:]) for pattern in patterns for depth in depths if pattern.count(".") >= depth
-    ]
 
 
 def _remove(module: nn.Module, prefix: str, unwanted: set[str]) -> None:
@@ -248,14 +223,17 @@ class Pipeline:
     _schedules: dict[Any, Any] = field(default_factory=dict)
     _loss_of: LossOf | None = None
 
+    def __post_init__(self) -> None:
+        for stage in self.stages:  # transports take nothing but contiguous memory, forward and backward
+            stage.module.register_forward_pre_hook(_make_gradients_contiguous)
+            stage.module.register_forward_hook(lambda module, inputs, output: output.contiguous())
+
     @property
     def has_first(self) -> bool:
-        """Whether inputs enter on this rank."""
         return self.stages[0].index == 0
 
     @property
     def has_last(self) -> bool:
-        """Whether outputs, and so losses, leave on this rank."""
         return any(stage.index == self.total_stages - 1 for stage in self.stages)
 
     def is_new_to(self, inputs: torch.Tensor, micro_batches: int, *, training: bool) -> bool:
@@ -265,7 +243,9 @@ class Pipeline:
     def run(self, inputs: torch.Tensor, micro_batches: int, loss_of: LossOf, *, training: bool) -> None:
         """One pass: `inputs` [micro_batches x rows, ...] through all stages, `loss_of` for each output on the rank that
         has it, and in training all backward passes. Gradients add to what is there."""
-        schedule = self._schedule_for(inputs, micro_batches, training)
+        if self.is_new_to(inputs, micro_batches, training=training):
+            self._schedules[inputs.shape, micro_batches, training] = self._make_schedule(micro_batches, training)
+        schedule = self._schedules[inputs.shape, micro_batches, training]
         self._loss_of = loss_of
         arguments = (inputs,) if self.has_first else ()
         # torch cuts targets like inputs; numbers of micro-batches in their place let the caller find its own.
@@ -274,22 +254,19 @@ class Pipeline:
         step(*arguments, target=numbers, losses=[] if self.has_last else None, return_outputs=False)
         self._loss_of = None
 
-    def _schedule_for(self, inputs: torch.Tensor, micro_batches: int, training: bool) -> Any:
-        key = (inputs.shape, micro_batches, training)
-        if key not in self._schedules:
-            self._schedules[key] = self._make_schedule(micro_batches, training)
-        return self._schedules[key]
-
     def _make_schedule(self, micro_batches: int, training: bool) -> Any:
         stages = [
             PipelineStage(stage.module, stage.index, self.total_stages, self.device, group=self.group)
             for stage in self.stages
         ]
+        one = self.schedule in _ONE_STAGE
         make = SCHEDULES[self.schedule]
-        what = stages[0] if self.schedule in _ONE_STAGE else stages
-        schedule = make(what, micro_batches, loss_fn=self._loss, scale_grads=False)
-        if not training and self.schedule not in _ONE_STAGE:
-            _leave_out_backward(schedule)
+        schedule = make(stages[0] if one else stages, micro_batches, loss_fn=self._loss, scale_grads=False)
+        if not training and not one:
+            # torch walks through backward passes in an evaluation too, and fails between two stages of one rank.
+            actions = schedule.pipeline_order_with_comms
+            for rank, own in actions.items():
+                actions[rank] = [action for action in own if action.computation_type.value in _FORWARD]
         return schedule
 
     def _loss(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
@@ -298,27 +275,10 @@ class Pipeline:
         return self._loss_of(output, int(number))
 
 
-def send_contiguous(stage: nn.Module) -> None:
-    """Make what a stage sends, forward and backward, contiguous: transports take nothing else."""
-
-    def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        for x in inputs:
-            if x.requires_grad:
-                x.register_hook(torch.Tensor.contiguous)
-
-    def after(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        return output.contiguous()
-
-    stage.register_forward_pre_hook(before)
-    stage.register_forward_hook(after)
-
-
-def _leave_out_backward(schedule: Any) -> None:
-    """Of the actions of each rank keep those of forward passes: torch walks through the others in an evaluation too,
-    and fails in those between two stages of one rank."""
-    actions = schedule.pipeline_order_with_comms
-    for rank, own in actions.items():
-        actions[rank] = [action for action in own if action.computation_type.value in _FORWARD]
+def _make_gradients_contiguous(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    for x in inputs:
+        if x.requires_grad:
+            x.register_hook(torch.Tensor.contiguous)
 
 
 def check_schedule(schedule: str, device: torch.device) -> None:

@@ -1,13 +1,15 @@
-"""Replication: every rank holds the whole model, gradients are averaged (DistributedDataParallel); PowerSGD's state.
+"""Replication: every rank holds the whole model and gradients are averaged (DistributedDataParallel); gradients over
+passes and ranks; and whether replicas are still alike.
 
 Invariants:
-- After `put_back` the hook compresses the same gradients to the same bits.
 - All replicas start from the same weights and apply the same averaged gradient, which is summed in one order in every
-  pass of every process (`fix_buckets`).
-
-Of the state of torch's hook a backward pass replaces the tensors of errors, which are as large as the gradients, and
-writes into those of the low-rank factors. So errors are kept by reference and the second factors as copies; the first
-are computed from the second (Vogels et al., arXiv:1905.13727, algorithm 1).
+  pass of every process (`fix_buckets`). After the last micro-batch every gradient is the mean over ranks of the sums
+  over micro-batches.
+- Each element of each gradient is counted once over all ranks, whatever axes its parameter is split over (decision
+  0010).
+- After `put_back` PowerSGD's hook compresses the same gradients to the same bits.
+- Equal bits give equal checksums on every device and in every order, and one flipped bit another sum. All ranks come to
+  the same list of differences, and what travels is a few numbers a rank while there are none.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import copyreg
+import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -28,57 +31,17 @@ from torch import nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardway.compat import without_buffer_sync
 from shardway.errors import UserError, list_some
 from shardway.layout import SHARD
-from shardway.parallel.mesh import Mesh
+from shardway.models.contract import canonical_name, held_by_rank
+from shardway.parallel.mesh import Mesh, Part
+from shardway.ranks.start import Ranks
 from shardway.runfile.schema import ParallelSection
-
-# --- the state of PowerSGD
-
-
-@dataclass(frozen=True)
-class CompressionBefore:
-    """The state of PowerSGD at one moment."""
-
-    state: PowerSGDState
-    errors: Mapping[int, torch.Tensor]
-    first: Mapping[int, torch.Tensor]
-    second: Mapping[int, torch.Tensor]
-    random: Any
-    iteration: int
-
-    def put_back(self) -> None:
-        """Let the next backward pass be compressed as from that moment on."""
-        self.state.error_dict = dict(self.errors)
-        self.state.p_memory_dict = dict(self.first)
-        self.state.q_memory_dict = {bucket: tensor.clone() for bucket, tensor in self.second.items()}
-        self.state.rng.set_state(self.random)
-        self.state.iter = self.iteration
-
-
-@dataclass(frozen=True)
-class Compression:
-    """The compression of a model's copies."""
-
-    state: PowerSGDState
-
-    def remember(self) -> CompressionBefore:
-        """The state now."""
-        state = self.state
-        second = {bucket: tensor.clone() for bucket, tensor in state.q_memory_dict.items()}
-        first, random = dict(state.p_memory_dict), state.rng.get_state()
-        return CompressionBefore(state, dict(state.error_dict), first, second, random, state.iter)
-
-
-def find_compression(call: nn.Module) -> Compression | None:
-    """That of a model as it is called, where it has one that remembers."""
-    hooks = call._comm_hooks if isinstance(call, DistributedDataParallel) else []
-    states = [state for _, state in hooks if isinstance(state, PowerSGDState)]
-    return Compression(states[0]) if states else None
-
 
 # --- DistributedDataParallel
 
@@ -87,8 +50,10 @@ T = TypeVar("T")
 _LINK = "_shardway_copies"
 """Where a module keeps the way to its wrapper."""
 
-SHOWN = 6
-"""How many names a message lists."""
+_TRAINED = "_shardway_trained"
+"""Attribute of DDP: which parameters it was made to average."""
+
+_CASTS = MappingProxyType({"fp16": fp16_compress_hook, "bf16": bf16_compress_hook})
 
 
 def replicate(model: nn.Module, mesh: Mesh, parallel: ParallelSection) -> nn.Module:
@@ -136,10 +101,6 @@ def follow_frozen(copies: nn.Module, model: nn.Module, mesh: Mesh, parallel: Par
     copies.__dict__.update(made.__dict__)
 
 
-_TRAINED = "_shardway_trained"
-"""Attribute of DDP: which parameters it was made to average."""
-
-
 def _list_trained(model: nn.Module) -> tuple[bool, ...]:
     return tuple([parameter.requires_grad for parameter in model.parameters()])
 
@@ -184,9 +145,6 @@ def fix_buckets(copies: ReplicatedModule) -> None:
     copies.reducer._rebuild_buckets()
 
 
-_CASTS = MappingProxyType({"fp16": fp16_compress_hook, "bf16": bf16_compress_hook})
-
-
 class ReplicatedModule(DistributedDataParallel):
     """DDP that can put any work with the module into its forward pass, so that gradients are averaged whichever of the
     module's methods the work calls."""
@@ -211,7 +169,6 @@ class ReplicatedModule(DistributedDataParallel):
             self.by_hand = by_hand
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """DDP's, unless gradients are added up by hand."""
         if self.by_hand and self._work is None and torch.is_grad_enabled():
             return self.module(*inputs, **named)
         return super().forward(*inputs, **named)
@@ -232,6 +189,37 @@ class ReplicatedModule(DistributedDataParallel):
                 return work()
         finally:
             self.inside = False
+
+
+# --- what a script gets of replicas
+
+
+def give_back(copies: ReplicatedModule) -> nn.Module:
+    """What a script gets of replicas: its own module, whose calls go through the wrapper.
+
+    The wrapper itself where the module's class cannot be extended (a compiled or scripted one).
+    """
+    module: nn.Module = copies.module
+    if find_copies(module) is copies:
+        return module
+    kind = type(module)
+    if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
+        return copies
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    try:
+        module.__class__ = type(kind.__name__, (_Replicated, kind), names)
+    except TypeError:
+        return copies
+    module.__dict__[_LINK] = _Link(copies)
+    return module
+
+
+def find_copies(module: object) -> ReplicatedModule | None:
+    """The wrapper of a replicated module, or that wrapper itself; None for any other module."""
+    if isinstance(module, ReplicatedModule):
+        return module
+    link = getattr(module, "__dict__", {}).get(_LINK)
+    return link.copies if isinstance(link, _Link) else None
 
 
 class _Link:
@@ -272,52 +260,87 @@ def _make_plain(kind: type[nn.Module], *arguments: Any) -> nn.Module:
     return kind.__new__(kind, *arguments)
 
 
-def give_back(copies: ReplicatedModule) -> nn.Module:
-    """What a script gets of replicas: its own module, whose calls go through the wrapper.
+# --- the state of PowerSGD
 
-    The wrapper itself where the module's class cannot be extended (a compiled or scripted one).
+
+@dataclass(frozen=True)
+class CompressionBefore:
+    """The state of PowerSGD at one moment.
+
+    A backward pass replaces the tensors of errors, which are as large as the gradients, and writes into those of the
+    low-rank factors. So errors are kept by reference and the second factors as copies; the first are computed from the
+    second (Vogels et al., arXiv:1905.13727, algorithm 1).
     """
-    module: nn.Module = copies.module
-    if find_copies(module) is copies:
-        return module
-    kind = type(module)
-    if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
-        return copies
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    try:
-        module.__class__ = type(kind.__name__, (_Replicated, kind), names)
-    except TypeError:
-        return copies
-    module.__dict__[_LINK] = _Link(copies)
-    return module
+
+    state: PowerSGDState
+    values: Mapping[str, Any]
+    random: Any
+
+    def put_back(self) -> None:
+        for name, value in self.values.items():
+            setattr(self.state, name, _copy_of(name, value))
+        self.state.rng.set_state(self.random)
 
 
-def find_copies(module: object) -> ReplicatedModule | None:
-    """The wrapper of a replicated module, or that wrapper itself; None for any other module."""
-    if isinstance(module, ReplicatedModule):
-        return module
-    link = getattr(module, "__dict__", {}).get(_LINK)
-    return link.copies if isinstance(link, _Link) else None
+def _copy_of(name: str, value: Any) -> Any:
+    if name == "iter":
+        return value
+    return {bucket: tensor.clone() if name == "q_memory_dict" else tensor for bucket, tensor in value.items()}
 
 
-def check_all_used(copies: DistributedDataParallel) -> None:
-    """Raise UserError for parameters that a backward pass gave no gradient.
+@dataclass(frozen=True)
+class Compression:
+    """The compression of a model's copies."""
 
-    DDP waits for the whole bucket that such a parameter is in: its neighbours have not been averaged, and the next
-    forward pass would fail.
+    state: PowerSGDState
+
+    def remember(self) -> CompressionBefore:
+        names = ("error_dict", "p_memory_dict", "q_memory_dict", "iter")
+        values = {name: _copy_of(name, getattr(self.state, name)) for name in names}
+        return CompressionBefore(self.state, values, self.state.rng.get_state())
+
+
+def find_compression(call: nn.Module) -> Compression | None:
+    """That of a model as it is called, where it has one that remembers."""
+    hooks = call._comm_hooks if isinstance(call, DistributedDataParallel) else []
+    return next((Compression(state) for _, state in hooks if isinstance(state, PowerSGDState)), None)
+
+
+# --- gradients over several passes and all ranks
+
+
+@contextlib.contextmanager
+def accumulating(model: nn.Module, *, last: bool) -> Iterator[None]:
+    """Around one micro-batch: hold back what need not travel before the last one.
+
+    Replicas average once, at the end; with a static graph after every micro-batch, since DDP fails where it may not
+    average in the one that shows it the graph, and averages of averages are the same. Shards scatter after every
+    micro-batch, so that a rank never holds the whole gradient, and only the averaging over hybrid replicas waits for
+    the end. Raises UserError for parameters of a replica that the last backward pass gave no gradient: DDP waits for
+    the whole bucket that such a parameter is in, so its neighbours have not been averaged, and the next forward pass
+    would fail.
     """
-    if copies.static_graph:
+    copies = find_copies(model)
+    if copies is None:
+        if isinstance(model, FSDPModule):
+            model.set_requires_all_reduce(last)
+            model.set_is_last_backward(last)
+        yield
+        return
+    waits = not last and not copies.static_graph
+    with copies.averaging(), copies.no_sync() if waits else contextlib.nullcontext():
+        yield
+    if not last or copies.static_graph:
         return
     idle = [name for name, p in copies.module.named_parameters() if p.requires_grad and p.grad is None]
-    if not idle:
-        return
-    raise UserError(
-        f"parameters of {type(copies.module).__name__} took no part in the loss: {list_some(idle, SHOWN)}. Replicas "
-        "(parallel.dp_replicate) wait for the gradients of all.\n"
-        "  To do: leave them out of the model, or call requires_grad_(False) on them before run.shard(model); where "
-        "every step leaves out the same ones, set parallel.static_graph = true, or parallel.dp_shard = "
-        f"{copies.process_group.size()} instead of parallel.dp_replicate."
-    )
+    if idle:
+        raise UserError(
+            f"parameters of {type(copies.module).__name__} took no part in the loss: {list_some(idle, 6)}. Replicas "
+            "(parallel.dp_replicate) wait for the gradients of all.\n"
+            "  To do: leave them out of the model, or call requires_grad_(False) on them before run.shard(model); "
+            "where every step leaves out the same ones, set parallel.static_graph = true, or parallel.dp_shard = "
+            f"{copies.process_group.size()} instead of parallel.dp_replicate."
+        )
 
 
 @dataclass(frozen=True)
@@ -328,7 +351,6 @@ class SummedGradients:
     counts: torch.Tensor
 
     def drop_missing(self) -> None:
-        """A parameter without a gradient on any rank has none."""
         for parameter, count in zip(self.parameters, self.counts.tolist(), strict=True):
             if not count:
                 parameter.grad = None
@@ -347,9 +369,8 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, 
             each.grad = torch.zeros_like(each) if each.grad is None else each.grad
         for grads in _take_tensors([each.grad for each in same], bucket_bytes):
             flat = _flatten_dense_tensors(grads)
-            works.append(
-                dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group, async_op=True)
-            )
+            real = torch.view_as_real(flat) if flat.is_complex() else flat
+            works.append(dist.all_reduce(real, group=group, async_op=True))
             sent.append((grads, flat))
     for work in works:
         work.wait()
@@ -358,22 +379,53 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, 
     return SummedGradients(parameters, counts)
 
 
+@torch.no_grad()
+def own_squares(parameters: Sequence[nn.Parameter], mesh: Mesh, device: torch.device) -> torch.Tensor:
+    """The sum of squares, float64 and 0-dim, of the gradient elements that this rank answers for.
+
+    Summed over all ranks it is the square of the global norm.
+    """
+    held = [held_by_rank(p.grad) for p in parameters if p.grad is not None and mesh.answers_for(p)]
+    if not held:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    # Of a sparse gradient (one rank alone has them) the numbers that are there, each row once.
+    grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in held]
+    norms = [norm.to(device) for norm in torch._foreach_norm(grads)]
+    return torch.stack(norms).double().square().sum()
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    """Multiply every gradient by a factor."""
+    if factor == 1.0:
+        return  # a pass over all gradients less
+    held = [held_by_rank(p.grad) for p in parameters if p.grad is not None]
+    grads = [grad._values() if grad.is_sparse else grad for grad in held]
+    for kind in {(grad.device, grad.dtype) for grad in grads}:
+        torch._foreach_mul_([grad for grad in grads if (grad.device, grad.dtype) == kind], factor)
+
+
+def send(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of one dim on `device`, for which the host does not wait: a plain copy, from memory that may be swapped,
+    would wait until the device has done all that it was asked for. torch keeps the memory until it has arrived."""
+    here = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    return here.to(device, non_blocking=True)
+
+
+# --- weights and buffers over ranks
+
+_SENT = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+"""Formats that every backend sends."""
+
+
 def broadcast_from_first(model: nn.Module, mesh: Mesh) -> None:
-    """Give every rank the weights and buffers that rank 0 has."""
+    """Give every rank the weights and buffers that rank 0 has, in other formats as bytes."""
     if mesh.devices is None:
         return
     for tensor in (*model.parameters(), *model.buffers()):
         dense = tensor.detach().contiguous()  # gloo sends no strides
-        dist.broadcast(_as_sent(dense), src=0)
+        dist.broadcast(dense if dense.dtype in _SENT else dense.view(-1).view(torch.uint8), src=0)
         tensor.data.copy_(dense)
-
-
-def _as_sent(dense: torch.Tensor) -> torch.Tensor:
-    """The same memory in a format that every backend sends: as bytes, where it is one that some do not know."""
-    return dense if dense.dtype in _SENT else dense.view(-1).view(torch.uint8)
-
-
-_SENT = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
 
 
 @torch.no_grad()
@@ -393,3 +445,83 @@ def average_buffers(model: nn.Module, mesh: Mesh) -> None:
             for dim in dims:
                 dist.all_reduce(total, group=mesh.group(dim))
             buffer.copy_(total / math.prod(mesh.degree(dim) for dim in dims))
+
+
+# --- whether replicas are alike. Copies that start alike and take the same updates stay alike bit for bit, over
+# dp_replicate and over every axis on which a parameter is whole; a difference means that a rank has computed, moved or
+# kept something wrong. Checksums are compared, not tensors: the sum of the elements, read as integers of their own
+# width, modulo 2**64. Several changes can cancel each other, by chance about as seldom as one in 2**32
+
+
+@dataclass(frozen=True)
+class ReplicaDifference:
+    """A parameter whose copies differ, and the ranks whose copies are not those of the majority.
+
+    Without a majority (`decided` False) these are all ranks that should have held the same.
+    """
+
+    parameter: str
+    ranks: tuple[int, ...]
+    decided: bool
+
+
+def compare_replicas(model: nn.Module, mesh: Mesh, ranks: Ranks) -> list[ReplicaDifference]:
+    """The parameters of a model (of this rank's stages) that are not alike where they should be; on all ranks."""
+    named = [(canonical_name(name), parameter) for name, parameter in model.named_parameters()]
+    own: dict[Part, dict[str, int]] = {}
+    for (name, parameter), value in zip(named, sum_bits(parameter for _, parameter in named), strict=True):
+        own.setdefault(mesh.part_held(parameter), {})[name] = value
+    digests = ranks.gather({part: _digest(sums) for part, sums in own.items()})
+    if not any(len({each[part] for each in digests if part in each}) > 1 for each in digests for part in each):
+        return []
+    holders: dict[tuple[str, Part], dict[int, list[int]]] = {}
+    for rank, parts in enumerate(ranks.gather(own)):
+        for part, sums in parts.items():
+            for name, value in sums.items():
+                holders.setdefault((name, part), {}).setdefault(value, []).append(rank)
+    found = []
+    for (name, _), by_value in sorted(holders.items(), key=lambda item: item[0]):
+        if len(by_value) > 1:
+            camps = list(by_value.values())  # ranks that agree; a camp with more than half of all ranks is right
+            everyone = sorted(rank for camp in camps for rank in camp)
+            right = next((camp for camp in camps if 2 * len(camp) > len(everyone)), [])
+            wrong = tuple(rank for rank in everyone if rank not in right)
+            found.append(ReplicaDifference(name, wrong, decided=bool(right)))
+    return found
+
+
+def _digest(sums: Mapping[str, int]) -> str:
+    return hashlib.blake2b(repr(sorted(sums.items())).encode(), digest_size=16).hexdigest()
+
+
+@torch.no_grad()
+def sum_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """One number for each tensor, of the part that this rank holds."""
+    sums = []
+    for tensor in tensors:
+        parts = [_as_integers(part).sum(dtype=torch.int64) for part in _plain(held_by_rank(tensor))]
+        sums.append(torch.stack(parts).sum() if len(parts) > 1 else parts[0])
+    found = [0] * len(sums)
+    for device in {each.device for each in sums}:  # one read for each device
+        own = [place for place, each in enumerate(sums) if each.device == device]
+        for place, value in zip(own, torch.stack([sums[place] for place in own]).tolist(), strict=True):
+            found[place] = value
+    return found
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor, or those that one of a library's own class is made of."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        inner = getattr(tensor, name)
+        if inner is not None:
+            yield from _plain(inner)
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype == torch.complex128:
+        tensor = torch.view_as_real(tensor)
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().view(kinds[tensor.element_size()])

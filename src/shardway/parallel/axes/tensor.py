@@ -11,7 +11,7 @@ of the whole: `apply_tensor` returns their names, `sum_partial_gradients` adds t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -24,7 +24,6 @@ from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from shardway.errors import UserError
 from shardway.models.contract import ModelPlan, Split, held_by_rank, match_modules, match_parameters
@@ -37,15 +36,7 @@ from shardway.parallel.axes.collectives import (
     split_parameter,
     sum_out,
 )
-from shardway.parallel.formats.precision import linear_with
-
-
-@dataclass(frozen=True)
-class TensorOptions:
-    """Whether the residual stream is split by sequence, and whether logits stay split for the loss."""
-
-    sequence: bool
-    split_logits: bool
+from shardway.parallel.precision import linear_with
 
 
 @dataclass(frozen=True)
@@ -58,14 +49,6 @@ class _Axis:
     split_logits: bool
     kv_width: int
 
-    @property
-    def size(self) -> int:
-        return self.group.size()
-
-    @property
-    def place(self) -> int:
-        return self.group.rank()
-
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """What a region computes with: the whole sequence, the same on all ranks."""
         return gather_sequence(x, self.group) if self.sequence else copy_in(x, self.group)
@@ -74,36 +57,42 @@ class _Axis:
         """What a region's summands become: their sum, this rank's part of the sequence of it."""
         return scatter_sum(x, self.group) if self.sequence else sum_out(x, self.group)
 
-    def before_region(self, region: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A forward pre-hook: the first input enters."""
-        return (self.enter(inputs[0]), *inputs[1:])
 
-    def after_region(self, region: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        """A forward hook: the output leaves."""
-        return self.leave(output)
-
-
-def apply_tensor(model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, options: TensorOptions) -> frozenset[str]:
-    """Split a model's weights over `mesh` (one dim) as its plan says, in place.
+def apply_tensor(
+    model: nn.Module, plan: ModelPlan, mesh: DeviceMesh, *, sequence: bool, split_logits: bool
+) -> frozenset[str]:
+    """Split a model's weights over `mesh` (one dim) as its plan says, in place. `sequence`: the residual stream is
+    split too, where the plan allows it; `split_logits`: logits stay split for the loss.
 
     Returns the names of the parameters whose gradients are parts of a sum. Raises UserError where a weight does not
     split evenly or a pattern matches nothing.
     """
-    sequence = options.sequence and "sequence" in plan.tensor.values()
-    axis = _Axis(mesh, mesh.get_group(), sequence, options.split_logits, plan.kv_width)
+    sequence = sequence and "sequence" in plan.tensor.values()
+    axis = _Axis(mesh, mesh.get_group(), sequence, split_logits, plan.kv_width)
     for name, dim in match_parameters(model, plan.held):
         if not isinstance(model.get_parameter(name), DTensor):  # the expert axis has split it over both
             split_parameter(model, name, mesh, [dim])
     splits = {name: split for pattern, split in plan.tensor.items() for name, _ in match_modules(model, [pattern])}
     regions = match_modules(model, plan.regions)
-    _check_sums(model, splits, [name for name, _ in regions])
-    styles: dict[str, ParallelStyle] = {name: _Style(partial(_CHANGES[split], axis)) for name, split in splits.items()}
-    parallelize_module(model, mesh, styles)
-    for _, region in regions:
-        region.register_forward_pre_hook(axis.before_region)
-        region.register_forward_hook(axis.after_region)
     inside = tuple(f"{name}." for name, _ in regions)
-    whole = [name for name, parameter in model.named_parameters() if not _is_split(parameter)]
+    for name, split in splits.items():
+        # No collective would sum its parts: each rank would continue with its own.
+        if split in ("row", "column", "key_value") and not f"{name}.".startswith(inside):
+            raise UserError(
+                f"the plan of {type(model).__name__} splits {name} ({split!r}), which is in none of its "
+                "regions, so no rank would have the whole of what it computes.\n"
+                '  To do: name the module that holds all "column" and "row" modules of one sum in `regions`.'
+            )
+    for name, module in match_modules(model, splits):
+        _CHANGES[splits[name]](axis, module)
+    for _, region in regions:
+        region.register_forward_pre_hook(lambda _, inputs: (axis.enter(inputs[0]), *inputs[1:]))
+        region.register_forward_hook(lambda _, __, output: axis.leave(output))
+    whole = [
+        name
+        for name, parameter in model.named_parameters()
+        if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ())
+    ]
     return frozenset(name for name in whole if sequence or name.startswith(inside))
 
 
@@ -118,57 +107,57 @@ def sum_partial_gradients(model: nn.Module, names: frozenset[str], group: dist.P
             grad.copy_(total)
 
 
-def _check_sums(model: nn.Module, splits: Mapping[str, Split], regions: Sequence[str]) -> None:
-    """Raise UserError for a module whose parts no collective would sum: each rank would continue with its own."""
-    parts = [name for name, split in splits.items() if split in ("row", "column", "key_value")]
-    for name in parts:
-        if not any(name == region or name.startswith(f"{region}.") for region in regions):
-            raise UserError(
-                f"the plan of {type(model).__name__} splits {name} ({splits[name]!r}), which is in none of its "
-                "regions, so no rank would have the whole of what it computes.\n"
-                '  To do: name the module that holds all "column" and "row" modules of one sum in `regions`.'
-            )
-
-
-class _Style(ParallelStyle):
-    """A change of one module, as `parallelize_module` takes it."""
-
-    def __init__(self, change: Callable[[nn.Module], None]) -> None:
-        self._change = change
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._change(module)
-        return module
+# --- what becomes of a module, by its word in the plan
 
 
 def _split_columns(axis: _Axis, module: nn.Module) -> None:
     for name, _ in list(module.named_parameters(recurse=False)):
         split_parameter(module, name, axis.mesh, [0])
-    module.forward = partial(_linear, module)
+    module.forward = partial(_linear, module, None)
 
 
 def _split_key_value(axis: _Axis, module: nn.Module) -> None:
     """By heads; with fewer heads than ranks, as many ranks as share a head compute it each for itself."""
-    weight = module.get_parameter("weight")
-    heads = weight.shape[0] // axis.kv_width
-    if heads % axis.size == 0:
+    heads, ranks = module.get_parameter("weight").shape[0] // axis.kv_width, axis.group.size()
+    if heads % ranks == 0:
         _split_columns(axis, module)
-    elif axis.size % heads == 0:
-        start = axis.place * heads // axis.size * axis.kv_width
-        rows = slice(start, start + axis.kv_width)
-        module.forward = partial(_linear_of_rows, module, rows)
+    elif ranks % heads == 0:
+        start = axis.group.rank() * heads // ranks * axis.kv_width
+        module.forward = partial(_linear, module, slice(start, start + axis.kv_width))
     else:
-        raise UserError(f"{heads} key/value heads neither divide nor are divided by the tensor degree {axis.size}.")
+        raise UserError(f"{heads} key/value heads neither divide nor are divided by the tensor degree {ranks}.")
+
+
+def _linear(module: nn.Module, rows: slice | None, x: torch.Tensor) -> torch.Tensor:
+    weight, bias = _held(module, "weight"), _held_bias(module)
+    if rows is not None:
+        weight, bias = weight[rows], None if bias is None else bias[rows]
+    return linear_with(module, x, weight, bias)
 
 
 def _split_rows(axis: _Axis, module: nn.Module) -> None:
     split_parameter(module, "weight", axis.mesh, [1])
-    module.forward = partial(_summand_linear, module, axis.place == 0)
+    module.forward = partial(_summand_linear, module, axis.group.rank() == 0)
+
+
+def _summand_linear(module: nn.Module, adds_bias: bool, x: torch.Tensor) -> torch.Tensor:
+    """The bias counts once; on the other ranks it takes part with the factor 0, so that it has a gradient there too."""
+    bias = _held_bias(module)
+    return linear_with(module, x, _held(module, "weight"), bias if bias is None or adds_bias else bias * 0)
 
 
 def _split_vocabulary(axis: _Axis, module: nn.Module) -> None:
     split_parameter(module, "weight", axis.mesh, [0])
     module.forward = partial(_lookup, module, axis)
+
+
+def _lookup(module: nn.Module, axis: _Axis, ids: torch.Tensor) -> torch.Tensor:
+    """Rows of the table that this rank holds, zeros for the others, summed over the ranks."""
+    weight = _held(module, "weight")
+    local = ids - axis.group.rank() * weight.shape[0]
+    elsewhere = (local < 0) | (local >= weight.shape[0])
+    rows = F.embedding(local.masked_fill(elsewhere, 0), weight)
+    return axis.leave(rows.masked_fill(elsewhere[..., None], 0))
 
 
 def _split_logits(axis: _Axis, module: nn.Module) -> None:
@@ -206,37 +195,9 @@ _CHANGES: Mapping[Split, Callable[[_Axis, nn.Module], None]] = MappingProxyType(
 )
 
 
-def _linear(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return linear_with(module, x, _held(module, "weight"), _held_bias(module))
-
-
-def _linear_of_rows(module: nn.Module, rows: slice, x: torch.Tensor) -> torch.Tensor:
-    bias = _held_bias(module)
-    return linear_with(module, x, _held(module, "weight")[rows], None if bias is None else bias[rows])
-
-
-def _summand_linear(module: nn.Module, adds_bias: bool, x: torch.Tensor) -> torch.Tensor:
-    """The bias counts once; on the other ranks it takes part with the factor 0, so that it has a gradient there too."""
-    bias = _held_bias(module)
-    return linear_with(module, x, _held(module, "weight"), bias if bias is None or adds_bias else bias * 0)
-
-
-def _lookup(module: nn.Module, axis: _Axis, ids: torch.Tensor) -> torch.Tensor:
-    """Rows of the table that this rank holds, zeros for the others, summed over the ranks."""
-    weight = _held(module, "weight")
-    local = ids - axis.place * weight.shape[0]
-    elsewhere = (local < 0) | (local >= weight.shape[0])
-    rows = F.embedding(local.masked_fill(elsewhere, 0), weight)
-    return axis.leave(rows.masked_fill(elsewhere[..., None], 0))
-
-
 def _held(module: nn.Module, name: str) -> torch.Tensor:
     return held_by_rank(cast(torch.Tensor, getattr(module, name)))
 
 
 def _held_bias(module: nn.Module) -> torch.Tensor | None:
     return None if getattr(module, "bias", None) is None else _held(module, "bias")
-
-
-def _is_split(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())

@@ -22,7 +22,7 @@ from shardway.checkpoint.state import CheckpointState
 from shardway.data.loader import Batch
 from shardway.errors import UserError
 from shardway.parallel.apply import ParallelModel
-from shardway.parallel.formats.precision import Precision
+from shardway.parallel.precision import Precision
 from shardway.ranks.start import Ranks
 from shardway.ranks.stop import Decision
 from shardway.resolve import Resolved

@@ -32,7 +32,7 @@ from shardway.compat import library_collectives
 from shardway.errors import UserError
 from shardway.models.contract import Balancing
 from shardway.parallel.axes.expert import balance
-from shardway.parallel.gradients import send
+from shardway.parallel.axes.replicate import send
 from shardway.ranks.launcher import variables_for_libraries
 from shardway.ranks.start import Ranks, is_lost_contact
 from shardway.ranks.stop import read_decision

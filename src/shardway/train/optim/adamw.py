@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from shardway.errors import UserError
-from shardway.parallel.gradients import send
+from shardway.parallel.axes.replicate import send
 from shardway.train.optim.base import Groups, LocalOptimizer, ParameterPart
 
 

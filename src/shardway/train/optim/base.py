@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardway.errors import Bug, UserError
 from shardway.models.contract import ModelPlan, canonical_name, held_by_rank, matches
 from shardway.models.initialise import held_part
-from shardway.parallel.compile import find_units
+from shardway.parallel.blocks import find_units
 
 # --- parts: what a rank holds of a parameter
 

@@ -1,7 +1,7 @@
 """Linear layers that multiply in eight bits, by torchao.
 
 Invariant: a layer is converted in place and keeps its name, and a state dict shows its weight as an ordinary tensor.
-This module imports torchao, so `parallel.formats.float8` imports it only when it is asked for.
+This module imports torchao, so `parallel.precision` imports it only when it is asked for.
 
 Formats: one scale per tensor or per row (Micikevicius et al., arXiv:2209.05433); one for 32 values (OCP Microscaling
 Formats MX specification 1.0, section 5); one for 128 values of an activation and 128 x 128 of a weight (DeepSeek-V3,
@@ -24,7 +24,7 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from shardway.models.contract import held_by_rank
-from shardway.parallel.formats.precision import FormattedLinear
+from shardway.parallel.precision import FormattedLinear
 
 
 class ScaledLinear(FormattedLinear, Float8Linear):
@@ -37,22 +37,13 @@ class ScaledLinear(FormattedLinear, Float8Linear):
         return matmul_with_hp_or_float8_args.apply(x, weight.t(), self.linear_mm_config, self.config)
 
 
-class MicroscaledLinear(FormattedLinear):
-    """One power-of-two scale for 32 values; `product` is that of torchao."""
+class BlockScaledLinear(FormattedLinear):
+    """One scale for a block of values, of an activation and of a weight; `product` is by torchao."""
 
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.product(x, weight.to(x.dtype))
-
-
-class BlockwiseLinear(FormattedLinear):
-    """One scale for 128 values of an activation and for 128 x 128 of a weight; `function` is torchao's."""
-
-    function: type[torch.autograd.Function]
-
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self.function.apply(x, weight.to(x.dtype), 128, x.dtype)
 
 
 def find_conversion(
@@ -67,7 +58,10 @@ def find_conversion(
 
     def convert(name: str, linear: nn.Linear) -> None:
         used_once = uses[cast(nn.Parameter, linear.weight)] == 1
-        _become(kind, attributes, linear)
+        for key, value in attributes.items():
+            if key not in vars(linear):
+                setattr(linear, key, value)
+        linear.__class__ = kind
         # A weight that two modules use would come apart: the one that knows float8 is a parameter of its own.
         if all_gather and isinstance(linear, ScaledLinear) and used_once:
             _gather_in_float8(linear)
@@ -95,13 +89,17 @@ def _microscaled(recipe: str, emulate: bool) -> Kind:
         kernel_preference=KernelPreference.EMULATED if emulate else KernelPreference.AUTO,
         scale_calculation_mode=ScaleCalculationMode.RCEIL,
     )
-    return MicroscaledLinear, {"product": product}
+    return BlockScaledLinear, {"product": product}
 
 
 def _blockwise(recipe: str, emulate: bool) -> Kind:
     from torchao.prototype.blockwise_fp8_training.linear import fp8_blockwise_mm
 
-    return BlockwiseLinear, {"function": fp8_blockwise_mm}
+    return BlockScaledLinear, {"product": partial(_multiply_blockwise, fp8_blockwise_mm)}
+
+
+def _multiply_blockwise(function: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return function.apply(x, weight, 128, x.dtype)
 
 
 _RECIPES: dict[str, Callable[[str, bool], Kind]] = {
@@ -111,13 +109,6 @@ _RECIPES: dict[str, Callable[[str, bool], Kind]] = {
     "mxfp8": _microscaled,
     "blockwise": _blockwise,
 }
-
-
-def _become(kind: type[FormattedLinear], attributes: dict[str, Any], linear: nn.Linear) -> None:
-    for name, value in attributes.items():
-        if name not in vars(linear):
-            setattr(linear, name, value)
-    linear.__class__ = kind
 
 
 def _gather_in_float8(linear: ScaledLinear) -> None:
@@ -149,6 +140,4 @@ def _show_plain_weight(module: nn.Module, state: dict[str, Any], prefix: str, me
         state[f"{prefix}weight"] = _with_local(weight, local._tensor)
 
 
-def compute_scales(model: nn.Module) -> None:
-    """After an optimizer step: the scales of all weights that are gathered in float8, in one all-reduce."""
-    precompute_float8_dynamic_scale_for_fsdp(model)
+compute_scales = precompute_float8_dynamic_scale_for_fsdp
