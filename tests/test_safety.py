@@ -19,7 +19,7 @@ REMOVERS = {
     "checkpoint/export.py": "the hidden, unfinished neighbour of the folder that it writes, and a file in it",
     "checkpoint/local_tier.py": "the folder of links and of received files that it made to read through, or damaged",
     "ranks/supervisor.py": "empty folders for output of a start that was refused",
-    "cli/rehearse.py": "a temporary folder of its own",
+    "cli/doctor.py": "a temporary folder of its own",
     "data/sources/tokens.py": "temporary files of its own",
     "launch/hosts/local.py": "a temporary folder of its own",
     "launch/snapshot.py": "the snapshot that it could not finish",

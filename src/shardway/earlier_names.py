@@ -6,34 +6,27 @@ Invariant: a table by its earlier names reads as the same table by those of toda
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
-EARLIER_KEYS: Mapping[str, str] = MappingProxyType(
-    {
-        "site.starter": "site.launcher",
-        "run.restarts": "run.max_restarts",
-        "model.balance_step": "model.bias_update_rate",
-        "recompute.save": "recompute.save_ops",
-    }
-)
+EARLIER_KEYS: Mapping[str, str] = {
+    "site.starter": "site.launcher",
+    "run.restarts": "run.max_restarts",
+    "model.balance_step": "model.bias_update_rate",
+    "recompute.save": "recompute.save_ops",
+}
 """Keys of run files until 2026-11 -> their names."""
 
 _VALUES = {("guard.on_spike", "tell"): "warn"}
 
-EARLIER_EVENTS: Mapping[str, str] = MappingProxyType(
-    {
-        "step_voided": "step_discarded",
-        "set_aside": "checkpoint_quarantined",
-        "tier_dropped": "local_checkpoints_ignored",
-    }
-)
+EARLIER_EVENTS: Mapping[str, str] = {
+    "step_voided": "step_discarded",
+    "set_aside": "checkpoint_quarantined",
+    "tier_dropped": "local_checkpoints_ignored",
+}
 """Events until 2026-11 -> their names."""
 
-EARLIER_STATES: Mapping[str, str] = MappingProxyType({"lost": "unknown"})
+EARLIER_STATES: Mapping[str, str] = {"lost": "unknown"}
 """How attempts ended, in words until 2026-11 -> their names."""
-
-_OF_PROFILES = {"starter": "launcher"}
 
 
 def rename_entry(dotted: str, value: Any) -> tuple[str, Any]:
@@ -44,25 +37,18 @@ def rename_entry(dotted: str, value: Any) -> tuple[str, Any]:
 
 def rename_sections(tables: Mapping[str, Any]) -> dict[str, Any]:
     """A run file's tables by the names of today; what is no table stays."""
-    return {
-        section: dict(_rename_section(section, table)) if isinstance(table, dict) else table
-        for section, table in tables.items()
-    }
-
-
-def _rename_section(section: str, table: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    renamed = [rename_entry(f"{section}.{name}", value) for name, value in table.items()]
-    return [(dotted.partition(".")[2], value) for dotted, value in renamed]
+    renamed = dict(tables)
+    for section, table in tables.items():
+        if isinstance(table, dict):
+            entries = (rename_entry(f"{section}.{name}", value) for name, value in table.items())
+            renamed[section] = {dotted.partition(".")[2]: value for dotted, value in entries}
+    return renamed
 
 
 def rename_profile(table: Mapping[str, Any]) -> dict[str, Any]:
     """A site profile, its sources included, by the names of today; of a key by both names the newer one holds."""
-    renamed = _rename_facts(table)
+    renamed = {"launcher" if key == "starter" else key: value for key, value in table.items()}
+    renamed |= {"launcher": table["launcher"]} if "launcher" in table else {}
     if isinstance(renamed.get("sources"), dict):
-        renamed["sources"] = _rename_facts(renamed["sources"])
+        renamed["sources"] = rename_profile(renamed["sources"])
     return renamed
-
-
-def _rename_facts(table: Mapping[str, Any]) -> dict[str, Any]:
-    today = {_OF_PROFILES.get(key, key): value for key, value in table.items()}
-    return today | {key: table[key] for key in _OF_PROFILES.values() if key in table}

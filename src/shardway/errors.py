@@ -74,8 +74,6 @@ class LateStop(JobError):
 class Bug(ShardwayError):
     """A state that must never be reached."""
 
-    exit_code = 70
-
 
 ERRORS_BY_NAME: dict[str, type[ShardwayError]] = {
     cls.__name__: cls for cls in (UserError, SiteError, JobError, LostContact, NodeLost, Fenced, LateStop, Bug)
@@ -129,19 +127,12 @@ def list_some(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-WIDEST = 1000
-"""Characters of a message's line that are printed; the middle of a longer line is left out."""
-
-
 def legible(text: str) -> str:
-    """A message that is safe to print, also from a damaged file: control characters are written as escapes, and long
-    lines are cut."""
-    lines = ("".join(char if char.isprintable() else ascii(char)[1:-1] for char in line) for line in text.split("\n"))
-    return "\n".join(map(_shorten, lines))
-
-
-def _shorten(line: str) -> str:
-    if len(line) <= WIDEST:
-        return line
-    head, tail = line[: WIDEST * 3 // 4], line[-WIDEST // 5 :]
-    return f"{head} ... ({len(line) - len(head) - len(tail)} characters) ... {tail}"
+    """A message that is safe to print, also from a damaged file: control characters are written as escapes, and of a
+    line with more than 1000 characters the middle is left out."""
+    lines = []
+    for line in text.split("\n"):
+        line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
+        left_out = f" ... ({len(line) - 950} characters) ... "
+        lines.append(line if len(line) <= 1000 else f"{line[:750]}{left_out}{line[-200:]}")
+    return "\n".join(lines)

@@ -22,19 +22,17 @@ import contextlib
 import difflib
 import inspect
 from abc import ABC
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, reduce
 from importlib import import_module
 from importlib.resources import files
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from shardway.errors import UserError
 from shardway.version import __version__
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 PREFIX = "shardway."
 """What the name of each group begins with, as entry points have it."""
@@ -44,123 +42,54 @@ PREFIX = "shardway."
 class PluginGroup:
     """One kind of thing that other packages may add.
 
-    `noun` is what messages call it, `key` where its name is written, `contract` the class that each of them derives
-    from ("module:class"), `own` what Shardway itself has: name -> "module:attribute". A group of files has no contract,
-    and its entries name packages: that of `name` is the file name.toml in it.
+    `noun` is what messages call it, `contract` the class that each of them derives from ("module:class"), `own` what
+    Shardway itself has: name -> "module:attribute". A group of files has no contract, and its entries name packages:
+    that of `name` is the file name.toml in it.
     """
 
     noun: str
-    key: str
     contract: str
     own: Mapping[str, str]
 
 
-def _all_in(module: str, **classes: str) -> dict[str, str]:
-    return {name: f"{module}:{each}" for name, each in classes.items()}
+def _group(noun: str, module: str, contract: str, classes: str) -> PluginGroup:
+    pairs = (word.split("=") for word in classes.split())
+    return PluginGroup(noun, module + contract, MappingProxyType({name: module + target for name, target in pairs}))
 
 
-GROUPS: Mapping[str, PluginGroup] = MappingProxyType(
-    {
-        "schedulers": PluginGroup(
-            "scheduler",
-            "scheduler of a site profile",
-            "shardway.launch.schedulers.base:Scheduler",
-            {
-                "local": "shardway.launch.schedulers.local:ThisMachine",
-                "slurm": "shardway.launch.schedulers.slurm:Slurm",
-                "pbs": "shardway.launch.schedulers.pbs:Pbs",
-            },
-        ),
-        "launchers": PluginGroup(
-            "launcher",
-            "launcher of a site profile, site.launcher",
-            "shardway.launch.launchers:Launcher",
-            _all_in(
-                "shardway.launch.launchers",
-                torchrun="Torchrun",
-                srun="Srun",
-                mpirun="Mpirun",
-                agent="Agent",
-                ft_launcher="FtLauncher",
-            ),
-        ),
-        "containers": PluginGroup(
-            "container runtime",
-            "container of a site profile, site.container",
-            "shardway.launch.containers:Container",
-            _all_in(
-                "shardway.launch.containers",
-                none="NoContainer",
-                pyxis="Pyxis",
-                enroot="Enroot",
-                apptainer="Apptainer",
-                podman="Podman",
-                charliecloud="Charliecloud",
-            ),
-        ),
-        "data_sources": PluginGroup(
-            "data source",
-            "data.kind",
-            "shardway.data.kinds:DataKind",
-            _all_in(
-                "shardway.data.kinds",
-                text="TextKind",
-                tokens="TokensKind",
-                arrays="ArraysKind",
-                idx="IdxKind",
-                synthetic="SyntheticKind",
-            ),
-        ),
-        "optimizers": PluginGroup(
-            "optimizer",
-            "optim.name",
-            "shardway.train.optim.kinds:OptimizerKind",
-            _all_in(
-                "shardway.train.optim.kinds",
-                adamw="AdamWKind",
-                sgd="SGDKind",
-                adafactor="AdafactorKind",
-                adamw8bit="AdamW8bitKind",
-                muon="MuonKind",
-            ),
-        ),
-        "models": PluginGroup(
-            "model",
-            "model.kind",
-            "shardway.models.build:ModelKind",
-            _all_in(
-                "shardway.models.build",
-                transformer="TransformerKind",
-                encoder_decoder="EncoderDecoderKind",
-                vit="ViTKind",
-                convnet="ConvNetKind",
-                mlp="MLPKind",
-            ),
-        ),
-        "trackers": PluginGroup(
-            "tracker",
-            "track.to",
-            "shardway.watch.trackers.base:Tracker",
-            {"tensorboard": "shardway.watch.trackers.tensorboard:TensorBoard"},
-        ),
-        "accelerators": PluginGroup(
-            "catalogue of accelerators", "node.accelerator of a site profile", "", {"accelerators": "shardway.hardware"}
-        ),
-        "sites": PluginGroup(
-            "site profile",
-            "site.name",
-            "",
-            dict.fromkeys(
-                (
-                    *("aspire2a-plus", "dgx-slurm", "generic-pbs", "generic-slurm", "jupiter", "jureca-dc"),
-                    *("juwels-booster", "laptop", "leonardo-booster", "lumi-g", "marenostrum5-acc", "param-rudra"),
-                    "perlmutter",
-                ),
-                "shardway.sites",
-            ),
-        ),
-    }
-)
+GROUPS: Mapping[str, PluginGroup] = {
+    "schedulers": _group(
+        *("scheduler", "shardway.launch.schedulers.", "base:Scheduler"),
+        "local=local:ThisMachine slurm=slurm:Slurm pbs=pbs:Pbs",
+    ),
+    "launchers": _group(
+        *("launcher", "shardway.launch.launchers:", "Launcher"),
+        "torchrun=Torchrun srun=Srun mpirun=Mpirun agent=Agent ft_launcher=FtLauncher",
+    ),
+    "containers": _group(
+        *("container runtime", "shardway.launch.containers:", "Container"),
+        "none=NoContainer pyxis=Pyxis enroot=Enroot apptainer=Apptainer podman=Podman charliecloud=Charliecloud",
+    ),
+    "data_sources": _group(
+        *("data source", "shardway.data.kinds:", "DataKind"),
+        "text=TextKind tokens=TokensKind arrays=ArraysKind idx=IdxKind synthetic=SyntheticKind",
+    ),
+    "optimizers": _group(
+        *("optimizer", "shardway.train.optim.kinds:", "OptimizerKind"),
+        "adamw=AdamWKind sgd=SGDKind adafactor=AdafactorKind adamw8bit=AdamW8bitKind muon=MuonKind",
+    ),
+    "models": _group(
+        *("model", "shardway.models.build:", "ModelKind"),
+        "transformer=TransformerKind encoder_decoder=EncoderDecoderKind vit=ViTKind convnet=ConvNetKind mlp=MLPKind",
+    ),
+    "trackers": _group("tracker", "shardway.watch.trackers.", "base:Tracker", "tensorboard=tensorboard:TensorBoard"),
+    "accelerators": PluginGroup("catalogue of accelerators", "", {"accelerators": "shardway.hardware"}),
+    "sites": PluginGroup(
+        "site profile",
+        "",
+        dict.fromkeys(sorted(path.stem for path in Path(__file__).parent.glob("sites/*.toml")), "shardway.sites"),
+    ),
+}
 """The groups by their names without `PREFIX`."""
 
 
@@ -180,14 +109,11 @@ class Plugin:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
         return f'the {GROUPS[self.group].noun} "{self.name}" of {self.package} {self.version}'
 
     def load(self) -> Any:
-        """The class that the entry names, or the text of its file.
-
-        Raises UserError if it cannot be imported or read, or does not keep the contract.
-        """
+        """The class that the entry names, or the text of its file. Raises UserError if it cannot be imported or read,
+        or does not keep the contract."""
         return _load(self)
 
 
@@ -214,10 +140,8 @@ def list_plugins(group: str) -> tuple[Plugin, ...]:
 
 def find_plugin(group: str, name: str) -> Plugin:
     """The entry of this name. Raises UserError if there is none, or two other packages have one."""
-    target = GROUPS[group].own.get(name)
-    if target is not None:
-        return Plugin(group, name, target, "shardway", __version__)
-    found = [plugin for plugin in _installed(group) if plugin.name == name]
+    entries = _own(group) if name in GROUPS[group].own else _installed(group)
+    found = [plugin for plugin in entries if plugin.name == name]
     noun = GROUPS[group].noun
     if not found:
         raise UserError(f'"{name}" is no {noun} that is registered\n  allowed: {", ".join(list_names(group))}')
@@ -249,7 +173,7 @@ def make_installed(group: str) -> tuple[Any, ...]:
     """An object of each class of other packages; those that cannot be loaded are left out, for they are refused where
     they are named."""
     made = []
-    for name in list_names(group)[len(GROUPS[group].own) :]:
+    for name in list_installed(group):
         with contextlib.suppress(UserError):
             made.append(make_plugin(group, name))
     return tuple(made)
@@ -257,11 +181,12 @@ def make_installed(group: str) -> tuple[Any, ...]:
 
 def describe_state(plugin: Plugin, *, check: bool = False) -> str:
     """Whether a name leads to this entry: "ok", or why not. `check` loads it too."""
-    if plugin.package != "shardway" and plugin.name in GROUPS[plugin.group].own:
-        return "shadowed by Shardway's own"
-    twice = [other for other in _installed(plugin.group) if other.name == plugin.name and other != plugin]
-    if plugin.package != "shardway" and twice:
-        return f"twice: also in {', '.join(other.package for other in twice)}"
+    if plugin.package != "shardway":
+        if plugin.name in GROUPS[plugin.group].own:
+            return "shadowed by Shardway's own"
+        twice = [other for other in _installed(plugin.group) if other.name == plugin.name and other != plugin]
+        if twice:
+            return f"twice: also in {', '.join(other.package for other in twice)}"
     if check:
         try:
             plugin.load()
@@ -270,23 +195,20 @@ def describe_state(plugin: Plugin, *, check: bool = False) -> str:
     return "ok"
 
 
-def _own(group: str) -> Iterator[Plugin]:
-    for name, target in GROUPS[group].own.items():
-        yield Plugin(group, name, target, "shardway", __version__)
+@cache
+def _own(group: str) -> tuple[Plugin, ...]:
+    return tuple(Plugin(group, name, target, "shardway", __version__) for name, target in GROUPS[group].own.items())
 
 
 @cache
 def _installed(group: str) -> tuple[Plugin, ...]:
-    """The entries of other packages, by name."""
     from importlib.metadata import entry_points  # takes 10 ms, which a verb without such names does not pay
 
-    found = entry_points(group=PREFIX + group)
-    plugins = {Plugin(group, entry.name, entry.value, *_distribution(entry)) for entry in found}
+    plugins = set()
+    for entry in entry_points(group=PREFIX + group):
+        package, version = (entry.dist.name, entry.dist.version) if entry.dist else ("an unknown package", "n/a")
+        plugins.add(Plugin(group, entry.name, entry.value, package, version))
     return tuple(sorted(plugins, key=lambda plugin: (plugin.name, plugin.package, plugin.target)))
-
-
-def _distribution(entry: EntryPoint) -> tuple[str, str]:
-    return (entry.dist.name, entry.dist.version) if entry.dist else ("an unknown package", "n/a")
 
 
 @cache
@@ -302,13 +224,15 @@ def _load(plugin: Plugin) -> Any:
         what = f"{type(error).__name__}: {error}"
         remedy = f"upgrade or uninstall {plugin.package}"
         raise UserError(f"{plugin.title} cannot be loaded: {what}\n  to do: {remedy}") from error
-    contract = _import(group.contract)
+    contract, kept = _import(group.contract), group.contract.replace(":", ".")
     if not (inspect.isclass(found) and issubclass(found, contract)):
-        what = f"{plugin.target} is no class derived from {group.contract.replace(':', '.')}"
-    elif missing := _list_missing(found, contract):
-        what = f"{plugin.target} lacks {', '.join(missing)}, which {group.contract.replace(':', '.')} asks for"
+        what = f"{plugin.target} is no class derived from {kept}"
     else:
-        return found
+        facts = [name for name in vars(contract).get("__annotations__", {}) if not hasattr(found, name)]
+        missing = [*facts, *sorted(getattr(found, "__abstractmethods__", ()))]
+        if not missing:
+            return found
+        what = f"{plugin.target} lacks {', '.join(missing)}, which {kept} asks for"
     raise UserError(f"{plugin.title} cannot be used: {what}\n  to do: tell its authors, or uninstall {plugin.package}")
 
 
@@ -316,12 +240,6 @@ def _import(target: str) -> Any:
     """What "module:attribute" names."""
     module, _, attribute = target.partition(":")
     return reduce(getattr, filter(None, attribute.strip().split(".")), import_module(module.strip()))
-
-
-def _list_missing(found: Any, contract: Any) -> list[str]:
-    """Facts and methods that the contract asks for and a class lacks."""
-    facts = [name for name in vars(contract).get("__annotations__", {}) if not hasattr(found, name)]
-    return [*facts, *sorted(getattr(found, "__abstractmethods__", ()))]
 
 
 # --- settings of a plugin's own
@@ -337,27 +255,48 @@ class HasSettings(ABC):  # noqa: B024 - contracts add what is abstract
     def read_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """The settings with those given in place of their defaults. Raises ValueError with all that is wrong, in the
         form "what; allowed: ..."."""
-        wrong = [*cls._list_wrong(given)]
+        wrong, read = [], dict(cls.settings)
+        for name, value in given.items():
+            default = cls.settings.get(name)
+            if name not in cls.settings:
+                near = difflib.get_close_matches(name, cls.settings, n=1, cutoff=0.6)
+                wrong.append(f'there is no setting "{name}"{f" (did you mean {near[0]}?)" if near else ""}')
+            elif isinstance(default, float) and type(value) in (int, float):
+                read[name] = float(value)
+            elif type(value) is type(default):
+                read[name] = value
+            else:
+                wrong.append(f"{name} = {value!r} is no {type(default).__name__}")
         if wrong:
             allowed = ", ".join(f"{name} = {default!r}" for name, default in cls.settings.items())
             raise ValueError(f"{'; '.join(wrong)}; allowed: {allowed or 'no setting at all'}")
-        return {name: _as_kind_of(default, given.get(name, default)) for name, default in cls.settings.items()}
-
-    @classmethod
-    def _list_wrong(cls, given: Mapping[str, Any]) -> Iterator[str]:
-        for name, value in given.items():
-            if name not in cls.settings:
-                near = difflib.get_close_matches(name, cls.settings, n=1, cutoff=0.6)
-                yield f'there is no setting "{name}"{f" (did you mean {near[0]}?)" if near else ""}'
-            elif not _is_kind_of(cls.settings[name], value):
-                yield f"{name} = {value!r} is no {type(cls.settings[name]).__name__}"
+        return read
 
 
-def _is_kind_of(default: Any, value: Any) -> bool:
-    if isinstance(default, float) and isinstance(value, int):
-        return not isinstance(value, bool)
-    return type(value) is type(default)
+# --- names in files
 
 
-def _as_kind_of(default: Any, value: Any) -> Any:
-    return float(value) if isinstance(default, float) else value
+@dataclass(frozen=True)
+class PluginName:
+    """Marks a string of a pydantic model as a name that is registered in a group, or one of `others`. The JSON Schema
+    and messages list the names that are registered on this machine, our own first."""
+
+    group: str
+    others: tuple[str, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"type": "string", "enum": [*self.others, *list_names(self.group)]}
+
+    def _check(self, value: Any) -> str:
+        """As the choices of a Literal are checked, whose message is the same."""
+        from pydantic_core import PydanticKnownError
+
+        if isinstance(value, str) and (value in self.others or is_registered(self.group, value)):
+            return value
+        *names, last = (f"'{name}'" for name in (*self.others, *list_names(self.group)))
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(names)} or {last}" if names else last})

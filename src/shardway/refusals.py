@@ -50,15 +50,14 @@ _REMEDIES = {
     errno.EIO: "look at the disk or its server (`dmesg`)",
     **dict.fromkeys(AWAY, "look at the file system (is it mounted, does its server answer)"),
 }
-_OTHERWISE = "look what stands there, and who may write it"
 
 
-def find_remedy(reason: OSError | str, instead: str = "", otherwise: str = _OTHERWISE) -> str:
-    """The remedy for a refusal, as the start of a sentence. `reason`: an error, or words that hold the system's reason.
-
-    `instead` is the way around the place, such as "choose another folder with --dir"; `otherwise` is the remedy for a
-    reason that is not in the table.
-    """
+def find_remedy(
+    reason: OSError | str, instead: str = "", otherwise: str = "look what stands there, and who may write it"
+) -> str:
+    """The remedy for a refusal, as the start of a sentence. `reason`: an error, or words that hold the system's reason;
+    `instead`: the way around the place, such as "choose another folder with --dir"; `otherwise`: the remedy for a
+    reason that is not in the table."""
     if isinstance(reason, OSError):
         found = _REMEDIES.get(reason.errno or 0)
     else:

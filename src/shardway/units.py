@@ -6,10 +6,12 @@ that names the text and what is allowed. No key of a run file is named here.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 SpanUnit = Literal["steps", "samples", "tokens", "epochs"]
 SPAN_UNITS: tuple[SpanUnit, ...] = ("steps", "samples", "tokens", "epochs")
@@ -17,11 +19,7 @@ SPAN_UNITS: tuple[SpanUnit, ...] = ("steps", "samples", "tokens", "epochs")
 _BINARY = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 _DECIMAL = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _SECONDS = {"d": 86400.0, "h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0}
-_MS_PER_S = 1000.0
 _COUNTS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-
-_GLANCE = 4
-"""Significant figures of a number for people."""
 
 MAX_BYTES = 2**80
 MAX_SECONDS = 3650 * 86400.0
@@ -59,7 +57,7 @@ def format_bytes(count: int) -> str:
     """A size for people: `render_bytes`, with the GiB in brackets if that is a long number:
     540016640000 -> "515000MiB (about 502.9GiB)"."""
     exact = render_bytes(count)
-    is_long = count >= _BINARY["GiB"] and len(exact.rstrip("BkKMGTPi")) > _GLANCE
+    is_long = count >= _BINARY["GiB"] and len(exact.rstrip("BkKMGTPi")) > 4
     return f"{exact} (about {count / _BINARY['GiB']:.4g}GiB)" if is_long else exact
 
 
@@ -69,7 +67,7 @@ def parse_seconds(text: str) -> float:
     while match := _TIME_PATTERN.match(rest):
         number, unit = float(match["number"]), match["unit"]
         # 1900 / 1000 is 1.9, but 1900 * 0.001 is not.
-        total += number / _MS_PER_S if unit == "ms" else number * _SECONDS[unit]
+        total += number / 1000 if unit == "ms" else number * _SECONDS[unit]
         rest, matched = rest[match.end() :], True
     if rest or not matched:
         raise ValueError(f'"{text}" is not a time; allowed: numbers with d, h, min, m, s or ms, such as "1h30m"')
@@ -81,8 +79,8 @@ def parse_seconds(text: str) -> float:
 def render_seconds(seconds: float) -> str:
     """A time that `parse_seconds` reads back to the same value: 5400.0 -> "1h30m", 0.25 -> "250ms"."""
     if seconds < 1.0 or seconds != int(seconds):
-        count = round(seconds * _MS_PER_S)
-        return f"{count}ms" if count / _MS_PER_S == seconds else f"{seconds!r}s"
+        count = round(seconds * 1000)
+        return f"{count}ms" if count / 1000 == seconds else f"{seconds!r}s"
     rest, parts = int(seconds), []
     for unit in ("d", "h", "m", "s"):
         count, rest = divmod(rest, int(_SECONDS[unit]))
@@ -127,14 +125,13 @@ class Span:
 
     def in_steps(self, scale: Scale) -> int:
         """Whole steps that cover this span (rounded up; 0 only for an amount of 0)."""
-        if self.unit == "steps":
-            return math.ceil(self.amount)
         samples = {
+            "steps": self.amount * scale.samples_per_step,
             "samples": self.amount,
             "tokens": self.amount / scale.tokens_per_sample,
             "epochs": self.amount * scale.samples_per_epoch,
         }[self.unit]
-        return math.ceil(samples / scale.samples_per_step)
+        return math.ceil(self.amount if self.unit == "steps" else samples / scale.samples_per_step)
 
 
 def parse_span(value: str | int) -> Span:
@@ -161,17 +158,11 @@ Cadence = Span | float
 
 def parse_cadence(value: str | int) -> Cadence:
     """A Span ("200 steps") or a time in seconds ("10min")."""
-    if isinstance(value, str):
-        try:
-            return parse_seconds(value)
-        except ValueError:
-            pass
-    try:
-        return parse_span(value)
-    except ValueError:
-        raise ValueError(
-            f'"{value}" is neither an amount of training ("200 steps", "1 epochs") nor a time ("10min")'
-        ) from None
+    readers: tuple[Callable[[Any], Cadence], ...] = (parse_seconds, parse_span)
+    for parse in readers if isinstance(value, str) else readers[1:]:
+        with contextlib.suppress(ValueError):
+            return parse(value)
+    raise ValueError(f'"{value}" is neither an amount of training ("200 steps", "1 epochs") nor a time ("10min")')
 
 
 def render_cadence(cadence: Cadence) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import Ended, Shardway
 
-from shardway.cli import progress
+from shardway.cli import train
 from shardway.cli.main import app, run_guarded
 from shardway.hardware import probe
 from shardway.rundir import lease
@@ -22,7 +22,7 @@ def shardway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     for name in ("CACHE", "CONFIG", "STATE"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))
     monkeypatch.setattr(probe, "_list_nvidia_devices", tuple)
-    monkeypatch.setattr(progress, "REFRESH_S", 0.01)
+    monkeypatch.setattr(train, "REFRESH_S", 0.01)
     monkeypatch.setattr(lease, "PAUSE_S", 0.001)
     monkeypatch.chdir(tmp_path)
 

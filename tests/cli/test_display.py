@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardway.cli import progress
-from shardway.cli.progress import Display
+from shardway.cli import train
+from shardway.cli.train import run_displayed
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event, EventFollower
@@ -31,7 +31,7 @@ def record(run: RunDir, *, fault: bool = False) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr(progress, "REFRESH_S", 0.01)
+    monkeypatch.setattr(train, "REFRESH_S", 0.01)
     run = RunDir(tmp_path / "a")
     run.create()
     return run
@@ -42,12 +42,12 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What a terminal of 100 columns receives."""
     screen = io.StringIO()
     console = partial(Console, file=screen, force_terminal=True, width=100, height=40, color_system=None)
-    monkeypatch.setattr(progress, "Console", lambda **options: console(**options))
+    monkeypatch.setattr("rich.console.Console", lambda **options: console(**options))
     return screen
 
 
 def show(run: RunDir, *, plain: bool = False, to_stderr: bool = False, fault: bool = False) -> None:
-    with Display(run, to_stderr=to_stderr, plain=plain):
+    with run_displayed(run, to_stderr=to_stderr, plain=plain):
         record(run, fault=fault)
 
 
@@ -69,7 +69,7 @@ def test_an_error_is_left_to_whoever_tells_it(run: RunDir, capsys: pytest.Captur
 
 def test_events_of_an_earlier_attempt_are_not_shown_again(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     record(run)
-    with Display(run, to_stderr=False, plain=True):
+    with run_displayed(run, to_stderr=False, plain=True):
         pass
     assert capsys.readouterr().out == ""
 
@@ -86,7 +86,7 @@ def test_the_best_so_far_is_that_of_all_attempts(
 ) -> None:
     validate(run, 4, before)
     validate(run, 6, 0.5, base=4)  # undone by the next start
-    with Display(run, to_stderr=False, plain=True):
+    with run_displayed(run, to_stderr=False, plain=True):
         validate(run, 6, 2.0, base=4)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "validation" in line]
     assert line.endswith("best so far") == best
@@ -94,7 +94,7 @@ def test_the_best_so_far_is_that_of_all_attempts(
 
 def test_the_best_so_far_outlives_a_start_that_wrote_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     validate(run, 4, 1.0)
-    with Display(run, to_stderr=False, plain=True):
+    with run_displayed(run, to_stderr=False, plain=True):
         with run.event_writer(0) as events:
             events.write("restarted", step=4, reason="killed", failures=1)
         validate(run, 6, 2.0, base=4)
@@ -120,10 +120,10 @@ def test_a_launcher_gets_lines_even_on_a_terminal(run: RunDir, terminal: io.Stri
 
 
 def test_the_view_ends_where_the_work_fails(run: RunDir) -> None:
-    display = Display(run, to_stderr=False, plain=True)
-    with pytest.raises(ZeroDivisionError), display:
+    with pytest.raises(ZeroDivisionError), run_displayed(run, to_stderr=False, plain=True):
+        assert "display" in [thread.name for thread in threading.enumerate()]
         raise ZeroDivisionError
-    assert not display._thread.is_alive()
+    assert "display" not in [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -139,7 +139,7 @@ def test_events_that_could_not_be_read_for_a_while_are_shown_then(
         raise JobError("the server is away")
 
     monkeypatch.setattr(EventFollower, "new_events", refuse_once)
-    with Display(run, to_stderr=False, plain=plain):
+    with run_displayed(run, to_stderr=False, plain=plain):
         assert refused.wait(60)
         with run.event_writer(0) as events:
             events.write("finished", step=3, reason="all steps are done")
@@ -149,6 +149,6 @@ def test_events_that_could_not_be_read_for_a_while_are_shown_then(
 @pytest.mark.parametrize("plain", [True, False])
 def test_events_that_cannot_be_read_end_the_view_alone(run: RunDir, plain: bool, terminal: io.StringIO) -> None:
     (run.path / "events/rank-00000.jsonl").mkdir()
-    with Display(run, to_stderr=False, plain=plain):
+    with run_displayed(run, to_stderr=False, plain=plain):
         pass
     assert "cannot be read" not in terminal.getvalue()

@@ -56,6 +56,7 @@ DERIVATIONS: list[Derives] = [
     ),
     Derives("a_run_uses_the_accelerator_where_there_is_one", (), "run.device", "cpu", "no accelerator found"),
     Derives("a_run_uses_the_accelerator_where_there_is_one", (), "run.device", "cuda", "2 accelerators found", GPU),
+    Derives("a_run_without_a_name_is_called_after_its_file", (), "run.name", "default", "name of the run file"),
     Derives(
         "ranks_of_a_node_share_its_cores",
         (),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from resolving import refusal_of, resolve_words, value_of
 
 from shardway.errors import UserError
-from shardway.resolve.rules.deepspeed import OTHERWISE_DECIDED, find_conflicts, render_ds_config, resolve_ds_config
+from shardway.resolve.rules.deepspeed import OTHERWISE_DECIDED, find_conflicts, render_settings, resolve_ds_config
 from shardway.runfile.load import load_run
 
 ZERO = "train.engine=deepspeed"
@@ -131,7 +131,7 @@ def test_other_settings_lie_below() -> None:
 
 def test_the_text_is_json() -> None:
     resolved = resolve_words(ZERO, "deepspeed.settings={steps_per_print=5}")
-    assert json.loads(render_ds_config(resolved)) == resolve_ds_config(resolved)
+    assert json.loads(render_settings(resolve_ds_config(resolved))) == resolve_ds_config(resolved)
 
 
 def test_settings_survive_the_resolved_file(tmp_path: Any) -> None:

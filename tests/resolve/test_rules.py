@@ -22,6 +22,7 @@ DERIVATIONS = [case for table in TABLES for case in table.DERIVATIONS]
 REFUSALS = [case for table in TABLES for case in table.REFUSALS]
 
 ONLY_DERIVE = {
+    "a_run_without_a_name_is_called_after_its_file",
     "ranks_of_a_node_share_its_cores",
     "the_feed_forward_width_follows_the_activation",
     "bytes_have_256_values",

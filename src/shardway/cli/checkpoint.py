@@ -8,9 +8,8 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -18,20 +17,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardway.cli.options import DirOption, JsonOption, Words, read_request
-from shardway.errors import JobError, UserError, legible, list_some
+from shardway.cli.options import DirOption, JsonOption, Words, print_json, read_request
+from shardway.errors import JobError, SiteError, UserError, legible, list_some
 
 if TYPE_CHECKING:
-    from shardway.checkpoint.catalog import CheckpointHead, TensorEntry, Verified
-    from shardway.checkpoint.diff import FileDifference, TensorDifference
+    from shardway.checkpoint.catalog import CheckpointHead, TensorEntry
+    from shardway.checkpoint.diff import TensorDifference
     from shardway.train.run_weights import Imported
-    from shardway.watch.progress import BestCheckpoint
+
+app = typer.Typer(
+    help="Whether a run's checkpoints are whole, what is in them, and weights to and from elsewhere.",
+    no_args_is_help=True,
+)
+
+CheckpointArgument = Annotated[
+    Path, typer.Argument(help="A run directory, or the folder of one checkpoint.", show_default=False)
+]
+StepOption = Annotated[int | None, typer.Option("--step", min=0, help="The step (default: the newest).")]
 
 
 # --- inspect and diff
-
-DIFFERS = 1
-"""Exit code of a comparison that found a difference, as in diff(1)."""
 
 
 class ContentPart(StrEnum):
@@ -44,38 +49,66 @@ class ContentPart(StrEnum):
     script = "script"
 
 
-CheckpointArgument = Annotated[
-    Path, typer.Argument(help="A run directory, or the folder of one checkpoint.", show_default=False)
-]
-StepOption = Annotated[int | None, typer.Option("--step", min=0, help="The step (default: the newest).")]
-OtherStepOption = Annotated[int | None, typer.Option("--other-step", min=0, help="The step of OTHER.")]
-PartOption = Annotated[list[ContentPart] | None, typer.Option("--part", help="Compare only this; may be given again.")]
-HeadOption = Annotated[bool, typer.Option("--head", help="What the manifest says alone, without the tensors.")]
-
-
+@app.command("inspect")
 def inspect(
-    run: CheckpointArgument, step: StepOption = None, head: HeadOption = False, as_json: JsonOption = False
+    run: CheckpointArgument,
+    step: StepOption = None,
+    head: Annotated[bool, typer.Option("--head", help="What the manifest says alone, without the tensors.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what is in a checkpoint: step, ranks, counters, files, tensors with shape, dtype and size."""
     from shardway.checkpoint.catalog import find_checkpoint, list_entries, read_head
     from shardway.rundir.file_io import render_json
 
     known = read_head(find_checkpoint(run, step))
-    entries = None if head else list_entries(known)
+    entries = [] if head else list_entries(known)
+    totals: dict[str, dict[str, int]] = {}
+    for each in entries:
+        total = totals.setdefault(each.part, {"tensors": 0, "bytes": 0})
+        total["tensors"] += 1
+        total["bytes"] += each.bytes
     if as_json:
-        tensors = {} if entries is None else {"parts": _total(entries), "tensors": [asdict(each) for each in entries]}
+        tensors = {} if head else {"parts": totals, "tensors": [asdict(each) for each in entries]}
         typer.echo(render_json({**known.as_json(), **tensors}, indent=1))
         return
-    for line in [*_render_head(known), *_render_entries(entries or ())]:
+    for line in _render_contents(known, entries, totals):
         typer.echo(legible(line))
 
 
+def _render_contents(
+    head: CheckpointHead, entries: Sequence[TensorEntry], totals: dict[str, dict[str, int]]
+) -> Iterator[str]:
+    from shardway.watch.words import render_plural, render_size
+
+    manifest = head.manifest
+    numbers = ", ".join(f"{name} {value}" for name, value in manifest.numbers.items() if name != "step")
+    yield f"{head.found.folder}"
+    yield f"step {manifest.step}, saved by {render_plural(manifest.world, 'rank')}; {numbers or 'no counters'}"
+    yield f"{render_plural(len(manifest.files), 'file')}, {render_size(manifest.total_bytes)}"
+    for name, seal in sorted(manifest.files.items()):
+        yield f"  {render_size(seal.bytes):>9}  {name}"
+    width = max((len(each.name) for each in entries), default=0)
+    for part, total in totals.items():
+        yield f"{part}: {render_plural(total['tensors'], 'tensor')}, {render_size(total['bytes'])}"
+        for each in entries:
+            if each.part == part:
+                size = render_size(each.bytes)
+                yield f"  {each.name:<{width}}  {each.dtype:<9} {size:>9}  {_render_shape(each)}"
+
+
+def _render_shape(entry: TensorEntry) -> str:
+    return " x ".join(map(str, entry.shape)) or "1"
+
+
+@app.command("diff")
 def diff(
     run: CheckpointArgument,
     other: CheckpointArgument,
     step: StepOption = None,
-    other_step: OtherStepOption = None,
-    part: PartOption = None,
+    other_step: Annotated[int | None, typer.Option("--other-step", min=0, help="The step of OTHER.")] = None,
+    part: Annotated[
+        list[ContentPart] | None, typer.Option("--part", help="Compare only this; may be given again.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Compare two checkpoints tensor by tensor; exit code 1 where they differ, 0 where every bit is the same.
@@ -83,11 +116,18 @@ def diff(
     Every byte of both is compared with its checksum first. Random states are a part: of runs with other numbers of
     ranks, compare `--part model --part optimizer`.
     """
-    _check_torch()
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise SiteError(
+            f"tensors cannot be compared here: {error}.\n"
+            "  To do: run it where torch is installed; `shardway checkpoint inspect` needs none."
+        ) from None
     from shardway.checkpoint.catalog import find_checkpoint, verify_found
     from shardway.checkpoint.diff import find_differences, find_other_files
     from shardway.checkpoint.reader import TensorReader
     from shardway.rundir.file_io import render_json
+    from shardway.watch.words import render_plural, render_size
 
     found = find_checkpoint(run, step), find_checkpoint(other, other_step)
     manifests = [verify_found(each) for each in found]
@@ -100,73 +140,26 @@ def diff(
             typer.echo(_render_difference(each))
     files = find_other_files(*manifests) if part is None else []
     compared = len({name for reader in readers for name, entry in reader.entries.items() if entry.part in parts})
+    differs = bool(tensors or files)
     if as_json:
         said = {
             "first": str(found[0].folder),
             "second": str(found[1].folder),
-            "equal": not tensors and not files,
+            "equal": not differs,
             "compared": compared,
             "tensors": [each.as_json() for each in tensors],
             "files": [asdict(each) for each in files],
         }
         typer.echo(render_json(said, indent=1))
+    elif differs:
+        for file in files:
+            sizes = (render_size(size) if size is not None else "none" for size in (file.first, file.second))
+            typer.echo(f"{file.name}  {' against '.join(sizes)}")
+        others = render_plural(len(files), "other file")
+        typer.echo(f"{len(tensors)} of {render_plural(compared, 'tensor')} differ, {others}")
     else:
-        for line in _render_end(compared, tensors, files):
-            typer.echo(line)
-    return DIFFERS if tensors or files else 0
-
-
-def _check_torch() -> None:
-    from shardway.errors import SiteError
-
-    try:
-        import torch  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise SiteError(
-            f"tensors cannot be compared here: {error}.\n"
-            "  To do: run it where torch is installed; `shardway checkpoint inspect` needs none."
-        ) from None
-
-
-def _total(entries: Iterable[TensorEntry]) -> dict[str, dict[str, int]]:
-    totals: dict[str, dict[str, int]] = {}
-    for each in entries:
-        total = totals.setdefault(each.part, {"tensors": 0, "bytes": 0})
-        total["tensors"] += 1
-        total["bytes"] += each.bytes
-    return totals
-
-
-def _render_head(head: CheckpointHead) -> list[str]:
-    from shardway.watch.words import render_plural, render_size
-
-    manifest = head.manifest
-    numbers = ", ".join(f"{name} {value}" for name, value in manifest.numbers.items() if name != "step")
-    return [
-        f"{head.found.folder}",
-        f"step {manifest.step}, saved by {render_plural(manifest.world, 'rank')}; {numbers or 'no counters'}",
-        f"{render_plural(len(manifest.files), 'file')}, {render_size(manifest.total_bytes)}",
-        *(f"  {render_size(seal.bytes):>9}  {name}" for name, seal in sorted(manifest.files.items())),
-    ]
-
-
-def _render_entries(entries: Sequence[TensorEntry]) -> list[str]:
-    from shardway.watch.words import render_plural, render_size
-
-    width = max((len(each.name) for each in entries), default=0)
-    lines = []
-    for part, total in _total(entries).items():
-        lines.append(f"{part}: {render_plural(total['tensors'], 'tensor')}, {render_size(total['bytes'])}")
-        lines += [
-            f"  {each.name:<{width}}  {each.dtype:<9} {render_size(each.bytes):>9}  {_render_shape(each)}"
-            for each in entries
-            if each.part == part
-        ]
-    return lines
-
-
-def _render_shape(entry: TensorEntry) -> str:
-    return " x ".join(map(str, entry.shape)) or "1"
+        typer.echo(f"equal: every bit of {render_plural(compared, 'tensor')}")
+    return int(differs)  # as diff(1) does
 
 
 def _render_difference(each: TensorDifference) -> str:
@@ -182,48 +175,28 @@ def _render_difference(each: TensorDifference) -> str:
     )
 
 
-def _render_end(compared: int, tensors: Sequence[TensorDifference], files: Sequence[FileDifference]) -> list[str]:
-    from shardway.watch.words import render_plural, render_size
-
-    if not tensors and not files:
-        return [f"equal: every bit of {render_plural(compared, 'tensor')}"]
-    sizes = [
-        [render_size(size) if size is not None else "none" for size in (each.first, each.second)] for each in files
-    ]
-    return [
-        *(f"{each.name}  {one} against {other}" for each, (one, other) in zip(files, sizes, strict=True)),
-        f"{len(tensors)} of {render_plural(compared, 'tensor')} differ, {render_plural(len(files), 'other file')}",
-    ]
-
-
 # --- import
 
-SourceArgument = Annotated[
-    Path,
-    typer.Argument(
-        help="Safetensors (a folder or a file), a folder of torch.distributed.checkpoint, a file of torch.save, or a "
-        "run directory of Shardway or one of its checkpoints.",
-        show_default=False,
-    ),
-]
-FullOption = Annotated[
-    bool, typer.Option("--full", help="Of a Shardway checkpoint: optimizer, position and random state as well.")
-]
-PrefixOption = Annotated[
-    str | None, typer.Option("--prefix", help="What stands before the names of the weights (default: found).")
-]
-SourceStepOption = Annotated[
-    int | None, typer.Option("--step", min=0, help="Of a run: the step (default: the newest).")
-]
 
-
+@app.command("import")
 def import_(
-    source: SourceArgument,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="Safetensors (a folder or a file), a folder of torch.distributed.checkpoint, a file of torch.save, "
+            "or a run directory of Shardway or one of its checkpoints.",
+            show_default=False,
+        ),
+    ],
     words: Words = None,
     directory: DirOption = None,
-    full: FullOption = False,
-    step: SourceStepOption = None,
-    prefix: PrefixOption = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Of a Shardway checkpoint: optimizer, position and random state as well.")
+    ] = False,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="Of a run: the step (default: the newest).")] = None,
+    prefix: Annotated[
+        str | None, typer.Option("--prefix", help="What stands before the names of the weights (default: found).")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a run directory that begins with weights from elsewhere: `shardway train` then starts from them.
@@ -239,13 +212,13 @@ def import_(
     if find_placement(os.environ).rank != 0:
         return
     if as_json:
-        typer.echo(json.dumps(asdict(imported), indent=1))
+        print_json(asdict(imported))
         return
-    for line in _render(imported):
+    for line in _render_imported(imported):
         typer.echo(legible(line))
 
 
-def _render(imported: Imported) -> Iterator[str]:
+def _render_imported(imported: Imported) -> Iterator[str]:
     from shardway.watch.words import render_plural
 
     what = "everything" if imported.full else f"{render_plural(imported.tensors, 'tensor')} of the model"
@@ -264,15 +237,34 @@ def _render(imported: Imported) -> Iterator[str]:
 
 # --- verify and export
 
-app = typer.Typer(
-    help="Whether a run's checkpoints are whole, what is in them, and weights to and from elsewhere.",
-    no_args_is_help=True,
-)
 
+@app.command("verify")
+def verify(run: CheckpointArgument, as_json: JsonOption = False) -> int:
+    """Compare every byte of every checkpoint with its checksum; exit code 4 where one is damaged.
 
-app.command("inspect")(inspect)
-app.command("diff")(diff)
-app.command("import")(import_)
+    Nothing is changed: a run that goes on sets damaged ones aside itself.
+    """
+    from shardway.checkpoint.catalog import find_checkpoints, verify_all
+    from shardway.rundir.directory import RunDir
+    from shardway.watch.progress import find_best_checkpoint
+    from shardway.watch.words import render_monitored, render_plural, render_size
+
+    found, best = [], None
+    with contextlib.suppress(JobError):  # unreadable events do not make a checkpoint damaged
+        best = find_best_checkpoint(RunDir(run))
+    for each in verify_all(find_checkpoints(run)):
+        found.append(each)
+        line = f"{each.name}  damaged: {'; '.join(each.reasons)}"
+        if each.manifest is not None and each.is_whole:
+            size, ranks = render_size(each.manifest.total_bytes), render_plural(each.manifest.world, "rank")
+            line = f"{each.name}  whole  {size} in {render_plural(len(each.manifest.files), 'file')}, saved by {ranks}"
+            if best is not None and each.step == best.step:
+                line += f", the best: {render_monitored(best.metric, best.value)}"
+        if not as_json:
+            typer.echo(legible(line))
+    if as_json:
+        print_json([{**each.as_json(), "best": best is not None and each.step == best.step} for each in found])
+    return 0 if all(each.is_whole for each in found) else 4
 
 
 class Format(StrEnum):
@@ -283,51 +275,6 @@ class Format(StrEnum):
     fp16 = "fp16"
 
 
-_OF_OWN_NAMES = ("files", "left_out")
-"""Facts of an export that are reported only if they are not empty."""
-
-
-@app.command("verify")
-def verify(
-    run: CheckpointArgument,
-    as_json: JsonOption = False,
-) -> int:
-    """Compare every byte of every checkpoint with its checksum; exit code 4 where one is damaged.
-
-    Nothing is changed: a run that goes on sets damaged ones aside itself.
-    """
-    from shardway.checkpoint.catalog import find_checkpoints, verify_all
-    from shardway.rundir.directory import RunDir
-    from shardway.watch.progress import find_best_checkpoint
-
-    found, best = [], None
-    with contextlib.suppress(JobError):  # unreadable events do not make a checkpoint damaged
-        best = find_best_checkpoint(RunDir(run))
-    for each in verify_all(find_checkpoints(run)):
-        found.append(each)
-        if not as_json:
-            typer.echo(legible(_render_verified(each, best)))
-    if as_json:
-        marked = [{**each.as_json(), "best": best is not None and each.step == best.step} for each in found]
-        typer.echo(json.dumps(marked, indent=1))
-    return 0 if all(each.is_whole for each in found) else 4
-
-
-def _render_verified(each: Verified, best: BestCheckpoint | None) -> str:
-    from shardway.watch.words import render_monitored, render_size
-
-    if each.manifest is None or not each.is_whole:
-        return f"{each.name}  damaged: {'; '.join(each.reasons)}"
-    files, ranks = len(each.manifest.files), each.manifest.world
-    mark = ""
-    if best is not None and each.step == best.step:
-        mark = f", the best: {render_monitored(best.metric, best.value)}"
-    return (
-        f"{each.name}  whole  {render_size(each.manifest.total_bytes)} in {files} file{'s' * (files != 1)}, "
-        f"saved by {ranks} rank{'s' * (ranks != 1)}{mark}"
-    )
-
-
 @app.command("export")
 def export(
     run: Annotated[Path, typer.Argument(help="The run directory.")],
@@ -336,7 +283,7 @@ def export(
         Format | None,
         typer.Option(help="Number format of the weights that are written; else fp32, or under own names as saved."),
     ] = None,
-    step: Annotated[int | None, typer.Option("--step", min=0, help="The step (default: the newest).")] = None,
+    step: StepOption = None,
     best: Annotated[
         bool, typer.Option("--best", help="The one with the best validation by checkpoint.monitor, of those kept.")
     ] = False,
@@ -359,12 +306,15 @@ def export(
         raise UserError(f"--best and --step {step} name two checkpoints.\n  To do: leave one of them out.")
     which = Which(step, best)
     exported = export_run(RunDir(run), folder, dtype and dtype.value, os.environ, own_names=own_names, which=which)
-    if exported is not None and find_placement(os.environ).rank == 0:
-        for damaged in exported.passed_over:
-            typer.echo(f"step {damaged.step} is damaged and was passed over: {damaged.reason}", err=True)
-        for why in exported.left_out:
-            typer.echo(why, err=True)
-        facts = {name: value for name, value in asdict(exported).items() if value or name not in _OF_OWN_NAMES}
-        files = f": {', '.join(exported.files)}" if exported.files else ""
-        told = f"step {exported.step} written to {exported.folder}{files}"
-        typer.echo(json.dumps(facts, indent=1) if as_json else told)
+    if exported is None or find_placement(os.environ).rank != 0:
+        return
+    for damaged in exported.passed_over:
+        typer.echo(f"step {damaged.step} is damaged and was passed over: {damaged.reason}", err=True)
+    for why in exported.left_out:
+        typer.echo(why, err=True)
+    if as_json:
+        facts = asdict(exported)
+        print_json({name: facts[name] for name in facts if facts[name] or name not in ("files", "left_out")})
+        return
+    files = f": {', '.join(exported.files)}" if exported.files else ""
+    typer.echo(f"step {exported.step} written to {exported.folder}{files}")

@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,26 +22,16 @@ from shardway.cli.options import (
     Words,
     complete_example,
     complete_key,
-    examples_folder,
     list_examples,
+    print_json,
     read_request,
 )
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
-    from shardway.resolve.request import Resolution, ResolveRequest
+    from shardway.resolve.request import Resolution
 
 app = typer.Typer(help="Show what a run resolves to, explain a key, print the schema.", no_args_is_help=True)
-
-
-NodesOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="Nodes of the job that is shown, of --nproc ranks each (default: the site's devices)."),
-]
-MeshOption = Annotated[bool, typer.Option("--mesh", help="Draw which ranks are on which node, and which communicate.")]
-DeepspeedOption = Annotated[
-    bool, typer.Option("--deepspeed", help="Print the ds_config.json that DeepSpeed would be started with.")
-]
 
 
 @app.command("show")
@@ -49,65 +39,61 @@ def show(
     words: Words = None,
     directory: DirOption = None,
     nproc: NprocOption = None,
-    nodes: NodesOption = None,
-    mesh: MeshOption = False,
-    deepspeed: DeepspeedOption = False,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Nodes of the job that is shown, of --nproc ranks each (default: the site's devices)."
+        ),
+    ] = None,
+    mesh: Annotated[
+        bool, typer.Option("--mesh", help="Draw which ranks are on which node, and which communicate.")
+    ] = False,
+    deepspeed: Annotated[
+        bool, typer.Option("--deepspeed", help="Print the ds_config.json that DeepSpeed would be started with.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print the resolved run, each value with where it came from; or its ranks on nodes; or its ds_config.json."""
-    from shardway.resolve.request import resolve_request
+    from shardway.resolve.request import resolve_request, site_of
+    from shardway.runfile.load import load_run
 
     request = read_request(words, directory)
-    per_node = nproc or (1 if nodes is None else _ranks_of_a_node(request))
+    per_node = nproc or 1
+    if nproc is None and nodes is not None:
+        site = site_of(load_run(request.run_file, request.overrides))
+        per_node = site.node.accelerators_per_node or 0
+        if not per_node:
+            raise UserError(
+                f'--nodes: the site "{site.name}" names no accelerators of a node, so its number of ranks is not '
+                "known.\n  To do: say how many with --nproc, or choose a site with site.name."
+            )
     resolution = resolve_request(request, (nodes or 1) * per_node, per_node)
+    resolved = resolution.resolved
     if mesh and deepspeed:
         raise UserError("--mesh and --deepspeed show different things; allowed: one of them.")
     if mesh:
-        _show_mesh(resolution, as_json)
+        from shardway.layout import layout_of
+        from shardway.plan.placement import place_mesh, render_placement
+
+        placement = place_mesh(layout_of(resolved.values.parallel), per_node)
+        if as_json:
+            print_json(placement.facts())
+        else:
+            typer.echo(render_placement(placement), nl=False)
     elif deepspeed:
-        _show_deepspeed(resolution)
+        from shardway.resolve.rules.deepspeed import render_settings, resolve_ds_config
+
+        if resolved.values.train.engine != "deepspeed":
+            raise UserError(
+                '--deepspeed: train.engine is "torch", so nothing is handed to DeepSpeed.\n'
+                "  To do: set train.engine=deepspeed."
+            )
+        typer.echo(render_settings(resolve_ds_config(resolved)), nl=False)
     elif as_json:
-        typer.echo(json.dumps(resolution_facts(resolution), indent=1))
+        print_json(resolution_facts(resolution))
     else:
         typer.echo(f"# run directory: {resolution.directory.path}")
-        typer.echo(resolution.resolved.render(), nl=False)
-
-
-def _ranks_of_a_node(request: ResolveRequest) -> int:
-    """As many as a node of the site has devices. Raises UserError where the site does not say."""
-    from shardway.resolve.request import site_of
-    from shardway.runfile.load import load_run
-
-    site = site_of(load_run(request.run_file, request.overrides))
-    if not site.node.accelerators_per_node:
-        raise UserError(
-            f'--nodes: the site "{site.name}" names no accelerators of a node, so its number of ranks is not known.\n'
-            "  To do: say how many with --nproc, or choose a site with site.name."
-        )
-    return site.node.accelerators_per_node
-
-
-def _show_mesh(resolution: Resolution, as_json: bool) -> None:
-    from shardway.layout import layout_of
-    from shardway.plan.placement import place_mesh, render_placement
-
-    resolved = resolution.resolved
-    placement = place_mesh(layout_of(resolved.values.parallel), resolved.circumstances.ranks_per_node)
-    if as_json:
-        typer.echo(json.dumps(placement.facts(), indent=1))
-    else:
-        typer.echo(render_placement(placement), nl=False)
-
-
-def _show_deepspeed(resolution: Resolution) -> None:
-    from shardway.resolve.rules.deepspeed import render_ds_config
-
-    if resolution.resolved.values.train.engine != "deepspeed":
-        raise UserError(
-            '--deepspeed: train.engine is "torch", so nothing is handed to DeepSpeed.\n'
-            "  To do: set train.engine=deepspeed."
-        )
-    typer.echo(render_ds_config(resolution.resolved), nl=False)
+        typer.echo(resolved.render(), nl=False)
 
 
 @app.command("explain")
@@ -123,13 +109,13 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Say what a key means, what it takes and what it defaults to; finds keys by any word, and by others' names."""
-    from shardway.runfile.load import search_keys
+    from shardway.runfile.load import KeyDoc, search_keys
 
     found = search_keys(key)
     if as_json:
-        typer.echo(json.dumps([doc.as_json() for doc in found.docs], indent=1))
-        return
-    typer.echo(found.render())
+        print_json([asdict(each) for each in found if isinstance(each, KeyDoc)])
+    else:
+        typer.echo("\n\n".join(each.render() for each in found))
 
 
 @app.command("schema")
@@ -137,23 +123,19 @@ def schema() -> None:
     """Print the JSON Schema of run files, for editors that complete and check TOML."""
     from shardway.runfile.schema import RunFile
 
-    typer.echo(json.dumps(RunFile.model_json_schema(), indent=1))
+    print_json(RunFile.model_json_schema())
 
 
-def resolution_facts(resolution: Any) -> dict[str, Any]:
+def resolution_facts(resolution: Resolution) -> dict[str, Any]:
     """Every key with its value and origin, and what follows from them."""
     resolved = resolution.resolved
-    values = resolved.values.model_dump(mode="json")
-    keys = {
-        dotted: {"value": values[dotted.split(".")[0]][dotted.split(".")[1]], "origin": origin}
-        for dotted, origin in resolved.origins.items()
-    }
-    derived = {"replicas": resolved.derived.replicas, "accumulation": resolved.derived.accumulation}
-    return {
-        "directory": str(resolution.directory.path),
-        "keys": keys,
-        "derived": {**derived, "peak_lr": resolved.derived.peak_lr},
-    }
+    values, derived = resolved.values.model_dump(mode="json"), resolved.derived
+    keys = {}
+    for dotted, origin in resolved.origins.items():
+        section, name = dotted.split(".")
+        keys[dotted] = {"value": values[section][name], "origin": origin}
+    follows = {name: getattr(derived, name) for name in ("replicas", "accumulation", "peak_lr")}
+    return {"directory": str(resolution.directory.path), "keys": keys, "derived": follows}
 
 
 # --- a run file to start from
@@ -200,8 +182,19 @@ def init(
     """Write a run file to start from: commented with every key, --minimal, or --from an example."""
     if minimal and example is not None:
         raise UserError("--minimal and --from write different files; allowed: one of them.")
-    written = MINIMAL if minimal else _render_all()
-    text = _read_example(example) if example is not None else written
+    if example is not None:
+        known, plain = list_examples(), example.removesuffix(".toml").rpartition("/")[2]
+        if plain not in known:
+            raise UserError(f'there is no example "{example}".\n      allowed: {", ".join(known)}')
+        text = known[plain].replace(f"examples/{plain}.toml", "THIS_FILE")
+    elif minimal:
+        text = MINIMAL
+    else:
+        from shardway.runfile.load import render_commented
+        from shardway.runfile.schema import RunFile
+
+        chosen = {"data.kind": "text", "data.path": "python:stdlib", "train.steps": "800 steps"}
+        text = render_commented(RunFile(), chosen)
     if dry_run:
         typer.echo(text, nl=False)
         return
@@ -215,18 +208,3 @@ def init(
             f"{path} cannot be written: {error.strerror}.\n  To do: name a file in a folder that you may write to."
         ) from None
     typer.echo(f"wrote {path}; train it with `shardway train {path}`")
-
-
-def _render_all() -> str:
-    from shardway.runfile.load import render_commented
-    from shardway.runfile.schema import RunFile
-
-    return render_commented(RunFile(), {"data.kind": "text", "data.path": "python:stdlib", "train.steps": "800 steps"})
-
-
-def _read_example(name: str) -> str:
-    known, plain = list_examples(), name.removesuffix(".toml").rpartition("/")[2]
-    if plain not in known:
-        raise UserError(f'there is no example "{name}".\n      allowed: {", ".join(known)}')
-    text = (examples_folder() / f"{plain}.toml").read_text(encoding="utf-8")
-    return text.replace(f"examples/{plain}.toml", "THIS_FILE")

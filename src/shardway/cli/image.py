@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardway.cli.options import JsonOption, print_line, read_time, report
+from shardway.cli.options import JsonOption, print_json, print_line, read_time, report
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
-    from shardway.launch.hosts import Host
     from shardway.launch.image.make import ImageOptions
-    from shardway.launch.image.request import ImageRequest, Recipe
+    from shardway.launch.image.request import Recipe
 
 app = typer.Typer(help="Fetch a container image for a site, or build one, as one file.", no_args_is_help=True)
 
 _FORMS = "docker://nvcr.io#nvidia/pytorch:25.04-py3, nvcr.io/nvidia/pytorch:25.04-py3 or a file."
 
-UriArgument = Annotated[str, typer.Argument(metavar="URI", help=_FORMS)]
-BaseArgument = Annotated[str, typer.Argument(metavar="BASE", help=f"The image to add to: {_FORMS}")]
 OnOption = Annotated[
     str, typer.Option("--on", metavar="[USER@HOST:]SITE", help="The site it is for, and the login node that makes it.")
 ]
@@ -45,7 +42,7 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the script 
 
 @app.command("import")
 def import_image(
-    uri: UriArgument,
+    uri: Annotated[str, typer.Argument(metavar="URI", help=_FORMS)],
     on: OnOption = "",
     to: ToOption = "",
     runtime: RuntimeOption = "",
@@ -61,12 +58,12 @@ def import_image(
     from shardway.launch.image.request import Recipe
 
     options = ImageOptions(runtime, arch, proxy, to, scratch)
-    _make(uri, Recipe(), options, on, _Manner(read_time("--timeout", timeout), dry_run, as_json))
+    _make(uri, Recipe(), options, on, timeout, dry_run=dry_run, as_json=as_json)
 
 
 @app.command("build")
 def build_image(
-    base: BaseArgument,
+    base: Annotated[str, typer.Argument(metavar="BASE", help=f"The image to add to: {_FORMS}")],
     apt: Annotated[list[str] | None, typer.Option("--apt", metavar="PKG", help="A package of the system.")] = None,
     pip: Annotated[list[str] | None, typer.Option("--pip", metavar="LINE", help="What follows `pip install`.")] = None,
     requirements: Annotated[
@@ -86,76 +83,61 @@ def build_image(
     from shardway.launch.image.make import ImageOptions
     from shardway.launch.image.request import parse_recipe
 
-    recipe = parse_recipe(apt or [], pip or [], _read_requirements(requirements))
+    try:
+        lines = requirements.read_text(encoding="utf-8") if requirements else ""
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(
+            f"--requirements {requirements}: {reason}.\n  To do: name a file as pip writes it (pip freeze)."
+        ) from None
+    recipe = parse_recipe(apt or [], pip or [], lines)
     if recipe.is_empty:
         raise UserError(
             "nothing is added to the image.\n"
             "  To do: name packages by --apt, --pip or --requirements, or fetch it as it is: `shardway image import`."
         )
     options = ImageOptions(runtime, arch, proxy, to, scratch)
-    _make(base, recipe, options, on, _Manner(read_time("--timeout", timeout), dry_run, as_json))
+    _make(base, recipe, options, on, timeout, dry_run=dry_run, as_json=as_json)
 
 
-@dataclass(frozen=True)
-class _Manner:
-    """How a verb works: the time limit in seconds, print only, facts as JSON."""
-
-    limit_s: float
-    dry_run: bool
-    as_json: bool
-
-
-def _make(uri: str, recipe: Recipe, options: ImageOptions, on: str, manner: _Manner) -> None:
-    from shardway.launch.image.make import make_image, plan_image, survey_host
-
-    request, host = _read_request(uri, recipe, options, on)
-    making = plan_image(request, survey_host(request, host))
-    if manner.dry_run:
-        typer.echo(making.script, nl=False)
-    for warning in [
-        *making.warnings,
-        *(hindrance.render().strip() for hindrance in making.hindrances if manner.dry_run),
-    ]:
-        report(warning)
-    if not manner.dry_run:
-        try:
-            size = make_image(host, request, making, manner.limit_s, print_line)
-        except KeyboardInterrupt:
-            report("nothing half-made is left")
-            raise
-        _print_made(str(making.target), size, request, host, manner.as_json)
-
-
-def _read_request(uri: str, recipe: Recipe, options: ImageOptions, on: str) -> tuple[ImageRequest, Host]:
+def _make(
+    uri: str, recipe: Recipe, options: ImageOptions, on: str, timeout: str, *, dry_run: bool, as_json: bool
+) -> None:
     from shardway.launch.hosts import find_host, parse_target
-    from shardway.launch.image.make import check_request, find_runtime, make_request
+    from shardway.launch.image.make import (
+        check_request,
+        find_runtime,
+        make_image,
+        make_request,
+        plan_image,
+        survey_host,
+    )
     from shardway.launch.image.request import parse_uri
     from shardway.sites.load import load_site
 
+    limit_s = read_time("--timeout", timeout)
     source, target = parse_uri(uri), parse_target(on) if on else None
     profile = load_site(target.site) if target and target.site else None
     host = find_host(target.host if target else "")
     request = replace(make_request(source, recipe, options, target, profile), token=os.urandom(4).hex())
     request = request if request.runtime else find_runtime(request, host)
     check_request(request)
-    return request, host
-
-
-def _read_requirements(path: Path | None) -> str:
-    try:
-        return path.read_text(encoding="utf-8") if path else ""
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(
-            f"--requirements {path}: {reason}.\n  To do: name a file as pip writes it (pip freeze)."
-        ) from None
-
-
-def _print_made(path: str, size: int, request: ImageRequest, host: Host, as_json: bool) -> None:
-    if as_json:
-        facts = {"image": path, "bytes": size, "runtime": request.runtime, "host": host.name}
-        typer.echo(json.dumps(facts, indent=1))
+    making = plan_image(request, survey_host(request, host))
+    hindrances = making.hindrances if dry_run else ()
+    if dry_run:
+        typer.echo(making.script, nl=False)
+    for warning in (*making.warnings, *(hindrance.render().strip() for hindrance in hindrances)):
+        report(warning)
+    if dry_run:
         return
-    where = f" on {host.name}" if host.name else ""
-    typer.echo(f"image      {path} ({size / 1e9:.2f} GB){where}")
-    typer.echo(f"for a run  site.image = {json.dumps(path, ensure_ascii=False)}")
+    try:
+        size = make_image(host, request, making, limit_s, print_line)
+    except KeyboardInterrupt:
+        report("nothing half-made is left")
+        raise
+    if as_json:
+        facts = {"image": str(making.target), "bytes": size, "runtime": request.runtime}
+        print_json({**facts, "host": host.name})
+        return
+    typer.echo(f"image      {making.target} ({size / 1e9:.2f} GB){f' on {host.name}' if host.name else ''}")
+    typer.echo(f"for a run  site.image = {json.dumps(str(making.target), ensure_ascii=False)}")

@@ -23,7 +23,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ class CommandWithProgram(TyperCommand):
     """Puts the words after `--` aside before the options are read."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Split at the first `--`."""
         if "--" in args:
             cut = args.index("--")
             ctx.meta[_KEY] = tuple(args[cut + 1 :])
@@ -69,47 +68,43 @@ def read_program_words(ctx: Any) -> tuple[str, ...]:
 
 # --- the verbs by name
 
-_ROOM = "shardway.cli"
-
 VERBS = (
-    "plan",
-    "train",
-    "init",
-    "config",
-    "checkpoint",
-    "sites",
-    "image",
-    "plugins",
-    "submit",
-    "stop",
-    "resume",
-    "status",
-    "logs",
-    "report",
-    "doctor",
-    "rehearse",
+    *("plan", "train", "init", "config", "checkpoint", "sites", "image", "plugins", "submit", "stop", "resume"),
+    *("status", "logs", "report", "doctor", "rehearse"),
 )
-"""Each has a function of its name, or an `app` of verbs of its own, in the module of that name; as they are listed."""
+"""In the order in which a newcomer reads them; each has a function of its name, or an `app` of verbs of its own, in the
+module of that name, if that is not another one:"""
 
-_MODULES = {"init": "config", "resume": "submit"}
-"""Verbs that stand in the module of another."""
+_MODULES = {
+    "init": "config",
+    "stop": "submit",
+    "resume": "submit",
+    "report": "status",
+    "logs": "status",
+    "rehearse": "doctor",
+}
 
 COMPUTING = ("train", "checkpoint", "rehearse")
 """These load torch, whose libraries end the process without a word of reason where the current folder was removed."""
 
-_CLASSES = {"submit": CommandWithProgram}
-
 
 class Verbs(TyperGroup):
-    """The group of all verbs."""
-
-    def __init__(self, **attributes: Any) -> None:
-        super().__init__(**attributes)
-        self.commands = _Commands()
+    """The group of all verbs, each made at its first use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Their names, in the order in which a newcomer reads them."""
-        return list(self.commands)
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A verb, made as typer would have made it as one of many."""
+        if cmd_name in VERBS and cmd_name not in self.commands:
+            module = importlib.import_module(f"shardway.cli.{_MODULES.get(cmd_name, cmd_name)}")
+            holder = typer.Typer(rich_markup_mode=None)
+            if (function := getattr(module, cmd_name, None)) is None:
+                holder.add_typer(module.app, name=cmd_name)
+            else:
+                holder.command(cmd_name, cls=CommandWithProgram if cmd_name == "submit" else None)(function)
+            self.commands[cmd_name] = get_group(holder).commands[cmd_name]
+        return super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The verb that is asked for. Raises UserError where it cannot work from here."""
@@ -118,46 +113,7 @@ class Verbs(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-class _Commands(MutableMapping[str, Any]):
-    """Commands by name, each made at its first use."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, Any] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._made:
-            if name not in VERBS:
-                raise KeyError(name)
-            self._made[name] = _make(name)
-        return self._made[name]
-
-    def __setitem__(self, name: str, command: Any) -> None:
-        self._made[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys((*VERBS, *self._made)))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
-def _make(name: str) -> Any:
-    """The command, made as typer would have made it as one of many."""
-    module = importlib.import_module(f"{_ROOM}.{_MODULES.get(name, name)}")
-    holder = typer.Typer(rich_markup_mode=None)
-    if (function := getattr(module, name, None)) is None:
-        holder.add_typer(module.app, name=name)
-    else:
-        holder.command(name, cls=_CLASSES.get(name))(function)
-    return get_group(holder).commands[name]
-
-
 # --- file names and output in any locale
-
-_HANDLER = "shardway"
 
 
 def ensure_utf8_mode() -> None:
@@ -170,10 +126,10 @@ def ensure_utf8_mode() -> None:
 
 def print_anything() -> None:
     """Let stdout and stderr take every text: what they cannot express is written as its byte or its escape."""
-    codecs.register_error(_HANDLER, _express)
+    codecs.register_error("shardway", _express)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=_HANDLER)
+            stream.reconfigure(errors="shardway")
 
 
 def _express(error: UnicodeError) -> tuple[str | bytes, int]:
@@ -185,10 +141,6 @@ def _express(error: UnicodeError) -> tuple[str | bytes, int]:
 # --- the command, its errors and exit codes
 
 EXIT_KILLED = 130
-
-START_THRESHOLD = 50_000
-"""Objects between two collections. What a verb imports is many objects and no garbage: at Python's own threshold a
-tenth of the time of a short verb goes into looking for some."""
 
 _ClickException: Any = typer.BadParameter.__mro__[2]
 """Base of typer's usage errors. Newer releases of typer carry a click of their own, whose classes are no others'."""
@@ -233,7 +185,8 @@ def main() -> None:
     print_anything()
     last = Shutdown()
     if sys.argv[1:2] != ["train"]:  # whose garbage may hold memory of a device
-        gc.set_threshold(START_THRESHOLD)
+        # Python's own threshold has a tenth of the time of a short verb go into looking for garbage in its imports.
+        gc.set_threshold(50_000)
     code = run_guarded(lambda: app(standalone_mode=False))
     leave(code, last, at_once=any(thread.daemon for thread in threading.enumerate()))
 
@@ -258,10 +211,12 @@ def leave(code: int, last: Shutdown, *, at_once: bool = False) -> None:
 @outputs_put_back()
 def run_guarded(work: Callable[[], object]) -> int:
     """Run a verb; the exit code of how it ended, its error printed."""
+    trains = sys.argv[1:2] == ["train"]
     try:
         result = work()
-        if sys.argv[1:2] != ["train"]:
-            _print_all()
+        if not trains:
+            with contextlib.suppress(BrokenPipeError):  # the reader has closed the pipe
+                flush_output()  # an OSError where it cannot be written
         if result == EXIT_KILLED:  # what typer makes of a KeyboardInterrupt
             raise KeyboardInterrupt
     except _ClickException as error:
@@ -270,7 +225,7 @@ def run_guarded(work: Callable[[], object]) -> int:
     except ShardwayError as error:
         return report_error(error)
     except (KeyboardInterrupt, typer.Abort):
-        heeds_the_first = sys.argv[1:2] == ["train"] or "shardway.train.recipe" in sys.modules
+        heeds_the_first = trains or "shardway.train.recipe" in sys.modules
         print(f"shardway: ended at once by a {'second ' if heeds_the_first else ''}signal", file=sys.stderr)
         return EXIT_KILLED
     except SystemExit as error:
@@ -290,19 +245,17 @@ def run_guarded(work: Callable[[], object]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _print_all() -> None:
-    """What a verb has printed leaves this process. Raises OSError where it cannot be written."""
-    with contextlib.suppress(BrokenPipeError):  # the reader has closed the pipe
-        flush_output()
-
-
 def _explain(error: OSError) -> ShardwayError | None:
     """A file system error as one of the place that it names, for the person responsible for it; None if it may be a
     defect."""
     if isinstance(error, FileNotFoundError) and folder_is_gone():
         return UserError("the current folder is not there.")
     path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
-    if error.errno in UNWRITABLE or (path is not None and error.errno in FORBIDDEN and _may_be_read(path)):
+    writes = error.errno in UNWRITABLE
+    if path is not None and error.errno in FORBIDDEN:
+        with contextlib.suppress(OSError):  # what may be read there, or looked for, is forbidden to be written
+            writes = os.access(path, os.R_OK) if os.path.lexists(path) else os.access(path.parent, os.X_OK)
+    if writes:
         return JobError(
             f"{path or 'what this command writes or prints'} cannot be written: {error.strerror}.\n"
             f"  To do: {find_remedy(error, 'choose another place')}; then run the same command again."
@@ -310,13 +263,6 @@ def _explain(error: OSError) -> ShardwayError | None:
     if path is not None and error.errno in UNREADABLE:
         return unanswered(path, error)
     return None
-
-
-def _may_be_read(path: Path) -> bool:
-    """Whether something may be read, or be looked for where it is not: what is forbidden there is to write it."""
-    with contextlib.suppress(OSError):
-        return os.access(path, os.R_OK) if os.path.lexists(path) else os.access(path.parent, os.X_OK)
-    return False
 
 
 _GONE = """

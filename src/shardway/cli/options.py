@@ -8,35 +8,37 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardway.errors import UserError
+from shardway.errors import UserError, legible
 
 if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
-
     from shardway.resolve.request import ResolveRequest
     from shardway.rundir.directory import RunDir
 
 
-# --- shell completion
+# --- shell completion: each function lists what may stand where so much is written
 
 
 def complete_words(incomplete: str) -> list[str]:
     """Of `[RUN_FILE] [KEY=VALUE]...`: keys up to their "=", and run files and folders on the way to one."""
-    return [*(f"{key}=" for key in _keys() if key.startswith(incomplete)), *_list_paths(incomplete, ".toml")]
+    from shardway.runfile.schema import all_keys
+
+    return [*_list_begun((f"{key}=" for key in all_keys()), incomplete), *_list_paths(incomplete, ".toml")]
 
 
 def complete_key(incomplete: str) -> list[str]:
     """A key, or a section."""
-    names = dict.fromkeys(name for key in _keys() for name in (key.partition(".")[0], key))
-    return [name for name in names if name.startswith(incomplete)]
+    from shardway.runfile.schema import all_keys
+
+    return _list_begun((name for key in all_keys() for name in (key.partition(".")[0], key)), incomplete)
 
 
 def complete_run(incomplete: str) -> list[str]:
@@ -47,49 +49,42 @@ def complete_run(incomplete: str) -> list[str]:
     with contextlib.suppress(Exception):  # a registry or a folder that cannot be read offers nothing
         for known in find_all(Path("runs")):
             names += [render_known(known), Path(known.run).name] if known.host == "" else [render_known(known)]
-    return [*dict.fromkeys(name for name in names if name.startswith(incomplete)), *_list_paths(incomplete, "/")]
+    return [*_list_begun(names, incomplete), *_list_paths(incomplete, "/")]
 
 
-def examples_folder() -> Traversable:
-    """The folder of the shipped run files."""
+def list_examples() -> dict[str, str]:
+    """The text of each shipped run file by its name, sorted."""
     from importlib.resources import files
 
-    return files("shardway.runfile") / "examples"
-
-
-def list_examples() -> list[str]:
-    """The names of the examples."""
-    folder = examples_folder()
-    return sorted(each.name.removesuffix(".toml") for each in folder.iterdir() if each.name.endswith(".toml"))
+    found = [each for each in (files("shardway.runfile") / "examples").iterdir() if each.name.endswith(".toml")]
+    texts = {each.name.removesuffix(".toml"): each.read_text(encoding="utf-8") for each in found}
+    return dict(sorted(texts.items()))
 
 
 def complete_example(incomplete: str) -> list[str]:
     """An example of `init --from`."""
-    return [name for name in list_examples() if name.startswith(incomplete)]
+    return _list_begun(list_examples(), incomplete)
 
 
 def complete_site(incomplete: str) -> list[str]:
     """A site profile."""
     from shardway.sites.load import list_sites
 
-    return [name for name in list_sites() if name.startswith(incomplete)]
+    return _list_begun(list_sites(), incomplete)
 
 
 def complete_gpu(incomplete: str) -> list[str]:
     """An accelerator of the catalogue."""
     from shardway.hardware.catalogue import load_accelerators
 
-    return [name for name in load_accelerators() if name.startswith(incomplete)]
+    return _list_begun(load_accelerators(), incomplete)
 
 
-def _keys() -> list[str]:
-    from shardway.runfile.schema import all_keys
-
-    return all_keys()
+def _list_begun(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]
 
 
 def _list_paths(incomplete: str, suffix: str) -> Iterator[str]:
-    """Paths that begin so: folders, and files with a suffix."""
     begun = Path(incomplete or ".")
     folder = begun if incomplete.endswith("/") or not incomplete else begun.parent
     with contextlib.suppress(OSError):
@@ -119,14 +114,6 @@ DirOption = Annotated[
 ]
 NprocOption = Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks to start and watch on this machine.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print facts as JSON on stdout, and nothing else there.")]
-RunArgument = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="[RUN_DIR]",
-        help="A run directory, or a folder of them (default: runs).",
-        autocompletion=complete_run,
-    ),
-]
 RunName = Annotated[
     str,
     typer.Argument(
@@ -166,7 +153,20 @@ def read_time(option: str, text: str) -> float:
         raise UserError(f"{option}: {error}") from None
 
 
-# --- lines for a person, beside the facts on stdout
+# --- what is printed: facts on stdout, lines for a person on stderr
+
+
+def print_json(facts: Any) -> None:
+    """Print facts as JSON."""
+    typer.echo(json.dumps(facts, indent=1))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> None:
+    """Print rows as wide as they need to be, below the names of their columns."""
+    shown = [{column: column.upper() for column in columns}, *rows]
+    widths = {column: max(len(row[column]) for row in shown) for column in columns}
+    for row in shown:
+        typer.echo(legible("  ".join(row[column].ljust(widths[column]) for column in columns).rstrip()))
 
 
 def print_line(line: str) -> None:

@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardway.cli.options import JsonOption, complete_gpu, complete_site
+from shardway.cli.options import JsonOption, complete_gpu, complete_site, print_json
 from shardway.errors import SiteError, UserError, check_no_problems
 from shardway.units import Span
 
 if TYPE_CHECKING:
     from shardway.plan.case import Machine
     from shardway.plan.data_parallel_estimate import UnitPlanResult
-    from shardway.plan.economy import JobTerms, Price
-    from shardway.plan.planner import PlanOptions, PlanResult
+    from shardway.plan.planner import JobTerms, PlanOptions, PlanResult
     from shardway.plan.shapes import Shape
     from shardway.resolve.draft import Resolved
     from shardway.runfile.schema import RunFile
+    from shardway.sites.schema import SiteProfile
 
 
-def _option(name: str, help_text: str, complete: Callable[[str], list[str]] | None = None) -> Any:
+def _opt(name: str, help_text: str, complete: Callable[[str], list[str]] | None = None) -> Any:
     return typer.Option(name, help=help_text, show_default=False, autocompletion=complete)
 
 
@@ -48,115 +48,90 @@ Model = Annotated[
 
 
 def plan(
+    ctx: typer.Context,
     model: Model,
-    on: Annotated[str | None, _option("--on", "Site profile, by name or path.", complete_site)] = None,
-    gpu: Annotated[str | None, _option("--gpu", "Accelerator, where no site is named.", complete_gpu)] = None,
-    nodes: Annotated[int | None, _option("--nodes", "Whole nodes (1 where nothing is said).")] = None,
-    gpus: Annotated[int | None, _option("--gpus", "Accelerators, instead of --nodes.")] = None,
-    queue: Annotated[
-        str | None, _option("--queue", "Queue of the site, whose wall-time cuts the run into jobs.")
-    ] = None,
-    price: Annotated[str | None, _option("--price", 'Of a GPU-hour, with its currency: "2.5 EUR".')] = None,
-    tokens: Annotated[str | None, _option("--tokens", "Length of the run in tokens: 100e9, 15T.")] = None,
-    steps: Annotated[int | None, _option("--steps", "Length of the run in steps.")] = None,
-    seq_len: Annotated[int | None, _option("--seq-len", "Tokens of a sequence.")] = None,
-    global_batch: Annotated[
-        int | None, _option("--global-batch", "Sequences (images) of a step, over all ranks.")
-    ] = None,
-    precision: Annotated[
-        str, _option("--precision", "Format of products: bf16, fp16, fp8, mxfp8, fp4, tf32, fp32.")
-    ] = "",
-    optimizer: Annotated[str, _option("--optimizer", "adamw, adamw8bit, adafactor, sgd or muon.")] = "",
-    engine: Annotated[
-        str, _option("--engine", "Library that trains: shardway, torchtitan, megatron, deepspeed ...")
-    ] = "",
-    layout: Annotated[str, _option("--layout", "Degrees to keep, such as tp=8,pp=4; the others are searched.")] = "",
-    micro_batch: Annotated[int | None, _option("--micro-batch", "Sequences of one pass, instead of a search.")] = None,
-    recompute: Annotated[str | None, _option("--recompute", "none, selective, products, operators or full.")] = None,
-    schedule: Annotated[str | None, _option("--schedule", "gpipe, 1f1b, interleaved, zero_bubble or zbv.")] = None,
-    zero: Annotated[int | None, _option("--zero", "Stage of ZeRO, 0 to 3, instead of a search.")] = None,
-    attention: Annotated[str | None, _option("--attention", "Kernel: plain, flash1, flash2 or flash3.")] = None,
-    compiled: Annotated[bool, _option("--compiled", "The model is compiled.")] = False,
+    on: Annotated[str | None, _opt("--on", "Site profile, by name or path.", complete_site)] = None,
+    gpu: Annotated[str | None, _opt("--gpu", "Accelerator, where no site is named.", complete_gpu)] = None,
+    nodes: Annotated[int | None, _opt("--nodes", "Whole nodes (1 where nothing is said).")] = None,
+    gpus: Annotated[int | None, _opt("--gpus", "Accelerators, instead of --nodes.")] = None,
+    queue: Annotated[str | None, _opt("--queue", "Queue of the site, whose wall-time cuts the run into jobs.")] = None,
+    price: Annotated[str | None, _opt("--price", 'Of a GPU-hour, with its currency: "2.5 EUR".')] = None,
+    tokens: Annotated[str | None, _opt("--tokens", "Length of the run in tokens: 100e9, 15T.")] = None,
+    steps: Annotated[int | None, _opt("--steps", "Length of the run in steps.")] = None,
+    seq_len: Annotated[int | None, _opt("--seq-len", "Tokens of a sequence.")] = None,
+    global_batch: Annotated[int | None, _opt("--global-batch", "Sequences (images) of a step, over all ranks.")] = None,
+    precision: Annotated[str, _opt("--precision", "Format of products: bf16, fp16, fp8, mxfp8, fp4, tf32, fp32.")] = "",
+    optimizer: Annotated[str, _opt("--optimizer", "adamw, adamw8bit, adafactor, sgd or muon.")] = "",
+    engine: Annotated[str, _opt("--engine", "Library that trains: shardway, torchtitan, megatron, deepspeed ...")] = "",
+    layout: Annotated[str, _opt("--layout", "Degrees to keep, such as tp=8,pp=4; the others are searched.")] = "",
+    micro_batch: Annotated[int | None, _opt("--micro-batch", "Sequences of one pass, instead of a search.")] = None,
+    recompute: Annotated[str | None, _opt("--recompute", "none, selective, products, operators or full.")] = None,
+    schedule: Annotated[str | None, _opt("--schedule", "gpipe, 1f1b, interleaved, zero_bubble or zbv.")] = None,
+    zero: Annotated[int | None, _opt("--zero", "Stage of ZeRO, 0 to 3, instead of a search.")] = None,
+    attention: Annotated[str | None, _opt("--attention", "Kernel: plain, flash1, flash2 or flash3.")] = None,
+    compiled: Annotated[bool, _opt("--compiled", "The model is compiled.")] = False,
     offload: Annotated[
-        bool | None, _option("--offload/--no-offload", "Optimizer states in the host's memory, always or never.")
+        bool | None, _opt("--offload/--no-offload", "Optimizer states in the host's memory, always or never.")
     ] = None,
-    explain: Annotated[str | None, _option("--explain", "Show memory, time or layout in full.")] = None,
+    explain: Annotated[str | None, _opt("--explain", "Show memory, time or layout in full.")] = None,
     curve: Annotated[
-        str | None, _option("--curve", "Show the scaling over nodes: nodes, or numbers such as 1,2,8.")
+        str | None, _opt("--curve", "Show the scaling over nodes: nodes, or numbers such as 1,2,8.")
     ] = None,
-    html: Annotated[Path | None, _option("--html", "Write a page with pictures to this file.")] = None,
+    html: Annotated[Path | None, _opt("--html", "Write a page with pictures to this file.")] = None,
     emit: Annotated[
         str | None,
-        _option("--emit", "Print the configuration for torchtitan, megatron, deepspeed, accelerate or nemo."),
+        _opt("--emit", "Print the configuration for torchtitan, megatron, deepspeed, accelerate or nemo."),
     ] = None,
-    out: Annotated[Path | None, _option("--out", "Folder for the files of --emit, instead of printing them.")] = None,
+    out: Annotated[Path | None, _opt("--out", "Folder for the files of --emit, instead of printing them.")] = None,
     trace: Annotated[
-        bool, _option("--trace", "Count the run file's own model with torch, and keep the shape for the next plan.")
+        bool, _opt("--trace", "Count the run file's own model with torch, and keep the shape for the next plan.")
     ] = False,
     module: Annotated[
-        str, _option("--module", "What --trace counts instead of the run file's model: file.py:function.")
+        str, _opt("--module", "What --trace counts instead of the run file's model: file.py:function.")
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Plan a run: whether it fits, the best layout, the time of a step, days, GPU-hours, and why."""
+    from shardway.plan.economy import terms_of
     from shardway.plan.planner import PlanOptions, PlanResult, parse_layout, parse_length, parse_price
 
     if emit and not engine and not model[0].endswith(".toml"):  # a run file names its own engine
         from shardway.plan.export.common import ENGINES
 
         engine = ENGINES.get(emit, "")
+    names = ("nodes", "gpus", "seq_len", "global_batch", "optimizer", "micro_batch", "recompute", "schedule", "zero")
     options = PlanOptions(
-        nodes=nodes,
-        gpus=gpus,
-        seq_len=seq_len,
-        global_batch=global_batch,
+        **{name: ctx.params[name] for name in (*names, "attention", "compiled", "offload")},
         length=parse_length(tokens, steps),
         precisions=tuple(filter(None, (part.strip() for part in precision.split(",")))),
-        optimizer=optimizer,
         engine=engine,
         layout=parse_layout(layout),
-        micro_batch=micro_batch,
-        recompute=recompute,
-        schedule=schedule,
-        zero=zero,
-        attention=attention,
-        compiled=compiled,
-        offload=offload,
     )
-    result = _find_plan(
-        model, options, on=on, gpu=gpu, queue=queue, price=parse_price(price), trace=trace, module=module
-    )
-    if isinstance(result, PlanResult):
-        typer.echo(_render_plan(result, explain, curve, html, emit, out, as_json=as_json), nl=as_json)
+    paid = parse_price(price)
+    machine, site = _find_machine(model, on, gpu)
+    terms_on = partial(terms_of, site, queue, paid)
+    traces = trace or bool(module)
+    if model[0].endswith(".toml"):
+        result = _plan_run_file(model, options, machine, terms_on, traces=traces, module=module)
+    else:
+        result = _plan_named(model, options, machine, terms_on, traces=traces)
+    if not isinstance(result, PlanResult):
+        from shardway.plan.data_parallel_estimate import render_units, unit_plan_facts
+
+        wanted = {"--explain": explain, "--curve": curve, "--html": html, "--emit": emit}
+        if named := [option for option, value in wanted.items() if value]:
+            raise UserError(
+                f"{', '.join(named)}: {result.shown.case.model.name} is known by its parts alone, so there is no more "
+                "to show than the table.\n  To do: leave it out; --json has every number."
+            )
+        typer.echo(json.dumps(unit_plan_facts(result), indent=1) if as_json else render_units(result), nl=as_json)
         return
-    from shardway.plan.data_parallel_estimate import render_units, unit_plan_facts
-
-    wanted = {"--explain": explain, "--curve": curve, "--html": html, "--emit": emit}
-    named = [option for option, value in wanted.items() if value]
-    if named:
-        raise UserError(
-            f"{', '.join(named)}: {result.shown.case.model.name} is known by its parts alone, so there is no more to "
-            "show than the table.\n  To do: leave it out; --json has every number."
-        )
-    typer.echo(json.dumps(unit_plan_facts(result), indent=1) if as_json else render_units(result), nl=as_json)
-
-
-def _render_plan(
-    result: PlanResult,
-    topic: str | None,
-    curve: str | None,
-    html: Path | None,
-    library: str | None,
-    out: Path | None,
-    *,
-    as_json: bool,
-) -> str:
-    """What is printed of a plan; its page and the files of another library are written."""
     from shardway.plan.planner import default_nodes, parse_nodes, scaling_curve
-    from shardway.plan.text import explain, plan_facts, render_curve, render_plan
+    from shardway.plan.text import explain as explain_topic
+    from shardway.plan.text import plan_facts, render_curve, render_plan
 
-    nodes = default_nodes(result.request) if curve == "nodes" else parse_nodes(curve) if curve else ()
-    points = scaling_curve(result.request, nodes)
+    counts = default_nodes(result.request) if curve == "nodes" else parse_nodes(curve) if curve else ()
+    points = scaling_curve(result.request, counts)
     if html:
         from shardway.plan.page import render_page
         from shardway.plan.planner import curve_around
@@ -164,15 +139,16 @@ def _render_plan(
         _write(html, render_page(result, curve_around(result)))
         typer.echo(f"written: {html}", err=True)
     if as_json:
-        return json.dumps(plan_facts(result, points), indent=1)
-    texts = [explain(topic, result)] if topic else []
+        print_json(plan_facts(result, points))
+        return
+    texts = [explain_topic(explain, result)] if explain else []
     if curve:
         texts.append(render_curve(points))
-    elif not (topic or library):
+    elif not (explain or emit):
         texts.append(render_plan(result))
-    if library:
-        texts.append(_emit(result, library, out))
-    return "\n".join(texts)
+    if emit:
+        texts.append(_emit(result, emit, out))
+    typer.echo("\n".join(texts), nl=False)
 
 
 def _emit(result: PlanResult, library: str, folder: Path | None) -> str:
@@ -207,41 +183,36 @@ def _write(path: Path, text: str) -> None:
 # --- the plan of a named model or of a run file
 
 
-def _find_plan(
-    words: list[str],
-    options: PlanOptions,
-    *,
-    on: str | None,
-    gpu: str | None,
-    queue: str | None,
-    price: Price | None,
-    trace: bool,
-    module: str,
-) -> PlanResult | UnitPlanResult:
-    """The plan of a model (or of a run file with keys) on a machine: a site (`on`) or an accelerator (`gpu`).
+def _find_machine(words: list[str], on: str | None, gpu: str | None) -> tuple[Machine, SiteProfile | None]:
+    """The machine of a site (`on`), of an accelerator (`gpu`), or of the site that a run file names."""
+    from shardway.plan.huggingface import name_problems
+    from shardway.plan.planner import find_machine
 
-    `trace`: count the run file's model with torch; `module` ("file.py:function") makes it where the run file does not.
-    Raises UserError with all problems.
-    """
-    from shardway.plan.economy import terms_of
-    from shardway.plan.huggingface import find_shape, name_problems
-    from shardway.plan.planner import describe_stray_key, find_machine, make_plan, refuse, request_of
+    if words[0].endswith(".toml") and not on and not gpu:
+        from shardway.resolve.request import parse_words, site_of
+        from shardway.runfile.load import load_run
+
+        run = parse_words(words)
+        loaded = load_run(run.run_file, run.overrides)
+        site_of(loaded)
+        on = loaded.values.site.name
+    try:
+        return find_machine(on, gpu)
+    except UserError as error:
+        check_no_problems("the plan", [*found, *error.problems] if (found := name_problems(words[0])) else [])
+        raise
+
+
+def _plan_named(
+    words: list[str], options: PlanOptions, machine: Machine, terms_on: Callable[[int], JobTerms], *, traces: bool
+) -> PlanResult | UnitPlanResult:
+    from shardway.plan.huggingface import find_shape
+    from shardway.plan.planner import describe_stray_key, make_plan, refuse, request_of
     from shardway.plan.shapes import Architecture
 
     name, *keys = words
-    of_run = name.endswith(".toml")
-    if of_run and not on and not gpu:
-        on = _site_of_run(words)
-    try:
-        machine, site = find_machine(on, gpu)
-    except UserError as error:
-        check_no_problems("the plan", [*found, *error.problems] if (found := name_problems(name)) else [])
-        raise
-    terms_on = partial(terms_of, site, queue, price)
-    if of_run:
-        return _plan_run_file(words, options, machine, terms_on, trace=trace, module=module)
     check_no_problems("the plan", [describe_stray_key(key) for key in keys])
-    if trace or module:
+    if traces:
         raise refuse("--trace", f'"{name}" is no run file', "the path of a run file (.toml) whose model is counted")
     shape = find_shape(name)
     if not isinstance(shape, Architecture):
@@ -250,26 +221,17 @@ def _find_plan(
     return make_plan(request, terms_on(request.nodes))
 
 
-def _site_of_run(words: list[str]) -> str:
-    from shardway.resolve.request import parse_words, site_of
-    from shardway.runfile.load import load_run
-
-    request = parse_words(words)
-    loaded = load_run(request.run_file, request.overrides)
-    site_of(loaded)
-    return loaded.values.site.name
-
-
 def _plan_run_file(
     words: list[str],
     options: PlanOptions,
     machine: Machine,
     terms_on: Callable[[int], JobTerms],
     *,
-    trace: bool,
+    traces: bool,
     module: str,
 ) -> PlanResult | UnitPlanResult:
-    """The plan of a run file on a machine; `terms_on` so many nodes. Raises UserError with all problems."""
+    """The plan of a run file on a machine; `terms_on` so many nodes. `traces`: count its model with torch; `module`
+    ("file.py:function") makes it where the run file does not. Raises UserError with all problems."""
     from shardway.plan.planner import (
         AXES,
         SETTINGS,
@@ -288,11 +250,19 @@ def _plan_run_file(
     check_no_problems("the plan", [*find_problems(options, machine), *find_doubles(options)])
     ranks = count_ranks(options, machine)
     resolved = resolve_request(parse_words(words), ranks, min(ranks, machine.per_node), machine).resolved
-    values, path = resolved.values, Path(words[0])
-    traced = trace or module
-    shape, note, samples = _trace(values, path, module) if traced else _find_shape(resolved, path)
-    assumed = [*machine.assumed, *filter(None, [note]), *assume_nodes(options)]
-    length = options.length or _length_of(resolved, samples)
+    values, path, samples = resolved.values, Path(words[0]), None
+    if traces:
+        shape, note = _trace(values, path, module)
+    else:
+        shape, note, samples = _find_shape(resolved, path)
+    assumed = (*machine.assumed, *filter(None, [note]), *assume_nodes(options))
+    length = options.length
+    if length is None:
+        length = values.train.steps
+        if resolved.derived.total_steps:
+            length = Span(float(resolved.derived.total_steps), "steps")
+        elif length.unit == "epochs":  # whose number of steps depends on the data
+            length = Span(length.amount * samples, "samples") if samples else None
     terms = terms_on(-(-ranks // machine.per_node))
     if isinstance(shape, Measured):
         from shardway.plan.data_parallel_estimate import UnitCase, plan_units
@@ -311,19 +281,6 @@ def _plan_run_file(
         return plan_units(case, machine, ranks, terms, **more)  # type: ignore[arg-type]
     fixed, notes = frozenset((*AXES, *SETTINGS, "offload", "sequence")), (*assumed, *list_assumptions(values))
     return make_plan(PlanRequest(case_of(values, shape), machine, ranks, fixed, length=length, assumed=notes), terms)
-
-
-def _length_of(resolved: Resolved, samples: int | None) -> Span | None:
-    """The length in steps if it is known; None if the number of steps of an epoch depends on the data."""
-    if resolved.derived.total_steps:
-        return Span(float(resolved.derived.total_steps), "steps")
-    span = resolved.values.train.steps
-    if span.unit == "epochs":
-        return Span(span.amount * samples, "samples") if samples else None
-    return span
-
-
-# --- the shape of a run file's model
 
 
 def _find_shape(resolved: Resolved, path: Path) -> tuple[Shape, str, int | None]:
@@ -348,8 +305,8 @@ def _find_shape(resolved: Resolved, path: Path) -> tuple[Shape, str, int | None]
     return shape_of_section(values.model, data.train.facts.sample_shape), "", data.facts.samples
 
 
-def _trace(values: RunFile, path: Path, module: str) -> tuple[Shape, str, None]:
-    """The model of the run file, counted with torch; kept for the next plan."""
+def _trace(values: RunFile, path: Path, module: str) -> tuple[Shape, str]:
+    """The model of the run file, counted with torch and kept for the next plan; a note on that."""
     try:
         from shardway.train.param_count import count_model
     except ModuleNotFoundError as error:
@@ -367,7 +324,7 @@ def _trace(values: RunFile, path: Path, module: str) -> tuple[Shape, str, None]:
     except OSError as error:
         raise SiteError(f"{stored} cannot be written: {error.strerror}.") from error
     note = f"the model as it was counted now, kept in {stored}"
-    return counted, note if are_there(values) else f"{note}; {_describe_no_data(values)}", None
+    return counted, note if are_there(values) else f"{note}; {_describe_no_data(values)}"
 
 
 def _describe_no_data(values: RunFile) -> str:

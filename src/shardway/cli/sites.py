@@ -6,51 +6,53 @@ Invariant: only `probe --write` writes, and never over a file. This module must 
 from __future__ import annotations
 
 import datetime
-import json
 import textwrap
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardway.cli.options import JsonOption
+from shardway.cli.options import JsonOption, print_json, print_table
 from shardway.errors import UserError, legible
 
 if TYPE_CHECKING:
-    from shardway.launch.site_survey import ProbedFacts
-    from shardway.sites.load import ProfileFile
     from shardway.sites.problems import SiteFact
-    from shardway.sites.schema import SiteProfile
 
 app = typer.Typer(help="List machines, show what is known of one, find out what this one is.", no_args_is_help=True)
-
-_VALUE_WIDTH = 56
-_SOURCE_WIDTH = 110
-
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A site, or the path of a profile.")]
-WriteOption = Annotated[
-    str | None, typer.Option("--write", metavar="NAME", help="Keep the profile as a site of your own with this name.")
-]
 
 
 @app.command("list")
 def list_known(as_json: JsonOption = False) -> None:
     """List the sites that a run can name: those shipped with Shardway and your own."""
-    from shardway.sites.load import describe_own_folder, list_profiles
+    from shardway.sites.load import describe_own_folder, list_profiles, load_profile
 
-    rows = [_describe(file) for file in list_profiles()]
+    rows = []
+    for file in list_profiles():
+        row = {"name": file.name, "scheduler": "-", "node": "-"}
+        row["origin"] = f"{file.origin}, in place of the shipped one" if file.shadows else file.origin
+        try:
+            profile = load_profile(file)
+        except UserError as error:
+            first = str(error).splitlines()[0].rstrip(".:")  # the number of problems and the file, or the only problem
+            row["title"] = f"cannot be used: {first}; `shardway sites show {file.name}` shows why"
+        else:
+            count, part = profile.node.accelerators_per_node, profile.node.accelerator
+            known = f"{count or '?'} x {part or '?'}" if count or part else "not said"
+            node = "no accelerators" if count == 0 else known
+            row |= {"scheduler": profile.scheduler, "node": node, "title": profile.title}
+        rows.append(row)
     if as_json:
-        typer.echo(json.dumps(rows, indent=1))
+        print_json(rows)
         return
-    columns = ("name", "scheduler", "node", "origin", "title")
-    head = {column: column.upper() for column in columns}
-    widths = {column: max(len(row[column]) for row in [head, *rows]) for column in columns}
-    for row in [head, *rows]:
-        typer.echo(legible("  ".join(row[column].ljust(widths[column]) for column in columns).rstrip()))
+    print_table(("name", "scheduler", "node", "origin", "title"), rows)
     typer.echo(legible(f"\nYour own profiles: {describe_own_folder()}"))
 
 
 @app.command("show")
-def show(name: NameArgument, as_json: JsonOption = False) -> None:
+def show(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A site, or the path of a profile.")],
+    as_json: JsonOption = False,
+) -> None:
     """Show every fact of a site with its source and date; a ? marks unverified ones."""
     from shardway.sites.load import find_profile, load_profile
     from shardway.sites.problems import describe_facts
@@ -59,16 +61,42 @@ def show(name: NameArgument, as_json: JsonOption = False) -> None:
     profile = load_profile(file)
     facts = describe_facts(profile)
     if as_json:
-        typer.echo(json.dumps({**_head(file, profile), "facts": [_fact_json(fact) for fact in facts]}, indent=1))
+        head: dict[str, Any] = {"name": profile.name, "title": profile.title, "origin": file.origin}
+        head |= {"path": str(file.path) if file.path else None, "shadows": file.shadows, "extends": profile.extends}
+        print_json({**head, "facts": [fact.as_json() for fact in facts]})
         return
-    typer.echo(legible(f"{profile.title}\n{_describe_origin(file, profile)}"))
+    origin = "shipped with Shardway" if file.path is None else f"your profile {file.path}"
+    place = ", in place of the shipped one of this name" if file.shadows else ""
+    parent = f", which extends {profile.extends}" if profile.extends else ""
+    typer.echo(legible(f"{profile.title}\n{origin}{place}{parent}"))
     typer.echo(legible("\n".join(["", *_render_facts(facts)])))
     unsure = sum(fact.is_unsure for fact in facts)
     typer.echo(f"\n{len(facts)} facts, {unsure} of them not verified (?). What is not listed is not known.")
 
 
+def _render_facts(facts: tuple[SiteFact, ...]) -> list[str]:
+    """One block per source, so that no source is repeated; facts in the profile's order."""
+    width, lines = max((len(fact.path) for fact in facts), default=0), []
+    for source, block in groupby(facts, key=lambda fact: fact.source):
+        for fact in block:
+            words = textwrap.wrap(fact.text, 56, break_on_hyphens=False) or ['""']
+            lines.append(f"{'?' if fact.is_unsure else ' '} {fact.path:<{width}}  {words[0]}")
+            lines += [f"{'':<{width + 4}}{word}" for word in words[1:]]
+        text = f"{source.date.isoformat()}, {source.source}" if source else "no source"
+        whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        lines += textwrap.wrap(text, 110, initial_indent="    <- ", subsequent_indent="       ", **whole)
+        lines.append("")
+    return lines[:-1] or ["no facts"]
+
+
 @app.command("probe")
-def probe(write: WriteOption = None, as_json: JsonOption = False) -> None:
+def probe(
+    write: Annotated[
+        str | None,
+        typer.Option("--write", metavar="NAME", help="Keep the profile as a site of your own with this name."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Ask this machine (scheduler, containers, GPUs, network) what it is, and print a profile of it, or keep one."""
     from shardway.hardware.probe import probe_machine
     from shardway.launch.hosts.local import LocalHost
@@ -86,107 +114,14 @@ def probe(write: WriteOption = None, as_json: JsonOption = False) -> None:
     if write is not None:
         typer.echo(f"wrote {keep_profile(write, text)}: `shardway sites show {write}`", err=as_json)
     if as_json:
-        typer.echo(json.dumps(_findings_json(found, machine.hostname, today), indent=1))
+        source = {"date": str(today)}
+        facts = [
+            {"path": ".".join(fact.path), "value": fact.value, "source": f"`{fact.command}` on {machine.hostname}"}
+            for fact in found.facts
+        ]
+        print_json({"facts": [fact | source for fact in facts], "notes": list(found.notes)})
     elif write is None:
         typer.echo(text, nl=False)
-
-
-# --- list
-
-
-def _describe(file: ProfileFile) -> dict[str, str]:
-    """A profile as a row; if it cannot be used, the reason."""
-    from shardway.sites.load import load_profile
-
-    origin = f"{file.origin}, in place of the shipped one" if file.shadows else file.origin
-    try:
-        profile = load_profile(file)
-    except UserError as error:
-        reason = f"cannot be used: {_first_line(error)}; `shardway sites show {file.name}` shows why"
-        return {"name": file.name, "scheduler": "-", "node": "-", "origin": origin, "title": reason}
-    return {
-        "name": file.name,
-        "scheduler": profile.scheduler,
-        "node": _describe_node(profile),
-        "origin": origin,
-        "title": profile.title,
-    }
-
-
-def _first_line(error: UserError) -> str:
-    """The number of problems and the file, or the only problem."""
-    return str(error).splitlines()[0].rstrip(".:")
-
-
-def _describe_node(profile: SiteProfile) -> str:
-    count, part = profile.node.accelerators_per_node, profile.node.accelerator
-    if count == 0:
-        return "no accelerators"
-    return f"{count or '?'} x {part or '?'}" if count or part else "not said"
-
-
-# --- show
-
-
-def _head(file: ProfileFile, profile: SiteProfile) -> dict[str, Any]:
-    return {
-        "name": profile.name,
-        "title": profile.title,
-        "origin": file.origin,
-        "path": str(file.path) if file.path else None,
-        "shadows": file.shadows,
-        "extends": profile.extends,
-    }
-
-
-def _describe_origin(file: ProfileFile, profile: SiteProfile) -> str:
-    origin = "shipped with Shardway" if file.path is None else f"your profile {file.path}"
-    place = ", in place of the shipped one of this name" if file.shadows else ""
-    return f"{origin}{place}" + (f", which extends {profile.extends}" if profile.extends else "")
-
-
-def _fact_json(fact: SiteFact) -> dict[str, Any]:
-    return {
-        "path": fact.path,
-        "value": fact.value,
-        "source": fact.source.source if fact.source else None,
-        "date": fact.source.date.isoformat() if fact.source else None,
-        "unsure": fact.is_unsure,
-    }
-
-
-def _render_facts(facts: tuple[SiteFact, ...]) -> list[str]:
-    """One block per source, so that no source is repeated; facts in the profile's order."""
-    width = max((len(fact.path) for fact in facts), default=0)
-    lines: list[str] = []
-    before: object = ()
-    for fact in facts:
-        if fact.source != before and lines:
-            lines += [*_render_source(before), ""]
-        before = fact.source
-        lines += _render_fact(fact, width)
-    return [*lines, *_render_source(before)] if facts else ["no facts"]
-
-
-def _render_fact(fact: SiteFact, width: int) -> list[str]:
-    words = textwrap.wrap(fact.text, _VALUE_WIDTH, break_on_hyphens=False) or ['""']
-    first = f"{'?' if fact.is_unsure else ' '} {fact.path:<{width}}  {words[0]}"
-    return [first, *(f"{'':<{width + 4}}{word}" for word in words[1:])]
-
-
-def _render_source(source: Any) -> list[str]:
-    text = f"{source.date.isoformat()}, {source.source}" if source else "no source"
-    return textwrap.wrap(
-        text,
-        _SOURCE_WIDTH,
-        initial_indent="    <- ",
-        subsequent_indent="       ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-# --- probe
 
 
 def _free_name(site: str) -> str:
@@ -195,11 +130,3 @@ def _free_name(site: str) -> str:
 
     name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in site).strip("-.") or "my-site"
     return f"my-{name}" if name in list_sites() else name
-
-
-def _findings_json(found: ProbedFacts, where: str, day: datetime.date) -> dict[str, Any]:
-    facts = [
-        {"path": ".".join(fact.path), "value": fact.value, "source": f"`{fact.command}` on {where}", "date": str(day)}
-        for fact in found.facts
-    ]
-    return {"facts": facts, "notes": list(found.notes)}

@@ -1,7 +1,8 @@
-"""`shardway status`: the state of runs, here and on the hosts they were submitted to.
+"""`shardway status`: the state of runs, here and on the hosts they were submitted to; `shardway logs`: what a run says,
+from its events, or the output of one of its ranks; `shardway report`: report.html of one, written again.
 
-Invariant: it only reads, without torch. Events and a scheduler's answers are interpreted in `shardway.watch` and
-`shardway.launch`.
+Invariant: without torch; nothing except a report is written, and a run may be writing meanwhile. Events and a
+scheduler's answers are interpreted in `shardway.watch` and `shardway.launch`.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardway.cli.options import JsonOption, complete_run
-from shardway.errors import ShardwayError, legible
+from shardway.cli import options
+from shardway.cli.options import JsonOption, complete_run, find_run, print_json
+from shardway.errors import JobError, ShardwayError, UserError, legible
+from shardway.refusals import find_remedy
 from shardway.units import render_clock, render_count
 
 if TYPE_CHECKING:
     from shardway.launch.runs.find import Known
     from shardway.launch.runs.job_status import JobStatus, Ledger
+    from shardway.rundir.directory import RunDir
+    from shardway.rundir.events import Event
     from shardway.watch.progress import RunSummary
 
 RunWord = Annotated[
@@ -50,45 +55,55 @@ class _ShownRun:
 
 def status(run: RunWord = None, as_json: JsonOption = False) -> None:
     """Say where a run stands, or each run of a folder and each that was submitted."""
-    from shardway.launch.runs.find import is_run
+    from shardway.launch.runs.find import Known, find_all, find_known, is_run, list_runs, render_known
 
-    chosen = _choose(run)
+    names_one = run is not None and (is_run(Path(run)) or not os.path.isdir(run))
+    if run is None:
+        chosen = find_all(Path("runs"))
+    else:
+        chosen = [find_known(run)] if names_one else [Known(str(entry)) for entry in list_runs(Path(run))]
     if not chosen and not as_json:
         typer.echo(f"no run in {run or 'runs'} yet; start one with `shardway train` or `shardway submit`")
         return
-    shown = [entry for group in _by_host(chosen) for entry in _look(group, alone=len(chosen) == 1)]
-    if as_json:
-        facts = [_as_json(entry) for entry in shown]
-        alone = run is not None and len(facts) == 1 and (is_run(Path(run)) or not os.path.isdir(run))
-        typer.echo(json.dumps(facts[0] if alone else facts, indent=1))
+    from shardway.launch.runs.job_status import attempts_as_json, render_attempts
+
+    hosts = groupby(sorted(chosen, key=lambda known: known.host), key=lambda known: known.host)
+    shown = [entry for _, group in hosts for entry in _look([*group], alone=len(chosen) == 1)]
+    if not as_json:
+        texts = []
+        for each in shown:
+            if each.summary:
+                head = _summary_lines(each.summary, each.statuses)
+            else:  # it has not begun here, or is on another host: what status.json and its jobs say
+                known, jobs = each.ledger.status, each.statuses
+                word = next((job.word for job in [*(job for job in jobs if job.is_active), *jobs[-1:]]), "new")
+                total = f"/{known['total_steps']}" if known.get("total_steps") else ""
+                head = [f"{render_known(each.known)}  {known.get('state') or word}"]
+                head += [f"  step        {known['step']}{total}"] if "step" in known else []
+            texts.append("\n".join([*head, *render_attempts(each.statuses)]))
+        typer.echo(legible("\n\n".join(texts)))
         return
-    typer.echo(legible("\n\n".join(_render(entry) for entry in shown)))
-
-
-def _choose(word: str | None) -> list[Known]:
-    """One run, those of a folder, or by default those of ./runs and all submitted ones."""
-    from shardway.launch.runs.find import Known, find_all, find_known, is_run, list_runs
-
-    if word is None:
-        return find_all(Path("runs"))
-    path = Path(word)
-    if is_run(path) or not os.path.isdir(path):
-        return [find_known(word)]
-    return [Known(str(entry)) for entry in list_runs(path)]
-
-
-def _by_host(chosen: Sequence[Known]) -> list[list[Known]]:
-    ordered = sorted(chosen, key=lambda known: known.host)
-    return [list(group) for _, group in groupby(ordered, key=lambda known: known.host)]
+    facts = []
+    for each in shown:
+        said = each.summary.as_json() if each.summary else {**each.ledger.status, "path": each.known.run}
+        host = {"host": each.known.host} if each.known.host else {}
+        facts.append({**said, **host, "jobs": attempts_as_json(each.statuses)})
+    print_json(facts[0] if names_one and len(facts) == 1 else facts)
 
 
 def _look(group: Sequence[Known], *, alone: bool) -> list[_ShownRun]:
     """The runs of one host, queried in a few exchanges. An unreachable host is reported, and the others are shown."""
     from shardway.launch.hosts import find_host
     from shardway.launch.runs.job_status import read_ledgers, read_standings
+    from shardway.rundir.directory import RunDir
 
-    shown: list[_ShownRun] = []
-    readable = [known for known in group if known.host or _is_readable(Path(known.run), alone=alone)]
+    readable, shown = [], list[_ShownRun]()
+    for known in group:
+        with _describe(alone=alone):
+            if not known.host:  # whether this version and this user can read it
+                RunDir(Path(known.run)).check_format()
+                RunDir(Path(known.run)).check_readable()
+            readable.append(known)
     host = find_host(group[0].host)
     with _describe(alone=alone):
         ledgers = read_ledgers(host, [Path(known.run) for known in readable])
@@ -115,80 +130,28 @@ def _describe(*, alone: bool) -> Iterator[None]:
 def _summarise(ledger: Ledger, attempts: Sequence[JobStatus]) -> RunSummary | None:
     """What the run recorded; its state is that of a job that continues it, or that has a reason the ranks could not
     record."""
+    from shardway.rundir.attempts import FAILURES, Ending
     from shardway.watch.progress import GONE, summarise
 
     if not ledger.run.exists():
         return None
-    summary, last = summarise(ledger.run), _find_last_end(attempts)
+    summary = summarise(ledger.run)
     active = next((attempt for attempt in attempts if attempt.is_active), None)
     if active is not None and summary.state != "running":
         return replace(summary, state=active.word, reason="")
-    if last is not None and summary.reason == GONE:
-        return replace(summary, reason=last.reason)
-    if summary.state != "finished" and last is not None and last.failed and last.began > (summary.updated or 0.0):
-        return replace(summary, state="failed", reason=last.reason)  # of its ranks none wrote an event
-    return summary
-
-
-@dataclass(frozen=True)
-class _LastEnd:
-    """How the last attempt with work to do ended; `began` in Unix seconds."""
-
-    failed: bool
-    reason: str
-    began: float
-
-
-def _find_last_end(attempts: Sequence[JobStatus]) -> _LastEnd | None:
-    """The end of the last attempt that did not find the run complete."""
-    from shardway.rundir.attempts import FAILURES, Ending
-
     for attempt in reversed(attempts):
         result, entry = attempt.result, attempt.entry
-        if result is not None and result.state is not Ending.NOT_NEEDED:
-            sent = entry.submission.submitted if entry.submission else 0.0
-            return _LastEnd(result.state in FAILURES, result.reason, entry.started.started if entry.started else sent)
-    return None
-
-
-def _is_readable(path: Path, *, alone: bool) -> bool:
-    """Whether this version and this user can read a run."""
-    from shardway.rundir.directory import RunDir
-
-    with _describe(alone=alone):
-        RunDir(path).check_format()
-        RunDir(path).check_readable()
-        return True
-    return False
-
-
-def _as_json(shown: _ShownRun) -> dict[str, Any]:
-    from shardway.launch.runs.job_status import attempts_as_json
-
-    facts = shown.summary.as_json() if shown.summary else {**shown.ledger.status, "path": shown.known.run}
-    jobs = {"host": shown.known.host} if shown.known.host else {}
-    return {**facts, **jobs, "jobs": attempts_as_json(shown.statuses)}
-
-
-def _render(shown: _ShownRun) -> str:
-    """One run in a few lines, without what is unknown."""
-    from shardway.launch.runs.job_status import render_attempts
-
-    head = _summary_lines(shown.summary, shown.statuses) if shown.summary else _bare_lines(shown)
-    return "\n".join([*head, *render_attempts(shown.statuses)])
-
-
-def _bare_lines(shown: _ShownRun) -> list[str]:
-    """The lines from status.json for a run that has not begun here, or is on another host."""
-    from shardway.launch.runs.find import render_known
-
-    status = shown.ledger.status
-    active = [job for job in shown.statuses if job.is_active]
-    word = next((job.word for job in [*active, *shown.statuses[-1:]]), "new")
-    state = str(status.get("state") or word)
-    total = f"/{status['total_steps']}" if status.get("total_steps") else ""
-    lines = [f"{render_known(shown.known)}  {state}"]
-    return [*lines, f"  step        {status['step']}{total}"] if "step" in status else lines
+        if result is None or result.state is Ending.NOT_NEEDED:
+            continue
+        # The last attempt with work to do.
+        if summary.reason == GONE:
+            return replace(summary, reason=result.reason)
+        sent = entry.submission.submitted if entry.submission else 0.0
+        began = entry.started.started if entry.started else sent
+        if summary.state != "finished" and result.state in FAILURES and began > (summary.updated or 0.0):
+            return replace(summary, state="failed", reason=result.reason)  # of its ranks none wrote an event
+        break
+    return summary
 
 
 def _summary_lines(summary: RunSummary, statuses: Sequence[JobStatus]) -> list[str]:
@@ -254,3 +217,148 @@ def _describe_jobs_to_go(summary: RunSummary, statuses: Sequence[JobStatus]) -> 
     wasteful = account is not None and account.start_s > account.productive_s
     remedy = "; starting takes more of them than training: raise site.walltime" if wasteful else ""
     return f"  to go       some {jobs} more such jobs{remedy}"
+
+
+# --- what a run says
+
+
+def logs(
+    run: RunWord = None,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Whose events or output (default: 0; all).")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
+    output: Annotated[bool, typer.Option("--output", help="What the rank itself printed, not its events.")] = False,
+    job: Annotated[bool, typer.Option("--job", help="What a job of the run printed.")] = False,
+    node: Annotated[int | None, typer.Option("--node", min=0, help="Of a job: what this node's ranks printed.")] = None,
+    attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Of a job: which (default: newest).")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the events of a run as lines, or what its jobs printed."""
+    from shardway.launch.runs.find import Known, find_known, is_run, list_runs
+    from shardway.rundir.directory import RunDir
+
+    folder = Path(run or "runs")
+    if run is not None and (is_run(folder) or not os.path.isdir(folder)):
+        known = find_known(run)
+    else:  # the only one of a folder
+        runs = list_runs(folder)
+        known = Known(str(runs[0] if len(runs) == 1 else find_run(folder).path))
+    directory = RunDir(Path(known.run))
+    if not known.host:
+        directory.check_format()
+    of_job = job or node is not None or attempt is not None or bool(known.host)
+    if not (of_job or output or as_json or directory.ranks_with_events()):
+        from shardway.launch.runs.logs import trains_a_run_file
+
+        # A run that has no events yet is shown by its job, unless that will write some and is waited for.
+        of_job = bool(directory.attempts()) and not (follow and trains_a_run_file(directory))
+    if of_job:
+        from shardway.launch.hosts import find_host
+        from shardway.launch.runs import logs as of_jobs
+        from shardway.launch.runs.job_status import read_ledger
+
+        host = find_host(known.host)
+        chosen = of_jobs.choose_attempt(read_ledger(host, directory.path), attempt).attempt
+        lines = (
+            of_jobs.follow_output(host, chosen, node, options.report)
+            if follow
+            else of_jobs.read_output(host, chosen, node)
+        )
+        lines = lines if rank is None else of_jobs.only_rank(lines, rank)
+    elif output:
+        files = directory.rank_output(rank or 0)
+        if not files:
+            raise UserError(
+                f"there is no captured output of rank {rank or 0} in {directory.path}.\n"
+                "  Output is captured of ranks that `shardway train --nproc N` starts; others print where they started."
+            )
+        typer.echo("".join(path.read_text(encoding="utf-8", errors="replace") for path in files), nl=False)
+        return
+    elif follow:
+        lines = _follow_job(directory, rank or 0, as_json)
+    else:
+        lines = _event_lines(directory, rank or 0, False, as_json)
+    for line in lines:
+        typer.echo(line)
+
+
+def _follow_job(run: RunDir, rank: int, as_json: bool) -> Iterator[str]:
+    """The events of a job from its begin on; where it ended without one, what it printed says more."""
+    from shardway.launch.hosts import find_host
+    from shardway.launch.runs.logs import Beginning, read_output
+
+    host = find_host("")
+    why = Beginning(host, run).wait(rank)
+    attempts = run.attempts()
+    try:
+        if run.ranks_with_events() or not attempts or as_json:
+            yield from _event_lines(run, rank, True, as_json)
+        else:
+            yield from read_output(host, attempts[-1], None)
+    finally:
+        if why:
+            options.report(why)
+
+
+def _event_lines(run: RunDir, rank: int, follow: bool, as_json: bool) -> Iterator[str]:
+    from shardway.watch.plain import PlainLines
+
+    if rank not in run.ranks_with_events():
+        known = ", ".join(map(str, run.ranks_with_events())) or "none yet"
+        raise UserError(f"rank {rank} has no events in {run.path}; ranks with events: {known}.")
+    lines = PlainLines(every_s=0.0)
+    for event in _follow_events(run, rank) if follow else run.events(rank):
+        yield from [json.dumps(event)] if as_json else lines.lines(event)
+
+
+def _follow_events(run: RunDir, rank: int) -> Iterator[Event]:
+    """Events until no process writes any more, or the lock's holder died without releasing it, which is reported."""
+    from shardway.launch.hosts import find_host
+    from shardway.launch.runs.logs import LeftLock
+
+    left, why = LeftLock(find_host(""), run), ""
+
+    def is_over() -> bool:
+        nonlocal why
+        why = "" if run.find_writer() is None else left.look()
+        return why != "" or run.find_writer() is None
+
+    left.put_off()
+    for event in run.follow_events(rank).follow(until=is_over):
+        left.put_off()
+        yield event
+    if why:
+        options.report(why)
+
+
+# --- the report of a run
+
+
+def report(
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN_DIR]",
+            help="A run directory, or a folder of them (default: runs).",
+            autocompletion=complete_run,
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say where it would be written.")] = False,
+) -> None:
+    """Write the report of a run and print its path."""
+    from shardway.watch.progress import summarise
+    from shardway.watch.report import render_report
+
+    run = find_run(path)
+    run.check_format()
+    if not dry_run:
+        try:
+            run.write_report(render_report(run))
+        except OSError as error:
+            raise JobError(
+                f"{run.report_path} cannot be written: {error.strerror}.\n  To do: {find_remedy(error)}."
+            ) from None
+    if as_json:
+        print_json({"report": str(run.report_path), "summary": summarise(run).as_json()})
+    else:
+        typer.echo(str(run.report_path))

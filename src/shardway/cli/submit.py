@@ -1,10 +1,12 @@
-"""`shardway submit`: hands a run to a scheduler, here or on a login node, once or until it is done; `shardway resume`.
+"""`shardway submit`: hands a run to a scheduler, here or on a login node, once or until it is done; `shardway resume`;
+`shardway stop`: ends a run after its current step, or kills its jobs.
 
 Invariants:
 - It returns as soon as the scheduler has taken the job.
 - What --dry-run prints is the script that would be submitted, byte for byte except for the token in its name; with
   --lib, the functions that would lie beside it.
 - Resuming is a submission like any other, of the request that the last attempt recorded.
+- Nothing is killed without --now, and with it only after the user was shown what is lost.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardway.cli.main import read_program_words
-from shardway.cli.options import DirOption, JsonOption, RunName, Words, read_request, report
+from shardway.cli.options import DirOption, JsonOption, RunName, Words, print_json, read_request, report
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
     from shardway.launch.hosts.base import Host
-    from shardway.launch.submission.prepare import Prepared, SubmitRequest
-    from shardway.launch.submission.submit import SentSubmission
+    from shardway.launch.runs.job_status import LedgerEntry
+    from shardway.launch.submission.prepare import SubmitRequest
 
 MostOption = Annotated[int, typer.Option("--max-attempts", min=0, help="Most jobs of --until-done (0: no limit).")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the job script, and do nothing.")]
@@ -46,14 +48,31 @@ def submit(
 ) -> None:
     """Submit a run file, or with `-- COMMAND...` any script that torchrun can run."""
     from shardway.launch.hosts import find_host, parse_target
+    from shardway.launch.submission.prepare import SubmitRequest
 
-    target = parse_target(on) if on else None
-    words = [*(words or []), *_set(words or [], nodes, walltime)]
-    request = _read_submission(ctx, words, target.site if target else "", directory)
+    target, words = parse_target(on) if on else None, words or []
+    for name, value in {"nodes": nodes, "walltime": walltime}.items():
+        if value is None:
+            continue
+        if twice := next((word for word in words if word.partition("=")[0].strip() == f"site.{name}"), ""):
+            raise UserError(f"--{name} {value} and {twice} say the same thing.\n  To do: leave one of them out.")
+        words = [*words, f"site.{name}={json.dumps(value)}"]
+    command = read_program_words(ctx)
+    script = next((word for word in words if word.endswith((".py", ".sh")) and "=" not in word), "")
+    if script and not command:  # it would be read as a run file
+        starts = "python " if script.endswith(".py") else "bash "
+        raise UserError(
+            f"{script} is a program and no run file (.toml).\n"
+            f"  To do: name it behind `--`: shardway submit ... -- {starts}{script}"
+        )
+    run = read_request(words, directory)
+    if command and run.run_file is not None and run.run_file.suffix != ".toml":
+        raise UserError(f"{run.run_file} stands before `--`, where a run file (.toml) and keys may stand.")
     if max_attempts and not until_done:
         raise UserError("--max-attempts says how long a chain may grow; it goes with --until-done.")
-    request = replace(request, until_done=until_done, max_attempts=max_attempts)
-    carry_out(request, find_host(target.host if target else ""), dry_run=dry_run, library=library, as_json=as_json)
+    site = target.site if target else ""
+    request = SubmitRequest(run, site=site, command=command, until_done=until_done, max_attempts=max_attempts)
+    _carry_out(request, find_host(target.host if target else ""), dry_run=dry_run, library=library, as_json=as_json)
 
 
 def resume(
@@ -78,73 +97,30 @@ def resume(
         request = replace(
             last, run_request=run_request, until_done=chain, max_attempts=max_attempts or last.max_attempts
         )
-        carry_out(request, host, dry_run=dry_run, library=library, as_json=as_json)
+        _carry_out(request, host, dry_run=dry_run, library=library, as_json=as_json)
 
 
-def carry_out(request: SubmitRequest, host: Host, *, dry_run: bool, library: bool, as_json: bool) -> None:
-    """Submit a request and report the result, or print its job script, or the functions of that."""
+def _carry_out(request: SubmitRequest, host: Host, *, dry_run: bool, library: bool, as_json: bool) -> None:
+    """Submit a request and say how to watch it, or print its job script, or the functions of that."""
     if library and not dry_run:
         raise UserError("--lib prints the functions of a job script; it goes with --dry-run.")
-    if not dry_run:
-        from shardway.launch.submission.submit import Submitter, submit_run
+    if dry_run:
+        from shardway.launch.job_script import render_library
+        from shardway.launch.submission.prepare import prepare
 
-        _print_sent(submit_run(request, host, Submitter(host, tell=report)), as_json)
+        prepared = prepare(request, host)
+        for warning in prepared.warnings:
+            report(warning)
+        typer.echo(render_library(prepared.job.scheduler) if library else prepared.script, nl=False)
         return
-    from shardway.launch.job_script import render_library
-    from shardway.launch.submission.prepare import prepare
-
-    prepared = prepare(request, host)
-    _warn(prepared)
-    typer.echo(render_library(prepared.job.scheduler) if library else prepared.script, nl=False)
-
-
-def _read_submission(ctx: typer.Context, words: list[str], site: str, directory: Path | None) -> SubmitRequest:
-    """The request in the words of the command line. Raises UserError for a program in place of a run file."""
-    from shardway.launch.submission.prepare import SubmitRequest
-
-    command = read_program_words(ctx)
-    _check_no_program(words, command)
-    run_request = read_request(words, directory)
-    if command and run_request.run_file is not None and run_request.run_file.suffix != ".toml":
-        raise UserError(f"{run_request.run_file} stands before `--`, where a run file (.toml) and keys may stand.")
-    return SubmitRequest(run_request, site=site, command=command)
-
-
-def _check_no_program(words: list[str], command: tuple[str, ...]) -> None:
-    """Raise UserError for a user's program, which belongs after `--` and would be read as a run file."""
-    script = next((word for word in words if word.endswith((".py", ".sh")) and "=" not in word), "")
-    if script and not command:
-        starts = "python " if script.endswith(".py") else "bash "
-        raise UserError(
-            f"{script} is a program and no run file (.toml).\n"
-            f"  To do: name it behind `--`: shardway submit ... -- {starts}{script}"
-        )
-
-
-def _set(words: list[str], nodes: int | None, walltime: str | None) -> list[str]:
-    """Options of the verb as keys of the run file. Raises UserError where the words set one of these too."""
-    options = {"nodes": nodes, "walltime": walltime}
-    given = {name: value for name, value in options.items() if value is not None}
-    for name, value in given.items():
-        twice = next((word for word in words if word.partition("=")[0].strip() == f"site.{name}"), "")
-        if twice:
-            raise UserError(f"--{name} {value} and {twice} say the same thing.\n  To do: leave one of them out.")
-    return [f"site.{name}={json.dumps(value)}" for name, value in given.items()]
-
-
-def _warn(prepared: Prepared) -> None:
-    """Print the warnings on stderr."""
-    for warning in prepared.warnings:
-        report(warning)
-
-
-def _print_sent(sent: SentSubmission, as_json: bool) -> None:
-    """Print what was submitted and how to watch it."""
     from shardway.launch.script import quote
+    from shardway.launch.submission.submit import Submitter, submit_run
 
-    _warn(sent.prepared)
+    sent = submit_run(request, host, Submitter(host, tell=report))
+    for warning in sent.prepared.warnings:
+        report(warning)
     if as_json:
-        typer.echo(json.dumps(sent.as_json(), indent=1))
+        print_json(sent.as_json())
         return
     job, where = sent.prepared.job, f" on {sent.host}" if sent.host else ""
     found = " (it had got through before)" if sent.found else ""
@@ -154,3 +130,68 @@ def _print_sent(sent: SentSubmission, as_json: bool) -> None:
         typer.echo(f"works in       {job.around.workdir}, for all attempts: what it writes there, the next one finds")
     reference = quote(sent.reference)
     typer.echo(f"to watch       shardway status {reference}   shardway logs -f {reference}")
+
+
+# --- the end of a run
+
+WARNING = """\
+{run}: killing its jobs may lose what was trained since the last checkpoint{saved}: ranks
+have no more time to save than the scheduler gives between SIGTERM and SIGKILL. Ranks that are killed inside a
+collective may hang in the driver until the node is reset; without --now the run saves and leaves in order."""
+
+
+def stop(
+    run: RunName,
+    now: Annotated[bool, typer.Option("--now", help="Kill the jobs, after a warning.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask (with --now).")] = False,
+    wait: Annotated[float, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait until it has ended.")] = 0.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Stop a run: its ranks finish their step and save, and what waits in the queue is taken out."""
+    from shardway.launch.hosts import find_host
+    from shardway.launch.runs.find import find_known
+    from shardway.launch.runs.job_status import read_ledger
+    from shardway.launch.runs.stop import Stopper
+    from shardway.rundir.directory import RunDir
+
+    known = find_known(run)
+    stopper = Stopper(find_host(known.host))
+    if not known.host:
+        RunDir(Path(known.run)).check_readable()
+    ledger = read_ledger(stopper.host, Path(known.run))
+    kills = now and stopper.find_running(ledger) != ()
+    if kills:
+        step = ledger.status.get("step")
+        saved = f" (it is at step {step})" if step else ""
+        typer.echo(WARNING.format(run=ledger.run.path, saved=saved), err=True)
+        try:
+            agrees = yes or typer.confirm("Kill them?", err=True)
+        except typer.Abort:  # no answer is possible
+            typer.echo(err=True)
+            agrees = False
+        if not agrees:
+            raise UserError(
+                f"{ledger.run.path}: nothing was killed.\n"
+                "  To do: leave out --now, so that it saves and leaves in order, or add --yes where no terminal is."
+            )
+    done = stopper.cancel(ledger) if now else stopper.ask(ledger)
+    ends = stopper.wait(ledger, wait) if wait else ()
+    states = {str(standing.entry.number): standing.word for standing in ends}
+    if as_json:
+        asked, cancelled = ([entry.job for entry in entries] for entries in (done.asked, done.cancelled))
+        print_json({"asked": asked, "cancelled": cancelled, "writer": done.writer, "states": states})
+        return
+    asks, takes = "asked to stop after its current step", "killed" if kills else "taken out of the queue"
+    lines = [f"{what}: {_jobs(jobs)}" for what, jobs in ((asks, done.asked), (takes, done.cancelled)) if jobs]
+    if done.writer:
+        lines.append(f"{'no job, so not killed (Ctrl-C twice ends it)' if now else asks}: {done.writer}")
+    if done.unwritten:
+        lines.append(f"asked by a signal: {done.unwritten}")
+    for line in lines or [f"{run} has no job that waits or runs"]:
+        typer.echo(line)
+    for number, state in states.items():
+        typer.echo(f"attempt {number}: {state}")
+
+
+def _jobs(entries: tuple[LedgerEntry, ...]) -> str:
+    return ", ".join(f"job {entry.job} (attempt {entry.number})" for entry in entries)

@@ -6,11 +6,11 @@ this module starts ranks, shows what they write, and reports how the run ended.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,21 +19,20 @@ import typer
 
 from shardway.cli.config import resolution_facts
 from shardway.cli.main import uncollected
-from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, print_line, read_request, report
-from shardway.errors import SiteError, UserError
+from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, print_json, print_line, read_request, report
+from shardway.errors import JobError, SiteError, UserError
 from shardway.hardware.limits import ensure_temporary
 from shardway.ranks.launcher import NodeSpec, find_placement, is_in_terminal, parse_host, was_started_before
-from shardway.ranks.outputs import enduring_outputs
+from shardway.ranks.outputs import enduring_outputs, leave_outputs
 from shardway.ranks.stop import SignalWatch
 from shardway.rundir.attempts import VARIABLE
 from shardway.rundir.directory import RunDir
 
-PORT = 29600
-"""The port at which the agents of several machines meet by default."""
-
 if TYPE_CHECKING:
     from shardway.ranks.failure import AttemptShare
     from shardway.resolve.request import Resolution, ResolveRequest
+    from shardway.rundir.events import Event
+    from shardway.watch.facts import ValidatedEvent
 
 
 def train(
@@ -48,7 +47,9 @@ def train(
         typer.Option("--nodes", metavar="ADDRESSES", help="Addresses of the machines to train on."),
     ] = None,
     node: Annotated[int | None, typer.Option("--node", min=0, help="Which of --nodes this machine is, from 0.")] = None,
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="By which port of theirs --nodes meet.")] = PORT,
+    port: Annotated[
+        int, typer.Option("--port", min=1, max=65535, help="By which port of theirs --nodes meet.")
+    ] = 29600,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -61,11 +62,9 @@ def train(
             for context in (enduring_outputs(), failure_reported(share, (typer.Exit, typer.Abort)), SignalWatch()):
                 stack.enter_context(context)
         request = read_request(words, directory, fresh)
-        if nodes is not None or node is not None:
-            spec = _read_nodes(nodes, node, port, nproc)
-            _train_on_nodes(request, spec, share, dry_run=dry_run, as_json=as_json)
-        else:
-            _train(request, nproc, dry_run=dry_run, as_json=as_json)
+        named = nodes is not None or node is not None
+        spec = _read_nodes(nodes, node, port, nproc) if named else None
+        _train(request, spec, nproc, share, dry_run=dry_run, as_json=as_json)
 
 
 def _read_nodes(nodes: str | None, node: int | None, port: int, nproc: int | None) -> NodeSpec:
@@ -88,70 +87,73 @@ def _read_nodes(nodes: str | None, node: int | None, port: int, nproc: int | Non
     return NodeSpec(hosts, node, port, nproc or 1)
 
 
-def _train_on_nodes(
-    request: ResolveRequest, nodes: NodeSpec, share: AttemptShare, *, dry_run: bool, as_json: bool
+def _train(
+    request: ResolveRequest,
+    nodes: NodeSpec | None,
+    nproc: int | None,
+    share: AttemptShare,
+    *,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
-    """Be the agent of one machine of several; the first one shows the progress."""
-    ranks, leads = len(nodes.addresses) * nodes.ranks, nodes.node == 0
-    resolution = _resolve(request, ranks, nodes.ranks, reports=leads)
-    share.ends_attempt = leads or resolution.resolved.values.run.elastic == "off"
-    if dry_run:
-        _print_plan(resolution, ranks, as_json)
-        return
-    if leads:
-        _check_free(resolution)
-        _check_unchanged(resolution)
-    with _quiet_network(), uncollected():
-        from shardway.ranks.nodes import train_on_nodes
-
-    written = resolution.directory.read_status()
-    dropped = _old_stop_dropped(resolution.directory) if leads else nullcontext()
-    with dropped, _display(resolution, as_json, launched=True) if leads else nullcontext():
-        outcome = train_on_nodes(resolution, nodes, print_line)
-    if isinstance(outcome, int):
-        raise typer.Exit(outcome)
-    _print_end(outcome, as_json, written)
-
-
-@contextmanager
-def _quiet_network() -> Iterator[None]:
-    """While torch is imported: it prints pages about a lost connection, which the agent reports in a line."""
-    name = "TORCH_CPP_LOG_LEVEL"
-    is_set = name in os.environ
-    os.environ.setdefault(name, "ERROR")
-    try:
-        yield
-    finally:
-        if not is_set:
-            del os.environ[name]
-
-
-def _train(request: ResolveRequest, nproc: int | None, *, dry_run: bool, as_json: bool) -> None:
+    """Train as the agent of one of `nodes`, as a rank of a launcher, or with local ranks; the first process of all
+    reports and shows the progress."""
     placement = find_placement(os.environ)
     by_hand = nproc is not None and (placement.world == 1 or (is_in_terminal(os.environ) and sys.stdin.isatty()))
-    launched = placement.launcher != "none" and not by_hand
+    launched = nodes is None and placement.launcher != "none" and not by_hand
     if launched and nproc is not None:
         raise UserError(
             f"--nproc {nproc} starts ranks, but this process is already rank {placement.rank} of {placement.world}, "
             f"started by {placement.launcher}: each of these would start {nproc}.\n"
             "  To do: leave out --nproc. Agents on several nodes find each other by --nodes and --node."
         )
-    ranks = placement.world if launched else nproc or 1
-    resolution = _resolve(request, ranks, placement.local_world if launched else ranks, reports=placement.rank == 0)
+    if nodes is not None:
+        ranks, per_node, leads = len(nodes.addresses) * nodes.ranks, nodes.ranks, nodes.node == 0
+    else:
+        ranks = placement.world if launched else nproc or 1
+        per_node, leads = placement.local_world if launched else ranks, placement.rank == 0
+    resolution = _resolve(request, ranks, per_node, reports=leads)
+    if nodes is not None:
+        share.ends_attempt = leads or resolution.resolved.values.run.elastic == "off"
     if dry_run:
-        _print_plan(resolution, ranks, as_json)
+        if as_json:
+            print_json({"ranks": ranks, **resolution_facts(resolution)})
+            return
+        typer.echo(f"# would train with {ranks} rank(s) into {resolution.directory.path}")
+        typer.echo(resolution.resolved.render(), nl=False)
         return
-    shown = _display(resolution, as_json, launched) if placement.rank == 0 else nullcontext()
-    if placement.rank == 0:
+    if leads:
         _check_free(resolution)
-    if not launched:
+    if leads if nodes is not None else not launched:
         _check_unchanged(resolution)
+    agent = _import_agent() if nodes is not None else None
     written = resolution.directory.read_status()
-    dropped = _old_stop_dropped(resolution.directory) if placement.rank == 0 else nullcontext()
-    with dropped, shown:
-        outcome = _train_here(request, resolution) if launched or nproc is None else _train_local(resolution, ranks)
-    if placement.rank == 0:
+    with ExitStack() as stack:
+        if leads:
+            stack.enter_context(_old_stop_dropped(resolution.directory))
+            if resolution.resolved.values.run.display != "off":
+                # A launcher collects output, also where it gives its first rank a terminal of its own (mpirun does).
+                plain = launched or nodes is not None
+                stack.enter_context(run_displayed(resolution.directory, to_stderr=as_json, plain=plain))
+        if agent is not None:
+            outcome = agent(resolution, nodes, print_line)
+        else:
+            outcome = _train_here(request, resolution) if launched or nproc is None else _train_local(resolution, ranks)
+    if isinstance(outcome, int):
+        raise typer.Exit(outcome)
+    if leads or nodes is not None:
         _print_end(outcome, as_json, written)
+
+
+def _import_agent() -> Callable[..., dict[str, Any] | int]:
+    # torch prints pages about a lost connection, which the agent reports in a line.
+    levels = {} if "TORCH_CPP_LOG_LEVEL" in os.environ else {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    os.environ.update(levels)
+    with uncollected():
+        from shardway.ranks.nodes import train_on_nodes
+    for name in levels:
+        del os.environ[name]
+    return train_on_nodes
 
 
 def _resolve(request: ResolveRequest, ranks: int, ranks_per_node: int, *, reports: bool) -> Resolution:
@@ -189,8 +191,8 @@ def _old_stop_dropped(run: RunDir) -> Iterator[None]:
     from shardway.launch.runs.stop import ASKED, is_of_its_time
 
     reason, before = ASKED if run.stop_is_record() else run.stop_reason(), run.read_status()
-    by_hand = _is_by_hand() and not was_started_before(os.environ)
-    drops = by_hand and run.stop_requested() and is_of_its_time(reason)
+    starts = _is_by_hand() and not was_started_before(os.environ)
+    drops = starts and run.stop_requested() and is_of_its_time(reason)
     if drops:
         run.clear_stop()
     try:
@@ -237,34 +239,71 @@ def _train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
         return train_local(resolution, build_launch(resolution, ranks), SingleNode(ranks, standby, print_line))
 
 
-def _display(resolution: Resolution, as_json: bool, launched: bool) -> AbstractContextManager[object]:
-    if resolution.resolved.values.run.display == "off":
-        return nullcontext()
-    from shardway.cli.progress import Display
-
-    # A launcher collects output, also where it gives its first rank a terminal of its own (mpirun does).
-    return Display(resolution.directory, to_stderr=as_json, plain=launched)
-
-
-def _print_plan(resolution: Resolution, ranks: int, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps({"ranks": ranks, **resolution_facts(resolution)}, indent=1))
-        return
-    typer.echo(f"# would train with {ranks} rank(s) into {resolution.directory.path}")
-    typer.echo(resolution.resolved.render(), nl=False)
-
-
 def _print_end(outcome: dict[str, Any], as_json: bool, before: dict[str, Any]) -> None:
     """How it ended; `before` is the status that was there when it began."""
     if as_json:
-        typer.echo(json.dumps(outcome, indent=1))
+        print_json(outcome)
         return
     from shardway.watch.words import list_last_lines
 
-    run = RunDir(Path(outcome["directory"]))
-    state, reason, report_path = outcome["state"], outcome["reason"], str(run.report_path)
+    run, state = RunDir(Path(outcome["directory"])), outcome["state"]
     idle = state == "finished" and run.read_status() == before
-    for line in list_last_lines(
-        str(run.path), state, reason, report=report_path, nothing_done=idle, status=before, by_hand=_is_by_hand()
-    ):
+    shown: dict[str, Any] = {"report": str(run.report_path), "status": before, "by_hand": _is_by_hand()}
+    for line in list_last_lines(str(run.path), state, outcome["reason"], nothing_done=idle, **shown):
         typer.echo(line)
+
+
+# --- what is shown while it trains
+
+REFRESH_S = 0.5
+"""Twice a second, so that the run is not slowed."""
+
+
+@contextmanager
+def run_displayed(run: RunDir, *, to_stderr: bool, plain: bool) -> Iterator[None]:
+    """While entered, a thread shows the events that rank 0 appends: a live view on a terminal, plain lines elsewhere.
+    It reads the run directory like any other reader, so it shows what was written, by any launcher."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from shardway.watch.live import LiveView
+    from shardway.watch.plain import PlainLines
+    from shardway.watch.progress import read_validations
+
+    console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
+    validations: list[ValidatedEvent] = []
+    with suppress(JobError, OSError):  # reported by the process that writes there
+        validations = read_validations(run)
+    events, done = run.follow_events(from_end=True), threading.Event()
+
+    def list_new() -> Iterator[list[Event]]:
+        """New events, polled until the end, without the error itself, which is printed when the view has ended. If the
+        files cannot be read now, they come later: the writing process reports an unreachable file system."""
+        ended = False
+        while not ended:
+            ended = done.wait(REFRESH_S)
+            with suppress(JobError):
+                yield [event for event in events.new_events() if event["event"] != "fault"]
+
+    def show() -> None:
+        if plain or not console.is_terminal:
+            lines = PlainLines(validations=validations)
+            for found in list_new():
+                for line in (line for event in found for line in lines.lines(event)):
+                    console.print(line, markup=False)
+            return
+        view = LiveView(run.path.name, str(run.path), validations=validations)
+        with Live(view.render(), console=console, auto_refresh=False) as live:
+            for found in list_new():
+                for event in found:
+                    view.update(event)
+                live.update(view.render(), refresh=True)
+
+    thread = threading.Thread(target=show, name="display", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        leave_outputs()
+        thread.join()

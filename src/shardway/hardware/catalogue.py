@@ -2,7 +2,7 @@
 
 Invariants:
 - A value is in the catalogue only with its source; a value that no source states is `None`. All peaks are dense.
-- A fact is None if no source states it, and never guessed. rules.formats`).
+- A fact about a device is None if no source states it, and never guessed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from shardway.errors import Problem, UserError, check_no_problems
-from shardway.hardware.probe import Device
 from shardway.plugins import find_plugin, list_installed, load_plugin
 
 Dtype = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
@@ -30,8 +29,6 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 NO_ACCELERATOR = "cpu"
 """What stands for a key where a machine has none."""
-
-_VENDOR_WORDS = ("nvidia ", "amd ")
 
 
 @dataclass(frozen=True)
@@ -62,11 +59,11 @@ class Accelerator:
     name: str
     device_names: tuple[str, ...]
     peak_flops: Mapping[Dtype, float]
-    memory_bytes: int | None
-    memory_bandwidth_bytes_per_s: float | None
-    link: str | None
-    power_w: float | None
     sources: Mapping[str, str]
+    memory_bytes: int | None = None
+    memory_bandwidth_bytes_per_s: float | None = None
+    link: str | None = None
+    power_w: float | None = None
 
     def peak(self, dtype: Dtype) -> float | None:
         """Dense FLOP/s at `dtype`, or None where no source states it."""
@@ -74,10 +71,8 @@ class Accelerator:
 
 
 class AcceleratorCatalogue(Mapping[str, Accelerator]):
-    """Accelerators by key, ours first; those of other packages are read when a key is not ours, or for a list.
-
-    Raises UserError where a package's file is not in the form of ours, or has a key that another one has.
-    """
+    """Accelerators by key, ours first; those of other packages are read when a key is not ours, or for a list. Raises
+    UserError where a package's file is not in the form of ours, or has a key that another one has."""
 
     def __getitem__(self, key: str) -> Accelerator:
         own = load_own_accelerators()
@@ -98,10 +93,20 @@ def load_accelerators() -> Mapping[str, Accelerator]:
 @cache
 def load_own_accelerators() -> Mapping[str, Accelerator]:
     """Those of Shardway."""
-    table = tomllib.loads(load_plugin("accelerators", "accelerators"))
-    return MappingProxyType(
-        {key: _accelerator(key, row, table["sources"]) for key, row in table["accelerators"].items()}
-    )
+    return MappingProxyType(_read_accelerators(tomllib.loads(load_plugin("accelerators", "accelerators"))))
+
+
+def _read_accelerators(table: Mapping[str, Any]) -> dict[str, Accelerator]:
+    found = {}
+    for key, row in table.get("accelerators", {}).items():
+        facts = {name: value for name, value in row.items() if name != "source"}
+        facts |= {"device_names": tuple(row.get("device_names", ())), "sources": _cite(row, table)}
+        found[key] = Accelerator(key, **{**facts, "peak_flops": MappingProxyType(dict(row.get("peak_flops", {})))})
+    return found
+
+
+def _cite(row: Mapping[str, Any], table: Mapping[str, Any]) -> Mapping[str, str]:
+    return MappingProxyType({field: table["sources"][name] for field, name in row["source"].items()})
 
 
 @cache
@@ -122,7 +127,7 @@ def load_installed_accelerators() -> Mapping[str, Accelerator]:
             if key in packages:
                 problems.append(Problem(f"accelerators.{key}", f"{packages[key]} has this key", remedy="uninstall one"))
         check_no_problems(plugin.title, problems)
-        found |= {key: _accelerator(key, row, table["sources"]) for key, row in rows.items()}
+        found |= _read_accelerators(table)
         packages |= dict.fromkeys(rows, plugin.package)
     return MappingProxyType(found)
 
@@ -131,7 +136,6 @@ _TEXT_FIELDS, _NUMBER_FIELDS = ("vendor", "name", "link"), ("memory_bytes", "mem
 
 
 def _find_wrong(row: Mapping[str, Any], sources: Mapping[str, str]) -> Iterator[str]:
-    """What keeps a row of another package from being an accelerator."""
     known = (*_TEXT_FIELDS, *_NUMBER_FIELDS, "device_names", "peak_flops", "source")
     yield from (f"has no field {name}" for name in row if name not in known)
     yield from (f"lacks {name}" for name in ("vendor", "name", "source") if name not in row)
@@ -160,7 +164,11 @@ def _is_amount(value: Any) -> bool:
 def load_links() -> Mapping[str, Link]:
     """Every link of the catalogue by its key, such as "nvlink4" or "ndr400"."""
     table = tomllib.loads(files(__package__).joinpath("links.toml").read_text(encoding="utf-8"))
-    return MappingProxyType({key: _link(key, row, table["sources"]) for key, row in table["links"].items()})
+    links = {}
+    for key, row in table["links"].items():
+        total, peer = row.get("bandwidth_bytes_per_s"), row.get("peer_bandwidth_bytes_per_s")
+        links[key] = Link(key, row["name"], total, peer, _cite(row, table))
+    return MappingProxyType(links)
 
 
 def find_accelerator(device_name: str) -> Accelerator | None:
@@ -176,55 +184,21 @@ def find_accelerator(device_name: str) -> Accelerator | None:
 def match_accelerator(device_name: str, accelerators: Iterable[Accelerator]) -> Accelerator | None:
     """The accelerator whose most specific pattern matches the name; None where two are equally specific."""
     name = _bare(device_name)
-    hits = [
-        (_specificity(pattern), accelerator)
-        for accelerator in accelerators
-        for pattern in accelerator.device_names
-        if fnmatchcase(name, _bare(pattern))
-    ]
-    most = max((specificity for specificity, _ in hits), default=0)
-    best = {accelerator.key: accelerator for specificity, accelerator in hits if specificity == most}
+    hits: dict[int, dict[str, Accelerator]] = {}  # literal characters of a pattern -> parts by key
+    for accelerator in accelerators:
+        for pattern in accelerator.device_names:
+            if fnmatchcase(name, _bare(pattern)):
+                literal = sum(character not in "*?" for character in pattern)
+                hits.setdefault(literal, {})[accelerator.key] = accelerator
+    best = hits[max(hits)] if hits else {}
     return best.popitem()[1] if len(best) == 1 else None
 
 
 def _bare(device_name: str) -> str:
     """The name in lower case without the vendor's word, which drivers give or leave out by version."""
     name = " ".join(device_name.lower().split())
-    return next((name.removeprefix(word) for word in _VENDOR_WORDS if name.startswith(word)), name)
-
-
-def _specificity(pattern: str) -> int:
-    """How many characters of a pattern are literal."""
-    return sum(character not in "*?" for character in pattern)
-
-
-def _citations(row: Mapping[str, Any], sources: Mapping[str, str]) -> Mapping[str, str]:
-    return MappingProxyType({field: sources[name] for field, name in row["source"].items()})
-
-
-def _link(key: str, row: Mapping[str, Any], sources: Mapping[str, str]) -> Link:
-    return Link(
-        key=key,
-        name=row["name"],
-        bandwidth_bytes_per_s=row.get("bandwidth_bytes_per_s"),
-        peer_bandwidth_bytes_per_s=row.get("peer_bandwidth_bytes_per_s"),
-        sources=_citations(row, sources),
-    )
-
-
-def _accelerator(key: str, row: Mapping[str, Any], sources: Mapping[str, str]) -> Accelerator:
-    return Accelerator(
-        key=key,
-        vendor=row["vendor"],
-        name=row["name"],
-        device_names=tuple(row.get("device_names", ())),
-        peak_flops=MappingProxyType(dict(row.get("peak_flops", {}))),
-        memory_bytes=row.get("memory_bytes"),
-        memory_bandwidth_bytes_per_s=row.get("memory_bandwidth_bytes_per_s"),
-        link=row.get("link"),
-        power_w=row.get("power_w"),
-        sources=_citations(row, sources),
-    )
+    vendor = next((word for word in ("nvidia ", "amd ") if name.startswith(word)), "")
+    return name.removeprefix(vendor)
 
 
 # --- What a device can do, as far as the defaults of a run depend on it
@@ -252,9 +226,6 @@ class DeviceFacts:
 
 A_CPU = DeviceFacts("cpu", "a CPU", native_bf16=False, has_tf32=False, no_compiler="a CPU")
 
-_BF16_FROM = (8, 0)
-"""Ampere: the first compute capability with bf16 and TF32 in its matrix units."""
-
 
 def facts_of_part(part: Accelerator) -> DeviceFacts:
     """A part of the catalogue, on a machine that this one is not: taken to have a compiler."""
@@ -272,7 +243,8 @@ def facts_of_cuda(name: str, capability: tuple[int, int] | None, native_bf16: bo
     """A CUDA device of this machine by its driver's name and compute capability."""
     part = find_accelerator(name)
     known = facts_of_part(part) if part is not None else DeviceFacts("cuda", name)
-    modern = capability >= _BF16_FROM if capability is not None else None
+    # From Ampere on matrix units have bf16 and TF32.
+    modern = capability >= (8, 0) if capability is not None else None
     return DeviceFacts(
         "cuda" if capability is not None or part is not None else "unknown",
         name,
@@ -284,16 +256,9 @@ def facts_of_cuda(name: str, capability: tuple[int, int] | None, native_bf16: bo
     )
 
 
-def facts_of_found(device: Device) -> DeviceFacts:
-    """A device as its driver lists it."""
-    return facts_of_cuda(device.name, device.capability)
-
-
 def find_missing_compiler(environ: Mapping[str, str] = os.environ) -> str:
-    """Why torch cannot compile kernels for a GPU here; "" where it can.
-
-    Triton turns kernels into code, and has a C compiler build what starts them, against the headers of Python.
-    """
+    """Why torch cannot compile kernels for a GPU here; "" where it can. Triton turns kernels into code, and has a C
+    compiler build what starts them, against the headers of Python."""
     if find_spec("triton") is None:
         return "Triton is not installed"
     if not any(shutil.which(each) for each in (environ.get("CC") or "cc", "gcc", "clang")):

@@ -30,17 +30,14 @@ class CommandResult:
 
     @property
     def ok(self) -> bool:
-        """Whether it ended with 0 in time."""
         return self.code == 0 and not self.hung
 
     @property
     def missing(self) -> bool:
-        """Whether there is no such program."""
         return self.code == MISSING and not self.hung
 
     @property
     def first_line(self) -> str:
-        """The first line of its complaint, or of its output."""
         return next((line.strip() for line in (self.err + "\n" + self.out).splitlines() if line.strip()), "")
 
 
@@ -75,18 +72,14 @@ def _start(words: Sequence[str]) -> subprocess.Popen[str] | CommandResult:
 def _finish(process: subprocess.Popen[str], deadline: float) -> CommandResult:
     try:
         out, err = process.communicate(timeout=max(0.05, deadline - time.monotonic()))
+        return CommandResult(process.returncode, out, err)
     except subprocess.TimeoutExpired:
-        _give_up(process)
-        return CommandResult(-signal.SIGKILL, hung=True)
-    return CommandResult(process.returncode, out, err)
-
-
-def _give_up(process: subprocess.Popen[str]) -> None:
-    """Kill it; one that hangs in the kernel ends when the kernel releases it, and is not waited for."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    # One that hangs in the kernel ends when the kernel releases it, and is not waited for.
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.communicate(timeout=_KILLED_WITHIN_S)
     for pipe in (process.stdout, process.stderr):
         if pipe is not None:
             pipe.close()
+    return CommandResult(-signal.SIGKILL, hung=True)

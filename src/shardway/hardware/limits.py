@@ -25,7 +25,7 @@ from pathlib import Path
 from shardway.errors import SiteError
 from shardway.places import folder_is_gone
 
-# --- control groups
+# --- control groups; `root` stands for "/", so that a test can lay out its own files
 
 
 @dataclass(frozen=True)
@@ -37,31 +37,47 @@ class CgroupLimits:
 
 
 def read_cgroup_limits(root: Path = Path("/")) -> CgroupLimits:
-    """The limits of this process; `root` stands for "/", so that a test can lay out its own files."""
-    folders = list(_group_folders(root))
-    cores = [limit for folder in folders if (limit := _cores(folder)) is not None]
-    memory = [limit for folder in folders if (limit := _memory_bytes(folder)) is not None]
+    """The limits of this process."""
+    cores, memory = [], []
+    for folder in _group_folders(root):
+        # "cpu.max" holds quota and period, or "max"; version 1 has two files, in which -1 is no limit.
+        quota, _, period = read_or_empty(folder / "cpu.max").partition(" ")
+        quota = quota or read_or_empty(folder / "cpu.cfs_quota_us")
+        period = period or read_or_empty(folder / "cpu.cfs_period_us")
+        if quota.isdecimal() and period.isdecimal() and int(period):
+            cores.append(int(quota) / int(period))
+        memory += _memory_limits(folder)
     return CgroupLimits(min(cores, default=None), min(memory, default=None))
 
 
-def read_cgroup_memory_left(root: Path = Path("/")) -> int | None:
-    """Bytes that this process's groups still leave, cached files that may be dropped among them; None: no limit.
+def _memory_limits(folder: Path) -> list[int]:
+    limit = read_or_empty(folder / "memory.max") or read_or_empty(folder / "memory.limit_in_bytes")
+    return [int(limit)] if limit.isdecimal() else []
+
+
+def read_memory_left(root: Path = Path("/")) -> int:
+    """Bytes that this host and this process's groups still leave, cached files that may be dropped among them.
 
     The usage of a group is memory.current (version 1: memory.usage_in_bytes), and inactive_file of its memory.stat is
     what the kernel drops first (Linux, Documentation/admin-guide/cgroup-v2.rst).
     """
-    folders = [(folder, limit) for folder in _group_folders(root) if (limit := _memory_bytes(folder)) is not None]
-    return min((max(0, limit - _memory_held_bytes(folder)) for folder, limit in folders), default=None)
+    import psutil  # imported here: few callers ask for memory
+
+    left = [int(psutil.virtual_memory().available)]
+    for folder in _group_folders(root):
+        for limit in _memory_limits(folder):
+            used = read_or_empty(folder / "memory.current") or read_or_empty(folder / "memory.usage_in_bytes")
+            lines = (line.split() for line in read_or_empty(folder / "memory.stat").splitlines())
+            droppable = sum(int(words[1]) for words in lines if words[:1] == ["inactive_file"] and words[1:2])
+            left.append(max(0, limit - max(0, int(used) - droppable)) if used.isdecimal() else limit)
+    return min(left)
 
 
 def read_cgroup_tasks(root: Path = Path("/")) -> tuple[int, int] | None:
-    """How many processes and threads the tightest of this process's groups allows, and has; None: no limit.
-
-    pids.max and pids.current are the same in both versions; the limit leaves the difference.
-    """
-    pairs = [
-        (read_or_empty(folder / "pids.max"), read_or_empty(folder / "pids.current")) for folder in _group_folders(root)
-    ]
+    """How many processes and threads the tightest of this process's groups allows, and has; None: no limit. pids.max
+    and pids.current are the same in both versions; the limit leaves the difference."""
+    names = ("pids.max", "pids.current")
+    pairs = [[read_or_empty(folder / name) for name in names] for folder in _group_folders(root)]
     found = [(int(limit), int(taken)) for limit, taken in pairs if limit.isdecimal() and taken.isdecimal()]
     return min(found, key=lambda pair: pair[0] - pair[1], default=None)
 
@@ -72,12 +88,12 @@ def count_oom_kills(root: Path = Path("/")) -> int | None:
     The line oom_kill of memory.events.local (older kernels of version 2: memory.events; version 1: memory.oom_control),
     which counts the victims that were in the group (Linux, Documentation/admin-guide/cgroup-v2.rst).
     """
-    names = ("memory.events.local", "memory.events", "memory.oom_control")
-    lines = (
-        line for folder in _group_folders(root) for name in names for line in read_or_empty(folder / name).splitlines()
-    )
-    counts = (words[1] for words in map(str.split, lines) if words[:1] == ["oom_kill"] and len(words) == 2)
-    return next((int(count) for count in counts if count.isdecimal()), None)
+    for folder in _group_folders(root):
+        for name in ("memory.events.local", "memory.events", "memory.oom_control"):
+            for words in map(str.split, read_or_empty(folder / name).splitlines()):
+                if words[:1] == ["oom_kill"] and len(words) == 2 and words[1].isdecimal():
+                    return int(words[1])
+    return None
 
 
 def _group_folders(root: Path) -> Iterator[Path]:
@@ -93,28 +109,6 @@ def _group_folders(root: Path) -> Iterator[Path]:
         group = Path(path.strip().lstrip("/"))
         for controller in controllers.split(",") if controllers else ["", "unified"]:
             yield from (mount / controller / part for part in (group, *group.parents))
-
-
-def _cores(folder: Path) -> float | None:
-    """Cores from "cpu.max" (quota and period, or "max"), or from version 1's two files (-1 is no limit)."""
-    quota, _, period = read_or_empty(folder / "cpu.max").partition(" ")
-    quota = quota or read_or_empty(folder / "cpu.cfs_quota_us")
-    period = period or read_or_empty(folder / "cpu.cfs_period_us")
-    if not (quota.isdecimal() and period.isdecimal() and int(period)):
-        return None
-    return int(quota) / int(period)
-
-
-def _memory_bytes(folder: Path) -> int | None:
-    limit = read_or_empty(folder / "memory.max") or read_or_empty(folder / "memory.limit_in_bytes")
-    return int(limit) if limit.isdecimal() else None
-
-
-def _memory_held_bytes(folder: Path) -> int:
-    used = read_or_empty(folder / "memory.current") or read_or_empty(folder / "memory.usage_in_bytes")
-    lines = (line.split() for line in read_or_empty(folder / "memory.stat").splitlines())
-    droppable = sum(int(words[1]) for words in lines if words[:1] == ["inactive_file"] and words[1:2])
-    return max(0, int(used) - droppable) if used.isdecimal() else 0
 
 
 def read_or_empty(path: Path) -> str:
@@ -163,9 +157,22 @@ def read_task_limit(root: Path = Path("/")) -> TaskLimit | None:
 
 def _read_user_limit(root: Path) -> TaskLimit | None:
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if limit == resource.RLIM_INFINITY or os.getuid() == 0 or _read_capabilities(root) & _UNBOUND:
+    held = _find_words(read_or_empty(root / "proc/self/status"), "CapEff:")
+    if limit == resource.RLIM_INFINITY or os.getuid() == 0 or int(held, 16) & _UNBOUND:
         return None
-    return TaskLimit(limit, _count_own_tasks(root), f"ulimit -u (of the user {os.getuid()})", "raise `ulimit -u`")
+    taken = 0  # threads of all processes of this user that this process can see
+    with contextlib.suppress(OSError), os.scandir(root / "proc") as entries:
+        for entry in entries:
+            if entry.name.isdecimal():
+                with contextlib.suppress(OSError):  # it has ended meanwhile
+                    if entry.stat().st_uid == os.getuid():
+                        taken += int(_find_words(read_or_empty(Path(entry.path) / "status"), "Threads:"))
+    return TaskLimit(limit, taken, f"ulimit -u (of the user {os.getuid()})", "raise `ulimit -u`")
+
+
+def _find_words(status: str, label: str) -> str:
+    lines = (line.split() for line in status.splitlines() if line.startswith(label))
+    return next((words[1] for words in lines), "0")
 
 
 def _read_group_limit(root: Path) -> TaskLimit | None:
@@ -173,39 +180,20 @@ def _read_group_limit(root: Path) -> TaskLimit | None:
     if found is None:
         return None
     remedy = "give the job or container more (pids.max; --pids-limit, TasksMax, podPidsLimit)"
-    return TaskLimit(found[0], found[1], "the control group (pids.max)", remedy)
-
-
-def _read_capabilities(root: Path) -> int:
-    for line in read_or_empty(root / "proc/self/status").splitlines():
-        if line.startswith("CapEff:"):
-            return int(line.split()[1], 16)
-    return 0
-
-
-def _count_own_tasks(root: Path) -> int:
-    """Threads of all processes of this user that this process can see."""
-    count = 0
-    with contextlib.suppress(OSError), os.scandir(root / "proc") as entries:
-        for entry in entries:
-            if entry.name.isdecimal():
-                with contextlib.suppress(OSError):  # it has ended meanwhile
-                    if entry.stat().st_uid == os.getuid():
-                        count += _count_threads(read_or_empty(Path(entry.path) / "status"))
-    return count
-
-
-def _count_threads(status: str) -> int:
-    words = (line.split() for line in status.splitlines() if line.startswith("Threads:"))
-    return next((int(found[1]) for found in words), 0)
+    return TaskLimit(*found, "the control group (pids.max)", remedy)
 
 
 def count_threads() -> int:
     """Threads of this process; 1 where the system does not say."""
+    return _count_entries("/proc/self/task") or 1
+
+
+def _count_entries(folder: str) -> int:
+    """Entries of a folder of the kernel; 0 where it cannot be read."""
     try:
-        return len(os.listdir("/proc/self/task"))
+        return len(os.listdir(folder))
     except OSError:
-        return 1
+        return 0
 
 
 def raise_file_limit() -> None:
@@ -225,7 +213,7 @@ def read_file_limit() -> int | None:
 
 def count_open_files() -> int:
     """Files that this process has open; 0 where the system does not say."""
-    return _count_open("self")
+    return _count_entries("/proc/self/fd")
 
 
 def read_files_left(process: int) -> int:
@@ -234,14 +222,7 @@ def read_files_left(process: int) -> int:
         soft = resource.prlimit(process, resource.RLIMIT_NOFILE)[0]
     except (OSError, AttributeError):  # only Linux gives it for another process
         return sys.maxsize
-    return sys.maxsize if soft == resource.RLIM_INFINITY else max(0, soft - _count_open(process))
-
-
-def _count_open(process: int | str) -> int:
-    try:
-        return len(os.listdir(f"/proc/{process}/fd"))
-    except OSError:
-        return 0
+    return sys.maxsize if soft == resource.RLIM_INFINITY else max(0, soft - _count_entries(f"/proc/{process}/fd"))
 
 
 def describe_few_cores(workers: int, ranks: int, root: Path = Path("/")) -> str:
@@ -257,19 +238,18 @@ def judge_cores(workers: int, ranks: int, machine: int, mask: int, quota: float 
     A mask of no more than a rank's share of the machine is taken for the rank's own, as srun gives it. Where nothing
     limits a machine, only loader processes count: it is known how small it is.
     """
-    own = mask < machine and mask <= max(1, machine // ranks)
-    sharing = 1 if own else ranks
-    limits = {_MACHINE: (ranks * workers, float(machine))}
+    sharing = 1 if mask < machine and mask <= max(1, machine // ranks) else ranks
+    # What there is, how many cores, how many ranks share them, and processes of each that keep a core busy.
+    limits = [("all that this machine has", float(machine), ranks, workers)]
     if mask < machine:
-        limits["what the affinity mask (taskset, --cpus-per-task) leaves"] = (sharing * (workers + 1), float(mask))
+        limits.append(("what the affinity mask (taskset, --cpus-per-task) leaves", float(mask), sharing, workers + 1))
     if quota is not None:
-        limits["what the control group (cpu.max, --cpus) leaves"] = (ranks * (workers + 1), quota)
-    missing = {source: pair for source, pair in limits.items() if pair[0] > pair[1]}
+        limits.append(("what the control group (cpu.max, --cpus) leaves", quota, ranks, workers + 1))
+    missing = [limit for limit in limits if limit[2] * limit[3] > limit[1]]
     if not missing:
         return ""
-    source, (_, cores) = min(missing.items(), key=lambda item: item[1][1])
-    here = sharing if "affinity" in source else ranks
-    best = int(cores // here) - (0 if source == _MACHINE else 1)
+    source, cores, here, busy = min(missing, key=lambda limit: limit[1])
+    best = int(cores // here) - (busy - workers)
     who = "1 rank" if here == 1 else f"{here} ranks"
     return (
         f"{here * (workers + 1)} processes ({who}, data.workers = {workers}) share {cores:g} "
@@ -278,7 +258,7 @@ def judge_cores(workers: int, ranks: int, machine: int, mask: int, quota: float 
     )
 
 
-_MACHINE = "all that this machine has"
+# --- a folder for temporary files, and what to say of an error
 
 
 def settle_temporary() -> str:
@@ -296,7 +276,11 @@ def settle_temporary() -> str:
     name, folder = named
     if found is not None and os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
         return ""  # that one, or another that was chosen before
-    return f"{name} is {folder} (environment), {_why_unwritable(folder)}, {where}. {remedy}"
+    if not os.path.exists(folder):
+        why = "which does not exist"
+    else:
+        why = "where nothing can be written" if os.path.isdir(folder) else "which is no folder"
+    return f"{name} is {folder} (environment), {why}, {where}. {remedy}"
 
 
 def ensure_temporary() -> None:
@@ -317,12 +301,6 @@ def find_temporary() -> str | None:
         return tempfile.gettempdir()
     except FileNotFoundError:
         return None
-
-
-def _why_unwritable(folder: str) -> str:
-    if not os.path.exists(folder):
-        return "which does not exist"
-    return "where nothing can be written" if os.path.isdir(folder) else "which is no folder"
 
 
 def explain_limit(error: BaseException, root: Path = Path("/")) -> str:
@@ -354,14 +332,3 @@ def explain_limit(error: BaseException, root: Path = Path("/")) -> str:
         f"no more processes or threads can be started: {known}.\n"
         f"  To do: {remedy}, or need fewer: run.threads, data.workers, ranks on this node, other programs of yours."
     )
-
-
-# --- memory left on this host
-
-
-def read_memory_left(root: Path = Path("/")) -> int:
-    """Bytes; `root` stands for "/" where the files of control groups are looked for."""
-    import psutil  # imported here: few callers ask for memory
-
-    limits = [psutil.virtual_memory().available, read_cgroup_memory_left(root)]
-    return min(limit for limit in limits if limit is not None)

@@ -30,7 +30,6 @@ class MountedFileSystem:
 
     @property
     def shared(self) -> bool:
-        """Whether many machines see it."""
         return self.kind in SHARED
 
 
@@ -43,27 +42,22 @@ def read_mounts(root: Path = Path("/")) -> tuple[MountedFileSystem, ...]:
 
 
 def parse_mounts(text: str) -> tuple[MountedFileSystem, ...]:
-    """Mounts from mountinfo: "36 35 98:0 / /mnt rw master:1 - ext3 /dev/root rw"; other lines are passed over."""
+    """Mounts from mountinfo: "36 35 98:0 / /mnt rw master:1 - ext3 /dev/root rw"; other lines are passed over. Blanks
+    are written as octal: "/a\\040b"."""
     found = []
     for line in text.splitlines():
         left, separator, right = line.partition(" - ")
         fields, kinds = left.split(), right.split()
         if separator and len(fields) > 4 and len(kinds) > 1:
-            found.append(MountedFileSystem(PurePosixPath(_unescape(fields[4])), kinds[0], _unescape(kinds[1])))
+            place, source = (
+                re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), word) for word in (fields[4], kinds[1])
+            )
+            found.append(MountedFileSystem(PurePosixPath(place), kinds[0], source))
     return tuple(found)
 
 
 def find_mount(path: str, mounts: tuple[MountedFileSystem, ...]) -> MountedFileSystem | None:
     """The mount that holds an absolute path: the deepest, and of several on one place the last."""
     sought = PurePosixPath(path)
-    best = None
-    for mount in mounts:
-        holds = sought == mount.place or mount.place in sought.parents
-        if holds and (best is None or len(mount.place.parts) >= len(best.place.parts)):
-            best = mount
-    return best
-
-
-def _unescape(text: str) -> str:
-    """Blanks are written as octal: "/a\\040b"."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+    holding = [mount for mount in mounts if sought.is_relative_to(mount.place)]
+    return max(reversed(holding), key=lambda mount: len(mount.place.parts), default=None)

@@ -1,7 +1,6 @@
 """This machine: cores, memory, accelerators, network interfaces and InfiniBand ports, and the same as labelled text.
 
 Invariants:
-- Nothing raises for what a machine lacks.
 - `probe_machine` never raises for what a machine lacks; what cannot be read is `None` or empty.
 - A GPU library that hangs costs `limit_s` seconds once; a field that the driver does not support is missing and affects
   no other.
@@ -19,14 +18,14 @@ import platform
 import re
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from shardway.hardware.command import run_command, run_commands
-from shardway.hardware.limits import CgroupLimits, read_cgroup_limits, read_or_empty
+from shardway.hardware.limits import read_cgroup_limits, read_or_empty
 
 # --- The network of this machine as the kernel shows it: interfaces and InfiniBand ports
 
@@ -43,11 +42,7 @@ class Interface:
     @property
     def leaves_machine(self) -> bool:
         """Whether it may lead to other nodes: no loopback, and none towards containers and virtual machines."""
-        return self.name != "lo" and not self.name.startswith(_WITHIN)
-
-
-_WITHIN = ("docker", "veth", "virbr", "br-", "cni", "podman")
-"""Beginnings of interfaces that lead to containers and virtual machines."""
+        return self.name != "lo" and not self.name.startswith(("docker", "veth", "virbr", "br-", "cni", "podman"))
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,6 @@ class Port:
 
     @property
     def active(self) -> bool:
-        """Whether it carries data now."""
         return self.state == "ACTIVE"
 
 
@@ -75,43 +69,29 @@ def list_interfaces() -> tuple[Interface, ...]:
         found, addresses = psutil.net_if_stats(), psutil.net_if_addrs()
     except OSError:
         return ()
-    names = (name for name in dict.fromkeys((*addresses, *found)) if name in found)
-    return tuple(
-        Interface(name, bool(found[name].isup), int(found[name].mtu), _plain(addresses.get(name, ()))) for name in names
-    )
-
-
-def _plain(addresses: Iterable[Any]) -> tuple[str, ...]:
-    families = (socket.AF_INET, socket.AF_INET6)
-    return tuple(each.address.partition("%")[0] for each in addresses if each.family in families)
+    interfaces = []
+    for name in dict.fromkeys((*addresses, *found)):
+        if name in found:
+            held = [each for each in addresses.get(name, ()) if each.family in (socket.AF_INET, socket.AF_INET6)]
+            plain = tuple(each.address.partition("%")[0] for each in held)
+            interfaces.append(Interface(name, bool(found[name].isup), int(found[name].mtu), plain))
+    return tuple(interfaces)
 
 
 def list_ports(root: Path = Path("/")) -> tuple[Port, ...]:
-    """Every port of every adapter below /sys/class/infiniband, by name."""
-    folders = sorted((root / "sys/class/infiniband").glob("*/ports/*"))
-    return tuple(
-        Port(
-            device=folder.parents[1].name,
-            port=folder.name,
-            state=_read(folder / "state").rpartition(": ")[2],
-            link_layer=_read(folder / "link_layer"),
-            rate_gbit_s=parse_rate(_read(folder / "rate")),
-        )
-        for folder in folders
-    )
+    """Every port of every adapter below /sys/class/infiniband, by name; some drivers refuse to be read."""
+    ports = []
+    for folder in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
+        state, layer, rate = (read_or_empty(folder / name) for name in ("state", "link_layer", "rate"))
+        device = folder.parents[1].name
+        ports.append(Port(device, folder.name, state.rpartition(": ")[2], layer, parse_rate(rate)))
+    return tuple(ports)
 
 
 def parse_rate(text: str) -> float:
     """Gbit/s from "200 Gb/sec (4X HDR)"; 0 for anything else."""
     match = re.match(r"(\d+(?:\.\d+)?) Gb/sec", text)
     return float(match[1]) if match else 0.0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:  # some drivers refuse to be read
-        return ""
 
 
 # --- This machine: cores, memory, accelerators (by nvidia-smi and the kernel's lists), and the same as labelled
@@ -149,50 +129,26 @@ class LocalMachine:
 
 def probe_machine(root: Path = Path("/")) -> LocalMachine:
     """Look at this machine; `root` stands for "/" in what is read from files (the control group, the CPU)."""
+    import psutil
+
     limits = read_cgroup_limits(root)
+    # Only Linux has affinity masks; macOS and Windows give every process all cores.
+    affine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = psutil.virtual_memory().total
+    model = None  # as on Arm, where no line says it
+    with suppress(OSError), (root / "proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines:
+        pairs = (line.partition(":") for line in lines)
+        model = next((value.strip() for label, _, value in pairs if label.strip() == "model name"), None)
     return LocalMachine(
         hostname=socket.gethostname(),
-        cpu_model=_read_cpu_model(root / "proc/cpuinfo"),
-        physical_cores=_count_physical_cores(),
-        usable_cores=_count_usable_cores(limits),
-        memory_bytes=_find_memory_bytes(limits),
+        cpu_model=model,
+        physical_cores=psutil.cpu_count(logical=False),
+        usable_cores=affine if limits.cores is None else max(1, min(affine, int(limits.cores))),
+        memory_bytes=memory if limits.memory_bytes is None else min(memory, limits.memory_bytes),
         accelerators=_list_nvidia_devices() if has_nvidia_driver(root) else (),
         python=platform.python_version(),
         os=f"{platform.system()} {platform.release()} {platform.machine()}",
     )
-
-
-def _read_cpu_model(cpuinfo: Path) -> str | None:
-    """The "model name" line; None where there is none, as on Arm."""
-    try:
-        with cpuinfo.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                label, _, value = line.partition(":")
-                if label.strip() == "model name":
-                    return value.strip()
-    except OSError:
-        return None
-    return None
-
-
-def _count_physical_cores() -> int | None:
-    import psutil
-
-    return psutil.cpu_count(logical=False)
-
-
-def _count_usable_cores(limits: CgroupLimits) -> int:
-    """The cores of the affinity mask, or fewer where a quota is tighter; at least one."""
-    # Only Linux has affinity masks; macOS and Windows give every process all cores.
-    affine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return affine if limits.cores is None else max(1, min(affine, int(limits.cores)))
-
-
-def _find_memory_bytes(limits: CgroupLimits) -> int | None:
-    import psutil
-
-    total = psutil.virtual_memory().total
-    return total if limits.memory_bytes is None else min(total, limits.memory_bytes)
 
 
 def has_nvidia_driver(root: Path) -> bool:
@@ -204,47 +160,27 @@ def _list_nvidia_devices() -> tuple[Device, ...]:
     # Any failure means "no device that we can see": a missing library, a driver that does not fit it, a
     # container without /dev/nvidia*. A probe must not end a run because of it.
     try:
-        with _open_nvml() as nvml:
-            return tuple(_read_device(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            return tuple(_read_device(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount()))
+        finally:
+            pynvml.nvmlShutdown()
     except Exception:
         return ()
 
 
-@contextmanager
-def _open_nvml() -> Iterator[Any]:
-    """The `pynvml` module between `nvmlInit` and `nvmlShutdown`."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
-
-
 def _read_device(nvml: Any, index: int) -> Device:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    name = nvml.nvmlDeviceGetName(handle)
-    # Releases of nvidia-ml-py before 11.5 return bytes.
-    name = name.decode() if isinstance(name, bytes) else name
-    return Device(name, _read_memory_bytes(nvml, handle), _read_capability(nvml, handle))
-
-
-def _read_capability(nvml: Any, handle: Any) -> tuple[int, int] | None:
-    """None where the driver, or a library older than 11.5, does not say it."""
-    try:
+    name, memory, capability = nvml.nvmlDeviceGetName(handle), None, None
+    with suppress(nvml.NVMLError):  # a GPU without memory of its own shares the CPU's
+        memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    with suppress(nvml.NVMLError, AttributeError):  # the driver, or a library older than 11.5, does not say it
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    except (nvml.NVMLError, AttributeError):
-        return None
-    return int(major), int(minor)
-
-
-def _read_memory_bytes(nvml: Any, handle: Any) -> int | None:
-    """The device's memory; None where it has none of its own, as on GPUs that share the CPU's."""
-    try:
-        return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-    except nvml.NVMLError:
-        return None
+        capability = (int(major), int(minor))
+    # Releases of nvidia-ml-py before 11.5 return bytes.
+    return Device(name.decode() if isinstance(name, bytes) else name, memory, capability)
 
 
 # --- NVIDIA and AMD GPUs without driver libraries
@@ -286,7 +222,11 @@ class NvidiaState:
 
     def numbers(self, column: str) -> list[float]:
         """A column as numbers, those left out that are none ("[N/A]")."""
-        return [number for text in self.columns.get(column, ()) if (number := _number(text)) is not None]
+        numbers = []
+        for text in self.columns.get(column, ()):
+            with suppress(ValueError):
+                numbers.append(float(int(text, 16)) if text.lower().startswith("0x") else float(text))
+        return numbers
 
 
 def read_nvidia(limit_s: float = 20.0) -> NvidiaState:
@@ -303,15 +243,11 @@ def read_nvidia(limit_s: float = 20.0) -> NvidiaState:
         return NvidiaState("ok", listed.first_line)
     form = "--format=csv,noheader,nounits"
     answers = run_commands([("nvidia-smi", f"--query-{kind}={name}", form) for kind, name in QUERIES.values()], limit_s)
-    hung = [name for name, answer in zip(QUERIES, answers, strict=True) if answer.hung]
-    if hung:
+    told = dict(zip(QUERIES, answers, strict=True))
+    if hung := [name for name, answer in told.items() if answer.hung]:
         said = f"nvidia-smi lists the GPUs, but did not tell {hung[0]} within {limit_s:g} s"
         return NvidiaState("hung", said, names, slices)
-    columns = {
-        name: parse_column(answer.out)
-        for name, answer in zip(QUERIES, answers, strict=True)
-        if answer.ok and answer.out
-    }
+    columns = {name: parse_column(answer.out) for name, answer in told.items() if answer.ok and answer.out}
     return NvidiaState("ok", "", names, slices, columns)
 
 
@@ -323,13 +259,6 @@ def parse_list(text: str) -> tuple[tuple[str, ...], int]:
 def parse_column(text: str) -> tuple[str, ...]:
     """One value a line, from a query of one field without header."""
     return tuple(line.strip() for line in text.splitlines() if line.strip())
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(int(text, 16)) if text.lower().startswith("0x") else float(text)
-    except ValueError:
-        return None
 
 
 def count_amd(root: Path = Path("/")) -> int:
@@ -358,25 +287,19 @@ class ReportFact:
 
 def render_machine(machine: LocalMachine) -> tuple[ReportFact, ...]:
     """The machine, most important facts first."""
-    return (
-        ReportFact("host", machine.hostname),
-        ReportFact("accelerators", _render_devices(machine.accelerators)),
-        ReportFact("cpu", machine.cpu_model or UNKNOWN),
-        ReportFact("cores", f"{machine.usable_cores} usable, {_or_unknown(machine.physical_cores)} physical"),
-        ReportFact("memory", _render_gib(machine.memory_bytes)),
-        ReportFact("os", machine.os),
-        ReportFact("python", machine.python),
-    )
-
-
-def _render_devices(devices: tuple[Device, ...]) -> str:
-    counts = Counter(f"{device.name} ({_render_gib(device.memory_bytes)})" for device in devices)
-    return ", ".join(f"{count} x {text}" for text, count in counts.items()) or "none"
+    parts = Counter(f"{device.name} ({_render_gib(device.memory_bytes)})" for device in machine.accelerators)
+    physical = UNKNOWN if machine.physical_cores is None else machine.physical_cores
+    facts = {
+        "host": machine.hostname,
+        "accelerators": ", ".join(f"{count} x {text}" for text, count in parts.items()) or "none",
+        "cpu": machine.cpu_model or UNKNOWN,
+        "cores": f"{machine.usable_cores} usable, {physical} physical",
+        "memory": _render_gib(machine.memory_bytes),
+        "os": machine.os,
+        "python": machine.python,
+    }
+    return tuple(ReportFact(label, value) for label, value in facts.items())
 
 
 def _render_gib(count_bytes: int | None) -> str:
     return UNKNOWN if count_bytes is None else f"{count_bytes / 2**30:.1f} GiB"
-
-
-def _or_unknown(value: object) -> str:
-    return UNKNOWN if value is None else str(value)

@@ -12,11 +12,11 @@ Invariants:
 from __future__ import annotations
 
 import copy
-import itertools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +25,7 @@ from shardway.hardware.catalogue import DeviceFacts
 from shardway.hfconfig import ModelFacts
 from shardway.plugins import GROUPS, load_plugin
 from shardway.runfile.load import DEFAULT, LoadedRunFile, render_run
-from shardway.runfile.schema import DeepspeedSection, RunFile
+from shardway.runfile.schema import DeepspeedSection, RunFile, all_keys
 
 if TYPE_CHECKING:
     from shardway.plan.case import Machine
@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 
 # --- which keys have an effect under which choice
 
-DOORS: Mapping[str, str] = MappingProxyType(
-    {"model.kind": "models", "data.kind": "data_sources", "optim.name": "optimizers"}
-)
+DOORS: Mapping[str, str] = {"model.kind": "models", "data.kind": "data_sources", "optim.name": "optimizers"}
 """Selector -> its group of plugins, each of which states the keys that have an effect with it."""
 
 BLOCK_MODELS = ("transformer", "vit")
@@ -71,39 +69,37 @@ def _model(names: tuple[str, ...], *choices: str) -> dict[str, tuple[str, ...]]:
     return {f"model.{name}": choices for name in names}
 
 
-OWNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "model.positions": {"model.rope_theta": ("rope",), "model.max_positions": ("learned",)},
-        "model.experts": _model((*_MIXTURE, "bias_update_rate", "balance_weight", "capacity_factor"), ABOVE_ZERO),
-        "model.balance": {"model.bias_update_rate": ("bias",), "model.balance_weight": ("loss",)},
-        "model.kv_rank": {
-            **_model(_LATENT, ABOVE_ZERO),
-            **_model(("kv_heads", "bias", "qkv_bias", "qk_norm", "positions"), "0"),
-        },
-        "optim.schedule": {"optim.decay": ("wsd",), "optim.final_lr": ("cosine", "linear", "wsd")},
-        "optim.lr_scaling": {"optim.base_batch": ("linear",)},
-        "train.engine": {
-            **{f"deepspeed.{name}": ("deepspeed",) for name in DeepspeedSection.model_fields},
-            **{f"parallel.{name}": ("torch",) for name in _OF_TORCH},
-            "optim.state_dtype": ("torch",),
-            **{f"guard.{name}": ("torch",) for name in ("non_finite", "max_skips", "probe_every", "compare_every")},
-            "guard.on_spike": ("torch",),
-        },
-        "guard.on_spike": {f"guard.{name}": ("roll_back",) for name in _OF_ROLL_BACK},
-        "guard.non_finite": {"guard.max_skips": ("skip",)},
-        "train.compile": {"train.compile_cache": ("blocks", "model")},
-        "precision.compute": {
-            **{f"precision.loss_scale{part}": ("fp16",) for part in ("", "_growth", "_backoff", "_interval")},
-            **{f"precision.float8_{part}": ("float8",) for part in ("recipe", "engine", "emulate", "all_gather")},
-            "precision.first_last": ("float8",),
-        },
-        "recompute.mode": {
-            "recompute.every": ("selective", "full"),
-            "recompute.save_ops": ("selective",),
-            "recompute.budget": ("budget",),
-        },
-    }
-)
+OWNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "model.positions": {"model.rope_theta": ("rope",), "model.max_positions": ("learned",)},
+    "model.experts": _model((*_MIXTURE, "bias_update_rate", "balance_weight", "capacity_factor"), ABOVE_ZERO),
+    "model.balance": {"model.bias_update_rate": ("bias",), "model.balance_weight": ("loss",)},
+    "model.kv_rank": {
+        **_model(_LATENT, ABOVE_ZERO),
+        **_model(("kv_heads", "bias", "qkv_bias", "qk_norm", "positions"), "0"),
+    },
+    "optim.schedule": {"optim.decay": ("wsd",), "optim.final_lr": ("cosine", "linear", "wsd")},
+    "optim.lr_scaling": {"optim.base_batch": ("linear",)},
+    "train.engine": {
+        **{f"deepspeed.{name}": ("deepspeed",) for name in DeepspeedSection.model_fields},
+        **{f"parallel.{name}": ("torch",) for name in _OF_TORCH},
+        "optim.state_dtype": ("torch",),
+        **{f"guard.{name}": ("torch",) for name in ("non_finite", "max_skips", "probe_every", "compare_every")},
+        "guard.on_spike": ("torch",),
+    },
+    "guard.on_spike": {f"guard.{name}": ("roll_back",) for name in _OF_ROLL_BACK},
+    "guard.non_finite": {"guard.max_skips": ("skip",)},
+    "train.compile": {"train.compile_cache": ("blocks", "model")},
+    "precision.compute": {
+        **{f"precision.loss_scale{part}": ("fp16",) for part in ("", "_growth", "_backoff", "_interval")},
+        **{f"precision.float8_{part}": ("float8",) for part in ("recipe", "engine", "emulate", "all_gather")},
+        "precision.first_last": ("float8",),
+    },
+    "recompute.mode": {
+        "recompute.every": ("selective", "full"),
+        "recompute.save_ops": ("selective",),
+        "recompute.budget": ("budget",),
+    },
+}
 """Selector key -> key -> values of the selector with which the key has an effect."""
 
 
@@ -147,9 +143,10 @@ def applies(dotted: str, values: RunFile) -> bool:
         return False
     if dotted == "track.settings":
         return bool(values.track.to)
-    if not all(has_effect(dotted, selector, choice_of(selector, values)) for selector in DOORS):
+    if not all(has_effect(dotted, selector, name_choice(value_of(values, selector))) for selector in DOORS):
         return False
-    return all(choice_of(selector, values) in owners[dotted] for selector, owners in OWNERS.items() if dotted in owners)
+    owning = {selector: owners[dotted] for selector, owners in OWNERS.items() if dotted in owners}
+    return all(name_choice(value_of(values, selector)) in choices for selector, choices in owning.items())
 
 
 def has_effect(dotted: str, selector: str, choice: str) -> bool:
@@ -160,11 +157,6 @@ def has_effect(dotted: str, selector: str, choice: str) -> bool:
     if choice in GROUPS[DOORS[selector]].own:
         return dotted not in kinds or choice in kinds[dotted]
     return dotted not in kinds or dotted in fact_of(selector, choice, "keys")
-
-
-def choice_of(selector: str, values: RunFile) -> str:
-    """The choice of a selector such as "model.kind"."""
-    return name_choice(value_of(values, selector))
 
 
 def name_choice(value: object) -> str:
@@ -245,7 +237,6 @@ class Resolved:
     derived: Derived
 
     def is_derived(self, dotted: str) -> bool:
-        """Whether a rule has settled a key."""
         return self.origins[dotted].startswith(DERIVED)
 
     def with_values(self, settled: Mapping[str, Settled]) -> Resolved:
@@ -265,83 +256,90 @@ class Resolved:
 
 
 class Draft:
-    """The state that rules work on: values by dotted key, origins, problems found so far."""
+    """The state that rules work on: values by dotted key, their origins, problems found so far."""
 
     def __init__(self, loaded: LoadedRunFile, circumstances: Circumstances) -> None:
         self.circumstances = circumstances
         self.problems: list[Problem] = []
-        self._values = loaded.values
-        self._origins = dict(loaded.origins)
+        self.file_name, self.origins = loaded.file_name, dict(loaded.origins)
+        self._given, self._changed = loaded.values, dict[str, Any]()
+        self._table = {dotted: value_of(loaded.values, dotted) for dotted in all_keys()}
 
     @property
     def values(self) -> RunFile:
         """All values as they stand now."""
-        return self._values
+        return reduce(lambda values, pair: put_value(values, *pair), self._changed.items(), self._given)
 
     def get(self, dotted: str) -> Any:
-        """The value of a key as it stands now."""
-        return value_of(self._values, dotted)
+        return self._table[dotted]
 
     def is_set(self, dotted: str) -> bool:
         """Whether the user (or a rule) set the key."""
-        return self.origin(dotted) != DEFAULT
+        return self.origins[dotted] != DEFAULT
 
     def is_open(self, dotted: str) -> bool:
         """Whether the key is not settled yet: it is not set, or it is "auto"."""
         return not self.is_set(dotted) or bool(self.get(dotted) == "auto")
 
     def is_derived(self, dotted: str) -> bool:
-        """Whether a rule has settled the key."""
-        return self.origin(dotted).startswith(DERIVED)
-
-    def origin(self, dotted: str) -> str:
-        """Where the value of a key comes from."""
-        return self._origins[dotted]
+        return self.origins[dotted].startswith(DERIVED)
 
     def derive(self, dotted: str, value: Any, reason: str) -> None:
         """Settle an open key."""
-        self._values = put_value(self._values, dotted, value)
-        self._origins[dotted] = f"{DERIVED}{reason}"
+        self._table[dotted] = self._changed[dotted] = value
+        self.origins[dotted] = f"{DERIVED}{reason}"
 
     def refuse(self, dotted: str, what: str, allowed: str = "", remedy: str = "") -> None:
-        """Record a problem of a value."""
-        self.problems.append(Problem(dotted, what, self.origin(dotted), allowed, remedy))
+        self.problems.append(Problem(dotted, what, self.origins[dotted], allowed, remedy))
 
-    def on_ranks(self, ranks: int) -> Draft:
-        """A copy of this draft without problems, for another number of ranks."""
+    def on_ranks(self, ranks: int, tried: Mapping[str, Any] = MappingProxyType({})) -> Draft:
+        """A trial: a copy of this draft without problems, for another number of ranks and with other values."""
         trial = copy.copy(self)
         trial.circumstances, trial.problems = replace(self.circumstances, ranks=ranks), []
-        trial._origins = dict(self._origins)
+        trial.origins = self.origins | dict.fromkeys(tried, "tried")
+        trial._table, trial._changed = {**self._table, **tried}, {**self._changed, **tried}
         return trial
 
-    def finish(self, derived: Derived) -> Resolved:
-        """The outcome, after the last rule."""
-        return Resolved(self._values, MappingProxyType(self._origins), self.circumstances, derived)
+    def passes(self, rules: Sequence[Rule]) -> bool:
+        """Whether no rule refuses anything; stops at the first that does."""
+        for rule in rules:
+            rule(self)
+            if self.problems:
+                return False
+        return True
 
 
 Rule = Callable[[Draft], None]
 
 
-# --- arithmetic that rules share
+def list_rules(module: Mapping[str, Any]) -> tuple[Rule, ...]:
+    """The rules that a module defines, as they stand in it: its public functions of a draft alone."""
+    mine = (each for name, each in module.items() if inspect.isfunction(each) and not name.startswith("_"))
+    named = (each for each in mine if each.__module__ == module["__name__"])
+    return tuple(each for each in named if list(each.__annotations__) == ["draft", "return"])
 
-REACH = 4096
-"""The largest distance from a wanted number that is searched."""
+
+def of_what_is_described(rule: Rule) -> Rule:
+    """Marks a rule of what [model] and [data] describe; the objects that a script passes in are checked in the same
+    way."""
+    rule.of_what_is_described = True  # type: ignore[attr-defined]
+    return rule
+
+
+# --- arithmetic that rules share
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of `number` nearest to `wanted`, the smaller of two; 1 if there is none within reach."""
+    """The divisor of `number` nearest to `wanted`, as `nearest_where` finds it."""
     return nearest_where(lambda divisor: number % divisor == 0, wanted, number)
 
 
 def nearest_where(fits: Callable[[int], bool], wanted: int, most: int) -> int:
-    """The number of 1 to `most` nearest to `wanted` that fits, the smaller of two; 1 if there is none within reach.
-
-    The caller guarantees that 1 fits.
-    """
+    """The number of 1 to `most` nearest to `wanted` that fits, the smaller of two; 1 if none within 4096 of it does.
+    The caller guarantees that 1 fits."""
     start = min(wanted, most)
-    near = ((start - away, start + away) for away in itertools.count())
-    reachable = (number for pair in itertools.islice(near, REACH) for number in pair if 1 <= number <= most)
-    return next((number for number in reachable if fits(number)), 1)
+    near = (number for away in range(4096) for number in (start - away, start + away))
+    return next((number for number in near if 1 <= number <= most and fits(number)), 1)
 
 
 def nearest_multiple(unit: int, wanted: int) -> int:

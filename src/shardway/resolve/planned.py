@@ -9,29 +9,19 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from shardway.errors import Problem, UserError, render_problems
 from shardway.layout import AXES, stages_of_schedule
-from shardway.plan.case import (
-    Case,
-    Degrees,
-    EngineTraits,
-    Machine,
-    Precision,
-    Recompute,
-    Schedule,
-    divisors,
-    find_engine,
-)
+from shardway.plan.case import Case, Degrees, Machine, Precision, Recompute, divisors, find_engine
 from shardway.plan.planner import NEAR, SETTINGS, Estimate, PlanRequest, SearchResult, estimate, search
 from shardway.plan.shapes import Architecture, Shape, shape_of_section
-from shardway.resolve.draft import Draft, Rule, Settled, ceil_div, has_effect, put_value, takes_of
-from shardway.runfile.schema import ParallelSection, PrecisionSection, RecomputeSection, RunFile, all_keys
+from shardway.resolve.draft import Draft, Rule, Settled, ceil_div, count_of, has_effect, takes_of
+from shardway.runfile.schema import PrecisionSection, RecomputeSection, RunFile
 
 # --- the case of a run file
 
@@ -41,35 +31,29 @@ ASSUMED_VOCAB = 32768
 BETWEEN: Recompute = "products"
 """What the planner calls `recompute.mode = "selective"`: results of products and of attention are kept."""
 
-_PRECISIONS: Mapping[str, Precision] = MappingProxyType({"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"})
-
 
 def shape_of_run(values: RunFile, hf: Shape | None = None, sample: tuple[int, ...] | None = None) -> Architecture:
     """The shape of the model that a run trains, its [model] resolved.
 
-    `hf`: the shape from the config.json of model.hf (`plan.huggingface.read_shape`). `sample`: the image's
+    `hf`: the shape from the config.json of model.hf (`plan.shapes.huggingface.read_shape`). `sample`: the image's
     (channels, height, width) if the data is open; otherwise only synthetic data has one. Raises UserError for a model
     that the planner cannot lay out.
     """
-    model = values.model
-    if model.hf:
-        return _laid_out(hf, "model.hf", model.hf)
-    if takes_of(model.kind) == "tokens":
-        sample = (values.data.seq_len,)
-    elif sample is None:
-        if values.data.kind != "synthetic":
+    model, shape = values.model, hf
+    if not model.hf:
+        if takes_of(model.kind) == "tokens":
+            sample = (values.data.seq_len,)
+        elif sample is None and values.data.kind != "synthetic":
             what = f"{values.data.kind} data say the size of their images only once they are open"
             raise _refusal("data.kind", what, '"synthetic", with data.shape')
-        sample = tuple(values.data.shape)
-    if model.vocab == "auto":
-        model = model.model_copy(update={"vocab": ASSUMED_VOCAB})
-    return _laid_out(shape_of_section(model, sample), "model.kind", model.kind)
-
-
-def _laid_out(shape: Shape | None, where: str, name: str) -> Architecture:
+        if model.vocab == "auto":
+            model = model.model_copy(update={"vocab": ASSUMED_VOCAB})
+        shape = shape_of_section(model, sample or tuple(values.data.shape))
     if isinstance(shape, Architecture):
         return shape
-    raise _refusal(where, f'"{name}" has no layers that the planner knows how to split', "a transformer that it knows")
+    where, name = ("model.hf", model.hf) if model.hf else ("model.kind", model.kind)
+    what = f'"{name}" has no layers that the planner knows how to split'
+    raise _refusal(where, what, "a transformer that it knows")
 
 
 def _refusal(where: str, what: str, allowed: str) -> UserError:
@@ -83,14 +67,14 @@ def case_of(values: RunFile, shape: Architecture, micro_batch: int | None = None
     planner cannot hold a degree.
     """
     degrees, micro = degrees_of(values, shape), micro_batch or int(values.train.micro_batch)
-    accumulation = -(-values.train.global_batch // (degrees.data * micro))
+    accumulation = ceil_div(values.train.global_batch, degrees.data * micro)
     return fixed_case_of(
         values,
         shape,
         degrees=degrees,
         micro_batch=micro,
         global_batch=accumulation * micro * degrees.data,
-        zero=zero_of(values, degrees),
+        zero=values.deepspeed.stage if values.train.engine == "deepspeed" else 3 if degrees.shards > 1 else 0,
         schedule=values.parallel.pp_schedule if degrees.pp > 1 else "1f1b",
         stages_per_rank=int(values.parallel.pp_stages_per_rank) if degrees.pp > 1 else 1,
     )
@@ -98,15 +82,16 @@ def case_of(values: RunFile, shape: Architecture, micro_batch: int | None = None
 
 def fixed_case_of(values: RunFile, shape: Architecture, **laid_out: object) -> Case:
     """The case of a run, with degrees and layout from `laid_out`."""
-    degrees, parallel = laid_out["degrees"], values.parallel
+    parallel, engine = values.parallel, find_engine("deepspeed" if values.train.engine == "deepspeed" else "shardway")
+    if values.precision.weights == "bf16":
+        engine = replace(engine, weight_bytes=2, gradient_bytes=2)
     reshards = parallel.pp == 1 if parallel.reshard_after_forward == "auto" else bool(parallel.reshard_after_forward)
     settings = {
-        "degrees": degrees,
         "model": shape,
         "seq_len": shape.positions if shape.patch_features else values.data.seq_len,
         "precision": precision_of(values.precision),
         "optimizer": values.optim.name,
-        "engine": engine_of(values),
+        "engine": engine,
         "reshard": reshards,
         "sequence": parallel.tp_sequence,
         "recompute": recompute_of(values.recompute),
@@ -133,26 +118,13 @@ def split_experts(degrees: Degrees, shape: Architecture) -> Degrees:
     return replace(degrees, etp=degrees.tp if mixed else 1)
 
 
-def zero_of(values: RunFile, degrees: Degrees) -> int:
-    """What the ranks of dp_shard x cp share: everything, or deepspeed.stage."""
-    if values.train.engine == "deepspeed":
-        return values.deepspeed.stage
-    return 3 if degrees.shards > 1 else 0
-
-
-def engine_of(values: RunFile) -> EngineTraits:
-    """The engine that trains, with the format of its weights."""
-    engine = find_engine("deepspeed" if values.train.engine == "deepspeed" else "shardway")
-    narrow = values.precision.weights == "bf16"
-    return replace(engine, weight_bytes=2, gradient_bytes=2) if narrow else engine
-
-
 def precision_of(section: PrecisionSection) -> Precision:
     """The format of matrix products; fp32 if the device has still to decide."""
     if section.compute == "float8":
         return "mxfp8" if section.float8_recipe == "mxfp8" else "fp8"
-    compute = _PRECISIONS.get(section.compute, "fp32")
-    return "tf32" if compute == "fp32" and section.tf32 is True else compute
+    if section.compute == "fp32" or section.compute == "auto":
+        return "tf32" if section.tf32 is True else "fp32"
+    return section.compute
 
 
 def recompute_of(section: RecomputeSection) -> Recompute:
@@ -171,42 +143,25 @@ def offloads(values: RunFile) -> bool:
     return values.parallel.cpu_offload
 
 
-def machine_for(machine: Machine, ranks: int) -> Machine:
-    """The nodes as this many ranks use them: with fewer ranks than accelerators, each has a larger share of the
-    host."""
-    return replace(machine, per_node=min(machine.per_node, ranks))
-
-
 def list_assumptions(values: RunFile) -> tuple[str, ...]:
     """Assumptions of the planner about a run, in sentences."""
-    return tuple(_find_assumptions(values, values.parallel))
-
-
-def _describe_batch(values: RunFile) -> Iterator[str]:
-    """The assumption for shares that do not divide."""
-    batch, sizes = values.train.global_batch, (values.train.micro_batch, values.parallel.dp_replicate)
-    if "auto" in (*sizes, values.parallel.dp_shard):
-        return
-    whole = math.prod(int(size) for size in (*sizes, values.parallel.dp_shard))
-    if batch % whole:
-        full = -(-batch // whole) * whole
-        yield f"a global batch of {full:,}: {batch:,} samples do not fill it, and a step takes as long"
-
-
-def _find_assumptions(values: RunFile, parallel: ParallelSection) -> Iterator[str]:
-    recompute = values.recompute
+    parallel, recompute, assumed = values.parallel, values.recompute, []
     if values.model.vocab == "auto" and takes_of(values.model.kind) == "tokens" and not values.model.hf:
-        yield f"a vocabulary of {ASSUMED_VOCAB:,}, since only the data say it"
-    yield from _describe_batch(values)
+        assumed.append(f"a vocabulary of {ASSUMED_VOCAB:,}, since only the data say it")
+    batch, sizes = values.train.global_batch, (values.train.micro_batch, parallel.dp_replicate, parallel.dp_shard)
+    if "auto" not in sizes and batch % (whole := math.prod(map(int, sizes))):
+        full = ceil_div(batch, whole) * whole
+        assumed.append(f"a global batch of {full:,}: {batch:,} samples do not fill it, and a step takes as long")
     if recompute.mode in ("selective", "full") and recompute.every > 1:
-        yield "all blocks keep what they compute, since recompute.every leaves some out"
+        assumed.append("all blocks keep what they compute, since recompute.every leaves some out")
     if recompute.mode == "budget":
-        yield "results of products and of attention are what the compiler keeps within recompute.budget"
+        assumed.append("results of products and of attention are what the compiler keeps within recompute.budget")
     narrows = has_effect("optim.state_dtype", "optim.name", values.optim.name)
     if "bf16" in (values.precision.weights, values.optim.state_dtype) and narrows:
-        yield "moments are kept in fp32"
+        assumed.append("moments are kept in fp32")
     if parallel.pp > 1 and parallel.pp_split:
-        yield "stages have equal numbers of layers, whatever parallel.pp_split says"
+        assumed.append("stages have equal numbers of layers, whatever parallel.pp_split says")
+    return tuple(assumed)
 
 
 # --- descriptions
@@ -234,65 +189,7 @@ def describe_memory(estimate: Estimate) -> str:
     return f"{estimate.peak.device / 2**30:,.1f} of {format_gib(estimate.usable_bytes)} by the plan"
 
 
-# --- trial drafts
-
-
-def list_values(draft: Draft) -> dict[str, Any]:
-    """Every key of a draft with its value."""
-    return {dotted: draft.get(dotted) for dotted in all_keys()}
-
-
-class TrialDraft(Draft):
-    """A draft in which `tried` overrides the values `own`; these are passed in, so that a search with thousands of
-    trials lists them once."""
-
-    def __init__(self, draft: Draft, ranks: int, tried: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        self.circumstances = replace(draft.circumstances, ranks=ranks)
-        self.problems = []
-        self._draft, self._tried, self._table = draft, set(tried), {**own, **tried}
-
-    @property
-    def values(self) -> RunFile:
-        """All values as they stand now."""
-        values = self._draft.values
-        for dotted in sorted(self._tried):
-            values = put_value(values, dotted, self._table[dotted])
-        return values
-
-    def get(self, dotted: str) -> Any:
-        """The value that is tried, or that of the draft."""
-        return self._table[dotted]
-
-    def is_set(self, dotted: str) -> bool:
-        """Whether a value is tried, or set in the draft."""
-        return dotted in self._tried or self._draft.is_set(dotted)
-
-    def derive(self, dotted: str, value: Any, reason: str) -> None:
-        """Try the value that a rule settles."""
-        self._tried.add(dotted)
-        self._table[dotted] = value
-
-    def origin(self, dotted: str) -> str:
-        """The origin in the draft."""
-        return self._draft.origin(dotted)
-
-    def on_ranks(self, ranks: int) -> TrialDraft:
-        """A copy of this draft for another number of ranks."""
-        return TrialDraft(self._draft, ranks, {name: self._table[name] for name in self._tried}, self._table)
-
-    def passes(self, rules: Sequence[Callable[[Draft], None]]) -> bool:
-        """Whether no rule refuses anything; stops at the first that does."""
-        for rule in rules:
-            rule(self)
-            if self.problems:
-                return False
-        return True
-
-
 # --- the micro-batch
-
-LARGEST = 4096
-"""The largest size that is tried: a device is busy long before."""
 
 
 def fastest_micro_batch(values: RunFile, share: int, machine: Machine, hf: Shape | None) -> Settled | None:
@@ -315,49 +212,26 @@ def fastest_micro_batch(values: RunFile, share: int, machine: Machine, hf: Shape
 
 
 def list_sizes(share: int) -> list[int]:
-    """Sizes to try, smallest first."""
-    most = min(share, LARGEST)
-    even = {size for size in divisors(share) if size <= most} if share <= LARGEST**2 else set()
+    """Sizes to try, smallest first; a device is busy long before 4096."""
+    most = min(share, 4096)
+    even = {size for size in divisors(share) if size <= most} if share <= 4096**2 else set()
     return sorted(even | {2**power for power in range(most.bit_length())})
 
 
 # --- the layout
 
-MODES: Mapping[str, str] = MappingProxyType({"none": "none", BETWEEN: "selective", "full": "full"})
+MODES: Mapping[str, str] = {"none": "none", BETWEEN: "selective", "full": "full"}
 """The planner's modes of recompute -> the words of a run file."""
 
 _AXIS_NAMES = (*AXES, "ep")
-KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        **{axis: (f"parallel.{axis}",) for axis in _AXIS_NAMES},
-        "micro_batch": ("train.micro_batch",),
-        "recompute": ("recompute.mode",),
-        "schedule": ("parallel.pp_schedule", "parallel.pp_stages_per_rank"),
-        "zero": ("parallel.reshard_after_forward",),
-    }
-)
+KEYS: Mapping[str, tuple[str, ...]] = {
+    **{axis: (f"parallel.{axis}",) for axis in _AXIS_NAMES},
+    "micro_batch": ("train.micro_batch",),
+    "recompute": ("recompute.mode",),
+    "schedule": ("parallel.pp_schedule", "parallel.pp_stages_per_rank"),
+    "zero": ("parallel.reshard_after_forward",),
+}
 """Settings that a search may have to keep -> their keys of a run file."""
-
-MOST_TIMES = 64
-"""The largest multiple of the ranks that is proposed."""
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Values of the open keys, and the reasons."""
-
-    values: Mapping[str, Any]
-    reasons: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Missed:
-    """No layout fits: the one with least memory, if any is legal, its keys, and the smallest known change that
-    helps."""
-
-    nearest: Estimate | None
-    values: Mapping[str, Any]
-    help: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,43 +252,77 @@ class OpenLayout:
         """Whether a search may choose the setting called `name` in `KEYS`."""
         return name in loose or all(self.draft.is_open(key) for key in KEYS[name])
 
+    def list_open(self, case: Case) -> dict[str, Any]:
+        return {key: value for key, value in values_of(self, case).items() if self.draft.is_open(key)}
 
-def choose_layout(wish: OpenLayout) -> Chosen | Missed:
-    """Search on all ranks of the run."""
-    ranks = wish.draft.circumstances.ranks
+
+def settle_layout(wish: OpenLayout) -> None:
+    """Derive the open keys from a search on all ranks of the run, or refuse."""
+    draft, ranks = wish.draft, wish.draft.circumstances.ranks
+    if not any(draft.is_open(key) for keys in KEYS.values() for key in keys):
+        return
+    try:
+        wish.machine.peak(precision_of(draft.values.precision))
+    except UserError:
+        what = f'"{draft.get("precision.compute")}" has no rate on {wish.machine.accelerator.name}'
+        draft.refuse("precision.compute", what, '"fp32", "bf16", "fp16"')
+        return
     found = _search(wish, ranks)
     if found is not None and found.best is not None:
-        return Chosen(*_describe_choice(wish, found, found.best))
-    nearest = found.nearest if found else None
-    if nearest is None:
-        return Missed(None, {}, "")
-    return Missed(nearest, _list_open(wish, nearest.case), _find_help(wish))
+        told = f"the fastest of {found.looked_at:,} ways to run that were priced"
+        if len(found.candidates) > 1:
+            second = found.candidates[1]
+            told += f"; next: {second.estimate.case.degrees.render()}: {second.reason}"
+        if draft.get("model.vocab") == "auto":
+            told += f" (for a vocabulary of {ASSUMED_VOCAB:,})"
+        values = wish.list_open(found.best.case)
+        ones = [f"parallel.{axis}" for axis in _AXIS_NAMES if values.get(f"parallel.{axis}") == 1]
+        # If no axis is split, that of copies is the one that was chosen.
+        unsplit = ones[len(ones) == len(_AXIS_NAMES) :]
+        reasons = {
+            "train.micro_batch": f"the fastest with this layout; {describe_memory(found.best)}",
+            "recompute.mode": "as little as fits",
+            "parallel.reshard_after_forward": "the fastest with this layout",
+            "parallel.pp_stages_per_rank": "the fastest with this layout",
+            **dict.fromkeys(unsplit, "not split in the fastest layout"),
+        }
+        for dotted, value in values.items():
+            draft.derive(dotted, value, reasons.get(dotted, told))
+        return
+    nearest, layout = found.nearest if found else None, "parallel.layout"
+    asked = count_of(ranks, "rank")
+    if nearest is not None:
+        remedy = "train a smaller model, shorter sequences, or on far more ranks"
+        for what, attempt in _list_attempts(wish):
+            if (other := attempt()) is not None and other.best is not None:
+                remedy = what
+                break
+        draft.refuse(
+            layout,
+            f'"auto": no layout of {asked} fits. The nearest, {nearest.case.degrees.render()}, needs '
+            f"{describe_need(nearest)}",
+            "",
+            remedy,
+        )
+        # The rules that follow must not report on a layout that was not asked for.
+        for dotted, value in wish.list_open(nearest.case).items():
+            draft.derive(dotted, value, "nothing fits")
+    elif draft.on_ranks(ranks, {"train.micro_batch": 1}).passes(wish.rules):
+        what = f'"auto": no layout of {asked} is legal with what is set'
+        draft.refuse(layout, what, "", 'leave more degrees open, or set parallel.layout = "given" and the degrees')
 
 
 def _search(wish: OpenLayout, ranks: int, loose: frozenset[str] = frozenset(), **changes: Any) -> SearchResult | None:
-    """The result of a search; None if no layout is legal.
-
-    If the ranks do not divide the batch, it is also tried rounded up: a step takes as long as its largest share.
-    """
-    batch, unit = wish.draft.get("train.global_batch"), ranks
+    """The result of a search; None if no layout is legal. If the ranks do not divide the batch, it is also tried
+    rounded up: a step takes as long as its largest share."""
+    batch, unit, legal = wish.draft.get("train.global_batch"), ranks, []
     if not wish.is_open("micro_batch", loose):
         unit *= wish.draft.get("train.micro_batch")
-    sizes = dict.fromkeys((batch, ceil_div(batch, unit) * unit))
-    tried = [_find(wish, ranks, loose, {**changes, "global_batch": size}) for size in sizes]
-    legal = [found for found in tried if found is not None and found.looked_at]
-    return min(legal, key=_seconds_of, default=None)
-
-
-def _find(wish: OpenLayout, ranks: int, loose: frozenset[str], changes: Mapping[str, Any]) -> SearchResult | None:
-    try:
-        question = _ask(wish, ranks, loose, changes)
-    except UserError:  # the degrees that are set contradict each other or this batch
-        return None
-    return search(question, most=2)
-
-
-def _seconds_of(found: SearchResult) -> float:
-    return found.best.time.seconds if found.best else math.inf
+    for size in dict.fromkeys((batch, ceil_div(batch, unit) * unit)):
+        with contextlib.suppress(UserError):  # the degrees that are set contradict each other or this batch
+            found = search(_ask(wish, ranks, loose, {**changes, "global_batch": size}), most=2)
+            legal += [found] if found.looked_at else []
+    return min(legal, key=lambda found: found.best.time.seconds if found.best else math.inf, default=None)
 
 
 def _ask(wish: OpenLayout, ranks: int, loose: frozenset[str], changes: Mapping[str, Any]) -> PlanRequest:
@@ -422,9 +330,21 @@ def _ask(wish: OpenLayout, ranks: int, loose: frozenset[str], changes: Mapping[s
     draft, deepspeed = wish.draft, wish.on_deepspeed
     fixed = {name for name in KEYS if not wish.is_open(name, loose)}
     fixed |= {"offload", *(() if draft.get("parallel.tp_sequence") else ("sequence",))}
-    schedule, stages = _schedule_of(draft)
+    if deepspeed:
+        degrees = Degrees(dp_shard=ranks)
+    else:
+        sizes = {axis: draft.get(f"parallel.{axis}") for axis in _AXIS_NAMES if axis in fixed}
+        if "ep" in fixed and "dp_shard" not in fixed:  # the ranks that experts are split over are not known yet
+            sizes["dp_shard"] = sizes["ep"]
+        degrees = Degrees(**sizes)
+    # Of schedule and stages per rank the one that is set decides the other.
+    schedule, stages = draft.get("parallel.pp_schedule"), draft.get("parallel.pp_stages_per_rank")
+    if stages == "auto":
+        stages = stages_of_schedule(schedule)[0]
+    elif draft.is_open("parallel.pp_schedule") and stages > 1:
+        schedule = "interleaved"
     laid_out: dict[str, Any] = {
-        "degrees": Degrees(dp_shard=ranks) if deepspeed else _carry_degrees(draft, fixed),
+        "degrees": degrees,
         "micro_batch": draft.get("train.micro_batch") if "micro_batch" in fixed else 1,
         "zero": draft.get("deepspeed.stage") if deepspeed else 3 if "zero" in fixed else 0,
         "schedule": schedule,
@@ -433,52 +353,31 @@ def _ask(wish: OpenLayout, ranks: int, loose: frozenset[str], changes: Mapping[s
     }
     fixed |= {*_AXIS_NAMES, "zero"} if deepspeed else set()
     case = fixed_case_of(draft.values, wish.shape, **{**laid_out, **changes})
-    return PlanRequest(
-        case, machine_for(wish.machine, ranks), ranks, frozenset(fixed), as_run=_adapt(wish, loose, case)
-    )
+    # With fewer ranks than accelerators, each has a larger share of the host.
+    machine = replace(wish.machine, per_node=min(wish.machine.per_node, ranks))
+    return PlanRequest(case, machine, ranks, frozenset(fixed), as_run=_adapt(wish, loose))
 
 
-def _carry_degrees(draft: Draft, fixed: set[str]) -> Degrees:
-    """The degrees that are set; the ranks that experts are split over are not known yet."""
-    sizes = {axis: draft.get(f"parallel.{axis}") for axis in _AXIS_NAMES if axis in fixed}
-    if "ep" in fixed and "dp_shard" not in fixed:
-        sizes["dp_shard"] = sizes["ep"]
-    return Degrees(**sizes)
-
-
-def _schedule_of(draft: Draft) -> tuple[Schedule, int]:
-    """The schedule and the stages per rank, derived from the one of the two that is set."""
-    schedule, stages = draft.get("parallel.pp_schedule"), draft.get("parallel.pp_stages_per_rank")
-    if stages == "auto":
-        return schedule, stages_of_schedule(schedule)[0]
-    if draft.is_open("parallel.pp_schedule") and stages > 1:
-        return "interleaved", stages
-    return schedule, stages
-
-
-def _adapt(wish: OpenLayout, loose: frozenset[str], asked: Case) -> Callable[[Case], Case | None]:
+def _adapt(wish: OpenLayout, loose: frozenset[str]) -> Callable[[Case], Case | None]:
     """A function: a layout as the run's engine runs it; None if a rule refuses it or it is not what the user set."""
-    draft, own = wish.draft, list_values(wish.draft)
-    kept = {key: draft.get(key) for name, keys in KEYS.items() for key in keys if not draft.is_open(key)}
-    kept = {key: value for key, value in kept.items() if not any(key in KEYS[name] for name in loose)}
+    draft = wish.draft
+    free = {key for name in loose for key in KEYS[name]}
+    set_keys = (key for keys in KEYS.values() for key in keys if not draft.is_open(key))
+    kept = {key: draft.get(key) for key in set_keys if key not in free}
     # A vocabulary that is not known yet may be one that the tensor axis cannot split.
     whole = draft.get("model.vocab") == "auto" and "parallel.tp" not in kept
 
     def as_run(case: Case) -> Case | None:
-        tried = {**values_of(wish, case), **_changed(asked, draft, case)}
+        tried = values_of(wish, case) | {"optim.name": case.optimizer}
+        if case.offload and not draft.get("parallel.cpu_offload") and not wish.on_deepspeed:
+            tried["parallel.cpu_offload"] = True
         if any(kept[key] != value for key, value in tried.items() if key in kept) or (whole and case.degrees.tp > 1):
             return None
-        if not TrialDraft(draft, case.degrees.world, tried, own).passes(wish.rules):
+        if not draft.on_ranks(case.degrees.world, tried).passes(wish.rules):
             return None
         return replace(case, degrees=split_experts(case.degrees, case.model))
 
     return as_run
-
-
-def _changed(asked: Case, draft: Draft, case: Case) -> dict[str, Any]:
-    """Keys beside the layout that a question changes in order to help."""
-    offload = {"parallel.cpu_offload": True} if case.offload and not draft.get("parallel.cpu_offload") else {}
-    return {"optim.name": case.optimizer, **(offload if draft.get("train.engine") == "torch" else {})}
 
 
 def values_of(wish: OpenLayout, case: Case) -> dict[str, Any]:
@@ -497,44 +396,6 @@ def values_of(wish: OpenLayout, case: Case) -> dict[str, Any]:
     return values
 
 
-def _describe_choice(wish: OpenLayout, found: SearchResult, best: Estimate) -> tuple[dict[str, Any], dict[str, str]]:
-    """The open keys with their values, and with the reasons."""
-    values = _list_open(wish, best.case)
-    told = f"the fastest of {found.looked_at:,} ways to run that were priced"
-    if len(found.candidates) > 1:
-        other = found.candidates[1]
-        told += f"; next: {other.estimate.case.degrees.render()}: {other.reason}"
-    if wish.draft.get("model.vocab") == "auto":
-        told += f" (for a vocabulary of {ASSUMED_VOCAB:,})"
-    reasons = {
-        "train.micro_batch": f"the fastest with this layout; {describe_memory(best)}",
-        "recompute.mode": "as little as fits",
-        "parallel.reshard_after_forward": "the fastest with this layout",
-        "parallel.pp_stages_per_rank": "the fastest with this layout",
-    }
-    reasons |= dict.fromkeys(_list_unsplit(values), "not split in the fastest layout")
-    return values, {key: reasons.get(key, told) for key in values}
-
-
-def _list_open(wish: OpenLayout, case: Case) -> dict[str, Any]:
-    return {key: value for key, value in values_of(wish, case).items() if wish.draft.is_open(key)}
-
-
-def _list_unsplit(values: Mapping[str, Any]) -> list[str]:
-    """Keys of axes of one rank, except that of copies if all axes are such."""
-    ones = [f"parallel.{axis}" for axis in _AXIS_NAMES if values.get(f"parallel.{axis}") == 1]
-    return ones[len(ones) == len(_AXIS_NAMES) :]
-
-
-def _find_help(wish: OpenLayout) -> str:
-    """The first of the changes below with which something fits; "" if none does."""
-    for what, attempt in _list_attempts(wish):
-        found = attempt()
-        if found is not None and found.best is not None:
-            return what
-    return ""
-
-
 def _list_attempts(wish: OpenLayout) -> Iterator[tuple[str, Callable[[], SearchResult | None]]]:
     """Changes to try, the smallest first."""
     ranks = wish.draft.circumstances.ranks
@@ -549,8 +410,7 @@ def _list_attempts(wish: OpenLayout) -> Iterator[tuple[str, Callable[[], SearchR
         yield "set parallel.cpu_offload = true", lambda: _search(wish, ranks, offload=True)
     if not wish.on_deepspeed and wish.draft.get("optim.name") == "adamw":
         yield 'set optim.name = "adamw8bit"', lambda: _search(wish, ranks, optimizer="adamw8bit")
-    shared, times = frozenset({"dp_replicate", "dp_shard"}), 2
-    while times <= MOST_TIMES:
+    shared = frozenset({"dp_replicate", "dp_shard"})
+    for times in (2, 4, 8, 16, 32, 64):
         more = times * ranks
         yield f"start {more:,} ranks", lambda more=more: _search(wish, more, shared)  # type: ignore[misc]
-        times *= 2

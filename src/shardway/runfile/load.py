@@ -18,8 +18,8 @@ import json
 import re
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import date, time
 from pathlib import Path
 from types import MappingProxyType
@@ -30,9 +30,9 @@ from pydantic_core import ErrorDetails
 
 from shardway.earlier_names import EARLIER_KEYS, rename_entry
 from shardway.errors import Problem, UserError, check_no_problems
-from shardway.runfile.schema import RunFile, Section, all_keys, open_tables, sections
+from shardway.runfile.schema import RunFile, all_keys, open_tables, sections
 
-# --- Writes run files: the commented one of `shardway init` and the resolved one of a run directory
+# --- run files as text: the commented one of `shardway init` and the resolved one of a run directory
 
 
 def render_value(value: Any) -> str:
@@ -44,8 +44,9 @@ def render_value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(render_value, value))}]"
     if isinstance(value, dict):
-        pairs = (f"{_render_key(name)} = {render_value(entry)}" for name, entry in value.items())
-        return f"{{{', '.join(pairs)}}}"
+        names = (name if re.fullmatch("[A-Za-z0-9_-]+", name) else render_value(name) for name in value)
+        pairs = zip(names, map(render_value, value.values()), strict=True)
+        return f"{{{', '.join(f'{name} = {entry}' for name, entry in pairs)}}}"
     return repr(value)
 
 
@@ -69,10 +70,10 @@ def render_commented(values: RunFile, chosen: Mapping[str, Any]) -> str:
         f"format = {values.format}",
     ]
     for section, table in _tables(values):
-        model: Section = getattr(values, section)
-        lines += ["", *_comment((type(model).__doc__ or "").strip()), f"[{section}]"]
+        model = sections()[section]
+        lines += ["", *_comment((model.__doc__ or "").strip()), f"[{section}]"]
         for name, default in table.items():
-            lines += _comment(type(model).model_fields[name].description or "")
+            lines += _comment(model.model_fields[name].description or "")
             dotted = f"{section}.{name}"
             entry = f"{name} = {render_value(chosen.get(dotted, default))}"
             lines.append(entry if dotted in chosen else f"# {entry}")
@@ -81,15 +82,10 @@ def render_commented(values: RunFile, chosen: Mapping[str, Any]) -> str:
 
 def _escape(text: str) -> str:
     """A text without characters that a terminal would obey, or that are none in UTF-8: as TOML writes them."""
-    return "".join(char if char.isprintable() else _escape_one(char) for char in text)
-
-
-def _escape_one(char: str) -> str:
-    return f"\\u{ord(char):04X}" if ord(char) < 0x10000 else f"\\U{ord(char):08X}"
-
-
-def _render_key(name: str) -> str:
-    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else render_value(name)
+    codes = ((char, f"{ord(char):04X}") for char in text)
+    return "".join(
+        char if char.isprintable() else f"\\u{code}" if len(code) == 4 else f"\\U{code:0>8}" for char, code in codes
+    )
 
 
 def _tables(values: RunFile) -> list[tuple[str, dict[str, Any]]]:
@@ -100,8 +96,6 @@ def _tables(values: RunFile) -> list[tuple[str, dict[str, Any]]]:
 def _comment(text: str) -> list[str]:
     return [f"## {line}" for line in textwrap.wrap(text, 100)]
 
-
-# --- Reads a run file, its parent and the overrides into one typed value with the line or option of each key
 
 # --- the line of each key
 
@@ -122,9 +116,16 @@ _TOKEN = re.compile(
 
 def key_lines(text: str) -> dict[str, int]:
     """Dotted key -> line number (from 1) of every key and table head in a valid TOML text."""
+    # Statements begin on lines that no string and no bracket of an earlier line reaches into.
+    number, depth, begins = 1, 0, [1]
+    for token in _TOKEN.finditer(text):
+        depth += (token[0] in "[{") - (token[0] in "]}")
+        number += token[0].count("\n")
+        if token[0] == "\n" and depth == 0:
+            begins.append(number)
     found: dict[str, int] = {}
     lines, table = text.split("\n"), ""
-    for number in _statement_lines(text):
+    for number in begins:
         line = lines[number - 1]
         if head := _TABLE.fullmatch(line):
             table = re.sub(r"\s", "", head[1])
@@ -134,17 +135,6 @@ def key_lines(text: str) -> dict[str, int]:
         elif (pair := _KEY.fullmatch(line)) and table != "?":
             found.setdefault(f"{table}.{pair[1]}".lstrip("."), number)
     return found
-
-
-def _statement_lines(text: str) -> Iterator[int]:
-    """The lines that no string and no bracket of an earlier line reaches into."""
-    number, depth = 1, 0
-    yield number
-    for token in _TOKEN.finditer(text):
-        depth += (token[0] in "[{") - (token[0] in "]}")
-        number += token[0].count("\n")
-        if token[0] == "\n" and depth == 0:
-            yield number
 
 
 # --- files, parents and overrides
@@ -161,6 +151,11 @@ class LoadedRunFile:
     origins: Mapping[str, str]
     text: str
     path: Path | None = None
+
+    @property
+    def file_name(self) -> str:
+        """What a run without a name is called."""
+        return self.path.stem if self.path else "default"
 
     def with_default(self, dotted: str, value: Any, origin: str) -> LoadedRunFile:
         """The same run with `value` for a key that is not set. Raises UserError for a wrong value."""
@@ -196,29 +191,21 @@ class _Draft:
         section, _, name = dotted.partition(".")
         if not name:
             self.values[section] = value
-        else:
-            table = self.values.setdefault(section, {})
-            if isinstance(table, dict):  # anything else is a problem that the schema reports
-                name, value = _into_table(table, section, name, value)
-                table[name] = value
-            dotted = f"{section}.{name}"
-        self.origins[dotted] = origin
-
-
-def _into_table(section: Mapping[str, Any], of: str, name: str, value: Any) -> tuple[str, Any]:
-    """Key and value of `site.environment.NAME=value`: an entry of a table with names of the user's own."""
-    key, _, entry = name.partition(".")
-    held = section.get(key, {})
-    if not entry or f"{of}.{key}" not in open_tables() or not isinstance(held, dict):
-        return name, value
-    return key, {**held, entry: value}
+            self.origins[section] = origin
+            return
+        table = self.values.setdefault(section, {})
+        if isinstance(table, dict):  # anything else is a problem that the schema reports
+            key, _, entry = name.partition(".")
+            held = table.get(key, {})
+            if entry and f"{section}.{key}" in open_tables() and isinstance(held, dict):
+                name, value = key, {**held, entry: value}  # site.environment.NAME=value
+            table[name] = value
+        self.origins[f"{section}.{name}"] = origin
 
 
 def load_run(path: Path | None, overrides: Sequence[str] = ()) -> LoadedRunFile:
-    """The run of a file (None: all defaults) with `key.path=value` overrides laid over it.
-
-    Raises UserError with every problem of the file, its parent and the overrides.
-    """
+    """The run of a file (None: all defaults) with `key.path=value` overrides laid over it. Raises UserError with every
+    problem of the file, its parent and the overrides."""
     draft = _Draft()
     text = _merge_file(draft, path) if path else ""
     problems = _lay_overrides(draft, overrides)
@@ -238,10 +225,23 @@ def _merge_file(draft: _Draft, path: Path) -> str:
     """Lay a file over its parent; returns the file's own text."""
     text = _read_text(path)
     table = _parse(text, path)
-    parent = table.pop("extends", None)
-    if parent is not None:
-        _merge_parent(draft, path, parent)
-    lines, keys = key_lines(text), dict(_flatten(table))
+    if (parent := table.pop("extends", None)) is not None:
+        if not isinstance(parent, str):
+            raise UserError(f"extends in {path} is {parent!r}; allowed: the path of one run file as a string.")
+        parent_path = path.parent / parent
+        parent_text = _read_text(parent_path, wanted_by=f"extends in {path}")
+        if parent_path.resolve() == path.resolve():
+            raise UserError(f"{path} extends itself; allowed: the path of another run file.")
+        if "extends" in _parse(parent_text, parent_path):
+            raise UserError(
+                f"{path} extends {parent_path}, which extends another file itself; allowed: one parent.\n"
+                f"  To do: copy the keys that you need from {parent_path}'s parent into {path}."
+            )
+        _merge_file(draft, parent_path)
+    lines, keys = key_lines(text), dict[str, Any]()
+    for name, value in table.items():  # only sections are taken apart, and an empty one says nothing
+        inside = isinstance(value, dict) and name in sections()
+        keys |= {f"{name}.{inner}": entry for inner, entry in value.items()} if inside else {name: value}
     for earlier in EARLIER_KEYS.keys() & keys.keys():
         if EARLIER_KEYS[earlier] in keys:
             raise UserError(
@@ -252,21 +252,6 @@ def _merge_file(draft: _Draft, path: Path) -> str:
         line = lines.get(dotted) or lines.get(dotted.split(".")[0])
         draft.lay_over(dotted, value, f"{path.name}:{line}" if line else path.name)
     return text
-
-
-def _merge_parent(draft: _Draft, path: Path, parent: Any) -> None:
-    if not isinstance(parent, str):
-        raise UserError(f"extends in {path} is {parent!r}; allowed: the path of one run file as a string.")
-    parent_path = path.parent / parent
-    parent_text = _read_text(parent_path, wanted_by=f"extends in {path}")
-    if parent_path.resolve() == path.resolve():
-        raise UserError(f"{path} extends itself; allowed: the path of another run file.")
-    if "extends" in _parse(parent_text, parent_path):
-        raise UserError(
-            f"{path} extends {parent_path}, which extends another file itself; allowed: one parent.\n"
-            f"  To do: copy the keys that you need from {parent_path}'s parent into {path}."
-        )
-    _merge_file(draft, parent_path)
 
 
 def _read_text(path: Path, wanted_by: str = "") -> str:
@@ -297,37 +282,26 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
         ) from None
 
 
-def _flatten(table: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Dotted key and value of each entry; only sections are taken apart, and an empty one says nothing."""
-    for name, value in table.items():
-        if isinstance(value, dict) and name in sections():
-            yield from ((f"{name}.{inner}", entry) for inner, entry in value.items())
-        else:
-            yield name, value
-
-
 def _lay_overrides(draft: _Draft, overrides: Sequence[str]) -> list[Problem]:
     """Lay `key.path=value` texts over the draft; those without this form are problems."""
     problems = []
     for override in overrides:
         dotted, equals, text = override.partition("=")
         if not equals or "." not in dotted:
-            problems.append(
-                Problem(override, "is not an override", COMMAND_LINE, "section.key=value, such as train.steps=500")
-            )
-            continue
-        if not is_text(override):
+            allowed = "section.key=value, such as train.steps=500"
+            problems.append(Problem(override, "is not an override", COMMAND_LINE, allowed))
+        elif not is_text(override):
             what = f"{text!a} is not UTF-8 text"
             problems.append(Problem(ascii(dotted)[1:-1], what, COMMAND_LINE, "text in UTF-8"))
-            continue
-        is_variable = dotted.strip().startswith("site.environment.")  # whose value is a text, whatever it looks like
-        value = _unquote(text.strip()) if is_variable else parse_override_value(text.strip())
-        draft.lay_over(dotted.strip(), value, COMMAND_LINE)
+        else:
+            dotted, text = dotted.strip(), text.strip()
+            value: Any = text
+            if not dotted.startswith("site.environment."):
+                value = parse_override_value(text)
+            elif len(text) > 1 and text[0] == text[-1] and text[0] in "\"'":
+                value = text[1:-1]  # of a variable, whose value is a text, whatever it looks like
+            draft.lay_over(dotted, value, COMMAND_LINE)
     return problems
-
-
-def _unquote(text: str) -> str:
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
 
 
 def is_text(word: str) -> bool:
@@ -348,12 +322,7 @@ def parse_override_value(text: str) -> Any:
     return text if isinstance(value, date | time) else value
 
 
-# --- Problems of a run file in sentences, the names that other trainers use for keys, and the doc of a key
-
 # --- names in other trainers
-
-HF, LIGHTNING, DEEPSPEED, FSDP = "transformers, accelerate", "Lightning", "DeepSpeed", "PyTorch's FSDP"
-MEGATRON, TITAN, SLURM = "Megatron-LM", "torchtitan", "Slurm"
 
 
 @dataclass(frozen=True)
@@ -366,177 +335,120 @@ class PeerName:
     note: str = ""
 
     def render(self) -> str:
-        """ "learning_rate (transformers) is optim.lr here"."""
         note = f"; {self.note}" if self.note else ""
         return f"{self.name} ({self.peer}) is {', '.join(self.keys)} here{note}"
 
 
-_BATCH = "all samples of a step over all ranks; accumulation follows from it and train.micro_batch"
+_PEER_NAMES = """\
+transformers, accelerate
+    learning_rate=optim.lr gradient_accumulation_steps[DeepSpeed]=train.global_batch,train.micro_batch
+    per_device_train_batch_size=train.micro_batch,train.global_batch per_device_eval_batch_size=train.micro_batch
+    auto_find_batch_size=train.micro_batch max_steps[Lightning]=train.steps num_train_epochs=train.steps
+    save_total_limit=checkpoint.keep load_best_model_at_end=checkpoint.keep_best
+    metric_for_best_model=checkpoint.monitor greater_is_better=checkpoint.monitor
+    early_stopping_patience=train.patience save_steps=checkpoint.every save_strategy=checkpoint.every
+    eval_steps=train.validate_every eval_strategy=train.validate_every evaluation_strategy=train.validate_every
+    fp16=precision.compute bf16=precision.compute tf32=precision.tf32 gradient_checkpointing=recompute.mode
+    max_grad_norm=optim.clip warmup_ratio=optim.warmup warmup_steps=optim.warmup lr_scheduler_type=optim.schedule
+    adam_beta1=optim.betas adam_beta2=optim.betas adam_epsilon=optim.eps optim=optim.name output_dir=run.root,run.name
+    run_name=run.name resume_from_checkpoint=checkpoint.every dataloader_num_workers=data.workers
+    dataloader_prefetch_factor=data.prefetch torch_compile=train.compile data_seed=train.seed
+    full_determinism=train.deterministic model_name_or_path=model.hf model_max_length=data.seq_len
+    block_size[nanoGPT]=data.seq_len ddp_bucket_cap_mb=parallel.bucket deepspeed=train.engine,deepspeed.settings
+    mixed_precision=precision.compute num_processes=site.ranks_per_node num_machines=site.nodes
+Lightning
+    devices=site.ranks_per_node num_nodes=site.nodes accelerator=run.device strategy=parallel.layout,train.engine
+    precision=precision.compute,precision.weights max_epochs=train.steps
+    accumulate_grad_batches=train.global_batch,train.micro_batch gradient_clip_val=optim.clip
+    val_check_interval=train.validate_every limit_val_batches=train.validation_samples save_top_k=checkpoint.keep_best
+    save_last=checkpoint.keep monitor=checkpoint.monitor mode=checkpoint.monitor
+    EarlyStopping[Keras]=train.patience,checkpoint.monitor patience[Keras]=train.patience
+    every_n_train_steps=checkpoint.every deterministic=train.deterministic benchmark=train.cudnn_benchmark
+    max_time=site.walltime default_root_dir=run.root
+DeepSpeed
+    zero_optimization.stage=deepspeed.stage,parallel.dp_shard zero_stage=deepspeed.stage,parallel.dp_shard
+    train_batch_size=train.global_batch train_micro_batch_size_per_gpu=train.micro_batch gradient_clipping=optim.clip
+    offload_optimizer=deepspeed.offload_optimizer,parallel.cpu_offload offload_param=deepspeed.offload_params
+    initial_scale_power=precision.loss_scale activation_checkpointing=recompute.mode
+PyTorch's FSDP
+    fsdp[transformers]=parallel.dp_shard sharding_strategy=parallel.dp_shard,parallel.reshard_after_forward
+    reshard_after_forward=parallel.reshard_after_forward cpu_offload=parallel.cpu_offload
+    backward_prefetch=parallel.prefetch
+PyTorch's DDP
+    ddp=parallel.dp_replicate bucket_cap_mb=parallel.bucket find_unused_parameters=parallel.static_graph
+Megatron-LM
+    tensor_model_parallel_size=parallel.tp pipeline_model_parallel_size=parallel.pp context_parallel_size=parallel.cp
+    expert_model_parallel_size=parallel.ep sequence_parallel=parallel.tp_sequence
+    use_distributed_optimizer=parallel.dp_shard num_layers_per_virtual_pipeline_stage=parallel.pp_stages_per_rank
+    micro_batch_size=train.micro_batch global_batch_size[torchtitan]=train.global_batch train_iters=train.steps
+    train_samples=train.steps lr_decay_style=optim.schedule lr_warmup_iters=optim.warmup min_lr=optim.final_lr
+    clip_grad=optim.clip save_interval=checkpoint.every eval_interval[nanoGPT]=train.validate_every
+    recompute_granularity=recompute.mode recompute_activations=recompute.mode num_layers=model.layers
+    hidden_size[transformers]=model.dim num_attention_heads[transformers]=model.heads num_query_groups=model.kv_heads
+transformers
+    num_key_value_heads=model.kv_heads num_hidden_layers=model.layers intermediate_size=model.ffn_dim
+    vocab_size[nanoGPT]=model.vocab
+Megatron-LM
+    ffn_hidden_size=model.ffn_dim seq_length=data.seq_len num_experts=model.experts
+    moe_router_topk=model.experts_per_token distributed_timeout_minutes=run.collective_timeout
+torchtitan
+    data_parallel_replicate_degree=parallel.dp_replicate data_parallel_shard_degree=parallel.dp_shard
+    tensor_parallel_degree=parallel.tp pipeline_parallel_degree=parallel.pp context_parallel_degree=parallel.cp
+    expert_parallel_degree=parallel.ep pipeline_parallel_schedule=parallel.pp_schedule
+    local_batch_size=train.micro_batch activation_checkpoint.mode=recompute.mode activation_checkpoint=recompute.mode
+    checkpoint.interval=checkpoint.every keep_latest_k=checkpoint.keep async_mode=checkpoint.background
+    training.seq_len=data.seq_len training.steps=train.steps dump_folder=run.root
+    lr_scheduler.warmup_steps=optim.warmup decay_ratio=optim.decay
+PyTorch
+    batch_size=train.global_batch epochs=train.steps num_workers=data.workers prefetch_factor=data.prefetch
+    weight_decay=optim.weight_decay
+nanoGPT
+    max_iters=train.steps grad_clip=optim.clip n_layer[transformers]=model.layers n_head[transformers]=model.heads
+    n_embd[transformers]=model.dim
+Slurm
+    time=site.walltime partition=site.queue account=site.account ntasks_per_node=site.ranks_per_node nodes=site.nodes
+"""
+"""Below each peer NAME=KEYS, or NAME[OTHER PEER]=KEYS where another one has the name too."""
 
-_BEST = "`shardway checkpoint export RUN FOLDER --best` takes the best one out"
-_DIRECTION = 'a word before the metric, as in "max f1" or "min rmse"'
+_PEER_NOTES = {
+    "all samples of a step over all ranks; accumulation follows from it and train.micro_batch": (
+        "gradient_accumulation_steps per_device_train_batch_size accumulate_grad_batches batch_size"
+    ),
+    'what "auto" does': "auto_find_batch_size",
+    'as in "3 epochs"': "num_train_epochs max_epochs epochs",
+    'as in "500 steps"': "save_steps",
+    'as in "1e6 samples"': "train_samples",
+    'as a length, such as "100 steps"': "warmup_ratio",
+    'as in "accuracy" or "max f1"': "metric_for_best_model monitor",
+    'a word before the metric, as in "max f1" or "min rmse"': "greater_is_better mode",
+    "`shardway checkpoint export RUN FOLDER --best` takes the best one out": "load_best_model_at_end save_top_k",
+    "counted in validations": "early_stopping_patience EarlyStopping patience",
+    'as "fp16"': "fp16",
+    'as "bf16"': "bf16",
+    "or --dir": "output_dir",
+    "or --nproc": "num_processes",
+    "or --nproc; run.device says which kind": "devices",
+    "a run goes on by itself; --fresh starts over": "resume_from_checkpoint",
+    "the newest are always kept": "save_last",
+    "unused ones are found by themselves": "find_unused_parameters",
+    "as a part of optim.lr": "min_lr",
+}
+"""What differs -> the names that it is said of."""
 
-PEERS: tuple[PeerName, ...] = (
-    # --- transformers' TrainingArguments
-    PeerName("learning_rate", HF, ("optim.lr",)),
-    PeerName("gradient_accumulation_steps", f"{HF}, DeepSpeed", ("train.global_batch", "train.micro_batch"), _BATCH),
-    PeerName("per_device_train_batch_size", HF, ("train.micro_batch", "train.global_batch"), _BATCH),
-    PeerName("per_device_eval_batch_size", HF, ("train.micro_batch",)),
-    PeerName("auto_find_batch_size", HF, ("train.micro_batch",), 'what "auto" does'),
-    PeerName("max_steps", f"{HF}, Lightning", ("train.steps",)),
-    PeerName("num_train_epochs", HF, ("train.steps",), 'as in "3 epochs"'),
-    PeerName("save_total_limit", HF, ("checkpoint.keep",)),
-    PeerName("load_best_model_at_end", HF, ("checkpoint.keep_best",), _BEST),
-    PeerName("metric_for_best_model", HF, ("checkpoint.monitor",), 'as in "accuracy" or "max f1"'),
-    PeerName("greater_is_better", HF, ("checkpoint.monitor",), _DIRECTION),
-    PeerName("early_stopping_patience", HF, ("train.patience",), "counted in validations"),
-    PeerName("save_steps", HF, ("checkpoint.every",), 'as in "500 steps"'),
-    PeerName("save_strategy", HF, ("checkpoint.every",)),
-    PeerName("eval_steps", HF, ("train.validate_every",)),
-    PeerName("eval_strategy", HF, ("train.validate_every",)),
-    PeerName("evaluation_strategy", HF, ("train.validate_every",)),
-    PeerName("fp16", HF, ("precision.compute",), 'as "fp16"'),
-    PeerName("bf16", HF, ("precision.compute",), 'as "bf16"'),
-    PeerName("tf32", HF, ("precision.tf32",)),
-    PeerName("gradient_checkpointing", HF, ("recompute.mode",)),
-    PeerName("max_grad_norm", HF, ("optim.clip",)),
-    PeerName("warmup_ratio", HF, ("optim.warmup",), 'as a length, such as "100 steps"'),
-    PeerName("warmup_steps", HF, ("optim.warmup",)),
-    PeerName("lr_scheduler_type", HF, ("optim.schedule",)),
-    PeerName("adam_beta1", HF, ("optim.betas",)),
-    PeerName("adam_beta2", HF, ("optim.betas",)),
-    PeerName("adam_epsilon", HF, ("optim.eps",)),
-    PeerName("optim", HF, ("optim.name",)),
-    PeerName("output_dir", HF, ("run.root", "run.name"), "or --dir"),
-    PeerName("run_name", HF, ("run.name",)),
-    PeerName("resume_from_checkpoint", HF, ("checkpoint.every",), "a run goes on by itself; --fresh starts over"),
-    PeerName("dataloader_num_workers", HF, ("data.workers",)),
-    PeerName("dataloader_prefetch_factor", HF, ("data.prefetch",)),
-    PeerName("torch_compile", HF, ("train.compile",)),
-    PeerName("data_seed", HF, ("train.seed",)),
-    PeerName("full_determinism", HF, ("train.deterministic",)),
-    PeerName("model_name_or_path", HF, ("model.hf",)),
-    PeerName("model_max_length", HF, ("data.seq_len",)),
-    PeerName("block_size", f"{HF}, nanoGPT", ("data.seq_len",)),
-    PeerName("ddp_bucket_cap_mb", HF, ("parallel.bucket",)),
-    PeerName("deepspeed", HF, ("train.engine", "deepspeed.settings")),
-    PeerName("mixed_precision", HF, ("precision.compute",)),
-    PeerName("num_processes", HF, ("site.ranks_per_node",), "or --nproc"),
-    PeerName("num_machines", HF, ("site.nodes",)),
-    # --- Lightning's Trainer
-    PeerName("devices", LIGHTNING, ("site.ranks_per_node",), "or --nproc; run.device says which kind"),
-    PeerName("num_nodes", LIGHTNING, ("site.nodes",)),
-    PeerName("accelerator", LIGHTNING, ("run.device",)),
-    PeerName("strategy", LIGHTNING, ("parallel.layout", "train.engine")),
-    PeerName("precision", LIGHTNING, ("precision.compute", "precision.weights")),
-    PeerName("max_epochs", LIGHTNING, ("train.steps",), 'as in "3 epochs"'),
-    PeerName("accumulate_grad_batches", LIGHTNING, ("train.global_batch", "train.micro_batch"), _BATCH),
-    PeerName("gradient_clip_val", LIGHTNING, ("optim.clip",)),
-    PeerName("val_check_interval", LIGHTNING, ("train.validate_every",)),
-    PeerName("limit_val_batches", LIGHTNING, ("train.validation_samples",)),
-    PeerName("save_top_k", LIGHTNING, ("checkpoint.keep_best",), _BEST),
-    PeerName("save_last", LIGHTNING, ("checkpoint.keep",), "the newest are always kept"),
-    PeerName("monitor", LIGHTNING, ("checkpoint.monitor",), 'as in "accuracy" or "max f1"'),
-    PeerName("mode", LIGHTNING, ("checkpoint.monitor",), _DIRECTION),
-    PeerName(
-        "EarlyStopping", f"{LIGHTNING}, Keras", ("train.patience", "checkpoint.monitor"), "counted in validations"
-    ),
-    PeerName("patience", f"{LIGHTNING}, Keras", ("train.patience",), "counted in validations"),
-    PeerName("every_n_train_steps", LIGHTNING, ("checkpoint.every",)),
-    PeerName("deterministic", LIGHTNING, ("train.deterministic",)),
-    PeerName("benchmark", LIGHTNING, ("train.cudnn_benchmark",)),
-    PeerName("max_time", LIGHTNING, ("site.walltime",)),
-    PeerName("default_root_dir", LIGHTNING, ("run.root",)),
-    # --- DeepSpeed's ds_config.json
-    PeerName("zero_optimization.stage", DEEPSPEED, ("deepspeed.stage", "parallel.dp_shard")),
-    PeerName("zero_stage", DEEPSPEED, ("deepspeed.stage", "parallel.dp_shard")),
-    PeerName("train_batch_size", DEEPSPEED, ("train.global_batch",)),
-    PeerName("train_micro_batch_size_per_gpu", DEEPSPEED, ("train.micro_batch",)),
-    PeerName("gradient_clipping", DEEPSPEED, ("optim.clip",)),
-    PeerName("offload_optimizer", DEEPSPEED, ("deepspeed.offload_optimizer", "parallel.cpu_offload")),
-    PeerName("offload_param", DEEPSPEED, ("deepspeed.offload_params",)),
-    PeerName("initial_scale_power", DEEPSPEED, ("precision.loss_scale",)),
-    PeerName("activation_checkpointing", DEEPSPEED, ("recompute.mode",)),
-    # --- FSDP, DDP
-    PeerName("fsdp", f"{FSDP}, transformers", ("parallel.dp_shard",)),
-    PeerName("ddp", "PyTorch's DDP", ("parallel.dp_replicate",)),
-    PeerName("sharding_strategy", FSDP, ("parallel.dp_shard", "parallel.reshard_after_forward")),
-    PeerName("reshard_after_forward", FSDP, ("parallel.reshard_after_forward",)),
-    PeerName("cpu_offload", FSDP, ("parallel.cpu_offload",)),
-    PeerName("backward_prefetch", FSDP, ("parallel.prefetch",)),
-    PeerName("bucket_cap_mb", "PyTorch's DDP", ("parallel.bucket",)),
-    PeerName(
-        "find_unused_parameters", "PyTorch's DDP", ("parallel.static_graph",), "unused ones are found by themselves"
-    ),
-    # --- Megatron-LM's flags
-    PeerName("tensor_model_parallel_size", MEGATRON, ("parallel.tp",)),
-    PeerName("pipeline_model_parallel_size", MEGATRON, ("parallel.pp",)),
-    PeerName("context_parallel_size", MEGATRON, ("parallel.cp",)),
-    PeerName("expert_model_parallel_size", MEGATRON, ("parallel.ep",)),
-    PeerName("sequence_parallel", MEGATRON, ("parallel.tp_sequence",)),
-    PeerName("use_distributed_optimizer", MEGATRON, ("parallel.dp_shard",)),
-    PeerName("num_layers_per_virtual_pipeline_stage", MEGATRON, ("parallel.pp_stages_per_rank",)),
-    PeerName("micro_batch_size", MEGATRON, ("train.micro_batch",)),
-    PeerName("global_batch_size", f"{MEGATRON}, {TITAN}", ("train.global_batch",)),
-    PeerName("train_iters", MEGATRON, ("train.steps",)),
-    PeerName("train_samples", MEGATRON, ("train.steps",), 'as in "1e6 samples"'),
-    PeerName("lr_decay_style", MEGATRON, ("optim.schedule",)),
-    PeerName("lr_warmup_iters", MEGATRON, ("optim.warmup",)),
-    PeerName("min_lr", MEGATRON, ("optim.final_lr",), "as a part of optim.lr"),
-    PeerName("clip_grad", MEGATRON, ("optim.clip",)),
-    PeerName("save_interval", MEGATRON, ("checkpoint.every",)),
-    PeerName("eval_interval", f"{MEGATRON}, nanoGPT", ("train.validate_every",)),
-    PeerName("recompute_granularity", MEGATRON, ("recompute.mode",)),
-    PeerName("recompute_activations", MEGATRON, ("recompute.mode",)),
-    PeerName("num_layers", MEGATRON, ("model.layers",)),
-    PeerName("hidden_size", f"{MEGATRON}, transformers", ("model.dim",)),
-    PeerName("num_attention_heads", f"{MEGATRON}, transformers", ("model.heads",)),
-    PeerName("num_query_groups", MEGATRON, ("model.kv_heads",)),
-    PeerName("num_key_value_heads", "transformers", ("model.kv_heads",)),
-    PeerName("num_hidden_layers", "transformers", ("model.layers",)),
-    PeerName("intermediate_size", "transformers", ("model.ffn_dim",)),
-    PeerName("vocab_size", "transformers, nanoGPT", ("model.vocab",)),
-    PeerName("ffn_hidden_size", MEGATRON, ("model.ffn_dim",)),
-    PeerName("seq_length", MEGATRON, ("data.seq_len",)),
-    PeerName("num_experts", MEGATRON, ("model.experts",)),
-    PeerName("moe_router_topk", MEGATRON, ("model.experts_per_token",)),
-    PeerName("distributed_timeout_minutes", MEGATRON, ("run.collective_timeout",)),
-    # --- torchtitan's job config
-    PeerName("data_parallel_replicate_degree", TITAN, ("parallel.dp_replicate",)),
-    PeerName("data_parallel_shard_degree", TITAN, ("parallel.dp_shard",)),
-    PeerName("tensor_parallel_degree", TITAN, ("parallel.tp",)),
-    PeerName("pipeline_parallel_degree", TITAN, ("parallel.pp",)),
-    PeerName("context_parallel_degree", TITAN, ("parallel.cp",)),
-    PeerName("expert_parallel_degree", TITAN, ("parallel.ep",)),
-    PeerName("pipeline_parallel_schedule", TITAN, ("parallel.pp_schedule",)),
-    PeerName("local_batch_size", TITAN, ("train.micro_batch",)),
-    PeerName("activation_checkpoint.mode", TITAN, ("recompute.mode",)),
-    PeerName("activation_checkpoint", TITAN, ("recompute.mode",)),
-    PeerName("checkpoint.interval", TITAN, ("checkpoint.every",)),
-    PeerName("keep_latest_k", TITAN, ("checkpoint.keep",)),
-    PeerName("async_mode", TITAN, ("checkpoint.background",)),
-    PeerName("training.seq_len", TITAN, ("data.seq_len",)),
-    PeerName("training.steps", TITAN, ("train.steps",)),
-    PeerName("dump_folder", TITAN, ("run.root",)),
-    PeerName("lr_scheduler.warmup_steps", TITAN, ("optim.warmup",)),
-    PeerName("decay_ratio", TITAN, ("optim.decay",)),
-    # --- plain PyTorch, nanoGPT, Slurm
-    PeerName("batch_size", "PyTorch", ("train.global_batch",), _BATCH),
-    PeerName("epochs", "PyTorch", ("train.steps",), 'as in "3 epochs"'),
-    PeerName("num_workers", "PyTorch", ("data.workers",)),
-    PeerName("prefetch_factor", "PyTorch", ("data.prefetch",)),
-    PeerName("weight_decay", "PyTorch", ("optim.weight_decay",)),
-    PeerName("max_iters", "nanoGPT", ("train.steps",)),
-    PeerName("grad_clip", "nanoGPT", ("optim.clip",)),
-    PeerName("n_layer", "nanoGPT, transformers", ("model.layers",)),
-    PeerName("n_head", "nanoGPT, transformers", ("model.heads",)),
-    PeerName("n_embd", "nanoGPT, transformers", ("model.dim",)),
-    PeerName("time", SLURM, ("site.walltime",)),
-    PeerName("partition", SLURM, ("site.queue",)),
-    PeerName("account", SLURM, ("site.account",)),
-    PeerName("ntasks_per_node", SLURM, ("site.ranks_per_node",)),
-    PeerName("nodes", SLURM, ("site.nodes",)),
-)
+
+def _list_peers() -> Iterator[PeerName]:
+    notes, peer = {name: note for note, names in _PEER_NOTES.items() for name in names.split()}, ""
+    for line in _PEER_NAMES.splitlines():
+        if not line.startswith(" "):
+            peer = line
+            continue
+        for word in line.split():
+            name, _, keys = word.partition("=")
+            name, _, other = name.rstrip("]").partition("[")
+            yield PeerName(name, f"{peer}, {other}" if other else peer, tuple(keys.split(",")), notes.get(name, ""))
+
+
+PEERS = tuple(_list_peers())
 """Names that users may be familiar with."""
 
 
@@ -564,7 +476,16 @@ _WORDS = {
     "string_type": ("is not a string", "a string in quotes"),
     "list_type": ("is not a list", "a list such as [1, 2]"),
     "finite_number": ("is not a finite number", "a finite number"),
+    "greater_than_equal": ("is too small", "at least {ge}"),
+    "greater_than": ("is too small", "more than {gt}"),
+    "less_than_equal": ("is too large", "at most {le}"),
+    "less_than": ("is too large", "less than {lt}"),
+    "string_pattern_mismatch": ("is not the name of a folder", "a string without / that is more than dots"),
+    "string_too_short": ("is too short", "a string of at least {min_length} character"),
+    "too_short": ("has {actual_length} entries", "at least {min_length} entries"),
+    "too_long": ("has {actual_length} entries", "at most {max_length} entries"),
 }
+"""Type of an error -> what is wrong with the value and what is allowed, with the error's context filled in."""
 
 
 def find_problems(errors: Sequence[ErrorDetails], origins: Mapping[str, str], default_origin: str) -> list[Problem]:
@@ -573,26 +494,23 @@ def find_problems(errors: Sequence[ErrorDetails], origins: Mapping[str, str], de
     for error in errors:
         location = [str(part) for part in error["loc"]]
         dotted = ".".join(location[:2])
-        origin = origins.get(dotted) or _origin_of_section(location[0], origins) or default_origin
-        problem = _problem(error, dotted, origin)
-        before = problems.get(dotted)
-        problems[dotted] = problem if before is None else _merge(before, problem)
+        # A problem with a section as a whole is where its first key stands.
+        of_section = (origin for name, origin in origins.items() if name.split(".")[0] == location[0])
+        origin = origins.get(dotted) or next(of_section, "") or default_origin
+        if error["type"] == "extra_forbidden":
+            problem = unknown_key(dotted, origin)
+        elif error["type"] == "model_type":
+            names = ", ".join(sections()[dotted].model_fields)
+            what = f"{error['input']!r} is not a section"
+            problem = Problem(dotted, what, origin, f"a table [{dotted}] with {names}")
+        else:
+            what, allowed = _describe(error)
+            problem = Problem(dotted, what, origin, allowed)
+        if before := problems.get(dotted):  # of a key whose type is a choice, what either branch says is allowed
+            both = [text for text in dict.fromkeys((before.allowed, problem.allowed)) if text]
+            problem = replace(before, allowed=" or ".join(both))
+        problems[dotted] = problem
     return list(problems.values())
-
-
-def _origin_of_section(section: str, origins: Mapping[str, str]) -> str:
-    """Where the first key of a section stands, for a problem with the section as a whole."""
-    return next((origin for name, origin in origins.items() if name.split(".")[0] == section), "")
-
-
-def _problem(error: ErrorDetails, dotted: str, origin: str) -> Problem:
-    if error["type"] == "extra_forbidden":
-        return unknown_key(dotted, origin)
-    if error["type"] == "model_type":
-        names = ", ".join(sections()[dotted].model_fields)
-        return Problem(dotted, f"{error['input']!r} is not a section", origin, f"a table [{dotted}] with {names}")
-    what, allowed = _describe(error)
-    return Problem(dotted, what, origin, allowed)
 
 
 def unknown_key(dotted: str, origin: str) -> Problem:
@@ -615,35 +533,17 @@ def unknown_key(dotted: str, origin: str) -> Problem:
 
 def _describe(error: ErrorDetails) -> tuple[str, str]:
     value, context = error["input"], error.get("ctx", {})
-    kind = error["type"]
-    if kind == "literal_error":
-        return f"{_show(value)} is not one of the choices", str(context["expected"]).replace("'", '"')
-    if kind == "value_error":
+    if error["type"] == "value_error":
         sentence, _, allowed = str(context["error"]).partition("; allowed: ")
         return sentence, allowed
-    if kind in ("greater_than_equal", "greater_than"):
-        bound = context.get("ge", context.get("gt"))
-        return f"{_show(value)} is too small", f"{'at least' if 'ge' in context else 'more than'} {render_bound(bound)}"
-    if kind in ("less_than_equal", "less_than"):
-        bound = context.get("le", context.get("lt"))
-        return f"{_show(value)} is too large", f"{'at most' if 'le' in context else 'less than'} {render_bound(bound)}"
-    if kind == "string_pattern_mismatch":
-        return f"{_show(value)} is not the name of a folder", "a string without / that is more than dots"
-    if kind == "string_too_short":
-        return f"{_show(value)} is too short", f"a string of at least {context['min_length']} character"
-    if kind in ("too_short", "too_long"):
-        bound = f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
-        return f"{_show(value)} has {context['actual_length']} entries", f"{bound} entries"
-    what, allowed = _WORDS.get(kind, (error["msg"], ""))
-    return f"{_show(value)} {what}" if allowed else what, allowed
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, bool):
-        return str(value).lower()
-    return repr(value) if isinstance(value, list | dict) else str(value)
+    shown = render_value(value) if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else f"{value}"
+    if error["type"] == "literal_error":
+        return f"{shown} is not one of the choices", str(context["expected"]).replace("'", '"')
+    if error["type"] not in _WORDS:
+        return error["msg"], ""
+    bounds = {name: render_bound(bound) for name, bound in context.items()}
+    what, allowed = (words.format(**bounds) for words in _WORDS[error["type"]])
+    return f"{shown} {what}", allowed
 
 
 def render_bound(bound: Any) -> str:
@@ -651,15 +551,7 @@ def render_bound(bound: Any) -> str:
     return f"{bound:g}" if isinstance(bound, float) else str(bound)
 
 
-def _merge(first: Problem, second: Problem) -> Problem:
-    """One problem of a key whose type is a choice: what one branch says is allowed, or what the other says."""
-    both = [text for text in dict.fromkeys((first.allowed, second.allowed)) if text]
-    return Problem(first.where, first.what, first.origin, " or ".join(both), first.remedy)
-
-
 # --- the doc of a key
-
-_MOST = 12
 
 
 @dataclass(frozen=True)
@@ -672,45 +564,24 @@ class KeyDoc:
     default: str
 
     def render(self) -> str:
-        """A few lines for a terminal."""
         return f"{self.key}\n  {self.doc}\n  allowed: {self.allowed}\n  default: {self.default}"
 
-    def as_json(self) -> dict[str, str]:
-        """Plain data."""
-        return asdict(self)
 
-
-@dataclass(frozen=True)
-class KeyMatches:
-    """What a word led to: the docs of keys, and in a line each what other trainers call by it."""
-
-    docs: list[KeyDoc]
-    peers: tuple[PeerName, ...] = ()
-
-    def render(self) -> str:
-        """What a terminal shows."""
-        return "\n\n".join([*(row.render() for row in self.peers), *(doc.render() for doc in self.docs)])
-
-
-def search_keys(word: str) -> KeyMatches:
-    """The key or section of that name; else what other trainers call so; else keys whose name or doc has the word.
-
-    Raises UserError where there is none.
-    """
+def search_keys(word: str) -> list[PeerName | KeyDoc]:
+    """The key or section of that name; else what other trainers call so, and its keys; else what has the word in its
+    name or doc. Raises UserError where there is none."""
     name = plain_name(word)
     if name in all_keys() or name in sections():
-        return KeyMatches(explain_key(name))
+        return [*explain_key(name)]
     if rows := find_peers(word):
         keys = dict.fromkeys(key for row in rows for key in row.keys)
-        return KeyMatches([doc for key in keys for doc in explain_key(key)], tuple(rows))
-    docs = [doc for section in sections() for doc in _explain_section(section)]
+        return [*rows, *(doc for key in keys for doc in explain_key(key))]
+    docs = [doc for section in sections() for doc in explain_key(section)]
     by_name = [doc for doc in docs if name in doc.key]
     text = " ".join(word.lower().split())
     by_doc = [doc for doc in docs if doc not in by_name and len(text) > 1 and text in doc.doc.lower()]
-    near = [row for row in PEERS if len(name) > 3 and name in row.name][:_MOST]
-    if by_name or by_doc or near:
-        return KeyMatches([*by_name, *by_doc], tuple(near))
-    return KeyMatches(explain_key(word))
+    near = [row for row in PEERS if len(name) > 3 and name in row.name][:12]
+    return [*near, *by_name, *by_doc] or [*explain_key(word)]
 
 
 def explain_key(name: str) -> list[KeyDoc]:
@@ -720,18 +591,13 @@ def explain_key(name: str) -> list[KeyDoc]:
         near = difflib.get_close_matches(name, [*all_keys(), *sections()], n=3, cutoff=0.5)
         guess = f"; did you mean {' or '.join(near)}?\n  " if near else "; "
         raise UserError(f"there is no key {name}{guess}allowed: a section ({', '.join(sections())}) or section.key.")
-    named = dict.fromkeys(dotted.partition(".")[0] for dotted in keys)
-    return [doc for section in named for doc in _explain_section(section) if doc.key in keys]
-
-
-def _explain_section(section: str) -> list[KeyDoc]:
-    model = sections()[section]
-    allowed = model.model_json_schema()["properties"]
-    defaults = RunFile().model_dump(mode="json")[section]
-    return [
-        KeyDoc(f"{section}.{name}", field.description or "", _allowed(allowed[name]), render_value(defaults[name]))
-        for name, field in model.model_fields.items()
-    ]
+    docs, all_defaults = [], RunFile().model_dump(mode="json")
+    for section in dict.fromkeys(dotted.partition(".")[0] for dotted in keys):
+        allowed = sections()[section].model_json_schema()["properties"]
+        for key, info in sections()[section].model_fields.items():
+            default = render_value(all_defaults[section][key])
+            docs.append(KeyDoc(f"{section}.{key}", info.description or "", _allowed(allowed[key]), default))
+    return [doc for doc in docs if doc.key in keys]
 
 
 def _allowed(prop: dict[str, Any]) -> str:
@@ -746,16 +612,7 @@ def _allowed(prop: dict[str, Any]) -> str:
     if prop.get("type") == "array":
         return f"a list of {_allowed(prop['items'])}"
     words = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a string"}
-    words["object"] = "a table"
-    return words[prop["type"]] + _bounds(prop)
-
-
-def _bounds(prop: dict[str, Any]) -> str:
-    names = {
-        "minimum": "at least",
-        "exclusiveMinimum": "more than",
-        "maximum": "at most",
-        "exclusiveMaximum": "less than",
-    }
-    said = [f"{words} {render_bound(prop[bound])}" for bound, words in names.items() if bound in prop]
-    return f", {' and '.join(said)}" if said else ""
+    bounds = {"minimum": "at least", "exclusiveMinimum": "more than"}
+    bounds |= {"maximum": "at most", "exclusiveMaximum": "less than"}
+    said = [f"{word} {render_bound(prop[bound])}" for bound, word in bounds.items() if bound in prop]
+    return words.get(prop["type"], "a table") + (f", {' and '.join(said)}" if said else "")

@@ -10,16 +10,15 @@ Invariants:
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
-from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from shardway.best import LOSS, Monitor, parse_monitor
-from shardway.plugins import is_registered, list_names
+from shardway.plugins import PluginName
 from shardway.units import (
-    Cadence,
     Span,
     parse_bytes,
     parse_cadence,
@@ -30,20 +29,29 @@ from shardway.units import (
     render_seconds,
 )
 
-# --- Field types of the run file: how the text of a unit becomes a typed value and back
+# --- field types: how the text of a unit becomes a typed value and back
 
-# --- the spans of data.skip
+Auto = Literal["auto"]
+Off = Literal["off"]
 
 MOST = 10**18
-"""The largest position: sums of it and of a batch still fit in 64 bits."""
+"""The largest position of data.skip: sums of it and of a batch still fit in 64 bits."""
 
 ALLOWED = f"pairs [from, to] of integers, from less than to, 0 to {MOST}, such as [[120000, 121000]]"
 
 
 def read_skips(value: Any) -> list[list[int]]:
     """Pairs [from, to], in order, those that overlap or touch as one. Raises ValueError with all that is wrong."""
-    entries = value if isinstance(value, list) else [value]
-    wrong = [what for entry in entries if (what := _find_wrong(entry))]
+    entries, wrong = value if isinstance(value, list) else [value], []
+    for entry in entries:
+        if not isinstance(entry, list) or len(entry) != 2:
+            wrong.append(f"{entry!r} is no pair")
+        elif any(isinstance(number, bool) or not isinstance(number, int) for number in entry):
+            wrong.append(f"{entry!r} holds what is no integer")
+        elif entry[0] < 0 or entry[1] > MOST:
+            wrong.append(f"{entry!r} reaches out of the order")
+        elif entry[0] >= entry[1]:
+            wrong.append(f"{entry!r} ends where or before it begins")
     if wrong:
         raise ValueError(f"{', '.join(wrong)}; allowed: {ALLOWED}")
     merged: list[list[int]] = []
@@ -55,72 +63,48 @@ def read_skips(value: Any) -> list[list[int]]:
     return merged
 
 
-def _find_wrong(entry: Any) -> str:
-    if not isinstance(entry, list) or len(entry) != 2:
-        return f"{entry!r} is no pair"
-    if any(isinstance(number, bool) or not isinstance(number, int) for number in entry):
-        return f"{entry!r} holds what is no integer"
-    start, end = entry
-    if start < 0 or end > MOST:
-        return f"{entry!r} reaches out of the order"
-    return "" if start < end else f"{entry!r} ends where or before it begins"
+def _show(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# --- field types
+def _read_text(parse: Callable[[str], Any], wanted: str, quantity: str = "", least: str = "") -> Callable[[Any], Any]:
+    """A function that reads a text as `parse` does; a `quantity` has to be above `least`, which is nothing of it."""
 
-Auto = Literal["auto"]
-Off = Literal["off"]
+    def read(value: Any) -> Any:
+        if not isinstance(value, str):
+            raise ValueError(f"{_show(value)} is not a string; allowed: {wanted}")
+        parsed = parse(value)
+        if quantity and parsed <= 0:
+            raise ValueError(f'"{value}" is no {quantity}; allowed: more than {least}')
+        return parsed
 
-
-INTERVAL = 'more than 0, or "off"'
-
-
-def _as_span(value: Any) -> Span:
-    return value if isinstance(value, Span) else parse_span(_text_or_steps(value))
-
-
-def _as_span_or_off(value: Any) -> Span | str:
-    return "off" if value == "off" else _check_interval(_as_span(value))
+    return read
 
 
-def _as_save_cadence(value: Any) -> Cadence | str:
-    return value if value in ("auto", "off") else _check_interval(parse_cadence(_text_or_steps(value)))
+_read_monitor = _read_text(parse_monitor, 'a metric such as "loss" or "max f1"')
 
 
-def _check_interval(cadence: Any) -> Any:
-    """An interval of nothing would be a silent "at every step"."""
-    if (cadence.amount if isinstance(cadence, Span) else cadence) <= 0:
-        raise ValueError(f"{render_cadence(cadence)} is no interval; allowed: {INTERVAL}")
-    return cadence
+def _read_amount(parse: Callable[[str | int], Any], *words: str) -> Callable[[Any], Any]:
+    """A function that reads an amount of training as `parse` does, or one of `words`. With such, the amount is an
+    interval, and one of nothing would be a silent "at every step"."""
+
+    def read(value: Any) -> Any:
+        if value in words or isinstance(value, Span):
+            return value
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise ValueError(
+                f'{_show(value)} is neither a string nor an integer; allowed: a string such as "500 steps", or an '
+                "integer number of steps"
+            )
+        parsed = parse(value)
+        if words and (parsed.amount if isinstance(parsed, Span) else parsed) <= 0:
+            raise ValueError(f'{render_cadence(parsed)} is no interval; allowed: more than 0, or "off"')
+        return parsed
+
+    return read
 
 
-def _as_seconds(value: Any) -> float:
-    if not isinstance(value, str):
-        raise ValueError(f'{_show(value)} is not a string; allowed: a time in quotes with its unit, such as "90s"')
-    seconds = parse_seconds(value)
-    if seconds <= 0:
-        raise ValueError(f'"{value}" is no time to wait; allowed: more than 0s')
-    return seconds
-
-
-def _as_monitor(value: Any) -> Monitor:
-    if isinstance(value, Monitor):
-        return value
-    if not isinstance(value, str):
-        raise ValueError(f'{_show(value)} is not a string; allowed: a metric such as "loss" or "max f1"')
-    return parse_monitor(value)
-
-
-def _as_bytes(value: Any) -> int:
-    if not isinstance(value, str):
-        raise ValueError(f'{_show(value)} is not a string; allowed: a size in quotes with its unit, such as "25MiB"')
-    count = parse_bytes(value)
-    if count <= 0:
-        raise ValueError(f'"{value}" is no size; allowed: more than 0B')
-    return count
-
-
-def _as_settings(value: Any) -> dict[str, Any]:
+def _read_settings(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{_show(value)} is not a table; allowed: a table, such as {{a = 1}}")
     try:
@@ -132,66 +116,63 @@ def _as_settings(value: Any) -> dict[str, Any]:
     return value
 
 
-def _text_or_steps(value: Any) -> str | int:
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise ValueError(
-            f'{_show(value)} is neither a string nor an integer; allowed: a string such as "500 steps", or an '
-            "integer number of steps"
-        )
-    return value
-
-
-def _as_elastic(value: Any) -> list[int] | str:
-    """Fewest and most, or "off"."""
+def _read_elastic(value: Any) -> list[int] | str:
     whole = isinstance(value, list | tuple) and all(isinstance(each, int) and each is not True for each in value)
     if value != "off" and not (whole and len(value) == 2 and 1 <= value[0] <= value[1]):
         raise ValueError(f'{_show(value)} is no range of nodes; allowed: [fewest, most], such as [2, 4], or "off"')
     return "off" if value == "off" else list(value)
 
 
-def _show(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _read_trackers(names: list[str]) -> list[str]:
+    if len(set(names)) < len(names):
+        raise ValueError(f"{', '.join(names)} names one twice; allowed: each once")
+    return names
 
 
 def _schema(kinds: list[str], examples: list[Any], hint: str) -> WithJsonSchema:
     return WithJsonSchema({"type": kinds, "examples": examples, "description": hint})
 
 
+def _pair(least: int, hint: str | None = None) -> dict[str, Any]:
+    pair = {"type": "array", "items": {"type": "integer", "minimum": least}, "minItems": 2, "maxItems": 2}
+    return pair | ({"description": hint} if hint else {})
+
+
 _AMOUNT, _TEXT = ["string", "integer"], ["string"]
 
 SpanField = Annotated[
     Span,
-    BeforeValidator(_as_span),
+    BeforeValidator(_read_amount(parse_span)),
     PlainSerializer(str, return_type=str),
     _schema(_AMOUNT, ["500 steps", "2e9 tokens", "3 epochs"], "a number of steps, samples, tokens or epochs"),
 ]
 SpanOrOff = Annotated[
     Any,
-    BeforeValidator(_as_span_or_off),
+    BeforeValidator(_read_amount(parse_span, "off")),
     PlainSerializer(str, return_type=str),
     _schema(_AMOUNT, ["500 steps", "1 epochs", "off"], 'a number of steps, samples, tokens or epochs, or "off"'),
 ]
 SaveCadence = Annotated[
     Any,
-    BeforeValidator(_as_save_cadence),
+    BeforeValidator(_read_amount(parse_cadence, "auto", "off")),
     PlainSerializer(lambda v: v if v in ("auto", "off") else render_cadence(v), return_type=str),
     _schema(_AMOUNT, ["200 steps", "10min", "auto", "off"], 'an amount of training, a time, "auto" or "off"'),
 ]
 SecondsField = Annotated[
     float,
-    BeforeValidator(_as_seconds),
+    BeforeValidator(_read_text(parse_seconds, 'a time in quotes with its unit, such as "90s"', "time to wait", "0s")),
     PlainSerializer(render_seconds, return_type=str),
     _schema(_TEXT, ["90s", "1h30m"], "a time with d, h, min, m, s or ms"),
 ]
 MonitorField = Annotated[
     Monitor,
-    BeforeValidator(_as_monitor),
+    BeforeValidator(lambda value: value if isinstance(value, Monitor) else _read_monitor(value)),
     PlainSerializer(str, return_type=str),
     _schema(_TEXT, ["loss", "accuracy", "max f1", "min rmse"], "a metric, with max or min where that is not known"),
 ]
 BytesField = Annotated[
     int,
-    BeforeValidator(_as_bytes),
+    BeforeValidator(_read_text(parse_bytes, 'a size in quotes with its unit, such as "25MiB"', "size", "0B")),
     PlainSerializer(render_bytes, return_type=str),
     _schema(_TEXT, ["25MiB", "1GB"], "a size with B, kB, MB, GB, KiB, MiB or GiB"),
 ]
@@ -199,72 +180,27 @@ SkipsField = Annotated[
     list[list[int]],
     BeforeValidator(read_skips),
     WithJsonSchema(
-        {
-            "type": "array",
-            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 2, "maxItems": 2},
-            "description": "pairs [from, to] of integers, from less than to",
-        }
+        {"type": "array", "items": _pair(0), "description": "pairs [from, to] of integers, from less than to"}
     ),
 ]
-
-
-@dataclass(frozen=True)
-class PluginName:
-    """Marks a string as a name that is registered in a group of `shardway.plugins`, or one of `others`.
-
-    The JSON Schema and messages list the names that are registered on this machine, our own first.
-    """
-
-    group: str
-    others: tuple[str, ...] = ()
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._check)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
-        return {"type": "string", "enum": [*self.others, *list_names(self.group)]}
-
-    def _check(self, value: Any) -> str:
-        """As the choices of a Literal are checked, whose message is the same."""
-        if isinstance(value, str) and (value in self.others or is_registered(self.group, value)):
-            return value
-        *names, last = (f"'{name}'" for name in (*self.others, *list_names(self.group)))
-        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(names)} or {last}" if names else last})
-
-
-def _check_once(names: list[str]) -> list[str]:
-    if len(set(names)) < len(names):
-        raise ValueError(f"{', '.join(names)} names one twice; allowed: each once")
-    return names
-
-
-TrackersField = Annotated[list[Annotated[str, PluginName("trackers")]], AfterValidator(_check_once)]
+TrackersField = Annotated[list[Annotated[str, PluginName("trackers")]], AfterValidator(_read_trackers)]
 SettingsField = Annotated[
     dict[str, Any],
-    BeforeValidator(_as_settings),
+    BeforeValidator(_read_settings),
     WithJsonSchema({"type": "object", "description": "a table of what JSON can hold"}),
 ]
 ElasticField = Annotated[
     list[int] | Off,
-    BeforeValidator(_as_elastic),
+    BeforeValidator(_read_elastic),
     WithJsonSchema(
         {
             "anyOf": [
-                {
-                    "type": "array",
-                    "items": {"type": "integer", "minimum": 1},
-                    "minItems": 2,
-                    "maxItems": 2,
-                    "description": "the fewest and the most, not less than the fewest",
-                },
+                _pair(1, "the fewest and the most, not less than the fewest"),
                 {"const": "off", "type": "string"},
             ]
         }
     ),
 ]
-
-
-# --- Every key of a run file: its type, default, bounds and meaning
 
 # --- documented keys, bounds, strictness
 
@@ -278,6 +214,10 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 def key(default: Any, doc: str, **bounds: Any) -> Any:
     """A documented key with its default."""
     return Field(default, description=doc, **bounds)
+
+
+auto, off = partial(key, "auto"), partial(key, "off")
+flag = partial(key, False)
 
 
 class Section(BaseModel):
@@ -300,8 +240,8 @@ class CheckpointSection(Section):
     keep: PositiveInt = key(
         3, "Complete checkpoints that are kept; older ones are removed after a newer one is complete."
     )
-    keep_every: SpanOrOff = key(
-        "off", "Steps whose checkpoints are kept for ever, beside the newest; they are saved whatever `every` says."
+    keep_every: SpanOrOff = off(
+        "Steps whose checkpoints are kept for ever, beside the newest; they are saved whatever `every` says."
     )
     keep_best: NonNegativeInt = key(
         0,
@@ -318,10 +258,9 @@ class CheckpointSection(Section):
         "Write checkpoints while the run goes on, from a copy of the state in the host's memory; the last one is "
         "waited for, as are all where that memory does not suffice or the engine writes files of its own.",
     )
-    local_every: SaveCadence = key(
-        "off",
+    local_every: SaveCadence = off(
         "How often to save on each node's own disk, as `every`; what `every` asks for is then saved there as well, and "
-        'copied to the run directory while the run goes on. "off" = in the run directory alone.',
+        'copied to the run directory while the run goes on. "off" = in the run directory alone.'
     )
     local_dir: str = key(
         "",
@@ -331,9 +270,6 @@ class CheckpointSection(Section):
 
 
 # --- [guard]
-
-SpikeSteps = Annotated[int, Field(ge=1, le=10)]
-"""More would shift the median of the least window (20 values) that a spike is measured by."""
 
 
 class GuardSection(Section):
@@ -345,17 +281,17 @@ class GuardSection(Section):
         "skipped, or the run stops; off = nothing is repeated, and the run stops after such a step.",
     )
     max_skips: PositiveInt = key(3, "Skipped steps in a row that end the run (non_finite = skip).")
-    spike: PositiveFloat | Off = key(
-        "off",
+    spike: PositiveFloat | Off = off(
         "Tell a loss or a gradient norm that lies so many standard deviations above those of the last steps, such as "
-        "8.0; `on_spike` says what is done about it.",
+        "8.0; `on_spike` says what is done about it."
     )
     on_spike: Literal["warn", "roll_back"] = key(
         "warn",
         "What follows a spike: nothing; or the run goes back to the newest checkpoint from before it and leaves the "
         "data from there to its end out.",
     )
-    spike_steps: SpikeSteps = key(
+    # More would shift the median of the least window (20 values) that a spike is measured by.
+    spike_steps: Annotated[int, Field(ge=1, le=10)] = key(
         3, "Steps in a row with a spike after which the run goes back (on_spike = roll_back); 1 to 10."
     )
     spike_margin: NonNegativeInt = key(
@@ -369,12 +305,11 @@ class GuardSection(Section):
     max_roll_backs: PositiveInt = key(
         3, "How often a run goes back at most, over all its attempts; the spike after that ends it."
     )
-    probe_every: SpanOrOff = key(
-        "off", "How often the passes of a step are run twice and compared bit by bit; a third run decides."
+    probe_every: SpanOrOff = off(
+        "How often the passes of a step are run twice and compared bit by bit; a third run decides."
     )
-    compare_every: SpanOrOff = key(
-        "off",
-        "How often weights that several ranks hold alike are compared over these ranks; a difference ends the run.",
+    compare_every: SpanOrOff = off(
+        "How often weights that several ranks hold alike are compared over these ranks; a difference ends the run."
     )
 
 
@@ -396,38 +331,34 @@ class TrackSection(Section):
 class RunSection(Section):
     """The process: where it writes, on what it runs, how long it waits."""
 
-    name: str = key("auto", "Name of the run; auto = the run file's name.", pattern=r"^[^/\x00]*[^/\x00.][^/\x00]*$")
+    name: str = auto("Name of the run; auto = the run file's name.", pattern=r"^[^/\x00]*[^/\x00.][^/\x00]*$")
     root: str = key("runs", "Folder of run directories; the run directory is root/name unless --dir is given.")
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "Device of the model; auto = cuda where there is one.")
-    threads: PositiveInt | Auto = key("auto", "CPU threads a rank; auto = usable cores / ranks on the node.")
+    device: Literal["auto", "cpu", "cuda"] = auto("Device of the model; auto = cuda where there is one.")
+    threads: PositiveInt | Auto = auto("CPU threads a rank; auto = usable cores / ranks on the node.")
     start_timeout: SecondsField = key(600.0, "How long ranks wait for each other at the start.")
     collective_timeout: SecondsField = key(300.0, "How long a collective waits before the job is ended.")
-    hang_timeout: SecondsField | Auto | Off = key(
-        "auto",
+    hang_timeout: SecondsField | Auto | Off = auto(
         "How long a rank may do nothing before it is taken to hang and the ranks start again; auto = three times what "
-        "its activity usually takes and 5 s, and a minute more where it waits for files (under an agent).",
+        "its activity usually takes and 5 s, and a minute more where it waits for files (under an agent)."
     )
-    max_restarts: NonNegativeInt | Auto = key(
-        "auto",
-        "How often ranks start again after a failure; auto = while checkpoints get newer (under an agent).",
+    max_restarts: NonNegativeInt | Auto = auto(
+        "How often ranks start again after a failure; auto = while checkpoints get newer (under an agent)."
     )
-    spares: SecondsField | Auto | Off = key(
-        "auto",
+    spares: SecondsField | Auto | Off = auto(
         "How long after the first step spare processes are started, which import torch and wait, so that ranks start "
         "again sooner; where a rank fails before that, then; auto = a minute, where memory is left; off = none (under "
-        "an agent).",
+        "an agent)."
     )
-    elastic: ElasticField = key(
-        "off",
+    elastic: ElasticField = off(
         "The fewest and the most nodes of the run, such as [2, 4]: where a node is lost it goes on with those that are "
-        "left (`shardway train --nodes`), and the next attempt has all of site.nodes again; off = with all or not.",
+        "left (`shardway train --nodes`), and the next attempt has all of site.nodes again; off = with all or not."
     )
     stop_timeout: SecondsField = key(900.0, "How long a graceful stop may take before ranks are killed.")
-    stop_margin: SecondsField | Auto = key(
-        "auto", "How long before the end of the wall-time the run stops; auto = from the time that saves take."
+    stop_margin: SecondsField | Auto = auto(
+        "How long before the end of the wall-time the run stops; auto = from the time that saves take."
     )
-    display: Literal["auto", "off"] = key(
-        "auto", "What is shown while it trains: auto = how it starts, its steps and its end; off = errors alone."
+    display: Literal["auto", "off"] = auto(
+        "What is shown while it trains: auto = how it starts, its steps and its end; off = errors alone."
     )
 
 
@@ -436,34 +367,30 @@ class SiteSection(Section):
 
     name: str = key("laptop", "A shipped profile, one of your own, or the path of one.")
     nodes: PositiveInt = key(1, "Nodes of a job.")
-    ranks_per_node: PositiveInt | Auto = key(
-        "auto", "Ranks on each node; auto = its accelerators, or 1 where it has none."
-    )
-    walltime: SecondsField | Auto = key("auto", "Wall-time of one attempt; auto = the longest that the queue allows.")
+    ranks_per_node: PositiveInt | Auto = auto("Ranks on each node; auto = its accelerators, or 1 where it has none.")
+    walltime: SecondsField | Auto = auto("Wall-time of one attempt; auto = the longest that the queue allows.")
     queue: str = key("", "Queue or partition; empty = the first of the site.")
     account: str = key("", "Account, project or budget that is charged.")
     accelerator_type: str = key(
         "", 'Type of accelerator, where a partition has several: "a100" asks Slurm for gpu:a100:N; empty = the site\'s.'
     )
-    memory: BytesField | Auto = key("auto", "Memory of a node; auto = all of it where the site wants it said.")
-    launcher: Annotated[str, PluginName("launchers", ("auto",))] = key(
-        "auto",
+    memory: BytesField | Auto = auto("Memory of a node; auto = all of it where the site wants it said.")
+    launcher: Annotated[str, PluginName("launchers", ("auto",))] = auto(
         "What starts the ranks; agent = `shardway train --nodes`, which starts them again in place; ft_launcher = that "
         "of NVIDIA's resiliency extension; auto = agent for a training (under PBS where run.elastic is set), else the "
-        "site's.",
+        "site's."
     )
-    container: Annotated[str, PluginName("containers", ("auto", "none"))] = key(
-        "auto", "Container runtime; auto = the site's where image is set, or else none."
+    container: Annotated[str, PluginName("containers", ("auto", "none"))] = auto(
+        "Container runtime; auto = the site's where image is set, or else none."
     )
     image: str = key("", "Container image: a file on the site, or a URI where the runtime takes one.")
     mounts: list[str] = key([], "SOURCE:TARGET[:ro] of folders that the container sees besides those of the run.")
     modules: list[str] = key([], "Environment modules to load after those of the site, with versions.")
-    venv: str = key(
-        "auto",
+    venv: str = auto(
         'Python environment of the ranks: folder of a venv, "conda:NAME", or "none"; auto = the one that submits, but '
-        "none in a container.",
+        "none in a container."
     )
-    preflight: bool = key(False, "Let `shardway doctor` look at the nodes of each attempt before its ranks start.")
+    preflight: bool = flag("Let `shardway doctor` look at the nodes of each attempt before its ranks start.")
     environment: SettingsField = key({}, "Environment variables of the job; no secrets, which come from a file.")
     options: SettingsField = key(
         {}, 'Options of the scheduler that no key names, such as {reservation = "x", exclusive = true}.'
@@ -484,28 +411,26 @@ class ModelSection(Section):
         4, "Number of blocks (transformer, vit); of the encoder and of the decoder each (encoder_decoder)."
     )
     heads: PositiveInt = key(4, "Attention heads; must divide dim unless head_dim is set.")
-    head_dim: PositiveInt | Auto = key("auto", "Width of a head; auto = dim / heads (transformer, vit).")
-    kv_heads: PositiveInt | Auto = key("auto", "Key/value heads; must divide heads; auto = heads (transformer).")
-    ffn_dim: PositiveInt | Auto = key("auto", "Width of the feed-forward layer; auto = 8/3 dim (swiglu) or 4 dim.")
-    vocab: PositiveInt | Auto = key(
-        "auto", "Vocabulary; auto = that of the data's tokenizer (transformer, encoder_decoder)."
-    )
+    head_dim: PositiveInt | Auto = auto("Width of a head; auto = dim / heads (transformer, vit).")
+    kv_heads: PositiveInt | Auto = auto("Key/value heads; must divide heads; auto = heads (transformer).")
+    ffn_dim: PositiveInt | Auto = auto("Width of the feed-forward layer; auto = 8/3 dim (swiglu) or 4 dim.")
+    vocab: PositiveInt | Auto = auto("Vocabulary; auto = that of the data's tokenizer (transformer, encoder_decoder).")
     norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "Normalisation (transformer, vit).")
     norm_eps: PositiveFloat = key(1e-5, "Added to the variance in a norm (transformer, vit).")
     activation: Literal["swiglu", "gelu", "gelu_tanh"] = key(
         "swiglu", "Feed-forward activation; gelu_tanh is GPT-2's approximation of gelu (transformer, vit)."
     )
-    bias: bool = key(False, "Biases in linear layers and layer norms (transformer, vit).")
-    qkv_bias: bool = key(False, "Biases of queries, keys and values alone, as in Qwen2 (transformer, vit).")
-    qk_norm: bool = key(False, "Normalise each head's queries and keys, as in Qwen3 (transformer, vit).")
+    bias: bool = flag("Biases in linear layers and layer norms (transformer, vit).")
+    qkv_bias: bool = flag("Biases of queries, keys and values alone, as in Qwen2 (transformer, vit).")
+    qk_norm: bool = flag("Normalise each head's queries and keys, as in Qwen3 (transformer, vit).")
     tied: bool = key(True, "Share the embedding with the output layer (transformer).")
     positions: Literal["rope", "learned"] = key("rope", "Rotary positions, or a learned table (transformer).")
     rope_theta: PositiveFloat = key(10000.0, "Base of the rotary position frequencies (transformer).")
-    max_positions: PositiveInt | Auto = key("auto", "Rows of the table of learned positions; auto = data.seq_len.")
+    max_positions: PositiveInt | Auto = auto("Rows of the table of learned positions; auto = data.seq_len.")
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = key(0.0, "Dropout probability (all but convnet).")
     experts: NonNegativeInt = key(0, "Experts in place of the feed-forward layer; 0 = dense (transformer).")
     experts_per_token: PositiveInt = key(2, "Experts that a token is sent to.")
-    expert_dim: PositiveInt | Auto = key("auto", "Width of an expert; auto = ffn_dim / experts_per_token.")
+    expert_dim: PositiveInt | Auto = auto("Width of an expert; auto = ffn_dim / experts_per_token.")
     shared_experts: NonNegativeInt = key(0, "Experts that every token passes through besides.")
     dense_layers: NonNegativeInt = key(0, "Blocks that keep a dense feed-forward layer before the first with experts.")
     router_score: Literal["softmax", "sigmoid"] = key("softmax", "How a router scores experts.")
@@ -525,8 +450,8 @@ class ModelSection(Section):
         0, "Width of the latent of keys and values in multi-head latent attention (arXiv:2405.04434); 0 = off."
     )
     q_rank: NonNegativeInt = key(0, "Width of the latent of queries; 0 = queries without one.")
-    rope_head_dim: PositiveInt | Auto = key("auto", "Rotary width of a head beside head_dim; auto = half of it.")
-    value_head_dim: PositiveInt | Auto = key("auto", "Width of a head's values; auto = head_dim.")
+    rope_head_dim: PositiveInt | Auto = auto("Rotary width of a head beside head_dim; auto = half of it.")
+    value_head_dim: PositiveInt | Auto = auto("Width of a head's values; auto = head_dim.")
     channels: list[PositiveInt] = key([16, 32], "Output channels of the convolution blocks (convnet).", min_length=1)
     hidden: list[PositiveInt] = key([256], "Widths of the hidden layers (mlp).")
     patch: PositiveInt = key(4, "Height and width of a patch (vit).")
@@ -565,13 +490,13 @@ class DataSection(Section):
     shuffle: bool = key(True, "Visit the samples of an epoch in a random order derived from train.seed.")
     workers: NonNegativeInt = key(0, "Loader processes a rank; 0 reads in the rank itself (best for tokens).")
     prefetch: PositiveInt = key(2, "Batches that each worker reads ahead.")
-    record_ids: bool = key(False, "Write the ids of the samples that each rank consumed into its events.")
+    record_ids: bool = flag("Write the ids of the samples that each rank consumed into its events.")
     skip: SkipsField = key(
         [],
         "Spans [from, to) of positions that no step takes, such as [[120000, 121000]]; a position is the number of "
         "samples before it in the order of the run, whichever rank took them. It may change when a run goes on.",
     )
-    cache: str = key("auto", "Folder for prepared token files; auto = shardway in the user's cache folder.")
+    cache: str = auto("Folder for prepared token files; auto = shardway in the user's cache folder.")
     settings: SettingsField = key({}, 'Settings of a data source of another package, such as {table = "train"}.')
 
 
@@ -586,37 +511,33 @@ class TrainSection(Section):
     steps: SpanField = key(Span(800, "steps"), "Length of the run: steps, samples, tokens or epochs.")
     seed: NonNegativeInt = key(0, "Seed of initial weights, data order and dropout.", le=2**63 - 1)
     global_batch: PositiveInt = key(16, "Samples that one optimizer step sees, over all ranks.")
-    micro_batch: PositiveInt | Auto = key(
-        "auto", "Samples of one pass of a rank; auto = the fastest that fit by the plan, or else its whole share."
+    micro_batch: PositiveInt | Auto = auto(
+        "Samples of one pass of a rank; auto = the fastest that fit by the plan, or else its whole share."
     )
     validate_every: SpanOrOff = key(Span(100, "steps"), "How often to validate; also at the end.")
     validation_samples: PositiveInt = key(512, "At most so many samples are validated on.")
-    patience: PositiveInt | Off = key(
-        "off",
-        'The run is finished after so many validations in a row without a better checkpoint.monitor; "off" = never.',
+    patience: PositiveInt | Off = off(
+        'The run is finished after so many validations in a row without a better checkpoint.monitor; "off" = never.'
     )
-    deterministic: bool = key(
-        False,
+    deterministic: bool = flag(
         "Choose operations whose result is the same in every run, and refuse those that have none. On a CPU the same "
         "layout then gives the same bits; on a GPU also as long as device, library versions and the way that "
-        "collectives go round are the same.",
+        "collectives go round are the same."
     )
-    compile: Literal["off", "blocks", "model"] | Auto = key(
-        "auto",
+    compile: Literal["off", "blocks", "model"] | Auto = auto(
         "torch.compile nothing, each block of the model (blocks that are alike share a graph), or all of it; auto = "
-        "blocks where the device gains by it, off on a CPU and in runs of few steps.",
+        "blocks where the device gains by it, off on a CPU and in runs of few steps."
     )
-    compile_cache: str = key(
-        "auto",
+    compile_cache: str = auto(
         "Folder that keeps compiled code between runs; auto = $TORCHINDUCTOR_CACHE_DIR, or else shardway in the user's "
         "cache folder.",
         min_length=1,
     )
-    channels_last: bool = key(
-        False, "Keep images and convolution weights with channels last in memory, as fast kernels want them."
+    channels_last: bool = flag(
+        "Keep images and convolution weights with channels last in memory, as fast kernels want them."
     )
-    cudnn_benchmark: bool = key(
-        False, "Let cuDNN try its convolutions and keep the fastest; for inputs that are always of one size."
+    cudnn_benchmark: bool = flag(
+        "Let cuDNN try its convolutions and keep the fastest; for inputs that are always of one size."
     )
 
 
@@ -628,8 +549,8 @@ class OptimSection(Section):
         "Optimizer. adamw8bit (torchao) continues in another layout only where that cuts parameters at whole blocks of "
         "256 numbers; muon takes the matrices of blocks and leaves the rest to AdamW.",
     )
-    kernel: Literal["auto", "fused", "foreach"] = key(
-        "auto", "How updates are computed: one kernel a step, or one an operation; auto = fused on cpu and cuda."
+    kernel: Literal["auto", "fused", "foreach"] = auto(
+        "How updates are computed: one kernel a step, or one an operation; auto = fused on cpu and cuda."
     )
     state_dtype: Literal["fp32", "bf16"] = key(
         "fp32", "Format of moments and momentum; bf16 is rounded stochastically and halves their memory."
@@ -648,7 +569,7 @@ class OptimSection(Section):
     muon_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = key(0.95, "Nesterov momentum of Muon.")
     muon_iterations: Annotated[int, Field(ge=1, lt=100)] = key(5, "Newton-Schulz iterations of Muon.")
     momentum: Fraction = key(0.9, "SGD momentum.")
-    nesterov: bool = key(False, "SGD with Nesterov momentum.")
+    nesterov: bool = flag("SGD with Nesterov momentum.")
     weight_decay: Annotated[float, Field(ge=0.0)] = key(
         0.1, "Weight decay of matrices; norms, biases and other vectors have none."
     )
@@ -674,25 +595,24 @@ class ParallelSection(Section):
         "given = the degrees below; auto = those that nothing sets, with micro_batch, recompute.mode, pp_schedule and "
         "reshard_after_forward, are the fastest that fit by the plan; without accelerators copies alone.",
     )
-    dp_replicate: PositiveInt | Auto = key("auto", "Copies of the model; auto = what the other axes leave.")
+    dp_replicate: PositiveInt | Auto = auto("Copies of the model; auto = what the other axes leave.")
     dp_shard: PositiveInt | Auto = key(1, "Ranks that share one copy of the states (FSDP2).")
     cp: PositiveInt = key(1, "Context parallel degree (splits the sequence); the states are shared over it as well.")
     tp: PositiveInt = key(1, "Tensor parallel degree (splits matrices).")
     pp: PositiveInt = key(1, "Pipeline parallel degree (splits the layers).")
     ep: PositiveInt = key(1, "Expert parallel degree (over dp_shard x cp).")
     bucket: BytesField = key(25 * 2**20, "Size of a bucket of gradients that travel together (dp_replicate alone).")
-    static_graph: bool = key(False, "Promise that every step uses the same parameters (dp_replicate alone).")
+    static_graph: bool = flag("Promise that every step uses the same parameters (dp_replicate alone).")
     compress: Literal["none", "bf16", "fp16", "powersgd"] = key(
         "none", "What gradients are compressed to before they travel (dp_replicate alone)."
     )
     powersgd_rank: PositiveInt = key(4, "Rank of the matrices that PowerSGD sends (arXiv:1905.13727).")
-    reshard_after_forward: bool | PositiveInt | Auto = key(
-        "auto",
+    reshard_after_forward: bool | PositiveInt | Auto = auto(
         "Free gathered weights after the forward pass; a number keeps them gathered over so many ranks; "
-        "auto = true, but false under a pipeline (dp_shard > 1).",
+        "auto = true, but false under a pipeline (dp_shard > 1)."
     )
     prefetch: NonNegativeInt = key(1, "Blocks whose weights are gathered ahead of use (dp_shard > 1).")
-    cpu_offload: bool = key(False, "Keep sharded weights, gradients and optimizer state in CPU memory (dp_shard > 1).")
+    cpu_offload: bool = flag("Keep sharded weights, gradients and optimizer state in CPU memory (dp_shard > 1).")
     tp_sequence: bool = key(True, "Split norms, dropout and residual stream by sequence as well (tp > 1).")
     tp_loss: bool = key(True, "Keep logits split by vocabulary in the loss (tp > 1).")
     cp_method: Literal["ring", "gather"] = key(
@@ -701,14 +621,14 @@ class ParallelSection(Section):
     pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = key(
         "1f1b", "Order of forward and backward passes of the micro-batches (pp > 1)."
     )
-    pp_stages_per_rank: PositiveInt | Auto = key(
-        "auto", "Stages that a rank holds; auto = 2 for interleaved, zero_bubble and zbv, else 1 (pp > 1)."
+    pp_stages_per_rank: PositiveInt | Auto = auto(
+        "Stages that a rank holds; auto = 2 for interleaved, zero_bubble and zbv, else 1 (pp > 1)."
     )
     pp_split: list[NonNegativeInt] = key(
         [], "Blocks of each stage; empty = balanced by cost, embedding and head counted (pp > 1)."
     )
-    pp_micro_batches: PositiveInt | Auto = key(
-        "auto", "Micro-batches of one pass through the pipeline; auto = all of a step (pp > 1)."
+    pp_micro_batches: PositiveInt | Auto = auto(
+        "Micro-batches of one pass through the pipeline; auto = all of a step (pp > 1)."
     )
 
 
@@ -733,16 +653,15 @@ class DeepspeedSection(Section):
 class PrecisionSection(Section):
     """Number formats."""
 
-    compute: Literal["fp32", "bf16", "fp16", "float8"] | Auto = key(
-        "auto",
+    compute: Literal["fp32", "bf16", "fp16", "float8"] | Auto = auto(
         "Format of matrix products; fp16 scales its loss, float8 is for linear layers of blocks and the rest is bf16; "
-        "auto = bf16 where the device multiplies it fast, else fp32.",
+        "auto = bf16 where the device multiplies it fast, else fp32."
     )
     weights: Literal["fp32", "bf16"] = key(
         "fp32", "Format in which weights, gradients and moments are kept; bf16 has no fp32 copy (compute bf16, float8)."
     )
     reduce: Literal["fp32", "bf16"] = key("fp32", "Format in which sharded gradients are summed.")
-    tf32: bool | Auto = key("auto", "Let fp32 matrix products run in TF32; auto = on devices that have it.")
+    tf32: bool | Auto = auto("Let fp32 matrix products run in TF32; auto = on devices that have it.")
     loss_scale: PositiveFloat = key(65536.0, "First factor on the loss, which keeps small gradients (fp16).")
     loss_scale_growth: Annotated[float, Field(gt=1.0)] = key(2.0, "What multiplies the factor after good steps (fp16).")
     loss_scale_backoff: Annotated[float, Field(gt=0.0, lt=1.0)] = key(
@@ -754,13 +673,12 @@ class PrecisionSection(Section):
         "What shares a scale: a tensor, a row (with_gw_hp: weight gradients in bf16), 32 values, 128 x 128 (float8).",
     )
     float8_engine: Literal["torchao", "transformer_engine"] = key("torchao", "Library that multiplies (float8).")
-    float8_emulate: bool = key(
-        False, "Compute what float8 would give where the device has no such products: slow, for tests (float8)."
+    float8_emulate: bool = flag(
+        "Compute what float8 would give where the device has no such products: slow, for tests (float8)."
     )
-    float8_all_gather: bool | Auto = key(
-        "auto",
+    float8_all_gather: bool | Auto = auto(
         "Cast sharded weights before they are gathered; auto = true for tensorwise with torchao where weights are "
-        "sharded and reshard_after_forward is no number (float8).",
+        "sharded and reshard_after_forward is no number (float8)."
     )
     first_last: Literal["same", "bf16"] = key("same", "Format of the first and the last block (float8).")
 
@@ -812,21 +730,14 @@ class RunFile(Section):
 
 def sections() -> dict[str, type[Section]]:
     """Section name -> its model, in the order of the file."""
-    return {
-        name: field.annotation
-        for name, field in RunFile.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-    }
+    kinds = {name: field.annotation for name, field in RunFile.model_fields.items()}
+    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
 
 
 def open_tables() -> frozenset[str]:
     """The keys whose value is a table with names of the user's own, such as `site.environment`."""
-    return frozenset(
-        f"{name}.{field}"
-        for name, section in sections().items()
-        for field, info in section.model_fields.items()
-        if info.annotation == dict[str, Any]
-    )
+    fields = {f"{name}.{field}": info for name, kind in sections().items() for field, info in kind.model_fields.items()}
+    return frozenset(dotted for dotted, info in fields.items() if info.annotation == dict[str, Any])
 
 
 def all_keys() -> list[str]:

@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -49,18 +49,34 @@ class SiteFact:
     @property
     def text(self) -> str:
         """The value for people: "480GiB", "1d", "yes"."""
-        return _render_fact(self.path, self.value)
+        if isinstance(self.value, bool):
+            return "yes" if self.value else "no"
+        if isinstance(self.value, list | tuple):
+            return ", ".join(map(str, self.value))
+        if self.path == "node.memory":
+            return render_bytes(self.value)
+        if self.path.endswith("_walltime") and isinstance(self.value, int | float):
+            return render_seconds(self.value)
+        return str(self.value).strip()
+
+    def as_json(self) -> dict[str, Any]:
+        known = {"source": self.source.source, "date": self.source.date.isoformat()} if self.source else {}
+        fact = {"path": self.path, "value": self.value, "source": None, "date": None}
+        return {**fact, **known, "unsure": self.is_unsure}
 
 
 def list_facts(profile: SiteProfile) -> tuple[str, ...]:
     """Key paths of everything that the profile states about its site, in the profile's order."""
-    return tuple(_list_values(profile))
+    return tuple(fact.path for fact in describe_facts(profile))
 
 
 def describe_facts(profile: SiteProfile) -> tuple[SiteFact, ...]:
     """Everything that the profile states about its site, each with its source."""
+    stated = list_stated(profile.model_dump(exclude_unset=True, exclude_none=True, exclude=_NOT_FACTS))
+    covering = {path: find_covering(path, profile.sources) for path in stated}
     return tuple(
-        SiteFact(path, value, _find_source(path, profile.sources)) for path, value in _list_values(profile).items()
+        SiteFact(path, value, profile.sources[source] if (source := covering[path]) is not None else None)
+        for path, value in stated.items()
     )
 
 
@@ -85,15 +101,6 @@ def find_covering(fact: str, paths: Iterable[str]) -> str | None:
     return max((path for path in paths if _covers(path, fact)), key=len, default=None)
 
 
-def _find_source(fact: str, sources: Mapping[str, FactSource]) -> FactSource | None:
-    covering = find_covering(fact, sources)
-    return None if covering is None else sources[covering]
-
-
-def _list_values(profile: SiteProfile) -> dict[str, Any]:
-    return list_stated(profile.model_dump(exclude_unset=True, exclude_none=True, exclude=_NOT_FACTS))
-
-
 def _covers(path: str, fact: str) -> bool:
     return fact == path or fact.startswith(f"{path}.")
 
@@ -106,32 +113,15 @@ def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _render_fact(path: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
-    if path == "node.memory":
-        return render_bytes(value)
-    if path.endswith("_walltime") and isinstance(value, int | float):
-        return render_seconds(value)
-    return str(value).strip()
-
-
 # --- Problems of a profile: of its schema, of keys that contradict each other, of impossible numbers
 
-
-def _list_tables() -> dict[str, type[BaseModel]]:
-    """Key of a profile -> the schema of the table, or of each table of the list, that stands there."""
-    tables: dict[str, type[BaseModel]] = {"": SiteProfile}
-    for key, field in SiteProfile.model_fields.items():
-        for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                tables[key] = kind
-    return tables
-
-
-_TABLES = _list_tables()
+_TABLES: dict[str, type[BaseModel]] = {
+    key: kind
+    for key, field in SiteProfile.model_fields.items()
+    for kind in (field.annotation, *get_args(field.annotation))
+    if isinstance(kind, type) and issubclass(kind, BaseModel)
+}
+"""Key of a profile -> the schema of the table, or of each table of the list, that stands there."""
 
 _ALLOWED = {
     "literal_error": "{expected}",
@@ -159,76 +149,40 @@ def list_problems(error: ValidationError) -> list[Problem]:
 
 
 def _describe(finding: ErrorDetails) -> Problem:
-    where = _render_path(finding["loc"])
+    location, value, where = finding["loc"], finding["input"], ""
+    for part in location:  # ("queues", 0, "name") -> "queues[1].name"
+        name = f'"{part}"' if "." in str(part) else str(part)
+        if part != "[key]":  # else the finding is about the name of a key, which stands before it
+            where += f"[{part + 1}]" if isinstance(part, int) else f".{name}" if where else name
+    table = _TABLES.get(str(location[0]), SiteProfile) if len(location) > 1 else SiteProfile
+    key, known = str(location[-1]) if location else "", table.model_fields
     match finding["type"]:
         case "extra_forbidden":
-            return _unknown_key(where, finding["loc"])
+            remedy = suggest(key, known, "remove it")
+            return Problem(where, "is not a key of a site profile", allowed=", ".join(known), remedy=remedy)
         case "missing":
-            return Problem(where=where, what="is missing", remedy=_describe_missing(finding["loc"]))
-        case "value_error":
-            return _wrong_value(where, finding)
-    value = _render_value(finding["input"])
-    return Problem(where=where, what=f"{value} is not allowed", allowed=_describe_allowed(finding))
-
-
-def _unknown_key(where: str, location: Sequence[int | str]) -> Problem:
-    allowed = list(_table_of(location).model_fields)
-    nearest = find_nearest(str(location[-1]), allowed)
-    remedy = f'write "{nearest}"' if nearest else "remove it"
-    return Problem(where=where, what="is not a key of a site profile", allowed=", ".join(allowed), remedy=remedy)
-
-
-def _wrong_value(where: str, finding: ErrorDetails) -> Problem:
-    """A finding of our own validators; those of catalogue keys offer the nearest one."""
-    what = str(finding["ctx"]["error"])
-    catalogue = {"accelerator": (CPU, *load_accelerators()), "link": tuple(load_links())}
-    keys = catalogue.get(str(finding["loc"][-1])) if finding["loc"] else None
-    if keys is None:
-        text, _, allowed = what.partition("; allowed: ")
-        return Problem(where=where or "profile", what=text, allowed=allowed)
-    nearest = find_nearest(finding["input"], keys)
-    return Problem(
-        where=where,
-        what=what,
-        allowed=", ".join(keys),
-        remedy=f'write "{nearest}"' if nearest else "choose one of these, or leave it out where yours is not there",
-    )
-
-
-def _describe_allowed(finding: ErrorDetails) -> str:
-    """What may stand in the place of a wrong value; pydantic's own sentence for a finding we do not know."""
-    known = _ALLOWED.get(finding["type"])
-    return known.format(**_quoted(finding.get("ctx", {}))) if known else finding["msg"]
-
-
-def _quoted(context: dict[str, Any]) -> dict[str, Any]:
-    """pydantic's "'local', 'slurm' or 'pbs'" in our form; everything else as it is."""
+            return Problem(where, "is missing", remedy=f"add {key}: {known[key].description}")
+        case "value_error":  # of our own validators; those of catalogue keys offer the nearest one
+            what = str(finding["ctx"]["error"])
+            if key in ("accelerator", "link"):
+                keys = (CPU, *load_accelerators()) if key == "accelerator" else tuple(load_links())
+                remedy = suggest(value, keys, "choose one of these, or leave it out where yours is not there")
+                return Problem(where, what, allowed=", ".join(keys), remedy=remedy)
+            text, _, allowed = what.partition("; allowed: ")
+            return Problem(where or "profile", text, allowed=allowed)
+    # pydantic's "'local', 'slurm' or 'pbs'" in our form, and its own sentence for a finding we do not know
+    context = finding.get("ctx", {})
     expected = str(context.get("expected", "")).replace(" or ", ", ").replace("'", '"')
-    return {**context, "expected": expected}
+    form = _ALLOWED.get(finding["type"])
+    allowed = form.format(**{**context, "expected": expected}) if form else finding["msg"]
+    shown = f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+    return Problem(where, f"{shown} is not allowed", allowed=allowed)
 
 
-def _render_value(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _render_path(location: Sequence[int | str]) -> str:
-    """A key path; the place in a list counts from 1: ("queues", 0, "name") -> "queues[1].name"."""
-    path = ""
-    for part in location:
-        if part == "[key]":  # the finding is about the name of a key, which stands before it
-            continue
-        name = f'"{part}"' if "." in str(part) else str(part)
-        path += f"[{part + 1}]" if isinstance(part, int) else f".{name}" if path else name
-    return path
-
-
-def _table_of(location: Sequence[int | str]) -> type[BaseModel]:
-    return _TABLES.get(str(location[0]), SiteProfile) if len(location) > 1 else SiteProfile
-
-
-def _describe_missing(location: Sequence[int | str]) -> str:
-    key = str(location[-1])
-    return f"add {key}: {_table_of(location).model_fields[key].description}"
+def suggest(word: str, words: Iterable[str], otherwise: str) -> str:
+    """What to do about a wrong word: write the one that was probably meant, or `otherwise` where none is similar."""
+    nearest = difflib.get_close_matches(word, list(words), n=1)
+    return f'write "{nearest[0]}"' if nearest else otherwise
 
 
 # --- contradictions and impossible numbers
@@ -239,78 +193,51 @@ _WALLTIME = (30.0, 366 * 86400.0)
 _MOST_NODES = 1_000_000
 
 
-def list_implausible(profile: SiteProfile) -> list[Problem]:
-    """Everything that a checked profile says and that cannot be so; empty for a good one."""
-    checks = (_check_node, _check_queues, _check_request, _check_start, _check_containers, _check_internet)
-    strays = (_describe_stray(path) for path in list_stray_sources(profile))
-    return [*(problem for check in checks for problem in check(profile)), *strays]
-
-
 def list_wrong_defaults(table: Any, queues: tuple[str, ...]) -> list[Problem]:
-    """Keys and values of [defaults] that the [site] section of a run file does not take.
-
-    `queues` are the names of the profile's queues; a default queue must be one of them where there are any.
-    """
+    """Keys and values of [defaults] that the [site] section of a run file does not take. `queues` are the names of the
+    profile's queues; a default queue must be one of them where there are any."""
     if not isinstance(table, Mapping) or not table:
         return []
+    from shardway.runfile.load import find_problems
     from shardway.runfile.schema import SiteSection
 
     allowed = [key for key in SiteSection.model_fields if key != "name"]
-    unknown = [_unknown_default(str(key), allowed) for key in table if key not in allowed]
-    known = {key: value for key, value in table.items() if key in allowed}
+    known, problems = {key: value for key, value in table.items() if key in allowed}, []
+    for key in map(str, table):
+        if key not in allowed:
+            what, remedy = "is not a key of [site] in a run file", suggest(key, allowed, "remove it")
+            problems.append(Problem(f"defaults.{key}", what, allowed=", ".join(allowed), remedy=remedy))
     try:
         SiteSection.model_validate(known)
     except ValidationError as error:
-        return unknown + _wrong_defaults(error)
+        findings = error.errors(include_url=False)
+        for finding in findings:
+            finding["loc"] = ("site", *finding["loc"])
+        found = find_problems(findings, {}, "")
+        return problems + [replace(each, where=f"defaults.{each.where.split('.')[1]}") for each in found]
     if queues and known.get("queue") and known["queue"] not in queues:
         what = f'"{known["queue"]}" is no queue of this profile'
-        return [*unknown, Problem("defaults.queue", what, allowed=", ".join(queues))]
-    return unknown
+        problems.append(Problem("defaults.queue", what, allowed=", ".join(queues)))
+    return problems
 
 
-def _unknown_default(key: str, allowed: list[str]) -> Problem:
-    nearest = find_nearest(key, allowed)
-    remedy = f'write "{nearest}"' if nearest else "remove it"
-    return Problem(f"defaults.{key}", "is not a key of [site] in a run file", allowed=", ".join(allowed), remedy=remedy)
-
-
-def _wrong_defaults(error: ValidationError) -> list[Problem]:
-    from shardway.runfile.load import find_problems
-
-    findings = error.errors(include_url=False)
-    for finding in findings:
-        finding["loc"] = ("site", *finding["loc"])
-    return [replace(found, where=f"defaults.{found.where.split('.')[1]}") for found in find_problems(findings, {}, "")]
-
-
-def _describe_stray(path: str) -> Problem:
-    return Problem(
-        where=f'sources."{path}"',
-        what="names nothing that this profile states",
-        remedy="name a key path of the profile, such as node.cores, or remove it",
-    )
-
-
-def _check_node(profile: SiteProfile) -> Iterator[Problem]:
-    node = profile.node
+def list_implausible(profile: SiteProfile) -> Iterator[Problem]:
+    """Everything that a checked profile says and that cannot be so; empty for a good one."""
+    node, start = profile.node, profile.start
     for key, most in _MOST.items():
         value = getattr(node, key)
         if value is not None and value > most:
             yield Problem(f"node.{key}", f"{value} is more than any node has", allowed=f"up to {most}")
-    least, most_bytes = _MEMORY
-    if node.memory is not None and not least <= node.memory <= most_bytes:
-        allowed = f"{render_bytes(least)} to {render_bytes(most_bytes)}"
+    if node.memory is not None and not _MEMORY[0] <= node.memory <= _MEMORY[1]:
+        allowed = " to ".join(map(render_bytes, _MEMORY))
         yield Problem("node.memory", f"{format_bytes(node.memory)} is no memory of a node", allowed=allowed)
 
-
-def _check_queues(profile: SiteProfile) -> Iterator[Problem]:
-    shortest, longest = _WALLTIME
     for queue in profile.queues:
         where = f"queues.{queue.name}"
         for key in ("max_walltime", "default_walltime"):
             value = getattr(queue, key)
-            if value is not None and not shortest <= value <= longest:
-                allowed = f"{render_seconds(shortest)} to {render_seconds(longest)}"
+            if value is not None and not _WALLTIME[0] <= value <= _WALLTIME[1]:
+                allowed = " to ".join(map(render_seconds, _WALLTIME))
                 yield Problem(f"{where}.{key}", f"{render_seconds(value)} is no wall-time", allowed=allowed)
         if queue.max_nodes is not None and queue.max_nodes > _MOST_NODES:
             yield Problem(f"{where}.max_nodes", f"{queue.max_nodes} is more than any machine has")
@@ -318,21 +245,17 @@ def _check_queues(profile: SiteProfile) -> Iterator[Problem]:
             if getattr(queue, key) is not None:
                 yield from _check_own(profile, f"queues.{key}", where=f"{where}.{key}")
 
-
-def _check_request(profile: SiteProfile) -> Iterator[Problem]:
-    asked, allowed = profile.request.accelerators, _scheduler(profile).accelerator_requests
-    if asked is not None and asked not in allowed:
-        words = ", ".join(f'"{word}"' for word in allowed)
+    asked = profile.request.accelerators
+    requests = make_plugin("schedulers", profile.scheduler).accelerator_requests
+    if asked is not None and asked not in requests:
+        words = ", ".join(f'"{word}"' for word in requests)
         yield Problem("request.accelerators", f'"{asked}" is no request of {profile.scheduler}', allowed=words)
     if profile.request.constraint:
         yield from _check_own(profile, "request.constraint")
 
-
-def _check_start(profile: SiteProfile) -> Iterator[Problem]:
-    ranks = profile.node.accelerators_per_node
     if profile.launcher is not None:
         yield from _check_own(profile, "launcher", profile.launcher)
-    masks = [int(mask, 16) for mask in profile.start.masks]
+    masks, ranks = [int(mask, 16) for mask in start.masks], node.accelerators_per_node
     if masks and ranks and len(masks) != ranks:
         what = f"{len(masks)} masks for {ranks} accelerators of a node"
         yield Problem("start.bind", what, allowed="one mask for each local rank")
@@ -340,30 +263,22 @@ def _check_start(profile: SiteProfile) -> Iterator[Problem]:
         what = "two masks share a core, or a mask has none"
         yield Problem("start.bind", what, allowed="masks without a common bit, none of them 0")
 
-
-def _check_containers(profile: SiteProfile) -> Iterator[Problem]:
     if profile.container is not None:
         yield from _check_own(profile, "container", profile.container)
     if profile.containers.by_scheduler:
         yield from _check_own(profile, "containers.by_scheduler")
-
-
-def _check_internet(profile: SiteProfile) -> Iterator[Problem]:
-    internet = profile.internet
-    if "proxy" in (internet.nodes, internet.login) and internet.proxy is None:
+    if "proxy" in (profile.internet.nodes, profile.internet.login) and profile.internet.proxy is None:
         what = 'is missing, while internet.nodes or internet.login is "proxy"'
         yield Problem("internet.proxy", what, remedy="add proxy: http://HOST:PORT")
-
-
-def _scheduler(profile: SiteProfile) -> Any:
-    """The site's scheduler (`launch.schedulers.base.Scheduler`)."""
-    return make_plugin("schedulers", profile.scheduler)
+    for path in list_stray_sources(profile):
+        remedy = "name a key path of the profile, such as node.cores, or remove it"
+        yield Problem(f'sources."{path}"', "names nothing that this profile states", remedy=remedy)
 
 
 def _check_own(profile: SiteProfile, key: str, value: str = "", where: str = "") -> Iterator[Problem]:
     """A key, or a value of it, that means something to other schedulers alone (`Scheduler.own_keys`)."""
     entry = f"{key}={value}" if value else key
-    if entry in _scheduler(profile).own_keys:
+    if entry in make_plugin("schedulers", profile.scheduler).own_keys:
         return
     known = (*make_own("schedulers"), *make_installed("schedulers"))
     owners = " or ".join(f'"{each.name}"' for each in known if entry in each.own_keys)
@@ -371,8 +286,3 @@ def _check_own(profile: SiteProfile, key: str, value: str = "", where: str = "")
         what = f'"{value}" needs scheduler {owners}' if value else f"is for scheduler {owners} only"
         remedy = "remove it, or correct the scheduler"
         yield Problem(where or key, f'{what}, and here it is "{profile.scheduler}"', remedy=remedy)
-
-
-def find_nearest(word: str, words: Iterable[str]) -> str | None:
-    """The word that was probably meant, or None where none is similar."""
-    return next(iter(difflib.get_close_matches(word, list(words), n=1)), None)

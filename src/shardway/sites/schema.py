@@ -10,20 +10,14 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError, core_schema
 
 from shardway.hardware.catalogue import load_accelerators, load_links
-from shardway.plugins import is_registered, list_names
+from shardway.plugins import PluginName
 from shardway.units import parse_bytes, parse_seconds, render_seconds
-
-_MOUNT = re.compile(r"[/~$][^:]*:/[^:]*(:ro)?")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_BIND = re.compile(r"mask_cpu:(0x)?[0-9a-fA-F]+(,(0x)?[0-9a-fA-F]+)*")
-_PROXY = re.compile(r"https?://[^\s/@:]+:\d{1,5}/?")
 
 FORMAT = 1
 """The format of profiles that this version reads and writes."""
@@ -32,88 +26,42 @@ CPU = "cpu"
 """The accelerator of a node that has none."""
 
 
-class _Registered:
-    """A text that is a registered name of a group of `shardway.plugins`; a JSON schema lists those of this machine."""
-
-    def __init__(self, group: str) -> None:
-        self.group = group
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
-        return core_schema.no_info_before_validator_function(self._check, core_schema.str_schema())
-
-    def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: Any) -> dict[str, Any]:
-        return {"type": "string", "enum": list(list_names(self.group))}
-
-    def _check(self, value: Any) -> Any:
-        if isinstance(value, str) and is_registered(self.group, value):
-            return value
-        names = ", ".join(f"'{name}'" for name in list_names(self.group))
-        raise PydanticCustomError("literal_error", "Input should be one of {expected}", {"expected": names})
+def _parsed(parse: Callable[[str], float]) -> BeforeValidator:
+    return BeforeValidator(lambda value: parse(value) if isinstance(value, str) else value)
 
 
-SchedulerName = Annotated[str, _Registered("schedulers")]
-LauncherName = Annotated[str, _Registered("launchers")]
-ContainerName = Annotated[str, _Registered("containers")]
+def _matching(pattern: str, rest: str) -> AfterValidator:
+    """A text of this form; `rest` is what a message says after any other."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f'"{text}" {rest}')
+        return text
+
+    return AfterValidator(check)
 
 
-def _parse_size(value: Any) -> Any:
-    return parse_bytes(value) if isinstance(value, str) else value
+def _in_catalogue(what: str, list_keys: Callable[[], Iterable[str]], *others: str) -> AfterValidator:
+    def check(key: str) -> str:
+        if key not in others and key not in list_keys():
+            raise ValueError(f'"{key}" is not in the catalogue of {what}')
+        return key
 
-
-def _parse_time(value: Any) -> Any:
-    return parse_seconds(value) if isinstance(value, str) else value
-
-
-def _check_accelerator(key: str) -> str:
-    if key != CPU and key not in load_accelerators():
-        raise ValueError(f'"{key}" is not in the catalogue of accelerators')
-    return key
-
-
-def _check_link(key: str) -> str:
-    if key not in load_links():
-        raise ValueError(f'"{key}" is not in the catalogue of links')
-    return key
-
-
-def _check_mount(text: str) -> str:
-    if not _MOUNT.fullmatch(text):
-        raise ValueError(f'"{text}" is no mount; allowed: SOURCE:TARGET or SOURCE:TARGET:ro, both absolute paths')
-    return text
-
-
-def _check_variable(name: str) -> str:
-    if not _VARIABLE.fullmatch(name):
-        raise ValueError(f'"{name}" is no name of a variable; allowed: letters, digits and _, no digit first')
-    return name
-
-
-def _check_bind(text: str) -> str:
-    if not _BIND.fullmatch(text):
-        raise ValueError(f'"{text}" is no list of CPU masks; allowed: mask_cpu:0xMASK,0xMASK,...')
-    return text
-
-
-def _check_proxy(text: str) -> str:
-    if not _PROXY.fullmatch(text):
-        raise ValueError(f'"{text}" is no proxy; allowed: http://HOST:PORT, without a user name or password')
-    return text
+    return AfterValidator(check)
 
 
 def _check_option(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        value = tuple(value)
-    if not isinstance(value, bool | int | str) and not (
-        isinstance(value, tuple) and all(isinstance(entry, str) for entry in value)
-    ):
+    value = tuple(value) if isinstance(value, list) else value
+    texts = isinstance(value, tuple) and all(isinstance(entry, str) for entry in value)
+    if not (texts or isinstance(value, bool | int | str)):
         raise ValueError(f"{value!r} is no value of an option; allowed: true, false, an integer, a string, strings")
     return value
 
 
-Bytes = Annotated[int, Field(strict=True, gt=0), BeforeValidator(_parse_size)]
+Bytes = Annotated[int, Field(strict=True, gt=0), _parsed(parse_bytes)]
 """A size: "512GiB" in the profile, bytes in Python."""
 
-Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), BeforeValidator(_parse_time)]
+Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), _parsed(parse_seconds)]
 """A time: "24h" in the profile, seconds in Python."""
 
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -121,12 +69,38 @@ Text = Annotated[str, Field(min_length=1)]
 Place = Annotated[str, Field(pattern=r"^[/~$]")]
 """A path on the site: absolute, or from ~ or a $VARIABLE, which the job's shell resolves."""
 
-Mount = Annotated[str, AfterValidator(_check_mount)]
+Mount = Annotated[
+    str,
+    _matching(
+        r"[/~$][^:]*:/[^:]*(:ro)?", "is no mount; allowed: SOURCE:TARGET or SOURCE:TARGET:ro, both absolute paths"
+    ),
+]
 """SOURCE:TARGET[:ro]; the source may start with ~ or a $VARIABLE."""
 
-VariableName = Annotated[str, AfterValidator(_check_variable)]
-AcceleratorKey = Annotated[str, AfterValidator(_check_accelerator)]
-LinkKey = Annotated[str, AfterValidator(_check_link)]
+VariableName = Annotated[
+    str,
+    _matching("[A-Za-z_][A-Za-z0-9_]*", "is no name of a variable; allowed: letters, digits and _, no digit first"),
+]
+AcceleratorKey = Annotated[str, _in_catalogue("accelerators", load_accelerators, CPU)]
+LinkKey = Annotated[str, _in_catalogue("links", load_links)]
+Bind = Annotated[
+    str,
+    _matching(
+        "mask_cpu:(0x)?[0-9a-fA-F]+(,(0x)?[0-9a-fA-F]+)*",
+        "is no list of CPU masks; allowed: mask_cpu:0xMASK,0xMASK,...",
+    ),
+]
+Proxy = Annotated[
+    str,
+    _matching(
+        r"https?://[^\s/@:]+:\d{1,5}/?", "is no proxy; allowed: http://HOST:PORT, without a user name or password"
+    ),
+]
+
+
+def fact(description: str) -> Any:
+    """A key that a profile may leave out, which means unknown."""
+    return Field(None, description=description)
 
 
 class _Table(BaseModel):
@@ -136,22 +110,18 @@ class _Table(BaseModel):
 class Node(_Table):
     """One compute node, as a job that takes the whole of it sees it."""
 
-    architecture: Literal["x86_64", "aarch64"] | None = Field(
-        None, description="what wheels and container images are built for"
+    architecture: Literal["x86_64", "aarch64"] | None = fact("what wheels and container images are built for")
+    cores: Count | None = fact("cores that a job may use")
+    threads_per_core: Count | None = fact(
+        "hardware threads of a core, where Slurm counts these as CPUs (scontrol show node: CPUTot)"
     )
-    cores: Count | None = Field(None, description="cores that a job may use")
-    threads_per_core: Count | None = Field(
-        None, description="hardware threads of a core, where Slurm counts these as CPUs (scontrol show node: CPUTot)"
+    memory: Bytes | None = fact("memory that a job may use")
+    accelerator: AcceleratorKey | None = fact('key of the catalogue of accelerators, or "cpu" where a node has none')
+    accelerators_per_node: Annotated[int, Field(strict=True, ge=0)] | None = fact(
+        "accelerators of a node, as many as a process there can see"
     )
-    memory: Bytes | None = Field(None, description="memory that a job may use")
-    accelerator: AcceleratorKey | None = Field(
-        None, description='key of the catalogue of accelerators, or "cpu" where a node has none'
-    )
-    accelerators_per_node: Annotated[int, Field(strict=True, ge=0)] | None = Field(
-        None, description="accelerators of a node, as many as a process there can see"
-    )
-    link: LinkKey | None = Field(None, description="link between accelerators, where not the part's usual one")
-    local_disk: Place | None = Field(None, description="folder on the node's own disk")
+    link: LinkKey | None = fact("link between accelerators, where not the part's usual one")
+    local_disk: Place | None = fact("folder on the node's own disk")
 
     @model_validator(mode="after")
     def _check_cpu_has_no_accelerators(self) -> Node:
@@ -166,13 +136,13 @@ class Node(_Table):
 class Network(_Table):
     """What joins the nodes, and how one of them names another on it."""
 
-    link: LinkKey | None = Field(None, description="key of the catalogue of links: one adapter of a node")
-    adapters_per_node: Count | None = Field(None, description="such adapters that a node has")
-    host_suffix: Text | None = Field(
-        None, description="what turns a node's short name into that of its fast interface: MASTER_ADDR is name + suffix"
+    link: LinkKey | None = fact("key of the catalogue of links: one adapter of a node")
+    adapters_per_node: Count | None = fact("such adapters that a node has")
+    host_suffix: Text | None = fact(
+        "what turns a node's short name into that of its fast interface: MASTER_ADDR is name + suffix"
     )
-    resolve: Literal["ipv4"] | None = Field(
-        None, description="MASTER_ADDR is the numeric address that a node's name resolves to, not the name"
+    resolve: Literal["ipv4"] | None = fact(
+        "MASTER_ADDR is the numeric address that a node's name resolves to, not the name"
     )
 
 
@@ -180,12 +150,12 @@ class Queue(_Table):
     """What a job is sent to: a PBS queue, a Slurm partition, or a partition with a quality of service."""
 
     name: Text = Field(description="name that the user chooses it by")
-    partition: str | None = Field(None, description='Slurm partition, where it is not the name; "" asks for none')
-    qos: Text | None = Field(None, description="quality of service that Slurm is asked for")
-    max_walltime: Seconds | None = Field(None, description="longest wall-time of a job")
-    default_walltime: Seconds | None = Field(None, description="wall-time of a job that names none")
-    max_nodes: Count | None = Field(None, description="most nodes of a job")
-    min_nodes: Count | None = Field(None, description="fewest nodes of a job")
+    partition: str | None = fact('Slurm partition, where it is not the name; "" asks for none')
+    qos: Text | None = fact("quality of service that Slurm is asked for")
+    max_walltime: Seconds | None = fact("longest wall-time of a job")
+    default_walltime: Seconds | None = fact("wall-time of a job that names none")
+    max_nodes: Count | None = fact("most nodes of a job")
+    min_nodes: Count | None = fact("fewest nodes of a job")
 
     @model_validator(mode="after")
     def _check_limits_are_ordered(self) -> Queue:
@@ -206,31 +176,25 @@ Options = Mapping[str, Annotated[OptionValue, BeforeValidator(_check_option)]]
 class RequestRules(_Table):
     """How this site wants a job to ask for nodes."""
 
-    account: Literal["required", "optional"] | None = Field(None, description="whether a job names an account")
-    account_command: Text | None = Field(None, description="command that lists a user's accounts and budgets")
-    accelerators: Text | None = Field(
-        None, description="option that asks for accelerators (Slurm: gres, gpus-per-node; PBS: ngpus)"
-    )
-    accelerator_type: Text | None = Field(
-        None, description="type of accelerator that a job asks for (Slurm: gpu:TYPE:N)"
-    )
-    whole_nodes: bool | None = Field(None, description="whether a job gets nodes for itself alone")
-    memory: bool | None = Field(None, description="whether a job says how much memory it wants; false: it must not")
-    constraint: Text | None = Field(None, description="node feature that every job asks for (Slurm)")
+    account: Literal["required", "optional"] | None = fact("whether a job names an account")
+    account_command: Text | None = fact("command that lists a user's accounts and budgets")
+    accelerators: Text | None = fact("option that asks for accelerators (Slurm: gres, gpus-per-node; PBS: ngpus)")
+    accelerator_type: Text | None = fact("type of accelerator that a job asks for (Slurm: gpu:TYPE:N)")
+    whole_nodes: bool | None = fact("whether a job gets nodes for itself alone")
+    memory: bool | None = fact("whether a job says how much memory it wants; false: it must not")
+    constraint: Text | None = fact("node feature that every job asks for (Slurm)")
     options: Options = Field({}, description="other options of the scheduler for every job")
-    submit_from_nodes: bool | None = Field(None, description="whether a job may submit jobs")
-    max_jobs: Count | None = Field(None, description="most jobs of a user, queued and running")
+    submit_from_nodes: bool | None = fact("whether a job may submit jobs")
+    max_jobs: Count | None = fact("most jobs of a user, queued and running")
 
 
 class StartRules(_Table):
     """How ranks are started here."""
 
     srun_options: tuple[str, ...] = Field((), description="options of every srun")
-    mpirun: Text | None = Field(None, description="path of Open MPI's mpirun")
+    mpirun: Text | None = fact("path of Open MPI's mpirun")
     mpirun_options: tuple[str, ...] = Field((), description="options of every mpirun")
-    bind: Annotated[str, AfterValidator(_check_bind)] | None = Field(
-        None, description="CPU mask of each local rank, in srun's form mask_cpu:0x..,0x.."
-    )
+    bind: Bind | None = fact("CPU mask of each local rank, in srun's form mask_cpu:0x..,0x..")
 
     @property
     def masks(self) -> tuple[str, ...]:
@@ -241,13 +205,13 @@ class StartRules(_Table):
 class ContainerRules(_Table):
     """How the container runtime is used here."""
 
-    command: Text | None = Field(None, description="its command, where that has another name (singularity)")
+    command: Text | None = fact("its command, where that has another name (singularity)")
     mounts: tuple[Mount, ...] = Field((), description="SOURCE:TARGET[:ro] of every container")
     options: tuple[str, ...] = Field((), description="options of every start of a container")
-    by_scheduler: bool | None = Field(
-        None, description="PBS makes the container: container_engine in select, container_image and container_name"
+    by_scheduler: bool | None = fact(
+        "PBS makes the container: container_engine in select, container_image and container_name"
     )
-    data_path: Place | None = Field(None, description="folder in which enroot keeps the containers of a job")
+    data_path: Place | None = fact("folder in which enroot keeps the containers of a job")
 
 
 class Modules(_Table):
@@ -260,12 +224,10 @@ class Modules(_Table):
 class Internet(_Table):
     """What can be reached outside."""
 
-    nodes: Literal["none", "proxy", "direct"] | None = Field(None, description="from compute nodes")
-    login: Literal["none", "proxy", "direct"] | None = Field(None, description="from login nodes")
-    proxy: Annotated[str, AfterValidator(_check_proxy)] | None = Field(
-        None, description="http://HOST:PORT of the proxy"
-    )
-    no_proxy: Text | None = Field(None, description="what is reached without it")
+    nodes: Literal["none", "proxy", "direct"] | None = fact("from compute nodes")
+    login: Literal["none", "proxy", "direct"] | None = fact("from login nodes")
+    proxy: Proxy | None = fact("http://HOST:PORT of the proxy")
+    no_proxy: Text | None = fact("what is reached without it")
 
 
 class Access(_Table):
@@ -273,7 +235,7 @@ class Access(_Table):
 
     login: tuple[str, ...] = Field((), description="login nodes")
     transfer: tuple[str, ...] = Field((), description="nodes for copying data")
-    note: Text | None = Field(None, description="what to know before the first connection")
+    note: Text | None = fact("what to know before the first connection")
 
 
 Rate = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
@@ -282,9 +244,9 @@ Rate = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 class Storage(_Table):
     """Folders on file systems that all nodes share."""
 
-    home: Place | None = Field(None, description="small and backed up")
-    project: Place | None = Field(None, description="kept as long as the project")
-    scratch: Place | None = Field(None, description="large, fast, and purged")
+    home: Place | None = fact("small and backed up")
+    project: Place | None = fact("kept as long as the project")
+    scratch: Place | None = fact("large, fast, and purged")
 
 
 class FactSource(_Table):
@@ -305,13 +267,13 @@ class SiteProfile(_Table):
     format: Annotated[int, Field(strict=True, ge=FORMAT, le=FORMAT)] = Field(description="1, the schema's version")
     name: Text = Field(description="short name of the site")
     title: Text = Field(description="name for people")
-    extends: Text | None = Field(None, description="name or path of one other profile, whose facts hold here too")
+    extends: Text | None = fact("name or path of one other profile, whose facts hold here too")
     replaces: bool = Field(False, description="whether a profile of yours stands for a shipped one of the same name")
-    scheduler: SchedulerName = Field(description="what starts jobs")
-    launcher: LauncherName | None = Field(
-        None, description="what starts the ranks of a command of your own, and under PBS those of a training"
+    scheduler: Annotated[str, PluginName("schedulers")] = Field(description="what starts jobs")
+    launcher: Annotated[str, PluginName("launchers")] | None = fact(
+        "what starts the ranks of a command of your own, and under PBS those of a training"
     )
-    container: ContainerName | None = Field(None, description="container runtime of the nodes")
+    container: Annotated[str, PluginName("containers")] | None = fact("container runtime of the nodes")
     node: Node = Field(Node(), description="one compute node")
     network: Network = Field(Network(), description="what joins the nodes")
     queues: tuple[Queue, ...] = Field((), description="queues or partitions; the first is the default")

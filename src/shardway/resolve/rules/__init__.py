@@ -1,7 +1,8 @@
 """The rules between keys, one function each, named as a sentence; `RULES` is their order.
 
 Rules stand by section: [run], [checkpoint] and [guard] in `run`; [model] and [data] in `model`; [parallel] and the
-split of a batch in `layout`; [precision], [optim] and what compiles in `formats`; [deepspeed] in `deepspeed`.
+split of a batch in `layout`; [precision], [optim] and what compiles in `formats`; [deepspeed] in `deepspeed`. In each
+of these modules the public functions of a draft alone are its rules, applied as they stand from top to bottom.
 
 Invariant: a rule derives an open key or refuses; it never changes what the user set. This package reads no files and
 does not look at the machine.
@@ -22,8 +23,3 @@ RULES: tuple[Rule, ...] = (
     layout.bind_layout_rule(OF_A_LAYOUT),
     *OF_A_LAYOUT,
 )
-
-OF_WHAT_IS_DESCRIBED: frozenset[Rule] = frozenset(
-    (*model.OF_WHAT_IS_DESCRIBED, *layout.OF_WHAT_IS_DESCRIBED, formats.float8_multiplies_whole_groups_of_tokens)
-)
-"""Rules of what [model] and [data] describe; the objects that a script passes in are checked in the same way."""

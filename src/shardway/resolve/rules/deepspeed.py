@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
-from shardway.resolve.draft import Draft, Resolved, Rule, accumulation_of, fact_of
+from shardway.resolve.draft import Draft, Resolved, Rule, accumulation_of, fact_of, list_rules
 from shardway.resolve.rules.formats import list_own
 from shardway.runfile.load import render_value
-from shardway.runfile.schema import DeepspeedSection, RunFile
+from shardway.runfile.schema import RunFile
 
 # --- the settings of DeepSpeed
 
 Settings = dict[str, Any]
 """Values that JSON can hold, by name."""
-
-_FP32_BYTES = 4
 
 
 def resolve_ds_config(resolved: Resolved) -> Settings:
@@ -34,27 +31,25 @@ def resolve_ds_config(resolved: Resolved) -> Settings:
     return _lay_over(own_settings(values, resolved.derived.accumulation), values.deepspeed.settings)
 
 
-def render_ds_config(resolved: Resolved) -> str:
-    """`resolve_ds_config` as the text of a ds_config.json."""
-    return render_settings(resolve_ds_config(resolved))
-
-
 def render_settings(settings: Settings) -> str:
-    """Settings as the text of a ds_config.json."""
     return json.dumps(settings, indent=2) + "\n"
 
 
 def own_settings(values: RunFile, accumulation: int) -> Settings:
-    """The settings that keys of the run file decide.
-
-    train_batch_size is left to DeepSpeed, which requires the product of the others even if shares are uneven.
-    """
-    precision, clip = values.precision, values.optim.clip
+    """The settings that keys of the run file decide. train_batch_size is left to DeepSpeed, which requires the product
+    of the others even if shares are uneven."""
+    precision, clip, section = values.precision, values.optim.clip, values.deepspeed
+    bucket = max(1, values.parallel.bucket // 4)  # in numbers of fp32
+    zero: Settings = {"stage": section.stage, "reduce_bucket_size": bucket}
+    for name, device in (("offload_optimizer", section.offload_optimizer), ("offload_param", section.offload_params)):
+        if device != "none":
+            path = {"nvme_path": section.nvme_path} if device == "nvme" else {}
+            zero[name] = {"device": device, "pin_memory": values.run.device == "cuda", **path}
     settings: Settings = {
         "train_micro_batch_size_per_gpu": values.train.micro_batch,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.0 if clip == "off" else clip,
-        "zero_optimization": _zero(values),
+        "zero_optimization": zero,
         # Shardway's optimizers are plain torch.optim ones, also with offload: nothing is compiled for them.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -70,25 +65,9 @@ def own_settings(values: RunFile, accumulation: int) -> Settings:
 
 
 def adds_gradients_in_bf16(values: RunFile) -> bool:
-    """Whether gradients of micro-batches are summed in bf16.
-
-    ZeRO 1 would use another optimizer wrapper for fp32, which cannot scale gradients after the passes.
-    """
+    """Whether gradients of micro-batches are summed in bf16. ZeRO 1 would use another optimizer wrapper for fp32, which
+    cannot scale gradients after the passes."""
     return values.precision.compute == "bf16" and values.deepspeed.stage == 1
-
-
-def _zero(values: RunFile) -> Settings:
-    section = values.deepspeed
-    zero: Settings = {"stage": section.stage, "reduce_bucket_size": max(1, values.parallel.bucket // _FP32_BYTES)}
-    for name, device in (("offload_optimizer", section.offload_optimizer), ("offload_param", section.offload_params)):
-        if device != "none":
-            zero[name] = _offload(device, section, pinned=values.run.device == "cuda")
-    return zero
-
-
-def _offload(device: str, section: DeepspeedSection, *, pinned: bool) -> Settings:
-    path = {"nvme_path": section.nvme_path} if device == "nvme" else {}
-    return {"device": device, "pin_memory": pinned, **path}
 
 
 def find_conflicts(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -111,23 +90,21 @@ def _lay_over(own: Mapping[str, Any], other: Mapping[str, Any]) -> Settings:
 
 # --- rules of DeepSpeed as the engine
 
-OTHERWISE_DECIDED = MappingProxyType(
-    {
-        "train_batch_size": "train.global_batch",
-        "optimizer": "[optim]",
-        "scheduler": "optim.schedule",
-        "amp": "precision.compute",
-        "torch_autocast": "precision.compute",
-        "tensor_parallel": "[parallel]",
-        "expert_parallel": "[parallel]",
-        "sequence_parallel_size": "[parallel]",
-        "data_parallel_size": "[parallel]",
-        "compile": "train.compile",
-        "checkpoint": "[checkpoint]",
-        "gradient_allreduce_op": "the mean over the global batch",
-        "managed_gradient_accumulation": "train.micro_batch",
-    }
-)
+OTHERWISE_DECIDED: Mapping[str, str] = {
+    "train_batch_size": "train.global_batch",
+    "optimizer": "[optim]",
+    "scheduler": "optim.schedule",
+    "amp": "precision.compute",
+    "torch_autocast": "precision.compute",
+    "tensor_parallel": "[parallel]",
+    "expert_parallel": "[parallel]",
+    "sequence_parallel_size": "[parallel]",
+    "data_parallel_size": "[parallel]",
+    "compile": "train.compile",
+    "checkpoint": "[checkpoint]",
+    "gradient_allreduce_op": "the mean over the global batch",
+    "managed_gradient_accumulation": "train.micro_batch",
+}
 """Setting of DeepSpeed that is not allowed -> the key that decides it in Shardway."""
 
 
@@ -150,11 +127,8 @@ def zero_updates_parts_without_shape(draft: Draft) -> None:
     """ZeRO gives an optimizer flat pieces that begin and end anywhere in a matrix."""
     name = draft.get("optim.name")
     if _is_engine(draft) and not fact_of("optim.name", name, "takes_flat_parts"):
-        draft.refuse(
-            "optim.name",
-            f'"{name}" needs the shapes of weights, and ZeRO hands it flat parts of them',
-            f'{list_own("takes_flat_parts")}; or train.engine = "torch"',
-        )
+        what = f'"{name}" needs the shapes of weights, and ZeRO hands it flat parts of them'
+        draft.refuse("optim.name", what, f'{list_own("takes_flat_parts")}; or train.engine = "torch"')
 
 
 def zero_has_formats_of_its_own(draft: Draft) -> None:
@@ -164,11 +138,8 @@ def zero_has_formats_of_its_own(draft: Draft) -> None:
         allowed = '"fp32", "bf16", "fp16"; or train.engine = "torch"'
         draft.refuse("precision.compute", '"float8" is not for train.engine = "deepspeed"', allowed)
     if draft.get("precision.weights") == "bf16":
-        draft.refuse(
-            "precision.weights",
-            '"bf16": ZeRO shards an fp32 copy of the weights, which is what its updates work on',
-            '"fp32"; or train.engine = "torch"',
-        )
+        what = '"bf16": ZeRO shards an fp32 copy of the weights, which is what its updates work on'
+        draft.refuse("precision.weights", what, '"fp32"; or train.engine = "torch"')
     if draft.get("precision.reduce") == "bf16" and draft.get("run.device") == "cpu":
         draft.refuse("precision.reduce", '"bf16": gloo does not add bf16 up', '"fp32"')
 
@@ -176,12 +147,9 @@ def zero_has_formats_of_its_own(draft: Draft) -> None:
 def zero_1_does_not_accumulate_in_bf16(draft: Draft) -> None:
     accumulation = accumulation_of(draft) if draft.get("train.micro_batch") != "auto" else 1
     if _is_engine(draft) and adds_gradients_in_bf16(draft.values) and accumulation > 1:
-        draft.refuse(
-            "deepspeed.stage",
-            f"1 would add the bf16 gradients of {accumulation} micro-batches up in bf16, which loses small ones",
-            "2 or 3, which add in fp32",
-            "or raise train.micro_batch until a rank's share is one",
-        )
+        what = f"1 would add the bf16 gradients of {accumulation} micro-batches up in bf16, which loses small ones"
+        allowed = "2 or 3, which add in fp32"
+        draft.refuse("deepspeed.stage", what, allowed, "or raise train.micro_batch until a rank's share is one")
 
 
 def zero_3_compiles_blocks(draft: Draft) -> None:
@@ -193,20 +161,17 @@ def zero_3_compiles_blocks(draft: Draft) -> None:
 def zero_offloads_what_it_shards(draft: Draft) -> None:
     if not _is_engine(draft):
         return
-    stage, optimizer, params = (draft.get(f"deepspeed.{name}") for name in ("stage", *_OFFLOADS))
+    stage, optimizer = draft.get("deepspeed.stage"), draft.get("deepspeed.offload_optimizer")
+    params, remedy = draft.get("deepspeed.offload_params"), "set deepspeed.stage = 3"
     if params != "none" and stage != 3:
-        draft.refuse("deepspeed.offload_params", f'"{params}": ZeRO {stage} does not shard weights', '"none"', _STAGE_3)
+        draft.refuse("deepspeed.offload_params", f'"{params}": ZeRO {stage} does not shard weights', '"none"', remedy)
     if optimizer == "nvme" and stage != 3:
         what = f'"nvme": ZeRO {stage} keeps optimizer states in memory'
-        draft.refuse("deepspeed.offload_optimizer", what, '"none", "cpu"', _STAGE_3)
+        draft.refuse("deepspeed.offload_optimizer", what, '"none", "cpu"', remedy)
     if "nvme" in (optimizer, params) and not draft.get("deepspeed.nvme_path"):
         draft.refuse("deepspeed.nvme_path", "is not set", "a folder on a disk of each node")
     elif draft.get("deepspeed.nvme_path") and "nvme" not in (optimizer, params):
         draft.refuse("deepspeed.nvme_path", "has no effect: nothing is offloaded to nvme", "", "remove the key")
-
-
-_OFFLOADS = ("offload_optimizer", "offload_params")
-_STAGE_3 = "set deepspeed.stage = 3"
 
 
 def settings_of_deepspeed_do_not_contradict_the_run_file(draft: Draft) -> None:
@@ -226,12 +191,4 @@ def _is_engine(draft: Draft) -> bool:
     return bool(draft.get("train.engine") == "deepspeed")
 
 
-RULES: tuple[Rule, ...] = (
-    zero_shards_over_copies_alone,
-    zero_updates_parts_without_shape,
-    zero_has_formats_of_its_own,
-    zero_1_does_not_accumulate_in_bf16,
-    zero_3_compiles_blocks,
-    zero_offloads_what_it_shards,
-    settings_of_deepspeed_do_not_contradict_the_run_file,
-)
+RULES: tuple[Rule, ...] = list_rules(globals())

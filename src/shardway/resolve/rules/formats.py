@@ -10,12 +10,11 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from shardway.hardware.catalogue import A_CPU, DeviceFacts
 from shardway.plugins import GROUPS
-from shardway.resolve.draft import Draft, Resolved, Rule, Settled, fact_of
+from shardway.resolve.draft import Draft, Resolved, Rule, Settled, fact_of, list_rules, of_what_is_described
 from shardway.runfile.load import render_value
 
 # --- values that a device does fast
@@ -23,16 +22,8 @@ from shardway.runfile.load import render_value
 COMPUTE, TF32, COMPILE = KEYS = ("precision.compute", "precision.tf32", "train.compile")
 """The keys that follow the device."""
 
-WEAKEST: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {COMPUTE: ("fp32", "bf16"), TF32: (False, True), COMPILE: ("off", "blocks")}
-)
-"""Key -> the values that a device may choose, the weakest first."""
-
 SHORT_RUN = 100
 """With fewer steps, compilation (about a minute) takes longer than it saves."""
-
-TRITON_FROM = (7, 0)
-"""Compute capability from which Triton supports a device: Volta."""
 
 BEFORE = "as this run computed before"
 """The reason why a resumed run keeps a value that its device would not choose."""
@@ -40,27 +31,21 @@ BEFORE = "as this run computed before"
 DROPS = "dropout starts anew from a seed at each block"
 """The reason why blocks with dropout are not compiled."""
 
-_ZERO_BUBBLE = ("zero_bubble", "zbv")
-_KEPT_COMPUTE = ("fp32", "bf16", "fp16")
-_FORMATS_OF_DEEPSPEED = ("bf16", "fp16", "data_types", "bfloat16")
-
-
-# --- the choice of one device
-
 
 def choose_compute(device: DeviceFacts) -> Settled:
     """bf16 if the device multiplies it natively, and faster than fp32 as far as that is known."""
+    name, gain = device.name, device.bf16_gain
     if device.kind in ("cpu", "mps"):
-        return Settled("fp32", device.name)
+        return Settled("fp32", name)
     if device.native_bf16 is None or device.kind == "unknown":
-        return Settled("fp32", f"what {device.name} multiplies fast is not known")
+        return Settled("fp32", f"what {name} multiplies fast is not known")
     if not device.native_bf16:
-        return Settled("fp32", f"{device.name} has no bf16 products of its own")
-    if device.bf16_gain is None:
-        return Settled("bf16", f"{device.name} has bf16 products of its own")
-    if device.bf16_gain <= 1:
-        return Settled("fp32", f"{device.name} multiplies bf16 no faster than fp32")
-    return Settled("bf16", f"{device.name} multiplies bf16 {device.bf16_gain:.3g} times as fast as fp32")
+        return Settled("fp32", f"{name} has no bf16 products of its own")
+    if gain is None:
+        return Settled("bf16", f"{name} has bf16 products of its own")
+    if gain <= 1:
+        return Settled("fp32", f"{name} multiplies bf16 no faster than fp32")
+    return Settled("bf16", f"{name} multiplies bf16 {gain:.3g} times as fast as fp32")
 
 
 def choose_tf32(device: DeviceFacts) -> Settled:
@@ -73,13 +58,13 @@ def choose_tf32(device: DeviceFacts) -> Settled:
 
 
 def choose_compile(device: DeviceFacts) -> Settled:
-    """Blocks on a CUDA device that Triton supports here. A part of the catalogue has no capability, and all parts in it
-    are Volta or newer."""
+    """Blocks on a CUDA device that Triton supports here: from Volta on. A part of the catalogue has no capability, and
+    all parts in it are Volta or newer."""
     if device.kind in ("cpu", "mps"):
         return Settled("off", device.name)
     if device.kind != "cuda":
         return Settled("off", f"what compiled blocks gain on {device.name} is not known")
-    if device.capability is not None and device.capability < TRITON_FROM:
+    if device.capability is not None and device.capability < (7, 0):
         version = ".".join(map(str, device.capability))
         return Settled("off", f"Triton makes no kernels for {device.name} (compute capability {version})")
     if device.no_compiler:
@@ -87,78 +72,75 @@ def choose_compile(device: DeviceFacts) -> Settled:
     return Settled("blocks", f"{device.name} gains by compiled blocks")
 
 
-_CHOICES: Mapping[str, Callable[[DeviceFacts], Settled]] = MappingProxyType(
-    {COMPUTE: choose_compute, TF32: choose_tf32, COMPILE: choose_compile}
-)
+_CHOICES: Mapping[str, tuple[Callable[[DeviceFacts], Settled], tuple[Any, ...]]] = {
+    COMPUTE: (choose_compute, ("fp32", "bf16")),
+    TF32: (choose_tf32, (False, True)),
+    COMPILE: (choose_compile, ("off", "blocks")),
+}
+"""Key -> the choice of one device, and the values that it may choose, the weakest first."""
 
 
 def choose_for(key: str, devices: Sequence[DeviceFacts]) -> Settled:
-    """The choice of the weakest of several devices."""
-    if not devices:
-        return _CHOICES[key](DeviceFacts("unknown", "this accelerator"))
-    return min((_CHOICES[key](device) for device in devices), key=lambda choice: WEAKEST[key].index(choice.value))
+    choose, weakest = _CHOICES[key]
+    choices = [choose(device) for device in devices or [DeviceFacts("unknown", "this accelerator")]]
+    return min(choices, key=lambda choice: weakest.index(choice.value))
 
 
-# --- the choice for a run
+# --- the choice for a run: what the other keys or the script require, else the value of the run's earlier attempts,
+# else what the devices do fast
 
 
-def choose(draft: Draft, key: str) -> Settled:
-    """The value of a key that is "auto", with the reason: what the other keys or the script require, else the value of
-    the run's earlier attempts, else what the devices do fast."""
-    facts = draft.circumstances
-    devices = (A_CPU,) if draft.get("run.device") == "cpu" else facts.devices
-    usual = choose_for(key, devices)
-    if (needed := _NEEDS[key](draft, usual)) is not None:
-        return needed
-    before = facts.before.get(key, usual.value)
-    if before == usual.value or not _may_keep(draft, key, before):
-        return usual
-    return Settled(before, f"{BEFORE} (a new run: {render_value(usual.value)}, {usual.reason})")
+def what_is_left_to_the_device_is_what_it_does_fast(draft: Draft) -> None:
+    facts, on_cpu = draft.circumstances, draft.get("run.device") == "cpu"
+    for key in KEYS:
+        if draft.get(key) != "auto":
+            continue
+        usual = choose_for(key, (A_CPU,) if on_cpu else facts.devices)
+        chosen, before = _find_needed(draft, key, usual), facts.before.get(key, usual.value)
+        if chosen is None and before != usual.value and _may_keep(draft, key, before):
+            chosen = Settled(before, f"{BEFORE} (a new run: {render_value(usual.value)}, {usual.reason})")
+        chosen = chosen or usual
+        draft.derive(key, chosen.value, chosen.reason)
 
 
 def _may_keep(draft: Draft, key: str, value: Any) -> bool:
     """Whether the value of earlier attempts is possible here and no rule refuses it."""
     on_cpu = draft.get("run.device") == "cpu"
     if key == COMPUTE:
-        return value in _KEPT_COMPUTE
+        return value in ("fp32", "bf16", "fp16")
     if key == TF32:
         return isinstance(value, bool) and not (value and on_cpu)
-    splits = draft.get("parallel.pp") > 1 or draft.get("train.engine") == "deepspeed"
     if value == "off":
         return True
+    splits = draft.get("parallel.pp") > 1 or draft.get("train.engine") == "deepspeed"
     can_compile = not on_cpu and not any(device.no_compiler for device in draft.circumstances.devices)
     return can_compile and value in (("blocks",) if splits else ("blocks", "model"))
 
 
-def _find_compute_needed(draft: Draft, usual: Settled) -> Settled | None:
+def _find_needed(draft: Draft, key: str, usual: Settled) -> Settled | None:
     deepspeed = draft.get("train.engine") == "deepspeed"
-    if draft.get("precision.weights") == "bf16" and not deepspeed:
+    if key == COMPUTE and draft.get("precision.weights") == "bf16" and not deepspeed:
         return Settled("bf16", 'precision.weights = "bf16" is multiplied as it is')
-    if settled := draft.circumstances.settled.get(COMPUTE):
+    if settled := draft.circumstances.settled.get(key):
         return settled
-    named = [name for name in _FORMATS_OF_DEEPSPEED if deepspeed and name in draft.get("deepspeed.settings")]
-    if named:
-        return Settled("fp32", f"deepspeed.settings has {named[0]}")
-    if deepspeed and usual.value == "bf16" and draft.get("deepspeed.stage") == 1:
-        return Settled("fp32", "ZeRO 1 adds bf16 gradients up in bf16, which loses small ones")
-    return None
-
-
-def _find_tf32_needed(draft: Draft, usual: Settled) -> Settled | None:
-    return draft.circumstances.settled.get(TF32)
-
-
-def _find_compile_needed(draft: Draft, usual: Settled) -> Settled | None:
-    if settled := draft.circumstances.settled.get(COMPILE):
-        return settled
+    if key == COMPUTE and deepspeed:
+        settings = draft.get("deepspeed.settings")
+        if named := [name for name in ("bf16", "fp16", "data_types", "bfloat16") if name in settings]:
+            return Settled("fp32", f"deepspeed.settings has {named[0]}")
+        if usual.value == "bf16" and draft.get("deepspeed.stage") == 1:
+            return Settled("fp32", "ZeRO 1 adds bf16 gradients up in bf16, which loses small ones")
+    if key != COMPILE:
+        return None
     schedule = draft.get("parallel.pp_schedule")
     may_split = draft.get("parallel.pp") > 1 or draft.get("parallel.layout") == "auto"
-    if may_split and schedule in _ZERO_BUBBLE:
+    if may_split and schedule in ("zero_bubble", "zbv"):
         return Settled("off", f'parallel.pp_schedule = "{schedule}" splits backward passes')
     if draft.get("recompute.mode") == "budget":
         return Settled("blocks", 'recompute.mode = "budget" is the compiler\'s')
-    reason = next(_find_no_gain(draft), "") if usual.value != "off" else ""
-    return Settled("off", reason) if reason and COMPILE not in draft.circumstances.before else None
+    if usual.value == "off" or COMPILE in draft.circumstances.before:
+        return None
+    reason = next(_find_no_gain(draft), "")
+    return Settled("off", reason) if reason else None
 
 
 def _find_no_gain(draft: Draft) -> Iterator[str]:
@@ -175,18 +157,19 @@ def _find_no_gain(draft: Draft) -> Iterator[str]:
         yield DROPS
     if draft.get("precision.compute") == "float8" and draft.get("precision.float8_engine") != "torchao":
         yield "Transformer Engine has kernels of its own"
-    steps = _count_steps(draft)
-    if steps is not None and steps < SHORT_RUN:
-        yield _describe_short(steps)
+    span = draft.get("train.steps")
+    if span.unit in ("steps", "samples"):  # the length does not depend on the data
+        steps = int(span.amount // (draft.get("train.global_batch") if span.unit == "samples" else 1))
+        if steps < SHORT_RUN:
+            yield _describe_short(steps)
 
 
 def leave_short_runs_uncompiled(resolved: Resolved) -> Resolved:
     """The run without compiled blocks if the data shows that it is short and nothing else requires them."""
     facts, steps = resolved.circumstances, resolved.derived.total_steps
     is_open = resolved.is_derived(COMPILE) and resolved.values.recompute.mode != "budget"
-    if not is_open or COMPILE in facts.before or COMPILE in facts.settled or steps >= SHORT_RUN:
-        return resolved
-    if resolved.values.train.compile == "off":
+    is_long = steps >= SHORT_RUN or resolved.values.train.compile == "off"
+    if not is_open or is_long or COMPILE in facts.before or COMPILE in facts.settled:
         return resolved
     return resolved.with_values({COMPILE: Settled("off", _describe_short(steps))})
 
@@ -195,79 +178,15 @@ def _describe_short(steps: int) -> str:
     return f"compiling takes longer than it saves in {steps} steps"
 
 
-def _count_steps(draft: Draft) -> int | None:
-    """The length of the run in steps, if it does not depend on the data."""
-    span = draft.get("train.steps")
-    if span.unit not in ("steps", "samples"):
-        return None
-    size = draft.get("train.global_batch") if span.unit == "samples" else 1
-    return int(span.amount // size)
-
-
-_NEEDS: Mapping[str, Callable[[Draft, Settled], Settled | None]] = MappingProxyType(
-    {COMPUTE: _find_compute_needed, TF32: _find_tf32_needed, COMPILE: _find_compile_needed}
-)
-
-
-# --- keys left to the device
-
-
-def what_is_left_to_the_device_is_what_it_does_fast(draft: Draft) -> None:
-    for key in KEYS:
-        if draft.get(key) == "auto":
-            settled = choose(draft, key)
-            draft.derive(key, settled.value, settled.reason)
-
-
-# --- compilation and recompute
-
-
-def a_pipeline_compiles_blocks(draft: Draft) -> None:
-    """No rank of a pipeline calls its whole part of the model."""
-    if draft.get("parallel.pp") > 1 and draft.get("train.compile") == "model":
-        draft.refuse(
-            "train.compile", f'"model" does not go with parallel.pp = {draft.get("parallel.pp")}', '"blocks" or "off"'
-        )
-
-
-def a_memory_budget_needs_the_compiler(draft: Draft) -> None:
-    if draft.get("recompute.mode") == "budget" and draft.get("train.compile") == "off":
-        draft.refuse(
-            "recompute.mode",
-            '"budget": it is the compiler that chooses, and train.compile is "off"',
-            '"none", "selective", "full"; or train.compile = "blocks"',
-        )
-
-
-# --- number formats and the optimizer
-
-
 def tf32_needs_a_device_that_has_it(draft: Draft) -> None:
     if draft.get("precision.tf32") and draft.get("run.device") == "cpu":
         draft.refuse("precision.tf32", "true has no effect on a CPU", "false")
 
 
-def bf16_weights_need_bf16_products(draft: Draft) -> None:
-    compute = draft.get("precision.compute")
-    if draft.get("precision.weights") == "bf16" and compute in ("fp32", "fp16"):
-        draft.refuse(
-            "precision.weights",
-            f'"bf16" holds fewer digits than precision.compute = "{compute}" multiplies',
-            '"fp32"; or precision.compute = "bf16" or "float8"',
-        )
+BEFORE_A_LAYOUT: tuple[Rule, ...] = list_rules(globals())
 
 
-def cudnn_tries_kernels_where_it_runs_and_may(draft: Draft) -> None:
-    if not draft.get("train.cudnn_benchmark"):
-        return
-    if draft.get("run.device") == "cpu":
-        draft.refuse("train.cudnn_benchmark", "true has no effect on a CPU", "false")
-    elif draft.get("train.deterministic"):
-        draft.refuse(
-            "train.cudnn_benchmark",
-            "true may choose another kernel in each run, and train.deterministic is true",
-            "one of the two",
-        )
+# --- number formats and the optimizer
 
 
 def nesterov_needs_momentum(draft: Draft) -> None:
@@ -289,15 +208,11 @@ def bf16_weights_need_an_optimizer_that_rounds_them(draft: Draft) -> None:
     """With rounding to nearest, weights lose every update below 1/512 of themselves; torchao rounds per replica."""
     name = draft.get("optim.name")
     if draft.get("precision.weights") == "bf16" and not fact_of("optim.name", name, "rounds"):
-        draft.refuse(
-            "optim.name",
-            f'"{name}" does not round stochastically, and precision.weights = "bf16" would lose its small updates',
-            f'{list_own("rounds")}; or precision.weights = "fp32"',
-        )
+        what = f'"{name}" does not round stochastically, and precision.weights = "bf16" would lose its small updates'
+        draft.refuse("optim.name", what, f'{list_own("rounds")}; or precision.weights = "fp32"')
 
 
 def list_own(fact: str) -> str:
-    """Our own optimizers that state a fact, in quotes."""
     return ", ".join(f'"{name}"' for name in GROUPS["optimizers"].own if fact_of("optim.name", name, fact))
 
 
@@ -305,6 +220,23 @@ def narrow_momentum_needs_momentum(draft: Draft) -> None:
     without = draft.get("optim.name") == "sgd" and draft.get("optim.momentum") == 0
     if without and draft.get("optim.state_dtype") == "bf16":
         draft.refuse("optim.state_dtype", '"bf16": without momentum there is no state', '"fp32", or a momentum')
+
+
+def bf16_weights_need_bf16_products(draft: Draft) -> None:
+    compute = draft.get("precision.compute")
+    if draft.get("precision.weights") == "bf16" and compute in ("fp32", "fp16"):
+        what = f'"bf16" holds fewer digits than precision.compute = "{compute}" multiplies'
+        draft.refuse("precision.weights", what, '"fp32"; or precision.compute = "bf16" or "float8"')
+
+
+def cudnn_tries_kernels_where_it_runs_and_may(draft: Draft) -> None:
+    if not draft.get("train.cudnn_benchmark"):
+        return
+    if draft.get("run.device") == "cpu":
+        draft.refuse("train.cudnn_benchmark", "true has no effect on a CPU", "false")
+    elif draft.get("train.deterministic"):
+        what = "true may choose another kernel in each run, and train.deterministic is true"
+        draft.refuse("train.cudnn_benchmark", what, "one of the two")
 
 
 # --- float8
@@ -315,11 +247,9 @@ def float8_needs_a_device_that_has_it(draft: Draft) -> None:
     if not _is_float8(draft) or draft.get("run.device") != "cpu":
         return
     if not draft.get("precision.float8_emulate"):
-        draft.refuse(
-            "precision.compute",
-            '"float8": a CPU has no such matrix products',
-            '"fp32", "bf16", "fp16"; or precision.float8_emulate = true, which is slow and for tests',
-        )
+        what = '"float8": a CPU has no such matrix products'
+        allowed = '"fp32", "bf16", "fp16"; or precision.float8_emulate = true, which is slow and for tests'
+        draft.refuse("precision.compute", what, allowed)
     elif draft.get("precision.float8_recipe") == "blockwise":
         draft.refuse("precision.float8_recipe", '"blockwise" is not emulated', "any other recipe")
 
@@ -345,7 +275,14 @@ def float8_gathers_what_has_one_scale(draft: Draft) -> None:
     """torchao gathers weights in float8 only if one number scales the whole weight, and not into subgroups."""
     if not _is_float8(draft):
         return
-    against = _what_keeps_float8_from_travelling(draft)
+    recipe, engine = draft.get("precision.float8_recipe"), draft.get("precision.float8_engine")
+    reshard, against = draft.get("parallel.reshard_after_forward"), ""
+    if draft.get("parallel.dp_shard") == 1 and draft.get("parallel.cp") == 1:
+        against = "weights are not sharded"
+    elif engine != "torchao" or recipe != "tensorwise":
+        against = f'only torchao\'s recipe "tensorwise" does, and this is {engine}\'s "{recipe}"'
+    elif isinstance(reshard, int) and not isinstance(reshard, bool):
+        against = f"parallel.reshard_after_forward = {reshard} gathers within smaller groups"
     wish = draft.get("precision.float8_all_gather")
     if wish == "auto":
         draft.derive("precision.float8_all_gather", not against, against or "one scale a weight")
@@ -353,6 +290,7 @@ def float8_gathers_what_has_one_scale(draft: Draft) -> None:
         draft.refuse("precision.float8_all_gather", f"true, but {against}", "false")
 
 
+@of_what_is_described
 def float8_multiplies_whole_groups_of_tokens(draft: Draft) -> None:
     """The product for a weight's gradient sums over tokens, and its kernels take whole groups of them."""
     if not _is_float8(draft) or draft.get("precision.float8_emulate"):
@@ -361,45 +299,28 @@ def float8_multiplies_whole_groups_of_tokens(draft: Draft) -> None:
     parts = draft.get("parallel.cp")
     if draft.get("model.kind") == "transformer" and draft.get("data.seq_len") % (group * parts):
         split = f" over parallel.cp = {parts} ranks" if parts > 1 else ""
-        draft.refuse(
-            "data.seq_len",
-            f"{draft.get('data.seq_len')} tokens{split} are no whole groups of {group}, as float8 products take them",
-            f"a multiple of {group * parts}",
-        )
+        what = f"{draft.get('data.seq_len')} tokens{split} are no whole groups of {group}, as float8 products take them"
+        draft.refuse("data.seq_len", what, f"a multiple of {group * parts}")
 
 
 def _is_float8(draft: Draft) -> bool:
     return bool(draft.get("precision.compute") == "float8")
 
 
-def _what_keeps_float8_from_travelling(draft: Draft) -> str:
-    recipe, engine = draft.get("precision.float8_recipe"), draft.get("precision.float8_engine")
-    reshard = draft.get("parallel.reshard_after_forward")
-    if draft.get("parallel.dp_shard") == 1 and draft.get("parallel.cp") == 1:
-        return "weights are not sharded"
-    if engine != "torchao" or recipe != "tensorwise":
-        return f'only torchao\'s recipe "tensorwise" does, and this is {engine}\'s "{recipe}"'
-    if isinstance(reshard, int) and not isinstance(reshard, bool):
-        return f"parallel.reshard_after_forward = {reshard} gathers within smaller groups"
-    return ""
+# --- compilation and recompute
 
 
-BEFORE_A_LAYOUT: tuple[Rule, ...] = (
-    what_is_left_to_the_device_is_what_it_does_fast,
-    tf32_needs_a_device_that_has_it,
-)
+def a_pipeline_compiles_blocks(draft: Draft) -> None:
+    """No rank of a pipeline calls its whole part of the model."""
+    if draft.get("parallel.pp") > 1 and draft.get("train.compile") == "model":
+        what = f'"model" does not go with parallel.pp = {draft.get("parallel.pp")}'
+        draft.refuse("train.compile", what, '"blocks" or "off"')
 
-OF_A_LAYOUT: tuple[Rule, ...] = (
-    nesterov_needs_momentum,
-    muon_needs_matrices,
-    bf16_weights_need_an_optimizer_that_rounds_them,
-    narrow_momentum_needs_momentum,
-    bf16_weights_need_bf16_products,
-    cudnn_tries_kernels_where_it_runs_and_may,
-    float8_needs_a_device_that_has_it,
-    transformer_engine_knows_other_recipes,
-    float8_gathers_what_has_one_scale,
-    float8_multiplies_whole_groups_of_tokens,
-    a_pipeline_compiles_blocks,
-    a_memory_budget_needs_the_compiler,
-)
+
+def a_memory_budget_needs_the_compiler(draft: Draft) -> None:
+    if draft.get("recompute.mode") == "budget" and draft.get("train.compile") == "off":
+        what = '"budget": it is the compiler that chooses, and train.compile is "off"'
+        draft.refuse("recompute.mode", what, '"none", "selective", "full"; or train.compile = "blocks"')
+
+
+OF_A_LAYOUT: tuple[Rule, ...] = list_rules(globals())[len(BEFORE_A_LAYOUT) :]

@@ -1,4 +1,4 @@
-"""Rules of [parallel] and of the split of a global batch: pipeline, degrees, other axes, a layout left to the planner.
+"""Rules of [parallel] and of the split of a global batch: degrees, axes, pipeline, batch, a layout left to the planner.
 
 Invariants:
 - A rule derives an open key or refuses; it never changes what the user set. No files are read.
@@ -9,8 +9,8 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from shardway.errors import UserError, render_reason
 from shardway.layout import AXES, IN_ROUNDS, count_rounds, stages_of_rank, stages_of_schedule
@@ -19,15 +19,16 @@ from shardway.resolve.draft import (
     BLOCK_MODELS,
     Draft,
     Rule,
-    Settled,
     accumulation_of,
     ceil_div,
     count_of,
     fact_of,
     join_words,
+    list_rules,
     nearest_divisor,
     nearest_multiple,
     nearest_where,
+    of_what_is_described,
     replicas_of,
     share_of,
 )
@@ -35,16 +36,233 @@ from shardway.resolve.rules.deepspeed import adds_gradients_in_bf16
 from shardway.runfile.load import render_value
 
 if TYPE_CHECKING:
-    from shardway.plan.case import Machine
     from shardway.plan.shapes import Architecture
-    from shardway.resolve.planned import Missed, OpenLayout
 
 
-# --- the pipeline: stages, schedules, micro-batches
+# --- the degrees
+
+
+def degrees_multiply_to_the_ranks(draft: Draft) -> None:
+    """One of dp_replicate and dp_shard may be "auto": it takes the ranks that the other axes leave."""
+    ranks = draft.circumstances.ranks
+    degrees = {axis: draft.get(f"parallel.{axis}") for axis in AXES}
+    open_axes = [axis for axis, degree in degrees.items() if degree == "auto"]
+    if len(open_axes) > 1:
+        draft.derive("parallel.dp_replicate", 1, "dp_shard is auto and takes all ranks")
+        degrees["dp_replicate"] = 1
+        open_axes.remove("dp_replicate")
+    known = math.prod(degree for degree in degrees.values() if degree != "auto")
+    above = {axis: degree for axis, degree in degrees.items() if degree not in ("auto", 1)}
+    product = " x ".join(f"{axis} {degree}" for axis, degree in above.items())
+    if open_axes and ranks % known == 0:
+        left = f"{ranks} ranks / {product}" if above else f"{ranks} ranks"
+        draft.derive(f"parallel.{open_axes[0]}", ranks // known, left)
+        return
+    if known == ranks:
+        return
+    if not above:
+        what = f"every degree is 1, and there are {ranks} ranks"
+    elif open_axes:
+        what = f"{product} does not divide the number of ranks, {ranks}"
+    else:
+        what = f"{product}{f' = {known}' if len(above) > 1 else ''} is not the number of ranks, {ranks}"
+    culprit = next((axis for axis in ("dp_shard", "dp_replicate", *AXES) if axis in above), "dp_replicate")
+    # The degree of one axis with which the others fit the ranks.
+    others, near = known // above.get(culprit, 1), 0
+    if ranks % others == 0:
+        near = nearest_divisor(ranks // others, degrees[culprit]) if open_axes else ranks // others
+    fits = draft.on_ranks(known).passes(RULES)
+    start = f"start {count_of(known, 'rank')} (--nproc {known}), or " if fits else ""
+    draft.refuse(
+        f"parallel.{culprit}",
+        what,
+        "degrees whose product is the number of ranks" + (f", such as {near} for this one" if near else ""),
+        f'{start}change {"a degree" if len(above) > 1 else "it"}; "auto" takes what the others leave',
+    )
+
+
+# --- axes that split a model: tensor, context, expert; and the traffic between copies
+
+
+@of_what_is_described
+def a_model_splits_along_the_axes_it_is_made_for(draft: Draft) -> None:
+    kind = draft.get("model.kind")
+    for axis in ("tp", "cp", "pp", "ep"):
+        degree = draft.get(f"parallel.{axis}")
+        if degree > 1 and axis not in fact_of("model.kind", kind, "axes"):
+            others = [f'"{name}"' for name in GROUPS["models"].own if axis in fact_of("model.kind", name, "axes")]
+            what = (
+                f'{degree}: model.kind = "{kind}" does not split along {axis} '
+                f"({join_words(others)} {'does' if len(others) == 1 else 'do'})"
+            )
+            remedy = "split over parallel.dp_replicate or parallel.dp_shard, which take any model"
+            draft.refuse(f"parallel.{axis}", what, "1", remedy)
+
+
+@of_what_is_described
+def the_tensor_axis_splits_evenly(draft: Draft) -> None:
+    degree = draft.get("parallel.tp")
+    uneven = {dotted: size for dotted, size in _tensor_sizes(draft).items() if size % degree}
+    if not uneven:
+        return
+    sizes = join_words([f"{dotted} = {size}" for dotted, size in uneven.items()])
+    padded = ceil_div(draft.get("model.vocab"), degree) * degree if uneven.keys() == {"model.vocab"} else 0
+    draft.refuse(
+        "parallel.tp",
+        f"{degree} does not divide {sizes}",
+        f"a divisor of {'it' if len(uneven) == 1 else 'them all'}, such as {_nearest_tensor_degree(draft)}",
+        f"or pad the vocabulary: set model.vocab = {padded}" if padded and not draft.get("model.hf") else "",
+    )
+
+
+@of_what_is_described
+def key_value_heads_split_or_are_repeated(draft: Draft) -> None:
+    """If there are as many key/value heads as heads, the rule above reports it."""
+    degree, heads = draft.get("parallel.tp"), draft.get("model.kv_heads")
+    if heads != draft.get("model.heads") and not _splits_key_values(draft, degree):
+        what = f"{degree} neither divides model.kv_heads = {heads} nor is a multiple of it"
+        allowed = f"a divisor or a multiple of {heads}, such as {_nearest_tensor_degree(draft)}"
+        draft.refuse("parallel.tp", what, allowed)
+
+
+@of_what_is_described
+def a_sequence_splits_into_equal_parts(draft: Draft) -> None:
+    """Twice the degree of cp, since each rank holds a chunk from the front and one from the back; then over tp."""
+    length, cp, tp = draft.get("data.seq_len"), draft.get("parallel.cp"), draft.get("parallel.tp")
+    if draft.get("model.kind") != "transformer":
+        return
+    chunks, ranks = 2 * cp if cp > 1 else 1, draft.circumstances.ranks
+    near = nearest_multiple(math.lcm(chunks, cp * tp) if draft.get("parallel.tp_sequence") else chunks, length)
+    if length % chunks:
+
+        def fits(degree: int) -> bool:
+            return ranks % degree == 0 and (degree == 1 or length % (2 * degree) == 0)
+
+        what = f"{cp}: data.seq_len = {length} does not split into 2 x {cp} equal chunks, two for each rank"
+        allowed = f"a degree of which twice divides {length}, such as {nearest_where(fits, cp, ranks)}"
+        draft.refuse("parallel.cp", what, allowed, f"or set data.seq_len = {near}")
+    elif not _splits_stream(draft, tp):
+        what = f"{tp}: the {length // cp} tokens of a sequence that a rank has do not split into {tp} equal parts"
+        allowed = f"a divisor of {length // cp}, such as {_nearest_tensor_degree(draft)}"
+        draft.refuse("parallel.tp", what, allowed, f"or set parallel.tp_sequence = false, or set data.seq_len = {near}")
+
+
+def experts_split_over_the_ranks_that_share_the_states(draft: Draft) -> None:
+    ep, shard, cp = (draft.get(f"parallel.{axis}") for axis in ("ep", "dp_shard", "cp"))
+    if shard != "auto" and shard * cp % ep:
+        what = f"{ep} does not divide parallel.dp_shard {shard} x parallel.cp {cp} = {shard * cp}"
+        draft.refuse("parallel.ep", what, f"a divisor of it, such as {_nearest_expert_degree(draft)}")
+
+
+@of_what_is_described
+def experts_split_evenly(draft: Draft) -> None:
+    ep, experts = draft.get("parallel.ep"), draft.get("model.experts")
+    if ep == 1 or draft.get("model.kind") != "transformer":
+        return
+    if experts == 0:
+        draft.refuse("parallel.ep", f"{ep}, and the model has no experts (model.experts = 0)", "1")
+    elif experts % ep:
+        near = _nearest_expert_degree(draft)
+        draft.refuse("parallel.ep", f"{ep} does not divide model.experts = {experts}", f"a divisor, such as {near}")
+
+
+@of_what_is_described
+def experts_drop_tokens_of_whole_sequences(draft: Draft) -> None:
+    """If ranks hold parts of a sequence, the last token that an expert takes is not known."""
+    factor, cp = draft.get("model.capacity_factor"), draft.get("parallel.cp")
+    if draft.get("model.experts") and factor and cp > 1:
+        what = f"{factor} drops tokens by their place in a sequence, and parallel.cp = {cp} splits sequences"
+        draft.refuse("model.capacity_factor", what, "0, or parallel.cp = 1")
+
+
+def gathered_weights_are_kept_over_a_part_of_the_ranks(draft: Draft) -> None:
+    """reshard_after_forward must divide the ranks that share the states (torch: `reshard_after_forward`)."""
+    group, shard = draft.get("parallel.reshard_after_forward"), draft.get("parallel.dp_shard")
+    if isinstance(group, bool) or group == "auto" or shard == "auto":
+        return
+    ranks = shard * draft.get("parallel.cp")
+    if ranks % group == 0 and 1 < group < ranks:
+        return
+    near = nearest_where(lambda size: ranks % size == 0 and 1 < size < ranks, group, ranks)
+    what = f"groups of {group} are no equal parts of the {ranks} ranks that share the states"
+    what = f"{group}: {'the states are not shared (parallel.dp_shard = 1)' if ranks == 1 else what}"
+    allowed = 'true, false, "auto"' + (f", or a divisor of {ranks} such as {near}" if near > 1 else "")
+    draft.refuse("parallel.reshard_after_forward", what, allowed)
+
+
+def only_plain_copies_compress_their_gradients(draft: Draft) -> None:
+    """DDP has communication hooks, FSDP2 has none."""
+    method = draft.get("parallel.compress")
+    others = [axis for axis in ("dp_shard", "cp", "tp", "pp") if draft.get(f"parallel.{axis}") not in (1, "auto")]
+    if method == "none":
+        return
+    if others:
+        what = (
+            f'"{method}" is for runs of copies alone (dp_replicate), and parallel.{others[0]} is '
+            f"{draft.get(f'parallel.{others[0]}')}"
+        )
+        remedy = "choose with precision.reduce what the gradients of shards are added up in"
+        draft.refuse("parallel.compress", what, '"none"', remedy)
+    elif method == "bf16" and draft.get("run.device") == "cpu":
+        draft.refuse("parallel.compress", '"bf16": gloo does not add bf16 up', '"fp16", "powersgd", "none"')
+
+
+def only_shared_states_are_kept_in_cpu_memory(draft: Draft) -> None:
+    shared = (draft.get("parallel.dp_shard"), draft.get("parallel.cp")) != (1, 1)
+    if draft.get("parallel.cpu_offload") and not shared:
+        what = "true, and the states are not shared (parallel.dp_shard = 1)"
+        draft.refuse("parallel.cpu_offload", what, "false, or parallel.dp_shard above 1")
+
+
+def _tensor_sizes(draft: Draft) -> dict[str, int]:
+    """The sizes that the tensor axis splits, as far as they are known."""
+    kind, experts = draft.get("model.kind"), draft.get("model.experts")
+    if kind not in BLOCK_MODELS:
+        return {}
+    names = ["heads"]
+    if not experts or draft.get("model.dense_layers"):
+        names.append("ffn_dim")
+    if kind == "transformer":
+        names += ["expert_dim"] * bool(experts) + ["vocab"]
+    sizes = {f"model.{name}": draft.get(f"model.{name}") for name in names}
+    return {dotted: size for dotted, size in sizes.items() if size != "auto"}
+
+
+def _splits_key_values(draft: Draft, degree: int) -> bool:
+    heads = draft.get("model.kv_heads")
+    if heads == "auto" or draft.get("model.kind") not in BLOCK_MODELS:
+        return True
+    return heads % degree == 0 or degree % heads == 0
+
+
+def _splits_stream(draft: Draft, tp: int) -> bool:
+    """Whether a rank's residual stream splits by sequence over the tensor axis, if it has to."""
+    if not draft.get("parallel.tp_sequence") or draft.get("model.kind") != "transformer":
+        return True
+    return bool(draft.get("data.seq_len") // draft.get("parallel.cp") % tp == 0)
+
+
+def _nearest_tensor_degree(draft: Draft) -> int:
+    sizes, ranks = _tensor_sizes(draft).values(), draft.circumstances.ranks
+
+    def fits(degree: int) -> bool:
+        whole = all(size % degree == 0 for size in (*sizes, ranks))
+        return whole and _splits_key_values(draft, degree) and _splits_stream(draft, degree)
+
+    return nearest_where(fits, draft.get("parallel.tp"), ranks)
+
+
+def _nearest_expert_degree(draft: Draft) -> int:
+    """The nearest degree that also divides the experts, if the model is that of the run file."""
+    shard = draft.get("parallel.dp_shard")
+    shared = draft.circumstances.ranks if shard == "auto" else shard * draft.get("parallel.cp")
+    experts = 0 if draft.circumstances.own_model else draft.get("model.experts")
+    return nearest_divisor(math.gcd(shared, experts), draft.get("parallel.ep"))
+
+
+# --- the stages and schedules of a pipeline
 
 ZERO_BUBBLE = ("zero_bubble", "zbv")
-SHOWN_STAGES = 16
-"""More stages than this are not proposed."""
 
 
 def stages_follow_the_schedule(draft: Draft) -> None:
@@ -57,42 +275,51 @@ def stages_follow_the_schedule(draft: Draft) -> None:
     elif ranks > 1 and not least <= stages <= (most or stages):
         other = "1f1b" if stages == 1 else "interleaved"
         wanted = f"{'' if most else 'at least '}{count_of(least, 'stage')}"
-        draft.refuse(
-            "parallel.pp_stages_per_rank",
-            f'{stages}: parallel.pp_schedule = "{schedule}" wants {wanted} on each rank',
-            str(least) if most else f"{least} or more",
-            f'or set parallel.pp_schedule = "{other}"',
-        )
+        what = f'{stages}: parallel.pp_schedule = "{schedule}" wants {wanted} on each rank'
+        allowed = str(least) if most else f"{least} or more"
+        draft.refuse("parallel.pp_stages_per_rank", what, allowed, f'or set parallel.pp_schedule = "{other}"')
 
 
+@of_what_is_described
 def every_rank_has_a_block(draft: Draft) -> None:
     """A rank without any weight would have nothing to train."""
-    ranks, per_rank = draft.get("parallel.pp"), draft.get("parallel.pp_stages_per_rank")
-    split, known, stages = draft.get("parallel.pp_split"), _blocks_of(draft), ranks * per_rank
-    if ranks == 1 or known is None:
+    ranks, per_rank, kind = draft.get("parallel.pp"), draft.get("parallel.pp_stages_per_rank"), draft.get("model.kind")
+    counted = {"convnet": "model.channels", "mlp": "model.hidden", **dict.fromkeys(BLOCK_MODELS, "model.layers")}
+    key, split, stages = counted.get(kind), draft.get("parallel.pp_split"), ranks * per_rank
+    if ranks == 1 or key is None:
         return
-    key, blocks = known
+    blocks = draft.get(key) if kind in BLOCK_MODELS else len(draft.get(key))
     if _deals_out(draft, split, blocks) if split else blocks >= stages:
         return
-    even = [ceil_div(blocks - stage, stages) for stage in range(min(stages, SHOWN_STAGES))]
+    # Of very many stages no split is proposed.
+    even = [ceil_div(blocks - stage, stages) for stage in range(min(stages, 16))]
     proposals = [f"such as {even}"] * _deals_out(draft, even, blocks)
     proposals += ["[] for a balance by cost"] * (blocks >= stages)
     if split and proposals:
-        draft.refuse(
-            "parallel.pp_split",
+        what = (
             f"{split} deals {count_of(sum(split), 'block')} out to {count_of(len(split), 'stage')}; {key} has "
-            f"{blocks} for {count_of(stages, 'stage')} on {ranks} ranks, of which each needs a block",
-            ", or ".join(proposals),
+            f"{blocks} for {count_of(stages, 'stage')} on {ranks} ranks, of which each needs a block"
         )
+        draft.refuse("parallel.pp_split", what, ", or ".join(proposals))
         return
     near = nearest_where(lambda degree: draft.circumstances.ranks % degree == 0, ranks, max(1, blocks // per_rank))
-    draft.refuse(
-        "parallel.pp",
-        f"{ranks} ranks of {count_of(per_rank, 'stage')} need {stages} blocks, and {key} has {blocks}",
-        f"such as {near}",
-    )
+    what = f"{ranks} ranks of {count_of(per_rank, 'stage')} need {stages} blocks, and {key} has {blocks}"
+    draft.refuse("parallel.pp", what, f"such as {near}")
 
 
+def _deals_out(draft: Draft, split: Sequence[int], blocks: int) -> bool:
+    """Whether a split has a number per stage, distributes all blocks, and leaves no rank without weights: the first
+    stage also has an embedding, if there is one, and the last the output layer."""
+    ranks, per_rank = draft.get("parallel.pp"), draft.get("parallel.pp_stages_per_rank")
+    if len(split) != ranks * per_rank or sum(split) != blocks:
+        return False
+    weights = [*split[:-1], split[-1] + 1]
+    weights[0] += draft.get("model.kind") in BLOCK_MODELS
+    held = (stages_of_rank(rank, ranks, per_rank, draft.get("parallel.pp_schedule")) for rank in range(ranks))
+    return weights[0] > 0 and all(any(weights[stage] for stage in own if stage < len(weights)) for own in held)
+
+
+@of_what_is_described
 def tied_weights_stay_together(draft: Draft) -> None:
     ranks, hf = draft.get("parallel.pp"), draft.get("model.hf")
     if ranks == 1 or draft.get("model.kind") != "transformer" or not draft.get("model.tied"):
@@ -110,27 +337,55 @@ def a_pipeline_keeps_gathered_weights(draft: Draft) -> None:
     schedule, wish = draft.get("parallel.pp_schedule"), draft.get("parallel.reshard_after_forward")
     gathers = any(draft.get(f"parallel.{axis}") != 1 for axis in ("dp_replicate", "dp_shard", "cp"))
     if draft.get("parallel.pp") > 1 and schedule in ZERO_BUBBLE and gathers and wish not in ("auto", False):
-        draft.refuse(
-            "parallel.reshard_after_forward",
+        what = (
             f'{render_value(wish)} would give wrong gradients with parallel.pp_schedule = "{schedule}", whose weight '
-            "passes come later",
-            'false, "auto"',
-            'or set parallel.pp_schedule = "1f1b"',
+            "passes come later"
         )
+        draft.refuse("parallel.reshard_after_forward", what, 'false, "auto"', 'or set parallel.pp_schedule = "1f1b"')
 
 
 def zero_bubbles_are_not_compiled(draft: Draft) -> None:
     """torch: "compiled with non-empty donated buffers which requires ... retain_graph=False"."""
     schedule, mode = draft.get("parallel.pp_schedule"), draft.get("train.compile")
     if draft.get("parallel.pp") > 1 and schedule in ZERO_BUBBLE and mode != "off":
-        draft.refuse(
-            "train.compile",
-            f'"{mode}": a compiled backward pass runs as a whole, and parallel.pp_schedule = "{schedule}" splits it',
-            '"off"',
-            'or set parallel.pp_schedule = "1f1b"',
-        )
+        what = f'"{mode}": a compiled backward pass runs as a whole, and parallel.pp_schedule = "{schedule}" splits it'
+        draft.refuse("train.compile", what, '"off"', 'or set parallel.pp_schedule = "1f1b"')
 
 
+# --- the split of a global batch over ranks and micro-batches
+
+
+def every_replica_gets_a_sample(draft: Draft) -> None:
+    replicas, batch = replicas_of(draft), draft.get("train.global_batch")
+    if batch < replicas:
+        what = f"{count_of(batch, 'sample')} cannot be shared by {replicas} data-parallel ranks"
+        draft.refuse("train.global_batch", what, f"at least {replicas}", "raise train.global_batch or use fewer ranks")
+
+
+def a_micro_batch_is_a_part_of_a_rank_share(draft: Draft) -> None:
+    """Open, it is the planner's choice if accelerator and model are known, else the whole share; of a pipeline it makes
+    about two rounds of micro-batches if there are enough samples, and a number of them that the schedule takes."""
+    replicas, batch, share = replicas_of(draft), draft.get("train.global_batch"), share_of(draft)
+    micro, pp, facts = draft.get("train.micro_batch"), draft.get("parallel.pp"), draft.circumstances
+    if micro == "auto" and pp > 1:
+        size = nearest_where(_takes(draft), max(1, share // (2 * pp)), share)
+        draft.derive("train.micro_batch", size, f"{share} samples of a rank's share for a pipeline of {pp}")
+    elif micro == "auto":
+        values, sized = draft.values, None
+        # ZeRO 1 must not sum gradients of several micro-batches in bf16 (`zero_1_does_not_accumulate_in_bf16`).
+        whole = values.train.engine == "deepspeed" and adds_gradients_in_bf16(values)
+        if facts.machine is not None and not (facts.own_model or draft.problems or whole):
+            from shardway.resolve.planned import fastest_micro_batch  # a laptop does not load the planner
+
+            sized = fastest_micro_batch(values, share, facts.machine, facts.shape)
+        told = f"{batch} samples / {replicas} data-parallel ranks"
+        draft.derive("train.micro_batch", sized.value if sized else share, sized.reason if sized else told)
+    elif micro > share:
+        what = f"{micro} is more than a rank's share of {share} (train.global_batch {batch} / {replicas} ranks)"
+        draft.refuse("train.micro_batch", what, f"1 to {share}")
+
+
+@of_what_is_described
 def what_counts_samples_gets_whole_micro_batches(draft: Draft) -> None:
     """All micro-batches of a pipeline have one shape; padding would count for routers and batch norms."""
     batch, micro, ranks = draft.get("train.global_batch"), draft.get("train.micro_batch"), replicas_of(draft)
@@ -138,36 +393,48 @@ def what_counts_samples_gets_whole_micro_batches(draft: Draft) -> None:
     if draft.get("parallel.pp") == 1 or not counting or batch % whole == 0:
         return
     near = nearest_where(_takes(draft), micro, share_of(draft))
-    draft.refuse(
-        "train.global_batch",
+    what = (
         f"{count_of(batch, 'sample')} do not fill micro-batches of {micro} on {count_of(ranks, 'data-parallel rank')}, "
-        f"and a pipeline fills them up with samples that its {counting} would count",
-        f"a multiple of {whole}, such as {nearest_multiple(whole, batch)}",
-        f"or set train.micro_batch = {near}" if batch % (near * ranks) == 0 else "",
+        f"and a pipeline fills them up with samples that its {counting} would count"
     )
+    remedy = f"or set train.micro_batch = {near}" if batch % (near * ranks) == 0 else ""
+    draft.refuse("train.global_batch", what, f"a multiple of {whole}, such as {nearest_multiple(whole, batch)}", remedy)
 
 
 def micro_batches_fill_the_pipeline(draft: Draft) -> None:
     """Runs after the micro-batch is settled; derives the number of micro-batches of one pass."""
-    ranks, wanted, number = draft.get("parallel.pp"), draft.get("parallel.pp_micro_batches"), accumulation_of(draft)
+    schedule, ranks, wanted = (draft.get(f"parallel.{name}") for name in ("pp_schedule", "pp", "pp_micro_batches"))
+    micro, share, number = draft.get("train.micro_batch"), share_of(draft), accumulation_of(draft)
     if ranks == 1:
         if wanted == "auto":
             draft.derive("parallel.pp_micro_batches", 1, "no pipeline")
-    elif draft.get("train.micro_batch") > share_of(draft):
+        return
+    if micro > share:
         return  # refused already
-    elif wanted != "auto":
-        _refuse_number(draft, number, wanted)
-    elif explain_misfit(draft.get("parallel.pp_schedule"), number, ranks):
-        _refuse_size(draft, number)
-    else:
+    misfit = explain_misfit(schedule, number if wanted == "auto" else wanted, ranks)
+    if wanted != "auto" and (number % wanted or misfit):  # a pass is an equal part of a step
+
+        def fits(parts: int) -> bool:
+            return number % parts == 0 and not explain_misfit(schedule, parts, ranks)
+
+        near, parts = nearest_where(fits, wanted, number), count_of(number, "micro-batch")
+        draft.refuse(
+            "parallel.pp_micro_batches",
+            f"{wanted} does not divide the {parts} of a step"
+            if number % wanted
+            else f"{wanted} to a pass, and {misfit}",
+            f"a divisor of {number}, such as {near}" if fits(near) else '"auto"',
+        )
+    elif wanted == "auto" and misfit:
+        near = nearest_where(_takes(draft), micro, share)
+        draft.refuse(
+            "train.micro_batch",
+            f"{micro} cuts a rank's share of {share} into {count_of(number, 'micro-batch')}, and {misfit}",
+            f"such as {near}" if _takes(draft)(near) else f"none with a share of {share}",
+            f'set train.global_batch = {ranks * micro * replicas_of(draft)}, or set parallel.pp_schedule = "gpipe"',
+        )
+    elif wanted == "auto":
         draft.derive("parallel.pp_micro_batches", number, "all micro-batches of a step")
-
-
-def resolve_pipeline_micro_batch(draft: Draft) -> int:
-    """The default micro-batch of a pipeline, in samples: about two rounds of micro-batches if there are enough samples,
-    and a number of them that the schedule takes."""
-    share = share_of(draft)
-    return nearest_where(_takes(draft), max(1, share // (2 * draft.get("parallel.pp"))), share)
 
 
 def explain_misfit(schedule: str, micro_batches: int, ranks: int) -> str:
@@ -179,37 +446,6 @@ def explain_misfit(schedule: str, micro_batches: int, ranks: int) -> str:
     if schedule in IN_ROUNDS and micro_batches % rounds:
         return f"{subject} takes {micro_batches} in {rounds} rounds of equal length"
     return ""
-
-
-def _refuse_size(draft: Draft, number: int) -> None:
-    """Refuse the size if the schedule does not take the micro-batches of a step."""
-    schedule, ranks, micro = (draft.get(key) for key in ("parallel.pp_schedule", "parallel.pp", "train.micro_batch"))
-    misfit, share = explain_misfit(schedule, number, ranks), share_of(draft)
-    near = nearest_where(_takes(draft), micro, share)
-    draft.refuse(
-        "train.micro_batch",
-        f"{micro} cuts a rank's share of {share} into {count_of(number, 'micro-batch')}, and {misfit}",
-        f"such as {near}" if _takes(draft)(near) else f"none with a share of {share}",
-        f'set train.global_batch = {ranks * micro * replicas_of(draft)}, or set parallel.pp_schedule = "gpipe"',
-    )
-
-
-def _refuse_number(draft: Draft, number: int, wanted: int) -> None:
-    """Refuse a pass that is no equal part of a step, or a number that the schedule does not take."""
-    schedule, ranks = draft.get("parallel.pp_schedule"), draft.get("parallel.pp")
-    misfit = explain_misfit(schedule, wanted, ranks)
-    if number % wanted == 0 and not misfit:
-        return
-
-    def fits(parts: int) -> bool:
-        return number % parts == 0 and not explain_misfit(schedule, parts, ranks)
-
-    near, parts = nearest_where(fits, wanted, number), count_of(number, "micro-batch")
-    draft.refuse(
-        "parallel.pp_micro_batches",
-        f"{wanted} does not divide the {parts} of a step" if number % wanted else f"{wanted} to a pass, and {misfit}",
-        f"a divisor of {number}, such as {near}" if fits(near) else '"auto"',
-    )
 
 
 def _takes(draft: Draft) -> Callable[[int], bool]:
@@ -234,340 +470,7 @@ def _counting(draft: Draft) -> str:
     return "routers" if balances else ""
 
 
-def _blocks_of(draft: Draft) -> tuple[str, int] | None:
-    """The key for the number of blocks of a model, and the number."""
-    kind = draft.get("model.kind")
-    if kind in BLOCK_MODELS:
-        return "model.layers", draft.get("model.layers")
-    key = {"convnet": "model.channels", "mlp": "model.hidden"}.get(kind)
-    return (key, len(draft.get(key))) if key else None
-
-
-def _deals_out(draft: Draft, split: Sequence[int], blocks: int) -> bool:
-    """Whether a split has a number per stage, distributes all blocks, and leaves no rank without weights: the first
-    stage also has an embedding, if there is one, and the last the output layer."""
-    ranks, per_rank = draft.get("parallel.pp"), draft.get("parallel.pp_stages_per_rank")
-    if len(split) != ranks * per_rank or sum(split) != blocks:
-        return False
-    weights = [*split[:-1], split[-1] + 1]
-    weights[0] += draft.get("model.kind") in BLOCK_MODELS
-    held = (stages_of_rank(rank, ranks, per_rank, draft.get("parallel.pp_schedule")) for rank in range(ranks))
-    return weights[0] > 0 and all(any(weights[stage] for stage in own if stage < len(weights)) for own in held)
-
-
-# --- the degrees and the split of a global batch over them
-
-
-def degrees_multiply_to_the_ranks(draft: Draft) -> None:
-    """One of dp_replicate and dp_shard may be "auto": it takes the ranks that the other axes leave."""
-    ranks = draft.circumstances.ranks
-    degrees = {axis: draft.get(f"parallel.{axis}") for axis in AXES}
-    open_axes = [axis for axis, degree in degrees.items() if degree == "auto"]
-    if len(open_axes) > 1:
-        draft.derive("parallel.dp_replicate", 1, "dp_shard is auto and takes all ranks")
-        degrees["dp_replicate"] = 1
-        open_axes.remove("dp_replicate")
-    known = math.prod(degree for degree in degrees.values() if degree != "auto")
-    if open_axes and ranks % known == 0:
-        draft.derive(f"parallel.{open_axes[0]}", ranks // known, _what_is_left(ranks, degrees))
-    elif known != ranks:
-        _refuse_product(draft, degrees, known)
-
-
-def _what_is_left(ranks: int, degrees: Mapping[str, Any]) -> str:
-    others = _above_one(degrees)
-    return f"{ranks} ranks / {_product(others)}" if others else f"{ranks} ranks"
-
-
-def _refuse_product(draft: Draft, degrees: Mapping[str, Any], known: int) -> None:
-    ranks, above = draft.circumstances.ranks, _above_one(degrees)
-    if not above:
-        what = f"every degree is 1, and there are {ranks} ranks"
-    elif "auto" in degrees.values():
-        what = f"{_product(above)} does not divide the number of ranks, {ranks}"
-    else:
-        product = _product(above) if len(above) == 1 else f"{_product(above)} = {known}"
-        what = f"{product} is not the number of ranks, {ranks}"
-    start = f"start {count_of(known, 'rank')} (--nproc {known}), or " if _fits_on(draft, known) else ""
-    culprit = next((axis for axis in ("dp_shard", "dp_replicate", *AXES) if axis in above), "dp_replicate")
-    near = _nearest_degree(ranks, degrees, culprit)
-    draft.refuse(
-        f"parallel.{culprit}",
-        what,
-        "degrees whose product is the number of ranks" + (f", such as {near} for this one" if near else ""),
-        f'{start}change {"a degree" if len(above) > 1 else "it"}; "auto" takes what the others leave',
-    )
-
-
-def _fits_on(draft: Draft, ranks: int) -> bool:
-    """Whether the other rules of a layout accept these degrees on so many ranks."""
-    trial = draft.on_ranks(ranks)
-    for rule in RULES:
-        rule(trial)
-    return not trial.problems
-
-
-def _nearest_degree(ranks: int, degrees: Mapping[str, Any], axis: str) -> int:
-    """The degree of one axis with which the others fit the ranks; 0 if there is none."""
-    others = math.prod(degree for name, degree in degrees.items() if degree != "auto" and name != axis)
-    if ranks % others:
-        return 0
-    return nearest_divisor(ranks // others, degrees[axis]) if "auto" in degrees.values() else ranks // others
-
-
-def _above_one(degrees: Mapping[str, Any]) -> dict[str, int]:
-    return {axis: degree for axis, degree in degrees.items() if degree not in ("auto", 1)}
-
-
-def _product(degrees: Mapping[str, int]) -> str:
-    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
-
-
-def every_replica_gets_a_sample(draft: Draft) -> None:
-    replicas, batch = replicas_of(draft), draft.get("train.global_batch")
-    if batch < replicas:
-        draft.refuse(
-            "train.global_batch",
-            f"{count_of(batch, 'sample')} cannot be shared by {replicas} data-parallel ranks",
-            f"at least {replicas}",
-            "raise train.global_batch or use fewer ranks",
-        )
-
-
-def a_micro_batch_is_a_part_of_a_rank_share(draft: Draft) -> None:
-    replicas, batch = replicas_of(draft), draft.get("train.global_batch")
-    share = share_of(draft)
-    micro = draft.get("train.micro_batch")
-    if micro == "auto" and draft.get("parallel.pp") > 1:
-        size = resolve_pipeline_micro_batch(draft)
-        draft.derive(
-            "train.micro_batch", size, f"{share} samples of a rank's share for a pipeline of {draft.get('parallel.pp')}"
-        )
-    elif micro == "auto":
-        sized = _find_fastest(draft, share)
-        told = f"{batch} samples / {replicas} data-parallel ranks"
-        draft.derive("train.micro_batch", sized.value if sized else share, sized.reason if sized else told)
-    elif micro > share:
-        draft.refuse(
-            "train.micro_batch",
-            f"{micro} is more than a rank's share of {share} (train.global_batch {batch} / {replicas} ranks)",
-            f"1 to {share}",
-        )
-
-
-def _find_fastest(draft: Draft, share: int) -> Settled | None:
-    """The planner's choice, if it knows accelerator and model. None: a rank's whole share."""
-    facts, values = draft.circumstances, draft.values
-    # ZeRO 1 must not sum gradients of several micro-batches in bf16 (`zero_1_does_not_accumulate_in_bf16`).
-    whole = values.train.engine == "deepspeed" and adds_gradients_in_bf16(values)
-    if facts.machine is None or facts.own_model or draft.problems or whole:
-        return None
-    from shardway.resolve.planned import fastest_micro_batch  # a laptop does not load the planner
-
-    return fastest_micro_batch(values, share, facts.machine, facts.shape)
-
-
-# --- axes that split a model: tensor, context, expert; and the traffic between copies
-
-
-def a_model_splits_along_the_axes_it_is_made_for(draft: Draft) -> None:
-    kind = draft.get("model.kind")
-    for axis in ("tp", "cp", "pp", "ep"):
-        degree = draft.get(f"parallel.{axis}")
-        if degree > 1 and axis not in fact_of("model.kind", kind, "axes"):
-            others = [f'"{name}"' for name in GROUPS["models"].own if axis in fact_of("model.kind", name, "axes")]
-            draft.refuse(
-                f"parallel.{axis}",
-                f'{degree}: model.kind = "{kind}" does not split along {axis} '
-                f"({join_words(others)} {'does' if len(others) == 1 else 'do'})",
-                "1",
-                "split over parallel.dp_replicate or parallel.dp_shard, which take any model",
-            )
-
-
-def the_tensor_axis_splits_evenly(draft: Draft) -> None:
-    degree = draft.get("parallel.tp")
-    uneven = {dotted: size for dotted, size in _tensor_sizes(draft).items() if size % degree}
-    if not uneven:
-        return
-    sizes = join_words([f"{dotted} = {size}" for dotted, size in uneven.items()])
-    padded = ceil_div(draft.get("model.vocab"), degree) * degree if uneven.keys() == {"model.vocab"} else 0
-    draft.refuse(
-        "parallel.tp",
-        f"{degree} does not divide {sizes}",
-        f"a divisor of {'it' if len(uneven) == 1 else 'them all'}, such as {_nearest_tensor_degree(draft)}",
-        f"or pad the vocabulary: set model.vocab = {padded}" if padded and not draft.get("model.hf") else "",
-    )
-
-
-def key_value_heads_split_or_are_repeated(draft: Draft) -> None:
-    """If there are as many key/value heads as heads, the rule above reports it."""
-    degree, heads = draft.get("parallel.tp"), draft.get("model.kv_heads")
-    if heads != draft.get("model.heads") and not _splits_key_values(draft, degree):
-        draft.refuse(
-            "parallel.tp",
-            f"{degree} neither divides model.kv_heads = {heads} nor is a multiple of it",
-            f"a divisor or a multiple of {heads}, such as {_nearest_tensor_degree(draft)}",
-        )
-
-
-def a_sequence_splits_into_equal_parts(draft: Draft) -> None:
-    """Twice the degree of cp, since each rank holds a chunk from the front and one from the back; then over tp."""
-    length, cp, tp = draft.get("data.seq_len"), draft.get("parallel.cp"), draft.get("parallel.tp")
-    if draft.get("model.kind") != "transformer":
-        return
-    near = nearest_multiple(_sequence_unit(draft, cp, tp), length)
-    if not _splits_sequence(length, cp):
-        draft.refuse(
-            "parallel.cp",
-            f"{cp}: data.seq_len = {length} does not split into 2 x {cp} equal chunks, two for each rank",
-            f"a degree of which twice divides {length}, such as {_nearest_context_degree(draft)}",
-            f"or set data.seq_len = {near}",
-        )
-    elif not _splits_stream(draft, tp):
-        draft.refuse(
-            "parallel.tp",
-            f"{tp}: the {length // cp} tokens of a sequence that a rank has do not split into {tp} equal parts",
-            f"a divisor of {length // cp}, such as {_nearest_tensor_degree(draft)}",
-            f"or set parallel.tp_sequence = false, or set data.seq_len = {near}",
-        )
-
-
-def experts_split_over_the_ranks_that_share_the_states(draft: Draft) -> None:
-    ep, shard, cp = (draft.get(f"parallel.{axis}") for axis in ("ep", "dp_shard", "cp"))
-    if shard != "auto" and shard * cp % ep:
-        draft.refuse(
-            "parallel.ep",
-            f"{ep} does not divide parallel.dp_shard {shard} x parallel.cp {cp} = {shard * cp}",
-            f"a divisor of it, such as {_nearest_expert_degree(draft)}",
-        )
-
-
-def experts_split_evenly(draft: Draft) -> None:
-    ep, experts = draft.get("parallel.ep"), draft.get("model.experts")
-    if ep == 1 or draft.get("model.kind") != "transformer":
-        return
-    if experts == 0:
-        draft.refuse("parallel.ep", f"{ep}, and the model has no experts (model.experts = 0)", "1")
-    elif experts % ep:
-        near = _nearest_expert_degree(draft)
-        draft.refuse("parallel.ep", f"{ep} does not divide model.experts = {experts}", f"a divisor, such as {near}")
-
-
-def experts_drop_tokens_of_whole_sequences(draft: Draft) -> None:
-    """If ranks hold parts of a sequence, the last token that an expert takes is not known."""
-    factor, cp = draft.get("model.capacity_factor"), draft.get("parallel.cp")
-    if draft.get("model.experts") and factor and cp > 1:
-        what = f"{factor} drops tokens by their place in a sequence, and parallel.cp = {cp} splits sequences"
-        draft.refuse("model.capacity_factor", what, "0, or parallel.cp = 1")
-
-
-def gathered_weights_are_kept_over_a_part_of_the_ranks(draft: Draft) -> None:
-    """reshard_after_forward must divide the ranks that share the states (torch: `reshard_after_forward`)."""
-    group, shard = draft.get("parallel.reshard_after_forward"), draft.get("parallel.dp_shard")
-    if isinstance(group, bool) or group == "auto" or shard == "auto":
-        return
-    ranks = shard * draft.get("parallel.cp")
-    if ranks % group == 0 and 1 < group < ranks:
-        return
-    near = nearest_where(lambda size: ranks % size == 0 and 1 < size < ranks, group, ranks)
-    what = f"groups of {group} are no equal parts of the {ranks} ranks that share the states"
-    draft.refuse(
-        "parallel.reshard_after_forward",
-        f"{group}: {'the states are not shared (parallel.dp_shard = 1)' if ranks == 1 else what}",
-        'true, false, "auto"' + (f", or a divisor of {ranks} such as {near}" if near > 1 else ""),
-    )
-
-
-def only_plain_copies_compress_their_gradients(draft: Draft) -> None:
-    """DDP has communication hooks, FSDP2 has none."""
-    method = draft.get("parallel.compress")
-    others = [axis for axis in ("dp_shard", "cp", "tp", "pp") if draft.get(f"parallel.{axis}") not in (1, "auto")]
-    if method == "none":
-        return
-    if others:
-        draft.refuse(
-            "parallel.compress",
-            f'"{method}" is for runs of copies alone (dp_replicate), and parallel.{others[0]} is '
-            f"{draft.get(f'parallel.{others[0]}')}",
-            '"none"',
-            "choose with precision.reduce what the gradients of shards are added up in",
-        )
-    elif method == "bf16" and draft.get("run.device") == "cpu":
-        draft.refuse("parallel.compress", '"bf16": gloo does not add bf16 up', '"fp16", "powersgd", "none"')
-
-
-def only_shared_states_are_kept_in_cpu_memory(draft: Draft) -> None:
-    shared = (draft.get("parallel.dp_shard"), draft.get("parallel.cp")) != (1, 1)
-    if draft.get("parallel.cpu_offload") and not shared:
-        draft.refuse(
-            "parallel.cpu_offload",
-            "true, and the states are not shared (parallel.dp_shard = 1)",
-            "false, or parallel.dp_shard above 1",
-        )
-
-
-def _tensor_sizes(draft: Draft) -> dict[str, int]:
-    """The sizes that the tensor axis splits, as far as they are known."""
-    kind, experts = draft.get("model.kind"), draft.get("model.experts")
-    if kind not in BLOCK_MODELS:
-        return {}
-    names = ["heads"]
-    if not experts or draft.get("model.dense_layers"):
-        names.append("ffn_dim")
-    if kind == "transformer":
-        names += ["expert_dim"] * bool(experts) + ["vocab"]
-    sizes = {f"model.{name}": draft.get(f"model.{name}") for name in names}
-    return {dotted: size for dotted, size in sizes.items() if size != "auto"}
-
-
-def _splits_key_values(draft: Draft, degree: int) -> bool:
-    heads = draft.get("model.kv_heads")
-    if heads == "auto" or draft.get("model.kind") not in BLOCK_MODELS:
-        return True
-    return heads % degree == 0 or degree % heads == 0
-
-
-def _splits_sequence(length: int, cp: int) -> bool:
-    return cp == 1 or length % (2 * cp) == 0
-
-
-def _splits_stream(draft: Draft, tp: int) -> bool:
-    """Whether a rank's residual stream splits by sequence over the tensor axis, if it has to."""
-    if not draft.get("parallel.tp_sequence") or draft.get("model.kind") != "transformer":
-        return True
-    return bool(draft.get("data.seq_len") // draft.get("parallel.cp") % tp == 0)
-
-
-def _sequence_unit(draft: Draft, cp: int, tp: int) -> int:
-    """The length of a sequence must be a multiple of this."""
-    chunks = 2 * cp if cp > 1 else 1
-    return math.lcm(chunks, cp * tp) if draft.get("parallel.tp_sequence") else chunks
-
-
-def _nearest_tensor_degree(draft: Draft) -> int:
-    sizes, ranks = _tensor_sizes(draft).values(), draft.circumstances.ranks
-
-    def fits(degree: int) -> bool:
-        whole = all(size % degree == 0 for size in (*sizes, ranks))
-        return whole and _splits_key_values(draft, degree) and _splits_stream(draft, degree)
-
-    return nearest_where(fits, draft.get("parallel.tp"), ranks)
-
-
-def _nearest_context_degree(draft: Draft) -> int:
-    length, ranks = draft.get("data.seq_len"), draft.circumstances.ranks
-    return nearest_where(
-        lambda degree: ranks % degree == 0 and _splits_sequence(length, degree), draft.get("parallel.cp"), ranks
-    )
-
-
-def _nearest_expert_degree(draft: Draft) -> int:
-    """The nearest degree that also divides the experts, if the model is that of the run file."""
-    shard = draft.get("parallel.dp_shard")
-    shared = draft.circumstances.ranks if shard == "auto" else shard * draft.get("parallel.cp")
-    experts = 0 if draft.circumstances.own_model else draft.get("model.experts")
-    return nearest_divisor(math.gcd(shared, experts), draft.get("parallel.ep"))
+RULES: tuple[Rule, ...] = list_rules(globals())
 
 
 # --- a layout that is left to the planner
@@ -583,120 +486,28 @@ def bind_layout_rule(rules: Sequence[Rule]) -> Rule:
         # If a run is refused for another reason, that is reported first: its layout could not be priced.
         if draft.get(LAYOUT) == "given" or draft.problems:
             return
-        shape = _find_shape(draft)
-        if shape is not None:
-            _settle(draft, rules, shape)
+        from shardway.resolve.planned import OpenLayout, settle_layout, shape_of_run
+
+        facts, reason = draft.circumstances, "a script brings its own model, whose layers the planner does not know"
+        shape: Architecture | None = None
+        try:
+            shape = None if facts.own_model else shape_of_run(draft.values, facts.shape)
+        except UserError as error:
+            reason = render_reason(str(error)).partition(": ")[2]
+        if shape is None:  # on any machine
+            draft.refuse(LAYOUT, f'"auto": {reason}', '"given"', GIVEN)
+        elif facts.machine is not None:
+            settle_layout(OpenLayout(draft=draft, rules=rules, shape=shape, machine=facts.machine))
+        elif facts.accelerators and draft.get("run.device") != "cpu":
+            what = f'"auto": memory and rates of the {facts.accelerators} accelerators of this machine are not known'
+            draft.refuse(LAYOUT, what, '"given"', f"name a site that says what they are (site.name), or {GIVEN}")
+        else:  # the layout of the same file on a machine without accelerators
+            axis = "dp_replicate" if draft.is_open("parallel.dp_replicate") else "dp_shard"
+            others = [draft.get(f"parallel.{name}") for name in AXES if name != axis]
+            if draft.is_open(f"parallel.{axis}") and "auto" not in others and facts.ranks % math.prod(others) == 0:
+                reason = (
+                    f"no accelerator is known, so ranks only {'copy' if axis == 'dp_replicate' else 'share states'}"
+                )
+                draft.derive(f"parallel.{axis}", facts.ranks // math.prod(others), reason)
 
     return an_open_layout_is_the_fastest_that_fits
-
-
-def _settle(draft: Draft, rules: Sequence[Rule], shape: Architecture) -> None:
-    machine, found = draft.circumstances.machine, draft.circumstances.accelerators
-    if machine is not None:
-        _search(draft, rules, shape, machine)
-    elif found and draft.get("run.device") != "cpu":
-        what = f'"auto": memory and rates of the {found} accelerators of this machine are not known'
-        draft.refuse(LAYOUT, what, '"given"', f"name a site that says what they are (site.name), or {GIVEN}")
-    else:
-        _only_copy(draft)
-
-
-def _find_shape(draft: Draft) -> Architecture | None:
-    """The model in numbers; a model that the planner does not support is refused, on any machine."""
-    from shardway.resolve.planned import shape_of_run
-
-    facts = draft.circumstances
-    try:
-        if not facts.own_model:
-            return shape_of_run(draft.values, facts.shape)
-        reason = "a script brings its own model, whose layers the planner does not know"
-    except UserError as error:
-        reason = render_reason(str(error)).partition(": ")[2]
-    draft.refuse(LAYOUT, f'"auto": {reason}', '"given"', GIVEN)
-    return None
-
-
-def _only_copy(draft: Draft) -> None:
-    """The layout of the same file on a machine without accelerators."""
-    ranks, axis = draft.circumstances.ranks, "dp_replicate" if draft.is_open("parallel.dp_replicate") else "dp_shard"
-    others = [draft.get(f"parallel.{name}") for name in AXES if name != axis]
-    if draft.is_open(f"parallel.{axis}") and "auto" not in others and ranks % math.prod(others) == 0:
-        reason = "no accelerator is known, so ranks only " + ("copy" if axis == "dp_replicate" else "share states")
-        draft.derive(f"parallel.{axis}", ranks // math.prod(others), reason)
-
-
-def _search(draft: Draft, rules: Sequence[Rule], shape: Architecture, machine: Machine) -> None:
-    from shardway.resolve.planned import KEYS, Missed, OpenLayout, choose_layout, precision_of
-
-    wish = OpenLayout(draft=draft, rules=rules, shape=shape, machine=machine)
-    if not any(draft.is_open(key) for keys in KEYS.values() for key in keys):
-        return
-    try:
-        machine.peak(precision_of(draft.values.precision))
-    except UserError:
-        what = f'"{draft.get("precision.compute")}" has no rate on {machine.accelerator.name}'
-        draft.refuse("precision.compute", what, '"fp32", "bf16", "fp16"')
-        return
-    chosen = choose_layout(wish)
-    if isinstance(chosen, Missed):
-        _report_missed(wish, chosen)
-        return
-    for dotted, value in chosen.values.items():
-        draft.derive(dotted, value, chosen.reasons[dotted])
-
-
-def _report_missed(wish: OpenLayout, missed: Missed) -> None:
-    from shardway.resolve.planned import TrialDraft, describe_need, list_values
-
-    draft, ranks = wish.draft, wish.draft.circumstances.ranks
-    nearest = missed.nearest
-    if nearest is not None:
-        draft.refuse(
-            LAYOUT,
-            f'"auto": no layout of {count_of(ranks, "rank")} fits. The nearest, {nearest.case.degrees.render()}, needs '
-            f"{describe_need(nearest)}",
-            "",
-            missed.help or "train a smaller model, shorter sequences, or on far more ranks",
-        )
-        # The rules that follow must not report on a layout that was not asked for.
-        for dotted, value in missed.values.items():
-            draft.derive(dotted, value, "nothing fits")
-    elif TrialDraft(draft, ranks, {"train.micro_batch": 1}, list_values(draft)).passes(wish.rules):
-        what = f'"auto": no layout of {count_of(ranks, "rank")} is legal with what is set'
-        draft.refuse(LAYOUT, what, "", f"leave more degrees open, or {GIVEN}")
-
-
-RULES: tuple[Rule, ...] = (
-    degrees_multiply_to_the_ranks,
-    a_model_splits_along_the_axes_it_is_made_for,
-    the_tensor_axis_splits_evenly,
-    key_value_heads_split_or_are_repeated,
-    a_sequence_splits_into_equal_parts,
-    experts_split_over_the_ranks_that_share_the_states,
-    experts_split_evenly,
-    experts_drop_tokens_of_whole_sequences,
-    gathered_weights_are_kept_over_a_part_of_the_ranks,
-    only_plain_copies_compress_their_gradients,
-    only_shared_states_are_kept_in_cpu_memory,
-    stages_follow_the_schedule,
-    every_rank_has_a_block,
-    tied_weights_stay_together,
-    a_pipeline_keeps_gathered_weights,
-    zero_bubbles_are_not_compiled,
-    every_replica_gets_a_sample,
-    a_micro_batch_is_a_part_of_a_rank_share,
-    what_counts_samples_gets_whole_micro_batches,
-    micro_batches_fill_the_pipeline,
-)
-
-OF_WHAT_IS_DESCRIBED: tuple[Rule, ...] = (
-    experts_drop_tokens_of_whole_sequences,
-    a_model_splits_along_the_axes_it_is_made_for,
-    the_tensor_axis_splits_evenly,
-    key_value_heads_split_or_are_repeated,
-    a_sequence_splits_into_equal_parts,
-    experts_split_evenly,
-    every_rank_has_a_block,
-    tied_weights_stay_together,
-    what_counts_samples_gets_whole_micro_batches,
-)

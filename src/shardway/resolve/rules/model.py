@@ -5,9 +5,8 @@ Invariant: a rule derives an open key or refuses; it never changes what the user
 
 from __future__ import annotations
 
-from types import MappingProxyType
+from collections.abc import Mapping
 
-from shardway.hfconfig import ModelFacts
 from shardway.plugins import GROUPS, load_plugin
 from shardway.resolve.draft import (
     DOORS,
@@ -19,13 +18,15 @@ from shardway.resolve.draft import (
     fact_of,
     has_effect,
     kinds_of,
+    list_rules,
     name_choice,
     nearest_divisor,
+    of_what_is_described,
     takes_of,
 )
 from shardway.runfile.load import render_value
 
-LEFT_TO_THE_DEVICE = MappingProxyType({"train.compile": ("blocks",)})
+LEFT_TO_THE_DEVICE: Mapping[str, tuple[str, ...]] = {"train.compile": ("blocks",)}
 """Selector -> its possible values on another device if it is open: keys of those are no mistake here."""
 
 
@@ -45,12 +46,8 @@ def a_key_of_another_kind_is_not_ignored(draft: Draft) -> None:
 
 
 def _refuse_ineffective(draft: Draft, dotted: str, selector: str, kinds: tuple[str, ...]) -> None:
-    draft.refuse(
-        dotted,
-        f"has no effect with {selector} = {render_value(draft.get(selector))}",
-        f"only with {selector} = {' or '.join(kinds)}",
-        "remove the key",
-    )
+    what = f"has no effect with {selector} = {render_value(draft.get(selector))}"
+    draft.refuse(dotted, what, f"only with {selector} = {' or '.join(kinds)}", "remove the key")
 
 
 def settings_are_those_of_the_plugin(draft: Draft) -> None:
@@ -78,170 +75,6 @@ def _check_settings(draft: Draft, group: str, name: str, dotted: str) -> None:
         draft.refuse(dotted, f'{what} of {GROUPS[group].noun} "{name}"', allowed)
 
 
-def a_model_reads_the_data_it_is_made_for(draft: Draft) -> None:
-    kind, data = draft.get("model.kind"), draft.get("data.kind")
-    takes = takes_of(kind)
-    if takes not in fact_of("data.kind", data, "gives"):
-        fitting = [name for name in GROUPS["data_sources"].own if takes in fact_of("data.kind", name, "gives")]
-        draft.refuse("data.kind", f'"{data}" cannot feed model.kind = "{kind}"', ", ".join(fitting))
-
-
-def data_other_than_text_name_their_path(draft: Draft) -> None:
-    if fact_of("data.kind", draft.get("data.kind"), "needs_path") and not draft.is_set("data.path"):
-        draft.refuse("data.path", "is not set", "the file or folder that holds the data")
-
-
-def heads_divide_the_width(draft: Draft) -> None:
-    """Unless their width is set. With latent attention, rope_head_dim is the width that rotary positions rotate."""
-    dim, heads, width = (draft.get(f"model.{name}") for name in ("dim", "heads", "head_dim"))
-    rotary = draft.get("model.kind") == "transformer" and draft.get("model.positions") == "rope"
-    pairs = rotary and not draft.get("model.kv_rank")
-    if width != "auto":
-        if pairs and width % 2:
-            draft.refuse("model.head_dim", f"{width}: rotary positions need an even width", "an even number")
-    elif dim % heads:
-        near = nearest_divisor(dim, heads)
-        draft.refuse("model.heads", f"{heads} does not divide model.dim = {dim}", f"a divisor, such as {near}")
-    elif pairs and dim // heads % 2:
-        draft.refuse(
-            "model.heads",
-            f"{heads} heads of width {dim // heads}: rotary positions need an even width",
-            "dim / heads even",
-        )
-    else:
-        draft.derive("model.head_dim", dim // heads, "dim / heads")
-
-
-def key_value_heads_divide_the_heads(draft: Draft) -> None:
-    heads, kv_heads = draft.get("model.heads"), draft.get("model.kv_heads")
-    if kv_heads == "auto":
-        draft.derive("model.kv_heads", heads, "as many as heads")
-    elif heads % kv_heads:
-        near = nearest_divisor(heads, kv_heads)
-        what = f"{kv_heads} does not divide model.heads = {heads}"
-        draft.refuse("model.kv_heads", what, f"a divisor, such as {near}")
-
-
-def latent_attention_has_widths_of_its_own(draft: Draft) -> None:
-    """A key has head_dim features without a position, then rope_head_dim with one; values are at most as wide."""
-    head = draft.get("model.head_dim")
-    if not draft.get("model.kv_rank") or head == "auto":
-        return
-    if draft.get("model.rope_head_dim") == "auto":
-        draft.derive("model.rope_head_dim", ceil_div(head, 4) * 2, "half of head_dim, rounded up to even")
-    if draft.get("model.value_head_dim") == "auto":
-        draft.derive("model.value_head_dim", head, "as wide as head_dim")
-    rotary, values = draft.get("model.rope_head_dim"), draft.get("model.value_head_dim")
-    if rotary % 2:
-        draft.refuse("model.rope_head_dim", f"{rotary}: rotary positions need an even width", "an even number")
-    if values > head + rotary:
-        what = f"{values} is wider than keys are (head_dim {head} + rope_head_dim {rotary})"
-        draft.refuse("model.value_head_dim", what, f"at most {head + rotary}")
-
-
-def learned_positions_reach_the_end_of_a_sample(draft: Draft) -> None:
-    if (draft.get("model.kind"), draft.get("model.positions")) != ("transformer", "learned"):
-        return
-    rows, seq_len = draft.get("model.max_positions"), draft.get("data.seq_len")
-    if rows == "auto":
-        draft.derive("model.max_positions", seq_len, "data.seq_len")
-    elif rows < seq_len:
-        what = f"{rows} is fewer than the tokens of a sample, data.seq_len = {seq_len}"
-        draft.refuse("model.max_positions", what, f"at least {seq_len}")
-
-
-def the_feed_forward_width_follows_the_activation(draft: Draft) -> None:
-    """swiglu has three matrices, gelu two: 8/3 dim keeps the parameters equal (Shazeer, arXiv:2002.05202)."""
-    if draft.get("model.ffn_dim") != "auto":
-        return
-    dim, gated = draft.get("model.dim"), draft.get("model.activation") == "swiglu"
-    if gated and draft.get("model.kind") != "encoder_decoder":
-        draft.derive("model.ffn_dim", ceil_div(8 * dim, 3 * 32) * 32, "8/3 dim, rounded up to a multiple of 32")
-    else:
-        draft.derive("model.ffn_dim", 4 * dim, "4 dim")
-
-
-def a_mixture_has_enough_experts_and_layers(draft: Draft) -> None:
-    experts, k = draft.get("model.experts"), draft.get("model.experts_per_token")
-    if not experts:
-        return
-    if k > experts:
-        draft.refuse("model.experts_per_token", f"{k} is more than model.experts = {experts}", f"1 to {experts}")
-    dense, layers = draft.get("model.dense_layers"), draft.get("model.layers")
-    if dense >= layers:
-        what = f"{dense} leaves none of model.layers = {layers} for experts"
-        draft.refuse("model.dense_layers", what, f"0 to {layers - 1}")
-    if draft.get("model.expert_dim") == "auto":
-        width = ceil_div(draft.get("model.ffn_dim"), k * 16) * 16
-        draft.derive("model.expert_dim", width, f"ffn_dim / {k} experts a token, rounded up to a multiple of 16")
-
-
-def experts_are_gated(draft: Draft) -> None:
-    activation = draft.get("model.activation")
-    if draft.get("model.experts") and activation != "swiglu":
-        draft.refuse("model.activation", f'"{activation}", and experts (model.experts) are gated', '"swiglu"')
-
-
-def the_weight_of_one_expert_is_its_score(draft: Draft) -> None:
-    """Normalised, a single weight would always be 1, and its router would learn nothing from the loss."""
-    if not draft.get("model.experts") or draft.get("model.experts_per_token") != 1:
-        return
-    if not draft.is_set("model.router_normalise"):
-        draft.derive("model.router_normalise", False, "one expert a token")
-    elif draft.get("model.router_normalise"):
-        what = "true makes the weight of the one expert of a token 1, and a router without gradient"
-        draft.refuse("model.router_normalise", what, "false, or model.experts_per_token above 1")
-
-
-def bytes_have_256_values(draft: Draft) -> None:
-    if takes_of(draft.get("model.kind")) != "tokens" or draft.get("model.vocab") != "auto":
-        return
-    if draft.get("data.kind") == "synthetic" or (draft.get("data.kind"), draft.get("data.tokenizer")) == (
-        "text",
-        "bytes",
-    ):
-        draft.derive("model.vocab", 256, "one entry a byte")
-
-
-def a_token_file_does_not_say_its_vocabulary(draft: Draft) -> None:
-    unnamed = not fact_of("data.kind", draft.get("data.kind"), "names_vocabulary")
-    if takes_of(draft.get("model.kind")) == "tokens" and unnamed and draft.get("model.vocab") == "auto":
-        draft.refuse(
-            "model.vocab",
-            '"auto" follows a tokenizer, and a token file does not name the one that made it',
-            "the number of entries of the vocabulary",
-            "set model.vocab, such as 50257 for GPT-2's tokenizer",
-        )
-
-
-def validation_needs_something_held_out(draft: Draft) -> None:
-    brings = fact_of("data.kind", draft.get("data.kind"), "brings_validation")
-    held_out = draft.get("data.validation") or draft.get("data.validation_fraction") or brings
-    if draft.get("train.validate_every") == "off" or held_out:
-        return
-    if draft.is_set("train.validate_every"):
-        draft.refuse(
-            "train.validate_every",
-            f"{draft.get('train.validate_every')}, and nothing is held out: data.validation_fraction is 0",
-            '"off"',
-            "name data.validation, or hold out a fraction",
-        )
-    else:
-        draft.derive("train.validate_every", "off", "nothing is held out")
-
-
-def the_best_is_found_by_validating(draft: Draft) -> None:
-    """Whether a script passes in validation data is checked later (`train.loop_state`)."""
-    off = f'train.validate_every = "off" ({draft.origin("train.validate_every")}) makes none'
-    remedy = 'set train.validate_every, such as "100 steps"'
-    if draft.get("train.validate_every") != "off":
-        return
-    if best := draft.get("checkpoint.keep_best"):
-        draft.refuse("checkpoint.keep_best", f"{best} is of steps with the best validation, and {off}", "0", remedy)
-    if (patience := draft.get("train.patience")) != "off":
-        draft.refuse("train.patience", f"{patience} is a number of validations, and {off}", '"off"', remedy)
-
-
 # --- models of model.hf
 
 
@@ -253,19 +86,17 @@ def a_hugging_face_model_brings_its_own_shape(draft: Draft) -> None:
     if draft.get("model.kind") != "transformer":
         what = f'"{draft.get("model.kind")}" is another model than model.hf = "{hf}"'
         draft.refuse("model.kind", what, "one of the two", "remove one of them")
-    sizes = _sizes_of_config(draft.circumstances.hf) if draft.circumstances.hf is not None else {}
+    facts, sizes = draft.circumstances.hf, {}
+    if facts is not None:
+        mixture = ("experts", "experts_per_token", "expert_dim") if facts.experts else ()
+        names = ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim", "tied", *mixture)
+        sizes = {name: getattr(facts, name) for name in names}
     for name in SHAPE_KEYS:
         if draft.is_set(f"model.{name}") and draft.get(f"model.{name}") != sizes.get(name):
             what = f'has no effect with model.hf = "{hf}", whose config.json says it'
             draft.refuse(f"model.{name}", what, "only without model.hf", "remove the key")
         elif name in sizes:
             draft.derive(f"model.{name}", sizes[name], f"config.json of {hf}")
-
-
-def _sizes_of_config(facts: ModelFacts) -> dict[str, int | bool]:
-    mixture = {name: getattr(facts, name) for name in ("experts", "experts_per_token", "expert_dim")}
-    dense = ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn_dim", "tied")
-    return {**{name: getattr(facts, name) for name in dense}, **(mixture if facts.experts else {})}
 
 
 def only_a_hugging_face_model_has_weights_to_start_from(draft: Draft) -> None:
@@ -289,49 +120,181 @@ def a_hugging_face_model_brings_its_tokenizer(draft: Draft) -> None:
     if facts.tokenizer:
         draft.derive("data.tokenizer", facts.tokenizer, f"tokenizer of {draft.get('model.hf')}")
     else:
-        draft.refuse(
-            "data.tokenizer",
+        what = (
             f'"{draft.get("data.tokenizer")}" is not what the model was trained with, and there is no tokenizer.json '
-            "beside its config",
-            'a tokenizer.json or .model file; "bytes" where that is meant',
+            "beside its config"
         )
+        draft.refuse("data.tokenizer", what, 'a tokenizer.json or .model file; "bytes" where that is meant')
 
 
-RULES: tuple[Rule, ...] = (
-    a_key_of_another_kind_is_not_ignored,
-    settings_are_those_of_the_plugin,
-    a_hugging_face_model_brings_its_own_shape,
-    only_a_hugging_face_model_has_weights_to_start_from,
-    a_sample_fits_the_positions_of_a_hugging_face_model,
-    a_hugging_face_model_brings_its_tokenizer,
-    a_model_reads_the_data_it_is_made_for,
-    data_other_than_text_name_their_path,
-    heads_divide_the_width,
-    key_value_heads_divide_the_heads,
-    latent_attention_has_widths_of_its_own,
-    learned_positions_reach_the_end_of_a_sample,
-    the_feed_forward_width_follows_the_activation,
-    a_mixture_has_enough_experts_and_layers,
-    experts_are_gated,
-    the_weight_of_one_expert_is_its_score,
-    bytes_have_256_values,
-    a_token_file_does_not_say_its_vocabulary,
-    validation_needs_something_held_out,
-    the_best_is_found_by_validating,
-)
+# --- what [model] and [data] describe
 
-OF_WHAT_IS_DESCRIBED: tuple[Rule, ...] = (
-    a_model_reads_the_data_it_is_made_for,
-    data_other_than_text_name_their_path,
-    heads_divide_the_width,
-    key_value_heads_divide_the_heads,
-    latent_attention_has_widths_of_its_own,
-    learned_positions_reach_the_end_of_a_sample,
-    the_feed_forward_width_follows_the_activation,
-    a_mixture_has_enough_experts_and_layers,
-    experts_are_gated,
-    the_weight_of_one_expert_is_its_score,
-    bytes_have_256_values,
-    a_token_file_does_not_say_its_vocabulary,
-    validation_needs_something_held_out,
-)
+
+@of_what_is_described
+def a_model_reads_the_data_it_is_made_for(draft: Draft) -> None:
+    kind, data = draft.get("model.kind"), draft.get("data.kind")
+    takes = takes_of(kind)
+    if takes not in fact_of("data.kind", data, "gives"):
+        fitting = [name for name in GROUPS["data_sources"].own if takes in fact_of("data.kind", name, "gives")]
+        draft.refuse("data.kind", f'"{data}" cannot feed model.kind = "{kind}"', ", ".join(fitting))
+
+
+@of_what_is_described
+def data_other_than_text_name_their_path(draft: Draft) -> None:
+    if fact_of("data.kind", draft.get("data.kind"), "needs_path") and not draft.is_set("data.path"):
+        draft.refuse("data.path", "is not set", "the file or folder that holds the data")
+
+
+@of_what_is_described
+def heads_divide_the_width(draft: Draft) -> None:
+    """Unless their width is set. With latent attention, rope_head_dim is the width that rotary positions rotate."""
+    dim, heads, width = (draft.get(f"model.{name}") for name in ("dim", "heads", "head_dim"))
+    rotary = draft.get("model.kind") == "transformer" and draft.get("model.positions") == "rope"
+    pairs = rotary and not draft.get("model.kv_rank")
+    if width != "auto":
+        if pairs and width % 2:
+            draft.refuse("model.head_dim", f"{width}: rotary positions need an even width", "an even number")
+    elif dim % heads:
+        near = nearest_divisor(dim, heads)
+        draft.refuse("model.heads", f"{heads} does not divide model.dim = {dim}", f"a divisor, such as {near}")
+    elif pairs and dim // heads % 2:
+        what = f"{heads} heads of width {dim // heads}: rotary positions need an even width"
+        draft.refuse("model.heads", what, "dim / heads even")
+    else:
+        draft.derive("model.head_dim", dim // heads, "dim / heads")
+
+
+@of_what_is_described
+def key_value_heads_divide_the_heads(draft: Draft) -> None:
+    heads, kv_heads = draft.get("model.heads"), draft.get("model.kv_heads")
+    if kv_heads == "auto":
+        draft.derive("model.kv_heads", heads, "as many as heads")
+    elif heads % kv_heads:
+        near = nearest_divisor(heads, kv_heads)
+        what = f"{kv_heads} does not divide model.heads = {heads}"
+        draft.refuse("model.kv_heads", what, f"a divisor, such as {near}")
+
+
+@of_what_is_described
+def latent_attention_has_widths_of_its_own(draft: Draft) -> None:
+    """A key has head_dim features without a position, then rope_head_dim with one; values are at most as wide."""
+    head = draft.get("model.head_dim")
+    if not draft.get("model.kv_rank") or head == "auto":
+        return
+    if draft.get("model.rope_head_dim") == "auto":
+        draft.derive("model.rope_head_dim", ceil_div(head, 4) * 2, "half of head_dim, rounded up to even")
+    if draft.get("model.value_head_dim") == "auto":
+        draft.derive("model.value_head_dim", head, "as wide as head_dim")
+    rotary, values = draft.get("model.rope_head_dim"), draft.get("model.value_head_dim")
+    if rotary % 2:
+        draft.refuse("model.rope_head_dim", f"{rotary}: rotary positions need an even width", "an even number")
+    if values > head + rotary:
+        what = f"{values} is wider than keys are (head_dim {head} + rope_head_dim {rotary})"
+        draft.refuse("model.value_head_dim", what, f"at most {head + rotary}")
+
+
+@of_what_is_described
+def learned_positions_reach_the_end_of_a_sample(draft: Draft) -> None:
+    if (draft.get("model.kind"), draft.get("model.positions")) != ("transformer", "learned"):
+        return
+    rows, seq_len = draft.get("model.max_positions"), draft.get("data.seq_len")
+    if rows == "auto":
+        draft.derive("model.max_positions", seq_len, "data.seq_len")
+    elif rows < seq_len:
+        what = f"{rows} is fewer than the tokens of a sample, data.seq_len = {seq_len}"
+        draft.refuse("model.max_positions", what, f"at least {seq_len}")
+
+
+@of_what_is_described
+def the_feed_forward_width_follows_the_activation(draft: Draft) -> None:
+    """swiglu has three matrices, gelu two: 8/3 dim keeps the parameters equal (Shazeer, arXiv:2002.05202)."""
+    if draft.get("model.ffn_dim") != "auto":
+        return
+    dim, gated = draft.get("model.dim"), draft.get("model.activation") == "swiglu"
+    if gated and draft.get("model.kind") != "encoder_decoder":
+        draft.derive("model.ffn_dim", ceil_div(8 * dim, 3 * 32) * 32, "8/3 dim, rounded up to a multiple of 32")
+    else:
+        draft.derive("model.ffn_dim", 4 * dim, "4 dim")
+
+
+@of_what_is_described
+def a_mixture_has_enough_experts_and_layers(draft: Draft) -> None:
+    experts, k = draft.get("model.experts"), draft.get("model.experts_per_token")
+    if not experts:
+        return
+    if k > experts:
+        draft.refuse("model.experts_per_token", f"{k} is more than model.experts = {experts}", f"1 to {experts}")
+    dense, layers = draft.get("model.dense_layers"), draft.get("model.layers")
+    if dense >= layers:
+        what = f"{dense} leaves none of model.layers = {layers} for experts"
+        draft.refuse("model.dense_layers", what, f"0 to {layers - 1}")
+    if draft.get("model.expert_dim") == "auto":
+        width = ceil_div(draft.get("model.ffn_dim"), k * 16) * 16
+        draft.derive("model.expert_dim", width, f"ffn_dim / {k} experts a token, rounded up to a multiple of 16")
+
+
+@of_what_is_described
+def experts_are_gated(draft: Draft) -> None:
+    activation = draft.get("model.activation")
+    if draft.get("model.experts") and activation != "swiglu":
+        draft.refuse("model.activation", f'"{activation}", and experts (model.experts) are gated', '"swiglu"')
+
+
+@of_what_is_described
+def the_weight_of_one_expert_is_its_score(draft: Draft) -> None:
+    """Normalised, a single weight would always be 1, and its router would learn nothing from the loss."""
+    if not draft.get("model.experts") or draft.get("model.experts_per_token") != 1:
+        return
+    if not draft.is_set("model.router_normalise"):
+        draft.derive("model.router_normalise", False, "one expert a token")
+    elif draft.get("model.router_normalise"):
+        what = "true makes the weight of the one expert of a token 1, and a router without gradient"
+        draft.refuse("model.router_normalise", what, "false, or model.experts_per_token above 1")
+
+
+@of_what_is_described
+def bytes_have_256_values(draft: Draft) -> None:
+    if takes_of(draft.get("model.kind")) != "tokens" or draft.get("model.vocab") != "auto":
+        return
+    if draft.get("data.kind") == "synthetic" or (draft.get("data.kind"), draft.get("data.tokenizer")) == (
+        "text",
+        "bytes",
+    ):
+        draft.derive("model.vocab", 256, "one entry a byte")
+
+
+@of_what_is_described
+def a_token_file_does_not_say_its_vocabulary(draft: Draft) -> None:
+    unnamed = not fact_of("data.kind", draft.get("data.kind"), "names_vocabulary")
+    if takes_of(draft.get("model.kind")) == "tokens" and unnamed and draft.get("model.vocab") == "auto":
+        what = '"auto" follows a tokenizer, and a token file does not name the one that made it'
+        allowed = "the number of entries of the vocabulary"
+        draft.refuse("model.vocab", what, allowed, "set model.vocab, such as 50257 for GPT-2's tokenizer")
+
+
+@of_what_is_described
+def validation_needs_something_held_out(draft: Draft) -> None:
+    brings = fact_of("data.kind", draft.get("data.kind"), "brings_validation")
+    held_out = draft.get("data.validation") or draft.get("data.validation_fraction") or brings
+    if draft.get("train.validate_every") == "off" or held_out:
+        return
+    if draft.is_set("train.validate_every"):
+        what = f"{draft.get('train.validate_every')}, and nothing is held out: data.validation_fraction is 0"
+        draft.refuse("train.validate_every", what, '"off"', "name data.validation, or hold out a fraction")
+    else:
+        draft.derive("train.validate_every", "off", "nothing is held out")
+
+
+def the_best_is_found_by_validating(draft: Draft) -> None:
+    """Whether a script passes in validation data is checked later (`train.loop_state`)."""
+    off = f'train.validate_every = "off" ({draft.origins["train.validate_every"]}) makes none'
+    remedy = 'set train.validate_every, such as "100 steps"'
+    if draft.get("train.validate_every") != "off":
+        return
+    if best := draft.get("checkpoint.keep_best"):
+        draft.refuse("checkpoint.keep_best", f"{best} is of steps with the best validation, and {off}", "0", remedy)
+    if (patience := draft.get("train.patience")) != "off":
+        draft.refuse("train.patience", f"{patience} is a number of validations, and {off}", '"off"', remedy)
+
+
+RULES: tuple[Rule, ...] = list_rules(globals())

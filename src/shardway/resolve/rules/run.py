@@ -5,18 +5,13 @@ Invariant: a rule derives an open key or refuses; it never changes what the user
 
 from __future__ import annotations
 
-from shardway.resolve.draft import Draft, Rule
+from shardway.resolve.draft import Draft, Rule, list_rules
 from shardway.units import render_seconds
 
 
-def a_run_without_a_name_is_called_after_its_file(name: str) -> Rule:
-    """The rule, bound to the file's name, which is no key."""
-
-    def rule(draft: Draft) -> None:
-        if draft.get("run.name") == "auto":
-            draft.derive("run.name", name, "name of the run file")
-
-    return rule
+def a_run_without_a_name_is_called_after_its_file(draft: Draft) -> None:
+    if draft.get("run.name") == "auto":
+        draft.derive("run.name", draft.file_name, "name of the run file")
 
 
 def a_run_uses_the_accelerator_where_there_is_one(draft: Draft) -> None:
@@ -40,58 +35,20 @@ def timeouts_are_nested(draft: Draft) -> None:
     collective = draft.get("run.collective_timeout")
     for outer in ("run.start_timeout", "run.stop_timeout"):
         if draft.get(outer) <= collective:
-            draft.refuse(
-                "run.collective_timeout",
+            what = (
                 f"{render_seconds(collective)} is not shorter than {outer} = {render_seconds(draft.get(outer))}, so a "
-                "hanging collective would be ended before it can say which operation hangs",
-                f"less than {render_seconds(draft.get(outer))}",
-                f"lower run.collective_timeout or raise {outer}",
+                "hanging collective would be ended before it can say which operation hangs"
             )
+            allowed = f"less than {render_seconds(draft.get(outer))}"
+            draft.refuse("run.collective_timeout", what, allowed, f"lower run.collective_timeout or raise {outer}")
 
 
 def a_job_has_as_many_nodes_as_the_run_may(draft: Draft) -> None:
     elastic, nodes = draft.get("run.elastic"), draft.get("site.nodes")
     if elastic != "off" and not elastic[0] <= nodes <= elastic[1]:
-        draft.refuse(
-            "run.elastic",
-            f"{elastic} leaves out site.nodes = {nodes}",
-            f"a range with {nodes} in it",
-            f"set site.nodes to {elastic[0]} to {elastic[1]}, or widen run.elastic",
-        )
-
-
-# --- checkpoints
-
-
-def what_nodes_save_has_a_folder(draft: Draft) -> None:
-    folder = draft.get("checkpoint.local_dir")
-    if folder and not folder.startswith(("/", "~", "$")):
-        draft.refuse(
-            "checkpoint.local_dir",
-            f'"{folder}" is no whole path, and each node would look for it elsewhere',
-            'a string that begins with /, ~ or $, such as "$TMPDIR"',
-        )
-    if draft.get("checkpoint.local_every") == "off" or folder:
-        return
-    facts = draft.circumstances
-    if facts.local_disk:
-        draft.derive("checkpoint.local_dir", facts.local_disk, f"node.local_disk of the site {facts.site}")
-        return
-    draft.refuse(
-        "checkpoint.local_every",
-        f"each node saves on its own disk, and the site {facts.site} says of no folder there (node.local_disk)",
-        '"off"; or a checkpoint.local_dir such as "$TMPDIR" or "/local/scratch"',
-    )
-
-
-def what_nodes_save_is_written_by_shardway(draft: Draft) -> None:
-    """DeepSpeed writes its files from all ranks into one folder."""
-    if draft.get("checkpoint.local_every") != "off" and draft.get("train.engine") == "deepspeed":
-        draft.refuse(
-            "checkpoint.local_every",
-            "DeepSpeed writes its files into one folder that all ranks see, not on the disks of nodes",
-            '"off"; or train.engine = "torch"',
-        )
+        what = f"{elastic} leaves out site.nodes = {nodes}"
+        remedy = f"set site.nodes to {elastic[0]} to {elastic[1]}, or widen run.elastic"
+        draft.refuse("run.elastic", what, f"a range with {nodes} in it", remedy)
 
 
 # --- the guard
@@ -101,52 +58,57 @@ def a_probe_repeats_what_has_one_result(draft: Draft) -> None:
     """On a GPU some operations sum in varying order, so two runs of a healthy device differ."""
     probes = draft.get("guard.probe_every") != "off"
     if probes and draft.get("run.device") == "cuda" and not draft.get("train.deterministic"):
-        draft.refuse(
-            "guard.probe_every",
+        what = (
             "two runs of the same passes are compared bit by bit, and on a GPU operations have one result only with "
-            "train.deterministic = true",
-            '"off"; or train.deterministic = true',
+            "train.deterministic = true"
         )
+        draft.refuse("guard.probe_every", what, '"off"; or train.deterministic = true')
 
 
 def a_run_goes_back_before_spikes_that_are_looked_for(draft: Draft) -> None:
     if draft.get("guard.on_spike") == "roll_back" and draft.get("guard.spike") == "off":
-        draft.refuse(
-            "guard.on_spike",
-            '"roll_back", and guard.spike = "off" looks for no spike',
-            '"warn"; or a guard.spike such as 8.0',
-        )
+        what = '"roll_back", and guard.spike = "off" looks for no spike'
+        draft.refuse("guard.on_spike", what, '"warn"; or a guard.spike such as 8.0')
 
 
 def a_run_goes_back_to_what_was_saved(draft: Draft) -> None:
     saves = draft.get("checkpoint.every") != "off" or draft.get("checkpoint.keep_every") != "off"
     if draft.get("guard.on_spike") == "roll_back" and not saves:
-        draft.refuse(
-            "guard.on_spike",
-            '"roll_back" goes back to a checkpoint, and checkpoint.every = "off" makes none',
-            '"warn"; or a checkpoint.every such as "200 steps"',
-        )
+        what = '"roll_back" goes back to a checkpoint, and checkpoint.every = "off" makes none'
+        draft.refuse("guard.on_spike", what, '"warn"; or a checkpoint.every such as "200 steps"')
 
 
 def a_spike_that_is_left_out_is_left_out_whole(draft: Draft) -> None:
     most, steps = draft.get("guard.max_left_out"), draft.get("guard.spike_steps")
     if draft.get("guard.on_spike") == "roll_back" and most < steps:
-        draft.refuse(
-            "guard.max_left_out",
-            f"{most} batches do not reach back to the beginning of a spike of guard.spike_steps = {steps} steps",
-            f"at least {steps}",
-        )
+        what = f"{most} batches do not reach back to the beginning of a spike of guard.spike_steps = {steps} steps"
+        draft.refuse("guard.max_left_out", what, f"at least {steps}")
 
 
-RULES: tuple[Rule, ...] = (
-    a_run_uses_the_accelerator_where_there_is_one,
-    ranks_of_a_node_share_its_cores,
-    timeouts_are_nested,
-    a_job_has_as_many_nodes_as_the_run_may,
-    a_probe_repeats_what_has_one_result,
-    a_run_goes_back_before_spikes_that_are_looked_for,
-    a_run_goes_back_to_what_was_saved,
-    a_spike_that_is_left_out_is_left_out_whole,
-    what_nodes_save_has_a_folder,
-    what_nodes_save_is_written_by_shardway,
-)
+# --- checkpoints
+
+
+def what_nodes_save_has_a_folder(draft: Draft) -> None:
+    folder = draft.get("checkpoint.local_dir")
+    if folder and not folder.startswith(("/", "~", "$")):
+        what = f'"{folder}" is no whole path, and each node would look for it elsewhere'
+        draft.refuse("checkpoint.local_dir", what, 'a string that begins with /, ~ or $, such as "$TMPDIR"')
+    if draft.get("checkpoint.local_every") == "off" or folder:
+        return
+    facts = draft.circumstances
+    if facts.local_disk:
+        draft.derive("checkpoint.local_dir", facts.local_disk, f"node.local_disk of the site {facts.site}")
+        return
+    what = f"each node saves on its own disk, and the site {facts.site} says of no folder there (node.local_disk)"
+    allowed = '"off"; or a checkpoint.local_dir such as "$TMPDIR" or "/local/scratch"'
+    draft.refuse("checkpoint.local_every", what, allowed)
+
+
+def what_nodes_save_is_written_by_shardway(draft: Draft) -> None:
+    """DeepSpeed writes its files from all ranks into one folder."""
+    if draft.get("checkpoint.local_every") != "off" and draft.get("train.engine") == "deepspeed":
+        what = "DeepSpeed writes its files into one folder that all ranks see, not on the disks of nodes"
+        draft.refuse("checkpoint.local_every", what, '"off"; or train.engine = "torch"')
+
+
+RULES: tuple[Rule, ...] = list_rules(globals())
