@@ -18,7 +18,7 @@ from typing import Literal
 LENT = "SHARDWAY_LENT_CACHE"
 """The folder that a job lends to its container; it outlives the container and is created on use."""
 
-_VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))", re.ASCII)
+_VARIABLE = re.compile(r"\$(\{)?(?P<name>[A-Za-z_]\w*)(?(1)\})", re.ASCII)
 """`$NAME` or `${NAME}`, as in a shell; any other `$` is a plain character."""
 
 _BELOW_HOME = {"CACHE": ".cache", "CONFIG": ".config", "STATE": ".local/state"}
@@ -26,15 +26,13 @@ _BELOW_HOME = {"CACHE": ".cache", "CONFIG": ".config", "STATE": ".local/state"}
 
 def find_home() -> Path | None:
     """$HOME, or the system's entry for this account; None if neither is an absolute path."""
-    home = os.environ.get("HOME") or _look_up_home()
+    home = os.environ.get("HOME", "")
+    if not home:
+        try:
+            home = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:
+            return None
     return Path(home) if os.path.isabs(home) else None
-
-
-def _look_up_home() -> str:
-    try:
-        return pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:
-        return ""
 
 
 def find_own_folder(kind: Literal["CACHE", "CONFIG", "STATE"], root: Path = Path("/")) -> Path | None:
@@ -44,7 +42,11 @@ def find_own_folder(kind: Literal["CACHE", "CONFIG", "STATE"], root: Path = Path
     container's root file system are lost with it. If the root lies on the same file system as the mounted home, the two
     look alike and the lent one is used.
     """
-    own, lent = _find_by_rule(kind), os.environ.get(LENT, "") if kind == "CACHE" else ""
+    base, home = Path(os.environ.get(f"XDG_{kind}_HOME", "")), find_home()
+    own = home / _BELOW_HOME[kind] / "shardway" if home else None
+    if base.is_absolute():  # the specification ignores a relative one
+        own = base / "shardway"
+    lent = os.environ.get(LENT, "") if kind == "CACHE" else ""
     return Path(lent) / "shardway" if lent and (own is None or not _is_kept(own, root)) else own
 
 
@@ -55,13 +57,6 @@ def _is_kept(folder: Path, root: Path) -> bool:
         return os.access(there, os.W_OK) and there.stat().st_dev != root.stat().st_dev
     except OSError:  # it or its server has gone away
         return False
-
-
-def _find_by_rule(kind: str) -> Path | None:
-    base, home = Path(os.environ.get(f"XDG_{kind}_HOME", "")), find_home()
-    if base.is_absolute():  # the specification ignores a relative one
-        return base / "shardway"
-    return home / _BELOW_HOME[kind] / "shardway" if home else None
 
 
 def expand_home(path: str | Path) -> Path:
@@ -81,33 +76,26 @@ def expand_place(path: str | Path) -> Path:
     text = str(path)
     if list_variables(text) and is_there_as_written(text):
         return Path(text)
-    return expand_home(_VARIABLE.sub(lambda match: _value_of(match) or match[0], text))
+    return expand_home(_VARIABLE.sub(lambda match: _value_of(match["name"]) or match[0], text))
 
 
 def list_unset(path: str | Path) -> list[str]:
     """Names of the variables that `expand_place` cannot fill in."""
     text = str(path)
-    if is_there_as_written(text):
-        return []
-    return list(dict.fromkeys(_name_of(match) for match in _VARIABLE.finditer(text) if not _value_of(match)))
+    return [] if is_there_as_written(text) else [name for name in list_variables(text) if not _value_of(name)]
 
 
 def list_variables(path: str) -> list[str]:
     """Names of the variables in a path, each once."""
-    return list(dict.fromkeys(map(_name_of, _VARIABLE.finditer(path))))
+    return list(dict.fromkeys(match["name"] for match in _VARIABLE.finditer(path)))
 
 
 def fill_variables(path: str, values: Mapping[str, str]) -> str:
     """A path with its variables replaced by these values."""
-    return _VARIABLE.sub(lambda match: values[_name_of(match)], path)
+    return _VARIABLE.sub(lambda match: values[match["name"]], path)
 
 
-def _name_of(match: re.Match[str]) -> str:
-    return match[1] or match[2]
-
-
-def _value_of(match: re.Match[str]) -> str:
-    name = _name_of(match)
+def _value_of(name: str) -> str:
     return str(find_home() or "") if name == "HOME" else os.environ.get(name, "")
 
 

@@ -14,6 +14,7 @@ from shardway.launch.runs import logs
 from shardway.launch.runs.find import Known, remember
 from shardway.rundir.attempts import Attempt, Ending, Result, Submission
 from shardway.rundir.directory import RunDir
+from shardway.rundir.events import EventFollower
 
 GONE = "999999999.1"
 
@@ -47,14 +48,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once somebody has looked for a beginning, and found none."""
-    look, looked = logs._Training.is_seen, threading.Event()
+    look, looked = logs.Beginning._is_training, threading.Event()
 
-    def is_seen(training: logs._Training) -> bool:
-        found = look(training)
+    def is_training(beginning: logs.Beginning, rank: int, further: EventFollower) -> bool:
+        found = look(beginning, rank, further)
         looked.set()
         return found
 
-    monkeypatch.setattr(logs._Training, "is_seen", is_seen)
+    monkeypatch.setattr(logs.Beginning, "_is_training", is_training)
     return looked
 
 
@@ -179,9 +180,9 @@ def test_a_scheduler_is_asked_ever_more_rarely_and_twice_before_a_job_counts_as_
     waits = iter([True, True, True, True, False, True, False, False])
 
     class Told(logs.Beginning):
-        def _look(self) -> logs.SchedulerSnapshot:
+        def _look(self) -> tuple[tuple[Attempt, ...], str]:
             asked.append(round(clock.now))
-            return logs.SchedulerSnapshot((run.attempt(1),) if next(waits) else (), "over")
+            return (run.attempt(1),) if next(waits) else (), "over"
 
     assert Told(LocalHost(), run, clock=lambda: clock.now, sleep=clock.sleep).wait(0) == "over"
     assert asked == [0, 10, 30, 70, 150, 160, 170, 180]

@@ -12,8 +12,9 @@ import pytest
 
 from shardway.errors import UserError
 from shardway.launch.hosts.local import LocalHost
-from shardway.launch.snapshot_files import ExcludedPath, SnapshotPlan
-from shardway.launch.submission.host_checks import Code, parse_conda_environments
+from shardway.launch.snapshot import SnapshotPlan
+from shardway.launch.submission.command import Code
+from shardway.launch.submission.host_checks import parse_conda_environments
 from shardway.launch.submission.prepare import SubmitRequest, prepare
 from shardway.resolve.request import ResolveRequest
 
@@ -145,7 +146,7 @@ def test_what_a_snapshot_holds(tmp_path: Path) -> None:
     for name in ("project/sub/a.py", "project/secret.env", "b.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    plan = SnapshotPlan(tmp_path / "project", "sub", None, (), (), (ExcludedPath("secret.env", "a secret"),), ())
+    plan = SnapshotPlan(tmp_path / "project", "sub", None, {}, (), {"secret.env": "a secret"}, ())
     code = Code(tmp_path / "project/sub", plan)
     reasons = {path: code.why_missing(path) for path in ("a.py", "./a.py", "c.py", "../secret.env", "../../b.py")}
     assert [path for path, why in reasons.items() if not why] == ["a.py", "./a.py"]

@@ -25,7 +25,7 @@ EXCEPTIONS = {
     "runfile/schema.py": "descriptions of keys, for people",
     "runfile/load.py": "names that options have in other software",
     "sites/problems.py": "names of site profiles",
-    "launch/snapshot_files.py": "endings of files that people keep beside their code",
+    "launch/snapshot.py": "endings of files that people keep beside their code",
 }
 
 

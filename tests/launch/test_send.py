@@ -16,7 +16,7 @@ from shardway.launch.hosts.local import LocalHost
 from shardway.launch.runs.find import Known, read_known
 from shardway.launch.runs.job_status import Ledger, LedgerEntry
 from shardway.launch.submission import host_checks
-from shardway.launch.submission.host_checks import Code
+from shardway.launch.submission.command import Code
 from shardway.launch.submission.job_request import JobRequest
 from shardway.launch.submission.prepare import Prepared, SubmitRequest, prepare
 from shardway.launch.submission.submit import SentSubmission, Submitter, submit_run

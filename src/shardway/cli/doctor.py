@@ -151,7 +151,7 @@ def _read_piece(
         if nproc or steps:
             raise UserError("--nproc and --steps belong to a run file; a command says so itself, after `--`.")
         from shardway.launch.snapshot import plan_snapshot, work_in_copies
-        from shardway.launch.submission.host_checks import Code, list_lost_paths
+        from shardway.launch.submission.command import Code, list_lost_paths
 
         # It works in copies of the current folder, where some words would mean something else.
         snapshot = plan_snapshot(Path.cwd())

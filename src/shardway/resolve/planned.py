@@ -35,7 +35,7 @@ BETWEEN: Recompute = "products"
 def shape_of_run(values: RunFile, hf: Shape | None = None, sample: tuple[int, ...] | None = None) -> Architecture:
     """The shape of the model that a run trains, its [model] resolved.
 
-    `hf`: the shape from the config.json of model.hf (`plan.shapes.huggingface.read_shape`). `sample`: the image's
+    `hf`: the shape from the config.json of model.hf (`plan.huggingface.read_shape`). `sample`: the image's
     (channels, height, width) if the data is open; otherwise only synthetic data has one. Raises UserError for a model
     that the planner cannot lay out.
     """

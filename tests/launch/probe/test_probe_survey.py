@@ -197,7 +197,7 @@ def test_the_way_out(text: str, facts: dict[str, str]) -> None:
 
 
 def test_disks_are_those_of_the_machine_itself() -> None:
-    assert site_survey.parse_disks(DF) == ("/raid",)
+    assert values(site_survey.describe_disks(DF, is_node=True)) == {"node.local_disk": "/raid"}
     assert values(site_survey.describe_disks(DF, is_node=False)) == {}
     assert "/raid" in site_survey.describe_disks(DF, is_node=False).notes[0]
 

@@ -23,8 +23,6 @@ from shardway.places import find_own_folder
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import is_there, list_names
 
-# --- the registry of submitted runs
-
 
 @dataclass(frozen=True)
 class Known:
@@ -35,79 +33,70 @@ class Known:
     site: str = ""
 
 
+def render_known(known: Known) -> str:
+    """As people name it: the directory, with its host before it where that is another one."""
+    return f"{known.host}:{known.run}" if known.host else known.run
+
+
+# --- the registry of submitted runs
+
+
 def registry_path() -> Path | None:
     """The file of the registry; None for an account without a home, which has none."""
     folder = find_own_folder("STATE")
     return folder / "submitted-runs" if folder else None
 
 
-def remember(known: Known, path: Path | None = None) -> bool:
+def remember(known: Known) -> bool:
     """Add a run; one that is there already is not added again. Gives whether it is new."""
-    if known in read_known(path):
+    if known in read_known():
         return False
-    _append(asdict(known), path)
+    _append(asdict(known))
     return True
 
 
-def forget(known: Known, path: Path | None = None) -> None:
+def forget(known: Known) -> None:
     """Revoke a run of which nothing is left."""
-    _append({**asdict(known), "gone": True}, path)
+    _append({**asdict(known), "gone": True})
 
 
-def _append(table: Mapping[str, object], path: Path | None) -> None:
-    target = path or registry_path()
-    if target is None:
-        return
-    with contextlib.suppress(OSError):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(target, "a", encoding="utf-8") as file:
-            file.write(json.dumps(table) + "\n")
+def _append(table: Mapping[str, object]) -> None:
+    if target := registry_path():
+        with contextlib.suppress(OSError):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with open(target, "a", encoding="utf-8") as file:
+                file.write(json.dumps(table) + "\n")
 
 
-def read_known(path: Path | None = None) -> list[Known]:
+def read_known() -> list[Known]:
     """The runs that are known, oldest first, each once."""
-    source = path or registry_path()
+    source = registry_path()
     try:
         lines = source.read_text(encoding="utf-8").splitlines() if source else []
     except (OSError, UnicodeDecodeError):
         return []
     found: dict[Known, None] = {}
-    for known, gone in filter(None, map(_parse, lines)):
-        if gone:
-            found.pop(known, None)
-        else:
-            found[known] = None
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            table = json.loads(line)
+            known = Known(str(table["run"]), str(table.get("host", "")), str(table.get("site", "")))
+            if table.get("gone", False):
+                found.pop(known, None)
+            else:
+                found[known] = None
     return list(found)
-
-
-def _parse(line: str) -> tuple[Known, bool] | None:
-    """A line, and whether it revokes its run."""
-    try:
-        table = json.loads(line)
-        known = Known(str(table["run"]), str(table.get("host", "")), str(table.get("site", "")))
-        return known, bool(table.get("gone", False))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
 
 
 # --- the run that a word means
 
-_REMOTE = re.compile(r"(?P<host>[^/:]+):(?P<run>[/~].*)")
 
-
-def find_known(word: str, registry: Path | None = None) -> Known:
+def find_known(word: str) -> Known:
     """The run that is meant. Raises UserError for none and for several."""
-    remote = _REMOTE.fullmatch(word)
-    if remote:
+    if remote := re.fullmatch(r"(?P<host>[^/:]+):(?P<run>[/~].*)", word):
         return Known(remote["run"], remote["host"])
-    path = Path(word)
-    if is_run(path):
+    if is_run(Path(word)):
         return Known(word)
-    named = [
-        known
-        for known in read_known(registry)
-        if (Path(known.run).name == word or known.run == word) and (known.host or _may_be_run(Path(known.run)))
-    ]
+    named = [known for known in _list_reachable() if word in (Path(known.run).name, known.run)]
     if len(named) == 1:
         return named[0]
     if named:
@@ -120,15 +109,11 @@ def find_known(word: str, registry: Path | None = None) -> Known:
     )
 
 
-def find_all(folder: Path, registry: Path | None = None) -> list[Known]:
+def find_all(folder: Path) -> list[Known]:
     """The runs in a folder here, then those that were submitted from anywhere, each once."""
     here = list_runs(folder)
     places = {("", str(path.absolute())) for path in here}
-    others = [
-        known
-        for known in read_known(registry)
-        if (known.host, known.run) not in places and (known.host or _may_be_run(Path(known.run)))
-    ]
+    others = [known for known in _list_reachable() if (known.host, known.run) not in places]
     return [*(Known(str(path)) for path in here), *others]
 
 
@@ -142,14 +127,14 @@ def is_run(path: Path) -> bool:
     return RunDir(path).exists() or is_there(RunDir(path).attempts_folder)
 
 
+def _list_reachable() -> list[Known]:
+    """The known runs, those of this machine only if they are still there."""
+    return [known for known in read_known() if known.host or _may_be_run(Path(known.run))]
+
+
 def _may_be_run(path: Path) -> bool:
     """The same if a file system may be unreachable: reading that run later reports it, and the others are found."""
     try:
         return is_run(path)
     except JobError:
         return True
-
-
-def render_known(known: Known) -> str:
-    """As people name it: the directory, with its host before it where that is another one."""
-    return f"{known.host}:{known.run}" if known.host else known.run

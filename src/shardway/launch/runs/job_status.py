@@ -108,22 +108,32 @@ def read_ledgers(host: Host, runs: Sequence[Path]) -> list[Ledger]:
     """Read the attempts of several runs on one host in two exchanges."""
     directories = [RunDir(run) for run in runs]
     listed = host.run_many([("ls", "-1", str(run.attempts_folder)) for run in directories])
-    attempts = {
-        run.path: [run.attempt(int(name)) for name in sorted(done.out.split(), key=_number) if _number(name) > 0]
-        for run, done in zip(directories, listed, strict=True)
-    }
-    wanted = [path for run in directories for attempt in attempts[run.path] for path in attempt.record_paths]
+    attempts = []
+    for run, done in zip(directories, listed, strict=True):
+        numbers = [int(name) for name in done.out.split() if name.isdecimal() and len(name) >= 4]
+        attempts.append([run.attempt(number) for number in sorted(numbers) if number])
+    wanted = [path for known in attempts for attempt in known for path in attempt.record_paths]
     wanted += [run.status_path for run in directories]
     texts = host.read_files([PurePosixPath(path) for path in wanted])
-    return [
-        Ledger(run, tuple(_entry(attempt, texts) for attempt in attempts[run.path]), _read_json(texts, run.status_path))
-        for run in directories
-    ]
+    ledgers = []
+    for run, known in zip(directories, attempts, strict=True):
+        try:
+            status = json.loads(texts.get(PurePosixPath(run.status_path), ""))
+        except (ValueError, RecursionError):
+            status = {}
+        entries = tuple(_read_entry(attempt, texts) for attempt in known)
+        ledgers.append(Ledger(run, entries, status if isinstance(status, dict) else {}))
+    return ledgers
 
 
 def read_again(host: Host, entry: LedgerEntry) -> LedgerEntry:
     """The same attempt as it stands now. Raises HostUnreachable."""
-    return _entry(entry.attempt, host.read_files([PurePosixPath(path) for path in entry.attempt.record_paths]))
+    return _read_entry(entry.attempt, host.read_files([PurePosixPath(path) for path in entry.attempt.record_paths]))
+
+
+def _read_entry(attempt: Attempt, texts: Mapping[PurePosixPath, str]) -> LedgerEntry:
+    submission, started, result = (texts.get(PurePosixPath(path), "") for path in attempt.record_paths)
+    return LedgerEntry(attempt, parse_submission(submission), parse_started(started), parse_result(result))
 
 
 def write_submission(host: Host, attempt: Attempt, submission: Submission) -> None:
@@ -136,75 +146,33 @@ def render_submission(submission: Submission) -> str:
     return json.dumps({"format": FORMAT, **asdict(submission)}, indent=1) + "\n"
 
 
-def _entry(attempt: Attempt, texts: Mapping[Any, str]) -> LedgerEntry:
-    return LedgerEntry(
-        attempt,
-        parse_submission(texts.get(attempt.submission_path, "")),
-        parse_started(texts.get(attempt.started_path, "")),
-        parse_result(texts.get(attempt.result_path, "")),
-    )
-
-
-def _number(name: str) -> int:
-    return int(name) if name.isdecimal() and len(name) >= 4 else 0
-
-
-def _read_json(texts: Mapping[Any, str], path: Path) -> Mapping[str, Any]:
-    try:
-        table = json.loads(texts.get(path, ""))
-    except (ValueError, RecursionError):
-        return {}
-    return table if isinstance(table, dict) else {}
-
-
 # --- how an attempt ended
 
 _ENDINGS = {
-    SchedulerEnding.COMPLETED: Ending.UNKNOWN,
-    SchedulerEnding.FAILED: Ending.CRASHED,
-    SchedulerEnding.TIMEOUT: Ending.DEADLINE,
-    SchedulerEnding.CANCELLED: Ending.STOPPED,
-    SchedulerEnding.PREEMPTED: Ending.PREEMPTED,
-    SchedulerEnding.OUT_OF_MEMORY: Ending.OUT_OF_MEMORY,
-    SchedulerEnding.NODE_FAILURE: Ending.NODE_FAILURE,
-    SchedulerEnding.NEVER_STARTED: Ending.CRASHED,
-    SchedulerEnding.UNCLEAR: Ending.UNKNOWN,
+    SchedulerEnding.COMPLETED: (Ending.UNKNOWN, "the job ended with exit code 0, but wrote no result"),
+    SchedulerEnding.FAILED: (Ending.CRASHED, "the job failed and wrote no result"),
+    SchedulerEnding.TIMEOUT: (Ending.DEADLINE, "killed when the wall-time was over"),
+    SchedulerEnding.CANCELLED: (Ending.STOPPED, "cancelled"),
+    SchedulerEnding.PREEMPTED: (Ending.PREEMPTED, "the scheduler took the nodes for another job"),
+    SchedulerEnding.OUT_OF_MEMORY: (Ending.OUT_OF_MEMORY, "a node ran out of the memory that was asked for"),
+    SchedulerEnding.NODE_FAILURE: (Ending.NODE_FAILURE, "a node failed"),
+    SchedulerEnding.NEVER_STARTED: (Ending.CRASHED, "the job ended without having run"),
+    SchedulerEnding.UNCLEAR: (
+        Ending.UNKNOWN,
+        "the job is over and nothing says how, as of one that was killed by signal 9, or found no room to say it",
+    ),
 }
-"""Scheduler ending -> ending, if the job wrote nothing. Exit code 0 alone does not mean that the work is done: a run
-that is done records it."""
+"""Scheduler ending -> ending and reason, if the job wrote nothing. Exit code 0 alone does not mean that the work is
+done: a run that is done records it."""
 
-_REASONS = {
-    SchedulerEnding.COMPLETED: "the job ended with exit code 0, but wrote no result",
-    SchedulerEnding.FAILED: "the job failed and wrote no result",
-    SchedulerEnding.TIMEOUT: "killed when the wall-time was over",
-    SchedulerEnding.CANCELLED: "cancelled",
-    SchedulerEnding.PREEMPTED: "the scheduler took the nodes for another job",
-    SchedulerEnding.OUT_OF_MEMORY: "a node ran out of the memory that was asked for",
-    SchedulerEnding.NODE_FAILURE: "a node failed",
-    SchedulerEnding.NEVER_STARTED: "the job ended without having run",
-    SchedulerEnding.UNCLEAR: "the job is over and nothing says how, as of one that was killed by signal 9, or found no "
-    "room to say it",
-}
-
-_CAUSES = frozenset(
-    (
-        SchedulerEnding.TIMEOUT,
-        SchedulerEnding.CANCELLED,
-        SchedulerEnding.PREEMPTED,
-        SchedulerEnding.OUT_OF_MEMORY,
-        SchedulerEnding.NODE_FAILURE,
-    )
+_UNEXPLAINED = (
+    *(SchedulerEnding.COMPLETED, SchedulerEnding.FAILED),
+    *(SchedulerEnding.NEVER_STARTED, SchedulerEnding.UNCLEAR, None),
 )
-"""Endings for which the job script sees only an exit code, and the scheduler has the reason."""
-
-_REPEATS = frozenset((Ending.CRASHED, Ending.OUT_OF_MEMORY, Ending.DEADLINE))
-"""Endings that repeat if nothing is changed, and therefore need a signature."""
+"""Endings of which the scheduler knows no more than the job script; for the others it has the reason."""
 
 CONSEQUENCES = (BY_SIGNAL, "LostContact")
 """Failures of a rank that something else caused; the scheduler may have the reason."""
-
-_LEFT_IN_TIME = "a signal asked for a stop, and no person cancelled the job: the scheduler wanted its nodes"
-"""A job that saves and leaves during the grace time is completed for its scheduler."""
 
 _CLOCKS_S = 30.0
 """Schedulers check wall-times at intervals; none ends a job this long before its limit."""
@@ -219,61 +187,36 @@ def decide(result: Result | None, record: JobRecord | None, deadline: float = 0.
     `result`: what the job wrote. `record`: the scheduler's answer (None: not asked, or silent). `deadline`: end of the
     wall-time in Unix seconds, 0 for unknown. If the job script only recorded that its ranks failed, the scheduler's
     reason takes precedence, and is waited for while the job is still there."""
-    if result is None:
-        return _from_scheduler(record)
-    signalled = result.failure.startswith(CONSEQUENCES)
-    if record is None or not (signalled or (result.by == _SCRIPT and result.state in _UNSURE)):
+    signalled = result is not None and result.failure.startswith(CONSEQUENCES)
+    if result is not None and not signalled and not (result.by == _SCRIPT and result.state in _UNSURE):
+        return result
+    if record is None:
         return result
     if record.phase in (JobPhase.QUEUED, JobPhase.RUNNING):
         return result if signalled else None
-    if result.failure == BY_SIGNAL and _made_room(record, deadline):
-        return replace(result, state=Ending.PREEMPTED, reason=_LEFT_IN_TIME, failure="", by="scheduler")
-    return _refine(result, record)
-
-
-def _made_room(record: JobRecord, deadline: float) -> bool:
-    """Whether a job that obeyed a signal was preempted: it completed, or reached the end of a time that was not its own
-    (Slurm reports TIMEOUT for a job that used all of its grace time)."""
-    if record.ending is SchedulerEnding.TIMEOUT:
-        return bool(deadline and record.ended) and (record.ended or 0.0) < deadline - _CLOCKS_S
-    return record.ending is SchedulerEnding.COMPLETED
-
-
-def _from_scheduler(record: JobRecord | None) -> Result | None:
-    if record is None or record.phase in (JobPhase.QUEUED, JobPhase.RUNNING):
-        return None
-    if record.phase is JobPhase.UNKNOWN:
+    if result is None and record.phase is JobPhase.UNKNOWN:
         reason = "the scheduler does not know the job (any more), and it wrote no result"
         return Result(Ending.UNKNOWN, reason=reason, job=record.job, by="scheduler")
-    ending = record.ending or SchedulerEnding.UNCLEAR
-    state = _ENDINGS[ending]
-    reason = _describe(ending, record)
-    return Result(
-        state=state,
-        reason=reason,
-        exit_code=record.exit_code,
-        failure=reason if state in _REPEATS else "",
-        job=record.job,
-        by="scheduler",
-        ended=record.ended or 0.0,
-    )
-
-
-def _refine(result: Result, record: JobRecord) -> Result:
-    """The job script's result with the scheduler's reason, if there is one."""
-    if record.ending not in _CAUSES:
+    if result is not None and result.failure == BY_SIGNAL:
+        # A job that saves and leaves during the grace time is completed for its scheduler, or has reached the end of a
+        # time that was not its own (Slurm reports TIMEOUT for a job that used all of its grace time).
+        early = bool(deadline and record.ended) and (record.ended or 0.0) < deadline - _CLOCKS_S
+        if record.ending is SchedulerEnding.COMPLETED or (record.ending is SchedulerEnding.TIMEOUT and early):
+            reason = "a signal asked for a stop, and no person cancelled the job: the scheduler wanted its nodes"
+            return replace(result, state=Ending.PREEMPTED, reason=reason, failure="", by="scheduler")
+    if result is not None and record.ending in _UNEXPLAINED:
         return result
-    state, reason = _ENDINGS[record.ending], _describe(record.ending, record)
-    failure = reason if state in _REPEATS else ""
-    return replace(result, state=state, reason=reason, failure=failure, by="scheduler")
-
-
-def _describe(ending: SchedulerEnding, record: JobRecord) -> str:
-    """A reason without what differs between two equal failures, such as nodes and times."""
-    status = f" (signal {record.signal})" if record.signal else ""
-    if record.exit_code:
-        status = f" (exit code {record.exit_code})"
-    return _REASONS[ending] + (status if ending in (SchedulerEnding.FAILED, SchedulerEnding.UNCLEAR) else "")
+    ending = record.ending or SchedulerEnding.UNCLEAR
+    state, reason = _ENDINGS[ending]
+    if ending in (SchedulerEnding.FAILED, SchedulerEnding.UNCLEAR):
+        status = f" (signal {record.signal})" if record.signal else ""
+        reason += f" (exit code {record.exit_code})" if record.exit_code else status
+    # Endings that repeat if nothing is changed need a signature: without what differs between two equal failures.
+    failure = reason if state in (Ending.CRASHED, Ending.OUT_OF_MEMORY, Ending.DEADLINE) else ""
+    if result is not None:
+        return replace(result, state=state, reason=reason, failure=failure, by="scheduler")
+    ended, code = record.ended or 0.0, record.exit_code
+    return Result(state, reason, exit_code=code, failure=failure, job=record.job, by="scheduler", ended=ended)
 
 
 # --- the state of each attempt now
@@ -317,10 +260,29 @@ def read_standings(host: Host, ledgers: Sequence[Ledger]) -> list[list[JobStatus
     wanted: dict[str, list[str]] = {}
     for ledger in ledgers:
         for entry in ledger.entries:
-            if entry.submission and is_job_id(entry.job) and _is_open(entry):
+            if entry.submission and is_job_id(entry.job) and _is_open(entry.result):
                 wanted.setdefault(entry.submission.scheduler, []).append(entry.job)
-    answers = {scheduler: _ask(host, scheduler, jobs) for scheduler, jobs in wanted.items()}
-    return [[_stand(entry, answers, _asked(host, ledger, entry)) for entry in ledger.entries] for ledger in ledgers]
+    records: dict[str, dict[str, JobRecord]] = {}
+    silences: dict[str, str] = {}
+    for scheduler, jobs in wanted.items():
+        try:
+            known = find_scheduler(scheduler)
+            records[scheduler] = known.parse_records(jobs, host.run_many(known.query(jobs)))
+        except (SchedulerSilent, HostUnreachable) as error:
+            silences[scheduler] = str(error).splitlines()[0]
+    standings = []
+    for ledger in ledgers:
+        run, row = render_known(Known(str(ledger.run.path), host.name)), list[JobStatus]()
+        asked = RequestedResources(run=run)
+        for entry in ledger.entries:
+            scheduler = entry.submission.scheduler if entry.submission else ""
+            if entry.submission and entry.submission.asked:  # a link that a job submitted requests what its job did
+                asked = replace(read_fields(RequestedResources, entry.submission.asked) or asked, run=run)
+            record = records.get(scheduler, {}).get(entry.job)
+            silence = silences.get(scheduler, "") if record is None else ""
+            row.append(_judge(entry, record, silence, asked))
+        standings.append(row)
+    return standings
 
 
 def describe_active(standings: Sequence[JobStatus]) -> str:
@@ -329,60 +291,28 @@ def describe_active(standings: Sequence[JobStatus]) -> str:
     return ", ".join(f"attempt {entry.entry.number} {entry.word} as job {entry.entry.job}" for entry in active)
 
 
-def _is_open(entry: LedgerEntry) -> bool:
+def _is_open(result: Result | None) -> bool:
     """Whether the scheduler may add something: there is no result, or its writer could not see the reason."""
-    result = entry.result
     if result is None or result.failure.startswith(CONSEQUENCES):
         return True
-    return result.by == "job script" and result.exit_code not in (0, None)
+    return result.by == _SCRIPT and result.exit_code not in (0, None)
 
 
-@dataclass(frozen=True)
-class _Answer:
-    records: dict[str, JobRecord]
-    silence: str = ""
-
-
-def _ask(host: Host, scheduler: str, jobs: Sequence[str]) -> _Answer:
-    try:
-        known = find_scheduler(scheduler)
-        return _Answer(known.parse_records(jobs, host.run_many(known.query(jobs))))
-    except (SchedulerSilent, HostUnreachable) as error:
-        return _Answer({}, str(error).splitlines()[0])
-
-
-def _asked(host: Host, ledger: Ledger, entry: LedgerEntry) -> RequestedResources:
-    """What an attempt requested; for a link that a job submitted, what the attempt before it requested."""
-    run = render_known(Known(str(ledger.run.path), host.name))
-    for earlier in reversed(ledger.entries):
-        asked = earlier.submission.asked if earlier.submission else None
-        if asked and earlier.number <= entry.number:
-            return replace(read_fields(RequestedResources, asked) or RequestedResources(), run=run)
-    return RequestedResources(run=run)
-
-
-def _stand(entry: LedgerEntry, answers: dict[str, _Answer], asked: RequestedResources) -> JobStatus:
-    scheduler = entry.submission.scheduler if entry.submission else ""
-    answer = answers.get(scheduler, _Answer({}))
-    record = answer.records.get(entry.job)
+def _judge(entry: LedgerEntry, record: JobRecord | None, silence: str, asked: RequestedResources) -> JobStatus:
     deadline = entry.started.deadline if entry.started else 0.0
     result = decide(entry.result, record, deadline) if entry.job or entry.result else None
     why = None
-    if record is not None and scheduler:
-        known = find_scheduler(scheduler)
+    if record is not None and entry.submission:
+        known = find_scheduler(entry.submission.scheduler)
         ending = known.explain_ending(record, asked) if result is None or result.by != "rank 0" else None
         why = known.explain_pending(record, asked) or ending
-    if why is None and result is not None and _leaves_open(result):
-        why = explain_result(result.state, result.exit_code, asked, result.reason)
-    return JobStatus(entry, record, result, why, answer.silence if record is None else "")
-
-
-def _leaves_open(result: Result) -> bool:
-    """Whether the scheduler may have more than the result. A rank and its agent record the reason of an end, but an
-    agent does not know how much memory the job requested."""
-    if result.by == BY_AGENT:
-        return result.state is Ending.OUT_OF_MEMORY
-    return result.state in _UNSURE and not result.by.startswith("rank")
+    if why is None and result is not None:
+        # A rank and its agent record why it ended, but an agent does not know how much memory the job requested.
+        by_agent = result.by == BY_AGENT
+        unsure = result.state in _UNSURE and not by_agent and not result.by.startswith("rank")
+        if unsure or (by_agent and result.state is Ending.OUT_OF_MEMORY):
+            why = explain_result(result.state, result.exit_code, asked, result.reason)
+    return JobStatus(entry, record, result, why, silence)
 
 
 # --- whether a run is free for another start
@@ -413,19 +343,12 @@ def check_free_for_job(host: Host, ledger: Ledger, tell: Callable[[str], None]) 
 def check_free_for_hand(host: Host, run: Path, tell: Callable[[str], None]) -> None:
     """Raise UserError if a job of this run waits or runs; `tell` gets a sentence about jobs whose state is unknown."""
     active = [standing for standing in read_standing(host, read_ledger(host, run)) if standing.is_active]
-    known = [standing for standing in active if not _is_unknown(standing)]
+    known = [standing for standing in active if standing.word != "unknown"]
     if known:
         raise _refuse_for_jobs(run, describe_active(known))
     if active:
-        tell(f"whether {_list_jobs(active)} of {run} still waits or runs is not known here; it is trained all the same")
-
-
-def _is_unknown(standing: JobStatus) -> bool:
-    return standing.word == "unknown"
-
-
-def _list_jobs(standings: Sequence[JobStatus]) -> str:
-    return ", ".join(f"job {standing.entry.job}" for standing in standings)
+        jobs = ", ".join(f"job {standing.entry.job}" for standing in active)
+        tell(f"whether {jobs} of {run} still waits or runs is not known here; it is trained all the same")
 
 
 def _refuse_for_jobs(run: Path, active: str) -> UserError:
@@ -443,60 +366,52 @@ def render_attempts(standings: Sequence[JobStatus]) -> list[str]:
     """One line per attempt, oldest first, with why it waits or how it ended below it."""
     lines = []
     for standing in standings:
-        lines.append(f"  attempt {standing.entry.number:<3} {standing.word:<13} {_render_facts(standing)}".rstrip())
-        lines += [f"      {line}" for line in _render_why(standing)]
-    return lines
-
-
-def _render_facts(standing: JobStatus) -> str:
-    entry, result = standing.entry, standing.result
-    facts = [f"job {entry.job}" if entry.job else ""]
-    if result is None and entry.started is not None:
-        facts.append(f"on {entry.started.nodes}" if entry.started.nodes else "")
-        left = entry.started.deadline - time.time()
-        facts.append(f"{render_clock(left)} of wall-time left" if entry.started.deadline and left > 0 else "")
-    if result is not None:
-        facts.append(f"step {result.step}" if result.step else "")
-        began = entry.started.started if entry.started else 0.0
-        facts.append(f"after {render_clock(result.ended - began)}" if began and result.ended > began else "")
-    return "  ".join(fact for fact in facts if fact)
-
-
-def _render_why(standing: JobStatus) -> list[str]:
-    lines = []
-    if standing.result is not None and standing.result.reason:
-        lines.append(standing.result.reason)
-    if standing.why is not None and (standing.result is None or standing.why.code != "completed"):
-        lines += [standing.why.sentence] if standing.why.sentence not in lines else []
-        lines.append(f"to do: {standing.why.remedy}")
-    if standing.silence:
-        lines.append(f"the scheduler did not answer: {standing.silence}")
+        entry, started, result, why = standing.entry, standing.entry.started, standing.result, standing.why
+        facts = [f"job {entry.job}" if entry.job else ""]
+        below = []
+        if result is None and started is not None:
+            facts.append(f"on {started.nodes}" if started.nodes else "")
+            left = started.deadline - time.time()
+            facts.append(f"{render_clock(left)} of wall-time left" if started.deadline and left > 0 else "")
+        if result is not None:
+            facts.append(f"step {result.step}" if result.step else "")
+            began = started.started if started else 0.0
+            facts.append(f"after {render_clock(result.ended - began)}" if began and result.ended > began else "")
+            below += [result.reason] if result.reason else []
+        if why is not None and (result is None or why.code != "completed"):
+            below += [why.sentence] if why.sentence not in below else []
+            below.append(f"to do: {why.remedy}")
+        if standing.silence:
+            below.append(f"the scheduler did not answer: {standing.silence}")
+        lines.append(f"  attempt {entry.number:<3} {standing.word:<13} {'  '.join(filter(None, facts))}".rstrip())
+        lines += [f"      {line}" for line in below]
     return lines
 
 
 def attempts_as_json(standings: Sequence[JobStatus]) -> list[dict[str, Any]]:
     """The attempts as plain data, with stable keys."""
-    return [_as_json(standing) for standing in standings]
-
-
-def _as_json(standing: JobStatus) -> dict[str, Any]:
-    entry, result, record = standing.entry, standing.result, standing.record
-    return {
-        "attempt": entry.number,
-        "state": standing.word,
-        "job": entry.job,
-        "scheduler": entry.submission.scheduler if entry.submission else "",
-        "nodes": entry.started.nodes if entry.started else "",
-        "started": entry.started.started if entry.started else None,
-        "deadline": entry.started.deadline if entry.started else None,
-        "ended": result.ended if result else None,
-        "step": result.step if result else None,
-        "reason": result.reason if result else "",
-        "exit_code": result.exit_code if result else None,
-        "failure": result.failure if result else "",
-        "scheduler_state": record.state if record else "",
-        "scheduler_reason": record.reason if record else "",
-        "explanation": standing.why.sentence if standing.why else "",
-        "remedy": standing.why.remedy if standing.why else "",
-        "silence": standing.silence,
-    }
+    rows = []
+    for standing in standings:
+        entry, started, result, record = standing.entry, standing.entry.started, standing.result, standing.record
+        rows.append(
+            {
+                "attempt": entry.number,
+                "state": standing.word,
+                "job": entry.job,
+                "scheduler": entry.submission.scheduler if entry.submission else "",
+                "nodes": started.nodes if started else "",
+                "started": started.started if started else None,
+                "deadline": started.deadline if started else None,
+                "ended": result.ended if result else None,
+                "step": result.step if result else None,
+                "reason": result.reason if result else "",
+                "exit_code": result.exit_code if result else None,
+                "failure": result.failure if result else "",
+                "scheduler_state": record.state if record else "",
+                "scheduler_reason": record.reason if record else "",
+                "explanation": standing.why.sentence if standing.why else "",
+                "remedy": standing.why.remedy if standing.why else "",
+                "silence": standing.silence,
+            }
+        )
+    return rows

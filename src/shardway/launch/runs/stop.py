@@ -13,9 +13,9 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from shardway.errors import SiteError, UserError
@@ -27,18 +27,15 @@ from shardway.rundir.attempts import Ending, Result, render_result
 POLLS_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Pauses between two looks while waiting; the last one stays. Sites dislike being asked often."""
 
-
 ASKED = "stopped by `shardway stop`"
 ASKED_AT_ONCE = "ended by `shardway stop --now`"
 """The text of stop files of this module."""
 
-_OF_A_WARNING = ("deadline", "preempted", "signal ")
-"""How stop files of warned job scripts and agents begin."""
-
 
 def is_of_its_time(words: str) -> bool:
-    """Whether a stop file was meant only for the processes of its time; one that the user wrote need not be."""
-    return words in (ASKED, ASKED_AT_ONCE) or words.startswith(_OF_A_WARNING)
+    """Whether a stop file was meant only for the processes of its time: one of this module, of a warned job script or
+    of an agent. One that the user wrote need not be."""
+    return words in (ASKED, ASKED_AT_ONCE) or words.startswith(("deadline", "preempted", "signal "))
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Stopper:
     """Stops one run on its host; `pause` waits between two looks."""
 
     host: Host
-    pause: Callable[[float], None] = field(default=time.sleep)
+    pause: Callable[[float], None] = time.sleep
 
     def ask(self, ledger: Ledger) -> StopReport:
         """Write the stop file of a run, which a training by hand on this machine obeys too, and remove its waiting jobs
@@ -78,50 +75,48 @@ class Stopper:
 
     def find_running(self, ledger: Ledger) -> tuple[LedgerEntry, ...]:
         """The attempts whose jobs run, so that there are ranks to lose."""
-        running, _ = self._find_active(ledger)
-        return running
-
-    def _find_active(self, ledger: Ledger) -> tuple[tuple[LedgerEntry, ...], tuple[LedgerEntry, ...]]:
-        """The attempts whose jobs run, and those whose jobs wait."""
-        active = [standing for standing in read_standing(self.host, ledger) if standing.is_active]
-        running = tuple(standing.entry for standing in active if not _waits(standing))
-        return running, tuple(standing.entry for standing in active if _waits(standing))
+        return self._find_active(ledger)[0]
 
     def cancel(self, ledger: Ledger) -> StopReport:
         """Kill every job of the run that waits or runs. Raises SiteError where the scheduler refuses."""
         active = tuple(standing.entry for standing in read_standing(self.host, ledger) if standing.is_active)
         writer = self._find_writer(ledger)
-        with self._word_for_ranks(ledger) if not writer and any(map(_says_no_more, active)) else nullcontext():
+        # The scheduler of a job that runs may not report a cancellation. Ranks that obey a signal can then read its
+        # sender meanwhile, which is unknown later.
+        named = not writer and any(entry.started is not None and _is_forgotten(entry) for entry in active)
+        if named:
+            with suppress(UserError):  # a full file system: the job ends all the same
+                self._write_stop(ledger, ASKED_AT_ONCE)
+        try:
             self._cancel(tuple(reversed(active)))  # successors first, else they would start
+        finally:
+            if named:
+                self.host.run(("rm", "-f", str(ledger.run.stop_path)))
         self._note(ledger, active, "killed by `shardway stop --now`")
         return StopReport(cancelled=active, writer=writer)
 
     def wait(self, ledger: Ledger, timeout_s: float) -> list[JobStatus]:
         """The attempts once none of them is active and no process trains by hand here, or when the time is over."""
         end, polls = time.monotonic() + timeout_s, iter(POLLS_S)
-        pause = POLLS_S[0]
         while True:
             standings = read_standing(self.host, read_ledger(self.host, ledger.run.path))
             active = any(standing.is_active for standing in standings) or self._find_writer(ledger)
             if not active or time.monotonic() > end:
                 return standings
-            pause = next(polls, pause)
-            self.pause(pause)
+            self.pause(next(polls, POLLS_S[-1]))
+
+    def _find_active(self, ledger: Ledger) -> tuple[tuple[LedgerEntry, ...], tuple[LedgerEntry, ...]]:
+        running, waiting = list[LedgerEntry](), list[LedgerEntry]()
+        for standing in read_standing(self.host, ledger):
+            if standing.is_active:
+                waits = standing.record is not None and standing.record.phase is JobPhase.QUEUED
+                (waiting if waits else running).append(standing.entry)
+        return tuple(running), tuple(waiting)
 
     def _find_writer(self, ledger: Ledger) -> str:
         """The process that trains the run by hand, as far as its directory is visible from this machine; empty for
         none."""
         return ("" if self.host.name else ledger.run.find_writer(by_hand=True)) or ""
-
-    @contextmanager
-    def _word_for_ranks(self, ledger: Ledger) -> Iterator[None]:
-        """While entered, ranks that obey a signal can read its sender, which is unknown later."""
-        with suppress(UserError):  # a full file system: the job ends all the same
-            self._write_stop(ledger, ASKED_AT_ONCE)
-        try:
-            yield
-        finally:
-            self.host.run(("rm", "-f", str(ledger.run.stop_path)))
 
     def _write_stop(self, ledger: Ledger, words: str) -> None:
         """Raises UserError where that is refused. A full file system takes a second name of a record (`RunDir`)."""
@@ -154,11 +149,10 @@ class Stopper:
 
     def _note(self, ledger: Ledger, entries: Sequence[LedgerEntry], reason: str) -> None:
         """Record the end of attempts that neither their jobs nor the scheduler can report any more."""
-        mute = [entry for entry in entries if _is_forgotten(entry)]
-        written = self.host.read_files([PurePosixPath(entry.attempt.result_path) for entry in mute])
+        paths = {PurePosixPath(entry.attempt.result_path): entry for entry in entries if _is_forgotten(entry)}
+        written = self.host.read_files(list(paths))
         step, now = ledger.status.get("step"), time.time()
-        for entry in mute:
-            path = PurePosixPath(entry.attempt.result_path)
+        for path, entry in paths.items():
             if path not in written:
                 step_now = step if isinstance(step, int) and entry.started else 0
                 result = Result(Ending.STOPPED, reason, step_now, job=entry.job, by="shardway stop", ended=now)
@@ -178,18 +172,9 @@ class Stopper:
                     )
 
 
-def _says_no_more(entry: LedgerEntry) -> bool:
-    """Whether a job runs whose scheduler will not report a cancellation; its end is waited for."""
-    return entry.started is not None and _is_forgotten(entry)
-
-
 def _is_forgotten(entry: LedgerEntry) -> bool:
     """Whether the scheduler of a job does not report that it was cancelled."""
     return entry.submission is not None and find_scheduler(entry.submission.scheduler).forgets
-
-
-def _waits(standing: JobStatus) -> bool:
-    return standing.record is not None and standing.record.phase is JobPhase.QUEUED
 
 
 def _check_job_ids(jobs: Sequence[str]) -> None:

@@ -1,6 +1,11 @@
-"""Reads the command after `--`: the program that every rank runs, recognised by a table of first words.
+"""The command after `--`: the program that every rank runs, recognised by a table of first words; and what is wrong
+with it in the folder in which it was typed.
 
-Invariant: a word is passed on as it was typed, or the command is refused; none is dropped.
+Invariants:
+- A word is passed on as it was typed, or the command is refused; none is dropped.
+- A path is reported missing only if the job will not find it in the folder in which it runs.
+- Several ranks of a program that ignores ranks: only a warning, with what was searched for and where. The script, the
+  modules beside it that it imports and the scripts that a shell starts are read; without source here there is none.
 
     wrapper     runs the command that follows it (env, uv run, conda run, nsys profile): runs as typed
     shell       runs text or a file: runs as typed; its text is kept for the checks
@@ -14,166 +19,123 @@ version or a path, it is that very interpreter.
 
 from __future__ import annotations
 
+import ast
 import os
+import posixpath
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
-from shardway.errors import Problem, UserError, render_problems
-from shardway.launch.job import Program
+from shardway.errors import Problem, UserError, list_some, render_problems
+from shardway.launch.job import SECRETS, Program
 from shardway.launch.script import quote_all
+from shardway.launch.snapshot import SnapshotPlan
 from shardway.plugins import make_installed, make_own
 
 # --- the table of first words
 
+Role = StrEnum("Role", ("WRAPPER", "SHELL", "LAUNCHER", "SCHEDULER", "OWN"))
 
-class Role(StrEnum):
-    """What the first word of a command is."""
-
-    WRAPPER = "wrapper"
-    SHELL = "shell"
-    LAUNCHER = "launcher"
-    SCHEDULER = "scheduler"
-    OWN = "own"
+RANKS, NODES, TOTAL = "site.ranks_per_node", "site.nodes", "ranks in all"
+"""What options of launchers count: a key of [site], or all ranks of the job."""
 
 
 @dataclass(frozen=True)
 class CommandForm:
     """A row: the words that a command begins with ("uv run"), and how to find what follows its options.
 
-    `flags`: options without a value. `values`: options with one. For any other option `takes_values` decides. `counts`:
-    option that gives a number of ranks or nodes -> the key of [site] for it. `runs`: what follows the options:
-    "command", or a launcher's Python "script", which `-m` makes a module."""
+    `options`: of a launcher, those without a value (any other has one); else those with a value (any other has none).
+    `counts`: option that gives a number of ranks or nodes -> the key of [site] for it. `runs_script`: a Python script
+    follows the options, which `-m` makes a module; else a command. `launcher`: the value of site.launcher that replaces
+    a launcher, if the program depends on it. `silent`: options of a launcher that the job script sets itself; other
+    dropped options are reported to the user."""
 
     names: tuple[str, ...]
     role: Role
-    flags: frozenset[str] = frozenset()
-    values: frozenset[str] = frozenset()
-    takes_values: bool = False
+    options: str = ""
     counts: Mapping[str, str] = field(default_factory=dict)
-    runs: str = "command"
+    silent: str = ""
+    runs_script: bool = False
     launcher: str = ""
-    """The value of site.launcher that replaces a launcher, if the program depends on it."""
-    silent: frozenset[str] = frozenset()
-    """Options of a launcher that the job script sets itself; other dropped options are reported to the user."""
     hint: str = ""
 
 
-def word_set(text: str) -> frozenset[str]:
-    """The words of a string, as a set."""
-    return frozenset(text.split())
-
-
-RANKS, NODES, TOTAL = "site.ranks_per_node", "site.nodes", "ranks in all"
-"""What options of launchers count: a key of [site], or all ranks of the job."""
-
-_OF_TORCHRUN = CommandForm(
-    names=("torchrun",),
-    role=Role.LAUNCHER,
-    flags=word_set("--standalone --no-python --run-path -m --module --use-env"),
-    takes_values=True,
-    counts=MappingProxyType({"--nproc-per-node": RANKS, "--nnodes": NODES}),
-    runs="script",
-    silent=word_set(
-        "--standalone --no-python -m --module --use-env --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf "
-        "--node-rank --master-addr --master-port --local-addr --monitor-interval --start-method --max-restarts"
-    ),
-)
-_OF_ACCELERATE = CommandForm(
-    names=("accelerate launch", "accelerate-launch"),
-    role=Role.LAUNCHER,
-    flags=word_set(
-        "--cpu --multi-gpu --tpu --ipex --use-deepspeed --use-fsdp --use-megatron-lm --use-xpu --quiet -q --debug -m "
-        "--module --no-python --same-network --downcast-bf16 --enable-cpu-affinity --use-parallelism-config"
-    ),
-    takes_values=True,
-    counts=MappingProxyType({"--num-machines": NODES, "--num-processes": TOTAL}),
-    runs="script",
-    silent=word_set(
-        "-m --module --no-python --multi-gpu --machine-rank --main-process-ip --main-process-port --quiet -q"
-    ),
-    hint="`Accelerator()` finds its rank by itself; what else the launcher or its config file said stands in its "
-    "arguments, such as Accelerator(mixed_precision=...)",
-)
-_OF_DEEPSPEED = CommandForm(
-    names=("deepspeed", "deepspeed.pt"),
-    role=Role.LAUNCHER,
-    flags=word_set("--module --no-python --no-local-rank --no-ssh --save-pid --force-multi --bind-cores-to-rank"),
-    takes_values=True,
-    counts=MappingProxyType({"--num-gpus": RANKS, "--num-accelerators": RANKS, "--num-nodes": NODES}),
-    runs="script",
-    silent=word_set(
-        "--module --no-python --no-local-rank --no-ssh --master-addr --master-port --hostfile -H --force-multi"
-    ),
-    hint="a script that asks for --local_rank finds it in the variable LOCAL_RANK",
-)
 _OF_MPI = CommandForm(
-    names=("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "horovodrun"),
-    role=Role.LAUNCHER,
-    flags=word_set(
-        "--oversubscribe -oversubscribe --allow-run-as-root --tag-output -tag-output --report-bindings -l -v --verbose "
-        "-q"
-    ),
-    takes_values=True,
-    counts=MappingProxyType(
-        {
-            **dict.fromkeys(("-n", "-np", "--np", "-c", "--n"), TOTAL),
-            **dict.fromkeys(("-ppn", "--ppn", "-npernode", "--npernode", "-N"), RANKS),
-        }
-    ),
+    ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "horovodrun"),
+    Role.LAUNCHER,
+    "--oversubscribe -oversubscribe --allow-run-as-root --tag-output -tag-output --report-bindings -l -v --verbose -q",
+    {
+        **dict.fromkeys(("-n", "-np", "--np", "-c", "--n"), TOTAL),
+        **dict.fromkeys(("-ppn", "--ppn", "-npernode", "--npernode", "-N"), RANKS),
+    },
+    silent="-H -host --host -f -hostfile --hostfile -machinefile --machinefile",
     launcher="mpirun",
-    silent=word_set("-H -host --host -f -hostfile --hostfile -machinefile --machinefile"),
-)
-_OF_SRUN = CommandForm(
-    names=("srun",),
-    role=Role.LAUNCHER,
-    flags=word_set("-l --label -u --unbuffered --exclusive --overlap --exact --pty -v --verbose -Q --quiet -s"),
-    takes_values=True,
-    counts=MappingProxyType(
-        {
-            **dict.fromkeys(("-n", "--ntasks"), TOTAL),
-            **dict.fromkeys(("-N", "--nodes"), NODES),
-            "--ntasks-per-node": RANKS,
-        }
-    ),
-    launcher="srun",
-    silent=word_set("-l --label -u --unbuffered"),
 )
 
 FORMS: tuple[CommandForm, ...] = (
-    CommandForm(("env",), Role.WRAPPER, values=word_set("-u --unset -C --chdir")),
+    CommandForm(("env",), Role.WRAPPER, "-u --unset -C --chdir"),
     CommandForm(
         ("uv run",),
         Role.WRAPPER,
-        values=word_set(
-            "--with --with-editable --with-requirements --extra --group --only-group --no-group -p --python --project "
-            "--directory --env-file --package --index --default-index --index-url --cache-dir --config-file -w"
-        ),
+        "--with --with-editable --with-requirements --extra --group --only-group --no-group -p --python --project "
+        "--directory --env-file --package --index --default-index --index-url --cache-dir --config-file -w",
     ),
     CommandForm(
         ("conda run", "mamba run", "micromamba run"),
         Role.WRAPPER,
-        values=word_set("-n --name -p --prefix --cwd -e --env -r --root-prefix"),
+        "-n --name -p --prefix --cwd -e --env -r --root-prefix",
     ),
     CommandForm(("poetry run", "pipenv run", "pdm run", "rye run", "hatch run", "pipx run"), Role.WRAPPER),
-    CommandForm(("pixi run",), Role.WRAPPER, values=word_set("-e --environment --manifest-path")),
+    CommandForm(("pixi run",), Role.WRAPPER, "-e --environment --manifest-path"),
     CommandForm(
         ("nsys profile", "ncu", "nice", "ionice", "time", "nohup", "numactl", "taskset", "stdbuf", "setsid", "timeout"),
         Role.WRAPPER,
-        values=word_set("-o --output -t --trace -n -s --sample -c -e -f --force-overwrite -w --wait -k -N -m -i"),
+        "-o --output -t --trace -n -s --sample -c -e -f --force-overwrite -w --wait -k -N -m -i",
     ),
-    CommandForm(("bash", "sh", "zsh", "dash", "ksh"), Role.SHELL, values=word_set("-o +o -O")),
-    _OF_TORCHRUN,
-    replace(_OF_TORCHRUN, names=("ft_launcher",)),
-    _OF_ACCELERATE,
-    _OF_DEEPSPEED,
+    CommandForm(("bash", "sh", "zsh", "dash", "ksh"), Role.SHELL, "-o +o -O"),
+    CommandForm(
+        ("torchrun", "ft_launcher"),
+        Role.LAUNCHER,
+        "--standalone --no-python --run-path -m --module --use-env",
+        {"--nproc-per-node": RANKS, "--nnodes": NODES},
+        "--standalone --no-python -m --module --use-env --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf "
+        "--node-rank --master-addr --master-port --local-addr --monitor-interval --start-method --max-restarts",
+        runs_script=True,
+    ),
+    CommandForm(
+        ("accelerate launch", "accelerate-launch"),
+        Role.LAUNCHER,
+        "--cpu --multi-gpu --tpu --ipex --use-deepspeed --use-fsdp --use-megatron-lm --use-xpu --quiet -q --debug -m "
+        "--module --no-python --same-network --downcast-bf16 --enable-cpu-affinity --use-parallelism-config",
+        {"--num-machines": NODES, "--num-processes": TOTAL},
+        "-m --module --no-python --multi-gpu --machine-rank --main-process-ip --main-process-port --quiet -q",
+        runs_script=True,
+        hint="`Accelerator()` finds its rank by itself; what else the launcher or its config file said stands in its "
+        "arguments, such as Accelerator(mixed_precision=...)",
+    ),
+    CommandForm(
+        ("deepspeed", "deepspeed.pt"),
+        Role.LAUNCHER,
+        "--module --no-python --no-local-rank --no-ssh --save-pid --force-multi --bind-cores-to-rank",
+        {"--num-gpus": RANKS, "--num-accelerators": RANKS, "--num-nodes": NODES},
+        "--module --no-python --no-local-rank --no-ssh --master-addr --master-port --hostfile -H --force-multi",
+        runs_script=True,
+        hint="a script that asks for --local_rank finds it in the variable LOCAL_RANK",
+    ),
     _OF_MPI,
-    _OF_SRUN,
+    CommandForm(
+        ("srun",),
+        Role.LAUNCHER,
+        "-l --label -u --unbuffered --exclusive --overlap --exact --pty -v --verbose -Q --quiet -s",
+        {"-n": TOTAL, "--ntasks": TOTAL, "-N": NODES, "--nodes": NODES, "--ntasks-per-node": RANKS},
+        "-l --label -u --unbuffered",
+        launcher="srun",
+    ),
     replace(_OF_MPI, names=("aprun", "jsrun"), launcher=""),
     CommandForm(tuple(name for each in make_own("schedulers") for name in each.submit_programs), Role.SCHEDULER),
     CommandForm(("shardway",), Role.OWN),
@@ -186,11 +148,10 @@ MODULES: Mapping[str, str] = MappingProxyType(
         "accelerate.commands.launch": "accelerate launch",
         "deepspeed.launcher.runner": "deepspeed",
         "nvidia_resiliency_ext.fault_tolerance.launcher": "ft_launcher",
-        "mpi4py.run": "",
         "shardway": "shardway",
     }
 )
-"""Modules of `python -m` -> their row of the table; "" for none."""
+"""Modules of `python -m` -> their row of the table."""
 
 BY_NAME = {name: form for form in FORMS for name in form.names}
 
@@ -208,18 +169,12 @@ def find_form(words: Sequence[str]) -> tuple[CommandForm | None, int]:
 
 # --- read a command
 
-_KEY, _ORIGIN = "the command", "command line"
-
-
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?[dt]?(\.exe)?")
-_PLAIN_PYTHON = ("python", "python3")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _GLUED = re.compile(r"(-[a-zA-Z])(\d+)")
 _OF_THE_SHELL = frozenset((".", "source", "cd", "exec", "export", "eval", "module", "set", "ulimit"))
-_MOVE = word_set("-C --chdir --directory --cwd --project")
+_MOVE = ("-C", "--chdir", "--directory", "--cwd", "--project")
 """Options of wrappers that run a command in another folder."""
-_FEW = 4
-"""Most nested wrappers that are followed."""
 
 
 @dataclass(frozen=True)
@@ -260,36 +215,31 @@ def read_command(command: Sequence[str], here: Path, nodes: int = 1) -> CommandR
 
 
 def _find_inner(words: Sequence[str]) -> int:
-    """Index of the command that the wrappers run; the length if there is none."""
+    """Index of the command that the wrappers run; that of the last wrapper if there is none."""
     start = 0
-    for _ in range(_FEW):
+    while True:
         form, used = find_form(words[start:])
         if form is None or form.role is not Role.WRAPPER:
-            break
+            return start
         inner = start + used
-        inner += _count_options(words[inner:], form)
-        while form.names == ("env",) and inner < len(words) and _ASSIGNMENT.fullmatch(words[inner]):
-            inner += 1
-        if form.names == ("env",) and {"-i", "-", "--ignore-environment"} & set(words[start:inner]):
-            _refuse("`env -i` takes from each rank what says which rank it is", remedy="leave -i out")
-        if {"numactl", "taskset", "timeout"} & {os.path.basename(words[start])}:
-            inner += _count_numbers(words[inner:])
-        if inner > start + used and inner < len(words) and not _is_known(words[inner:]):
-            # an unknown option may have had a value
+        inner += sum(map(len, _split_options(words[inner:], form)))
+        if form.names == ("env",):
+            while inner < len(words) and _ASSIGNMENT.fullmatch(words[inner]):
+                inner += 1
+            if {"-i", "-", "--ignore-environment"} & set(words[start:inner]):
+                _refuse("`env -i` takes from each rank what says which rank it is", remedy="leave -i out")
+        if os.path.basename(words[start]) in ("numactl", "taskset", "timeout"):
+            while inner < len(words) and re.fullmatch(r"[\d,.:x-]+[smhd]?", words[inner]):
+                inner += 1
+        if inner > start + used:  # an unknown option may have had a value
             inner = next((at for at in range(inner, len(words)) if _is_known(words[at:])), inner)
         if inner >= len(words):
             return start
         start = inner
-    return start
 
 
 def _is_known(words: Sequence[str]) -> bool:
     return find_form(words)[0] is not None or bool(_PYTHON.fullmatch(os.path.basename(words[0])))
-
-
-def _count_options(words: Sequence[str], form: CommandForm) -> int:
-    """How many words the leading options of a row take."""
-    return sum(map(len, _split_options(words, form)))
 
 
 def _split_options(words: Sequence[str], form: CommandForm) -> list[tuple[str, ...]]:
@@ -298,25 +248,19 @@ def _split_options(words: Sequence[str], form: CommandForm) -> list[tuple[str, .
     options: list[tuple[str, ...]] = []
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] != "-":
-        word = words[at]
+        word, name = words[at], _plain_option(words[at])
         if word == "--":
             return [*options, ("--",)]
+        has_value = (name in form.options.split()) != (form.role is Role.LAUNCHER)
+        if "=" in word or _GLUED.fullmatch(word):
+            has_value = False
         if word in ("-mca", "--mca", "-gmca", "--gmca"):
             taken = 3
-        elif _takes_value(word, form) and at + 1 < len(words) and not words[at + 1].endswith(".py"):
-            taken = 2
         else:
-            taken = 1
+            taken = 2 if has_value and at + 1 < len(words) and not words[at + 1].endswith(".py") else 1
         options.append(tuple(words[at : at + taken]))
         at += taken
     return options
-
-
-def _takes_value(word: str, form: CommandForm) -> bool:
-    if "=" in word or (_GLUED.fullmatch(word) and word not in form.values):
-        return False
-    name = _plain_option(word)
-    return name in form.values or (form.takes_values and name not in form.flags)
 
 
 def _plain_option(word: str) -> str:
@@ -325,51 +269,38 @@ def _plain_option(word: str) -> str:
     return name.replace("_", "-") if name.startswith("--") else name
 
 
-def _count_numbers(words: Sequence[str]) -> int:
-    return next((at for at, word in enumerate(words) if not re.fullmatch(r"[\d,.:x-]+[smhd]?", word)), len(words))
-
-
 def _read_inner(words: Sequence[str], start: int, here: Path, nodes: int) -> CommandRead:
     """Read a command behind its wrappers, which are the words before `start`."""
     inner = words[start:]
     form, used = find_form(inner)
-    if form is not None and form.role is Role.LAUNCHER:
+    role = form.role if form is not None else None
+    if form is not None and role is Role.LAUNCHER:
         _refuse_launcher(words, start, form, used, nodes)
-    if form is not None and form.role is Role.SCHEDULER:
+    if role is Role.SCHEDULER:
         _refuse(
             f"{inner[0]} submits a job of its own, which shardway would not see",
             remedy="name what its script starts: `-- python train.py`, `-- bash run.sh`",
         )
-    if form is not None and form.role is Role.OWN:
+    if role is Role.OWN:
         _refuse_own(inner[used:])
     if _PYTHON.fullmatch(os.path.basename(inner[0])):
         return _read_python(words, start, here, nodes)
-    if form is not None and form.role is Role.SHELL:
-        return CommandRead(Program(tuple(inner), python=False), texts=_read_shell(inner, form, here))
-    if inner[0].endswith(".py"):
-        return _read_script(inner, here)
-    texts = _read_text(here, inner[0]) if "/" in inner[0] else ()
-    return CommandRead(Program(tuple(inner), python=False), texts=texts)
-
-
-def _read_script(words: Sequence[str], here: Path) -> CommandRead:
-    """A Python script without its interpreter: an executable one names its own in its first line."""
-    script, path = words[0], here / words[0]
-    itself = False
-    if "/" in script and os.access(path, os.X_OK) and path.is_file():
-        with open(path, "rb") as file:
-            itself = file.read(2) == b"#!"
-    return CommandRead(Program(tuple(words), python=not itself), script=script)
-
-
-def _read_shell(words: Sequence[str], form: CommandForm, here: Path) -> tuple[tuple[str, str], ...]:
-    """The text that a shell runs."""
-    at = 1
-    while at < len(words) and words[at].startswith(("-", "+")) and words[at] not in ("-", "--"):
-        if words[at].startswith("-") and not words[at].startswith("--") and "c" in words[at]:
-            return ((f"{os.path.basename(words[0])} -c", words[at + 1]),) if at + 1 < len(words) else ()
-        at += 2 if words[at] in form.values or re.fullmatch(r"-[a-z]+o", words[at]) else 1
-    return _read_text(here, words[at]) if at < len(words) else ()
+    program = Program(tuple(inner), python=False)
+    if form is not None and role is Role.SHELL:
+        at = 1
+        while at < len(inner) and inner[at].startswith(("-", "+")) and inner[at] not in ("-", "--"):
+            if re.match(r"-(?!-).*c", inner[at]):
+                named = ((f"{os.path.basename(inner[0])} -c", inner[at + 1]),) if at + 1 < len(inner) else ()
+                return CommandRead(program, texts=named)
+            at += 2 if inner[at] in form.options.split() or re.fullmatch(r"-[a-z]+o", inner[at]) else 1
+        return CommandRead(program, texts=_read_text(here, inner[at]) if at < len(inner) else ())
+    if inner[0].endswith(".py"):  # an executable script names its own interpreter in its first line
+        path, itself = here / inner[0], False
+        if "/" in inner[0] and os.access(path, os.X_OK) and path.is_file():
+            with open(path, "rb") as file:
+                itself = file.read(2) == b"#!"
+        return CommandRead(replace(program, python=not itself), script=inner[0])
+    return CommandRead(program, texts=_read_text(here, inner[0]) if "/" in inner[0] else ())
 
 
 def _read_text(here: Path, name: str) -> tuple[tuple[str, str], ...]:
@@ -383,78 +314,66 @@ def _read_text(here: Path, name: str) -> tuple[tuple[str, str], ...]:
     return ((name, data.decode("utf-8", "replace")),) if is_shell and b"\0" not in data else ()
 
 
-# --- Python
-
-
 def _read_python(words: Sequence[str], start: int, here: Path, nodes: int) -> CommandRead:
     """An interpreter with its own options, and what it runs. A launcher's module is refused like the launcher."""
     inner = words[start:]
-    options, kind = _split_python(inner)
-    rest = inner[1 + len(options) :]
-    if kind == "" or (kind == "file" and not (rest and rest[0].strip())) or not all(map(str.strip, options[-1:])):
+    used, kind, module = _split_python(inner)
+    rest = inner[used:]
+    if kind == "" or (kind == "file" and not (rest and rest[0].strip())) or not inner[:used][-1].strip():
         allowed = "python SCRIPT ARGUMENTS..., python -m MODULE ARGUMENTS..., python -c CODE, or a program of its own"
         _refuse(f"{quote_all(words)} names no script", allowed=allowed)
-    module = (options[-1].partition("m")[2] if not _is_apart(options) else options[-1]) if kind == "module" else ""
-    if MODULES.get(module):
-        name = MODULES[module]
-        if name == "shardway":
+    if launcher := MODULES.get(module):
+        if launcher == "shardway":
             _refuse_own(rest)
-        _refuse_launcher(words, start, BY_NAME[name], 1 + len(options), nodes, python=inner[0])
+        _refuse_launcher(words, start, BY_NAME[launcher], used, nodes, python=inner[0])
     script = rest[0] if kind == "file" else ""
-    name = os.path.basename(inner[0])
-    is_plain = inner[0] == name and name in _PLAIN_PYTHON
-    if is_plain and (not options or (kind == "module" and list(options) == ["-m", module])):
-        return CommandRead(Program(tuple(inner[1:])), script=script, module=module)
-    interpreter = "python3" if is_plain else _whole_path(inner[0], here)
-    program = Program((interpreter, *inner[1:]), python=False, interpreter="" if is_plain else interpreter)
+    if inner[0] in ("python", "python3"):  # that of the job's environment
+        if used == 1 or inner[1:used] == ["-m", module]:
+            return CommandRead(Program(tuple(inner[1:])), script=script, module=module)
+        return CommandRead(Program(("python3", *inner[1:]), python=False), script=script, module=module)
+    interpreter, path = inner[0], os.path.normpath(here / inner[0])
+    if "/" in interpreter and os.path.exists(path):
+        interpreter = path  # whole, since a folder beside the code is not copied
+    program = Program((interpreter, *inner[1:]), python=False, interpreter=interpreter)
     return CommandRead(program, script=script, module=module)
 
 
-def _whole_path(word: str, here: Path) -> str:
-    """The absolute path of an interpreter as typed, since a folder beside the code is not copied."""
-    path = os.path.normpath(here / word)
-    return path if "/" in word and os.path.exists(path) else word
-
-
-def _split_python(words: Sequence[str]) -> tuple[tuple[str, ...], str]:
-    """Python's own options with their values, and what follows: "file", "module", "code", "" for nothing.
+def _split_python(words: Sequence[str]) -> tuple[int, str, str]:
+    """The number of words of an interpreter with its own options and their values; what follows: "file", "module",
+    "code", "" for nothing; and the module of -m.
 
     Source: `python --help` of 3.10 to 3.14; letters may stand together ("-um")."""
     at = 1
     while at < len(words) and words[at].startswith("-"):
-        word = words[at]
+        word, letters = words[at], words[at][1:]
         if word == "-":
-            return tuple(words[1:at]), ""
+            return at, "", ""
         if word.startswith("--"):
             at += 2 if word == "--check-hash-based-pycs" else 1
             continue
-        letters = word[1:]
         cut = next((number for number, letter in enumerate(letters) if letter in "cmWX"), None)
         if cut is None:
             if set(letters) & set("hV?"):
-                return tuple(words[1:at]), ""
+                return at, "", ""
             at += 1
             continue
-        at += 1 if letters[cut + 1 :] else 2
+        value = letters[cut + 1 :]
+        at += 1 if value else 2
         if letters[cut] in "cm":
-            kind = "code" if letters[cut] == "c" else "module"
-            return tuple(words[1:at]), kind if at <= len(words) else ""
-    return tuple(words[1:at]), "file"
-
-
-def _is_apart(options: Sequence[str]) -> bool:
-    """Whether the module of -m is a separate word."""
-    return len(options) > 1 and options[-2].startswith("-") and options[-2].endswith("m")
+            if at > len(words):
+                return len(words), "", ""
+            return (at, "code", "") if letters[cut] == "c" else (at, "module", value or words[at - 1])
+    return at, "file", ""
 
 
 # --- refusals, with the line to type instead
 
 
 def _refuse_own(words: Sequence[str]) -> NoReturn:
-    what = "it begins with shardway, which a job starts by itself"
+    remedy = "name a run file in place of the command: `shardway submit my.toml`"
     if words[:1] == ["train"]:
-        _refuse(what, remedy=f"`shardway submit {quote_all(words[1:])}`".replace(" `", "`"))
-    _refuse(what, remedy="name a run file in place of the command: `shardway submit my.toml`")
+        remedy = f"`shardway submit {quote_all(words[1:])}`".replace(" `", "`")
+    _refuse("it begins with shardway, which a job starts by itself", remedy=remedy)
 
 
 def _refuse_launcher(
@@ -463,56 +382,158 @@ def _refuse_launcher(
     """Raise UserError with the equivalent line without the launcher."""
     inner = words[start:]
     name = " ".join((os.path.basename(inner[0]), *inner[1:used]))
-    at = "begins with" if start == 0 else "holds"
-    what = f"it {at} {name}, and the job script starts the ranks itself"
+    what = f"it {'begins with' if start == 0 else 'holds'} {name}, and the job script starts the ranks itself"
     options = _split_options(inner[used:], form)
-    rest = inner[used + sum(map(len, options)) :]
-    if not rest or ":" in rest:
+    program = list(inner[used + sum(map(len, options)) :])
+    if not program or ":" in program:
         _refuse(what, remedy=f"leave {name} and its options out; {RANKS}, {NODES} and site.launcher say them")
-    program = list(rest)
     names = {_plain_option(option[0]) for option in options}
-    if form.runs == "script" and "--no-python" not in names:
+    if form.runs_script and "--no-python" not in names:
         if python == "python" and "/" in inner[0]:
             python = os.path.join(os.path.dirname(inner[0]), "python")
-        program = [python, *(["-m"] if {"-m", "--module"} & names else []), *rest]
-    keys = _keys_of(options, form, nodes)
-    line = quote_all([*words[:start], *program])
-    instead = f"`shardway submit ... {' '.join([*keys, '--', line])}`"
-    left = [option[0] for option in options if _is_lost(option, form)]
-    more = [f"left out: {', '.join(left)}"] if left else []
-    _refuse(what, remedy="; ".join([instead, *more, *([form.hint] if form.hint else [])]))
-
-
-def _keys_of(options: Sequence[tuple[str, ...]], form: CommandForm, nodes: int) -> list[str]:
-    """Keys of [site] for what the options of the launcher set."""
+        program = [python, *(["-m"] if {"-m", "--module"} & names else []), *program]
     counts: dict[str, int] = {}
+    left = []  # what the new line lacks
     for option in options:
-        glued = _GLUED.fullmatch(option[0])
-        name = glued[1] if glued else _plain_option(option[0])
-        value = glued[2] if glued else option[0].partition("=")[2] or (option[1] if len(option) > 1 else "")
+        name, value = _plain_option(option[0]), option[0].partition("=")[2] or " ".join(option[1:])
+        if glued := _GLUED.fullmatch(option[0]):
+            name, value = glued.groups()
         if name in form.counts and value.isdecimal():
             counts[form.counts[name]] = int(value)
-    total = counts.pop(TOTAL, 0)
-    nodes = counts.get(NODES, nodes)
+        elif name not in (*form.silent.split(), *form.counts, "--"):
+            left.append(option[0])
+    total, nodes = counts.pop(TOTAL, 0), counts.get(NODES, nodes)
     if total and RANKS not in counts and nodes and total % nodes == 0:
         counts[RANKS] = total // nodes
     keys = [f"{key}={counts[key]}" for key in (NODES, RANKS) if key in counts]
-    return [*keys, *([f"site.launcher={form.launcher}"] if form.launcher else [])]
-
-
-def _is_lost(option: tuple[str, ...], form: CommandForm) -> bool:
-    """Whether an option sets something that the new line lacks."""
-    glued = _GLUED.fullmatch(option[0])
-    name = glued[1] if glued else _plain_option(option[0])
-    return name not in form.silent and name not in form.counts and name != "--"
+    keys += [f"site.launcher={form.launcher}"] if form.launcher else []
+    parts = [f"`shardway submit ... {' '.join([*keys, '--', quote_all([*words[:start], *program])])}`"]
+    parts += [f"left out: {', '.join(left)}"] if left else []
+    _refuse(what, remedy="; ".join([*parts, *([form.hint] if form.hint else [])]))
 
 
 def _refuse(what: str, allowed: str = "", remedy: str = "") -> NoReturn:
-    problem = Problem(_KEY, what, _ORIGIN, allowed, remedy)
-    raise UserError(render_problems(_KEY, [problem]), [problem])
+    problem = replace(command_problem(what, remedy), allowed=allowed)
+    raise UserError(render_problems("the command", [problem]), [problem])
 
 
-# --- launchers in shell text
+def command_problem(what: str, remedy: str) -> Problem:
+    """A problem of the command."""
+    return Problem("the command", what, "command line", remedy=remedy)
+
+
+# --- the submitted folder as the job will see it
+
+
+@dataclass(frozen=True)
+class Code:
+    """The folder that is submitted. `here`: the folder as it is now. `snapshot`: its copy; None if the job runs in
+    `here` itself or, unless `is_there`, on a host that has nothing of it."""
+
+    here: Path
+    snapshot: SnapshotPlan | None = None
+    is_there: bool = True
+
+    def why_missing(self, path: str) -> str:
+        """Why the job will not find a relative path in its folder; "" if it will, or if that is unknown."""
+        if self.is_there and not (self.here / path).exists():
+            return f"there is no file {path} in {self.here}"
+        return self.why_lost(path)
+
+    def why_lost(self, path: str) -> str:
+        """Why a relative path that exists here does not exist for the job; "" if it does, or if that is unknown."""
+        if not self.is_there or self.snapshot is None:
+            return ""
+        name = posixpath.normpath(posixpath.join(self.snapshot.below, path))
+        if name == ".." or name.startswith("../"):
+            return f"{path} leads out of {self.snapshot.root}, and the job runs in a copy of that folder"
+        left_out = self.snapshot.left_out.items()
+        gone = next((reason for entry, reason in left_out if name == entry or name.startswith(f"{entry}/")), "")
+        return f"{path} is not in the snapshot that the job runs in ({gone})" if gone else ""
+
+
+def list_local_problems(read: CommandRead, ranks: int, code: Code) -> Iterator[Problem]:
+    """Problems of a command in the submitted folder: its script or program, other files among its words, and what its
+    shell starts. `ranks`: those of a node."""
+    words, script = read.program.words, read.script
+    first = words[0]
+    if script and not script.startswith(("/", "~")):
+        if why := code.why_missing(script):
+            yield command_problem(why, "correct its path")
+        elif script.endswith(".py") and (code.here / script).is_file():
+            try:
+                ast.parse((code.here / script).read_bytes(), script)
+            except (SyntaxError, ValueError) as error:
+                where = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+                reason = error.msg if isinstance(error, SyntaxError) else error
+                remedy = "mend it: the job would end as soon as it starts"
+                yield command_problem(f"{script}{where} is no Python: {reason}", remedy)
+    if not read.program.python and first != script and "/" in first and not first.startswith("/"):
+        if why := code.why_missing(first):
+            yield command_problem(why, "correct its path")
+        elif code.is_there and not os.access(code.here / first, os.X_OK):
+            yield command_problem(f"{first} is not executable", f"`chmod +x {first}`, or name what runs it")
+    for word in dict.fromkeys(words if read.program.python else words[1:]):
+        if word != script and not any(word == text for _, text in read.texts):
+            yield from list_lost_paths(word, code)
+    for where, text in read.texts:
+        if where.endswith(" -c") and not re.search(r"\b(cd|pushd)\b", text):  # it stays in the folder of the job
+            for word in re.findall(r"(?<![^\s=\"'<>();|&])\.\./[^\s;&|<>\"']*", text):
+                yield from list_lost_paths(word, code)
+    for where, text in read.texts if ranks > 1 else ():  # each rank would be a separate world
+        if launcher := find_launcher(text):
+            what = f"{where} starts {launcher}, and the job script would do so in each of {ranks} ranks of a node"
+            yield command_problem(what, "set site.ranks_per_node=1, or name what it starts: `-- python train.py`")
+
+
+def list_lost_paths(word: str, code: Code) -> Iterator[Problem]:
+    """Relative paths among the words (whole words, or after `--option=`) that do not exist where the job runs.
+
+    A word that begins with `../` always counts as a path; any other word only if a file of that name exists."""
+    for path in dict.fromkeys((word, word.partition("=")[2])):
+        if not path or path.startswith(("/", "-")) or "://" in path or "\n" in path:
+            continue
+        is_path = path == ".." or path.startswith("../")
+        if not is_path and ("/" in path or "." in path):
+            try:
+                is_path = (code.here / path).exists()
+            except OSError:  # the word is too long to be a path
+                continue
+        if is_path and (why := code.why_lost(path)):
+            whole = posixpath.normpath(posixpath.join(code.here, path))
+            yield command_problem(why, f"name it by its whole path: {whole}")
+            return
+
+
+def warn_of_own_files(read: CommandRead, code: Code) -> Iterator[str]:
+    """A warning for each kind of files that the job uses in place, or not at all, instead of a copy of its own."""
+    plan = code.snapshot
+    if not code.is_there or plan is None:
+        return
+    if read.script.startswith("/") and Path(read.script).is_relative_to(plan.root):
+        yield (
+            f"{read.script} is named by its whole path, so the job runs that file as it is by then, and not the copy "
+            f"of this moment: to run the copy, name it as {Path(os.path.relpath(read.script, plan.root / plan.below))}"
+        )
+    secret = [path for path, reason in plan.left_out.items() if "secret" in reason]
+    if secret:
+        yield (
+            f"not in the copy that the job runs in, being secret by name: {list_some(secret, 3)}; "
+            f"the job has what stands in {SECRETS}"
+        )
+    linked = [
+        link.path
+        for link in plan.links
+        if not posixpath.basename(link.path).startswith(".")
+        and not os.path.isfile(plan.root / link.path / "pyvenv.cfg")
+        and not any(word in link.reason for word in _NO_OUTPUT)
+    ]
+    if linked:
+        yield f"linked, not copied: {list_some(linked, 3)}; what the command writes there, it writes into {plan.root}"
+
+
+_NO_OUTPUT = ("run directory", "environment", "installed packages", "leads out")
+"""Reasons of links into which no program writes, or which the user has made on purpose."""
 
 
 _STARTS_RANKS = re.compile(
@@ -531,3 +552,95 @@ def find_launcher(text: str) -> str:
         if found := _STARTS_RANKS.search(kept):
             return " ".join(found[1].split())
     return ""
+
+
+# --- several ranks of a program that ignores ranks
+
+_LIBRARIES = frozenset(
+    (
+        *("accelerate", "bagua", "colossalai", "composer", "deepspeed", "fairscale", "fairseq", "fairseq2", "fastai"),
+        *("horovod", "ignite", "lightning", "lightning_fabric", "megatron", "mpi4py", "nemo", "pytorch_lightning"),
+        *("ray", "shardway", "torchtitan", "torchtune"),
+    )
+)
+"""Libraries that find their ranks themselves."""
+_TRAINERS = ("transformers.", "trl.")
+"""Packages whose trainers find their ranks themselves; the rest of each package does not."""
+_SIGN = re.compile(
+    r"torch\.distributed|torch\s+import\s+distributed|init_process_group|DistributedDataParallel|fully_shard"
+    r"|\b(?:LOCAL_)?RANK\b|\bWORLD_SIZE\b|OMPI_COMM_WORLD|\bPMI_RANK\b"
+    r"|transformers\.\w*Trainer\b|jax\.distributed|tf\.distribute|tensorflow\.distribute"
+)
+_LOOKED_FOR = (
+    "torch.distributed, accelerate, lightning, deepspeed, horovod, mpi4py and their like, transformers.Trainer, RANK, "
+    "WORLD_SIZE"
+)
+_MOST_FILES = 200
+_MOST_BYTES = 1 << 20
+
+
+def warn_of_copies(read: CommandRead, ranks: int, code: Code) -> Iterator[str]:
+    """A warning if several ranks will each run the same program and its source shows no sign of ranks."""
+    if ranks < 2 or not code.is_there:
+        return
+    module = read.module.replace(".", "/")
+    named = [read.script] if read.script else []
+    named += [f"{module}.py", f"{module}/__main__.py"] if module else []
+    named += [word for _, text in read.texts for word in re.findall(r"[\w./-]+\.py\b", text)]
+    scripts = [Path(name) for name in named if (code.here / name).is_file()]
+    if not scripts or any(_mentions_ranks(text) for _, text in read.texts):
+        return
+    waiting, files = [code.here / script for script in scripts], set[Path]()
+    while waiting and len(files) < _MOST_FILES:
+        path = waiting.pop()
+        if path in files:
+            continue
+        try:
+            text = path.read_bytes()[:_MOST_BYTES].decode("utf-8", "replace")
+        except OSError:
+            continue
+        imported = _list_imports(text)
+        for name in imported:
+            is_trainer = name.startswith(_TRAINERS) and name.endswith("Trainer")
+            if is_trainer or name.split(".")[0] in _LIBRARIES or name.startswith("torch.distributed"):
+                return
+        if _mentions_ranks(text):
+            return
+        files.add(path)
+        places = dict.fromkeys((path.parent, *(code.here / script.parent for script in scripts), code.here))
+        for name in imported:  # a module, and the packages around it
+            parts = name.split(".")
+            for place in places:
+                stems = [place.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
+                found = [path for stem in stems for path in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py")]
+                if found := [path for path in found if path.is_file()]:
+                    waiting += found
+                    break
+    if files:
+        more = f" and the {len(files) - 1} files that it imports" if len(files) > 1 else ""
+        yield (
+            f"{ranks} ranks will each run all of {scripts[0]}: nothing in it{more} looks for other ranks "
+            f"({_LOOKED_FOR}), so they would train {ranks} copies and write the same files; "
+            'where that is not meant: "site.nodes=1 site.ranks_per_node=1"'
+        )
+
+
+def _mentions_ranks(text: str) -> bool:
+    names = (name for scheduler in make_own("schedulers") for name in scheduler.place_variables)
+    return bool(_SIGN.search(text)) or any(name in text for name in names)
+
+
+def _list_imports(text: str) -> list[str]:
+    """Dotted names that a source imports. A name imported from a module may be a module too."""
+    names: list[str] = []
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names += [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
+    return list(dict.fromkeys(filter(None, names)))

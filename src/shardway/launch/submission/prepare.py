@@ -16,26 +16,37 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
 
 from shardway.errors import Bug, Problem, UserError, check_no_problems
-from shardway.inherited import describe_options
+from shardway.inherited import describe_options, find_account
 from shardway.launch.hosts.base import Host
 from shardway.launch.job import SECRETS, Chain, Job, Program
 from shardway.launch.job_script import render_job_script
 from shardway.launch.runs.job_status import Ledger, read_ledger
-from shardway.launch.schedulers.base import Scheduler, find_scheduler
+from shardway.launch.schedulers.base import find_scheduler
 from shardway.launch.script import quote_all, read_block
-from shardway.launch.snapshot import plan_snapshot
-from shardway.launch.snapshot_files import SnapshotPlan
-from shardway.launch.submission import host_checks, site_checks
-from shardway.launch.submission.command import CommandRead, read_command
-from shardway.launch.submission.host_checks import Code
-from shardway.launch.submission.job_request import JobRequest, build_job, with_account, with_site_defaults
+from shardway.launch.snapshot import SnapshotPlan, plan_snapshot
+from shardway.launch.submission.command import (
+    Code,
+    CommandRead,
+    list_local_problems,
+    read_command,
+    warn_of_copies,
+    warn_of_own_files,
+)
+from shardway.launch.submission.host_checks import list_host_problems
+from shardway.launch.submission.job_request import (
+    JobRequest,
+    build_job,
+    check_goes_on,
+    check_run,
+    list_site_problems,
+    list_site_warnings,
+    warn_of_python,
+)
 from shardway.places import expand_place
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.attempts import Attempt
@@ -47,8 +58,6 @@ from shardway.sites.schema import SiteProfile
 
 # --- problems of several sources as one list
 
-T = TypeVar("T")
-
 
 @dataclass
 class ProblemCollector:
@@ -57,28 +66,24 @@ class ProblemCollector:
     problems: list[Problem] = field(default_factory=list)
     _errors: list[UserError] = field(default_factory=list)
 
-    def collect(self, where: str, make: Callable[[], T], otherwise: T) -> T:
-        """The result of `make`. Its UserError is recorded as problems of `where`, unless it names its place; then the
-        result is `otherwise`."""
+    @contextlib.contextmanager
+    def of(self, where: str) -> Iterator[None]:
+        """A UserError inside is recorded as problems of `where`, unless it names its place. The parts of its message
+        after "allowed:" and "to do:" become fields of the problem."""
         try:
-            return make()
+            yield
         except UserError as error:
             self._errors.append(error)
-            self.problems += error.problems or [_as_problem(where, str(error))]
-            return otherwise
+            what, *tail = re.split(r"\n\s*(allowed|to do): ", str(error), flags=re.IGNORECASE)
+            parts = {name.lower(): _as_line(text) for name, text in zip(tail[::2], tail[1::2], strict=True)}
+            whole = Problem(where, _as_line(what), allowed=parts.get("allowed", ""), remedy=parts.get("to do", ""))
+            self.problems += error.problems or [whole]
 
     def check(self, title: str) -> None:
         """Raise one UserError with all problems, each once; a single error keeps its wording."""
         if len(self._errors) == 1 and len(self.problems) == max(1, len(self._errors[0].problems)):
             raise self._errors[0]
         check_no_problems(title, list(dict.fromkeys(self.problems)))
-
-
-def _as_problem(where: str, message: str) -> Problem:
-    """A message as one problem: the parts after "allowed:" and "to do:" become its fields."""
-    what, *tail = re.split(r"\n\s*(allowed|to do): ", message, flags=re.IGNORECASE)
-    parts = {name.lower(): _as_line(text) for name, text in zip(tail[::2], tail[1::2], strict=True)}
-    return Problem(where, _as_line(what), allowed=parts.get("allowed", ""), remedy=parts.get("to do", ""))
 
 
 def _as_line(text: str) -> str:
@@ -101,11 +106,6 @@ class Secrets:
     names: tuple[str, ...] = ()
     faults: tuple[int, ...] = ()
     is_open: bool = False
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Warnings for its owner."""
-        return (f"others can read {SECRETS}; close it: `chmod 600 {SECRETS}`",) if self.is_open else ()
 
     def list_problems(self) -> Iterator[Problem]:
         """A problem for each line that the job would skip, by its number alone."""
@@ -130,13 +130,6 @@ def read_secrets(host: Host, path: PurePosixPath) -> Secrets:
 
 
 # --- everything of a submission as one value
-
-OPEN_CHAIN = 100
-"""Most attempts of a chain of unstated length; each link submits the next, so none waits in vain."""
-
-
-_REFUSED = CommandRead(Program(("-m", "torch")))
-"""Replaces a refused command, so that the rest of the job can be checked."""
 
 
 @dataclass(frozen=True)
@@ -178,24 +171,41 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
     `look`: check on the host what the job will need. Raises UserError with every problem that can be found,
     HostUnreachable.
     """
-    findings = ProblemCollector()
+    findings, run_request, warnings = ProblemCollector(), request.run_request, list[str]()
     loaded, profile = _load(request)
-    options = _read_options(host, find_scheduler(profile.scheduler))
-    loaded = with_account(loaded, profile, options)
+    inherited = find_scheduler(profile.scheduler).inherited
+    heads = tuple(family.options for family in inherited if family.options)
+    options = {name: value for name, value in host.read_options().items() if name.startswith(heads)} if heads else {}
+    name, account = find_account(inherited, options)
+    if account and not loaded.values.site.account:
+        loaded = loaded.with_default("site.account", account, f"{name} of the shell")
     run, secrets_path = _find_places(request, loaded, host)
-    if request.run_request.directory is not None:
+    if run_request.directory is not None:
         loaded = loaded.with_origin("run.root", "--dir")
-    nothing: tuple[SnapshotPlan | None, tuple[str, ...]] = (None, ())
-    snapshot, notes = findings.collect("the code", lambda: _plan_snapshot(request, host), nothing)
+    snapshot = None
+    with findings.of("the code"):
+        try:
+            snapshot = plan_snapshot(request.here, links=not host.name)
+        except UserError as error:
+            if request.command:
+                raise
+            warnings.append(f"no snapshot of the code was made: {str(error).splitlines()[0]}")
+        if snapshot and not request.command and snapshot.revision is None:
+            snapshot = None  # a run file needs no code; that of a folder which is no repository is not copied for it
+        warnings += snapshot.notes if snapshot else ()
     ledger = read_ledger(host, run)
     number = ledger.next_number
     folder = RunDir(run).attempt(number)
     secrets = read_secrets(host, secrets_path)
+    if secrets.is_open:
+        warnings.append(f"others can read {SECRETS}; close it: `chmod 600 {SECRETS}`")
+    findings.problems += secrets.list_problems()
     read = None
     program = Program(("-m", "shardway", "train", str(folder.run_file), "--dir", str(run)), meets_by_itself=True)
     if request.command:
-        nodes = loaded.values.site.nodes
-        read = findings.collect("the command", lambda: read_command(request.command, request.here, nodes), _REFUSED)
+        read = CommandRead(Program(("-m", "torch")))  # in place of a refused command, so that the rest can be checked
+        with findings.of("the command"):
+            read = read_command(request.command, request.here, loaded.values.site.nodes)
         program = read.program
     # where the ranks work: a training in the snapshot, any other program in the run's folder for its outputs; without a
     # snapshot in the submitting folder or, if that is on another host, in the run directory
@@ -218,91 +228,76 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
         here=sys.prefix if not host.name and sys.prefix != sys.base_prefix else "",
     )
     code = Code(request.here, snapshot, is_there=snapshot is not None or not host.name)
-    findings.problems += secrets.list_problems()
-    for check in (*site_checks.NUMBER_CHECKS, *site_checks.NAME_CHECKS):
-        findings.problems += check(job_request)
-    if request.command:
-        findings.problems += host_checks.list_local_problems(job_request, code)
+    findings.problems += list_site_problems(job_request)
+    if read is not None:
+        findings.problems += list_local_problems(read, job_request.shape.ranks_per_node, code)
     elif not {"site.nodes", "site.ranks_per_node"} & {problem.where for problem in findings.problems}:
         # a run file is checked for the ranks that the job will have
-        ranks = partial(site_checks.check_run, request.run_request, request.site, job_request)
-        resolved = findings.collect(str(request.run_request.run_file or "the run"), ranks, None)
-        if resolved is not None and ledger.status:
-            findings.collect("what has changed", partial(site_checks.check_goes_on, host, ledger, resolved), None)
+        with findings.of(str(run_request.run_file or "the run")):
+            resolved = check_run(run_request, request.site, job_request)
+            if ledger.status:
+                with findings.of("what has changed"):
+                    check_goes_on(host, ledger, resolved)
     if look:
-        findings.problems += host_checks.list_host_problems(job_request, host, code)
+        findings.problems += list_host_problems(job_request, host, code)
     findings.check(f"the job for {profile.name}")
     job = build_job(job_request, number)
-    return Prepared(
-        job_request,
-        job,
-        _list_files(request, loaded, folder),
-        snapshot,
-        (
-            *(*notes, *secrets.warnings, *describe_options(options, _list_requested(job))),
-            *(*site_checks.list_warnings(job_request), *host_checks.list_warnings(job_request, code)),
-            *_describe_other_command(request, host, ledger),
-        ),
-        ledger,
-    )
+    terms = job.terms
+    asked = {f"site.options.{name}": str(value) for name, value in terms.options.items()}
+    asked |= {"site.account": terms.account, "site.queue": terms.partition, "site.walltime": f"{terms.walltime_s:g} s"}
+    warnings += describe_options(options, asked)
+    warnings += list_site_warnings(job_request)
+    if read is not None:
+        warnings += warn_of_copies(read, job_request.shape.ranks, code)
+        warnings += warn_of_python(job_request) if code.is_there and read.program.python else ()
+        warnings += [*warn_of_own_files(read, code), *_describe_other_command(request, host, ledger)]
+    files = _list_files(request, loaded, folder)
+    return Prepared(job_request, job, files, snapshot, tuple(warnings), ledger)
 
 
 def _load(request: SubmitRequest) -> tuple[LoadedRunFile, SiteProfile]:
-    findings, title = ProblemCollector(), str(request.run_request.run_file or "the command line")
-    run_file, overrides = request.run_request.run_file, request.run_request.overrides
-    loaded = findings.collect(title, lambda: load_run(run_file, overrides), None)
+    """The run with the profile's [defaults] for keys that it does not set, and the profile."""
+    findings, run_request = ProblemCollector(), request.run_request
+    loaded = profile = None
+    with findings.of(str(run_request.run_file or "the command line")):
+        loaded = load_run(run_request.run_file, run_request.overrides)
     if request.site and loaded:
         loaded = loaded.with_value("site.name", request.site, "--on")
-    name = loaded.values.site.name if loaded else request.site
-    profile = findings.collect(f"the site {name}", lambda: load_site(name), None) if name else None
+    if name := loaded.values.site.name if loaded else request.site:
+        with findings.of(f"the site {name}"):
+            profile = load_site(name)
     if not loaded or not profile:
         findings.check("what was asked for")
         raise Bug("a run or a site was not loaded, and nothing says why")
-    return with_site_defaults(loaded, profile), profile
+    for key, value in profile.defaults.items():
+        loaded = loaded.with_default(f"site.{key}", value, f"site {profile.name}, defaults.{key}")
+    return loaded, profile
 
 
 def _find_places(request: SubmitRequest, loaded: LoadedRunFile, host: Host) -> tuple[Path, PurePosixPath]:
     """The run directory and the secrets file on the host. Raises UserError for a variable that the host does not
     set."""
-    directory, root = request.run_request.directory, loaded.values.run.root
+    directory, values = request.run_request.directory, loaded.values
     try:
-        path, secrets = host.expand_many([str(directory or root), SECRETS])
+        path, secrets = host.expand_many([str(directory or values.run.root), SECRETS])
     except UserError as error:
         where = "--dir" if directory is not None else f"run.root, {loaded.origins['run.root']}"
         raise UserError(f"the run directory ({where}): {error}") from None
-    return Path(path) if directory is not None else Path(path) / _name_run(request, loaded), secrets
-
-
-def _name_run(request: SubmitRequest, loaded: LoadedRunFile) -> str:
-    """The name of the run: by default that of the file, script or module."""
-    name, command = loaded.values.run.name, request.command
-    if name == "auto":
+    name, command = values.run.name, request.command
+    if name == "auto":  # that of the file, script or module
         module = command[command.index("-m") + 1 :][:1] if "-m" in command else ()
         named = [word for word in command if word.endswith(".py")] or [word.rpartition(".")[2] for word in module]
         named = named or list(command[:1])
         name = Path(named[0]).stem if named else (loaded.path.stem if loaded.path else "default")
-    return name
-
-
-def _plan_snapshot(request: SubmitRequest, host: Host) -> tuple[SnapshotPlan | None, tuple[str, ...]]:
-    """The snapshot and its notes. A run file without a command brings no code: if no snapshot can be made, none is
-    used."""
-    try:
-        plan = plan_snapshot(request.here, links=not host.name)
-    except UserError as error:
-        if request.command:
-            raise
-        return None, (f"no snapshot of the code was made: {str(error).splitlines()[0]}",)
-    if not request.command and plan.revision is None:
-        return None, ()
-    return plan, plan.notes
+    return Path(path) if directory is not None else Path(path) / name, secrets
 
 
 def _plan_chain(request: SubmitRequest, profile: SiteProfile, number: int) -> Chain:
     if not request.until_done:
         return Chain(max_attempts=number)
     ahead = profile.request.submit_from_nodes is False
-    most = request.max_attempts or (min(profile.request.max_jobs or 5, 5) if ahead else OPEN_CHAIN)
+    # Where each link submits the next, none waits in vain.
+    most = request.max_attempts or (min(profile.request.max_jobs or 5, 5) if ahead else 100)
     return Chain(until_done=True, max_attempts=number + most - 1, ahead=ahead)
 
 
@@ -324,25 +319,12 @@ def _list_files(request: SubmitRequest, loaded: LoadedRunFile, folder: Attempt) 
     return files
 
 
-def _read_options(host: Host, scheduler: Scheduler) -> dict[str, str]:
-    """The variables on the host that hold options for the command that submits."""
-    heads = tuple(family.options for family in scheduler.inherited if family.options)
-    return {name: value for name, value in host.read_options().items() if name.startswith(heads)} if heads else {}
-
-
-def _list_requested(job: Job) -> dict[str, str]:
-    """What the job requests from its scheduler, as values of options, by their keys."""
-    terms = job.terms
-    own = {"site.account": terms.account, "site.queue": terms.partition, "site.walltime": f"{terms.walltime_s:g} s"}
-    return {**{f"site.options.{name}": str(value) for name, value in terms.options.items()}, **own}
-
-
 def _describe_other_command(request: SubmitRequest, host: Host, ledger: Ledger) -> Iterator[str]:
     """A warning if the run had another command, whose outputs this one would find in its working folder."""
-    paths = [PurePosixPath(entry.attempt.order_path) for entry in ledger.entries] if request.command else []
+    paths = [PurePosixPath(entry.attempt.order_path) for entry in ledger.entries]
     texts = host.read_files(paths) if paths else {}
     last = next((texts[path] for path in reversed(paths) if path in texts), "")
-    before = parse_order(last, ledger.run.path, None)
+    before = _parse_order(last, ledger.run.path, None)
     if before is not None and before.command and before.command != request.command:
         yield (
             f"{ledger.run.path} ran another command, `{quote_all(before.command)}`, and this one finds what it wrote: "
@@ -353,10 +335,11 @@ def _describe_other_command(request: SubmitRequest, host: Host, ledger: Ledger) 
 # --- the request as recorded in the attempt's folder (order.json), and that of a run that goes on
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _RecordedRequest:
-    """The fields of `order.json`; all are required."""
+    """The fields of `order.json`; all but the run file, which lies beside it, are required."""
 
+    run_file: str = ""
     overrides: tuple[str, ...]
     site: str
     command: tuple[str, ...]
@@ -368,20 +351,19 @@ class _RecordedRequest:
 def render_order(request: SubmitRequest) -> str:
     """The text of `order.json`, from which `shardway resume` makes the next request."""
     run_file = request.run_request.run_file
-    table = {
-        "format": 1,
-        "run_file": str(run_file.absolute()) if run_file else "",
-        "overrides": list(request.run_request.overrides),
-        "site": request.site,
-        "command": list(request.command),
-        "until_done": request.until_done,
-        "max_attempts": request.max_attempts,
-        "here": str(request.here),
-    }
-    return json.dumps(table, indent=1) + "\n"
+    recorded = _RecordedRequest(
+        run_file=str(run_file.absolute()) if run_file else "",
+        overrides=tuple(request.run_request.overrides),
+        site=request.site,
+        command=request.command,
+        until_done=request.until_done,
+        max_attempts=request.max_attempts,
+        here=str(request.here),
+    )
+    return json.dumps({"format": 1, **asdict(recorded)}, indent=1) + "\n"
 
 
-def parse_order(text: str, run: Path, run_file: Path | None) -> SubmitRequest | None:
+def _parse_order(text: str, run: Path, run_file: Path | None) -> SubmitRequest | None:
     """The request in such a text, for the same run directory; None if it is damaged. `run_file` holds all values of the
     run file and the overrides of that time."""
     try:
@@ -410,7 +392,7 @@ def read_last_request(host: Host, run: Path) -> Iterator[SubmitRequest]:
                 f"{run} was never submitted, so nothing says how.\n"
                 "  To do: `shardway submit` it, or `shardway train` where it was trained by hand."
             )
-        yield request_by_hand(RunDir(run))
+        yield _request_by_hand(RunDir(run))
         return
     with tempfile.TemporaryDirectory() as scratch:
         kept = texts.get(PurePosixPath(last.run_file))
@@ -418,7 +400,7 @@ def read_last_request(host: Host, run: Path) -> Iterator[SubmitRequest]:
         if kept is not None and host.name:  # a copy here of the other machine's file
             run_file = Path(scratch) / last.run_file.name
             run_file.write_text(kept, encoding="utf-8")
-        request = parse_order(texts[PurePosixPath(last.order_path)], run, run_file)
+        request = _parse_order(texts[PurePosixPath(last.order_path)], run, run_file)
         if request is None:
             raise UserError(
                 f"{last.order_path} is damaged.\n  To do: submit the run with `shardway submit --dir {run}`."
@@ -426,12 +408,18 @@ def read_last_request(host: Host, run: Path) -> Iterator[SubmitRequest]:
         yield request
 
 
-def request_by_hand(run: RunDir) -> SubmitRequest:
+def _request_by_hand(run: RunDir) -> SubmitRequest:
     """What a run was started with that no job has trained yet. Raises UserError where its script is not here."""
     if "model" in run.read_resolved():
-        return SubmitRequest(
-            ResolveRequest(run.request_path, tuple(_list_overrides(run.resolved_path.read_text("utf-8"))), run.path)
-        )
+        overrides, section = [], ""
+        for line in run.resolved_path.read_text("utf-8").splitlines():
+            entry, _, origin = line.rpartition(" # ")
+            if line.startswith("["):
+                section = line.strip("[] ")
+            elif origin == COMMAND_LINE:
+                name, _, value = entry.partition("=")
+                overrides.append(f"{section}.{name.strip()}={value.strip()}")
+        return SubmitRequest(ResolveRequest(run.request_path, tuple(overrides), run.path))
     command = next((event.get("command") for event in reversed([*run.all_events(0, ("started",))])), None)
     words = [str(word) for word in command] if isinstance(command, list) and command else [""]
     if not words[0].endswith(".py") or not Path(words[0]).is_file():
@@ -440,15 +428,3 @@ def request_by_hand(run: RunDir) -> SubmitRequest:
             f"  To do: run this where the script is, or `shardway submit --dir {run.path} -- python SCRIPT ...`."
         )
     return SubmitRequest(ResolveRequest(None, (), run.path), command=("python", *words))
-
-
-def _list_overrides(resolved: str) -> Iterator[str]:
-    """The keys of a resolved run that were set on the command line, as words of one."""
-    section = ""
-    for line in resolved.splitlines():
-        entry, _, origin = line.rpartition(" # ")
-        if line.startswith("["):
-            section = line.strip("[] ")
-        elif origin == COMMAND_LINE:
-            name, _, value = entry.partition("=")
-            yield f"{section}.{name.strip()}={value.strip()}"

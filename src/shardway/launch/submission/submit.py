@@ -6,14 +6,13 @@ Invariants:
 - An attempt has at most one job that does any work.
 - A claim is alive or dead only for a process with the same boot and process namespace; otherwise it is unknown.
 
-The submitter writes its claim into the attempt's folder: host, process, the start of that process, and the boot and
-process namespace of its number. On the same machine a later submitter checks whether the process still runs; a process
-elsewhere (a laptop that submits by ssh, another login node) is judged only by the age of its claim.
+A submitter writes its claim into the attempt's folder: host, process, the start of that process, and the boot and
+process namespace of its number. On the same machine a later submitter checks whether the process still runs; elsewhere
+(a laptop that submits by ssh, another login node) only the age of the claim counts.
 
-The order makes a lost answer harmless. The folder of an attempt is made by `mkdir`, which succeeds only once. The job's
+The order makes a lost answer harmless. The folder of an attempt is made by `mkdir`, which succeeds only once; the job's
 unique name is written there before the scheduler is called. If the answer is lost, the scheduler is asked for a job of
-that name before the script is submitted again. If there are two jobs after all, the second finds the attempt claimed
-and does nothing.
+that name before the script is submitted again. Of two jobs the second finds the attempt claimed and does nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shardway.errors import ShardwayError, SiteError, UserError
-from shardway.launch.hosts.base import Done, Host, HostUnreachable
+from shardway.launch.hosts.base import Host, HostUnreachable
 from shardway.launch.job import Job
 from shardway.launch.job_script import render_job_script, render_library
 from shardway.launch.runs.find import Known, forget, remember, render_known
@@ -40,15 +39,8 @@ from shardway.launch.runs.job_status import (
     render_submission,
     write_submission,
 )
-from shardway.launch.schedulers.base import (
-    Explanation,
-    RequestedResources,
-    Scheduler,
-    SchedulerSilent,
-    find_scheduler,
-)
-from shardway.launch.snapshot import take_snapshot
-from shardway.launch.snapshot_files import SnapshotPlan
+from shardway.launch.schedulers.base import Explanation, RequestedResources, Scheduler, SchedulerSilent, find_scheduler
+from shardway.launch.snapshot import SnapshotPlan, take_snapshot
 from shardway.launch.submission.prepare import Prepared, SubmitRequest, prepare
 from shardway.refusals import ANOTHER_FOLDER, find_remedy
 from shardway.rundir.attempts import Attempt, Submission
@@ -101,11 +93,9 @@ def submit_run(request: SubmitRequest, host: Host, submitter: Submitter | None =
     job, last = prepared.job, prepared.ledger.last
     check_free_for_job(host, prepared.ledger, submitter.tell)
     known = Known(str(job.run), host.name, job.site)
-    if last is not None and last.is_unsent:
-        found = submitter.recover(job, last)
-        if found is not None:
-            remember(known)
-            return SentSubmission(prepared, found.job, host.name, found=True)
+    if last is not None and last.is_unsent and (found := submitter.recover(job, last)):
+        remember(known)
+        return SentSubmission(prepared, found.job, host.name, found=True)
     host.run(("rm", "-f", str(RunDir(job.run).stop_path)))  # obeyed by an earlier attempt; this one is wanted
     is_new = False
 
@@ -118,16 +108,16 @@ def submit_run(request: SubmitRequest, host: Host, submitter: Submitter | None =
     try:
         submitted = submitter.submit(job, prepared.files, fill=fill)
     except BaseException:
-        if is_new and _is_gone(host, known.run):  # refused, and nothing of it is left
-            forget(known)
+        with contextlib.suppress(ShardwayError):
+            left = host.run(("test", "-e", known.run)) if is_new else None
+            if left is not None and left.code == 1 and not left.timed_out:  # refused, and nothing of it is left
+                forget(known)
         raise
-    further: list[str] = []
-    while (
-        job.chain.until_done and job.chain.ahead and job.attempt < job.chain.max_attempts
-    ):  # each after the one before
+    further = [submitted.job]
+    while job.chain.until_done and job.chain.ahead and job.attempt < job.chain.max_attempts:
         job = job.successor()
-        further.append(submitter.submit(job, {}, after=further[-1] if further else submitted.job).job)
-    return SentSubmission(prepared, submitted.job, host.name, submitted.found, tuple(further))
+        further.append(submitter.submit(job, {}, after=further[-1]).job)
+    return SentSubmission(prepared, submitted.job, host.name, submitted.found, tuple(further[1:]))
 
 
 def _bring_snapshot(host: Host, plan: SnapshotPlan, attempt: Attempt) -> None:
@@ -142,14 +132,6 @@ def _bring_snapshot(host: Host, plan: SnapshotPlan, attempt: Attempt) -> None:
         host.write_files(
             {PurePosixPath(attempt.path / path.name): path.read_bytes().decode("utf-8") for path in records}
         )
-
-
-def _is_gone(host: Host, folder: str) -> bool:
-    try:
-        done = host.run(("test", "-e", folder))
-    except ShardwayError:
-        return False
-    return done.code == 1 and not done.timed_out
 
 
 # --- the claim of a submitter: the process in one line of words without blanks, "-" for what is unknown
@@ -185,7 +167,6 @@ and is not recorded as given up."""
 IN_FLIGHT_S = 5.0
 """How long a script may take to appear in the queue that was handed over just before its submitter was killed."""
 
-
 _CERTAINLY_NOT_TAKEN = ("scheduler_down", "max_jobs_queued")
 """Codes of refusals after which no job can exist."""
 
@@ -194,20 +175,8 @@ _CERTAINLY_NOT_TAKEN = ("scheduler_down", "max_jobs_queued")
 class Submitted:
     """A job that the scheduler has taken. `found`: its answer was lost, and the job was found by its name."""
 
-    attempt: Attempt
     job: str
     found: bool = False
-
-
-Fill = Callable[[Attempt], None]
-
-
-def _nothing(attempt: Attempt) -> None:
-    pass
-
-
-def _ignore(text: str) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -217,15 +186,17 @@ class Submitter:
 
     host: Host
     pause: Callable[[float], None] = time.sleep
-    tell: Callable[[str], None] = _ignore
+    tell: Callable[[str], None] = lambda sentence: None
 
-    def submit(self, job: Job, files: dict[Path, str], after: str = "", fill: Fill = _nothing) -> Submitted:
+    def submit(
+        self, job: Job, files: dict[Path, str], after: str = "", fill: Callable[[Attempt], None] = lambda attempt: None
+    ) -> Submitted:
         """Submit an attempt whose folder does not exist yet, with these files and what `fill` adds.
 
         Raises UserError if the folder exists or the scheduler refuses, SiteError if it does not answer.
         """
-        attempt, asked, claim = job.folder, asdict(asked_of(job)), render_claim(own_identity())
-        made = self.make_folder(attempt)
+        attempt, asked, claim = job.folder, asdict(_list_requested(job)), render_claim(own_identity())
+        made = self._make_folder(attempt)
         try:
             submission = Submission(job.scheduler, job.token, "", self.host.name, after, time.time(), asked, claim)
             texts = {
@@ -242,12 +213,19 @@ class Submitter:
             except BaseException:
                 self._remove(attempt)
                 raise
-            return self.send(job, submission)
+            try:
+                return self._hand_over(job, submission)
+            except UserError:
+                raise  # and the folder is gone
+            except BaseException:
+                with contextlib.suppress(ShardwayError):  # this process has given it up
+                    write_submission(self.host, attempt, replace(submission, submitted=0.0))
+                raise
         except BaseException:
             self._sweep(made)
             raise
 
-    def make_folder(self, attempt: Attempt) -> tuple[str, ...]:
+    def _make_folder(self, attempt: Attempt) -> tuple[str, ...]:
         """Make the folder of an attempt; returns the parent folders that were made, the innermost first.
 
         Raises UserError if another submitter has just made it, or if the file system refuses.
@@ -255,69 +233,71 @@ class Submitter:
         above = tuple(map(str, attempt.path.parents))
         look = ("find", *above, "-maxdepth", "0", "-print0")
         private = ("mkdir", "-p", "-m", f"{FOLDER_MODE:o}", above[1])
-        looked, run, made, mine = self.host.run_many(
-            [look, private, ("mkdir", "-p", above[0]), ("mkdir", str(attempt.path))]
-        )
-        made = made if run.ok else run
-        there = looked.out.split("\0")
+        looked, *made = self.host.run_many([look, private, ("mkdir", "-p", above[0]), ("mkdir", str(attempt.path))])
+        mine, there = made[-1], looked.out.split("\0")
         new = tuple(folder for folder in above if folder not in there) if "/" in there else ()
-        if made.ok and mine.ok:
-            made = self.host.run(("mkdir", str(attempt.log_folder)))
-        if mine.ok and not made.ok:
+        if all(done.ok for done in made):
+            made.append(self.host.run(("mkdir", str(attempt.log_folder))))
+        failed = next((done for done in made if not done.ok), None)
+        if failed is None:
+            return new
+        if mine.ok:
             self._remove(attempt)
-        if not (made.ok and mine.ok):
-            self._sweep(new)
+        self._sweep(new)
         if "File exists" in mine.err:
             raise UserError(
                 f"attempt {attempt.number} of {attempt.path.parents[1]} was made by another command just now.\n"
                 "  Nothing was submitted. To do: look with `shardway status`, then submit again."
             )
-        if not (made.ok and mine.ok):
-            raise UserError(
-                f"{attempt.path} cannot be made: {(made.err or mine.err).strip()}\n"
-                f"  Nothing was submitted. To do: {find_remedy(made.err or mine.err, ANOTHER_FOLDER)}."
-            )
-        return new
-
-    def send(self, job: Job, submission: Submission) -> Submitted:
-        """Hand a prepared attempt to the scheduler, again if it does not answer. Raises as `submit` does."""
-        try:
-            return self._hand_over(job, submission)
-        except UserError:
-            raise  # and the folder is gone
-        except BaseException:
-            with contextlib.suppress(ShardwayError):  # this process has given it up
-                write_submission(self.host, job.folder, replace(submission, submitted=0.0))
-            raise
+        raise UserError(
+            f"{attempt.path} cannot be made: {failed.err.strip()}\n"
+            f"  Nothing was submitted. To do: {find_remedy(failed.err, ANOTHER_FOLDER)}."
+        )
 
     def _hand_over(self, job: Job, submission: Submission) -> Submitted:
+        """Hand a prepared attempt to the scheduler, again if it does not answer."""
         scheduler, pause = find_scheduler(job.scheduler), FIRST_PAUSE_S
+        where = f"{job.scheduler} on {job.site}"
         refusal: Explanation | None = None
-        unsure = False
+        unsure = False  # whether an earlier try may have reached the scheduler
         for number in range(TRIES):
             if number:
                 if number == 1:
-                    self.tell(_render_retry(job, refusal))
+                    why = refusal.sentence if refusal else "there was no answer."
+                    self.tell(f"{where} did not take the job: {why} Trying again for about a minute.")
                 self.pause(pause)
                 pause *= 2
-                found = self._find(scheduler, job)
-                if found:
-                    return self._note(job, submission, found, found=True)
-                if found is None and unsure:
-                    continue
-            done = self._try(scheduler, job, submission.after)
-            if done is None:
+                try:
+                    if found := self._find(scheduler, job):
+                        return self._note(job, submission, found, found=True)
+                except (SchedulerSilent, HostUnreachable):
+                    if unsure:
+                        continue
+            words = scheduler.submit(str(job.folder.job_script), str(job.folder.job_log), submission.after)
+            try:
+                done = self.host.run(words, timeout_s=SUBMIT_TIMEOUT_S)
+            except HostUnreachable:
                 unsure = True
                 continue
-            taken = scheduler.read_job_id(done.out) if done.ok else ""
-            if taken:
+            if done.timed_out:
+                unsure = True
+                continue
+            if done.ok and (taken := scheduler.read_job_id(done.out)):
                 return self._note(job, submission, taken)
-            refusal = scheduler.explain_refusal(done, replace(asked_of(job), host=self.host.name))
+            refusal = scheduler.explain_refusal(done, replace(_list_requested(job), host=self.host.name))
             if refusal.hopeless:
                 self._remove(job.folder)
-                raise UserError(_render_refusal(job, refusal))
+                # without its client here it saw no job
+                missing = refusal.code in ("not_installed", "not_configured")
+                outcome = f"the job did not reach {where}" if missing else f"{where} refused the job"
+                raise UserError(f"{outcome}: {refusal.sentence}\n  Nothing was submitted. To do: {refusal.remedy}")
             unsure = unsure or refusal.code not in _CERTAINLY_NOT_TAKEN
-        raise SiteError(_render_silence(job, refusal))
+        why = f"its last words: {refusal.sentence}" if refusal else "there was no answer at all"
+        raise SiteError(
+            f"{where} did not take the job in {TRIES} tries; {why}\n"
+            f"  Attempt {job.attempt} is prepared in {job.folder.path}. To do: run the same command again later; it "
+            "first looks whether the job got through, so that it is never submitted twice."
+        )
 
     def recover(self, job: Job, entry: LedgerEntry) -> Submitted | None:
         """Settle an interrupted submission: return its job if it reached the scheduler; else remove its folder and
@@ -327,53 +307,54 @@ class Submitter:
         or was submitted since the entry was read.
         """
         submission = entry.submission
-        self._check_nobody_is_at_it(entry)
+        self._check_given_up(entry)
         now = read_again(self.host, entry)  # its submitter may have succeeded meanwhile
         if not now.is_unsent:
-            raise UserError(_render_taken(now))
+            raise UserError(
+                f"attempt {entry.number} of {entry.attempt.run_path} was submitted just now by another command, as job "
+                f"{now.job or 'unknown'}.\n  Nothing was submitted. To do: look with `shardway status`."
+            )
         if submission is not None:
             named = replace(job, attempt=entry.number, token=submission.token)
-            scheduler = find_scheduler(job.scheduler)
-            found = scheduler.parse_found(self.host.run_many(scheduler.find(named.scheduler_name)))
-            if found:
-                return self._note(named, submission, found[0], found=True)
+            if found := self._find(find_scheduler(job.scheduler), named):
+                return self._note(named, submission, found, found=True)
         self._remove(entry.attempt)
         return None
 
-    def _try(self, scheduler: Scheduler, job: Job, after: str) -> Done | None:
-        """One try; None if its result is unknown."""
-        words = scheduler.submit(str(job.folder.job_script), str(job.folder.job_log), after)
-        try:
-            done = self.host.run(words, timeout_s=SUBMIT_TIMEOUT_S)
-        except HostUnreachable:
-            return None
-        return None if done.timed_out else done
-
-    def _check_nobody_is_at_it(self, entry: LedgerEntry) -> None:
+    def _check_given_up(self, entry: LedgerEntry) -> None:
         """Raise UserError if another submitter may be at work on an attempt. A process on this machine is looked up;
         for any other the age of its record decides."""
-        submission = entry.submission
+        submission, head = entry.submission, f"attempt {entry.number} of {entry.attempt.run_path}"
+        claim = parse_claim(submission.claim) if submission is not None else None
         if submission is None:
             minutes = f"-{round(UNDER_WAY_S / 60)}"  # by the clock of the host
-            if self.host.run(("find", str(entry.attempt.path), "-maxdepth", "0", "-mmin", minutes)).out:
-                raise UserError(_render_under_way(entry, None, UNDER_WAY_S))
-            return
-        claim, age = parse_claim(submission.claim), time.time() - submission.submitted
-        alive = is_alive(claim) if claim else None
-        if claim and alive and claim.pid != os.getpid() and submission.submitted:
-            raise UserError(_render_alive(entry, claim))
-        if alive is False:
-            if age < IN_FLIGHT_S:
+            found = self.host.run(("find", str(entry.attempt.path), "-maxdepth", "0", "-mmin", minutes))
+            left = UNDER_WAY_S if found.out else 0.0
+        else:
+            age, alive = time.time() - submission.submitted, is_alive(claim) if claim else None
+            if claim and alive and claim.pid != os.getpid() and submission.submitted:
+                raise UserError(
+                    f"{head} is being submitted just now, by process {claim.pid} on {claim.host}.\n"
+                    "  Nothing was submitted. To do: wait for it; or end that process (`kill` and its number), and "
+                    "submit again."
+                )
+            if alive is False and age < IN_FLIGHT_S:
                 self.pause(IN_FLIGHT_S - max(age, 0.0))
-        elif age < UNDER_WAY_S:
-            raise UserError(_render_under_way(entry, claim, UNDER_WAY_S - age))
+            left = UNDER_WAY_S - age if alive is not False else 0.0
+        if left > 0:
+            who = "another command"
+            if claim:
+                who = f"process {claim.pid} on {claim.host}; whether that still runs is not seen from here"
+            raise UserError(
+                f"{head} is being submitted just now, by {who}.\n"
+                "  Nothing was submitted. To do: look with `shardway status`; if no command is at it, submit again in "
+                f"{math.ceil(left)} seconds, when it counts as given up."
+            )
 
-    def _find(self, scheduler: Scheduler, job: Job) -> str | None:
-        """The id of a job with this one's name; empty if the scheduler has none, None if it is silent."""
-        try:
-            found = scheduler.parse_found(self.host.run_many(scheduler.find(job.scheduler_name)))
-        except (SchedulerSilent, HostUnreachable):
-            return None
+    def _find(self, scheduler: Scheduler, job: Job) -> str:
+        """The id of a job with this one's name; empty if the scheduler has none. Raises SchedulerSilent,
+        HostUnreachable."""
+        found = scheduler.parse_found(self.host.run_many(scheduler.find(job.scheduler_name)))
         return found[0] if found else ""
 
     def _note(self, job: Job, submission: Submission, taken: str, *, found: bool = False) -> Submitted:
@@ -384,7 +365,7 @@ class Submitter:
                 f"job {taken} was submitted, but its id could not be noted: {error}\n"
                 "  It will run. To submit again finds it by its name, and does not double it."
             ) from None
-        return Submitted(job.folder, taken, found)
+        return Submitted(taken, found)
 
     def _remove(self, attempt: Attempt) -> None:
         """Remove a folder that no job will ever use, and its parents if they are empty then."""
@@ -397,7 +378,7 @@ class Submitter:
             self.host.run_many([("rmdir", folder) for folder in folders])
 
 
-def asked_of(job: Job) -> RequestedResources:
+def _list_requested(job: Job) -> RequestedResources:
     """What a job requests from its scheduler, for messages about it."""
     terms, shape = job.terms, job.shape
     return RequestedResources(
@@ -412,53 +393,4 @@ def asked_of(job: Job) -> RequestedResources:
         accelerators=shape.accelerators_per_node,
         memory=shape.memory_bytes,
         script=str(job.folder.job_script),
-    )
-
-
-def _render_alive(entry: LedgerEntry, claim: Identity) -> str:
-    return (
-        f"attempt {entry.number} of {entry.attempt.run_path} is being submitted just now, by process {claim.pid} on "
-        f"{claim.host}.\n"
-        "  Nothing was submitted. To do: wait for it; or end that process (`kill` and its number), and submit again."
-    )
-
-
-def _render_taken(entry: LedgerEntry) -> str:
-    return (
-        f"attempt {entry.number} of {entry.attempt.run_path} was submitted just now by another command, as job "
-        f"{entry.job or 'unknown'}.\n  Nothing was submitted. To do: look with `shardway status`."
-    )
-
-
-def _render_under_way(entry: LedgerEntry, claim: Identity | None, left: float) -> str:
-    who = "another command"
-    if claim:
-        who = f"process {claim.pid} on {claim.host}; whether that still runs is not seen from here"
-    return (
-        f"attempt {entry.number} of {entry.attempt.run_path} is being submitted just now, by {who}.\n"
-        "  Nothing was submitted. To do: look with `shardway status`; if no command is at it, submit again in "
-        f"{math.ceil(left)} seconds, when it counts as given up."
-    )
-
-
-def _render_refusal(job: Job, refusal: Explanation) -> str:
-    never_asked = refusal.code in ("not_installed", "not_configured")  # its client is missing here: it saw no job
-    outcome = "the job did not reach {}" if never_asked else "{} refused the job"
-    return (
-        f"{outcome.format(f'{job.scheduler} on {job.site}')}: {refusal.sentence}\n"
-        f"  Nothing was submitted. To do: {refusal.remedy}"
-    )
-
-
-def _render_retry(job: Job, refusal: Explanation | None) -> str:
-    why = refusal.sentence if refusal else "there was no answer."
-    return f"{job.scheduler} on {job.site} did not take the job: {why} Trying again for about a minute."
-
-
-def _render_silence(job: Job, refusal: Explanation | None) -> str:
-    why = f"its last words: {refusal.sentence}" if refusal else "there was no answer at all"
-    return (
-        f"{job.scheduler} on {job.site} did not take the job in {TRIES} tries; {why}\n"
-        f"  Attempt {job.attempt} is prepared in {job.folder.path}. To do: run the same command again later; it first "
-        "looks whether the job got through, so that it is never submitted twice."
     )
