@@ -30,14 +30,15 @@ import psutil
 from plain_loops import QUIET, ours
 from shardway.ranks.heartbeat import VARIABLE, Progress
 from shardway.rundir.directory import RunDir
+from shardway.train import step
 from shardway.train.guard import Guard
 from shardway.train.record import Recorder
-from shardway.train.step import MutableParts, RepeatablePasses
+from shardway.train.step import MutableParts
 from turns import Task
 
-PARTS: dict[str, tuple[tuple[type, str], ...]] = {
+PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "progress page": ((Progress, "enter"),),
-    "guard": ((MutableParts, "remember"), (Guard, "watch"), (Guard, "look_at"), (RepeatablePasses, "read")),
+    "guard": ((MutableParts, "remember"), (Guard, "watch"), (Guard, "look_at"), (step, "is_finite")),
     "events and status": ((Recorder, "step"), (Recorder, "status")),
 }
 WARM_UP = 10

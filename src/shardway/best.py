@@ -9,15 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 Results = Mapping[int, Mapping[str, float]]
 """Metrics of validations by their step."""
 
-_IS_HIGHER_BETTER: Mapping[str, bool] = MappingProxyType({"loss": False, "accuracy": True, "bits_per_byte": False})
+_IS_HIGHER_BETTER = {"loss": False, "accuracy": True, "bits_per_byte": False}
 """Metrics whose direction is known."""
-
-_WORDS = {"max": True, "min": False}
 
 
 @dataclass(frozen=True)
@@ -35,11 +32,8 @@ class Monitor:
     def rank(self, results: Results) -> list[int]:
         """The steps whose value is a finite number, the best first."""
         values = {step: float(metrics.get(self.metric, math.nan)) for step, metrics in results.items()}
-        sign = -1 if self.highest else 1
-        return sorted(
-            (step for step, value in values.items() if math.isfinite(value)),
-            key=lambda step: (sign * values[step], step),
-        )
+        sign, finite = -1 if self.highest else 1, [step for step, value in values.items() if math.isfinite(value)]
+        return sorted(finite, key=lambda step: (sign * values[step], step))
 
     def find_best(self, results: Results) -> BestResult | None:
         """The best validation; None if no value is a finite number."""
@@ -69,17 +63,17 @@ LOSS = Monitor("loss", highest=False)
 
 def parse_monitor(text: str) -> Monitor:
     """A Monitor from "loss", "max f1" or "min rmse"; ValueError with a sentence for anything else."""
-    words = text.split(maxsplit=1)
+    words, directions = text.split(maxsplit=1), {"max": True, "min": False}
     known = ", ".join(f'"{name}"' for name in _IS_HIGHER_BETTER)
-    if len(words) == 2 and words[0] in _WORDS:
-        metric, highest = words[1].strip(), _WORDS[words[0]]
+    if len(words) == 2 and words[0] in directions:
+        metric, highest = words[1].strip(), directions[words[0]]
         if _IS_HIGHER_BETTER.get(metric, highest) is not highest:
             raise ValueError(f'"{text}" would take the worst {metric} for the best; allowed: "{metric}"')
         return Monitor(metric, highest)
     metric = text.strip()
     if metric in _IS_HIGHER_BETTER:
         return Monitor(metric, _IS_HIGHER_BETTER[metric])
-    if not metric or metric in _WORDS:
+    if not metric or metric in directions:
         raise ValueError(f'"{text}" names no metric; allowed: {known}, or any other with its direction: "max f1"')
     raise ValueError(
         f'whether more or less of "{metric}" is better is not known; allowed: "max {metric}" or "min {metric}", or '

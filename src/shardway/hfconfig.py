@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -39,11 +39,7 @@ _NEEDED = (
     "intermediate_size",
     "max_position_embeddings",
 )
-_FOR_FACTS = (CONFIG, TOKENIZER_FILES[0])
 _DOWNLOADED = (CONFIG, "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
-_ACCEPT = "accept its conditions on its page, then `hf auth login` or set HF_TOKEN"
-_DOWNLOAD = "`hf download {name}` where there is a connection, with the same HF_HOME"
-_CONVERT = "convert it once with transformers: from_pretrained(...), then save_pretrained(folder)"
 
 
 @dataclass(frozen=True)
@@ -81,11 +77,17 @@ def locate_model(hf: str, *, weights: bool = True) -> Path:
         raise hf_error(hf, f"${unset[0]} is not set here", "a folder with a config.json, or a hub name")
     if hf.startswith(("/", ".", "~")) or hf.count("/") > 1 or folder.exists():
         raise hf_error(hf, "is no folder", "a folder with a config.json, or a hub name such as Qwen/Qwen3-0.6B")
-    found = _download(hf, _DOWNLOADED if weights else _FOR_FACTS)
+    hub = import_extra("huggingface_hub")
+    name, _, revision = hf.partition("@")
+    patterns = _DOWNLOADED if weights else (CONFIG, TOKENIZER_FILES[0])
+    try:
+        found = Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=list(patterns)))
+    except Exception as error:  # the client's errors share no base: OSError, ValueError and those of HTTP clients
+        raise _explain(hf, error) from error
     if weights and next(found.glob("*.safetensors"), None) is None:
-        raise hf_error(
-            hf, "has no safetensors files (older ones have .bin files alone)", "weights as safetensors", _CONVERT
-        )
+        what = "has no safetensors files (older ones have .bin files alone)"
+        remedy = "convert it once with transformers: from_pretrained(...), then save_pretrained(folder)"
+        raise hf_error(hf, what, "weights as safetensors", remedy)
     return found
 
 
@@ -106,9 +108,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_facts(folder: Path) -> ModelFacts:
     """The facts of the model in a folder. Raises UserError that names every key that is missing or not a number."""
     config = read_config(folder)
-    check_no_problems(
-        str(folder / CONFIG), [_describe_key(key, config) for key in _NEEDED if not _is_size(config, key)]
-    )
+    allowed, remedy = "an integer above 0", "name a decoder-only language model"
+    problems = [
+        Problem(key, f"{config[key]!r} is no size" if key in config else "is missing", allowed=allowed, remedy=remedy)
+        for key in _NEEDED
+        if type(config.get(key)) is not int or config[key] <= 0
+    ]
+    check_no_problems(str(folder / CONFIG), problems)
     vocab, dim, layers, heads, ffn_dim, positions = (config[key] for key in _NEEDED)
     experts = config.get("num_local_experts") or config.get("num_experts") or 0
     tokenizer = folder / TOKENIZER_FILES[0]
@@ -146,19 +152,10 @@ def hf_error(hf: str, what: str, allowed: str = "", remedy: str = "") -> UserErr
     return UserError(render_problems("the model", [problem]))
 
 
-def _download(hf: str, patterns: Sequence[str]) -> Path:
-    hub = import_extra("huggingface_hub")
-    name, _, revision = hf.partition("@")
-    try:
-        return Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=list(patterns)))
-    except Exception as error:  # the client's errors share no base: OSError, ValueError and those of HTTP clients
-        raise _explain(hf, error) from error
-
-
 def _explain(hf: str, error: Exception) -> UserError:
     """The error by its class names, so that no version of the hub's client has to be imported."""
     kinds = {cls.__name__ for cls in type(error).__mro__}
-    fetch = _DOWNLOAD.format(name=hf.partition("@")[0])
+    fetch = f"`hf download {hf.partition('@')[0]}` where there is a connection, with the same HF_HOME"
     for kind, (what, remedy) in _REFUSALS.items():
         if kind in kinds:
             return hf_error(hf, what, remedy=remedy or fetch)
@@ -167,7 +164,10 @@ def _explain(hf: str, error: Exception) -> UserError:
 
 
 _REFUSALS: Mapping[str, tuple[str, str]] = {
-    "GatedRepoError": ("is gated: its owners have to grant access", _ACCEPT),
+    "GatedRepoError": (
+        "is gated: its owners have to grant access",
+        "accept its conditions on its page, then `hf auth login` or set HF_TOKEN",
+    ),
     "RepositoryNotFoundError": (
         "is neither a folder nor a name of the hub (or it is private)",
         "correct the name, or `hf auth login` for a private one",
@@ -180,12 +180,3 @@ _REFUSALS: Mapping[str, tuple[str, str]] = {
     "IncompleteSnapshotError": ("is in the local cache in part alone, and the hub cannot be reached", ""),
     "LocalEntryNotFoundError": ("is not in the local cache, and the hub cannot be reached", ""),
 }
-
-
-def _is_size(config: Mapping[str, Any], key: str) -> bool:
-    return type(config.get(key)) is int and config[key] > 0
-
-
-def _describe_key(key: str, config: Mapping[str, Any]) -> Problem:
-    what = f"{config[key]!r} is no size" if key in config else "is missing"
-    return Problem(key, what, allowed="an integer above 0", remedy="name a decoder-only language model")

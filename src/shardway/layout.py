@@ -37,7 +37,6 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
         return math.prod(self.degrees.values())
 
     @property

@@ -58,8 +58,13 @@ def save_at_start(copy: Path, run: Run, step: int) -> None:
     if step == SAVED + 1:
         directory = RunDir(copy)
         run.session.ranks.together(lambda: directory.create() if run.is_first else None)
-        assert run._parallel is not None
-        save_checkpoint(directory, run.session.ranks, Trained(run._parallel.module, run._optimizer), SAVED, {})
+        save_checkpoint(
+            directory,
+            run.session.ranks,
+            Trained(run._held.models[0].parallel.module, run._held.optimizers[0].optimizer),
+            SAVED,
+            {},
+        )
 
 
 def stop_after_save(run: Run, step: int) -> None:

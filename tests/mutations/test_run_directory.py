@@ -16,8 +16,8 @@ from shardway.checkpoint.reader import peek_latest
 from shardway.resolve.request import ResolveRequest, check_same_run, find_changes, resolve_request
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import all_keys
-from shardway.train.attempt_end import find_deadline, read_pace
 from shardway.train.record import read_earlier
+from shardway.train.stops import find_deadline, read_pace
 
 Tried = Callable[[Case, Callable[[], list[str]]], list[str]]
 
@@ -115,7 +115,7 @@ def test_going_on_is_prepared_or_refused(numbers: Sequence[int], run: Path, trie
         directory.check_no_strangers()
         directory.check_format()
         peek_latest(directory)
-        read_earlier(directory).as_facts()
+        read_earlier(directory)
         find_deadline(directory.attempt(2), None, read_pace(directory.read_status()))
         saved = directory.read_resolved()
         check_same_run(saved, resolved, str(run))

@@ -20,7 +20,7 @@ from pool import ranks
 from runs import layout, lone_rank, open_tiny, pool_ranks
 from shardway.errors import UserError
 from shardway.ranks.start import Ranks
-from shardway.train.engines.torch import script_explained
+from shardway.train.engines import script_explained
 
 SCRIPT = (
     "run.device=cpu",

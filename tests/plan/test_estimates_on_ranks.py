@@ -68,7 +68,7 @@ def leave_memory(rank: int, words: tuple[str, ...], folder: Path) -> None:
     """Train a step on the ranks of the pool."""
     with open_tiny(folder / "run", pool_ranks(), *words, base=BASE) as run:
         measured = measure(run)
-        stage = run._parallel.mesh.coordinate("pp")  # type: ignore[union-attr]
+        stage = run._held.models[0].parallel.mesh.coordinate("pp")
         planned = plan(run.resolved.values)[stage]
     (folder / f"{rank}.pickle").write_bytes(pickle.dumps((measured, planned)))
 
@@ -83,10 +83,10 @@ def measure(run: Run) -> Measured:
     kept, gradients, take = KeptTensors(), [], run.step
 
     def step(*arguments: Any) -> float:
-        parallel = run._parallel
+        parallel = run._held.models[0].parallel
         for model in [each.module for each in parallel.pipeline.stages] if parallel.pipeline else [parallel.module]:  # type: ignore[union-attr]
             kept.watch(model)
-        run._optimizer.register_step_pre_hook(lambda *_: gradients.append(held(run)["gradients"]))  # type: ignore[union-attr]
+        run._held.optimizers[0].optimizer.register_step_pre_hook(lambda *_: gradients.append(held(run)["gradients"]))
         return take(*arguments)
 
     run.step = step  # type: ignore[method-assign]
@@ -97,7 +97,7 @@ def measure(run: Run) -> Measured:
 
 
 def held(run: Run) -> Mapping[str, int]:
-    return count_held(run._parallel.module, run._optimizer, "cpu")  # type: ignore[union-attr]
+    return count_held(run._held.models[0].parallel.module, run._held.optimizers[0].optimizer, "cpu")
 
 
 @pytest.fixture(scope="module")

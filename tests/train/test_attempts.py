@@ -29,7 +29,7 @@ from shardway.ranks.start import Ranks
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.attempts import VARIABLE, Attempt, AttemptStart, Ending, Result
 from shardway.rundir.directory import RunDir
-from shardway.train import attempt_end, loop, session, stops
+from shardway.train import loop, session, stops
 from shardway.train.recipe import train_run
 from shardway.train.run import Run, start
 from shardway.train.session import open_session
@@ -293,7 +293,7 @@ def test_a_mistake_before_the_ranks_start_is_told(tmp_path: Path, monkeypatch: p
 def test_the_estimate_before_a_save_follows_the_model(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt_end, "ESTIMATED_RATE", 1.0)
+    monkeypatch.setattr(stops, "ESTIMATED_RATE", 1.0)
     train_tiny(tmp_path, lone_rank(), *SHORT, "train.steps=1", attempt=begin(tmp_path, left_s=3600.0))
     started: dict[str, Any] = read_named(tmp_path, "started")[0]
     (told,) = read_named(tmp_path, "deadline")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardway.rundir.directory import RunDir
-from shardway.train.record import Earlier, read_earlier
+from shardway.train.record import read_earlier
 
 SAID = {"pid": 7, "host": "n1", "step": 3, "spent": {"step": 1.5}}
 
@@ -20,18 +20,17 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_of_a_new_run_nothing_is_left(run: RunDir) -> None:
-    assert read_earlier(run) == Earlier()
-    assert read_earlier(run).as_facts() == {}
+    assert read_earlier(run) == {}
 
 
 def test_the_last_status_is_kept_for_the_next_start(run: RunDir) -> None:
     run.write_status(**SAID, state="running", time=5.0)
-    assert read_earlier(run).as_facts() == {"reached": 3, "before": {**SAID, "time": 5.0}}
+    assert read_earlier(run) == {"reached": 3, "before": {**SAID, "time": 5.0}}
 
 
 def test_a_status_without_times_is_not(run: RunDir) -> None:
     run.write_status(pid=7, step=3, state="running")
-    assert read_earlier(run).as_facts() == {"reached": 3}
+    assert read_earlier(run) == {"reached": 3}
 
 
 def test_the_events_know_of_more_steps_than_the_status(run: RunDir) -> None:
@@ -40,7 +39,7 @@ def test_the_events_know_of_more_steps_than_the_status(run: RunDir) -> None:
     with run.event_writer(0) as writer:
         for step in range(1, 9):
             writer.write("step", step=step, loss=1.0)
-    assert read_earlier(run).reached == 8
+    assert read_earlier(run)["reached"] == 8
 
 
 @pytest.mark.parametrize("said", [{"step": 4, "reached": 90}, {"step": "x", "reached": None}, {}])
@@ -50,4 +49,4 @@ def test_the_most_steps_of_all_attempts_count(run: RunDir, said: dict[str, int])
         writer.write("started", step=2, reached=60)
         writer.write("step", step=5)
         writer.write("step")
-    assert read_earlier(run).reached == max(60, said.get("reached") or 0)
+    assert read_earlier(run)["reached"] == max(60, said.get("reached") or 0)

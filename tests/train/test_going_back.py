@@ -395,7 +395,7 @@ class Late(Net):
 
 def test_a_parameter_that_was_first_used_in_the_span_has_no_state_again(tmp_path: Path, quiet_threads: None) -> None:
     def look(run: Run, step: int) -> None:
-        opened, net = run._loop._open_step, run._model  # type: ignore[union-attr]
+        opened, net = run._loop._open_step, run._held.models[0].parallel.module  # type: ignore[union-attr]
         assert isinstance(net, Late)
         net.is_late = opened is not None and opened.batch.position in range(120, 136)
 

@@ -48,7 +48,7 @@ class Spoiler:
     def __call__(self, run: Run, step: int) -> None:
         if self.handle is not None:
             self.handle.remove()
-        opened, model = run._loop._open_step, run._model  # type: ignore[union-attr]
+        opened, model = run._loop._open_step, run._held.models[0].parallel.module  # type: ignore[union-attr]
         if opened is not None and model is not None and opened.batch.position in BAD:
             norm = [module for name, module in model.named_modules() if "norm" in name][-1]
             self.handle = norm.register_forward_hook(lambda _, __, output: output * 300.0)

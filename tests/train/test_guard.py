@@ -67,7 +67,9 @@ def fault_at(step: int, how: Harm = to_nan, *, rank: int = 1, backward: bool = T
 
     def look(run: Run, coming: int) -> None:
         if coming == step and run.session.ranks.rank == rank:
-            linear = next(module for module in run._model.modules() if isinstance(module, nn.Linear))  # type: ignore[union-attr]
+            linear = next(
+                module for module in run._held.models[0].parallel.module.modules() if isinstance(module, nn.Linear)
+            )  # type: ignore[union-attr]
             harm_once(linear, how, backward=backward)
 
     return look
@@ -210,7 +212,9 @@ def test_a_script_that_asks_for_nothing_has_its_passes_run_once(tmp_path: Path, 
     calls: list[int] = []
 
     def count(run: Run, step: int) -> None:
-        run._model.register_forward_pre_hook(lambda *_: calls.append(step)) if step == 1 else None  # type: ignore[union-attr]
+        run._held.models[0].parallel.module.register_forward_pre_hook(
+            lambda *_: calls.append(step)
+        ) if step == 1 else None  # type: ignore[union-attr]
 
     with pytest.raises(JobError, match="the loss of step 2 is nan, so the weights after it are of no use"):
         train_net(tmp_path, ("train.steps=8",), count, bad_samples=(9,))
@@ -294,7 +298,7 @@ def flip_weight_at(step: int, rank: int) -> Callable[[Run, int], None]:
 
     def look(run: Run, coming: int) -> None:
         if coming == step and run.session.ranks.rank == rank:
-            norm = next(p for name, p in run._model.named_parameters() if "norm" in name)  # type: ignore[union-attr]
+            norm = next(p for name, p in run._held.models[0].parallel.module.named_parameters() if "norm" in name)
             held = norm.to_local() if hasattr(norm, "to_local") else norm
             held.data.view(torch.int32)[0] ^= 1
 

@@ -21,11 +21,11 @@ from shardway.ranks.heartbeat import Activity, Progress
 from shardway.ranks.stop import SignalWatch
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
-from shardway.train import attempt_end
-from shardway.train.attempt_end import ExitReport
+from shardway.train import record
+from shardway.train.record import ExitReport
 
 stop.LEAVE_S = 0.1
-attempt_end.REPORT_S = 60.0  # a busy disk is no part of these tests
+record.REPORT_S = 60.0  # a busy disk is no part of these tests
 progress = Progress()
 progress.enter(Activity.STEP, 7)
 attempt = Attempt(Path(sys.argv[2])) if sys.argv[2] else None

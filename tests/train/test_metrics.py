@@ -20,8 +20,8 @@ from shardway.errors import UserError
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
 from shardway.train.loss import LossSum
-from shardway.train.metrics import MetricLog
 from shardway.train.run import Run
+from shardway.train.validate import MetricLog
 
 QUIET = ("run.device=cpu", "run.threads=1", "checkpoint.background=false", "train.validate_every=2 steps")
 CLASSES = 3

@@ -18,7 +18,7 @@ import shardway
 from shardway.errors import Bug, JobError, SiteError, UserError
 from shardway.ranks.stop import ScriptHook, report_errors, script_hook
 from shardway.rundir.directory import RunDir
-from shardway.train.script import OpenedRun
+from shardway.train.run import OpenedRun
 
 KEYS = ("run.device=cpu", "run.threads=1", "train.steps=3", "checkpoint.background=false")
 

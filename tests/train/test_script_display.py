@@ -21,7 +21,7 @@ from shardway.ranks.start import Ranks
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.attempts import VARIABLE as ATTEMPT
 from shardway.rundir.directory import RunDir
-from shardway.train.script import ScriptDisplay, open_display
+from shardway.train.run import ScriptDisplay, open_display
 from shardway.train.session import hold_session
 from shardway.watch.plain import PlainLines
 

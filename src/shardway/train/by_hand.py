@@ -16,7 +16,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,19 +32,11 @@ from shardway.errors import UserError
 from shardway.layout import needs_sharding
 from shardway.models.contract import held_by_rank
 from shardway.parallel.axes.expert import balance, find_routers, set_gradient_scale
-from shardway.parallel.axes.replicate import (
-    ReplicatedModule,
-    SummedGradients,
-    own_squares,
-    scale_gradients,
-    send,
-    sum_gradients,
-)
+from shardway.parallel.axes.replicate import ReplicatedModule, own_squares, scale_gradients, send, sum_gradients
 from shardway.parallel.axes.tensor import sum_partial_gradients
 from shardway.parallel.precision import compute_scales
 from shardway.ranks.stop import read_decision
-from shardway.train.engines.base import Engine, OpenStep, TakenStep
-from shardway.train.engines.torch import explained
+from shardway.train.engines import Engine, OpenStep, TakenStep, explained
 from shardway.train.held import HeldModel, HeldOptimizer, Holdings
 from shardway.train.loss import LossSum, fill_missing_targets
 from shardway.train.passes import SUMS, let_go
@@ -56,8 +48,7 @@ from shardway.train.step import (
     StepResult,
     Tried,
     Watched,
-    find_mutable_parts,
-    find_not_finite,
+    is_finite,
 )
 
 PART = "kept-gradients"
@@ -66,7 +57,7 @@ PART = "kept-gradients"
 PATIENCE = 100
 """Batches without an update after which a warning states that the script makes none."""
 
-_NOTE = "gradients_by_hand"
+Gradients = Mapping[nn.Parameter, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -90,8 +81,7 @@ class GradientsByHand(CheckpointState):
 
     def __init__(self, session: Session, held: Holdings, engines: Mapping[int, Engine]) -> None:
         self._session, self._held, self._engines = session, held, engines
-        named = [pair for model in held.models for pair in model.parameters()]
-        self._names = {each: name for name, each in named}
+        self._names = {each: name for model in held.models for name, each in model.parameters()}
         """Every parameter of the run: shards where it has shards. A forward pass puts gathered weights in a module."""
         self._of_model = {model.name: [each for _, each in model.parameters()] for model in held.models}
         self._is_used = False
@@ -128,7 +118,7 @@ class GradientsByHand(CheckpointState):
             if model.parallel.dropout is not None:
                 model.parallel.dropout.start(self._first_passes.first_sample(position), stride=1)
         # A script with only run.step need not pay for a copy of its buffers.
-        self._before = None if self._steps_alone else self._changeable.remember(None)
+        self._before = None if self._steps_alone else self._mutable_parts.remember(None)
 
     def close(self, step: OpenStep, number: int) -> None:
         """The batch of step `number` is done, and counts."""
@@ -155,16 +145,23 @@ class GradientsByHand(CheckpointState):
     def take(
         self, step: OpenStep, call: BackwardCall, lr: float, context: StepContext, freeze: Callable[[], None]
     ) -> float:
-        """The loss of a call for the current batch; `freeze` keeps what a checkpoint holds of the script.
-
-        Losses of one name add up until an update has used their gradients.
-        """
+        """The loss of a call for the current batch; `freeze` keeps what a checkpoint holds of the script."""
         if self._is_void:
             return math.nan
         result = self._run_backward(call, context, step.batch)
         last = step.taken[-1] if step.taken else None
         if last is not None and last.name == call.name and call.name in self._open_names:
-            step.taken[-1] = replace(last, result=_joined(last.result, result))
+            # Two calls of one batch whose gradients one update uses: their losses add up.
+            earlier = last.result
+            joined = replace(
+                result,
+                loss=earlier.loss + result.loss,
+                targets=earlier.targets,
+                decision=earlier.decision.also(result.decision),
+                skipped=earlier.skipped or result.skipped,
+                watched=earlier.watched if earlier.skipped else result.watched,
+            )
+            step.taken[-1] = replace(last, result=joined)
         else:
             step.taken.append(TakenStep(call.name, lr, result, by_hand=True))
         self._open_names.add(call.name)
@@ -186,7 +183,12 @@ class GradientsByHand(CheckpointState):
         passes, ranks = call.engine.passes, self._session.ranks
         rows = count_rows(batch.data, context.rows) if context.rows is not None else 0  # a dummy batch
         loss, weight = _read_loss(call, batch, rows)
-        targets_of = self._list_targets(call)
+        # The parameters of the models, and further ones that their optimizers update.
+        counted = {each: None for model in call.models for each in self._of_model[model.name]}
+        for held in self._held.optimizers:
+            if not counted.keys().isdisjoint(own := held.parameters()):
+                counted |= dict.fromkeys(own)
+        parameters = list(counted)
         aside = {each: each.grad for each in self._names}
         for each in aside:
             each.grad = None
@@ -194,41 +196,101 @@ class GradientsByHand(CheckpointState):
             with ranks.contact("during a backward pass"), explained(call.models[0].parallel.module):
                 with _silenced(loss.total) if not rows or call.samples == 0 else contextlib.nullcontext():
                     sums = passes.backward_by_hand(loss, weight, retain_graph=call.retain_graph)
-                summed = self._add_up(targets_of)
-                squares = own_squares(targets_of, passes.parallel.mesh, sums.device)
-                wished = send(context.wishes.as_numbers(), torch.float64, sums.device)
-                tried = Tried(sums, ranks.sum(torch.cat([sums, squares[None], wished])))
+                # Partial gradients add up over the tensor axis, and all gradients over replicas.
+                for model in self._held.models:
+                    parallel = model.parallel
+                    if parallel.partial and not counted.keys().isdisjoint(self._of_model[model.name]):
+                        sum_partial_gradients(parallel.module, parallel.partial, parallel.mesh.group("tp"))
+                summed = None
+                if self._replica_group is not None:
+                    bucket = self._session.resolved.values.parallel.bucket
+                    trained = [each for each in parameters if each.requires_grad]
+                    summed = sum_gradients(trained, self._replica_group, bucket)
+                squares = own_squares(parameters, passes.parallel.mesh, sums.device)
+                requests = send(context.requests.as_numbers(), torch.float64, sums.device)
+                tried = Tried(sums, ranks.sum(torch.cat([sums, squares[None], requests])))
                 total, targets = tried.numbers[:2]
         except BaseException:
-            for each, grad in aside.items():
-                each.grad = grad
+            self._put_back(aside, buffers=False)
             raise
         if summed is not None:
             summed.drop_missing()
-        decision = read_decision(tried.numbers[SUMS + 1 :])
-        first = find_not_finite(tried.numbers, SUMS) if context.watch is not None else None
+        decision, watches = read_decision(tried.numbers[SUMS + 1 :]), context.watch is not None
+        finite = not watches or is_finite(tried)
         per_target = passes.batch_split.global_batch / targets if targets > 0 else 0.0
         norm = math.sqrt(tried.numbers[SUMS]) * per_target
-        taken = [each for each in targets_of if each.grad is not None]
         if decision.void:
-            self._put_back(aside)
-        elif first is not None or self._refused & set(targets_of):
-            self._refuse(targets_of, aside, repeats=first is not None)
+            self._put_back(aside, buffers=True)
+        elif not finite or self._refused & counted.keys():
+            self._refuse(parameters, aside, repeats=not finite)
         else:
-            scale_gradients(targets_of, per_target)
-            if self._join(targets_of, aside, taken, may_refuse=context.watch is not None):
-                norm = self._norm_of(targets_of)
-        watched = Watched(tried, finite=first is None, first=first) if context.watch is not None else None
+            scale_gradients(parameters, per_target)
+            if self._join(counted, aside, may_refuse=watches):
+                norm = self._norm_of(parameters)
         return StepResult(
             loss=total / targets if targets and not decision.void else math.nan,
             grad_norm=norm,
             targets=targets,
             decision=decision,
-            skipped=decision.void or first is not None,
-            watched=watched,
+            skipped=decision.void or not finite,
+            watched=Watched(tried, finite, first=None if finite else tried) if watches else None,
         )
 
-    # --- run.clip, run.autocast
+    def _put_back(self, aside: Gradients, *, buffers: bool) -> None:
+        for each, grad in aside.items():
+            each.grad = grad
+        if buffers and self._before is not None:
+            self._before.put_back_model()
+
+    def _refuse(self, parameters: Sequence[nn.Parameter], aside: Gradients, *, repeats: bool) -> None:
+        """Drop the gradients of this batch, also those of earlier calls."""
+        owed = {each: self._at_begin.get(each, aside[each]) if self._owes(each) else None for each in parameters}
+        self._put_back(aside, buffers=repeats)
+        for each, grad in owed.items():
+            each.grad = grad
+            if grad is None:
+                self._unused.discard(each)
+        self._refused.update(parameters)
+
+    @torch.no_grad()
+    def _join(self, counted: Mapping[nn.Parameter, None], aside: Gradients, *, may_refuse: bool) -> bool:
+        """Add earlier gradients to those of this call; returns whether there were any. What a later call of the batch
+        may refuse is kept as it was."""
+        joined, taken = False, [each for each in counted if each.grad is not None]
+        for each, grad in aside.items():
+            if each not in counted:
+                each.grad = grad
+                continue
+            used = self._used.pop(each, None)
+            if grad is not None and used == _key(grad):
+                self._keeps_used = True
+                self._note(
+                    "the gradients that an update had used were still there, and run.backward adds to them.\n"
+                    "  To do: call optimizer.zero_grad() after optimizer.step(), unless that is what is meant."
+                )
+            if may_refuse:
+                self._at_begin.setdefault(each, grad if self._owes(each) else None)
+            if grad is None:
+                continue
+            joined = True
+            if each.grad is None:
+                each.grad = grad
+            elif each.grad.is_sparse or grad.is_sparse:
+                each.grad = each.grad + grad
+            else:
+                held_by_rank(each.grad).add_(held_by_rank(grad))
+        self._unused.update(taken)
+        return joined
+
+    def _owes(self, parameter: nn.Parameter) -> bool:
+        """Whether the gradient of a parameter still counts."""
+        return parameter in self._unused or (self._keeps_used and self._is_used)
+
+    def _norm_of(self, parameters: Sequence[nn.Parameter]) -> float:
+        ranks, mesh = self._session.ranks, self._first_passes.parallel.mesh
+        return math.sqrt(float(ranks.sum(own_squares(parameters, mesh, ranks.device))))
+
+    # --- run.clip, run.autocast, and updates of the script's optimizers
 
     @torch.no_grad()
     def clip(self, target: Any, max_norm: float) -> float:
@@ -236,11 +298,24 @@ class GradientsByHand(CheckpointState):
 
         `target`: a model, an optimizer, or parameters. NaN if the step does not count.
         """
-        parameters = self._find_parameters(target)
+        found: list[Any] = [target] if isinstance(target, torch.Tensor) else []
+        if isinstance(target, torch.optim.Optimizer):
+            found = [each for group in target.param_groups for each in group["params"]]
+        elif isinstance(target, nn.Module):
+            held = self._held.find_model(target)
+            found = list(self._of_model[held.name] if held is not None else target.parameters())
+        else:
+            if isinstance(target, Iterable) and not found:
+                found = list(target)
+            if not found or not all(isinstance(each, torch.Tensor) for each in found):
+                raise UserError(
+                    f"run.clip was given a {type(target).__name__}.\n"
+                    "  Allowed: a model, an optimizer, or parameters. To do: run.clip(model, 1.0)."
+                )
         if self._is_void:
             return math.nan
-        norm = self._norm_of(parameters)
-        scale_gradients(parameters, min(max_norm / (norm + 1e-6), 1.0) if not math.isnan(norm) else math.nan)
+        norm = self._norm_of(found)
+        scale_gradients(found, min(max_norm / (norm + 1e-6), 1.0) if not math.isnan(norm) else math.nan)
         return norm
 
     @contextlib.contextmanager
@@ -252,6 +327,73 @@ class GradientsByHand(CheckpointState):
         with self._session.precision.autocast(self._session.ranks.device), parts:
             yield
 
+    def _begin_use(self) -> None:
+        """At the first call. Raises UserError for settings that only work with run.step."""
+        if self._is_used:
+            return
+        session, values, degree = self._session, self._session.resolved.values, self._first_passes.parallel.mesh.degree
+        engine, compress, split = values.train.engine, values.parallel.compress, self._first_passes.batch_split
+        kinds = [type(each.optimizer).__name__ for each in self._held.optimizers if needs_closure(each.optimizer)]
+        reasons = {
+            f"a pipeline (parallel.pp = {degree('pp')}) runs forward and backward passes in turn": degree("pp") > 1,
+            f"a rank computes a part of each sequence alone (parallel.cp = {degree('cp')}), which run.step cuts": (
+                degree("cp") > 1
+            ),
+            f'train.engine = "{engine}" takes gradients in its own way': engine != "torch",
+            'precision.compute = "fp16" scales the loss and looks for overflows': session.precision.scales_loss,
+            f'parallel.compress = "{compress}" is a part of DDP, and gradients by hand are added up whole': (
+                compress != "none" and degree("dp_replicate") > 1
+            ),
+            f"{next(iter(kinds), '')} evaluates the loss itself, as often as it wants": bool(kinds),
+            "guard.probe_every runs the passes of a step twice": values.guard.probe_every != "off",
+        }
+        if found := [reason for reason, holds in reasons.items() if holds]:
+            raise UserError(
+                f"run.backward cannot be used here: {'; '.join(found)}.\n"
+                "  To do: use run.step(model, batch, loss_fn), or set what is named here to something else."
+            )
+        self._is_used = True
+        for held in self._held.optimizers:
+            self._watch_updates(held)
+        if split.accumulation > 1:
+            self._note(
+                f"run.backward takes this rank's share of a batch whole: train.micro_batch = {split.micro_batch} "
+                f"({session.resolved.origins['train.micro_batch']}) cuts nothing here.\n"
+                "  To do: where memory is short, cut the batch in the script and call run.backward(loss, samples=n) "
+                "for each part, or use run.step."
+            )
+
+    def _watch_updates(self, held: HeldOptimizer) -> None:
+        passes, session = self._engines[id(held.optimizer)].passes, self._session
+
+        def before(*_: Any) -> None:
+            """Clip before an update if the run file sets optim.clip."""
+            clip = session.resolved.values.optim.clip
+            unset = clip == "off" or session.leaves_alone("optim.clip")
+            if not unset and not self._unused.isdisjoint(held.parameters()):
+                self.clip(held.optimizer, float(clip))
+
+        def after(*_: Any) -> None:
+            self._without_update = 0
+            self._open_names.clear()
+            for model in self._held.models:
+                let_go(model.parallel)  # weights gathered without a backward pass are outdated
+            own = held.parameters()
+            if self._unused.isdisjoint(own):
+                self._refused.difference_update(own)
+                return
+            for each in own:
+                if each in self._unused and each.grad is not None:
+                    self._used[each] = _key(each.grad)
+                self._unused.discard(each)
+                self._refused.discard(each)
+                self._at_begin.pop(each, None)
+            for parallel in passes.parallels:
+                compute_scales(parallel.module, passes.precision.float8)
+
+        held.optimizer.register_step_pre_hook(before)
+        held.optimizer.register_step_post_hook(after)
+
     # --- what a checkpoint holds
 
     def collect(self) -> Tensors:
@@ -262,12 +404,10 @@ class GradientsByHand(CheckpointState):
         return {PART: own} if own else {}
 
     def template(self, table: TensorTable) -> Tensors:
-        """Targets for what was saved."""
         room = make_room(table, f"{PART}.", {name: each for each, name in self._names.items()})
         return {PART: room} if room else {}
 
     def install(self, tensors: Tensors) -> None:
-        """Continue with the saved gradients."""
         saved = tensors.get(PART, {})
         self._used.clear()
         self._unused.clear()
@@ -285,8 +425,8 @@ class GradientsByHand(CheckpointState):
         return next(iter(self._engines.values())).passes
 
     @cached_property
-    def _changeable(self) -> MutableParts:
-        return find_mutable_parts(*(model.parallel for model in self._held.models))
+    def _mutable_parts(self) -> MutableParts:
+        return MutableParts(*(model.parallel for model in self._held.models))
 
     @cached_property
     def _routers(self) -> list[Any]:
@@ -301,174 +441,7 @@ class GradientsByHand(CheckpointState):
         return mesh.group("dp_replicate") if copied else None
 
     def _note(self, text: str) -> None:
-        self._session.note_once(_NOTE, text)
-
-    def _begin_use(self) -> None:
-        if self._is_used:
-            return
-        _check_possible(self._session, self._held)
-        self._is_used = True
-        for held in self._held.optimizers:
-            engine = self._engines[id(held.optimizer)]
-            held.optimizer.register_step_pre_hook(partial(self._before_update, held))
-            held.optimizer.register_step_post_hook(partial(self._after_update, held, engine))
-        batch_split, origin = self._first_passes.batch_split, self._session.resolved.origins["train.micro_batch"]
-        if batch_split.accumulation > 1:
-            self._note(
-                f"run.backward takes this rank's share of a batch whole: train.micro_batch = {batch_split.micro_batch} "
-                f"({origin}) cuts nothing here.\n"
-                "  To do: where memory is short, cut the batch in the script and call run.backward(loss, samples=n) "
-                "for each part, or use run.step."
-            )
-
-    def _list_targets(self, call: BackwardCall) -> list[nn.Parameter]:
-        """The parameters whose gradients count: those of the models, and further ones that their optimizers update."""
-        found = {each: None for model in call.models for each in self._of_model[model.name]}
-        for held in self._held.optimizers:
-            own = held.parameters()
-            if not found.keys().isdisjoint(own):
-                found |= dict.fromkeys(own)
-        return list(found)
-
-    def _add_up(self, targets: Sequence[nn.Parameter]) -> SummedGradients | None:
-        """Sum partial gradients over the tensor axis, and all gradients over replicas."""
-        counted = set(targets)
-        for model in self._held.models:
-            parallel = model.parallel
-            if parallel.partial and not counted.isdisjoint(self._of_model[model.name]):
-                sum_partial_gradients(parallel.module, parallel.partial, parallel.mesh.group("tp"))
-        if self._replica_group is None:
-            return None
-        bucket = self._session.resolved.values.parallel.bucket
-        return sum_gradients([each for each in targets if each.requires_grad], self._replica_group, bucket)
-
-    def _put_back(self, aside: Mapping[nn.Parameter, torch.Tensor | None]) -> None:
-        for each, grad in aside.items():
-            each.grad = grad
-        if self._before is not None:
-            self._before.put_back_model()
-
-    def _refuse(
-        self, targets: Sequence[nn.Parameter], aside: Mapping[nn.Parameter, torch.Tensor | None], *, repeats: bool
-    ) -> None:
-        """Drop the gradients of this batch, also those of earlier calls."""
-        owed = {each: self._at_begin.get(each, aside[each]) if self._owes(each) else None for each in targets}
-        if repeats:
-            self._put_back(aside)
-        else:
-            for each, grad in aside.items():
-                each.grad = grad
-        for each, grad in owed.items():
-            each.grad = grad
-            if grad is None:
-                self._unused.discard(each)
-        self._refused.update(targets)
-
-    @torch.no_grad()
-    def _join(
-        self,
-        targets: Sequence[nn.Parameter],
-        aside: Mapping[nn.Parameter, torch.Tensor | None],
-        taken: Sequence[nn.Parameter],
-        *,
-        may_refuse: bool,
-    ) -> bool:
-        """Add earlier gradients to those of this call; returns whether there were any. What a later call of the batch
-        may refuse is kept as it was."""
-        joined, counted = False, set(targets)
-        for each, grad in aside.items():
-            if each not in counted:
-                each.grad = grad
-                continue
-            used = self._used.pop(each, None)
-            if grad is not None and used == _key(grad):
-                self._report_not_cleared()
-            if may_refuse:
-                self._at_begin.setdefault(each, grad if self._owes(each) else None)
-            if grad is None:
-                continue
-            joined = True
-            if each.grad is None:
-                each.grad = grad
-            elif each.grad.is_sparse or grad.is_sparse:
-                each.grad = each.grad + grad
-            else:
-                held_by_rank(each.grad).add_(held_by_rank(grad))
-        self._unused.update(taken)
-        return joined
-
-    def _report_not_cleared(self) -> None:
-        self._keeps_used = True
-        self._note(
-            "the gradients that an update had used were still there, and run.backward adds to them.\n"
-            "  To do: call optimizer.zero_grad() after optimizer.step(), unless that is what is meant."
-        )
-
-    def _owes(self, parameter: nn.Parameter) -> bool:
-        """Whether the gradient of a parameter still counts."""
-        return parameter in self._unused or (self._keeps_used and self._is_used)
-
-    def _norm_of(self, parameters: Sequence[nn.Parameter]) -> float:
-        ranks, mesh = self._session.ranks, self._first_passes.parallel.mesh
-        return math.sqrt(float(ranks.sum(own_squares(parameters, mesh, ranks.device))))
-
-    def _find_parameters(self, target: Any) -> list[Any]:
-        if isinstance(target, torch.optim.Optimizer):
-            return [each for group in target.param_groups for each in group["params"]]
-        if isinstance(target, nn.Module):
-            held = self._held.find_model(target)
-            return self._of_model[held.name] if held is not None else list(target.parameters())
-        found = [target] if isinstance(target, torch.Tensor) else list(target) if isinstance(target, Iterable) else []
-        if not found or not all(isinstance(each, torch.Tensor) for each in found):
-            raise UserError(
-                f"run.clip was given a {type(target).__name__}.\n"
-                "  Allowed: a model, an optimizer, or parameters. To do: run.clip(model, 1.0)."
-            )
-        return found
-
-    def _before_update(self, held: HeldOptimizer, *_: Any) -> None:
-        """Clip before an update if the run file sets optim.clip."""
-        clip, session = self._session.resolved.values.optim.clip, self._session
-        if clip == "off" or session.leaves_alone("optim.clip") or self._unused.isdisjoint(held.parameters()):
-            return
-        self.clip(held.optimizer, float(clip))
-
-    def _after_update(self, held: HeldOptimizer, engine: Engine, *_: Any) -> None:
-        self._without_update = 0
-        self._open_names.clear()
-        for model in self._held.models:
-            let_go(model.parallel)  # weights gathered without a backward pass are outdated
-        own = held.parameters()
-        if self._unused.isdisjoint(own):
-            self._refused.difference_update(own)
-            return
-        for each in own:
-            if each in self._unused and each.grad is not None:
-                self._used[each] = _key(each.grad)
-            self._unused.discard(each)
-            self._refused.discard(each)
-            self._at_begin.pop(each, None)
-        for parallel in engine.passes.parallels:
-            compute_scales(parallel.module, engine.passes.precision.float8)
-
-
-def check_awaits_backward(
-    by_hand: GradientsByHand | None, step: OpenStep | None, number: int
-) -> tuple[GradientsByHand, OpenStep]:
-    """The batch that waits for a gradient. Raises UserError if none does; `number` is that of its step."""
-    if by_hand is None or step is None:
-        raise UserError("run.backward was called outside `for batch in run.steps(loader)`.")
-    if step.taken and not step.by_hand:
-        raise refuse_mixture("run.backward", "run.step", number)
-    return by_hand, step
-
-
-def refuse_mixture(now: str, before: str, number: int) -> UserError:
-    """The error for a batch with calls of both kinds."""
-    return UserError(
-        f"{now} was called after {before} for the batch of step {number}.\n"
-        "  To do: use one of the two for all models of a batch: run.step drops gradients that run.backward has left."
-    )
+        self._session.note_once("gradients_by_hand", text)
 
 
 def _key(grad: torch.Tensor) -> tuple[int, int]:
@@ -488,6 +461,11 @@ def _read_loss(call: BackwardCall, batch: Batch, rows: int) -> tuple[LossSum, fl
             "such a tensor. To do: run.backward(losses.mean())."
         )
     weight = float(rows > 0)
+
+    def silent() -> torch.Tensor:
+        """A loss that does not count, also if it is NaN; its backward pass keeps ranks in step."""
+        return torch.where(torch.zeros_like(number, dtype=torch.bool), number, torch.zeros_like(number))
+
     if isinstance(loss, LossSum):
         if samples is not None:
             raise UserError(
@@ -495,25 +473,20 @@ def _read_loss(call: BackwardCall, batch: Batch, rows: int) -> tuple[LossSum, fl
                 "  To do: leave samples out; where the batch is cut, count the targets of this rank's whole share in "
                 "each part."
             )
-        return loss if weight else replace(loss, total=_silent(loss.total)), weight
+        return loss if weight else replace(loss, total=silent()), weight
     if samples is not None and (not isinstance(samples, int) or samples < 0 or (rows and samples > rows)):
         raise UserError(
             f"run.backward was given samples={samples!r}, and this rank has {rows} samples of the batch.\n"
             "  Allowed: the number of samples that the loss is the mean over, at most those."
         )
     if not weight or samples == 0:
-        return LossSum(_silent(loss), rows), weight
+        return LossSum(silent(), rows), weight
     total = loss * (rows if samples is None else samples)
     if samples is None:
         _, counts = fill_missing_targets(batch.data, pair=is_pair(batch.data, rows))
         if counts is not None:  # a mean over no targets at all is no number
             return LossSum(torch.where(counts, total, torch.zeros_like(total)), rows * counts), weight
     return LossSum(total, rows), weight
-
-
-def _silent(loss: torch.Tensor) -> torch.Tensor:
-    """A loss that does not count, also if it is NaN; its backward pass keeps ranks in step."""
-    return torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, torch.zeros_like(loss))
 
 
 @contextlib.contextmanager
@@ -532,41 +505,3 @@ def _silenced(loss: torch.Tensor) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _joined(earlier: StepResult, later: StepResult) -> StepResult:
-    """Two calls of one batch whose gradients one update uses: their losses add up."""
-    return replace(
-        later,
-        loss=earlier.loss + later.loss,
-        targets=earlier.targets,
-        decision=earlier.decision.also(later.decision),
-        skipped=earlier.skipped or later.skipped,
-        watched=earlier.watched if earlier.skipped else later.watched,
-    )
-
-
-def _check_possible(session: Session, held: Holdings) -> None:
-    """Raise UserError for settings that only work with run.step."""
-    values, parallel = session.resolved.values, session.resolved.values.parallel
-    degree = held.models[0].parallel.mesh.degree
-    name = next((type(each.optimizer).__name__ for each in held.optimizers if needs_closure(each.optimizer)), "")
-    reasons = {
-        f"a pipeline (parallel.pp = {degree('pp')}) runs forward and backward passes in turn": degree("pp") > 1,
-        f"a rank computes a part of each sequence alone (parallel.cp = {degree('cp')}), which run.step cuts": (
-            degree("cp") > 1
-        ),
-        f'train.engine = "{values.train.engine}" takes gradients in its own way': values.train.engine != "torch",
-        'precision.compute = "fp16" scales the loss and looks for overflows': session.precision.scales_loss,
-        f'parallel.compress = "{parallel.compress}" is a part of DDP, and gradients by hand are added up whole': (
-            parallel.compress != "none" and degree("dp_replicate") > 1
-        ),
-        f"{name} evaluates the loss itself, as often as it wants": bool(name),
-        "guard.probe_every runs the passes of a step twice": values.guard.probe_every != "off",
-    }
-    found = [reason for reason, holds in reasons.items() if holds]
-    if found:
-        raise UserError(
-            f"run.backward cannot be used here: {'; '.join(found)}.\n"
-            "  To do: use run.step(model, batch, loss_fn), or set what is named here to something else."
-        )

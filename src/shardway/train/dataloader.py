@@ -1,21 +1,24 @@
-"""From a user's dataset or DataLoader to this rank's batches on its device, for training and validation.
+"""From a dataset or DataLoader of the user to this rank's batches on its device, and what a checkpoint holds of it.
 
 Invariants:
-- Reports on skipped data have no effect: `data.skips` alone decides which positions are left out.
 - Which samples a rank gets follows from the resolved run, the grid and the position alone, if the data themselves are
   repeatable. If they may not be, this is reported once.
 - Settings of the script hold where neither run file nor command line sets them. What cannot be right is refused before
   anything is read.
+- Each rank saves the state that belongs to the last batch that counts, however far ahead was read. Ranks that read the
+  same data (of one pipeline, or of one tensor group) save one. With the same number of ranks the dataset resumes from
+  its state. Otherwise, or if none was saved, it is run through from its beginning, which is reported once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
+import json
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +34,9 @@ from torch.utils.data import (
     default_convert,
 )
 
-from shardway.checkpoint.state import CheckpointState
+from shardway.checkpoint.file_format import TensorTable
+from shardway.checkpoint.state import CheckpointState, Tensors, make_room, structure_name
+from shardway.checkpoint.structure import Unstorable, put_state_together, take_state_apart
 from shardway.data.loader import (
     Batch,
     HeldOutStream,
@@ -48,7 +53,15 @@ from shardway.data.loader import (
     validation_stream,
 )
 from shardway.data.order import SampleOrder, Skips, position_share
-from shardway.data.samplers import AnyOrder, BatchOrder, SamplerOrder, WholeBatches
+from shardway.data.samplers import (
+    AnyOrder,
+    BatchOrder,
+    SamplerOrder,
+    SamplerStand,
+    SamplerStands,
+    StreamSnapshot,
+    WholeBatches,
+)
 from shardway.data.sources.base import DataSource
 from shardway.data.workers import describe_shortage, fit_workers
 from shardway.errors import UserError
@@ -56,45 +69,13 @@ from shardway.hardware.limits import count_threads, describe_few_cores
 from shardway.rundir.lineage import SkippedRange
 from shardway.runfile.load import DEFAULT
 from shardway.train.loop_state import Counters
-from shardway.train.script_state import StreamState
 from shardway.train.session import Session
 from shardway.units import Span
 
-# --- reports on skipped data
-
-
-def report_skipped(session: Session, before: Counters, after: Counters, own: Sequence[SkippedRange] = ()) -> None:
-    """An event if the step between these counters has skipped positions; `own` are the spans of the run itself."""
-    left_out = (after.position - before.position) - (after.samples - before.samples)
-    if left_out:
-        lists = {"data.skip": session.resolved.values.data.skip, "guard.on_spike": [each.span for each in own]}
-        reach = (before.position, after.position)
-        who = [name for name, spans in lists.items() if any(_meet(span, reach) for span in spans)]
-        reason = (
-            f"{' and '.join(who)} left out {left_out} samples between positions {before.position} and {after.position}"
-        )
-        session.recorder.event("data_skipped", step=after.step, samples=left_out, reason=reason)
-
-
-def _meet(one: Sequence[int], other: Sequence[int]) -> bool:
-    return one[0] < other[1] and other[0] < one[1]
-
-
-def report_late_spans(session: Session, counters: Counters) -> None:
-    """An event if a new span lies, at least in part, before the position of a resumed run: it comes too late."""
-    before, now = session.changes.get("data.skip", ([], []))
-    late = [span for span in now if span not in before and span[0] < counters.position]
-    if late and counters.step:
-        reason = (
-            f"data.skip: {', '.join(map(str, late))} begins before position {counters.position}, where the run goes "
-            "on; what was trained on before that stays learnt. To jump over it, move the checkpoints after it away"
-        )
-        session.recorder.event("skip_too_late", step=counters.step, spans=late, reason=reason)
-
-
-# --- batches of this rank on its device
-
 Collate = Callable[[list[Any]], Any]
+
+NOTE = "data_order_noted"
+"""The event of what a user should know of the order of the data."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +83,7 @@ class Loader:
     """The source of a run's batches: a source, a map-style dataset or an iterable one, and its facts.
 
     `size`: samples of an epoch; 0 if unknown. `order`: the order of a script's own sampler (None: the run's own order).
+    `begin`: the state in which an iterable dataset began, None if it has none.
     """
 
     samples: Any
@@ -113,7 +95,6 @@ class Loader:
     whole_batches: bool = False
     worker_init: Callable[[int], object] | None = None
     begin: bytes | None = None
-    """The state in which an iterable dataset began, None if it has none."""
 
     @property
     def is_stream(self) -> bool:
@@ -121,74 +102,56 @@ class Loader:
         return not isinstance(self.samples, DataSource) and not is_map_style(self.samples)
 
 
+# --- batches of this rank on its device
+
+
 def training_batches(
     session: Session, loader: Loader, state: CheckpointState | None, position: int, skips: Sequence[Sequence[int]]
 ) -> Iterator[Batch]:
     """This rank's share of every global batch from `position` on, without end; `skips` as in `data.skip`. `state`:
-    where the data resume, beyond what the position gives."""
-    values, mesh = session.resolved.values, session.mesh
+    where the data resume, beyond what the position gives. Raises UserError if a sampler gives each rank another order.
+    """
+    values, mesh, ranks, order = session.resolved.values, session.mesh, session.ranks, loader.order
     share = Share(values.train.global_batch, mesh.data_rank, mesh.data_ranks)
     options = _options(session, loader)
-    _note_order(session, loader)
-    if loader.is_stream:
-        own = _gives_own_samples(session, loader)
-        reader = StreamLoader(loader.samples, values.train.seed, share, options, loader.collate, own, loader.begin)
-        if not isinstance(state, StreamState):
-            return _on_device(reader.batches(position, Skips(skips)), session.ranks.device)
-        batches = reader.batches(position, Skips(skips), state.begin)
-        return _on_device(state.watched(batches), session.ranks.device)
-    order: AnyOrder | BatchOrder = loader.order or SampleOrder(
-        len(loader.samples), values.train.seed, values.data.shuffle
-    )
-    if loader.order is not None:
-        _check_alike(session, loader, position)
-    if loader.whole_batches and not isinstance(order, BatchOrder | WholeBatches):
-        order = WholeBatches(order, loader.size)
-    step_loader = StepLoader(loader.samples, order, share, options, loader.collate)
-    return _on_device(step_loader.batches(position, skips=Skips(skips)), session.ranks.device)
-
-
-def _gives_own_samples(session: Session, loader: Loader) -> bool:
-    """Whether an iterable dataset itself gives each rank other samples; called on all ranks together."""
-    if session.mesh.data_ranks == 1:
-        return False
-    digests = session.ranks.gather(session.ranks.together(lambda: digest_first(loader.samples, 0)))
-    own = len(set(digests)) > 1 and "" not in digests
-    if own:
+    if order is not None and order.hidden_state:
         session.note_once(
-            "data_order_noted",
-            f"{type(loader.samples).__name__} gives each rank samples of its own, so each takes all that it is given: "
-            "after a resume on another number of ranks the order of samples is another.",
-        )
-    return own
-
-
-def _check_alike(session: Session, loader: Loader, position: int) -> None:
-    """Raise UserError if a sampler gives each rank another order; called on all ranks together."""
-    if session.mesh.data_ranks == 1 or loader.order is None:
-        return
-    batch, order = session.resolved.values.train.global_batch, loader.order
-    first = np.arange(position, position + batch)
-    ids = session.ranks.together(
-        lambda: order.batch(position // order.size) if isinstance(order, BatchOrder) else order.ids(first)
-    )
-    if len(set(session.ranks.gather(hashlib.blake2b(ids.tobytes()).hexdigest()))) > 1:
-        raise UserError(
-            "the sampler of run.loader gives each rank another order, so that samples would be missed.\n"
-            "  To do: seed what it draws from alike on every rank (torch's, numpy's and Python's random numbers are), "
-            "and let it give all samples, not a rank's part."
-        )
-
-
-def _note_order(session: Session, loader: Loader) -> None:
-    """Report once why the order of samples may change after a resume."""
-    if loader.order is not None and loader.order.hidden_state:
-        session.note_once(
-            "data_order_noted",
+            NOTE,
             f"{loader.fingerprint}: after a resume the sampler is run through from its first epoch on, with the random "
             "numbers of torch, numpy and Python seeded by train.seed. What it draws from elsewhere is not the same "
             "then.",
         )
+    if loader.is_stream:
+        own = False
+        if mesh.data_ranks > 1:  # an iterable dataset may give each rank other samples itself
+            digests = ranks.gather(ranks.together(lambda: digest_first(loader.samples, 0)))
+            own = len(set(digests)) > 1 and "" not in digests
+        if own:
+            session.note_once(
+                NOTE,
+                f"{type(loader.samples).__name__} gives each rank samples of its own, so each takes all that it is "
+                "given: after a resume on another number of ranks the order of samples is another.",
+            )
+        reader = StreamLoader(loader.samples, values.train.seed, share, options, loader.collate, own, loader.begin)
+        if not isinstance(state, StreamState):
+            return _on_device(reader.batches(position, Skips(skips)), ranks.device)
+        return _on_device(state.watched(reader.batches(position, Skips(skips), state.begin)), ranks.device)
+    if order is not None and mesh.data_ranks > 1:
+        first = np.arange(position, position + share.global_batch)
+        ids = ranks.together(
+            lambda: order.batch(position // order.size) if isinstance(order, BatchOrder) else order.ids(first)
+        )
+        if len(set(ranks.gather(hashlib.blake2b(ids.tobytes()).hexdigest()))) > 1:
+            raise UserError(
+                "the sampler of run.loader gives each rank another order, so that samples would be missed.\n"
+                "  To do: seed what it draws from alike on every rank (torch's, numpy's and Python's random numbers "
+                "are), and let it give all samples, not a rank's part."
+            )
+    used: AnyOrder | BatchOrder = order or SampleOrder(len(loader.samples), values.train.seed, values.data.shuffle)
+    if loader.whole_batches and not isinstance(used, BatchOrder | WholeBatches):
+        used = WholeBatches(used, loader.size)
+    step_loader = StepLoader(loader.samples, used, share, options, loader.collate)
+    return _on_device(step_loader.batches(position, skips=Skips(skips)), ranks.device)
 
 
 def validation_data(session: Session, samples: Any, collate: Collate | None = None) -> Iterator[Any]:
@@ -220,19 +183,20 @@ def _validation_share(session: Session, samples: Any) -> tuple[int | None, Share
 
 
 def _options(session: Session, loader: Loader | None = None) -> LoaderOptions:
-    data = session.resolved.values.data
-    init = loader.worker_init if loader is not None else None
+    data, here, ranks = session.resolved.values.data, session.ranks.placement.local_world, session.ranks
+    collate, init = (loader.collate, loader.worker_init) if loader is not None else (None, None)
     workers = data.workers
-    for name, function in (("collate_fn", loader.collate if loader is not None else None), ("worker_init_fn", init)):
-        if workers and not _can_be_sent(function):
+    for name, function in (("collate_fn", collate), ("worker_init_fn", init)):
+        try:
+            pickle.dumps(function if workers else None)
+        except (pickle.PicklingError, AttributeError, TypeError):
             workers = 0
             session.note_once(
-                "data_order_noted",
+                NOTE,
                 f"data.workers is {data.workers}, and the {name} of run.loader cannot be sent to a loader process (a "
                 "lambda, or a function inside another): each rank reads its batches itself. To do: define it with def "
                 "at the top of a module.",
             )
-    here = session.ranks.placement.local_world
     if loader is not None and loader.is_stream:
         workers = min(workers, 1)
     to_come = max(0, torch.get_num_threads() - count_threads())  # torch starts them later
@@ -240,40 +204,53 @@ def _options(session: Session, loader: Loader | None = None) -> LoaderOptions:
     few_cores = describe_few_cores(workers, here) if workers else ""
     for said in (session.temporary, too_few, few_cores, describe_shortage() if workers else ""):
         if said:
-            session.note_once("data_order_noted", said)
-    pinned = session.ranks.device.type == "cuda"
-    return LoaderOptions(workers, data.prefetch, pinned, init, functools.partial(_report, session))
+            session.note_once(NOTE, said)
 
+    def report(text: str) -> None:
+        """Report something of this rank alone."""
+        if ranks.is_first:
+            session.note_once(NOTE, text)
+        else:
+            logging.getLogger("shardway").warning(f"rank {ranks.rank}: {text}")
 
-def _report(session: Session, text: str) -> None:
-    """Report something of this rank alone."""
-    if session.ranks.is_first:
-        session.note_once("data_order_noted", text)
-    else:
-        logging.getLogger("shardway").warning(f"rank {session.ranks.rank}: {text}")
-
-
-def _can_be_sent(function: Any) -> bool:
-    try:
-        pickle.dumps(function)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return False
-    return True
+    return LoaderOptions(workers, data.prefetch, ranks.device.type == "cuda", init, report)
 
 
 def _on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches on a device, those of a source as pairs (inputs, targets)."""
+    """The batches on a device; those of a source, {"inputs": ..., "targets": ...}, as the pair that a training script
+    expects."""
     with contextlib.closing(batches) as stream:  # type: ignore[type-var]
         for batch in stream:
-            yield to_device(_paired(batch), device)
+            data = batch.data
+            if isinstance(data, dict) and data.keys() == {"inputs", "targets"}:
+                batch = replace(batch, data=(data["inputs"], data["targets"]))
+            yield to_device(batch, device)
 
 
-def _paired(batch: Batch) -> Batch:
-    """A source's batch, {"inputs": ..., "targets": ...}, as the pair that a training script expects."""
-    data = batch.data
-    if isinstance(data, dict) and data.keys() == {"inputs", "targets"}:
-        return replace(batch, data=(data["inputs"], data["targets"]))
-    return batch
+# --- reports on skipped data; they have no effect
+
+
+def report_skipped(session: Session, before: Counters, after: Counters, own: Sequence[SkippedRange] = ()) -> None:
+    """An event if the step between these counters has skipped positions; `own` are the spans of the run itself."""
+    left_out = (after.position - before.position) - (after.samples - before.samples)
+    if left_out:
+        lists = {"data.skip": session.resolved.values.data.skip, "guard.on_spike": [each.span for each in own]}
+        start, end = before.position, after.position
+        by = [name for name, spans in lists.items() if any(span[0] < end and start < span[1] for span in spans)]
+        reason = f"{' and '.join(by)} left out {left_out} samples between positions {start} and {end}"
+        session.recorder.event("data_skipped", step=after.step, samples=left_out, reason=reason)
+
+
+def report_late_spans(session: Session, counters: Counters) -> None:
+    """An event if a new span lies, at least in part, before the position of a resumed run: it comes too late."""
+    before, now = session.changes.get("data.skip", ([], []))
+    late = [span for span in now if span not in before and span[0] < counters.position]
+    if late and counters.step:
+        reason = (
+            f"data.skip: {', '.join(map(str, late))} begins before position {counters.position}, where the run goes "
+            "on; what was trained on before that stays learnt. To jump over it, move the checkpoints after it away"
+        )
+        session.recorder.event("skip_too_late", step=counters.step, spans=late, reason=reason)
 
 
 # --- what a script hands to run.loader and run.validation
@@ -303,20 +280,31 @@ def make_loader(session: Session, given: LoaderArguments) -> Loader:
     """
     if _is_loader(given.dataset):
         given = _take_over(given)
-    dataset = given.dataset
+    dataset, name = given.dataset, type(given.dataset).__name__
     if isinstance(dataset, DataSource):
-        _refuse_beside(given, f"the source {type(dataset).__name__}, which gives whole batches in the run's own order")
+        _refuse_beside(given, f"the source {name}, which gives whole batches in the run's own order")
         _set_defaults(session, given)
         return Loader(dataset, len(dataset), dataset.tokens_per_sample, dataset.facts.fingerprint)
-    name = type(dataset).__name__
     if not is_map_style(dataset):
         return _make_stream(session, given)
     if given.sampler is not None and given.batch_sampler is not None:
         raise UserError("run.loader takes a sampler or a batch_sampler, not both.")
-    seed, own = session.resolved.values.train.seed, given.sampler
+    resolved = session.resolved
+    seed, own = resolved.values.train.seed, given.sampler
     order: SamplerOrder | BatchOrder | None = SamplerOrder(own, seed) if own is not None else None
     if given.batch_sampler is not None:
-        order, given = _take_batches(session, given, seed)
+        if given.batch_size is not None or given.drop_last is not None:
+            raise UserError(
+                "run.loader takes no batch_size or drop_last beside a batch_sampler, which says what a batch is."
+            )
+        order = BatchOrder(given.batch_sampler, seed)
+        batch, origin = resolved.values.train.global_batch, resolved.origins["train.global_batch"]
+        if origin != DEFAULT and batch != order.size:
+            raise UserError(
+                f"the batch_sampler of {given.origin} gives batches of {order.size} samples, and train.global_batch is "
+                f"{batch} ({origin}).\n  To do: let them be the same, or leave train.global_batch away."
+            )
+        given = replace(given, batch_size=order.size)
     _set_defaults(session, given)
     kind = f"{name} of {len(dataset)}"
     if order is not None:
@@ -332,6 +320,25 @@ def make_loader(session: Session, given: LoaderArguments) -> Loader:
             )
         size, kind = size // batch * batch, f"{kind}, whole batches of {batch}"
     return Loader(dataset, size, 1, kind, given.collate_fn, order, drops, given.worker_init)
+
+
+def _make_stream(session: Session, given: LoaderArguments) -> Loader:
+    """An iterable dataset, read from its beginning."""
+    name = type(given.dataset).__name__
+    if not hasattr(given.dataset, "__iter__"):
+        raise UserError(
+            f"run.loader cannot read data of the type {name}.\n"
+            "  Allowed: a dataset with __len__ and __getitem__ (map-style), one with __iter__ (iterable), a DataLoader "
+            "of torch, or a source of shardway.data."
+        )
+    _refuse_beside(replace(given, collate_fn=None), f"{name}, an iterable dataset, whose samples come in its own order")
+    _set_defaults(session, given)
+    size = 0
+    if hasattr(given.dataset, "__len__"):
+        with contextlib.suppress(TypeError, NotImplementedError):
+            size = len(given.dataset)
+    kind, begin = f"the stream {name}{f' of {size}' if size else ''}", read_state(given.dataset)
+    return Loader(given.dataset, size, 1, kind, given.collate_fn, None, False, given.worker_init, begin)
 
 
 def _is_loader(data: Any) -> bool:
@@ -396,42 +403,6 @@ def _is_plain_shuffle(loader: Any) -> bool:
     return not sampler.replacement and len(sampler) == len(sampler.data_source)
 
 
-def _take_batches(session: Session, given: LoaderArguments, seed: int) -> tuple[BatchOrder, LoaderArguments]:
-    """The order of a batch sampler, and the batch size that it has."""
-    if given.batch_size is not None or given.drop_last is not None:
-        raise UserError(
-            "run.loader takes no batch_size or drop_last beside a batch_sampler, which says what a batch is."
-        )
-    order, resolved = BatchOrder(given.batch_sampler, seed), session.resolved
-    batch, origin = resolved.values.train.global_batch, resolved.origins["train.global_batch"]
-    if origin != DEFAULT and batch != order.size:
-        raise UserError(
-            f"the batch_sampler of {given.origin} gives batches of {order.size} samples, and train.global_batch is "
-            f"{batch} ({origin}).\n  To do: let them be the same, or leave train.global_batch away."
-        )
-    return order, replace(given, batch_size=order.size)
-
-
-def _make_stream(session: Session, given: LoaderArguments) -> Loader:
-    """An iterable dataset, read from its beginning."""
-    name = type(given.dataset).__name__
-    if not hasattr(given.dataset, "__iter__"):
-        raise UserError(
-            f"run.loader cannot read data of the type {name}.\n"
-            "  Allowed: a dataset with __len__ and __getitem__ (map-style), one with __iter__ (iterable), a DataLoader "
-            "of torch, or a source of shardway.data."
-        )
-    _refuse_beside(replace(given, collate_fn=None), f"{name}, an iterable dataset, whose samples come in its own order")
-    _set_defaults(session, given)
-    size = 0
-    if hasattr(given.dataset, "__len__"):
-        with contextlib.suppress(TypeError, NotImplementedError):
-            size = len(given.dataset)
-    known = f" of {size}" if size else ""
-    kind, begin = f"the stream {name}{known}", read_state(given.dataset)
-    return Loader(given.dataset, size, 1, kind, given.collate_fn, None, False, given.worker_init, begin)
-
-
 def _refuse_beside(given: LoaderArguments, data: str) -> None:
     """Raise UserError for an argument that such data do not support."""
     arguments = {
@@ -450,16 +421,21 @@ def _refuse_beside(given: LoaderArguments, data: str) -> None:
 
 def _set_defaults(session: Session, given: LoaderArguments) -> None:
     """Apply the script's settings where nothing else sets them."""
-    said = {
-        "train.global_batch": ("batch_size", given.batch_size),
-        "data.workers": ("workers", given.workers),
-        "data.shuffle": ("shuffle", given.shuffle),
-        "data.prefetch": ("prefetch", given.prefetch),
-    }
-    for key, (argument, value) in said.items():
+    for key, argument, value in (
+        ("train.global_batch", "batch_size", given.batch_size),
+        ("data.workers", "workers", given.workers),
+        ("data.shuffle", "shuffle", given.shuffle),
+        ("data.prefetch", "prefetch", given.prefetch),
+    ):
         if value is not None:
             origin = f"{given.origin}({argument}={value})"
             session.resolution = session.resolution.with_default(key, value, origin)
+
+
+_LENGTHS = (
+    *("train.steps", "train.validate_every", "checkpoint.every", "checkpoint.keep_every", "checkpoint.local_every"),
+    *("optim.warmup", "optim.decay"),
+)
 
 
 def check_length(session: Session, loader: Loader, *, given: bool) -> None:
@@ -475,14 +451,7 @@ def check_length(session: Session, loader: Loader, *, given: bool) -> None:
             f"{name} has no length, so nothing says how long the run is.\n"
             "  To do: say it in steps, run.steps(loader, 1000) or train.steps = 1000."
         )
-    keys = (
-        "train.steps",
-        "train.validate_every",
-        "checkpoint.every",
-        "checkpoint.keep_every",
-        "checkpoint.local_every",
-    )
-    for key in (*keys, "optim.warmup", "optim.decay"):
+    for key in _LENGTHS:
         section, field = key.split(".")
         span = getattr(getattr(values, section), field)
         if isinstance(span, Span) and span.unit == "epochs":
@@ -510,3 +479,176 @@ def take_validation(dataset: Any, collate: Collate | None) -> tuple[Any, Collate
         whole = SamplerOrder(sampler, 0)
         ids = whole.ids(np.arange(whole.samples))
     return Subset(samples, ids.tolist()), collate
+
+
+# --- what a checkpoint holds of a script's data beside the position: states of iterable datasets, and of samplers with
+# generators or a state
+
+STREAM, ORDER = "stream", "order"
+"""Prefixes of names in a checkpoint; the first is followed by a rank's place among those that read."""
+
+
+def find_data_state(
+    session: Session, loader: Loader, find_position: Callable[[], int]
+) -> StreamState | OrderState | None:
+    """What a checkpoint holds of a loader's data beside the position; None if the position is enough."""
+    if loader.is_stream:
+        return StreamState(session, loader.fingerprint, find_position)
+    return OrderState(session, loader.order, loader.size, find_position) if loader.order is not None else None
+
+
+class StreamState(CheckpointState):
+    """The state of a stream on this rank. `find_position` gives the position of the run when it is saved; the next
+    reading starts at `begin`."""
+
+    def __init__(self, session: Session, name: str, find_position: Callable[[], int]) -> None:
+        mesh = session.mesh
+        self._session, self._name, self._find_position = session, name, find_position
+        self._part, self._ranks = f"{STREAM}-{mesh.data_rank}", mesh.data_ranks
+        self._leads = all(mesh.coordinate(axis) == 0 for axis in ("pp", "cp", "tp"))
+        self._seen: deque[tuple[int, StreamSnapshot]] = deque(maxlen=2)  # the last may belong to a void step
+        self._facts: Mapping[str, Any] = {}
+        self._unused = ""
+        self.begin: StreamSnapshot | None = None
+
+    def watched(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches; their states are remembered, and it is reported once if there are none."""
+        first = True
+        for batch in batches:
+            if batch.snapshot is not None:
+                self._seen.append((batch.next_position, batch.snapshot))
+            if first:
+                self._report_what_is_run_through(batch)
+            first = False
+            yield batch
+
+    def _report_what_is_run_through(self, batch: Batch) -> None:
+        alone = "one loader process reads it, whatever data.workers says"
+        workers = self._session.resolved.values.data.workers > 1
+        if self._unused:
+            self._report(self._unused)
+        if batch.snapshot is None:
+            self._report(
+                "after a resume it is run through from its beginning to where the run was. The order is the same if it "
+                "gives the same samples each time; the random numbers of torch, numpy and Python that it draws are the "
+                f"same{f'; {alone}' if workers else ''}. It goes on without that where it has state_dict() and "
+                "load_state_dict(), and draws from generators of its own alone, which its state holds."
+            )
+        elif workers:
+            self._report(f"{alone}.")
+
+    def collect(self) -> Tensors:
+        """The state after the last batch that counts, as one structure and its tensors; else that at the beginning of
+        this attempt."""
+        position = self._find_position()
+        snapshot = next((each for end, each in reversed(self._seen) if end <= position), self.begin)
+        if snapshot is None or not self._leads:
+            return {}
+        try:
+            parts = take_state_apart(pickle.loads(snapshot.state))
+        except Unstorable as error:
+            where = f" at {error.path}" if error.path else ""
+            self._report(
+                f"its state{where} is a {error.kind}, which a checkpoint cannot hold, so after a resume it is run "
+                "through from its beginning."
+            )
+            return {}
+        facts = {
+            "ranks": self._ranks,
+            "given": snapshot.given,
+            "epoch": snapshot.epoch,
+            "in_epoch": snapshot.in_epoch,
+            "of_iterator": snapshot.of_iterator,
+            "state": parts.text,
+        }
+        own = {self._part: dict(parts.tensors)} if parts.tensors else {}
+        return {**own, structure_name(self._part): json.dumps(facts)}
+
+    def template(self, table: TensorTable) -> Tensors:
+        """Targets for this rank's state, if as many ranks have saved theirs."""
+        self.begin, self._unused, self._facts = None, "", {}
+        first, own = structure_name(f"{STREAM}-0"), structure_name(self._part)
+        if first not in table.values:
+            return {}
+        saved = json.loads(json.loads(table.values[first]))["ranks"]
+        if saved != self._ranks:
+            self._unused = (
+                f"{saved} rank(s) have saved where they stood in it and {self._ranks} read it now, so it is run "
+                "through from its beginning to where the run was."
+            )
+            return {}
+        if own not in table.values:
+            return {}
+        self._facts = dict(json.loads(json.loads(table.values[own])))
+        room = make_room(table, f"{self._part}.")
+        return {self._part: room} if room else {}
+
+    def install(self, tensors: Tensors) -> None:
+        if not self._facts:
+            return
+        loaded = tensors.get(self._part, {})
+        state = put_state_together(self._facts["state"], lambda name, device: loaded[name])
+        known = {name: self._facts[name] for name in ("given", "epoch", "in_epoch", "of_iterator")}
+        self.begin = StreamSnapshot(**known, state=pickle.dumps(state))
+
+    def _report(self, what: str) -> None:
+        self._session.note_once(NOTE, f"{self._name}: {what}")
+
+
+class OrderState(CheckpointState):
+    """The state of a sampler, the same on all ranks: before the epochs that it was run through for, and now."""
+
+    def __init__(
+        self, session: Session, order: SamplerOrder | BatchOrder, samples: int, find_position: Callable[[], int]
+    ) -> None:
+        """`samples`: the samples of an epoch."""
+        self._session, self._order, self._samples, self._find_position = session, order, samples, find_position
+        self._text = ""
+
+    def collect(self) -> Tensors:
+        """Rank 0's state, as one structure and its tensors; nothing if a position is enough."""
+        stands = self._order.stands(self._find_position() // self._samples)
+        if not self._session.ranks.is_first or (not stands.first.generators and stands.first.own is None):
+            return {}
+
+        def spread(stand: SamplerStand) -> dict[str, Any]:
+            own = pickle.loads(stand.own) if stand.own is not None else None
+            return {"generators": stand.generators, "own": own, "has_own": stand.own is not None}
+
+        state = {
+            "epoch": stands.epoch,
+            "first": spread(stands.first),
+            "befores": {epoch: spread(stand) for epoch, stand in stands.befores.items()},
+            "now": spread(stands.now),
+            "read": stands.read,
+        }
+        try:
+            parts = take_state_apart(state)
+        except Unstorable as error:
+            self._session.note_once(
+                NOTE,
+                f"the state of the sampler of run.loader holds a {error.kind}, which a checkpoint cannot hold, so "
+                "after a resume it begins as the script makes it and is run through from its first epoch on.",
+            )
+            return {}
+        own = {ORDER: dict(parts.tensors)} if parts.tensors else {}
+        return {**own, structure_name(ORDER): parts.text}
+
+    def template(self, table: TensorTable) -> Tensors:
+        name = structure_name(ORDER)
+        self._text = json.loads(table.values[name]) if name in table.values else ""
+        room = make_room(table, f"{ORDER}.")
+        return {ORDER: room} if room and self._text else {}
+
+    def install(self, tensors: Tensors) -> None:
+        if not self._text:
+            return
+
+        def gather(saved: Mapping[str, Any]) -> SamplerStand:
+            return SamplerStand(saved["generators"], pickle.dumps(saved["own"]) if saved["has_own"] else None)
+
+        loaded = tensors.get(ORDER, {})
+        saved = put_state_together(self._text, lambda name, device: loaded[name])
+        befores = {epoch: gather(stand) for epoch, stand in saved["befores"].items()}
+        first, now = gather(saved["first"]), gather(saved["now"])
+        self._order.go_on(SamplerStands(first, saved["epoch"], befores, now, saved["read"]))

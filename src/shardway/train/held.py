@@ -1,24 +1,25 @@
-"""What a script keeps in its run, by name: equal on all ranks, and complete after an error or not.
+"""What a script holds in its run, by name: models, optimizers, schedulers, averages, other objects, its own settings.
 
 Invariants:
 - Names are unique and the same in each process of the run, so that a checkpoint finds its objects. Objects that the run
   finds by itself (a scheduler of one of the script's optimizers, an average of one of its models) are held as well. If
   two of a kind make a name ambiguous, the run ends with an error before it trains.
 - Only what every rank keeps under the same name takes part, so no rank waits for another.
-- What is saved is complete. In a notebook an interrupt waits until it is (`ranks.stop`), and the run continues in
-  the next cell.
-
-Each rank's running statistics come from its own samples, and so do the averages of them. A checkpoint has one copy of
-what is kept, so without this a rank would resume with the statistics of another.
+- A state that cannot be saved or restored exactly is not used. What is saved is complete: in a notebook an interrupt
+  waits until it is (`ranks.stop`), and the run continues in the next cell.
+- After a resume, what the script has changed holds as if the run had not stopped. If today's script begins with another
+  value than the saved one did (another argument), the user has changed it: today's value holds, and this is reported.
+  So each value is kept twice, as JSON (`checkpoint.structure`): as it was when the loop began, and as it is now.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,21 +29,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from shardway.checkpoint.state import MODEL, OPTIMIZER, KeptObjects, Trained
+from shardway.checkpoint.file_format import TensorTable
+from shardway.checkpoint.state import MODEL, OPTIMIZER, CheckpointState, KeptObjects, Tensors, Trained
+from shardway.checkpoint.structure import Unstorable, inline, read_inline
 from shardway.errors import UserError, list_some
 from shardway.models.contract import canonical_name, held_by_rank
 from shardway.parallel.apply import ParallelModel
 from shardway.parallel.axes.replicate import average_buffers
-from shardway.parallel.mesh import Mesh
+from shardway.parallel.mesh import DIMS, Mesh
 from shardway.parallel.precision import Precision
 from shardway.ranks.start import Ranks
-from shardway.ranks.stop import Interrupts
 from shardway.runfile.schema import RunFile
-from shardway.train.engines.base import Engine
-from shardway.train.step import StepContext
-
-_NAME = re.compile(r"[A-Za-z0-9_-]+")
-
 
 _MARK = "_shardway_run"
 """Attribute of a module that the run holds, and so of its copies."""
@@ -65,18 +62,13 @@ class HeldModel:
     name: str
     part: str
     parallel: ParallelModel
-    precision: Precision | None = None
-    """The precision it is computed in; None: that of the run."""
-
-    @property
-    def prefix(self) -> str:
-        """The prefix of its parameters' names when several models are named together."""
-        return "" if self.part == MODEL else f"{self.part.removeprefix(f'{MODEL}-')}:"
+    precision: Precision
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Its parameters by name, each once."""
-        module = self.parallel.module
-        return ((f"{self.prefix}{canonical_name(name)}", each) for name, each in module.named_parameters())
+        """Its parameters, each once, by the names that they have when several models are named together."""
+        prefix = "" if self.part == MODEL else f"{self.part.removeprefix(f'{MODEL}-')}:"
+        named = self.parallel.module.named_parameters()
+        return ((f"{prefix}{canonical_name(name)}", each) for name, each in named)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +81,6 @@ class HeldOptimizer:
     model: HeldModel
 
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters that it updates."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
 
@@ -105,7 +96,7 @@ class Holdings:
 
     # --- what the script hands over
 
-    def add_model(self, parallel: ParallelModel, name: str | None, precision: Precision | None = None) -> HeldModel:
+    def add_model(self, parallel: ParallelModel, name: str | None, precision: Precision) -> HeldModel:
         """Add a model; the first is called "model" if it has no name."""
         called, part = _call(name, MODEL, [each.name for each in self.models], "run.shard")
         parallel.module.__dict__[_MARK] = self._mark
@@ -123,19 +114,14 @@ class Holdings:
 
     def add_scheduler(self, scheduler: Any, optimizer: torch.optim.Optimizer, name: str | None) -> str:
         """Add a scheduler of one of the optimizers; returns its name: by default that of optimizer and class."""
-        held = next((each for each in self.optimizers if each.optimizer is optimizer), None)
-        if held is None:
-            raise UserError(
-                f"run.scheduler was given an optimizer ({type(optimizer).__name__}) that run.optimizer has not made.\n"
-                "  To do: make it with run.optimizer(...) first."
-            )
+        held, kind = self._find_made(optimizer, "run.scheduler", "first"), type(scheduler).__name__
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(scheduler, method, None)):
                 raise UserError(
-                    f"run.scheduler made a {type(scheduler).__name__}, which has no {method}(), so it cannot be saved "
+                    f"run.scheduler made a {kind}, which has no {method}(), so it cannot be saved "
                     "and resumed.\n  To do: give it state_dict() and load_state_dict(state)."
                 )
-        default = f"{held.name}-{type(scheduler).__name__}"
+        default = f"{held.name}-{kind}"
         taken = [each for each in self.schedulers if each == default or each.startswith(f"{default}-")]
         called = name or (f"{default}-{len(taken) + 1}" if taken else default)
         _check_name(called, self.schedulers, "run.scheduler(name=...)")
@@ -143,7 +129,6 @@ class Holdings:
         return called
 
     def keep(self, name: str, thing: Any) -> None:
-        """Keep any other object with a state."""
         _check_name(name, self.kept.objects, "run.keep")
         self.kept.add(name, thing)
 
@@ -166,13 +151,7 @@ class Holdings:
     def find_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> HeldOptimizer:
         """The optimizer of a model in `run.step`. Raises UserError if there is none or it is ambiguous."""
         if optimizer is not None:
-            found = next((each for each in self.optimizers if each.optimizer is optimizer), None)
-            if found is None:
-                raise UserError(
-                    f"run.step was given an optimizer ({type(optimizer).__name__}) that run.optimizer has not made.\n"
-                    "  To do: make it with run.optimizer(...) before run.steps."
-                )
-            return found
+            return self._find_made(optimizer, "run.step", "before run.steps")
         if len(self.optimizers) == 1:
             return self.optimizers[0]
         held = self.find_model(model)
@@ -188,6 +167,15 @@ class Holdings:
             "  To do: say which: run.step(model, batch, loss_fn, optimizer)."
         )
 
+    def _find_made(self, optimizer: torch.optim.Optimizer, caller: str, when: str) -> HeldOptimizer:
+        for each in self.optimizers:
+            if each.optimizer is optimizer:
+                return each
+        raise UserError(
+            f"{caller} was given an optimizer ({type(optimizer).__name__}) that run.optimizer has not made.\n"
+            f"  To do: make it with run.optimizer(...) {when}."
+        )
+
     def around(self, held: HeldOptimizer) -> tuple[ParallelModel, tuple[ParallelModel, ...], tuple[ParallelModel, ...]]:
         """The model of an optimizer, further models that it updates, and those that it does not update."""
         own = {id(each) for each in held.parameters()}
@@ -198,7 +186,6 @@ class Holdings:
         return first.parallel, further, beside
 
     def trained(self) -> Trained:
-        """Models and optimizers as a state that a checkpoint holds."""
         first, *further = self.models
         one, *others = self.optimizers
         return Trained(
@@ -219,18 +206,28 @@ class Holdings:
             self._adopt(late=late)
 
     def _adopt(self, *, late: bool) -> None:
-        living = _instances(LRScheduler, AveragedModel)
-        schedulers = [each for each in living if isinstance(each, LRScheduler)]
+        kinds = {*_with_subclasses(LRScheduler), *_with_subclasses(AveragedModel)}
+        living = [each for each in gc.get_objects() if type(each) in kinds]  # takes 50 ms, twice in a run
         for held in self.optimizers:
-            known = {id(each) for each in self.schedulers.values()}
-            found = _roots([each for each in schedulers if _belongs(each, held.optimizer)])
-            self._adopt_schedulers(held, [each for each in found if id(each) not in known])
+            own = [each for each in living if getattr(each, "optimizer", None) is held.optimizer]
+            own = [each for each in own if isinstance(each, LRScheduler)]
+            held_by = [value for each in own for value in vars(each).values()]
+            inner = {id(part) for value in held_by for part in (value if isinstance(value, list | tuple) else [value])}
+            known = inner | {id(each) for each in self.schedulers.values()}  # inner: those of a SequentialLR, say
+            self._adopt_schedulers(held, [each for each in own if id(each) not in known])
         known = {id(each) for each in self.kept.objects.values()}
         averages = [each for each in living if isinstance(each, AveragedModel) and id(each) not in known]
         for model in self.models:
             alike = [each for each in averages if self._is_average_of(each, model, late=late)]
             averages = [each for each in averages if each not in alike]
-            self._adopt_averages(model, alike)
+            name = f"average-{model.name}"
+            if len(alike) > 1 or (alike and name in self.kept.objects):
+                raise UserError(
+                    f"the script averages {model.name} more than once (AveragedModel), and which average is which "
+                    'after a resume is not known.\n  To do: hand each to run.keep("a name", average).'
+                )
+            for each in alike:
+                self.keep(name, each)
 
     def _is_average_of(self, average: Any, model: HeldModel, *, late: bool) -> bool:
         """Whether an average was made of a model: it has its mark, or was made of the same values before it."""
@@ -254,27 +251,14 @@ class Holdings:
                 f'  To do: make them with run.scheduler({twice[0]}, optimizer, ..., name="..."), so that each is saved '
                 "and resumed under its name; or let go of those that are not used."
             )
-        for each in found:
-            name = f"{held.name}-{type(each).__name__}"
-            if name not in self.schedulers:
-                self.schedulers[name] = each
-                continue
-            raise UserError(
-                f"the script has made a second scheduler of the class {type(each).__name__} beside the one that the "
-                "run holds, and which is which after a resume is not known.\n"
-                f'  To do: make both with run.scheduler({type(each).__name__}, optimizer, ..., name="...").'
-            )
-
-    def _adopt_averages(self, model: HeldModel, found: Sequence[Any]) -> None:
-        name = f"average-{model.name}"
-        if not found:
-            return
-        if len(found) > 1 or name in self.kept.objects:
-            raise UserError(
-                f"the script averages {model.name} more than once (AveragedModel), and which average is which after a "
-                'resume is not known.\n  To do: hand each to run.keep("a name", average).'
-            )
-        self.keep(name, found[0])
+        for kind, each in zip(kinds, found, strict=True):
+            if f"{held.name}-{kind}" in self.schedulers:
+                raise UserError(
+                    f"the script has made a second scheduler of the class {kind} beside the one that the "
+                    "run holds, and which is which after a resume is not known.\n"
+                    f'  To do: make both with run.scheduler({kind}, optimizer, ..., name="...").'
+                )
+            self.schedulers[f"{held.name}-{kind}"] = each
 
 
 def check_several(held: Holdings, values: RunFile) -> None:
@@ -304,7 +288,7 @@ def _call(name: str | None, kind: str, taken: Sequence[str], caller: str) -> tup
 
 
 def _check_name(name: object, taken: Any, caller: str) -> None:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise UserError(
             f"{caller} was given the name {name!r}; a name consists of letters, digits, _ and -.\n"
             "  To do: choose such a name, the same at each start of the run."
@@ -316,88 +300,302 @@ def _check_name(name: object, taken: Any, caller: str) -> None:
         )
 
 
-def _instances(*kinds: type[Any]) -> list[Any]:
-    """All living objects of some classes. Called twice in a run: a look at every object takes 50 ms."""
-    classes = {each for kind in kinds for each in _with_subclasses(kind)}
-    return [each for each in gc.get_objects() if type(each) in classes]
-
-
 def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
     yield kind
     for each in kind.__subclasses__():
         yield from _with_subclasses(each)
 
 
-def _belongs(scheduler: Any, optimizer: torch.optim.Optimizer) -> bool:
-    return getattr(scheduler, "optimizer", None) is optimizer
-
-
-def _roots(schedulers: Sequence[Any]) -> list[Any]:
-    """The schedulers that are not part of another, in the order in which torch lists them."""
-    inner = {id(each) for scheduler in schedulers for each in _parts_of(scheduler)}
-    return [each for each in schedulers if id(each) not in inner]
-
-
-def _parts_of(scheduler: Any) -> Iterator[Any]:
-    for value in vars(scheduler).values():
-        yield from value if isinstance(value, list | tuple) else (value,)
-
-
-# --- buffers of kept modules, equal on all ranks
-
-
 def average_kept_buffers(objects: Mapping[str, object], ranks: Ranks, mesh: Mesh) -> None:
     """Set floating-point buffers of kept modules to their mean over the ranks, as for the run's models; called on all
-    ranks together."""
+    ranks together.
+
+    Each rank's running statistics come from its own samples. A checkpoint has one copy of what is kept, so without this
+    a rank would resume with the statistics of another.
+    """
     if ranks.world == 1:
         return
-    modules = {name: each for name, each in objects.items() if isinstance(each, nn.Module) and _has_statistics(each)}
+    modules: dict[str, nn.Module] = {}
+    for name, each in objects.items():
+        buffers = list(each.buffers()) if isinstance(each, nn.Module) else []
+        has_statistics = any(buffer.is_floating_point() for buffer in buffers)
+        if isinstance(each, nn.Module) and has_statistics and not any(isinstance(b, DTensor) for b in buffers):
+            modules[name] = each
     here = {(name, tuple((key, tuple(each.shape)) for key, each in m.named_buffers())) for name, m in modules.items()}
     for name, _ in sorted(set.intersection(*ranks.gather(here))):
         average_buffers(modules[name], mesh)
 
 
-def _has_statistics(module: nn.Module) -> bool:
-    buffers = list(module.buffers())
-    return any(each.is_floating_point() for each in buffers) and not any(isinstance(each, DTensor) for each in buffers)
+# --- what a script changes between two steps besides tensors, saved and restored: settings of parameter groups
+# (learning rate, weight decay, ...), groups that were added, its schedulers, what is frozen, which modules evaluate
+
+VALUE = "script"
+"""The name of the value in a checkpoint."""
+
+Settings = dict[str, Any]
+"""Name of a setting -> its value as JSON."""
+
+Changes = dict[str, list[Any]]
+"""Name of an argument -> its value when the run was saved, and today."""
+
+_NOT_SETTINGS = frozenset(("params", "param_names"))
+_DERIVED = frozenset(("base_lrs", "initial_lr", "min_lrs"))
+"""Settings that schedulers derive from the learning rate: they are reported only as the learning rate."""
 
 
-# --- whether what a run holds is complete
+class ScriptState(CheckpointState):
+    """The state of a script, as the first rank of each pipeline stage has it. `writes_lr`: the run file's schedule sets
+    the learning rate, so that none is put back."""
+
+    def __init__(self, holdings: Holdings, mesh: Mesh, *, writes_lr: bool) -> None:
+        self._holdings, self._writes_lr = holdings, writes_lr
+        self._stage, self._stages = mesh.coordinate("pp"), mesh.degree("pp")
+        self._leads = all(mesh.coordinate(dim) == 0 for dim in (*DIMS, "cp") if dim != "pp")
+        self._begin: dict[str, dict[str, Any]] = {}
+        self._saved: dict[str, dict[str, Any]] = {"optimizers": {}, "schedulers": {}, "models": {}}
+        self.changes: Changes = {}
+
+    def begin(self) -> None:
+        """Take the script's settings, before anything is restored. Raises UserError if they cannot be stored."""
+        self._begin = self._read_script()
+
+    def _read_script(self) -> dict[str, dict[str, Any]]:
+        """Settings of groups by optimizer, states of schedulers, what is frozen and what evaluates by model."""
+        held = self._holdings
+        return {
+            "optimizers": {
+                each.name: [_read_group(group) for group in each.optimizer.param_groups] for each in held.optimizers
+            },
+            "schedulers": {name: _read_scheduler(name, scheduler) for name, scheduler in held.schedulers.items()},
+            "models": {
+                each.name: {
+                    "frozen": [name for name, parameter in each.parameters() if not parameter.requires_grad],
+                    "evaluating": [
+                        name for name, module in each.parallel.module.named_modules() if not module.training
+                    ],
+                }
+                for each in held.models
+            },
+        }
+
+    def collect(self) -> Tensors:
+        """One value, of the rank that leads."""
+        if not self._leads:
+            return {}
+        held, begin, now = self._holdings, self._begin, self._read_script()
+        names = {id(each): name for model in held.models for name, each in model.parameters()}
+        optimizers = {}
+        for each in held.optimizers:
+            begun = begin["optimizers"][each.name]
+            added = [[names.get(id(p)) for p in group["params"]] for group in each.optimizer.param_groups[len(begun) :]]
+            optimizers[each.name] = {"begin": begun, "now": now["optimizers"][each.name], "parameters": added}
+        schedulers = {name: self._saved["schedulers"][name] for name in self.unknown}
+        for name, state in now["schedulers"].items():
+            schedulers[name] = {"begin": begin["schedulers"].get(name), "now": state}
+        models = {
+            name: {kind: [begin["models"][name][kind], found] for kind, found in kinds.items()}
+            for name, kinds in now["models"].items()
+        }
+        content = {"optimizers": optimizers, "schedulers": schedulers, "models": models}
+        return {_value_of(self._stage): json.dumps(content)}
+
+    def prepare(self, table: TensorTable) -> None:
+        """Make groups that the run has added, and freeze what it has frozen. Raises UserError if a group cannot be made
+        again."""
+        self.changes = {}
+        names = itertools.takewhile(lambda name: name in table.values, map(_value_of, itertools.count()))
+        stages = [json.loads(json.loads(table.values[name])) for name in names]
+        self._saved = {"optimizers": {}, "schedulers": {}, "models": {}}
+        if len(stages) == self._stages:
+            self._saved |= stages[self._stage]
+        elif stages:  # of another number of stages: each has the flags of its part of a model
+            models = {
+                name: {
+                    kind: [[each for stage in stages for each in stage["models"][name][kind][at]] for at in (0, 1)]
+                    for kind in ("frozen", "evaluating")
+                }
+                for name in stages[0]["models"]
+            }
+            self._saved |= {**stages[0], "models": models}
+        for model in self._holdings.models:
+            if (saved := self._saved["models"].get(model.name)) is not None:
+                self._put_back_flags(model, saved)
+        parameters = {name: each for model in self._holdings.models for name, each in model.parameters()}
+        for held in self._holdings.optimizers:
+            if (saved := self._saved["optimizers"].get(held.name)) is not None:
+                _add_groups(held, saved, parameters)
+
+    def install(self, tensors: Tensors) -> None:
+        for held in self._holdings.optimizers:
+            if (saved := self._saved["optimizers"].get(held.name)) is not None:
+                self._put_back_groups(held, saved)
+        for name, scheduler in self._holdings.schedulers.items():
+            if (saved := self._saved["schedulers"].get(name)) is not None:
+                self._put_back_scheduler(name, scheduler, saved)
+
+    @property
+    def unknown(self) -> list[str]:
+        """Schedulers in the last loaded checkpoint that today's script has not made."""
+        return [name for name in self._saved["schedulers"] if name not in self._holdings.schedulers]
+
+    def list_notes(
+        self, checkpoint: str, waiting: Iterable[str], missing: Iterable[str], finished: str
+    ) -> Iterator[str]:
+        """How the script differs from its checkpoint; `finished`: why it has ended the run, if it has."""
+        for name, (before, today) in self.changes.items():
+            yield f"{name} was {before} when {checkpoint} was saved and is {today} now: it goes on with {today}."
+        for name in (*self.unknown, *waiting):
+            yield f"{checkpoint} holds the state of {name}, which the script has not made: it waits to be made."
+        for name in missing:
+            yield f"{checkpoint} holds no state of {name}: it begins as the script has made it."
+        if finished:
+            yield f"this run is finished ({finished}): nothing is left to do."
+
+    def take_waiting(self, name: str, scheduler: Any) -> None:
+        """A scheduler that was made after the run was resumed takes what was saved of it."""
+        if (saved := self._saved["schedulers"].get(name)) is not None:
+            scheduler.load_state_dict(read_inline(saved["now"]))
+
+    # --- parts
+
+    def _put_back_flags(self, model: HeldModel, saved: Mapping[str, Any]) -> None:
+        begun = self._begin["models"][model.name]
+        parameters, modules = dict(model.parameters()), dict(model.parallel.module.named_modules())
+        before, now = (set(names) & parameters.keys() for names in saved["frozen"])
+        if set(begun["frozen"]) == before:
+            for name in before ^ now:
+                parameters[name].requires_grad_(name not in now)
+        before, now = (set(names) & modules.keys() for names in saved["evaluating"])
+        if set(begun["evaluating"]) == before:
+            for name in before ^ now:
+                modules[name].training = name not in now
+
+    def _put_back_groups(self, held: HeldOptimizer, saved: Mapping[str, Any]) -> None:
+        begun: list[Settings] = self._begin["optimizers"][held.name]
+        if len(saved["begin"]) != len(begun):
+            self.changes[f"{held.name}.param_groups"] = [len(saved["begin"]), len(begun)]
+            return
+        for number, (group, now) in enumerate(zip(held.optimizer.param_groups, saved["now"], strict=False)):
+            if number >= len(begun):
+                _set(group, now)
+                continue
+            place = f"{held.name}.param_groups[{number}]" if len(begun) > 1 else held.name
+            merged = self._merge_settings(place, saved["begin"][number], now, begun[number])
+            if self._writes_lr:
+                merged.pop("lr", None)
+            _set(group, merged)
+
+    def _merge_settings(self, place: str, before: Settings, now: Settings, today: Settings) -> Settings:
+        merged = {**today, **now}
+        for name in before.keys() & today.keys() & now.keys():
+            merged[name] = _merge(f"{place}.{name}", before[name], now[name], today[name], self.changes)
+        for name in today.keys() - before.keys():
+            if today[name] != now.get(name, today[name]):
+                merged[name] = today[name]
+        if "lr" in merged and before.get("lr") != today.get("lr") and "initial_lr" in before.keys() & today.keys():
+            # Under a scheduler whose base was changed: the rate at the same place in its schedule.
+            base, current, new = (
+                float(read_inline(each)) for each in (before["initial_lr"], now["lr"], today["initial_lr"])
+            )
+            merged["lr"] = inline(new * (current / base)) if base else merged["lr"]
+        return merged
+
+    def _put_back_scheduler(self, name: str, scheduler: Any, saved: Mapping[str, Any]) -> None:
+        before, now, today = saved["begin"], saved["now"], self._begin["schedulers"].get(name)
+        merged = now if before is None or today is None else _merge(name, before, now, today, self.changes)
+        try:
+            scheduler.load_state_dict(read_inline(merged))
+        except Exception as error:
+            raise UserError(
+                f"the scheduler {name} does not take the state that the checkpoint holds of it: "
+                f"{type(error).__name__}: {error}\n"
+                "  Nothing was changed in the run directory. To do: make it as it was when the run was saved."
+            ) from error
 
 
-class Intact:
-    """Whether the model is between two updates; the loop enters it around its pieces of work."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self._interrupts, self._broken = ranks, Interrupts(), False
-
-    def held(self, *, apply: bool = True) -> AbstractContextManager[None]:
-        """In this context an interrupt waits, except for slow work that is repeated after an interrupt."""
-        return self._interrupts.held() if apply else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def update(self, engine: Engine, moment: StepContext) -> Iterator[None]:
-        """One update: until it begins, an error leaves the model as it was."""
-        with self._interrupts.held():
-            try:
-                yield
-            except BaseException:
-                self._broken = moment.update.begun or not engine.can_void
-                raise
-
-    def is_broken(self) -> bool:
-        """Whether an update was broken off on any rank; called on all of them."""
-        return any(self._ranks.gather(self._broken))
-
-    def describe(self, step: int) -> str:
-        """Why nothing is saved."""
-        return f"the update of step {step + 1} was broken off, and nothing of it is saved"
+def _value_of(stage: int) -> str:
+    return VALUE if stage == 0 else f"{VALUE}-{stage}"
 
 
-def refuse_broken(saved: int) -> UserError:
-    """The error if a loop continues after an update that was broken off; `saved`: the step of the last checkpoint."""
-    where = f"step {saved}, which is saved" if saved else "the start, since nothing is saved yet"
-    return UserError(
-        "an error has ended the last update in its midst, so the model is neither before nor after it.\n"
-        f"  To do: call shardway.start and make model and optimizer anew: the run goes on from {where}."
-    )
+def _as_json(value: Any) -> Any:
+    """A value as it is after a round trip through JSON. Raises Unstorable."""
+    return json.loads(json.dumps(inline(value)))
+
+
+def _read_scheduler(name: str, scheduler: Any) -> Any:
+    """The state of a scheduler as JSON. Raises UserError where it cannot be stored."""
+    try:
+        return _as_json(scheduler.state_dict())
+    except Unstorable as error:
+        where = f" at {error.path}" if error.path else ""
+        raise UserError(
+            f"the state_dict() of the scheduler {name}{where} is a {error.kind}, which a checkpoint cannot hold.\n"
+            "  To do: let its state_dict() return numbers, strings, lists and dicts alone."
+        ) from None
+
+
+def _read_group(group: Mapping[str, Any]) -> Settings:
+    """The settings of a group. What cannot be stored (a function) is left to the script."""
+    settings: Settings = {}
+    for name, value in group.items():
+        if name not in _NOT_SETTINGS:
+            with contextlib.suppress(Unstorable):
+                settings[name] = _as_json(value)
+    return settings
+
+
+def _set(group: dict[str, Any], settings: Settings) -> None:
+    """Put settings into a group; what has its value already stays the object that it is."""
+    current = _read_group(group)
+    for name, encoded in settings.items():
+        if current.get(name) == encoded:
+            continue
+        value, held = read_inline(encoded), group.get(name)
+        if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and held.shape == value.shape:
+            held.detach().copy_(value)
+        else:
+            group[name] = value
+
+
+def _merge(place: str, before: Any, now: Any, today: Any, changes: Changes) -> Any:
+    """The value that holds: the saved final value, if today's script begins as the saved one did.
+
+    All are values as JSON; each element of dicts and lists is merged for itself.
+    """
+    if before == today:
+        return now
+    kinds = {before[0], now[0], today[0]}
+    if len(kinds) == 1 and before[0] in ("dict", "ordered"):
+        olds, news, todays = ({json.dumps(key): each for key, each in node[1]} for node in (before, now, today))
+        merged = {**todays, **news}
+        for key in olds.keys() & news.keys() & todays.keys():
+            merged[key] = _merge(f"{place}.{json.loads(key)[-1]}", olds[key], news[key], todays[key], changes)
+        return [now[0], [[json.loads(key), each] for key, each in merged.items()]]
+    if len(kinds) == 1 and before[0] in ("list", "tuple") and len(before[1]) == len(now[1]) == len(today[1]):
+        triples = zip(before[1], now[1], today[1], strict=True)
+        return [now[0], [_merge(f"{place}[{at}]", *each, changes) for at, each in enumerate(triples)]]
+    name = place.rpartition(".")[2]
+    if not name.startswith("_") and name.partition("[")[0] not in _DERIVED:
+        values = read_inline(before), read_inline(today)
+        changes[place] = [each if isinstance(each, bool | int | float | str | None) else repr(each) for each in values]
+    return today
+
+
+def _add_groups(held: HeldOptimizer, saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Make the groups again that the run has added to an optimizer. Raises UserError."""
+    optimizer, begun = held.optimizer, len(saved["begin"])
+    missing = range(len(optimizer.param_groups), len(saved["now"]))
+    if len(optimizer.param_groups) < begun:
+        return  # reported as a change of the script's groups
+    taken = {id(each) for each in held.parameters()}
+    for number in missing:
+        names = saved["parameters"][number - begun]
+        lost = [name or "one of no model" for name in names if name not in parameters]
+        double = [name for name in names if name in parameters and id(parameters[name]) in taken]
+        if lost or double:
+            why = f"has no {list_some(lost, 6)}" if lost else f"has {list_some(double, 6)} in another group"
+            raise UserError(
+                f"the run has added a parameter group to {held.name} (group {number}), and the script of today {why}.\n"
+                "  Nothing was changed. To do: make models and groups as they were when the run was saved."
+            )
+        optimizer.add_param_group({"params": [parameters[name] for name in names]})

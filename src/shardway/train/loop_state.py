@@ -27,24 +27,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from shardway.best import LOSS, Monitor, Results
+from shardway.best import Results
 from shardway.checkpoint.manager import LeastCost, LocalPlan, RetentionPolicy
-from shardway.checkpoint.state import CheckpointState
-from shardway.data.loader import Batch
 from shardway.errors import UserError, list_some
-from shardway.parallel.apply import ParallelModel
-from shardway.train.by_hand import GradientsByHand
-from shardway.train.engines.base import Engine
-from shardway.train.guard import GuardPlan
+from shardway.plan.economy import GPU_MTBF_SECONDS
+from shardway.resolve import DataFacts, scale_of
+from shardway.train.engines import Engine
 from shardway.train.held import Holdings
 from shardway.train.loss import LossScale
 from shardway.train.session import Session
 from shardway.train.validate import Validation
+from shardway.units import Span
 
 # --- counters
 
@@ -62,11 +60,9 @@ class Counters:
     position: int = 0
 
     def after(self, samples: int, targets: float, next_position: int) -> Counters:
-        """The counters once one more step is done."""
         return Counters(self.step + 1, self.samples + samples, self.targets + round(targets), next_position)
 
     def as_numbers(self) -> dict[str, Any]:
-        """For a checkpoint's manifest."""
         return {"step": self.step, "samples": self.samples, "targets": self.targets, "position": self.position}
 
 
@@ -101,32 +97,21 @@ def lr_factor(name: str, lr_schedule: LRSchedule, step: int) -> float:
 
 def _cosine(lr_schedule: LRSchedule, step: int) -> float:
     """Half a cosine from 1 to `final` (Loshchilov and Hutter, arXiv:1608.03983)."""
-    progress = _progress(step, lr_schedule.warmup, lr_schedule.total)
+    progress = _progress(lr_schedule, step, lr_schedule.warmup)
     return lr_schedule.final + (1 - lr_schedule.final) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def _linear(lr_schedule: LRSchedule, step: int) -> float:
-    return 1 + (lr_schedule.final - 1) * _progress(step, lr_schedule.warmup, lr_schedule.total)
-
-
-def _constant(lr_schedule: LRSchedule, step: int) -> float:
-    return 1.0
-
-
-def _warmup_stable_decay(lr_schedule: LRSchedule, step: int) -> float:
-    """Constant until `decay` steps before the end, then linear to `final` (Hu et al., arXiv:2404.06395)."""
-    return 1 + (lr_schedule.final - 1) * _progress(step, lr_schedule.total - lr_schedule.decay, lr_schedule.total)
-
-
-def _progress(step: int, start: int, end: int) -> float:
-    return min(1.0, max(0.0, (step - start) / max(1, end - start)))
+def _progress(lr_schedule: LRSchedule, step: int, start: int) -> float:
+    """From 0 at `start` to 1 at the end."""
+    return min(1.0, max(0.0, (step - start) / max(1, lr_schedule.total - start)))
 
 
 LR_SCHEDULES: dict[str, Callable[[LRSchedule, int], float]] = {
     "cosine": _cosine,
-    "linear": _linear,
-    "constant": _constant,
-    "wsd": _warmup_stable_decay,
+    "linear": lambda lr, step: 1 + (lr.final - 1) * _progress(lr, step, lr.warmup),
+    "constant": lambda lr, step: 1.0,
+    # Constant until `decay` steps before the end, then linear to `final` (Hu et al., arXiv:2404.06395).
+    "wsd": lambda lr, step: 1 + (lr.final - 1) * _progress(lr, step, lr.total - lr.decay),
 }
 """Name in the run file -> factor after the warm-up."""
 
@@ -187,86 +172,60 @@ def next_phase(phase: LoopPhase, facts: Facts) -> LoopPhase:
 # --- lengths, cadences and what the loop works with
 
 
-@dataclass(frozen=True)
 class LoopPlan:
-    """Lengths and cadences of a run, in steps unless named otherwise; None: never.
+    """Lengths and cadences of a run from its resolved values, in steps unless named otherwise; None: never."""
 
-    `writes_lr`: each step sets the learning rate by the schedule; otherwise it is the script's own. `patience`: how
-    many validations without a better `monitor` finish the run.
-    """
+    def __init__(self, session: Session, facts: DataFacts, fingerprint: str) -> None:
+        values, derived = session.resolved.values, session.resolved.derived
+        saves, precision, margin = values.checkpoint, values.precision, values.run.stop_margin
+        self.scale = scale = scale_of(session.resolved, facts)
 
-    total_steps: int
-    global_batch: int
-    tokens_per_sample: int
-    validate_every: int | None = None
-    save_every: int | None = None
-    save_every_s: float | LeastCost | None = None
-    save_at_end: bool = True
-    keep: RetentionPolicy = field(default_factory=lambda: RetentionPolicy(3))
-    schedule: str = "constant"
-    writes_lr: bool = True
-    lr_schedule: LRSchedule = field(default_factory=lambda: LRSchedule(1, 0, 0, 1.0))
-    data_fingerprint: str = ""
-    loss_scale: LossScale | None = None
-    stop_margin_s: float | None = None
-    guard: GuardPlan = field(default_factory=GuardPlan)
-    local: LocalPlan | None = None
-    monitor: Monitor = LOSS
-    patience: int | None = None
+        def in_steps(span: Any) -> int | None:
+            return None if span == "off" else max(1, span.in_steps(scale))
 
-    def saves_after(self, step: int) -> bool:
-        """Whether a save is due by the number of this step."""
-        return self.saves_shared_after(step) or self.saves_local_after(step)
+        def cadence(every: Any) -> tuple[int | None, float | LeastCost | None]:
+            """A key of [checkpoint] in steps, or in seconds of the clock."""
+            if every == "auto":
+                return None, LeastCost(GPU_MTBF_SECONDS / session.ranks.world)
+            return (in_steps(every), None) if isinstance(every, Span) else (None, None if every == "off" else every)
+
+        self.total_steps, self.global_batch = derived.total_steps, values.train.global_batch
+        self.tokens_per_sample, self.data_fingerprint = facts.tokens_per_sample, fingerprint
+        self.validate_every = in_steps(values.train.validate_every)
+        self.save_every, self.save_every_s = cadence(saves.every)
+        self.save_at_end = saves.every != "off" or saves.local_every != "off"
+        self.keep = RetentionPolicy(saves.keep, in_steps(saves.keep_every), saves.keep_best)
+        self.local: LocalPlan | None = None
+        if saves.local_every != "off":
+            self.local = LocalPlan(*cadence(saves.local_every), saves.local_dir)
+        # Each step sets the learning rate by the schedule, unless it is the script's own.
+        self.writes_lr = not session.leaves_alone("optim.schedule")
+        self.schedule = values.optim.schedule if self.writes_lr else "constant"
+        warmup = derived.warmup_steps if self.writes_lr else 0
+        self.lr_schedule = LRSchedule(derived.total_steps, warmup, derived.decay_steps, values.optim.final_lr)
+        rules = precision.loss_scale_growth, precision.loss_scale_backoff, precision.loss_scale_interval
+        self.loss_scale = LossScale(precision.loss_scale, *rules) if session.precision.scales_loss else None
+        self.stop_margin_s = None if margin == "auto" else float(margin)
+        self.monitor = saves.monitor
+        # How many validations without a better `monitor` finish the run.
+        self.patience = None if values.train.patience == "off" else values.train.patience
 
     def saves_shared_after(self, step: int) -> bool:
         """Whether a save into the run directory is due; one that is kept forever is made whatever the cadence."""
         return any(every is not None and step % every == 0 for every in (self.save_every, self.keep.every))
 
     def saves_local_after(self, step: int) -> bool:
-        """Whether a save on the disks of the nodes is due."""
         return self.local is not None and self.local.every is not None and step % self.local.every == 0
-
-
-@dataclass(frozen=True)
-class LoopParts:
-    """What the loop works with: the engine, a stream of batches from a data position without some spans, validation.
-
-    `others` are the engines of further optimizers. `reading_draws`: whether reading a batch may draw random numbers.
-    `held` is what a script holds, `by_hand` the state of its run.backward; None for a recipe. `data`: the state of its
-    data beyond the position.
-    """
-
-    engine: Engine
-    batches_from: Callable[[int, Sequence[Sequence[int]]], Iterator[Batch]]
-    validation: Validation | None = None
-    on_step: Callable[[int, dict[str, Any]], None] | None = None
-    others: tuple[Engine, ...] = ()
-    held: Holdings | None = None
-    reading_draws: bool = True
-    by_hand: GradientsByHand | None = None
-    data: CheckpointState | None = None
-
-    @property
-    def engines(self) -> tuple[Engine, ...]:
-        """All of them, the first first."""
-        return (self.engine, *self.others)
-
-    @property
-    def parallels(self) -> tuple[ParallelModel, ...]:
-        """Every model that is trained, each once."""
-        if self.held is not None:
-            return tuple(each.parallel for each in self.held.models)
-        return (self.engine.passes.parallel,)
 
 
 # --- the learning rate that the loop writes
 
 
 class ScheduledLR:
-    """The learning rates of all groups of a run."""
+    """The learning rates of all groups of a run; `held` is what a script holds (None: a recipe)."""
 
-    def __init__(self, session: Session, plan: LoopPlan, parts: LoopParts) -> None:
-        self._session, self._plan, self._parts = session, plan, parts
+    def __init__(self, session: Session, plan: LoopPlan, engines: Sequence[Engine], held: Holdings | None) -> None:
+        self._session, self._plan, self._engines, self._held = session, plan, engines, held
         self._peaks: list[float] = []
         self._written: list[float] = []
 
@@ -275,10 +234,10 @@ class ScheduledLR:
         if not self._plan.writes_lr:
             return
         self._peaks = [float(group["lr"]) for group in self._groups()]
-        if self._parts.held is not None and self._parts.held.schedulers:
+        if self._held is not None and self._held.schedulers:
             raise UserError(
                 f"{self._describe_key()} sets the learning rate at each step, and the script has made a scheduler for "
-                f"it ({list_some(list(self._parts.held.schedulers), 6)}).\n"
+                f"it ({list_some(list(self._held.schedulers), 6)}).\n"
                 "  To do: leave one of the two out: the scheduler of the script, or optim.schedule."
             )
 
@@ -294,7 +253,7 @@ class ScheduledLR:
 
     def check(self) -> None:
         """Raise UserError if the script has changed what was written."""
-        if self._parts.held is None or not self._written:
+        if self._held is None or not self._written:
             return
         found = [group["lr"] for group in self._groups()]
         if found == self._written:
@@ -309,7 +268,7 @@ class ScheduledLR:
         )
 
     def _groups(self) -> list[dict[str, Any]]:
-        return [group for engine in self._parts.engines for group in engine.groups]
+        return [group for engine in self._engines for group in engine.groups]
 
     def _describe_key(self) -> str:
         resolved = self._session.resolved
@@ -317,13 +276,6 @@ class ScheduledLR:
 
 
 # --- what validations ask for
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    save_due: bool
-    finish_reason: str
-    unknown: str
 
 
 class Monitoring:
@@ -350,31 +302,22 @@ class Monitoring:
         together."""
         if self._validation is None:
             return
-        done = finished or step >= self._plan.total_steps
-        found = self._session.ranks.ask_first(lambda: self._judge(step, done=done))
-        self.save_due, self.finish_reason, self.unknown = found.save_due, found.finish_reason, found.unknown
-        if found.finish_reason and self._session.own_model and self._session.ranks.is_first:
-            note = f"this run is finished ({found.finish_reason}); with a higher train.patience it goes on."
+        done, keep = finished or step >= self._plan.total_steps, self._plan.keep
+
+        def judge() -> tuple[bool, str, str]:
+            finish_reason = "" if done else self._find_finish()
+            saved = self._session.directory.checkpoint_steps() if keep.best or finish_reason else []
+            is_best = step in keep.find_best([*saved, step], self.ranking)
+            return (is_best or bool(finish_reason)) and step not in saved, finish_reason, self._find_unknown()
+
+        self.save_due, self.finish_reason, self.unknown = self._session.ranks.ask_first(judge)
+        if self.finish_reason and self._session.own_model and self._session.ranks.is_first:
+            note = f"this run is finished ({self.finish_reason}); with a higher train.patience it goes on."
             logging.getLogger("shardway").warning(note)
-
-    def take_save(self) -> tuple[bool, tuple[int, ...]]:
-        """For a save that is made now: whether the result asks for it, and the ranking."""
-        due, self.save_due = self.save_due, False
-        return due, self.ranking
-
-    def describe_finish(self, reason: str) -> dict[str, str]:
-        """For the status of a run that is finished before its last step: by its script, or by which key."""
-        return {"finished_by": "train.patience"} if self.finish_reason else {"finished_early": reason}
 
     @property
     def _results(self) -> Results:
         return self._validation.results if self._validation is not None else {}
-
-    def _judge(self, step: int, *, done: bool) -> _Verdict:
-        keep, finish_reason = self._plan.keep, "" if done else self._find_finish()
-        saved = self._session.directory.checkpoint_steps() if keep.best or finish_reason else []
-        is_best = step in keep.find_best([*saved, step], self.ranking)
-        return _Verdict((is_best or bool(finish_reason)) and step not in saved, finish_reason, self._find_unknown())
 
     def _find_finish(self) -> str:
         """Why the run is finished, if enough validations in a row were no better."""
@@ -383,10 +326,8 @@ class Monitoring:
         if patience is None or count < patience:
             return ""
         best = monitor.find_best(results)
-        best_one = (
-            f"{best.metrics[monitor.metric]:.4g} at step {best.step} is the best" if best else "none was a number"
-        )
-        return f"no better {monitor.metric} for {count} validation{'s' * (count != 1)}: {best_one}"
+        of_best = f"{best.metrics[monitor.metric]:.4g} at step {best.step} is the best" if best else "none was a number"
+        return f"no better {monitor.metric} for {count} validation{'s' * (count != 1)}: {of_best}"
 
     def _find_unknown(self) -> str:
         metric, results = self._plan.monitor.metric, self._results
@@ -400,16 +341,4 @@ class Monitoring:
             f"      allowed: {there}; a name other than loss, accuracy and bits_per_byte with max or min before it\n"
             "  Nothing is lost: what was trained is saved. To do: name one of these, or let the loss function give "
             f"{metric} in LossSum(metrics=...); then run the same command again."
-        )
-
-
-def check_is_validated(session: Session, validation: Validation | None) -> None:
-    """Raise UserError if a key uses the results of validations, and the script has none."""
-    values, origins = session.resolved.values, session.resolved.origins
-    asked = {"checkpoint.keep_best": values.checkpoint.keep_best, "train.patience": values.train.patience}
-    named = [f"{key} is {value} ({origins[key]})" for key, value in asked.items() if value not in (0, "off")]
-    if named and validation is None:
-        raise UserError(
-            f"{' and '.join(named)}, which needs validations, and run.steps was given none.\n"
-            "  To do: hand run.steps(loader, validation=run.validation(held_out, loss_fn)), or leave the key out."
         )

@@ -143,20 +143,18 @@ class LossScale:
     def after(self, found_inf: bool) -> LossScale:
         """The factor of the next step. Raises JobError if it has fallen so far that scaling is not the cause."""
         if found_inf:
-            return self._lowered()
+            scale = self.scale * self.backoff
+            if scale < LOWEST:
+                raise JobError(
+                    "fp16 gradients overflow however small the loss is scaled: the scale has fallen to "
+                    f"{scale:.3g}.\n  To do: the loss itself is not finite or diverges; lower optim.lr, or set "
+                    'precision.compute = "bf16".'
+                )
+            return replace(self, scale=scale, good_steps=0)
         if self.good_steps + 1 < self.interval:
             return replace(self, good_steps=self.good_steps + 1)
         grown = self.scale * self.growth
         return replace(self, scale=grown if grown <= _LARGEST else self.scale, good_steps=0)
-
-    def _lowered(self) -> LossScale:
-        scale = self.scale * self.backoff
-        if scale < LOWEST:
-            raise JobError(
-                f"fp16 gradients overflow however small the loss is scaled: the scale has fallen to {scale:.3g}.\n"
-                '  To do: the loss itself is not finite or diverges; lower optim.lr, or set precision.compute = "bf16".'
-            )
-        return replace(self, scale=scale, good_steps=0)
 
     def as_numbers(self) -> tuple[float, int]:
         """The saved numbers: the factor and the steps since it changed."""

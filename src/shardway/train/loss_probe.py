@@ -1,8 +1,7 @@
 """Finds out, once, whether a script's loss is a mean over samples, and undoes what its calls changed.
 
-Invariants:
-- After the probe the run is as before, to the bit: there are no gradients, and random numbers, buffers, modes and
-  Python objects of the script are restored. Each object is the same object. Every rank makes the same passes.
+Invariant: after the probe the run is as before, to the bit: there are no gradients, and random numbers, buffers, modes
+and Python objects of the script are restored. Each object is the same object. Every rank makes the same passes.
 
 Restored are counters, lists and dicts that a function reaches (in its closure, among the global names that it uses, in
 attributes of its object or module), and random generators of its own. Objects of libraries are left alone.
@@ -31,9 +30,109 @@ from torch import nn
 
 from shardway.data.batch_tree import count_rows, cut_rows
 from shardway.errors import LostContact
-from shardway.train.passes import Loss, Passes
+from shardway.train.passes import Loss, Passes, evaluating
 from shardway.train.session import Session
-from shardway.train.step import find_mutable_parts
+from shardway.train.step import MutableParts
+
+# --- the probe
+
+MOST_ROWS, MOST_WINDOWS = 16, 4
+"""How many rows are compared, and in how many groups of the size of a micro-batch."""
+EXACT, NARROW, LEAST = 1e-4, 1e-2, 1e-6
+"""The most that the two may differ by rounding: relatively in fp32 and in narrower formats, and absolutely."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The mean loss of some rows, at once and in parts."""
+
+    rows: int
+    whole: float
+    parts: float
+
+    def is_apart(self, relative: float) -> bool:
+        """Whether the two differ by more than rounding."""
+        return not math.isclose(self.whole, self.parts, rel_tol=relative, abs_tol=LEAST)
+
+    def describe(self) -> str:
+        """What the difference means, and what to do."""
+        return (
+            f"the loss of {self.rows} samples is {self.whole:.6g} at once and {self.parts:.6g} as the mean of their "
+            "parts: it is no mean over samples, so the result depends on train.micro_batch and on the number of ranks."
+            "\n  To do: return shardway.LossSum(total, count) from the loss function, the sum over all targets and how "
+            "many they are: shardway.token_cross_entropy does (targets of -100 do not count), and "
+            "shardway.causal_lm_loss in place of model(**batch).loss of Hugging Face. A loss that compares samples "
+            "with each other needs all of them on one rank, and train.micro_batch as large as the batch."
+        )
+
+
+def probe_loss(session: Session, passes: Passes, model: nn.Module, batch: Any, loss_fn: Loss, rows: int | None) -> None:
+    """Report a loss that depends on how its batch is cut; called on all ranks together, after a step on the batch."""
+    train, parallel = session.resolved.values.train, passes.parallel
+    # The same on every rank: no passes that a compiler, an engine or experts would remember.
+    plain = train.engine == "torch" and train.compile == "off" and parallel.pipeline is None
+    if not plain or passes.routers or passes.precision.float8 is not None or loss_fn in passes.sum_losses:
+        return
+    try:
+        own = count_rows(batch, rows)
+        cut_rows(batch, own, 0, 1)
+    except Exception:  # this rank's share cannot be cut
+        own = 0
+    count = min(session.ranks.gather(own))
+    if count < 2:
+        return
+    # Windows of at least two rows, else of no more than a micro-batch.
+    size = min(count, max(2, min(passes.batch_split.micro_batch, MOST_ROWS)))
+    number = max(1, min(MOST_WINDOWS, count // size, MOST_ROWS // size))
+    windows = [(start, start + size) for start in range(0, number * size, size)]
+    before, script = MutableParts(parallel).remember(None), PythonState(loss_fn, parallel.module)
+    try:
+        with evaluating(model):
+            found = _measure(passes, model, batch, loss_fn, rows, windows)
+    except LostContact:
+        raise
+    except Exception:  # a failed probe must not end a run
+        found = None
+    finally:
+        before.put_back()
+        script.put_back()
+    apart = [each for each in session.ranks.gather(found) if each is not None]
+    if apart:
+        session.note_once("loss_depends_on_cut", apart[0].describe())
+
+
+def _measure(
+    passes: Passes,
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Loss,
+    rows: int | None,
+    windows: Sequence[tuple[int, int]],
+) -> Compared | None:
+    """The first window whose mean loss differs at once and in parts; None if there is none."""
+    precision, fast = passes.precision, passes.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    narrow = fast or (precision.autocast_dtype, precision.model_dtype) != (None, None)
+    # Products of fewer bits than fp32 has come from kernels that depend on the rows.
+    limit = NARROW if narrow or precision.weights_dtype is not torch.float32 else EXACT
+    first = None
+    for start, end in windows:
+        size = end - start
+        # Parts of odd and even sizes, so that samples of two kinds that take turns are not alike in them.
+        one = 2 if size > 5 else 1
+        two = one + (size - one) // 2 if size > 5 else size
+        cuts = [(start + a, start + b) for a, b in ((0, one), (one, two), (two, size)) if b > a]
+        with warnings.catch_warnings(action="ignore"):  # of a part that is smaller than any of the run
+            (total, count), again, *found = passes.measure(model, batch, loss_fn, [(start, end)] * 2 + cuts, rows)
+        if loss_fn in passes.sum_losses:
+            return None
+        is_random = Compared(size, total, again[0]).is_apart(limit)  # it draws noise, as a diffusion model does
+        if first is None and count and math.isfinite(total) and not is_random:
+            counted = sum(each for _, each in found)
+            mean = sum(each for each, _ in found) / counted if counted else math.nan
+            compared = Compared(size, total / count, mean)
+            first = compared if compared.is_apart(limit) else None
+    return first
+
 
 # --- Python objects that a script's functions change
 
@@ -74,7 +173,10 @@ class PythonState:
         elif isinstance(value, types.FunctionType):
             yield from self._take_function(value)
         elif isinstance(value, list | dict | set | deque):
-            yield from self._take_container(value)
+            if len(value) <= _MOST:
+                kept: Any = list(value.items()) if isinstance(value, dict) else list(value)
+                self._undo.append(functools.partial(_refill, value, kept))
+                yield from (value.values() if isinstance(value, dict) else kept) if len(value) <= _SMALL else ()
         elif isinstance(value, torch.Generator):
             self._undo.append(functools.partial(value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
@@ -102,13 +204,6 @@ class PythonState:
         yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         yield function.__dict__
 
-    def _take_container(self, value: list[Any] | dict[Any, Any] | set[Any] | deque[Any]) -> Iterator[Any]:
-        if len(value) > _MOST:
-            return
-        kept: Any = list(value.items()) if isinstance(value, dict) else list(value)
-        self._undo.append(functools.partial(_refill, value, kept))
-        yield from (value.values() if isinstance(value, dict) else kept) if len(value) <= _SMALL else ()
-
     def _take_attributes(self, value: Any) -> Iterator[Any]:
         """Not those that torch keeps: tensors and hooks of modules."""
         for kind in type(value).__mro__:
@@ -126,23 +221,18 @@ class PythonState:
 
 def _refill(value: Any, kept: list[Any]) -> None:
     """Restore the content of a container; nothing is done if it has not changed."""
-    now = list(value.items()) if isinstance(value, dict) else list(value)
-    if len(now) == len(kept) and all(a is b or _is_same_item(a, b) for a, b in zip(now, kept, strict=True)):
+    if isinstance(value, dict):
+        now = list(value.items())
+        same = all(key is old and held is was for (key, held), (old, was) in zip(now, kept, strict=False))
+        if len(now) != len(kept) or not same:
+            value.clear()
+            for key, held in kept:  # a Counter would count what `update` is given
+                value[key] = held
         return
-    value.clear()
-    if isinstance(value, list | deque):
-        value.extend(kept)
-    elif isinstance(value, set):
-        value.update(kept)
-    else:
-        for key, held in kept:  # a Counter would count what `update` is given
-            value[key] = held
-
-
-def _is_same_item(one: Any, other: Any) -> bool:
-    """Whether two items of a dict have the same key and the same value object."""
-    pair = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2
-    return pair and one[0] is other[0] and one[1] is other[1]
+    now = list(value)
+    if len(now) != len(kept) or any(a is not b for a, b in zip(now, kept, strict=True)):
+        value.clear()
+        (value.update if isinstance(value, set) else value.extend)(kept)
 
 
 def _names_of(code: types.CodeType) -> Iterator[str]:
@@ -159,129 +249,3 @@ def _module_of(value: Any) -> str:
         return _module_of(value.func)
     named = value if isinstance(value, types.FunctionType | types.MethodType) else type(value)
     return str(getattr(named, "__module__", ""))
-
-
-# --- the probe
-
-MOST_ROWS, MOST_WINDOWS = 16, 4
-"""How many rows are compared, and in how many groups of the size of a micro-batch."""
-EXACT, NARROW, LEAST = 1e-4, 1e-2, 1e-6
-"""The most that the two may differ by rounding: relatively in fp32 and in narrower formats, and absolutely."""
-
-
-@dataclass(frozen=True)
-class Compared:
-    """The mean loss of some rows, at once and in parts."""
-
-    rows: int
-    whole: float
-    parts: float
-
-    def is_apart(self, relative: float) -> bool:
-        """Whether the two differ by more than rounding."""
-        return not math.isclose(self.whole, self.parts, rel_tol=relative, abs_tol=LEAST)
-
-    def describe(self) -> str:
-        """What the difference means, and what to do."""
-        return (
-            f"the loss of {self.rows} samples is {self.whole:.6g} at once and {self.parts:.6g} as the mean of their "
-            "parts: it is no mean over samples, so the result depends on train.micro_batch and on the number of ranks."
-            "\n  To do: return shardway.LossSum(total, count) from the loss function, the sum over all targets and how "
-            "many they are: shardway.token_cross_entropy does (targets of -100 do not count), and "
-            "shardway.causal_lm_loss in place of model(**batch).loss of Hugging Face. A loss that compares samples "
-            "with each other needs all of them on one rank, and train.micro_batch as large as the batch."
-        )
-
-
-def probe_loss(session: Session, passes: Passes, model: nn.Module, batch: Any, loss_fn: Loss, rows: int | None) -> None:
-    """Report a loss that depends on how its batch is cut; called on all ranks together, after a step on the batch."""
-    if not _can_probe(session, passes) or loss_fn in passes.sum_losses:
-        return
-    count = min(session.ranks.gather(_count_rows(batch, rows)))
-    if count < 2:
-        return
-    before, script = find_mutable_parts(passes.parallel).remember(None), PythonState(loss_fn, passes.parallel.module)
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        found = _measure(passes, model, batch, loss_fn, rows, _choose_windows(count, passes.batch_split.micro_batch))
-    except LostContact:
-        raise
-    except Exception:  # a failed probe must not end a run
-        found = None
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        before.put_back()
-        script.put_back()
-    apart = [each for each in session.ranks.gather(found) if each is not None]
-    if apart:
-        session.note_once("loss_depends_on_cut", apart[0].describe())
-
-
-def _can_probe(session: Session, passes: Passes) -> bool:
-    """The same on every rank: no passes that a compiler, an engine or experts would remember."""
-    train, parallel = session.resolved.values.train, passes.parallel
-    plain = train.engine == "torch" and train.compile == "off" and parallel.pipeline is None
-    return plain and not passes.routers and passes.precision.float8 is None
-
-
-def _count_rows(batch: Any, rows: int | None) -> int:
-    """The rows of this rank's share; 0 if it cannot be cut."""
-    try:
-        count = count_rows(batch, rows)
-        cut_rows(batch, count, 0, 1)
-    except Exception:
-        return 0
-    return count
-
-
-def _choose_windows(count: int, micro_batch: int) -> list[tuple[int, int]]:
-    """Spans of rows to compare: at least two rows, else no more than a micro-batch."""
-    size = min(count, max(2, min(micro_batch, MOST_ROWS)))
-    number = max(1, min(MOST_WINDOWS, count // size, MOST_ROWS // size))
-    return [(start, start + size) for start in range(0, number * size, size)]
-
-
-def _measure(
-    passes: Passes,
-    model: nn.Module,
-    batch: Any,
-    loss_fn: Loss,
-    rows: int | None,
-    windows: Sequence[tuple[int, int]],
-) -> Compared | None:
-    """The first window whose mean loss differs at once and in parts; None if there is none."""
-    first = None
-    for start, end in windows:
-        parts = [(start, end)] * 2 + [(start + a, start + b) for a, b in _cut_unevenly(end - start)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a part that is smaller than any of the run
-            (total, count), again, *found = passes.measure(model, batch, loss_fn, parts, rows)
-        if loss_fn in passes.sum_losses:
-            return None
-        limit = NARROW if _is_narrow(passes) else EXACT
-        is_random = Compared(end - start, total, again[0]).is_apart(limit)  # it draws noise, as a diffusion model does
-        if first is None and count and math.isfinite(total) and not is_random:
-            compared = Compared(end - start, total / count, _mean(found))
-            first = compared if compared.is_apart(limit) else None
-    return first
-
-
-def _cut_unevenly(size: int) -> list[tuple[int, int]]:
-    """Parts of odd and even sizes, so that samples of two kinds that take turns are not alike in them."""
-    first = 2 if size > 5 else 1
-    middle = first + (size - first) // 2 if size > 5 else size
-    return [(start, end) for start, end in ((0, first), (first, middle), (middle, size)) if end > start]
-
-
-def _mean(parts: Sequence[tuple[float, float]]) -> float:
-    count = sum(count for _, count in parts)
-    return sum(total for total, _ in parts) / count if count else math.nan
-
-
-def _is_narrow(passes: Passes) -> bool:
-    """Whether products are rounded to fewer bits than fp32 has, by kernels that depend on the rows."""
-    precision, fast = passes.precision, passes.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    narrow = (precision.autocast_dtype, precision.model_dtype) != (None, None)
-    return fast or narrow or precision.weights_dtype is not torch.float32

@@ -27,28 +27,22 @@ from shardway.runfile.schema import RunFile
 def count_model(values: RunFile, own: str = "") -> Measured:
     """The counts of the model of a resolved run, or of what `own` makes: "file.py:function", which returns a module, or
     a module and the inputs of its forward pass. Raises UserError if there is none or it cannot be counted."""
-    sample = _sample(values)
+    section = values.model
+    if takes_of(section.kind) == "tokens" or section.hf:  # one sample as the data of the run have it
+        sample = torch.zeros((1, values.data.seq_len), dtype=torch.int64, device="meta")
+    else:
+        sample = torch.zeros((1, *find_sample(values)[0]), device="meta")
     if own:
         module, inputs = _call(own)
         return trace_module(module, sample if inputs is None else inputs, name=own)
-    return trace_module(_build(values, tuple(sample.shape[1:])), sample, name=values.model.hf or values.model.kind)
+    if section.hf:
+        from shardway.models.huggingface.model import build_meta, load_config
 
-
-def _sample(values: RunFile) -> torch.Tensor:
-    """One sample as the data of the run have it, without values."""
-    if takes_of(values.model.kind) == "tokens" or values.model.hf:
-        return torch.zeros((1, values.data.seq_len), dtype=torch.int64, device="meta")
-    return torch.zeros((1, *find_sample(values)[0]), device="meta")
-
-
-def _build(values: RunFile, sample_shape: tuple[int, ...]) -> nn.Module:
-    section = values.model
-    if not section.hf:
-        vocab = section.vocab if isinstance(section.vocab, int) else find_sample(values)[1]
-        return build_model(section, vocab=vocab, sample_shape=sample_shape)
-    from shardway.models.huggingface.model import build_meta, load_config  # needs the extra `hf`
-
-    return build_meta(load_config(locate_model(section.hf, weights=False)))
+        module = build_meta(load_config(locate_model(section.hf, weights=False)))
+        return trace_module(module, sample, name=section.hf)
+    vocab = section.vocab if isinstance(section.vocab, int) else find_sample(values)[1]
+    module = build_model(section, vocab=vocab, sample_shape=tuple(sample.shape[1:]))
+    return trace_module(module, sample, name=section.kind)
 
 
 def _call(own: str) -> tuple[nn.Module, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -33,11 +33,13 @@ from shardway.parallel.apply import ParallelModel
 from shardway.parallel.axes.context import Chunks
 from shardway.parallel.axes.expert import find_routers, set_gradient_scale
 from shardway.parallel.axes.pipeline import LossOf, Pipeline
-from shardway.parallel.axes.replicate import accumulating, average_buffers, find_copies
+from shardway.parallel.axes.replicate import accumulating, find_copies
 from shardway.parallel.precision import Precision
 from shardway.train.loss import LossSum, as_sum, fill_missing_targets
 
 Loss = Callable[..., LossSum | torch.Tensor]
+
+Evaluated = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 SUMS = 4
 """Sum of losses, targets that count, right answers, targets with a right or wrong answer."""
@@ -69,26 +71,26 @@ class Micro:
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """The result of a batch without training on it: [SUMS], and the sums that its loss names."""
-
-    sums: torch.Tensor
-    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Passes:
-    """What runs a model on this rank's share of a batch."""
+    """What runs a model on this rank's share of a batch. `further`: models beside `parallel` that are updated with it;
+    `beside`: those that are only run."""
 
     parallel: ParallelModel
     batch_split: BatchSplit
     precision: Precision
     device: torch.device
+    further: tuple[ParallelModel, ...] = ()
+    beside: tuple[ParallelModel, ...] = ()
 
     @property
     def parallels(self) -> tuple[ParallelModel, ...]:
         """All models whose parameters these passes give gradients that count."""
-        return (self.parallel,)
+        return (self.parallel, *self.further)
+
+    @cached_property
+    def sum_losses(self) -> list[Loss]:
+        """The last called loss function, if it returns a LossSum."""
+        return []
 
     @cached_property
     def routers(self) -> list[Balancing]:
@@ -114,12 +116,26 @@ class Passes:
         scale = loss_scale * self.count_averaged(model) / self.batch_split.global_batch
         with self._split_logits():
             if self.parallel.pipeline is not None:
-                return self._through_pipeline(self.parallel.pipeline, batch, loss_fn, scale, position, rows).sums
-            return self._one_by_one(model, batch, loss_fn, scale, position, rows)
+                return self._through_pipeline(self.parallel.pipeline, batch, loss_fn, scale, position, rows)[0]
+            sums, sample = self._zeros(), self.first_sample(position)
+            micros = list(cut(batch, self.batch_split.accumulation, rows))
+            for number, micro in enumerate(micros, start=1):
+                set_gradient_scale(self.routers, micro.weight * scale, self.parallel.mesh)
+                if self.parallel.dropout is not None:
+                    self.parallel.dropout.start(sample + micro.start)
+                with self.around(model, last=number == len(micros)):
+                    loss = self._forward(model, micro, loss_fn)
+                    self.backward(loss.total * (micro.weight * scale))
+                self._add(sums, loss, micro.weight)
+        # FSDP frees the weights of a model after its backward pass; one without would use outdated weights.
+        for parallel in (*self.further, *self.beside):
+            let_go(parallel)
+        return self._answered(sums)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, batch: Any, loss_fn: Loss, rows: int | None = None) -> Evaluated:
-        """Forward passes alone, on this rank. A batch without rows is run as well, and does not count."""
+        """Forward passes alone, on this rank: [SUMS], and the sums that the loss names. A batch without rows is run as
+        well, and does not count."""
         batch = take_chunks(self.parallel.chunks, batch)
         with self._split_logits():
             if self.parallel.pipeline is not None:
@@ -129,14 +145,23 @@ class Passes:
 
     def count_averaged(self, model: nn.Module) -> int:
         """The number of ranks that gradients are averaged over: DDP does so, all else in torch sums."""
-        return self.parallel.mesh.data_ranks if find_copies(model) is not None else 1
+        several = bool(self.further or self.beside)
+        wrapped = any(isinstance(each.call, DistributedDataParallel) for each in self.parallels if several)
+        return self.parallel.mesh.data_ranks if wrapped or (not several and find_copies(model) is not None) else 1
 
-    def around(self, model: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """What surrounds the passes of one micro-batch."""
-        return accumulating(model, last=last)
+    @contextlib.contextmanager
+    def around(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        """Around the passes of one micro-batch: each model that is updated delays communication until the last one;
+        those beside send nothing."""
+        with contextlib.ExitStack() as stack:
+            for call in [each.call for each in self.parallels] if self.further or self.beside else [model]:
+                stack.enter_context(accumulating(call, last=last))
+            for each in self.beside:
+                if isinstance(each.call, DistributedDataParallel) and not each.call.static_graph:
+                    stack.enter_context(each.call.no_sync())
+            yield
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass of one micro-batch."""
         loss.backward()
 
     def backward_by_hand(self, loss: LossSum, weight: float, *, retain_graph: bool) -> torch.Tensor:
@@ -177,26 +202,6 @@ class Passes:
                 sums.append(found)
         return [(float(found[0]), float(found[1])) for found in sums]
 
-    @cached_property
-    def sum_losses(self) -> list[Loss]:
-        """The last called loss function, if it returns a LossSum."""
-        return []
-
-    def _one_by_one(
-        self, model: nn.Module, batch: Any, loss_fn: Loss, scale: float, position: int, rows: int | None
-    ) -> torch.Tensor:
-        sums, sample = self._zeros(), self.first_sample(position)
-        micros = list(cut(batch, self.batch_split.accumulation, rows))
-        for number, micro in enumerate(micros, start=1):
-            set_gradient_scale(self.routers, micro.weight * scale, self.parallel.mesh)
-            if self.parallel.dropout is not None:
-                self.parallel.dropout.start(sample + micro.start)
-            with self.around(model, last=number == len(micros)):
-                loss = self._forward(model, micro, loss_fn)
-                self.backward(loss.total * (micro.weight * scale))
-            self._add(sums, loss, micro.weight)
-        return self._answered(sums)
-
     def _through_pipeline(
         self,
         pipeline: Pipeline,
@@ -207,7 +212,14 @@ class Passes:
         rows: int | None = None,
     ) -> Evaluated:
         """All micro-batches in passes of equal shape; `scale` None runs no backward pass."""
-        inputs, targets = _pair(fill_empty(batch))
+        filled = fill_empty(batch)
+        is_two = isinstance(filled, tuple | list) and len(filled) == 2
+        if not is_two or not all(isinstance(each, torch.Tensor) for each in filled):
+            raise UserError(
+                "a pipeline (parallel.pp > 1) needs batches of two tensors, (inputs, targets), not a "
+                f"{type(filled).__name__}.\n  To do: let the dataset give such pairs, or set parallel.pp = 1."
+            )
+        inputs, targets = filled
         size, per_pass = self.batch_split.micro_batch, self.batch_split.per_pass
         rows = len(inputs) if rows != 0 else 0
         # In training every rank runs as many passes, whatever its rows: the states are shared over the ranks.
@@ -264,10 +276,10 @@ class Passes:
     def _add(self, sums: torch.Tensor, loss: LossSum, weight: float) -> None:
         if not weight:
             return
-        sums[0] += _whole(loss.total.detach()) * weight
+        sums[0] += whole_tensor(loss.total.detach()) * weight
         sums[1] += loss.count * weight
         if loss.correct is not None:
-            sums[2] += _whole(loss.correct) * weight
+            sums[2] += whole_tensor(loss.correct) * weight
             sums[3] += loss.count * weight
 
     @torch.no_grad()
@@ -278,8 +290,10 @@ class Passes:
             for name, value in loss.metrics.items():
                 found = torch.as_tensor(value, device=self.device).detach()
                 own = weight and self.parallel.answers_for_loss
-                metrics[name] = metrics.get(name, 0) + (_whole(found).double() if own else found.new_zeros(()).double())
-        return Evaluated(self._answered(sums), metrics)
+                metrics[name] = metrics.get(name, 0) + (
+                    whole_tensor(found).double() if own else found.new_zeros(()).double()
+                )
+        return self._answered(sums), metrics
 
     def _answered(self, sums: torch.Tensor) -> torch.Tensor:
         return sums if self.parallel.answers_for_loss else torch.zeros_like(sums)
@@ -305,13 +319,14 @@ def call_loss(loss_fn: Loss, model: nn.Module, data: Any, *, pair: bool) -> Loss
         return loss_fn(model, data)
     if not torch.is_grad_enabled():
         return loss_fn(copies.module, data)
-    found = copies.run(lambda: _take_apart(loss_fn(copies.module, data)))  # whichever methods it calls
+
+    def run() -> tuple[Any, ...] | torch.Tensor:
+        """The loss as tensors that DDP finds in what a forward pass returns, whichever methods it calls."""
+        loss = loss_fn(copies.module, data)
+        return (loss.total, loss.count, loss.correct, loss.metrics) if isinstance(loss, LossSum) else loss
+
+    found = copies.run(run)
     return LossSum(*found) if isinstance(found, tuple) else found
-
-
-def _take_apart(loss: LossSum | torch.Tensor) -> tuple[Any, ...] | torch.Tensor:
-    """The loss as tensors that DDP finds in what a forward pass returns."""
-    return (loss.total, loss.count, loss.correct, loss.metrics) if isinstance(loss, LossSum) else loss
 
 
 def cut(batch: Any, parts: int, known: int | None = None) -> Iterator[Micro]:
@@ -334,85 +349,23 @@ def cut(batch: Any, parts: int, known: int | None = None) -> Iterator[Micro]:
         yield Micro(cut_rows(batch, rows, start, end), end - start, weight, start, pair)
 
 
-def _pair(batch: Any) -> Sequence[torch.Tensor]:
-    if isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(each, torch.Tensor) for each in batch):
-        return batch
-    raise UserError(
-        f"a pipeline (parallel.pp > 1) needs batches of two tensors, (inputs, targets), not a {type(batch).__name__}.\n"
-        "  To do: let the dataset give such pairs, or set parallel.pp = 1."
-    )
-
-
 def _padded(inputs: torch.Tensor, rows: int, source: torch.Tensor) -> torch.Tensor:
     """`inputs` with repetitions of a row of `source` up to `rows`: every micro-batch of a pipeline has one shape."""
     missing = rows - len(inputs)
     return inputs if missing == 0 else torch.cat((inputs, source[:1].expand(missing, *source.shape[1:])))
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
+def whole_tensor(value: torch.Tensor) -> torch.Tensor:
+    """A DTensor as the plain tensor that its ranks share."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-# --- a loss of several models
-
-
-@dataclass(frozen=True)
-class SeveralPasses(Passes):
-    """`further`: models beside `parallel` that are updated with it; `beside`: those that are only run."""
-
-    further: tuple[ParallelModel, ...] = ()
-    beside: tuple[ParallelModel, ...] = ()
-
-    @property
-    def parallels(self) -> tuple[ParallelModel, ...]:
-        """All models whose gradients count."""
-        return (self.parallel, *self.further)
-
-    def train(
-        self,
-        model: nn.Module,
-        batch: object,
-        loss_fn: Loss,
-        *,
-        position: int = 0,
-        loss_scale: float = 1.0,
-        rows: int | None = None,
-    ) -> torch.Tensor:
-        """As for one model; what the loss has gathered of models beside is freed.
-
-        FSDP frees the weights of a model after its backward pass. A model without one would use outdated weights after
-        its next update.
-        """
-        sums = super().train(model, batch, loss_fn, position=position, loss_scale=loss_scale, rows=rows)
-        for parallel in (*self.further, *self.beside):
-            let_go(parallel)
-        return sums
-
-    def count_averaged(self, model: nn.Module) -> int:
-        """DDP averages the gradients of every model that it wraps."""
-        wrapped = any(isinstance(each.call, DistributedDataParallel) for each in self.parallels)
-        return self.parallel.mesh.data_ranks if wrapped else 1
-
-    @contextlib.contextmanager
-    def around(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """Each model that is updated delays communication until the last micro-batch; those beside send nothing."""
-        with contextlib.ExitStack() as stack:
-            for each in self.parallels:
-                stack.enter_context(accumulating(each.call, last=last))
-            for each in self.beside:
-                if isinstance(each.call, DistributedDataParallel) and not each.call.static_graph:
-                    stack.enter_context(each.call.no_sync())
-            yield
-
-
 @contextlib.contextmanager
-def evaluating(parallels: Sequence[ParallelModel]) -> Iterator[None]:
-    """In this context the models that a validation may run evaluate; afterwards each module has its own mode again."""
-    for parallel in parallels:
-        average_buffers(parallel.module, parallel.mesh)
-    modes = [(module, module.training) for parallel in parallels for module in parallel.call.modules()]
-    for parallel in parallels:
-        parallel.call.eval()
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """In this context the models evaluate; afterwards each module has its own mode again."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
     try:
         yield
     finally:

@@ -22,7 +22,6 @@ from shardway.resolve.request import ResolveRequest
 from shardway.train.loss import LossSum, class_cross_entropy, token_cross_entropy
 from shardway.train.optim.kinds import build_optimizer
 from shardway.train.run import Run, open_run
-from shardway.train.session import Session
 from shardway.watch.report import render_report
 
 LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], LossSum]] = {
@@ -53,7 +52,9 @@ def train(request: ResolveRequest) -> RunOutcome:
 
 def train_run(run: Run) -> RunOutcome:
     """Train what the run file of an open run describes."""
-    data = _open(run)
+    # The data are opened by rank 0 first, which prepares the files for the others.
+    data = run.session.ranks.first_then_all(lambda: open_described(run.resolved.values))
+    run.session.settle(data.facts)
     values = run.resolved.values
     wants = takes_of(values.model.kind)
     model = run.shard(_build(run, data))
@@ -68,22 +69,16 @@ def train_run(run: Run) -> RunOutcome:
     )
 
 
-def _open(run: Run) -> Data:
-    """The data, opened by rank 0 first (it prepares the files for the others), and the run completed with it."""
-    data = run.session.ranks.first_then_all(lambda: open_described(run.resolved.values))
-    run.session.settle(data.facts)
-    return data
-
-
 def _build(run: Run, data: Data) -> nn.Module:
     """The model of the run file, on the meta device."""
-    section, facts = run.resolved.values.model, data.train.facts
+    section, facts, session = run.resolved.values.model, data.train.facts, run.session
     if not section.hf:
         return build_model(section, vocab=facts.vocab, sample_shape=facts.sample_shape)
     from shardway.models.huggingface.model import build_huggingface  # needs the extra `hf`
 
-    folder = run.session.ranks.first_then_all(lambda: locate_model(section.hf, weights=section.hf_weights))
-    has_checkpoint, tied = run.session.ranks.ask_first(lambda: _look_back(run.session))
+    folder = session.ranks.first_then_all(lambda: locate_model(section.hf, weights=section.hf_weights))
+    # Whether the run has a checkpoint, and whether that ties the output layer to the embedding.
+    has_checkpoint, tied = session.ranks.ask_first(lambda: (bool(session.list_saved()), find_tie(session.directory)))
     looks = section.hf_weights and (not has_checkpoint or tied is None)  # else they are random, or in the checkpoint
     size = int(facts.vocab or 0)
     model = build_huggingface(folder, vocab=size, seq_len=facts.sample_shape[0], weights=looks, tied=tied)
@@ -92,8 +87,3 @@ def _build(run: Run, data: Data) -> nn.Module:
     for note in model.notes if run.is_first and not has_checkpoint else ():
         logging.getLogger("shardway").warning(note)
     return model
-
-
-def _look_back(session: Session) -> tuple[bool, bool | None]:
-    """Whether a run has a checkpoint, and whether it ties the output layer of a language model to its embedding."""
-    return bool(session.list_saved()), find_tie(session.directory)

@@ -1,4 +1,5 @@
-"""Records a run: events of every rank that has something to report, status by rank 0, the time of earlier attempts.
+"""Records a run: events of every rank that has something to report, status by rank 0, the time of earlier attempts, the
+last report of a rank that ends at once.
 
 Invariants:
 - Earlier attempts: the cost does not grow with the length of the run, since only the end of the event file and
@@ -6,6 +7,8 @@ Invariants:
 - Recording never changes the run. What the file system refuses during the run is kept and written later; at the start
   and at the end of an attempt it becomes one JobError with what to do. A run that no longer holds its directory writes
   nothing (Fenced). Rank 0 writes one event per step; every event file states where an attempt began.
+- A file system that hangs does not keep the process from its end: the last report has a few seconds, then the process
+  ends without it. What was saved is not touched.
 """
 
 from __future__ import annotations
@@ -13,52 +16,41 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from shardway.errors import Fenced, JobError, LostContact, render_reason
-from shardway.ranks.failure import AttemptEnd, report_end
+from shardway.errors import Fenced, JobError, LateStop, LostContact, UserError, render_reason
+from shardway.ranks.failure import AttemptEnd, RankFault, report_end, report_fault
+from shardway.ranks.hang import ACTIVITY_PHRASES
 from shardway.ranks.heartbeat import Progress
 from shardway.ranks.start import Ranks
-from shardway.rundir.attempts import Attempt, Result
+from shardway.ranks.stop import SignalWatch, StopWatchdog, leave_now
+from shardway.rundir.attempts import BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event, EventWriter
 from shardway.rundir.file_io import refusals, refused
+from shardway.units import render_seconds
 from shardway.watch.trackers.base import TrackerThread
 
 # --- what earlier attempts left
 
-_KEPT = ("pid", "host", "step", "spent", "time")
 
-
-@dataclass(frozen=True)
-class Earlier:
-    """`reached`: the most steps that an attempt has done. `last`: the last status, as far as it holds times."""
-
-    reached: int = 0
-    last: Mapping[str, Any] = field(default_factory=dict)
-
-    def as_facts(self) -> dict[str, Any]:
-        """Facts for the event that starts the next attempt, since its first status replaces the last one."""
-        return ({"reached": self.reached} if self.reached else {}) | ({"before": dict(self.last)} if self.last else {})
-
-
-def read_earlier(run: RunDir) -> Earlier:
-    """The state before the next attempt has written anything."""
+def read_earlier(run: RunDir) -> dict[str, Any]:
+    """Facts for the event that starts the next attempt, before it has written anything: the most steps that an attempt
+    has `reached`, and of the last status what holds times (`before`), since the next one replaces it."""
     status = run.read_status()
-    last = {key: status[key] for key in _KEPT if key in status} if "spent" in status else {}
-    return Earlier(max(_steps_of(run, status)), last)
-
-
-def _steps_of(run: RunDir, status: Mapping[str, Any]) -> Iterator[int]:
-    yield 0
-    yield from (value for key in ("step", "reached") if isinstance(value := status.get(key), int))
+    found = [status.get("step"), status.get("reached")]
     for event in run.last_events():
         key = {"step": "step", "started": "reached"}.get(event["event"], "")
-        if isinstance(value := event.get(key), int):
-            yield value
+        found.append(event.get(key))
+    reached = max((value for value in found if isinstance(value, int)), default=0)
+    kept = {key: status[key] for key in ("pid", "host", "step", "spent", "time") if key in status}
+    return ({"reached": reached} if reached > 0 else {}) | ({"before": kept} if "spent" in status else {})
 
 
 def find_early_end(directory: RunDir, step: int) -> str:
@@ -81,7 +73,11 @@ _WITH_TIMES = frozenset(("started", "saved", "rolled_back", "stopped", "finished
 
 
 class Recorder:
-    """Events and status of one rank, and the result of the attempt that it is a part of."""
+    """Events and status of one rank, and the result of the attempt that it is a part of.
+
+    `is_open`: the run has begun, so that events belong to it. `show` takes each event of this rank for display to the
+    user, and on rank 0 `trackers` hands them to the trackers of the run; neither ever raises.
+    """
 
     def __init__(
         self,
@@ -92,9 +88,7 @@ class Recorder:
         attempt: Attempt | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._directory = directory
-        self._attempt = attempt
-        self._ranks = ranks
+        self._directory, self._ranks, self._attempt = directory, ranks, attempt
         self._progress = progress or Progress()
         self._every_rank = every_rank
         self._writer: EventWriter | None = None
@@ -102,14 +96,10 @@ class Recorder:
         self._status_at = 0.0
         self._trouble: OSError | None = None
         self.is_open = False
-        """Whether the run has begun, so that events belong to it."""
         self.show: Callable[[Event], None] | None = None
-        """Takes each event of this rank for display to the user; it never raises."""
         self.trackers: TrackerThread | None = None
-        """On rank 0, what hands its events to the trackers of the run; it never raises."""
 
     def open(self, directory: RunDir) -> None:
-        """Begin to record, in this directory."""
         self._directory, self.is_open = directory, True
 
     @property
@@ -122,7 +112,12 @@ class Recorder:
 
         Ranks of an earlier world that this one lacks are marked too: what they wrote after `step` is undone as well.
         """
-        self.event("started", step=step, epoch=self._directory.epoch, **facts, **self._look_back())
+        earlier: dict[str, Any] = {}
+        if self._ranks.is_first:  # steps of earlier attempts count as repeated from now on
+            earlier = read_earlier(self._directory)
+            self._progress.reached = earlier.get("reached", 0)
+            self.keep(**{key: earlier[key] for key in ("reached",) if key in earlier})
+        self.event("started", step=step, epoch=self._directory.epoch, **facts, **earlier)
         self._mark("started", step)
 
     def go_back(self, step: int, **facts: Any) -> None:
@@ -137,22 +132,10 @@ class Recorder:
         known, world = self._directory.ranks_with_events(), self._ranks.world
         if self._ranks.is_first:
             for rank in (rank for rank in known if rank >= world):
-                self._mark_absent(rank, name, step)
+                with refusals(self._directory.path), self._directory.event_writer(rank) as writer:
+                    writer.write(name, step=step, world=world)
         elif self._every_rank or self._ranks.rank in known:
             self._write(name, {"step": step, "world": world})
-
-    def _look_back(self) -> dict[str, Any]:
-        """On rank 0: facts of earlier attempts for the start event; their steps count as repeated from now on."""
-        if not self._ranks.is_first:
-            return {}
-        earlier = read_earlier(self._directory)
-        self._progress.reached = earlier.reached
-        self.keep(**({"reached": earlier.reached} if earlier.reached else {}))
-        return earlier.as_facts()
-
-    def _mark_absent(self, rank: int, name: str, step: int) -> None:
-        with refusals(self._directory.path), self._directory.event_writer(rank) as writer:
-            writer.write(name, step=step, world=self._ranks.world)
 
     def event(self, name: str, /, **facts: Any) -> None:
         """An event of the whole run: written by rank 0."""
@@ -165,7 +148,13 @@ class Recorder:
             self._write("step", facts if ids is None else {**facts, "ids": ids})
 
     def fault(self, **facts: Any) -> None:
-        """What ended this rank, and after which step; the rank itself writes it."""
+        """What ended this rank, and after which step; the rank itself writes it. Before the run has begun only for an
+        agent of Shardway, which reports it."""
+        if not self.is_open:
+            if self._ranks.placement.launcher == "shardway":
+                with refusals(self._directory.path):
+                    self._directory.write_setup_fault(self._ranks.rank, {"rank": self._ranks.rank, **facts})
+            return
         self._directory.confirm_writer()
         times = self._progress.as_facts() if self._ranks.is_first else {}
         step = {"step": self.step_done} if "step" in self._status else {}
@@ -182,12 +171,6 @@ class Recorder:
             with contextlib.suppress(JobError):
                 self._write(name, {"step": step, "rank": self._ranks.rank, "reason": render_reason(str(error))})
             raise
-
-    def setup_fault(self, **facts: Any) -> None:
-        """What ended this rank before the run began: only for an agent of Shardway, which reports it."""
-        if self._ranks.placement.launcher == "shardway":
-            with refusals(self._directory.path):
-                self._directory.write_setup_fault(self._ranks.rank, {"rank": self._ranks.rank, **facts})
 
     def status(self, *, now: bool = False, **facts: Any) -> None:
         """Update status.json on rank 0; at most once a second unless `now`, and then durably."""
@@ -209,27 +192,23 @@ class Recorder:
 
     def failed(self, reason: str) -> None:
         """State "failed", unless this attempt never began and an earlier one has left its own state."""
-        began = "state" in self._status
-        if began or (self._ranks.is_first and not self._directory.read_status()):
+        if "state" in self._status or (self._ranks.is_first and not self._directory.read_status()):
             self.status(now=True, state="failed", reason=reason)
 
     def end(self, event: str, end: AttemptEnd, exit_code: int = 0) -> None:
         """How the run ended here: its last event, its status, and the result of the attempt."""
+        step = self.step_done
         if self.is_open:
-            self._write_end(event, end)
+            failure = {"failure": end.failure} if end.failure else {}
+            self.event(event, step=step, reason=end.reason, ending=end.state, **failure)
+            if self._writer is not None:
+                with refusals(self._directory.path):
+                    self._writer.flush()
+            self.status(now=True, state=event, step=step, reason=end.reason)
         if self._attempt is not None and self._ranks.is_first:
             with refusals(self._directory.path):
-                result = Result(end.state, end.reason, self.step_done, exit_code, end.failure, by="rank 0")
+                result = Result(end.state, end.reason, step, exit_code, end.failure, by="rank 0")
                 report_end(self._attempt, result)
-
-    def _write_end(self, event: str, end: AttemptEnd) -> None:
-        step = self.step_done
-        failure = {"failure": end.failure} if end.failure else {}
-        self.event(event, step=step, reason=end.reason, ending=end.state, **failure)
-        if self._writer is not None:
-            with refusals(self._directory.path):
-                self._writer.flush()
-        self.status(now=True, state=event, step=step, reason=end.reason)
 
     def close(self) -> None:
         """Close the event file, and wait for the trackers."""
@@ -262,3 +241,99 @@ class Recorder:
         if self._trouble is not None:
             reason, self._trouble = self._trouble.strerror, None
             self._write("recorded_late", {"step": self.step_done, "reason": reason})
+
+
+# --- the last report of a rank, by another thread before the process ends at once, since its main thread cannot
+
+REPORT_S = 3.0
+"""The most seconds that the report may take."""
+
+KILLED = 130
+"""Exit code of a process that a second signal ended."""
+
+
+@dataclass(frozen=True)
+class ExitReport:
+    """The last report of one rank. `origin` is the origin of `run.stop_timeout`, which is `limit_s` seconds;
+    `may_write`: whether the run has begun, so that events belong to it."""
+
+    directory: RunDir
+    rank: int
+    limit_s: float
+    origin: str
+    progress: Progress
+    attempt: Attempt | None = None
+    may_write: Callable[[], bool] = lambda: True
+
+    def watchdog(self, signals: SignalWatch) -> StopWatchdog:
+        """The stop watchdog of this rank, which ends the process after the last report."""
+
+        def pass_on() -> None:
+            """A signal reached this rank alone, and it waits for others: the stop file asks them to stop."""
+            with contextlib.suppress(OSError, UserError):  # without a stop file, the others get a signal as well
+                if not self.directory.stop_requested() and signals.received is None:
+                    self.directory.request_stop(f"{BY_SIGNAL} asked rank {self.rank} for a stop")
+
+        return StopWatchdog(
+            signals, self.limit_s, on_late=self._end_late, on_killed=self._end_killed, on_unnoticed=pass_on
+        )
+
+    def _end_late(self) -> None:
+        # Where the main thread is, innermost first.
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        found = traceback.extract_stack(frame) if frame is not None else []
+        frames = [f"{each.name} ({each.filename}:{each.lineno})" for each in reversed(found)]
+        saved = ["the last checkpoint"]
+        _within(REPORT_S, lambda: saved.insert(0, self.directory.describe_base()))
+        doing = ACTIVITY_PHRASES.get(self.progress.activity, "")
+        message = (
+            f"the stop took longer than run.stop_timeout = {render_seconds(self.limit_s)} ({self.origin}), so rank "
+            f"{self.rank} was ended {doing}.\n"
+            f"  It was at: {' < '.join(frames[:3]) or 'n/a'}\n"
+            "  Nothing that was saved has changed. To do: run the same command again: it goes on from "
+            f"{saved[0]}. If its steps and saves take that long, raise run.stop_timeout."
+        )
+        kind, code = LateStop.__name__, LateStop.exit_code
+
+        def report() -> None:
+            step = self.directory.read_step()
+            stacks = [{"ranks": [self.rank], "frames": frames}]
+            facts = {"rank": self.rank, "kind": kind, "exit_code": code, "message": message, "stacks": stacks}
+            self._write("fault", "failed", facts, render_reason(message))
+            report_fault(self.attempt, f"rank {self.rank}", RankFault(kind, message, code), step)
+            if self.attempt is None:  # the job script of an attempt reads the stop file
+                self.directory.clear_stop()
+
+        _within(REPORT_S, report)
+        leave_now(message, code)
+
+    def _end_killed(self) -> None:
+        def report() -> None:
+            facts = {"step": self.directory.read_step(), "reason": SECOND_SIGNAL, "ending": Ending.STOPPED}
+            self._write("stopped", "stopped", facts, SECOND_SIGNAL)
+            if self.attempt is not None and self.rank == 0:
+                result = Result(Ending.STOPPED, SECOND_SIGNAL, self.directory.read_step(), KILLED, by="rank 0")
+                report_end(self.attempt, result)
+
+        _within(REPORT_S, report)
+        leave_now("ended at once by a second signal", KILLED)
+
+    def _write(self, event: str, state: str, facts: dict[str, Any], reason: str) -> None:
+        """An event of this rank, and on rank 0 the status, unless the main thread has written it."""
+        status = self.directory.read_status()
+        if not self.may_write() or (self.rank == 0 and status.get("state") != "running"):
+            return
+        with self.directory.event_writer(self.rank) as events:
+            events.write(event, **facts)
+        if self.rank == 0:
+            self.directory.change_state(status, state, reason)
+
+
+def _within(seconds: float, work: Callable[[], None]) -> None:
+    def guarded() -> None:
+        with contextlib.suppress(Exception):  # the process ends whatever could not be written
+            work()
+
+    thread = threading.Thread(target=guarded, name="exit report", daemon=True)
+    thread.start()
+    thread.join(seconds)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,30 +40,166 @@ from shardway.rundir.directory import START_OVER, START_OVER_IN_SCRIPT, RunDir
 from shardway.rundir.lineage import LOCAL, SHARED, SkippedRange, read_left_out, read_line
 from shardway.rundir.names import step_name
 from shardway.runfile.schema import read_skips
-from shardway.train.guard import BackPlan
 from shardway.train.loop_state import Counters, LoopPlan, read_counters
 from shardway.train.loss import LossScale
 from shardway.train.session import Session
 
-# --- back before a spike
+# --- where a run resumes
 
 
 @dataclass(frozen=True)
-class Back:
-    """Where the run resumes: the counters of that checkpoint, and all spans that it leaves out by itself from now
-    on."""
+class Restored:
+    """The checkpoint that was loaded (None: the run begins), and its numbers.
 
+    `left_out` are the spans that the run leaves out by itself, `undone` what was quarantined before anything was
+    loaded. On the disks of the nodes: checkpoints that were `passed_over`, and the step for which all was `dropped`.
+    """
+
+    loaded: LoadedCheckpoint | None
     counters: Counters
-    left_out: tuple[SkippedRange, ...]
+    loss_scale: LossScale | None
+    left_out: tuple[SkippedRange, ...] = ()
+    undone: Sequence[CorruptCheckpoint] = ()
+    passed_over: tuple[PassedOver, ...] = ()
+    dropped: int | None = None
 
 
-def decide_back(session: Session, plan: BackPlan, first: int, now: Counters, known: tuple[SkippedRange, ...]) -> Back:
+def restore(session: Session, plan: LoopPlan, state: CheckpointState, tier: LocalTier | None = None) -> Restored:
+    """Install the newest complete checkpoint that holds, on all ranks together; also from a `tier`.
+
+    `settle_restored` changes the run directory afterwards, once the run goes on. Raises JobError if none is complete,
+    UserError if it belongs to other data or is past what is asked for.
+    """
+    undone: list[int] = []
+    if session.starts_over:
+        session.begin()  # nothing here to resume from, or to be refused for
+    else:
+        undone = session.ranks.ask_first(lambda: [each.step for each in _find_undone(session.directory)])
+    with line_kept(session, tier):
+        begun = Restored(None, Counters(), plan.loss_scale)
+        local = _load_local(session, tier, state, begun) if tier is not None else begun
+        loaded = local.loaded or load_latest(session.directory, session.ranks, state, without=undone)
+        if loaded is None:
+            return local
+        scale = plan.loss_scale
+        if scale is not None and "loss_scale" in loaded.numbers:
+            scale = scale.with_numbers(loaded.numbers["loss_scale"])
+        counters = read_counters(loaded.numbers)
+        _check_goes_on(session, plan, counters.step, str(loaded.numbers.get("data", "")))
+    return replace(local, loaded=loaded, counters=counters, loss_scale=scale)
+
+
+def _load_local(session: Session, tier: LocalTier, state: CheckpointState, begun: Restored) -> Restored:
+    """Install the newest checkpoint on the disks of the nodes that holds, on all ranks together: `begun`, with what was
+    loaded. Raises JobError if it does not fit the state."""
+    ranks, directory = session.ranks, session.directory
+    lineage, left_out, newest = ranks.ask_first(
+        lambda: (read_line(directory.path), directory.left_out.read(), max(directory.checkpoint_steps(), default=0))
+    )
+
+    def why_not(manifest: Manifest) -> str:
+        """Why the run must not resume from this checkpoint; empty if it may."""
+        off = lineage.why_off(line_of(manifest.numbers), manifest.step)
+        return off or why_undone(manifest.numbers, manifest.step, left_out)
+
+    tier.remove_partials()
+    held = ranks.together(lambda: list_held(tier.files, session.run_id, newest, why_not) if tier.leads else [])
+    found = survey(ranks.gather(held), ranks.rank)
+    if found.local and lineage.failed_twice(found.local[0].step):
+        return replace(begun, passed_over=found.passed_over, dropped=found.local[0].step)
+    passed_over = found.passed_over
+    for local in found.local:
+        tier.begin(local.step, LOCAL)
+        with open_local_store(tier.place, ranks, local, tier.nodes, tier.apart) as store:
+            loaded = load_from(store, ranks, state)
+        if isinstance(loaded, LoadedCheckpoint):
+            return replace(begun, loaded=replace(loaded, tier=LOCAL), passed_over=passed_over)
+        passed_over = (*passed_over, loaded)
+    return replace(begun, passed_over=passed_over)
+
+
+def _check_goes_on(session: Session, plan: LoopPlan, step: int, saved_data: str) -> None:
+    """Raise UserError if the checkpoint belongs to other data, or is past what is asked for."""
+    own = session.own_model
+    start_over = START_OVER_IN_SCRIPT if own else START_OVER
+    if saved_data and plan.data_fingerprint and saved_data != plan.data_fingerprint:
+        what = "run.loader was given" if own else "the fingerprint of data.path is"
+        elsewhere = "give these a run of their own (shardway.start(directory=...)), " if own else ""
+        raise UserError(
+            f"the training data is not what the first {step} steps were trained on: {what} {plan.data_fingerprint}, "
+            f"the checkpoint says {saved_data}.\n"
+            "  The position in the data would mean other samples, so nothing was trained. To do: restore the data, "
+            f"{elsewhere}or {start_over}."
+        )
+    if step > plan.total_steps:
+        raise UserError(
+            f"{step} steps are done, and train.steps asks for {plan.total_steps}.\n"
+            f"  Nothing was changed. To do: ask for more steps, or {start_over}."
+        )
+
+
+def settle_restored(session: Session, restored: Restored, tier: LocalTier | None) -> Restored:
+    """Write down where the run resumes, and quarantine undone checkpoints; newer ones on disks of nodes are removed.
+    Returns `restored` with the spans that the run leaves out by itself. On all ranks together, after `session.begin`.
+    Raises JobError."""
+    undone, loaded = quarantine_undone(session), restored.loaded
+    step, where = (loaded.step, loaded.tier) if loaded is not None else (0, SHARED)
+    if tier is None:
+        note_descent(session, step, where)
+    else:
+        if where == SHARED:
+            tier.begin(step, where)
+        tier.settle(step, is_here=where == LOCAL)
+
+    def know_left_out() -> tuple[SkippedRange, ...]:
+        if not session.ranks.is_first:
+            return ()
+        written, saved = session.directory.left_out.read(), _of_numbers(loaded.numbers if loaded is not None else {})
+        if len(written) >= len(saved):
+            return written
+        session.directory.confirm_writer()  # the file was lost: it is written again from the checkpoint
+        session.directory.left_out.write(saved)
+        return saved
+
+    left_out = session.ranks.gather(session.ranks.together(know_left_out))[0]
+    return replace(restored, left_out=left_out, undone=undone)
+
+
+def quarantine_damaged(session: Session, restored: Restored) -> None:
+    """Quarantine damaged checkpoints, since this run will save the same steps again. Reports undone ones too, and those
+    on the disks of the nodes, which are gone by now."""
+    step, recorder = restored.counters.step, session.recorder
+    for each in restored.passed_over:
+        name, reason = step_name(each.step), each.reason
+        recorder.event("checkpoint_quarantined", step=step, tier=LOCAL, name=name, kept_as="", reason=reason)
+    if (dropped := restored.dropped) is not None:
+        reason = f"two starts in a row from step {dropped} on the disks of the nodes have failed"
+        recorder.event("local_checkpoints_ignored", step=step, dropped=dropped, reason=reason)
+        recorder.status(local_checkpoints_ignored=dropped)
+    damaged = restored.loaded.passed_over if restored.loaded is not None else ()
+    if not damaged and not restored.undone:
+        return
+    if damaged:
+        session.directory.confirm_writer()
+    done = session.ranks.together(lambda: quarantine(session.directory, damaged) if session.ranks.is_first else [])
+    for corrupt in (*restored.undone, *done):
+        name, kept_as, reason = corrupt.name, corrupt.kept_as, corrupt.reason
+        recorder.event("checkpoint_quarantined", step=step, name=name, kept_as=kept_as, reason=reason)
+
+
+# --- back before a spike
+
+
+def decide_back(
+    session: Session, first: int, now: Counters, known: tuple[SkippedRange, ...]
+) -> tuple[Counters, tuple[SkippedRange, ...]]:
     """Choose the checkpoint and the span, and write them down; on all ranks together. `first`: the first step of the
     spike, which lasts until `now`; `known`: the spans that the run has left out before.
 
-    Raises JobError on every rank if the run has gone back often enough, or has no checkpoint to go back to.
+    Returns the counters of the checkpoint, and all spans that the run leaves out by itself from now on. Raises JobError
+    on every rank if the run has gone back often enough, or has no checkpoint to go back to.
     """
-    resolved, directory = session.resolved, session.directory
+    resolved, directory, plan = session.resolved, session.directory, session.resolved.values.guard
     spike = f"step {first} is" if first == now.step else f"steps {first} to {now.step} are"
     if len(known) >= plan.max_roll_backs:
         limit = f"guard.max_roll_backs = {plan.max_roll_backs}, {resolved.origins['guard.max_roll_backs']}"
@@ -76,7 +212,7 @@ def decide_back(session: Session, plan: BackPlan, first: int, now: Counters, kno
             'guard.on_spike = "warn".'
         )
 
-    def write_down() -> Back:
+    def write_down() -> tuple[Counters, tuple[SkippedRange, ...]]:
         counters = _find_base(directory, first, first - plan.spike_margin)
         if counters is None:
             raise JobError(
@@ -93,7 +229,7 @@ def decide_back(session: Session, plan: BackPlan, first: int, now: Counters, kno
         left_out = SkippedRange(start, now.position, end - kept, counters.step, first, now.step, reason, time.time())
         directory.confirm_writer()
         directory.left_out.write((*known, left_out))
-        return Back(counters, (*known, left_out))
+        return counters, (*known, left_out)
 
     return session.ranks.ask_first(write_down)
 
@@ -114,13 +250,6 @@ def all_skips(session: Session, left_out: Sequence[SkippedRange]) -> list[list[i
     return read_skips([*session.resolved.values.data.skip, *(each.span for each in left_out)])
 
 
-def find_undone(session: Session) -> list[int]:
-    """Steps that were saved before a decision that undid them; on all ranks together. Raises JobError."""
-    if session.starts_over:
-        return []
-    return session.ranks.ask_first(lambda: [each.step for each in _find_undone(session.directory)])
-
-
 def quarantine_undone(session: Session) -> list[CorruptCheckpoint]:
     """Quarantine checkpoints that a decision undid; on all ranks together. Raises JobError."""
 
@@ -133,32 +262,8 @@ def quarantine_undone(session: Session) -> list[CorruptCheckpoint]:
     return session.ranks.gather(session.ranks.together(act))[0]
 
 
-def know_left_out(session: Session, numbers: Mapping[str, Any]) -> tuple[SkippedRange, ...]:
-    """All spans that the run leaves out by itself, after a checkpoint with these numbers was loaded; on all ranks
-    together.
-
-    A lost file is written again from the checkpoint. Raises JobError.
-    """
-
-    def look() -> tuple[SkippedRange, ...]:
-        if not session.ranks.is_first:
-            return ()
-        written, saved = session.directory.left_out.read(), _of_numbers(numbers)
-        if len(written) >= len(saved):
-            return written
-        session.directory.confirm_writer()
-        session.directory.left_out.write(saved)
-        return saved
-
-    return session.ranks.gather(session.ranks.together(look))[0]
-
-
-def as_numbers(left_out: Sequence[SkippedRange]) -> dict[str, Any]:
-    """For a checkpoint's manifest: the decisions made before it."""
-    return {"left_out": [each.as_json() for each in left_out]} if left_out else {}
-
-
 def _of_numbers(numbers: Mapping[str, Any]) -> tuple[SkippedRange, ...]:
+    """The decisions that were made before a checkpoint with these numbers."""
     return read_left_out(numbers.get("left_out", []))
 
 
@@ -180,164 +285,3 @@ def why_undone(numbers: Mapping[str, Any], step: int, left_out: Sequence[Skipped
     """The decision that undid a checkpoint with these numbers; empty for none."""
     reasons = [each.reason for each in left_out[len(_of_numbers(numbers)) :] if each.back_to < step]
     return f"the run went back before it after {reasons[0]}" if reasons else ""
-
-
-# --- resuming from the disks of the nodes
-
-
-@dataclass(frozen=True)
-class LoadedLocally:
-    """What was loaded (None: nothing), what was skipped, and the step for which all of it was left out."""
-
-    loaded: LoadedCheckpoint | None = None
-    passed_over: tuple[PassedOver, ...] = ()
-    dropped: int | None = None
-
-
-def load_local(session: Session, tier: LocalTier, state: CheckpointState) -> LoadedLocally:
-    """Restore the newest checkpoint on the disks of the nodes that holds, on all ranks together.
-
-    Raises JobError if it does not fit the state.
-    """
-    ranks, directory = session.ranks, session.directory
-    lineage, left_out, newest = ranks.ask_first(
-        lambda: (read_line(directory.path), directory.left_out.read(), max(directory.checkpoint_steps(), default=0))
-    )
-
-    def why_not(manifest: Manifest) -> str:
-        """Why the run must not resume from this checkpoint; empty if it may."""
-        off = lineage.why_off(line_of(manifest.numbers), manifest.step)
-        return off or why_undone(manifest.numbers, manifest.step, left_out)
-
-    tier.remove_partials()
-    held = ranks.together(lambda: list_held(tier.files, session.run_id, newest, why_not) if tier.leads else [])
-    found = survey(ranks.gather(held), ranks.rank)
-    if found.local and lineage.failed_twice(found.local[0].step):
-        return LoadedLocally(passed_over=found.passed_over, dropped=found.local[0].step)
-    passed_over = list(found.passed_over)
-    for local in found.local:
-        tier.begin(local.step, LOCAL)
-        with open_local_store(tier.place, ranks, local, tier.nodes, tier.apart) as store:
-            loaded = load_from(store, ranks, state)
-        if isinstance(loaded, LoadedCheckpoint):
-            return LoadedLocally(replace(loaded, tier=LOCAL), tuple(passed_over))
-        passed_over.append(loaded)
-    return LoadedLocally(None, tuple(passed_over))
-
-
-# --- where a run resumes
-
-
-@dataclass(frozen=True)
-class Restored:
-    """The checkpoint that was loaded (None: the run begins), and its numbers.
-
-    `left_out` are the spans that the run leaves out by itself, `undone` what was quarantined before anything was
-    loaded, `local` the result for the checkpoints on the disks of the nodes.
-    """
-
-    loaded: LoadedCheckpoint | None
-    counters: Counters
-    loss_scale: LossScale | None
-    left_out: tuple[SkippedRange, ...] = ()
-    undone: Sequence[CorruptCheckpoint] = ()
-    local: LoadedLocally = field(default_factory=LoadedLocally)
-
-    @property
-    def owes_validation(self) -> bool:
-        """Whether a stop left out the validation after the step that was loaded."""
-        return self.loaded is not None and bool(self.loaded.numbers.get("validation_owed"))
-
-
-def restore(session: Session, plan: LoopPlan, state: CheckpointState, tier: LocalTier | None = None) -> Restored:
-    """Install the newest complete checkpoint that holds, on all ranks together; also from a `tier`.
-
-    `settle_restored` changes the run directory afterwards, once the run goes on. Raises JobError if none is complete,
-    UserError if it belongs to other data or is past what is asked for.
-    """
-    if session.starts_over:
-        session.begin()  # nothing here to resume from, or to be refused for
-    undone = find_undone(session)
-    with line_kept(session, tier):
-        local = load_local(session, tier, state) if tier is not None else LoadedLocally()
-        loaded = local.loaded or load_latest(session.directory, session.ranks, state, without=undone)
-        if loaded is None:
-            return Restored(None, Counters(), plan.loss_scale, local=local)
-        scale = plan.loss_scale
-        if scale is not None and "loss_scale" in loaded.numbers:
-            scale = scale.with_numbers(loaded.numbers["loss_scale"])
-        counters = read_counters(loaded.numbers)
-        _check_goes_on(session, plan, counters.step, str(loaded.numbers.get("data", "")))
-    return Restored(loaded, counters, scale, local=local)
-
-
-def settle_restored(session: Session, restored: Restored, tier: LocalTier | None) -> Restored:
-    """Write down where the run resumes, and quarantine undone checkpoints; returns `restored` with the spans that the
-    run leaves out by itself. On all ranks together, after `session.begin`. Raises JobError."""
-    undone = quarantine_undone(session)
-    _settle_tier(session, tier, restored.loaded)
-    left_out = know_left_out(session, restored.loaded.numbers if restored.loaded is not None else {})
-    return replace(restored, left_out=left_out, undone=undone)
-
-
-def _settle_tier(session: Session, tier: LocalTier | None, loaded: LoadedCheckpoint | None) -> None:
-    """Write down where the run resumes, unless that was done; newer checkpoints on disks of nodes are removed."""
-    step, where = (loaded.step, loaded.tier) if loaded is not None else (0, SHARED)
-    if tier is None:
-        note_descent(session, step, where)
-        return
-    if where == SHARED:
-        tier.begin(step, where)
-    tier.settle(step, is_here=where == LOCAL)
-
-
-def quarantine_damaged(session: Session, restored: Restored) -> None:
-    """Quarantine damaged checkpoints, since this run will save the same steps again. Reports undone ones too."""
-    _report_local(session, restored)
-    damaged = restored.loaded.passed_over if restored.loaded is not None else ()
-    if not damaged and not restored.undone:
-        return
-    if damaged:
-        session.directory.confirm_writer()
-    done = session.ranks.together(lambda: quarantine(session.directory, damaged) if session.ranks.is_first else [])
-    for each in (*restored.undone, *done):
-        session.recorder.event(
-            "checkpoint_quarantined",
-            step=restored.counters.step,
-            name=each.name,
-            kept_as=each.kept_as,
-            reason=each.reason,
-        )
-
-
-def _report_local(session: Session, restored: Restored) -> None:
-    """Report the unused checkpoints on the disks of the nodes, which are gone by now."""
-    step, recorder = restored.counters.step, session.recorder
-    for each in restored.local.passed_over:
-        name, reason = step_name(each.step), each.reason
-        recorder.event("checkpoint_quarantined", step=step, tier=LOCAL, name=name, kept_as="", reason=reason)
-    dropped = restored.local.dropped
-    if dropped is not None:
-        reason = f"two starts in a row from step {dropped} on the disks of the nodes have failed"
-        recorder.event("local_checkpoints_ignored", step=step, dropped=dropped, reason=reason)
-        recorder.status(local_checkpoints_ignored=dropped)
-
-
-def _check_goes_on(session: Session, plan: LoopPlan, step: int, saved_data: str) -> None:
-    """Raise UserError if the checkpoint belongs to other data, or is past what is asked for."""
-    own = session.own_model
-    start_over = START_OVER_IN_SCRIPT if own else START_OVER
-    if saved_data and plan.data_fingerprint and saved_data != plan.data_fingerprint:
-        what = "run.loader was given" if own else "the fingerprint of data.path is"
-        elsewhere = "give these a run of their own (shardway.start(directory=...)), " if own else ""
-        raise UserError(
-            f"the training data is not what the first {step} steps were trained on: {what} {plan.data_fingerprint}, "
-            f"the checkpoint says {saved_data}.\n"
-            "  The position in the data would mean other samples, so nothing was trained. To do: restore the data, "
-            f"{elsewhere}or {start_over}."
-        )
-    if step > plan.total_steps:
-        raise UserError(
-            f"{step} steps are done, and train.steps asks for {plan.total_steps}.\n"
-            f"  Nothing was changed. To do: ask for more steps, or {start_over}."
-        )

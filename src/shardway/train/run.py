@@ -7,65 +7,72 @@
         for batch in run.steps(loader):
             loss = run.step(model, batch, loss_fn)
 
-Invariant: the command line trains through this same door. This module must not hold logic of its own: it passes each
-call to the room that owns it.
+Invariants:
+- The command line trains through this same door, which passes each call to the room that owns it.
+- A run is closed once, with the error that ended its script if there was one. A failure to show something never ends or
+  changes the run.
+
+A line of `shardway train` is written by its event, in the thread that records it. So it stands whole between the
+script's own output (a bar of tqdm makes room for it), and in the cell of a notebook that trains. It goes to stderr,
+since a script's stdout is its own; in a notebook, whose stdout is not parsed, it goes to stdout.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+import sys
+import threading
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TextIO, TypeVar
 
 import torch
 from torch import nn
 
-from shardway.checkpoint.manager import LeastCost, LocalPlan, RetentionPolicy
 from shardway.checkpoint.state import KeptObjects
 from shardway.checkpoint.writer import check_savable
 from shardway.data.sources.base import DataSource
-from shardway.errors import UserError
-from shardway.parallel.apply import ApplyOptions, ParallelModel, apply_parallelism
-from shardway.plan.economy import GPU_MTBF_SECONDS
-from shardway.ranks.stop import report_errors
-from shardway.resolve import DataFacts, Resolved, scale_of
+from shardway.errors import JobError, UserError
+from shardway.parallel.apply import ApplyOptions, apply_parallelism
+from shardway.ranks.start import is_out_of_memory
+from shardway.ranks.stop import find_shell, report_errors, restore_hook, script_hook
+from shardway.resolve import DataFacts, Resolved
 from shardway.resolve.request import ResolveRequest, parse_words
+from shardway.rundir.attempts import VARIABLE as ATTEMPT
 from shardway.rundir.directory import RunDir
-from shardway.runfile.schema import PrecisionSection
+from shardway.rundir.events import Event
 from shardway.train.by_hand import BackwardCall, GradientsByHand
 from shardway.train.dataloader import (
     Loader,
     LoaderArguments,
     check_length,
+    find_data_state,
     make_loader,
     take_validation,
     training_batches,
     validation_data,
     validation_rows,
 )
-from shardway.train.engines import ENGINES
-from shardway.train.engines.base import Engine, EngineParts, StepCall
-from shardway.train.engines.torch import script_explained
-from shardway.train.guard import plan_guard
-from shardway.train.held import HeldOptimizer, Holdings, check_several, refuse_broken
+from shardway.train.engines import ENGINES, Engine, EngineParts, StepCall, script_explained
+from shardway.train.held import HeldOptimizer, Holdings, check_several
 from shardway.train.loop import Loop
-from shardway.train.loop_state import LoopParts, LoopPlan, LRSchedule, check_is_validated
-from shardway.train.loss import LossScale, LossSum
+from shardway.train.loop_state import LoopPlan
+from shardway.train.loss import LossSum
 from shardway.train.loss_probe import probe_loss
-from shardway.train.memory import Holder, memory_explained
-from shardway.train.metrics import check_metrics
-from shardway.train.model_numerics import format_named, keep_formats, resolve_for_model
+from shardway.train.memory import explain_memory
 from shardway.train.passes import BatchSplit, let_go
-from shardway.train.script import OpenedRun, ScriptDisplay, close_earlier, open_display
-from shardway.train.script_state import find_data_state
-from shardway.train.session import Session, open_session
-from shardway.train.validate import Validation
-from shardway.units import Scale, Span
+from shardway.train.session import Session, format_named, keep_formats, open_session, resolve_for_model
+from shardway.train.validate import Validation, check_metrics
+from shardway.watch.plain import PlainLines
+from shardway.watch.progress import read_validations
+from shardway.watch.words import list_last_lines
 
 T = TypeVar("T")
 
@@ -112,18 +119,6 @@ class Run:
         return self._session
 
     @property
-    def _model(self) -> nn.Module | None:
-        return self._held.models[0].parallel.module if self._held.models else None
-
-    @property
-    def _parallel(self) -> ParallelModel | None:
-        return self._held.models[0].parallel if self._held.models else None
-
-    @property
-    def _optimizer(self) -> torch.optim.Optimizer | None:
-        return self._held.optimizers[0].optimizer if self._held.optimizers else None
-
-    @property
     def step_number(self) -> int:
         """How many steps are done; in the loop of a resumed run, with those of earlier attempts.
 
@@ -136,34 +131,7 @@ class Run:
             )
         return self._loop.counters.step
 
-    def close(self) -> None:
-        """The end of the run in this script, where it was not opened by `with`; a second call does nothing."""
-        if self._opened is not None:
-            self._opened.close()
-        else:
-            self.leave()
-
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._opened.close(kind, error, trace) if self._opened is not None else None
-
-    def leave(self) -> None:
-        """A loop that the script left early is saved and said to be stopped."""
-        if self._loop is not None:
-            self._loop.leave()
-            if self._display is not None and self._loop.has_begun:
-                self._display.end()
-
-    def find_holder(self) -> Holder:
-        """What this rank holds."""
-        steps = self._loop.counters.step if self._loop is not None else 0
-        models = [each.parallel.module for each in self._held.models]
-        optimizers = [each.optimizer for each in self._held.optimizers]
-        return Holder(self._session.ranks, self.resolved.values, models, optimizers, steps)
+    # --- before the loop
 
     def shard(self, model: nn.Module, name: str | None = None) -> nn.Module:
         """Make a model parallel as the run file says and move it to this rank's device; returns what to call.
@@ -172,23 +140,22 @@ class Run:
         A run may have several models; `name` is what a further one is called in checkpoints and events. Raises
         UserError where the model cannot be split or filled.
         """
-        self._check_open("run.shard")
-        self._check_not_begun("run.shard")
-        numerics = resolve_for_model(self._session, model, is_first=not self._held.models)
+        self._check_open("run.shard", before_loop=True)
+        precision, compiled = resolve_for_model(self._session, model, is_first=not self._held.models)
         values = self.resolved.values
         options = ApplyOptions(
             parallel=values.parallel,
-            precision=numerics.precision,
+            precision=precision,
             recompute=values.recompute,
-            compile=numerics.compile,
+            compile=compiled,
             channels_last=values.train.channels_last,
             seed=values.train.seed,
             wrap_copies=ENGINES[values.train.engine].wraps_copies,
         )
         parallel = apply_parallelism(model, self._session.mesh, self.device, options)
         check_savable(parallel.module.state_dict(), f"what {type(model).__name__} holds")
-        keep_formats(self._session, parallel.module, numerics.precision)
-        return self._held.add_model(parallel, name, numerics.precision).parallel.given
+        keep_formats(self._session, parallel.module, precision)
+        return self._held.add_model(parallel, name, precision).parallel.given
 
     def optimizer(
         self,
@@ -203,8 +170,7 @@ class Run:
         Its learning rate is the script's own unless the run file sets `optim.schedule`; then it is the peak of it.
         `name` is what a further optimizer is called in checkpoints.
         """
-        self._check_open("run.optimizer")
-        self._check_not_begun("run.optimizer")
+        self._check_open("run.optimizer", before_loop=True)
         return self._held.add_optimizer(factory(model.parameters(), **options), model, name).optimizer
 
     def scheduler(
@@ -234,27 +200,6 @@ class Run:
         """
         self._held.keep(name, thing)
         return thing
-
-    def log(self, metrics: Mapping[str, Any] | None = None, /, *, reduce: str = "mean", **values: Any) -> None:
-        """Write down values of the step under way: `run.log(accuracy=0.93)`, or `run.log({"top 5": 0.99})`.
-
-        A value is a number, a tensor of one element, or a metric object such as torchmetrics', which is computed over
-        all ranks. `reduce` says how numbers of several ranks become one: their "mean" by samples of the batch, "sum",
-        "min" or "max". Ranks need not log alike, and none waits. Raises UserError for what is no number.
-        """
-        if self._loop is None:
-            raise UserError(
-                "run.log was called before run.steps.\n  To do: call it within `for batch in run.steps(loader)`."
-            )
-        self._loop.log({**dict(metrics.items() if metrics is not None else ()), **values}, reduce)
-
-    def stop(self, reason: str = "the script ended it") -> None:
-        """Let the run be finished after the step under way, saved, and never continued; where any rank calls it."""
-        if self._loop is None or not self._loop.has_begun:
-            raise UserError(
-                "run.stop was called before the first batch.\n  To do: call it within `for batch in run.steps(loader)`."
-            )
-        self._loop.finish_early(reason)
 
     def loader(
         self,
@@ -300,6 +245,8 @@ class Run:
         monitor = self.resolved.values.checkpoint.monitor
         return Validation(data, loss_fn, bytes_per_token, rows, objects, monitor=monitor)
 
+    # --- the loop
+
     def steps(
         self,
         loader: Loader,
@@ -313,29 +260,51 @@ class Run:
         dataset's is what torch's default_collate makes of its samples.
         """
         self._check_open("run.steps")
+        session, held = self._session, self._held
         if not isinstance(loader, Loader):
             raise UserError(
                 f"run.steps takes what run.loader gives, not a {type(loader).__name__}.\n"
                 "  To do: hand your dataset to run.loader(dataset, batch_size=...), which shares it over the ranks."
             )
         if length is not None:
-            resolution = self._session.resolution
-            self._session.resolution = resolution.with_default("train.steps", length, f"run.steps(length={length!r})")
-        if not self._session.settled:
-            self._session.own_model = True
-            check_length(self._session, loader, given=length is not None)
-            self._session.settle(DataFacts(loader.size, loader.tokens_per_sample, None), keep=_has_effect_on_own_model)
-        check_is_validated(self._session, validation)
+            origin = f"run.steps(length={length!r})"
+            session.resolution = session.resolution.with_default("train.steps", length, origin)
+        if not session.settled:
+            session.own_model = True
+            check_length(session, loader, given=length is not None)
+            session.settle(
+                DataFacts(loader.size, loader.tokens_per_sample, None),
+                keep=lambda key: not key.startswith(("model.", "data.")) or key in OWN_MODEL_KEYS,
+            )
+        values, origins = session.resolved.values, session.resolved.origins
+        asked = {"checkpoint.keep_best": values.checkpoint.keep_best, "train.patience": values.train.patience}
+        named = [f"{key} is {value} ({origins[key]})" for key, value in asked.items() if value not in (0, "off")]
+        if named and validation is None:
+            raise UserError(
+                f"{' and '.join(named)}, which needs validations, and run.steps was given none.\n"
+                "  To do: hand run.steps(loader, validation=run.validation(held_out, loss_fn)), or leave the key out."
+            )
         self._leave_earlier()
-        first, *others = self._make_engines()
-        self._probes_loss = self._session.own_model
-        held = self._held if self._session.own_model else None
-        state = find_data_state(self._session, loader, self._find_position)
-        batches = partial(training_batches, self._session, loader, state)
-        draws = self._session.own_model or not isinstance(loader.samples, DataSource)  # ours draw nothing
-        self._by_hand = GradientsByHand(self._session, self._held, self._engines) if held is not None else None
-        parts = LoopParts(first, batches, validation, on_step, tuple(others), held, draws, self._by_hand, state)
-        self._loop = Loop(self._session, self._plan(loader), parts)
+        if not held.models or not held.optimizers:
+            missing = "run.optimizer(...)" if held.models else "run.shard(model)"
+            raise UserError(f"run.steps needs what is to be resumed and saved: call {missing} before it.")
+        check_several(held, self.resolved.values)
+        self._engines = {id(each.optimizer): self._make_engine(each) for each in held.optimizers}
+        self._probes_loss = own = session.own_model
+        self._by_hand = GradientsByHand(session, held, self._engines) if own else None
+        state = find_data_state(session, loader, lambda: self._loop.counters.position if self._loop is not None else 0)
+        self._loop = Loop(
+            session,
+            LoopPlan(session, DataFacts(loader.size, loader.tokens_per_sample, None), loader.fingerprint),
+            list(self._engines.values()),
+            partial(training_batches, session, loader, state),
+            validation=validation,
+            on_step=on_step,
+            held=held if own else None,
+            by_hand=self._by_hand,
+            data=state,
+            reading_draws=own or not isinstance(loader.samples, DataSource),  # ours draw nothing
+        )
         return self._loop.batches()
 
     def step(
@@ -358,9 +327,21 @@ class Run:
         if self._loop is None:
             raise UserError("run.step was called before run.optimizer and `for batch in run.steps(loader)`.")
         held = self._held.find_optimizer(model, optimizer)
-        call = StepCall(self._engines[id(held.optimizer)], self._name_step(held), model, loss_fn)
+        # The loss is named after the model, or after the optimizer where the model has several.
+        alone = sum(each.model is held.model for each in self._held.optimizers) == 1
+        name = held.model.name if alone else held.name
+        call = StepCall(self._engines[id(held.optimizer)], name, model, loss_fn)
+
+        def look(rows: int | None) -> None:
+            """Look once whether the loss depends on how its batch is cut."""
+            if self._probes_loss:
+                self._probes_loss = False
+                probe_loss(self._session, call.engine.passes, model, batch, loss_fn, rows)
+                for each in self._held.models:
+                    let_go(each.parallel)
+
         with format_named(self.resolved, call.engine.passes.precision):
-            return self._loop.step(call, batch, partial(self._probe, call, batch))
+            return self._loop.step(call, batch, look)
 
     def backward(
         self,
@@ -392,73 +373,98 @@ class Run:
             raise UserError("run.clip was called before `for batch in run.steps(loader)`.")
         return self._by_hand.clip(target, float(max_norm))
 
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
+    def autocast(self) -> AbstractContextManager[None]:
         """Around a forward pass and a loss that the script computes itself: the format of `precision.compute`."""
         if self._by_hand is None:
             raise UserError("run.autocast was called before `for batch in run.steps(loader)`.")
         return self._by_hand.autocast()
 
-    def _probe(self, call: StepCall, batch: Any, rows: int | None) -> None:
-        """Look once whether the loss depends on how its batch is cut."""
-        if self._probes_loss:
-            self._probes_loss = False
-            probe_loss(self._session, call.engine.passes, call.model, batch, call.loss_fn, rows)
-            for each in self._held.models:
-                let_go(each.parallel)
+    def log(self, metrics: Mapping[str, Any] | None = None, /, *, reduce: str = "mean", **values: Any) -> None:
+        """Write down values of the step under way: `run.log(accuracy=0.93)`, or `run.log({"top 5": 0.99})`.
 
-    def _name_step(self, held: HeldOptimizer) -> str:
-        """What the loss of an optimizer's step is called: as its model, or as itself where the model has several."""
-        alone = sum(each.model is held.model for each in self._held.optimizers) == 1
-        return held.model.name if alone else held.name
+        A value is a number, a tensor of one element, or a metric object such as torchmetrics', which is computed over
+        all ranks. `reduce` says how numbers of several ranks become one: their "mean" by samples of the batch, "sum",
+        "min" or "max". Ranks need not log alike, and none waits. Raises UserError for what is no number.
+        """
+        if self._loop is None:
+            raise UserError(
+                "run.log was called before run.steps.\n  To do: call it within `for batch in run.steps(loader)`."
+            )
+        self._loop.log({**dict(metrics.items() if metrics is not None else ()), **values}, reduce)
 
-    def _find_position(self) -> int:
-        """Where the next step begins in the order of samples."""
-        return self._loop.counters.position if self._loop is not None else 0
+    def stop(self, reason: str = "the script ended it") -> None:
+        """Let the run be finished after the step under way, saved, and never continued; where any rank calls it."""
+        if self._loop is None or not self._loop.has_begun:
+            raise UserError(
+                "run.stop was called before the first batch.\n  To do: call it within `for batch in run.steps(loader)`."
+            )
+        self._loop.finish_early(reason)
+
+    # --- the end
+
+    def close(self) -> None:
+        """The end of the run in this script, where it was not opened by `with`; a second call does nothing."""
+        if self._opened is not None:
+            self._opened.close()
+        else:
+            self.leave()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._opened.close(kind, error, trace) if self._opened is not None else None
+
+    def leave(self) -> None:
+        """A loop that the script left early is saved and said to be stopped."""
+        if self._loop is not None:
+            self._loop.leave()
+            if self._display is not None and self._loop.has_begun:
+                self._display.end()
+
+    # --- parts
 
     def _leave_earlier(self) -> None:
         """A loop that the script has left, by `break` or in a cell that was interrupted, is saved where it stands: the
         next one goes on from there. Raises UserError where an error has left the model between two states."""
         if self._loop is None:
             return
-        if self._loop.intact.is_broken():
-            raise refuse_broken(max(self._session.list_saved(), default=0))
+        if self._loop.is_broken():
+            saved = max(self._session.list_saved(), default=0)
+            where = f"step {saved}, which is saved" if saved else "the start, since nothing is saved yet"
+            raise UserError(
+                "an error has ended the last update in its midst, so the model is neither before nor after it.\n"
+                f"  To do: call shardway.start and make model and optimizer anew: the run goes on from {where}."
+            )
         self._loop.leave()
         step = self._loop.counters.step
         if step and not self._session.ranks.ask_first(lambda: step in self._session.list_saved()):
             self._loop.save()  # finished, with `checkpoint.every = "off"`
 
-    def _check_open(self, caller: str) -> None:
+    def _check_open(self, caller: str, *, before_loop: bool = False) -> None:
         if self._opened is not None and not self._opened.is_open:
             raise UserError(
                 f"{caller} was called after the end of the run (run.close(), or the end of its `with`).\n"
                 "  To do: call shardway.start again, and make model and optimizer anew: the run goes on from its last "
                 "checkpoint."
             )
-
-    def _check_not_begun(self, caller: str) -> None:
-        if self._loop is not None and not self._loop.has_ended:
+        if before_loop and self._loop is not None and not self._loop.has_ended:
             raise UserError(
                 f"{caller} was called after run.steps, so what it makes would neither be trained nor saved.\n"
                 "  To do: call it before run.steps."
             )
 
-    def _make_engines(self) -> list[Engine]:
-        if not self._held.models or not self._held.optimizers:
-            missing = "run.optimizer(...)" if self._held.models else "run.shard(model)"
-            raise UserError(f"run.steps needs what is to be resumed and saved: call {missing} before it.")
-        check_several(self._held, self.resolved.values)
-        self._engines = {id(each.optimizer): self._make_engine(each) for each in self._held.optimizers}
-        return list(self._engines.values())
-
     def _make_engine(self, held: HeldOptimizer) -> Engine:
-        session, (train, derived) = self._session, (self.resolved.values.train, self.resolved.derived)
-        clip = self.resolved.values.optim.clip
+        session, values, derived = self._session, self.resolved.values, self.resolved.derived
+        train, clip = values.train, values.optim.clip
         first, further, beside = self._held.around(held)
         parts = EngineParts(
             parallel=first,
             optimizer=held.optimizer,
             batch_split=BatchSplit(train.global_batch, int(train.micro_batch), derived.accumulation, derived.per_pass),
-            precision=held.model.precision or session.precision,
+            precision=held.model.precision,
             clip=None if clip == "off" or session.leaves_alone("optim.clip") else float(clip),
             ranks=session.ranks,
             resolved=self.resolved,
@@ -470,50 +476,6 @@ class Run:
         )
         return ENGINES[train.engine].make(parts)
 
-    def _plan(self, loader: Loader) -> LoopPlan:
-        resolved = self.resolved
-        values, derived = resolved.values, resolved.derived
-        scale = scale_of(resolved, DataFacts(loader.size, loader.tokens_per_sample, None))
-        every, validate_every, margin = values.checkpoint.every, values.train.validate_every, values.run.stop_margin
-        kept, constant = values.checkpoint.keep_every, self._session.leaves_alone("optim.schedule")
-        warmup_steps = 0 if constant else derived.warmup_steps
-        return LoopPlan(
-            total_steps=derived.total_steps,
-            global_batch=values.train.global_batch,
-            tokens_per_sample=loader.tokens_per_sample,
-            validate_every=None if validate_every == "off" else max(1, validate_every.in_steps(scale)),
-            save_every=max(1, every.in_steps(scale)) if isinstance(every, Span) else None,
-            save_every_s=self._save_interval(every),
-            save_at_end=every != "off" or values.checkpoint.local_every != "off",
-            keep=RetentionPolicy(
-                values.checkpoint.keep,
-                None if kept == "off" else max(1, kept.in_steps(scale)),
-                values.checkpoint.keep_best,
-            ),
-            schedule="constant" if constant else values.optim.schedule,
-            writes_lr=not constant,
-            lr_schedule=LRSchedule(derived.total_steps, warmup_steps, derived.decay_steps, values.optim.final_lr),
-            data_fingerprint=loader.fingerprint,
-            loss_scale=_loss_scale_of(values.precision) if self._session.precision.scales_loss else None,
-            stop_margin_s=None if margin == "auto" else float(margin),
-            guard=plan_guard(self._session, scale),
-            local=self._plan_local(scale),
-            monitor=values.checkpoint.monitor,
-            patience=None if values.train.patience == "off" else values.train.patience,
-        )
-
-    def _plan_local(self, scale: Scale) -> LocalPlan | None:
-        section = self.resolved.values.checkpoint
-        if section.local_every == "off":
-            return None
-        steps = max(1, section.local_every.in_steps(scale)) if isinstance(section.local_every, Span) else None
-        return LocalPlan(steps, self._save_interval(section.local_every), section.local_dir)
-
-    def _save_interval(self, every: object) -> float | LeastCost | None:
-        if every == "auto":
-            return LeastCost(GPU_MTBF_SECONDS / self._session.ranks.world)
-        return every if isinstance(every, float) else None
-
 
 def start(*words: str | Path | None, directory: str | Path | None = None, fresh: bool = False) -> Run:
     """Join whatever started this process (nothing, torchrun, srun, mpirun, PBS) and open the run directory.
@@ -524,7 +486,10 @@ def start(*words: str | Path | None, directory: str | Path | None = None, fresh:
     every rank alike; one that is not caught ends the script with its message and its exit code.
     """
     report_errors()
-    close_earlier()
+    earlier = getattr(find_shell(), _OPENED, None)
+    if isinstance(earlier, OpenedRun) and earlier.is_open:  # an earlier cell of a notebook has left it open
+        logging.getLogger("shardway").warning("the run that was still open is closed; this one begins.")
+        earlier.close()
     request = parse_words([str(word) for word in words if word is not None])
     place = Path(directory) if directory is not None else None
     opened = OpenedRun(open_run(replace(request, directory=place, fresh=fresh, own_model=True)))
@@ -537,16 +502,125 @@ def open_run(request: ResolveRequest) -> Iterator[Run]:
     """The run of a request, open on this rank."""
     with open_session(request, os.environ) as session:
         run = Run(session)
-        with memory_explained(run.find_holder), script_explained():
-            yield run
-            run.leave()
+        try:
+            with script_explained():
+                yield run
+                run.leave()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            models = [each.parallel.module for each in run._held.models]
+            optimizers = [each.optimizer for each in run._held.optimizers]
+            steps = run._loop.counters.step if run._loop is not None else 0
+            message = explain_memory(error, session.ranks, session.resolved.values, models, optimizers, steps)
+            raise JobError(message) from error
 
 
-def _loss_scale_of(section: PrecisionSection) -> LossScale:
-    return LossScale(
-        section.loss_scale, section.loss_scale_growth, section.loss_scale_backoff, section.loss_scale_interval
-    )
+# --- the end of a run
+
+_OPENED = "_shardway_opened"
+"""Attribute of a notebook's shell: the run that was opened last."""
 
 
-def _has_effect_on_own_model(dotted: str) -> bool:
-    return not dotted.startswith(("model.", "data.")) or dotted in OWN_MODEL_KEYS
+class OpenedRun(Generic[T]):
+    """What a context manager gives, entered at once; `close` leaves it. `is_open`: `close` has not been called."""
+
+    def __init__(self, context: AbstractContextManager[T]) -> None:
+        self._context: AbstractContextManager[T] | None = context
+        self.is_open = False
+        self.run = context.__enter__()
+        self.is_open = True
+        script_hook().closes.append(self.close)
+        if (shell := find_shell()) is not None:
+            setattr(shell, _OPENED, self)
+        # Before threads are joined and pools are closed: a last save needs them.
+        getattr(threading, "_register_atexit", atexit.register)(self.close)
+
+    def close(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> bool:
+        """Leave the run, with the error that ends it if there is one; a second call does nothing."""
+        if not self.is_open or self._context is None:
+            return False
+        self.is_open = False
+        closes = script_hook().closes
+        if self.close in closes:
+            closes.remove(self.close)
+        context, self._context = self._context, None
+        del self.run  # what is registered for the end of the process must not keep a model until then
+        handled = bool(context.__exit__(kind, error, trace))
+        if error is None:
+            restore_hook()
+        return handled
+
+
+# --- the lines of shardway train, on rank 0
+
+LONGEST_ON_TERMINAL_S, LONGEST_IN_FILE_S = 60.0, 600.0
+"""The most seconds between two step lines of a long run."""
+
+
+class ScriptDisplay:
+    """Takes the events that rank 0 records, and writes their lines."""
+
+    def __init__(self, directory: RunDir, said: Container[str]) -> None:
+        """`said`: reasons that were shown in full already."""
+        self._lines: PlainLines | None = None
+        self._directory, self._said = directory, said
+
+    def show(self, event: Event) -> None:
+        if event["event"] == "fault" or event.get("reason") in self._said:
+            return  # the error is shown when it ends the script
+        with contextlib.suppress(Exception):
+            if self._lines is None:
+                validations = []
+                with contextlib.suppress(JobError, OSError):
+                    validations = read_validations(self._directory)
+                stream = _find_stream()
+                longest_s = LONGEST_ON_TERMINAL_S if stream is not None and stream.isatty() else LONGEST_IN_FILE_S
+                self._lines = PlainLines(validations=validations, longest_s=longest_s)
+            self._write(self._lines.lines(event))
+
+    def end(self) -> None:
+        """At the end of the script's run: show where the run is, and how to continue it."""
+        with contextlib.suppress(Exception):
+            status = self._directory.read_status()
+            state, reason = str(status.get("state", "")), str(status.get("reason", ""))
+            lines = list_last_lines(
+                str(self._directory.path),
+                state,
+                reason,
+                report=f"shardway report {self._directory.path}",
+                nothing_done=state == "finished" and self._lines is None,
+                status=status,
+                by_hand=ATTEMPT not in os.environ,
+            )
+            self._write(lines)
+
+    def _write(self, lines: list[str]) -> None:
+        stream = _find_stream()
+        if stream is None or not lines:
+            return
+        bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        with bars.external_write_mode(file=stream) if bars is not None else contextlib.nullcontext():
+            stream.write("".join(f"{line}\n" for line in lines))
+            stream.flush()
+
+
+def _find_stream() -> TextIO | None:
+    """The stream that users read, looked up each time, since a notebook or a test may set another."""
+    return sys.stdout if find_shell() is not None else sys.stderr
+
+
+def open_display(session: Session) -> ScriptDisplay | None:
+    """The display of this rank's script; None if `run.display` is "off", on other ranks, and if an agent of Shardway
+    shows the run."""
+    is_shown = session.resolved.values.run.display != "off" and session.ranks.placement.launcher != "shardway"
+    if not is_shown or not session.ranks.is_first:
+        return None
+    display = ScriptDisplay(session.directory, session.noted)
+    session.recorder.show = display.show
+    return display

@@ -37,14 +37,14 @@ from shardway.checkpoint.file_format import Damaged
 from shardway.checkpoint.import_match import Match, has_own_head, match_source, open_source
 from shardway.checkpoint.import_sources import ForeignSource, OwnSource
 from shardway.checkpoint.local_tier import ShardStore
-from shardway.checkpoint.reader import LoadedCheckpoint, load_from, load_latest, nothing_whole
+from shardway.checkpoint.reader import load_from, load_latest, nothing_whole
 from shardway.checkpoint.state import Trained, count_bytes
 from shardway.checkpoint.writer import Content, shared_place, write_checkpoint
 from shardway.data.open import open_described
 from shardway.errors import JobError, Problem, UserError, check_no_problems
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
-from shardway.models.huggingface.model import Form, build_huggingface, form_of
+from shardway.models.huggingface.model import build_huggingface, form_of
 from shardway.parallel.apply import ApplyOptions, apply_parallelism
 from shardway.parallel.mesh import build_mesh
 from shardway.parallel.precision import read_precision
@@ -62,8 +62,6 @@ from shardway.runfile.schema import PrecisionSection, RunFile
 from shardway.train.loop_state import Counters
 from shardway.watch.progress import find_best_checkpoint
 
-# --- Exports the weights of a run directory to a folder, and gives the layout of a run over ranks that do not train
-
 # --- the layout over ranks that do not train
 
 _OF_TRAIN = ("micro_batch", "compile", "compile_cache")
@@ -72,16 +70,15 @@ _OF_TRAIN = ("micro_batch", "compile", "compile_cache")
 
 def lay_evenly(asked: LoadedRunFile) -> LoadedRunFile:
     """The same run with weights shared by all ranks, on CPUs, and without the keys that decide how it is trained."""
-    fresh = load_run(None).values
-    narrow = asked.values.precision.weights == "bf16"
+    fresh, weights = load_run(None).values, asked.values.precision.weights
+    compute = "bf16" if weights == "bf16" else "fp32"
     updates: dict[str, dict[str, Any]] = {
         "train": {name: getattr(fresh.train, name) for name in _OF_TRAIN},
         "run": {"device": "cpu"},
-        "precision": {**dict(fresh.precision), "weights": asked.values.precision.weights},
+        "precision": {**dict(fresh.precision), "weights": weights, "compute": compute},
         "parallel": {**dict(fresh.parallel), "dp_replicate": 1, "dp_shard": "auto"},
         "recompute": dict(fresh.recompute),
     }
-    updates["precision"]["compute"] = "bf16" if narrow else "fp32"
     sections = {name: getattr(asked.values, name).model_copy(update=update) for name, update in updates.items()}
     reset = {dotted: DEFAULT for dotted in asked.origins if is_of_layout(dotted)}
     return replace(asked, values=asked.values.model_copy(update=sections), origins={**asked.origins, **reset})
@@ -92,6 +89,28 @@ def is_of_layout(dotted: str) -> bool:
     section, _, name = dotted.partition(".")
     whole = section in ("parallel", "recompute") or (section == "precision" and name != "weights")
     return whole or dotted == "run.device" or (section == "train" and name in _OF_TRAIN)
+
+
+def _start(resolution: Resolution, placement: Placement) -> Ranks:
+    section = resolution.resolved.values.run
+    options = StartOptions(section.device, int(section.threads), section.start_timeout, section.collective_timeout)
+    return start_ranks(placement, options)
+
+
+def _build(
+    ranks: Ranks,
+    values: RunFile,
+    vocab: int | None,
+    sample_shape: tuple[int, ...],
+    find_tied: Callable[[], bool | None],
+) -> nn.Module:
+    """The model of a run on the meta device; its values come later."""
+    section = values.model
+    if not section.hf:
+        return build_model(section, vocab=vocab, sample_shape=sample_shape)
+    folder = ranks.first_then_all(lambda: locate_model(section.hf, weights=False))
+    tied = ranks.ask_first(find_tied)
+    return build_huggingface(folder, vocab=int(vocab or 0), seq_len=sample_shape[0], weights=False, tied=tied)
 
 
 # --- the export
@@ -156,38 +175,13 @@ def export_run(
     placement = find_placement(environ)
     if not run.checkpoint_steps():
         raise _no_checkpoint(run)
-    if own_names or is_of_script(run):
+    if own_names or "model" not in run.read_resolved():  # a script trained its own model here: no [model] is known
         return export_state_dicts(run, folder, dtype, which) if placement.rank == 0 else None
     resolution = _resolve(run, placement.world, placement.local_world)
     ranks = _start(resolution, placement)
     exported = export_on(ranks, resolution, run, folder, dtype or "fp32", which)
     ranks.end()
     return exported
-
-
-def _start(resolution: Resolution, placement: Placement) -> Ranks:
-    section = resolution.resolved.values.run
-    options = StartOptions(section.device, int(section.threads), section.start_timeout, section.collective_timeout)
-    return start_ranks(placement, options)
-
-
-def _load_chosen(run: RunDir, ranks: Ranks, state: Trained, step: int) -> LoadedCheckpoint:
-    loaded = load_from(ShardStore(find_in_run(run, step), ranks), ranks, state)
-    if isinstance(loaded, PassedOver):
-        raise _damaged(loaded)
-    return loaded
-
-
-def _damaged(chosen: PassedOver) -> JobError:
-    return JobError(
-        f"the checkpoint of step {chosen.step} is damaged: {chosen.reason}\n"
-        "  Nothing was written. To do: choose another step; `shardway checkpoint verify` lists which are whole."
-    )
-
-
-def is_of_script(run: RunDir) -> bool:
-    """Whether a script trained its own model here: then no [model] is written down."""
-    return "model" not in run.read_resolved()
 
 
 def export_state_dicts(run: RunDir, folder: Path, dtype: str | None, which: Which = NEWEST) -> Exported:
@@ -210,18 +204,35 @@ def export_state_dicts(run: RunDir, folder: Path, dtype: str | None, which: Whic
 def export_on(
     ranks: Ranks, resolution: Resolution, run: RunDir, folder: Path, dtype: str, which: Which = NEWEST
 ) -> Exported:
-    """The same on ranks that have started."""
+    """The same as a Hugging Face folder, on ranks that have started."""
     values, chosen = resolution.resolved.values, ranks.ask_first(lambda: which.choose(run))
     vocab = values.model.vocab if isinstance(values.model.vocab, int) and not values.model.hf else None
     model = _build(ranks, values, vocab, (values.data.seq_len,), lambda: find_tie(run))
-    form = _find_form(model, values.data.seq_len)
+    try:
+        form = form_of(model, max_positions=values.data.seq_len)
+    except UserError as error:
+        raise UserError(
+            f"{error}\n  `--own-names` writes its weights as model.safetensors and model.pt under its own names."
+        ) from None
     options = ApplyOptions(values.parallel, read_precision(PrecisionSection(weights=values.precision.weights)))
     parallel = apply_parallelism(model, build_mesh(ranks, values.parallel), ranks.device, options)
-    ranks.together(lambda: _check_has_weights(run))
+
+    def check_has_weights() -> None:
+        entries = list_newest(run)
+        if entries and not find_models(entries):  # nothing in Shardway's form
+            raise no_weights(run.path)
+
+    ranks.together(check_has_weights)
     state = Trained(parallel.module, None)
-    loaded = load_latest(run, ranks, state) if chosen is None else _load_chosen(run, ranks, state, chosen)
-    if loaded is None:
-        raise _no_checkpoint(run)
+    if chosen is None:
+        loaded = load_latest(run, ranks, state)
+        if loaded is None:
+            raise _no_checkpoint(run)
+    else:
+        found = load_from(ShardStore(find_in_run(run, chosen), ranks), ranks, state)
+        if isinstance(found, PassedOver):
+            raise _damaged(found)
+        loaded = found
     weights = {name: parameter.detach() for name, parameter in parallel.module.named_parameters()}
     save_weights(weights, form, folder, ranks, dtype=DTYPES[dtype])
     return Exported(str(folder), loaded.step, loaded.passed_over)
@@ -232,38 +243,6 @@ def _resolve(run: RunDir, ranks: int, ranks_per_node: int) -> Resolution:
     return resolve_loaded(ResolveRequest(run.resolved_path, directory=run.path), asked, ranks, ranks_per_node)
 
 
-def _find_form(model: nn.Module, max_positions: int) -> Form:
-    try:
-        return form_of(model, max_positions=max_positions)
-    except UserError as error:
-        raise UserError(
-            f"{error}\n  `--own-names` writes its weights as model.safetensors and model.pt under its own names."
-        ) from None
-
-
-def _check_has_weights(run: RunDir) -> None:
-    """Raise UserError if the newest readable checkpoint holds nothing in Shardway's form."""
-    entries = list_newest(run)
-    if entries and not find_models(entries):
-        raise no_weights(run.path)
-
-
-def _build(
-    ranks: Ranks,
-    values: RunFile,
-    vocab: int | None,
-    sample_shape: tuple[int, ...],
-    find_tied: Callable[[], bool | None],
-) -> nn.Module:
-    """The model of a run on the meta device; its values come later."""
-    section = values.model
-    if not section.hf:
-        return build_model(section, vocab=vocab, sample_shape=sample_shape)
-    folder = ranks.first_then_all(lambda: locate_model(section.hf, weights=False))
-    tied = ranks.ask_first(find_tied)
-    return build_huggingface(folder, vocab=int(vocab or 0), seq_len=sample_shape[0], weights=False, tied=tied)
-
-
 def _no_checkpoint(run: RunDir) -> UserError:
     return UserError(
         f"{run.path} holds no checkpoint to export.\n"
@@ -271,7 +250,14 @@ def _no_checkpoint(run: RunDir) -> UserError:
     )
 
 
-# --- Makes a run directory that `shardway train` continues from weights of another tool or run
+def _damaged(chosen: PassedOver) -> JobError:
+    return JobError(
+        f"the checkpoint of step {chosen.step} is damaged: {chosen.reason}\n"
+        "  Nothing was written. To do: choose another step; `shardway checkpoint verify` lists which are whole."
+    )
+
+
+# --- the import: a run directory that `shardway train` continues from weights of another tool or run
 
 
 @dataclass(frozen=True)
@@ -337,12 +323,24 @@ def import_on(ranks: Ranks, resolution: Resolution, wanted: ImportRequest) -> Im
     facts, values = data.train.facts, resolved.values
     model = _build(ranks, values, facts.vocab, facts.sample_shape, lambda: not has_own_head(source))
     match = ranks.together(lambda: match_source(source, model, wanted.prefix))
-    counts = len(match.fit.arrangements) + len(match.buffers), sum(each.numel() for each in model.parameters())
+    tensors, parameters = (
+        len(match.fit.arrangements) + len(match.buffers),
+        sum(each.numel() for each in model.parameters()),
+    )
+    # Training decides on layouts and formats of products.
+    text = resolved.render(lambda dotted: not is_of_layout(dotted))
     with _appearing(ranks, target) as partial:
-        ranks.together(lambda: _begin(partial, resolution, resolved) if ranks.is_first else None)
+
+        def write_request() -> None:
+            if ranks.is_first:
+                with _refused(partial.path):
+                    partial.write_request(resolution.loaded.text, text)
+
+        ranks.together(write_request)
         step, converted = 0, {}
-        if wanted.full:
-            step = _copy_whole(ranks, partial, source)
+        if wanted.full and isinstance(source, OwnSource):  # the checkpoint of another run as it is
+            copied = ranks.together(lambda: copy_checkpoint(source.found, partial) if ranks.is_first else None)
+            step = ranks.gather(copied.step if copied is not None else 0)[0]
         else:
             converted = _write_weights(ranks, partial, match, model, values)
         ranks.together(lambda: verify_checkpoint(partial, step, ranks.rank, ranks.world))
@@ -352,16 +350,13 @@ def import_on(ranks: Ranks, resolution: Resolution, wanted: ImportRequest) -> Im
         source=str(source.path),
         kind=source.kind,
         full=wanted.full,
-        tensors=counts[0],
-        parameters=counts[1],
+        tensors=tensors,
+        parameters=parameters,
         converted=converted,
         prefix=match.prefix,
         left_out={} if wanted.full else match.unused,
         initial=match.initial,
     )
-
-
-# --- what is checked
 
 
 def _check_free(target: Path) -> None:
@@ -374,25 +369,20 @@ def _check_free(target: Path) -> None:
 
 def _check_run(source: ForeignSource, resolved: Resolved, wanted: ImportRequest) -> None:
     """Raise UserError if the source cannot serve this run, whatever its tensors are."""
-    if wanted.full and not isinstance(source, OwnSource):
-        raise UserError(
-            f"{source.path} is {source.kind}, which has no whole state of a Shardway run.\n"
-            "  Nothing was written. To do: leave out --full; the optimizer begins anew then."
-        )
     if not isinstance(source, OwnSource):
+        if wanted.full:
+            raise UserError(
+                f"{source.path} is {source.kind}, which has no whole state of a Shardway run.\n"
+                "  Nothing was written. To do: leave out --full; the optimizer begins anew then."
+            )
         return
     saved = source.resolved
     if wanted.full:
         check_same_run(saved, resolved, str(source.path.resolve().parent.parent))
-    check_no_problems(f"{source.path} as the weights of this run", _list_other_keys(saved, resolved))
-
-
-def _list_other_keys(saved: Mapping[str, Any], resolved: Resolved) -> list[Problem]:
-    """Keys of [model] that decide what weights mean and differ from those of the source's run."""
     before, now = saved.get("model", {}), resolved.values.model.model_dump(mode="json")
     if before.get("hf") or now["hf"]:
-        return []  # then a config.json and the shapes decide
-    return [
+        return  # then a config.json and the shapes decide
+    differing = [
         Problem(
             f"model.{key}",
             f"{now[key]!r}, and the weights come from a run with {before[key]!r}",
@@ -402,59 +392,47 @@ def _list_other_keys(saved: Mapping[str, Any], resolved: Resolved) -> list[Probl
         for key in WEIGHT_KEYS
         if key in before and "auto" not in (before[key], now[key]) and before[key] != now[key]
     ]
-
-
-# --- what is written
+    check_no_problems(f"{source.path} as the weights of this run", differing)
 
 
 @contextmanager
 def _appearing(ranks: Ranks, target: Path) -> Iterator[RunDir]:
     """A hidden neighbour of the run directory that is renamed to it at the end, or removed."""
     partial = target.with_name(f".{target.name}.unfinished")
-    ranks.together(lambda: _refused(target, lambda: _make(partial)) if ranks.is_first else None)
+
+    def make() -> None:
+        if ranks.is_first:
+            with _refused(target):
+                shutil.rmtree(partial, ignore_errors=True)
+                RunDir(partial).create()
+                ensure_run_id(partial)
+
+    def appear() -> None:
+        if ranks.is_first:
+            with _refused(target):
+                fsync_folder(partial)
+                os.rename(partial, target)  # refuses what is there, but for an empty folder
+                fsync_folder(target.parent)
+
+    ranks.together(make)
     try:
         yield RunDir(partial)
-        ranks.together(lambda: _refused(target, lambda: _appear(partial, target)) if ranks.is_first else None)
+        ranks.together(appear)
     except BaseException:
         if ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _make(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    RunDir(partial).create()
-    ensure_run_id(partial)
-
-
-def _appear(partial: Path, target: Path) -> None:
-    fsync_folder(partial)
-    os.rename(partial, target)  # refuses what is there, but for an empty folder
-    fsync_folder(target.parent)
-
-
-def _refused(target: Path, work: Callable[[], None]) -> None:
+@contextmanager
+def _refused(target: Path) -> Iterator[None]:
     try:
-        work()
+        yield
     except OSError as error:
         raise JobError(
             f"the run directory {target} cannot be written: {error.strerror or error}.\n"
             f"  Nothing was left there. To do: {find_remedy(error, 'name another folder with --dir')}."
         ) from error
-
-
-def _begin(directory: RunDir, resolution: Resolution, resolved: Resolved) -> None:
-    """Write the request; training decides on layouts and formats of products."""
-    text = resolved.render(lambda dotted: not is_of_layout(dotted))
-    _refused(directory.path, lambda: directory.write_request(resolution.loaded.text, text))
-
-
-def _copy_whole(ranks: Ranks, directory: RunDir, source: ForeignSource) -> int:
-    """The checkpoint of another run as it is; returns its step."""
-    if not isinstance(source, OwnSource):
-        raise UserError(f"{source.path} is no Shardway checkpoint.")
-    copied = ranks.together(lambda: copy_checkpoint(source.found, directory) if ranks.is_first else None)
-    return ranks.gather(copied.step if copied is not None else 0)[0]
 
 
 def _write_weights(ranks: Ranks, directory: RunDir, match: Match, model: nn.Module, values: RunFile) -> dict[str, int]:
@@ -471,8 +449,6 @@ def _write_weights(ranks: Ranks, directory: RunDir, match: Match, model: nn.Modu
     ranks.together(lambda: match.fill(parallel.module))
     tensors = Trained(parallel.module, None).collect()
     origin = {"imported_from": f"{match.view.folder.resolve()} ({match.view.source.kind})"}
-    numbers = {**Counters().as_numbers(), **origin}
-    write_checkpoint(
-        shared_place(directory, ranks), ranks, Content(0, numbers, tensors, count_bytes(tensors), lambda folder: None)
-    )
+    content = Content(0, {**Counters().as_numbers(), **origin}, tensors, count_bytes(tensors), lambda folder: None)
+    write_checkpoint(shared_place(directory, ranks), ranks, content)
     return match.count_conversions(parallel.module)

@@ -26,7 +26,7 @@ import random
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -39,15 +39,7 @@ from shardway.data.batch_tree import list_leaves
 from shardway.errors import UserError
 from shardway.parallel.apply import ParallelModel
 from shardway.parallel.axes.expert import balance
-from shardway.parallel.axes.replicate import (
-    Compression,
-    CompressionBefore,
-    find_compression,
-    own_squares,
-    scale_gradients,
-    send,
-    sum_bits,
-)
+from shardway.parallel.axes.replicate import Compression, find_compression, own_squares, scale_gradients, send, sum_bits
 from shardway.parallel.axes.tensor import sum_partial_gradients
 from shardway.parallel.precision import compute_scales
 from shardway.ranks.start import Ranks
@@ -58,89 +50,69 @@ from shardway.train.passes import SUMS, Loss, Passes
 # --- what the passes of a step change beside gradients, kept so that they can be repeated as if for the first time
 
 
-@dataclass(frozen=True)
 class Generators:
-    """States of torch (CPU and the current device), numpy and Python."""
+    """The states of torch's (CPU and the current device), numpy's and Python's generators when this is made."""
 
-    torch_cpu: torch.Tensor
-    torch_cuda: torch.Tensor | None
-    numpy: Any
-    python: Any
+    def __init__(self) -> None:
+        self._cpu, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
     def put_back(self) -> None:
-        """Restore every generator."""
-        torch.set_rng_state(self.torch_cpu)
-        if self.torch_cuda is not None:
-            torch.cuda.set_rng_state(self.torch_cuda)
-        np.random.set_state(self.numpy)
-        random.setstate(self.python)
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
 
 
-def find_generators() -> Generators:
-    """Their states now."""
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return Generators(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
-
-
-@dataclass(frozen=True)
 class RngAndBufferSnapshot:
-    """The state before the passes of a step; `buffers` are a module, a name, the tensor itself and a copy of its
-    values, `batch` the tensors of the batch and how often they were written to."""
+    """The state before the passes of a step: generators, buffers of some modules, and how often the tensors of the
+    batch were written to, which torch counts, also through views of them."""
 
-    generators: Generators
-    buffers: tuple[tuple[nn.Module, str, torch.Tensor, torch.Tensor], ...]
-    compressions: tuple[CompressionBefore, ...]
-    batch: tuple[tuple[torch.Tensor, int], ...]
+    @torch.no_grad()
+    def __init__(self, owners: Sequence[nn.Module], compressions: Sequence[Compression], batch: Any) -> None:
+        self._generators = Generators()
+        self._buffers = [
+            (owner, name, tensor, tensor.clone())
+            for owner in owners
+            for name, tensor in owner._buffers.items()
+            if tensor is not None
+        ]
+        self._compressions = [each.remember() for each in compressions]
+        self._batch = [(leaf, leaf._version) for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
     def put_back(self) -> None:
-        """Restore everything."""
-        self.generators.put_back()
+        self._generators.put_back()
         self.put_back_model()
 
     @torch.no_grad()
     def put_back_model(self) -> None:
         """All but the generators: a step that is skipped has drawn its random numbers."""
-        for owner, name, tensor, values in self.buffers:  # whether the pass changed or replaced the tensor
+        for owner, name, tensor, values in self._buffers:  # whether the pass changed or replaced the tensor
             tensor.copy_(values)
             owner._buffers[name] = tensor
-        for compression in self.compressions:
+        for compression in self._compressions:
             compression.put_back()
 
     def has_its_batch(self) -> bool:
         """Whether no pass wrote into the tensors of the batch."""
-        return all(tensor._version == version for tensor, version in self.batch)
+        return all(tensor._version == version for tensor, version in self._batch)
 
 
-@dataclass(frozen=True)
 class MutableParts:
-    """The parts of a model that passes may change; found once, since walking over a large model takes time."""
+    """The parts of models in training that passes may change; found once, since walking over a large model takes
+    time."""
 
-    owners: tuple[nn.Module, ...]
-    compressions: tuple[Compression, ...] = ()
+    def __init__(self, *parallels: ParallelModel) -> None:
+        self._owners = [module for each in parallels for module in each.module.modules() if module._buffers]
+        found = (find_compression(each.call) for each in parallels)
+        self._compressions = [each for each in found if each is not None]
 
-    @torch.no_grad()
     def remember(self, batch: Any) -> RngAndBufferSnapshot:
-        """The state now, before the passes of `batch`."""
-        buffers = tuple(
-            (owner, name, tensor, tensor.clone())
-            for owner in self.owners
-            for name, tensor in owner._buffers.items()
-            if tensor is not None
-        )
-        compressions = tuple(each.remember() for each in self.compressions)
-        # Torch counts writes into a tensor, also through views of it.
-        tensors = tuple((leaf, leaf._version) for leaf in list_leaves(batch) if isinstance(leaf, torch.Tensor))
-        return RngAndBufferSnapshot(find_generators(), buffers, compressions, tensors)
+        return RngAndBufferSnapshot(self._owners, self._compressions, batch)
 
 
-def find_mutable_parts(*parallels: ParallelModel) -> MutableParts:
-    """The parts that passes may change, of models in training."""
-    owners = tuple(module for each in parallels for module in each.module.modules() if module._buffers)
-    found = (find_compression(each.call) for each in parallels)
-    return MutableParts(owners, tuple(each for each in found if each is not None))
-
-
-# --- passes that are repeated: after numbers that are not finite, or to check that the same numbers come out
+# --- checks before an update: passes are repeated after numbers that are not finite, or to see the same numbers again
 
 
 @dataclass(frozen=True)
@@ -179,22 +151,14 @@ class Corruption:
 
 
 @dataclass(frozen=True)
-class First:
-    """Sum of losses, targets and the square of the gradient norm of a first run that was not finite."""
-
-    total: float
-    targets: float
-    squares: float
-
-
-@dataclass(frozen=True)
 class Watched:
-    """The run of the passes that counts. `finite`: whether its numbers are (True if unchecked)."""
+    """The run of the passes that counts. `finite`: whether its numbers are (True if unchecked). `first`: the first run,
+    if its numbers were not finite."""
 
     tried: Tried
     finite: bool = True
     repeated: bool = False
-    first: First | None = None
+    first: Tried | None = None
     corruption: Corruption | None = None
 
     @property
@@ -203,124 +167,32 @@ class Watched:
         return not self.finite or (self.corruption is not None and not self.corruption.decided)
 
 
-@dataclass(frozen=True)
-class RepeatablePasses:
-    """Passes that can be run again: `run` leaves gradients, `clear` drops them; `squares_at` is where the summed vector
-    holds the squares of gradients."""
-
-    run: Callable[[], Tried]
-    clear: Callable[[], None]
-    gradients: Callable[[], Sequence[torch.Tensor]]
-    ranks: Ranks
-    batch: Any
-    squares_at: int
-
-    def again(self, before: RngAndBufferSnapshot) -> Tried:
-        """The passes once more, as if for the first time."""
-        self.clear()
-        before.put_back()
-        return self.run()
-
-    def read(self, tried: Tried) -> First | None:
-        """The numbers of a run that are not finite; None if all are finite."""
-        return find_not_finite(tried.numbers, self.squares_at)
+def is_finite(tried: Tried) -> bool:
+    """Whether the numbers of a run of the passes over all ranks are finite."""
+    total, targets, squares = tried.numbers[0], tried.numbers[1], tried.numbers[SUMS]
+    return math.isfinite(squares) and (math.isfinite(total) or not targets)
 
 
-def find_not_finite(numbers: Sequence[float], squares_at: int) -> First | None:
-    """The numbers of a run of the passes over all ranks, if they are not finite."""
-    total, targets, squares = numbers[0], numbers[1], numbers[squares_at]
-    finite = math.isfinite(squares) and (math.isfinite(total) or not targets)
-    return None if finite else First(total, targets, squares)
-
-
-def run_watched(work: RepeatablePasses, watch: GuardChecks, before: RngAndBufferSnapshot) -> Watched:
-    """The passes of a step, repeated if `watch` asks for it; `before` is the state without them.
-
-    Raises UserError if a probe cannot repeat them.
-    """
-    tried, corruption = work.run(), None
-    if watch.probe:
-        tried, corruption = _probe(work, before, tried)
-    first = work.read(tried) if watch.repeat else None
-    if first is None:
-        watched = Watched(tried, corruption=corruption)
-    elif not _can_repeat(work, before):
-        watched = Watched(tried, finite=False, first=first, corruption=corruption)
-    else:
-        tried = work.again(before)
-        watched = Watched(tried, work.read(tried) is None, repeated=True, first=first, corruption=corruption)
-    if watched.is_refused:
-        before.put_back_model()
-    return watched
-
-
-def _can_repeat(work: RepeatablePasses, before: RngAndBufferSnapshot) -> bool:
-    """Whether every rank still has its batch unchanged."""
-    return all(work.ranks.gather(before.has_its_batch()))
-
-
-def _probe(work: RepeatablePasses, before: RngAndBufferSnapshot, first: Tried) -> tuple[Tried, Corruption | None]:
-    """A second run, and if it differs on any rank a third: two equal ones of three are right."""
-    if not _can_repeat(work, before):
-        raise UserError(
-            "guard.probe_every runs the passes of a step twice, and the first run wrote into the tensors of its "
-            "batch.\n"
-            '  To do: let model and loss function work on copies of them, or set guard.probe_every = "off".'
-        )
-    prints = [_take_prints(work, first)]
-    second = work.again(before)
-    prints.append(_take_prints(work, second))
-    if prints[0] == prints[1]:
-        return second, None
-    third = work.again(before)
-    prints.append(_take_prints(work, third))
-    return third, _name_ranks(work.ranks, prints[0], prints[1], decided=prints[2] in prints[:2])
-
-
-def _take_prints(work: RepeatablePasses, tried: Tried) -> list[tuple[str, str]]:
-    """Of each rank a digest of its own numbers, and one of all numbers and the bits of its gradients."""
-    rest = [*tried.numbers, *sum_bits(work.gradients())]
-    own, gradients = (
-        hashlib.blake2b(repr(each).encode(), digest_size=16).hexdigest() for each in (tried.own.tolist(), rest)
-    )
-    return work.ranks.gather((own, gradients))
-
-
-def _name_ranks(
-    ranks: Ranks, one: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]], *, decided: bool
-) -> Corruption:
-    """The ranks whose own losses differ; if none do, those whose gradients do."""
-    pairs = list(enumerate(zip(one, other, strict=True)))
-    named = [rank for rank, (a, b) in pairs if a[0] != b[0]] or [rank for rank, (a, b) in pairs if a != b]
-    hosts = ranks.gather(socket.gethostname())
-    return Corruption(tuple(named), tuple(dict.fromkeys(hosts[rank] for rank in named)), decided)
-
-
-# --- One optimizer step: passes, the exact mean over the global batch, clipping, the update
+# --- one optimizer step: passes, the exact mean over the global batch, clipping, the update
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """What a step works with; `clip` limits the norm of its gradient (None: no limit).
-
-    `beside` are the run's other models: a loss may run them, and their gradients do not count.
-    """
+    """What a step works with; `clip` limits the norm of its gradient (None: no limit)."""
 
     passes: Passes
     optimizer: torch.optim.Optimizer
     ranks: Ranks
     clip: float | None
-    beside: Sequence[ParallelModel] = ()
 
     @cached_property
     def mutable_parts(self) -> MutableParts:
-        """What the passes change beside gradients."""
-        return find_mutable_parts(*self.passes.parallels, *self.beside)
+        return MutableParts(*self.passes.parallels, *self.passes.beside)
 
     def clear_gradients(self) -> None:
         """Drop all gradients, also those in models beside."""
         self.optimizer.zero_grad(set_to_none=True)
-        for parallel in self.beside:
+        for parallel in self.passes.beside:
             for parameter in parallel.module.parameters():
                 parameter.grad = None
 
@@ -331,57 +203,45 @@ class StepParts:
 
     def check_takes_closure(self) -> None:
         """Raise UserError where an optimizer that evaluates the loss itself cannot train."""
-        name = type(self.optimizer).__name__
+        name, pipeline = type(self.optimizer).__name__, self.passes.parallel.pipeline
+        if not self.needs_closure:
+            return
         if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
             raise UserError(
                 f"{name} looks at all parameters as one vector, and here they are shards or slices (parallel.dp_shard, "
                 "tp, ep).\n  To do: use parallel.dp_replicate alone, or another optimizer."
             )
-        if self.passes.parallel.pipeline is not None or self.passes.precision.scales_loss:
-            what = "a pipeline (parallel.pp)" if self.passes.parallel.pipeline is not None else "a loss scale (fp16)"
+        if pipeline is not None or self.passes.precision.scales_loss:
+            what = "a pipeline (parallel.pp)" if pipeline is not None else "a loss scale (fp16)"
             raise UserError(
                 f"{name} evaluates the loss itself, as often as it wants, which {what} does not allow.\n"
                 "  To do: use parallel.pp = 1 and a format without a loss scale, or another optimizer."
             )
 
     def parameters(self) -> list[nn.Parameter]:
-        """All that the optimizer updates."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Those that are there, in the order of the parameters."""
-        return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
 
 
 @dataclass
-class UpdateMark:
-    """Whether a step has begun to change the model for good."""
-
-    begun: bool = False
-
-
-@dataclass(frozen=True)
 class StepContext:
     """The context of a step: its position in the order of samples, this rank's requests, the loss scale (None: no
     fp16), the checks before the update (None: none), and how many samples this rank has (None: from the tensors of its
-    batch)."""
+    batch). `has_begun`: the step has begun to change the model for good."""
 
     position: int = 0
-    wishes: StepRequests = field(default_factory=StepRequests)
+    requests: StepRequests = field(default_factory=StepRequests)
     loss_scale: LossScale | None = None
     watch: GuardChecks | None = None
     rows: int | None = None
-    update: UpdateMark = field(default_factory=UpdateMark)
+    has_begun: bool = False
 
 
 @dataclass(frozen=True)
 class StepResult:
     """Numbers of a finished step, the same on every rank: mean loss, norm of its gradient before clipping, targets.
 
-    If `decision.void`, a rank had no batch: nothing has changed, and the loss is NaN.
-
-    `skipped`: no rank changed its weights, since fp16 gradients overflowed on some rank, or since the checks in
-    `watched` refused them.
+    If `decision.void`, a rank had no batch: nothing has changed, and the loss is NaN. `skipped`: no rank changed its
+    weights, since fp16 gradients overflowed on some rank, or since the checks in `watched` refused them.
     """
 
     loss: float
@@ -402,31 +262,41 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, con
     `data.batch_tree`), for which `loss_fn(model, batch)` is. Raises JobError where an fp16 loss cannot be scaled,
     UserError where passes that shall be repeated cannot be, or a batch cannot be cut.
     """
-    passes, optimizer, scale = parts.passes, parts.optimizer, context.loss_scale
-    factor_of_loss = scale.scale if scale is not None else 1.0
+    passes, scale = parts.passes, context.loss_scale
+    factor = scale.scale if scale is not None else 1.0
+
+    def run() -> Tried:
+        """The gradients of this rank's share, and the numbers of all ranks: SUMS, squares of gradients, requests."""
+        sums = passes.train(model, batch, loss_fn, position=context.position, loss_scale=factor, rows=context.rows)
+        for parallel in passes.parallels:
+            if parallel.partial:
+                sum_partial_gradients(parallel.module, parallel.partial, parallel.mesh.group("tp"))
+        squares = own_squares(parts.parameters(), passes.parallel.mesh, sums.device)
+        requests = send(context.requests.as_numbers(), torch.float64, sums.device)
+        return Tried(sums, parts.ranks.sum(torch.cat([sums, squares[None], requests])))
+
     with parts.ranks.contact("during a step"):
         before = parts.mutable_parts.remember(batch)
-        run = partial(_accumulate, parts, model, batch, loss_fn, context)
         try:
-            watched = _run_passes(parts, run, batch, context.watch, before)
+            watched = Watched(run()) if context.watch is None else _run_watched(parts, run, context.watch, before)
         except BaseException:  # in a notebook the run may go on from here
             before.put_back()
             parts.clear_gradients()
             raise
-        context.update.begun = True
+        context.has_begun = True
         numbers = watched.tried.numbers
         total, targets, squares = numbers[0], numbers[1], numbers[SUMS]
         decision = read_decision(numbers[SUMS + 1 :])
         refused = watched.is_refused or decision.void
         overflow = scale is not None and not math.isfinite(squares)
-        per_target = _samples_per_target(targets, passes.batch_split.global_batch) / factor_of_loss
+        per_target = _samples_per_target(parts, targets) / factor
         norm = math.sqrt(squares) * per_target
         if not (overflow or refused):
-            scale_gradients(parts.parameters(), per_target * _clipping(norm, parts.clip))
+            scale_gradients(parts.parameters(), per_target * _clipping(parts, norm))
             if parts.needs_closure:
                 _step_with_closure(parts, run, total / targets if targets else 0.0)
             else:
-                optimizer.step()
+                parts.optimizer.step()
             for parallel in passes.parallels:
                 compute_scales(parallel.module, passes.precision.float8)
         parts.clear_gradients()
@@ -456,51 +326,77 @@ def _step_with_closure(parts: StepParts, run: Callable[[], Tried], loss: float) 
         with torch.enable_grad():
             numbers = run().numbers
         total, targets, squares = numbers[0], numbers[1], numbers[SUMS]
-        per_target = _samples_per_target(targets, parts.passes.batch_split.global_batch)
-        scale_gradients(parts.parameters(), per_target * _clipping(math.sqrt(squares) * per_target, parts.clip))
+        per_target = _samples_per_target(parts, targets)
+        scale_gradients(parts.parameters(), per_target * _clipping(parts, math.sqrt(squares) * per_target))
         return torch.tensor(total / targets if targets else 0.0, dtype=torch.float64)
 
     parts.optimizer.step(evaluate)
 
 
-def _run_passes(
-    parts: StepParts, run: Callable[[], Tried], batch: Any, watch: GuardChecks | None, before: RngAndBufferSnapshot
-) -> Watched:
-    """The passes of a step, checked if `watch` is given."""
-    if watch is None:
-        return Watched(run())
-    return run_watched(
-        RepeatablePasses(run, parts.clear_gradients, parts.gradients, parts.ranks, batch, SUMS), watch, before
-    )
+def _clipping(parts: StepParts, norm: float) -> float:
+    """The factor that brings gradients of this norm down to the limit."""
+    return 1.0 if parts.clip is None else min(parts.clip / (norm + 1e-6), 1.0)
 
 
-def _accumulate(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, context: StepContext) -> Tried:
-    """The gradients of this rank's share, and the numbers of all ranks."""
-    passes, scale = parts.passes, context.loss_scale
-    factor = scale.scale if scale is not None else 1.0
-    sums = passes.train(model, batch, loss_fn, position=context.position, loss_scale=factor, rows=context.rows)
-    for parallel in passes.parallels:
-        if parallel.partial:
-            sum_partial_gradients(parallel.module, parallel.partial, parallel.mesh.group("tp"))
-    vector = _own_vector(sums, parts.parameters(), passes, context.wishes)
-    return Tried(sums, parts.ranks.sum(vector))
-
-
-def _own_vector(
-    sums: torch.Tensor, parameters: list[nn.Parameter], passes: Passes, wishes: StepRequests
-) -> torch.Tensor:
-    """This rank's part of the sum over all ranks: [SUMS], squares of gradients, requests."""
-    squares = own_squares(parameters, passes.parallel.mesh, sums.device)
-    wished = send(wishes.as_numbers(), torch.float64, sums.device)
-    return torch.cat([sums, squares[None], wished])
-
-
-def _clipping(norm: float, most: float | None) -> float:
-    """The factor that brings gradients of this norm down to `most`."""
-    return 1.0 if most is None else min(most / (norm + 1e-6), 1.0)
-
-
-def _samples_per_target(targets: float, global_batch: int) -> float:
+def _samples_per_target(parts: StepParts, targets: float) -> float:
     """What turns the gradient of a mean over samples into that over targets (exactly 1 where each sample is one
     target); 0 where no target counts."""
-    return global_batch / targets if targets > 0 else 0.0
+    return parts.passes.batch_split.global_batch / targets if targets > 0 else 0.0
+
+
+def _run_watched(
+    parts: StepParts, run: Callable[[], Tried], watch: GuardChecks, before: RngAndBufferSnapshot
+) -> Watched:
+    """The passes of a step, repeated if `watch` asks for it; `before` is the state without them.
+
+    Raises UserError if a probe cannot repeat them.
+    """
+    ranks = parts.ranks
+    corruption: Corruption | None = None
+
+    def can_repeat() -> bool:
+        """Whether every rank still has its batch unchanged."""
+        return all(ranks.gather(before.has_its_batch()))
+
+    def again() -> Tried:
+        """The passes once more, as if for the first time."""
+        parts.clear_gradients()
+        before.put_back()
+        return run()
+
+    def take_prints() -> list[tuple[str, str]]:
+        """Of each rank a digest of its own numbers, and one of all numbers and the bits of its gradients."""
+        gradients = [parameter.grad for parameter in parts.parameters() if parameter.grad is not None]
+        numbers = tried.own.tolist(), [*tried.numbers, *sum_bits(gradients)]
+        own, rest = (hashlib.blake2b(repr(each).encode(), digest_size=16).hexdigest() for each in numbers)
+        return ranks.gather((own, rest))
+
+    tried = run()
+    if watch.probe:
+        if not can_repeat():
+            raise UserError(
+                "guard.probe_every runs the passes of a step twice, and the first run wrote into the tensors of its "
+                "batch.\n"
+                '  To do: let model and loss function work on copies of them, or set guard.probe_every = "off".'
+            )
+        prints = [take_prints()]
+        tried = again()
+        prints.append(take_prints())
+        if prints[0] != prints[1]:  # two equal ones of three are right
+            tried = again()
+            decided = take_prints() in prints
+            # The ranks whose own losses differ; if none do, those whose gradients do.
+            pairs = list(enumerate(zip(*prints, strict=True)))
+            named = [rank for rank, (a, b) in pairs if a[0] != b[0]] or [rank for rank, (a, b) in pairs if a != b]
+            hosts = ranks.gather(socket.gethostname())
+            corruption = Corruption(tuple(named), tuple(dict.fromkeys(hosts[rank] for rank in named)), decided)
+    if not watch.repeat or is_finite(tried):
+        watched = Watched(tried, corruption=corruption)
+    elif not can_repeat():
+        watched = Watched(tried, finite=False, first=tried, corruption=corruption)
+    else:
+        first, tried = tried, again()
+        watched = Watched(tried, is_finite(tried), repeated=True, first=first, corruption=corruption)
+    if watched.is_refused:
+        before.put_back_model()
+    return watched

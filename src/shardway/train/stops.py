@@ -1,4 +1,5 @@
-"""How all ranks come to one stop: in a step, between two, in a validation, while they wait for data.
+"""How all ranks come to one stop: in a step, between two, in a validation, while they wait for data, before the
+wall-time.
 
 Invariants:
 - Waits: without a request to stop, a wait is as long as it takes, and batches are unchanged. A dummy batch has the
@@ -6,6 +7,7 @@ Invariants:
 - Validations: the batches at which ranks agree are the same on every rank, whatever their clocks show.
 - A stop is obeyed only when all ranks agreed on it. Rank 0 reads the stop file and the clock; a rank that waits for its
   data reads them itself, since rank 0 may wait for it.
+- The margin before the wall-time is never less than the measured steps and saves of this attempt need.
 
 A rank that waits for its data keeps all others waiting in a collective, so it cannot simply leave: it computes on a
 dummy batch and votes to discard the step.
@@ -22,9 +24,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,53 +37,138 @@ from shardway.data.loader import Batch
 from shardway.errors import Bug
 from shardway.ranks.failure import AttemptEnd, find_end
 from shardway.ranks.start import Ranks
-from shardway.ranks.stop import BrokenOff, Decision, SignalWatch, StepRequests, StopWatchdog, is_orphan, read_decision
-from shardway.rundir.attempts import BY_SIGNAL
-from shardway.train.attempt_end import Deadline, find_deadline, read_pace
+from shardway.ranks.stop import BrokenOff, Decision, StepRequests, is_orphan, read_decision
+from shardway.rundir.attempts import BY_SIGNAL, Attempt
 from shardway.train.session import Session
-from shardway.train.step import Generators, find_generators
-from shardway.train.validate import Validation
+from shardway.train.step import Generators
+from shardway.units import MAX_SECONDS
 
-# --- waits for batches that a stop may end
+# --- how all ranks agree on a stop
 
-T = TypeVar("T")
+ORPHANED = "the agent that started the ranks is gone (killed?)"
 
-
-@dataclass(frozen=True)
-class Fetched(Generic[T]):
-    """The result of a wait: a value, or none since the stream ended or a stop ended the wait (`missed`)."""
-
-    value: T | None = None
-    missed: bool = False
+LOOK_EVERY_S = 0.5
+"""Seconds between two looks of rank 0 at the stop file: a look costs a millisecond on a busy parallel file system."""
 
 
-@dataclass(frozen=True)
-class Waits:
-    """The waits of one rank; `is_asked` (called in any thread): whether this rank has a request to stop."""
+class StopAgreement:
+    """One rank's part in stopping; `decision` is what all ranks agreed on last, `deadline` is None without one."""
 
-    signals: SignalWatch
-    stop_watchdog: StopWatchdog
-    is_asked: Callable[[], bool]
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._looked_at = time.monotonic()
+        self._stop_file: str | None = None
+        self.decision = Decision()
+        self.deadline: Deadline | None = None
 
-    def fetch(self, stream: Iterator[T], *, breakable: bool = True) -> Fetched[T]:
-        """The next value of a stream. A stream whose wait was ended has ended too."""
-        self.stop_watchdog.begin_wait(self.is_asked)
+    def set_deadline(self, margin_s: float | None, step: int, parameters: int) -> None:
+        """Rank 0 reads when the wall-time ends and sends it; the others count from then on."""
+        session = self._session
+        if session.ranks.is_first:
+            pace = read_pace(session.directory.read_status())
+            self.deadline = find_deadline(session.attempt, margin_s, pace)
+            measured = {"save_seconds": pace.save_s, "validation_seconds": pace.validation_s}
+            session.recorder.keep(**{name: value for name, value in measured.items() if value is not None})
+        deadline, left_s = session.ranks.gather((self.deadline, self.deadline.left_s if self.deadline else 0.0))[0]
+        if deadline is None:
+            return
+        self.deadline = self.deadline or deadline.seen_here(left_s)
+        self.deadline.expect_save_of(parameters / session.ranks.world)
+        session.recorder.event("deadline", step=step, **self.deadline.facts())
+
+    def requests(
+        self, *, save: bool = False, void: bool = False, finish: bool = False, log: bool = False
+    ) -> StepRequests:
+        """This rank's requests after the current step; `void`: it gave up waiting for data."""
+        now, looks = time.monotonic(), void or self._session.ranks.is_first
+        if void or (looks and now - self._looked_at >= LOOK_EVERY_S):
+            self._looked_at = now
+            self._look_for_stop_file()
+        signalled = self._session.signals.received is not None
+        late = looks and self.deadline is not None and self.deadline.is_near()
+        return StepRequests(signalled, self._stop_file is not None, save, late, void, finish, log)
+
+    def agree(self, *, void: bool = False, obeys_clock: bool = True) -> bool:
+        """Whether all ranks stop here, between two steps; called on all of them together."""
+        if self.decision.stop_reason:
+            return True
+        self._looked_at = -math.inf  # asked seldom enough to look each time
+        requests = self.requests(void=void)
+        requests = replace(requests, deadline=requests.deadline and obeys_clock)
+        summed = self._session.ranks.sum(torch.tensor(requests.as_numbers(), dtype=torch.float64))
+        return self.obey(read_decision(summed.tolist()))
+
+    def obey(self, decision: Decision) -> bool:
+        """Apply what all ranks agreed on; returns whether they stop. From here on the stop may take
+        `run.stop_timeout`."""
+        self.decision = decision
+        if decision.stop_reason:
+            self._session.stop_watchdog.ask()
+        return bool(decision.stop_reason)
+
+    def breaks(self) -> ValidationBreaks:
+        """For one validation. It fitted before the deadline; what counts now is that the last save still does."""
+
+        def requests(missed: bool) -> StepRequests:
+            late = self._session.ranks.is_first and self.deadline is not None and self.deadline.has_passed()
+            return replace(self.requests(void=missed), deadline=late)
+
+        return ValidationBreaks(self._session.ranks, self.fetch, requests)
+
+    def skips_validation(self, step: int) -> bool:
+        """Whether the validation that is due would not end before the deadline: rank 0's clock, for all."""
+        if self.deadline is None:
+            return False
+        skips = self._session.ranks.gather(not self.deadline.fits_validation())[0]
+        if skips:
+            self._session.recorder.event("validation_skipped", step=step, **self.deadline.facts())
+        return skips
+
+    def find_end(self) -> AttemptEnd:
+        """How the attempt ends; a user's request wins over the clock up to the last moment."""
+        if self._session.ranks.is_first:
+            self._look_for_stop_file()
+        end = find_end(self.decision, self._stop_file, self.deadline.describe() if self.deadline else "")
+        # Looked at when all is saved: the signal comes a moment before the last thread of the agent is gone.
+        return replace(end, reason=ORPHANED) if end.failure == BY_SIGNAL and is_orphan(self._session.agent) else end
+
+    def _look_for_stop_file(self) -> None:
+        if self._session.directory.stop_requested():
+            self._stop_file = self._session.directory.stop_reason()
+
+    def fetch(self, stream: Iterator[Any], *, breakable: bool) -> tuple[Any, bool]:
+        """The next value of a stream, and whether a stop ended the wait for it; None without one. A stream whose wait
+        was ended has ended too."""
+        signals, watchdog = self._session.signals, self._session.stop_watchdog
+        watchdog.begin_wait(self._knows)
         try:
             try:
-                self.signals.breakable = breakable
-                return Fetched(next(stream))
+                signals.breakable = breakable
+                return next(stream), False
             finally:
-                self.signals.breakable = False
-                self.stop_watchdog.end_wait()
+                signals.breakable = False
+                watchdog.end_wait()
         except BrokenOff:
-            return Fetched(missed=True)
+            return None, True
         except StopIteration:
-            return Fetched()
+            return None, False
+
+    def _knows(self) -> bool:
+        """Whether this rank has a request to stop while it waits; called in another thread."""
+        session = self._session
+        asked = session.signals.received is not None or session.directory.stop_requested()
+        return asked or (self.deadline is not None and self.deadline.is_near())
+
+
+# --- batches that a stop may end the wait for
+
+Fetch = Callable[..., tuple[Any, bool]]
+"""As `StopAgreement.fetch`."""
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The tensors of a batch without their values, on no device; None if they have no shapes."""
+    """The tensors of a batch without their values, on no device."""
 
     tree: Any
     device: torch.device
@@ -114,29 +202,27 @@ class TrainingStream:
     def __init__(
         self,
         stream: Iterator[Batch],
-        waits: Waits,
+        fetch: Fetch,
         device: torch.device,
         agree_first: Callable[[bool], bool],
         *,
         can_void: bool,
         draws: bool = True,
     ) -> None:
-        self._draws = draws
-        self._stream, self._waits, self._device, self._agree_first = stream, waits, device, agree_first
-        self._begun = False
+        self._stream, self._fetch, self._device, self._agree_first = stream, fetch, device, agree_first
+        self._can_void, self._draws = can_void, draws
+        self._begun, self.missed = False, False
         self._shapes: Shapes | None = None
         self._position = 0
         self._before: Generators | None = None
-        self._can_void = can_void
-        self.missed = False
 
     def next(self) -> Batch | None:
         """The next batch, or a dummy batch if it is `missed`; None if all ranks stop before their first step."""
-        self._before = find_generators() if self._draws else None
+        self._before = Generators() if self._draws else None
         can_use_dummy = self._shapes is not None and self._can_void
-        fetched = self._waits.fetch(self._stream, breakable=can_use_dummy or not self._begun)
-        batch = fetched.value
-        if batch is None and not fetched.missed:
+        batch: Batch | None
+        batch, missed = self._fetch(self._stream, breakable=can_use_dummy or not self._begun)
+        if batch is None and not missed:
             raise Bug("the stream of training batches has ended")
         if not self._begun:
             self._begun = True
@@ -147,7 +233,8 @@ class TrainingStream:
             self._position = batch.next_position
             return batch
         self.missed = True
-        return self._make_dummy()
+        data = self._shapes.make() if self._shapes is not None else None
+        return Batch(data, np.array([], np.int64), self._position, self._position)
 
     def put_back(self) -> None:
         """Restore the generators to before the last batch, so that reading it again draws the same numbers."""
@@ -155,35 +242,8 @@ class TrainingStream:
             self._before.put_back()
 
     def close(self) -> None:
-        """End the reading."""
-        close = getattr(self._stream, "close", None)
-        if close is not None:
+        if (close := getattr(self._stream, "close", None)) is not None:
             close()
-
-    def _make_dummy(self) -> Batch:
-        data = self._shapes.make() if self._shapes is not None else None
-        return Batch(data, np.array([], np.int64), self._position, self._position)
-
-
-def with_dummies(
-    stream: Iterator[Any], waits: Waits, device: torch.device, rows: Sequence[int] | None
-) -> Iterator[tuple[Any, bool]]:
-    """The batches of a validation, and whether each is a dummy: all are, from the first missed one on.
-
-    `rows`: the samples of each batch to come; None: unknown, so that no wait is ended.
-    """
-    shapes: Shapes | None = None
-    number = 0
-    while True:
-        fetched = waits.fetch(stream, breakable=rows is not None and (shapes is not None or not number))
-        if fetched.value is None:
-            break
-        shapes = shapes or read_shapes(fetched.value, device)
-        yield fetched.value, False
-        number += 1
-    if fetched.missed:
-        for count in (rows or ())[number:]:
-            yield (shapes.make(max(count, 1)) if shapes is not None else None), True
 
 
 # --- the early end of a validation
@@ -201,50 +261,49 @@ def count_until_next(batches: int, seconds: float) -> int:
     return max(1, min(int(batches * ASK_EVERY_S / seconds), GROWTH * batches))
 
 
-def agree(ranks: Ranks, wishes: StepRequests) -> Decision:
-    """What all ranks decide between two steps; called on all of them together."""
-    return read_decision(ranks.sum(torch.tensor(wishes.as_numbers(), dtype=torch.float64)).tolist())
-
-
 class ValidationBreaks:
     """The agreements of one validation; `requests(missed)` gives this rank's requests, `decision` what all have agreed
     on."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        waits: Waits,
-        requests: Callable[[bool], StepRequests],
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._ranks, self._waits, self._requests, self._clock = ranks, waits, requests, clock
-        self._asked_at = clock()
+    def __init__(self, ranks: Ranks, fetch: Fetch, requests: Callable[[bool], StepRequests]) -> None:
+        self._ranks, self._fetch, self._requests = ranks, fetch, requests
+        self._asked_at = time.perf_counter()
         self._batch = self._asked_before = self._next = 0
         self.decision = Decision()
 
     @property
     def batches(self) -> int:
-        """How many batches were evaluated."""
         return max(0, self._batch - 1)
 
-    def over(self, validation: Validation) -> Iterator[tuple[Any, bool]]:
-        """The batches; once this rank gave up waiting for one, only dummies."""
-        stream = iter(validation.batches())
-        rows = validation.rows() if validation.rows is not None else None
+    def over(self, batches: Iterable[Any], rows: Sequence[int] | None) -> Iterator[tuple[Any, bool]]:
+        """The batches, and whether each is a dummy for one that this rank gave up waiting for: all are, from the first
+        missed one on. `rows`: the samples of each batch to come; None: unknown, so that no wait is ended."""
+        stream, number = iter(batches), 0
+        shapes: Shapes | None = None
         try:
-            yield from with_dummies(stream, self._waits, self._ranks.device, rows)
+            while True:
+                breakable = rows is not None and (shapes is not None or not number)
+                batch, missed = self._fetch(stream, breakable=breakable)
+                if batch is None:
+                    break
+                shapes = shapes or read_shapes(batch, self._ranks.device)
+                yield batch, False
+                number += 1
+            if missed:
+                for count in (rows or ())[number:]:
+                    yield (shapes.make(max(count, 1)) if shapes is not None else None), True
         finally:
-            close = getattr(stream, "close", None)
-            if close is not None:
+            if (close := getattr(stream, "close", None)) is not None:
                 close()
 
     def breaks_off(self, *, missed: bool, last: bool = False) -> bool:
-        """Whether all ranks stop here."""
+        """Whether all ranks end the validation here; called on all of them before the same batches. `last`: after all
+        of them, since some rank has missed one."""
         if not last:
             self._batch += 1
             if self._batch - 1 < self._next:
                 return False
-        now, done = self._clock(), self._batch - 1
+        now, done = time.perf_counter(), self._batch - 1
         asked = torch.tensor([*self._requests(missed).as_numbers(), now - self._asked_at], dtype=torch.float64)
         *wanted, seconds = self._ranks.sum(asked).tolist()
         self.decision = read_decision(wanted)
@@ -253,104 +312,147 @@ class ValidationBreaks:
         return bool(self.decision.stop_reason)
 
 
-# --- how all ranks agree on a stop
+# --- the deadline and its margin
 
-ORPHANED = "the agent that started the ranks is gone (killed?)"
+TEARDOWN_S = 30.0
+"""Seconds reserved for the end of the ranks and of the job script after the last save."""
+TEARDOWN_LEAST_S, TEARDOWN_PART = 2.0, 0.1
+"""For a short wall-time, the reserve is no more than these seconds plus this part of it."""
+LAST_SAVES = 3
+"""The slowest of this many last saves counts, since a file system has good and bad minutes."""
+SAVES, STEPS = 2.0, 2.0
+"""Factors: a save on its cadence may come right before the last one, and one more step may follow the current one."""
 
-LOOK_EVERY_S = 0.5
-"""Seconds between two looks of rank 0 at the stop file: a look costs a millisecond on a busy parallel file system."""
+ESTIMATED_RATE = 200e6
+"""Bytes per second that one rank writes, syncs and reads back, until a save was measured (a slow shared disk)."""
+ESTIMATED_BYTES = 12
+"""Bytes of state per parameter until then: fp32 weights and two moments."""
+ESTIMATED_LEAST_S = 1.0
 
 
-class StopAgreement:
-    """One rank's part in stopping; `decision` is what all ranks agreed on last, `deadline` is None without one."""
+@dataclass(frozen=True)
+class Pace:
+    """Seconds that were measured before this attempt; None if not measured."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._looked_at = time.monotonic()
-        self._stop_file: str | None = None
-        self.decision = Decision()
-        self.deadline: Deadline | None = None
-        self.waits = Waits(session.signals, session.stop_watchdog, self._knows)
+    save_s: float | None = None
+    validation_s: float | None = None
 
-    def set_deadline(self, margin_s: float | None, step: int, parameters: int) -> None:
-        """Rank 0 reads when the wall-time ends and sends it; the others count from then on."""
-        session = self._session
-        if session.ranks.is_first:
-            pace = read_pace(session.directory.read_status())
-            self.deadline = find_deadline(session.attempt, margin_s, pace)
-            session.recorder.keep(**pace.as_facts())
-        deadline, left_s = session.ranks.gather((self.deadline, self.deadline.left_s if self.deadline else 0.0))[0]
-        if deadline is None:
-            return
-        self.deadline = self.deadline or deadline.seen_here(left_s)
-        self.deadline.expect_save_of(parameters / session.ranks.world)
-        session.recorder.event("deadline", step=step, **self.deadline.facts())
 
-    def requests(
-        self, *, save: bool = False, void: bool = False, finish: bool = False, log: bool = False
-    ) -> StepRequests:
-        """This rank's requests after the current step; `void`: it gave up waiting for data."""
-        now, looks = time.monotonic(), void or self._session.ranks.is_first
-        if void or (looks and now - self._looked_at >= LOOK_EVERY_S):
-            self._looked_at = now
-            self._look_for_stop_file()
-        signalled = self._session.signals.received is not None
-        return StepRequests(
-            signalled, self._stop_file is not None, save, looks and self._is_near_deadline(), void, finish, log
-        )
+@dataclass(frozen=True)
+class Margin:
+    """How many seconds before the deadline the run stops, and why so many."""
 
-    def agree(self, *, void: bool = False, obeys_clock: bool = True) -> bool:
-        """Whether all ranks stop here, between two steps; called on all of them together."""
-        if self.decision.stop_reason:
-            return True
-        self._looked_at = -math.inf  # asked seldom enough to look each time
-        wishes = self.requests(void=void)
-        return self.obey(agree(self._session.ranks, replace(wishes, deadline=wishes.deadline and obeys_clock)))
+    seconds: float
+    reason: str
 
-    def obey(self, decision: Decision) -> bool:
-        """Apply what all ranks agreed on; returns whether they stop. From here on the stop may take
-        `run.stop_timeout`."""
-        self.decision = decision
-        if decision.stop_reason:
-            self._session.stop_watchdog.ask()
-        return bool(decision.stop_reason)
 
-    def breaks(self) -> ValidationBreaks:
-        """For one validation."""
-        return ValidationBreaks(self._session.ranks, self.waits, self._validation_requests)
+class Deadline:
+    """The end of the wall-time as rank 0 sees it, and what has been measured so far."""
 
-    def skips_validation(self, step: int) -> bool:
-        """Whether the validation that is due would not end before the deadline: rank 0's clock, for all."""
-        if self.deadline is None:
-            return False
-        skips = self._session.ranks.gather(not self.deadline.fits_validation())[0]
-        if skips:
-            self._session.recorder.event("validation_skipped", step=step, **self.deadline.facts())
-        return skips
+    def __init__(
+        self,
+        at: float,
+        wall_s: float,
+        fixed_margin_s: float | None = None,
+        before: Pace | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`at` is in Unix seconds, `wall_s` the whole wall-time; a fixed margin is `run.stop_margin`."""
+        self._at, self._clock, self._fixed = at, clock, fixed_margin_s
+        self._teardown_s = min(TEARDOWN_S, TEARDOWN_LEAST_S + TEARDOWN_PART * wall_s)
+        self._before = before or Pace()
+        self._saves: deque[float] = deque(maxlen=LAST_SAVES)
+        self._first_step_s: float | None = None
+        self._step_s: float | None = None
+        self._validation_s = self._before.validation_s or 0.0
+        self._estimated_save_s = ESTIMATED_LEAST_S
+        self._passed = ""
 
-    def find_end(self) -> AttemptEnd:
-        """How the attempt ends; a user's request wins over the clock up to the last moment."""
-        if self._session.ranks.is_first:
-            self._look_for_stop_file()
-        end = find_end(self.decision, self._stop_file, self.deadline.describe() if self.deadline else "")
-        # Looked at when all is saved: the signal comes a moment before the last thread of the agent is gone.
-        return replace(end, reason=ORPHANED) if end.failure == BY_SIGNAL and is_orphan(self._session.agent) else end
+    @property
+    def left_s(self) -> float:
+        return self._at - self._clock()
 
-    def _look_for_stop_file(self) -> None:
-        if self._session.directory.stop_requested():
-            self._stop_file = self._session.directory.stop_reason()
+    def seen_here(self, left_s: float) -> Deadline:
+        """The same on a host whose clock may differ; `left_s` are left now."""
+        self._at = self._clock() + left_s
+        return self
 
-    def _is_near_deadline(self) -> bool:
-        return self.deadline is not None and self.deadline.is_near()
+    def expect_save_of(self, parameters: float) -> None:
+        """Estimate the time of a save until one was measured, from the parameters that a rank answers for."""
+        self._estimated_save_s = ESTIMATED_LEAST_S + parameters * ESTIMATED_BYTES / ESTIMATED_RATE
 
-    def _knows(self) -> bool:
-        """Whether this rank has a request to stop while it waits; called in another thread."""
-        session = self._session
-        asked = session.signals.received is not None or session.directory.stop_requested()
-        return asked or self._is_near_deadline()
+    def took_step(self, seconds: float) -> None:
+        """A step was measured. The first of an attempt compiles and fills caches: it counts only until there is
+        another."""
+        if self._first_step_s is None:
+            self._first_step_s = seconds
+        else:
+            self._step_s = max(self._step_s or 0.0, seconds)
 
-    def _validation_requests(self, missed: bool) -> StepRequests:
-        """The requests in a validation. It fitted before the deadline; what counts now is that the last save still
-        does."""
-        late = self._session.ranks.is_first and self.deadline is not None and self.deadline.has_passed()
-        return replace(self.requests(void=missed), deadline=late)
+    def took_save(self, seconds: float) -> None:
+        self._saves.append(seconds)
+
+    def took_validation(self, seconds: float) -> None:
+        self._validation_s = max(self._validation_s, seconds)
+
+    def margin(self) -> Margin:
+        """The wall-time that must be left for the run to begin another step."""
+        if self._fixed is not None:
+            return Margin(self._fixed, "run.stop_margin says so")
+        save, why = self._save()
+        step = self._step_s if self._step_s is not None else self._first_step_s or 0.0
+        parts = [f"{SAVES:g} x {save:.1f} s ({why})", f"{STEPS:g} x {step:.1f} s for the longest step"]
+        if self._validation_s:
+            parts.append(f"{self._validation_s:.1f} s for a validation")
+        parts.append(f"{self._teardown_s:.1f} s to end")
+        return Margin(SAVES * save + STEPS * step + self._validation_s + self._teardown_s, " + ".join(parts))
+
+    def is_near(self) -> bool:
+        """Whether it is time to stop; it stays so, and `describe` gives the clock at that moment."""
+        if not self._passed and self.left_s < self.margin().seconds:
+            self._passed = self.describe()
+        return bool(self._passed)
+
+    def fits_validation(self) -> bool:
+        """Whether a validation that begins now ends early enough for a save; True until one was measured."""
+        return self.left_s - self._validation_s > self._least_s
+
+    def has_passed(self) -> bool:
+        """Whether no more time is left than a save and the end take."""
+        return self.left_s < self._least_s
+
+    def describe(self) -> str:
+        """ "deadline in 50.0 s, margin 9.2 s: 2 x 0.6 s (the last save took 0.6 s) + ..."."""
+        if self._passed:
+            return self._passed
+        margin = self.margin()
+        return f"deadline in {self.left_s:.1f} s, margin {margin.seconds:.1f} s: {margin.reason}"
+
+    def facts(self) -> dict[str, Any]:
+        return {"left_s": self.left_s, "margin_s": self.margin().seconds, "reason": self.describe()}
+
+    @property
+    def _least_s(self) -> float:
+        return self._fixed if self._fixed is not None else self._save()[0] + self._teardown_s
+
+    def _save(self) -> tuple[float, str]:
+        if self._saves:
+            return max(self._saves), f"the slowest of the last {len(self._saves)} saves"
+        if self._before.save_s is not None:
+            return self._before.save_s, f"the last save of an earlier attempt took {self._before.save_s:.1f} s"
+        return self._estimated_save_s, "an estimate, since nothing was saved yet"
+
+
+def read_pace(status: Mapping[str, Any]) -> Pace:
+    """The measurements of an earlier attempt, from its status."""
+    found = (status.get(name) for name in ("save_seconds", "validation_seconds"))
+    return Pace(*(float(s) if isinstance(s, int | float) and 0 <= s < MAX_SECONDS else None for s in found))
+
+
+def find_deadline(attempt: Attempt | None, fixed_margin_s: float | None, before: Pace) -> Deadline | None:
+    """The deadline that the job of this attempt has written down; None if there is none."""
+    started = attempt.read_started() if attempt is not None else None
+    if started is None or started.deadline <= 0:
+        return None
+    begun = started.started or time.time()
+    return Deadline(started.deadline, max(0.0, started.deadline - begun), fixed_margin_s, before)

@@ -18,7 +18,7 @@ def test_one_expert_on_two_ranks(rank: int, tmp_path: Path) -> None:
     train_alone(rank, tmp_path / "alone", *MIXTURE)
     with open_tiny(tmp_path / "shared", pool_ranks(), *MIXTURE, "parallel.dp_shard=4", "parallel.ep=2") as run:
         train_run(run)
-        named = run._parallel.module.named_parameters()  # type: ignore[union-attr]
+        named = run._held.models[0].parallel.module.named_parameters()
         parts = {name: (held_by_rank(p).numel(), p.numel()) for name, p in named if ".experts." in name}
     assert parts
     assert all(part * 4 == whole for part, whole in parts.values())

@@ -63,14 +63,14 @@ def leave_bytes(rank: int, name: str, folder: Path) -> None:
 
         run.optimizer = optimizer  # type: ignore[method-assign, assignment]
         train_run(run)
-        state = run._optimizer.state  # type: ignore[union-attr]
+        state = run._held.optimizers[0].optimizer.state
         moments = [each for p in parameters_of(run) for each in state[p].values() if isinstance(each, torch.Tensor)]
         held = StateBytes(_count(parameters_of(run)), gradients[-1], _count(each for each in moments if each.dim()))
         (folder / f"{rank}.pickle").write_bytes(pickle.dumps((held, estimate(run.resolved, rank))))
 
 
 def parameters_of(run: Run) -> list[torch.nn.Parameter]:
-    return list(run._parallel.module.parameters())  # type: ignore[union-attr]
+    return list(run._held.models[0].parallel.module.parameters())
 
 
 def _count(tensors: Iterable[torch.Tensor | None]) -> int:

@@ -51,7 +51,13 @@ def test_settings_of_the_optimizer_are_those_of_today(rank: int, tmp_path: Path,
     seen: list[dict[str, Any]] = []
 
     def look(run: Run, step: int) -> None:
-        seen.append({name: value for name, value in run._optimizer.param_groups[0].items() if name != "params"})
+        seen.append(
+            {
+                name: value
+                for name, value in run._held.optimizers[0].optimizer.param_groups[0].items()
+                if name != "params"
+            }
+        )
 
     words = ("optim.weight_decay=0.5", "optim.betas=[0.5, 0.6]")
     train_tiny(tmp_path, pool_ranks(), *RUN, *stage(number), *words, base=UNEVEN, before_step=look)
@@ -72,7 +78,7 @@ def test_the_tool_of_deepspeed_reads_a_checkpoint(rank: int, tmp_path: Path, num
     weights: list[dict[str, torch.Tensor]] = []
 
     def look(run: Run, step: int) -> None:
-        weights[:] = [run._parallel.module.state_dict()]
+        weights[:] = [run._held.models[0].parallel.module.state_dict()]
 
     train_tiny(tmp_path / "torch", pool_ranks(), *RUN, base=UNEVEN, before_step=look)
     train(tmp_path / "zero", *stage(number))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardway.ranks.failure import AttemptEnd, find_end
 from shardway.ranks.stop import Decision, StepRequests, read_decision
 from shardway.rundir.attempts import BY_SIGNAL, Attempt, AttemptStart, Ending
-from shardway.train.attempt_end import (
+from shardway.train.stops import (
     ESTIMATED_BYTES,
     ESTIMATED_RATE,
     Deadline,

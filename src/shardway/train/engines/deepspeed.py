@@ -37,7 +37,7 @@ from shardway.ranks.launcher import variables_for_libraries
 from shardway.ranks.start import Ranks, is_lost_contact
 from shardway.ranks.stop import read_decision
 from shardway.resolve.rules.deepspeed import Settings, render_settings, resolve_ds_config
-from shardway.train.engines.base import EngineParts
+from shardway.train.engines import EngineParts
 from shardway.train.passes import Loss, Passes
 from shardway.train.step import StepContext, StepResult
 
@@ -47,12 +47,51 @@ _SHARED_MEMORY = "deepspeed_shm_comm"
 """An all-reduce for inference that DeepSpeed would compile at the first start on CPUs, and training never calls."""
 
 
-def _units(ranks: Ranks) -> Any:
-    """The ranks as DeepSpeed's `mpu`: all of them are data parallel, and no model is split.
+@contextlib.contextmanager
+def started_zero(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], ranks: Ranks
+) -> Iterator[Any]:
+    """A `deepspeed.DeepSpeedEngine` over these ranks. Raises UserError if DeepSpeed refuses the settings."""
+    # The kind of device, and a check of CUDA that its import would set otherwise.
+    variables = {"DS_ACCELERATOR": ranks.device.type, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    with variables_for_libraries(ranks.placement, variables):  # ZeRO 3 reads them while it trains, too
+        # A user cannot remedy warnings of DeepSpeed's calls into PyTorch.
+        with warnings.catch_warnings(action="ignore"), ranks.contact("while DeepSpeed started"):
+            import deepspeed
 
-    Without it, DeepSpeed makes a process group of its own with all ranks.
-    """
-    return SimpleNamespace(
+            # It logs to stderr, and only errors at first: it would warn of Shardway's own choices.
+            logger = logging.getLogger("DeepSpeed")
+            logger.setLevel(logging.ERROR)
+            for handler in logger.handlers:
+                if isinstance(handler, logging.StreamHandler):
+                    handler.setStream(sys.stderr)
+            # Its communication runs on the default process group.
+            _forget_group(deepspeed)
+            deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
+            backend = "nccl" if ranks.device.type == "cuda" else "gloo"
+            deepspeed.comm.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+            for name, function in library_collectives().items():
+                setattr(deepspeed.comm.comm.cdb, name, function)
+            for module in model.modules():
+                # ZeRO 3 gathers a mixture of experts as one: an expert without tokens on this rank must be gathered
+                # as well, and its hooks do not see what a router returns.
+                if any(isinstance(child, Balancing) for child in module.children()):
+                    deepspeed.utils.set_z3_leaf_module(module, True)
+            engine = _initialize(deepspeed, model, optimizer, settings, ranks)
+        try:
+            yield engine
+        finally:
+            # An error that ends the run must not be hidden by one of tidying up after it.
+            with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+                engine.destroy()
+            _forget_group(deepspeed)
+
+
+def _initialize(
+    deepspeed: Any, model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], ranks: Ranks
+) -> Any:
+    # All ranks are data parallel, and no model is split. Without it, DeepSpeed makes a process group of its own.
+    units = SimpleNamespace(
         get_data_parallel_group=lambda: dist.group.WORLD,
         get_data_parallel_group_ranks=lambda: list(range(ranks.world)),
         get_data_parallel_rank=lambda: ranks.rank,
@@ -61,55 +100,14 @@ def _units(ranks: Ranks) -> Any:
         get_model_parallel_rank=lambda: 0,
         get_model_parallel_world_size=lambda: 1,
     )
-
-
-@contextlib.contextmanager
-def started_zero(
-    model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], ranks: Ranks
-) -> Iterator[Any]:
-    """A `deepspeed.DeepSpeedEngine` over these ranks. Raises UserError if DeepSpeed refuses the settings."""
-    with variables_for_libraries(ranks.placement, _variables(ranks)):  # ZeRO 3 reads them while it trains, too
-        with quiet(), ranks.contact("while DeepSpeed started"):
-            deepspeed = _import()
-            _join(deepspeed, ranks)
-            _keep_experts_together(deepspeed, model)
-            engine = _initialize(deepspeed, model, optimizer, settings, ranks)
-        try:
-            yield engine
-        finally:
-            # An error that ends the run must not be hidden by one of tidying up after it.
-            with contextlib.suppress(Exception), quiet():
-                engine.destroy()
-            _forget_group(deepspeed)
-
-
-def _variables(ranks: Ranks) -> dict[str, str]:
-    """Further variables of DeepSpeed: the kind of device, and a check of CUDA that its import would set otherwise."""
-    return {"DS_ACCELERATOR": ranks.device.type, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-
-
-def _import() -> Any:
-    """Import deepspeed, logging to stderr, and only errors at first: it would warn of Shardway's own choices."""
-    import deepspeed
-
-    logger = logging.getLogger("DeepSpeed")
-    logger.setLevel(logging.ERROR)
-    for handler in logger.handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setStream(sys.stderr)
-    return deepspeed
-
-
-def _initialize(
-    deepspeed: Any, model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any], ranks: Ranks
-) -> Any:
     try:
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=_units(ranks))
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings, mpu=units)
     except Exception as error:
         if is_lost_contact(error):
             raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise UserError(
-            f"DeepSpeed {deepspeed.__version__} does not start: {_first_lines(error)}\n"
+            f"DeepSpeed {deepspeed.__version__} does not start: {'; '.join(lines[:3]) or type(error).__name__}\n"
             "  `shardway config show --deepspeed` prints what it was given. To do: change what is wrong in "
             "deepspeed.settings, or the key that a setting comes from."
         ) from error
@@ -117,41 +115,10 @@ def _initialize(
     return engine
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence warnings of DeepSpeed's calls into PyTorch; a user cannot remedy those."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _join(deepspeed: Any, ranks: Ranks) -> None:
-    """Run DeepSpeed's communication on the default process group."""
-    _forget_group(deepspeed)
-    deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
-    backend = "nccl" if ranks.device.type == "cuda" else "gloo"
-    deepspeed.comm.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    for name, function in library_collectives().items():
-        setattr(deepspeed.comm.comm.cdb, name, function)
-
-
-def _keep_experts_together(deepspeed: Any, model: nn.Module) -> None:
-    """Let ZeRO 3 gather a mixture of experts as one: an expert without tokens on this rank must be gathered as well,
-    and its hooks do not see what a router returns."""
-    for module in model.modules():
-        if any(isinstance(child, Balancing) for child in module.children()):
-            deepspeed.utils.set_z3_leaf_module(module, True)
-
-
 def _forget_group(deepspeed: Any) -> None:
     """Drop the state of an earlier run of this process, whose process group is gone."""
     deepspeed.comm.comm.cdb = None
     deepspeed.utils.groups._release_process_group_references()
-
-
-def _first_lines(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return "; ".join(lines[:3]) or type(error).__name__
 
 
 # --- the engine
@@ -191,7 +158,8 @@ class DeepSpeedEngine:
             )
         self._ranks, self._optimizer = parts.ranks, parts.optimizer
         self._parameters = sum(parameter.numel() for parameter in parts.parallel.module.parameters())
-        settings = _settings(parts)
+        # A script's own model is clipped only if the script asks for it.
+        settings: Settings = {**resolve_ds_config(parts.resolved), "gradient_clipping": parts.clip or 0.0}
         text = render_settings(settings)
         parts.to_write.append(lambda run: run.write_ds_config(text))
         module, optimizer, ranks = parts.parallel.module, parts.optimizer, parts.ranks
@@ -199,12 +167,13 @@ class DeepSpeedEngine:
         parallel = replace(parts.parallel, call=self._engine)
         # Its weights have the format of products already.
         precision = replace(parts.precision, autocast_dtype=None)
-        self.passes: Passes = ZeroPasses(parallel, parts.batch_split, precision, parts.ranks.device, self._engine)
+        self.passes: Passes = ZeroPasses(
+            parallel, parts.batch_split, precision, parts.ranks.device, engine=self._engine
+        )
         self.state: CheckpointState = ZeroState(self._engine, parts.optimizer, self._parameters, parts.ranks)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer that DeepSpeed steps."""
         return self._optimizer.param_groups
 
     def count_parameters(self) -> int:
@@ -220,8 +189,8 @@ class DeepSpeedEngine:
             sums = self.passes.train(
                 self._engine, batch, loss_fn, position=context.position, loss_scale=factor, rows=context.rows
             )
-            wished = send(context.wishes.as_numbers(), torch.float64, sums.device)
-            total, targets, _, _, *wanted = self._ranks.sum(torch.cat([sums, wished])).tolist()
+            requests = send(context.requests.as_numbers(), torch.float64, sums.device)
+            total, targets, _, _, *wanted = self._ranks.sum(torch.cat([sums, requests])).tolist()
             per_sample = targets / self.passes.batch_split.global_batch
             self._engine.optimizer.override_loss_scale(factor * per_sample if targets else math.inf)
             self._engine.step()
@@ -235,8 +204,3 @@ class DeepSpeedEngine:
             skipped=overflow and scale is not None,
             loss_scale=scale.after(overflow) if scale is not None else None,
         )
-
-
-def _settings(parts: EngineParts) -> Settings:
-    """The settings of the run; a script's own model is clipped only if the script asks for it."""
-    return {**resolve_ds_config(parts.resolved), "gradient_clipping": parts.clip or 0.0}

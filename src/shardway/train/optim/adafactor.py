@@ -26,7 +26,8 @@ CLIP_RMS = 1.0
 
 @dataclass(frozen=True)
 class _Sum:
-    """A sum over this rank's elements; the whole one is over all ranks that `whole` splits these dims among."""
+    """A sum over this rank's elements; the whole one is over all ranks that `whole` splits these dims among, which
+    count from the end."""
 
     value: torch.Tensor
     whole: torch.Tensor
@@ -128,11 +129,14 @@ def add_up(sums: Sequence[_Sum]) -> None:
     shares: dict[Any, list[torch.Tensor]] = {}
     devices: dict[Any, str] = {}
     for each in sums:
-        for axis in _axes(each.whole, each.dims):
-            mesh = each.whole.device_mesh  # type: ignore[attr-defined]
-            group = mesh.get_group(axis)
-            shares.setdefault(group, []).append(each.value)
-            devices[group] = mesh.device_type
+        if not isinstance(each.whole, DTensor):
+            continue
+        wanted, mesh = {dim % each.whole.dim() for dim in each.dims}, each.whole.device_mesh
+        for axis, placement in enumerate(each.whole.placements):
+            if split_dim(placement) in wanted:  # this axis of the mesh splits one of these dims
+                group = mesh.get_group(axis)
+                shares.setdefault(group, []).append(each.value)
+                devices[group] = mesh.device_type
     for group, values in shares.items():
         flat = torch.cat([value.reshape(-1) for value in values]).to(devices[group])  # offloaded ones are on the CPU
         dist.all_reduce(flat, group=group)
@@ -140,22 +144,13 @@ def add_up(sums: Sequence[_Sum]) -> None:
             value.copy_(total.view(value.shape))
 
 
-def _axes(whole: torch.Tensor, dims: tuple[int, ...]) -> list[int]:
-    """The axes of a parameter's mesh that split one of these dims, which count from the end."""
-    if not isinstance(whole, DTensor):
-        return []
-    wanted = {dim % whole.dim() for dim in dims}
-    return [axis for axis, each in enumerate(whole.placements) if split_dim(each) in wanted]
-
-
 def _zeros_without(parameter: torch.Tensor, dim: int) -> torch.Tensor:
     """Zeros of the parameter's shape but for one entry in `dim`, placed as it is in the other dims."""
-    local = held_by_rank(parameter)
-    zeros = local.new_zeros(_shape_without(local, dim))
+    local, split = held_by_rank(parameter), dim % parameter.dim()
+    zeros = local.new_zeros([1 if at == split else size for at, size in enumerate(local.shape)])
     if not isinstance(parameter, DTensor):
         return zeros
-    shape = _shape_without(parameter, dim)
-    split = dim % parameter.dim()
+    shape = torch.Size(1 if at == split else size for at, size in enumerate(parameter.shape))
     state = DTensor.from_local(
         zeros,
         parameter.device_mesh,
@@ -165,9 +160,3 @@ def _zeros_without(parameter: torch.Tensor, dim: int) -> torch.Tensor:
         stride=torch.empty(shape, device="meta").stride(),
     )
     return state.to(parameter.device)  # from_local moves what is offloaded to the mesh's device
-
-
-def _shape_without(tensor: torch.Tensor, dim: int) -> torch.Size:
-    sizes = list(tensor.shape)
-    sizes[dim] = 1
-    return torch.Size(sizes)

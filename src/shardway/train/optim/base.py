@@ -1,4 +1,4 @@
-"""The base of our optimizers: groups of parameters, what a rank holds of each, states in bf16.
+"""The base of our optimizers (groups of parameters, what a rank holds of each, bf16 states), and the elementwise ones.
 
 Invariants:
 - Parts: the tensors of a part have one shape and share memory with what they were taken from.
@@ -6,10 +6,16 @@ Invariants:
 - Rounding: a rounded value has the exact one as its mean. It is a pure function of step and row-major index in the
   whole parameter, so a run repeats itself, every layout rounds alike and replicas stay equal.
 - Updates: an elementwise update needs no communication, and no kernel sees a DTensor: torch refuses DTensors of several
-  meshes, or beside plain tensors, in one call.
+  meshes, or beside plain tensors, in one call. The numbers of AdamW and SGD are those of `torch.optim.AdamW` and
+  `torch.optim.SGD`, whose functional forms compute them.
+- Only this module imports torchao, when 8-bit states are asked for.
 
 Rounding to the nearest would stall second moments: with beta2 = 0.999 they fall by at most 1/1000 of themselves, and
 two neighbours in bf16 lie 1/256 to 1/128 apart. Weights lose small updates in the same way.
+
+8-bit states: a block of 256 numbers is quantized together, and blocks are cut from what a rank holds. So a checkpoint
+fits another layout only if that also cuts a parameter between blocks (otherwise torchao raises ValueError). States of
+parts below 4096 numbers stay in fp32 and are quantized when they become part of a larger one.
 """
 
 from __future__ import annotations
@@ -23,10 +29,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from shardway.errors import Bug, UserError
 from shardway.models.contract import ModelPlan, canonical_name, held_by_rank, matches
 from shardway.models.initialise import held_part
+from shardway.parallel.axes.replicate import send
 from shardway.parallel.blocks import find_units
 
 # --- parts: what a rank holds of a parameter
@@ -56,11 +65,6 @@ class ParameterPart:
         """The same part with other tensors in the order of `tensors`."""
         return replace(self, parameter=tensors[0], gradient=tensors[1], states=tuple(tensors[2:]))
 
-    def rows(self, first: int, end: int) -> ParameterPart:
-        """The part between two indices of the first dim."""
-        piece = self.with_tensors([tensor[first:end] for tensor in self.tensors])
-        return replace(piece, offset=(self.offset[0] + first, *self.offset[1:]))
-
 
 Kernel = Callable[[Sequence[ParameterPart]], None]
 """Changes the parameters and states of parts in place."""
@@ -83,210 +87,13 @@ def split_dim(placement: Placement) -> int | None:
     return placement.dim if isinstance(placement, Shard | _StridedShard) else None
 
 
-def split_rows(part: ParameterPart, elements: int) -> Iterator[ParameterPart]:
-    """The part in pieces of at most so many elements (one row, where a row is longer); none of an empty part."""
-    if part.parameter.numel() <= elements:
-        yield from [part] if part.parameter.numel() else []
-        return
-    length = part.parameter.shape[0]
-    rows = max(1, elements * length // part.parameter.numel())
-    for first in range(0, length, rows):
-        yield part.rows(first, min(first + rows, length))
-
-
-# --- groups of parameters
-
-Groups = list[dict[str, Any]]
-"""Parameter groups as `torch.optim` takes them."""
-
-
-def decay_groups(model: nn.Module, weight_decay: float) -> Groups:
-    """Two parameter groups: matrices with weight decay, everything of fewer than two dims without."""
-    return _split_by_decay(_trainable(model), weight_decay)
-
-
-def muon_groups(model: nn.Module, weight_decay: float) -> tuple[list[nn.Parameter], Groups]:
-    """The matrices of the model's blocks, and groups of everything else.
-
-    A matrix has two dims, or three where the plan calls its module one of experts. Embeddings and the output layer
-    are no such matrices, wherever they are, nor are the kernels of convolutions. Raises UserError for a model without
-    a plan that has none.
-    """
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    plan = _plan_of(inner)
-    inside = {parameter for unit in find_units(inner, plan) for parameter in unit.parameters()}
-    matrices = {
-        parameter
-        for name, module in inner.named_modules()
-        for parameter in module.parameters(recurse=False)
-        if parameter in inside and _is_matrix(canonical_name(name), module, parameter, plan or ModelPlan())
-    }
-    if not matrices and plan is None:
-        raise UserError(
-            f'optim.name = "muon" is for the matrices of a model\'s blocks, and {type(model).__name__} has none that '
-            'are known.\n  To do: name the blocks in a plan() of the model, or choose optim.name = "adamw".'
-        )
-    trainable = _trainable(inner)
-    others = [parameter for parameter in trainable if parameter not in matrices]
-    return [parameter for parameter in trainable if parameter in matrices], _split_by_decay(others, weight_decay)
-
-
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def _split_by_decay(parameters: Sequence[nn.Parameter], weight_decay: float) -> Groups:
-    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
-    vectors = [parameter for parameter in parameters if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
-
-
-def _plan_of(model: nn.Module) -> ModelPlan | None:
-    """The plan of a model that may be a part of a whole one (a pipeline stage), which `find_plan` would refuse."""
-    offers = callable(getattr(type(model), "plan", None))
-    return model.plan() if offers else None  # type: ignore[operator]
-
-
-def _is_matrix(name: str, module: nn.Module, parameter: torch.Tensor, plan: ModelPlan) -> bool:
-    if any(matches(name, pattern) for pattern in plan.experts):
-        return parameter.dim() == 3
-    kinds = [split for pattern, split in plan.tensor.items() if matches(name, pattern)]
-    is_table = isinstance(module, nn.Embedding) or "vocabulary" in kinds or "logits" in kinds
-    return parameter.dim() == 2 and not is_table
-
-
-# --- bf16 weights and states, rounded stochastically
-
-WORKING = 2**22
-WORKING_ON_CPU = 2**18
-"""Elements that are widened at once: bounds the working memory to about 100 MiB, or to what caches hold."""
-
-_MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))
-_STEP = 0x9E3779B9
-_STREAM = 0x85EBCA6B
-_LOW = 0xFFFF
-_LARGEST = 0x7FFF0000
-
-
-@dataclass(frozen=True)
-class _Column:
-    """One tensor of each part of a bucket: `wide` in fp32, looking into `flat` where `narrow` is what they copy."""
-
-    wide: tuple[torch.Tensor, ...]
-    narrow: tuple[torch.Tensor, ...]
-    flat: torch.Tensor
-
-
-def is_narrow(part: ParameterPart) -> bool:
-    """Whether some tensor of the part is kept in bf16."""
-    return torch.bfloat16 in [tensor.dtype for tensor in part.tensors]
-
-
-def update_widened(parts: Sequence[ParameterPart], kernel: Kernel, working: int | None = None) -> None:
-    """Run a kernel on fp32 copies of what parts hold in bf16, then round weights and states back.
-
-    `working` changes memory and speed, never values.
-    """
-    on_cpu = parts[0].parameter.device.type == "cpu"
-    for bucket in _fill_buckets(_sort_by_format(parts), working or (WORKING_ON_CPU if on_cpu else WORKING)):
-        columns = [_widen(column) for column in zip(*(part.tensors for part in bucket), strict=True)]
-        wide = zip(*(column.wide for column in columns), strict=True)
-        kernel([part.with_tensors(tensors) for part, tensors in zip(bucket, wide, strict=True)])
-        weights, _, *states = columns
-        _narrow([weights, *states], bucket)
-
-
-def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> None:
-    """Cut fp32 values in place to what bf16 can hold, upwards in magnitude with the probability of what is cut off.
-
-    `noise` holds uniform integers of 16 bits in int32. Infinity and NaN stay what they are.
-    """
-    bits = values.view(torch.int32)
-    bits.clamp_(max=_LARGEST)  # CUDA's NaN is all ones: a carry would wrap it to zero
-    bits.add_(noise).bitwise_and_(~_LOW)
-
-
-def noise_of(part: ParameterPart, stream: int = 0) -> torch.Tensor:
-    """32 random bits for each element of a part, int32 in its shape.
-
-    The mixing function is "lowbias32" (Wellons, "Prospecting for Hash Functions", 2018) on index + step * odd.
-    """
-    state = _index(part)
-    state.add_(_signed(part.step * _STEP + stream * _STREAM))
-    for shift, factor in _MIX:
-        state.bitwise_xor_(_shift_right(state, shift)).mul_(_signed(factor))
-    return state.bitwise_xor_(_shift_right(state, 16))
-
-
-def _sort_by_format(parts: Sequence[ParameterPart]) -> list[list[ParameterPart]]:
-    """Parts whose tensors have the same formats, together."""
-    alike: dict[tuple[torch.dtype, ...], list[ParameterPart]] = {}
-    for part in parts:
-        alike.setdefault(tuple(tensor.dtype for tensor in part.tensors), []).append(part)
-    return list(alike.values())
-
-
-def _fill_buckets(groups: Sequence[Sequence[ParameterPart]], working: int) -> Iterator[list[ParameterPart]]:
-    for parts in groups:
-        bucket: list[ParameterPart] = []
-        room = working
-        for piece in (piece for part in parts for piece in split_rows(part, working)):
-            if bucket and piece.parameter.numel() > room:
-                yield bucket
-                bucket, room = [], working
-            bucket.append(piece)
-            room -= piece.parameter.numel()
-        if bucket:
-            yield bucket
-
-
-def _widen(tensors: Sequence[torch.Tensor]) -> _Column:
-    if tensors[0].dtype is not torch.bfloat16:
-        return _Column(tuple(tensors), (), torch.empty(0))
-    sizes = [tensor.numel() for tensor in tensors]
-    flat = torch.empty(sum(sizes), device=tensors[0].device)
-    wide = tuple(piece.view(tensor.shape) for piece, tensor in zip(flat.split(sizes), tensors, strict=True))
-    torch._foreach_copy_(list(wide), list(tensors))
-    return _Column(wide, tuple(tensors), flat)
-
-
-def _narrow(columns: Sequence[_Column], bucket: Sequence[ParameterPart]) -> None:
-    """Round and write back; each draw of 32 bits serves two columns."""
-    noise = torch.empty(0)
-    for place, column in enumerate(column for column in columns if column.narrow):
-        if place % 2 == 0:
-            noise = torch.cat([noise_of(part, place // 2).view(-1) for part in bucket])
-        round_stochastically(column.flat, noise >> (16 * (place % 2)) & _LOW)
-        torch._foreach_copy_(list(column.narrow), list(column.wide))
-
-
-def _index(part: ParameterPart) -> torch.Tensor:
-    """Row-major indices of a part's elements in the whole parameter, modulo 2**32 as int32."""
-    extent, device = part.parameter.shape, part.parameter.device
-    index, stride = torch.zeros(extent, dtype=torch.int32, device=device), 1
-    for dim in reversed(range(len(extent))):
-        along = torch.arange(part.offset[dim], part.offset[dim] + extent[dim], device=device) * stride
-        index += along.to(torch.int32).view(-1, *(1 for _ in extent[dim + 1 :]))
-        stride *= part.shape[dim]
-    return index
-
-
-def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
-    """A logical shift; torch shifts int32 arithmetically."""
-    return (value >> bits).bitwise_and_((1 << (32 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    """The int32 with the bits of an unsigned number modulo 2**32."""
-    value &= 2**32 - 1
-    return value - 2**32 if value >= 2**31 else value
-
-
 # --- the base class
 
 FUSED_DEVICES = ("cpu", "cuda")
 """Devices on which torch 2.11 to 2.13 have fused kernels of all optimizers here."""
+
+Groups = list[dict[str, Any]]
+"""Parameter groups as `torch.optim` takes them."""
 
 
 @dataclass(frozen=True)
@@ -339,7 +146,8 @@ class LocalOptimizer(torch.optim.Optimizer):
         wide: list[ParameterPart] = []
         narrow: list[ParameterPart] = []
         for part in parts:
-            (narrow if is_narrow(part) else wide).append(part)
+            is_narrow = torch.bfloat16 in [tensor.dtype for tensor in part.tensors]
+            (narrow if is_narrow else wide).append(part)
         if wide:
             kernel(wide)
         if narrow:
@@ -401,3 +209,240 @@ class LocalOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 state = self.state.get(parameter, {})
                 state.update({name: state[name].to(dtype) for name in self.state_names(group) if name in state})
+
+
+# --- AdamW, and SGD with momentum (Sutskever et al., ICML 2013)
+
+
+class AdamW(LocalOptimizer):
+    """A group has `lr`, `betas`, `eps` and `weight_decay`; the states are `exp_avg` and `exp_avg_sq`."""
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def update(self, group: dict[str, Any], parts: Sequence[ParameterPart]) -> None:
+        fused = self.can_fuse(parts)
+        # Fused kernels want the steps beside the parameters: one copy carries all of them there.
+        device = parts[0].parameter.device if fused else torch.device("cpu")
+        steps = send([part.step - 1.0 for part in parts], torch.float32, device).unbind()
+        first, second = group["betas"]
+        adamw(
+            [part.parameter for part in parts],
+            [part.gradient for part in parts],
+            [part.states[0] for part in parts],
+            [part.states[1] for part in parts],
+            [],
+            list(steps),
+            foreach=not fused,
+            fused=fused,
+            amsgrad=False,
+            beta1=first,
+            beta2=second,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+class SGD(LocalOptimizer):
+    """A group has `lr`, `momentum`, `nesterov` and `weight_decay`; with momentum there is a `momentum_buffer`."""
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def update(self, group: dict[str, Any], parts: Sequence[ParameterPart]) -> None:
+        fused = self.can_fuse(parts)
+        sgd(
+            [part.parameter for part in parts],
+            [part.gradient for part in parts],
+            [part.states[0] if part.states else None for part in parts],
+            foreach=not fused,
+            fused=fused,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=group["nesterov"],
+            maximize=False,
+        )
+
+
+def build_adamw8bit(groups: Groups, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+    """torchao's AdamW8bit (Dettmers et al., arXiv:2110.02861), with a learning rate that may be set to a number. Raises
+    UserError without torchao."""
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise UserError(
+            f'optim.name = "adamw8bit" needs torchao, which cannot be imported: {error}\n'
+            '  To do: pip install "shardway[float8]", or choose optim.name = "adamw" with '
+            'optim.state_dtype = "bf16", which takes half the memory of fp32 states and needs nothing.'
+        ) from None
+
+    def make_rates_tensors(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Its update is compiled, and a number would be compiled into it again at every step of the schedule."""
+        for group in optimizer.param_groups:
+            if not isinstance(group["lr"], torch.Tensor):
+                group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
+    optimizer.register_step_pre_hook(make_rates_tensors)
+    return optimizer
+
+
+# --- groups of parameters
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> Groups:
+    """Two parameter groups: matrices with weight decay, everything of fewer than two dims without."""
+    return _split_by_decay([each for each in model.parameters() if each.requires_grad], weight_decay)
+
+
+def _split_by_decay(parameters: Sequence[nn.Parameter], weight_decay: float) -> Groups:
+    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
+    vectors = [parameter for parameter in parameters if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def muon_groups(model: nn.Module, weight_decay: float) -> tuple[list[nn.Parameter], Groups]:
+    """The matrices of the model's blocks, and groups of everything else.
+
+    A matrix has two dims, or three where the plan calls its module one of experts. Embeddings and the output layer
+    are no such matrices, wherever they are, nor are the kernels of convolutions. Raises UserError for a model without
+    a plan that has none.
+    """
+    inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
+    # A model may be a part of a whole one (a pipeline stage), which `find_plan` would refuse.
+    own: ModelPlan | None = inner.plan() if callable(getattr(type(inner), "plan", None)) else None
+    plan = own or ModelPlan()
+    inside = {parameter for unit in find_units(inner, own) for parameter in unit.parameters()}
+    matrices = set[nn.Parameter]()
+    for name, module in inner.named_modules():
+        called = canonical_name(name)
+        is_expert = any(matches(called, pattern) for pattern in plan.experts)
+        kinds = [split for pattern, split in plan.tensor.items() if matches(called, pattern)]
+        is_table = isinstance(module, nn.Embedding) or "vocabulary" in kinds or "logits" in kinds
+        for each in module.parameters(recurse=False):
+            if each in inside and (each.dim() == 3 if is_expert else each.dim() == 2 and not is_table):
+                matrices.add(each)
+    if not matrices and own is None:
+        raise UserError(
+            f'optim.name = "muon" is for the matrices of a model\'s blocks, and {type(model).__name__} has none that '
+            'are known.\n  To do: name the blocks in a plan() of the model, or choose optim.name = "adamw".'
+        )
+    trainable = [parameter for parameter in inner.parameters() if parameter.requires_grad]
+    others = [parameter for parameter in trainable if parameter not in matrices]
+    return [parameter for parameter in trainable if parameter in matrices], _split_by_decay(others, weight_decay)
+
+
+# --- bf16 weights and states, rounded stochastically
+
+WORKING = 2**22
+WORKING_ON_CPU = 2**18
+"""Elements that are widened at once: bounds the working memory to about 100 MiB, or to what caches hold."""
+
+_MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))
+_STEP = 0x9E3779B9
+_STREAM = 0x85EBCA6B
+_LOW = 0xFFFF
+_LARGEST = 0x7FFF0000
+
+
+def update_widened(parts: Sequence[ParameterPart], kernel: Kernel, working: int | None = None) -> None:
+    """Run a kernel on fp32 copies of what parts hold in bf16, then round weights and states back.
+
+    `working` changes memory and speed, never values.
+    """
+    on_cpu = parts[0].parameter.device.type == "cpu"
+    for bucket in _fill_buckets(parts, working or (WORKING_ON_CPU if on_cpu else WORKING)):
+        # For each tensor of a part: those of all parts, in fp32, and where they are copies the one they look into.
+        wide: list[list[torch.Tensor]] = []
+        flats: dict[int, torch.Tensor] = {}
+        narrow = [list(column) for column in zip(*(part.tensors for part in bucket), strict=True)]
+        for at, tensors in enumerate(narrow):
+            if tensors[0].dtype is not torch.bfloat16:
+                wide.append(tensors)
+                continue
+            sizes = [tensor.numel() for tensor in tensors]
+            flat = flats[at] = torch.empty(sum(sizes), device=tensors[0].device)
+            wide.append([piece.view(tensor.shape) for piece, tensor in zip(flat.split(sizes), tensors, strict=True)])
+            torch._foreach_copy_(wide[-1], tensors)
+        kernel([part.with_tensors(tensors) for part, tensors in zip(bucket, zip(*wide, strict=True), strict=True)])
+        # Round and write back all but gradients; each draw of 32 bits serves two columns.
+        noise = torch.empty(0)
+        for place, at in enumerate(at for at in flats if at != 1):
+            if place % 2 == 0:
+                noise = torch.cat([noise_of(part, place // 2).view(-1) for part in bucket])
+            round_stochastically(flats[at], noise >> (16 * (place % 2)) & _LOW)
+            torch._foreach_copy_(narrow[at], wide[at])
+
+
+def _fill_buckets(parts: Sequence[ParameterPart], working: int) -> Iterator[list[ParameterPart]]:
+    """Parts whose tensors have the same formats, together, and as many as `working` elements have room for."""
+    alike: dict[tuple[torch.dtype, ...], list[ParameterPart]] = {}
+    for part in parts:
+        alike.setdefault(tuple(tensor.dtype for tensor in part.tensors), []).append(part)
+    for same in alike.values():
+        bucket: list[ParameterPart] = []
+        room = working
+        for piece in (piece for part in same for piece in split_rows(part, working)):
+            if bucket and piece.parameter.numel() > room:
+                yield bucket
+                bucket, room = [], working
+            bucket.append(piece)
+            room -= piece.parameter.numel()
+        if bucket:
+            yield bucket
+
+
+def split_rows(part: ParameterPart, elements: int) -> Iterator[ParameterPart]:
+    """The part in pieces of at most so many elements (one row, where a row is longer); none of an empty part."""
+    if part.parameter.numel() <= elements:
+        yield from [part] if part.parameter.numel() else []
+        return
+    length = part.parameter.shape[0]
+    rows = max(1, elements * length // part.parameter.numel())
+    for first in range(0, length, rows):
+        piece = part.with_tensors([tensor[first : first + rows] for tensor in part.tensors])
+        yield replace(piece, offset=(part.offset[0] + first, *part.offset[1:]))
+
+
+def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> None:
+    """Cut fp32 values in place to what bf16 can hold, upwards in magnitude with the probability of what is cut off.
+
+    `noise` holds uniform integers of 16 bits in int32. Infinity and NaN stay what they are.
+    """
+    bits = values.view(torch.int32)
+    bits.clamp_(max=_LARGEST)  # CUDA's NaN is all ones: a carry would wrap it to zero
+    bits.add_(noise).bitwise_and_(~_LOW)
+
+
+def noise_of(part: ParameterPart, stream: int = 0) -> torch.Tensor:
+    """32 random bits for each element of a part, int32 in its shape.
+
+    The mixing function is "lowbias32" (Wellons, "Prospecting for Hash Functions", 2018) on index + step * odd.
+    """
+    extent, device = part.parameter.shape, part.parameter.device
+    # Row-major indices of the elements in the whole parameter, modulo 2**32.
+    state, stride = torch.zeros(extent, dtype=torch.int32, device=device), 1
+    for dim in reversed(range(len(extent))):
+        along = torch.arange(part.offset[dim], part.offset[dim] + extent[dim], device=device) * stride
+        state += along.to(torch.int32).view(-1, *(1 for _ in extent[dim + 1 :]))
+        stride *= part.shape[dim]
+    state.add_(_signed(part.step * _STEP + stream * _STREAM))
+    for shift, factor in _MIX:
+        state.bitwise_xor_(_shift_right(state, shift)).mul_(_signed(factor))
+    return state.bitwise_xor_(_shift_right(state, 16))
+
+
+def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
+    """A logical shift; torch shifts int32 arithmetically."""
+    return (value >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    """The int32 with the bits of an unsigned number modulo 2**32."""
+    value &= 2**32 - 1
+    return value - 2**32 if value >= 2**31 else value

@@ -67,11 +67,10 @@ class AdamWKind(OptimizerKind):
     takes_flat_parts = True
 
     def build(self, section: OptimSection, model: nn.Module, peak_lr: float) -> torch.optim.Optimizer:
-        from shardway.train.optim.adamw import AdamW
-        from shardway.train.optim.base import decay_groups
+        from shardway.train.optim.base import AdamW, decay_groups
 
-        groups = decay_groups(model, section.weight_decay)
-        return AdamW(groups, {"lr": peak_lr, "betas": tuple(section.betas), "eps": section.eps}, _numerics(section))
+        defaults = {"lr": peak_lr, "betas": tuple(section.betas), "eps": section.eps}
+        return AdamW(decay_groups(model, section.weight_decay), defaults, _numerics(section))
 
 
 class SGDKind(OptimizerKind):
@@ -83,12 +82,10 @@ class SGDKind(OptimizerKind):
     takes_flat_parts = True
 
     def build(self, section: OptimSection, model: nn.Module, peak_lr: float) -> torch.optim.Optimizer:
-        from shardway.train.optim.adamw import SGD
-        from shardway.train.optim.base import decay_groups
+        from shardway.train.optim.base import SGD, decay_groups
 
-        groups = decay_groups(model, section.weight_decay)
         defaults = {"lr": peak_lr, "momentum": section.momentum, "nesterov": section.nesterov}
-        return SGD(groups, defaults, _numerics(section))
+        return SGD(decay_groups(model, section.weight_decay), defaults, _numerics(section))
 
 
 class AdafactorKind(OptimizerKind):
@@ -110,8 +107,7 @@ class AdamW8bitKind(OptimizerKind):
     keys = ("optim.betas", "optim.eps")
 
     def build(self, section: OptimSection, model: nn.Module, peak_lr: float) -> torch.optim.Optimizer:
-        from shardway.train.optim.adamw import build_adamw8bit
-        from shardway.train.optim.base import decay_groups
+        from shardway.train.optim.base import build_adamw8bit, decay_groups
 
         first, second = section.betas
         return build_adamw8bit(decay_groups(model, section.weight_decay), peak_lr, (first, second), section.eps)

@@ -17,8 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from shardway.train.optim.adamw import AdamW
-from shardway.train.optim.base import ParameterPart
+from shardway.train.optim.base import AdamW, ParameterPart
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic that is applied repeatedly to the singular values: steep at 0, near 1 from there on
@@ -48,12 +47,27 @@ class Muon(AdamW):
                 replace(part, gradient=update.to(part.parameter), states=())
                 for part, update in zip(parts, updates, strict=True)
             ]
-            self.run(lambda some: _move(group, some), moves)
+
+            def move(some: Sequence[ParameterPart]) -> None:
+                """Decay, and step along the orthogonalised direction."""
+                for part in some:
+                    rate = group["lr"] * adjustment(group["adjust"], *part.shape[-2:])
+                    part.parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    part.parameter.add_(part.gradient, alpha=-rate)
+
+            self.run(move, moves)
 
     def _directions(self, group: dict[str, Any], parts: Sequence[ParameterPart]) -> list[torch.Tensor]:
         """The Nesterov momentum of each part in bf16, which is enough to orthogonalise and to send."""
         copies = [replace(part, gradient=part.gradient.to(torch.float32, copy=True)) for part in parts]
-        self.run(lambda some: _add_momentum(group["momentum"], some), copies)
+
+        def add_momentum(some: Sequence[ParameterPart]) -> None:
+            """Move the buffer towards the gradient, then the gradient towards the buffer."""
+            gradients, buffers = [part.gradient for part in some], [part.states[0] for part in some]
+            torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+            torch._foreach_lerp_(gradients, buffers, group["momentum"])
+
+        self.run(add_momentum, copies)
         return [part.gradient.to(torch.bfloat16) for part in copies]
 
 
@@ -90,27 +104,22 @@ def orthogonalise_whole(parts: Sequence[torch.Tensor], like: torch.Tensor, itera
     stacked = like.dim() == 3
     stack = parts[0] if stacked else torch.stack(list(parts))
     if isinstance(like, DTensor):
-        shape = like.shape if stacked else torch.Size((len(parts), *like.shape))
-        stack = _orthogonalise_shared(stack, shape, like, iterations)
+        shape, mesh = like.shape if stacked else torch.Size((len(parts), *like.shape)), like.device_mesh
+        stride = torch.empty(shape, device="meta").stride()
+        split = [_shift(placement, len(shape) - like.dim()) for placement in like.placements]
+        by_matrix: list[Placement] = [Shard(0) for _ in split]
+
+        def wrap(local: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
+            """A DTensor whose parts may be uneven."""
+            whole = local.contiguous()
+            return DTensor.from_local(whole, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+        shared = wrap(stack, split).redistribute(placements=by_matrix)
+        result = orthogonalise(shared.to_local(), iterations)
+        stack = wrap(result, by_matrix).redistribute(placements=split).to_local()
     else:
         stack = orthogonalise(stack, iterations)
     return [stack] if stacked else list(stack.unbind())
-
-
-def _orthogonalise_shared(stack: torch.Tensor, shape: torch.Size, like: DTensor, iterations: int) -> torch.Tensor:
-    split = [_shift(placement, len(shape) - like.dim()) for placement in like.placements]
-    by_matrix: list[Placement] = [Shard(0) for _ in split]
-    shared = _wrap(stack, shape, like, split).redistribute(placements=by_matrix)
-    result = orthogonalise(shared.to_local(), iterations).contiguous()
-    return _wrap(result, shape, like, by_matrix).redistribute(placements=split).to_local()
-
-
-def _wrap(local: torch.Tensor, shape: torch.Size, like: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """A DTensor on the mesh of `like`, whose parts may be uneven."""
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local.contiguous(), like.device_mesh, placements, run_check=False, shape=shape, stride=stride
-    )
 
 
 def _shift(placement: Placement, dims: int) -> Placement:
@@ -129,18 +138,3 @@ def _batches(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]
     for same in alike.values():
         size = same[0].device_mesh.size() if isinstance(same[0], DTensor) and same[0].dim() == 2 else 1
         yield from (same[first : first + size] for first in range(0, len(same), size))
-
-
-def _add_momentum(momentum: float, parts: Sequence[ParameterPart]) -> None:
-    """Move the buffer towards the gradient, then the gradient towards the buffer."""
-    gradients, buffers = [part.gradient for part in parts], [part.states[0] for part in parts]
-    torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-    torch._foreach_lerp_(gradients, buffers, momentum)
-
-
-def _move(group: dict[str, Any], parts: Sequence[ParameterPart]) -> None:
-    """Decay, and step along the gradient, which is an orthogonalised direction by now."""
-    for part in parts:
-        rate = group["lr"] * adjustment(group["adjust"], *part.shape[-2:])
-        part.parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        part.parameter.add_(part.gradient, alpha=-rate)
