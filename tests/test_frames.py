@@ -25,8 +25,8 @@ import torch
 
 import shardway
 from runs import lone_rank, train_tiny
-from shardway.checkpoint.async_save import AsyncSave
 from shardway.checkpoint.local_tier import replicate_checkpoint
+from shardway.checkpoint.manager import AsyncSave
 from shardway.checkpoint.writer import write_checkpoint
 from shardway.train.loop import Loop
 from shardway.train.run import Run

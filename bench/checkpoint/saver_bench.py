@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardway.checkpoint.async_save import Staging
+from shardway.checkpoint.manager import Staging
 from shardway.checkpoint.state import Tensors, Trained
 from shardway.rundir.directory import RunDir
 

@@ -11,9 +11,9 @@ import torch.distributed.checkpoint as dcp
 from saver_bench import Bench, Paced, evict, flatten
 from torch import nn
 
-from shardway.checkpoint.async_save import AsyncSave
+from shardway.checkpoint.manager import AsyncSave
 from shardway.checkpoint.reader import load_latest
-from shardway.checkpoint.writer import collect_content, save_checkpoint, shared_place, write_checkpoint
+from shardway.checkpoint.writer import collect_content, shared_place, write_checkpoint
 from shardway.ranks.launcher import Placement
 from shardway.ranks.start import Ranks
 
@@ -54,7 +54,8 @@ def ours(bench: Bench) -> None:
     bench.directory.create()
     ranks = alone(bench)
     with bench.timed("save"):
-        save_checkpoint(bench.directory, ranks, bench.trained, 1, {"step": 1})
+        content = collect_content(ranks, bench.trained, 1, {"step": 1})
+        write_checkpoint(shared_place(bench.directory, ranks), ranks, content)
     evict(bench.directory.checkpoints)
     with bench.timed("load"):
         load_latest(bench.directory, ranks, bench.trained)

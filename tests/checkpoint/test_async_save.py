@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from pool import ranks
 from runs import lone_rank, pool_ranks
-from shardway.checkpoint.async_save import AsyncSave, Staging
+from saved_tensors import save_checkpoint
 from shardway.checkpoint.file_format import read_manifest
+from shardway.checkpoint.manager import AsyncSave, Staging
 from shardway.checkpoint.reader import load_latest
-from shardway.checkpoint.writer import SavedCheckpoint, collect_content, save_checkpoint, shared_place, write_checkpoint
+from shardway.checkpoint.writer import SavedCheckpoint, collect_content, shared_place, write_checkpoint
 from shardway.errors import JobError
 from shardway.parallel.mesh import set_apart
 from shardway.rundir.directory import RunDir

@@ -9,13 +9,19 @@ import torch
 
 from pool import ranks
 from runs import lone_rank, pool_ranks
-from saved_tensors import read_whole
-from shardway.checkpoint import diff
+from saved_tensors import read_whole, save_checkpoint
+from shardway.checkpoint import reader
 from shardway.checkpoint.catalog import PARTS, TensorEntry
-from shardway.checkpoint.diff import TensorDifference, Values, compare_values, find_differences, find_other_files
 from shardway.checkpoint.file_format import Damaged, FileChecksum, Manifest, write_manifest
-from shardway.checkpoint.reader import TensorReader
-from shardway.checkpoint.writer import save_checkpoint, write_tensors
+from shardway.checkpoint.reader import (
+    TensorDifference,
+    TensorReader,
+    Values,
+    compare_values,
+    find_differences,
+    find_other_files,
+)
+from shardway.checkpoint.writer import write_tensors
 from shardway.rundir.directory import RunDir
 from trained import make_trained
 
@@ -34,7 +40,7 @@ PAIRS = {
 @pytest.mark.parametrize("block", [1, 2, 100])
 @pytest.mark.parametrize("name", PAIRS)
 def test_how_far_two_tensors_are_apart(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diff, "BLOCK", block)
+    monkeypatch.setattr(reader, "BLOCK", block)
     first, second, (same, absolute, relative) = PAIRS[name]
     found = compare_values(torch.tensor([first]), torch.tensor([second]))
     assert found == Values(len(first), same, absolute, relative)

@@ -14,12 +14,13 @@ from torch import nn
 
 from pool import RankPool, ranks
 from runs import lone_rank, pool_ranks
+from saved_tensors import save_checkpoint
 from shardway.checkpoint import reader
 from shardway.checkpoint.catalog import PassedOver, verify_checkpoint
 from shardway.checkpoint.file_format import TensorTable
 from shardway.checkpoint.reader import load_latest, peek_latest
 from shardway.checkpoint.state import Trained, random_state
-from shardway.checkpoint.writer import collect_content, save_checkpoint, shared_place, write_checkpoint
+from shardway.checkpoint.writer import collect_content, shared_place, write_checkpoint
 from shardway.errors import JobError, UserError
 from shardway.models.transformer import TransformerShape
 from shardway.ranks.start import Ranks

@@ -70,3 +70,9 @@ def test_each_wish_is_sent_once_by_one_who_has_it(holders: dict[str, list[int]],
 def test_those_who_have_a_file_take_turns() -> None:
     wanted = {rank: frozenset({"a"}) for rank in (2, 3, 4)}
     assert plan_transfers({"a": (0, 1)}, wanted) == [Transfer("a", 0, 2), Transfer("a", 1, 3), Transfer("a", 0, 4)]
+
+
+def test_copies_of_two_checkpoints_may_name_other_files() -> None:
+    other = LocalCopy(4, "e", (*FILES, "rank-00002.bin"), dict.fromkeys((*FILES, "rank-00002.bin"), "/disk"))
+    found = survey([[held(4)], [other]], 0)
+    assert found.passed_over == (PassedOver(4, "what the nodes have of it is not of one checkpoint"),)

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from drawn_layouts import MODELS, SMALL, Drawn, draw_layouts
 from pool import ranks
 from runs import pool_ranks, read_column, train_alone, train_tiny, worst_difference
-from saved_tensors import read_whole
+from saved_tensors import read_whole, save_checkpoint
 from shardway.checkpoint.state import Trained
-from shardway.checkpoint.writer import save_checkpoint
 from shardway.rundir.directory import RunDir
 from shardway.train.run import Run
 

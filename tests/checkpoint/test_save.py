@@ -16,12 +16,12 @@ import torch
 
 from pool import RankPool, ranks
 from runs import lone_rank, pool_ranks
+from saved_tensors import save_checkpoint
 from shardway.checkpoint import writer
 from shardway.checkpoint.file_format import read_manifest
 from shardway.checkpoint.manager import RetentionPolicy, prune_checkpoints, remove_leftovers
 from shardway.checkpoint.reader import load_latest
 from shardway.checkpoint.state import count_bytes
-from shardway.checkpoint.writer import save_checkpoint
 from shardway.errors import Bug, JobError
 from shardway.models.transformer import TransformerShape
 from shardway.ranks.start import Ranks
@@ -157,9 +157,9 @@ def test_a_checkpoint_is_never_written_again(rank: int, tmp_path: Path) -> None:
     directory, trained = made(tmp_path), make_trained(pool_ranks(), (2, 1))
     first = save_checkpoint(directory, pool_ranks(), trained, 5, numbers(5))
     assert first is not None
-    assert first.name == "step-000000005"
+    assert [path.name for path in directory.checkpoints.iterdir()] == ["step-000000005"]
     kept = digest_tree(directory.checkpoint_path(5))
-    assert first.bytes == sum(
+    assert first.manifest.total_bytes == sum(
         path.stat().st_size for path in directory.checkpoint_path(5).iterdir() if path.name != "manifest.json"
     )
     train_on(trained, 1)
@@ -271,7 +271,7 @@ def test_replicas_are_counted_once(rank: int, tmp_path: Path, shape: tuple[int, 
         patch.setattr(writer, "_check_space", lambda directory, ranks, whole_bytes: asked.append(whole_bytes))
         saved = save_checkpoint(directory, pool_ranks(), trained, 1, numbers(1))
     assert saved is not None
-    assert saved.bytes * 0.9 < asked[0] < saved.bytes * 1.02
+    assert saved.manifest.total_bytes * 0.9 < asked[0] < saved.manifest.total_bytes * 1.02
 
 
 def test_bytes_are_those_of_all_tensors() -> None:

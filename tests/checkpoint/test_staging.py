@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from pool import ranks
 from runs import pool_ranks
-from shardway.checkpoint.async_save import MOST_OF_MEMORY, Staging, has_room
+from shardway.checkpoint.manager import MOST_OF_MEMORY, Staging, has_room
 from shardway.checkpoint.state import Tensors
 from trained import assert_same_bits, make_trained, train_on, whole
 

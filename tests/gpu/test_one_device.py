@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from runs import TINY, place, worst_difference
-from shardway.checkpoint.async_save import Staging
+from shardway.checkpoint.manager import Staging
 from shardway.errors import SiteError
 from shardway.models.initialise import normal_
 from shardway.parallel.axes.shard import shard

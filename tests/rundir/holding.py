@@ -17,7 +17,7 @@ from pathlib import Path
 from shardway.errors import ShardwayError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.lease import LeaseOptions
-from shardway.rundir.lease import LockPaths, WriterLock
+from shardway.rundir.lease import WriterLock
 from shardway.rundir.lease import LeaseTimes
 
 def refuse(descriptor, operation):
@@ -27,7 +27,7 @@ folder, locks, beat_s = Path(sys.argv[1]), sys.argv[2] == "locks", float(sys.arg
 if not locks:
     fcntl.flock = refuse
 terms = LeaseTimes(beat_s, 5 * beat_s, 8 * beat_s, beat_s / 4, beat_s)
-lock = WriterLock(LockPaths(folder / "writer.lock", folder / "lease"), LeaseOptions(terms=terms))
+lock = WriterLock(folder, LeaseOptions(terms=terms))
 lock.acquire(lambda line: print("told", line, flush=True))
 run = replace(RunDir(folder), lease=lock.lease)
 print("held", lock.lease.epoch, flush=True)

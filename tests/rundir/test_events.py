@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardway.errors import JobError
-from shardway.rundir.events import EventFollower, EventWriter, drop_undone, parse_event, read_events, read_last_events
+from shardway.rundir.events import EventFollower, EventWriter, drop_undone, parse_event, read_events
 
 
 def write(path: Path, *steps: int) -> None:
@@ -329,14 +329,14 @@ def test_the_last_events_are_whole(most_bytes: int) -> None:
         with EventWriter(path) as writer:
             for number in range(9):
                 writer.write("step", step=number)
-        found = read_last_events(path, most_bytes)
+        found = list(read_events(path, most_bytes=most_bytes))
         sizes = [len(line) for line in path.read_bytes().splitlines(keepends=True)]
     fitting = max(count for count in range(10) if sum(sizes[9 - count :]) <= most_bytes)
     assert [event["step"] for event in found] == list(range(9))[9 - fitting :]
 
 
 def test_no_file_has_no_last_events(tmp_path: Path) -> None:
-    assert read_last_events(tmp_path / "none", 100) == []
+    assert list(read_events(tmp_path / "none", most_bytes=100)) == []
 
 
 def test_what_is_no_file_is_named(tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     for path, why in ((folder, "Is a directory"), (loop, "Too many levels of symbolic links")):
         for read in (
             lambda p: list(read_events(p)),
-            lambda p: read_last_events(p, 9),
+            lambda p: list(read_events(p, most_bytes=9)),
             lambda p: EventFollower(p).new_events(),
         ):
             with pytest.raises(JobError) as told:

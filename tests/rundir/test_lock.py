@@ -21,9 +21,9 @@ from shardway.errors import UserError
 from shardway.rundir import lease
 from shardway.rundir.lease import (
     Claim,
+    LeaseFiles,
     LeaseOptions,
     LeaseTimes,
-    LockPaths,
     WriterLock,
     find_holder,
     find_holder_host,
@@ -41,12 +41,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "PAUSE_S", 0.001)
 
 
-def place(folder: Path) -> LockPaths:
-    return LockPaths(folder / "writer.lock", folder / "lease")
-
-
 def writer(folder: Path) -> WriterLock:
-    return WriterLock(place(folder))
+    return WriterLock(folder)
 
 
 def test_another_process_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
@@ -55,7 +51,7 @@ def test_another_process_is_refused_and_told_who_holds_it(tmp_path: Path) -> Non
             writer(tmp_path).acquire()
         with pytest.raises(UserError) as told_before:
             writer(tmp_path).await_free(pytest.fail)
-        named, host = find_holder(place(tmp_path)), find_holder_host(place(tmp_path))
+        named, host = find_holder(tmp_path), find_holder_host(tmp_path)
     who = rf"process {other.pid} on host {re.escape(socket.gethostname())} since {SINCE}"
     assert re.fullmatch(
         rf"another run is training into {tmp_path}: {who}\.\n"
@@ -74,7 +70,7 @@ def test_a_run_is_free_at_once_when_its_holder_was_killed(tmp_path: Path) -> Non
     with holding(tmp_path) as other:
         os.kill(other.pid, signal.SIGKILL)
         other.process.wait()
-        assert find_holder(place(tmp_path)) is None
+        assert find_holder(tmp_path) is None
         mine = writer(tmp_path)
         mine.await_free(pytest.fail)
         mine.acquire(pytest.fail)
@@ -87,7 +83,7 @@ def test_a_holder_that_nobody_has_waited_for_is_gone(tmp_path: Path) -> None:
     with holding(tmp_path, locks=False) as other:
         os.kill(other.pid, signal.SIGKILL)
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        assert find_holder(place(tmp_path)) is None
+        assert find_holder(tmp_path) is None
         mine = writer(tmp_path)
         mine.acquire(pytest.fail)
         mine.release()
@@ -95,11 +91,11 @@ def test_a_holder_that_nobody_has_waited_for_is_gone(tmp_path: Path) -> None:
 
 def test_a_lock_that_children_of_a_dead_holder_have_keeps_nobody_away(tmp_path: Path) -> None:
     with holding(tmp_path) as other:
-        left = os.open(place(tmp_path).lock, os.O_RDWR)
+        left = os.open((tmp_path / "writer.lock"), os.O_RDWR)
         os.kill(other.pid, signal.SIGKILL)
         other.process.wait()
         fcntl.flock(left, fcntl.LOCK_EX)  # as an open file that a child has inherited holds it
-        assert find_holder(place(tmp_path)) is None
+        assert find_holder(tmp_path) is None
         mine = writer(tmp_path)
         mine.acquire(pytest.fail)
         mine.release()
@@ -138,8 +134,8 @@ def test_release_and_take_again(tmp_path: Path) -> None:
 
 
 def test_nobody_holds_what_is_not_there(tmp_path: Path) -> None:
-    assert find_holder(place(tmp_path)) is None
-    assert find_holder_host(place(tmp_path)) == ""
+    assert find_holder(tmp_path) is None
+    assert find_holder_host(tmp_path) == ""
     writer(tmp_path).release()
     writer(tmp_path).await_free(pytest.fail)
     assert list(tmp_path.iterdir()) == []
@@ -150,24 +146,24 @@ def test_the_lock_file_stays(tmp_path: Path) -> None:
     mine = writer(tmp_path)
     mine.acquire()
     mine.release()
-    assert place(tmp_path).lock.exists()
-    assert find_holder(place(tmp_path)) is None
+    assert (tmp_path / "writer.lock").exists()
+    assert find_holder(tmp_path) is None
 
 
 @pytest.mark.parametrize("claim", [None, "", "{", "[]", "{}", '{"who": {"pid": "7"}}', '{"who": 3}'])
 def test_a_holder_that_has_not_yet_said_who_it_is(tmp_path: Path, claim: str | None) -> None:
-    locked = os.open(place(tmp_path).lock, os.O_RDWR | os.O_CREAT)
+    locked = os.open((tmp_path / "writer.lock"), os.O_RDWR | os.O_CREAT)
     fcntl.flock(locked, fcntl.LOCK_EX)
     if claim is not None:
-        place(tmp_path).lease.mkdir()
-        (place(tmp_path).lease / "epoch-000001.json").write_text(claim)
-    assert find_holder(place(tmp_path)) == "a process that has just started"
-    assert find_holder_host(place(tmp_path)) == ""
+        (tmp_path / "lease").mkdir()
+        ((tmp_path / "lease") / "epoch-000001.json").write_text(claim)
+    assert find_holder(tmp_path) == "a process that has just started"
+    assert find_holder_host(tmp_path) == ""
     os.close(locked)
 
 
 def test_somebody_who_only_looks_does_not_refuse_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, pauses = place(tmp_path).lock, list[float]()
+    path, pauses = (tmp_path / "writer.lock"), list[float]()
     path.touch()
     looking = os.open(path, os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
@@ -237,13 +233,13 @@ def test_without_locks_a_holder_that_beats_refuses_others(tmp_path: Path) -> Non
     with holding(tmp_path, locks=False, beat_s=0.05) as other:
         told: list[str] = []
         with pytest.raises(UserError, match=rf"another run is training into .*: process {other.pid} on host "):
-            WriterLock(place(tmp_path), LeaseOptions(terms=PATIENT)).acquire(told.append)
+            WriterLock(tmp_path, LeaseOptions(terms=PATIENT)).acquire(told.append)
         assert told == [f"process {other.pid} of this host held this run; watching for 120 s whether it still does"]
-        named = find_holder(place(tmp_path))
+        named = find_holder(tmp_path)
         assert named is not None
         assert re.fullmatch(rf"process {other.pid} on host \S+ since {SINCE}, last seen {SINCE}", named)
         assert other.say("release") == "done release"
-        assert find_holder(place(tmp_path)) is None
+        assert find_holder(tmp_path) is None
         mine = writer(tmp_path)
         mine.acquire(pytest.fail)
         mine.release()
@@ -254,7 +250,7 @@ def test_a_holder_that_was_stopped_is_overtaken_and_writes_nothing_more(tmp_path
     with holding(tmp_path, locks=False, beat_s=0.05) as other:
         assert other.say("confirm") == "done confirm"
         other.send(signal.SIGSTOP)
-        mine = WriterLock(place(tmp_path), LeaseOptions(terms=QUICK))
+        mine = WriterLock(tmp_path, LeaseOptions(terms=QUICK))
         told: list[str] = []
         mine.acquire(told.append)
         assert len(told) == 1
@@ -273,10 +269,10 @@ def test_a_holder_that_was_stopped_is_overtaken_and_writes_nothing_more(tmp_path
 def test_a_silence_that_somebody_saw_is_not_watched_again(tmp_path: Path) -> None:
     with holding(tmp_path, locks=False, beat_s=0.05) as other:
         other.send(signal.SIGSTOP)
-        first = WriterLock(place(tmp_path), LeaseOptions(terms=QUICK))
+        first = WriterLock(tmp_path, LeaseOptions(terms=QUICK))
         first.await_free(lambda line: None)
         assert (tmp_path / "lease").exists()
-        second = WriterLock(place(tmp_path), LeaseOptions(terms=QUICK))
+        second = WriterLock(tmp_path, LeaseOptions(terms=QUICK))
         second.acquire(pytest.fail)
         second.release()
 
@@ -288,12 +284,12 @@ def test_a_holder_that_has_not_beaten_for_long_is_not_shown(tmp_path: Path) -> N
     mine.acquire()
     elsewhere = tmp_path / "lease" / "epoch-000001.json"
     elsewhere.write_text(elsewhere.read_text().replace(socket.gethostname(), "n1"))
-    assert find_holder_host(place(tmp_path)) == "n1"
+    assert find_holder_host(tmp_path) == "n1"
     beat = tmp_path / "lease" / "beat-000001"
     mine._stop_beats()
     os.utime(beat, (0, beat.stat().st_mtime - lease.SHOWN_S))
-    assert find_holder(place(tmp_path)) is None
-    assert find_holder_host(place(tmp_path)) == ""
+    assert find_holder(tmp_path) is None
+    assert find_holder_host(tmp_path) == ""
     mine.release()
 
 
@@ -326,16 +322,16 @@ def test_a_right_that_was_lost_is_not_withdrawn(tmp_path: Path) -> None:
     """The epoch of whoever took over stays."""
     mine = writer(tmp_path)
     mine.acquire()
-    assert write_claim(place(tmp_path).files, Claim(2, "theirs"))
+    assert write_claim(LeaseFiles(tmp_path / "lease"), Claim(2, "theirs"))
     mine.withdraw()
-    assert newest_epoch(place(tmp_path).files.names()) == 2
+    assert newest_epoch(LeaseFiles(tmp_path / "lease").names()) == 2
     assert (tmp_path / "writer.lock").exists()
 
 
 def test_a_holder_of_this_machine_is_signalled(tmp_path: Path) -> None:
-    assert not signal_holder(place(tmp_path), signal.SIGTERM)
+    assert not signal_holder(tmp_path, signal.SIGTERM)
     with holding(tmp_path) as other:
-        assert signal_holder(place(tmp_path), signal.SIGTERM)
+        assert signal_holder(tmp_path, signal.SIGTERM)
         assert other.process.wait(60) == -signal.SIGTERM
 
 
@@ -343,5 +339,5 @@ def test_a_holder_that_is_not_seen_from_here_is_not_signalled(tmp_path: Path, mo
     """Its number would be that of another process."""
     with holding(tmp_path) as other:
         monkeypatch.setattr(socket, "gethostname", lambda: "another")
-        assert not signal_holder(place(tmp_path), signal.SIGTERM)
+        assert not signal_holder(tmp_path, signal.SIGTERM)
         assert other.process.poll() is None

@@ -27,8 +27,7 @@ import torch
 from example_scripts import torchrun
 from runs import read_steps
 from shardway.checkpoint.catalog import PARTS, find_checkpoint
-from shardway.checkpoint.diff import find_differences
-from shardway.checkpoint.reader import TensorReader
+from shardway.checkpoint.reader import TensorReader, find_differences
 from shardway.rundir.directory import RunDir
 from speed import picked
 

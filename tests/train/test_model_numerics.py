@@ -41,7 +41,7 @@ from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import ModelSection, RunFile
 from shardway.train.run import Run
 from shardway.train.session import RankReport, agree, look_here, read_tf32_of_script
-from shardway.watch.plain import PlainLines
+from shardway.watch.words import PlainLines
 
 FAST = DeviceFacts("cuda", "a Testium 9000", (9, 0), True, 16.0, False, "no C compiler is found")
 BF16 = "a Testium 9000 multiplies bf16 16 times as fast as fp32"

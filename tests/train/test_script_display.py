@@ -23,7 +23,7 @@ from shardway.rundir.attempts import VARIABLE as ATTEMPT
 from shardway.rundir.directory import RunDir
 from shardway.train.run import ScriptDisplay, open_display
 from shardway.train.session import hold_session
-from shardway.watch.plain import PlainLines
+from shardway.watch.words import PlainLines
 
 KEYS = ("run.device=cpu", "run.threads=1", "train.steps=3", "checkpoint.background=false")
 Train = Callable[..., None]

@@ -18,8 +18,7 @@ from torch.utils.data import TensorDataset
 from pool import RankPool, ranks
 from runs import Died, Signalled, layout, lone_rank, open_tiny, pool_ranks, read_column, read_named, read_steps
 from shardway.checkpoint.catalog import PARTS, find_checkpoint
-from shardway.checkpoint.diff import find_differences
-from shardway.checkpoint.reader import TensorReader
+from shardway.checkpoint.reader import TensorReader, find_differences
 from shardway.errors import UserError
 from shardway.ranks.start import Ranks
 from shardway.train.run import Run

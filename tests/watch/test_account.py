@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from watch_events import BEGIN, started
 
 from shardway.rundir.events import Event
-from shardway.watch.account import ROW_NAMES, Book, TimeAccount
+from shardway.watch.progress import ROW_NAMES, Book, TimeAccount
 from shardway.watch.words import ACCOUNT_WORDS, render_account, render_share
 
 ROW_OF = {"validate": "validation_s"}

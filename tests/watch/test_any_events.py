@@ -17,9 +17,9 @@ from rich.console import Console
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.watch.live import LiveView
-from shardway.watch.plain import PlainLines
 from shardway.watch.progress import summarise
 from shardway.watch.report import render_report
+from shardway.watch.words import PlainLines
 
 numbers = st.floats(allow_nan=True, allow_infinity=True) | st.integers(-(10**12), 10**12) | st.none()
 words = st.text(max_size=12) | st.none()

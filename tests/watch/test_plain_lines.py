@@ -6,7 +6,7 @@ import pytest
 from watch_events import event, started, step
 
 from shardway.rundir.events import Event
-from shardway.watch.plain import PlainLines
+from shardway.watch.words import PlainLines
 
 
 class Clock:

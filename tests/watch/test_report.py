@@ -10,9 +10,8 @@ import pytest
 from watch_events import event, started, step, write_events
 
 from shardway.rundir.directory import RunDir
-from shardway.watch.curve import POINTS, find_marks
 from shardway.watch.progress import read_progress, summarise
-from shardway.watch.report import render_report
+from shardway.watch.report import POINTS, find_marks, render_report
 from shardway.watch.words import render_logged, render_validation
 
 NASTY = '</script><b>&"'

@@ -9,8 +9,7 @@ from watch_events import BEGIN, event, started
 
 from shardway.watch import words
 from shardway.watch.live import LiveView
-from shardway.watch.plain import PlainLines
-from shardway.watch.words import describe
+from shardway.watch.words import PlainLines, describe
 
 
 def test_every_kind_of_news_is_one_line_in_both_views() -> None:

@@ -44,11 +44,8 @@ from shardway.rundir.names import find_run_id, step_of_checkpoint
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint's folder and the step in its name; None if the folder has another name.
-
-    `run`: the id of the run in whose directory it was found; empty if the run has no id, or if the user named the
-    folder.
-    """
+    """A checkpoint's folder and the step in its name; None if the folder has another name. `run`: the id of the run in
+    whose directory it was found; empty if the run has no id, or if the user named the folder."""
 
     folder: Path
     step: int | None
@@ -100,9 +97,7 @@ def find_checkpoint(path: Path, step: int | None = None) -> FoundCheckpoint:
 @dataclass(frozen=True)
 class Verified:
     """The result for one checkpoint: `reasons` is empty for a complete one, `manifest` is None if it cannot be read.
-
-    `step` is None if neither name nor manifest has it.
-    """
+    `step` is None if neither name nor manifest has it."""
 
     step: int | None
     name: str
@@ -111,11 +106,9 @@ class Verified:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a run can resume from it."""
         return not self.reasons
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
         manifest = self.manifest
         return {
             "step": self.step,
@@ -131,15 +124,14 @@ class Verified:
 def verify_all(checkpoints: Iterable[FoundCheckpoint]) -> Iterator[Verified]:
     """The result for each checkpoint. Raises UserError for a newer format."""
     for found in checkpoints:
-        step, manifest = found.step, None
+        step, manifest, reasons = found.step, None, tuple[str, ...]()
         try:
             manifest = manifest_of(found)
             step = manifest.step
             verify_found(found)
         except Damaged as damage:
-            yield Verified(step, found.folder.name, manifest, damage.reasons)
-        else:
-            yield Verified(step, found.folder.name, manifest)
+            reasons = damage.reasons
+        yield Verified(step, found.folder.name, manifest, reasons)
 
 
 def verify_found(found: FoundCheckpoint, rank: int = 0, world: int = 1) -> Manifest:
@@ -152,19 +144,8 @@ def verify_found(found: FoundCheckpoint, rank: int = 0, world: int = 1) -> Manif
     return manifest
 
 
-def check_files(found: FoundCheckpoint, *read: str) -> Manifest:
-    """Quick check: all files are there in their size, and those in `read` with the bytes that were saved. Raises
-    Damaged."""
-    manifest = manifest_of(found)
-    checks = {name: find_damage if name in read else find_short for name in manifest.files}
-    damages = [what for name, check in checks.items() if (what := check(found.folder, name, manifest.files[name]))]
-    if damages:
-        raise Damaged(found.folder, damages)
-    return manifest
-
-
 def verify_checkpoint(directory: RunDir, step: int, rank: int = 0, world: int = 1) -> Manifest:
-    """Compare this rank's share of a run's checkpoint with its manifest. Raises Damaged that names what differs."""
+    """The same of a run's checkpoint."""
     return verify_found(find_in_run(directory, step), rank, world)
 
 
@@ -192,19 +173,13 @@ PARTS = ("model", "optimizer", "random", "kept", "script", "stream", "order")
 
 
 def part_of(name: str) -> str:
-    """The part of the run that a name in a checkpoint belongs to: one of `PARTS`.
-
-    Further models and optimizers have a name after a dash; `structure` states how a part is built that is no plain
-    tree.
-    """
+    """The part of the run that a name in a checkpoint belongs to: one of `PARTS`. Further models and optimizers have a
+    name after a dash; `structure` states how a part is built that is no plain tree."""
     first, _, rest = name.partition(".")
     return part_of(rest) if first == "structure" else first.partition("-")[0]
 
 
-VALUE = "value"
-"""The dtype shown for a value that is not a tensor."""
-
-
+VALUE = "value"  # the dtype shown for a value that is not a tensor
 _EMBEDDING, _HEAD = "model.model.embed_tokens.weight", "model.lm_head.weight"
 
 
@@ -231,10 +206,8 @@ class CheckpointHead:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor as it is saved, whole: its name in the unwrapped model, its shape, its size in bytes.
-
-    A value that is not a tensor has the dtype "value", no shape, and the size of its JSON.
-    """
+    """One tensor as it is saved, whole: its name in the unwrapped model, its shape, its size in bytes. A value that is
+    not a tensor has the dtype "value", no shape, and the size of its JSON."""
 
     name: str
     shape: tuple[int, ...]
@@ -248,11 +221,14 @@ class TensorEntry:
 
 
 def read_head(found: FoundCheckpoint) -> CheckpointHead:
-    """The manifest of a checkpoint, after the size of each file and the content of the table were checked.
-
-    Raises Damaged.
-    """
-    return CheckpointHead(found, check_files(found, TABLE))
+    """The manifest of a checkpoint, after the size of each file and the content of the table were checked. Raises
+    Damaged."""
+    manifest = manifest_of(found)
+    checks = {name: find_damage if name == TABLE else find_short for name in manifest.files}
+    damages = [what for name, check in checks.items() if (what := check(found.folder, name, manifest.files[name]))]
+    if damages:
+        raise Damaged(found.folder, damages)
+    return CheckpointHead(found, manifest)
 
 
 def list_entries(head: CheckpointHead) -> list[TensorEntry]:
@@ -277,20 +253,13 @@ def find_tie(run: RunDir) -> bool | None:
 
 def make_entries(table: TensorTable) -> list[TensorEntry]:
     """The entries of a table, by name."""
-    tensors = [
-        TensorEntry(name, row.shape, row.dtype, math.prod(row.shape) * _item_bytes(row.dtype))
-        for name, row in table.tensors.items()
-    ]
-    values = [TensorEntry(name, (), VALUE, len(text)) for name, text in table.values.items()]
-    return sorted((*tensors, *values), key=lambda entry: entry.name)
-
-
-def _item_bytes(dtype: str) -> int:
-    """Bytes of one number: dtype names end with their bits, except 8-bit formats, which have a suffix."""
-    if dtype == "bool":
-        return 1
-    bits = re.search(r"\d+", dtype)
-    return max(1, int(bits.group()) // 8) if bits else 0
+    entries = [TensorEntry(name, (), VALUE, len(text)) for name, text in table.values.items()]
+    for name, row in table.tensors.items():
+        # Names of dtypes end with their bits, except 8-bit formats, which have a suffix.
+        bits = re.search(r"\d+", row.dtype)
+        item = 1 if row.dtype == "bool" else max(1, int(bits.group()) // 8) if bits else 0
+        entries.append(TensorEntry(name, row.shape, row.dtype, math.prod(row.shape) * item))
+    return sorted(entries, key=lambda entry: entry.name)
 
 
 # --- quarantine of damaged and undone checkpoints
@@ -306,10 +275,8 @@ class CorruptCheckpoint:
 
 
 def quarantine(directory: RunDir, found: Sequence[PassedOver], kind: str = "damaged") -> list[CorruptCheckpoint]:
-    """Rename checkpoints that are "damaged" or "undone"; called on rank 0 while it holds the writer's lock.
-
-    Raises JobError if the file system refuses.
-    """
+    """Rename checkpoints that are "damaged" or "undone"; called on rank 0 while it holds the writer's lock. Raises
+    JobError if the file system refuses."""
     done = []
     for each in found:
         path, kept_as = directory.checkpoint_path(each.step), directory.aside_path(each.step, kind)
@@ -335,8 +302,19 @@ def copy_checkpoint(found: FoundCheckpoint, directory: RunDir) -> Manifest:
     final, partial = directory.checkpoint_path(manifest.step), directory.partial_checkpoint_path(manifest.step)
     try:
         partial.mkdir()
-        for name in manifest.files:
-            _copy(found.folder, partial, name, manifest)
+        for name, checksum in manifest.files.items():
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts:
+                raise Damaged(found.folder, [f"its manifest names {name}, which is not in it"])
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                shutil.copyfile(found.folder / name, partial / name)
+            except FileNotFoundError:
+                raise Damaged(found.folder, [f"{name} is missing"]) from None
+            with open(partial / name, "rb") as file:
+                os.fsync(file.fileno())
+            if damage := find_damage(partial, name, checksum):
+                raise Damaged(found.folder, [damage])
         write_manifest(partial, manifest)
         for within in {(partial / name).parent for name in manifest.files} | {partial}:
             fsync_folder(within)
@@ -345,19 +323,3 @@ def copy_checkpoint(found: FoundCheckpoint, directory: RunDir) -> Manifest:
     except OSError as error:
         raise JobError(f"the checkpoint {found.folder} cannot be copied: {error.strerror or error}") from error
     return manifest
-
-
-def _copy(source: Path, target: Path, name: str, manifest: Manifest) -> None:
-    """Copy one file, durably, and compare the copy."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise Damaged(source, [f"its manifest names {name}, which is not in it"])
-    (target / name).parent.mkdir(parents=True, exist_ok=True)
-    try:
-        shutil.copyfile(source / name, target / name)
-    except FileNotFoundError:
-        raise Damaged(source, [f"{name} is missing"]) from None
-    with open(target / name, "rb") as file:
-        os.fsync(file.fileno())
-    if damage := find_damage(target, name, manifest.files[name]):
-        raise Damaged(source, [damage])

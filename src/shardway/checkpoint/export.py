@@ -22,19 +22,18 @@ import math
 import mmap
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardway.checkpoint.catalog import VALUE, FoundCheckpoint, TensorEntry
 from shardway.checkpoint.reader import TensorReader
-from shardway.checkpoint.state import Tensors
-from shardway.checkpoint.structure import dtype_name, find_dtype
+from shardway.checkpoint.state import Tensors, dtype_name, find_dtype
 from shardway.errors import JobError, LostContact, UserError
 from shardway.hfconfig import CONFIG, TOKENIZER_FILES
 from shardway.models.huggingface.model import Form
@@ -43,9 +42,7 @@ from shardway.ranks.start import Ranks
 from shardway.refusals import find_remedy
 from shardway.rundir.file_io import fsync_folder, render_json
 
-FILE_BYTES = 4 * 2**30
-"""About how large a file may become."""
-
+FILE_BYTES = 4 * 2**30  # about how large a file may become
 _BESIDE = ("generation_config.json", *TOKENIZER_FILES)
 
 SAFETENSORS_FORMATS: Mapping[torch.dtype, str] = MappingProxyType(
@@ -72,14 +69,6 @@ SAFETENSORS_FORMATS: Mapping[torch.dtype, str] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class _Parameter:
-    """What a rank reports to the others of a parameter that it holds a part of."""
-
-    name: str
-    shape: Shape
-
-
-@dataclass(frozen=True)
 class _File:
     """A file to write: its pieces in order, each with the parameter it comes from, and the rank that writes it."""
 
@@ -91,20 +80,47 @@ class _File:
 def save_weights(
     state: Tensors, form: Form, folder: Path, ranks: Ranks, *, dtype: torch.dtype, file_bytes: int = FILE_BYTES
 ) -> Path:
-    """Write the parameters of a model (names of the whole model -> tensors or DTensors) on all ranks together.
-
-    Each rank passes what it holds. The first rank that holds a part of a parameter writes it, in `dtype`. Returns the
-    folder. Raises UserError if the folder exists, JobError on every rank if it cannot be written.
-    """
+    """Write the parameters of a model (names of the whole model -> tensors or DTensors) on all ranks together. Each
+    rank passes what it holds. The first rank that holds a part of a parameter writes it, in `dtype`. Returns the
+    folder. Raises UserError if the folder exists, JobError on every rank if it cannot be written."""
     partial = folder.with_name(f".{folder.name}.unfinished")
     ranks.together(lambda: begin_folder(folder, partial) if ranks.is_first else None)
-    held = [_Parameter(name, tuple(tensor.shape)) for name, tensor in state.items()]
+    held = {name: tuple(tensor.shape) for name, tensor in state.items()}
     files = _plan_files(ranks.gather(held), form.names, file_bytes // dtype.itemsize)
     writers = [_TensorFileWriter(partial / file.name, file, dtype) for file in files if file.writer == ranks.rank]
+
+    def write() -> None:
+        """Gather one parameter after the other and append it to the files that need a part of it."""
+        for name, tensor in state.items():
+            whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+            if not any(writer.failure for writer in writers):  # a rank that fails still gathers, which needs all
+                for writer in writers:
+                    writer.take(name, whole)
+        for writer in writers:
+            writer.close()
+        for error in (writer.failure for writer in writers if writer.failure):
+            raise JobError(f"{error.strerror or error}")
+
+    def finish() -> None:
+        """Write everything beside the tensors, then make the folder appear by a rename."""
+        try:
+            if len(files) > 1:
+                pieces = [(piece, file.name) for file in files for _, piece in file.pieces]
+                total = sum(piece.elements for piece, _ in pieces) * dtype.itemsize
+                placed = dict(sorted((piece.name, file) for piece, file in pieces))
+                _write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": placed})
+            _write_json(partial / CONFIG, {**form.config, "dtype": dtype_name(dtype)})
+            found = {path for name in _BESIDE for path in form.source.glob(name)} if form.source is not None else ()
+            for path in sorted(found):
+                shutil.copyfile(path, partial / path.name)
+            finish_folder(partial, folder)
+        except OSError as error:
+            raise JobError(error.strerror or str(error)) from error
+
     try:
         with ranks.contact("while gathering weights"):
-            ranks.together(lambda: _write_tensors(state, writers))
-        ranks.together(lambda: _finish(files, form, partial, folder, dtype) if ranks.is_first else None)
+            ranks.together(write)
+        ranks.together(lambda: finish() if ranks.is_first else None)
     except JobError as error:
         if ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -131,85 +147,58 @@ def begin_folder(folder: Path, partial: Path) -> None:
         raise UserError(f"{folder} cannot be made: {error.strerror}.\n  To do: name another folder.") from error
 
 
-def _plan_files(held: Sequence[Sequence[_Parameter]], names: Names, limit: int) -> list[_File]:
+def finish_folder(partial: Path, folder: Path) -> None:
+    """Rename the folder to its final name. Raises OSError."""
+    fsync_folder(partial)
+    os.rename(partial, folder)
+    fsync_folder(folder.parent)
+
+
+def _plan_files(held: Sequence[Mapping[str, Shape]], names: Names, limit: int) -> list[_File]:
     """The files of all ranks, the same on every rank: each rank writes the parameters that no earlier rank holds, cut
     at `limit` elements."""
     seen: set[str] = set()
     groups: list[tuple[int, list[tuple[str, WeightPiece]]]] = []
-    for rank, parameters in enumerate(held):
-        mine = [parameter for parameter in parameters if parameter.name not in seen]
-        seen.update(parameter.name for parameter in mine)
-        pieces = [(p.name, piece) for p in mine for piece in names(p.name, p.shape)[0]]
-        groups += [(rank, group) for group in _cut(pieces, limit)]
+    for rank, shapes in enumerate(held):
+        size = limit + 1  # so that each rank begins a file
+        for name in [name for name in shapes if name not in seen]:
+            seen.add(name)
+            for piece in names(name, shapes[name])[0]:
+                if size + piece.elements > limit:
+                    groups.append((rank, []))
+                    size = 0
+                groups[-1][1].append((name, piece))
+                size += piece.elements
     total = len(groups)
     file_names = [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)] if total > 1 else [SINGLE]
     return [_File(name, rank, tuple(group)) for name, (rank, group) in zip(file_names, groups, strict=True)]
 
 
-def _cut(pieces: Sequence[tuple[str, WeightPiece]], limit: int) -> Iterator[list[tuple[str, WeightPiece]]]:
-    group: list[tuple[str, WeightPiece]] = []
-    size = 0
-    for owner, piece in pieces:
-        if group and size + piece.elements > limit:
-            yield group
-            group, size = [], 0
-        group.append((owner, piece))
-        size += piece.elements
-    if group:
-        yield group
-
-
-def _write_tensors(state: Tensors, writers: Sequence[_TensorFileWriter]) -> None:
-    """Gather one parameter after the other and pass it to the files that need a part of it.
-
-    A writer that fails still takes part, since the gathering needs every rank.
-    """
-    failures: list[OSError] = []
-    for name, tensor in state.items():
-        whole = _gather(tensor)
-        for writer in writers:
-            if not failures:
-                failures += writer.take(name, whole)
-    for writer in writers:
-        failures += writer.close()
-    if failures:
-        raise JobError(f"{failures[0].strerror or failures[0]}")
-
-
-def _gather(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu()
-
-
 class _TensorFileWriter:
-    """One file: the header at once, tensors in the order in which they come."""
+    """One file: the header at once, tensors in the order in which they come, until the file system refuses."""
 
     def __init__(self, path: Path, file: _File, dtype: torch.dtype) -> None:
         self._path, self._dtype = path, dtype
         self._pieces = {name: [p for owner, p in file.pieces if owner == name] for name, _ in file.pieces}
         self._header = render_header([(piece.name, dtype, piece.whole) for _, piece in file.pieces])
         self._stream: Any = None
+        self.failure: OSError | None = None
 
-    def take(self, name: str, whole: torch.Tensor) -> list[OSError]:
-        """Append the pieces of a parameter that belong here; returns the errors of the file system."""
+    def take(self, name: str, whole: torch.Tensor) -> None:
+        """Append the pieces of a parameter that belong here."""
         try:
             for piece in self._pieces.get(name, ()):
                 self._append(whole[piece.region.slices])
         except OSError as error:
-            return [error]
-        return []
+            self.failure = error
 
-    def close(self) -> list[OSError]:
-        """Make the file durable; returns the errors of the file system."""
-        if self._stream is None:
-            return []
+    def close(self) -> None:
         try:
-            with self._stream:
-                self._stream.flush()
-                os.fsync(self._stream.fileno())
+            if self._stream is not None:
+                with self._stream:
+                    _sync(self._stream)
         except OSError as error:
-            return [error]
-        return []
+            self.failure = self.failure or error
 
     def _append(self, values: torch.Tensor) -> None:
         if self._stream is None:
@@ -230,51 +219,16 @@ def render_header(tensors: Sequence[tuple[str, torch.dtype, Shape]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _finish(files: Sequence[_File], form: Form, partial: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Write everything beside the tensors, then make the folder appear by a rename."""
-    try:
-        if len(files) > 1:
-            _write_json(partial / INDEX, _index(files, dtype))
-        _write_json(partial / CONFIG, {**form.config, "dtype": str(dtype).removeprefix("torch.")})
-        if form.source is not None:
-            _copy_beside(form.source, partial)
-        finish_folder(partial, folder)
-    except OSError as error:
-        raise JobError(error.strerror or str(error)) from error
-
-
-def finish_folder(partial: Path, folder: Path) -> None:
-    """Rename the folder to its final name. Raises OSError."""
-    fsync_folder(partial)
-    os.rename(partial, folder)
-    fsync_folder(folder.parent)
-
-
-def _copy_beside(source: Path, target: Path) -> None:
-    for path in sorted({path for pattern in _BESIDE for path in source.glob(pattern)}):
-        shutil.copyfile(path, target / path.name)
-
-
-def _index(files: Sequence[_File], dtype: torch.dtype) -> dict[str, Any]:
-    placed = {piece.name: file.name for file in files for _, piece in file.pieces}
-    total = sum(piece.elements for file in files for _, piece in file.pieces) * dtype.itemsize
-    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
-
-
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     with open(path, "x", encoding="utf-8") as file:
         file.write(render_json(content, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+        _sync(file)
 
 
 # --- state dicts: model.safetensors and model.pt
 
-NO_MODEL = ("optimizer", "random", "kept", "script")
-"""Prefixes of the parts of a checkpoint that are not weights."""
-
-_EXTRA = "_extra_state"
-"""The name in a `state_dict` of what `nn.Module.get_extra_state` returns."""
+NO_MODEL = ("optimizer", "random", "kept", "script")  # prefixes of the parts of a checkpoint that are not weights
+_EXTRA = "_extra_state"  # the name in a `state_dict` of what `nn.Module.get_extra_state` returns
 
 
 @dataclass(frozen=True)
@@ -287,10 +241,8 @@ class Written:
 
 def write_state_dicts(found: FoundCheckpoint, folder: Path, dtype: torch.dtype | None) -> Written:
     """Write each model of a checkpoint; `dtype` None keeps the format of each tensor, another one converts weights.
-
     Raises UserError if the checkpoint has no weights in Shardway's form or the folder exists, Damaged if it is not what
-    was saved, JobError if it cannot be written.
-    """
+    was saved, JobError if it cannot be written."""
     reader = TensorReader(found.folder)
     models = find_models(list(reader.entries.values()))
     if not models:
@@ -303,11 +255,13 @@ def write_state_dicts(found: FoundCheckpoint, folder: Path, dtype: torch.dtype |
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
-            raise _not_written(folder, error.strerror or str(error)) from error
+            why = error.strerror or str(error)
+            raise JobError(
+                f"the weights could not be written to {folder}: {why}.\n  Nothing was left there. To do: "
+                f"{find_remedy(why, 'name another folder')}; then run the same command again."
+            ) from error
         raise
-    return Written(
-        tuple(file for each in written for file in each.files), tuple(why for each in written for why in each.left_out)
-    )
+    return Written(sum((each.files for each in written), ()), sum((each.left_out for each in written), ()))
 
 
 def find_models(entries: Sequence[TensorEntry]) -> dict[str, list[TensorEntry]]:
@@ -327,78 +281,43 @@ def no_weights(folder: Path) -> UserError:
     )
 
 
-def _not_written(folder: Path, why: str) -> JobError:
-    return JobError(
-        f"the weights could not be written to {folder}: {why}.\n"
-        f"  Nothing was left there. To do: {find_remedy(why, 'name another folder')}; then run the same command again."
-    )
-
-
 def _write_model(
     reader: TensorReader, folder: Path, model: str, entries: Sequence[TensorEntry], dtype: torch.dtype | None
 ) -> Written:
-    tensors = _lay_out(reader, [entry for entry in entries if entry.dtype != VALUE], dtype)
-    unknown = [each for each in tensors if each.dtype not in SAFETENSORS_FORMATS]
+    weights, state = [], {}
+    for entry in sorted(entries, key=lambda each: reader.place(each.name)):
+        name = entry.name.removeprefix(f"{model}.")
+        if entry.dtype == VALUE:
+            state[name] = json.loads(bytes(reader.read(entry.name).tolist()))
+        else:
+            saved = find_dtype(entry.dtype)
+            kept = saved if dtype is None or not saved.is_floating_point else dtype
+            weights.append((name, kept, entry.shape))
+    # Wide formats first, so that every tensor begins at a multiple of its item size.
+    weights.sort(key=lambda each: -each[1].itemsize)
+    unknown = [f"{name} is {dtype_name(kept)}" for name, kept, _ in weights if kept not in SAFETENSORS_FORMATS]
     path = folder / f"{model}.safetensors"
     with open(path, "x+b") as file:
-        start = 0 if unknown else file.write(render_header([(each.name, each.dtype, each.shape) for each in tensors]))
-        for each in tensors:
-            file.write(_bytes_of(reader.read(each.saved_as).to(each.dtype)))
+        start = end = 0 if unknown else file.write(render_header(weights))
+        for name, kept, _ in weights:
+            tensor = reader.read(f"{model}.{name}").to(kept)
+            end += file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         _sync(file)
-        _save(_nest({**_map(file, start, tensors), **_read_values(reader, model, entries)}), folder / f"{model}.pt")
+        # torch takes no memory that may not be written.
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if end > start else b""
+        mapped = {}
+        for name, kept, shape in weights:
+            count = math.prod(shape)
+            flat = (
+                torch.frombuffer(pages, dtype=kept, count=count, offset=start) if count else torch.empty(0, dtype=kept)
+            )
+            mapped[name] = flat.view(shape)
+            start += count * kept.itemsize
+        _save(_nest({**mapped, **state}), folder / f"{model}.pt")
     if not unknown:
         return Written((path.name, f"{model}.pt"))
     path.unlink()
-    first = f"{unknown[0].name} is {dtype_name(unknown[0].dtype)}"
-    return Written((f"{model}.pt",), (f"no {path.name}, which has no name for that format: {first}",))
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """A tensor to write: its name in the model and in the checkpoint, its format there, its shape."""
-
-    name: str
-    saved_as: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def _lay_out(reader: TensorReader, entries: Sequence[TensorEntry], dtype: torch.dtype | None) -> list[_Weight]:
-    """The order in a file: wide formats first, so that every tensor begins at a multiple of its item size."""
-    weights = []
-    for entry in sorted(entries, key=lambda each: reader.place(each.name)):
-        saved = find_dtype(entry.dtype)
-        kept = saved if dtype is None or not saved.is_floating_point else dtype
-        weights.append(_Weight(entry.name.partition(".")[2], entry.name, kept, entry.shape))
-    return sorted(weights, key=lambda each: -each.dtype.itemsize)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def _map(file: BinaryIO, start: int, tensors: Sequence[_Weight]) -> dict[str, torch.Tensor]:
-    """The written tensors, memory-mapped from the file."""
-    if not any(each.bytes for each in tensors):
-        return {each.name: torch.empty(each.shape, dtype=each.dtype) for each in tensors}
-    pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch takes no memory that may not be written
-    found = {}
-    for each in tensors:
-        count = math.prod(each.shape)
-        flat = torch.frombuffer(pages, dtype=each.dtype, count=count, offset=start) if count else torch.empty(0)
-        found[each.name] = flat.to(each.dtype).view(each.shape)
-        start += each.bytes
-    return found
-
-
-def _read_values(reader: TensorReader, model: str, entries: Sequence[TensorEntry]) -> dict[str, Any]:
-    """The values of a `state_dict` that are not tensors."""
-    values = [entry.name for entry in entries if entry.dtype == VALUE]
-    return {name.removeprefix(f"{model}."): json.loads(bytes(reader.read(name).tolist())) for name in values}
+    return Written((f"{model}.pt",), (f"no {path.name}, which has no name for that format: {unknown[0]}",))
 
 
 def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -422,6 +341,6 @@ def _save(state: Mapping[str, Any], path: Path) -> None:
         _sync(file)
 
 
-def _sync(file: BinaryIO) -> None:
+def _sync(file: IO[Any]) -> None:
     file.flush()
     os.fsync(file.fileno())

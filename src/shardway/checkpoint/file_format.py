@@ -6,8 +6,8 @@ Invariants:
 - Manifest: a folder without one is no checkpoint, and a file that differs from it is damaged. The manifest has a
   checksum of its own.
 - Table: values that are not tensors are stored in it as JSON. Nothing is a pickle.
-- Reads: each block is read and hashed once, before any of its bytes is handed out, however small the pieces asked for.
-  At most `HELD` blocks are in memory.
+- Reads: each block is read and hashed once, however small the pieces asked for, and no number of a damaged one is
+  handed out. At most `HELD` blocks are in memory.
 
 torch's own formats load a flipped bit or a zeroed page without an error, so each block carries an XXH3-128 checksum
 (https://xxhash.com), which costs far less than reading the block. Checksums are per block, so a partial read verifies
@@ -17,10 +17,9 @@ only the blocks it touches.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,8 @@ from shardway.rundir.file_io import check_answers, render_json, write_json
 
 # --- checksums: the size of a file and its blocks
 
-BLOCK = 2**24
-"""Bytes of a file that share a checksum."""
-
-STEP = 2**20
-"""Bytes that are read or written at once: small enough to stay in a core's cache until they are hashed."""
+BLOCK = 2**24  # bytes of a file that share a checksum
+STEP = 2**20  # bytes that are read or written at once: small enough to stay in a core's cache until they are hashed
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,6 @@ class ChecksumWriter:
         self._bytes = 0
 
     def update(self, data: memoryview | bytes) -> None:
-        """Add the next bytes."""
         view = memoryview(data)
         while len(view):
             part = view[: BLOCK - self._bytes % BLOCK]
@@ -68,7 +63,6 @@ class ChecksumWriter:
                 self._digest.reset()
 
     def result(self) -> FileChecksum:
-        """The checksums of all bytes so far."""
         rest = [self._digest.hexdigest()] if self._bytes % BLOCK else []
         return FileChecksum(self._bytes, (*self._blocks, *rest))
 
@@ -91,16 +85,11 @@ def checksum_file(path: Path) -> FileChecksum:
 
 def find_damage(folder: Path, name: str, checksum: FileChecksum) -> str | None:
     """What is wrong with one file of a checkpoint, or None."""
-    if short := find_short(folder, name, checksum):
-        return short
     try:
-        found = checksum_file(folder / name)
-    except OSError as error:
-        return describe_unreadable(folder, name, error)
-    if found.bytes != checksum.bytes:
-        return _format_size(name, found.bytes, checksum)
-    changed = (i for i, pair in enumerate(zip(found.blocks, checksum.blocks, strict=False)) if pair[0] != pair[1])
-    return None if found == checksum else describe_changed(name, checksum, next(changed, 0))
+        BlockReader(folder, {name: checksum}).verify_rest(name)
+    except Damaged as damage:
+        return damage.reasons[0]
+    return None
 
 
 def find_short(folder: Path, name: str, checksum: FileChecksum) -> str | None:
@@ -108,25 +97,14 @@ def find_short(folder: Path, name: str, checksum: FileChecksum) -> str | None:
     try:
         size = (folder / name).stat().st_size
     except OSError as error:
-        return describe_unreadable(folder, name, error)
-    return None if size == checksum.bytes else _format_size(name, size, checksum)
+        return _describe_unreadable(folder, name, error)
+    return None if size == checksum.bytes else f"{name} has {size} bytes, the manifest says {checksum.bytes}"
 
 
-def describe_unreadable(folder: Path, name: str, error: OSError) -> str:
+def _describe_unreadable(folder: Path, name: str, error: OSError) -> str:
     """Describe a file that cannot be opened or read. Raises JobError if its file system is away: that is no damage."""
     check_answers(folder / name, error)
     return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name} cannot be read ({error.strerror})"
-
-
-def describe_changed(name: str, checksum: FileChecksum, block: int) -> str:
-    """Describe a block that is not what was saved."""
-    first, end = block * BLOCK, min((block + 1) * BLOCK, checksum.bytes)
-    which = "its checksum" if len(checksum.blocks) == 1 else f"the checksum of its bytes {first} to {end}"
-    return f"the content of {name} has changed ({which} is another)"
-
-
-def _format_size(name: str, size: int, checksum: FileChecksum) -> str:
-    return f"{name} has {size} bytes, the manifest says {checksum.bytes}"
 
 
 # --- the manifest
@@ -137,10 +115,8 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """`numbers` are the run's counters at `step`; `world` is how many ranks wrote the files.
-
-    `epoch` is that of the writer's lease; 0 if it had none. `run` is the id of the run; empty in older manifests.
-    """
+    """`numbers` are the run's counters at `step`; `world` is how many ranks wrote the files. `epoch` is that of the
+    writer's lease; 0 if it had none. `run` is the id of the run; empty in older manifests."""
 
     step: int
     world: int
@@ -151,7 +127,6 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Size of all files together."""
         return sum(checksum.bytes for checksum in self.files.values())
 
 
@@ -170,8 +145,7 @@ def list_files(folder: Path) -> list[str]:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into a folder whose files are all there."""
-    content = _content_of(manifest)
-    write_json(folder / MANIFEST, {**content, "xxh3": _digest(content)})
+    write_json(folder / MANIFEST, {**_content_of(manifest), "xxh3": digest_manifest(manifest)})
 
 
 def digest_manifest(manifest: Manifest) -> str:
@@ -192,13 +166,29 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
-            raise UserError(_other_format(folder, content["format"]))
+            newer = isinstance(content["format"], int) and content["format"] > FORMAT
+            raise UserError(
+                f"the checkpoint {folder} has format {content['format']}; this Shardway reads format {FORMAT}.\n"
+                "  Nothing in it was changed. To do: "
+                f"{'update Shardway' if newer else 'use the Shardway that saved it'}."
+            )
         if content.pop("xxh3") != _digest(content):
             raise Damaged(folder, [f"its {MANIFEST} has changed (its checksum is another)"])
-        files = {name: _read_checksum(name, checksum) for name, checksum in content["files"].items()}
-        numbers, epoch = dict(content["numbers"]), int(content["epoch"])
-        run = str(content.get("run", ""))
-        return Manifest(int(content["step"]), int(content["world"]), numbers, files, epoch, run)
+        files = {
+            name: FileChecksum(int(entry["bytes"]), tuple(map(str, entry["xxh3"])))
+            for name, entry in content["files"].items()
+        }
+        for name, checksum in files.items():
+            if len(checksum.blocks) != -(-checksum.bytes // BLOCK):
+                raise ValueError(f"{name} has {len(checksum.blocks)} checksums for {checksum.bytes} bytes")
+        return Manifest(
+            step=int(content["step"]),
+            world=int(content["world"]),
+            numbers=dict(content["numbers"]),
+            files=files,
+            epoch=int(content["epoch"]),
+            run=str(content.get("run", "")),
+        )
     except FileNotFoundError:
         raise Damaged(folder, [f"its {MANIFEST} is missing"]) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -211,25 +201,9 @@ def _digest(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(render_json(content, sort_keys=True).encode())
 
 
-def _read_checksum(name: str, checksum: Mapping[str, Any]) -> FileChecksum:
-    found = FileChecksum(int(checksum["bytes"]), tuple(map(str, checksum["xxh3"])))
-    if len(found.blocks) != -(-found.bytes // BLOCK):
-        raise ValueError(f"{name} has {len(found.blocks)} checksums for {found.bytes} bytes")
-    return found
-
-
-def _other_format(folder: Path, found: Any) -> str:
-    remedy = "update Shardway" if isinstance(found, int) and found > FORMAT else "use the Shardway that saved it"
-    return (
-        f"the checkpoint {folder} has format {found}; this Shardway reads format {FORMAT}.\n"
-        f"  Nothing in it was changed. To do: {remedy}."
-    )
-
-
 # --- the table of tensors
 
 TABLE = "tensors.json"
-
 Shape = tuple[int, ...]
 
 
@@ -245,7 +219,7 @@ def is_shard(name: str) -> bool:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A plain tensor that a tensor of a special class is made of: the attribute, its format and shape."""
+    """A plain tensor that a tensor of a special class is made of: the attribute, its dtype and shape."""
 
     attribute: str
     dtype: str
@@ -263,10 +237,8 @@ class Special:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: its offset and size in the tensor, and the file and byte where its numbers begin.
-
-    The numbers are in C order, little endian.
-    """
+    """A box of a tensor: its offset and size in the tensor, and the file and byte where its numbers begin. The numbers
+    are in C order, little endian."""
 
     file: str
     at: int
@@ -300,8 +272,7 @@ def write_table(path: Path, table: TensorTable) -> FileChecksum:
         name: {"dtype": row.dtype, "shape": row.shape, "chunks": [_pack(chunk, numbers) for chunk in row.chunks]}
         for name, row in sorted(table.tensors.items())
     }
-    text = render_json({"files": files, "tensors": rows, "values": dict(table.values)})
-    data = text.encode()
+    data = render_json({"files": files, "tensors": rows, "values": dict(table.values)}).encode()
     path.write_bytes(data)
     return checksum_bytes(data)
 
@@ -316,7 +287,12 @@ def read_table(folder: Path, manifest: Manifest) -> TensorTable:
     try:
         content = json.loads((folder / TABLE).read_bytes())
         files = content["files"]
-        rows = {name: _read_row(row, files) for name, row in content["tensors"].items()}
+        rows = {
+            name: TensorRow(
+                str(row["dtype"]), tuple(row["shape"]), tuple(_unpack(chunk, files) for chunk in row["chunks"])
+            )
+            for name, row in content["tensors"].items()
+        }
         return TensorTable(rows, {name: str(value) for name, value in content["values"].items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, LookupError) as error:
         check_answers(folder / TABLE, error)
@@ -332,11 +308,6 @@ def _pack(chunk: Chunk, numbers: Mapping[str, int]) -> list[Any]:
     return packed
 
 
-def _read_row(row: Mapping[str, Any], files: list[str]) -> TensorRow:
-    chunks = tuple(_unpack(chunk, files) for chunk in row["chunks"])
-    return TensorRow(str(row["dtype"]), tuple(row["shape"]), chunks)
-
-
 def _unpack(packed: list[Any], files: list[str]) -> Chunk:
     number, at, offsets, sizes, *rest = packed
     special = None
@@ -346,183 +317,80 @@ def _unpack(packed: list[Any], files: list[str]) -> Chunk:
     return Chunk(files[number], int(at), tuple(offsets), tuple(sizes), special)
 
 
-# --- small reads in any order, verified
+# --- reads that verify
 
-HELD = 8
-"""Blocks that stay in memory: one for each of a few files that are read side by side."""
+HELD = 8  # blocks that stay in memory: one for each of a few files that are read side by side
 
 
 class BlockReader:
-    """Reads ranges of files of one checkpoint.
+    """Reads ranges of files of one checkpoint, in any order. Raises Damaged if they are not what was saved. A block of
+    which all is wanted goes straight into its target. Of others, the last `held` stay in memory. If one that was
+    dropped is needed again, only the wanted bytes are read: the block was verified before."""
 
-    If a dropped block is needed again, only the wanted bytes are read: the block was verified before.
-    """
-
-    def __init__(self, folder: Path, checksums: Mapping[str, FileChecksum]) -> None:
-        self._folder = folder
-        self._checksums = checksums
+    def __init__(self, folder: Path, checksums: Mapping[str, FileChecksum], held: int = HELD) -> None:
+        self._folder, self._checksums, self._most_held = folder, checksums, held
         self._held: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
-        self._whole: set[tuple[str, int]] = set()
+        self._verified: set[tuple[str, int]] = set()
 
     def read(self, name: str, at: int, target: memoryview) -> None:
-        """Fill memory with the bytes of a file from `at` on. Raises Damaged if they are not what was saved."""
-        checksum = self._checksums.get(name)
-        if checksum is None:
+        """Fill memory with the bytes of a file from `at` on; after damage its content is undefined."""
+        if name not in self._checksums:
             raise Damaged(self._folder, [f"{name} is not in the manifest"])
-        end = at + len(target)
-        if at < 0 or end > checksum.bytes:
-            raise Damaged(self._folder, [f"{name} has {checksum.bytes} bytes, and more are said to be in it"])
-        for number in range(at // BLOCK, -(-end // BLOCK)):
-            first, last = max(at, number * BLOCK), min(end, (number + 1) * BLOCK)
-            self._take(name, number, first - number * BLOCK, target[first - at : last - at])
+        end, size = at + len(target), self._checksums[name].bytes
+        if at < 0 or end > size:
+            raise Damaged(self._folder, [f"{name} has {size} bytes, and more are said to be in it"])
+        for number in range(at // BLOCK, -(-end // BLOCK) if end > at else 0):
+            start, stop = number * BLOCK, min((number + 1) * BLOCK, size)
+            first, last = max(at, start), min(end, stop)
+            part, block = target[first - at : last - at], (name, number)
+            if block not in self._held and block in self._verified:
+                self._fill(name, first, part)
+            elif block not in self._held and (first, last) == (start, stop):
+                self._fill_verified(name, number, part)
+            else:
+                if block not in self._held:
+                    memory = memoryview(bytearray(stop - start))
+                    self._fill_verified(name, number, memory)
+                    self._held[block] = memory
+                    if len(self._held) > self._most_held:
+                        self._held.popitem(last=False)
+                self._held.move_to_end(block)
+                part[:] = self._held[block][first - start : last - start]
 
-    def _take(self, name: str, number: int, start: int, target: memoryview) -> None:
-        key = (name, number)
-        if key not in self._held and key in self._whole:
-            self._fill(name, number * BLOCK + start, target)
-            return
-        if key not in self._held:
-            self._held[key] = self._load(name, number)
-            self._whole.add(key)
-            if len(self._held) > HELD:
-                self._held.popitem(last=False)
-        self._held.move_to_end(key)
-        target[:] = self._held[key][start : start + len(target)]
+    def verify_rest(self, name: str) -> None:
+        """Read and compare the blocks of a file that nothing was read of."""
+        if (checksum := self._checksums.get(name)) is None:
+            raise Damaged(self._folder, [f"{name} is not in the manifest"])
+        if short := find_short(self._folder, name, checksum):
+            raise Damaged(self._folder, [short])
+        memory = memoryview(bytearray(min(BLOCK, checksum.bytes)))
+        for number in range(len(checksum.blocks)):
+            if (name, number) not in self._verified:
+                self._fill_verified(name, number, memory[: checksum.bytes - number * BLOCK])
 
-    def _load(self, name: str, number: int) -> memoryview:
+    def _fill_verified(self, name: str, number: int, target: memoryview) -> None:
         checksum = self._checksums[name]
         if short := find_short(self._folder, name, checksum):
             raise Damaged(self._folder, [short])
-        block = memoryview(bytearray(min(BLOCK, checksum.bytes - number * BLOCK)))
-        self._fill(name, number * BLOCK, block)
-        if xxhash.xxh3_128_hexdigest(block) != checksum.blocks[number]:
-            raise Damaged(self._folder, [describe_changed(name, checksum, number)])
-        return block
+        if self._fill(name, number * BLOCK, target) != checksum.blocks[number]:
+            first, end = number * BLOCK, min((number + 1) * BLOCK, checksum.bytes)
+            one = len(checksum.blocks) == 1
+            which = "its checksum" if one else f"the checksum of its bytes {first} to {end}"
+            raise Damaged(self._folder, [f"the content of {name} has changed ({which} is another)"])
+        self._verified.add((name, number))
 
-    def _fill(self, name: str, at: int, target: memoryview) -> None:
-        """Read from the file without a check."""
+    def _fill(self, name: str, at: int, target: memoryview) -> str:
+        """Read from the file; returns the checksum of what was read, computed while it is in the core's cache."""
+        digest = xxhash.xxh3_128()
         try:
             with open(self._folder / name, "rb", buffering=0) as file:
                 file.seek(at)
-                left = target
-                while len(left):
-                    count = file.readinto(left)
+                while len(target):
+                    count = file.readinto(target[:STEP])
                     if not count:
                         raise OSError(5, "it ends too early")
-                    left = left[count:]
+                    digest.update(target[:count])
+                    target = target[count:]
         except OSError as error:
-            raise Damaged(self._folder, [describe_unreadable(self._folder, name, error)]) from None
-
-
-# --- ranges of a file into memory, verified
-
-MOST_PIECES = 512
-"""Buffers of one read; systems allow 1024 (IOV_MAX)."""
-
-
-@dataclass(frozen=True)
-class Range:
-    """Bytes of a file: offset, length, a function that gives the target memory when it is needed, and one that is
-    called when they are there."""
-
-    at: int
-    length: int
-    open: Callable[[], memoryview]
-    done: Callable[[], None] | None = None
-
-    @property
-    def end(self) -> int:
-        """The offset after the last byte."""
-        return self.at + self.length
-
-
-def read_ranges(folder: Path, name: str, checksum: FileChecksum, ranges: Sequence[Range], *, whole: bool) -> str | None:
-    """Read ranges that do not overlap; returns what is damaged, or None. `whole`: also verify blocks that no range
-    touches. Raises OSError."""
-    if short := find_short(folder, name, checksum):
-        return short
-    if any(each.end > checksum.bytes for each in ranges):
-        return f"{name} has {checksum.bytes} bytes, and more are said to be in it"
-    pending = _Pending(ranges)
-    with open(folder / name, "rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        for number, wanted in enumerate(checksum.blocks):
-            first, end = number * BLOCK, min((number + 1) * BLOCK, checksum.bytes)
-            if (whole or pending.touches(first, end)) and _read_block(file.fileno(), first, end, pending) != wanted:
-                return describe_changed(name, checksum, number)
-            pending.finish(end)
-    return None
-
-
-class _Pending:
-    """The ranges that are not read yet, in the order of the file."""
-
-    def __init__(self, ranges: Sequence[Range]) -> None:
-        self._left = sorted(ranges, key=lambda each: (each.at, each.end))
-        self._next = 0
-
-    def touches(self, first: int, end: int) -> bool:
-        """Whether a range has bytes there; ranges that end before are done."""
-        return self._next < len(self._left) and self._left[self._next].at < end
-
-    def pieces(self, first: int, end: int, nowhere: memoryview) -> Iterator[memoryview]:
-        """The memory for the bytes from `first` to `end`, in order. Bytes outside all ranges go to parts of `nowhere`,
-        each its own, since all are hashed after all were read."""
-        at, number = first, self._next
-        while at < end:
-            while number < len(self._left) and self._left[number].end <= at:
-                number += 1
-            found = self._left[number] if number < len(self._left) else None
-            if found is None or found.at >= end:
-                yield nowhere[at - first : end - first]
-                return
-            if found.at > at:
-                yield nowhere[at - first : found.at - first]
-                at = found.at
-            stop = min(end, found.end)
-            yield found.open()[at - found.at : stop - found.at]
-            at = stop
-
-    def finish(self, end: int) -> None:
-        """All bytes before `end` are there and verified."""
-        while self._next < len(self._left) and self._left[self._next].end <= end:
-            if (done := self._left[self._next].done) is not None:
-                done()
-            self._next += 1
-
-
-def _read_block(descriptor: int, first: int, end: int, pending: _Pending) -> str:
-    """Read one block into its targets; returns its checksum."""
-    digest, nowhere = xxhash.xxh3_128(), memoryview(bytearray(STEP))
-    for at in range(first, end, STEP):
-        stop = min(at + STEP, end)
-        position, batch = at, []
-        for piece in pending.pieces(at, stop, nowhere):
-            batch.append(piece)
-            if len(batch) == MOST_PIECES:
-                position = _read_pieces(descriptor, batch, position, digest)
-                batch = []
-        _read_pieces(descriptor, batch, position, digest)
-    return digest.hexdigest()
-
-
-def _read_pieces(descriptor: int, pieces: list[memoryview], at: int, digest: xxhash.xxh3_128) -> int:
-    """Fill all pieces from the file, one after the other, and hash them; returns the offset after the last."""
-    left = [piece for piece in pieces if len(piece)]
-    for piece in _filled(descriptor, left, at):
-        digest.update(piece)
-    return at + sum(map(len, left))
-
-
-def _filled(descriptor: int, pieces: list[memoryview], at: int) -> list[memoryview]:
-    left = list(pieces)
-    while left:
-        count = os.preadv(descriptor, left, at)
-        if count == 0:
-            raise OSError(5, "it ends too early")
-        at += count
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if left and count:
-            left[0] = left[0][count:]
-    return pieces
+            raise Damaged(self._folder, [_describe_unreadable(self._folder, name, error)]) from None
+        return digest.hexdigest()

@@ -21,8 +21,9 @@ import os
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,6 @@ from shardway.checkpoint.file_format import (
 )
 from shardway.checkpoint.writer import (
     CheckpointFolder,
-    NodeFolder,
     SavedCheckpoint,
     commit_checkpoint,
     new_checkpoint,
@@ -54,22 +54,19 @@ from shardway.ranks.stop import SignalWatch
 from shardway.resolve import Resolved
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import list_names, remove_folder
-from shardway.rundir.lineage import LineageBranch, has_line, read_line, write_line
+from shardway.rundir.lineage import LOCAL, LineageBranch, has_line, read_line, write_line
 from shardway.rundir.names import LocalRun, find_local_run, partial_name, step_name
 
 # --- which checkpoints the nodes have together
 
-Judge = Callable[[Manifest], str]
-"""Why a run must not resume from a checkpoint with this manifest; empty if it may."""
+Judge = Callable[[Manifest], str]  # why a run must not resume from a checkpoint with this manifest; empty if it may
 
 
 @dataclass(frozen=True)
 class LocalCopy:
     """What one folder has of a checkpoint: the manifest's digest, the files that are there, and what is wrong with it.
-
     `files` are all that the manifest names, `present` those that are there: name -> folder. `wrong`: why the folder is
-    not used at all; `short`: files that are there but not complete.
-    """
+    not used at all; `short`: files that are there but not complete."""
 
     step: int
     digest: str = ""
@@ -122,37 +119,25 @@ def _look(found: FoundCheckpoint, judge: Judge) -> LocalCopy:
 def survey(of_ranks: Sequence[Iterable[LocalCopy]], rank: int) -> Survey:
     """Combines what all ranks see; a rank that does not look reports nothing."""
     held = [(other, each) for other, share in enumerate(of_ranks) for each in share]
-    found = [_judge(step, held, rank) for step in sorted({each.step for _, each in held}, reverse=True)]
-    return Survey(
-        tuple(each for each in found if isinstance(each, LocalCheckpoint)),
-        tuple(each for each in found if isinstance(each, PassedOver)),
-    )
-
-
-def _judge(step: int, held: Sequence[tuple[int, LocalCopy]], rank: int) -> LocalCheckpoint | PassedOver:
-    of_step = [(other, each) for other, each in held if each.step == step]
-    right = [(other, each) for other, each in of_step if not each.wrong]
-    if not right:
-        return PassedOver(step, _join(each.wrong for _, each in of_step))
-    if len({each.digest for _, each in right}) > 1:
-        return PassedOver(step, "what the nodes have of it is not of one checkpoint")
-    holders: dict[str, tuple[int, ...]] = dict.fromkeys(right[0][1].files, ())
-    for other, each in right:
-        for name in each.present:
-            holders[name] = (*holders[name], *(() if other in holders[name] else (other,)))
-    if lost := [name for name, ranks in holders.items() if not ranks]:
-        return PassedOver(step, _join((*(_describe(of_step)), *(f"no node has {name}" for name in lost))))
-    here = {name: where for other, each in right if other == rank for name, where in each.present.items()}
-    return LocalCheckpoint(step, right[0][1].digest, holders, here)
-
-
-def _describe(of_step: Sequence[tuple[int, LocalCopy]]) -> Iterator[str]:
-    for _, each in of_step:
-        yield from ([each.wrong] if each.wrong else each.short)
-
-
-def _join(reasons: Iterable[str]) -> str:
-    return "; ".join(dict.fromkeys(reasons))
+    local, passed_over = [], []
+    for step in sorted({each.step for _, each in held}, reverse=True):
+        of_step = [(other, each) for other, each in held if each.step == step]
+        right = [(other, each) for other, each in of_step if not each.wrong]
+        if len({each.digest for _, each in right}) > 1:
+            passed_over.append(PassedOver(step, "what the nodes have of it is not of one checkpoint"))
+            continue
+        holders: dict[str, tuple[int, ...]] = dict.fromkeys(right[0][1].files, ()) if right else {}
+        for other, each in right:
+            for name in each.present:
+                holders[name] = (*holders[name], *(() if other in holders[name] else (other,)))
+        reasons = [reason for _, each in of_step for reason in ([each.wrong] if each.wrong else each.short)]
+        lost = [f"no node has {name}" for name, ranks in holders.items() if not ranks]
+        if lost or not right:
+            passed_over.append(PassedOver(step, "; ".join(dict.fromkeys((*reasons, *lost)))))
+        else:
+            here = {name: where for other, each in right if other == rank for name, where in each.present.items()}
+            local.append(LocalCheckpoint(step, right[0][1].digest, holders, here))
+    return Survey(tuple(local), tuple(passed_over))
 
 
 # --- transfers between nodes
@@ -169,13 +154,11 @@ class Transfer:
 
 def plan_transfers(holders: Mapping[str, Sequence[int]], wanted: Mapping[int, frozenset[str]]) -> list[Transfer]:
     """The transfers, the same on every rank: `holders` of each file, and the files that each rank needs and lacks.
-
-    Ranks that have the same file take turns.
-    """
-    wishes = sorted((name, receiver) for receiver, names in wanted.items() for name in names)
+    Ranks that have the same file take turns."""
+    pairs = sorted((name, receiver) for receiver, names in wanted.items() for name in names)
     return [
         Transfer(name, holders[name][number % len(holders[name])], receiver)
-        for number, (name, receiver) in enumerate(wishes)
+        for number, (name, receiver) in enumerate(pairs)
     ]
 
 
@@ -183,10 +166,7 @@ def make_transfers(
     ranks: Ranks, transfers: Sequence[Transfer], folder: Path, checksums: Mapping[str, FileChecksum]
 ) -> Iterator[str]:
     """Send and receive this rank's files, read from and written into `folder`; yields what arrived damaged or could not
-    be kept.
-
-    All ranks go through the same list in the same order, so that every message meets its other end.
-    """
+    be kept. All ranks go through the same list in the same order, so that every message meets its other end."""
     for each in transfers:
         if ranks.rank == each.sender:
             _send(ranks, each, folder / each.name, checksums[each.name].bytes)
@@ -197,62 +177,44 @@ def make_transfers(
 def _send(ranks: Ranks, transfer: Transfer, path: Path, size: int) -> None:
     """Send a file block by block; zeros replace what cannot be read, which the checksum then shows."""
     with contextlib.ExitStack() as stack:
-        file: BinaryIO = io.BytesIO()
+        file: Any = io.BytesIO()
         with contextlib.suppress(OSError):
             file = stack.enter_context(open(path, "rb", buffering=0))
-        for length in _lengths(size):
-            block = torch.zeros(length, dtype=torch.uint8)
-            _fill(file, block.numpy().data)
+        for at in range(0, size, BLOCK):
+            block = torch.zeros(min(BLOCK, size - at), dtype=torch.uint8)
+            data = block.numpy().data
+            with contextlib.suppress(OSError):
+                while len(data) and (count := file.readinto(data)):
+                    data = data[count:]
             with ranks.contact("while sending a checkpoint"):
                 dist.send(block, dst=transfer.receiver, group=ranks.group)
 
 
 def _receive(ranks: Ranks, transfer: Transfer, folder: Path, checksum: FileChecksum) -> str:
     """Receive a file; returns what is wrong with it, or ""."""
-    writer, wrong = ChecksumWriter(), ""
-    path = folder / transfer.name
+    writer, refusal, path = ChecksumWriter(), None, folder / transfer.name
     with contextlib.ExitStack() as stack:
-        file: BinaryIO | None = None
         try:
-            file = stack.enter_context(open(path, "wb", buffering=0))
+            file: Any = stack.enter_context(open(path, "wb", buffering=0))
         except OSError as error:
-            wrong = _describe_unkept(transfer.name, error)
-        for length in _lengths(checksum.bytes):
-            block = torch.empty(length, dtype=torch.uint8)
+            refusal = error
+        for at in range(0, checksum.bytes, BLOCK):
+            block = torch.empty(min(BLOCK, checksum.bytes - at), dtype=torch.uint8)
             with ranks.contact("while receiving a checkpoint"):
                 dist.recv(block, src=transfer.sender, group=ranks.group)
-            writer.update(block.numpy().data)
-            if file is not None and not wrong:
-                wrong = _keep(file, block.numpy().data, transfer.name)
-    if not wrong and writer.result() != checksum:
-        wrong = f"the content of {transfer.name} has changed where it came from"
-    if wrong:
-        path.unlink(missing_ok=True)
-    return wrong
-
-
-def _lengths(size: int) -> Iterator[int]:
-    """The lengths of the blocks of a file."""
-    yield from (min(BLOCK, size - at) for at in range(0, size, BLOCK))
-
-
-def _fill(file: BinaryIO, data: memoryview) -> None:
-    with contextlib.suppress(OSError):
-        while len(data) and (count := file.readinto(data)):  # type: ignore[attr-defined]
-            data = data[count:]
-
-
-def _keep(file: BinaryIO, data: memoryview, name: str) -> str:
-    try:
-        while len(data):
-            data = data[file.write(data) :]
-    except OSError as error:
-        return _describe_unkept(name, error)
-    return ""
-
-
-def _describe_unkept(name: str, error: OSError) -> str:
-    return f"{name} cannot be kept where it is wanted: {error.strerror}"
+            data = block.numpy().data
+            writer.update(data)
+            try:
+                while len(data) and refusal is None:
+                    data = data[file.write(data) :]
+            except OSError as error:
+                refusal = error
+    if refusal is None and writer.result() == checksum:
+        return ""
+    path.unlink(missing_ok=True)
+    if refusal is not None:
+        return f"{transfer.name} cannot be kept where it is wanted: {refusal.strerror}"
+    return f"the content of {transfer.name} has changed where it came from"
 
 
 # --- one checkpoint as a rank finds it
@@ -260,10 +222,8 @@ def _describe_unkept(name: str, error: OSError) -> str:
 
 @dataclass(frozen=True)
 class ShardStore:
-    """The files of one checkpoint, which every rank sees; `found` is the checkpoint as this rank reads it.
-
-    The methods are called on all ranks together.
-    """
+    """The files of one checkpoint, which every rank sees; `found` is the checkpoint as this rank reads it. The methods
+    are called on all ranks together."""
 
     found: FoundCheckpoint
     ranks: Ranks
@@ -323,10 +283,9 @@ def open_local_store(
     place: CheckpointFolder, ranks: Ranks, local: LocalCheckpoint, nodes: tuple[int, ...], apart: Callable[[], Ranks]
 ) -> Iterator[LocalShardStore]:
     """The files of a checkpoint on disks of nodes; each node reads them through links in a folder of its own."""
-    start = place.local.start if place.local is not None else ""
-    folder = place.folder / partial_name(local.step, f"read-{start}")
+    folder = place.folder / partial_name(local.step, f"read-{place.start}")
     first = min(rank for holders in local.holders.values() for rank in holders)
-    manifest, unreadable = None, ""
+    manifest, unreadable, unlinked = None, "", ""
     if ranks.rank == first:
         try:
             manifest = manifest_of(FoundCheckpoint(Path(next(iter(local.here.values()))), local.step))
@@ -334,26 +293,21 @@ def open_local_store(
             unreadable = "; ".join(damage.reasons)
     manifest, unreadable = ranks.gather((manifest, unreadable))[first]
     try:
-        made = _try_to_link(place, folder, local.here, manifest) if place.leads and manifest is not None else ""
-        refused = next((why for why in (unreadable, *ranks.gather(made)) if why), "")
+        if place.leads and manifest is not None:
+            try:
+                place.make()
+                remove_folder(folder)
+                folder.mkdir()
+                for name, where in local.here.items():
+                    os.symlink(Path(where) / name, folder / name)
+                write_manifest(folder, manifest)
+            except (OSError, JobError) as error:
+                unlinked = f"it cannot be read through {folder}: {error}"
+        refused = next((why for why in (unreadable, *ranks.gather(unlinked)) if why), "")
         yield LocalShardStore(FoundCheckpoint(folder, local.step), ranks, local, nodes, manifest, apart, refused)
     finally:
         if place.leads:
             remove_folder(folder)
-
-
-def _try_to_link(place: CheckpointFolder, folder: Path, here: Mapping[str, str], manifest: Manifest) -> str:
-    """Make the folder that this node reads from; returns why it cannot be made, or ""."""
-    try:
-        place.make()
-        remove_folder(folder)
-        folder.mkdir()
-        for name, where in here.items():
-            os.symlink(Path(where) / name, folder / name)
-        write_manifest(folder, manifest)
-    except (OSError, JobError) as error:
-        return f"it cannot be read through {folder}: {error}"
-    return ""
 
 
 # --- copies to the run directory
@@ -362,17 +316,14 @@ def _try_to_link(place: CheckpointFolder, folder: Path, here: Mapping[str, str],
 def replicate_checkpoint(
     source: CheckpointFolder, target: CheckpointFolder, ranks: Ranks, saved: SavedCheckpoint
 ) -> SavedCheckpoint:
-    """Copy what `saved` describes, on all ranks together, in any thread of theirs.
-
-    Raises JobError on every rank alike.
-    """
+    """Copy what `saved` describes, on all ranks together, in any thread of theirs. Raises JobError on every rank
+    alike."""
     manifest = saved.manifest
-    here = source.path(manifest.step)
     with new_checkpoint(target, ranks, manifest.step, manifest.total_bytes) as folder:
 
         def copy_own() -> None:
             for name in saved.own:
-                _replicate(here / name, folder / name, manifest.files[name])
+                _replicate(source.path(manifest.step) / name, folder / name, manifest.files[name])
 
         ranks.together(copy_own)
         return commit_checkpoint(target, ranks, manifest, saved.own)
@@ -393,24 +344,12 @@ def _replicate(source: Path, target: Path, expected: FileChecksum) -> None:
 
 # --- the disk of this rank's node, and the lineage of what is saved there
 
-KEPT = 2
-"""The newest complete checkpoints that stay, besides one that is being copied."""
-
-
-class RunEvents(Protocol):
-    """Where a run writes what happens."""
-
-    def event(self, name: str, /, **facts: Any) -> None:
-        """Write an event."""
-        ...
-
-    def status(self, **facts: Any) -> None:
-        """Update the status."""
-        ...
+KEPT = 2  # the newest complete checkpoints that stay, besides one that is being copied
 
 
 class SavedRun(Protocol):
-    """What saving needs of a run in training: `train.session.Session` is one."""
+    """What saving needs of a run in training: `train.session.Session` is one; `recorder` takes its events and status,
+    `directory` is where it writes, and with which right."""
 
     run_id: str
     ranks: Ranks
@@ -418,23 +357,17 @@ class SavedRun(Protocol):
     at_end: contextlib.ExitStack
 
     @property
-    def resolved(self) -> Resolved:
-        """The resolved run."""
-        ...
+    def resolved(self) -> Resolved: ...
 
     @property
-    def directory(self) -> RunDir:
-        """Where the run writes, and with which right."""
-        ...
+    def directory(self) -> RunDir: ...
 
     @property
-    def recorder(self) -> RunEvents:
-        """Its events and status."""
-        ...
+    def recorder(self) -> Any: ...
 
 
 class LocalTier:
-    """The disk of this rank's node; `nodes` is the node of each rank."""
+    """The disk of this rank's node; `nodes` is the node of each rank. Its methods are called on all ranks together."""
 
     def __init__(self, run: SavedRun, files: LocalRun, nodes: tuple[int, ...]) -> None:
         self._run = run
@@ -443,10 +376,8 @@ class LocalTier:
         self._apart: Ranks | None = None
         self.files = files
         self.nodes = nodes
-        self.copied: int | None = None
-        """The step that is being copied to the run directory."""
-        self.is_base = False
-        """Whether the run resumed from here, so that the run directory lacks that step."""
+        self.copied: int | None = None  # the step that is being copied to the run directory
+        self.is_base = False  # whether the run resumed from here, so that the run directory lacks that step
 
     @property
     def leads(self) -> bool:
@@ -459,10 +390,11 @@ class LocalTier:
         """Where this rank writes, in the folder of the run's current start."""
         node = self.nodes[self._run.ranks.rank]
         share = self.nodes.count(node) / len(self.nodes)
-        return CheckpointFolder(self._run.directory, self.leads, NodeFolder(self.files, node, share, self._start))
+        make = partial(self.files.make, node)
+        return CheckpointFolder(self._run.directory, self.leads, self.files.node(node), LOCAL, self._start, share, make)
 
     def apart(self) -> Ranks:
-        """The ranks over a process group of their own, made at the first call, on all ranks together."""
+        """The ranks over a process group of their own, made at the first call."""
         if self._apart is None:
             self._apart = set_apart(self._run.ranks)
         return self._apart
@@ -472,44 +404,39 @@ class LocalTier:
         self._start = descend(self._run, from_step, tier)
 
     def settle(self, step: int, *, is_here: bool) -> None:
-        """The run resumes from this step, from these disks or not: what is newer here is removed. On all ranks
-        together."""
+        """The run resumes from this step, from these disks or not: what is newer here is removed."""
         self._complete, self.is_base = [step] if is_here else [], is_here
-        self._run.ranks.together(lambda: self.files.remove_after(step) if self.leads else None)
+        self._lead(lambda: self.files.remove_after(step))
 
     def prune(self, step: int, ranks: Ranks) -> None:
-        """A checkpoint is complete: older ones may be removed. On all ranks together, over `ranks`."""
+        """A checkpoint is complete: older ones may be removed. Over `ranks`."""
         self._complete = [*self._complete, step][-KEPT:]
         kept = {*self._complete, *([] if self.copied is None else [self.copied])}
-        ranks.together(lambda: self.files.keep_only(kept, up_to=step) if self.leads else None)
+        self._lead(lambda: self.files.keep_only(kept, up_to=step), ranks)
 
     def remove_partials(self) -> None:
-        """Remove what interrupted saves have left, on all ranks together."""
-        node = self.nodes[self._run.ranks.rank]
-        self._run.ranks.together(lambda: self.files.remove_partials(node) if self.leads else None)
+        self._lead(lambda: self.files.remove_partials(self.nodes[self._run.ranks.rank]))
 
     def remove(self) -> None:
-        """Remove all that the run has here, on all ranks together."""
-        self._run.ranks.together(lambda: self.files.remove() if self.leads else None)
+        self._lead(self.files.remove)
 
     def as_numbers(self) -> dict[str, Any]:
         """For a checkpoint's manifest: the start that it is saved in."""
         return {"line": self._start}
 
+    def _lead(self, act: Callable[[], None], ranks: Ranks | None = None) -> None:
+        (ranks or self._run.ranks).together(lambda: act() if self.leads else None)
+
 
 def open_tier(run: SavedRun, folder: str) -> LocalTier:
     """The disks of the nodes; on all ranks together. Raises UserError on every rank if some lack a variable."""
     ranks = run.ranks
-    return LocalTier(run, ranks.together(lambda: find_local_run(folder, run.run_id)), find_nodes(ranks))
-
-
-def find_nodes(ranks: Ranks) -> tuple[int, ...]:
-    """The node of each rank; from host names if the launcher does not number nodes."""
+    files = ranks.together(lambda: find_local_run(folder, run.run_id))
     found = ranks.gather((ranks.placement.node, socket.gethostname()))
     if all(node is not None for node, _ in found):
-        return tuple(node or 0 for node, _ in found)
-    hosts = list(dict.fromkeys(host for _, host in found))
-    return tuple(hosts.index(host) for _, host in found)
+        return LocalTier(run, files, tuple(node or 0 for node, _ in found))
+    hosts = list(dict.fromkeys(host for _, host in found))  # the launcher does not number nodes
+    return LocalTier(run, files, tuple(hosts.index(host) for _, host in found))
 
 
 def line_of(numbers: Mapping[str, Any]) -> str:
@@ -519,7 +446,14 @@ def line_of(numbers: Mapping[str, Any]) -> str:
 
 def descend(run: SavedRun, from_step: int, tier: str) -> str:
     """Write down where the run resumes, on all ranks together; returns the name of the entry. Raises JobError."""
-    return run.ranks.ask_first(lambda: _write_down(run, from_step, tier))
+
+    def write_down() -> str:
+        run.directory.confirm_writer()
+        entry = LineageBranch(run.directory.epoch, from_step, tier)
+        write_line(run.directory.path, read_line(run.directory.path).add(entry))
+        return entry.name
+
+    return run.ranks.ask_first(write_down)
 
 
 def note_descent(run: SavedRun, from_step: int, tier: str) -> None:
@@ -539,11 +473,3 @@ def line_kept(run: SavedRun, tier: LocalTier | None) -> Iterator[None]:
         if is_first and before is not None and read_line(path) != before:
             write_line(path, before)
         raise
-
-
-def _write_down(run: SavedRun, from_step: int, tier: str) -> str:
-    directory = run.directory
-    directory.confirm_writer()
-    entry = LineageBranch(directory.epoch, from_step, tier)
-    write_line(directory.path, read_line(directory.path).add(entry))
-    return entry.name

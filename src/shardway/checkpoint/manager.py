@@ -1,6 +1,10 @@
 """The one place that decides when a run is saved, where, in the background or not, and which checkpoints stay.
 
 Invariants:
+- A staged copy never changes while it is in use, and has the bits, shapes, strides and placements of its source.
+  Buffers are made once and reused: filling memory that was touched before is several times as fast.
+- One AsyncSave writes one checkpoint, by the same functions as a blocking save. Its outcome is reported once and has no
+  effect by itself. The thread never keeps alive a process that is about to end.
 - Background saves and copies run one at a time and begin on all ranks in the same order, after every rank's last one
   has ended. What is written is the state at the moment when the save began.
 - A copy begins once every rank's part of its source is complete; if that failed, there is none.
@@ -14,17 +18,22 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from shardway.checkpoint.async_save import AsyncSave, Staging, has_room
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
 from shardway.checkpoint.catalog import verify_checkpoint
 from shardway.checkpoint.file_format import Damaged
 from shardway.checkpoint.local_tier import LocalTier, SavedRun, replicate_checkpoint
-from shardway.checkpoint.state import CheckpointState
+from shardway.checkpoint.state import CheckpointState, Tensors
 from shardway.checkpoint.writer import (
     CheckpointFolder,
     SavedCheckpoint,
@@ -34,13 +43,134 @@ from shardway.checkpoint.writer import (
     write_checkpoint,
 )
 from shardway.errors import Fenced, JobError, LostContact, render_reason
+from shardway.hardware.limits import read_memory_left
 from shardway.parallel.mesh import set_apart
 from shardway.plan.economy import daly_interval
 from shardway.ranks.start import Ranks, is_out_of_memory
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import remove_folder
 from shardway.rundir.lineage import LOCAL, SHARED
+from shardway.rundir.names import step_name
 from shardway.watch.words import render_size
+
+# --- saves in a background thread
+
+
+class AsyncSave(threading.Thread):
+    """A save under way: `write` runs in this thread, on all ranks together, over process groups of its own, and `then`
+    after it if there was something to save.
+
+    `tier` is where it goes. `started` is when the run stopped for it (perf_counter), `stall_s` for how many seconds.
+    Once it `has_ended`: `saved` (None: there was nothing to save) or `error`, at the time `ended`.
+    """
+
+    tier, started, stall_s = SHARED, 0.0, 0.0
+
+    def __init__(
+        self,
+        step: int,
+        ranks: Ranks,
+        write: Callable[[], SavedCheckpoint | None],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(name=f"save of step {step}", daemon=True)
+        self.step = step
+        self._device, self._write, self._then = ranks.device, write, then
+        self.saved: SavedCheckpoint | None = None
+        self.error: BaseException | None = None
+        self.ended = 0.0
+        self.has_ended = False
+
+    def run(self) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a new thread's device is the first, which is another rank's
+            saved = self._write()
+            if saved is not None:
+                self._then()
+            self.saved = saved
+        except BaseException as caught:  # reported by the training thread
+            self.error = caught
+        self.ended = time.perf_counter()
+        self.has_ended = True
+
+    def wait(self) -> SavedCheckpoint | None:
+        """What was saved, once it has ended; None if nothing was."""
+        self.join()
+        return self.saved
+
+
+# --- the copy of a state in host memory
+
+MOST_OF_MEMORY = 0.8  # the part of the free host memory that copies may take: written files are cached in the rest
+
+
+class Staging:
+    """The host buffers of one rank, by the place of a tensor in its state, each with the strides of the tensor it was
+    made for (they differ from its own if that tensor has gaps)."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
+
+    def missing_bytes(self, tensors: Tensors) -> int:
+        """Bytes of this rank's tensors that have no buffer yet."""
+        found = ((place, tensor) for place, tensor in _plain_tensors(tensors) if not self._fits(place, tensor))
+        return sum(tensor.numel() * tensor.element_size() for _, tensor in found)
+
+    def reserve(self, tensors: Tensors) -> None:
+        """Make the buffers that are missing, and touch them. Raises what torch raises if memory runs out."""
+        for place, tensor in _plain_tensors(tensors):
+            self._buffer(place, tensor)
+
+    def stage(self, tensors: Tensors) -> Tensors:
+        """The state as it is now: tensors as copies on the CPU, sharded ones with the same mesh and placements. Only
+        this rank's parts are copied. The copy of an earlier call is overwritten."""
+        staged: Tensors = self._stage(tensors, "")
+        if any(tensor.is_cuda for _, tensor in _plain_tensors(tensors)):
+            torch.cuda.current_stream().synchronize()
+        return staged
+
+    def _stage(self, value: Any, place: str) -> Any:
+        if isinstance(value, dict):
+            return {name: self._stage(each, f"{place}/{name}") for name, each in value.items()}
+        if not isinstance(value, torch.Tensor):
+            return deepcopy(value)
+        if not is_traceable_wrapper_subclass(value):
+            return self._buffer(place, value).copy_(value.detach(), non_blocking=True)
+        names, context = value.__tensor_flatten__()
+        parts = {name: getattr(value, name) for name in names}
+        inner = {n: self._stage(p, f"{place}.{n}") if isinstance(p, torch.Tensor) else p for n, p in parts.items()}
+        return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
+
+    def _buffer(self, place: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._fits(place, tensor):
+            self._buffers.pop(place, None)
+            empty = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda)
+            self._buffers[place] = empty.zero_(), tensor.stride()
+        return self._buffers[place][0]
+
+    def _fits(self, place: str, tensor: torch.Tensor) -> bool:
+        memory, stride = self._buffers.get(place, (None, ()))
+        wanted = (tensor.shape, tensor.dtype, tensor.stride())
+        return memory is not None and (memory.shape, memory.dtype, stride) == wanted
+
+
+def has_room(wanted_bytes: int, root: Path = Path("/")) -> bool:
+    """Whether the host, and this process's control group, have this much memory left for copies."""
+    return wanted_bytes <= MOST_OF_MEMORY * read_memory_left(root)
+
+
+def _plain_tensors(value: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every plain tensor of this rank in a nested state, also inside sharded ones, with its place."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from _plain_tensors(each, f"{place}/{name}")
+    elif isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _plain_tensors(getattr(value, name), f"{place}.{name}")
+    elif isinstance(value, torch.Tensor):
+        yield place, value
+
 
 # --- the retention policy
 
@@ -68,47 +198,38 @@ class RetentionPolicy:
 def prune_checkpoints(
     directory: RunDir, ranks: Ranks, keep: RetentionPolicy, newest: int, ranking: Sequence[int] = ()
 ) -> None:
-    """Remove what no rule keeps, after the checkpoint of step `newest` was read back; on all ranks together.
-
-    Raises JobError on every rank if it is not what was saved, or if another run has taken over; then nothing is
-    removed.
-    """
+    """Remove what no rule keeps, after the checkpoint of step `newest` was read back; on all ranks together. Raises
+    JobError on every rank if it is not what was saved, or if another run has taken over; then nothing is removed."""
     doomed = ranks.ask_first(lambda: keep.find_doomed(directory.checkpoint_steps(), ranking))
     if not doomed:
         return
-    ranks.together(lambda: _read_back(directory, ranks, newest))
-    ranks.together(lambda: _remove_all(directory, doomed) if ranks.is_first else None)
+
+    def read_back() -> None:
+        # Of the next node if there is one: the cache of a rank's own node would hide errors of the disk.
+        share = (ranks.rank + ranks.placement.local_world) % ranks.world
+        try:
+            verify_checkpoint(directory, newest, share, ranks.world)
+        except Damaged as damage:
+            raise JobError(f"{damage}\n  It was read back after it was saved. Older checkpoints were kept.") from None
+
+    def remove_all() -> None:
+        directory.confirm_writer()
+        for step in doomed:
+            # Renamed first, so that a half-deleted folder is never taken for a checkpoint.
+            partial_path = directory.partial_checkpoint_path(step)
+            remove_folder(partial_path)
+            with contextlib.suppress(OSError):  # tried again after the next save
+                directory.checkpoint_path(step).rename(partial_path)
+            remove_folder(partial_path)
+
+    ranks.together(read_back)
+    ranks.together(lambda: remove_all() if ranks.is_first else None)
 
 
 def remove_leftovers(directory: RunDir) -> None:
     """Remove what interrupted saves have left; called on rank 0 while it holds the writer's lock."""
     for unfinished in directory.partial_checkpoints():
         remove_folder(unfinished)
-
-
-def _read_back(directory: RunDir, ranks: Ranks, step: int) -> None:
-    """Each rank reads files of the next node if there is one: the cache of its own node would hide errors of the
-    disk."""
-    share = (ranks.rank + ranks.placement.local_world) % ranks.world
-    try:
-        verify_checkpoint(directory, step, share, ranks.world)
-    except Damaged as damage:
-        raise JobError(f"{damage}\n  It was read back after it was saved. Older checkpoints were kept.") from None
-
-
-def _remove_all(directory: RunDir, steps: Sequence[int]) -> None:
-    directory.confirm_writer()
-    for step in steps:
-        _remove(directory, step)
-
-
-def _remove(directory: RunDir, step: int) -> None:
-    # Renamed first, so that a half-deleted folder is never taken for a checkpoint.
-    doomed = directory.partial_checkpoint_path(step)
-    remove_folder(doomed)
-    with contextlib.suppress(OSError):  # tried again after the next save
-        directory.checkpoint_path(step).rename(doomed)
-    remove_folder(doomed)
 
 
 # --- saves by the clock
@@ -136,42 +257,36 @@ class LeastCost:
         return max(least, min(daly_interval(save_s, self.mtbf_s), self.longest_s))
 
 
+RETRY_S = 30.0
+"""Seconds from a failed save to the next try: a file system that was busy or full for a moment works again, and one
+that stays full costs few tries."""
+
+
 class Cadence:
-    """The clock of one folder; `every_s` None if only numbers of steps ask for saves."""
+    """The clock of one folder; `every_s` None if only numbers of steps ask for saves. The interval `is_measured` if it
+    follows from what saves take."""
 
     def __init__(self, every_s: float | LeastCost | None, clock: Callable[[], float]) -> None:
-        self._every_s = every_s
-        self._clock = clock
+        self._every_s, self._clock = every_s, clock
         self._tried_at = clock()
         self._stall_s: float | None = None
         self.has_failed = False
+        self.is_measured = isinstance(every_s, LeastCost)
 
     @property
     def interval_s(self) -> float | None:
         """Seconds from one save to the next; None if the clock asks for none."""
-        if isinstance(self._every_s, LeastCost):
-            return self._every_s.interval_s(self._stall_s)
-        return self._every_s
+        return self._every_s.interval_s(self._stall_s) if isinstance(self._every_s, LeastCost) else self._every_s
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether the interval follows from what saves take."""
-        return isinstance(self._every_s, LeastCost)
+    def is_due(self) -> bool:
+        """Whether a save is due: by the interval, or some seconds after a failed one."""
+        since, interval_s = self._clock() - self._tried_at, self.interval_s
+        return (interval_s is not None and since >= interval_s) or (self.has_failed and since >= RETRY_S)
 
-    def is_due(self, retry_s: float) -> bool:
-        """Whether a save is due: by the interval, or `retry_s` seconds after a failed one."""
-        since = self._clock() - self._tried_at
-        due = self.interval_s is not None and since >= self.interval_s
-        return due or (self.has_failed and since >= retry_s)
-
-    def try_now(self) -> None:
+    def try_now(self, *, failed: bool = False) -> None:
         """A save begins, or has failed now."""
         self._tried_at = self._clock()
-
-    def fail(self) -> None:
-        """A save has failed, now."""
-        self.try_now()
-        self.has_failed = True
+        self.has_failed |= failed
 
     def succeed(self, stall_s: float) -> None:
         """A save is complete; the run stood still for it so many seconds."""
@@ -189,10 +304,6 @@ class LocalPlan:
 
 # --- when and where a run is saved
 
-RETRY_S = 30.0
-"""Seconds from a failed save to the next try: a file system that was busy or full for a moment works again, and one
-that stays full costs few tries."""
-
 LEAVE_S = 30.0
 """Seconds that a rank with an error waits for a save under way: the other ranks, if alive, write their parts
 meanwhile."""
@@ -200,12 +311,9 @@ meanwhile."""
 
 @dataclass(frozen=True)
 class SavePoint:
-    """What is saved: the state, its step, the run's counters.
-
-    `last`: nothing comes after it. `in_doubt`: it may be undone, so no older one is removed for it. `shared` and
-    `local`: the tiers whose cadence asks for this step. `best`: its validation is one of the best, so it is never left
-    out. `ranking`: the validated steps, the best first.
-    """
+    """What is saved: the state, its step, the run's counters. `last`: nothing comes after it. `in_doubt`: it may be
+    undone, so no older one is removed for it. `shared` and `local`: the tiers whose cadence asks for this step. `best`:
+    its validation is one of the best, so it is never left out. `ranking`: the validated steps, the best first."""
 
     state: CheckpointState
     step: int
@@ -257,13 +365,14 @@ class CheckpointManager:
         return self._run.ranks.is_first and self._saving is None and any(self._due().values())
 
     def save(self, point: SavePoint) -> None:
-        """Save, or begin to; nothing where this step is saved already, or while an earlier save is under way.
-
-        Raises JobError on every rank where it fails and nothing comes after it, or where memory ran out.
-        """
+        """Save, or begin to; nothing where this step is saved already, or while an earlier save is under way. Raises
+        JobError on every rank where it fails and nothing comes after it, or where memory ran out."""
         started, step, ranks = time.perf_counter(), point.step, self._run.ranks
-        if point.best and not point.last and self._is_under_way(step):
-            return
+        if point.best and not point.last:  # perhaps it is on its way into the run directory
+            if self._tier is None and self._last_saving == step and self._is_saving():
+                return
+            if self._tier is not None and self._last_copying == step and self._is_copying():
+                return
         if point.last or point.best:
             self.settle()
         elif self._is_saving():
@@ -312,11 +421,13 @@ class CheckpointManager:
             copy, self._copying, self._tier.copied = self._copying, None, None
             self._report(copy)
             if copy.saved is None and copy.error is None:  # what it was to be copied from has failed
-                self._cadences[SHARED].fail()
+                self._cadences[SHARED].try_now(failed=True)
 
-    def settle(self) -> None:
-        """Wait for a save under way, and report it."""
-        self._wait()
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait for saves under way, and report them."""
+        for save in (self._saving, self._copying):
+            if save is not None:
+                save.join(timeout_s)
         self.poll()
 
     def prune(self, ranking: tuple[int, ...], *, in_doubt: bool) -> None:
@@ -342,12 +453,6 @@ class CheckpointManager:
 
     def _is_copying(self) -> bool:
         return any(self._run.ranks.gather(self._copying is not None and not self._copying.has_ended))
-
-    def _is_under_way(self, step: int) -> bool:
-        """Whether this step is on its way into the run directory."""
-        if self._tier is None:
-            return self._last_saving == step and self._is_saving()
-        return self._last_copying == step and self._is_copying()
 
     def _takes(self, state: CheckpointState) -> bool:
         """Whether this state is written in the background. At the first such save, make the buffers and the group, or
@@ -378,7 +483,7 @@ class CheckpointManager:
 
     def _due(self) -> dict[str, bool]:
         """By this rank's clock; what is being copied is not due again."""
-        due = {tier: cadence.is_due(RETRY_S) for tier, cadence in self._cadences.items()}
+        due = {tier: cadence.is_due() for tier, cadence in self._cadences.items()}
         return {**due, SHARED: (due[SHARED] or self._owed) and self._copying is None}
 
     def _route(self, point: SavePoint) -> tuple[CheckpointFolder | None, bool]:
@@ -426,7 +531,7 @@ class CheckpointManager:
 
     def _prune_after(self, place: CheckpointFolder, point: SavePoint, ranks: Ranks) -> None:
         """A save is complete: older ones may be removed, unless it may be undone."""
-        if place.local is not None and self._tier is not None:
+        if place.tier == LOCAL and self._tier is not None:
             self._tier.prune(point.step, ranks)
         elif not point.in_doubt:
             prune_checkpoints(self._run.directory, ranks, self._keep, point.step, point.ranking)
@@ -443,7 +548,8 @@ class CheckpointManager:
     def _note_saved(self, step: int, tier: str, saved: SavedCheckpoint, seconds: float, stall_s: float) -> None:
         recorder, cadence = self._run.recorder, self._cadences[tier]
         cadence.succeed(stall_s)
-        facts = {"name": saved.name, "bytes": saved.bytes, "seconds": seconds, "stall_s": stall_s}
+        size, name = saved.manifest.total_bytes, step_name(step)
+        facts = {"name": name, "bytes": size, "seconds": seconds, "stall_s": stall_s}
         if cadence.is_measured:
             facts["next_in_s"] = cadence.interval_s
         recorder.event("saved", step=step, tier=tier, **facts)
@@ -465,23 +571,15 @@ class CheckpointManager:
                 raise KeyboardInterrupt("a second Ctrl-C") from None
             if last or is_out_of_memory(error):
                 raise
-            self._cadences[tier].fail()
+            self._cadences[tier].try_now(failed=True)
             reason = render_reason(str(error))
             self._run.recorder.event("save_failed", step=step, tier=tier, reason=reason, retry_s=RETRY_S)
             self._run.recorder.status(save_failed=reason)
-
-    # --- how it ends
-
-    def _wait(self, timeout_s: float | None = None) -> None:
-        for save in (self._saving, self._copying):
-            if save is not None:
-                save.join(timeout_s)
 
     def _leave(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         """However the run ends, let a save under way complete; with a limit if other ranks may be gone."""
         if kind is None:
             self.settle()
         elif issubclass(kind, Exception):
-            self._wait(LEAVE_S)
             with contextlib.suppress(Exception):  # the error that ends the run matters more
-                self.poll()
+                self.settle(LEAVE_S)

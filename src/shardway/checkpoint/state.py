@@ -1,6 +1,11 @@
-"""What a checkpoint holds of a run: model, optimizer, random state, counters, and the objects of a user's script.
+"""What a checkpoint holds of a run: model, optimizer, random state, and the objects of a user's script.
+
+Any state dict becomes a string (JSON in which each value is a list that begins with its kind) and plain tensors, which
+appear in it by name or, if `inline`, with their numbers.
 
 Invariants:
+- Only classes named here are made from a file, so a file cannot choose what is imported. The result has the types and
+  the bits of the original. Nothing is a pickle, and the shapes of today are not needed to read what was saved.
 - Names are those of the unwrapped model, and values are whole tensors or DTensors, so another world size or sharding
   can read them.
 - A script's own objects: what was saved can be read whatever the object looks like today. What is the same on all ranks
@@ -9,13 +14,16 @@ Invariants:
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import importlib
 import inspect
 import json
 import logging
+import math
 import random
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,24 +41,227 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardway.checkpoint.file_format import TensorTable
-from shardway.checkpoint.structure import Parts, Unstorable, find_dtype, put_state_together, take_state_apart
-from shardway.errors import UserError
+from shardway.checkpoint.file_format import Special, TensorPart, TensorTable
+from shardway.errors import Bug, SiteError, UserError
 
-_PACKED_BYTES = 2**15
-"""Room for numpy's and Python's states: 2 x 624 numbers of at most ten digits and their commas."""
+# --- tensors of special classes
 
-Tensors = dict[str, Any]
-"""Nested dict of tensors, as `torch.distributed.checkpoint` takes it."""
+_MODULES: Mapping[str, str] = MappingProxyType({"OptimState8bit": "torchao.optim.subclass_8bit"})
+"""Class -> the module that has it."""
+
+_DTYPE = "dtype:"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" of torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def find_dtype(name: str) -> torch.dtype:
+    """The dtype of this name. Raises ValueError where torch has none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"this torch ({torch.__version__}) has no dtype {name!r}")
+    return found
+
+
+def is_known(tensor: torch.Tensor) -> bool:
+    """Whether it is of a class that `take_apart` takes apart."""
+    return type(tensor).__name__ in _MODULES
+
+
+def take_apart(tensor: torch.Tensor) -> tuple[Special | None, list[torch.Tensor]]:
+    """The plain tensors of a tensor, and what puts them together; None for a plain one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return None, [tensor]
+    kind = type(tensor).__name__
+    if kind not in _MODULES:
+        raise Bug(f"a checkpoint cannot hold a {kind}")
+    names, context = tensor.__tensor_flatten__()
+    plain = [getattr(tensor, name) for name in names]
+    pairs = zip(names, plain, strict=True)
+    parts = tuple(TensorPart(name, dtype_name(part.dtype), tuple(part.shape)) for name, part in pairs)
+    packed = [_DTYPE + dtype_name(each) if isinstance(each, torch.dtype) else each for each in context]
+    return Special(kind, packed, parts), plain
+
+
+def put_together(special: Special, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensor that was taken apart. Raises ValueError for an unknown class, SiteError if a library is missing."""
+    if special.kind not in _MODULES:
+        raise ValueError(f"a tensor is a {special.kind}, which this Shardway does not know")
+    try:
+        module = importlib.import_module(_MODULES[special.kind])
+    except ImportError as error:
+        raise SiteError(
+            f"the checkpoint holds a {special.kind}, whose library cannot be imported: {error}\n"
+            "  To do: install torchao, as where it was saved."
+        ) from None
+    inner = {part.attribute: tensor for part, tensor in zip(special.parts, parts, strict=True)}
+    context = [
+        find_dtype(each.removeprefix(_DTYPE)) if isinstance(each, str) and each.startswith(_DTYPE) else each
+        for each in special.context
+    ]
+    made: torch.Tensor = getattr(module, special.kind).__tensor_unflatten__(inner, context)
+    return made
+
+
+# --- any state dict as a string and tensors: nested dicts, lists, tuples, numbers, strings and None
+
+MOST_INLINE = 4096  # the most elements of a tensor in JSON; settings of an optimizer are single numbers
+
+
+class Unstorable(ValueError):
+    """A value that a checkpoint cannot hold: its place in the state, and its type."""
+
+    def __init__(self, path: str, kind: str) -> None:
+        self.path, self.kind = path, kind
+        super().__init__(f"{path or 'it'} is a {kind}")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A state taken apart: its structure, and its tensors by name. DTensors stay DTensors."""
+
+    text: str
+    tensors: Mapping[str, torch.Tensor]
+
+
+def take_state_apart(state: Any) -> Parts:
+    """The parts of a state. Raises Unstorable."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def keep(path: str, tensor: torch.Tensor) -> list[Any]:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise Unstorable(path, f"tensor of the layout {tensor.layout}" + (" on the meta device" * tensor.is_meta))
+        name, number = path or "tensor", 1
+        while name in tensors:
+            number += 1
+            name = f"{path}#{number}"
+        tensors[name] = tensor.detach()
+        return ["tensor", name, tensor.device.type]
+
+    return Parts(json.dumps(_encode(state, "", keep)), tensors)
+
+
+def put_state_together(text: str, find: Callable[[str, str], torch.Tensor]) -> Any:
+    """The state of a JSON string; `find` gives a tensor by its name and the type of its device."""
+    return _decode(json.loads(text), find)
+
+
+def inline(value: Any) -> Any:
+    """A value without large tensors as plain JSON, so that equal values are equal JSON. Raises Unstorable."""
+
+    def keep(path: str, tensor: torch.Tensor) -> list[Any]:
+        large = isinstance(tensor, DTensor) or tensor.numel() > MOST_INLINE
+        if large or tensor.is_complex() or tensor.layout != torch.strided:
+            raise Unstorable(path, f"tensor of shape {tuple(tensor.shape)}")
+        numbers = [_number(each) for each in tensor.detach().flatten().tolist()]
+        return ["numbers", dtype_name(tensor.dtype), list(tensor.shape), numbers, tensor.device.type]
+
+    return _encode(value, "", keep)
+
+
+def read_inline(encoded: Any) -> Any:
+    """The value that `inline` encoded."""
+
+    def find(name: str, device: str) -> torch.Tensor:
+        raise ValueError(f"the tensor {name} is not in the text")
+
+    return _decode(encoded, find)
+
+
+def _encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], list[Any]]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return keep(path, value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return ["array", keep(path, torch.from_numpy(np.ascontiguousarray(value)))]
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return ["scalar", value.dtype.str, _number(value.item())]
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return ["value", value]
+    if kind is float:
+        return ["value" if math.isfinite(value) else "float", _number(value)]
+    if kind is bytes:
+        return ["bytes", base64.b64encode(value).decode()]
+    if kind is complex:
+        return ["complex", _number(value.real), _number(value.imag)]
+    if kind is torch.dtype:
+        return ["dtype", dtype_name(value)]
+    if kind in (torch.device, torch.Size):
+        return ["device", str(value)] if kind is torch.device else ["size", list(value)]
+    if kind in _MAPPINGS:
+        places = ((key, each, _join(path, key)) for key, each in value.items())
+        return [_MAPPINGS[kind], [[_encode(k, at, _refuse_key), _encode(each, at, keep)] for k, each, at in places]]
+    if kind in _SEQUENCES:
+        ordered = sorted(value, key=repr) if kind in (set, frozenset) else value
+        return [_SEQUENCES[kind], [_encode(each, _join(path, at), keep) for at, each in enumerate(ordered)]]
+    raise Unstorable(path, kind.__name__)
+
+
+_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+_SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _refuse_key(path: str, tensor: torch.Tensor) -> list[Any]:
+    raise Unstorable(path, "tensor as a key")
+
+
+def _decode(node: Any, find: Callable[[str, str], torch.Tensor]) -> Any:
+    kind, *rest = node
+    if kind == "tensor":
+        return find(*rest)
+    if kind == "numbers":
+        dtype, shape, numbers, device = rest
+        tensor = torch.tensor([_float(each) for each in numbers], dtype=find_dtype(dtype)).reshape(shape)
+        return tensor if device == "cpu" or not torch.cuda.is_available() else tensor.to(device)
+    if kind == "array":
+        return _decode(rest[0], find).cpu().numpy()
+    if kind == "scalar":
+        return np.dtype(rest[0]).type(_float(rest[1]))
+    if kind in ("value", "float"):
+        return rest[0] if kind == "value" else _float(rest[0])
+    if kind == "bytes":
+        return base64.b64decode(rest[0])
+    if kind == "complex":
+        return complex(_float(rest[0]), _float(rest[1]))
+    if kind == "dtype":
+        return find_dtype(rest[0])
+    if kind in ("device", "size"):
+        return torch.device(rest[0]) if kind == "device" else torch.Size(rest[0])
+    if kind in _MAPPINGS.values():
+        items = [(_decode(key, find), _decode(each, find)) for key, each in rest[0]]
+        return Counter(dict(items)) if kind == "counter" else OrderedDict(items) if kind == "ordered" else dict(items)
+    made = {name: kind for kind, name in _SEQUENCES.items()}[kind]
+    return made([_decode(each, find) for each in rest[0]])
+
+
+def _number(value: Any) -> Any:
+    """A number as JSON that keeps its bits."""
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _float(value: Any) -> Any:
+    return float(value) if isinstance(value, str) else value
+
+
+# --- models and optimizers
+
+_PACKED_BYTES = 2**15  # room for numpy's and Python's states: 2 x 624 numbers of at most ten digits and their commas
+Tensors = dict[str, Any]  # nested dict of tensors, as `torch.distributed.checkpoint` takes it
 
 
 class CheckpointState:
     """What a checkpoint holds of a run and restores: tensors in Shardway's form, files in that of another library.
-
-    Every method is called on all ranks together. A state without tensors, or without files, leaves out their methods.
-    """
+    Every method is called on all ranks together. A state without tensors, or without files, leaves out their
+    methods."""
 
     def collect(self) -> Tensors:
         """The tensors of this rank."""
@@ -79,11 +290,9 @@ class CheckpointState:
 
 @dataclass(frozen=True)
 class Trained(CheckpointState):
-    """The parts of a run that have tensors; the optimizer is None if only the model counts. It has no files.
-
-    `further` are models beside the first, by name: each is saved as a part of its own ("model-NAME"). `others` are
-    optimizers beside the first, saved as "optimizer-NAME". An optimizer may cover several models.
-    """
+    """The parts of a run that have tensors; the optimizer is None if only the model counts. It has no files. `further`
+    are models beside the first, by name: each is saved as a part of its own ("model-NAME"). `others` are optimizers
+    beside the first, saved as "optimizer-NAME". An optimizer may cover several models."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -92,12 +301,10 @@ class Trained(CheckpointState):
 
     @property
     def models(self) -> dict[str, nn.Module]:
-        """Every model by the name of its part."""
         return {MODEL: self.model, **{f"{MODEL}-{name}": model for name, model in self.further.items()}}
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """Every optimizer by the name of its part."""
         first = {OPTIMIZER: self.optimizer} if self.optimizer is not None else {}
         return {**first, **{f"{OPTIMIZER}-{name}": optimizer for name, optimizer in self.others.items()}}
 
@@ -106,15 +313,14 @@ class Trained(CheckpointState):
         tensors: Tensors = {part: get_model_state_dict(model) for part, model in self.models.items()}
         for part, optimizer in self.optimizers.items():
             # Settings of parameter groups are none of its tensors, and how many groups there are depends on the layout.
+            values = [value for state in optimizer.state.values() for value in state.values()]
             if not optimizer.state:
                 tensors[part] = {"state": {}}
-                continue
-            if not all(_is_plain(value) for state in optimizer.state.values() for value in state.values()):
+            elif all(isinstance(each, torch.Tensor) or type(each) in _PLAIN for each in values):
+                tensors[part] = {"state": self._state_of(optimizer)}
+            else:  # it does not fit torch's own form: tensors and single values by parameter
                 parts = _take_optimizer_apart(part, optimizer)
                 tensors |= {part: {"values": dict(parts.tensors)}, structure_name(part): parts.text}
-                continue
-            state = get_optimizer_state_dict(self._around(optimizer), optimizer)
-            tensors[part] = {"state": self._named(state["state"])}
         return tensors
 
     def template(self, table: TensorTable) -> Tensors:
@@ -124,41 +330,45 @@ class Trained(CheckpointState):
             if structure_name(part) in table.values:
                 room = make_room(table, f"{part}.values.")
                 tensors |= {part: {"values": room} if room else {}, structure_name(part): ""}
-                continue
-            if needs_closure(optimizer):
-                _check_same_kind(part, optimizer, "another optimizer", table)
+            elif needs_closure(optimizer):
+                if any(name.startswith(f"{part}.state.") for name in table.tensors):
+                    raise _other_kind(part, optimizer, "another optimizer")
                 tensors[part] = {"state": {}}
-                continue
-            with all_trainable(optimizer), hooks_silenced(optimizer):
-                state = get_optimizer_state_dict(self._around(optimizer), optimizer)
-            tensors[part] = {"state": self._named(state["state"])}
+            else:
+                with all_trainable(optimizer), hooks_silenced(optimizer):
+                    tensors[part] = {"state": self._state_of(optimizer)}
         return tensors
 
     def install(self, tensors: Tensors) -> None:
-        """Load tensors into models and optimizers; the settings of an optimizer's groups stay as they are.
-
-        If there are only weights, the optimizer starts anew: its states were made up for the template.
-        """
+        """Load tensors into models and optimizers; the settings of an optimizer's groups stay as they are. If there are
+        only weights, the optimizer starts anew: its states were made up for the template."""
         for part, model in self.models.items():
             if part in tensors:
                 set_model_state_dict(model, tensors[part])
         # Not strict: a parameter that no batch has used yet has no state.
         options = StateDictOptions(strict=False)
         for part, optimizer in self.optimizers.items():
-            if part not in tensors:
+            if text := tensors.get(structure_name(part)) if part in tensors else None:
+                loaded = tensors[part].get("values", {})
+                saved = put_state_together(text, lambda name, device, loaded=loaded: loaded[name])  # type: ignore[misc]
+                if saved["of"] != type(optimizer).__name__:
+                    raise _other_kind(part, optimizer, saved["of"])
+                groups = optimizer.state_dict()["param_groups"]
+                with settings_kept(optimizer):
+                    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+            elif part not in tensors or (not tensors[part]["state"] and needs_closure(optimizer)):
                 optimizer.state.clear()
-                continue
-            if text := tensors.get(structure_name(part)):
-                _install_structure(part, optimizer, text, tensors[part].get("values", {}))
-                continue
-            if not tensors[part]["state"] and needs_closure(optimizer):
-                optimizer.state.clear()
-                continue
-            around = self._around(optimizer)
-            with all_trainable(optimizer), hooks_silenced(optimizer), settings_kept(optimizer):
-                today = get_optimizer_state_dict(around, optimizer)
-                loaded = {"state": self._unnamed(tensors[part]["state"]), "param_groups": today["param_groups"]}
-                set_optimizer_state_dict(around, optimizer, loaded, options=options)
+            else:
+                around = self._around(optimizer)
+                with all_trainable(optimizer), hooks_silenced(optimizer), settings_kept(optimizer):
+                    groups = get_optimizer_state_dict(around, optimizer)["param_groups"]
+                    state = self._rename(tensors[part]["state"], own=False)
+                    set_optimizer_state_dict(
+                        around, optimizer, {"state": state, "param_groups": groups}, options=options
+                    )
+
+    def _state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return self._rename(get_optimizer_state_dict(self._around(optimizer), optimizer)["state"], own=True)
 
     def _around(self, optimizer: torch.optim.Optimizer) -> nn.Module:
         """One module that holds all models, for torch's functions that take one."""
@@ -169,24 +379,21 @@ class Trained(CheckpointState):
             around.add_module(f"m{number}", model)
         return around
 
-    def _named(self, states: Any) -> dict[str, Any]:
-        """States by the names of parameters, from their names in `_around`."""
+    def _rename(self, states: Any, *, own: bool) -> dict[str, Any]:
+        """States by the names of parameters if `own`, from their names in `_around`; or back."""
         if not self.further:
             return dict(states)
-        prefixes = {f"m{number}": _prefix(part) for number, part in enumerate(self.models)}
-        cut = ((name.partition("."), state) for name, state in states.items())
-        return {f"{prefixes[first]}{rest}": state for (first, _, rest), state in cut}
-
-    def _unnamed(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        if not self.further:
-            return dict(states)
-        numbers = {_prefix(part): f"m{number}" for number, part in enumerate(self.models)}
-        cut = ((name.rpartition(":"), state) for name, state in states.items())
-        return {f"{numbers[f'{model}{colon}']}.{rest}": state for (model, colon, rest), state in cut}
+        pairs = [(f"m{number}.", _prefix(part)) for number, part in enumerate(self.models)]
+        renamed = {}
+        for name, state in states.items():
+            colon = name.rfind(":") + 1
+            begin = f"{name.partition('.')[0]}." if own else name[:colon]
+            renamed[dict(pairs if own else [pair[::-1] for pair in pairs])[begin] + name[len(begin) :]] = state
+        return renamed
 
 
-MODEL, OPTIMIZER = "model", "optimizer"
-"""The prefixes of names of tensors of the first model and the first optimizer."""
+_PLAIN = (type(None), bool, int, float, str)
+MODEL, OPTIMIZER = "model", "optimizer"  # the prefixes of names of tensors of the first model and the first optimizer
 
 
 def _prefix(part: str) -> str:
@@ -253,30 +460,11 @@ def _take_optimizer_apart(part: str, optimizer: torch.optim.Optimizer) -> Parts:
     return parts
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether an optimizer's state fits torch's own form: tensors and single values by parameter."""
-    return isinstance(value, torch.Tensor) or type(value) in (type(None), bool, int, float, str)
-
-
-def _check_same_kind(part: str, optimizer: torch.optim.Optimizer, saved: str, table: TensorTable | None = None) -> None:
-    name = type(optimizer).__name__
-    if table is not None and not any(each.startswith(f"{part}.state.") for each in table.tensors):
-        return
-    if saved != name:
-        raise UserError(
-            f"the checkpoint holds the state of {saved} as {part}, and today it is {name}.\n"
-            "  Nothing was changed. To do: use the optimizer that the run was saved with."
-        )
-
-
-def _install_structure(
-    part: str, optimizer: torch.optim.Optimizer, text: str, values: Mapping[str, torch.Tensor]
-) -> None:
-    saved = put_state_together(text, lambda name, device: values[name])
-    _check_same_kind(part, optimizer, saved["of"])
-    groups = optimizer.state_dict()["param_groups"]
-    with settings_kept(optimizer):
-        optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+def _other_kind(part: str, optimizer: torch.optim.Optimizer, saved: str) -> UserError:
+    return UserError(
+        f"the checkpoint holds the state of {saved} as {part}, and today it is {type(optimizer).__name__}.\n"
+        "  Nothing was changed. To do: use the optimizer that the run was saved with."
+    )
 
 
 @contextlib.contextmanager
@@ -308,58 +496,49 @@ def hooks_silenced(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 class Together(CheckpointState):
-    """Several states as one; their names do not overlap. What is frozen is kept, whatever becomes of it later."""
+    """Several states as one, in their order; their names do not overlap. What is frozen is kept, whatever becomes of it
+    later."""
 
     def __init__(self, states: Sequence[CheckpointState]) -> None:
         self._states = states
         self._frozen: Tensors | None = None
 
     def freeze(self) -> None:
-        """Keep the current values."""
         self._frozen = None
         self._frozen = tree_map_only(torch.Tensor, torch.clone, self.collect())
 
     def collect(self) -> Tensors:
-        """The tensors of all, or those at `freeze`."""
         if self._frozen is not None:
             return self._frozen
         return {name: value for state in self._states for name, value in state.collect().items()}
 
     def prepare(self, table: TensorTable) -> None:
-        """Get all ready, in their order."""
         for state in self._states:
             state.prepare(table)
 
     def template(self, table: TensorTable) -> Tensors:
-        """The templates of all."""
         return {name: value for state in self._states for name, value in state.template(table).items()}
 
     def install(self, tensors: Tensors) -> None:
-        """Install each part, in their order."""
         for state in self._states:
             state.install(tensors)
 
     def count_file_bytes(self) -> int:
-        """The sum of all."""
         return sum(state.count_file_bytes() for state in self._states)
 
     def write_files(self, folder: Path) -> None:
-        """The files of all."""
         for state in self._states:
             state.write_files(folder)
 
     def read_files(self, folder: Path, world: int) -> None:
-        """The files of all."""
         for state in self._states:
             state.read_files(folder, world)
 
 
 @contextlib.contextmanager
 def settings_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """In this context a load leaves the settings of parameter groups as they are.
-
-    The groups also stay the same dicts: a script may hold one of them, and torch makes new ones.
-    """
+    """In this context a load leaves the settings of parameter groups as they are. The groups also stay the same dicts:
+    a script may hold one of them, and torch makes new ones."""
     groups = list(optimizer.param_groups)
     settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     yield
@@ -372,23 +551,17 @@ def settings_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def count_bytes(tensors: Tensors) -> int:
     """Bytes of the tensors as they are saved: each whole and once, however many ranks hold parts or copies."""
-    total = 0
-    for value in tensors.values():
-        if isinstance(value, dict):
-            total += count_bytes(value)
-        elif isinstance(value, torch.Tensor):
-            total += value.numel() * value.element_size()
-    return total
+    found = (each for each in tree_leaves(tensors) if isinstance(each, torch.Tensor))
+    return sum(each.numel() * each.element_size() for each in found)
 
 
 def random_state() -> Tensors:
     """The generators of this rank: torch (CPU and the current device), numpy, Python."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     numpy_state = [str(kind), np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)]
-    state: Tensors = {
-        "torch": torch.get_rng_state(),
-        "others": _pack({"numpy": numpy_state, "python": random.getstate()}),
-    }
+    # JSON as bytes of a fixed length, since a template must have the shape of what is read.
+    others = json.dumps({"numpy": numpy_state, "python": random.getstate()}).encode().ljust(_PACKED_BYTES)
+    state: Tensors = {"torch": torch.get_rng_state(), "others": torch.tensor(list(others), dtype=torch.uint8)}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
@@ -414,34 +587,36 @@ def seed_all(seed: int, rank: int) -> None:
     random.seed(mixed)
 
 
-def _pack(value: Any) -> torch.Tensor:
-    """JSON as bytes of a fixed length, since a template must have the shape of what is read."""
-    return torch.tensor(list(json.dumps(value).encode().ljust(_PACKED_BYTES)), dtype=torch.uint8)
-
-
 # --- a script's own objects
 
-KEPT = "kept"
-"""The prefix of names of tensors of kept objects."""
+KEPT = "kept"  # the prefix of names of tensors of kept objects
 
 
 class KeptObjects(CheckpointState):
-    """The objects that a script keeps, by name; `leads`: whether this rank's copies are saved.
-
-    What a checkpoint holds of an object that is not here yet waits in `waiting`.
-    """
+    """The objects that a script keeps, by name; `leads`: whether this rank's copies are saved. What a checkpoint holds
+    of an object that is not here yet waits in `waiting`."""
 
     def __init__(self, device: torch.device, *, leads: bool) -> None:
         self.objects: dict[str, Any] = {}
         self.waiting: dict[str, Any] = {}
-        self.missing: list[str] = []
-        """Objects of which the last loaded checkpoint holds nothing."""
+        self.missing: list[str] = []  # objects of which the last loaded checkpoint holds nothing
         self._device, self._leads = device, leads
         self._saved: dict[str, str] = {}
 
     def add(self, name: str, thing: Any) -> None:
         """Keep an object from now on; it loads its waiting state. Raises UserError if its state cannot be stored."""
-        check_storable(name, thing)
+        if isinstance(thing, type):
+            raise UserError(
+                f"run.keep({name!r}, ...) was given the class {thing.__name__}.\n  To do: give it an object of it."
+            )
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(thing, method, None)):
+                raise UserError(
+                    f"run.keep({name!r}, ...) was given a {type(thing).__name__}, which has no {method}(), so it "
+                    "cannot be saved and resumed.\n"
+                    "  To do: give it state_dict() and load_state_dict(state), or keep what inside it has both."
+                )
+        _take_apart(name, thing.state_dict())
         self.objects[name] = thing
         if name in self.waiting:
             _load(name, thing, self.waiting.pop(name))
@@ -465,10 +640,14 @@ class KeptObjects(CheckpointState):
 
     def template(self, table: TensorTable) -> Tensors:
         """Targets for all that was saved: shards if today's object has shards of that shape, else whole tensors."""
-        begin = structure_name(f"{KEPT}.")
-        texts = {name: json.loads(text) for name, text in table.values.items() if name.startswith(begin)}
-        self._saved = {name.removeprefix(begin): text for name, text in texts.items()}
-        template = {name: found for name in self._saved if (found := self._find_room(name, table))}
+        begin, template = structure_name(f"{KEPT}."), {}
+        self._saved = {
+            name.removeprefix(begin): json.loads(text) for name, text in table.values.items() if name.startswith(begin)
+        }
+        for name in self._saved:
+            today = _take_apart(name, self.objects[name].state_dict()).tensors if name in self.objects else {}
+            if room := make_room(table, f"{KEPT}.{name}.", today):
+                template[name] = room
         return {KEPT: template} if template else {}
 
     def install(self, tensors: Tensors) -> None:
@@ -483,32 +662,12 @@ class KeptObjects(CheckpointState):
                 self.waiting[name] = state
         self._saved = {}
 
-    def _find_room(self, name: str, table: TensorTable) -> dict[str, torch.Tensor]:
-        today = _take_apart(name, self.objects[name].state_dict()).tensors if name in self.objects else {}
-        return make_room(table, f"{KEPT}.{name}.", today)
-
     def _find(self, loaded: Mapping[str, torch.Tensor], key: str, device: str) -> torch.Tensor:
         """A tensor that was read; a whole one goes to the kind of device that it was on, if this rank has one."""
         tensor = loaded[key]
         if isinstance(tensor, DTensor) or device == "cpu" or self._device.type != device:
             return tensor
         return tensor.to(self._device)
-
-
-def check_storable(name: str, thing: Any) -> None:
-    """Raise UserError if a checkpoint cannot hold the state of an object."""
-    if isinstance(thing, type):
-        raise UserError(
-            f"run.keep({name!r}, ...) was given the class {thing.__name__}.\n  To do: give it an object of it."
-        )
-    for method in ("state_dict", "load_state_dict"):
-        if not callable(getattr(thing, method, None)):
-            raise UserError(
-                f"run.keep({name!r}, ...) was given a {type(thing).__name__}, which has no {method}(), so it cannot be "
-                "saved and resumed.\n"
-                "  To do: give it state_dict() and load_state_dict(state), or keep what inside it has both."
-            )
-    _take_apart(name, thing.state_dict())
 
 
 def _take_apart(name: str, state: Any) -> Any:

@@ -39,9 +39,9 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardway.checkpoint import file_format
 from shardway.checkpoint.file_format import (
     STEP,
+    TABLE,
     ChecksumWriter,
     Chunk,
     FileChecksum,
@@ -52,16 +52,24 @@ from shardway.checkpoint.file_format import (
     list_files,
     shard_name,
     write_manifest,
+    write_table,
 )
-from shardway.checkpoint.state import CheckpointState, Tensors, count_bytes, random_state
-from shardway.checkpoint.structure import dtype_name, is_known, take_apart
+from shardway.checkpoint.state import (
+    CheckpointState,
+    Tensors,
+    count_bytes,
+    dtype_name,
+    is_known,
+    random_state,
+    take_apart,
+)
 from shardway.errors import Bug, Fenced, JobError, LostContact, Problem, ShardwayError, UserError, check_no_problems
 from shardway.ranks.start import Ranks, is_lost_contact, is_out_of_memory
 from shardway.refusals import find_remedy
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import fsync_folder, is_there, remove_folder
 from shardway.rundir.lineage import LOCAL, SHARED
-from shardway.rundir.names import LocalRun, find_run_id, list_steps, partial_name, step_name
+from shardway.rundir.names import find_run_id, list_steps, partial_name, step_name
 from shardway.watch.words import render_size
 
 # --- plans with JSON for values that are not tensors
@@ -100,29 +108,16 @@ def survives_json(value: Any) -> bool:
 
 
 def write_tensors(folder: Path, ranks: Ranks, tensors: Tensors) -> dict[str, FileChecksum]:
-    """Write a state on all ranks together; returns the checksums of the files that this rank wrote.
-
-    Raises CheckpointException (a BaseException) on every rank if one fails.
-    """
+    """Write a state on all ranks together; returns the checksums of the files that this rank wrote. Raises
+    CheckpointException (a BaseException) on every rank if one fails."""
     writer = _ShardWriter(folder, ranks.rank)
     # A process without a group saves alone. The filter stays: restoring filters is only safe in a process with one
     # thread, and this may be another than that of training.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     dcp.save(
-        tensors,
-        storage_writer=writer,
-        planner=SavePlanner(),
-        process_group=ranks.group,
-        no_dist=not ranks.grouped,
+        tensors, storage_writer=writer, planner=SavePlanner(), process_group=ranks.group, no_dist=not ranks.grouped
     )
     return writer.checksums
-
-
-@dataclass(frozen=True)
-class _Value:
-    """A value that is not a tensor, as JSON."""
-
-    text: str
 
 
 class _ShardWriter(StorageWriter):
@@ -134,17 +129,15 @@ class _ShardWriter(StorageWriter):
         self.checksums: dict[str, FileChecksum] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a writer writes once."""
+        pass
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
+        pass
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As they are."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: AnySavePlanner) -> Future[list[WriteResult]]:
@@ -153,7 +146,7 @@ class _ShardWriter(StorageWriter):
         for item in plan.items:
             if item.tensor_data is None:
                 text = bytes(cast(io.BytesIO, planner.resolve_data(item)).getbuffer()).decode()
-                results.append(WriteResult(item.index, 0, _Value(text)))
+                results.append(WriteResult(item.index, 0, text))
             else:
                 boxes.append((item, item.tensor_data.chunk))
         if boxes:
@@ -182,8 +175,8 @@ class _ShardWriter(StorageWriter):
         chunks: dict[str, list[Chunk]] = {}
         values: dict[str, str] = {}
         for result in (result for of_rank in results for result in of_rank):
-            if isinstance(result.storage_data, _Value):
-                values[result.index.fqn] = result.storage_data.text
+            if isinstance(result.storage_data, str):  # the JSON of a value that is not a tensor
+                values[result.index.fqn] = result.storage_data
             else:
                 chunks.setdefault(result.index.fqn, []).append(result.storage_data)
         rows = {
@@ -191,14 +184,13 @@ class _ShardWriter(StorageWriter):
             for name, entry in metadata.state_dict_metadata.items()
             if name in chunks and isinstance(entry, TensorStorageMetadata)
         }
-        path = self._folder / file_format.TABLE
-        self.checksums[file_format.TABLE] = file_format.write_table(path, TensorTable(rows, values))
+        path = self._folder / TABLE
+        self.checksums[TABLE] = write_table(path, TensorTable(rows, values))
         with open(path, "rb") as file:
             os.fsync(file.fileno())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """True: the folder is given."""
         return True
 
 
@@ -210,99 +202,67 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 # --- folders of all ranks or of one node
 
-_ROOM = "make room, lower checkpoint.keep"
-
-
-@dataclass(frozen=True)
-class NodeFolder:
-    """This rank's node: its number, its share of all ranks, and the name of the start that saves there."""
-
-    files: LocalRun
-    node: int
-    share: float
-    start: str
-
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """Where this rank writes checkpoints of a run; `local` is set for the disk of its node."""
+    """Where this rank writes checkpoints of a run: the folder that holds theirs. On the disk of a node (`tier`):
+    `start` is the name of the start of the run that saves there, `share` the part of the bytes of all ranks that goes
+    there, and `make` makes the folder (OSError, JobError)."""
 
     run: RunDir
     leads: bool
-    local: NodeFolder | None = None
-
-    @property
-    def tier(self) -> str:
-        """The tier: shared or local."""
-        return SHARED if self.local is None else LOCAL
-
-    @property
-    def share(self) -> float:
-        """The part of the bytes of all ranks that goes into this folder."""
-        return 1.0 if self.local is None else self.local.share
-
-    @property
-    def folder(self) -> Path:
-        """The folder that holds the folders of checkpoints."""
-        return self.run.checkpoints if self.local is None else self.local.files.node(self.local.node)
-
-    def make(self) -> Path:
-        """The folder; a local one is made if it is missing. Raises OSError, JobError."""
-        return self.folder if self.local is None else self.local.files.make(self.local.node)
+    folder: Path
+    tier: str = SHARED
+    start: str = ""
+    share: float = 1.0
+    make: Callable[[], object] = lambda: None
 
     def path(self, step: int) -> Path:
-        """The folder of a complete checkpoint of a step."""
         return self.folder / step_name(step)
 
     def partial_path(self, step: int) -> Path:
         """The folder in which a checkpoint is written; each start of the run has its own on a local disk."""
-        if self.local is None:
+        if self.tier == SHARED:
             return self.run.partial_checkpoint_path(step)
-        return self.folder / partial_name(step, f"start-{self.local.start}")
+        return self.folder / partial_name(step, f"start-{self.start}")
 
     def explain(self, error: ShardwayError, step: int) -> str:
         """The message for a save that failed."""
-        if self.local is not None:
+        if self.tier == LOCAL:
             return (
                 f"the checkpoint of step {step} could not be saved on the disk of a node ({self.folder}): {error}\n"
                 f"  Nothing that was saved before has changed. To do: "
                 f"{find_remedy(str(error), 'name another checkpoint.local_dir', 'make room there')}."
             )
-        return (
-            f"the checkpoint of step {step} could not be saved in {self.folder}: {error}\n"
-            f"  Nothing that was saved before has changed; {self._name_last()}.\n"
-            f"  To do: {find_remedy(str(error), 'choose another disk with --dir', _ROOM)}; then run the same command "
-            "again."
-        )
-
-    def _name_last(self) -> str:
         try:
             steps = list_steps(self.folder)
+            last = f"step {steps[-1]} is the last complete checkpoint" if steps else "there is no earlier checkpoint"
         except JobError:
-            return "which checkpoint is the last cannot be seen now"
-        return f"step {steps[-1]} is the last complete checkpoint" if steps else "there is no earlier checkpoint"
+            last = "which checkpoint is the last cannot be seen now"
+        room = "make room, lower checkpoint.keep"
+        return (
+            f"the checkpoint of step {step} could not be saved in {self.folder}: {error}\n"
+            f"  Nothing that was saved before has changed; {last}.\n"
+            f"  To do: {find_remedy(str(error), 'choose another disk with --dir', room)}; then run the same command "
+            "again."
+        )
 
 
 def shared_place(run: RunDir, ranks: Ranks) -> CheckpointFolder:
     """The run directory, which rank 0 leads."""
-    return CheckpointFolder(run, ranks.is_first)
+    return CheckpointFolder(run, ranks.is_first, run.checkpoints)
 
 
 # --- shards, manifest, rename
 
-HEADROOM = 1.05
-"""A checkpoint needs a little more than its tensors: metadata and file system blocks."""
-
-FURTHER_FILES = 5
-"""Files and folders of a checkpoint besides one shard per rank."""
+HEADROOM = 1.05  # a checkpoint needs a little more than its tensors: metadata and file system blocks
+FURTHER_FILES = 5  # files and folders of a checkpoint besides one shard per rank
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """The result of a save: the checkpoint's name, size and manifest, and the files that this rank wrote."""
+    """The result of a save: the checkpoint's manifest, and the files that this rank wrote."""
 
-    name: str
-    bytes: int
     manifest: Manifest
     own: tuple[str, ...] = ()
 
@@ -310,9 +270,7 @@ class SavedCheckpoint:
 @dataclass(frozen=True)
 class Content:
     """The content of a checkpoint: this rank's tensors at `step`, the run's counters, and the bytes of all ranks.
-
-    `write_files` writes files of another library into the given folder; it is called on all ranks together.
-    """
+    `write_files` writes files of another library into the given folder; it is called on all ranks together."""
 
     step: int
     numbers: Mapping[str, Any]
@@ -321,25 +279,10 @@ class Content:
     write_files: Callable[[Path], None]
 
 
-def save_checkpoint(
-    directory: RunDir, ranks: Ranks, state: CheckpointState, step: int, numbers: Mapping[str, Any]
-) -> SavedCheckpoint | None:
-    """Save in the run directory, on all ranks together; None if this step is saved already.
-
-    Raises JobError on every rank alike.
-    """
-    place = shared_place(directory, ranks)
-    if is_saved(place, ranks, step):
-        return None
-    return write_checkpoint(place, ranks, collect_content(ranks, state, step, numbers))
-
-
 def is_saved(place: CheckpointFolder, ranks: Ranks, step: int) -> bool:
-    """Whether there is a checkpoint of this step; called on all ranks together.
-
-    The rank that leads the folder looks for all: on a network file system ranks may see different things for a while.
-    Raises JobError on every rank if the file system does not answer.
-    """
+    """Whether there is a checkpoint of this step; called on all ranks together. The rank that leads the folder looks
+    for all: on a network file system ranks may see different things for a while. Raises JobError on every rank if the
+    file system does not answer."""
     found = ranks.gather(ranks.together(lambda: is_there(place.path(step)) if place.leads else None))
     return all(each for each in found if each is not None)
 
@@ -387,15 +330,13 @@ def commit_checkpoint(place: CheckpointFolder, ranks: Ranks, manifest: Manifest,
     """Give an unfinished checkpoint its manifest and its name, on all ranks together; `own` are this rank's files."""
     unfinished, final, confirm = place.partial_path(manifest.step), place.path(manifest.step), place.run.confirm_writer
     ranks.together(lambda: _commit(unfinished, final, manifest, confirm) if place.leads else None)
-    return SavedCheckpoint(final.name, manifest.total_bytes, manifest, tuple(own))
+    return SavedCheckpoint(manifest, tuple(own))
 
 
 @contextlib.contextmanager
 def with_file_errors(rank: int = 0) -> Iterator[None]:
-    """Turns errors of a file system, or of torch's writer for it, into a JobError.
-
-    torch's CheckpointException is a BaseException: it would escape `except Exception`. Every rank gets those of all.
-    """
+    """Turns errors of a file system, or of torch's writer for it, into a JobError. torch's CheckpointException is a
+    BaseException: it would escape `except Exception`. Every rank gets those of all."""
     try:
         yield
     except CheckpointException as error:
@@ -413,9 +354,9 @@ def _check_space(place: CheckpointFolder, ranks: Ranks, whole_bytes: int) -> Non
         return
     needed, files = int(whole_bytes * place.share * HEADROOM), int(ranks.world * place.share) + FURTHER_FILES
     with with_file_errors():
-        folder = place.make()
-        free = shutil.disk_usage(folder).free
-        system = os.statvfs(folder)
+        place.make()
+        free = shutil.disk_usage(place.folder).free
+        system = os.statvfs(place.folder)
     if free < needed:
         raise JobError(f"it needs about {render_size(needed)} and {render_size(free)} are free")
     if system.f_files and system.f_favail < files:  # 0: such a file system has no limit

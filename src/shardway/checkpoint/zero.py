@@ -25,9 +25,7 @@ from shardway.errors import JobError
 from shardway.ranks.start import Ranks, is_lost_contact
 from shardway.rundir.directory import START_OVER
 
-TAG = "zero"
-"""Folder of DeepSpeed's files inside a checkpoint."""
-
+TAG = "zero"  # folder of DeepSpeed's files inside a checkpoint
 _FP32_BYTES = 4
 
 
@@ -60,7 +58,8 @@ class ZeroState(CheckpointState):
                 raise
             raise OSError(str(error)) from error
         for name in list_files(folder)[self.ranks.rank :: self.ranks.world]:
-            _sync(folder / name)
+            with open(folder / name, "rb") as file:
+                os.fsync(file.fileno())
 
     def read_files(self, folder: Path, world: int) -> None:
         """Let DeepSpeed load. Raises JobError if another number of ranks, or another engine, has saved."""
@@ -72,33 +71,34 @@ class ZeroState(CheckpointState):
             )
         with self.ranks.contact("while loading"), warnings.catch_warnings(), settings_kept(self.optimizer):
             warnings.simplefilter("ignore")
-            path = self._load(folder)
+            try:
+                path, _ = self.engine.load_checkpoint(str(folder), tag=TAG, load_lr_scheduler_states=False)
+            except (RuntimeError, KeyError, ValueError, AssertionError) as error:
+                if is_lost_contact(error):
+                    raise
+                raise JobError(
+                    f"the checkpoint {folder} is whole but does not fit this model, optimizer or stage of ZeRO: "
+                    f"{error}\n  To do: use the run file that it was saved with, or {START_OVER}."
+                ) from error
             if path is None:
                 raise JobError(f"the checkpoint {folder} holds nothing that DeepSpeed has saved.")
             if self.engine.zero_nvme_offload_optimizer():
                 self._read_groups(folder / TAG)
 
-    def _load(self, folder: Path) -> Any:
-        try:
-            path, _ = self.engine.load_checkpoint(str(folder), tag=TAG, load_lr_scheduler_states=False)
-        except (RuntimeError, KeyError, ValueError, AssertionError) as error:
-            if is_lost_contact(error):
-                raise
-            raise JobError(
-                f"the checkpoint {folder} is whole but does not fit this model, optimizer or stage of ZeRO: {error}\n"
-                f"  To do: use the run file that it was saved with, or {START_OVER}."
-            ) from error
-        return path
-
     def _write_groups(self, folder: Path) -> None:
         """The fp32 weights and optimizer states of this rank, read from disk group by group."""
         zero = self.engine.optimizer
+
+        def copied(value: Any) -> Any:
+            # With memory of its own: saving a view would save all that it is a view of.
+            return value.clone() if isinstance(value, torch.Tensor) else value
+
         for number, weights in enumerate(zero.fp32_partitioned_groups_flat):
             swapped = zero._swappable_optimizer_subgroup(number)
             if swapped:
                 zero._optimizer_states_and_gradient_swap_in(number)
-            state = {name: _copied(value) for name, value in self.optimizer.state[weights].items()}
-            torch.save({"weights": _copied(weights.data), "state": state}, self._group_path(folder, number))
+            state = {name: copied(value) for name, value in self.optimizer.state[weights].items()}
+            torch.save({"weights": copied(weights.data), "state": state}, folder / self._group_name(number))
             if swapped:
                 zero._release_swap_buffers(number)
 
@@ -110,7 +110,7 @@ class ZeroState(CheckpointState):
             swapped = zero._swappable_optimizer_subgroup(number)
             if swapped:
                 zero._optimizer_states_and_gradient_swap_in(number)
-            saved = torch.load(self._group_path(folder, number), map_location=weights.device, weights_only=True)
+            saved = torch.load(folder / self._group_name(number), map_location=weights.device, weights_only=True)
             weights.data.copy_(saved["weights"])
             self.optimizer.state[weights].update(saved["state"])
             zero._reassign_or_swap_out_partitioned_parameters(number)
@@ -118,18 +118,5 @@ class ZeroState(CheckpointState):
                 zero._optimizer_states_and_gradient_swap_out(number)
         zero.checkpoint_event_epilogue()
 
-    def _group_path(self, folder: Path, number: int) -> Path:
-        return folder / f"rank_{self.ranks.rank}_group_{number}.pt"
-
-
-def _copied(value: Any) -> Any:
-    """A copy with memory of its own: saving a view would save all that it is a view of."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def _group_name(self, number: int) -> str:
+        return f"rank_{self.ranks.rank}_group_{number}.pt"

@@ -22,7 +22,7 @@ from shardway.errors import JobError, SiteError, UserError, legible, list_some
 
 if TYPE_CHECKING:
     from shardway.checkpoint.catalog import CheckpointHead, TensorEntry
-    from shardway.checkpoint.diff import TensorDifference
+    from shardway.checkpoint.reader import TensorDifference
     from shardway.train.run_weights import Imported
 
 app = typer.Typer(
@@ -124,8 +124,7 @@ def diff(
             "  To do: run it where torch is installed; `shardway checkpoint inspect` needs none."
         ) from None
     from shardway.checkpoint.catalog import find_checkpoint, verify_found
-    from shardway.checkpoint.diff import find_differences, find_other_files
-    from shardway.checkpoint.reader import TensorReader
+    from shardway.checkpoint.reader import TensorReader, find_differences, find_other_files
     from shardway.rundir.file_io import render_json
     from shardway.watch.words import render_plural, render_size
 

@@ -300,7 +300,7 @@ def _follow_job(run: RunDir, rank: int, as_json: bool) -> Iterator[str]:
 
 
 def _event_lines(run: RunDir, rank: int, follow: bool, as_json: bool) -> Iterator[str]:
-    from shardway.watch.plain import PlainLines
+    from shardway.watch.words import PlainLines
 
     if rank not in run.ranks_with_events():
         known = ", ".join(map(str, run.ranks_with_events())) or "none yet"

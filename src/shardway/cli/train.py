@@ -267,8 +267,8 @@ def run_displayed(run: RunDir, *, to_stderr: bool, plain: bool) -> Iterator[None
     from rich.live import Live
 
     from shardway.watch.live import LiveView
-    from shardway.watch.plain import PlainLines
     from shardway.watch.progress import read_validations
+    from shardway.watch.words import PlainLines
 
     console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
     validations: list[ValidatedEvent] = []

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,18 +29,12 @@ from shardway.earlier_names import EARLIER_STATES
 from shardway.rundir.file_io import PathBelow, read_fields, render_json, write_json, write_new
 
 FORMAT = 1
-
-VARIABLE = "SHARDWAY_ATTEMPT_DIR"
-"""Environment variable by which a job passes the attempt's folder to its ranks."""
-
+VARIABLE = "SHARDWAY_ATTEMPT_DIR"  # environment variable by which a job passes the attempt's folder to its ranks
 T = TypeVar("T")
 
 
-SECOND_SIGNAL = "a second signal ended the run at once"
-"""Reason of a stop that the user made immediate."""
-
-BY_AGENT = "shardway train"
-"""`by` of a result that the command wrote, not one of its ranks."""
+SECOND_SIGNAL = "a second signal ended the run at once"  # reason of a stop that the user made immediate
+BY_AGENT = "shardway train"  # `by` of a result that the command wrote, not one of its ranks
 
 BY_SIGNAL = "signal"
 """`failure` of an attempt that obeyed a signal: only the scheduler can tell whether it meant a stop, the end of the
@@ -50,22 +44,15 @@ wall-time or preemption."""
 class Ending(StrEnum):
     """How an attempt ended."""
 
-    FINISHED = "finished"
-    """The work is done."""
-    DEADLINE = "deadline"
-    """Stopped gracefully because the wall-time was about to end."""
-    STOPPED = "stopped"
-    """Stopped on request."""
-    PREEMPTED = "preempted"
-    """The scheduler took the nodes for another job."""
+    FINISHED = "finished"  # the work is done
+    DEADLINE = "deadline"  # stopped gracefully because the wall-time was about to end
+    STOPPED = "stopped"  # stopped on request
+    PREEMPTED = "preempted"  # the scheduler took the nodes for another job
     OUT_OF_MEMORY = "out_of_memory"
     NODE_FAILURE = "node_failure"
-    CRASHED = "crashed"
-    """The program failed, with an error or a nonzero exit code."""
-    UNKNOWN = "unknown"
-    """It has ended, and the cause is not known."""
-    NOT_NEEDED = "not_needed"
-    """A link of a chain that found the work done, or the chain stopped, and ran nothing."""
+    CRASHED = "crashed"  # the program failed, with an error or a nonzero exit code
+    UNKNOWN = "unknown"  # it has ended, and the cause is not known
+    NOT_NEEDED = "not_needed"  # a link of a chain that found the work done, or the chain stopped, and ran nothing
 
 
 FAILURES = frozenset((Ending.OUT_OF_MEMORY, Ending.NODE_FAILURE, Ending.CRASHED, Ending.UNKNOWN))
@@ -74,11 +61,9 @@ FAILURES = frozenset((Ending.OUT_OF_MEMORY, Ending.NODE_FAILURE, Ending.CRASHED,
 
 @dataclass(frozen=True)
 class Result:
-    """How an attempt ended, by the first report of it.
-
-    `failure` is a signature of what failed, in one line: two attempts that failed alike have the same. `step` is the
-    optimizer step at that moment. `ended` is in Unix seconds. `by` is "rank 0", "rank 3", "job script", "scheduler".
-    """
+    """How an attempt ended, by the first report of it. `failure` is a signature of what failed, in one line: two
+    attempts that failed alike have the same. `step` is the optimizer step at that moment. `ended` is in Unix seconds.
+    `by` is "rank 0", "rank 3", "job script", "scheduler"."""
 
     state: Ending
     reason: str = ""
@@ -130,52 +115,31 @@ class Attempt:
 
     @property
     def number(self) -> int:
-        """Its number, from 1 on."""
         return int(self.path.name)
 
     @property
     def run_path(self) -> Path:
-        """The run directory of the attempt."""
         return self.path.parents[1]
 
     job_script = PathBelow("job.sh")
-    """The job script."""
     job_library = PathBelow("lib.sh")
-    """The functions that the job script reads."""
     log_folder = PathBelow("log")
-    """Output of the job and of its ranks."""
-
-    @property
-    def job_log(self) -> Path:
-        """Output of the job script and everything that it started."""
-        return self.log_folder / "job.out"
+    job_log = PathBelow("log/job.out")  # output of the job script and everything that it started
+    code = PathBelow("code")
+    snapshot_path = PathBelow("snapshot.json")  # what is in the snapshot of the code and what was left out
+    diff_path = PathBelow("code.diff")  # diff of the snapshot's tracked text files against its commit
+    result_path = PathBelow("result.json")
+    order_path = PathBelow("order.json")
+    run_file = PathBelow("run.toml")
+    site_file = PathBelow("site.toml")
+    submission_path = PathBelow("submission.json")
+    started_path = PathBelow("started.json")
 
     def node_log_folder(self, node: int) -> Path:
-        """Output of the ranks of one node that an agent started."""
         return self.log_folder / f"node-{node}"
-
-    code = PathBelow("code")
-    """The snapshot of the code that this attempt runs."""
-    snapshot_path = PathBelow("snapshot.json")
-    """List of what is in the snapshot and what was left out."""
-    diff_path = PathBelow("code.diff")
-    """Diff of the snapshot's tracked text files against its commit."""
-    result_path = PathBelow("result.json")
-    """How it ended."""
-    order_path = PathBelow("order.json")
-    """The user's request when this attempt was submitted."""
-    run_file = PathBelow("run.toml")
-    """The run file that this attempt trains."""
-    site_file = PathBelow("site.toml")
-    """The profile of the site, if it is the user's own."""
-    submission_path = PathBelow("submission.json")
-    """How it was submitted."""
-    started_path = PathBelow("started.json")
-    """The job's record of its start."""
 
     @property
     def record_paths(self) -> tuple[Path, ...]:
-        """The files that record its life."""
         return (self.submission_path, self.started_path, self.result_path)
 
     def make(self) -> bool:
@@ -188,7 +152,6 @@ class Attempt:
         return True
 
     def read_result(self) -> Result | None:
-        """How it ended; None where that is not written yet, or damaged."""
         return parse_result(_read_text(self.result_path))
 
     def write_result(self, result: Result) -> bool:
@@ -196,19 +159,15 @@ class Attempt:
         return write_new(self.result_path, render_result(result))
 
     def read_submission(self) -> Submission | None:
-        """How it was submitted; None where it was not, or the file is damaged."""
         return _parse(Submission, _read_text(self.submission_path))
 
     def write_submission(self, submission: Submission) -> None:
-        """Replace the record of the submission."""
         write_json(self.submission_path, {"format": FORMAT, **asdict(submission)})
 
     def read_started(self) -> AttemptStart | None:
-        """The job's record of its start; None for none."""
         return parse_started(_read_text(self.started_path))
 
     def write_started(self, started: AttemptStart) -> None:
-        """Write the record of the start, for a job without a script."""
         write_json(self.path / "started.json", {"format": FORMAT, **asdict(started)})
 
     def note_began(self) -> None:
@@ -228,11 +187,8 @@ def parse_result(text: str) -> Result | None:
     found = _parse(Result, text)
     if found is None:
         return None
-    try:
-        state = Ending(EARLIER_STATES.get(found.state, found.state))
-    except ValueError:
-        state = Ending.UNKNOWN
-    return Result(**{**asdict(found), "state": state})
+    state = EARLIER_STATES.get(found.state, found.state)
+    return replace(found, state=next((each for each in Ending if each == state), Ending.UNKNOWN))
 
 
 def parse_started(text: str) -> AttemptStart | None:
@@ -246,14 +202,12 @@ def parse_submission(text: str) -> Submission | None:
 
 
 def _parse(kind: type[T], text: str) -> T | None:
-    """The dataclass in a JSON string; None where that is damaged or incomplete."""
     with contextlib.suppress(ValueError, RecursionError):
         return read_fields(kind, json.loads(text))
     return None
 
 
 def _read_text(path: Path) -> str:
-    try:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
+    return ""

@@ -12,7 +12,6 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,9 @@ from shardway.earlier_names import rename_sections
 from shardway.errors import JobError, UserError
 from shardway.refusals import find_remedy
 from shardway.rundir.attempts import Attempt
-from shardway.rundir.events import (
-    Event,
-    EventFollower,
-    EventWriter,
-    drop_undone,
-    parse_event,
-    read_events,
-    read_last_events,
-)
+from shardway.rundir.events import Event, EventFollower, EventWriter, drop_undone, parse_event, read_events
 from shardway.rundir.file_io import (
     PathBelow,
-    check_sections,
     is_seen,
     is_there,
     list_names,
@@ -40,10 +30,11 @@ from shardway.rundir.file_io import (
     write_whole,
 )
 from shardway.rundir.lease import (
+    LEASE,
     FollowerLease,
     HeldLease,
+    LeaseFiles,
     LeaseOptions,
-    LockPaths,
     WriterLock,
     find_holder,
     find_holder_host,
@@ -52,11 +43,8 @@ from shardway.rundir.lease import (
 from shardway.rundir.lineage import LeftOutFile
 from shardway.rundir.names import list_partials, list_steps, partial_name, step_name
 
-FORMAT = 1
-"""Version of the run directory that this code writes; the newest that it reads."""
-
-FOLDER_MODE = 0o750
-"""Mode of a new run directory: facts about data, code and machine are for its owner and group."""
+FORMAT = 1  # version of the run directory that this code writes; the newest that it reads
+FOLDER_MODE = 0o750  # mode of a new run directory: facts about data, code and machine are for its owner and group
 
 START_OVER = "start over with --fresh, which sets the run directory aside"
 """The last remedy for a run that cannot go on; its files stay on disk (`RunDir.set_aside`)."""
@@ -64,8 +52,7 @@ START_OVER = "start over with --fresh, which sets the run directory aside"
 START_OVER_IN_SCRIPT = "start over with shardway.start(fresh=True), which sets the run directory aside"
 """As `START_OVER`, for a user's own script."""
 
-WAITS = "waits"
-"""A file in the log folder of a start whose processes are warm standbys and not yet ranks."""
+WAITS = "waits"  # a file in the log folder of a start whose processes are warm standbys and not yet ranks
 
 OWN_NAMES = frozenset(
     (
@@ -82,10 +69,8 @@ _EVENTS = re.compile(r"rank-(\d{5,})\.jsonl")
 
 @dataclass(frozen=True)
 class RunDir:
-    """One run's directory; the object touches the disk only when a method is called.
-
-    `lease` is the right to write here; None for readers, and for tools that work on a run at rest.
-    """
+    """One run's directory; the object touches the disk only when a method is called. `lease` is the right to write
+    here; None for readers, and for tools that work on a run at rest."""
 
     path: Path
     lease: HeldLease | None = field(default=None, compare=False)
@@ -96,7 +81,7 @@ class RunDir:
 
     def check_readable(self) -> None:
         """Raise JobError where the writer cannot be determined: an unreadable directory is not an empty one."""
-        for folder in (self._place.lease, self.attempts_folder, *(attempt.path for attempt in self.attempts())):
+        for folder in (self.path / LEASE, self.attempts_folder, *(attempt.path for attempt in self.attempts())):
             list_names(folder)
 
     def check_no_strangers(self) -> None:
@@ -110,10 +95,8 @@ class RunDir:
             )
 
     def create(self, *, empty: bool = False) -> None:
-        """Make the directory (parents too) and, unless `empty`, the folders in it.
-
-        A new one is for its owner and group alone. Raises UserError where the file system refuses.
-        """
+        """Make the directory (parents too) and, unless `empty`, the folders in it. A new one is for its owner and group
+        alone. Raises UserError where the file system refuses."""
         try:
             self.path.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
             for folder in () if empty else (self._events_folder, self.checkpoints):
@@ -144,23 +127,22 @@ class RunDir:
 
     def writer_lock(self, attempt: str = "") -> WriterLock:
         """The lock that a writer must hold; `attempt` names the attempt that it is part of."""
-        return WriterLock(self._place, LeaseOptions(attempt=attempt))
+        return WriterLock(self.path, LeaseOptions(attempt=attempt))
 
     def find_writer(self, *, by_hand: bool = False) -> str | None:
         """A description of the process that trains here now (with `by_hand` only outside of jobs), or None."""
-        return find_holder(self._place, by_hand=by_hand)
+        return find_holder(self.path, by_hand=by_hand)
 
     def signal_writer(self, number: int) -> bool:
         """Send a signal to the process that trains here; returns whether it is on this machine and may be signalled."""
-        return signal_holder(self._place, number)
+        return signal_holder(self.path, number)
 
     def find_writer_host(self) -> str:
-        """The host of the process that trains here now; empty for none."""
-        return find_holder_host(self._place)
+        return find_holder_host(self.path)
 
     def beside(self, epoch: int) -> RunDir:
         """This directory for a rank that writes in the holder's epoch."""
-        return replace(self, lease=FollowerLease(self._place.files, self._place.run, epoch))
+        return replace(self, lease=FollowerLease(LeaseFiles(self.path / LEASE), str(self.path), epoch))
 
     @property
     def epoch(self) -> int:
@@ -173,14 +155,11 @@ class RunDir:
             self.lease.check()
 
     def confirm_writer(self) -> None:
-        """Check that this process may still write here, before what must not happen twice.
-
-        Raises Fenced where it may not, JobError where that is unknown now.
-        """
-        if self.lease is None:
-            return
+        """Check that this process may still write here, before what must not happen twice. Raises Fenced where it may
+        not, JobError where that is unknown now."""
         try:
-            self.lease.confirm()
+            if self.lease is not None:
+                self.lease.confirm()
         except OSError as error:
             raise JobError(
                 f"whether this run still holds {self.path} cannot be seen: {error.strerror}.\n"
@@ -188,12 +167,9 @@ class RunDir:
             ) from error
 
     def fence_saves(self) -> list[tuple[Path, Path]]:
-        """Rename the unfinished saves of earlier writers, so that their last rename fails.
-
-        A new holder calls it before it looks for checkpoints: complete ones are found, and none of an earlier epoch
-        becomes complete later. Returns what was renamed, as (before, after), for `unfence_saves`. Raises JobError where
-        the file system refuses.
-        """
+        """Rename the unfinished saves of earlier writers, so that their last rename fails. A new holder calls it before
+        it looks for checkpoints: complete ones are found, and none of an earlier epoch becomes complete later. Returns
+        what was renamed, as (before, after), for `unfence_saves`. Raises JobError where the file system refuses."""
         if not is_there(self.checkpoints):
             return []
         fenced = []
@@ -222,18 +198,15 @@ class RunDir:
 
     # --- request and resolved run
 
-    resolved_path = PathBelow("resolved.toml")
-    """The resolved run, which can be run again as it is."""
-    request_path = PathBelow("run.toml")
-    """The user's run file as it was read; empty where there was none."""
+    resolved_path = PathBelow("resolved.toml")  # can be run again as it is
+    request_path = PathBelow("run.toml")  # the user's run file as it was read; empty where there was none
+    _setup_faults = PathBelow("logs/setup-faults")
 
     def write_request(self, run_toml: str, resolved_toml: str) -> None:
-        """Keep the user's run file as it was read, and the resolved run."""
         write_whole(self.request_path, run_toml)
         write_whole(self.resolved_path, resolved_toml)
 
     def write_ds_config(self, text: str) -> None:
-        """Keep the settings that DeepSpeed was started with."""
         write_whole(self.path / "ds_config.json", text)
 
     def write_setup_fault(self, rank: int, facts: dict[str, Any]) -> None:
@@ -242,7 +215,6 @@ class RunDir:
         write_json(self._setup_faults / f"rank-{rank:05d}.json", {"event": "fault", **facts}, durable=False)
 
     def read_setup_fault(self, rank: int) -> Event | None:
-        """The early failure that a rank has left; None for none."""
         try:
             return parse_event((self._setup_faults / f"rank-{rank:05d}.json").read_bytes())
         except OSError:
@@ -252,16 +224,16 @@ class RunDir:
         """Remove them; called by the coordinator before each start, and once it has read them."""
         remove_folder(self._setup_faults)
 
-    @property
-    def _setup_faults(self) -> Path:
-        return self.log_folder / "setup-faults"
-
     def read_resolved(self) -> dict[str, Any]:
         """The resolved run as plain data; empty where there is none. Raises JobError where it is unreadable."""
         if not is_there(self.resolved_path):
             return {}
         try:
-            return rename_sections(check_sections(tomllib.loads(self.resolved_path.read_text(encoding="utf-8"))))
+            resolved = tomllib.loads(self.resolved_path.read_text(encoding="utf-8"))
+            for name, section in resolved.items():
+                if name != "format" and not isinstance(section, dict):
+                    raise ValueError(f"{name} is no section")
+            return rename_sections(resolved)
         except (ValueError, RecursionError, OSError) as error:
             raise JobError(
                 f"{self.resolved_path} is damaged: {error}.\n"
@@ -271,7 +243,6 @@ class RunDir:
     # --- events
 
     def event_writer(self, rank: int) -> EventWriter:
-        """Opens this rank's event file for appending."""
         return EventWriter(self._events_path(rank))
 
     def events(self, rank: int = 0) -> list[Event]:
@@ -284,21 +255,19 @@ class RunDir:
 
     def last_events(self, rank: int = 0, most_bytes: int = 2**18) -> list[Event]:
         """The last events of a rank that fit into so many bytes; quick however long the run was."""
-        return read_last_events(self._events_path(rank), most_bytes)
+        return list(read_events(self._events_path(rank), most_bytes=most_bytes))
 
     def follow_events(self, rank: int = 0, *, from_end: bool = False) -> EventFollower:
         """A reader of what is appended from now on (or from the start of the file)."""
         return EventFollower(self._events_path(rank), from_end=from_end)
 
     def ranks_with_events(self) -> list[int]:
-        """Ranks that have an event file."""
         found = map(_EVENTS.fullmatch, list_names(self._events_folder))
         return sorted(int(match[1]) for match in found if match)
 
     # --- status
 
     def write_status(self, *, durable: bool = True, **facts: Any) -> None:
-        """Replace status.json."""
         write_json(self.status_path, {"format": FORMAT, **facts}, durable=durable)
 
     def read_status(self) -> dict[str, Any]:
@@ -325,13 +294,10 @@ class RunDir:
     # --- stopping
 
     stop_path = PathBelow("stop")
-    """The file that asks the run to stop."""
 
     def request_stop(self, reason: str = "") -> None:
         """Ask the run to stop after its current step, with a reason. Raises UserError where the file system refuses.
-
-        Where there is no room for a new file, or a quota on files, a second name for an old file still works.
-        """
+        Where there is no room for a new file, or a quota on files, a second name for an old file still works."""
         try:
             write_whole(self.stop_path, reason)
         except OSError as error:
@@ -347,15 +313,15 @@ class RunDir:
     def stop_is_record(self) -> bool:
         """Whether the stop file is a second name of a record, as `request_stop` and `shardway stop` make it where there
         is no room, and not one touched by hand."""
-        with contextlib.suppress(OSError), open(self.stop_path, "rb") as file:
-            return file.read(1) == b"{"
-        return False
+        return self._read_stop().startswith("{")
 
     def stop_reason(self) -> str:
         """The reason in the stop file, in one line; empty if it was only touched, or is a record's second name."""
+        return "" if self.stop_is_record() else " ".join(self._read_stop().split())
+
+    def _read_stop(self) -> str:
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            text = self.stop_path.read_text(encoding="utf-8")
-            return "" if text.startswith("{") else " ".join(text.split())
+            return self.stop_path.read_text(encoding="utf-8")
         return ""
 
     def clear_stop(self) -> None:
@@ -366,10 +332,8 @@ class RunDir:
     # --- checkpoints
 
     checkpoints = PathBelow("checkpoints")
-    """Folder of checkpoints."""
 
     def checkpoint_path(self, step: int) -> Path:
-        """The folder of a step's complete checkpoint."""
         return self.checkpoints / step_name(step)
 
     def partial_checkpoint_path(self, step: int) -> Path:
@@ -396,17 +360,17 @@ class RunDir:
         return f"the checkpoint of step {steps[-1]}" if steps else "the start, since nothing was saved yet"
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps with a complete checkpoint, oldest first."""
         return list_steps(self.checkpoints)
 
     def aside_path(self, step: int, kind: str) -> Path:
         """A free name for a checkpoint that is "damaged" or "undone"; it is kept there and never resumed from."""
-        first = self.checkpoints / f"{kind}-{step_name(step)}"
-        names = chain([first], (first.with_name(f"{first.name}.{number}") for number in count(2)))
-        return next(path for path in names if not is_there(path))
+        path, number = self.checkpoints / f"{kind}-{step_name(step)}", 1
+        while is_there(path):
+            number += 1
+            path = self.checkpoints / f"{kind}-{step_name(step)}.{number}"
+        return path
 
     def partial_checkpoints(self) -> list[Path]:
-        """Unfinished saves."""
         return list_partials(self.checkpoints)
 
     @property
@@ -416,8 +380,7 @@ class RunDir:
 
     # --- attempts
 
-    attempts_folder = PathBelow("attempts")
-    """Folder of attempts, one folder a submission."""
+    attempts_folder = PathBelow("attempts")  # one folder a submission
 
     def attempt(self, number: int) -> Attempt:
         """The attempt of that number, whether it exists or not."""
@@ -430,17 +393,13 @@ class RunDir:
 
     # --- report and logs
 
-    work = PathBelow("work")
-    """Working directory of a foreign program; it and its files last over attempts."""
+    work = PathBelow("work")  # of a foreign program; it and its files last over attempts
     report_path = PathBelow("report.html")
-    """The report for a browser."""
 
     def write_report(self, html: str) -> None:
-        """Replace the report."""
         write_whole(self.report_path, html)
 
-    log_folder = PathBelow("logs")
-    """Output of the ranks that this node's agent started, one folder a start."""
+    log_folder = PathBelow("logs")  # output of the ranks that this node's agent started, one folder a start
 
     def list_log_folders(self) -> set[Path]:
         """The folders of all starts of ranks, on all nodes."""
@@ -455,10 +414,8 @@ class RunDir:
             self.log_folder.rmdir()
 
     def rank_output(self, rank: int) -> list[Path]:
-        """Files with the output of a rank in its newest start by an agent, stdout first; empty where there was none.
-
-        A start whose folder has a file WAITS is skipped: its processes are warm standbys.
-        """
+        """Files with the output of a rank in its newest start by an agent, stdout first; empty where there was none. A
+        start whose folder has a file WAITS is skipped: its processes are warm standbys."""
         places = [f"*/attempt_*/{rank}", *(f"from-{first}/*/attempt_*/{rank - first}" for first in range(rank + 1))]
         found = [path for place in places for path in self.log_folder.glob(f"{place}/std*.log")]
         found = [path for path in found if not (path.parents[2] / WAITS).exists()]
@@ -468,10 +425,8 @@ class RunDir:
         return sorted(newest.glob("std*.log"), reverse=True)
 
     def set_aside(self) -> Path | None:
-        """Rename what an earlier run left here, for a fresh start; returns the new path, or None.
-
-        Nothing is deleted: the old run stands beside it as `<name>.old-N`. Raises UserError for a path such as ".".
-        """
+        """Rename what an earlier run left here, for a fresh start; returns the new path, or None. Nothing is deleted:
+        the old run stands beside it as `<name>.old-N`. Raises UserError for a path such as "."."""
         if not self.exists():
             return None
         if self.path.name in ("", ".."):
@@ -492,16 +447,8 @@ class RunDir:
 
     # --- names
 
-    @property
-    def _events_folder(self) -> Path:
-        return self.path / "events"
+    status_path = PathBelow("status.json")  # as last written by the run
+    _events_folder = PathBelow("events")
 
     def _events_path(self, rank: int) -> Path:
         return self._events_folder / f"rank-{rank:05d}.jsonl"
-
-    status_path = PathBelow("status.json")
-    """State, step and reason, as last written by the run."""
-
-    @property
-    def _place(self) -> LockPaths:
-        return LockPaths(self.path / "writer.lock", self.path / "lease")

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from shardway.earlier_names import EARLIER_EVENTS
@@ -38,8 +37,7 @@ class EventWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._waiting: deque[bytes] = deque()
-        self._is_sure = False
-        """Whether the file ends with a whole line and the last write succeeded."""
+        self._is_sure = False  # whether the file ends with a whole line and the last write succeeded
         self._descriptor = _open_to_append(path)
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             self.close()
@@ -50,14 +48,11 @@ class EventWriter:
 
     @property
     def waiting(self) -> int:
-        """How many lines the file system has not accepted yet."""
         return len(self._waiting)
 
     def write(self, event: str, /, **facts: Any) -> None:
-        """Append one event, after those that wait.
-
-        Raises OSError where the file system refuses; then the event waits for the next write or for `flush`.
-        """
+        """Append one event, after those that wait. Raises OSError where the file system refuses; then the event waits
+        for the next write or for `flush`."""
         self.keep(event, **facts)
         self.flush()
 
@@ -80,10 +75,8 @@ class EventWriter:
             self._is_sure = True
 
     def _find_rest(self, line: bytes) -> bytes:
-        """The part of a line that is not yet in the file, after a torn write.
-
-        The file is opened again, since an open file may not survive an outage of its server.
-        """
+        """The part of a line that is not yet in the file, after a torn write. The file is opened again, since an open
+        file may not survive an outage of its server."""
         reopened = _open_to_append(self._path)
         self.close()
         self._descriptor = reopened
@@ -105,9 +98,7 @@ class EventWriter:
     def __enter__(self) -> EventWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -143,43 +134,36 @@ def _reading(path: Path) -> Iterator[BinaryIO | None]:
     yield None
 
 
-def read_events(path: Path, names: Sequence[str] = ()) -> Iterator[Event]:
-    """Every whole event of a file in order, or only those of some names, which is many times faster; none where there
-    is no file. Raises JobError where it cannot be read."""
+def read_events(path: Path, names: Sequence[str] = (), most_bytes: int | None = None) -> Iterator[Event]:
+    """Every whole event of a file in order; none where there is no file. Raises JobError where it cannot be read.
+
+    Only those of some `names` are many times faster, and so are those among the last `most_bytes`.
+    """
     names = (*names, *(earlier for earlier, name in EARLIER_EVENTS.items() if name in names))
     begins = tuple(f'{{"event": "{name}"'.encode() for name in names) or b""
     with _reading(path) as file:
+        if file is not None and most_bytes is not None:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
         for line in file or ():
             if line.startswith(begins) and line.endswith(b"\n") and (event := parse_event(line)) is not None:
                 yield event
 
 
-def read_last_events(path: Path, most_bytes: int) -> list[Event]:
-    """The whole events among the last bytes of a file, in order; none where there is no file. Raises JobError where it
-    cannot be read."""
-    with _reading(path) as file:
-        if file is None:
-            return []
-        file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
-        lines = file.read().splitlines()
-    return [event for event in map(parse_event, lines) if event is not None]
-
-
 def drop_undone(events: Iterator[Event]) -> list[Event]:
     """The valid events: a run that resumed at step s, or went back to it, undoes the earlier events of steps after
     s."""
+
+    def step_of(event: Event) -> int:
+        step = event.get("step")
+        return step if isinstance(step, int) else 0
+
     kept: list[Event] = []
     for event in events:
         if event["event"] in ("started", "rolled_back"):
-            base = _step_of(event)
-            kept = [old for old in kept if _step_of(old) <= base or old["event"] in _LASTING]
+            base = step_of(event)
+            kept = [old for old in kept if step_of(old) <= base or old["event"] in _LASTING]
         kept.append(event)
     return kept
-
-
-def _step_of(event: Event) -> int:
-    step = event.get("step")
-    return step if isinstance(step, int) else 0
 
 
 class EventFollower:

@@ -47,11 +47,9 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
-    """Write `text` to a temporary neighbour, fsync it, rename it over `path` and fsync the folder.
-
-    Without `durable` there is no fsync, which takes a disk milliseconds: readers find the old or the new content, and
-    after a power cut perhaps none.
-    """
+    """Write `text` to a temporary neighbour, fsync it, rename it over `path` and fsync the folder. Without `durable`
+    there is no fsync, which takes a disk milliseconds: readers find the old or the new content, and after a power cut
+    perhaps none."""
     with _written_beside(path, text, durable=durable) as temporary:
         os.replace(temporary, path)
     if durable:
@@ -59,20 +57,18 @@ def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def write_new(path: Path, text: str) -> bool:
-    """Write a whole file under a free name; returns whether the name was free.
-
-    Where the file system has no links, readers may find the file empty for an instant.
-    """
-    with _written_beside(path, text, durable=True) as temporary:
-        try:
-            os.link(temporary, path)  # unlike a rename, refuses to take another's place
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            if not _write_exclusively(path, text):
-                return False
+    """Write a whole file under a free name; returns whether the name was free. Where the file system has no links,
+    readers may find the file empty for an instant."""
+    try:
+        with _written_beside(path, text, durable=True) as temporary:
+            try:
+                os.link(temporary, path)  # unlike a rename, refuses to take another's place
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                _write_file(path, text, durable=True)
+    except FileExistsError:
+        return False
     fsync_folder(path.parent)
     return True
 
@@ -86,31 +82,24 @@ def why_refused(folder: Path) -> str:
         return error.strerror or type(error).__name__
 
 
-def _write_exclusively(path: Path, text: str) -> bool:
-    try:
-        with open(path, "x", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except FileExistsError:
-        return False
-    return True
-
-
 @contextlib.contextmanager
 def _written_beside(path: Path, text: str, *, durable: bool) -> Iterator[Path]:
     """A temporary neighbour of `path` with `text` in it; removed afterwards unless it was renamed."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with open(temporary, "x", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(text)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
+        _write_file(temporary, text, durable=durable)
         yield temporary
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def _write_file(path: Path, text: str, *, durable: bool) -> None:
+    with open(path, "x", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(text)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, durable: bool = True) -> None:
@@ -137,10 +126,8 @@ def _without_nan(value: Any) -> Any:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder and its content as far as the file system allows; what is left is of no use.
-
-    `shutil.rmtree` raises despite `ignore_errors` where a file system goes away while a folder is open.
-    """
+    """Remove a folder and its content as far as the file system allows; what is left is of no use. `shutil.rmtree`
+    raises despite `ignore_errors` where a file system goes away while a folder is open."""
     with contextlib.suppress(OSError):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -247,15 +234,12 @@ def refused(run: Path, error: OSError) -> JobError:
 # --- from a table to a typed dataclass
 
 T = TypeVar("T")
-
 _WRONG = object()
 
 
 def read_fields(kind: type[T], table: Any) -> T | None:
-    """The dataclass in a table: unknown keys, and values of another type, count as absent.
-
-    None where a field without a default stays unset, or `table` is not a table.
-    """
+    """The dataclass in a table: unknown keys, and values of another type, count as absent. None where a field without a
+    default stays unset, or `table` is not a table."""
     if not isinstance(table, Mapping):
         return None
     hints, found = get_type_hints(kind), {}
@@ -268,51 +252,27 @@ def read_fields(kind: type[T], table: Any) -> T | None:
     return kind(**found)
 
 
-def check_sections(resolved: dict[str, Any]) -> dict[str, Any]:
-    """The same tables. Raises ValueError where the value of a section is not a table."""
-    for name, section in resolved.items():
-        if name != "format" and not isinstance(section, dict):
-            raise ValueError(f"{name} is no section")
-    return resolved
-
-
 def _read(hint: Any, value: Any) -> Any:
-    """The value as that type, or _WRONG."""
+    """The value as that type, or _WRONG. An integer also counts as a float."""
     origin = get_origin(hint)
     if origin is tuple:
         entries = [_read(get_args(hint)[0], entry) for entry in value] if isinstance(value, list) else [_WRONG]
         return _WRONG if _WRONG in entries else tuple(entries)
     if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
         return value if isinstance(value, Mapping) else _WRONG
-    options = get_args(hint) if origin is not None else (hint,)
-    return next((read for option in options if (read := _read_plain(option, value)) is not _WRONG), _WRONG)
-
-
-def _read_plain(kind: type, value: Any) -> Any:
-    """The value as a string, number, boolean or None, or _WRONG. An integer also counts as a float."""
-    if kind is NoneType:
-        return value if value is None else _WRONG
-    if kind is bool or isinstance(value, bool):
-        return value if kind is bool and isinstance(value, bool) else _WRONG
-    if kind is float and isinstance(value, int | float):
-        return _finite(value)
-    if issubclass(kind, str):
-        return value if isinstance(value, str) and _is_text(value) else _WRONG
-    return value if isinstance(value, kind) else _WRONG
-
-
-def _finite(value: float) -> Any:
-    try:
-        number = float(value)
-    except OverflowError:
-        return _WRONG
-    return number if math.isfinite(number) else _WRONG
-
-
-def _is_text(value: str) -> bool:
-    """Whether it can be printed and passed to a program: no lone surrogate, no NUL."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return "\0" not in value
+    for kind in get_args(hint) if origin is not None else (hint,):
+        if isinstance(value, bool) or kind in (bool, NoneType):
+            if type(value) is kind:
+                return value
+        elif kind is float and isinstance(value, int | float):
+            with contextlib.suppress(OverflowError):
+                if math.isfinite(float(value)):
+                    return float(value)
+        elif isinstance(value, str) and issubclass(kind, str):
+            # Text that can be printed and passed to a program: no lone surrogate, no NUL.
+            with contextlib.suppress(UnicodeEncodeError):
+                if "\0" not in value.encode().decode():
+                    return value
+        elif isinstance(value, kind):
+            return value
+    return _WRONG

@@ -38,14 +38,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from shardway.errors import Fenced, JobError, UserError
 from shardway.refusals import find_remedy
-from shardway.rundir.file_io import is_there, render_json, write_new, write_whole
+from shardway.rundir.file_io import is_there, read_fields, render_json, write_new, write_whole
 
 # --- identity of a process, checkable from other processes and hosts
 
@@ -54,11 +54,9 @@ _ENDED = ("Z", "X")
 
 @dataclass(frozen=True)
 class Identity:
-    """A process: its host, that host's boot, the namespace of its pid, the pid, and when it started (clock ticks).
-
-    An empty field is unknown. The boot id distinguishes hosts of the same name, the namespace a container from
-    another on the same host, and the start time a process from a later one with the same pid.
-    """
+    """A process: its host, that host's boot, the namespace of its pid, the pid, and when it started (clock ticks). An
+    empty field is unknown. The boot id distinguishes hosts of the same name, the namespace a container from another on
+    the same host, and the start time a process from a later one with the same pid."""
 
     host: str = ""
     boot: str = ""
@@ -70,7 +68,7 @@ class Identity:
 def own_identity(proc: Path = Path("/proc")) -> Identity:
     """This process."""
     pid = os.getpid()
-    return Identity(socket.gethostname(), _read_boot(proc), _read_namespace(proc), pid, _read_stat(proc, pid)[1])
+    return Identity(*_read_here(proc), pid, _read_stat(proc, pid)[1])
 
 
 def is_gone(other: Identity, proc: Path = Path("/proc")) -> bool:
@@ -84,8 +82,11 @@ def is_gone(other: Identity, proc: Path = Path("/proc")) -> bool:
     except OSError:  # the process is another user's, so what follows may not be visible
         pass
     state, started = _read_stat(proc, other.pid)
-    if state in _ENDED:
-        return _count_threads(proc, other.pid) <= 1  # further ones may be in the middle of a write
+    if state in _ENDED:  # further threads may be in the middle of a write
+        try:
+            return len(os.listdir(proc / str(other.pid) / "task")) <= 1
+        except OSError:
+            return True
     return bool(started and other.started) and started != other.started
 
 
@@ -101,52 +102,32 @@ def is_alive(other: Identity, proc: Path = Path("/proc")) -> bool | None:
 def is_seen_here(other: Identity, proc: Path = Path("/proc")) -> bool:
     """Whether the pid of a process belongs to this process's own PID namespace."""
     known = (other.host, other.boot, other.namespace)
-    here = (socket.gethostname(), _read_boot(proc), _read_namespace(proc))
-    return all(known) and known == here and other.pid > 0
+    return all(known) and known == _read_here(proc) and other.pid > 0
 
 
-def is_here(other: Identity) -> bool:
-    """Whether a process is on this host, by the host's name."""
-    return other.host == socket.gethostname()
-
-
-def _read_boot(proc: Path) -> str:
-    try:
-        return (proc / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
-
-
-def _read_namespace(proc: Path) -> str:
-    try:
-        return os.readlink(proc / "self/ns/pid")
-    except OSError:
-        return ""
+def _read_here(proc: Path) -> tuple[str, str, str]:
+    """Host, boot and PID namespace of this process; empty where they are unreadable."""
+    boot = namespace = ""
+    with contextlib.suppress(OSError):
+        boot = (proc / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    with contextlib.suppress(OSError):
+        namespace = os.readlink(proc / "self/ns/pid")
+    return socket.gethostname(), boot, namespace
 
 
 def _read_stat(proc: Path, pid: int) -> tuple[str, str]:
     """State and start of a process (proc(5), fields 3 and 22); both empty where they are unreadable."""
     try:
-        fields = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        words = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return "", ""
-    return (fields[0], fields[19]) if len(fields) > 19 else ("", "")
-
-
-def _count_threads(proc: Path, pid: int) -> int:
-    try:
-        return len(os.listdir(proc / str(pid) / "task"))
-    except OSError:
-        return 0
+    return (words[0], words[19]) if len(words) > 19 else ("", "")
 
 
 # --- files of a lease: claims, heartbeats, silence
 
 FORMAT = 1
-
-KEPT = 8
-"""Epochs that are kept: a process that was asleep while so many passed would try to claim one that was removed."""
-
+KEPT = 8  # epochs that are kept: a process that was asleep while so many passed would try to claim one that was removed
 _OF_EPOCH = re.compile(r"\.?(?:epoch-(\d{6,})\.json|(?:beat|silent)-(\d{6,}))(?:\.\w+\.tmp)?")
 _CLAIM = re.compile(r"epoch-(\d{6,})\.json")
 
@@ -158,14 +139,12 @@ class LeaseFiles:
     folder: Path
 
     def names(self) -> list[str]:
-        """The names in the folder; none where there is no folder."""
         try:
             return os.listdir(self.folder)
         except FileNotFoundError:
             return []
 
     def read(self, name: str) -> str:
-        """The content of a file, undecodable bytes replaced; FileNotFoundError where there is none."""
         return (self.folder / name).read_text(encoding="utf-8", errors="replace")
 
     def create(self, name: str, text: str) -> bool:
@@ -178,7 +157,6 @@ class LeaseFiles:
         write_whole(self.folder / name, text, durable=False)
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
         (self.folder / name).unlink()
 
 
@@ -220,7 +198,8 @@ def survey(files: LeaseFiles) -> ClaimState | None:
     epoch = newest_epoch(files.names())
     if epoch is None:
         return None
-    return ClaimState(read_claim(files, epoch), read_beat(files, epoch), _read_silent(files, epoch))
+    silent, _ = _read_count(files, f"silent-{epoch:06d}")
+    return ClaimState(read_claim(files, epoch), read_beat(files, epoch), silent)
 
 
 def newest_epoch(names: Iterable[str]) -> int | None:
@@ -230,23 +209,18 @@ def newest_epoch(names: Iterable[str]) -> int | None:
 
 def read_claim(files: LeaseFiles, epoch: int) -> Claim:
     """The claim of an epoch; one with an unknown holder where the file is not valid. Raises OSError."""
-    table = _parse(files.read(_claim_name(epoch)))
-    who = table.get("who")
-    known = (
-        {entry.name: who[entry.name] for entry in fields(Identity) if entry.name in who}
-        if isinstance(who, dict)
-        else {}
-    )
-    is_valid = all(type(value) is type(getattr(Identity(), name)) for name, value in known.items())
+    text, table = files.read(_claim_name(epoch)), None
+    with contextlib.suppress(ValueError, RecursionError):
+        table = json.loads(text)
+    if not isinstance(table, dict):
+        return Claim(epoch)
     words = {name: str(table.get(name, "")) for name in ("token", "since", "attempt")}
-    return Claim(epoch, who=Identity(**known) if is_valid else Identity(), **words)
+    return Claim(epoch, who=read_fields(Identity, table.get("who")) or Identity(), **words)
 
 
 def write_claim(files: LeaseFiles, claim: Claim) -> bool:
-    """Claim an epoch; returns whether this claim has it. Raises OSError where that is unknown.
-
-    A server may answer a repeated request with "the name is taken" although it took the first one: the file decides.
-    """
+    """Claim an epoch; returns whether this claim has it. Raises OSError where that is unknown. A server may answer a
+    repeated request with "the name is taken" although it took the first one: the file decides."""
     text = render_json({"format": FORMAT, **asdict(claim)}, indent=1) + "\n"
     try:
         if files.create(_claim_name(claim.epoch), text):
@@ -260,35 +234,13 @@ def write_claim(files: LeaseFiles, claim: Claim) -> bool:
 
 def read_beat(files: LeaseFiles, epoch: int) -> Beat:
     """The last heartbeat of an epoch. Raises OSError."""
-    words = _read_words(files, beat_name(epoch))
-    return Beat(_whole(words), "released" in words)
+    count, words = _read_count(files, beat_name(epoch))
+    return Beat(-1 if count is None else count, "released" in words)
 
 
 def write_beat(files: LeaseFiles, epoch: int, beat: Beat) -> None:
     """Write a heartbeat, or that the holder has released the epoch. Raises OSError."""
     files.replace(beat_name(epoch), f"{beat.count}{' released' if beat.released else ''}\n")
-
-
-def write_silent(files: LeaseFiles, state: ClaimState) -> None:
-    """Note that the holder was watched for long enough and found silent; holds until its next beat. Raises OSError."""
-    files.replace(_silent_name(state.claim.epoch), f"{state.beat.count}\n")
-
-
-def remove_claim(files: LeaseFiles, epoch: int) -> None:
-    """Remove a claim, as if the epoch had never been claimed. Raises OSError."""
-    for name in (_claim_name(epoch), beat_name(epoch)):  # in this order: a claim without heartbeats would be watched
-        with contextlib.suppress(FileNotFoundError):
-            files.remove(name)
-
-
-def remove_old(files: LeaseFiles, epoch: int) -> None:
-    """Remove the files of epochs long before this one; what cannot be removed stays."""
-    with contextlib.suppress(OSError):
-        for name in files.names():
-            match = _OF_EPOCH.fullmatch(name)
-            if match is not None and int(match[1] or match[2]) <= epoch - KEPT:
-                with contextlib.suppress(OSError):
-                    files.remove(name)
 
 
 def beat_name(epoch: int) -> str:
@@ -300,32 +252,13 @@ def _claim_name(epoch: int) -> str:
     return f"epoch-{epoch:06d}.json"
 
 
-def _silent_name(epoch: int) -> str:
-    return f"silent-{epoch:06d}"
-
-
-def _read_silent(files: LeaseFiles, epoch: int) -> int | None:
-    words = _read_words(files, _silent_name(epoch))
-    return _whole(words) if words else None
-
-
-def _read_words(files: LeaseFiles, name: str) -> list[str]:
+def _read_count(files: LeaseFiles, name: str) -> tuple[int | None, list[str]]:
+    """The number that a file begins with (None: nothing is in it; -1: no number), and all its words."""
     try:
-        return files.read(name).split()
+        words = files.read(name).split()
     except FileNotFoundError:
-        return []
-
-
-def _whole(words: list[str]) -> int:
-    return int(words[0]) if words and words[0].isdecimal() else -1
-
-
-def _parse(text: str) -> dict[str, Any]:
-    try:
-        table = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return table if isinstance(table, dict) else {}
+        words = []
+    return (int(words[0]) if words[0].isdecimal() else -1) if words else None, words
 
 
 # --- watching a holder that cannot be asked
@@ -335,15 +268,13 @@ class HostClock:
     """A clock of this host that never goes back; where the system has one, it counts while the host sleeps too."""
 
     def now(self) -> float:
-        """Seconds since a fixed moment."""
         return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
     def date(self) -> str:
-        """The host's date and time, like "2026-01-02 03:04:05"; for display only."""
+        """For display only."""
         return time.strftime("%Y-%m-%d %H:%M:%S")
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
         time.sleep(seconds)
 
 
@@ -372,10 +303,8 @@ class LeaseVerdict(Enum):
 
 
 def watch(files: LeaseFiles, clock: HostClock, first: ClaimState, terms: LeaseTimes) -> LeaseVerdict:
-    """Watch the holder of an epoch, last seen as `first`, until a verdict is certain.
-
-    Raises OSError where the folder stays unreadable for as long as a watch takes.
-    """
+    """Watch the holder of an epoch, last seen as `first`, until a verdict is certain. Raises OSError where the folder
+    stays unreadable for as long as a watch takes."""
     seen_at = since = clock.now()
     while True:
         asked = clock.now()
@@ -401,12 +330,8 @@ def watch(files: LeaseFiles, clock: HostClock, first: ClaimState, terms: LeaseTi
 
 # --- holding the lease
 
-TRIES = 20
-"""How often a claim is tried while other processes are faster."""
-
-TAKEN_OVER = "another run has taken over"
-"""How the error of an overtaken writer begins."""
-
+TRIES = 20  # how often a claim is tried while other processes are faster
+TAKEN_OVER = "another run has taken over"  # how the error of an overtaken writer begins
 Report = Callable[[str], None]
 
 
@@ -424,19 +349,14 @@ class LeaseOptions:
 
 
 class Lease:
-    """An epoch of one run directory, from `take` until `release`; `where` is the directory's name in messages.
-
-    The holder calls `beat` every `terms.beat_s`, from any thread.
-    """
+    """An epoch of one run directory, from `take` until `release`; `where` is the directory's name in messages. The
+    holder calls `beat` every `terms.beat_s`, from any thread."""
 
     def __init__(self, files: LeaseFiles, where: str, options: LeaseOptions | None = None) -> None:
-        self._files = files
-        self._where = where
+        self._files, self._where = files, where
         self._options = options or LeaseOptions()
         self._clock, self._terms = self._options.clock, self._options.terms
-        self._claim = Claim(0)
-        self._count = 0
-        self._beaten_at = 0.0
+        self._claim, self._count, self._beaten_at = Claim(0), 0, 0.0
         self._lost: Fenced | None = None
         self._mutex = self._options.make_mutex()
 
@@ -448,14 +368,19 @@ class Lease:
     # --- taking it
 
     def take(self, report: Report) -> None:
-        """Claim the next epoch once the newest is free; `report` is called with a line where that takes a while.
-
-        Raises UserError where a living process holds it, JobError where others are always faster, OSError.
-        """
+        """Claim the next epoch once the newest is free; `report` is called with a line where that takes a while. Raises
+        UserError where a living process holds it, JobError where others are always faster, OSError."""
         for tries_left in reversed(range(TRIES)):
             try:
                 state = self.await_free(report)
-                if self._try_claim(state.claim.epoch + 1 if state is not None else 1):
+                epoch, began = state.claim.epoch + 1 if state is not None else 1, self._clock.now()
+                since, options = self._clock.date(), self._options
+                claim = Claim(epoch, options.make_token(), options.who, since, options.attempt)
+                # A later claim may have come meanwhile: then this one is not the highest.
+                if write_claim(self._files, claim) and newest_epoch(self._files.names()) == epoch:
+                    self._claim, self._count, self._lost, self._beaten_at = claim, 0, None, began
+                    with contextlib.suppress(OSError):
+                        self.beat()
                     return
             except FileNotFoundError:  # another process may have withdrawn between two looks
                 if not tries_left:
@@ -467,43 +392,30 @@ class Lease:
         )
 
     def await_free(self, report: Report) -> ClaimState | None:
-        """Return the newest epoch once it is free; a finding of silence is noted for the next `take`.
-
-        Raises UserError where a living process holds it, OSError.
-        """
+        """Return the newest epoch once it is free; a finding of silence is noted for the next `take`, and holds until
+        the holder's next beat. Raises UserError where a living process holds it, OSError."""
         while True:
             state = survey(self._files)
             if state is None or state.given_up or self._options.is_gone(state.claim.who):
                 return state
-            report(render_watch(state.claim, self._terms))
+            who = state.claim.who
+            is_here = who.host == socket.gethostname()
+            holder = f"process {who.pid} of this host" if is_here else f"another host ({who.host or 'unknown'})"
+            report(f"{holder} held this run; watching for {self._terms.ttl_s:.0f} s whether it still does")
             verdict = watch(self._files, self._clock, state, self._terms)
             if verdict is LeaseVerdict.LIVES:
                 raise UserError(render_held(self._where, render_holder(state.claim)))
             if verdict is LeaseVerdict.SILENT:
                 with contextlib.suppress(OSError):
-                    write_silent(self._files, state)
+                    self._files.replace(f"silent-{state.claim.epoch:06d}", f"{state.beat.count}\n")
                 return state
-
-    def _try_claim(self, epoch: int) -> bool:
-        """Claim an epoch; returns whether it is ours and still the highest: a later one may have come meanwhile."""
-        options = self._options
-        began, since = self._clock.now(), self._clock.date()
-        claim = Claim(epoch, options.make_token(), options.who, since, options.attempt)
-        if not write_claim(self._files, claim) or newest_epoch(self._files.names()) != epoch:
-            return False
-        self._claim, self._count, self._lost, self._beaten_at = claim, 0, None, began
-        with contextlib.suppress(OSError):
-            self.beat()
-        return True
 
     # --- holding it
 
     def beat(self) -> None:
-        """Write a heartbeat and check that this process still holds the epoch.
-
-        The check comes after a change of the folder, so that a network file system shows its current state. Raises
-        Fenced where another epoch is the highest, OSError where the folder cannot be written or read.
-        """
+        """Write a heartbeat and check that this process still holds the epoch. The check comes after a change of the
+        folder, so that a network file system shows its current state. Raises Fenced where another epoch is the highest,
+        OSError where the folder cannot be written or read."""
         with self._mutex:
             if self._lost is not None:
                 raise Fenced(str(self._lost))
@@ -515,9 +427,7 @@ class Lease:
 
     def check(self) -> None:
         """Cheap: reads the folder only if this process could not beat for `sure_s` (it was stopped, files were away).
-
-        Raises Fenced where it holds no more, OSError where that is unknown now.
-        """
+        Raises Fenced where it holds no more, OSError where that is unknown now."""
         if self._lost is not None:
             raise Fenced(str(self._lost))
         if self._clock.now() - self._beaten_at > self._terms.sure_s:
@@ -528,25 +438,31 @@ class Lease:
         self.beat()
 
     def prune(self) -> None:
-        """Remove the files of epochs long before this one; called once something is written under this one."""
-        remove_old(self._files, self.epoch)
+        """Remove the files of epochs long before this one, once something is written under this one; what cannot be
+        removed stays."""
+        with contextlib.suppress(OSError):
+            for name in self._files.names():
+                match = _OF_EPOCH.fullmatch(name)
+                if match is not None and int(match[1] or match[2]) <= self.epoch - KEPT:
+                    with contextlib.suppress(OSError):
+                        self._files.remove(name)
 
     def withdraw(self) -> None:
         """Give the epoch back as if it had never been taken, for a holder that wrote nothing under it."""
-        with self._mutex:
+        with self._mutex, contextlib.suppress(Fenced, OSError):
             if self.epoch and self._lost is None:
-                with contextlib.suppress(Fenced, OSError):
-                    self._look()
-                    self._lost = Fenced(f"this run has ended its writing in {self._where}.")
-                    remove_claim(self._files, self.epoch)
+                self._look()
+                self._lost = Fenced(f"this run has ended its writing in {self._where}.")
+                for name in (_claim_name(self.epoch), beat_name(self.epoch)):  # a claim without beats would be watched
+                    with contextlib.suppress(FileNotFoundError):
+                        self._files.remove(name)
 
     def release(self) -> None:
         """Give the epoch back, so that the next is taken at once; if that cannot be written, the next needs a watch."""
-        with self._mutex:
+        with self._mutex, contextlib.suppress(OSError):
             if self.epoch and self._lost is None:
                 self._lost = Fenced(f"this run has ended its writing in {self._where}.")
-                with contextlib.suppress(OSError):
-                    write_beat(self._files, self.epoch, Beat(self._count, released=True))
+                write_beat(self._files, self.epoch, Beat(self._count, released=True))
 
     def _look(self) -> None:
         newest = newest_epoch(self._files.names())
@@ -578,8 +494,7 @@ class FollowerLease:
             raise Fenced(render_lost(self.where, Claim(self.epoch), read_claim(self.files, newest)))
 
 
-HeldLease = Lease | FollowerLease
-"""The right to write a run directory."""
+HeldLease = Lease | FollowerLease  # the right to write a run directory
 
 # --- the lock beside the lease
 
@@ -587,49 +502,30 @@ LOCK_TRIES, PAUSE_S = 5, 0.05
 LEAVE_S = 5.0
 """How long a release waits for a heartbeat under way, so that a hanging file system does not keep a run from ending."""
 
-SHOWN_S = 120.0
-"""How long after its last heartbeat a holder without a visible lock is still shown."""
+SHOWN_S = 120.0  # how long after its last heartbeat a holder without a visible lock is still shown
 
 
-@dataclass(frozen=True)
-class LockPaths:
-    """The lock file and the lease folder of a run directory."""
-
-    lock: Path
-    lease: Path
-
-    @property
-    def files(self) -> LeaseFiles:
-        """The files of the lease."""
-        return LeaseFiles(self.lease)
-
-    @property
-    def run(self) -> str:
-        """The run directory's name in messages."""
-        return str(self.lock.parent)
+LOCK, LEASE = "writer.lock", "lease"  # the file and the folder in a run directory
 
 
 class WriterLock:
     """The right to write one run directory, until `release` or the end of the process; a thread writes heartbeats."""
 
-    def __init__(self, paths: LockPaths, options: LeaseOptions | None = None) -> None:
-        self._paths, self._options = paths, options or LeaseOptions()
+    def __init__(self, run: Path, options: LeaseOptions | None = None) -> None:
+        self._run, self._lock_path, self._options = run, run / LOCK, options or LeaseOptions()
         self._descriptor = -1
-        self._made = False
-        """Whether this object made the lock file."""
+        self._has_made_file = False
         self._done = threading.Event()
         self._beats: threading.Thread | None = None
-        self.lease = self._make_lease()
+        self.lease = Lease(LeaseFiles(run / LEASE), str(run), self._options)
 
     def acquire(self, report: Report = lambda line: None) -> None:
-        """Take the right; `report` is called with a line if the previous holder has to be watched first.
-
-        Raises UserError that names the holder if another process has it, or if the directory may not be written.
-        """
-        with _refusals(self._paths):
+        """Take the right; `report` is called with a line if the previous holder has to be watched first. Raises
+        UserError that names the holder if another process has it, or if the directory may not be written."""
+        with self._refusals():
             self._lock(fcntl.LOCK_EX)
             try:
-                self.lease = self._make_lease()
+                self.lease = Lease(LeaseFiles(self._run / LEASE), str(self._run), self._options)
                 self.lease.take(report)
             except BaseException:
                 self._unlock()
@@ -640,9 +536,9 @@ class WriterLock:
 
     def await_free(self, report: Report) -> None:
         """Return once `acquire` need not wait, unless another process is faster. Raises UserError as it does."""
-        if not is_there(self._paths.lock) and not is_there(self._paths.lease):
+        if not is_there(self._lock_path) and not is_there(self._run / LEASE):
             return
-        with _refusals(self._paths):
+        with self._refusals():
             self._lock(fcntl.LOCK_SH)
             self._unlock()
             self.lease.await_free(report)
@@ -662,9 +558,9 @@ class WriterLock:
         if self._stop_beats():
             self.lease.withdraw()
             with contextlib.suppress(OSError):
-                self._paths.lease.rmdir()
-                if self._made:
-                    self._paths.lock.unlink()
+                (self._run / LEASE).rmdir()
+                if self._has_made_file:
+                    self._lock_path.unlink()
         self._unlock()
 
     def _beat(self, lease: Lease, done: threading.Event) -> None:
@@ -684,21 +580,24 @@ class WriterLock:
         beats.join(LEAVE_S)
         return not beats.is_alive()
 
-    def _make_lease(self) -> Lease:
-        return Lease(self._paths.files, self._paths.run, self._options)
-
     def _lock(self, kind: int) -> None:
-        self._made |= not is_there(self._paths.lock)
-        self._descriptor = os.open(self._paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._has_made_file |= not is_there(self._lock_path)
+        self._descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):  # a device: one lock for the whole machine
             self._unlock()
-            raise OSError(errno.EINVAL, "it is no file", str(self._paths.lock))
-        if not _try_lock(self._descriptor, kind):
-            self._unlock()
-            state = _survey(self._paths)
-            if not _is_left(state):
-                known = None if state is None or state.given_up else state.claim
-                raise UserError(render_held(self._paths.run, render_holder(known)))
+            raise OSError(errno.EINVAL, "it is no file", str(self._lock_path))
+        for _ in range(LOCK_TRIES):
+            try:
+                fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:  # perhaps of a reader that checks for a holder, and holds it for an instant itself
+                time.sleep(PAUSE_S)
+            except OSError:  # no locks in this file system (ENOSYS of a Lustre mounted without, ENOLCK of an NFS)
+                return
+        self._unlock()
+        claim = _read_claimed(self._run)
+        if claim is None or not is_gone(claim.who):
+            raise UserError(render_held(str(self._run), render_holder(claim)))
 
     def _unlock(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
@@ -706,68 +605,77 @@ class WriterLock:
             with contextlib.suppress(OSError):  # the server went away meanwhile, and the lock with it
                 os.close(descriptor)
 
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Turn errors of the file system into a UserError with a remedy."""
+        try:
+            yield
+        except OSError as error:
+            remedy = find_remedy(
+                error,
+                "choose a directory that you may write to with --dir",
+                "move away what stands there where it is no file",
+            )
+            raise UserError(
+                f"the run directory {self._run} cannot be locked: {error.strerror} "
+                f"({error.filename or self._run / LEASE}).\n  To do: {remedy}."
+            ) from None
+
 
 # --- for readers
 
 
-def find_holder(paths: LockPaths, *, by_hand: bool = False) -> str | None:
-    """The holder ("process 4711 on host n1 since ..."), or None for none; with `by_hand` a job counts as none.
-
-    For a holder whose lock is not visible here, it includes when its last heartbeat came, by the file system's clock.
-    """
-    claim, beaten = _see(paths) or (None, -1.0)
+def find_holder(run: Path, *, by_hand: bool = False) -> str | None:
+    """The holder ("process 4711 on host n1 since ..."), or None for none; with `by_hand` a job counts as none. For a
+    holder whose lock is not visible here, it includes when its last heartbeat came, by the file system's clock."""
+    claim, beaten = _see(run) or (None, -1.0)
     if beaten < 0 or (by_hand and claim is not None and claim.attempt):
         return None
     seen = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(beaten)) if beaten else ""
     return render_holder(claim) + (f", last seen {seen}" if seen else "")
 
 
-def find_holder_host(paths: LockPaths) -> str:
+def find_holder_host(run: Path) -> str:
     """The host of the holder; empty for none, or while it is not yet written."""
-    claim, _ = _see(paths) or (None, 0.0)
+    claim, _ = _see(run) or (None, 0.0)
     return claim.who.host if claim is not None else ""
 
 
-def signal_holder(paths: LockPaths, number: int) -> bool:
+def signal_holder(run: Path, number: int) -> bool:
     """Send a signal to the holder; returns whether it is visible from here and may be signalled."""
-    claim, _ = _see(paths) or (None, 0.0)
-    if claim is None or not is_seen_here(claim.who) or is_gone(claim.who):
-        return False
-    try:
-        os.kill(claim.who.pid, number)
-    except OSError:
-        return False
-    return True
+    claim, _ = _see(run) or (None, 0.0)
+    with contextlib.suppress(OSError):
+        if claim is not None and is_seen_here(claim.who) and not is_gone(claim.who):
+            os.kill(claim.who.pid, number)
+            return True
+    return False
 
 
-def _see(paths: LockPaths) -> tuple[Claim | None, float] | None:
+def _see(run: Path) -> tuple[Claim | None, float] | None:
     """The holder as seen without a watch, if known, and the date of its last heartbeat in Unix seconds (0: its lock is
-    visible); None for no holder.
-
-    Where no lock is visible, the date of the last heartbeat is compared with this host's: good enough for display.
-    """
-    state = _survey(paths)
-    if _is_locked(paths.lock) and not _is_left(state):
-        return (None if state is None or state.given_up else state.claim), 0.0
-    if state is None or state.given_up or is_gone(state.claim.who):
+    visible); None for no holder. Where no lock is visible, the date of the last heartbeat is compared with this host's:
+    good enough for display."""
+    claim = _read_claimed(run)
+    is_left = claim is not None and is_gone(claim.who)
+    if _is_locked(run / LOCK) and not is_left:
+        return claim, 0.0
+    if claim is None or is_left:
         return None
-    try:
-        beaten = (paths.lease / beat_name(state.claim.epoch)).stat().st_mtime
-    except OSError:
-        return None
-    return (state.claim, beaten) if time.time() - beaten < SHOWN_S else None
+    with contextlib.suppress(OSError):
+        beaten = (run / LEASE / beat_name(claim.epoch)).stat().st_mtime
+        if time.time() - beaten < SHOWN_S:
+            return claim, beaten
+    return None
 
 
-def _is_left(state: ClaimState | None) -> bool:
-    """Whether a visible lock is held only by children of a dead holder, which inherited its open file."""
-    return state is not None and not state.given_up and is_gone(state.claim.who)
-
-
-def _survey(paths: LockPaths) -> ClaimState | None:
-    try:
-        return survey(paths.files)
-    except OSError:
-        return None
+def _read_claimed(run: Path) -> Claim | None:
+    """The claim that its holder has not given up, where there is one and it can be read. If the holder is gone, only
+    its children hold a visible lock: they inherited its open file."""
+    with contextlib.suppress(OSError):
+        state = survey(LeaseFiles(run / LEASE))
+        if state is not None and not state.given_up:
+            return state.claim
+    return None
 
 
 def _is_locked(path: Path) -> bool:
@@ -785,38 +693,6 @@ def _is_locked(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
-
-
-def _try_lock(descriptor: int, kind: int) -> bool:
-    """Take the lock, with a few retries: a reader that checks for a holder holds it for an instant itself.
-
-    Also True where the file system has no locks (ENOSYS of a Lustre mounted without, ENOLCK of an NFS).
-    """
-    for _ in range(LOCK_TRIES):
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(PAUSE_S)
-        except OSError:
-            return True
-        else:
-            return True
-    return False
-
-
-_NO_FILE = "move away what stands there where it is no file"
-
-
-@contextlib.contextmanager
-def _refusals(paths: LockPaths) -> Iterator[None]:
-    """Turn errors of the file system into a UserError with a remedy."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"the run directory {paths.run} cannot be locked: {error.strerror} ({error.filename or paths.lease}).\n"
-            f"  To do: {find_remedy(error, 'choose a directory that you may write to with --dir', _NO_FILE)}."
-        ) from None
 
 
 # --- folders held while their process lives
@@ -863,14 +739,6 @@ def render_held(where: str, holder: str) -> str:
         f"  To do: wait for it, stop it gracefully with `touch {where}/stop`, or give this run another "
         "directory with --dir."
     )
-
-
-def render_watch(claim: Claim, terms: LeaseTimes) -> str:
-    """The line for a process that has to wait."""
-    holder = f"another host ({claim.who.host or 'unknown'})"
-    if is_here(claim.who):
-        holder = f"process {claim.who.pid} of this host"
-    return f"{holder} held this run; watching for {terms.ttl_s:.0f} s whether it still does"
 
 
 def render_lost(where: str, own: Claim, other: Claim) -> str:

@@ -26,13 +26,10 @@ from shardway.rundir.file_io import is_there, read_fields, write_json
 
 NAME = "line.json"
 FORMAT = 1
-MOST = 64
-"""Entries that are kept: a writer overtaken longer ago has no checkpoint on any disk that would be taken."""
+MOST = 64  # entries that are kept: a writer overtaken longer ago has no checkpoint on any disk that would be taken
 
 SHARED, LOCAL = "shared", "local"
 """The tiers: the run directory, on a file system that all nodes see; and the nodes' own disks."""
-
-TWICE = 2
 
 
 @dataclass(frozen=True)
@@ -53,11 +50,9 @@ class Lineage:
 
     @property
     def last(self) -> LineageBranch | None:
-        """The newest entry."""
         return self.entries[-1] if self.entries else None
 
     def add(self, entry: LineageBranch) -> Lineage:
-        """The lineage with one more entry, at most `MOST` in all."""
         return Lineage((*self.entries, entry)[-MOST:])
 
     def why_off(self, name: str, step: int) -> str:
@@ -71,8 +66,8 @@ class Lineage:
 
     def failed_twice(self, step: int) -> bool:
         """Whether the last two starts both continued from this step of the local tier."""
-        last = self.entries[-TWICE:]
-        return len(last) == TWICE and all((each.tier, each.from_step) == (LOCAL, step) for each in last)
+        last = [(each.tier, each.from_step) for each in self.entries[-2:]]
+        return last == [(LOCAL, step)] * 2
 
 
 def has_line(run: Path) -> bool:
@@ -105,18 +100,14 @@ def write_line(run: Path, line: Lineage) -> None:
 # --- ranges of positions that a run skipped
 
 LEFT_OUT_FORMAT = 1
-
-MOST_POSITION = 10**18
-"""The largest position, as in `data.skip`."""
+MOST_POSITION = 10**18  # the largest position, as in `data.skip`
 
 
 @dataclass(frozen=True)
 class SkippedRange:
-    """Positions from `start` up to but not including `end`; `samples` of them would have been trained on.
-
-    The run went back to the checkpoint of step `back_to` after a spike from step `first` to step `last`, at `time`
-    (Unix seconds).
-    """
+    """Positions from `start` up to but not including `end`; `samples` of them would have been trained on. The run went
+    back to the checkpoint of step `back_to` after a spike from step `first` to step `last`, at `time` (Unix
+    seconds)."""
 
     start: int
     end: int
@@ -129,11 +120,9 @@ class SkippedRange:
 
     @property
     def span(self) -> list[int]:
-        """The range in the form of `data.skip`."""
         return [self.start, self.end]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
         return asdict(self)
 
 
@@ -175,11 +164,12 @@ def read_left_out(entries: Any) -> tuple[SkippedRange, ...]:
     """Ranges as stored in a file or a checkpoint. Raises ValueError for an invalid one."""
     if not isinstance(entries, list):
         raise ValueError("spans is no list")
-    spans = [read_fields(SkippedRange, entry) for entry in entries]
-    if wrong := [entry for entry, span in zip(entries, spans, strict=True) if span is None or not _is_span(span)]:
-        raise ValueError(f"{wrong[0]!r} is no span")
-    return tuple(span for span in spans if span is not None)
-
-
-def _is_span(span: SkippedRange) -> bool:
-    return 0 <= span.start < span.end <= MOST_POSITION and 0 <= span.back_to < span.first <= span.last
+    spans = []
+    for entry in entries:
+        span = read_fields(SkippedRange, entry)
+        if span is None or not (
+            0 <= span.start < span.end <= MOST_POSITION and 0 <= span.back_to < span.first <= span.last
+        ):
+            raise ValueError(f"{entry!r} is no span")
+        spans.append(span)
+    return tuple(spans)

@@ -38,20 +38,17 @@ def find_run_id(run: Path) -> str:
     except (OSError, UnicodeDecodeError):
         return ""
     name = text.partition(" ")[0]
-    return name if _ID.fullmatch(name) and text == _seal(name) else ""
+    return name if _ID.fullmatch(name) and text == _with_checksum(name) else ""
 
 
 def ensure_run_id(run: Path, known: str = "") -> str:
-    """The id of the run, created if there is none; `known` is the id in its checkpoints, if any.
-
-    Called while the run directory is held. Raises JobError where the file system refuses.
-    """
-    found = find_run_id(run)
-    if found:
+    """The id of the run, created if there is none; `known` is the id in its checkpoints, if any. Called while the run
+    directory is held. Raises JobError where the file system refuses."""
+    if found := find_run_id(run):
         return found
     chosen = known if _ID.fullmatch(known) else uuid.uuid4().hex
     try:
-        write_whole(run / NAME, f"{_seal(chosen)}\n")
+        write_whole(run / NAME, f"{_with_checksum(chosen)}\n")
     except OSError as error:
         raise JobError(
             f"the id of the run cannot be written into {run}: {error.strerror}.\n"
@@ -60,8 +57,7 @@ def ensure_run_id(run: Path, known: str = "") -> str:
     return chosen
 
 
-def _seal(name: str) -> str:
-    """The id and its checksum."""
+def _with_checksum(name: str) -> str:
     return f"{name} {zlib.crc32(name.encode()):08x}"
 
 
@@ -89,10 +85,8 @@ def step_of_checkpoint(folder: Path) -> int | None:
 
 
 def list_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder, oldest first; none where there is no such folder.
-
-    Raises JobError where the file system does not answer.
-    """
+    """Steps of the complete checkpoints in a folder, oldest first; none where there is no such folder. Raises JobError
+    where the file system does not answer."""
     return find_steps(list_names(folder))
 
 
@@ -120,7 +114,6 @@ class LocalRun:
     path: Path
 
     def node(self, index: int) -> Path:
-        """The folder of a node."""
         return self.path / f"node-{index}"
 
     def nodes(self) -> list[Path]:
@@ -142,23 +135,17 @@ class LocalRun:
 
     def make(self, index: int) -> Path:
         """The folder of a node, for its owner alone; made if missing. Raises OSError, JobError."""
-        folder = self.node(index)
         self.path.mkdir(MODE, parents=True, exist_ok=True)
         self._check_own()
-        folder.mkdir(MODE, exist_ok=True)
-        return folder
+        self.node(index).mkdir(MODE, exist_ok=True)
+        return self.node(index)
 
     def keep_only(self, steps: Collection[int], *, up_to: int) -> None:
         """Remove every checkpoint up to that step except these."""
-        for step in self.steps():
-            if step <= up_to and step not in steps:
-                self._remove(step)
+        self._remove(step for step in self.steps() if step <= up_to and step not in steps)
 
     def remove_after(self, step: int) -> None:
-        """Remove every checkpoint of a later step."""
-        for later in self.steps():
-            if later > step:
-                self._remove(later)
+        self._remove(later for later in self.steps() if later > step)
 
     def remove_partials(self, index: int) -> None:
         """Remove incomplete checkpoints in the folder of a node."""
@@ -166,7 +153,6 @@ class LocalRun:
             remove_folder(partial)
 
     def remove(self) -> None:
-        """Remove all of it."""
         remove_folder(self.path)
 
     def _check_own(self) -> None:
@@ -175,20 +161,19 @@ class LocalRun:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             raise JobError(f"{self.path} belongs to another user")
 
-    def _remove(self, step: int) -> None:
+    def _remove(self, steps: Iterable[int]) -> None:
         # Renamed first, so that a half-deleted one is never taken for a checkpoint.
-        for node in self.nodes():
-            doomed = node / partial_name(step, f"gone-{uuid.uuid4().hex}")
-            with contextlib.suppress(OSError):  # another node of this machine was faster, or a later call retries
-                (node / step_name(step)).rename(doomed)
-            remove_folder(doomed)
+        for step in steps:
+            for node in self.nodes():
+                doomed = node / partial_name(step, f"gone-{uuid.uuid4().hex}")
+                with contextlib.suppress(OSError):  # another node of this machine was faster, or a later call retries
+                    (node / step_name(step)).rename(doomed)
+                remove_folder(doomed)
 
 
 def find_local_run(folder: str, run_id: str) -> LocalRun:
-    """This machine's folder of the run with that id, within `folder`, which may contain variables.
-
-    Raises UserError where they are not set here.
-    """
+    """This machine's folder of the run with that id, within `folder`, which may contain variables. Raises UserError
+    where they are not set here."""
     place = str(expand_place(folder))
     if not os.path.isabs(place):
         raise UserError(

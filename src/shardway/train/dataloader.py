@@ -35,8 +35,15 @@ from torch.utils.data import (
 )
 
 from shardway.checkpoint.file_format import TensorTable
-from shardway.checkpoint.state import CheckpointState, Tensors, make_room, structure_name
-from shardway.checkpoint.structure import Unstorable, put_state_together, take_state_apart
+from shardway.checkpoint.state import (
+    CheckpointState,
+    Tensors,
+    Unstorable,
+    make_room,
+    put_state_together,
+    structure_name,
+    take_state_apart,
+)
 from shardway.data.loader import (
     Batch,
     HeldOutStream,

@@ -30,8 +30,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from shardway.checkpoint.file_format import TensorTable
-from shardway.checkpoint.state import MODEL, OPTIMIZER, CheckpointState, KeptObjects, Tensors, Trained
-from shardway.checkpoint.structure import Unstorable, inline, read_inline
+from shardway.checkpoint.state import (
+    MODEL,
+    OPTIMIZER,
+    CheckpointState,
+    KeptObjects,
+    Tensors,
+    Trained,
+    Unstorable,
+    inline,
+    read_inline,
+)
 from shardway.errors import UserError, list_some
 from shardway.models.contract import canonical_name, held_by_rank
 from shardway.parallel.apply import ParallelModel

@@ -224,10 +224,11 @@ class Recorder:
             if self._writer is None:
                 self._writer = self._directory.event_writer(self._ranks.rank)
         self._writer.keep(name, **facts)
+        event = {**facts, "event": name, "time": time.time()}
         if self.show is not None:
-            self.show({**facts, "event": name, "time": time.time()})
+            self.show(event)
         if self.trackers is not None:
-            self.trackers.take({**facts, "event": name, "time": time.time()})
+            self.trackers.take(event)
             for failure in self.trackers.take_failures():
                 self._write("tracker_failed", {"step": self.step_done, **failure})
         try:

@@ -70,9 +70,8 @@ from shardway.train.memory import explain_memory
 from shardway.train.passes import BatchSplit, let_go
 from shardway.train.session import Session, format_named, keep_formats, open_session, resolve_for_model
 from shardway.train.validate import Validation, check_metrics
-from shardway.watch.plain import PlainLines
 from shardway.watch.progress import read_validations
-from shardway.watch.words import list_last_lines
+from shardway.watch.words import PlainLines, list_last_lines
 
 T = TypeVar("T")
 

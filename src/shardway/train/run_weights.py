@@ -34,8 +34,7 @@ from shardway.checkpoint.catalog import (
 )
 from shardway.checkpoint.export import find_models, no_weights, save_weights, write_state_dicts
 from shardway.checkpoint.file_format import Damaged
-from shardway.checkpoint.import_match import Match, has_own_head, match_source, open_source
-from shardway.checkpoint.import_sources import ForeignSource, OwnSource
+from shardway.checkpoint.import_weights import ForeignSource, Match, OwnSource, has_own_head, match_source, open_source
 from shardway.checkpoint.local_tier import ShardStore
 from shardway.checkpoint.reader import load_from, load_latest, nothing_whole
 from shardway.checkpoint.state import Trained, count_bytes
@@ -448,7 +447,9 @@ def _write_weights(ranks: Ranks, directory: RunDir, match: Match, model: nn.Modu
     parallel = apply_parallelism(model, build_mesh(ranks, values.parallel), ranks.device, options)
     ranks.together(lambda: match.fill(parallel.module))
     tensors = Trained(parallel.module, None).collect()
-    origin = {"imported_from": f"{match.view.folder.resolve()} ({match.view.source.kind})"}
-    content = Content(0, {**Counters().as_numbers(), **origin}, tensors, count_bytes(tensors), lambda folder: None)
-    write_checkpoint(shared_place(directory, ranks), ranks, content)
+    origin = {"imported_from": f"{match.view.folder.resolve()} ({match.view.kind})"}
+    numbers = {**Counters().as_numbers(), **origin}
+    write_checkpoint(
+        shared_place(directory, ranks), ranks, Content(0, numbers, tensors, count_bytes(tensors), lambda folder: None)
+    )
     return match.count_conversions(parallel.module)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 from shardway.best import LOSS, Monitor, parse_monitor
 from shardway.rundir.lineage import SHARED
 
 MOST = 2.0**63
-MOST_SECONDS = 1e12
-"""About thirty thousand years, before and after 1970."""
+MOST_SECONDS = 1e12  # about thirty thousand years, before and after 1970
+T = TypeVar("T")
+Time = float  # Unix seconds; 0 where unknown
+Count = int  # 0 where unknown
 
 
 def number(event: Mapping[str, Any], key: str) -> float | None:
@@ -52,13 +54,32 @@ def text(event: Mapping[str, Any], key: str) -> str:
     return value if isinstance(value, str) else ""
 
 
+_READERS = {
+    "Time": lambda event, key: seconds(event, key) or 0.0,
+    "Count": lambda event, key: whole(event, key) or 0,
+    "float": measured,
+    "float | None": number,
+    "int | None": whole,
+    "str": text,
+}
+"""Type of a field -> how it is read."""
+
+
+def _read(kind: type[T], event: Mapping[str, Any], /, **more: Any) -> T:
+    """Each field of a dataclass from the key of its name; `more` are those that are read otherwise."""
+    known = {each.name: _READERS[each.type] for each in fields(kind) if each.name not in more}  # type: ignore[arg-type,index]
+    return kind(**{name: read(event, name) for name, read in known.items()}, **more)
+
+
 @dataclass(frozen=True)
 class Start:
-    """The start of an attempt: its first step, machine and settings."""
+    """The start of an attempt: its first step, machine and settings. `changes`: "optim.lr 0.003 -> 0.1" for each key
+    whose value differs from the attempt before. `numerics`: number formats and compilation, as key, value, origin of
+    the value."""
 
-    step: int
+    step: Count
     total_steps: int | None
-    time: float
+    time: Time
     host: str
     launcher: str
     world: int | None
@@ -71,11 +92,9 @@ class Start:
     bytes_per_token: float | None
     checkpoint: str
     changes: tuple[str, ...]
-    """ "optim.lr 0.003 -> 0.1" for each key whose value differs from the attempt before."""
     machine: dict[str, str]
-    monitor: Monitor = LOSS
-    numerics: tuple[tuple[str, Any, str], ...] = ()
-    """Number formats and compilation: key, value, origin of the value."""
+    monitor: Monitor
+    numerics: tuple[tuple[str, Any, str], ...]
 
     @property
     def counts_tokens(self) -> bool:
@@ -90,20 +109,14 @@ def read_start(event: Mapping[str, Any]) -> Start:
         monitor = parse_monitor(text(event, "monitor"))
     except ValueError:
         monitor = LOSS  # of attempts made before there was a choice
-    changes = (f"{key} {before} -> {after}" for key, before, after in _read_pairs(event, "changed"))
-    names = ("host", "launcher", "device", "torch", "python", "checkpoint")
-    counts = ("total_steps", "world", "parameters", "tokens_per_step", "samples_per_step")
     machine = event.get("machine")
-    return Start(
-        step=whole(event, "step") or 0,
-        time=seconds(event, "time") or 0.0,
-        bytes_per_token=number(event, "bytes_per_token"),
-        changes=tuple(changes),
+    return _read(
+        Start,
+        event,
+        changes=tuple(f"{key} {before} -> {after}" for key, before, after in _read_pairs(event, "changed")),
         machine={str(label): str(value) for label, value in machine.items()} if isinstance(machine, dict) else {},
         monitor=monitor,
         numerics=tuple((key, value, str(origin)) for key, value, origin in _read_pairs(event, "numerics")),
-        **{name: text(event, name) for name in names},  # type: ignore[arg-type]
-        **{name: whole(event, name) for name in counts},  # type: ignore[arg-type]
     )
 
 
@@ -115,6 +128,7 @@ def _read_pairs(event: Mapping[str, Any], key: str) -> list[tuple[str, Any, Any]
 
 
 _NOT_METRICS = frozenset(("event", "time", "step", "seconds"))
+_KNOWN_METRICS = frozenset(("loss", "bits_per_byte", "accuracy"))
 
 
 @dataclass(frozen=True)
@@ -122,8 +136,8 @@ class ValidatedEvent:
     """One validation; `loss` is NaN where it was not a number, the other metrics None where not measured. `metrics` has
     all by name, sums of the loss function too."""
 
-    step: int
-    time: float
+    step: Count
+    time: Time
     loss: float
     bits_per_byte: float | None
     accuracy: float | None
@@ -136,24 +150,11 @@ class ValidatedEvent:
         return {name: value for name, value in self.metrics.items() if name not in _KNOWN_METRICS}
 
 
-_KNOWN_METRICS = frozenset(("loss", "bits_per_byte", "accuracy"))
-
-
 def read_validation(event: Mapping[str, Any]) -> ValidatedEvent:
     """The facts of a `validation` event."""
-    return ValidatedEvent(
-        step=whole(event, "step") or 0,
-        time=seconds(event, "time") or 0.0,
-        loss=measured(event, "loss"),
-        bits_per_byte=number(event, "bits_per_byte"),
-        accuracy=number(event, "accuracy"),
-        seconds=seconds(event, "seconds"),
-        metrics={
-            name: measured(event, name)
-            for name, value in event.items()
-            if name not in _NOT_METRICS and (value is None or number(event, name) is not None)
-        },
-    )
+    names = (name for name in event if name not in _NOT_METRICS)
+    metrics = {n: measured(event, n) for n in names if event[n] is None or number(event, n) is not None}
+    return _read(ValidatedEvent, event, seconds=seconds(event, "seconds"), metrics=metrics)
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,8 @@ def read_logged(event: Mapping[str, Any]) -> Logged:
 class Save:
     """One complete checkpoint; `tier` is the run directory or the nodes' own disks."""
 
-    step: int
-    time: float
+    step: Count
+    time: Time
     name: str
     size_bytes: int | None
     seconds: float | None
@@ -185,14 +186,8 @@ class Save:
 
 def read_save(event: Mapping[str, Any]) -> Save:
     """The facts of a `saved` event."""
-    return Save(
-        step=whole(event, "step") or 0,
-        time=seconds(event, "time") or 0.0,
-        name=text(event, "name"),
-        size_bytes=whole(event, "bytes"),
-        seconds=seconds(event, "seconds"),
-        tier=text(event, "tier") or SHARED,
-    )
+    tier = text(event, "tier") or SHARED
+    return _read(Save, event, size_bytes=whole(event, "bytes"), seconds=seconds(event, "seconds"), tier=tier)
 
 
 @dataclass(frozen=True)
@@ -200,7 +195,7 @@ class FaultEvent:
     """A fault; `kind` is the name of the error class."""
 
     step: int | None
-    time: float
+    time: Time
     kind: str
     message: str
     exit_code: int | None
@@ -208,13 +203,7 @@ class FaultEvent:
 
 def read_fault(event: Mapping[str, Any]) -> FaultEvent:
     """The facts of a `fault` event."""
-    return FaultEvent(
-        step=whole(event, "step"),
-        time=seconds(event, "time") or 0.0,
-        kind=text(event, "kind") or "fault",
-        message=text(event, "message"),
-        exit_code=whole(event, "exit_code"),
-    )
+    return _read(FaultEvent, event, kind=text(event, "kind") or "fault")
 
 
 @dataclass(frozen=True)
@@ -223,15 +212,10 @@ class EndedEvent:
 
     state: str
     step: int | None
-    time: float
+    time: Time
     reason: str
 
 
 def read_ending(event: Mapping[str, Any]) -> EndedEvent:
     """The facts of a `finished`, `stopped` or `failed` event."""
-    return EndedEvent(
-        state=text(event, "event"),
-        step=whole(event, "step"),
-        time=seconds(event, "time") or 0.0,
-        reason=text(event, "reason"),
-    )
+    return _read(EndedEvent, event, state=text(event, "event"))

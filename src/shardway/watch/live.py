@@ -6,9 +6,12 @@ folded when its event came. This module does not print; the owner of the termina
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import fmean
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
@@ -18,9 +21,7 @@ from rich.style import Style
 from rich.text import Text
 
 from shardway.rundir.events import Event
-from shardway.watch.curve import GrowingCurve
 from shardway.watch.facts import ValidatedEvent, measured, read_ending, read_start
-from shardway.watch.plain import PlainLines
 from shardway.watch.progress import RunProgress
 from shardway.watch.words import (
     Severity,
@@ -39,16 +40,46 @@ from shardway.watch.words import (
     render_validation,
 )
 
-__all__ = ["LiveView", "PlainLines", "Sparkline"]
-
 _MESSAGES = 4
-Words = tuple[str, str]
-"""Text and its style, as `rich.text.Text.assemble` takes them."""
-
+Words = tuple[str, str]  # text and its style, as `rich.text.Text.assemble` takes them
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = "_.-:=+*#"
 _STYLES = {Severity.NEWS: "", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 _STATE_STYLES = {"starting": "dim", "running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red"}
+
+
+class GrowingCurve:
+    """Means of equally many consecutive values, at most `capacity` (even); when full, neighbours are joined."""
+
+    def __init__(self, capacity: int = 256) -> None:
+        self._capacity = capacity
+        self._stride = 1
+        self._means: list[tuple[int, float]] = []
+        self._pending: list[float] = []
+
+    def add(self, step: int, value: float) -> None:
+        """Append a value; one that is not finite is left out."""
+        if not math.isfinite(value):
+            return
+        self._pending.append(value)
+        if len(self._pending) == self._stride:
+            self._means.append((step, fmean(self._pending)))
+            self._pending.clear()
+        if len(self._means) == self._capacity:
+            pairs = zip(self._means[::2], self._means[1::2], strict=True)
+            self._means = [(step, (left + right) / 2) for (_, left), (step, right) in pairs]
+            self._stride *= 2
+
+    def undo_after(self, step: int) -> None:
+        self._means = [mean for mean in self._means if mean[0] <= step]
+        self._pending.clear()
+
+    def columns(self, width: int) -> list[float]:
+        """The curve as at most `width` means of equal parts, oldest first."""
+        values = [value for _, value in self._means]
+        parts = min(width, len(values))
+        ends = [len(values) * part // parts for part in range(parts + 1)] if parts else []
+        return [fmean(values[first:end]) for first, end in pairwise(ends)]
 
 
 class Sparkline:
@@ -61,7 +92,10 @@ class Sparkline:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         blocks = _ASCII_BLOCKS if options.ascii_only else _BLOCKS
-        row = render_blocks(self._curve.columns(min(self._width, options.max_width)), blocks)
+        values = self._curve.columns(min(self._width, options.max_width))
+        low, high = min(values, default=0.0), max(values, default=0.0)
+        scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
+        row = "".join(blocks[round((value - low) * scale)] for value in values)
         yield Segment(row, Style.parse(self._style))
 
 
@@ -79,13 +113,6 @@ class LiveRow:
         yield from console.render_lines(self._flexible, options.update(width=room, height=1), pad=True)[0]
         yield from self._after.render(console)
         yield Segment.line()
-
-
-def render_blocks(values: list[float], blocks: str) -> str:
-    """One character a value, from the lowest block at the least value to the highest at the greatest."""
-    low, high = min(values, default=0.0), max(values, default=0.0)
-    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
-    return "".join(blocks[round((value - low) * scale)] for value in values)
 
 
 class LiveView:
@@ -107,7 +134,6 @@ class LiveView:
         self._messages: deque[Text] = deque(maxlen=_MESSAGES)
 
     def update(self, event: Event) -> None:
-        """Add one event."""
         self._progress.update(event)
         match event["event"]:
             case "step":
@@ -131,11 +157,18 @@ class LiveView:
 
     def render(self) -> RenderableType:
         """The view at this moment; call it for every refresh."""
-        alive = "running" if self._progress.attempts else "starting"
-        state = self._progress.ending.state if self._progress.ending else alive
+        now, start = self._progress, self._progress.start
+        state = now.ending.state if now.ending else "running" if now.attempts else "starting"
         style = _STATE_STYLES[state]
+        machine = render_machine(start) if start else "waiting for the ranks to start"
+        header = Text(f"{machine}  ·  {self._directory}", "dim", no_wrap=True, overflow="ellipsis")
+        share = now.step / now.total_steps if now.total_steps else 0.0
+        bar = ProgressBar(total=now.total_steps or 1, completed=now.step, complete_style=style, finished_style="green")
+        reached = Text.assemble((f"  {now.step}/{now.total_steps or '?'}", "bold"), f"  {share:4.0%}")
+        blank = [Text() for _ in range(_MESSAGES - len(self._messages))]
+        rows = (header, Text(), LiveRow(Text(), bar, reached), Text(), self._facts(), Text())
         return Panel(
-            Group(self._header(), Text(), self._bar(style), Text(), self._facts(), Text(), self._message_rows()),
+            Group(*rows, *self._messages, *blank),
             title=Text(self._name, "bold"),
             title_align="left",
             subtitle=Text(state, style),
@@ -150,30 +183,16 @@ class LiveView:
         words = Text(f"{render_time(since):>7}  ", "dim", no_wrap=True, overflow="ellipsis")
         self._messages.append(words.append(text, style or "default"))
 
-    def _header(self) -> RenderableType:
-        start = self._progress.start
-        machine = render_machine(start) if start else "waiting for the ranks to start"
-        return Text(f"{machine}  ·  {self._directory}", "dim", no_wrap=True, overflow="ellipsis")
-
-    def _bar(self, style: str) -> RenderableType:
-        step, total = self._progress.step, self._progress.total_steps
-        share = step / total if total else 0.0
-        bar = ProgressBar(total=total or 1, completed=step, complete_style=style, finished_style="green")
-        return LiveRow(Text(), bar, Text.assemble((f"  {step}/{total or '?'}", "bold"), f"  {share:4.0%}"))
-
     def _facts(self) -> RenderableType:
+        smooth, last = render_loss(self._progress.smooth_loss), render_loss(self._progress.loss)
+        words = _fact("loss", (f"{smooth:<7}", "bold"), (f"  last {last:<7}  ", "dim"))
         return Group(
-            self._loss(),
+            LiveRow(words, Sparkline(self._losses), Text()),
             _fact("validation", *self._validation()),
             _fact("speed", *self._speed()),
             _fact("time", *self._time()),
             _fact("last save", *self._save()),
         )
-
-    def _loss(self) -> RenderableType:
-        smooth, last = render_loss(self._progress.smooth_loss), render_loss(self._progress.loss)
-        words = _fact("loss", (f"{smooth:<7}", "bold"), (f"  last {last:<7}  ", "dim"))
-        return LiveRow(words, Sparkline(self._losses), Text())
 
     def _validation(self) -> list[Words]:
         validations, best = self._progress.validations, self._progress.best_validation
@@ -192,14 +211,11 @@ class LiveView:
         return [(render_rate(self._progress), ""), (f"  {seconds} s/step", "dim")]
 
     def _time(self) -> list[Words]:
-        left = f"{render_time(self._progress.seconds_left)} left  "
-        return [("" if self._progress.ending else left, ""), (f"{render_time(self._elapsed())} elapsed", "dim")]
-
-    def _elapsed(self) -> float | None:
-        attempt = self._progress.attempt
-        if attempt is None:
-            return None
-        return attempt.wall_s if attempt.ending else max(0.0, self._clock() - attempt.start.time)
+        attempt, elapsed_s = self._progress.attempt, None
+        if attempt is not None:
+            elapsed_s = attempt.wall_s if attempt.ending else max(0.0, self._clock() - attempt.start.time)
+        left = "" if self._progress.ending else f"{render_time(self._progress.seconds_left)} left  "
+        return [(left, ""), (f"{render_time(elapsed_s)} elapsed", "dim")]
 
     def _save(self) -> list[Words]:
         if not self._progress.saves:
@@ -207,10 +223,6 @@ class LiveView:
         save = self._progress.saves[-1]
         ago = render_time(max(0.0, self._clock() - save.time))
         return [(f"step {save.step}, {ago} ago", ""), (f"  {render_size(save.size_bytes)}", "dim")]
-
-    def _message_rows(self) -> RenderableType:
-        blank = [Text() for _ in range(_MESSAGES - len(self._messages))]
-        return Group(*self._messages, *blank)
 
 
 def _fact(label: str, *words: Words) -> Text:

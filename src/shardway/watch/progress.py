@@ -2,8 +2,12 @@
 
 Invariants:
 - Memory grows with validations, saves and attempts, never with steps. After a resume from step s, or a rollback to it,
-  only faults and the time account remain of what came after s. This module reads files only through a RunDir.
-- The keys of `as_json` are stable; an unknown value is None. This module does not render for people.
+  only faults and the time account remain of what came after s. Reading events never raises.
+- The time account: rank 0 books each of its seconds on one activity (`shardway.ranks.heartbeat`) and reports the sums
+  in its events and in status.json. The rows add up to `wall_s`, the time from the beginning of the first attempt to the
+  last sign of life (or to now); times that a rank measured itself take precedence over differences of dates.
+- The keys of `as_json` are stable; an unknown value is None. This module reads files only through a RunDir, and does
+  not render for people.
 """
 
 from __future__ import annotations
@@ -13,8 +17,8 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,8 +28,8 @@ from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.rundir.lineage import SkippedRange
-from shardway.watch.account import Book, TimeAccount
 from shardway.watch.facts import (
+    MOST_SECONDS,
     EndedEvent,
     FaultEvent,
     Logged,
@@ -45,8 +49,207 @@ from shardway.watch.facts import (
     whole,
 )
 
-RECENT_STEPS = 20
-"""Steps over which speed and loss are smoothed."""
+# --- the time account: what the time of all attempts was spent on
+
+_WORK = ("step", "repeat")
+_ROWS = {"validate": "validation_s"} | {
+    name: f"{name}_s" for name in ("start", "load", "data", "save", "script", "end")
+}
+"""Activity of rank 0 -> row of the account. Steps are split between two rows; an unknown activity is unaccounted."""
+
+
+@dataclass(frozen=True)
+class TimeAccount:
+    """Seconds of rank 0, by purpose; together `wall_s`.
+
+    `productive_s`: steps that hold, each counted once. `lost_s`: steps that a resume undid, and unfinished ones.
+    `idle_s`: from an attempt's last sign of life to the beginning of the next. `unaccounted_s`: after the last record
+    of an attempt that was killed or still runs. Not part of the sum: `repeated_s` is time in steps that had been done
+    before, `undone_steps` is the number of undone steps.
+
+    The share of productive time is also called goodput, or effective training time ratio (ETTR; Kokolis et al. 2024,
+    arXiv 2410.21680). Waiting for data, saves and validation do not count as productive here.
+    """
+
+    productive_s: float = 0.0
+    lost_s: float = 0.0
+    start_s: float = 0.0
+    load_s: float = 0.0
+    data_s: float = 0.0
+    save_s: float = 0.0
+    validation_s: float = 0.0
+    script_s: float = 0.0
+    end_s: float = 0.0
+    idle_s: float = 0.0
+    unaccounted_s: float = 0.0
+    repeated_s: float = 0.0
+    undone_steps: int = 0
+
+    @property
+    def rows(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in ROW_NAMES}
+
+    @property
+    def wall_s(self) -> float:
+        """From the beginning of the first attempt to the end of the account."""
+        return math.fsum(self.rows.values())
+
+    @property
+    def productive_share(self) -> float | None:
+        return self.productive_s / self.wall_s if self.wall_s > 0 else None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"wall_s": self.wall_s, "productive_share": self.productive_share, **asdict(self)}
+
+
+ROW_NAMES = tuple(each.name for each in fields(TimeAccount) if each.name not in ("repeated_s", "undone_steps"))
+"""The fields of an account that add up, in display order."""
+
+
+@dataclass(frozen=True)
+class _SpentAt:
+    """Rank 0's time spent so far (seconds by activity) when `step` steps were done, at `time` (Unix seconds). `work_s`:
+    seconds in steps, of which `unfinished_s` in one that is not finished."""
+
+    time: float
+    step: int
+    spent: Mapping[str, float]
+    unfinished_s: float = 0.0
+
+    @property
+    def work_s(self) -> float:
+        return sum(self.spent.get(name, 0.0) for name in _WORK)
+
+    @property
+    def finished_s(self) -> float:
+        return max(0.0, self.work_s - self.unfinished_s)
+
+
+@dataclass
+class _AttemptTime:
+    """An attempt that continued from step `base` at `started` (Unix seconds); `step`, `last_time` are the last seen. A
+    rollback within an attempt begins another entry: `before` is what rank 0 had spent until then."""
+
+    base: int
+    started: float
+    step: int
+    last_time: float
+    owner: tuple[Any, Any]
+    records: list[_SpentAt] = field(default_factory=list)
+    before: Mapping[str, float] = field(default_factory=dict)
+
+    def begun(self) -> float:
+        return self.records[0].time - math.fsum(self.records[0].spent.values()) if self.records else self.started
+
+    def add(self, source: Mapping[str, Any]) -> None:
+        """Add the times in an event or a status, if it has any and they are newer than the last record."""
+        spent, at = _read_spent(source), seconds(source, "time")
+        if at is None or spent is None or (self.records and at < self.records[-1].time):
+            return
+        spent = {name: max(0.0, each - self.before.get(name, 0.0)) for name, each in spent.items()}
+        step = whole(source, "step")
+        step = self.step if step is None else step
+        self.records.append(_SpentAt(at, step, spent, max(0.0, seconds(source, "unfinished_s") or 0.0)))
+        self.step = max(self.step, step)
+
+    def kept_work_s(self, keep: int) -> float:
+        """Seconds in finished steps up to `keep`: exact where a record was made there, as at every save."""
+        before = [record for record in self.records if record.step <= keep]
+        after = next((record for record in self.records if record.step > keep), None)
+        if not before or keep <= self.base:
+            return 0.0
+        last = before[-1]
+        if after is None:
+            return last.finished_s
+        part = (keep - last.step) / (after.step - last.step)
+        return last.finished_s + part * max(0.0, after.finished_s - last.finished_s)
+
+
+class Book:
+    """Builds the account from rank 0's events, given in the order written."""
+
+    def __init__(self) -> None:
+        self._attempts: list[_AttemptTime] = []
+
+    def update(self, event: Event) -> None:
+        at, base = seconds(event, "time") or 0.0, whole(event, "step") or 0
+        attempt = self._attempts[-1] if self._attempts else None
+        if event["event"] == "started":
+            before = event.get("before")
+            if attempt is not None and isinstance(before, Mapping) and attempt.owner == _owner(before):
+                attempt.add(before)
+            self._attempts.append(_AttemptTime(base, at, base, at, _owner(event)))
+            self._attempts[-1].add(event)
+        elif attempt is not None:
+            attempt.last_time = max(attempt.last_time, at)
+            if event["event"] == "rolled_back":  # ends the attempt at the step reached, and begins another entry
+                attempt.add({**event, "step": attempt.step})
+                spent = event.get("spent")
+                before = {str(name): number(spent, name) or 0.0 for name in spent} if isinstance(spent, Mapping) else {}
+                self._attempts.append(_AttemptTime(base, at, base, at, attempt.owner, before=before))
+                self._attempts[-1].add(event)
+            elif event["event"] == "step":
+                attempt.step = base or attempt.step
+            elif "spent" in event:
+                attempt.add(event)
+
+    def account(self, status: Mapping[str, Any], now: float | None = None) -> TimeAccount | None:
+        """The account including the last status; up to `now` (Unix seconds) if the run goes on. None where no time was
+        booked: the run never began, or is older than time records."""
+        attempts = [*self._attempts]
+        if attempts and attempts[-1].owner == _owner(status):
+            attempts[-1] = replace(attempts[-1], records=[*attempts[-1].records])
+            attempts[-1].add(status)
+        if not any(attempt.records for attempt in attempts):
+            return None
+        return _add_up(attempts, now)
+
+
+def _add_up(attempts: Sequence[_AttemptTime], now: float | None) -> TimeAccount:
+    rows = dict.fromkeys((*ROW_NAMES, "repeated_s"), 0.0)
+    undone, earliest = 0, attempts[0].begun()
+    for place, attempt in enumerate(attempts):
+        is_last = place == len(attempts) - 1
+        keep = min((later.base for later in attempts[place + 1 :]), default=attempt.step)
+        undone += max(0, attempt.step - max(keep, attempt.base))
+        begun = attempt.begun()
+        rows["idle_s"] += max(0.0, begun - earliest)
+        overlap = max(0.0, earliest - begun)
+        end = max(attempt.last_time, (now or 0.0) if is_last else 0.0, earliest)
+        if attempt.records:
+            last = attempt.records[-1]
+            end = max(end, last.time)
+            kept_s = min(attempt.kept_work_s(keep), last.finished_s)
+            rows["productive_s"] += kept_s
+            rows["lost_s"] += max(0.0, last.work_s - kept_s)
+            rows["repeated_s"] += last.spent.get("repeat", 0.0)
+            for name, spent_s in last.spent.items():
+                if name not in _WORK:
+                    rows[_ROWS.get(name, "unaccounted_s")] += spent_s
+            rows["unaccounted_s"] += max(0.0, end - max(last.time, earliest))
+            rows["start_s"] -= min(overlap, attempt.records[0].spent.get("start", 0.0))
+        else:
+            rows["unaccounted_s"] += end - max(begun, earliest)
+        earliest = end
+    return TimeAccount(**rows, undone_steps=undone)
+
+
+def _owner(source: Mapping[str, Any]) -> tuple[Any, Any]:
+    return whole(source, "pid"), text(source, "host")
+
+
+def _read_spent(source: Mapping[str, Any]) -> dict[str, float] | None:
+    """Seconds by activity in an event or a status; None where there are none that can be true."""
+    spent = source.get("spent")
+    if not isinstance(spent, Mapping):
+        return None
+    times = {str(name): max(0.0, number(spent, name) or 0.0) for name in spent}
+    return times if all(value < MOST_SECONDS for value in times.values()) else None
+
+
+# --- the fold
+
+RECENT_STEPS = 20  # steps over which speed and loss are smoothed
 
 
 @dataclass
@@ -94,7 +297,12 @@ class RunProgress:
         """Add one event; events of unknown names only count as a sign of life."""
         self.book.update(event)
         if event["event"] == "started":
-            self._start(event)
+            # An attempt may end before its ranks have restarted; then the next one starts.
+            last, self._restarted = self._restarted, None
+            again = bool(self.attempts) and last is not None and last.get("agent") == event.get("agent")
+            start = read_start(event)
+            self.attempts.append(AttemptProgress(start, start.step, start.time, again=again))
+            self._undo_after(start.step)
         elif not self.attempts:  # the event of the start was lost, or comes later
             start = read_start({"time": event.get("time")})
             self.attempts.append(AttemptProgress(start, start.step, start.time))
@@ -102,7 +310,11 @@ class RunProgress:
         attempt.last_time = seconds(event, "time") or attempt.last_time
         match event["event"]:
             case "step":
-                self._add_step(attempt, event)
+                attempt.step = whole(event, "step") or attempt.step
+                attempt.last_step_time = attempt.last_time
+                if attempt.first_step is None:
+                    attempt.first_step, attempt.first_step_time = attempt.step, attempt.last_time
+                self.recent.append(event)
             case "rolled_back":
                 attempt.step, attempt.first_step = whole(event, "step") or 0, None
                 self._undo_after(attempt.step)
@@ -119,58 +331,44 @@ class RunProgress:
             case "finished" | "stopped" | "failed":
                 attempt.ending = read_ending(event)
 
-    def _start(self, event: Event) -> None:
-        start, restarted = read_start(event), self._restarted
-        # An attempt may end before its ranks have restarted; then the next one starts.
-        again = bool(self.attempts) and restarted is not None and restarted.get("agent") == event.get("agent")
-        self.attempts.append(AttemptProgress(start, start.step, start.time, again=again))
-        self._restarted = None
-        self._undo_after(start.step)
-
     def _undo_after(self, step: int) -> None:
         self.recent.clear()
         self.validations = [validation for validation in self.validations if validation.step <= step]
         self.saves = [save for save in self.saves if save.step <= step]
         self.logged = self.logged if self.logged is not None and self.logged.step <= step else None
 
-    def _add_step(self, attempt: AttemptProgress, event: Event) -> None:
-        attempt.step = whole(event, "step") or attempt.step
-        attempt.last_step_time = attempt.last_time
-        if attempt.first_step is None:
-            attempt.first_step, attempt.first_step_time = attempt.step, attempt.last_time
-        self.recent.append(event)
-
-    # --- current state
+    # --- current state: that of the attempt that runs, or of the last one
 
     @property
     def attempt(self) -> AttemptProgress | None:
-        """The running attempt, or the last one."""
         return self.attempts[-1] if self.attempts else None
 
     @property
     def start(self) -> Start | None:
-        """The start of the last attempt."""
         return self.attempts[-1].start if self.attempts else None
 
     @property
     def step(self) -> int:
-        """Steps done."""
         return self.attempts[-1].step if self.attempts else 0
 
     @property
     def total_steps(self) -> int | None:
-        """Steps that the run is to do."""
         return self.attempts[-1].start.total_steps if self.attempts else None
 
     @property
     def ending(self) -> EndedEvent | None:
-        """How the last attempt ended; None while it goes on (or if it was killed)."""
+        """None while it goes on (or if it was killed)."""
         return self.attempts[-1].ending if self.attempts else None
 
     @property
-    def wall_s(self) -> float:
-        """Seconds of all attempts together, undone steps included."""
-        return sum(attempt.wall_s for attempt in self.attempts)
+    def monitor(self) -> Monitor:
+        """The metric that picks the best validation."""
+        return self.attempts[-1].start.monitor if self.attempts else LOSS
+
+    @property
+    def unit(self) -> str:
+        """What its speed is measured in."""
+        return "tokens" if self.start and self.start.counts_tokens else "samples"
 
     @property
     def loss(self) -> float | None:
@@ -184,18 +382,11 @@ class RunProgress:
         return sum(losses) / len(losses) if losses else None
 
     def last(self, key: str) -> float | None:
-        """A number of the last step."""
         return number(self.recent[-1], key) if self.recent else None
 
     def typical(self, key: str) -> float | None:
-        """Median of a number over the last RECENT_STEPS steps."""
         values = self._recent(key)
         return median(values) if values else None
-
-    @property
-    def monitor(self) -> Monitor:
-        """The metric that picks the best validation."""
-        return self.attempts[-1].start.monitor if self.attempts else LOSS
 
     @property
     def best_validation(self) -> ValidatedEvent | None:
@@ -216,18 +407,27 @@ class RunProgress:
         pace = self.attempt.seconds_per_step
         if pace is None and self.recent:
             pace = seconds(self.recent[-1], "seconds")
-        if pace is None:
-            return None
-        return max(0, self.total_steps - self.step) * pace
+        return max(0, self.total_steps - self.step) * pace if pace is not None else None
 
     def _recent(self, key: str) -> list[float]:
         values = (number(event, key) for event in self.recent)
         return [value for value in values if value is not None and math.isfinite(value)]
 
 
+def read_progress(run: RunDir, names: Sequence[str] = ()) -> RunProgress:
+    """The state of a run, from every event of rank 0, or from those of some names, which is many times faster."""
+    progress = RunProgress()
+    for event in run.all_events(names=names):
+        progress.update(event)
+    return progress
+
+
+_OF_VALIDATIONS = ("started", "validation", "rolled_back")
+
+
 def read_validations(run: RunDir) -> list[ValidatedEvent]:
     """The valid validations of a run."""
-    return _read_validated(run).validations
+    return read_progress(run, _OF_VALIDATIONS).validations
 
 
 @dataclass(frozen=True)
@@ -241,30 +441,14 @@ class BestCheckpoint:
 
 def find_best_checkpoint(run: RunDir) -> BestCheckpoint | None:
     """The best checkpoint; None where no saved step was validated."""
-    progress = _read_validated(run)
+    progress = read_progress(run, _OF_VALIDATIONS)
     best, metric = progress.find_best(run.checkpoint_steps()), progress.monitor.metric
     return BestCheckpoint(best.step, metric, best.metrics[metric]) if best is not None else None
 
 
-def _read_validated(run: RunDir) -> RunProgress:
-    progress = RunProgress()
-    for event in run.all_events(names=("started", "validation", "rolled_back")):
-        progress.update(event)
-    return progress
+# --- all facts of a run that `shardway status` shows
 
-
-def read_progress(run: RunDir) -> RunProgress:
-    """The state of a run, from every event of rank 0."""
-    progress = RunProgress()
-    for event in run.all_events():
-        progress.update(event)
-    return progress
-
-
-# --- All facts of a run that `shardway status` shows
-
-GONE = "the process is gone (killed?)"
-"""Reason of a run whose status is "running" although no process holds its lock."""
+GONE = "the process is gone (killed?)"  # reason of a run whose status is "running" although no process holds its lock
 
 
 @dataclass(frozen=True)
@@ -330,24 +514,34 @@ def summarise(run: RunDir) -> RunSummary:
 
 def summarise_progress(run: RunDir, progress: RunProgress) -> RunSummary:
     """The state of the run, for a reader that has read its events already."""
-    now = _find_state(run, progress)
-    start, saved, status = progress.start, run.checkpoint_steps(), run.read_status()
+    # By status.json, or by the events where it is missing, checked against the holder of the lock.
+    writer, status = run.find_writer(), run.read_status()
+    start, ending = progress.start, progress.ending
+    state = text(status, "state") or (ending.state if ending else "running" if start or writer else "new")
+    reason = text(status, "reason") or (ending.reason if ending else "")
+    if state == "running" and writer is None:
+        writer = run.find_writer()  # it may have started between the first look and the reading of its status
+        state, reason = ("running", reason) if writer else ("failed", GONE)
+    saved = run.checkpoint_steps()
+    left_out: tuple[SkippedRange, ...] = ()
+    with contextlib.suppress(JobError):  # a file that cannot be read: the run reports it when it continues
+        left_out = run.left_out.read()
     ignored = whole(status, "local_checkpoints_ignored")  # called tier_dropped until 2026-11
     return RunSummary(
         name=run.path.resolve().name,
         path=run.path,
-        state=now.state,
-        reason=now.reason,
-        step=progress.step if start else now.step,
-        total_steps=progress.total_steps or now.total_steps,
+        state=state,
+        reason=reason,
+        step=progress.step if start else whole(status, "step") or 0,
+        total_steps=progress.total_steps or whole(status, "total_steps"),
         loss=progress.loss,
         smooth_loss=progress.smooth_loss,
         grad_norm=progress.last("grad_norm"),
         lr=progress.last("lr"),
-        unit="tokens" if start and start.counts_tokens else "samples",
+        unit=progress.unit,
         tokens_per_s=progress.typical("tokens_per_s"),
         samples_per_s=progress.typical("samples_per_s"),
-        seconds_left=progress.seconds_left if now.state == "running" else None,
+        seconds_left=progress.seconds_left if state == "running" else None,
         validation=progress.validations[-1] if progress.validations else None,
         logged=progress.logged,
         best_validation=progress.best_validation,
@@ -359,23 +553,16 @@ def summarise_progress(run: RunDir, progress: RunProgress) -> RunSummary:
         parameters=start.parameters if start else None,
         started=progress.attempts[0].start.time if start else None,
         updated=progress.attempts[-1].last_time if start else None,
-        wall_s=progress.wall_s,
+        wall_s=sum(attempt.wall_s for attempt in progress.attempts),
         attempts=sum(not attempt.again for attempt in progress.attempts),
         restarts=sum(attempt.again for attempt in progress.attempts),
-        writer=now.writer,
-        account=progress.book.account(status, time.time() if now.state == "running" else None),
-        left_out=_left_out(run),
+        writer=writer,
+        account=progress.book.account(status, time.time() if state == "running" else None),
+        left_out=left_out,
         local_checkpoints_ignored=ignored if ignored is not None else whole(status, "tier_dropped"),
         monitor=progress.monitor.metric,
         best_checkpoint=progress.find_best(saved),
     )
-
-
-def _left_out(run: RunDir) -> tuple[SkippedRange, ...]:
-    """The skipped ranges; none where the file cannot be read, which the run reports when it continues."""
-    with contextlib.suppress(JobError):
-        return run.left_out.read()
-    return ()
 
 
 def find_runs(root: Path) -> list[RunDir]:
@@ -384,28 +571,6 @@ def find_runs(root: Path) -> list[RunDir]:
         return [RunDir(root)]
     folders = sorted(path for path in root.iterdir() if path.is_dir()) if os.path.isdir(root) else []
     return [run for run in map(RunDir, folders) if run.exists()]
-
-
-@dataclass(frozen=True)
-class _RunState:
-    state: str
-    reason: str
-    step: int
-    total_steps: int | None
-    writer: str | None
-
-
-def _find_state(run: RunDir, progress: RunProgress) -> _RunState:
-    """The state by status.json, or by the events where it is missing, checked against the lock's holder."""
-    writer, status = run.find_writer(), run.read_status()
-    ending = progress.ending
-    open_state = "running" if progress.attempts or writer else "new"
-    state = text(status, "state") or (ending.state if ending else open_state)
-    reason = text(status, "reason") or (ending.reason if ending else "")
-    if state == "running" and writer is None:
-        writer = run.find_writer()  # it may have started between the first look and the reading of its status
-        state, reason = ("running", reason) if writer else ("failed", GONE)
-    return _RunState(state, reason, whole(status, "step") or 0, whole(status, "total_steps"), writer)
 
 
 def _as_plain(value: Any) -> Any:

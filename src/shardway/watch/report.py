@@ -1,6 +1,8 @@
 """The report of a run: one HTML file that a browser shows without a network.
 
 Invariants:
+- A curve has at most about 2000 points however long the run was, and no value that strict JSON lacks. Thinning never
+  hides an extreme: the minimum and the maximum of every bucket stay.
 - Every text passes `html.escape`, data cannot close its script element, and nothing is fetched.
 - A report can be made of any run directory, however little is in it or however the run died; missing parts are named.
 - A run whose site, model or numbers are not enough for a plan has no comparison with one; nothing is raised. Memory is
@@ -27,9 +29,15 @@ from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.runfile.schema import RunFile
 from shardway.units import render_clock
-from shardway.watch.account import TimeAccount
-from shardway.watch.curve import Figure, count_broken_losses, find_marks, make_figures
-from shardway.watch.progress import AttemptProgress, RunProgress, RunSummary, read_progress, summarise_progress
+from shardway.watch.facts import measured, read_logged, whole
+from shardway.watch.progress import (
+    AttemptProgress,
+    RunProgress,
+    RunSummary,
+    TimeAccount,
+    read_progress,
+    summarise_progress,
+)
 from shardway.watch.words import (
     ACCOUNT_WORDS,
     UNKNOWN,
@@ -41,15 +49,10 @@ from shardway.watch.words import (
     render_size,
     render_time,
     render_total,
+    render_unit,
 )
 
 # --- building blocks
-
-
-def render_data(name: str, data: Any) -> str:
-    """Data for the page's script, as JSON that cannot close the script element."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return f'<script type="application/json" id="{name}">{text}</script>'
 
 
 def render_pairs(title: str, pairs: Iterable[tuple[str, str]]) -> str:
@@ -64,8 +67,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 # --- plan and measurement compared
 
-FEWEST_STEPS = 10
-"""With fewer steps in an attempt a median means little: the first steps compile and warm up."""
+FEWEST_STEPS = 10  # with fewer steps in an attempt a median means little: the first steps compile and warm up
 
 
 @dataclass(frozen=True)
@@ -91,37 +93,167 @@ class Predicted:
 
 
 def predict(run: RunDir, attempts: Sequence[AttemptProgress], events: Sequence[Event]) -> Predicted | None:
-    """For the last attempt; None on a CPU, where no site names accelerators, and for a model without a plan."""
-    rate = _median_rate(events)
-    if not attempts or attempts[-1].start.device.startswith("cpu") or rate is None:
-        return None
-    try:
-        return _price(RunFile.model_validate(run.read_resolved()), rate)
-    except (ShardwayError, ValidationError, ValueError, TypeError):
-        return None
-
-
-def _median_rate(events: Sequence[Event]) -> float | None:
-    """Samples a second in the steps since the last start, without the first ones."""
+    """For the last attempt, in steps without the first ones; None on a CPU, where no site names accelerators, and for
+    a model without a plan."""
     starts = [number for number, event in enumerate(events) if event.get("event") == "started"]
     steps = [event for event in events[starts[-1] if starts else 0 :] if event.get("event") == "step"]
     rates = [event.get("samples_per_s") for event in steps]
     sound = [float(each) for each in rates if isinstance(each, int | float) and math.isfinite(each) and each > 0]
-    return median(sound[FEWEST_STEPS // 2 :]) if len(sound) >= FEWEST_STEPS else None
-
-
-def _price(values: RunFile, rate: float) -> Predicted:
+    if not attempts or attempts[-1].start.device.startswith("cpu") or len(sound) < FEWEST_STEPS:
+        return None
     from shardway.plan.case import machine_of_site
     from shardway.plan.huggingface import read_shape
     from shardway.plan.planner import estimate
     from shardway.resolve.planned import case_of, shape_of_run
     from shardway.sites.load import load_site
 
-    machine = machine_of_site(load_site(values.site.name))
-    shape = shape_of_run(values, read_shape(values.model.hf) if values.model.hf else None)
-    found = estimate(case_of(values, shape), machine)
-    measured = values.train.global_batch / rate
+    try:
+        values = RunFile.model_validate(run.read_resolved())
+        machine = machine_of_site(load_site(values.site.name))
+        shape = shape_of_run(values, read_shape(values.model.hf) if values.model.hf else None)
+        found = estimate(case_of(values, shape), machine)
+    except (ShardwayError, ValidationError, ValueError, TypeError):
+        return None
+    measured = values.train.global_batch / median(sound[FEWEST_STEPS // 2 :])
     return Predicted(found.time.seconds, found.time.low, found.time.high, measured, found.mfu(causal=False))
+
+
+# --- figures, as the data that plotly.js draws
+
+POINTS = 2000  # maximum points of one curve
+SAVE_MARKS = 200  # maximum marks of saves
+NAMED = 24  # maximum figures of a script's own values
+Trace = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """A value at a step; `value` may be NaN."""
+
+    step: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event marked at a step: `kind` is "save", "resume" or "fault"."""
+
+    kind: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure: `wide` takes the whole row, `log` offers a logarithmic axis."""
+
+    name: str
+    title: str
+    traces: list[Trace]
+    wide: bool = False
+    log: bool = False
+    percent: bool = False
+
+
+def make_figures(events: Sequence[Event], progress: RunProgress) -> list[Figure]:
+    """Every figure that the events have data for, with one for each name that a script has logged or returned from a
+    validation."""
+    steps, validations = [event for event in events if event["event"] == "step"], progress.validations
+    unit = render_unit(progress.start)
+    loss = _step_traces(steps, "loss", "train", "train", smoothed=True)
+    figures = [
+        Figure("loss", "Loss", loss + _dots((each.step, each.loss) for each in validations), wide=True, log=True),
+        Figure("bits", "Bits per byte", _dots((each.step, each.bits_per_byte) for each in validations)),
+        Figure("accuracy", "Accuracy", _dots((each.step, each.accuracy) for each in validations), percent=True),
+        Figure(
+            "speed",
+            f"Throughput ({unit})",
+            _step_traces(steps, unit.replace("/", "_per_"), unit, "speed", smoothed=True),
+        ),
+        Figure("lr", "Learning rate", _step_traces(steps, "lr", "learning rate", "learning rate")),
+        Figure(
+            "grad",
+            "Gradient norm",
+            _step_traces(steps, "grad_norm", "gradient norm", "gradients", smoothed=True),
+            log=True,
+        ),
+    ]
+    logged = [read_logged(event) for event in events if event["event"] == "logged"]
+    values = (*(each.values for each in logged), *(each.others for each in validations))
+    for number, name in enumerate(list(dict.fromkeys(name for each in values for name in each))[:NAMED]):
+        trained = [CurvePoint(each.step, each.values[name]) for each in logged if name in each.values]
+        line = [_line("train", trained, "train")] if trained else []
+        figures.append(
+            Figure(f"named{number}", name, line + _dots((each.step, each.others.get(name)) for each in validations))
+        )
+    return [figure for figure in figures if figure.traces]
+
+
+def find_marks(progress: RunProgress) -> list[Mark]:
+    """Saves (an even selection if there are many), resumes and faults."""
+    stride = -(-len(progress.saves) // SAVE_MARKS) or 1
+    saves = [Mark("save", save.step) for save in progress.saves[::stride]]
+    resumes = [Mark("resume", attempt.start.step) for attempt in progress.attempts[1:]]
+    faults = [
+        Mark("fault", attempt.step if fault.step is None else fault.step)
+        for attempt in progress.attempts
+        for fault in attempt.faults
+    ]
+    return saves + resumes + faults
+
+
+def _step_traces(steps: Sequence[Event], key: str, name: str, concept: str, *, smoothed: bool = False) -> list[Trace]:
+    """The values under `key` (a null is a gap, an absent key no point); if `smoothed`, drawn faintly behind their mean
+    where there are enough of them."""
+    found = ((whole(event, "step"), event) for event in steps if key in event)
+    points = [CurvePoint(step, measured(event, key)) for step, event in found if step is not None]
+    if not any(math.isfinite(point.value) for point in points):
+        return []
+    raw, half_window = _line(name, points, concept), min(100, len(steps) // 100)
+    if not smoothed or half_window == 0:
+        return [raw]
+    mean = _line(f"mean of {2 * half_window + 1} steps", smooth(points, half_window), concept)
+    return [{**raw, "faint": True}, mean]
+
+
+def _line(name: str, points: Sequence[CurvePoint], concept: str, mode: str = "lines") -> Trace:
+    drawn = thin(points, POINTS)
+    values = [point.value if math.isfinite(point.value) else None for point in drawn]
+    return {"name": name, "colour": colour_of(concept), "mode": mode, "x": [point.step for point in drawn], "y": values}
+
+
+def _dots(values: Iterable[tuple[int, float | None]]) -> list[Trace]:
+    """The values of validations, if there are any."""
+    points = [CurvePoint(step, value) for step, value in values if value is not None]
+    return [_line("validation", points, "validation", "lines+markers")] if points else []
+
+
+def thin(points: Sequence[CurvePoint], limit: int) -> list[CurvePoint]:
+    """At most `limit` + 2 points (limit even): first, last, and the extremes of limit/2 buckets. A bucket without a
+    finite value leaves one NaN, so that a gap stays a gap."""
+    if len(points) <= limit:
+        return list(points)
+    kept: list[CurvePoint] = []
+    parts = limit // 2
+    for part in range(parts):
+        bucket = points[len(points) * part // parts : len(points) * (part + 1) // parts]
+        finite = [point for point in bucket if math.isfinite(point.value)]
+        extremes = {pick(finite, key=lambda point: point.value) for pick in (min, max)} if finite else ()
+        kept += sorted(extremes, key=lambda point: point.step) or [CurvePoint(bucket[0].step, math.nan)]
+    first = [points[0]] if kept[0].step != points[0].step else []
+    last = [points[-1]] if kept[-1].step != points[-1].step else []
+    return first + kept + last
+
+
+def smooth(points: Sequence[CurvePoint], half_window: int) -> list[CurvePoint]:
+    """At each finite point the mean of it and of `half_window` finite points on either side. Near the ends both sides
+    shrink equally, so that the mean does not lag behind a slope. Points that are not finite are left out."""
+    finite = [point for point in points if math.isfinite(point.value)]
+    sums = list(accumulate((point.value for point in finite), initial=0.0))
+    means = []
+    for index, point in enumerate(finite):
+        reach = min(half_window, index, len(finite) - 1 - index)
+        means.append(CurvePoint(point.step, (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)))
+    return means
 
 
 # --- time account
@@ -137,53 +269,33 @@ _NOTES = {
     "unaccounted_s": "after the last record of an attempt that was killed, or of the one that runs",
 }
 
-_CONCEPTS = {
-    "productive_s": "train",
-    "lost_s": "fault",
-    "start_s": "start",
-    "load_s": "resume",
-    "data_s": "data",
-    "save_s": "save",
-    "validation_s": "validation",
-    "script_s": "script",
-    "end_s": "end",
-    "idle_s": "idle",
-    "unaccounted_s": "unaccounted",
-}
-"""Row -> the concept whose colour it has."""
+_CONCEPTS = {"productive_s": "train", "lost_s": "fault", "load_s": "resume"}
+"""Row -> the concept whose colour it has; of the others, that of their name."""
 
 
 def render_spent(account: TimeAccount | None) -> str:
     """The share of productive time, a bar, and a table of the rows that took any time."""
     if account is None:
         return f'<h2>{TITLE}</h2><p class="soft">It was not recorded.</p>'
-    shown = {name: seconds for name, seconds in account.rows.items() if seconds > 0}
-    rows = [
-        [ACCOUNT_WORDS[name], _render_seconds(seconds), render_share(seconds, account.wall_s), _note(name, account)]
-        for name, seconds in shown.items()
-    ]
+    rows, bar = [], []
+    for name, seconds in account.rows.items():
+        if seconds > 0:
+            share, note = render_share(seconds, account.wall_s), _NOTES.get(name, "")
+            if name == "lost_s":
+                again = f", {_render_seconds(account.repeated_s)} to do them again" if account.repeated_s else ""
+                note = f"{render_plural(account.undone_steps, 'step')} undone{again}"
+            rows.append([ACCOUNT_WORDS[name], _render_seconds(seconds), share, note])
+            colour = colour_of(_CONCEPTS.get(name, name.removesuffix("_s")))
+            bar.append(
+                f'<i style="width:{100 * seconds / account.wall_s:.3f}%;background:var(--{colour})" '
+                f'title="{escape(ACCOUNT_WORDS[name])} {share}"></i>'
+            )
     share = render_share(account.productive_s, account.wall_s)
     return (
         f"<h2>{TITLE}</h2><p>{share} of {render_time(account.wall_s)} went into steps that hold: goodput, or effective "
         "training time ratio (ETTR, arXiv 2410.21680). Rank 0's time, over all attempts.</p>"
-        f"{_bar(shown, account.wall_s)}{_table(['rank 0', 'time', 'share', ''], rows)}"
+        f'<div class="shares">{"".join(bar)}</div>{_table(["rank 0", "time", "share", ""], rows)}'
     )
-
-
-def _bar(rows: dict[str, float], wall_s: float) -> str:
-    parts = "".join(
-        f'<i style="width:{100 * seconds / wall_s:.3f}%;background:var(--{colour_of(_CONCEPTS[name])})" '
-        f'title="{escape(ACCOUNT_WORDS[name])} {render_share(seconds, wall_s)}"></i>'
-        for name, seconds in rows.items()
-    )
-    return f'<div class="shares">{parts}</div>'
-
-
-def _note(name: str, account: TimeAccount) -> str:
-    if name != "lost_s":
-        return _NOTES.get(name, "")
-    again = f", {_render_seconds(account.repeated_s)} to do them again" if account.repeated_s else ""
-    return f"{render_plural(account.undone_steps, 'step')} undone{again}"
 
 
 def _render_seconds(seconds: float) -> str:
@@ -198,39 +310,39 @@ def render_report(run: RunDir) -> str:
     """The report as HTML. Raises JobError where status.json is damaged."""
     progress = read_progress(run)
     summary, events = summarise_progress(run, progress), run.events()
-    figures = make_figures(events, progress)
-    body = "\n".join(
-        [
-            _header(summary),
-            _tiles(summary),
-            _curves(figures, progress, events),
-            _attempts(progress),
-            _left_out(summary),
-            render_spent(summary.account),
-            _predicted(predict(run, progress.attempts, events)),
-            _faults(progress),
-            _resolved(run),
-            _machine(progress),
-        ]
-    )
-    scripts = _scripts(figures, progress) if figures else ""
-    return render_document(
-        f"{summary.name} - Shardway", body, style="\n" + read_beside(__package__, "report.css"), scripts=scripts
-    )
+    figures, marks = make_figures(events, progress), find_marks(progress)
+    body = [
+        _header(summary),
+        _tiles(summary),
+        _curves(figures, marks, events),
+        _attempts(progress),
+        _left_out(summary),
+        render_spent(summary.account),
+        _predicted(predict(run, progress.attempts, events)),
+        _faults(progress),
+        _resolved(run),
+        _machine(progress),
+    ]
+    scripts, title = _scripts(figures, marks) if figures else "", f"{summary.name} - Shardway"
+    return render_document(title, "\n".join(body), style="\n" + read_beside(__package__, "report.css"), scripts=scripts)
 
 
-def _scripts(figures: Sequence[Figure], progress: RunProgress) -> str:
+def _scripts(figures: Sequence[Figure], marks: Sequence[Mark]) -> str:
     from plotly.offline import get_plotlyjs  # here, because it takes longer to import than all else together
 
     last = max((x for figure in figures for trace in figure.traces for x in trace["x"]), default=0)
     data = {
         "figures": [asdict(figure) for figure in figures],
-        "marks": [asdict(mark) for mark in find_marks(progress)],
+        "marks": [asdict(mark) for mark in marks],
         "colours": {kind: colour_of(kind) for kind in ("save", "resume", "fault")},
         "range": [0, max(1, last) * 1.01],
     }
-    script = read_beside(__package__, "report.js")
-    return f"<script>{get_plotlyjs()}</script>\n{render_data('data', data)}\n<script>\n{script}</script>\n"
+    # "<" is escaped, so that data cannot close its element.
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return (
+        f'<script>{get_plotlyjs()}</script>\n<script type="application/json" id="data">{text}</script>\n'
+        f"<script>\n{read_beside(__package__, 'report.js')}</script>\n"
+    )
 
 
 # --- head of the page
@@ -280,29 +392,26 @@ def _validation_tile(summary: RunSummary) -> list[tuple[str, ...]]:
 # --- curves
 
 
-def _curves(figures: Sequence[Figure], progress: RunProgress, events: Sequence[Event]) -> str:
+def _curves(figures: Sequence[Figure], marks: Sequence[Mark], events: Sequence[Event]) -> str:
     if not figures:
         return '<h2>Curves</h2><p class="soft">No step has been recorded yet.</p>'
-    count = count_broken_losses(events)
+    count = sum(1 for each in events if each["event"] == "step" and not math.isfinite(measured(each, "loss")))
     broken = f"<p>The loss of {render_plural(count, 'step')} was not a finite number: a gap.</p>" if count else ""
-    kinds = sorted({mark.kind for mark in find_marks(progress)}, reverse=True)
-    marks = "".join(f'<i style="color:var(--{colour_of(kind)})"></i>{kind}' for kind in kinds)
-    key = f'<p class="marks">{marks}</p>' if marks else ""
-    frames = "".join(_frame(each) for each in figures)
+    kinds = sorted({mark.kind for mark in marks}, reverse=True)
+    key = "".join(f'<i style="color:var(--{colour_of(kind)})"></i>{kind}' for kind in kinds)
+    key = f'<p class="marks">{key}</p>' if key else ""
+    frames = []  # into which the script draws
+    for figure in figures:
+        name, kind = escape(figure.name), "card figure wide" if figure.wide else "card figure"
+        button = f'<button data-log="{name}" aria-pressed="false">log axis</button>' if figure.log else ""
+        frames.append(
+            f'<div class="{kind}"><div class="bar"><h3>{escape(figure.title)}</h3>{button}</div>'
+            f'<div class="plot" id="plot-{name}"></div></div>'
+        )
     return (
         f"<h2>Curves</h2>{broken}{key}"
         "<noscript><p>The curves need JavaScript; the tables below do not.</p></noscript>"
-        f'<section class="curves">{frames}</section>'
-    )
-
-
-def _frame(figure: Figure) -> str:
-    """The frame into which the script draws a figure."""
-    name, kind = escape(figure.name), "card figure wide" if figure.wide else "card figure"
-    button = f'<button data-log="{name}" aria-pressed="false">log axis</button>' if figure.log else ""
-    return (
-        f'<div class="{kind}"><div class="bar"><h3>{escape(figure.title)}</h3>{button}</div>'
-        f'<div class="plot" id="plot-{name}"></div></div>'
+        f'<section class="curves">{"".join(frames)}</section>'
     )
 
 
@@ -332,7 +441,6 @@ def _attempts(progress: RunProgress) -> str:
 
 
 def _left_out(summary: RunSummary) -> str:
-    """The samples that the run skipped by itself; empty where there are none."""
     if not summary.left_out:
         return ""
     rows = [
@@ -344,7 +452,6 @@ def _left_out(summary: RunSummary) -> str:
 
 
 def _predicted(found: Predicted | None) -> str:
-    """The plan beside the measurement; empty where there is no plan."""
     if found is None:
         return ""
     interval, held = f"{found.low:.3g} to {found.high:.3g} s", "" if found.held else ", outside of the interval"

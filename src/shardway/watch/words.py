@@ -1,15 +1,19 @@
-"""Phrases for a run and for each of its events; plain ASCII, one line each.
+"""Phrases for a run and for each of its events (plain ASCII, one line each), and its progress as plain lines.
 
 Invariants:
 - Whatever an event holds, there is a line of plain text for it; reading never raises.
 - An unknown value reads "n/a"; a string from an event stays on one line.
+- Plain lines: the first and the last step of an attempt get one whatever the clock says; between them there is at most
+  one step line every `every_s` seconds, fewer as the run grows longer if `longest_s` allows it. A step without a line
+  costs next to nothing. This module neither prints nor sleeps.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -17,21 +21,21 @@ from typing import Any
 from shardway.rundir.events import Event
 from shardway.rundir.lineage import LOCAL, SkippedRange
 from shardway.units import render_clock, render_count
-from shardway.watch.account import TimeAccount
 from shardway.watch.facts import (
     EndedEvent,
-    FaultEvent,
     Logged,
     Save,
     Start,
     ValidatedEvent,
     number,
+    read_ending,
     read_fault,
     read_save,
+    read_start,
     text,
     whole,
 )
-from shardway.watch.progress import RunProgress
+from shardway.watch.progress import RunProgress, TimeAccount
 
 UNKNOWN = "n/a"
 
@@ -50,11 +54,8 @@ ACCOUNT_WORDS = {
 }
 """Row of an account -> its label."""
 
-REMEDIES = {"data_s": ": raise data.workers or data.prefetch"}
-"""Row of an account -> a remedy, where one is known."""
-
-_SHOWN, _WORTH_A_REMEDY = 0.01, 0.05
-"""Share of the time from which a row is named, and from which its remedy is."""
+REMEDIES = {"data_s": ": raise data.workers or data.prefetch"}  # row of an account -> a remedy, where one is known
+_SHOWN, _WORTH_A_REMEDY = 0.01, 0.05  # share of the time from which a row is named, and from which its remedy is
 
 
 def one_line(text: str) -> str:
@@ -164,13 +165,11 @@ def render_logged(logged: Logged) -> str:
 
 
 def _render_named(values: Mapping[str, float]) -> list[str]:
-    """Some values by their names."""
     shown = [f"{one_line(name)} {value:.4g}" for name, value in list(values.items())[:_MOST_NAMED]]
     return [*shown, f"and {len(values) - _MOST_NAMED} more"] if len(values) > _MOST_NAMED else shown
 
 
-_MOST_NAMED = 5
-"""How many of a script's values a line shows."""
+_MOST_NAMED = 5  # how many of a script's values a line shows
 
 
 def render_monitored(metric: str, value: float) -> str:
@@ -203,14 +202,7 @@ def render_share(part: float, whole: float) -> str:
     return f"{percent:.1f} %" if 0 < percent < 10 or 99 < percent < 100 else f"{percent:.0f} %"
 
 
-def _failed_save(event: Mapping[str, Any]) -> str:
-    retry = render_time(number(event, "retry_s"))
-    return f"not saved: {one_line(text(event, 'reason'))}; the next try is in {retry}"
-
-
 def _quarantined(event: Mapping[str, Any]) -> str:
-    """ "step-000000200 is damaged (a shard is missing) and kept as damaged-step-000000200"; on a node's own disk it is
-    not kept."""
     name, reason, kept_as = text(event, "name"), text(event, "reason"), text(event, "kept_as")
     if not kept_as:
         return one_line(f"{name} on the disks of the nodes was not used and removed ({reason})")
@@ -232,16 +224,10 @@ def render_save(save: Save) -> str:
 
 
 def _restarted(event: Mapping[str, Any]) -> str:
-    """ "starting again from step 40 (2 failures by now): rank 1 was ended by SIGKILL"."""
     step, failures = whole(event, "step"), whole(event, "failures")
     base = f"from step {step}" if step else "from the start"
     count = "" if failures in (None, 1) else f" ({failures} failures by now)"
     return one_line(f"starting again {base}{count}: {text(event, 'reason')}")
-
-
-def render_fault(fault: FaultEvent) -> str:
-    """ "fault UserError: the first sentence of what happened"."""
-    return f"fault {one_line(fault.kind)}: {one_line(fault.message)}"
 
 
 def render_ending(ending: EndedEvent) -> str:
@@ -275,18 +261,7 @@ def list_last_lines(
 
 # --- findings of the guard
 
-
-def _corruption(event: Mapping[str, Any]) -> str:
-    outcome = "two of three agreed" if event.get("decided") is True else "all three differed"
-    return (
-        f"the same passes gave different results on rank {_list(event, 'ranks')} ({_list(event, 'hosts')}): {outcome}"
-    )
-
-
-def _spike(event: Mapping[str, Any]) -> str:
-    what = "gradient norm" if text(event, "of") == "grad_norm" else text(event, "of") or "n/a"
-    value, deviations = render_number(number(event, "value"), ".4g"), render_number(number(event, "deviations"), ".1f")
-    return f"spike: {what} {value} is {deviations} deviations above the last ones"
+Words = Callable[[Mapping[str, Any]], str]
 
 
 def _rolled_back(event: Mapping[str, Any]) -> str:
@@ -296,18 +271,25 @@ def _rolled_back(event: Mapping[str, Any]) -> str:
     return f"the run went back to here after a spike in {steps} and leaves out {left_out}"
 
 
-GUARDED: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+GUARDED: Mapping[str, Words] = {
     "transient": lambda event: (
         f"passes repeated: {_numbers(event)} the first time, finite the second (a fault that has passed)"
     ),
     "step_skipped": lambda event: (
         f"no update: {_numbers(event)}; {_count(event, 'in_a_row')} skipped in a row, its samples are in the events"
     ),
-    "corruption": _corruption,
+    "corruption": lambda event: (
+        f"the same passes gave different results on rank {_list(event, 'ranks')} ({_list(event, 'hosts')}): "
+        f"{'two of three agreed' if event.get('decided') is True else 'all three differed'}"
+    ),
     "replica_differs": lambda event: (
         f"copies of weights differ on rank {_list(event, 'ranks')} ({_list(event, 'hosts')})"
     ),
-    "spike": _spike,
+    "spike": lambda event: (
+        f"spike: {'gradient norm' if event.get('of') == 'grad_norm' else text(event, 'of') or UNKNOWN} "
+        f"{render_number(number(event, 'value'), '.4g')} is {render_number(number(event, 'deviations'), '.1f')} "
+        "deviations above the last ones"
+    ),
     "rolled_back": _rolled_back,
 }
 """Name of an event -> its line."""
@@ -328,12 +310,12 @@ def _numbers(event: Mapping[str, Any]) -> str:
 
 def _count(event: Mapping[str, Any], key: str) -> str:
     found = whole(event, key)
-    return "n/a" if found is None else str(found)
+    return UNKNOWN if found is None else str(found)
 
 
 def _list(event: Mapping[str, Any], key: str) -> str:
     found = event.get(key)
-    return ", ".join(str(each) for each in found) if isinstance(found, list) and found else "n/a"
+    return ", ".join(str(each) for each in found) if isinstance(found, list) and found else UNKNOWN
 
 
 # --- one line for each event
@@ -364,46 +346,124 @@ class EventText:
     place: StepLabel
 
 
-Words = Callable[[Mapping[str, Any]], str]
-
-
-@dataclass(frozen=True)
-class _Kind:
-    words: Words
-    weight: Severity = Severity.WARNING
-    place: StepLabel = StepLabel.RUN
-
-
 def _reason(before: str = "") -> Words:
-    return lambda event: before + (one_line(text(event, "reason")) or "n/a")
+    return lambda event: before + (one_line(text(event, "reason")) or UNKNOWN)
 
 
-_KINDS: Mapping[str, _Kind] = {
-    "saved": _Kind(lambda event: render_save(read_save(event)), Severity.NEWS),
-    "save_failed": _Kind(_failed_save),
-    "save_skipped": _Kind(lambda event: f"no save: that of step {whole(event, 'saving') or 0} is still written"),
-    "background_off": _Kind(_reason("saves are waited for: "), place=StepLabel.NONE),
-    "recorded_late": _Kind(_reason("events are written again; until now: ")),
-    "checkpoint_quarantined": _Kind(_quarantined, place=StepLabel.NONE),
-    "local_checkpoints_ignored": _Kind(_reason("what the nodes have saved is left out: "), place=StepLabel.NONE),
-    "restarted": _Kind(_restarted, place=StepLabel.NONE),
-    "data_skipped": _Kind(_reason()),
-    "skip_too_late": _Kind(_reason()),
-    "deadline": _Kind(_reason("stops in time: "), Severity.NEWS, StepLabel.NONE),
-    "validation_skipped": _Kind(_reason("no validation, which would not end in time: ")),
-    "validation_stopped": _Kind(_reason("the validation was broken off: ")),
-    "validation_failed": _Kind(_reason("the validation failed: ")),
-    "loss_depends_on_cut": _Kind(_reason()),
-    "gradients_by_hand": _Kind(_reason()),
-    "data_order_noted": _Kind(_reason()),
-    "step_discarded": _Kind(lambda event: "the step after it had no data in time and does not count"),
-    "tracker_failed": _Kind(lambda event: f"the tracker {text(event, 'tracker')} {_reason()(event)}"),
-    "fault": _Kind(lambda event: render_fault(read_fault(event)), Severity.ERROR, StepLabel.NONE),
-    **{name: _Kind(render_guarded, place=StepLabel.EVENT) for name in GUARDED},
+def _render_fault(event: Mapping[str, Any]) -> str:
+    fault = read_fault(event)
+    return f"fault {one_line(fault.kind)}: {one_line(fault.message)}"
+
+
+def _render_failed_save(event: Mapping[str, Any]) -> str:
+    retry = render_time(number(event, "retry_s"))
+    return f"not saved: {one_line(text(event, 'reason'))}; the next try is in {retry}"
+
+
+_WARNING, _RUN, _NONE = Severity.WARNING, StepLabel.RUN, StepLabel.NONE
+_KINDS: Mapping[str, tuple[Words, Severity, StepLabel]] = {
+    "saved": (lambda event: render_save(read_save(event)), Severity.NEWS, _RUN),
+    "save_failed": (_render_failed_save, _WARNING, _RUN),
+    "save_skipped": (
+        lambda event: f"no save: that of step {whole(event, 'saving') or 0} is still written",
+        _WARNING,
+        _RUN,
+    ),
+    "background_off": (_reason("saves are waited for: "), _WARNING, _NONE),
+    "recorded_late": (_reason("events are written again; until now: "), _WARNING, _RUN),
+    "checkpoint_quarantined": (_quarantined, _WARNING, _NONE),
+    "local_checkpoints_ignored": (_reason("what the nodes have saved is left out: "), _WARNING, _NONE),
+    "restarted": (_restarted, _WARNING, _NONE),
+    "deadline": (_reason("stops in time: "), Severity.NEWS, _NONE),
+    "validation_skipped": (_reason("no validation, which would not end in time: "), _WARNING, _RUN),
+    "validation_stopped": (_reason("the validation was broken off: "), _WARNING, _RUN),
+    "validation_failed": (_reason("the validation failed: "), _WARNING, _RUN),
+    "step_discarded": (lambda event: "the step after it had no data in time and does not count", _WARNING, _RUN),
+    "tracker_failed": (lambda event: f"the tracker {text(event, 'tracker')} {_reason()(event)}", _WARNING, _RUN),
+    "fault": (_render_fault, Severity.ERROR, _NONE),
+    **dict.fromkeys(("data_skipped", "skip_too_late", "loss_depends_on_cut"), (_reason(), _WARNING, _RUN)),
+    **dict.fromkeys(("gradients_by_hand", "data_order_noted"), (_reason(), _WARNING, _RUN)),
+    **dict.fromkeys(GUARDED, (render_guarded, _WARNING, StepLabel.EVENT)),
 }
 
 
 def describe(event: Event) -> EventText | None:
     """The line of an event; None for one that has no line of its own, such as a step."""
-    kind = _KINDS.get(event["event"])
-    return EventText(kind.words(event), kind.weight, kind.place) if kind is not None else None
+    if event["event"] not in _KINDS:
+        return None
+    words, weight, place = _KINDS[event["event"]]
+    return EventText(words(event), weight, place)
+
+
+# --- progress as plain lines, for output that is not a terminal
+
+_SHARE = 0.02  # interval between step lines as a share of the attempt's time, within the two bounds
+
+
+class PlainLines:
+    """Turns events into lines; each line is about one thing and starts with the step where there is one."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        every_s: float = 5.0,
+        validations: Sequence[ValidatedEvent] = (),
+        longest_s: float = 5.0,
+    ) -> None:
+        self._clock = clock
+        self._every_s, self._longest_s = every_s, max(every_s, longest_s)
+        self._progress = RunProgress(validations)
+        self._began = self._next_line = clock()
+        self._is_pending = False
+
+    def lines(self, event: Event) -> list[str]:
+        """The lines for this event: none for most steps."""
+        ends = event["event"] in ("finished", "stopped", "failed", "restarted", "rolled_back")
+        before = self._flush() if ends else []
+        self._progress.update(event)
+        return before + self._lines(event)
+
+    def _lines(self, event: Event) -> list[str]:
+        match event["event"]:
+            case "started":
+                start = read_start(event)
+                self._began = self._next_line = self._clock()
+                self._is_pending = False
+                unit = "tokens" if start.counts_tokens else "samples"
+                portion = start.tokens_per_step if start.counts_tokens else start.samples_per_step
+                first = f"{render_start(start)}  {render_machine(start)}, {render_total(portion)} {unit} a step"
+                return [first, *filter(None, [render_numerics(start)])]
+            case "step":
+                self._is_pending = True
+                last = self._progress.step == self._progress.total_steps
+                return self._flush() if last or self._clock() >= self._next_line else []
+            case "validation":
+                validation = self._progress.validations[-1]
+                best = "  best so far" if validation is self._progress.best_validation else ""
+                words = render_validation(validation, self._progress.monitor.metric)
+                return [f"{self._place()}  validation  {words}{best}"]
+            case "finished" | "stopped" | "failed":
+                return [render_ending(read_ending(event))]
+        line = describe(event)
+        if line is None:
+            return []
+        own, run = f"step {whole(event, 'step') or 0}  ", f"{self._place()}  "
+        return [{StepLabel.RUN: run, StepLabel.EVENT: own, StepLabel.NONE: ""}[line.place] + line.words]
+
+    def _flush(self) -> list[str]:
+        """The line of the last step, unless it was printed."""
+        if not self._is_pending:
+            return []
+        self._is_pending, at, now = False, self._clock(), self._progress
+        self._next_line = at + min(self._longest_s, max(self._every_s, _SHARE * (at - self._began)))
+        rate = render_rate(now).rjust(len("51.2k ") + len(render_unit(now.start)))
+        return [
+            f"{self._place()}  loss {render_loss(now.loss):>7}  grad {render_number(now.last('grad_norm'), '.3f'):>6}"
+            f"  lr {render_number(now.last('lr'), '.2e')}  {rate}  {render_time(now.seconds_left)} left"
+        ]
+
+    def _place(self) -> str:
+        total = self._progress.total_steps
+        if total is None:
+            return f"step {self._progress.step}"
+        return f"step {self._progress.step:>{len(str(total))}}/{total}"

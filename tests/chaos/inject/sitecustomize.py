@@ -130,6 +130,15 @@ def _retry(seconds: float) -> Callable[[Any], None]:
     return change
 
 
+def _both(first: Callable[[Any], None] | None, second: Callable[[Any], None]) -> Callable[[Any], None]:
+    def change(module: Any) -> None:
+        if first is not None:
+            first(module)
+        second(module)
+
+    return change
+
+
 def _strike() -> None:
     number = signal.Signals[os.environ.get("SHARDWAY_TEST_STRIKE", "SIGKILL")]
     os.kill(os.getpid(), number)
@@ -192,7 +201,7 @@ def _kill_in_save(save: _Save, phase: str) -> dict[str, Callable[[Any], None]]:
 
     changes = {"shardway.checkpoint.writer": change_save}
     if phase == "staging":
-        changes["shardway.checkpoint.async_save"] = lambda module: _before(
+        changes["shardway.checkpoint.manager"] = lambda module: _before(
             module.Staging, "_buffer", lambda *arguments: save.strike(5)
         )
     if phase == "copying":
@@ -316,7 +325,8 @@ if os.environ.get("SHARDWAY_TEST_RETRY"):
     _changes["shardway.checkpoint.manager"] = _retry(float(os.environ["SHARDWAY_TEST_RETRY"]))
 _kills = os.environ.get("SHARDWAY_TEST_KILL", "").split(":", 3)
 if len(_kills) == 4 and _rank == _kills[0]:
-    _changes |= _kill_in_save(_Save(int(_kills[2]), Path(_kills[3])), _kills[1])
+    for _name, _change in _kill_in_save(_Save(int(_kills[2]), Path(_kills[3])), _kills[1]).items():
+        _changes[_name] = _both(_changes.get(_name), _change)
 _harms = os.environ.get("SHARDWAY_TEST_HARM", "").split(":", 3)
 if len(_harms) == 4 and _rank == _harms[0]:
     _changes["shardway.train.step"] = _harm(_harms[1], int(_harms[2]), Path(_harms[3]))

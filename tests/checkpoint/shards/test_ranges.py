@@ -10,17 +10,28 @@ from pathlib import Path
 import pytest
 
 from shardway.checkpoint import file_format
-from shardway.checkpoint.file_format import Range, checksum_bytes, checksum_file, read_ranges
+from shardway.checkpoint.file_format import BlockReader, Damaged, FileChecksum, checksum_bytes, checksum_file
 
 BLOCK, STEP = 64, 16
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (file_format, file_format):
-        monkeypatch.setattr(module, "BLOCK", BLOCK)
-        monkeypatch.setattr(module, "STEP", STEP)
-    monkeypatch.setattr(file_format, "MOST_PIECES", 3)
+    monkeypatch.setattr(file_format, "BLOCK", BLOCK)
+    monkeypatch.setattr(file_format, "STEP", STEP)
+
+
+def read(folder: Path, checksum: FileChecksum, ranges: list[tuple[int, memoryview]], *, whole: bool) -> str | None:
+    """Ranges of the file f, and the rest of it if it is to be read whole; what is damaged."""
+    reader = BlockReader(folder, {"f": checksum}, held=1)
+    try:
+        for at, target in ranges:
+            reader.read("f", at, target)
+        if whole:
+            reader.verify_rest("f")
+    except Damaged as damage:
+        return "; ".join(damage.reasons)
+    return None
 
 
 def cut(rng: random.Random, size: int) -> list[tuple[int, int]]:
@@ -36,17 +47,10 @@ def test_what_is_wanted_comes_as_it_is(seed: int, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(content)
     places = cut(rng, len(content))
     memories = [bytearray(end - first) for first, end in places]
-    finished: list[int] = []
-
-    def wanted(number: int) -> Range:
-        first, end = places[number]
-        return Range(first, end - first, lambda: memoryview(memories[number]), lambda: finished.append(number))
-
-    found = [wanted(number) for number in rng.sample(range(len(places)), len(places))]
-    assert read_ranges(tmp_path, "f", checksum_bytes(content), found, whole=bool(seed % 2)) is None
+    order = rng.sample(range(len(places)), len(places))
+    found = [(places[number][0], memoryview(memories[number])) for number in order]
+    assert read(tmp_path, checksum_bytes(content), found, whole=bool(seed % 2)) is None
     assert [bytes(memory) for memory in memories] == [content[first:end] for first, end in places]
-    if content:
-        assert sorted(finished) == list(range(len(places)))
 
 
 def flip(rng: random.Random, data: bytearray) -> None:
@@ -80,7 +84,7 @@ def test_every_change_is_found(change: Callable[[random.Random, bytearray], None
         data = bytearray(content)
         change(rng, data)
         (tmp_path / "f").write_bytes(data)
-        damage = read_ranges(tmp_path, "f", checksum_bytes(content), [], whole=True)
+        damage = read(tmp_path, checksum_bytes(content), [], whole=True)
         assert damage is not None, seed
         assert damage.startswith("f has " if len(data) != len(content) else "the content of f has changed"), damage
 
@@ -91,30 +95,26 @@ def test_no_more_is_read_than_the_blocks_around_what_is_wanted(tmp_path: Path) -
     content[5 * BLOCK] ^= 1
     (tmp_path / "f").write_bytes(content)
     memory = bytearray(BLOCK)
-    before, around = ([Range(at, BLOCK, lambda: memoryview(memory))] for at in (3 * BLOCK + 7, 4 * BLOCK + 7))
-    assert read_ranges(tmp_path, "f", seals, before, whole=False) is None
+    before, around = ([(at, memoryview(memory))] for at in (3 * BLOCK + 7, 4 * BLOCK + 7))
+    assert read(tmp_path, seals, before, whole=False) is None
     assert bytes(memory) == bytes(content[3 * BLOCK + 7 : 4 * BLOCK + 7])
-    told = read_ranges(tmp_path, "f", seals, around, whole=False)
+    told = read(tmp_path, seals, around, whole=False)
     assert told == f"the content of f has changed (the checksum of its bytes {5 * BLOCK} to {6 * BLOCK} is another)"
 
 
 def test_what_is_not_whole_is_not_handed_on(tmp_path: Path) -> None:
     content = bytes(3 * BLOCK)
     (tmp_path / "f").write_bytes(content[:-1] + b"x")
-    finished: list[str] = []
-
-    def wanted(name: str, at: int) -> Range:
-        return Range(at, BLOCK, lambda: memoryview(bytearray(BLOCK)), lambda: finished.append(name))
-
-    found = [wanted("first", 0), wanted("across", BLOCK + 9)]
-    assert read_ranges(tmp_path, "f", checksum_bytes(content), found, whole=False) is not None
-    assert finished == ["first"]
+    first, across = bytearray(BLOCK), bytearray(b"." * BLOCK)
+    found = [(0, memoryview(first)), (BLOCK + 9, memoryview(across))]
+    assert read(tmp_path, checksum_bytes(content), found, whole=False) is not None
+    assert first == bytes(BLOCK)
+    assert across[-9:] == b"." * 9  # the part of the block that differs
 
 
 def test_a_table_may_not_point_behind_the_file(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"abc")
-    beyond = [Range(1, 3, lambda: memoryview(bytearray(3)))]
-    told = read_ranges(tmp_path, "f", checksum_bytes(b"abc"), beyond, whole=False)
+    told = read(tmp_path, checksum_bytes(b"abc"), [(1, memoryview(bytearray(3)))], whole=False)
     assert told == "f has 3 bytes, and more are said to be in it"
 
 

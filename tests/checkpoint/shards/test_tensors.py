@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from runs import lone_rank
-from shardway.checkpoint.file_format import TABLE, Manifest, Special, read_table
-from shardway.checkpoint.reader import ShardSource, read_tensors
-from shardway.checkpoint.structure import put_together, take_apart
+from shardway.checkpoint.file_format import TABLE, FileChecksum, Manifest, Special, TensorTable, read_table
+from shardway.checkpoint.reader import read_tensors
+from shardway.checkpoint.state import put_together, take_apart
 from shardway.checkpoint.writer import write_tensors
 from shardway.errors import Bug
 
@@ -29,10 +29,10 @@ DTYPES = (
 )
 
 
-def saved(folder: Path, state: dict[str, object]) -> ShardSource:
+def saved(folder: Path, state: dict[str, object]) -> tuple[Path, dict[str, FileChecksum], TensorTable]:
     """A state on the disk."""
     seals = write_tensors(folder, lone_rank(), {"model": state})
-    return ShardSource(folder, seals, read_table(folder, Manifest(1, 1, {}, seals)))
+    return folder, seals, read_table(folder, Manifest(1, 1, {}, seals))
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -46,7 +46,7 @@ def test_bits_survive(dtype: torch.dtype, tmp_path: Path) -> None:
     state = {"whole": numbers, "one": numbers[0, 0, 0], "none": numbers[:0], "turned": numbers.permute(2, 0, 1)}
     source = saved(tmp_path, dict(state))
     again = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    assert read_tensors(source, {"model": again}) == []
+    assert read_tensors(*source, {"model": again}) == []
     assert all(same_bits(again[name], state[name]) for name in state)
 
 
@@ -54,7 +54,7 @@ def test_a_target_may_have_gaps_or_another_format(tmp_path: Path) -> None:
     numbers = torch.arange(24.0).view(4, 6)
     source = saved(tmp_path, {"a": numbers, "b": numbers, "c": numbers})
     gaps, wide, turned = torch.zeros(4, 12)[:, ::2], torch.zeros(4, 6, dtype=torch.float64), torch.zeros(6, 4).T
-    assert read_tensors(source, {"model": {"a": gaps, "b": wide, "c": turned}}) == []
+    assert read_tensors(*source, {"model": {"a": gaps, "b": wide, "c": turned}}) == []
     assert torch.equal(gaps, numbers)
     assert torch.equal(wide, numbers.double())
     assert torch.equal(turned, numbers)
@@ -74,7 +74,7 @@ def test_files_hold_no_code(tmp_path: Path) -> None:
 def test_values_that_are_no_tensors_come_back(tmp_path: Path) -> None:
     source = saved(tmp_path, {"w": torch.ones(1), "rate": 0.1, "limit": -math.inf, "name": "ä"})
     again: dict[str, object] = {"w": torch.zeros(1), "rate": 0.0, "limit": 0.0, "name": ""}
-    assert read_tensors(source, {"model": again}) == []
+    assert read_tensors(*source, {"model": again}) == []
     assert again == {"w": torch.ones(1), "rate": 0.1, "limit": -math.inf, "name": "ä"}
 
 
@@ -89,11 +89,11 @@ def test_a_tensor_of_eight_bits_comes_back_in_its_parts(tmp_path: Path) -> None:
     state.copy_(torch.rand(4, 512))
     source = saved(tmp_path, {"v": state})
     again = eight.OptimState8bit.zeros((4, 512), signed=False)
-    assert read_tensors(source, {"model": {"v": again}}) == []
+    assert read_tensors(*source, {"model": {"v": again}}) == []
     assert same_bits(again.codes, state.codes)
     assert same_bits(again.scale, state.scale)
     plain = torch.zeros(4, 512)
-    assert read_tensors(source, {"model": {"v": plain}}) == []
+    assert read_tensors(*source, {"model": {"v": plain}}) == []
     assert torch.equal(plain, state.dequantize())
 
 

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from shardway.checkpoint.import_match import Match, match_source, open_source
-from shardway.checkpoint.import_sources import Described, ForeignSource
+from shardway.checkpoint.import_weights import Described, ForeignSource, Match, match_source, open_source
 from shardway.errors import UserError
 from shardway.models.huggingface.own import to_huggingface_config, translate
 from shardway.models.transformer import Transformer, TransformerShape

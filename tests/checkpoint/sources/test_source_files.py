@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 
 from runs import lone_rank
 from shardway.checkpoint.file_format import Manifest, write_manifest
-from shardway.checkpoint.import_match import open_source
-from shardway.checkpoint.import_sources import ForeignSource
+from shardway.checkpoint.import_weights import ForeignSource, open_source
 from shardway.checkpoint.writer import write_tensors
 from shardway.errors import UserError
 from shardway.models.huggingface.weights import TensorRegion

@@ -36,16 +36,13 @@ class Tracker(HasSettings):
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        self.given = given
-        """Every setting of `settings`, as `track.settings` gives it or with its default."""
+        self.given = given  # every setting of `settings`, as `track.settings` gives it or with its default
 
     @abstractmethod
     def start(self, name: str, directory: Path, configuration: Mapping[str, Any], id: str | None) -> str:
-        """Begin to track a run, or go on with one; returns the id under which its next attempt goes on.
-
-        `name` and `directory` are the run's, `configuration` the resolved run file as nested tables, and `id` what an
-        earlier attempt returned, None for a new run.
-        """
+        """Begin to track a run, or go on with one; returns the id under which its next attempt goes on. `name` and
+        `directory` are the run's, `configuration` the resolved run file as nested tables, and `id` what an earlier
+        attempt returned, None for a new run."""
 
     def rewind(self, step: int) -> None:
         """What was logged of later steps does not count any more: the run goes on from `step`."""
@@ -60,13 +57,10 @@ class Tracker(HasSettings):
         """The attempt ends: "finished", "stopped" (it may go on later) or "fault"."""
 
 
-MOST_WAITING = 10_000
-"""Events that may wait for a slow tracker; what comes then is left out."""
-
-END_S = 15.0
-"""How long the end of a run waits for its trackers."""
-
+MOST_WAITING = 10_000  # events that may wait for a slow tracker; what comes then is left out
+END_S = 15.0  # how long the end of a run waits for its trackers
 _ENDS = ("finished", "stopped", "fault")
+_TAKEN = frozenset(("started", "rolled_back", "step", "validation", "logged", *_ENDS))
 _NOT_TRACKED = ("event", "time", "step", "ids", "losses", "skipped")
 
 
@@ -82,11 +76,11 @@ def values_of(event: Event) -> dict[str, float]:
             facts = event["values"]
         case _:
             return {}
-    return {name: float(value) for name, value in facts.items() if _is_number(value)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return {
+        name: float(value)
+        for name, value in facts.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 class TrackerThread:
@@ -105,7 +99,7 @@ class TrackerThread:
 
     def take(self, event: Event) -> None:
         """An event that was recorded now; returns at once."""
-        if event["event"] not in ("started", "rolled_back", *_ENDS) and not values_of(event):
+        if event["event"] not in _TAKEN:
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="shardway-trackers", daemon=True)
@@ -115,7 +109,7 @@ class TrackerThread:
         except queue.Full:
             self._left_out += 1
             if self._left_out == 1:
-                self._fail(", ".join(self._trackers), "is too slow: some values are left out")
+                self._fail(", ".join(list(self._trackers)), "is too slow: some values are left out")
 
     def take_failures(self) -> Iterator[dict[str, Any]]:
         """The facts of each failure since the last call."""
@@ -131,8 +125,10 @@ class TrackerThread:
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=END_S)
         self._thread.join(max(0.0, until - time.monotonic()))
-        if self._thread.is_alive():
-            self._fail(", ".join(self._trackers), f"is still busy after {END_S:.0f} s, and is left behind")
+        # The thread removes trackers meanwhile: a copy of what is left, which is none if it is just ending.
+        left = list(self._trackers)
+        if left and self._thread.is_alive():
+            self._fail(", ".join(left), f"is still busy after {END_S:.0f} s, and is left behind")
         self._thread = None
         for failure in self.take_failures():
             logging.getLogger("shardway").warning(f"the tracker {failure['tracker']} {failure['reason']}")
@@ -168,5 +164,5 @@ def _hand_over(event: Event, name: str, tracker: Tracker) -> None:
         tracker.rewind(int(event["step"]))
     elif event["event"] in _ENDS:
         tracker.finish(event["event"])
-    else:
-        tracker.log(int(event["step"]), values_of(event), float(event.get("time", math.nan)))
+    elif values := values_of(event):
+        tracker.log(int(event["step"]), values, float(event.get("time", math.nan)))

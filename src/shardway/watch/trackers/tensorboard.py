@@ -16,6 +16,7 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
+from ctypes import c_float
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,8 +24,7 @@ from typing import Any, BinaryIO
 from shardway.places import expand_place
 from shardway.watch.trackers.base import Tracker
 
-FOLDER = "tensorboard"
-"""Folder of the event files in the run directory, where the settings name none."""
+FOLDER = "tensorboard"  # folder of the event files in the run directory, where the settings name none
 
 
 class TensorBoard(Tracker):
@@ -46,8 +46,9 @@ class TensorBoard(Tracker):
         self._write(_event(time.time(), step + 1, _bytes(7, _varint(1 << 3) + _varint(1))))
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
+        # A value that fp32 cannot hold becomes infinite.
         rows = b"".join(
-            _bytes(1, _bytes(1, name.encode()) + _key(2, 5) + struct.pack("<f", _as_float32(value)))
+            _bytes(1, _bytes(1, name.encode()) + _key(2, 5) + struct.pack("<f", c_float(value).value))
             for name, value in values.items()
         )
         self._write(_event(time, step, _bytes(5, rows)))
@@ -61,8 +62,13 @@ class TensorBoard(Tracker):
 
 def frame(content: bytes) -> bytes:
     """A record of a content."""
+
+    def masked(data: bytes) -> bytes:
+        crc = crc32c(data)
+        return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
     length = struct.pack("<Q", len(content))
-    return length + struct.pack("<I", _masked(length)) + content + struct.pack("<I", _masked(content))
+    return length + masked(length) + content + masked(content)
 
 
 def crc32c(data: bytes) -> int:
@@ -81,11 +87,6 @@ def _crc_table() -> tuple[int, ...]:
         return value
 
     return tuple(entry(value) for value in range(256))
-
-
-def _masked(data: bytes) -> int:
-    crc = crc32c(data)
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _event(wall_time: float, step: int, what: bytes) -> bytes:
@@ -107,12 +108,3 @@ def _varint(value: int) -> bytes:
         value >>= 7
     parts.append(value)
     return bytes(parts)
-
-
-def _as_float32(value: float) -> float:
-    """The value, or the infinity of its sign where fp32 cannot hold it."""
-    try:
-        struct.pack("<f", value)
-    except OverflowError:
-        return float("inf") if value > 0 else float("-inf")
-    return value
