@@ -42,52 +42,117 @@ PREFIX = "shardway."
 class PluginGroup:
     """One kind of thing that other packages may add.
 
-    `noun` is what messages call it, `contract` the class that each of them derives from ("module:class"), `own` what
-    Shardway itself has: name -> "module:attribute". A group of files has no contract, and its entries name packages:
-    that of `name` is the file name.toml in it.
+    `noun` is what messages call it, `key` where its name is written, `contract` the class that each of them derives
+    from ("module:class"), `own` what Shardway itself has: name -> "module:attribute". A group of files has no contract,
+    and its entries name packages: that of `name` is the file name.toml in it.
     """
 
     noun: str
+    key: str
     contract: str
     own: Mapping[str, str]
 
 
-def _group(noun: str, module: str, contract: str, classes: str) -> PluginGroup:
-    pairs = (word.split("=") for word in classes.split())
-    return PluginGroup(noun, module + contract, MappingProxyType({name: module + target for name, target in pairs}))
+def _all_in(module: str, **classes: str) -> dict[str, str]:
+    return {name: f"{module}:{each}" for name, each in classes.items()}
 
+
+_SITES = sorted(path.stem for path in Path(__file__).parent.glob("sites/*.toml"))
 
 GROUPS: Mapping[str, PluginGroup] = {
-    "schedulers": _group(
-        *("scheduler", "shardway.launch.schedulers.", "base:Scheduler"),
-        "local=local:ThisMachine slurm=slurm:Slurm pbs=pbs:Pbs",
+    "schedulers": PluginGroup(
+        "scheduler",
+        "scheduler of a site profile",
+        "shardway.launch.schedulers.base:Scheduler",
+        {
+            "local": "shardway.launch.schedulers.local:ThisMachine",
+            "slurm": "shardway.launch.schedulers.slurm:Slurm",
+            "pbs": "shardway.launch.schedulers.pbs:Pbs",
+        },
     ),
-    "launchers": _group(
-        *("launcher", "shardway.launch.launchers:", "Launcher"),
-        "torchrun=Torchrun srun=Srun mpirun=Mpirun agent=Agent ft_launcher=FtLauncher",
+    "launchers": PluginGroup(
+        "launcher",
+        "launcher of a site profile, site.launcher",
+        "shardway.launch.launchers:Launcher",
+        _all_in(
+            "shardway.launch.launchers",
+            torchrun="Torchrun",
+            srun="Srun",
+            mpirun="Mpirun",
+            agent="Agent",
+            ft_launcher="FtLauncher",
+        ),
     ),
-    "containers": _group(
-        *("container runtime", "shardway.launch.containers:", "Container"),
-        "none=NoContainer pyxis=Pyxis enroot=Enroot apptainer=Apptainer podman=Podman charliecloud=Charliecloud",
+    "containers": PluginGroup(
+        "container runtime",
+        "container of a site profile, site.container",
+        "shardway.launch.containers:Container",
+        _all_in(
+            "shardway.launch.containers",
+            none="NoContainer",
+            pyxis="Pyxis",
+            enroot="Enroot",
+            apptainer="Apptainer",
+            podman="Podman",
+            charliecloud="Charliecloud",
+        ),
     ),
-    "data_sources": _group(
-        *("data source", "shardway.data.kinds:", "DataKind"),
-        "text=TextKind tokens=TokensKind arrays=ArraysKind idx=IdxKind synthetic=SyntheticKind",
+    "data_sources": PluginGroup(
+        "data source",
+        "data.kind",
+        "shardway.data.kinds:DataKind",
+        _all_in(
+            "shardway.data.kinds",
+            text="TextKind",
+            tokens="TokensKind",
+            arrays="ArraysKind",
+            idx="IdxKind",
+            synthetic="SyntheticKind",
+        ),
     ),
-    "optimizers": _group(
-        *("optimizer", "shardway.train.optim.kinds:", "OptimizerKind"),
-        "adamw=AdamWKind sgd=SGDKind adafactor=AdafactorKind adamw8bit=AdamW8bitKind muon=MuonKind",
+    "optimizers": PluginGroup(
+        "optimizer",
+        "optim.name",
+        "shardway.train.optim.kinds:OptimizerKind",
+        _all_in(
+            "shardway.train.optim.kinds",
+            adamw="AdamWKind",
+            sgd="SGDKind",
+            adafactor="AdafactorKind",
+            adamw8bit="AdamW8bitKind",
+            muon="MuonKind",
+        ),
     ),
-    "models": _group(
-        *("model", "shardway.models.build:", "ModelKind"),
-        "transformer=TransformerKind encoder_decoder=EncoderDecoderKind vit=ViTKind convnet=ConvNetKind mlp=MLPKind",
+    "models": PluginGroup(
+        "model",
+        "model.kind",
+        "shardway.models.build:ModelKind",
+        _all_in(
+            "shardway.models.build",
+            transformer="TransformerKind",
+            encoder_decoder="EncoderDecoderKind",
+            vit="ViTKind",
+            convnet="ConvNetKind",
+            mlp="MLPKind",
+        ),
     ),
-    "trackers": _group("tracker", "shardway.watch.trackers.", "base:Tracker", "tensorboard=tensorboard:TensorBoard"),
-    "accelerators": PluginGroup("catalogue of accelerators", "", {"accelerators": "shardway.hardware"}),
+    "trackers": PluginGroup(
+        "tracker",
+        "track.to",
+        "shardway.watch.trackers.base:Tracker",
+        {"tensorboard": "shardway.watch.trackers.tensorboard:TensorBoard"},
+    ),
+    "accelerators": PluginGroup(
+        "catalogue of accelerators",
+        "node.accelerator of a site profile",
+        "",
+        {"accelerators": "shardway.hardware"},
+    ),
     "sites": PluginGroup(
         "site profile",
+        "site.name",
         "",
-        dict.fromkeys(sorted(path.stem for path in Path(__file__).parent.glob("sites/*.toml")), "shardway.sites"),
+        dict.fromkeys(_SITES, "shardway.sites"),
     ),
 }
 """The groups by their names without `PREFIX`."""

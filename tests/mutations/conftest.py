@@ -6,12 +6,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from small_run import train_small
 
 from shardway import hfconfig
-from shardway.errors import UserError
 from shardway.hardware import probe
 
 _SET_BY_LAUNCHERS = ("SLURM_", "PBS_", "OMPI_", "PMI_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -25,13 +25,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("CACHE", "CONFIG", "STATE"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))
     monkeypatch.setattr(probe, "_list_nvidia_devices", tuple)
-    monkeypatch.setattr(hfconfig, "_download", _no_network)
+    monkeypatch.setattr(hfconfig, "import_extra", lambda name: SimpleNamespace(snapshot_download=_no_network))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def _no_network(hf: str, patterns: object) -> Path:
-    raise UserError(f"{hf} is not in the local cache, and the hub cannot be reached")
+def _no_network(name: str, **options: object) -> str:
+    raise OSError(f"{name} is not in the local cache, and the hub cannot be reached")
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 
 from shardway.errors import Problem
 from shardway.hardware.catalogue import load_accelerators, load_links
-from shardway.plugins import make_installed, make_own, make_plugin
+from shardway.plugins import GROUPS, make_installed, make_own, make_plugin
 from shardway.sites.schema import CPU, FactSource, SiteProfile
 from shardway.units import format_bytes, render_bytes, render_seconds
 
@@ -280,9 +280,11 @@ def _check_own(profile: SiteProfile, key: str, value: str = "", where: str = "")
     entry = f"{key}={value}" if value else key
     if entry in make_plugin("schedulers", profile.scheduler).own_keys:
         return
-    known = (*make_own("schedulers"), *make_installed("schedulers"))
-    owners = " or ".join(f'"{each.name}"' for each in known if entry in each.own_keys)
-    if owners:
+    owned = [each.name for each in make_own("schedulers") if entry in each.own_keys]
+    if owned or value not in ("", *GROUPS["launchers"].own, *GROUPS["containers"].own):  # or it is common to all
+        owned += [each.name for each in make_installed("schedulers") if entry in each.own_keys]
+    if owned:
+        owners = " or ".join(f'"{name}"' for name in owned)
         what = f'"{value}" needs scheduler {owners}' if value else f"is for scheduler {owners} only"
         remedy = "remove it, or correct the scheduler"
         yield Problem(where or key, f'{what}, and here it is "{profile.scheduler}"', remedy=remedy)
