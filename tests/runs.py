@@ -26,8 +26,7 @@ from shardway.ranks.start import Ranks
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
-from shardway.train.recipe import RunOutcome, train_run
-from shardway.train.run import Run
+from shardway.train.run import Run, RunOutcome, train_run
 from shardway.train.session import hold_session
 
 COMMON = (

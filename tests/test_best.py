@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.best import LOSS, BestResult, Monitor, parse_monitor
+from shardway.units import LOSS, BestResult, Monitor, parse_monitor
 
 NAN = math.nan
 

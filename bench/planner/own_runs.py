@@ -23,7 +23,7 @@ import torch
 
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir
-from shardway.train.recipe import train
+from shardway.train.run import train
 
 WARM_UP = 10
 COMMON = (

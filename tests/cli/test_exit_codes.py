@@ -50,7 +50,7 @@ def test_a_signal_ends_with_130(
 ) -> None:
     """Of those who heed the first one it was the second."""
     monkeypatch.setattr("sys.argv", ["shardway", verb])
-    monkeypatch.delitem(sys.modules, "shardway.train.recipe", raising=False)
+    monkeypatch.delitem(sys.modules, "shardway.train.run", raising=False)
     assert ending(KeyboardInterrupt()) == 130
     assert ending(typer.Abort()) == 130
     assert capsys.readouterr().err == f"shardway: ended at once by a {word}\n" * 2

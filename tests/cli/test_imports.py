@@ -32,7 +32,7 @@ def test_a_rank_imports_so_what_it_needs_until_its_first_step() -> None:
         "runs = []\n"
         "gc.callbacks.append(lambda phase, info: runs.append(phase))\n"
         "rank.import_all()\n"
-        "print('torch._dynamo' in sys.modules, 'shardway.train.recipe' in sys.modules, runs, gc.isenabled())\n"
+        "print('torch._dynamo' in sys.modules, 'shardway.train.run' in sys.modules, runs, gc.isenabled())\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["True", "True", "[]", "True"]

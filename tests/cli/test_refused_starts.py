@@ -21,7 +21,7 @@ from shardway.errors import ShardwayError, UserError
 from shardway.resolve.request import parse_words
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
-from shardway.train import recipe
+from shardway.train import run
 from shardway.watch.progress import read_progress
 
 LONGER = ("train.steps=4", "checkpoint.every=2 steps", "checkpoint.background=false", "optim.warmup=0 steps")
@@ -83,10 +83,10 @@ def break_with(error: BaseException, *, fresh: bool = False) -> Refuse:
         def fail(*_: object, **__: object) -> None:
             raise error
 
-        stage.monkeypatch.setattr(recipe, "build_model", fail)
+        stage.monkeypatch.setattr(run, "build_model", fail)
         request = replace(parse_words([*WORDS, "train.steps=9"]), directory=stage.run.path, fresh=fresh)
         with pytest.raises(Exception, match=str(error)):
-            recipe.train(request)
+            run.train(request)
 
     return act
 

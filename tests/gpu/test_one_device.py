@@ -25,7 +25,7 @@ from shardway.ranks.start import Ranks, StartOptions, start_ranks
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import ParallelSection
-from shardway.train.recipe import train
+from shardway.train.run import train
 
 pytestmark = pytest.mark.gpu
 

@@ -23,8 +23,7 @@ from shardway.plan.memory import StageMemory, estimate_memory, load_overheads
 from shardway.resolve.planned import case_of, shape_of_run
 from shardway.runfile.schema import RunFile
 from shardway.train.memory import count_held
-from shardway.train.recipe import train_run
-from shardway.train.run import Run
+from shardway.train.run import Run, train_run
 from speed import thinned
 
 BASE = (

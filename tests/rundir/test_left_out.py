@@ -10,7 +10,7 @@ import pytest
 
 from shardway.errors import JobError
 from shardway.rundir.directory import OWN_NAMES, RunDir
-from shardway.rundir.lineage import SkippedRange, read_left_out
+from shardway.rundir.names import SkippedRange, read_left_out
 
 ONE = SkippedRange(120, 136, 16, 30, 33, 34, "a spike in steps 33 to 34", 1.5)
 TWO = SkippedRange(200, 240, 40, 50, 58, 60, "a spike in steps 58 to 60", 2.5)

@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardway.rundir.lineage import LOCAL, MOST, NAME, SHARED, Lineage, LineageBranch, has_line, read_line, write_line
+from shardway.rundir.names import (
+    LINE,
+    LOCAL,
+    MOST_BRANCHES,
+    SHARED,
+    Lineage,
+    LineageBranch,
+    has_line,
+    read_line,
+    write_line,
+)
 
 OLD, NEW = LineageBranch(1, 0, SHARED, "old"), LineageBranch(2, 20, LOCAL, "new")
 
@@ -47,20 +57,20 @@ def test_when_a_checkpoint_has_failed_twice(entries: list[LineageBranch], expect
 def test_it_is_kept_and_kept_short(tmp_path: Path) -> None:
     assert not has_line(tmp_path)
     line = Lineage()
-    for epoch in range(MOST + 6):
+    for epoch in range(MOST_BRANCHES + 6):
         line = line.add(LineageBranch(epoch, epoch, SHARED))
     write_line(tmp_path, line)
     assert has_line(tmp_path)
     assert read_line(tmp_path) == line
-    assert [entry.epoch for entry in line.entries] == list(range(6, MOST + 6))
-    assert len({entry.name for entry in line.entries}) == MOST
+    assert [entry.epoch for entry in line.entries] == list(range(6, MOST_BRANCHES + 6))
+    assert len({entry.name for entry in line.entries}) == MOST_BRANCHES
 
 
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"format": 2, "entries": []}', '{"format": 1, "entries": [3]}', "\0"]
 )
 def test_a_file_that_cannot_be_read_is_a_line_without_entries(tmp_path: Path, text: str) -> None:
-    (tmp_path / NAME).write_text(text)
+    (tmp_path / LINE).write_text(text)
     assert read_line(tmp_path) == Lineage()
     assert read_line(tmp_path).why_off("old", 1)
 

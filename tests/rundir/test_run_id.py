@@ -10,7 +10,7 @@ import pytest
 
 from shardway.errors import JobError
 from shardway.rundir import names
-from shardway.rundir.names import NAME, ensure_run_id, find_run_id
+from shardway.rundir.names import RUN_ID, ensure_run_id, find_run_id
 
 KNOWN = "0123456789abcdef" * 2
 
@@ -32,16 +32,16 @@ def test_what_checkpoints_say_is_taken_where_there_is_none(tmp_path: Path) -> No
 @pytest.mark.parametrize("position", [0, 31, 32, 33, 40])
 def test_a_file_that_has_changed_holds_none(position: int, tmp_path: Path) -> None:
     ensure_run_id(tmp_path, KNOWN)
-    data = bytearray((tmp_path / NAME).read_bytes())
+    data = bytearray((tmp_path / RUN_ID).read_bytes())
     data[position] ^= 1
-    (tmp_path / NAME).write_bytes(data)
+    (tmp_path / RUN_ID).write_bytes(data)
     assert find_run_id(tmp_path) == ""
     assert ensure_run_id(tmp_path, KNOWN) == find_run_id(tmp_path) == KNOWN
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"0" * 32, b"../x 00000000", b"\n"])
 def test_nor_does_one_that_never_was_an_id(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / NAME).write_bytes(content)
+    (tmp_path / RUN_ID).write_bytes(content)
     assert find_run_id(tmp_path) == ""
     assert ensure_run_id(tmp_path, "no id") not in ("", "no id")
 

@@ -30,8 +30,7 @@ from shardway.resolve.request import ResolveRequest
 from shardway.rundir.attempts import VARIABLE, Attempt, AttemptStart, Ending, Result
 from shardway.rundir.directory import RunDir
 from shardway.train import loop, session, stops
-from shardway.train.recipe import train_run
-from shardway.train.run import Run, start
+from shardway.train.run import Run, start, train_run
 from shardway.train.session import open_session
 
 SHORT = ("train.steps=8", "optim.warmup=0 steps", "model.dropout=0.1")

@@ -20,8 +20,7 @@ from shardway.ranks.start import is_out_of_memory
 from shardway.resolve.request import ResolveRequest
 from shardway.runfile.schema import ParallelSection, RecomputeSection, RunFile, TrainSection
 from shardway.train.memory import REST, advise, count_held
-from shardway.train.recipe import train_run
-from shardway.train.run import open_run
+from shardway.train.run import open_run, train_run
 from trained import make_parallel
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -207,7 +206,7 @@ SCRIPT = """
     import psutil, torch
     from pathlib import Path
     from shardway.resolve.request import ResolveRequest
-    from shardway.train.recipe import train
+    from shardway.train.run import train
     torch.set_num_threads(1)
     words = sys.argv[2:]
     train(ResolveRequest(None, tuple(words), Path(sys.argv[1]) / "small"))  # all code is loaded

@@ -13,7 +13,7 @@ from shardway.checkpoint.catalog import PassedOver, quarantine
 from shardway.errors import JobError, UserError
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir
-from shardway.train.recipe import train_run
+from shardway.train.run import train_run
 from shardway.train.session import open_session
 
 SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.every=3 steps")

@@ -16,7 +16,7 @@ import pytest
 from commands import stalling
 from runs import TINY, Died, die_at, lone_rank, open_tiny, read_named, train_tiny
 from shardway.rundir.directory import RunDir
-from shardway.train.recipe import train_run
+from shardway.train.run import train_run
 from shardway.watch.progress import TimeAccount, summarise
 
 pytestmark = pytest.mark.usefixtures("warm_starts")

@@ -15,7 +15,7 @@ from shardway.checkpoint.file_format import Manifest, _digest, read_manifest
 from shardway.errors import JobError
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir
-from shardway.rundir.names import NAME, find_run_id
+from shardway.rundir.names import RUN_ID, find_run_id
 from shardway.train.run_weights import ImportRequest, import_on, resolve_import
 
 SAVING = ("checkpoint.every=2 steps", "train.steps=4", "optim.warmup=1 steps")
@@ -29,7 +29,7 @@ def manifests(run: Path) -> list[Manifest]:
 
 def forget(run: Path) -> None:
     """As a run from before there were ids."""
-    (run / NAME).unlink()
+    (run / RUN_ID).unlink()
     for path in run.glob("checkpoints/*/manifest.json"):
         content = json.loads(path.read_text())
         del content["run"], content["xxh3"]
@@ -91,7 +91,7 @@ def test_copies_and_older_runs_go_on(rank: int, tmp_path: Path) -> None:
     (tmp_path / "moved").mkdir()
     shutil.copytree(run / "checkpoints", tmp_path / "moved/checkpoints")
     shutil.copytree(run, tmp_path / "lost")
-    (tmp_path / "lost" / NAME).unlink()
+    (tmp_path / "lost" / RUN_ID).unlink()
     shutil.copytree(run, tmp_path / "old")
     forget(tmp_path / "old")
     for name in ("moved", "lost", "old"):

@@ -11,7 +11,7 @@ import pytest
 from watch_events import BEGIN, event, started, step, write_events
 
 from shardway.rundir.directory import RunDir
-from shardway.rundir.lineage import SkippedRange
+from shardway.rundir.names import SkippedRange
 from shardway.watch.progress import GONE, BestCheckpoint, find_best_checkpoint, find_runs, summarise
 from shardway.watch.report import render_report
 from shardway.watch.words import render_skipped

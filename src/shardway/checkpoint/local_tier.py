@@ -54,8 +54,17 @@ from shardway.ranks.stop import SignalWatch
 from shardway.resolve import Resolved
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import list_names, remove_folder
-from shardway.rundir.lineage import LOCAL, LineageBranch, has_line, read_line, write_line
-from shardway.rundir.names import LocalRun, find_local_run, partial_name, step_name
+from shardway.rundir.names import (
+    LOCAL,
+    LineageBranch,
+    LocalRun,
+    find_local_run,
+    has_line,
+    partial_name,
+    read_line,
+    step_name,
+    write_line,
+)
 
 # --- which checkpoints the nodes have together
 

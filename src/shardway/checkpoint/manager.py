@@ -49,8 +49,7 @@ from shardway.plan.economy import daly_interval
 from shardway.ranks.start import Ranks, is_out_of_memory
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import remove_folder
-from shardway.rundir.lineage import LOCAL, SHARED
-from shardway.rundir.names import step_name
+from shardway.rundir.names import LOCAL, SHARED, step_name
 from shardway.watch.words import render_size
 
 # --- saves in a background thread

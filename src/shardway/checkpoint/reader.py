@@ -73,8 +73,7 @@ from shardway.checkpoint.writer import LoadPlanner
 from shardway.errors import JobError, UserError, list_some
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import START_OVER, RunDir
-from shardway.rundir.lineage import SHARED
-from shardway.rundir.names import step_name
+from shardway.rundir.names import SHARED, step_name
 
 # --- chunks of tensors
 

@@ -68,8 +68,7 @@ from shardway.ranks.start import Ranks, is_lost_contact, is_out_of_memory
 from shardway.refusals import find_remedy
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import fsync_folder, is_there, remove_folder
-from shardway.rundir.lineage import LOCAL, SHARED
-from shardway.rundir.names import find_run_id, list_steps, partial_name, step_name
+from shardway.rundir.names import LOCAL, SHARED, find_run_id, list_steps, partial_name, step_name
 from shardway.watch.words import render_size
 
 # --- plans with JSON for values that are not tensors

@@ -225,7 +225,7 @@ def run_guarded(work: Callable[[], object]) -> int:
     except ShardwayError as error:
         return report_error(error)
     except (KeyboardInterrupt, typer.Abort):
-        heeds_the_first = trains or "shardway.train.recipe" in sys.modules
+        heeds_the_first = trains or "shardway.train.run" in sys.modules
         print(f"shardway: ended at once by a {'second ' if heeds_the_first else ''}signal", file=sys.stderr)
         return EXIT_KILLED
     except SystemExit as error:

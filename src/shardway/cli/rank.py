@@ -33,7 +33,7 @@ def import_all() -> None:
     """What a rank imports until its first step, beforehand; torch's compiler too, which optimizers and DDP ask for."""
     ensure_temporary()
     with uncollected():
-        import shardway.train.recipe  # noqa: F401
+        import shardway.train.run  # noqa: F401
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
 
     def work() -> None:
         import_all()
-        from shardway.train.recipe import train
+        from shardway.train.run import train
 
         train(read_packed(sys.argv[1]))
 

@@ -225,7 +225,7 @@ def _train_here(request: ResolveRequest, resolution: Resolution) -> dict[str, An
     os.environ.setdefault("OMP_NUM_THREADS", str(resolution.resolved.values.run.threads))
     ensure_temporary()  # which the import of torch needs
     with uncollected():
-        from shardway.train.recipe import train as train_run
+        from shardway.train.run import train as train_run
 
     return asdict(train_run(request))
 

@@ -40,8 +40,7 @@ from shardway.resolve.request import Resolution, ResolveRequest
 from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL, Ending, Result
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import answers, list_missing, why_refused
-from shardway.rundir.lineage import LOCAL, read_line
-from shardway.rundir.names import find_local_run, find_run_id
+from shardway.rundir.names import LOCAL, find_local_run, find_run_id, read_line
 from shardway.runfile.schema import RunSection
 from shardway.units import render_seconds
 

@@ -40,8 +40,7 @@ from shardway.rundir.lease import (
     find_holder_host,
     signal_holder,
 )
-from shardway.rundir.lineage import LeftOutFile
-from shardway.rundir.names import list_partials, list_steps, partial_name, step_name
+from shardway.rundir.names import LeftOutFile, list_partials, list_steps, partial_name, step_name
 
 FORMAT = 1  # version of the run directory that this code writes; the newest that it reads
 FOLDER_MODE = 0o750  # mode of a new run directory: facts about data, code and machine are for its owner and group

@@ -16,12 +16,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 
-from shardway.best import LOSS, Monitor, parse_monitor
 from shardway.plugins import PluginName
 from shardway.units import (
+    LOSS,
+    Monitor,
     Span,
     parse_bytes,
     parse_cadence,
+    parse_monitor,
     parse_seconds,
     parse_span,
     render_bytes,

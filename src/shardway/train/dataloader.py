@@ -73,7 +73,7 @@ from shardway.data.sources.base import DataSource
 from shardway.data.workers import describe_shortage, fit_workers
 from shardway.errors import UserError
 from shardway.hardware.limits import count_threads, describe_few_cores
-from shardway.rundir.lineage import SkippedRange
+from shardway.rundir.names import SkippedRange
 from shardway.runfile.load import DEFAULT
 from shardway.train.loop_state import Counters
 from shardway.train.session import Session

@@ -28,7 +28,7 @@ from shardway.ranks.failure import AttemptEnd
 from shardway.ranks.heartbeat import Activity
 from shardway.ranks.stop import Interrupts
 from shardway.rundir.attempts import Ending
-from shardway.rundir.lineage import LOCAL, SkippedRange
+from shardway.rundir.names import LOCAL, SkippedRange
 from shardway.train.by_hand import BackwardCall, GradientsByHand
 from shardway.train.dataloader import report_late_spans, report_skipped
 from shardway.train.engines import Engine, OpenStep, StepCall, TakenStep, lr_of

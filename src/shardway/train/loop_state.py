@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from shardway.best import Results
 from shardway.checkpoint.manager import LeastCost, LocalPlan, RetentionPolicy
 from shardway.errors import UserError, list_some
 from shardway.plan.economy import GPU_MTBF_SECONDS
@@ -42,7 +41,7 @@ from shardway.train.held import Holdings
 from shardway.train.loss import LossScale
 from shardway.train.session import Session
 from shardway.train.validate import Validation
-from shardway.units import Span
+from shardway.units import Results, Span
 
 # --- counters
 

@@ -37,8 +37,7 @@ from shardway.checkpoint.state import CheckpointState
 from shardway.data.order import Skips
 from shardway.errors import JobError, UserError
 from shardway.rundir.directory import START_OVER, START_OVER_IN_SCRIPT, RunDir
-from shardway.rundir.lineage import LOCAL, SHARED, SkippedRange, read_left_out, read_line
-from shardway.rundir.names import step_name
+from shardway.rundir.names import LOCAL, SHARED, SkippedRange, read_left_out, read_line, step_name
 from shardway.runfile.schema import read_skips
 from shardway.train.loop_state import Counters, LoopPlan, read_counters
 from shardway.train.loss import LossScale

@@ -27,7 +27,7 @@ import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -36,14 +36,19 @@ from typing import Any, Generic, TextIO, TypeVar
 import torch
 from torch import nn
 
+from shardway.checkpoint.catalog import find_tie
 from shardway.checkpoint.state import KeptObjects
 from shardway.checkpoint.writer import check_savable
+from shardway.data.open import Data, open_described
 from shardway.data.sources.base import DataSource
 from shardway.errors import JobError, UserError
+from shardway.hfconfig import locate_model
+from shardway.models.build import build_model
 from shardway.parallel.apply import ApplyOptions, apply_parallelism
 from shardway.ranks.start import is_out_of_memory
 from shardway.ranks.stop import find_shell, report_errors, restore_hook, script_hook
 from shardway.resolve import DataFacts, Resolved
+from shardway.resolve.draft import takes_of
 from shardway.resolve.request import ResolveRequest, parse_words
 from shardway.rundir.attempts import VARIABLE as ATTEMPT
 from shardway.rundir.directory import RunDir
@@ -64,13 +69,15 @@ from shardway.train.engines import ENGINES, Engine, EngineParts, StepCall, scrip
 from shardway.train.held import HeldOptimizer, Holdings, check_several
 from shardway.train.loop import Loop
 from shardway.train.loop_state import LoopPlan
-from shardway.train.loss import LossSum
+from shardway.train.loss import LossSum, class_cross_entropy, token_cross_entropy
 from shardway.train.loss_probe import probe_loss
 from shardway.train.memory import explain_memory
+from shardway.train.optim.kinds import build_optimizer
 from shardway.train.passes import BatchSplit, let_go
 from shardway.train.session import Session, format_named, keep_formats, open_session, resolve_for_model
 from shardway.train.validate import Validation, check_metrics
 from shardway.watch.progress import read_validations
+from shardway.watch.report import render_report
 from shardway.watch.words import PlainLines, list_last_lines
 
 T = TypeVar("T")
@@ -623,3 +630,70 @@ def open_display(session: Session) -> ScriptDisplay | None:
     display = ScriptDisplay(session.directory, session.noted)
     session.recorder.show = display.show
     return display
+
+
+# --- the run that a run file describes: as a script would train it, in the loop of `Run.steps`
+
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], LossSum]] = {
+    "tokens": token_cross_entropy,
+    "images": class_cross_entropy,
+}
+"""What a model takes -> its loss."""
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """How a run ended: its directory, and the state and reason of its last event."""
+
+    directory: str
+    state: str
+    reason: str
+    step: int
+
+
+def train(request: ResolveRequest) -> RunOutcome:
+    """Train on this rank until the run is finished or asked to stop, then report. Raises ShardwayError."""
+    with open_run(request) as run:
+        outcome = train_run(run)
+        if run.is_first and run.session.recorder.is_open:
+            run.directory.write_report(render_report(run.directory))
+    return outcome
+
+
+def train_run(run: Run) -> RunOutcome:
+    """Train what the run file of an open run describes."""
+    # The data are opened by rank 0 first, which prepares the files for the others.
+    data = run.session.ranks.first_then_all(lambda: open_described(run.resolved.values))
+    run.session.settle(data.facts)
+    values = run.resolved.values
+    wants = takes_of(values.model.kind)
+    model = run.shard(_build(run, data))
+    peak_lr = run.resolved.derived.peak_lr
+    run.optimizer(lambda parameters: build_optimizer(values.optim, model, peak_lr), model)
+    validation = run.validation(data.validation, LOSSES[wants]) if data.validation is not None else None
+    for batch in run.steps(run.loader(data.train), validation=validation):
+        run.step(model, batch, LOSSES[wants])
+    status = run.directory.read_status() if run.is_first else {}
+    return RunOutcome(
+        str(run.directory.path), status.get("state", ""), status.get("reason", ""), int(status.get("step", 0))
+    )
+
+
+def _build(run: Run, data: Data) -> nn.Module:
+    """The model of the run file, on the meta device."""
+    section, facts, session = run.resolved.values.model, data.train.facts, run.session
+    if not section.hf:
+        return build_model(section, vocab=facts.vocab, sample_shape=facts.sample_shape)
+    from shardway.models.huggingface.model import build_huggingface  # needs the extra `hf`
+
+    folder = session.ranks.first_then_all(lambda: locate_model(section.hf, weights=section.hf_weights))
+    # Whether the run has a checkpoint, and whether that ties the output layer to the embedding.
+    has_checkpoint, tied = session.ranks.ask_first(lambda: (bool(session.list_saved()), find_tie(session.directory)))
+    looks = section.hf_weights and (not has_checkpoint or tied is None)  # else they are random, or in the checkpoint
+    size = int(facts.vocab or 0)
+    model = build_huggingface(folder, vocab=size, seq_len=facts.sample_shape[0], weights=looks, tied=tied)
+    if has_checkpoint:
+        model.fit = None
+    for note in model.notes if run.is_first and not has_checkpoint else ():
+        logging.getLogger("shardway").warning(note)
+    return model

@@ -27,7 +27,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardway.best import LOSS, BestResult, Monitor
 from shardway.data.batch_tree import is_pair, map_tensors
 from shardway.errors import UserError
 from shardway.parallel.axes.replicate import average_buffers
@@ -37,6 +36,7 @@ from shardway.train.loss import LossSum, fill_missing_targets
 from shardway.train.passes import SUMS, Passes, evaluating, whole_tensor
 from shardway.train.session import Session
 from shardway.train.stops import ValidationBreaks
+from shardway.units import LOSS, BestResult, Monitor
 from shardway.watch.facts import read_validation
 
 Values = dict[str, float]

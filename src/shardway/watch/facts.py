@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from shardway.best import LOSS, Monitor, parse_monitor
-from shardway.rundir.lineage import SHARED
+from shardway.rundir.names import SHARED
+from shardway.units import LOSS, Monitor, parse_monitor
 
 MOST = 2.0**63
 MOST_SECONDS = 1e12  # about thirty thousand years, before and after 1970

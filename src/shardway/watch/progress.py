@@ -23,11 +23,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shardway.best import LOSS, Monitor
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
-from shardway.rundir.lineage import SkippedRange
+from shardway.rundir.names import SkippedRange
+from shardway.units import LOSS, Monitor
 from shardway.watch.facts import (
     MOST_SECONDS,
     EndedEvent,

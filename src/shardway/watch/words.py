@@ -19,7 +19,7 @@ from enum import Enum, auto
 from typing import Any
 
 from shardway.rundir.events import Event
-from shardway.rundir.lineage import LOCAL, SkippedRange
+from shardway.rundir.names import LOCAL, SkippedRange
 from shardway.units import render_clock, render_count
 from shardway.watch.facts import (
     EndedEvent,

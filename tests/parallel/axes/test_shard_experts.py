@@ -7,7 +7,7 @@ from pathlib import Path
 from pool import ranks
 from runs import open_tiny, pool_ranks, read_column, train_alone, worst_difference
 from shardway.models.contract import held_by_rank
-from shardway.train.recipe import train_run
+from shardway.train.run import train_run
 
 MIXTURE = ("model.experts=2", "parallel.dp_replicate=1", "train.steps=8")
 

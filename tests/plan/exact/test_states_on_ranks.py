@@ -18,8 +18,7 @@ from pool import RankPool
 from runs import open_tiny, pool_ranks
 from shardway.models.contract import held_by_rank
 from shardway.resolve import Resolved
-from shardway.train.recipe import train_run
-from shardway.train.run import Run
+from shardway.train.run import Run, train_run
 from speed import picked
 
 CASES: Mapping[str, Case] = {

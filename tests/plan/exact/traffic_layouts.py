@@ -13,7 +13,7 @@ from exact_traffic import WORLD, Message, StepWork, estimate_traffic
 from runs import COMMON, open_tiny, pool_ranks
 from shardway.layout import layout_of
 from shardway.resolve import Resolved
-from shardway.train.recipe import train_run
+from shardway.train.run import train_run
 from traffic_tracer import CollectiveTracer, Sent
 
 BASE = (

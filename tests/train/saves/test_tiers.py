@@ -22,8 +22,7 @@ from shardway.errors import UserError
 from shardway.ranks.launcher import Placement
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
-from shardway.rundir.lineage import SHARED, read_line
-from shardway.rundir.names import LocalRun, find_local_run, find_run_id
+from shardway.rundir.names import SHARED, LocalRun, find_local_run, find_run_id, read_line
 from shardway.train.run import Run
 
 WORDS = ("train.steps=12", "optim.warmup=0 steps", "checkpoint.background=true", "model.dropout=0.1")
