@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 import sys
 from pathlib import Path
@@ -48,8 +49,9 @@ def test_few_calls_lie_between_the_command_and_the_script(tmp_path: Path, monkey
     def watch(frame: FrameType, event: str, called: Any) -> None:
         if event == "c_call" and called.__name__ in WRITES:
             path = frame.f_locals.get("path")
-            if isinstance(path, Path) and path.name in seen:
-                seen[path.name].append(list_frames(frame))
+            written = isinstance(path, Path) and re.fullmatch(r"(\w+\.sh)|\.(\w+\.sh)\.\w+\.tmp", path.name)
+            if written and (name := written[1] or written[2]) in seen:
+                seen[name].append(list_frames(frame))
 
     before = sys.getprofile()
     sys.setprofile(watch)
