@@ -20,8 +20,9 @@ from shardway.errors import Bug, Fenced, JobError, LateStop, ShardwayError, Site
 from shardway.ranks import failure, supervisor
 from shardway.ranks.evidence import HangEvidence
 from shardway.ranks.failure import LaunchOutcome, RankFailure, has_come_to_its_end
-from shardway.ranks.hang import HangTimeout
-from shardway.ranks.local import LocalLaunch, WarmStandby
+from shardway.ranks.hang import Hang, HangTimeout, Sighting
+from shardway.ranks.heartbeat import Activity, HeartbeatEntry
+from shardway.ranks.local import LocalLaunch, RankAssignment, WarmStandby
 from shardway.ranks.supervisor import SingleNode, build_launch, pack_request, train_local
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.attempts import Ending
@@ -480,6 +481,33 @@ def test_evidence_that_comes_while_the_watch_ends_counts(run: RunDir, monkeypatc
     launch = build_launch(resolve_request(ResolveRequest(directory=run.path), 2, 2), 2)
     outcome = supervisor.run_on_node(run, launch, None, WarmStandby(None), print_line)
     assert outcome == LaunchOutcome(evidence=evidence)
+
+
+@pytest.mark.parametrize(
+    ("world", "ranks", "names"),
+    [(2, (1,), "rank 1"), (2, (0, 1), "all ranks"), (4, (1,), "rank 3"), (4, (0, 1), "rank 2 and rank 3")],
+)
+def test_a_hang_on_any_node_names_its_ranks_by_global_numbers(
+    world: int, ranks: tuple[int, ...], names: str, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang = Hang(ranks, 9.0, 8.0, Sighting(HeartbeatEntry(9, 1, Activity.STEP, 5, 0.0)), all_alike=len(ranks) == 2)
+
+    @contextmanager
+    def watched(count: int, timeout: object, on_wake: Callable[[Hang], None], *words: object) -> Iterator[Any]:
+        on_wake(hang)
+        yield SimpleNamespace(folder=None, slowest=None, found=hang, seen=HangEvidence(silent=ranks))
+
+    monkeypatch.setattr(supervisor, "watched", watched)
+    monkeypatch.setattr(supervisor, "run_local", lambda *words: [])
+    launch = build_launch(resolve_request(ResolveRequest(directory=run.path), 2, 2), 2)
+    first, lines = world - 2, list[str]()
+    if first:
+        launch = replace(launch, assignment=RankAssignment(first, world, 1, 2, "a", 1))
+    outcome = supervisor.run_on_node(run, launch, None, WarmStandby(None), lines.append)
+    words = f"{names} did nothing for 9.0 s in a step after step 5 (more than 8.0 s means a hang)"
+    assert lines == [f"{words}, and was resumed"]
+    assert outcome.describe() == words
+    assert outcome.evidence == HangEvidence(silent=tuple(rank + first for rank in ranks))
 
 
 def test_what_keeps_ranks_from_starting_again_is_in_the_status(run: RunDir) -> None:

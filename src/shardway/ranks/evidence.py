@@ -67,7 +67,8 @@ def answer_with_stacks(folder: Path, local_rank: int) -> None:
 
 
 def ask_for_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
-    """The fault handler's output of these ranks (local rank -> process id), of those that answer within WAIT_S."""
+    """The fault handler's output of these ranks (local rank -> process id), of those that answer within
+    STACKS_WAIT_S."""
     paths = {rank: path for rank in pids if (path := folder / f"stacks-{rank}").exists()}
     for rank in paths:
         with contextlib.suppress(OSError):
@@ -332,8 +333,8 @@ def _read_own(local_rank: int) -> Record:
 
 
 def ask_for_records(folder: Path, ranks: Iterable[int]) -> HangEvidence:
-    """The records of these local ranks that answer within WAIT_S, and the ranks that do not; a rank without an open
-    pipe is not asked."""
+    """The records of these local ranks that answer within RECORD_WAIT_S, and the ranks that do not; a rank without an
+    open pipe is not asked."""
     answers: dict[int, Path] = {}
     for rank in ranks:
         with contextlib.suppress(OSError):
@@ -399,12 +400,12 @@ def explain_collectives(evidence: HangEvidence) -> tuple[str, ...]:
     """What the records show, a sentence each without a full stop, most important first; at most SHOWN."""
     known = {record.rank: record for record in evidence.records}
     named = {line.group for record in evidence.records for line in record.lines if len(line.group.ranks) > 1}
-    sentences, waits = [], []
+    sentences, waits, silent = [], [], frozenset(evidence.silent)
     for group in sorted(named, key=lambda group: (group.ranks, group.backend, group.name)):  # the same on every node
         view = _GroupView(group, known)
         if mismatch := _explain_mismatch(view):
             sentences.append(mismatch)
-        elif wait := _find_wait(view, evidence.silent):
+        elif wait := _find_wait(view, silent):
             waits.append(wait)
     # Reported are waits for ranks that wait nowhere; else a circle of waits; else those without absentees.
     waiting = {rank for wait in waits if wait.awaited for rank in wait.inside}
@@ -420,7 +421,7 @@ def explain_collectives(evidence: HangEvidence) -> tuple[str, ...]:
     sentences += [_explain_wait(wait) for wait in waits]
     if is_circle:
         sentences = [*sentences[: SHOWN - 1], CIRCLE]
-    if not set(evidence.silent) <= {rank for wait in waits for rank in wait.silent}:
+    if not silent <= {rank for wait in waits for rank in wait.silent}:
         sentences = [*sentences[: SHOWN - 1], f"{render_ranks(evidence.silent)} {SILENT}"]
     return tuple(sentences[:SHOWN])
 
@@ -495,7 +496,7 @@ class _Wait:
         return frozenset((*self.missing, *self.silent))
 
 
-def _find_wait(view: _GroupView, all_silent: Sequence[int]) -> _Wait | None:
+def _find_wait(view: _GroupView, all_silent: frozenset[int]) -> _Wait | None:
     open_ones = {rank: calls[0] for rank in view.group.ranks if (calls := find_open(view.calls(rank)))}
     if not open_ones:
         return None
@@ -508,7 +509,7 @@ def _find_wait(view: _GroupView, all_silent: Sequence[int]) -> _Wait | None:
             missing += [rank] if calls[-1].number < call.number else []
         elif rank in view.records and view.records[rank].whole:  # it has entered none
             missing += [rank] if call.number > 0 else []
-        elif rank not in silent:
+        elif rank not in all_silent:
             unknown.append(rank)
     return _Wait(view, call, inside, tuple(missing), silent, tuple(unknown))
 

@@ -351,10 +351,8 @@ def _place(environ: Environ, launcher: str, seat: RankSeat, launch: str = "") ->
 def _find_address(environ: Environ, launcher: str, seat: RankSeat) -> str:
     """The host of rank 0, under a name that every rank can use: MASTER_ADDR, else 127.0.0.1 where all ranks are on one
     node, else the first host of the scheduler's step or job."""
-    one_node, hand_over = (
-        seat.local_world == seat.world,
-        "export MASTER_ADDR with rank 0's host and hand it to every rank",
-    )
+    one_node = seat.local_world == seat.world
+    hand_over = "export MASTER_ADDR with rank 0's host and hand it to every rank"
     if environ.get("MASTER_ADDR"):
         address = parse_host(environ["MASTER_ADDR"])
         if not address:

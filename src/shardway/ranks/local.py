@@ -273,13 +273,15 @@ def run_local(
                 if (ended := processes.wait(timeout=0)) is not None:
                     break
                 time.sleep(POLL_S)
-            causes, failures = failed or ([] if is_over else list(ended.failures)[:1]), []
+            causes = failed or ([] if is_over else list(ended.failures)[:1])
+            failures = []
             for local in ended.failures:
-                process, printed = handlers[local].proc, []
+                process, printed = handlers[local].proc, list[Path]()
                 for path in map(Path, (processes.stdouts[local], processes.stderrs[local])):
                     with contextlib.suppress(OSError):  # as far as the file system answers now
-                        printed += [path] if path.is_file() and path.stat().st_size > 0 else []
-                by_agent, rank = local not in causes, assignment.first + local
+                        if path.is_file() and path.stat().st_size > 0:
+                            printed.append(path)
+                rank, by_agent = assignment.first + local, local not in causes
                 failures.append(RankFailure(rank, process.pid, process.returncode, tuple(printed), by_agent))
             return mark_oom(sorted(failures, key=lambda failure: failure.by_agent), oom_kills)
         finally:

@@ -70,8 +70,7 @@ def select_interfaces(text: str, found: Iterable[Interface], *, exact: bool) -> 
     rest = text[1:] if negated else text
     literal = exact or rest.startswith("=")
     names = tuple(name.strip() for name in rest.removeprefix("" if exact else "=").split(",") if name.strip())
-    hits = [each for each in found if (each.name in names if literal else each.name.startswith(names))]
-    return [each for each in found if each not in hits] if negated else hits
+    return [each for each in found if (each.name in names if literal else each.name.startswith(names)) != negated]
 
 
 def list_others(placement: Placement, environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -296,10 +296,8 @@ class NodeAgent:
 
         share_s = SHARE_S if count > 1 else 0.0
         try:
-            outcome = run_on_node(run, launch, hang_timeout, self.standby, self.report, exchange, share_s)
+            return run_on_node(run, launch, hang_timeout, self.standby, self.report, exchange, share_s)
         except LateStop:
             return LaunchOutcome(late=True)
         except KeyboardInterrupt:
             return LaunchOutcome(interrupted=True)
-        hang = outcome.hang.shift(first) if outcome.hang is not None else None
-        return replace(outcome, hang=hang, evidence=outcome.evidence.shift(first))

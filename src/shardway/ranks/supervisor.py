@@ -32,7 +32,7 @@ from shardway.ranks.failure import (
     report_fault,
     sign_failure,
 )
-from shardway.ranks.hang import HangTimeout, HeartbeatWatch, read_hang_timeout, watched
+from shardway.ranks.hang import Hang, HangTimeout, HeartbeatWatch, read_hang_timeout, watched
 from shardway.ranks.heartbeat import CPU_MASKS
 from shardway.ranks.local import AUTO_AFTER_S, LocalLaunch, WarmStandby, run_local
 from shardway.ranks.stop import STOP_SIGNALS, Decision, find_stop_signal
@@ -96,10 +96,19 @@ def run_on_node(
     exchange: Callable[[HeartbeatWatch, bool], bool] = lambda watch, failed: False,
     share_s: float = 0.0,
 ) -> LaunchOutcome:
-    """Run the ranks of this node to their end. Raises LateStop, KeyboardInterrupt. `exchange` is called repeatedly with
-    the watch and whether a rank has failed, and returns whether the ranks must end because of another node. `share_s`
-    is that of the watch."""
-    with watched(launch.ranks, hang_timeout, lambda hang: report(f"{hang.message}, and was resumed"), share_s) as watch:
+    """Run the ranks of this node to their end; what is reported and returned names them by global numbers. Raises
+    LateStop, KeyboardInterrupt. `exchange` is called repeatedly with the watch and whether a rank has failed, and
+    returns whether the ranks must end because of another node. `share_s` is that of the watch."""
+    place = launch.assignment
+    first, world = (0, launch.ranks) if place is None else (place.first, place.world)
+
+    def globally(hang: Hang) -> Hang:
+        return replace(hang.shift(first), all_alike=hang.all_alike and launch.ranks == world)
+
+    def report_resumed(hang: Hang) -> None:
+        report(f"{globally(hang).message}, and was resumed")
+
+    with watched(launch.ranks, hang_timeout, report_resumed, share_s) as watch:
 
         def look(failed: bool) -> bool:
             is_over = exchange(watch, failed)
@@ -109,7 +118,8 @@ def run_on_node(
         launch = replace(launch, heartbeats=watch.folder)
         failures = run_local(launch, lambda: ask_to_stop(run, report), look, standby.start)
     # Only now: until its thread has ended, the watch may still gather evidence.
-    return LaunchOutcome(tuple(failures), watch.found, watch.seen or NO_EVIDENCE)
+    found, evidence = watch.found, watch.seen or NO_EVIDENCE
+    return LaunchOutcome(tuple(failures), globally(found) if found is not None else None, evidence.shift(first))
 
 
 def ask_to_stop(run: RunDir, report: Report) -> None:

@@ -351,9 +351,11 @@ def check_interfaces(around: MachineView) -> CheckResult:
     if said:
         return good("; ".join(said))
     if not usable and around.several_nodes:
-        remedy = "in a container: start it with the host's network (podman run --network=host); else tell the site's "
-        said_alone = f"{around.host} has no interface that is up, and ranks are on several nodes"
-        return bad(said_alone, f"{remedy}support")
+        return bad(
+            f"{around.host} has no interface that is up, and ranks are on several nodes",
+            "in a container: start it with the host's network (podman run --network=host); else tell the site's "
+            "support",
+        )
     return good(f"no variable chooses; up: {usable}" if usable else "only the loopback is up")
 
 

@@ -165,7 +165,7 @@ def _estimate_checkpoint(values: RunFile, resolution: Resolution) -> float | Non
 QUICK_LIMIT_S = 4.0  # the most seconds for a check of a preflight
 
 
-def run_checks(checks: Mapping[str, DoctorCheck], around: MachineView, *, quick: bool = False) -> list[CheckResult]:
+def run_checks(table: Mapping[str, DoctorCheck], around: MachineView, *, quick: bool = False) -> list[CheckResult]:
     """The findings of the checks that this rank runs ("n/a" where one makes no sense here); what a node or machine has
     once is reported by the first rank of the node."""
     found: dict[str, CheckResult] = {}
@@ -183,7 +183,7 @@ def run_checks(checks: Mapping[str, DoctorCheck], around: MachineView, *, quick:
             found[name] = poor(text, "report this as a defect of Shardway")
 
     started = {}
-    for name, check in checks.items():
+    for name, check in table.items():
         left_out = (quick and not check.quick) or (check.deep and not around.deep)
         if left_out or not (check.where is CheckScope.RANK or around.first_of_node):
             continue
@@ -194,7 +194,7 @@ def run_checks(checks: Mapping[str, DoctorCheck], around: MachineView, *, quick:
     results = []
     for name, (thread, limit_s, deadline) in started.items():
         thread.join(max(0.0, deadline - time.monotonic()))
-        late = f"no answer within {limit_s:g} s ({checks[name].question}?)"
+        late = f"no answer within {limit_s:g} s ({table[name].question}?)"
         finding = found.get(name) or bad(late, f"look at {around.host} by hand: what this check touches hangs")
         results.append(replace(finding, check=name))
     return results

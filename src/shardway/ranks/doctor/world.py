@@ -384,7 +384,7 @@ def judge_versions(reports: Sequence[Report]) -> CheckResult:
 
 
 def judge_master(reports: Sequence[Report]) -> CheckResult:
-    """A loopback address leads every node to itself; the profile may ask for a suffix."""
+    """Whether MASTER_ADDR resolves to one address."""
     addresses = [(report.fact("master_address"), report.host) for report in reports]
     found = _by_value((str(address), host) for address, host in addresses if address is not None)
     if not found:
@@ -460,7 +460,7 @@ def judge_start(probes: Probes, hosts: Mapping[int, str]) -> CheckResult:
         return good(f"torch {first.get('torch', 'n/a')}" + (f", CUDA {first['cuda']}" if first.get("cuda") else ""))
     stages = {rank: str(found.get("stage", "python")) for rank, found in failed.items()}
     order = list(_REMEDIES)
-    rank = min(failed, key=lambda each: (*order, stages[each]).index(stages[each]))
+    rank = min(stages, key=lambda each: order.index(stages[each]) if stages[each] in order else len(order))
     stage = stages[rank]
     others = f" ({len(failed) - 1} other ranks failed too)" if len(failed) > 1 else ""
     said = f"rank {rank} on {hosts.get(rank, 'n/a')}, {stage}: {failed[rank]['error']}{others}"
