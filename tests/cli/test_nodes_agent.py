@@ -125,6 +125,21 @@ def test_a_node_without_which_others_may_go_on_ends_no_attempt(
     assert (attempt.read_result() is not None) == ends
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [{"LSF_PM_TASKID": "1"}, {"PMIX_RANK": "0"}, {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}],
+    ids=["blaunch", "prun", "an operator"],
+)
+def test_what_starts_an_agent_need_not_place_it_among_ranks(
+    variables: dict[str, str], shardway: Shardway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    ended = shardway("train", *TINY, "--dir", "run", "--nodes", "a b", "--node", "1", "--dry-run")
+    assert (ended.code, ended.out.partition("\n")[0]) == (0, "# would train with 2 rank(s) into run")
+
+
 @pytest.mark.parametrize("address", ["10.0.0.2:29600", "ssh://b", "n[1-2]", "[fd00::2]:29600"])
 def test_what_is_no_address_of_a_machine_is_told_at_once(shardway: Shardway, address: str) -> None:
     ended = shardway("train", "--dir", "run", "--nodes", f"a {address}", "--node", "0")

@@ -98,18 +98,19 @@ def _train(
 ) -> None:
     """Train as the agent of one of `nodes`, as a rank of a launcher, or with local ranks; the first process of all
     reports and shows the progress."""
-    placement = find_placement(os.environ)
-    by_hand = nproc is not None and (placement.world == 1 or (is_in_terminal(os.environ) and sys.stdin.isatty()))
-    launched = nodes is None and placement.launcher != "none" and not by_hand
-    if launched and nproc is not None:
-        raise UserError(
-            f"--nproc {nproc} starts ranks, but this process is already rank {placement.rank} of {placement.world}, "
-            f"started by {placement.launcher}: each of these would start {nproc}.\n"
-            "  To do: leave out --nproc. Agents on several nodes find each other by --nodes and --node."
-        )
-    if nodes is not None:
-        ranks, per_node, leads = len(nodes.addresses) * nodes.ranks, nodes.ranks, nodes.node == 0
+    if nodes is not None:  # an agent is no rank, so its launcher's variables need not place it among ranks
+        launched, leads = False, nodes.node == 0
+        ranks, per_node = len(nodes.addresses) * nodes.ranks, nodes.ranks
     else:
+        placement = find_placement(os.environ)
+        by_hand = nproc is not None and (placement.world == 1 or (is_in_terminal(os.environ) and sys.stdin.isatty()))
+        launched = placement.launcher != "none" and not by_hand
+        if launched and nproc is not None:
+            raise UserError(
+                f"--nproc {nproc} starts ranks, but this process is already rank {placement.rank} of "
+                f"{placement.world}, started by {placement.launcher}: each of these would start {nproc}.\n"
+                "  To do: leave out --nproc. Agents on several nodes find each other by --nodes and --node."
+            )
         ranks = placement.world if launched else nproc or 1
         per_node, leads = placement.local_world if launched else ranks, placement.rank == 0
     resolution = _resolve(request, ranks, per_node, reports=leads)
