@@ -23,7 +23,7 @@ from shardway.ranks.failure import LaunchOutcome, RankFailure, has_come_to_its_e
 from shardway.ranks.hang import Hang, HangTimeout, Sighting
 from shardway.ranks.heartbeat import Activity, HeartbeatEntry
 from shardway.ranks.local import LocalLaunch, RankAssignment, WarmStandby
-from shardway.ranks.supervisor import SingleNode, build_launch, pack_request, train_local
+from shardway.ranks.supervisor import NodeGroup, build_launch, pack_request, train_local
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.attempts import Ending
 from shardway.rundir.directory import RunDir
@@ -73,7 +73,7 @@ def train(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch, **request: A
     monkeypatch.setattr(supervisor, "run_local", play)
     words = ("run.max_restarts=0", *request.pop("overrides", ()))
     resolution = resolve_request(ResolveRequest(directory=run.path, overrides=words, **request), 2, 2)
-    return train_local(resolution, build_launch(resolution, 2), SingleNode(2, WarmStandby(None), print_line))
+    return train_local(resolution, build_launch(resolution, 2), NodeGroup(2, WarmStandby(None), print_line))
 
 
 def failing(run: RunDir, play: Play, monkeypatch: pytest.MonkeyPatch) -> ShardwayError:
@@ -425,7 +425,7 @@ def test_a_stop_before_ranks_could_hear_it_has_the_words_of_who_asked(
 
 
 @dataclass(frozen=True)
-class CalledOff(SingleNode):
+class CalledOff(NodeGroup):
     """A node group of which a stop was asked for before all nodes were there."""
 
     def start(self, run: RunDir, launch: LocalLaunch, hang_timeout: HangTimeout | None) -> LaunchOutcome:
@@ -433,7 +433,7 @@ class CalledOff(SingleNode):
 
 
 @dataclass(frozen=True)
-class Few(SingleNode):
+class Few(NodeGroup):
     """A node group of which too little is left."""
 
     def why_not_again(self) -> str:
@@ -451,7 +451,7 @@ def test_nothing_starts_again_where_too_few_nodes_are_left(run: RunDir, monkeypa
 
 
 @dataclass(frozen=True)
-class Scattered(SingleNode):
+class Scattered(NodeGroup):
     """A node group that can start once."""
 
     starts: list[int] = field(default_factory=list)

@@ -234,10 +234,10 @@ def _train_here(request: ResolveRequest, resolution: Resolution) -> dict[str, An
 def _train_local(resolution: Resolution, ranks: int) -> dict[str, Any]:
     ensure_temporary()  # which the import of torch needs
     with uncollected():
-        from shardway.ranks.supervisor import SingleNode, build_launch, open_standby, train_local
+        from shardway.ranks.supervisor import NodeGroup, build_launch, open_standby, train_local
 
     with open_standby(resolution.resolved.values.run) as standby:
-        return train_local(resolution, build_launch(resolution, ranks), SingleNode(ranks, standby, print_line))
+        return train_local(resolution, build_launch(resolution, ranks), NodeGroup(ranks, standby, print_line))
 
 
 def _print_end(outcome: dict[str, Any], as_json: bool, before: dict[str, Any]) -> None:

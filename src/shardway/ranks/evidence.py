@@ -455,7 +455,8 @@ class _GroupView:
                 return line.calls
         return ()
 
-    def __str__(self) -> str:
+    def render(self) -> str:
+        """Its ranks, and by which name and backend it goes."""
         ranks, backend, words = render_ranks(self.group.ranks), self.group.backend, self.group.words
         carried = f" ({backend})" if backend else ""
         return f"group {words} of {ranks}{carried}" if words else f"{ranks}{carried}"
@@ -475,7 +476,7 @@ def _explain_mismatch(view: _GroupView) -> str:
         if len(places) > 1:
             order = sorted(places.values(), key=lambda ranks: (len(ranks), ranks))
             text = "; ".join(f"{render_ranks(ranks)} in {_render_call(calls[ranks[0]])}" for ranks in order)
-            where = f"of {view} at number {number}"
+            where = f"of {view.render()} at number {number}"
             return f"the ranks do not call the same collectives (a mistake in the code): {where} {text}"
     return ""
 
@@ -516,7 +517,7 @@ def _find_wait(view: _GroupView, all_silent: frozenset[int]) -> _Wait | None:
 
 def _explain_wait(wait: _Wait) -> str:
     are, call, view = "is" if len(wait.inside) == 1 else "are", wait.call, wait.view
-    parts = [f"{render_ranks(wait.inside)} {are} in {_render_call(call)}, number {call.number} of {view}"]
+    parts = [f"{render_ranks(wait.inside)} {are} in {_render_call(call)}, number {call.number} of {view.render()}"]
     if wait.missing:
         by_number: dict[int, list[int]] = {}
         for rank in sorted(wait.missing):

@@ -43,8 +43,8 @@ from shardway.ranks.rendezvous import (
 )
 from shardway.ranks.stop import find_stop_signal
 from shardway.ranks.supervisor import (
+    NodeGroup,
     Report,
-    SingleNode,
     ask_to_stop,
     build_launch,
     open_standby,
@@ -81,7 +81,7 @@ def train_on_nodes(resolution: Resolution, nodes: NodeSpec, report: Report) -> d
 
 
 @dataclass(frozen=True)
-class MultiNode(SingleNode):
+class MultiNode(NodeGroup):
     """The nodes of the coordinator; `first_wait_s`: how long to wait for nodes before the first start."""
 
     resolution: Resolution

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from shardway.errors import Fenced, JobError, LateStop, ShardwayError, SiteError, UserError, render_reason
 from shardway.ranks.evidence import NO_EVIDENCE
@@ -37,7 +37,7 @@ from shardway.ranks.heartbeat import CPU_MASKS
 from shardway.ranks.local import AUTO_AFTER_S, LocalLaunch, WarmStandby, run_local
 from shardway.ranks.stop import STOP_SIGNALS, Decision, find_stop_signal
 from shardway.resolve.request import Resolution, ResolveRequest
-from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL, Ending, Result
+from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL, Attempt, Ending, Result
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import answers, list_missing, why_refused
 from shardway.rundir.names import LOCAL, find_local_run, find_run_id, read_line
@@ -130,7 +130,7 @@ def ask_to_stop(run: RunDir, report: Report) -> None:
 
 
 @dataclass(frozen=True)
-class SingleNode:
+class NodeGroup:
     """Starts the ranks, all on this machine; `ranks.nodes.MultiNode` those of several. `ranks`: the largest number."""
 
     ranks: int
@@ -150,7 +150,7 @@ class SingleNode:
 # --- starts, until the ranks end well or must not start again
 
 
-def train_local(resolution: Resolution, launch: LocalLaunch, group: SingleNode) -> dict[str, Any]:
+def train_local(resolution: Resolution, launch: LocalLaunch, group: NodeGroup) -> dict[str, Any]:
     """Train on the ranks of a node group, again after a failure if `ranks.failure` allows it. Raises the error of the
     rank that failed first in the last start."""
     run, attempt = resolution.directory, find_attempt(os.environ)
@@ -162,26 +162,10 @@ def train_local(resolution: Resolution, launch: LocalLaunch, group: SingleNode) 
             while find_stop_signal() is None and (cause := _run_once(run, launch, hang_timeout, group)) is not None:
                 failures.append(_describe_failure(resolution, cause.error))
                 began, decision = has_begun(run, mark), decide(failures, most)
-                why_not = decision.reason
-                if decision.restart:
-                    why_not = group.why_not_again()
-                    if not why_not and (refusal := why_refused(run.path)):  # the ranks would only fail again
-                        why_not = f"nothing can be written into {run.path} now ({refusal})"
+                why_not = _why_not_again(run, group) if decision.restart else decision.reason
                 is_last = not decision.restart or bool(why_not)
                 if is_last or run.stop_requested() or isinstance(cause.error, LateStop):
-                    error = cause.error
-                    if len(failures) > 1 or why_not:
-                        times = "once" if len(failures) == 1 else f"{len(failures)} times"
-                        again = f"; it is not started again: {why_not}" if why_not else ""
-                        error = type(error)(f"{error}\n  The ranks were started {times}{again}.")
-                    if run.find_writer() is None:  # else another run writes there
-                        if attempt is None:  # no rank is left to obey it; a job script reads it first
-                            run.clear_stop()
-                        if began:
-                            _mark_ended(run, "failed", render_reason(str(error)), group.report)
-                    fault = describe_error(error, out_of_memory=cause.out_of_memory)
-                    report_fault(attempt, cause.by, fault, run.read_step(), wait_s=0.0)
-                    raise error
+                    _give_up(run, cause, len(failures), why_not, attempt, began=began, report=group.report)
                 if began:
                     report_restart(run, cause.error, len(failures), failures[-1].saved_step)
                 else:
@@ -209,6 +193,40 @@ def train_local(resolution: Resolution, launch: LocalLaunch, group: SingleNode) 
             "step": status.get("step", 0),
             "restarts": len(failures),
         }
+
+
+def _why_not_again(run: RunDir, group: NodeGroup) -> str:
+    """Why the ranks would only fail again; empty if they may start once more."""
+    why_not = group.why_not_again()
+    if not why_not and (refusal := why_refused(run.path)):
+        why_not = f"nothing can be written into {run.path} now ({refusal})"
+    return why_not
+
+
+def _give_up(
+    run: RunDir,
+    cause: RootCause,
+    starts: int,
+    why_not: str,
+    attempt: Attempt | None,
+    *,
+    began: bool,
+    report: Report,
+) -> NoReturn:
+    """Record that the ranks do not start again, and raise the error of the last start."""
+    error = cause.error
+    if starts > 1 or why_not:
+        times = "once" if starts == 1 else f"{starts} times"
+        again = f"; it is not started again: {why_not}" if why_not else ""
+        error = type(error)(f"{error}\n  The ranks were started {times}{again}.")
+    if run.find_writer() is None:  # else another run writes there
+        if attempt is None:  # no rank is left to obey it; a job script reads it first
+            run.clear_stop()
+        if began:
+            _mark_ended(run, "failed", render_reason(str(error)), report)
+    fault = describe_error(error, out_of_memory=cause.out_of_memory)
+    report_fault(attempt, cause.by, fault, run.read_step(), wait_s=0.0)
+    raise error
 
 
 @contextlib.contextmanager
@@ -243,9 +261,7 @@ def _restored_if_refused(run: RunDir, *, fresh: bool) -> Iterator[int]:
         run.clear_setup_faults()
 
 
-def _run_once(
-    run: RunDir, launch: LocalLaunch, hang_timeout: HangTimeout | None, group: SingleNode
-) -> RootCause | None:
+def _run_once(run: RunDir, launch: LocalLaunch, hang_timeout: HangTimeout | None, group: NodeGroup) -> RootCause | None:
     marks = {rank: count_events(run, rank) for rank in range(group.ranks)}
     run.clear_setup_faults()
     late: LateStop | None = None
