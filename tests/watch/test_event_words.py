@@ -1,4 +1,4 @@
-"""What is news is news in both views, and has words whatever an event lacks."""
+"""An event that is shown is shown in both views, with words whatever it lacks."""
 
 from __future__ import annotations
 
