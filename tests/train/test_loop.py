@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from runs import (
     train_tiny,
 )
 from shardway.errors import JobError, UserError
+from shardway.ranks.stop import StepRequests
 from shardway.rundir.directory import RunDir
 from shardway.train import stops
 from shardway.train.loss import IGNORED, LossSum, token_cross_entropy
@@ -388,6 +389,31 @@ def test_validation_of_nothing_is_no_number(tmp_path: Path) -> None:
     found = validate(passes.parallel.call, Validation(list, mean_square), passes, lone_rank())
     assert list(found) == ["loss"]
     assert found["loss"] != found["loss"]
+
+
+def test_a_validation_that_fails_ends_its_reading() -> None:
+    """Also while the error is kept, as a notebook does: its loader processes must not stay."""
+    ended: list[bool] = []
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        try:
+            while True:
+                yield torch.ones(1, 2), torch.ones(1, 1)
+        finally:
+            ended.append(True)
+
+    def fails(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        raise ValueError("of the script")
+
+    def fetch(stream: Iterator[Any], *, breakable: bool) -> tuple[Any, bool]:
+        return next(stream), False
+
+    passes = make_passes(apply_shape(Modes(), lone_rank()), lone_rank())
+    breaks = stops.ValidationBreaks(lone_rank(), fetch, lambda missed: StepRequests())
+    with pytest.raises(ValueError, match="of the script") as kept:
+        validate(passes.parallel.call, Validation(batches, fails), passes, lone_rank(), breaks)
+    assert ended == [True]
+    assert kept.tb is not None
 
 
 @ranks(2)

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from pool import ranks
 from runs import lone_rank, open_tiny, pool_ranks, read_column, read_named
-from shardway.errors import UserError
+from shardway.errors import JobError, UserError
 from shardway.train.run import Run
 from speed import picked_pairs
 
@@ -662,3 +662,28 @@ def test_a_second_loop_goes_on_where_the_first_was_left(rank: int, words: tuple[
                         break
     assert losses["left"] == losses["whole"]
     assert len(losses["whole"]) == 8
+
+
+def test_a_finished_loop_is_saved_although_more_was_made_since(tmp_path: Path, quiet_threads: None) -> None:
+    """Nothing was saved by itself; what was made after the loop is no reason to lose what it has learnt."""
+    with open_tiny(tmp_path, lone_rank(), base=WORDS) as run:
+        model = run.shard(net())
+        run.optimizer(torch.optim.SGD, model, lr=0.1)
+        for batch in run.steps(run.loader(points(), batch_size=8)):
+            run.step(model, batch, F.mse_loss)
+        assert run.directory.checkpoint_steps() == []
+        run.optimizer(torch.optim.SGD, model, lr=0.1, name="second")
+        assert list(run.steps(run.loader(points(), batch_size=8))) == []
+        assert run.directory.checkpoint_steps() == [8]
+
+
+def test_a_finished_loop_is_saved_before_a_further_model_is_missed(tmp_path: Path, quiet_threads: None) -> None:
+    with open_tiny(tmp_path, lone_rank(), base=WORDS) as run:
+        model = run.shard(net())
+        run.optimizer(torch.optim.SGD, model, lr=0.1)
+        for batch in run.steps(run.loader(points(), batch_size=8)):
+            run.step(model, batch, F.mse_loss)
+        run.optimizer(torch.optim.SGD, run.shard(net(), name="second"), lr=0.1, name="second")
+        with pytest.raises(JobError, match=r"does not fit this model or optimizer: Missing key .*model-second"):
+            list(run.steps(run.loader(points(), batch_size=8)))
+        assert run.directory.checkpoint_steps() == [8]

@@ -395,14 +395,14 @@ class ScriptState(CheckpointState):
         names = {id(each): name for model in held.models for name, each in model.parameters()}
         optimizers = {}
         for each in held.optimizers:
-            begun = begin["optimizers"][each.name]
+            begun = begin["optimizers"].get(each.name, [])  # none of what was made after a loop that has ended
             added = [[names.get(id(p)) for p in group["params"]] for group in each.optimizer.param_groups[len(begun) :]]
             optimizers[each.name] = {"begin": begun, "now": now["optimizers"][each.name], "parameters": added}
         schedulers = {name: self._saved["schedulers"][name] for name in self.unknown}
         for name, state in now["schedulers"].items():
             schedulers[name] = {"begin": begin["schedulers"].get(name), "now": state}
         models = {
-            name: {kind: [begin["models"][name][kind], found] for kind, found in kinds.items()}
+            name: {kind: [begin["models"].get(name, {}).get(kind, []), found] for kind, found in kinds.items()}
             for name, kinds in now["models"].items()
         }
         content = {"optimizers": optimizers, "schedulers": schedulers, "models": models}

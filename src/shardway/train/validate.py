@@ -15,6 +15,7 @@ there are several ranks.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -118,7 +119,8 @@ def validate(
     batches = validation.batches()
     stream = breaks.over(batches, rows) if breaks is not None else ((data, False) for data in batches)
     next_rows = iter(rows) if rows is not None else itertools.repeat(None)
-    with evaluating(model):
+    # Closed here: an error that a notebook keeps would keep the stream open, with its loader processes.
+    with evaluating(model), contextlib.closing(stream):  # type: ignore[type-var]
         for data, missed in stream:
             any_missed = any_missed or missed
             if breaks is not None and breaks.breaks_off(missed=any_missed):
