@@ -62,14 +62,17 @@ def harm_once(module: nn.Module, how: Harm, *, backward: bool) -> None:
     handle = module.register_forward_hook(harm)
 
 
+def first_model(run: Run) -> nn.Module:
+    """The first model that the run trains."""
+    return run._held.models[0].parallel.module
+
+
 def fault_at(step: int, how: Harm = to_nan, *, rank: int = 1, backward: bool = True) -> Callable[[Run, int], None]:
     """For `before_step`: one rank computes something wrong, once, in a step."""
 
     def look(run: Run, coming: int) -> None:
         if coming == step and run.session.ranks.rank == rank:
-            linear = next(
-                module for module in run._held.models[0].parallel.module.modules() if isinstance(module, nn.Linear)
-            )  # type: ignore[union-attr]
+            linear = next(module for module in first_model(run).modules() if isinstance(module, nn.Linear))
             harm_once(linear, how, backward=backward)
 
     return look
@@ -212,9 +215,8 @@ def test_a_script_that_asks_for_nothing_has_its_passes_run_once(tmp_path: Path, 
     calls: list[int] = []
 
     def count(run: Run, step: int) -> None:
-        run._held.models[0].parallel.module.register_forward_pre_hook(
-            lambda *_: calls.append(step)
-        ) if step == 1 else None  # type: ignore[union-attr]
+        if step == 1:
+            first_model(run).register_forward_pre_hook(lambda *_: calls.append(step))
 
     with pytest.raises(JobError, match="the loss of step 2 is nan, so the weights after it are of no use"):
         train_net(tmp_path, ("train.steps=8",), count, bad_samples=(9,))

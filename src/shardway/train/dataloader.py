@@ -194,8 +194,10 @@ def _options(session: Session, loader: Loader | None = None) -> LoaderOptions:
     collate, init = (loader.collate, loader.worker_init) if loader is not None else (None, None)
     workers = data.workers
     for name, function in (("collate_fn", collate), ("worker_init_fn", init)):
+        if not workers:
+            break
         try:
-            pickle.dumps(function if workers else None)
+            pickle.dumps(function)
         except (pickle.PicklingError, AttributeError, TypeError):
             workers = 0
             session.note_once(
@@ -440,8 +442,13 @@ def _set_defaults(session: Session, given: LoaderArguments) -> None:
 
 
 _LENGTHS = (
-    *("train.steps", "train.validate_every", "checkpoint.every", "checkpoint.keep_every", "checkpoint.local_every"),
-    *("optim.warmup", "optim.decay"),
+    "train.steps",
+    "train.validate_every",
+    "checkpoint.every",
+    "checkpoint.keep_every",
+    "checkpoint.local_every",
+    "optim.warmup",
+    "optim.decay",
 )
 
 

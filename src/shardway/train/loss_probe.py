@@ -232,7 +232,10 @@ def _refill(value: Any, kept: list[Any]) -> None:
     now = list(value)
     if len(now) != len(kept) or any(a is not b for a, b in zip(now, kept, strict=True)):
         value.clear()
-        (value.update if isinstance(value, set) else value.extend)(kept)
+        if isinstance(value, set):
+            value.update(kept)
+        else:
+            value.extend(kept)
 
 
 def _names_of(code: types.CodeType) -> Iterator[str]:

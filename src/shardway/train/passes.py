@@ -145,16 +145,19 @@ class Passes:
 
     def count_averaged(self, model: nn.Module) -> int:
         """The number of ranks that gradients are averaged over: DDP does so, all else in torch sums."""
-        several = bool(self.further or self.beside)
-        wrapped = any(isinstance(each.call, DistributedDataParallel) for each in self.parallels if several)
-        return self.parallel.mesh.data_ranks if wrapped or (not several and find_copies(model) is not None) else 1
+        if self.further or self.beside:
+            wrapped = any(isinstance(each.call, DistributedDataParallel) for each in self.parallels)
+        else:
+            wrapped = find_copies(model) is not None
+        return self.parallel.mesh.data_ranks if wrapped else 1
 
     @contextlib.contextmanager
     def around(self, model: nn.Module, *, last: bool) -> Iterator[None]:
         """Around the passes of one micro-batch: each model that is updated delays communication until the last one;
         those beside send nothing."""
+        calls = [each.call for each in self.parallels] if self.further or self.beside else [model]
         with contextlib.ExitStack() as stack:
-            for call in [each.call for each in self.parallels] if self.further or self.beside else [model]:
+            for call in calls:
                 stack.enter_context(accumulating(call, last=last))
             for each in self.beside:
                 if isinstance(each.call, DistributedDataParallel) and not each.call.static_graph:

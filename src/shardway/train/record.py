@@ -116,7 +116,8 @@ class Recorder:
         if self._ranks.is_first:  # steps of earlier attempts count as repeated from now on
             earlier = read_earlier(self._directory)
             self._progress.reached = earlier.get("reached", 0)
-            self.keep(**{key: earlier[key] for key in ("reached",) if key in earlier})
+            if "reached" in earlier:
+                self.keep(reached=earlier["reached"])
         self.event("started", step=step, epoch=self._directory.epoch, **facts, **earlier)
         self._mark("started", step)
 

@@ -322,10 +322,8 @@ def import_on(ranks: Ranks, resolution: Resolution, wanted: ImportRequest) -> Im
     facts, values = data.train.facts, resolved.values
     model = _build(ranks, values, facts.vocab, facts.sample_shape, lambda: not has_own_head(source))
     match = ranks.together(lambda: match_source(source, model, wanted.prefix))
-    tensors, parameters = (
-        len(match.fit.arrangements) + len(match.buffers),
-        sum(each.numel() for each in model.parameters()),
-    )
+    tensors = len(match.fit.arrangements) + len(match.buffers)
+    parameters = sum(each.numel() for each in model.parameters())
     # Training decides on layouts and formats of products.
     text = resolved.render(lambda dotted: not is_of_layout(dotted))
     with _appearing(ranks, target) as partial:

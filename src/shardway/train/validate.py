@@ -41,6 +41,8 @@ from shardway.units import LOSS, BestResult, Monitor
 from shardway.watch.facts import read_validation
 
 Values = dict[str, float]
+LoggedValue = tuple[Any, str, int]
+"""A value that a script has logged, how ranks join it, and this rank's samples."""
 
 
 @dataclass(frozen=True)
@@ -326,9 +328,7 @@ class MetricLog:
 
     def __init__(self, ranks: Ranks, write: Callable[[int, Values], None]) -> None:
         self._ranks, self._write = ranks, write
-        self._waiting: dict[
-            tuple[int, str], tuple[Any, str, int]
-        ] = {}  # a value, how ranks join it, this rank's samples
+        self._waiting: dict[tuple[int, str], LoggedValue] = {}
 
     @property
     def is_waiting(self) -> bool:
