@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardway.launch.hosts.local import LocalHost
-from shardway.launch.runs.find import Known, forget, read_known, registry_path, remember
+from shardway.launch.runs.find import Known, find_known, forget, read_known, registry_path, remember
 from shardway.places import LENT, expand_home, expand_place, find_home, find_own_folder, folder_is_gone, list_unset
 
 
@@ -52,6 +52,22 @@ def test_a_home_that_is_not_set_is_looked_up(home: str | None, monkeypatch: pyte
     if home is not None:
         monkeypatch.setenv("HOME", home)
     assert str(find_home()) == pwd.getpwuid(os.getuid()).pw_dir
+
+
+def test_only_runs_of_the_name_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other runs may be on file servers that do not answer."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    looked: list[Path] = []
+
+    def is_run(path: Path) -> bool:
+        looked.append(path)
+        return path == tmp_path / "a"
+
+    monkeypatch.setattr("shardway.launch.runs.find.is_run", is_run)
+    for name in ("a", "b"):
+        remember(Known(str(tmp_path / name)))
+    assert find_known("a") == Known(str(tmp_path / "a"))
+    assert tmp_path / "b" not in looked
 
 
 def test_folders_are_those_of_the_specification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 from job_cases import Cluster, chained, make_job
 
 from shardway.errors import SiteError, UserError
-from shardway.launch.hosts.base import Done
+from shardway.launch.hosts.base import Done, HostUnreachable
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.job import Job
 from shardway.launch.runs.job_status import read_ledger
@@ -288,6 +288,26 @@ def test_a_job_whose_id_cannot_be_noted_is_not_lost(bench: Bench) -> None:
     found = bench.submitter.recover(bench.job, last)
     assert found is not None
     assert (found.job, bench.queue) == ("101", ["101"])
+
+
+class Cut(LocalHost):
+    """sbatch takes the job and says that its controller is down; then the connection breaks where the job is noted."""
+
+    def run(self, words: Sequence[str], *, timeout_s: float = 30.0, stdin: str = "") -> Done:
+        done = super().run(words, timeout_s=timeout_s, stdin=stdin)
+        said = "sbatch: error: Unable to contact slurm controller (connect failure)"
+        return Done(tuple(words), 1, "", said) if words[0] == "sbatch" else done
+
+    def write_files(self, files: Mapping[PurePosixPath, str], *, executable: Sequence[PurePosixPath] = ()) -> None:
+        if any('"job": "101"' in text for text in files.values()):
+            raise HostUnreachable("box: the connection broke")
+        super().write_files(files, executable=executable)
+
+
+def test_a_job_that_was_found_and_cannot_be_noted_is_not_submitted_again(bench: Bench) -> None:
+    with pytest.raises(HostUnreachable, match="the connection broke"):
+        Submitter(Cut(), pause=bench.pauses.append).submit(bench.job, {})
+    assert bench.queue == ["101"]
 
 
 def test_a_run_directory_that_cannot_be_made_is_told(bench: Bench) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -126,3 +127,11 @@ def test_no_value_makes_a_parser_fail(table: dict[str, Any]) -> None:
     found = pbs.describe_queues(text, "")
     assert found.get("queues", "q", "name") == "q" or found.notes[0].startswith("Queue q is left out: ")
     pbs.describe_hosts(text)
+
+
+def test_a_machine_of_many_hosts_is_described_quickly() -> None:
+    """The largest have ten thousand."""
+    text = nodes_json(**{f"n{number}": {"ncpus": 64, "ngpus": 4, "mem": "500gb"} for number in range(400)})
+    began = time.process_time()
+    assert values(pbs.describe_hosts(text))["node.accelerators_per_node"] == 4
+    assert time.process_time() - began < 2

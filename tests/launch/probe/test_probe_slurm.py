@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -225,3 +226,11 @@ def test_no_text_makes_a_parser_fail(text: str) -> None:
     slurm.parse_accounts(f"{text}|{text}|{text}|{text}")
     slurm.parse_first_node(text)
     parse_time(text)
+
+
+def test_a_machine_of_many_partitions_is_described_quickly() -> None:
+    line = "p{}|up|1-00:00:00|2|idle|n[{}]|gpu:a100:4|96|515000|f{}|2:24:2\n"
+    kinds = slurm.parse_sinfo("".join(line.format(number % 20, number, number) for number in range(200)))
+    began = time.process_time()
+    assert slurm.describe_partitions(slurm.parse_partitions("PartitionName=p1"), kinds, []).facts[0].value == "p1"
+    assert time.process_time() - began < 2

@@ -96,7 +96,7 @@ def find_known(word: str) -> Known:
         return Known(remote["run"], remote["host"])
     if is_run(Path(word)):
         return Known(word)
-    named = [known for known in _list_reachable() if word in (Path(known.run).name, known.run)]
+    named = [known for known in read_known() if word in (Path(known.run).name, known.run) and _may_be_there(known)]
     if len(named) == 1:
         return named[0]
     if named:
@@ -113,7 +113,7 @@ def find_all(folder: Path) -> list[Known]:
     """The runs in a folder here, then those that were submitted from anywhere, each once."""
     here = list_runs(folder)
     places = {("", str(path.absolute())) for path in here}
-    others = [known for known in _list_reachable() if (known.host, known.run) not in places]
+    others = [known for known in read_known() if (known.host, known.run) not in places and _may_be_there(known)]
     return [*(Known(str(path)) for path in here), *others]
 
 
@@ -127,13 +127,13 @@ def is_run(path: Path) -> bool:
     return RunDir(path).exists() or is_there(RunDir(path).attempts_folder)
 
 
-def _list_reachable() -> list[Known]:
-    """The known runs, those of this machine only if they are still there."""
-    return [known for known in read_known() if known.host or _may_be_run(Path(known.run))]
+def _may_be_there(known: Known) -> bool:
+    """Whether a known run is on another host, or still here."""
+    return known.host != "" or _may_be_run(Path(known.run))
 
 
 def _may_be_run(path: Path) -> bool:
-    """The same if a file system may be unreachable: reading that run later reports it, and the others are found."""
+    """`is_run` if a file system may be unreachable: reading that run later reports it, and the others are found."""
     try:
         return is_run(path)
     except JobError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,13 +75,13 @@ class NodeKind:
 
 def _choose_kind(kinds: Sequence[NodeKind]) -> NodeKind:
     """The kind of node that the profile describes: with accelerators before those without, then the most frequent."""
-
-    def count_alike(kind: NodeKind) -> int:
-        """Nodes of this shape in the partition that has most of them."""
-        alike = [other for other in kinds if other.shape == kind.shape]
-        return max(sum(each.count for each in alike if each.partition == other.partition) for other in alike)
-
-    return max(kinds, key=lambda kind: (kind.gpus > 0, count_alike(kind)))
+    counts = Counter[tuple[tuple[int, str, int | None], str]]()
+    for kind in kinds:
+        counts[kind.shape, kind.partition] += kind.count
+    most: dict[tuple[int, str, int | None], int] = {}  # of each shape, in the partition that has most of them
+    for (shape, _), count in counts.items():
+        most[shape] = max(most.get(shape, 0), count)
+    return max(kinds, key=lambda kind: (kind.gpus > 0, most[kind.shape]))
 
 
 def _list_node_facts(kinds: Sequence[NodeKind], command: str, request: str) -> Iterator[Fact]:
@@ -182,7 +183,8 @@ def describe_partitions(
     partitions: Sequence[Mapping[str, str]], kinds: Sequence[NodeKind], accounts: Iterable[str]
 ) -> ProbedFacts:
     """Partitions with the nodes that the profile describes, the default one first."""
-    having = {kind.partition for kind in kinds if kind.shape == _choose_kind(kinds).shape}
+    chosen = _choose_kind(kinds).shape
+    having = {kind.partition for kind in kinds if kind.shape == chosen}
     mine, command = set(accounts), "scontrol show partition"
     usable, facts, notes = [], list[Fact](), []
     for words in partitions:

@@ -267,12 +267,14 @@ class Submitter:
                     self.tell(f"{where} did not take the job: {why} Trying again for about a minute.")
                 self.pause(pause)
                 pause *= 2
+                found = ""
                 try:
-                    if found := self._find(scheduler, job):
-                        return self._note(job, submission, found, found=True)
+                    found = self._find(scheduler, job)
                 except (SchedulerSilent, HostUnreachable):
                     if unsure:
                         continue
+                if found:  # outside the `try`: a job that cannot be noted must not be submitted again
+                    return self._note(job, submission, found, found=True)
             words = scheduler.submit(str(job.folder.job_script), str(job.folder.job_log), submission.after)
             try:
                 done = self.host.run(words, timeout_s=SUBMIT_TIMEOUT_S)
