@@ -64,6 +64,14 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refuse:
     return ask
 
 
+def test_what_is_wrong_with_the_command_is_told_first(refuse: Refuse, tmp_path: Path) -> None:
+    secrets = tmp_path / "home/.config/shardway/secrets.env"
+    secrets.parent.mkdir(parents=True)
+    secrets.write_text("no variable\n")
+    said = refuse("torchrun", "program")
+    assert said.index("the command (command line)") < said.index("secrets.env, line 1")
+
+
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
     """A virtual environment with the modules of this Python but torch."""

@@ -199,7 +199,6 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
     secrets = read_secrets(host, secrets_path)
     if secrets.is_open:
         warnings.append(f"others can read {SECRETS}; close it: `chmod 600 {SECRETS}`")
-    findings.problems += secrets.list_problems()
     read = None
     program = Program(("-m", "shardway", "train", str(folder.run_file), "--dir", str(run)), meets_by_itself=True)
     if request.command:
@@ -228,6 +227,7 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
         here=sys.prefix if not host.name and sys.prefix != sys.base_prefix else "",
     )
     code = Code(request.here, snapshot, is_there=snapshot is not None or not host.name)
+    findings.problems += secrets.list_problems()
     findings.problems += list_site_problems(job_request)
     if read is not None:
         findings.problems += list_local_problems(read, job_request.shape.ranks_per_node, code)
