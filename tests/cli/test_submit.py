@@ -213,8 +213,7 @@ def test_a_mistake_is_told_before_the_queue(name: str, shardway: Shardway, golde
     assert sorted(tmp_path.rglob("*")) == before  # nothing was made
 
 
-def test_every_check_has_a_message() -> None:
-    """Every golden file has its case."""
+def test_every_golden_file_has_its_case() -> None:
     assert golden_names("submit") == {f"{name}.txt" for name in (*CASES, *REFUSALS, "idle-and-unknown")}
 
 

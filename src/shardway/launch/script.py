@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
+from shardway.errors import Bug
+
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _VARIABLE = re.compile(r"(\$[A-Za-z_][A-Za-z0-9_]*|\$\{[A-Za-z_][A-Za-z0-9_]*\})")
@@ -42,8 +44,11 @@ class ScriptSection:
 
 
 def script_lines(*rows: tuple[object, str]) -> tuple[ScriptLine, ...]:
-    """A line for each row of text and purpose; a row whose text is empty or false is left out."""
-    return tuple(ScriptLine(str(text), purpose) for text, purpose in rows if text)
+    """A line for each row of text and purpose; a row whose text is anything empty or false is left out."""
+    lines = [(text, purpose) for text, purpose in rows if text]
+    if wrong := [text for text, _ in lines if not isinstance(text, str)]:
+        raise Bug(f"a line of a script is {wrong[0]!r}; please report this")
+    return tuple(ScriptLine(str(text), purpose) for text, purpose in lines)
 
 
 def quote(word: str) -> str:

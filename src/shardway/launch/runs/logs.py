@@ -79,7 +79,7 @@ def follow_output(host: Host, attempt: Attempt, node: int | None, tell: Callable
     tick = f"tick-{secrets.token_hex(8)}"
     names = (str(attempt.result_path), str(attempt.job_log), tick, str(_TICK_S))
     part, heard, said = "", False, False
-    silent_s, gap_s, left = 0.0, FIRST_GAP_S, 0
+    since_asked_s, gap_s, left = 0.0, FIRST_GAP_S, 0
     ended: JobStatus | None = None  # without a word; where its folder says how, the lines end by themselves
     for line in host.follow(("bash", "-c", _FOLLOW, "follow", *names, *_list_files(host, attempt, node))):
         if not line.endswith(tick):
@@ -87,13 +87,13 @@ def follow_output(host: Host, attempt: Attempt, node: int | None, tell: Callable
             part, heard, said = "", True, said or _LAST_WORD.search(line) is not None
             continue
         begun = line.removesuffix(tick)  # a line that is not complete yet
-        part, heard, silent_s = part + begun, heard or begun != "", silent_s + _TICK_S
-        ask = False
+        part, heard, since_asked_s = part + begun, heard or begun != "", since_asked_s + _TICK_S
+        ask = False  # an ended job is asked for twice, since accounting lags
         if left:
             left -= 1
             ask = left == 0
-        elif not heard and silent_s >= gap_s:
-            silent_s, gap_s, ask = 0.0, min(2 * gap_s, LONGEST_GAP_S), True
+        elif not heard and since_asked_s >= gap_s:
+            since_asked_s, gap_s, ask = 0.0, min(2 * gap_s, LONGEST_GAP_S), True
         if ask:
             was_over, ended = ended is not None, _find_ended(host, attempt)
             if ended is not None and ended.entry.result is not None:

@@ -17,14 +17,14 @@ from __future__ import annotations
 import re
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from shardway.errors import SiteError
 from shardway.inherited import Family
@@ -149,8 +149,11 @@ NOTHING_ASKED = RequestedResources()
 
 Words = tuple[str, ...]
 
-Ask = Callable[..., str]
-"""Runs the words of a command for a survey: its output; empty where it fails, which is noted unless `quiet=True`."""
+
+class Ask(Protocol):
+    """Runs a command of a survey: its output; empty where it fails, which is noted unless `quiet`."""
+
+    def __call__(self, words: Sequence[str], *, quiet: bool = False) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -167,10 +167,9 @@ read_stop() {
   esac
 }
 
-# An agent that the same warning reached may have asked before, and knows only that a signal came.
 #: ask_to_stop STATE REASON: writes the stop file, which rank 0 looks for between steps; an earlier request of more than a signal stays
 ask_to_stop() {
-  case $(read_stop)-$1 in
+  case $(read_stop)-$1 in # an agent that the same warning reached knows only that a signal came
     -* | signal-deadline) printf '%s\n' "$*" | whole "$run/stop" ;;
   esac
   asked=$(read_stop | grep . || printf '%s' "$1")

@@ -49,27 +49,35 @@ RANKS, NODES, TOTAL = "site.ranks_per_node", "site.nodes", "ranks in all"
 class CommandForm:
     """A row: the words that a command begins with ("uv run"), and how to find what follows its options.
 
-    `options`: of a launcher, those without a value (any other has one); else those with a value (any other has none).
-    `counts`: option that gives a number of ranks or nodes -> the key of [site] for it. `runs_script`: a Python script
-    follows the options, which `-m` makes a module; else a command. `launcher`: the value of site.launcher that replaces
-    a launcher, if the program depends on it. `silent`: options of a launcher that the job script sets itself; other
-    dropped options are reported to the user."""
+    `flags`: a launcher's options without a value, any other has one. `values`: options of anything else that have one,
+    any other has none. `counts`: option that gives a number of ranks or nodes -> the key of [site] for it. `silent`:
+    options of a launcher that the job script sets itself; other dropped options are reported to the user.
+    `runs_script`: a Python script follows the options, which `-m` makes a module; else a command. `launcher`: the value
+    of site.launcher that replaces a launcher, if the program depends on it."""
 
     names: tuple[str, ...]
     role: Role
-    options: str = ""
+    flags: str = ""
+    values: str = ""
     counts: Mapping[str, str] = field(default_factory=dict)
     silent: str = ""
     runs_script: bool = False
     launcher: str = ""
     hint: str = ""
 
+    def takes_value(self, option: str) -> bool:
+        """Whether the next word is the option's value."""
+        if self.role is Role.LAUNCHER:
+            return option not in self.flags.split()
+        return option in self.values.split()
+
 
 _OF_MPI = CommandForm(
     ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "horovodrun"),
     Role.LAUNCHER,
-    "--oversubscribe -oversubscribe --allow-run-as-root --tag-output -tag-output --report-bindings -l -v --verbose -q",
-    {
+    flags="--oversubscribe -oversubscribe --allow-run-as-root --tag-output -tag-output --report-bindings -l -v "
+    "--verbose -q",
+    counts={
         **dict.fromkeys(("-n", "-np", "--np", "-c", "--n"), TOTAL),
         **dict.fromkeys(("-ppn", "--ppn", "-npernode", "--npernode", "-N"), RANKS),
     },
@@ -78,42 +86,42 @@ _OF_MPI = CommandForm(
 )
 
 FORMS: tuple[CommandForm, ...] = (
-    CommandForm(("env",), Role.WRAPPER, "-u --unset -C --chdir"),
+    CommandForm(("env",), Role.WRAPPER, values="-u --unset -C --chdir"),
     CommandForm(
         ("uv run",),
         Role.WRAPPER,
-        "--with --with-editable --with-requirements --extra --group --only-group --no-group -p --python --project "
-        "--directory --env-file --package --index --default-index --index-url --cache-dir --config-file -w",
+        values="--with --with-editable --with-requirements --extra --group --only-group --no-group -p --python "
+        "--project --directory --env-file --package --index --default-index --index-url --cache-dir --config-file -w",
     ),
     CommandForm(
         ("conda run", "mamba run", "micromamba run"),
         Role.WRAPPER,
-        "-n --name -p --prefix --cwd -e --env -r --root-prefix",
+        values="-n --name -p --prefix --cwd -e --env -r --root-prefix",
     ),
     CommandForm(("poetry run", "pipenv run", "pdm run", "rye run", "hatch run", "pipx run"), Role.WRAPPER),
-    CommandForm(("pixi run",), Role.WRAPPER, "-e --environment --manifest-path"),
+    CommandForm(("pixi run",), Role.WRAPPER, values="-e --environment --manifest-path"),
     CommandForm(
         ("nsys profile", "ncu", "nice", "ionice", "time", "nohup", "numactl", "taskset", "stdbuf", "setsid", "timeout"),
         Role.WRAPPER,
-        "-o --output -t --trace -n -s --sample -c -e -f --force-overwrite -w --wait -k -N -m -i",
+        values="-o --output -t --trace -n -s --sample -c -e -f --force-overwrite -w --wait -k -N -m -i",
     ),
-    CommandForm(("bash", "sh", "zsh", "dash", "ksh"), Role.SHELL, "-o +o -O"),
+    CommandForm(("bash", "sh", "zsh", "dash", "ksh"), Role.SHELL, values="-o +o -O"),
     CommandForm(
         ("torchrun", "ft_launcher"),
         Role.LAUNCHER,
-        "--standalone --no-python --run-path -m --module --use-env",
-        {"--nproc-per-node": RANKS, "--nnodes": NODES},
-        "--standalone --no-python -m --module --use-env --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf "
+        flags="--standalone --no-python --run-path -m --module --use-env",
+        counts={"--nproc-per-node": RANKS, "--nnodes": NODES},
+        silent="--standalone --no-python -m --module --use-env --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf "
         "--node-rank --master-addr --master-port --local-addr --monitor-interval --start-method --max-restarts",
         runs_script=True,
     ),
     CommandForm(
         ("accelerate launch", "accelerate-launch"),
         Role.LAUNCHER,
-        "--cpu --multi-gpu --tpu --ipex --use-deepspeed --use-fsdp --use-megatron-lm --use-xpu --quiet -q --debug -m "
-        "--module --no-python --same-network --downcast-bf16 --enable-cpu-affinity --use-parallelism-config",
-        {"--num-machines": NODES, "--num-processes": TOTAL},
-        "-m --module --no-python --multi-gpu --machine-rank --main-process-ip --main-process-port --quiet -q",
+        flags="--cpu --multi-gpu --tpu --ipex --use-deepspeed --use-fsdp --use-megatron-lm --use-xpu --quiet -q "
+        "--debug -m --module --no-python --same-network --downcast-bf16 --enable-cpu-affinity --use-parallelism-config",
+        counts={"--num-machines": NODES, "--num-processes": TOTAL},
+        silent="-m --module --no-python --multi-gpu --machine-rank --main-process-ip --main-process-port --quiet -q",
         runs_script=True,
         hint="`Accelerator()` finds its rank by itself; what else the launcher or its config file said stands in its "
         "arguments, such as Accelerator(mixed_precision=...)",
@@ -121,9 +129,9 @@ FORMS: tuple[CommandForm, ...] = (
     CommandForm(
         ("deepspeed", "deepspeed.pt"),
         Role.LAUNCHER,
-        "--module --no-python --no-local-rank --no-ssh --save-pid --force-multi --bind-cores-to-rank",
-        {"--num-gpus": RANKS, "--num-accelerators": RANKS, "--num-nodes": NODES},
-        "--module --no-python --no-local-rank --no-ssh --master-addr --master-port --hostfile -H --force-multi",
+        flags="--module --no-python --no-local-rank --no-ssh --save-pid --force-multi --bind-cores-to-rank",
+        counts={"--num-gpus": RANKS, "--num-accelerators": RANKS, "--num-nodes": NODES},
+        silent="--module --no-python --no-local-rank --no-ssh --master-addr --master-port --hostfile -H --force-multi",
         runs_script=True,
         hint="a script that asks for --local_rank finds it in the variable LOCAL_RANK",
     ),
@@ -131,9 +139,9 @@ FORMS: tuple[CommandForm, ...] = (
     CommandForm(
         ("srun",),
         Role.LAUNCHER,
-        "-l --label -u --unbuffered --exclusive --overlap --exact --pty -v --verbose -Q --quiet -s",
-        {"-n": TOTAL, "--ntasks": TOTAL, "-N": NODES, "--nodes": NODES, "--ntasks-per-node": RANKS},
-        "-l --label -u --unbuffered",
+        flags="-l --label -u --unbuffered --exclusive --overlap --exact --pty -v --verbose -Q --quiet -s",
+        counts={"-n": TOTAL, "--ntasks": TOTAL, "-N": NODES, "--nodes": NODES, "--ntasks-per-node": RANKS},
+        silent="-l --label -u --unbuffered",
         launcher="srun",
     ),
     replace(_OF_MPI, names=("aprun", "jsrun"), launcher=""),
@@ -251,7 +259,7 @@ def _split_options(words: Sequence[str], form: CommandForm) -> list[tuple[str, .
         word, name = words[at], _plain_option(words[at])
         if word == "--":
             return [*options, ("--",)]
-        has_value = (name in form.options.split()) != (form.role is Role.LAUNCHER)
+        has_value = form.takes_value(name)
         if "=" in word or _GLUED.fullmatch(word):
             has_value = False
         if word in ("-mca", "--mca", "-gmca", "--gmca"):
@@ -292,7 +300,7 @@ def _read_inner(words: Sequence[str], start: int, here: Path, nodes: int) -> Com
             if re.match(r"-(?!-).*c", inner[at]):
                 named = ((f"{os.path.basename(inner[0])} -c", inner[at + 1]),) if at + 1 < len(inner) else ()
                 return CommandRead(program, texts=named)
-            at += 2 if inner[at] in form.options.split() or re.fullmatch(r"-[a-z]+o", inner[at]) else 1
+            at += 2 if form.takes_value(inner[at]) or re.fullmatch(r"-[a-z]+o", inner[at]) else 1
         return CommandRead(program, texts=_read_text(here, inner[at]) if at < len(inner) else ())
     if inner[0].endswith(".py"):  # an executable script names its own interpreter in its first line
         path, itself = here / inner[0], False
