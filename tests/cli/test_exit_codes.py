@@ -81,6 +81,7 @@ def test_the_base_of_usage_errors_is_clicks() -> None:
     ("words", "said"),
     [
         (("frob",), "No such command 'frob'."),
+        (("trian",), "No such command 'trian'. Did you mean 'train'?"),
         (("train", "--nproc", "0"), "Invalid value for '--nproc'"),
         (("train", "--nproc", "two"), "Invalid value for '--nproc'"),
         (("train", "--frob"), "No such option: --frob"),
@@ -93,7 +94,7 @@ def test_the_base_of_usage_errors_is_clicks() -> None:
 def test_wrong_usage_is_a_users_mistake(words: tuple[str, ...], said: str, shardway: Shardway) -> None:
     ended = shardway(*words)
     assert (ended.code, ended.out) == (2, "")
-    assert ended.err.startswith(f"Usage: shardway{'' if words[0] == 'frob' else f' {words[0]}'}")
+    assert ended.err.startswith(f"Usage: shardway{'' if words[0] in ('frob', 'trian') else f' {words[0]}'}")
     assert said in ended.err
     assert "defect" not in ended.err
 

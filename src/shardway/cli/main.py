@@ -91,12 +91,16 @@ COMPUTING = ("train", "checkpoint", "rehearse")
 class Verbs(TyperGroup):
     """The group of all verbs, each made at its first use."""
 
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands: dict[str, Any] = dict.fromkeys(VERBS)  # typer suggests one of these names for a wrong one
+
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A verb, made as typer would have made it as one of many."""
-        if cmd_name in VERBS and cmd_name not in self.commands:
+        if cmd_name in VERBS and self.commands[cmd_name] is None:
             module = importlib.import_module(f"shardway.cli.{_MODULES.get(cmd_name, cmd_name)}")
             holder = typer.Typer(rich_markup_mode=None)
             if (function := getattr(module, cmd_name, None)) is None:
