@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -265,6 +266,18 @@ def test_a_wrong_catalogue_names_its_package(install: Install, change: tuple[str
 def test_every_shipped_site_is_an_entry() -> None:
     folder = Path(plugins.__file__).parent / "sites"
     assert list_shipped() == tuple(sorted(path.stem for path in folder.glob("*.toml")))
+
+
+def test_our_names_are_known_without_a_look_at_files(tmp_path: Path) -> None:
+    """As from an archive, which Python imports from too."""
+    package = Path(plugins.__file__).parent
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        for path in package.glob("*.py"):
+            archive.write(path, f"shardway/{path.name}")
+    program = "from shardway.plugins import GROUPS; print(*GROUPS['sites'].own)"
+    words = [sys.executable, "-c", f"import sys; sys.path.insert(0, 'all.zip'); {program}"]
+    told = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True, env={})
+    assert told.stdout.split() == [*plugins.GROUPS["sites"].own]
 
 
 def test_a_site_of_another_package(install: Install) -> None:

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from importlib import import_module
 from importlib.resources import files
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -57,7 +56,10 @@ def _all_in(module: str, **classes: str) -> dict[str, str]:
     return {name: f"{module}:{each}" for name, each in classes.items()}
 
 
-_SITES = sorted(path.stem for path in Path(__file__).parent.glob("sites/*.toml"))
+_SITES = (
+    *("aspire2a-plus", "dgx-slurm", "generic-pbs", "generic-slurm", "jupiter", "jureca-dc", "juwels-booster"),
+    *("laptop", "leonardo-booster", "lumi-g", "marenostrum5-acc", "param-rudra", "perlmutter"),
+)
 
 GROUPS: Mapping[str, PluginGroup] = {
     "schedulers": PluginGroup(
