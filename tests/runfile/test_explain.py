@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardway.errors import UserError
-from shardway.runfile.load import PEERS, KeyDoc, PeerName, explain_key, find_peers, load_run, search_keys
+from shardway.runfile.load import KeyDoc, PeerName, explain_key, find_peers, list_peers, load_run, search_keys
 from shardway.runfile.schema import RunFile, all_keys, sections
 
 DOCS = [doc for section in sections() for doc in explain_key(section)]
@@ -163,7 +163,7 @@ def test_the_schema_knows_the_parent() -> None:
     assert RunFile.model_json_schema()["properties"]["extends"]["type"] == "string"
 
 
-@pytest.mark.parametrize("row", PEERS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", list_peers(), ids=lambda row: row.name)
 def test_every_name_of_a_peer_leads_to_keys_of_ours(row: PeerName) -> None:
     assert set(row.keys) <= set(all_keys())
     assert row in find_peers(row.name)

@@ -99,8 +99,8 @@ def _train(
     """Train as the agent of one of `nodes`, as a rank of a launcher, or with local ranks; the first process of all
     reports and shows the progress."""
     if nodes is not None:  # an agent is no rank, so its launcher's variables need not place it among ranks
-        launched, leads = False, nodes.node == 0
-        ranks, per_node = len(nodes.addresses) * nodes.ranks, nodes.ranks
+        leads = compares = nodes.node == 0
+        launched, ranks, per_node = False, len(nodes.addresses) * nodes.ranks, nodes.ranks
     else:
         placement = find_placement(os.environ)
         by_hand = nproc is not None and (placement.world == 1 or (is_in_terminal(os.environ) and sys.stdin.isatty()))
@@ -112,7 +112,7 @@ def _train(
                 "  To do: leave out --nproc. Agents on several nodes find each other by --nodes and --node."
             )
         ranks = placement.world if launched else nproc or 1
-        per_node, leads = placement.local_world if launched else ranks, placement.rank == 0
+        per_node, leads, compares = placement.local_world if launched else ranks, placement.rank == 0, not launched
     resolution = _resolve(request, ranks, per_node, reports=leads)
     if nodes is not None:
         share.ends_attempt = leads or resolution.resolved.values.run.elastic == "off"
@@ -125,7 +125,7 @@ def _train(
         return
     if leads:
         _check_free(resolution)
-    if leads if nodes is not None else not launched:
+    if compares:
         _check_unchanged(resolution)
     agent = _import_agent() if nodes is not None else None
     written = resolution.directory.read_status()

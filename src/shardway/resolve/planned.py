@@ -9,7 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -315,13 +314,17 @@ def settle_layout(wish: OpenLayout) -> None:
 def _search(wish: OpenLayout, ranks: int, loose: frozenset[str] = frozenset(), **changes: Any) -> SearchResult | None:
     """The result of a search; None if no layout is legal. If the ranks do not divide the batch, it is also tried
     rounded up: a step takes as long as its largest share."""
-    batch, unit, legal = wish.draft.get("train.global_batch"), ranks, []
+    batch, unit, legal = wish.draft.get("train.global_batch"), ranks, list[SearchResult]()
     if not wish.is_open("micro_batch", loose):
         unit *= wish.draft.get("train.micro_batch")
     for size in dict.fromkeys((batch, ceil_div(batch, unit) * unit)):
-        with contextlib.suppress(UserError):  # the degrees that are set contradict each other or this batch
-            found = search(_ask(wish, ranks, loose, {**changes, "global_batch": size}), most=2)
-            legal += [found] if found.looked_at else []
+        try:
+            request = _ask(wish, ranks, loose, {**changes, "global_batch": size})
+        except UserError:  # the degrees that are set contradict each other or this batch
+            continue
+        found = search(request, most=2)
+        if found.looked_at:
+            legal.append(found)
     return min(legal, key=lambda found: found.best.time.seconds if found.best else math.inf, default=None)
 
 

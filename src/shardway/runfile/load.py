@@ -18,9 +18,11 @@ import json
 import re
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, time
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -82,10 +84,11 @@ def render_commented(values: RunFile, chosen: Mapping[str, Any]) -> str:
 
 def _escape(text: str) -> str:
     """A text without characters that a terminal would obey, or that are none in UTF-8: as TOML writes them."""
-    codes = ((char, f"{ord(char):04X}") for char in text)
-    return "".join(
-        char if char.isprintable() else f"\\u{code}" if len(code) == 4 else f"\\U{code:0>8}" for char, code in codes
-    )
+    return "".join(char if char.isprintable() else _escape_one(ord(char)) for char in text)
+
+
+def _escape_one(code: int) -> str:
+    return f"\\u{code:04X}" if code <= 0xFFFF else f"\\U{code:08X}"
 
 
 def _tables(values: RunFile) -> list[tuple[str, dict[str, Any]]]:
@@ -339,117 +342,16 @@ class PeerName:
         return f"{self.name} ({self.peer}) is {', '.join(self.keys)} here{note}"
 
 
-_PEER_NAMES = """\
-transformers, accelerate
-    learning_rate=optim.lr gradient_accumulation_steps[DeepSpeed]=train.global_batch,train.micro_batch
-    per_device_train_batch_size=train.micro_batch,train.global_batch per_device_eval_batch_size=train.micro_batch
-    auto_find_batch_size=train.micro_batch max_steps[Lightning]=train.steps num_train_epochs=train.steps
-    save_total_limit=checkpoint.keep load_best_model_at_end=checkpoint.keep_best
-    metric_for_best_model=checkpoint.monitor greater_is_better=checkpoint.monitor
-    early_stopping_patience=train.patience save_steps=checkpoint.every save_strategy=checkpoint.every
-    eval_steps=train.validate_every eval_strategy=train.validate_every evaluation_strategy=train.validate_every
-    fp16=precision.compute bf16=precision.compute tf32=precision.tf32 gradient_checkpointing=recompute.mode
-    max_grad_norm=optim.clip warmup_ratio=optim.warmup warmup_steps=optim.warmup lr_scheduler_type=optim.schedule
-    adam_beta1=optim.betas adam_beta2=optim.betas adam_epsilon=optim.eps optim=optim.name output_dir=run.root,run.name
-    run_name=run.name resume_from_checkpoint=checkpoint.every dataloader_num_workers=data.workers
-    dataloader_prefetch_factor=data.prefetch torch_compile=train.compile data_seed=train.seed
-    full_determinism=train.deterministic model_name_or_path=model.hf model_max_length=data.seq_len
-    block_size[nanoGPT]=data.seq_len ddp_bucket_cap_mb=parallel.bucket deepspeed=train.engine,deepspeed.settings
-    mixed_precision=precision.compute num_processes=site.ranks_per_node num_machines=site.nodes
-Lightning
-    devices=site.ranks_per_node num_nodes=site.nodes accelerator=run.device strategy=parallel.layout,train.engine
-    precision=precision.compute,precision.weights max_epochs=train.steps
-    accumulate_grad_batches=train.global_batch,train.micro_batch gradient_clip_val=optim.clip
-    val_check_interval=train.validate_every limit_val_batches=train.validation_samples save_top_k=checkpoint.keep_best
-    save_last=checkpoint.keep monitor=checkpoint.monitor mode=checkpoint.monitor
-    EarlyStopping[Keras]=train.patience,checkpoint.monitor patience[Keras]=train.patience
-    every_n_train_steps=checkpoint.every deterministic=train.deterministic benchmark=train.cudnn_benchmark
-    max_time=site.walltime default_root_dir=run.root
-DeepSpeed
-    zero_optimization.stage=deepspeed.stage,parallel.dp_shard zero_stage=deepspeed.stage,parallel.dp_shard
-    train_batch_size=train.global_batch train_micro_batch_size_per_gpu=train.micro_batch gradient_clipping=optim.clip
-    offload_optimizer=deepspeed.offload_optimizer,parallel.cpu_offload offload_param=deepspeed.offload_params
-    initial_scale_power=precision.loss_scale activation_checkpointing=recompute.mode
-PyTorch's FSDP
-    fsdp[transformers]=parallel.dp_shard sharding_strategy=parallel.dp_shard,parallel.reshard_after_forward
-    reshard_after_forward=parallel.reshard_after_forward cpu_offload=parallel.cpu_offload
-    backward_prefetch=parallel.prefetch
-PyTorch's DDP
-    ddp=parallel.dp_replicate bucket_cap_mb=parallel.bucket find_unused_parameters=parallel.static_graph
-Megatron-LM
-    tensor_model_parallel_size=parallel.tp pipeline_model_parallel_size=parallel.pp context_parallel_size=parallel.cp
-    expert_model_parallel_size=parallel.ep sequence_parallel=parallel.tp_sequence
-    use_distributed_optimizer=parallel.dp_shard num_layers_per_virtual_pipeline_stage=parallel.pp_stages_per_rank
-    micro_batch_size=train.micro_batch global_batch_size[torchtitan]=train.global_batch train_iters=train.steps
-    train_samples=train.steps lr_decay_style=optim.schedule lr_warmup_iters=optim.warmup min_lr=optim.final_lr
-    clip_grad=optim.clip save_interval=checkpoint.every eval_interval[nanoGPT]=train.validate_every
-    recompute_granularity=recompute.mode recompute_activations=recompute.mode num_layers=model.layers
-    hidden_size[transformers]=model.dim num_attention_heads[transformers]=model.heads num_query_groups=model.kv_heads
-transformers
-    num_key_value_heads=model.kv_heads num_hidden_layers=model.layers intermediate_size=model.ffn_dim
-    vocab_size[nanoGPT]=model.vocab
-Megatron-LM
-    ffn_hidden_size=model.ffn_dim seq_length=data.seq_len num_experts=model.experts
-    moe_router_topk=model.experts_per_token distributed_timeout_minutes=run.collective_timeout
-torchtitan
-    data_parallel_replicate_degree=parallel.dp_replicate data_parallel_shard_degree=parallel.dp_shard
-    tensor_parallel_degree=parallel.tp pipeline_parallel_degree=parallel.pp context_parallel_degree=parallel.cp
-    expert_parallel_degree=parallel.ep pipeline_parallel_schedule=parallel.pp_schedule
-    local_batch_size=train.micro_batch activation_checkpoint.mode=recompute.mode activation_checkpoint=recompute.mode
-    checkpoint.interval=checkpoint.every keep_latest_k=checkpoint.keep async_mode=checkpoint.background
-    training.seq_len=data.seq_len training.steps=train.steps dump_folder=run.root
-    lr_scheduler.warmup_steps=optim.warmup decay_ratio=optim.decay
-PyTorch
-    batch_size=train.global_batch epochs=train.steps num_workers=data.workers prefetch_factor=data.prefetch
-    weight_decay=optim.weight_decay
-nanoGPT
-    max_iters=train.steps grad_clip=optim.clip n_layer[transformers]=model.layers n_head[transformers]=model.heads
-    n_embd[transformers]=model.dim
-Slurm
-    time=site.walltime partition=site.queue account=site.account ntasks_per_node=site.ranks_per_node nodes=site.nodes
-"""
-"""Below each peer NAME=KEYS, or NAME[OTHER PEER]=KEYS where another one has the name too."""
-
-_PEER_NOTES = {
-    "all samples of a step over all ranks; accumulation follows from it and train.micro_batch": (
-        "gradient_accumulation_steps per_device_train_batch_size accumulate_grad_batches batch_size"
-    ),
-    'what "auto" does': "auto_find_batch_size",
-    'as in "3 epochs"': "num_train_epochs max_epochs epochs",
-    'as in "500 steps"': "save_steps",
-    'as in "1e6 samples"': "train_samples",
-    'as a length, such as "100 steps"': "warmup_ratio",
-    'as in "accuracy" or "max f1"': "metric_for_best_model monitor",
-    'a word before the metric, as in "max f1" or "min rmse"': "greater_is_better mode",
-    "`shardway checkpoint export RUN FOLDER --best` takes the best one out": "load_best_model_at_end save_top_k",
-    "counted in validations": "early_stopping_patience EarlyStopping patience",
-    'as "fp16"': "fp16",
-    'as "bf16"': "bf16",
-    "or --dir": "output_dir",
-    "or --nproc": "num_processes",
-    "or --nproc; run.device says which kind": "devices",
-    "a run goes on by itself; --fresh starts over": "resume_from_checkpoint",
-    "the newest are always kept": "save_last",
-    "unused ones are found by themselves": "find_unused_parameters",
-    "as a part of optim.lr": "min_lr",
-}
-"""What differs -> the names that it is said of."""
-
-
-def _list_peers() -> Iterator[PeerName]:
-    notes, peer = {name: note for note, names in _PEER_NOTES.items() for name in names.split()}, ""
-    for line in _PEER_NAMES.splitlines():
-        if not line.startswith(" "):
-            peer = line
-            continue
-        for word in line.split():
-            name, _, keys = word.partition("=")
-            name, _, other = name.rstrip("]").partition("[")
-            yield PeerName(name, f"{peer}, {other}" if other else peer, tuple(keys.split(",")), notes.get(name, ""))
-
-
-PEERS = tuple(_list_peers())
-"""Names that users may be familiar with."""
+@cache
+def list_peers() -> tuple[PeerName, ...]:
+    """Names that users may be familiar with (peers.toml)."""
+    tables = tomllib.loads(files(__package__).joinpath("peers.toml").read_text(encoding="utf-8"))
+    rows = []
+    for peer, names in tables.items():
+        for name, entry in names.items():
+            keys, note = (entry["keys"], entry["note"]) if isinstance(entry, dict) else (entry, "")
+            rows.append(PeerName(name, peer, tuple(keys), note))
+    return tuple(rows)
 
 
 def plain_name(word: str) -> str:
@@ -462,9 +364,9 @@ def find_peers(word: str) -> list[PeerName]:
     a section alone those of its names."""
     name = plain_name(word)
     name = name.partition("(")[0]  # EarlyStopping(patience=3)
-    exact = [row for row in PEERS if row.name.lower() == name]
-    exact = exact or [row for row in PEERS if row.name.startswith(f"{name}.")]
-    return exact or [row for row in PEERS if "." in name and row.name == name.rpartition(".")[2]]
+    exact = [row for row in list_peers() if row.name.lower() == name]
+    exact = exact or [row for row in list_peers() if row.name.startswith(f"{name}.")]
+    return exact or [row for row in list_peers() if "." in name and row.name == name.rpartition(".")[2]]
 
 
 # --- problems found by pydantic
@@ -580,7 +482,7 @@ def search_keys(word: str) -> list[PeerName | KeyDoc]:
     by_name = [doc for doc in docs if name in doc.key]
     text = " ".join(word.lower().split())
     by_doc = [doc for doc in docs if doc not in by_name and len(text) > 1 and text in doc.doc.lower()]
-    near = [row for row in PEERS if len(name) > 3 and name in row.name][:12]
+    near = [row for row in list_peers() if len(name) > 3 and name in row.name][:12]
     return [*near, *by_name, *by_doc] or [*explain_key(word)]
 
 
