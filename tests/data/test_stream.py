@@ -140,6 +140,43 @@ def test_validation_takes_each_sample_of_a_stream_once(world: int, most: int | N
     assert all(len(batch.data[0]) == max(1, batch.ids.size) for stream in streams for batch in stream)
 
 
+class BeginsAnew(IterableDataset[Any]):
+    """Its own iterator, which begins anew each time it is asked for."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.given = 0
+        return self
+
+    def __next__(self) -> Any:
+        if self.given == 10:
+            raise StopIteration
+        self.given += 1
+        return (self.given - 1,)
+
+
+class Bare:
+    """An iterator without `__iter__`, which Python's `for` takes as well."""
+
+    def __init__(self) -> None:
+        self.inner = iter(range(10))
+
+    def __next__(self) -> Any:
+        return (next(self.inner),)
+
+
+class GivesBare(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return Bare()
+
+
+@pytest.mark.parametrize("dataset", [BeginsAnew(), GivesBare()])
+def test_validation_goes_on_with_the_iterator_that_it_has(dataset: Any) -> None:
+    held_out = HeldOutStream(dataset)
+    assert count_samples(held_out, 99) == 10
+    batches = validation_stream(held_out, 10, Share(4))
+    assert [batch.data[0].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
 def test_a_length_that_is_not_what_comes_is_told() -> None:
     with pytest.raises(UserError, match="Sized was to give 12 samples for validation and ended after 10"):
         list(validation_stream(Sized(), count_samples(Sized(), None), Share(4)))

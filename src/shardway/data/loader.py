@@ -350,9 +350,13 @@ class SampleStream:
         return found
 
     def take_rest(self, most: int) -> list[Any]:
+        """At most `most` further samples of this epoch."""
+        found: list[Any] = []
         with self._drawing():
             iterator = self._begin() if self._iterator is None else self._iterator
-            found = list(itertools.islice(iterator, most))
+            # `next` alone: an `__iter__` of the user's iterator may begin anew, or be missing.
+            while len(found) < most and (sample := next(iterator, _END)) is not _END:
+                found.append(sample)
         self._at += len(found)
         return found
 
