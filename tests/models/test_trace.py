@@ -235,6 +235,8 @@ def test_a_mixture_of_the_reference_model_is_told() -> None:
 def test_wrong_inputs_are_told() -> None:
     with pytest.raises(UserError, match="0 of Sequential failed with RuntimeError"):
         trace_module(nn.Sequential(nn.Linear(4, 4)), torch.zeros(2, 5))
+    with pytest.raises(UserError, match="Linear failed with AttributeError: 'bool' object has no attribute 'shape'"):
+        trace_module(nn.Linear(2, 2), {"input": torch.zeros(1, 2), "flag": True})  # type: ignore[dict-item]
     with pytest.raises(UserError, match="the model cannot be counted: it was given no inputs"):
         trace_module(nn.Linear(4, 4), ())
     with pytest.raises(UserError, match="it was given a first input without samples"):

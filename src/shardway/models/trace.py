@@ -68,9 +68,9 @@ def trace_module(module: nn.Module, inputs: Inputs, *, name: str = "") -> Measur
     with torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         # Parameters and buffers, a shared one once: `functional_call` finds its other names.
         state = {each: _imitate(tensor) for each, tensor in (*module.named_parameters(), *module.named_buffers())}
-        arguments = () if named else tuple(map(_imitate, given))
-        keywords = {each: _imitate(tensor) for each, tensor in named.items()}
         try:
+            arguments = () if named else tuple(map(_imitate, given))
+            keywords = {each: _imitate(tensor) for each, tensor in named.items()}
             tally.run(module, state, arguments, keywords)
         except Exception as error:
             raise _explain(module, error, tally.inside[-1]) from error
