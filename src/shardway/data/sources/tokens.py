@@ -395,12 +395,6 @@ def open_tokenizer(name: str) -> Tokenizer:
         raise place.error("does not exist", allowed=allowed)
     try:
         library = importlib.import_module(packages[kind])
-    except ImportError as error:
-        raise UserError(
-            f"data.tokenizer needs the Python package {packages[kind]}, which is not installed\n"
-            '      to do: pip install "shardway[tokenizers]"'
-        ) from error
-    try:
         if kind == ".model":
             return SentencePiece(library.SentencePieceProcessor(model_file=str(place.path)))
         inner = library.Tokenizer.from_file(str(place.path))
@@ -408,6 +402,11 @@ def open_tokenizer(name: str) -> Tokenizer:
         inner.no_truncation()
         inner.no_padding()
         return JsonTokenizer(inner)
+    except ImportError as error:
+        raise UserError(
+            f"data.tokenizer needs the Python package {packages[kind]}, which is not installed\n"
+            '      to do: pip install "shardway[tokenizers]"'
+        ) from error
     except Exception as error:  # both libraries raise bare Exception, RuntimeError or OSError for a damaged file
         raise place.error(f"is not a {kind} tokenizer that can be read: {error}") from error
 

@@ -46,35 +46,38 @@ def narrow_to_rank(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch
     return x.narrow(dim, group.rank() * size, size)
 
 
-def _with_gradient(there: Collective, back: Collective) -> Collective:
-    """`there`, whose gradient is what `back` makes of that of its result."""
+def _with_gradient(name: str, there: Collective, back: Collective) -> Collective:
+    """`there`, whose gradient is what `back` makes of that of its result; profiles show it by the name."""
 
-    class Pair(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-            ctx.group = group
-            return there(x, group)
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return there(x, group)
 
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-            return back(grad, ctx.group), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return back(grad, ctx.group), None
 
-    return Pair.apply
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods).apply  # type: ignore[attr-defined]
 
 
-gather_sequence = _with_gradient(lambda x, group: gathered(x, 1, group), lambda x, group: scattered_sum(x, 1, group))
+gather_sequence = _with_gradient(
+    "GatherSequence", lambda x, group: gathered(x, 1, group), lambda x, group: scattered_sum(x, 1, group)
+)
 """[batch, seq / n, ...] -> [batch, seq, ...]; the gradients of all ranks are summed, each keeps its part."""
 
-scatter_sum = _with_gradient(lambda x, group: scattered_sum(x, 1, group), lambda x, group: gathered(x, 1, group))
+scatter_sum = _with_gradient(
+    "ScatterSum", lambda x, group: scattered_sum(x, 1, group), lambda x, group: gathered(x, 1, group)
+)
 """A summand [batch, seq, ...] of each rank -> this rank's part of the sum, [batch, seq / n, ...]."""
 
-copy_in = _with_gradient(lambda x, group: x.view_as(x), summed)
+copy_in = _with_gradient("CopyIn", lambda x, group: x.view_as(x), summed)
 """The same x on every rank, used by each for a part of a sum: its gradient is the sum of theirs."""
 
-sum_out = _with_gradient(summed, lambda x, group: x)
+sum_out = _with_gradient("SumOut", summed, lambda x, group: x)
 """The sum of every rank's x; each passes the gradient of the sum on as it is."""
 
 gather_whole = _with_gradient(
+    "GatherWhole",
     lambda x, group: gathered(x, x.dim() - 1, group),
     lambda x, group: narrow_to_rank(x, x.dim() - 1, group).contiguous(),
 )
