@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from runs import layout, lone_rank, open_tiny, pool_ranks
 from shardway.checkpoint import export
 from shardway.checkpoint.catalog import find_checkpoint
 from shardway.checkpoint.export import write_state_dicts
+from shardway.checkpoint.reader import TensorReader
 from shardway.checkpoint.writer import Content, shared_place, write_checkpoint
 from shardway.errors import JobError, UserError
 from shardway.models.contract import ModelPlan
@@ -256,6 +258,22 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(JobError, match="No space left on device"):
         write_state_dicts(find_checkpoint(run.path), tmp_path / "out", None)
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = save(RunDir(tmp_path / "run"), {"model": {name: torch.ones(2) for name in "abc"}})
+    left: list[weakref.ref[torch.Tensor]] = []
+    read = TensorReader.read
+
+    def noted(self: TensorReader, name: str) -> torch.Tensor:
+        assert all(each() is None for each in left), f"another tensor is still there when {name} is read"
+        tensor = read(self, name)
+        left.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(TensorReader, "read", noted)
+    write_state_dicts(find_checkpoint(run.path), tmp_path / "out", None)
+    assert len(left) == 3
 
 
 def test_an_existing_folder_is_not_touched(tmp_path: Path) -> None:

@@ -204,7 +204,11 @@ class _TensorFileWriter:
         if self._stream is None:
             self._stream = open(self._path, "xb")  # noqa: SIM115 - closed by `close`, after tensors to come
             self._stream.write(self._header)
-        self._stream.write(values.to(self._dtype).contiguous().view(-1).view(torch.uint8).numpy())
+        self._stream.write(_bytes_of(values.to(self._dtype)))
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def render_header(tensors: Sequence[tuple[str, torch.dtype, Shape]]) -> bytes:
@@ -300,8 +304,8 @@ def _write_model(
     with open(path, "x+b") as file:
         start = end = 0 if unknown else file.write(render_header(weights))
         for name, kept, _ in weights:
-            tensor = reader.read(f"{model}.{name}").to(kept)
-            end += file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            # No name for the tensor: it is gone when the next one is read.
+            end += file.write(_bytes_of(reader.read(f"{model}.{name}").to(kept)))
         _sync(file)
         # torch takes no memory that may not be written.
         pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if end > start else b""

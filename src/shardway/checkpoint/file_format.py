@@ -349,11 +349,12 @@ class BlockReader:
                 self._fill_verified(name, number, part)
             else:
                 if block not in self._held:
-                    memory = memoryview(bytearray(stop - start))
+                    is_full = len(self._held) == self._most_held
+                    dropped = self._held.popitem(last=False)[1] if is_full else memoryview(b"")
+                    # Memory that was touched before is filled faster.
+                    memory = dropped if len(dropped) == stop - start else memoryview(bytearray(stop - start))
                     self._fill_verified(name, number, memory)
                     self._held[block] = memory
-                    if len(self._held) > self._most_held:
-                        self._held.popitem(last=False)
                 self._held.move_to_end(block)
                 part[:] = self._held[block][first - start : last - start]
 

@@ -7,7 +7,7 @@ Invariants:
   cannot read or write still takes part in every message, so no rank waits forever.
 - A rank's files: what `bring` was asked for is in `found.folder` of every rank that asked, or an error is reported.
   Files of other nodes are read through a temporary folder. What was saved is not changed.
-- What is saved here names the start of the run that it comes from (`rundir.lineage`), which is written down before
+- What is saved here names the start of the run that it comes from (`rundir.names`), which is written down before
   anything is saved under it.
 - Copies: each rank copies the files that it wrote. If a file is no longer what was in memory when it was written, the
   copy makes no checkpoint.

@@ -231,7 +231,7 @@ class TensorReader:
 @dataclass(frozen=True)
 class LoadedCheckpoint:
     """What was restored: the checkpoint's name, its counters, and whether the random state came with it. `passed_over`:
-    newer ones that are damaged, the newest first. `tier`: where it was (`rundir.lineage`)."""
+    newer ones that are damaged, the newest first. `tier`: where it was (`rundir.names`)."""
 
     name: str
     step: int

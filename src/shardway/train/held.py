@@ -9,7 +9,7 @@ Invariants:
   waits until it is (`ranks.stop`), and the run continues in the next cell.
 - After a resume, what the script has changed holds as if the run had not stopped. If today's script begins with another
   value than the saved one did (another argument), the user has changed it: today's value holds, and this is reported.
-  So each value is kept twice, as JSON (`checkpoint.structure`): as it was when the loop began, and as it is now.
+  So each value is kept twice, as JSON (`checkpoint.state`): as it was when the loop began, and as it is now.
 """
 
 from __future__ import annotations

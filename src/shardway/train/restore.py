@@ -6,7 +6,7 @@ Invariants:
   local checkpoint that two starts in a row have begun from is left out, with all others there.
 - The restored counters belong to the installed state, and the position to the data of today.
 
-The decision is one small file (`rundir.lineage`), written before anything else happens. Each checkpoint records which
+The decision is one small file (`rundir.names`), written before anything else happens. Each checkpoint records which
 of these decisions came before it. A checkpoint that a later decision undid is quarantined whenever a run looks for
 where to resume. So it makes no difference whether the process that decided continues, or a later one.
 """

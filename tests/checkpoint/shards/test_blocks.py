@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,20 @@ def test_a_block_that_differs_hands_out_nothing(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(data[:-1])
     with pytest.raises(Damaged, match="x has 10239 bytes"):
         reader.read("x", 2 * BLOCK, memoryview(bytearray(1)))
+
+
+def test_no_more_blocks_than_said_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = 2**18
+    monkeypatch.setattr(file_format, "BLOCK", block)
+    (tmp_path / "x").write_bytes(bytes(9 * block))
+    reader, target = BlockReader(tmp_path, {"x": checksum_file(tmp_path / "x")}, held=2), memoryview(bytearray(1))
+    tracemalloc.start()
+    try:
+        for number in range(9):
+            reader.read("x", number * block, target)
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * block
+    finally:
+        tracemalloc.stop()
 
 
 def test_parts_that_are_not_the_whole_tensor_are_damage(tmp_path: Path) -> None:
