@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from shardway.checkpoint.catalog import VALUE, FoundCheckpoint, TensorEntry
 from shardway.checkpoint.reader import TensorReader
-from shardway.checkpoint.state import Tensors, dtype_name, find_dtype
+from shardway.checkpoint.state import Tensors, dtype_name, find_dtype, memory_of
 from shardway.errors import JobError, LostContact, UserError
 from shardway.hfconfig import CONFIG, TOKENIZER_FILES
 from shardway.models.huggingface.model import Form
@@ -98,8 +98,9 @@ def save_weights(
                     writer.take(name, whole)
         for writer in writers:
             writer.close()
-        for error in (writer.failure for writer in writers if writer.failure):
-            raise JobError(f"{error.strerror or error}")
+        failures = [writer.failure for writer in writers if writer.failure]
+        if failures:
+            raise JobError(f"{failures[0].strerror or failures[0]}")
 
     def finish() -> None:
         """Write everything beside the tensors, then make the folder appear by a rename."""
@@ -204,11 +205,7 @@ class _TensorFileWriter:
         if self._stream is None:
             self._stream = open(self._path, "xb")  # noqa: SIM115 - closed by `close`, after tensors to come
             self._stream.write(self._header)
-        self._stream.write(_bytes_of(values.to(self._dtype)))
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        self._stream.write(memory_of(values.to(self._dtype).contiguous()))
 
 
 def render_header(tensors: Sequence[tuple[str, torch.dtype, Shape]]) -> bytes:
@@ -305,7 +302,7 @@ def _write_model(
         start = end = 0 if unknown else file.write(render_header(weights))
         for name, kept, _ in weights:
             # No name for the tensor: it is gone when the next one is read.
-            end += file.write(_bytes_of(reader.read(f"{model}.{name}").to(kept)))
+            end += file.write(memory_of(reader.read(f"{model}.{name}").to(kept).contiguous()))
         _sync(file)
         # torch takes no memory that may not be written.
         pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if end > start else b""

@@ -65,6 +65,7 @@ from shardway.checkpoint.state import (
     is_model,
     is_optimizer,
     list_parameters,
+    memory_of,
     put_together,
     random_state,
     set_random_state,
@@ -80,7 +81,7 @@ from shardway.rundir.names import SHARED, step_name
 
 def _read_plain(blocks: BlockReader, file: str, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     tensor = torch.empty(tuple(shape), dtype=dtype)
-    blocks.read(file, at, _memory(tensor))
+    blocks.read(file, at, memory_of(tensor))
     return tensor
 
 
@@ -91,10 +92,6 @@ def _read_special(blocks: BlockReader, chunk: Chunk, special: Special) -> torch.
         parts.append(_read_plain(blocks, chunk.file, at, part.shape, find_dtype(part.dtype)))
         at += parts[-1].nbytes
     return put_together(special, parts)
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 # --- a state, each rank for itself
@@ -170,7 +167,7 @@ def _read_chunk(
         item, target = wanted[0]
         is_plain = len(wanted) == 1 and type(target) is torch.Tensor and target.is_cpu and target.is_contiguous()
         if is_plain and target.dtype == dtype and tuple(item.lengths[1:]) == chunk.sizes[1:]:
-            blocks.read(chunk.file, at, _memory(target))  # it lies in memory as it does in the file
+            blocks.read(chunk.file, at, memory_of(target))  # it lies in memory as it does in the file
             return
         rows = _read_plain(blocks, chunk.file, at, shape, dtype)
     for item, target in wanted:
@@ -219,7 +216,7 @@ class TensorReader:
             if chunk.special is not None:
                 box.copy_(_read_special(self._blocks, chunk, chunk.special))
             elif box.is_contiguous():
-                self._blocks.read(chunk.file, chunk.at, _memory(box))
+                self._blocks.read(chunk.file, chunk.at, memory_of(box))
             else:
                 box.copy_(_read_plain(self._blocks, chunk.file, chunk.at, chunk.sizes, tensor.dtype))
         return tensor

@@ -68,6 +68,11 @@ def find_dtype(name: str) -> torch.dtype:
     return found
 
 
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous plain tensor on the host. One of a single element may have any stride."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
 def is_known(tensor: torch.Tensor) -> bool:
     """Whether it is of a class that `take_apart` takes apart."""
     return type(tensor).__name__ in _MODULES

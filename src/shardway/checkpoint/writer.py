@@ -60,6 +60,7 @@ from shardway.checkpoint.state import (
     count_bytes,
     dtype_name,
     is_known,
+    memory_of,
     random_state,
     take_apart,
 )
@@ -155,7 +156,7 @@ class _ShardWriter(StorageWriter):
                     at = written
                     special, plain = take_apart(cast(torch.Tensor, planner.resolve_data(item)).detach())
                     for part in plain:
-                        data = _bytes_of(part)
+                        data = memory_of(part.cpu().contiguous())  # its own memory if it is on the host so
                         while len(data):
                             count = file.write(data[:STEP])
                             checksum.update(data[:count])
@@ -191,12 +192,6 @@ class _ShardWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The numbers of a plain tensor in C order; its own memory if that is contiguous on the host."""
-    flat = tensor.cpu().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().data
 
 
 # --- folders of all ranks or of one node

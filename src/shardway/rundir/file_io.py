@@ -271,7 +271,8 @@ def _read(hint: Any, value: Any) -> Any:
         elif isinstance(value, str) and issubclass(kind, str):
             # Text that can be printed and passed to a program: no lone surrogate, no NUL.
             with contextlib.suppress(UnicodeEncodeError):
-                if "\0" not in value.encode().decode():
+                value.encode()
+                if "\0" not in value:
                     return value
         elif isinstance(value, kind):
             return value

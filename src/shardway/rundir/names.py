@@ -196,9 +196,8 @@ def find_local_run(folder: str, run_id: str) -> LocalRun:
 
 LINE = "line.json"
 LINE_FORMAT = 1
-MOST_BRANCHES = (
-    64  # entries that are kept: a writer overtaken longer ago has no checkpoint on any disk that would be taken
-)
+MOST_BRANCHES = 64
+"""Entries that are kept: a writer overtaken longer ago has no checkpoint on any disk that would be taken."""
 
 SHARED, LOCAL = "shared", "local"
 """The tiers: the run directory, on a file system that all nodes see; and the nodes' own disks."""

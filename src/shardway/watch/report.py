@@ -114,8 +114,8 @@ def predict(run: RunDir, attempts: Sequence[AttemptProgress], events: Sequence[E
         found = estimate(case_of(values, shape), machine)
     except (ShardwayError, ValidationError, ValueError, TypeError):
         return None
-    measured = values.train.global_batch / median(sound[FEWEST_STEPS // 2 :])
-    return Predicted(found.time.seconds, found.time.low, found.time.high, measured, found.mfu(causal=False))
+    step_s = values.train.global_batch / median(sound[FEWEST_STEPS // 2 :])
+    return Predicted(found.time.seconds, found.time.low, found.time.high, step_s, found.mfu(causal=False))
 
 
 # --- figures, as the data that plotly.js draws

@@ -40,6 +40,15 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*as_bytes)
 
 
+def test_one_number_may_have_any_stride(tmp_path: Path) -> None:
+    """It is contiguous for torch, and no view of its bytes."""
+    state = {"w": torch.arange(1.0, 8.0)[::7], "v": torch.arange(1.0, 8.0).view(7, 1)[:1]}
+    source = saved(tmp_path, dict(state))
+    again = {name: torch.zeros(7)[::7].view(tensor.shape) for name, tensor in state.items()}
+    assert read_tensors(*source, {"model": again}) == []
+    assert all(torch.equal(again[name], state[name]) for name in state)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_survive(dtype: torch.dtype, tmp_path: Path) -> None:
     numbers = torch.randn(7, 5, 3).mul(9).to(dtype)
