@@ -104,7 +104,7 @@ def test_a_save_that_is_cut_off_leaves_the_last_one(
 
 
 FAILING = {
-    "written": "shardway.checkpoint.writer._bytes_of",
+    "written": "shardway.checkpoint.writer.memory_of",
     "listed": "shardway.checkpoint.writer.list_files",
     "committed": PHASES["renaming"],
 }

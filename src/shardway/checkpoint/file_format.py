@@ -17,6 +17,7 @@ only the blocks it touches.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -330,6 +331,7 @@ class BlockReader:
     def __init__(self, folder: Path, checksums: Mapping[str, FileChecksum], held: int = HELD) -> None:
         self._folder, self._checksums, self._most_held = folder, checksums, held
         self._held: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._open: OrderedDict[str, int] = OrderedDict()
         self._verified: set[tuple[str, int]] = set()
 
     def read(self, name: str, at: int, target: memoryview) -> None:
@@ -371,7 +373,7 @@ class BlockReader:
 
     def _fill_verified(self, name: str, number: int, target: memoryview) -> None:
         checksum = self._checksums[name]
-        if short := find_short(self._folder, name, checksum):
+        if name not in self._open and (short := find_short(self._folder, name, checksum)):
             raise Damaged(self._folder, [short])
         if self._fill(name, number * BLOCK, target) != checksum.blocks[number]:
             first, end = number * BLOCK, min((number + 1) * BLOCK, checksum.bytes)
@@ -384,14 +386,28 @@ class BlockReader:
         """Read from the file; returns the checksum of what was read, computed while it is in the core's cache."""
         digest = xxhash.xxh3_128()
         try:
-            with open(self._folder / name, "rb", buffering=0) as file:
-                file.seek(at)
-                while len(target):
-                    count = file.readinto(target[:STEP])
-                    if not count:
-                        raise OSError(5, "it ends too early")
-                    digest.update(target[:count])
-                    target = target[count:]
+            descriptor = self._find_descriptor(name)
+            while len(target):
+                count = os.preadv(descriptor, [target[:STEP]], at)
+                if not count:
+                    short = find_short(self._folder, name, self._checksums[name])
+                    raise Damaged(self._folder, [short]) if short else OSError(5, "it ends too early")
+                digest.update(target[:count])
+                at, target = at + count, target[count:]
         except OSError as error:
             raise Damaged(self._folder, [_describe_unreadable(self._folder, name, error)]) from None
         return digest.hexdigest()
+
+    def _find_descriptor(self, name: str) -> int:
+        """The open file; a network file system is asked once a file, and reads ahead."""
+        if name not in self._open:
+            if len(self._open) == HELD:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
+            os.posix_fadvise(self._open[name], 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        self._open.move_to_end(name)
+        return self._open[name]
+
+    def __del__(self) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)

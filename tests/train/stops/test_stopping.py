@@ -292,7 +292,7 @@ def test_a_second_ctrl_c_in_a_save_ends_the_run_at_once(
     """Though torch makes an error of it; what is half written is no checkpoint, and the same command goes on."""
     words = ("train.steps=6", "checkpoint.every=3 steps")
     train_tiny(tmp_path / "through", lone_rank(), *words, base=base)
-    take = shards._bytes_of
+    take = shards.memory_of
 
     def interrupt(*arguments: Any, **named: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
@@ -300,7 +300,7 @@ def test_a_second_ctrl_c_in_a_save_ends_the_run_at_once(
         return take(*arguments, **named)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shards, "_bytes_of", interrupt)
+        patch.setattr(shards, "memory_of", interrupt)
         train_tiny(tmp_path / "stopped", lone_rank(), *words, base=base)
     stopped = RunDir(tmp_path / "stopped")
     assert stopped.checkpoint_steps() == []
