@@ -23,7 +23,6 @@ EXCEPTIONS = {
     "plugins.py": "the door itself",
     "sites/schema.py": "descriptions of keys, for people",
     "runfile/schema.py": "descriptions of keys, for people",
-    "runfile/load.py": "names that options have in other software",
     "sites/problems.py": "names of site profiles",
     "launch/snapshot.py": "endings of files that people keep beside their code",
 }

@@ -130,7 +130,8 @@ _DTYPES: Mapping[str, str] = MappingProxyType(
 
 def hub_source(path: Path, files: WeightFiles) -> ForeignSource:
     """The tensors of safetensors files at `path`. Raises UserError if the config.json beside them cannot be read."""
-    tensors = {name: Described(shape, _DTYPES.get(d := files.dtypes[name], d)) for name, shape in files.shapes.items()}
+    dtypes = {name: _DTYPES.get(dtype, dtype) for name, dtype in files.dtypes.items()}
+    tensors = {name: Described(shape, dtypes[name]) for name, shape in files.shapes.items()}
     config = read_config(files.folder) if (files.folder / CONFIG).is_file() else None
     return ForeignSource(path, "safetensors", tensors, files.open, config)
 

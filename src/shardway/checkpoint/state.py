@@ -209,6 +209,7 @@ def _encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], list[Any]
 
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
+_SEQUENCE_OF = {name: kind for kind, name in _SEQUENCES.items()}
 
 
 def _join(path: str, key: Any) -> str:
@@ -244,8 +245,7 @@ def _decode(node: Any, find: Callable[[str, str], torch.Tensor]) -> Any:
     if kind in _MAPPINGS.values():
         items = [(_decode(key, find), _decode(each, find)) for key, each in rest[0]]
         return Counter(dict(items)) if kind == "counter" else OrderedDict(items) if kind == "ordered" else dict(items)
-    made = {name: kind for kind, name in _SEQUENCES.items()}[kind]
-    return made([_decode(each, find) for each in rest[0]])
+    return _SEQUENCE_OF[kind]([_decode(each, find) for each in rest[0]])
 
 
 def _number(value: Any) -> Any:
@@ -389,11 +389,12 @@ class Trained(CheckpointState):
         if not self.further:
             return dict(states)
         pairs = [(f"m{number}.", _prefix(part)) for number, part in enumerate(self.models)]
+        begins = dict(pairs) if own else {prefix: short for short, prefix in pairs}
         renamed = {}
         for name, state in states.items():
             colon = name.rfind(":") + 1
             begin = f"{name.partition('.')[0]}." if own else name[:colon]
-            renamed[dict(pairs if own else [pair[::-1] for pair in pairs])[begin] + name[len(begin) :]] = state
+            renamed[begins[begin] + name[len(begin) :]] = state
         return renamed
 
 

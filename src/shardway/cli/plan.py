@@ -48,7 +48,6 @@ Model = Annotated[
 
 
 def plan(
-    ctx: typer.Context,
     model: Model,
     on: Annotated[str | None, _opt("--on", "Site profile, by name or path.", complete_site)] = None,
     gpu: Annotated[str | None, _opt("--gpu", "Accelerator, where no site is named.", complete_gpu)] = None,
@@ -99,9 +98,19 @@ def plan(
         from shardway.plan.export.common import ENGINES
 
         engine = ENGINES.get(emit, "")
-    names = ("nodes", "gpus", "seq_len", "global_batch", "optimizer", "micro_batch", "recompute", "schedule", "zero")
     options = PlanOptions(
-        **{name: ctx.params[name] for name in (*names, "attention", "compiled", "offload")},
+        nodes=nodes,
+        gpus=gpus,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        optimizer=optimizer,
+        micro_batch=micro_batch,
+        recompute=recompute,
+        schedule=schedule,
+        zero=zero,
+        attention=attention,
+        compiled=compiled,
+        offload=offload,
         length=parse_length(tokens, steps),
         precisions=tuple(filter(None, (part.strip() for part in precision.split(",")))),
         engine=engine,

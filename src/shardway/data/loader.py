@@ -461,12 +461,12 @@ class StreamLoader:
 class _WorkerStream(IterableDataset[Any]):
     """A stream that is read in a worker; an error of Shardway is an answer too, so that its text is kept."""
 
-    def __init__(self, loader: StreamLoader, *where: Any) -> None:
-        self.loader, self.where = loader, where
+    def __init__(self, loader: StreamLoader, position: int, skips: Skips, snapshot: StreamSnapshot | None) -> None:
+        self.loader, self.position, self.skips, self.snapshot = loader, position, skips, snapshot
 
     def __iter__(self) -> Iterator[Batch | ShardwayError]:
         try:
-            yield from self.loader.read(*self.where)
+            yield from self.loader.read(self.position, self.skips, self.snapshot)
         except ShardwayError as error:
             yield error
 

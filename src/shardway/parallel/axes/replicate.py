@@ -273,19 +273,17 @@ class CompressionBefore:
     """
 
     state: PowerSGDState
-    values: Mapping[str, Any]
+    errors: Mapping[Any, torch.Tensor]
+    first: Mapping[Any, torch.Tensor]
+    second: Mapping[Any, torch.Tensor]
+    iteration: int
     random: Any
 
     def put_back(self) -> None:
-        for name, value in self.values.items():
-            setattr(self.state, name, _copy_of(name, value))
+        self.state.error_dict, self.state.p_memory_dict = dict(self.errors), dict(self.first)
+        self.state.q_memory_dict = {bucket: tensor.clone() for bucket, tensor in self.second.items()}
+        self.state.iter = self.iteration
         self.state.rng.set_state(self.random)
-
-
-def _copy_of(name: str, value: Any) -> Any:
-    if name == "iter":
-        return value
-    return {bucket: tensor.clone() if name == "q_memory_dict" else tensor for bucket, tensor in value.items()}
 
 
 @dataclass(frozen=True)
@@ -295,9 +293,10 @@ class Compression:
     state: PowerSGDState
 
     def remember(self) -> CompressionBefore:
-        names = ("error_dict", "p_memory_dict", "q_memory_dict", "iter")
-        values = {name: _copy_of(name, getattr(self.state, name)) for name in names}
-        return CompressionBefore(self.state, values, self.state.rng.get_state())
+        state = self.state
+        second = {bucket: tensor.clone() for bucket, tensor in state.q_memory_dict.items()}
+        errors, first = dict(state.error_dict), dict(state.p_memory_dict)
+        return CompressionBefore(state, errors, first, second, state.iter, state.rng.get_state())
 
 
 def find_compression(call: nn.Module) -> Compression | None:
