@@ -43,7 +43,7 @@ def _disturbed(plain: Any) -> Any:
         _leave_mark(here)
         if pause and os.path.exists(hold):
             time.sleep(float(pause))
-        if kind != "none" and here == int(rank) and run.find_holder().steps + 1 == int(at):
+        if kind != "none" and here == int(rank) and run.step_number + 1 == int(at):
             _fail(kind)
         return plain(run, *words)
 
