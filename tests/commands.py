@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -165,13 +164,6 @@ def training_commands(folder: Path) -> Iterator[Start]:
             command.process.communicate()
             for process in command.left_alive():
                 process.kill()
-
-
-def free_port() -> int:
-    """A port of loopback at which nothing listens now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def stalling(rank: int, batch: int, mark: Path) -> dict[str, str]:

@@ -74,10 +74,18 @@ def list_families() -> tuple[Family, ...]:
     return (*general, *own, *others, *installed)
 
 
+_parse_tables = cache(tomllib.loads)
+
+
+def read_tables(file: Traversable) -> Mapping[str, Any]:
+    """The tables of a TOML file that lies beside a module, parsed once in a process."""
+    return _parse_tables(file.read_text(encoding="utf-8"))
+
+
 def read_families(file: Traversable, part: str) -> tuple[Family, ...]:
     """The families of one part of a TOML file: an entry [[PART]] each, with the fields of `Family`."""
     families = []
-    for row in tomllib.loads(file.read_text(encoding="utf-8"))[part]:
+    for row in read_tables(file)[part]:
         fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
         families.append(Family(**fields))
     return tuple(families)

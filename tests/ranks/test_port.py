@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from commands import free_port
+from ports import free_port
 from runs import place
 from shardway.ranks import network as port_module
 from shardway.ranks.launcher import Placement, list_ports

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from commands import free_port
 from pool import ranks
+from ports import free_port
 from runs import lone_rank, place, pool_ranks
 from shardway.errors import Bug, JobError, LostContact, ShardwayError, SiteError, UserError
 from shardway.ranks import start

@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from commands import Command, Start, free_port, pacing, stalling, training_commands
+from commands import Command, Start, pacing, stalling, training_commands
+from ports import free_port
 from runs import TINY, read_column, read_named, worst_difference
 from shardway.rundir.attempts import VARIABLE, AttemptStart, Ending
 from shardway.rundir.directory import RunDir

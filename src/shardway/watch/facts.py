@@ -7,8 +7,9 @@ loss) NaN. This module does not combine events: that is `shardway.watch.progress
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, TypeVar
 
 from shardway.rundir.names import SHARED
@@ -54,7 +55,7 @@ def text(event: Mapping[str, Any], key: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-_READERS = {
+_READERS: Mapping[str, Callable[[Mapping[str, Any], str], Any]] = {
     "Time": lambda event, key: seconds(event, key) or 0.0,
     "Count": lambda event, key: whole(event, key) or 0,
     "float": measured,
@@ -65,10 +66,15 @@ _READERS = {
 """Type of a field -> how it is read."""
 
 
+@cache
+def _find_readers(kind: type) -> Mapping[str, Callable[[Mapping[str, Any], str], Any]]:
+    return {each.name: _READERS[each.type] for each in fields(kind) if each.type in _READERS}  # type: ignore[index]
+
+
 def _read(kind: type[T], event: Mapping[str, Any], /, **more: Any) -> T:
     """Each field of a dataclass from the key of its name; `more` are those that are read otherwise."""
-    known = {each.name: _READERS[each.type] for each in fields(kind) if each.name not in more}  # type: ignore[arg-type,index]
-    return kind(**{name: read(event, name) for name, read in known.items()}, **more)
+    known = {name: read(event, name) for name, read in _find_readers(kind).items() if name not in more}
+    return kind(**known, **more)
 
 
 @dataclass(frozen=True)

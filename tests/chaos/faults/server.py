@@ -22,9 +22,10 @@ from pathlib import Path
 
 import pytest
 
-from commands import Command, Room, free_port, pacing
+from commands import Command, Room, pacing
 from faults.pauses import went_on
 from faults.strike import FIRST, Aftermath, Fault, Struck, any_rank, children
+from ports import free_port
 
 MOUNT, SERVED = "volume", "served"
 LAST = 60

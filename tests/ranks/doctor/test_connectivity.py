@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from made_machines import check, make, make_placement, make_site
 
-from commands import free_port
+from ports import free_port
 from shardway.ranks.doctor import examine as visit
 from shardway.ranks.doctor import world as wire_module
 from shardway.ranks.doctor.examine import Diagnosis, examine_machine

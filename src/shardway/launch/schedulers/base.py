@@ -15,19 +15,17 @@ Invariants:
 from __future__ import annotations
 
 import re
-import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from shardway.errors import SiteError
-from shardway.inherited import Family
+from shardway.inherited import Family, read_tables
 from shardway.launch.script import ScriptLine
 from shardway.plugins import is_registered, list_names, make_installed, make_own, make_plugin
 from shardway.rank_variables import Environ, RankSeat
@@ -348,7 +346,7 @@ class Scheduler(ABC):
 
     def list_rules(self, part: str) -> Sequence[Mapping[str, Any]]:
         """The rules of one part: "refusal", "pending" or "ending"."""
-        return _parse_rules(self.rules.read_text(encoding="utf-8")).get(part, ()) if self.rules is not None else ()
+        return read_tables(self.rules).get(part, ()) if self.rules is not None else ()
 
     # --- what a site profile and a run may ask of it
 
@@ -491,11 +489,9 @@ def parse_job_id(pattern: re.Pattern[str], text: str) -> str:
 
 _UNNAMED, _NO_AMOUNT = "(none was named)", "no stated"
 
-_parse_rules = cache(tomllib.loads)
-
 
 def _rules_for_all() -> Sequence[Mapping[str, Any]]:
-    return tuple(_parse_rules((OWN_FILES / "endings.toml").read_text(encoding="utf-8"))["ending"])
+    return tuple(read_tables(OWN_FILES / "endings.toml")["ending"])
 
 
 def _explain(
