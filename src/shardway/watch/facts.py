@@ -73,7 +73,8 @@ def _find_readers(kind: type) -> Mapping[str, Callable[[Mapping[str, Any], str],
 
 def _read(kind: type[T], event: Mapping[str, Any], /, **more: Any) -> T:
     """Each field of a dataclass from the key of its name; `more` are those that are read otherwise."""
-    known = {name: read(event, name) for name, read in _find_readers(kind).items() if name not in more}
+    readers = _find_readers(kind)  # type: ignore[arg-type]
+    known = {name: read(event, name) for name, read in readers.items() if name not in more}
     return kind(**known, **more)
 
 
