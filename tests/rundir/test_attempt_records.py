@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 
-from shardway.rundir.attempts import Attempt, AttemptStart, Ending, Result, Submission, parse_submission
+from shardway.rundir.attempts import Attempt, AttemptStart, Ending, Result, Submission
 
 
 def damaged(path: Path, **changed: Any) -> None:
     """Other values in a record of JSON."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
-
-
-def read_submission(attempt: Attempt) -> Submission | None:
-    """As a host reads it."""
-    return parse_submission(attempt.submission_path.read_text(encoding="utf-8", errors="replace"))
 
 
 @pytest.fixture
@@ -32,14 +27,14 @@ def attempt(tmp_path: Path) -> Attempt:
 
 
 def test_what_was_written_is_read(attempt: Attempt) -> None:
-    assert read_submission(attempt) == Submission("slurm", "token", "17", submitted=1.0, asked={"nodes": 2})
+    assert attempt.read_submission() == Submission("slurm", "token", "17", submitted=1.0, asked={"nodes": 2})
     assert attempt.read_started() == AttemptStart("17", "n1", "n1 n2", 2.0, 3.0)
     assert attempt.read_result() == Result(Ending.FINISHED, "done", 5, 0, by="rank 0", ended=4.0)
 
 
 def test_a_value_of_another_type_is_left_out(attempt: Attempt) -> None:
     damaged(attempt.submission_path, submitted={"x": 1}, asked="nodes")
-    assert read_submission(attempt) == Submission("slurm", "token", "17")
+    assert attempt.read_submission() == Submission("slurm", "token", "17")
     damaged(attempt.started_path, deadline=[3.0], started="soon")
     assert attempt.read_started() == AttemptStart("17", "n1", "n1 n2")
     damaged(attempt.result_path, failure=0.5, step="five", ended=10**400)
@@ -63,4 +58,4 @@ def test_an_ending_that_nobody_knows_is_lost(attempt: Attempt) -> None:
 def test_a_record_that_cannot_be_read_is_none(attempt: Attempt, content: bytes) -> None:
     for path in attempt.record_paths:
         path.write_bytes(content)
-    assert (read_submission(attempt), attempt.read_started(), attempt.read_result()) == (None, None, None)
+    assert (attempt.read_submission(), attempt.read_started(), attempt.read_result()) == (None, None, None)

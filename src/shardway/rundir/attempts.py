@@ -158,6 +158,9 @@ class Attempt:
         """Write how it ended, unless that is written already; returns whether this result was taken."""
         return write_new(self.result_path, render_result(result))
 
+    def read_submission(self) -> Submission | None:
+        return _parse(Submission, _read_text(self.submission_path))
+
     def write_submission(self, submission: Submission) -> None:
         write_json(self.submission_path, {"format": FORMAT, **asdict(submission)})
 
