@@ -25,6 +25,7 @@ from shardway.ranks.start import Ranks, StartOptions, start_ranks
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import ParallelSection
+from shardway.train.loss import compiling_losses, token_cross_entropy
 from shardway.train.run import train
 
 pytestmark = pytest.mark.gpu
@@ -97,6 +98,48 @@ def test_a_resumed_run_goes_on_bit_by_bit(tmp_path: Path, monkeypatch: pytest.Mo
     whole = curve(tmp_path / "whole", *settings)
     curve(tmp_path / "cut", *settings, "train.steps=10", "checkpoint.every=10 steps")
     assert curve(tmp_path / "cut", *settings, "checkpoint.every=10 steps") == whole
+
+
+def replayed(directory: Path) -> list[str]:
+    """What the run said of passes that it replays."""
+    return [event["reason"] for event in RunDir(directory).events() if event["event"] == "passes_replayed"]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("words", [("precision.compute=fp32",), ("precision.compute=bf16", "train.compile=blocks")])
+def test_replayed_passes_have_the_losses_of_those_one_by_one(words: tuple[str, ...], tmp_path: Path) -> None:
+    settings = ("run.device=cuda", "train.micro_batch=2", "train.global_batch=8", *words)
+    plain = curve(tmp_path / "plain", *settings, "train.cuda_graphs=false")
+    graphs = curve(tmp_path / "graphs", *settings)
+    assert (replayed(tmp_path / "plain"), len(replayed(tmp_path / "graphs"))) == ([], 1)
+    assert replayed(tmp_path / "graphs")[0].startswith("passes are replayed as CUDA graphs: the host needed")
+    assert worst_difference(graphs, plain) < 1e-6
+
+
+def test_a_run_with_replayed_passes_goes_on_where_it_was_cut(tmp_path: Path) -> None:
+    settings = ("run.device=cuda", "optim.schedule=constant", "checkpoint.every=10 steps")
+    whole = curve(tmp_path / "whole", *settings)
+    curve(tmp_path / "cut", *settings, "train.steps=10")
+    assert worst_difference(curve(tmp_path / "cut", *settings), whole) < 1e-6
+    assert len(replayed(tmp_path / "cut")) == 2
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_compiled_loss_is_that_of_its_formula() -> None:
+    logits = torch.randn(3, 50, 997, device="cuda", dtype=torch.bfloat16)
+    targets = torch.randint(0, 997, (3, 50), device="cuda")
+    targets[0, :7] = -100
+    found = []
+    for wanted in (False, True):
+        leaf = logits.clone().requires_grad_()
+        with compiling_losses(wanted):
+            loss = token_cross_entropy(leaf, targets)
+        loss.total.backward()
+        found.append((loss.total, loss.count, leaf.grad))
+    (plain, count, gradient), (compiled, same, other) = found
+    assert int(count) == int(same) == 143
+    torch.testing.assert_close(compiled, plain, rtol=1e-6, atol=0)
+    torch.testing.assert_close(other, gradient, rtol=1e-2, atol=1e-4)
 
 
 def test_nccl_adds_and_gathers_on_one_device(nccl: Ranks) -> None:

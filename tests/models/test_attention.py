@@ -77,21 +77,23 @@ def test_latent_attention_is_that_of_the_paper(q_rank, value_head_dim):
     shape = dataclasses.replace(SHAPE, kv_heads=4, latent=latent)
     module, x = fill(LatentAttention(shape, latent)), sequence(2, 7, 16)
     expected = torch.stack([naive_latent(module, row, 4) for row in x])
-    assert torch.allclose(module(x, torch.arange(7)), expected, atol=1e-6)
+    assert torch.allclose(
+        module(x, rotation(torch.arange(7), latent.rope_head_dim, shape.rope_theta)), expected, atol=1e-6
+    )
 
 
 def test_heads_of_latent_attention_add_up():
     """What a rank computes that holds two of the four heads is its part of the sum."""
     shape = dataclasses.replace(SHAPE, kv_heads=4, latent=LATENT)
     module, x = fill(LatentAttention(shape, LATENT)), sequence(1, 5, 16)
-    total = torch.zeros_like(x)
+    total, turns = torch.zeros_like(x), rotation(torch.arange(5), LATENT.rope_head_dim, shape.rope_theta)
     for half in (0, 1):
         part = fill(LatentAttention(shape, LATENT))
         for split in (part.wq, part.kv_up):
             split.weight = torch.nn.Parameter(split.weight.chunk(2)[half])
         part.wo.weight = torch.nn.Parameter(part.wo.weight.chunk(2, dim=1)[half])
-        total += part(x, torch.arange(5))
-    assert torch.allclose(total, module(x, torch.arange(5)), atol=1e-12)
+        total += part(x, turns)
+    assert torch.allclose(total, module(x, turns), atol=1e-12)
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -107,7 +109,9 @@ def test_grouped_attention_is_that_of_each_head(qk_norm):
             k = k / (k.square().mean(1, keepdim=True) + 1e-5).sqrt() * module.k_norm.weight
         q, k = (torch.stack([turn(row, t) for t, row in enumerate(y)]) for y in (q, k))
         outputs.append(attend(q, k, v))
-    assert torch.allclose(module(x[None], torch.arange(5))[0], module.wo(torch.cat(outputs, 1)), atol=1e-6)
+    assert torch.allclose(
+        module(x[None], rotation(torch.arange(5), 6, shape.rope_theta))[0], module.wo(torch.cat(outputs, 1)), atol=1e-6
+    )
 
 
 def test_full_attention_sees_later_positions():
@@ -154,7 +158,8 @@ def test_padded_values_run_in_the_fused_kernel_of_a_cpu():
     shape = dataclasses.replace(SHAPE, kv_heads=4, latent=LATENT)
     module = fill(LatentAttention(shape, LATENT)).float()
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        fused = module(sequence(1, 5, 16).float(), torch.arange(5))
+        turns = rotation(torch.arange(5), LATENT.rope_head_dim, shape.rope_theta)
+        fused = module(sequence(1, 5, 16).float(), turns)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        plain = module(sequence(1, 5, 16).float(), torch.arange(5))
+        plain = module(sequence(1, 5, 16).float(), turns)
     assert F.mse_loss(fused, plain) < 1e-10

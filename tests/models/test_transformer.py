@@ -112,7 +112,7 @@ def test_stages_of_a_pipeline_hand_on_what_they_are_given(name):
     del last.blocks["0"]
     if shape.tied:
         last.embedding = model.embedding  # tied weights keep both ends on one stage
-        hidden = model.norm(last.blocks["1"](first(tokens(2, 6)), torch.arange(6)))
+        hidden = model.norm(last.blocks["1"](first(tokens(2, 6)), model.make_rotation(torch.arange(6))))
         assert torch.equal(model.head(hidden, model.embedding.weight), model(tokens(2, 6)))
     else:
         assert torch.equal(last(first(tokens(2, 6)), torch.arange(6)), model(tokens(2, 6)))

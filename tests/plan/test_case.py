@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -83,13 +83,17 @@ def test_an_unknown_engine_is_told_with_those_that_there_are() -> None:
         find_engine("megatorn")
 
 
-def test_the_residual_stream_has_the_format_of_the_embedding() -> None:
-    """Under autocast it is that of the weights, unless these are gathered in 16 bits."""
+def test_the_residual_stream_has_the_format_of_products() -> None:
+    """In a model of another library under autocast that of the weights, unless these are gathered in 16 bits."""
     alone, shared = case_of(engine="shardway"), case_of(engine="shardway", dp_shard=2, zero=3)
-    assert (alone.stream_bytes, shared.stream_bytes) == (4, 2)
+    assert (alone.stream_bytes, shared.stream_bytes) == (2, 2)
     assert (alone.casts_weights, shared.casts_weights) == (True, False)
+    assert not alone.casts_each
+    theirs, gathered = replace(alone, foreign=True), replace(shared, foreign=True)
+    assert (theirs.stream_bytes, gathered.stream_bytes) == (4, 2)
+    assert theirs.casts_each
     assert case_of(engine="megatron").stream_bytes == 2
-    assert not case_of(engine="shardway", precision="fp32").casts_each
+    assert not replace(case_of(engine="shardway", precision="fp32"), foreign=True).casts_each
 
 
 @given(st.integers(1, 5000))

@@ -1,8 +1,7 @@
 """The planner's figures for our own engine against what ranks of the CPU hold while they train.
 
 Norms here are layer norms: one kernel on a CPU as on other devices, which keeps its input alone. A root-mean-square
-norm is three operators on a CPU and keeps what they compute as well. Weights that are shared are compared in fp32: in
-16 bits autocast on a CPU leaves norms in 16 bits, where on CUDA, which is what a plan is for, they read fp32.
+norm is three operators on a CPU and keeps what they compute as well.
 """
 
 from __future__ import annotations

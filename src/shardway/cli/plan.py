@@ -289,7 +289,9 @@ def _plan_run_file(
         more = {"length": length, "tokens_per_sample": tokens, "assumed": tuple(assumed)}
         return plan_units(case, machine, ranks, terms, **more)  # type: ignore[arg-type]
     fixed, notes = frozenset((*AXES, *SETTINGS, "offload", "sequence")), (*assumed, *list_assumptions(values))
-    return make_plan(PlanRequest(case_of(values, shape), machine, ranks, fixed, length=length, assumed=notes), terms)
+    return make_plan(
+        PlanRequest(case_of(values, shape, machine=machine), machine, ranks, fixed, length=length, assumed=notes), terms
+    )
 
 
 def _find_shape(resolved: Resolved, path: Path) -> tuple[Shape, str, int | None]:

@@ -22,7 +22,14 @@ from torch import nn
 from shardway.errors import Problem, check_no_problems
 from shardway.models.contract import ModelPlan
 from shardway.models.initialise import fill_parameters
-from shardway.models.transformer import BlockShape, build_blocks, build_norm, init_blocks_and_ends, tensor_plan
+from shardway.models.transformer import (
+    BlockShape,
+    begin_stream,
+    build_blocks,
+    build_norm,
+    init_blocks_and_ends,
+    tensor_plan,
+)
 
 # --- A vision transformer (Dosovitskiy et al., arXiv:2010.11929): the blocks of the transformer over patches of an
 # image
@@ -109,7 +116,7 @@ class PatchEmbedding(nn.Module):
         x = self.projection(images).flatten(2).transpose(1, 2)
         if self.class_token is not None:
             x = torch.cat((self.class_token.expand(len(x), 1, -1).type_as(x), x), dim=1)
-        return self.dropout(x + self.positions)
+        return begin_stream(self.dropout(x + self.positions))
 
 
 # --- The MNIST convolutional network of introductory courses

@@ -7,6 +7,8 @@ Invariants:
 - A feed-forward layer's output is linear in what `down` holds, so parts of the hidden features give parts of a sum.
 - A block is one unit of sharding, compilation and recompute, and its initial values follow from its names.
 - Logits of a token depend on that token and earlier ones alone.
+- Where products are taken in bf16, so is the stream that blocks add to, on every layout; what a norm adds up is fp32
+  inside its kernel.
 - `init_weights` fills all that is lost when the model is built on meta.
 """
 
@@ -88,25 +90,23 @@ class Attention(nn.Module):
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
         self.head_width = shape.head_width
-        self.rope_theta = shape.rope_theta if shape.positions == "rope" else None
         width, biased = shape.head_width, shape.bias or shape.qkv_bias
         self.wq = nn.Linear(shape.dim, shape.heads * width, bias=biased)
         self.wk = nn.Linear(shape.dim, shape.kv_heads * width, bias=biased)
         self.wv = nn.Linear(shape.dim, shape.kv_heads * width, bias=biased)
-        self.q_norm = nn.RMSNorm(width, eps=shape.norm_eps) if shape.qk_norm else None
-        self.k_norm = nn.RMSNorm(width, eps=shape.norm_eps) if shape.qk_norm else None
+        self.q_norm = RMSNorm(width, eps=shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(width, eps=shape.norm_eps) if shape.qk_norm else None
         self.core = CausalAttention() if shape.causal else FullAttention()
         self.wo = nn.Linear(shape.heads * width, shape.dim, bias=shape.bias)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """`positions` [seq] or [batch, seq] turn queries and keys; None where positions are not rotary."""
+    def forward(self, x: torch.Tensor, turn: Rotation | None) -> torch.Tensor:
+        """`turn` turns queries and keys; None where positions are not rotary."""
         # [batch, seq, heads, head_width], with however many heads this rank's columns make
         q, k, v = (w(x).unflatten(-1, (-1, self.head_width)) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope_theta is not None and positions is not None:
-            cos, sin = rotation(positions, self.head_width, self.rope_theta)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if turn is not None:
+            q, k = rotate(q, *turn), rotate(k, *turn)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         return self.wo(self.core(q, k, v).transpose(1, 2).flatten(2))
 
@@ -121,20 +121,19 @@ class LatentAttention(nn.Module):
 
     def __init__(self, shape: BlockShape, latent: LatentShape) -> None:
         super().__init__()
-        self.latent, self.key_width, self.rope_theta = latent, shape.head_width, shape.rope_theta
+        self.latent, self.key_width = latent, shape.head_width
         width = shape.head_width + latent.rope_head_dim
         self.q_down = nn.Linear(shape.dim, latent.q_rank, bias=False) if latent.q_rank else None
-        self.q_norm = nn.RMSNorm(latent.q_rank, eps=shape.norm_eps) if latent.q_rank else None
+        self.q_norm = RMSNorm(latent.q_rank, eps=shape.norm_eps) if latent.q_rank else None
         self.wq = nn.Linear(latent.q_rank or shape.dim, shape.heads * width, bias=False)
         self.kv_down = nn.Linear(shape.dim, latent.kv_rank + latent.rope_head_dim, bias=False)
-        self.kv_norm = nn.RMSNorm(latent.kv_rank, eps=shape.norm_eps)
+        self.kv_norm = RMSNorm(latent.kv_rank, eps=shape.norm_eps)
         self.kv_up = nn.Linear(latent.kv_rank, shape.heads * (shape.head_width + latent.value_head_dim), bias=False)
         self.core = CausalAttention()
         self.wo = nn.Linear(shape.heads * latent.value_head_dim, shape.dim, bias=False)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, turn: Rotation) -> torch.Tensor:
         rotary, values = self.latent.rope_head_dim, self.latent.value_head_dim
-        turn = rotation(positions, rotary, self.rope_theta)
         narrow = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x))
         still, turning = (
             self.wq(narrow).unflatten(-1, (-1, self.key_width + rotary)).split((self.key_width, rotary), -1)
@@ -170,8 +169,12 @@ class FullAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def rotation(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 factors of `rotate`, each [(batch,) seq, 1, head_dim]; the 1 stands for the heads.
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Factors of `rotate`, each [(batch,) seq, 1, head_dim]; the 1 stands for the heads."""
+
+
+def rotation(positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype = torch.float32) -> Rotation:
+    """What turns queries and keys at `positions` [seq] or [batch, seq]; computed in float32, once for all blocks.
 
     Feature i and feature i + head_dim/2 turn by position * theta**(-2i/head_dim) (Su et al., RoFormer,
     arXiv:2104.09864, equation 15): cosines for both, and minus and plus the sine.
@@ -179,11 +182,11 @@ def rotation(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torc
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angles = positions[..., None, None].float() * theta**-exponent
     cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the feature pairs of x [batch, seq, heads, head_dim] by the factors of `rotation`, in float32.
+    """Turn the feature pairs of x [batch, seq, heads, head_dim] by the factors of `rotation`, in their format.
 
     Rolling by half a head brings each feature's partner to its place: about twice as fast as rotating two chunks of
     half the width and joining them (measured on CPU, 2 threads, heads of 32).
@@ -228,9 +231,8 @@ class Block(nn.Module):
         self.ffn = FeedForward(shape) if mixture is None else MixtureOfExperts(shape.dim, mixture)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Takes positions, not a table of angles: a sharded block in bf16 would have the table cast to bf16."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), positions))
+    def forward(self, x: torch.Tensor, turn: Rotation | None = None) -> torch.Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), turn))
         return x + self.dropout(self.ffn(self.ffn_norm(x)))
 
 
@@ -243,8 +245,33 @@ def build_blocks(shape: BlockShape) -> nn.ModuleDict:
 def build_norm(shape: BlockShape) -> nn.Module:
     """The norm of the residual stream, with a gain."""
     if shape.norm == "layernorm":
-        return nn.LayerNorm(shape.dim, eps=shape.norm_eps, bias=shape.bias)
-    return nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        return LayerNorm(shape.dim, eps=shape.norm_eps, bias=shape.bias)
+    return RMSNorm(shape.dim, eps=shape.norm_eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's in the format of its input, where autocast would bring the whole stream to fp32; the gain is brought into
+    it, since no single kernel takes two formats."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's in the format of its input, as `RMSNorm`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias, self.eps)
+
+
+def begin_stream(x: torch.Tensor) -> torch.Tensor:
+    """What the first block gets: x in bf16 if products are taken in it; fp16 has not the range of a stream."""
+    device = x.device.type
+    in_bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+    return x.to(torch.bfloat16) if in_bf16 else x
 
 
 def init_blocks_and_ends(model: nn.Module, shape: BlockShape, seed: int) -> None:
@@ -323,12 +350,22 @@ class Transformer(nn.Module):
         if self.embedding is not None:
             x = self.embedding(inputs)
             x = self.dropout(x if self.position_embedding is None else x + self.position_embedding(positions))
+            x = begin_stream(x)
+        turn = self.make_rotation(positions, x.dtype)
         for block in self.blocks.values():
-            x = block(x, positions)
+            x = block(x, turn)
         if self.head is None:
             return x
         x = self.norm(x)
         return self.head(x) if self.embedding is None or not self.shape.tied else self.head(x, self.embedding.weight)
+
+    def make_rotation(self, positions: torch.Tensor, dtype: torch.dtype = torch.float32) -> Rotation | None:
+        """What turns queries and keys in every block; None where positions are not rotary."""
+        shape = self.shape
+        if shape.positions != "rope":
+            return None
+        width = shape.head_width if shape.latent is None else shape.latent.rope_head_dim
+        return rotation(positions, width, shape.rope_theta, dtype)
 
     def init_weights(self, seed: int) -> None:
         init_blocks_and_ends(self, self.shape, seed)

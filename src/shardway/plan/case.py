@@ -65,8 +65,9 @@ class EngineTraits:
     fused_activations: bool = True  # a gated activation is one kernel
     fused_scores: bool = True  # scale, mask and softmax of scores are one kernel, if scores are kept at all
     casts_each: bool = False
-    """Formats follow each operator (`torch.autocast`): norms read fp32, the residual stream keeps its format, and every
-    product makes 16-bit copies of its inputs, and of its weight unless that was gathered in 16 bits."""
+    """Products under `torch.autocast` make 16-bit copies of their weights, unless these were gathered in 16 bits. In a
+    model of another library (`Case.foreign`) norms then read fp32, the residual stream keeps the format of the
+    embedding, and every product also copies its inputs."""
     whole_regions: bool = False
     """The tensor axis keeps the whole input of a region, where others gather it again in the backward pass. With
     results of products kept, each rank's summands beside their sum; and keys and values that their heads do not
@@ -93,6 +94,7 @@ class EngineTraits:
     has until none is left; "weighed": by FLOPs, including the head's."""
     rails: bool = True  # a group's messages between nodes use the adapters of all its ranks, not only each rank's own
     eager: bool = True  # Python launches kernels one by one
+    newest_attention: bool = False  # its attention is the fastest kernel that Hopper and Blackwell have
 
 
 @cache
@@ -184,6 +186,8 @@ class Case:
     attention: AttentionKernel = "flash2"
     dropout: bool = False
     compiled: bool = False
+    foreign: bool = False  # a model of another library, whose stream has no format of its own
+    replayed: bool = False  # passes are replayed as CUDA graphs where the host would be too slow
     schedule: Schedule = "1f1b"
     stages_per_rank: int = 1
     offload: bool = False  # optimizer states lie in CPU memory
@@ -237,19 +241,23 @@ class Case:
     @cached_property
     def casts_each(self) -> bool:
         """Whether every product makes 16-bit copies of its inputs; not if weights are kept in 16 bits."""
+        return self.foreign and self._under_autocast
+
+    @property
+    def _under_autocast(self) -> bool:
         return self.engine.casts_each and self.value_bytes == 2 and self.kept_weight_bytes == 4
 
     @cached_property
     def casts_weights(self) -> bool:
-        """Whether weights are among these copies: gathered weights arrive in 16 bits, as do copies of a model that is
-        also split otherwise (`layout.needs_sharding`)."""
+        """Whether products make 16-bit copies of weights: gathered ones arrive in 16 bits, as do copies of a model that
+        is also split otherwise (`layout.needs_sharding`)."""
         degrees = self.degrees
         gathered = self.zero == 3 and degrees.shards > 1
-        return self.casts_each and not gathered and (degrees.data == 1 or degrees.tp * degrees.pp == 1)
+        return self._under_autocast and not gathered and (degrees.data == 1 or degrees.tp * degrees.pp == 1)
 
     @cached_property
-    def stream_bytes(self) -> int:  # bytes of a number of the residual stream, which has the format of the embedding
-        return 4 if self.casts_weights else self.value_bytes
+    def stream_bytes(self) -> int:  # bytes of a number of the residual stream
+        return 4 if self.casts_weights and self.foreign else self.value_bytes
 
     @cached_property
     def gradient_bytes(self) -> int:  # bytes of a summed gradient
@@ -529,6 +537,14 @@ def generation_of(key: str) -> str:
     """The generation of an accelerator of the catalogue; "" if it is none of those known."""
     found = (name for name, patterns in GENERATIONS.items() if any(fnmatchcase(key, each) for each in patterns))
     return next(found, "")
+
+
+def attention_of(engine: EngineTraits, accelerator: Accelerator) -> AttentionKernel:
+    """The kernel of attention that an engine takes on an accelerator. Volta has none of FlashAttention 2."""
+    generation = generation_of(accelerator.key)
+    if generation in ("hopper", "blackwell") and engine.newest_attention:
+        return "flash3"
+    return "flash1" if generation == "volta" else "flash2"
 
 
 @cache

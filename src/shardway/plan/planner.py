@@ -33,11 +33,11 @@ from shardway.plan.case import (
     Precision,
     Recompute,
     Schedule,
+    attention_of,
     ceilings_of,
     divisors,
     fills_schedule,
     find_engine,
-    generation_of,
     machine_of_part,
     machine_of_site,
 )
@@ -740,15 +740,12 @@ def request_of(options: PlanOptions, model: Architecture, machine: Machine) -> P
         length = Span(float(tokens.value), "tokens")
         assumed.append(tokens.note)
     engine, degrees = find_engine(options.engine or "shardway"), Degrees(**options.layout)
-    generation = generation_of(machine.accelerator.key)
-    # Volta has no kernel of FlashAttention 2; engines with kernels of their own have one for Hopper.
-    newest = "flash3" if generation in ("hopper", "blackwell") and not engine.eager else "flash2"
     usual = "bf16" if machine.accelerator.peak("bf16") else "fp16"
     words = {
         "precision": options.precisions[0] if options.precisions else usual,
         "optimizer": options.optimizer or "adamw",
         "recompute": options.recompute or "none",
-        "attention": options.attention or ("flash1" if generation == "volta" else newest),
+        "attention": options.attention or attention_of(engine, machine.accelerator),
         "schedule": options.schedule or "1f1b",
     }
     case = Case(

@@ -271,7 +271,7 @@ class StepPricer:
         kernels += EXPERT_KERNELS if layer.experts is not None else 0
         kernels += CAST_KERNELS if case.low_bits else 0
         passes = 1 + (1 if case.recompute in ("full", "operators", "products") else 0) + BACKWARD_KERNELS
-        items[HOST] = max(0.0, self.ceilings.kernel_s * kernels * passes - busy)
+        items[HOST] = 0.0 if case.replayed else max(0.0, self.ceilings.kernel_s * kernels * passes - busy)
         if case.zero == 3 and case.degrees.shards > 1:
             # a layer's weights are gathered, its gradients scattered, beside the computation that hides most of it.
             messages = self._shard_seconds(*count_layer(layer, case))
@@ -399,11 +399,13 @@ class StepPricer:
             width = gate * (layer.experts.dim * layer.experts.per_token + layer.experts.shared_dim)
             routed = 8 * layer.experts.per_token * layer.hidden / (tp if case.degrees.etp == 1 else 1)
             gates = (width + heads) / tp + routed
-        # Numbers copied to 16 bits if each product makes its own copies; compiled code fuses these copies.
+        # Numbers copied to 16 bits: weights, and inputs if each product makes its own copies; compiled code fuses them.
         casts = 0.0
         if case.casts_each and not case.compiled:
             inputs = sum(each.input_products for each in layer.attentions) + layer.gate_products
-            casts = tokens * inputs * layer.hidden + (sum(count_layer(layer, case)) if case.casts_weights else 0.0)
+            casts += tokens * inputs * layer.hidden
+        if case.casts_weights and not case.compiled:
+            casts += sum(count_layer(layer, case))
         moved = tokens * (stream + size * c.gates * gates) + CAST_BYTES * casts
         if case.low_bits:  # read in 16 bits, write in 8, as it is and transposed
             read = 0.0

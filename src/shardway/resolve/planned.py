@@ -16,10 +16,11 @@ from typing import Any
 
 from shardway.errors import Problem, UserError, render_problems
 from shardway.layout import AXES, stages_of_schedule
-from shardway.plan.case import Case, Degrees, Machine, Precision, Recompute, divisors, find_engine
+from shardway.plan.case import Case, Degrees, Machine, Precision, Recompute, attention_of, divisors, find_engine
 from shardway.plan.planner import NEAR, SETTINGS, Estimate, PlanRequest, SearchResult, estimate, search
 from shardway.plan.shapes import Architecture, Shape, shape_of_section
 from shardway.resolve.draft import Draft, Rule, Settled, ceil_div, count_of, has_effect, takes_of
+from shardway.resolve.rules.formats import find_replay_obstacle
 from shardway.runfile.schema import PrecisionSection, RecomputeSection, RunFile
 
 # --- the case of a run file
@@ -59,8 +60,11 @@ def _refusal(where: str, what: str, allowed: str) -> UserError:
     return UserError(render_problems("the plan", [Problem(where, what, allowed=allowed)]))
 
 
-def case_of(values: RunFile, shape: Architecture, micro_batch: int | None = None) -> Case:
-    """The case of a resolved run; `micro_batch` overrides `train.micro_batch` if it is given.
+def case_of(
+    values: RunFile, shape: Architecture, micro_batch: int | None = None, machine: Machine | None = None
+) -> Case:
+    """The case of a resolved run; `micro_batch` overrides `train.micro_batch` if it is given. The machine decides on
+    the kernel of attention.
 
     Shares that do not divide are rounded up: the others wait for the rank with most samples. Raises UserError if the
     planner cannot hold a degree.
@@ -70,6 +74,7 @@ def case_of(values: RunFile, shape: Architecture, micro_batch: int | None = None
     return fixed_case_of(
         values,
         shape,
+        machine,
         degrees=degrees,
         micro_batch=micro,
         global_batch=accumulation * micro * degrees.data,
@@ -79,12 +84,14 @@ def case_of(values: RunFile, shape: Architecture, micro_batch: int | None = None
     )
 
 
-def fixed_case_of(values: RunFile, shape: Architecture, **laid_out: object) -> Case:
+def fixed_case_of(values: RunFile, shape: Architecture, machine: Machine | None, **laid_out: object) -> Case:
     """The case of a run, with degrees and layout from `laid_out`."""
     parallel, engine = values.parallel, find_engine("deepspeed" if values.train.engine == "deepspeed" else "shardway")
     if values.precision.weights == "bf16":
         engine = replace(engine, weight_bytes=2, gradient_bytes=2)
     reshards = parallel.pp == 1 if parallel.reshard_after_forward == "auto" else bool(parallel.reshard_after_forward)
+    compiled = values.train.compile in ("blocks", "model")
+    split_loss = parallel.tp != 1 and parallel.tp_loss
     settings = {
         "model": shape,
         "seq_len": shape.positions if shape.patch_features else values.data.seq_len,
@@ -95,8 +102,12 @@ def fixed_case_of(values: RunFile, shape: Architecture, **laid_out: object) -> C
         "sequence": parallel.tp_sequence,
         "recompute": recompute_of(values.recompute),
         "dropout": values.model.dropout > 0,
-        "compiled": values.train.compile in ("blocks", "model"),
+        "compiled": compiled,
+        "fused_loss": compiled and takes_of(values.model.kind) == "tokens" and not split_loss,
+        "foreign": bool(values.model.hf),
+        "replayed": not find_replay_obstacle(values),
         "offload": offloads(values),
+        **({} if machine is None else {"attention": attention_of(engine, machine.accelerator)}),
     }
     return Case(**{**settings, **laid_out})  # type: ignore[arg-type]
 
@@ -196,7 +207,7 @@ def fastest_micro_batch(values: RunFile, share: int, machine: Machine, hf: Shape
     memory. None for a model or a format that the planner cannot price."""
     try:
         shape = shape_of_run(values, hf)
-        cases = [case_of(values, shape, size) for size in list_sizes(share)]
+        cases = [case_of(values, shape, size, machine) for size in list_sizes(share)]
         priced = [estimate(case, machine) for case in cases]
     except UserError:
         return None
@@ -355,7 +366,7 @@ def _ask(wish: OpenLayout, ranks: int, loose: frozenset[str], changes: Mapping[s
         "recompute": recompute_of(draft.values.recompute) if "recompute" in fixed else "none",
     }
     fixed |= {*_AXIS_NAMES, "zero"} if deepspeed else set()
-    case = fixed_case_of(draft.values, wish.shape, **{**laid_out, **changes})
+    case = fixed_case_of(draft.values, wish.shape, wish.machine, **{**laid_out, **changes})
     # With fewer ranks than accelerators, each has a larger share of the host.
     machine = replace(wish.machine, per_node=min(wish.machine.per_node, ranks))
     return PlanRequest(case, machine, ranks, frozenset(fixed), as_run=_adapt(wish, loose))

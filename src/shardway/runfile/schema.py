@@ -535,6 +535,11 @@ class TrainSection(Section):
         "cache folder.",
         min_length=1,
     )
+    cuda_graphs: bool = key(
+        True,
+        "Replay the passes of a step as CUDA graphs where the host is found to be slower than the device: on one rank, "
+        "without dropout, experts, float8, fp16, recompute and deterministic, of a model of [model].",
+    )
     channels_last: bool = flag(
         "Keep images and convolution weights with channels last in memory, as fast kernels want them."
     )

@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from shardway.parallel.axes.expert import find_routers, set_gradient_scale
 from shardway.parallel.axes.pipeline import LossOf, Pipeline
 from shardway.parallel.axes.replicate import accumulating, find_copies
 from shardway.parallel.precision import Precision
-from shardway.train.loss import LossSum, as_sum, fill_missing_targets
+from shardway.train.loss import LossSum, as_sum, compiling_losses, fill_missing_targets
 
 Loss = Callable[..., LossSum | torch.Tensor]
 
@@ -70,10 +70,23 @@ class Micro:
     pair: bool = False
 
 
+class Replays(Protocol):
+    """What may run the passes of a step in another way than one by one (`train.cuda_graphs`)."""
+
+    def run(
+        self, micros: Sequence[Micro], loss_fn: Loss, scale: float, one: Callable[[Micro, torch.Tensor], None]
+    ) -> torch.Tensor | None:
+        """The sums of a step's losses; None: its passes are to be run one by one, in `timing`. `one` adds the gradients
+        of a micro-batch to those of the model, and its losses to sums."""
+
+    def timing(self) -> contextlib.AbstractContextManager[None]:
+        """Around passes that are run one by one."""
+
+
 @dataclass(frozen=True)
 class Passes:
     """What runs a model on this rank's share of a batch. `further`: models beside `parallel` that are updated with it;
-    `beside`: those that are only run."""
+    `beside`: those that are only run. `compiles`: whether the run compiles what it can."""
 
     parallel: ParallelModel
     batch_split: BatchSplit
@@ -81,6 +94,8 @@ class Passes:
     device: torch.device
     further: tuple[ParallelModel, ...] = ()
     beside: tuple[ParallelModel, ...] = ()
+    compiles: bool = False
+    replays: Replays | None = None
 
     @property
     def parallels(self) -> tuple[ParallelModel, ...]:
@@ -117,20 +132,36 @@ class Passes:
         with self._split_logits():
             if self.parallel.pipeline is not None:
                 return self._through_pipeline(self.parallel.pipeline, batch, loss_fn, scale, position, rows)[0]
-            sums, sample = self._zeros(), self.first_sample(position)
             micros = list(cut(batch, self.batch_split.accumulation, rows))
-            for number, micro in enumerate(micros, start=1):
-                set_gradient_scale(self.routers, micro.weight * scale, self.parallel.mesh)
-                if self.parallel.dropout is not None:
-                    self.parallel.dropout.start(sample + micro.start)
-                with self.around(model, last=number == len(micros)):
-                    loss = self._forward(model, micro, loss_fn)
-                    self.backward(loss.total * (micro.weight * scale))
-                self._add(sums, loss, micro.weight)
+            if self.replays is None:
+                sums = self._one_by_one(model, micros, loss_fn, scale, position)
+            else:
+                found = self.replays.run(micros, loss_fn, scale, partial(self._one, model, loss_fn, scale))
+                if found is None:
+                    with self.replays.timing():
+                        found = self._one_by_one(model, micros, loss_fn, scale, position)
+                sums = found
         # FSDP frees the weights of a model after its backward pass; one without would use outdated weights.
         for parallel in (*self.further, *self.beside):
             let_go(parallel)
         return self._answered(sums)
+
+    def _one_by_one(
+        self, model: nn.Module, micros: Sequence[Micro], loss_fn: Loss, scale: float, position: int
+    ) -> torch.Tensor:
+        sums, sample = self._zeros(), self.first_sample(position)
+        for number, micro in enumerate(micros, start=1):
+            set_gradient_scale(self.routers, micro.weight * scale, self.parallel.mesh)
+            if self.parallel.dropout is not None:
+                self.parallel.dropout.start(sample + micro.start)
+            with self.around(model, last=number == len(micros)):
+                self._one(model, loss_fn, scale, micro, sums)
+        return sums
+
+    def _one(self, model: nn.Module, loss_fn: Loss, scale: float, micro: Micro, sums: torch.Tensor) -> None:
+        loss = self._forward(model, micro, loss_fn)
+        self.backward(loss.total * (micro.weight * scale))
+        self._add(sums, loss, micro.weight)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, batch: Any, loss_fn: Loss, rows: int | None = None) -> Evaluated:
@@ -182,11 +213,17 @@ class Passes:
         """The loss of a micro-batch; zero if it is a mean over no targets, which would be NaN."""
         needs_filling = loss_fn not in self.sum_losses
         data, counts = fill_missing_targets(micro.data, pair=micro.pair) if needs_filling else (micro.data, None)
-        with self.precision.autocast(self.device):
+        with self._computing():
             loss = call_loss(loss_fn, model, data, pair=micro.pair)
             self.sum_losses[:] = [loss_fn] if isinstance(loss, LossSum) else []
             loss = as_sum(loss, micro.rows)
         return loss if counts is None else loss.counted(counts)
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Around a forward pass and its loss."""
+        with self.precision.autocast(self.device), compiling_losses(self.compiles):
+            yield
 
     @torch.no_grad()
     def measure(
@@ -234,7 +271,7 @@ class Passes:
             first = start + number * size
             kept = max(0, min(rows - first, size))
             data = targets[first : first + kept] if kept else targets[:1]
-            with self.precision.autocast(self.device):
+            with self._computing():
                 loss = as_sum(loss_fn(output[: max(kept, 1)], data), max(kept, 1))
             # torch asks for the shapes of a first pass with the same call: a number is counted once.
             weights[start // size + number] = (loss, float(kept > 0))

@@ -479,6 +479,7 @@ class Run:
             further=further,
             beside=beside,
             own_model=session.own_model,
+            note=partial(session.record_reason, "passes_replayed"),
         )
         return ENGINES[train.engine].make(parts)
 

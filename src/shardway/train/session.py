@@ -124,6 +124,11 @@ class Session:
         self.noted.add(text)
         if is_new and self.ranks.is_first:
             logging.getLogger("shardway").warning(text)
+            self.record_reason(event, text)
+
+    def record_reason(self, event: str, text: str) -> None:
+        """An event with a reason, after the last step that is done."""
+        if self.ranks.is_first:
             self.recorder.event(event, step=self.recorder.step_done, reason=text)
 
     def settle(self, facts: DataFacts, keep: Callable[[str], bool] = lambda dotted: True) -> None:

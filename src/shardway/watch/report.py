@@ -111,7 +111,7 @@ def predict(run: RunDir, attempts: Sequence[AttemptProgress], events: Sequence[E
         values = RunFile.model_validate(run.read_resolved())
         machine = machine_of_site(load_site(values.site.name))
         shape = shape_of_run(values, read_shape(values.model.hf) if values.model.hf else None)
-        found = estimate(case_of(values, shape), machine)
+        found = estimate(case_of(values, shape, machine=machine), machine)
     except (ShardwayError, ValidationError, ValueError, TypeError):
         return None
     step_s = values.train.global_batch / median(sound[FEWEST_STEPS // 2 :])

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardway.hardware.catalogue import A_CPU, DeviceFacts
+from shardway.layout import AXES
 from shardway.plugins import GROUPS
 from shardway.resolve.draft import Draft, Resolved, Rule, Settled, fact_of, list_rules, of_what_is_described
 from shardway.runfile.load import render_value
+from shardway.runfile.schema import RunFile
 
 # --- values that a device does fast
 
@@ -162,6 +164,25 @@ def _find_no_gain(draft: Draft) -> Iterator[str]:
         steps = int(span.amount // (draft.get("train.global_batch") if span.unit == "samples" else 1))
         if steps < SHORT_RUN:
             yield _describe_short(steps)
+
+
+def find_replay_obstacle(values: RunFile) -> str:
+    """Why a run cannot replay its passes as CUDA graphs on a device that has them; "" where it can."""
+    model, parallel, precision = values.model, values.parallel, values.precision
+    obstacles = {
+        "train.cuda_graphs is off": not values.train.cuda_graphs,
+        "another engine runs the model": values.train.engine != "torch",
+        "there are several ranks": any(getattr(parallel, axis) not in (1, "auto") for axis in AXES),
+        "weights lie in the host's memory": parallel.cpu_offload,
+        "models of this kind have not been tried": bool(model.hf) or model.kind != "transformer",
+        "dropout is seeded in each pass": model.dropout > 0,
+        "experts take another number of tokens in each pass": bool(model.experts),
+        "the scales of float8 change in each pass": precision.compute == "float8",
+        "the loss scale of fp16 changes": precision.compute == "fp16",
+        "activations are computed again": values.recompute.mode != "none",
+        "train.deterministic keeps to kernels one by one": values.train.deterministic,
+    }
+    return next((reason for reason, holds in obstacles.items() if holds), "")
 
 
 def leave_short_runs_uncompiled(resolved: Resolved) -> Resolved:

@@ -36,6 +36,8 @@ from shardway.ranks.start import Ranks
 from shardway.ranks.stop import Decision
 from shardway.resolve import Resolved
 from shardway.rundir.directory import RunDir
+from shardway.train.cuda_graphs import GraphedPasses, find_obstacle
+from shardway.train.loss import class_cross_entropy, token_cross_entropy
 from shardway.train.passes import BatchSplit, Loss, Passes
 from shardway.train.step import StepContext, StepParts, StepResult, take_step
 
@@ -49,7 +51,7 @@ class EngineParts:
     `clip` limits the norm of gradients (None: no limit); `at_end` undoes what the engine changes outside the model,
     however the run ends; `to_write` is written into the run directory once the run goes on. `further` are models beside
     `parallel` that the optimizer updates as well, `beside` those of the run that it does not update; `own_model`: a
-    script steps them, and may freeze any.
+    script steps them, and may freeze any. `note` is given what was found out about the speed of passes.
     """
 
     parallel: ParallelModel
@@ -64,6 +66,7 @@ class EngineParts:
     further: tuple[ParallelModel, ...] = ()
     beside: tuple[ParallelModel, ...] = ()
     own_model: bool = False
+    note: Callable[[str], None] = lambda text: None
 
 
 class Engine(Protocol):
@@ -200,8 +203,13 @@ class TorchEngine:
 
     def __init__(self, parts: EngineParts) -> None:
         parallel = parts.parallel
+        values, replays = parts.resolved.values, None
+        if not find_obstacle(values, parallel, parts.ranks.device, own_model=parts.own_model):
+            replays = GraphedPasses(parallel.module, (token_cross_entropy, class_cross_entropy), parts.note)
         self.passes = Passes(
-            parallel, parts.batch_split, parts.precision, parts.ranks.device, parts.further, parts.beside
+            *(parallel, parts.batch_split, parts.precision, parts.ranks.device, parts.further, parts.beside),
+            compiles=values.train.compile in ("blocks", "model"),
+            replays=replays,
         )
         self.state: CheckpointState = Trained(parallel.module, parts.optimizer)
         replicated = parallel.mesh.degree("dp_replicate") > 1 and not needs_sharding(parallel.mesh.layout)
