@@ -1,10 +1,11 @@
 #!/bin/bash
-# bench/gpu.sh [tests] [faults] [figures]
+# bench/gpu.sh [tests] [steps] [faults] [figures]
 # What a machine with a CUDA device can show, part by part, and all of it where no part is named; each part says how
 # long it took. PYTHON (python3) has torch and what Shardway needs; nothing is installed.
 #
 # ONLY   faults whose names fit this expression (pytest -k)
 # JOBS   so many faults at a time (6); they share the device
+# JSON   file for the rows of `steps` in full
 # LIMIT  seconds that one command may take (550)
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -27,6 +28,10 @@ faults() {
     try "$PYTHON" -m pytest -p no:benchmark tests/chaos/test_faults.py -k "${ONLY:-}" -n "${JOBS:-6}" -rs
 }
 
+steps() {
+    try "$PYTHON" bench/device_step.py --profile ${JSON:+--json "$JSON"}
+}
+
 figures() {
     local plain=(precision.compute=fp32 precision.tf32=false train.compile=off)
     local small=("${plain[@]}" model.dim=768 model.layers=12 model.heads=12 data.kind=synthetic data.samples=4096 model.vocab=50304
@@ -39,6 +44,6 @@ figures() {
     try "$PYTHON" bench/vigilance.py --agent-seconds 10 --agent-ranks 1 run.device=cuda "${small[@]}"
 }
 
-for part in "${@:-tests faults figures}"; do
+for part in "${@:-tests steps faults figures}"; do
     for each in $part; do "$each"; done
 done
