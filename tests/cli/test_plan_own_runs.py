@@ -46,4 +46,4 @@ def test_a_plan_is_near_what_a_run_took(shardway: Shardway, name: str) -> None:
     assert facts["peak_bytes"]["allocated"] / 2**30 == pytest.approx(measured.allocated, rel=0.05)
     # Passes that are replayed have memory of their own, beside what they took while they were timed.
     replayed = measured.reserved / measured.allocated > 1.3
-    assert facts["peak_bytes"]["reserved"] / 2**30 == pytest.approx(measured.reserved, rel=0.15 if replayed else 0.08)
+    assert facts["peak_bytes"]["reserved"] / 2**30 == pytest.approx(measured.reserved, rel=0.15 if replayed else 0.09)

@@ -112,7 +112,7 @@ def test_replayed_passes_have_the_losses_of_those_one_by_one(words: tuple[str, .
     plain = curve(tmp_path / "plain", *settings, "train.cuda_graphs=false")
     graphs = curve(tmp_path / "graphs", *settings)
     assert (replayed(tmp_path / "plain"), len(replayed(tmp_path / "graphs"))) == ([], 1)
-    assert replayed(tmp_path / "graphs")[0].startswith("passes are replayed as CUDA graphs: the host needed")
+    assert replayed(tmp_path / "graphs")[0].startswith("passes are replayed as CUDA graphs: ")
     assert worst_difference(graphs, plain) < 1e-6
 
 

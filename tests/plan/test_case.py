@@ -96,6 +96,28 @@ def test_the_residual_stream_has_the_format_of_products() -> None:
     assert not replace(case_of(engine="shardway", precision="fp32"), foreign=True).casts_each
 
 
+def test_fp16_leaves_the_stream_wide() -> None:
+    """Its range is too small for a stream; weights that are gathered in 16 bits bring it along."""
+    alone, shared = (case_of(engine="shardway", precision="fp16", **more) for more in ({}, {"dp_shard": 2, "zero": 3}))
+    assert (alone.stream_bytes, alone.casts_each) == (4, True)
+    assert (shared.stream_bytes, shared.casts_each) == (2, False)
+
+
+def test_what_a_search_changes_decides_on_loss_host_and_attention() -> None:
+    """The layout is open when a case is made: each candidate has its own answer."""
+    alone = replace(case_of(engine="shardway"), fused_loss=True, fuses_whole=True, replayed=True, attention="flash3")
+    assert (alone.fuses_loss, alone.replays, alone.attention_kernel) == (True, True, "flash3")
+    split = replace(alone, degrees=Degrees(tp=2))
+    assert (split.fuses_loss, split.replays) == (False, False)
+    assert replace(split, fuses_whole=False).fuses_loss
+    for changes in ({"recompute": "full"}, {"offload": True}, {"dropout": True}, {"precision": "fp16"}):
+        assert not replace(alone, **changes).replays
+    ring = replace(alone, degrees=Degrees(cp=2), seq_len=4096)
+    assert ring.attention_kernel == "flash2"
+    assert replace(alone, precision="tf32").attention_kernel == "flash2"
+    assert replace(ring, engine=find_engine("megatron")).attention_kernel == "flash3"
+
+
 @given(st.integers(1, 5000))
 def test_divisors(number: int) -> None:
     assert divisors(number) == [each for each in range(1, number + 1) if number % each == 0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,13 +42,20 @@ def test_what_a_host_decides_in_each_pass_is_not_replayed(section: str, keys: Ma
     assert reason in found if reason else found == ""
 
 
-class Event:
-    """A CUDA event of a device on which each pass takes `TAKEN_MS`."""
+class Clock:
+    """Milliseconds that passes take on a device: of the host, one by one, and replayed."""
 
-    taken_ms = 0.0
+    host_ms, one_by_one_ms, replayed_ms = 10.0, 12.0, 2.0
+
+
+class Event:
+    """A CUDA event of a device that takes what `Clock` says."""
+
+    is_replay = False
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
+        self._taken_ms = Clock.replayed_ms if Event.is_replay else Clock.one_by_one_ms
 
     def record(self) -> None:
         """Nothing to wait for."""
@@ -56,55 +64,124 @@ class Event:
         return True
 
     def elapsed_time(self, other: Event) -> float:
-        return self.taken_ms
+        return self._taken_ms
+
+
+class Graph:
+    """Counts its replays."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+GIB = 2**30
+
+
+@pytest.fixture(name="said")
+def _said() -> list[str]:
+    return []
 
 
 @pytest.fixture(name="passes")
-def _passes(monkeypatch: pytest.MonkeyPatch) -> GraphedPasses:
-    """Passes whose host needs 10 ms; the device's time is that of `Event`."""
+def _passes(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> GraphedPasses:
     clock = itertools.count()
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(cuda_graphs.time, "perf_counter", lambda: 0.01 * next(clock))
-    return GraphedPasses(torch.nn.Linear(2, 2), (token_cross_entropy,), lambda text: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=8 * GIB))
+    monkeypatch.setattr(cuda_graphs.time, "perf_counter", lambda: Clock.host_ms / 1e3 * next(clock))
+    return GraphedPasses(torch.nn.Linear(2, 2), (token_cross_entropy,), said.append)
 
 
 def micro(rows: int = 2, weight: float = 1.0) -> Micro:
     return Micro((torch.zeros(rows, 3), torch.zeros(rows, 3)), rows, weight, 0, pair=True)
 
 
-def steps_until_capture(passes: GraphedPasses, steps: int, loss: Callable[..., Any] = token_cross_entropy) -> list[int]:
-    """The steps in which passes were to be captured."""
-    found = []
+def run_steps(
+    passes: GraphedPasses,
+    steps: int,
+    micros: Sequence[Micro] = (micro(),),
+    loss: Callable[..., Any] = token_cross_entropy,
+) -> list[int]:
+    """The steps whose passes were replayed, after `steps` of them."""
+    graphs: list[Any] = [Graph(), Graph()]
+    addresses = cuda_graphs._list_addresses(passes.model)
+
+    def capture(*_: Any) -> bool:
+        further = graphs[1] if len(micros) > 1 else None
+        passes._captured = cuda_graphs._Captured(graphs[0], further, micros[0], 1.0, torch.zeros(SUMS), (), addresses)
+        return True
+
+    passes._capture = capture  # type: ignore[method-assign]
+    replayed = []
     for step in range(steps):
-        passes._capture = lambda *_, step=step: bool(found.append(step))  # type: ignore[method-assign,func-returns-value]
-        if passes.run([micro()], loss, 1.0, lambda one, sums: None) is None:
+        Event.is_replay = passes._captured is not None or len(passes._host) == TIMED
+        found = passes.run(micros, loss, 1.0, lambda one, sums: None)
+        Event.is_replay = False
+        if found is None:
             with passes.timing():
                 pass
-    return found
+        else:
+            replayed.append(step)
+    assert sum(graph.replays for graph in graphs) == len(replayed) * len(micros)
+    return replayed
 
 
-def test_passes_are_captured_where_the_host_is_slower(passes: GraphedPasses, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Event, "taken_ms", 12.0)
-    assert steps_until_capture(passes, 8)[:1] == [WARM_UP + TIMED]
+@pytest.mark.parametrize("number", [1, 3])
+def test_passes_are_replayed_where_the_host_is_slower(number: int, passes: GraphedPasses, said: list[str]) -> None:
+    assert run_steps(passes, 14, [micro()] * number) == list(range(WARM_UP + TIMED, 14))
+    assert said == ["passes are replayed as CUDA graphs: 2.0 ms a step, one by one 12.0 ms"]
 
 
-def test_passes_of_a_busy_device_are_left_alone(passes: GraphedPasses, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Event, "taken_ms", 100.0)
-    assert steps_until_capture(passes, 12) == []
-    assert passes._is_off
+def test_passes_of_a_busy_device_are_left_alone(
+    passes: GraphedPasses, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Clock, "one_by_one_ms", 100.0)
+    assert run_steps(passes, 12) == []
+    assert said == []
 
 
-def test_a_loss_of_a_script_is_not_captured(passes: GraphedPasses, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Event, "taken_ms", 12.0)
-    assert steps_until_capture(passes, 12, class_cross_entropy) == []
+def test_replays_that_are_no_shorter_end(
+    passes: GraphedPasses, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the host waited for a device that had enough to do."""
+    monkeypatch.setattr(Clock, "replayed_ms", 11.9)
+    assert run_steps(passes, 14) == list(range(WARM_UP + TIMED, WARM_UP + 2 * TIMED))
+    assert (said, passes._captured) == ([], None)
 
 
-def test_what_cannot_be_captured_is_said_and_run_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    passes = GraphedPasses(torch.nn.Linear(2, 2), (token_cross_entropy,), said.append)
+def test_a_device_without_memory_for_both_is_left_alone(passes: GraphedPasses, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 5 * GIB)
+    assert run_steps(passes, 12) == []
+
+
+def test_uneven_micro_batches_are_run_one_by_one(passes: GraphedPasses) -> None:
+    assert run_steps(passes, 12, [micro(3), micro(3), micro(4)]) == []
+    assert passes._captured is None
+
+
+def test_weights_that_have_moved_are_captured_again(passes: GraphedPasses) -> None:
+    run_steps(passes, 10)
+    passes.model.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    before = passes._captured
+    assert run_steps(passes, 2) == [0, 1]
+    assert passes._captured is not before
+
+
+def test_a_loss_of_a_script_is_not_captured(passes: GraphedPasses) -> None:
+    assert run_steps(passes, 12, loss=class_cross_entropy) == []
+
+
+def test_what_cannot_be_captured_is_said_and_run_as_before(
+    passes: GraphedPasses, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = SimpleNamespace(device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "first")
-    streams: list[str] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    streams: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -113,7 +190,7 @@ def test_what_cannot_be_captured_is_said_and_run_as_before(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "graph", refuse)
     assert not passes._capture([micro()], 1.0, lambda one, sums: None)
     assert said == ["passes are not captured as CUDA graphs: operation not permitted when stream is capturing"]
-    assert streams == ["first"]
+    assert streams == [stream]
     assert passes.run([micro()], token_cross_entropy, 1.0, lambda one, sums: None) is None
 
 

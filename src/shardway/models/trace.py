@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardway.errors import UserError
@@ -133,13 +134,16 @@ class _Counts:
 
 
 class _Tally:
-    """Counts by unit while a forward pass runs: what happens counts for the unit that was entered last."""
+    """Counts by unit while a forward pass runs: what happens counts for the unit that was entered last, and what is
+    handed to several units (rotary factors, masks) for none of them."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.counts = {name: _Counts() for name in names}
         self.inside = [REST]
         # Held, so that no address is given out twice.
         self._seen: dict[int, torch.UntypedStorage] = {}
+        self._given: dict[int, tuple[torch.UntypedStorage, set[str]]] = {}
+        self._saved_in: dict[int, str] = {}
         self._counter = FlopCounterMode(display=False, custom_mapping=_UNKNOWN_TO_COUNTER)
         self._counted = 0
 
@@ -150,17 +154,26 @@ class _Tally:
         with self._counter, torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             functional_call(module, state, args, keywords)
         self._settle()
+        for key, unit in self._saved_in.items():
+            if key in self._given and len(self._given[key][1]) > 1:
+                size = self._seen[key].nbytes()
+                self.counts[unit].saved -= size
+                self.counts[REST].saved += size
 
     def watch(self, name: str, unit: nn.Module) -> None:
-        def enter(*_: Any) -> None:
+        def enter(_: nn.Module, *given: Any) -> None:
             self._settle()
             self.inside.append(name)
+            for each in tree_leaves(given):
+                if isinstance(each, torch.Tensor) and each.is_floating_point():
+                    storage = each.untyped_storage()
+                    self._given.setdefault(storage._cdata, (storage, set()))[1].add(name)
 
         def leave(*_: Any) -> None:
             self._settle()
             self.inside.pop()
 
-        unit.register_forward_pre_hook(enter)
+        unit.register_forward_pre_hook(enter, with_kwargs=True)
         unit.register_forward_hook(leave)
 
     def _settle(self) -> None:
@@ -171,9 +184,13 @@ class _Tally:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._remember(tensor):
-            counts, size = self.counts[self.inside[-1]], tensor.untyped_storage().nbytes()
-            counts.saved += size
-            counts.fixed += 0 if tensor.is_floating_point() else size
+            storage, unit = tensor.untyped_storage(), self.inside[-1]
+            counts = self.counts[unit]
+            counts.saved += storage.nbytes()
+            if tensor.is_floating_point():
+                self._saved_in[storage._cdata] = unit
+            else:
+                counts.fixed += storage.nbytes()
         return tensor
 
     def _remember(self, tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -254,7 +255,7 @@ class RMSNorm(nn.RMSNorm):
     it, since no single kernel takes two formats."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with _without_autocast(x):
             return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -263,15 +264,19 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        with torch.autocast(x.device.type, enabled=False):
+        with _without_autocast(x):
             return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias, self.eps)
 
 
 def begin_stream(x: torch.Tensor) -> torch.Tensor:
     """What the first block gets: x in bf16 if products are taken in it; fp16 has not the range of a stream."""
     device = x.device.type
-    in_bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
-    return x.to(torch.bfloat16) if in_bf16 else x
+    on = not x.is_meta and torch.is_autocast_enabled(device)  # the meta device has no autocast
+    return x.to(torch.bfloat16) if on and torch.get_autocast_dtype(device) == torch.bfloat16 else x
+
+
+def _without_autocast(x: torch.Tensor) -> AbstractContextManager[object]:
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def init_blocks_and_ends(model: nn.Module, shape: BlockShape, seed: int) -> None:

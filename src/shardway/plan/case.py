@@ -94,7 +94,9 @@ class EngineTraits:
     has until none is left; "weighed": by FLOPs, including the head's."""
     rails: bool = True  # a group's messages between nodes use the adapters of all its ranks, not only each rank's own
     eager: bool = True  # Python launches kernels one by one
-    newest_attention: bool = False  # its attention is the fastest kernel that Hopper and Blackwell have
+    newest_attention: Literal["", "torch", "own"] = ""
+    """Whose is its attention, if it is the fastest kernel that Hopper and Blackwell have. torch's is for 16 bits, and
+    for sequences that are not split over ranks."""
 
 
 @cache
@@ -187,11 +189,12 @@ class Case:
     dropout: bool = False
     compiled: bool = False
     foreign: bool = False  # a model of another library, whose stream has no format of its own
-    replayed: bool = False  # passes are replayed as CUDA graphs where the host would be too slow
+    replayed: bool = False  # one rank may replay passes as CUDA graphs, where the host would be too slow
     schedule: Schedule = "1f1b"
     stages_per_rank: int = 1
     offload: bool = False  # optimizer states lie in CPU memory
     fused_loss: bool = False  # the loss is computed without a full copy of the logits in fp32
+    fuses_whole: bool = False  # and that only where the tensor axis does not split logits
     async_tensor: bool = False  # collectives of the tensor axis overlap with its products
 
     def __post_init__(self) -> None:
@@ -241,7 +244,12 @@ class Case:
     @cached_property
     def casts_each(self) -> bool:
         """Whether every product makes 16-bit copies of its inputs; not if weights are kept in 16 bits."""
-        return self.foreign and self._under_autocast
+        return self._has_wide_stream and self._under_autocast
+
+    @property
+    def _has_wide_stream(self) -> bool:
+        """Whether autocast leaves the stream as wide as weights are: fp16 has not its range."""
+        return self.foreign or (self.precision == "fp16" and self.casts_weights)
 
     @property
     def _under_autocast(self) -> bool:
@@ -257,7 +265,24 @@ class Case:
 
     @cached_property
     def stream_bytes(self) -> int:  # bytes of a number of the residual stream
-        return 4 if self.casts_weights and self.foreign else self.value_bytes
+        return 4 if self.casts_weights and self._has_wide_stream else self.value_bytes
+
+    @property
+    def fuses_loss(self) -> bool:
+        return self.fused_loss and not (self.fuses_whole and self.degrees.tp > 1)
+
+    @property
+    def replays(self) -> bool:
+        """Whether the host is never waited for: what it decides anew in each pass is not replayed."""
+        plain = self.degrees.world == 1 and self.recompute == "none" and not self.offload and not self.dropout
+        mixed = any(run.layer.experts for run in self.model.runs)
+        return self.replayed and plain and not mixed and self.precision in ("bf16", "fp32", "tf32")
+
+    @property
+    def attention_kernel(self) -> AttentionKernel:
+        """The kernel that runs."""
+        narrow = self.engine.newest_attention == "torch" and (self.degrees.cp > 1 or self.value_bytes == 4)
+        return "flash2" if self.attention == "flash3" and narrow else self.attention
 
     @cached_property
     def gradient_bytes(self) -> int:  # bytes of a summed gradient

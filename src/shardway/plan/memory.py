@@ -461,8 +461,8 @@ def _backward_bytes(case: Case, run: LayerRun) -> float:
 def loss_bytes(case: Case) -> float:
     """Logits at the peak of the loss, and the stream that the head reads."""
     engine, split = case.engine, case.degrees.tp > 1
-    per_logit = 2 * case.value_bytes if case.fused_loss else engine.logit_bytes
-    if split and engine.splits_loss and not case.fused_loss:
+    per_logit = 2 * case.value_bytes if case.fuses_loss else engine.logit_bytes
+    if split and engine.splits_loss and not case.fuses_loss:
         per_logit += engine.split_logit_bytes
     positions = case.micro_batch if case.model.patch_features else case.tokens
     logits = positions * case.model.vocab * per_logit / (case.degrees.tp if engine.splits_loss else 1)

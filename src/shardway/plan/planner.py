@@ -740,6 +740,7 @@ def request_of(options: PlanOptions, model: Architecture, machine: Machine) -> P
         length = Span(float(tokens.value), "tokens")
         assumed.append(tokens.note)
     engine, degrees = find_engine(options.engine or "shardway"), Degrees(**options.layout)
+    ours = engine.name == "shardway"
     usual = "bf16" if machine.accelerator.peak("bf16") else "fp16"
     words = {
         "precision": options.precisions[0] if options.precisions else usual,
@@ -758,6 +759,9 @@ def request_of(options: PlanOptions, model: Architecture, machine: Machine) -> P
         engine=engine,
         zero=options.zero or 0,
         compiled=options.compiled,
+        fused_loss=ours and options.compiled and not model.patch_features,
+        fuses_whole=ours,
+        replayed=ours,
         offload=bool(options.offload),
         **words,  # type: ignore[arg-type]
     )

@@ -271,7 +271,7 @@ class StepPricer:
         kernels += EXPERT_KERNELS if layer.experts is not None else 0
         kernels += CAST_KERNELS if case.low_bits else 0
         passes = 1 + (1 if case.recompute in ("full", "operators", "products") else 0) + BACKWARD_KERNELS
-        items[HOST] = 0.0 if case.replayed else max(0.0, self.ceilings.kernel_s * kernels * passes - busy)
+        items[HOST] = 0.0 if case.replays else max(0.0, self.ceilings.kernel_s * kernels * passes - busy)
         if case.zero == 3 and case.degrees.shards > 1:
             # a layer's weights are gathered, its gradients scattered, beside the computation that hides most of it.
             messages = self._shard_seconds(*count_layer(layer, case))
@@ -323,7 +323,7 @@ class StepPricer:
         case, tp = self.case, self.case.degrees.tp
         tokens = case.micro_batch if case.model.patch_features else case.tokens
         product = self.product(case.model.head, tokens)
-        moves = FUSED_LOSS_BYTES if case.fused_loss else LOSS_BYTES
+        moves = FUSED_LOSS_BYTES if case.fuses_loss else LOSS_BYTES
         logits = tokens * case.model.vocab / (tp if case.engine.splits_loss else 1)
         items = {PRODUCTS: product.forward + product.backward, MOVES: logits * moves / self.bandwidth}
         if case.zero == 3 and case.degrees.shards > 1:
@@ -371,7 +371,7 @@ class StepPricer:
             flops = tokens * attention.core_flops_per_token(seq, causal=True) / case.degrees.tp
             ramp = 1 + c.flash_ramp / attention.mean_span(seq, True)
             ramp *= 1 + HEAD_LOSS * max(0.0, HEAD_WIDTH / (attention.qk_width / attention.heads) - 1)
-            part: float = getattr(c, case.attention)
+            part: float = getattr(c, case.attention_kernel)
             forward = flops * ramp / (self.wide_peak * part)
             return PassTimes(forward, forward * FLASH_BACKWARD_FLOPS / c.flash_backward)
         # Batched products that ignore the mask, and passes over the scores in memory

@@ -91,7 +91,7 @@ def fixed_case_of(values: RunFile, shape: Architecture, machine: Machine | None,
         engine = replace(engine, weight_bytes=2, gradient_bytes=2)
     reshards = parallel.pp == 1 if parallel.reshard_after_forward == "auto" else bool(parallel.reshard_after_forward)
     compiled = values.train.compile in ("blocks", "model")
-    split_loss = parallel.tp != 1 and parallel.tp_loss
+    kind = values.model.kind
     settings = {
         "model": shape,
         "seq_len": shape.positions if shape.patch_features else values.data.seq_len,
@@ -103,11 +103,12 @@ def fixed_case_of(values: RunFile, shape: Architecture, machine: Machine | None,
         "recompute": recompute_of(values.recompute),
         "dropout": values.model.dropout > 0,
         "compiled": compiled,
-        "fused_loss": compiled and takes_of(values.model.kind) == "tokens" and not split_loss,
-        "foreign": bool(values.model.hf),
+        "fused_loss": compiled and (takes_of(kind) == "tokens" or bool(values.model.hf)),
+        "fuses_whole": bool(parallel.tp_loss),
+        "foreign": bool(values.model.hf) or kind not in ("transformer", "vit"),
         "replayed": not find_replay_obstacle(values),
         "offload": offloads(values),
-        **({} if machine is None else {"attention": attention_of(engine, machine.accelerator)}),
+        **({} if machine is None else {"attention": attention_of(find_engine("shardway"), machine.accelerator)}),
     }
     return Case(**{**settings, **laid_out})  # type: ignore[arg-type]
 

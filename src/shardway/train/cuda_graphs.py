@@ -8,6 +8,8 @@ Invariants:
   is computed again, messages between ranks, a script's own model or loss.
 - A step whose micro-batches are not those of the graphs (a last one of an epoch) is run without them. If a weight has
   moved in memory, they are captured again; what cannot be captured is run as before.
+- Graphs are kept only where replays were shorter than the passes one by one, and where the device has memory for both:
+  what a graph has is no longer there for an update or a validation.
 """
 
 from __future__ import annotations
@@ -31,13 +33,18 @@ WARM_UP = 3
 """Steps that are not timed: in them kernels are compiled and chosen."""
 TIMED = 3
 HOST_BOUND = 0.7
-"""Passes are captured if the host needs at least this part of the time that they take to issue them."""
+"""Passes are captured if the host needs at least this part of the time that they take to issue them. More is possible
+on a busy device too, since the host waits where about a thousand kernels are pending: hence `WORTH`."""
+WORTH = 0.95
+"""Graphs are kept if replays take at most this part of the time of passes one by one."""
+MEMORY = 0.5
+"""The part of a device's memory that passes may have taken at most, for a second set of it to fit."""
+
+Timed = list[tuple[torch.cuda.Event, torch.cuda.Event]]
 
 
-def find_obstacle(values: RunFile, parallel: ParallelModel, device: torch.device, *, own_model: bool) -> str:
-    """Why the passes of a run are not replayed; "" where they may be."""
-    if device.type != "cuda":
-        return f"a {device.type} has no CUDA graphs"
+def find_obstacle(values: RunFile, parallel: ParallelModel, *, own_model: bool) -> str:
+    """Why the passes of a run on a CUDA device are not replayed; "" where they may be."""
     if own_model:
         return "a script steps its own model"
     if parallel.call is not parallel.module or parallel.pipeline is not None or parallel.dropout is not None:
@@ -64,14 +71,17 @@ class _Captured:
 
 @dataclass
 class GraphedPasses:
-    """The passes of a run over `model` on its device. `note` is called with what was found, once."""
+    """The passes of a run over `model` on its device. `note` is given what was found out, once."""
 
     model: nn.Module
     losses: Sequence[Loss]
     note: Callable[[str], None]
     _steps: int = 0
-    _timed: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _host: list[float] = field(default_factory=list)
+    _one_by_one: Timed = field(default_factory=list)
+    _replayed: Timed = field(default_factory=list)
     _captured: _Captured | None = None
+    _is_kept: bool = False
     _is_off: bool = False
 
     def run(
@@ -79,20 +89,23 @@ class GraphedPasses:
     ) -> torch.Tensor | None:
         """Run the passes of a step by graphs; the sums of its losses, or None: run them one by one, in `timing`. `one`
         adds the gradients of a micro-batch to those of the model, and its losses to sums."""
-        if self._is_off or not self._may_capture(micros, loss_fn):
+        if self._is_off or loss_fn not in self.losses or not self.model.training:
+            return None
+        if any(micro.weight != 1 or not _is_alike(micro, micros[0]) for micro in micros):
             return None
         if self._captured is not None and self._captured.addresses != _list_addresses(self.model):
             self._captured = None
-        if self._captured is None and not self._capture(micros, scale, one):
+        if self._captured is None and not (self._should_capture() and self._capture(micros, scale, one)):
             return None
         captured = self._captured
-        if captured is None or not captured.fits(micros, scale):
+        if captured is None or not captured.fits(micros, scale) or not self._is_worth_it():
             return None
-        for number, micro in enumerate(micros):
-            for static, new in zip(_list_tensors(captured.micro), _list_tensors(micro), strict=True):
-                static.copy_(new, non_blocking=True)
-            graph = captured.further if number and captured.further is not None else captured.first
-            graph.replay()
+        with contextlib.nullcontext() if self._is_kept else _timed(self._replayed):
+            for number, micro in enumerate(micros):
+                for static, new in zip(_list_tensors(captured.micro), _list_tensors(micro), strict=True):
+                    static.copy_(new, non_blocking=True)
+                graph = captured.further if number and captured.further is not None else captured.first
+                graph.replay()
         for parameter, gradient in captured.gradients:
             parameter.grad = gradient
         return captured.sums.clone()
@@ -101,27 +114,35 @@ class GraphedPasses:
     def timing(self) -> Iterator[None]:
         """Around passes that are run one by one: how long the host issues them, and how long they take."""
         self._steps += 1
-        if self._is_off or self._captured is not None or self._steps <= WARM_UP or len(self._timed) == TIMED:
+        if self._is_off or self._steps <= WARM_UP or len(self._host) == TIMED:
             yield
             return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-        begin.record()
-        started = time.perf_counter()
-        yield
-        host = time.perf_counter() - started
-        end.record()
-        self._timed.append((host, begin, end))
+        with _timed(self._one_by_one):
+            started = time.perf_counter()
+            yield
+            self._host.append(time.perf_counter() - started)
 
-    def _may_capture(self, micros: Sequence[Micro], loss_fn: Loss) -> bool:
-        whole = loss_fn in self.losses and self.model.training and all(micro.weight == 1 for micro in micros)
-        if not whole or self._captured is not None or len(self._timed) < TIMED:
-            return whole and self._captured is not None
-        if not self._timed[-1][2].query():
+    def _should_capture(self) -> bool:
+        if len(self._host) < TIMED or not self._one_by_one[-1][1].query():
             return False
-        host = statistics.median(seconds for seconds, _, _ in self._timed)
-        taken = statistics.median(begin.elapsed_time(end) / 1e3 for _, begin, end in self._timed)
-        self._is_off = host < HOST_BOUND * taken
+        total = torch.cuda.get_device_properties().total_memory
+        fits = torch.cuda.max_memory_reserved() <= MEMORY * total
+        self._is_off = not fits or statistics.median(self._host) < HOST_BOUND * _median_seconds(self._one_by_one)
         return not self._is_off
+
+    def _is_worth_it(self) -> bool:
+        """Whether to go on replaying; decided once some replays have been timed."""
+        if self._is_kept or len(self._replayed) < TIMED or not self._replayed[-1][1].query():
+            return True
+        before, now = _median_seconds(self._one_by_one), _median_seconds(self._replayed)
+        self._is_kept = now <= WORTH * before
+        if self._is_kept:
+            self.note(
+                f"passes are replayed as CUDA graphs: {1e3 * now:.1f} ms a step, one by one {1e3 * before:.1f} ms"
+            )
+        else:
+            self._is_off, self._captured = True, None
+        return self._is_kept
 
     def _capture(self, micros: Sequence[Micro], scale: float, one: Callable[[Micro, torch.Tensor], None]) -> bool:
         """Whether the passes were captured; nothing is computed by that."""
@@ -129,13 +150,12 @@ class GraphedPasses:
         micro = replace(micros[0], data=map_tensors(torch.clone, micros[0].data))
         sums = torch.zeros(SUMS, dtype=torch.float64, device=parameters[0].device)
         graphs: list[torch.cuda.CUDAGraph] = []
-        stream = torch.cuda.current_stream()
+        stream, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
         for parameter in parameters:
             parameter.grad = None
         try:
             for _ in range(min(len(micros), 2)):
                 graph = torch.cuda.CUDAGraph()
-                pool = graphs[0].pool() if graphs else None
                 # A thread of its own may copy the next batch meanwhile, which is no part of the graph.
                 with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                     if not graphs:
@@ -143,20 +163,41 @@ class GraphedPasses:
                     one(micro, sums)
                 graphs.append(graph)
         except RuntimeError as error:
-            torch.cuda.set_stream(stream)  # which a capture that broke off leaves behind
             self._is_off = True
-            self.note(f"passes are not captured as CUDA graphs: {str(error).splitlines()[0]}")
+            _end_capture(stream, pool)
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self.note(f"passes are not captured as CUDA graphs: {reason}")
             return False
         finally:
             gradients = [(each, each.grad) for each in parameters if each.grad is not None]
             for parameter in parameters:
                 parameter.grad = None
         further = graphs[1] if len(graphs) > 1 else None
-        addresses = _list_addresses(self.model)
-        self._captured = _Captured(graphs[0], further, micro, scale, sums, gradients, addresses)
-        host = statistics.median(seconds for seconds, _, _ in self._timed)
-        self.note(f"passes are replayed as CUDA graphs: the host needed {1e3 * host:.1f} ms to issue them")
+        self._captured = _Captured(graphs[0], further, micro, scale, sums, gradients, _list_addresses(self.model))
         return True
+
+
+def _end_capture(stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
+    """Put back what torch leaves behind where CUDA has broken a capture off: its stream, and the pool that memory is
+    taken from (pytorch/pytorch#180395)."""
+    torch.cuda.set_stream(stream)
+    for end in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            getattr(torch._C, end)(stream.device.index, pool)
+
+
+@contextlib.contextmanager
+def _timed(events: Timed) -> Iterator[None]:
+    """Adds the events of the device before and after what runs inside."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+    begin.record()
+    yield
+    end.record()
+    events.append((begin, end))
+
+
+def _median_seconds(events: Timed) -> float:
+    return statistics.median(begin.elapsed_time(end) / 1e3 for begin, end in events)
 
 
 def _list_addresses(model: nn.Module) -> list[int]:

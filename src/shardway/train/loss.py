@@ -63,7 +63,8 @@ def token_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> LossSum:
     In fp32. Where a run compiles (`compiling_losses`), this is one kernel each way on a CUDA device: 4 bytes a logit
     are moved and not some 19.
     """
-    fuses = not torch.compiler.is_compiling() and _COMPILES.get() and type(logits) is torch.Tensor and logits.is_cuda
+    plain = type(logits) is torch.Tensor and logits.is_cuda and targets.dtype is torch.int64
+    fuses = plain and not torch.compiler.is_compiling() and _COMPILES.get()
     sums = _compiled_sums() if fuses else _sum_cross_entropy
     return LossSum(*sums(logits, targets))
 

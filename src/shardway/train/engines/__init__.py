@@ -204,7 +204,8 @@ class TorchEngine:
     def __init__(self, parts: EngineParts) -> None:
         parallel = parts.parallel
         values, replays = parts.resolved.values, None
-        if not find_obstacle(values, parallel, parts.ranks.device, own_model=parts.own_model):
+        on_cuda = parts.ranks.device.type == "cuda"
+        if on_cuda and not find_obstacle(values, parallel, own_model=parts.own_model):
             replays = GraphedPasses(parallel.module, (token_cross_entropy, class_cross_entropy), parts.note)
         self.passes = Passes(
             *(parallel, parts.batch_split, parts.precision, parts.ranks.device, parts.further, parts.beside),

@@ -167,8 +167,9 @@ class DeepSpeedEngine:
         parallel = replace(parts.parallel, call=self._engine)
         # Its weights have the format of products already.
         precision = replace(parts.precision, autocast_dtype=None)
+        compiles = parts.resolved.values.train.compile in ("blocks", "model")
         self.passes: Passes = ZeroPasses(
-            parallel, parts.batch_split, precision, parts.ranks.device, engine=self._engine
+            parallel, parts.batch_split, precision, parts.ranks.device, compiles=compiles, engine=self._engine
         )
         self.state: CheckpointState = ZeroState(self._engine, parts.optimizer, self._parameters, parts.ranks)
 
