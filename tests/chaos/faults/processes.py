@@ -85,9 +85,9 @@ def kill_loader_in_save(command: Command, dice: random.Random) -> Struck:
 
 
 def find_loaders(command: Command, rank: int) -> list[psutil.Process]:
-    """The processes that load data for a rank."""
-    further = children(command)[rank].children()
-    return [each for each in further if "resource_tracker" not in " ".join(each.cmdline())]
+    """The processes that load data for a rank, but for what else it starts: multiprocessing's tracker, and the template
+    that processes of tests are forked from (`warm`)."""
+    return [each for each in children(command)[rank].children() if "spawn_main" in " ".join(each.cmdline())]
 
 
 def launch_twice(command: Command, dice: random.Random) -> Struck:
