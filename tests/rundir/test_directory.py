@@ -76,6 +76,21 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     )
 
 
+def test_a_folder_on_a_file_system_that_is_away_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking whether it is a link fails there as well."""
+
+    def away(path: Any, *_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", away)
+    monkeypatch.setattr(os, "lstat", away)
+    monkeypatch.setattr(Path, "lstat", away)
+    with pytest.raises(UserError, match=r"cannot be made: Transport endpoint is not connected\."):
+        RunDir(tmp_path / "run").create()
+
+
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.check_no_strangers()

@@ -101,7 +101,7 @@ class RunDir:
             for folder in () if empty else (self._events_folder, self.checkpoints):
                 folder.mkdir(exist_ok=True)
         except OSError as error:
-            if self.path.is_symlink() and not os.path.exists(self.path):
+            if os.path.islink(self.path) and not os.path.exists(self.path):
                 raise UserError(
                     f"the run directory {self.path} is a link to {os.readlink(self.path)}, where there is no folder.\n"
                     "  To do: make that folder, or name another run directory with --dir."
