@@ -3,8 +3,8 @@
     python bench/device_step.py [--steps 20] [--profile] [--json FILE] [--case NAME ...] [KEY=VALUE ...]
 
 Each case is a run of `train` on synthetic tokens in this process; the figures are medians over steps after the warm-up,
-the device waited for after each. FLOPs are those of products and causal attention, forward and twice that backward
-(perf.md's and PaLM's count without recompute); the peak is that of a product of 8192 x 8192 x 8192 on this device.
+the device waited for after each. FLOPs are those of products and causal attention, forward and twice that backward,
+without recompute; the peak is that of a product of 8192 x 8192 x 8192 on this device.
 `--profile` lists the kernels of three further steps, by kind and one by one.
 """
 
@@ -47,8 +47,8 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 WARM_UP = 6
 KINDS = {
+    "attention": ("flash", "fmha", "attention", "cudnn"),  # before products: its kernels name wgmma too
     "products": ("gemm", "cutlass", "cublas", "nvjet", "wgmma"),
-    "attention": ("flash", "fmha", "attention", "cudnn"),
     "compiled": ("triton",),
     "optimizer": ("multi_tensor", "adam", "foreach"),
     "norms": ("norm",),
@@ -117,11 +117,10 @@ def run_case(name: str, words: Sequence[str], steps: int, profiles: bool, peak: 
             source = open_described(run.resolved.values).train
             run.session.settle(DataFacts(len(source), source.tokens_per_sample, source.facts.vocab))
             step = our_loop(run, source)
-            times, host = [], []
+            times = []
             for _ in range(steps + WARM_UP):
                 started = time.perf_counter()
                 next(step)
-                host.append(time.perf_counter() - started)
                 torch.cuda.synchronize()
                 times.append(time.perf_counter() - started)
             started = time.perf_counter()

@@ -107,7 +107,7 @@ def run_steps(
 ) -> list[int]:
     """The steps whose passes were replayed, after `steps` of them."""
     graphs: list[Any] = [Graph(), Graph()]
-    addresses = cuda_graphs._list_addresses(passes.model)
+    addresses = passes._list_addresses()
 
     def capture(*_: Any) -> bool:
         further = graphs[1] if len(micros) > 1 else None

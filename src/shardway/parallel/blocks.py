@@ -135,7 +135,7 @@ def apply_backend_switches(values: RunFile, device: torch.device, *, leaves_tf32
     torch.backends.cudnn.deterministic = values.train.deterministic
     wants_budget = values.recompute.mode == "budget"
     torch._functorch.config.activation_memory_budget = values.recompute.budget if wants_budget else 1.0
-    if values.train.compile in ("blocks", "model"):
+    if values.train.compiles:
         set_compile_cache(values.train.compile_cache)
 
 

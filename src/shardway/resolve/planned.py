@@ -90,7 +90,7 @@ def fixed_case_of(values: RunFile, shape: Architecture, machine: Machine | None,
     if values.precision.weights == "bf16":
         engine = replace(engine, weight_bytes=2, gradient_bytes=2)
     reshards = parallel.pp == 1 if parallel.reshard_after_forward == "auto" else bool(parallel.reshard_after_forward)
-    compiled = values.train.compile in ("blocks", "model")
+    compiled = values.train.compiles
     kind = values.model.kind
     settings = {
         "model": shape,

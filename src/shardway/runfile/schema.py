@@ -547,6 +547,11 @@ class TrainSection(Section):
         "Let cuDNN try its convolutions and keep the fastest; for inputs that are always of one size."
     )
 
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile is used; not where that is still to be decided."""
+        return self.compile in ("blocks", "model")
+
 
 class OptimSection(Section):
     """The optimizer and its learning rate."""

@@ -19,6 +19,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -93,7 +95,7 @@ class GraphedPasses:
             return None
         if any(micro.weight != 1 or not _is_alike(micro, micros[0]) for micro in micros):
             return None
-        if self._captured is not None and self._captured.addresses != _list_addresses(self.model):
+        if self._captured is not None and self._captured.addresses != self._list_addresses():
             self._captured = None
         if self._captured is None and not (self._should_capture() and self._capture(micros, scale, one)):
             return None
@@ -109,6 +111,14 @@ class GraphedPasses:
         for parameter, gradient in captured.gradients:
             parameter.grad = gradient
         return captured.sums.clone()
+
+    @cached_property
+    def _tables(self) -> list[dict[str, Any]]:
+        """Where modules keep parameters and buffers; found once, since each step looks at them."""
+        return [table for each in self.model.modules() for table in (each._parameters, each._buffers) if table]
+
+    def _list_addresses(self) -> list[int]:
+        return [tensor.data_ptr() for table in self._tables for tensor in table.values() if tensor is not None]
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
@@ -173,7 +183,7 @@ class GraphedPasses:
             for parameter in parameters:
                 parameter.grad = None
         further = graphs[1] if len(graphs) > 1 else None
-        self._captured = _Captured(graphs[0], further, micro, scale, sums, gradients, _list_addresses(self.model))
+        self._captured = _Captured(graphs[0], further, micro, scale, sums, gradients, self._list_addresses())
         return True
 
 
@@ -198,10 +208,6 @@ def _timed(events: Timed) -> Iterator[None]:
 
 def _median_seconds(events: Timed) -> float:
     return statistics.median(begin.elapsed_time(end) / 1e3 for begin, end in events)
-
-
-def _list_addresses(model: nn.Module) -> list[int]:
-    return [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
 
 
 def _list_tensors(micro: Micro) -> list[torch.Tensor]:

@@ -127,9 +127,8 @@ class Session:
             self.record_reason(event, text)
 
     def record_reason(self, event: str, text: str) -> None:
-        """An event with a reason, after the last step that is done."""
-        if self.ranks.is_first:
-            self.recorder.event(event, step=self.recorder.step_done, reason=text)
+        """An event with a reason, after the last step that is done; rank 0 writes it."""
+        self.recorder.event(event, step=self.recorder.step_done, reason=text)
 
     def settle(self, facts: DataFacts, keep: Callable[[str], bool] = lambda dotted: True) -> None:
         """Complete the resolved run with the facts of the open data; `begin` writes down the keys that `keep` selects.

@@ -209,7 +209,7 @@ class TorchEngine:
             replays = GraphedPasses(parallel.module, (token_cross_entropy, class_cross_entropy), parts.note)
         self.passes = Passes(
             *(parallel, parts.batch_split, parts.precision, parts.ranks.device, parts.further, parts.beside),
-            compiles=values.train.compile in ("blocks", "model"),
+            compiles=values.train.compiles,
             replays=replays,
         )
         self.state: CheckpointState = Trained(parallel.module, parts.optimizer)

@@ -167,7 +167,7 @@ class DeepSpeedEngine:
         parallel = replace(parts.parallel, call=self._engine)
         # Its weights have the format of products already.
         precision = replace(parts.precision, autocast_dtype=None)
-        compiles = parts.resolved.values.train.compile in ("blocks", "model")
+        compiles = parts.resolved.values.train.compiles
         self.passes: Passes = ZeroPasses(
             parallel, parts.batch_split, precision, parts.ranks.device, compiles=compiles, engine=self._engine
         )
