@@ -101,6 +101,15 @@ RUN_FILE = [
         ("train", "c.toml"),
         both(file("a.toml", ""), file("b.toml", 'extends = "a.toml"'), file("c.toml", 'extends = "b.toml"')),
     ),
+    Case(
+        "blend-with-many-problems",
+        ("train", "my.toml"),
+        file(
+            "my.toml",
+            '[data]\nseq_len = 64\n\n[[data.blend]]\npath = "web"\nweight = [[10, 0.7], [5, 0.2]]\nkind = "txt"\n\n'
+            '[[data.blend]]\npth = "code"\nweight = 0\n',
+        ),
+    ),
     Case("newer-run-file", ("train", "my.toml"), file("my.toml", "format = 2\n")),
     Case("explain-unknown-key", ("config", "explain", "train.stpes")),
 ]
@@ -134,6 +143,10 @@ RULES = [
     Case("no-accelerator", ("train", "run.device=cuda")),
     Case("unknown-site", ("train", "site.name=leonrado")),
     Case("key-without-effect", ("train", "optim.momentum=0.9", "data.shape=[1, 2]")),
+    Case(
+        "blend-beside-a-path",
+        ("train", "data.path=web", 'data.blend=[{path = "code", weight = 1}, {path = "x", weight = 1, kind = "idx"}]'),
+    ),
     Case("heads", ("train", "model.dim=100", "model.heads=3", "model.kv_heads=2")),
     Case("batch-smaller-than-ranks", ("train", "--nproc", "4", "train.global_batch=2")),
 ]
@@ -145,6 +158,14 @@ DATA = [
     Case("empty-text", ("train", *TINY), file("text.txt", "")),
     Case("short-text", ("train", *TINY), file("text.txt", "short")),
     Case("too-short-to-hold-out", ("train", *TINY), file("text.txt", "nine byte")),
+    Case(
+        "parts-of-a-blend",
+        (
+            *("train", *(word for word in TINY if not word.startswith("data.path"))),
+            'data.blend=[{path = "web", weight = 0.7}, {path = "code", weight = [[0, 0.3], [100, 0]]}]',
+        ),
+        file("code/a.py", "short"),
+    ),
     Case("missing-validation", ("train", *TINY, "data.validation=gone.txt"), write_text),
     Case("missing-tokenizer", ("train", *TINY, "data.tokenizer=words.json"), write_text),
     Case(

@@ -144,6 +144,51 @@ REFUSALS: list[Refuses] = [
         "  data.path (default): is not set\n      allowed: the file or folder that holds the data",
     ),
     Refuses(
+        "a_blend_names_the_paths_of_its_parts",
+        ("data.path=x", 'data.blend=[{path = "y", weight = 1}]'),
+        '  data.path (command line): "x" has no effect with data.blend, whose parts have paths of their own\n'
+        "      allowed: only without data.blend\n"
+        "      to do: remove the key, or make it a part of the blend",
+    ),
+    Refuses(
+        "a_blend_names_the_paths_of_its_parts",
+        ('data.blend=[{path = "y", weight = 1}, {path = "z", weight = 1, kind = "synthetic"}]',),
+        '  data.blend (command line): [1] "z" is of the kind "synthetic", which reads no files\n'
+        "      allowed: parts of text, jsonl, tokens, megatron, parquet, arrow, webdataset, mds, energon, hdf5, lmdb, "
+        "arrays, images, idx, shards",
+    ),
+    Refuses(
+        "a_model_reads_the_data_it_is_made_for",
+        ('data.blend=[{path = "y", weight = 1}, {path = "z", weight = 1, kind = "idx"}]',),
+        '  data.blend (command line): "idx" cannot feed model.kind = "transformer"\n'
+        "      allowed: text, jsonl, tokens, megatron, parquet, arrow, webdataset, mds, energon, hdf5, lmdb, shards, "
+        "synthetic",
+    ),
+    Refuses(
+        "documents_are_packed_for_models_that_keep_them_apart",
+        ("data.pack=true", "model.kind=encoder_decoder"),
+        '  data.pack (command line): true, and model.kind = "encoder_decoder" does not keep the documents of a sample '
+        'apart\n      allowed: false; or model.kind = "transformer"',
+    ),
+    Refuses(
+        "documents_are_packed_for_models_that_keep_them_apart",
+        ("data.pack=true", "data.kind=synthetic"),
+        '  data.pack (command line): true, and data.kind = "synthetic" has no documents\n'
+        "      allowed: false; or data with documents, such as text, jsonl, parquet or megatron",
+    ),
+    Refuses(
+        "documents_are_packed_for_models_that_keep_them_apart",
+        ("data.pack=true", "train.engine=deepspeed"),
+        '  train.engine (command line): "deepspeed" has not been tried with data.pack = true\n'
+        '      allowed: "torch"\n      to do: set data.pack = false',
+    ),
+    Refuses(
+        "documents_are_packed_for_models_that_keep_them_apart",
+        ("data.pack=true", "model.experts=4", "model.capacity_factor=1.5"),
+        "  model.capacity_factor (command line): 1.5 lets documents of a sample take places of experts from each other"
+        ", and data.pack is true\n      allowed: 0\n      to do: set data.pack = false",
+    ),
+    Refuses(
         "heads_divide_the_width",
         ("model.dim=128", "model.heads=7"),
         "  model.heads (command line): 7 does not divide model.dim = 128\n      allowed: a divisor, such as 8",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planned_runs import AUTO, EIGHT_BILLION, H100, SMALL, TIGHT, price, resolve_on
 from resolving import refusal_of, value_of
@@ -69,6 +69,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 
 
 @given(st.fixed_dictionaries({}, optional=VALUES), st.sampled_from([1, 2, 6, 8, 12, 16]))
+@example({"model.heads": 6, "parallel.dp_replicate": 1}, 2)  # the hint on ranks once asked the planner
 @settings(max_examples=40, deadline=None)
 def test_what_is_found_is_taken_where_it_is_written_out(values: dict[str, Any], ranks: int) -> None:
     words = [*SMALL, *(f"{key}={render_value(value)}" for key, value in values.items())]

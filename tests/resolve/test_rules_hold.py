@@ -57,6 +57,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model.channels": st.lists(st.integers(1, 9), min_size=1, max_size=4),
     "model.hidden": st.lists(st.integers(1, 9), max_size=4),
     "data.kind": st.sampled_from(["text", "synthetic"]),
+    "data.pack": st.sampled_from([False, False, False, True]),
     "data.seq_len": SIZES,
     "precision.compute": st.sampled_from(["fp32", "bf16", "fp16", "float8"]),
 }

@@ -38,6 +38,7 @@ CHANGES = {
     "data.tokenizer": "words.json",
     "data.include": "*.md",
     "data.seq_len": 64,
+    "data.pack": True,
     "data.shuffle": False,
     "data.validation_fraction": 0.5,
     "train.engine": "deepspeed",

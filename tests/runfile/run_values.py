@@ -66,6 +66,17 @@ _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "data.token_dtype": st.sampled_from(["uint8", "uint16", "uint32"]),
     "data.path": texts(min_size=1),
     "data.mean": st.floats(-1e6, 1e6),
+    "data.blend": st.lists(
+        st.builds(
+            lambda path, weight, extra: {"path": path, "weight": weight, **extra},
+            texts(min_size=1),
+            st.one_of(
+                SMALL, POSITIVE, st.lists(POSITIVE, min_size=1).map(lambda all_: [list(p) for p in enumerate(all_)])
+            ),
+            st.sampled_from([{}, {"kind": "tokens"}]),
+        ),
+        max_size=3,
+    ),
     "data.skip": st.lists(
         st.builds(lambda start, length: [start, start + length], st.integers(0, 10**6), SMALL), max_size=4
     ),

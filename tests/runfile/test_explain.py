@@ -122,6 +122,7 @@ WORDS = {
     "minimum",
     "pattern",
     "properties",
+    "required",
     "title",
     "type",
 }

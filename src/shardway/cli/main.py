@@ -69,7 +69,7 @@ def read_program_words(ctx: Any) -> tuple[str, ...]:
 # --- the verbs by name
 
 VERBS = (
-    *("plan", "train", "init", "config", "checkpoint", "sites", "image", "plugins", "submit", "stop", "resume"),
+    *("plan", "train", "init", "config", "data", "checkpoint", "sites", "image", "plugins", "submit", "stop", "resume"),
     *("status", "logs", "report", "doctor", "rehearse"),
 )
 """In the order in which a newcomer reads them; each has a function of its name, or an `app` of verbs of its own, in the

@@ -340,9 +340,10 @@ def _trace(values: RunFile, path: Path, module: str) -> tuple[Shape, str]:
 
 def _describe_no_data(values: RunFile) -> str:
     """A note about what is assumed for data that do not exist yet."""
+    from shardway.data.open import find_missing
     from shardway.resolve.draft import takes_of
 
     what = "samples of data.seq_len tokens"
     if takes_of(values.model.kind) == "images" and not values.model.hf:
         what = f"images of {list(values.data.shape)} (others: data.kind=synthetic data.shape=[...])"
-    return f"{what}, since {values.data.path} is not there yet"
+    return f"{what}, since {find_missing(values.data)} is not there yet"

@@ -21,7 +21,7 @@ import numbers
 import pathlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,14 @@ _SHARED = (
 """Kinds of leaves that belong to all rows."""
 
 _TOP = "batch"
+
+
+class PackedInputs(NamedTuple):
+    """Inputs of which each row holds several documents: `tokens` and `positions`, int64 [rows, seq]; a document begins
+    wherever a position is 0. A model takes them as `model(tokens, positions, packed=True)`."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
 
 
 class FieldList(list[Any]):

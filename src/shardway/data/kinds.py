@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 from abc import abstractmethod
+from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shardway.places import expand_place
@@ -15,10 +16,22 @@ from shardway.plugins import HasSettings
 from shardway.runfile.schema import STDLIB, DataSection
 
 if TYPE_CHECKING:
-    from shardway.data.sources.base import DataPath, DataRequest, DataSource
+    from shardway.data.content import DataPath
+    from shardway.data.formats.base import Records
+    from shardway.data.sources.base import DataRequest, DataSource
 
 FILES = ("data.path", "data.validation")
 """Keys of a kind that reads files."""
+RECORD_KEYS = (
+    *FILES,
+    *(
+        f"data.{name}"
+        for name in ("inputs", "targets", "tokenizer", "chat_template", "transform", "shape", "mean", "std")
+    ),
+)
+"""Keys of a kind that reads records."""
+
+_FORMATS = "shardway.data.formats"
 
 
 class DataKind(HasSettings):
@@ -40,6 +53,9 @@ class DataKind(HasSettings):
     """Whether the facts of a source of tokens have a vocabulary, so that model.vocab may follow it."""
     brings_validation: ClassVar[bool] = False
     """Whether samples for validation may lie beside those for training by convention (`open_held_out`)."""
+    records: ClassVar[str] = ""
+    """The class that reads the files as numbered records, "module:class" derived from
+    `shardway.data.formats.base.Records`, for `shardway data`; "" where there are none."""
 
     @abstractmethod
     def open(self, place: DataPath, request: DataRequest) -> DataSource:
@@ -67,6 +83,34 @@ class DataKind(HasSettings):
         return "data.path" in cls.keys
 
 
+class RecordsKind(DataKind):
+    """A format of records with named fields: made into samples as the model asks.
+
+    For tokens: documents of the text field data.inputs (or rows of tokens, or conversations), prepared once. For
+    images: the field data.inputs is decoded and transformed, data.targets is the class.
+    """
+
+    gives: ClassVar[tuple[Literal["tokens", "images"], ...]] = ("tokens", "images")
+    keys = RECORD_KEYS
+
+    def open(self, place: DataPath, request: DataRequest) -> DataSource:
+        from shardway.data.sources.decoded import open_decoded
+        from shardway.data.sources.tokens import open_documents
+
+        opened = self.open_records(place)
+        return (
+            open_documents(opened, place, request)
+            if request.wants == "tokens"
+            else open_decoded(opened, place, request)
+        )
+
+    def open_records(self, place: DataPath) -> Records:
+        """The records at a path."""
+        module, _, name = self.records.partition(":")
+        reader: type[Records] = getattr(import_module(module), name)
+        return reader.open(place)
+
+
 # --- Shardway's own
 
 
@@ -75,6 +119,7 @@ class TextKind(DataKind):
 
     gives = ("tokens",)
     keys = (*FILES, "data.include", "data.tokenizer")
+    records = f"{_FORMATS}.text:TextRecords"
     needs_path = False
 
     def open(self, place: DataPath, request: DataRequest) -> DataSource:
@@ -91,6 +136,7 @@ class TokensKind(DataKind):
 
     gives = ("tokens",)
     keys = (*FILES, "data.token_dtype")
+    records = f"{_FORMATS}.tokens:TokenRecords"
     names_vocabulary = False
 
     def open(self, place: DataPath, request: DataRequest) -> DataSource:
@@ -99,11 +145,25 @@ class TokensKind(DataKind):
         return tokens.open_tokens(place, request)
 
 
+class MegatronKind(DataKind):
+    """Documents of tokens as Megatron-LM indexes them: name.bin and name.idx."""
+
+    gives = ("tokens",)
+    records = f"{_FORMATS}.megatron:MegatronRecords"
+    names_vocabulary = False
+
+    def open(self, place: DataPath, request: DataRequest) -> DataSource:
+        from shardway.data.sources import tokens
+
+        return tokens.open_megatron(place, request)
+
+
 class ArraysKind(DataKind):
-    """Arrays of a .npz file."""
+    """Arrays of a .npz file, or of a folder of .npy files."""
 
     gives = ("images",)
     keys = (*FILES, "data.inputs", "data.targets", "data.mean", "data.std")
+    records = f"{_FORMATS}.arrays:ArrayRecords"
 
     def open(self, place: DataPath, request: DataRequest) -> DataSource:
         from shardway.data.sources import images
@@ -116,6 +176,7 @@ class IdxKind(DataKind):
 
     gives = ("images",)
     keys = (*FILES, "data.mean", "data.std")
+    records = f"{_FORMATS}.arrays:IdxRecords"
     brings_validation = True
 
     def open(self, place: DataPath, request: DataRequest) -> DataSource:
@@ -144,3 +205,64 @@ class SyntheticKind(DataKind):
         from shardway.data.sources import synthetic
 
         return synthetic.open_synthetic(request)
+
+
+class JsonlKind(RecordsKind):
+    """Lines of JSON, perhaps compressed with gzip or zstd."""
+
+    records = f"{_FORMATS}.jsonl:JsonlRecords"
+
+
+class ParquetKind(RecordsKind):
+    """Parquet files."""
+
+    records = f"{_FORMATS}.parquet:ParquetRecords"
+
+
+class ArrowKind(RecordsKind):
+    """Arrow files, such as a folder or a cache of Hugging Face `datasets`."""
+
+    records = f"{_FORMATS}.parquet:ArrowRecords"
+
+
+class WebDatasetKind(RecordsKind):
+    """Tar shards in which members with one key are a record."""
+
+    records = f"{_FORMATS}.webdataset:WebDatasetRecords"
+
+
+class MdsKind(RecordsKind):
+    """Shards of MosaicML Streaming."""
+
+    records = f"{_FORMATS}.mds:MdsRecords"
+
+
+class EnergonKind(RecordsKind):
+    """A folder prepared by Megatron Energon."""
+
+    records = f"{_FORMATS}.energon:EnergonRecords"
+
+
+class Hdf5Kind(RecordsKind):
+    """Data sets of an HDF5 file along their first axis."""
+
+    records = f"{_FORMATS}.hdf5:Hdf5Records"
+
+
+class LmdbKind(RecordsKind):
+    """Values of an LMDB environment."""
+
+    records = f"{_FORMATS}.lmdb_records:LmdbRecords"
+
+
+class ImagesKind(RecordsKind):
+    """A folder of images with a folder for each class."""
+
+    gives = ("images",)
+    records = f"{_FORMATS}.image_folder:ImageFolder"
+
+
+class ShardsKind(RecordsKind):
+    """Records that `shardway data` has written."""
+
+    records = f"{_FORMATS}.shards:ShardRecords"

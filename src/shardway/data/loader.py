@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
 from shardway.data.batch_tree import collate_by, map_leaves, move_batch, pin_batch
-from shardway.data.order import Ids, SampleOrder, Skips, derive_keys, position_share
+from shardway.data.order import BlendOrder, Ids, SampleOrder, Skips, derive_keys, position_share
 from shardway.data.samplers import (
     AnyOrder,
     BatchOrder,
@@ -51,7 +51,7 @@ from shardway.data.samplers import (
     read_state,
     rewind,
 )
-from shardway.data.sources.base import DataSource
+from shardway.data.sources.base import DataSource, is_drawing
 from shardway.data.workers import (
     NoWorkers,
     Sender,
@@ -128,12 +128,14 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 @dataclass(frozen=True, eq=False)
 class StepRequest:
     """The request of the sampler to the dataset for one step. `seed` is for the random draws of the dataset in a
-    worker; in the rank itself the rank's random state is used."""
+    worker; in the rank itself the rank's random state is used. `epochs` are those of the samples, for a source that
+    draws."""
 
     position: int
     next_position: int
     ids: Ids
     seed: int
+    epochs: Ids | None = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,8 @@ class StepSampler:
     """The requests of one rank: steps of `share.global_batch` (or the batches that `order` gives) from `position` on,
     `steps` of them or without end.
 
-    A step takes the next positions that `skips` leaves.
+    A step takes the next positions that `skips` leaves. `with_epochs`: requests state the epochs of samples, if the
+    order has them.
     """
 
     order: AnyOrder | BatchOrder
@@ -149,6 +152,7 @@ class StepSampler:
     position: int
     steps: int | None = None
     skips: Skips = field(default_factory=Skips)
+    with_epochs: bool = False
 
     def __iter__(self) -> Iterator[StepRequest]:
         order, share, skips = self.order, self.share, self.skips
@@ -156,7 +160,8 @@ class StepSampler:
         rows = np.array(position_share(batch, share.rank, share.ranks), np.int64)
         rank_seed = derive_keys(np.array([order.seed], np.uint64), np.array([share.rank]))
         # A sampler is read no earlier than needed: a script may change it between two epochs.
-        at_once = max(1, _IDS_AT_ONCE // max(1, rows.size)) if isinstance(order, SampleOrder) else 1
+        at_once = max(1, _IDS_AT_ONCE // max(1, rows.size)) if isinstance(order, SampleOrder | BlendOrder) else 1
+        find_epochs = getattr(order, "epochs", None) if self.with_epochs else None
         kept_before = skips.count_kept(self.position)
         step = 0
         while self.steps is None or step < self.steps:
@@ -165,10 +170,13 @@ class StepSampler:
             starts, nexts = skips.find_kept(firsts), skips.find_kept(firsts + batch - 1) + 1
             if isinstance(order, BatchOrder):
                 ids: Iterable[Ids] = [self._take_batch(order, int(starts[0]), int(nexts[0]))]
+                epochs: Iterable[Ids | None] = itertools.repeat(None)
             else:
-                ids = order.ids(skips.find_kept(firsts[:, None] + rows))
+                positions = skips.find_kept(firsts[:, None] + rows)
+                ids = order.ids(positions)
+                epochs = find_epochs(positions) if find_epochs else itertools.repeat(None)
             seeds = derive_keys(rank_seed, starts)
-            yield from map(StepRequest, starts.tolist(), nexts.tolist(), ids, seeds.tolist())
+            yield from map(StepRequest, starts.tolist(), nexts.tolist(), ids, seeds.tolist(), epochs)
             step += count
 
     def _take_batch(self, order: BatchOrder, start: int, following: int) -> Ids:
@@ -203,7 +211,12 @@ class _NumberedSamples(Dataset[Any]):
     def answer(self, request: StepRequest) -> Batch:
         ids = request.ids if len(request.ids) else np.zeros(1, np.int64)
         if self.is_source:
-            data = {name: torch.from_numpy(array) for name, array in self.samples.batch(ids).items()}
+            if request.epochs is None:
+                arrays = self.samples.batch(ids)
+            else:
+                epochs = request.epochs if len(request.ids) else np.zeros(1, np.int64)
+                arrays = self.samples.batch_of(ids, epochs)
+            data = {name: torch.from_numpy(array) for name, array in arrays.items()}
         elif hasattr(self.samples, "__getitems__"):
             data = collate_by(self.collate, self.samples.__getitems__(ids.tolist()))
         else:
@@ -243,7 +256,7 @@ class StepLoader:
         collate: Collate | None = None,
     ) -> None:
         self._dataset = _NumberedSamples(samples, collate)
-        if isinstance(order, SampleOrder) and len(self._dataset) != order.samples:
+        if isinstance(order, SampleOrder | BlendOrder) and len(self._dataset) != order.samples:
             raise Bug(f"an order of {order.samples} samples over data with {len(self._dataset)}; please report this")
         self._order, self._share, self._options = order, share, options
 
@@ -253,7 +266,8 @@ class StepLoader:
         Positions in `skips` are left out. A rank whose share is empty gets batches without `ids`. Closing the iterator
         ends its worker processes.
         """
-        sampler = StepSampler(self._order, self._share, position, steps, skips or Skips())
+        draws = is_drawing(self._dataset.samples)
+        sampler = StepSampler(self._order, self._share, position, steps, skips or Skips(), draws)
         return _read_batches(self._dataset, sampler, self._options)
 
 

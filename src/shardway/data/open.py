@@ -7,17 +7,27 @@ done once (all at once is safe, but each would do it). This module must not impo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from fractions import Fraction
+from typing import TYPE_CHECKING, TypeVar
 
-from shardway.data.kinds import DataKind
-from shardway.data.sources.base import DataPath, DataRequest, DataSource, Slice, Wants, data_error
-from shardway.data.sources.tokens import open_tokenizer
+import numpy as np
+
+from shardway.data.content import DataPath, data_error
+from shardway.data.kinds import DataKind, EnergonKind
+from shardway.data.order import BlendOrder, SampleOrder
+from shardway.data.sources.base import BlendPart, ConcatSource, DataRequest, DataSource, Mixed, Slice, Wants
+from shardway.data.tokenizers import open_tokenizer
+from shardway.errors import Problem, UserError, check_no_problems
 from shardway.plugins import GROUPS, load_plugin
 from shardway.resolve import DataFacts
-from shardway.resolve.draft import takes_of
+from shardway.resolve.draft import kinds_of_data, takes_of
+from shardway.runfile.blend import BlendEntry
 from shardway.runfile.schema import DataSection, RunFile
+
+if TYPE_CHECKING:
+    from shardway.data.formats.base import Records
 
 T = TypeVar("T")
 
@@ -40,9 +50,21 @@ def find_kind(section: DataSection) -> DataKind:
     return kind
 
 
+def order_of(values: RunFile, source: DataSource) -> SampleOrder | BlendOrder:
+    """The order in which a run takes the samples of a source: that of a blend follows its weights."""
+    seed, shuffle = values.train.seed, values.data.shuffle
+    return source.order(seed, shuffle) if isinstance(source, ConcatSource) else SampleOrder(len(source), seed, shuffle)
+
+
 def are_there(values: RunFile) -> bool:
-    """Whether anything exists at the paths of a run file's data."""
-    return find_kind(values.data).exists(values.data)
+    """Whether something exists at each path of a run file's data."""
+    return not find_missing(values.data)
+
+
+def find_missing(section: DataSection) -> str:
+    """The first path of the data at which there is nothing; "" if there is none."""
+    parts = [_section_of(section, entry) for entry in section.blend] or [section]
+    return next((part.path for part in parts if not find_kind(part).exists(part)), "")
 
 
 def find_sample(values: RunFile) -> tuple[tuple[int, ...], int | None]:
@@ -56,10 +78,10 @@ def find_sample(values: RunFile) -> tuple[tuple[int, ...], int | None]:
         return tuple(section.shape), None
     if isinstance(values.model.vocab, int):
         return (section.seq_len,), values.model.vocab
-    if section.kind != "text":
+    if kinds_of_data(section.kind, section.blend, "") != ("text",):
         raise data_error(
-            "data.path",
-            f'"{section.path}" is not there, so its vocabulary is not known',
+            "data.blend" if section.blend else "data.path",
+            f'"{find_missing(section)}" is not there, so its vocabulary is not known',
             remedy="set model.vocab to a number of tokens",
         )
     return (section.seq_len,), 256 if section.tokenizer == "bytes" else open_tokenizer(section.tokenizer).vocab
@@ -80,19 +102,74 @@ def open_data(
 
     `wants` is what the model takes; `vocab` and `classes` are the model's, None if they follow the data. Validation is
     data.validation; for idx without it the t10k files if they exist; else the last data.validation_fraction of the
-    samples of data.path (of windows that share one token with the training part).
+    samples of data.path (of windows that share one token with the training part), or of each part of a blend.
 
     Raises UserError for anything wrong with the data, JobError if the cache has no space.
     """
-    asked, kind = DataRequest(section, seed, wants, vocab, classes), find_kind(section)
-    if wants not in kind.gives:
-        fitting = (name for name in GROUPS["data_sources"].own if wants in load_plugin("data_sources", name).gives)
+    asked, place = DataRequest(section, seed, wants, vocab, classes), DataPath("data.path", section.path)
+    if section.blend:
+        return _open_blend([_read_part(asked, *pair) for pair in enumerate(section.blend)], asked)
+    part = _Part(section.path, place, asked, find_kind(section))
+    return _open_blend([part], asked) if part.is_metadataset else _open_one(part)
+
+
+# --- one path
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A path to open: what messages call it, the request for it (its section has its kind and path), its kind, and its
+    weights in a blend as pairs (position, weight)."""
+
+    name: str
+    place: DataPath
+    asked: DataRequest
+    kind: DataKind
+    steps: tuple[tuple[int, float | Fraction], ...] = ((0, 1),)
+
+    @property
+    def is_metadataset(self) -> bool:
+        """Whether it is a file of Energon that blends several folders."""
+        return self.asked.section.kind == "energon" and self.place.path.is_file()
+
+    def expand(self, split: str = "train") -> list[_Part]:
+        """The parts that a metadataset blends in a split; itself for any other path."""
+        if not self.is_metadataset:
+            return [self]
+        from shardway.data.formats.energon import read_metadataset
+
+        leaves = []
+        for path, share, own in read_metadataset(self.place, split):
+            if share:
+                steps = tuple((start, Fraction(str(weight)) * Fraction(str(share))) for start, weight in self.steps)
+                place = DataPath(self.place.key, path)
+                leaves.append(replace(self, name=path, place=place, kind=_EnergonSplit(own), steps=steps))
+        return leaves
+
+
+class _EnergonSplit(EnergonKind):
+    """A split of a prepared folder, as a metadataset names it."""
+
+    def __init__(self, split: str) -> None:
+        self._split = split
+
+    def open_records(self, place: DataPath) -> Records:
+        from shardway.data.formats.energon import DEFAULT_SPLIT, open_split
+
+        return open_split(place, "" if self._split == DEFAULT_SPLIT else self._split)
+
+
+def _open_one(part: _Part) -> Data:
+    place, asked, kind, section = part.place, part.asked, part.kind, part.asked.section
+    if asked.wants not in kind.gives:
+        fitting = (
+            name for name in GROUPS["data_sources"].own if asked.wants in load_plugin("data_sources", name).gives
+        )
         raise data_error(
             "data.kind",
-            f'"{section.kind}" gives {kind.gives[0]}, but the model takes {wants}',
+            f'"{section.kind}" gives {kind.gives[0]}, but the model takes {asked.wants}',
             allowed=", ".join(fitting),
         )
-    place = DataPath("data.path", section.path)
     if not kind.reads_files():
         if section.validation:
             raise data_error(
@@ -103,20 +180,32 @@ def open_data(
         return _hold_out(kind.open(place, asked), "data.samples", section)
     train = _open(kind.open, place, asked)
     asked = replace(asked, classes=train.facts.classes)
-    validation: DataSource | None
     if section.validation:
-        validation = _open(kind.open_validation, DataPath("data.validation", section.validation), asked)
-    else:
-        validation = _open(kind.open_held_out, place, asked)
+        return Data(train, _open_validation(train, asked))
+    validation = _open(kind.open_held_out, place, asked)
     if validation is None:
         return _hold_out(train, place.key, section)
+    _check_shape(train, validation, DataPath("data.validation", place.text))
+    return Data(train, validation)
+
+
+def _open_validation(train: DataSource, asked: DataRequest) -> DataSource:
+    """The samples at data.validation, of the kind data.kind."""
+    place, kind = DataPath("data.validation", asked.section.validation), find_kind(asked.section)
+    leaves = _Part(place.text, place, asked, kind).expand("val")
+    found = [_open(leaf.kind.open_validation, leaf.place, leaf.asked) for leaf in leaves]
+    for leaf, each in zip(leaves, found, strict=True):
+        _check_shape(train, each, leaf.place)
+    return _join_validation([leaf.name for leaf in leaves], found)
+
+
+def _check_shape(train: DataSource, validation: DataSource, place: DataPath) -> None:
     if train.facts.sample_shape != validation.facts.sample_shape:
         raise data_error(
-            "data.validation",
+            place.key,
             f"has samples of shape {list(validation.facts.sample_shape)}",
             allowed=f"{list(train.facts.sample_shape)}, the shape of the training samples",
         )
-    return Data(train, validation)
 
 
 def _open(opener: Callable[[DataPath, DataRequest], T], place: DataPath, asked: DataRequest) -> T:
@@ -142,3 +231,67 @@ def _hold_out(whole: DataSource, key: str, section: DataSection) -> Data:
             remedy="give more data, or set data.validation_fraction = 0.0",
         )
     return Data(Slice(whole, 0, samples - held), Slice(whole, samples - held, samples))
+
+
+# --- a blend
+
+
+def _section_of(section: DataSection, entry: BlendEntry) -> DataSection:
+    """The section as if a part of the blend were all data."""
+    return section.model_copy(update={"kind": entry.kind or section.kind, "path": entry.path, "blend": []})
+
+
+def _read_part(asked: DataRequest, number: int, entry: BlendEntry) -> _Part:
+    section = _section_of(asked.section, entry)
+    place = DataPath(f"data.blend[{number}].path", entry.path)
+    return _Part(entry.title, place, replace(asked, section=section), find_kind(section), entry.steps)
+
+
+def _open_blend(parts: Sequence[_Part], asked: DataRequest) -> Data:
+    """The parts as one source, and what each holds out (or data.validation). Raises UserError with the problems of all
+    parts."""
+    leaves, found, problems = list[_Part](), list[Data](), list[Problem]()
+    # Parts hold nothing out if data.validation names something.
+    apart = {"validation": "", **({"validation_fraction": 0.0} if asked.section.validation else {})}
+    for part in parts:
+        section = part.asked.section.model_copy(update=apart)
+        try:
+            opened = [replace(leaf, asked=replace(leaf.asked, section=section)) for leaf in part.expand()]
+            found += [_open_one(leaf) for leaf in opened]
+            leaves += opened
+        except UserError as error:
+            if not error.problems:
+                raise
+            problems += error.problems
+    check_no_problems("the data", problems)
+    _check_alike(leaves, [data.train for data in found])
+    blended = zip(leaves, found, strict=True)
+    train = ConcatSource(tuple(BlendPart(leaf.name, data.train, leaf.steps) for leaf, data in blended))
+    if asked.section.validation:
+        return Data(train, _open_validation(train, replace(asked, classes=train.facts.classes)))
+    held = [
+        (leaf.name, data.validation) for leaf, data in zip(leaves, found, strict=True) if data.validation is not None
+    ]
+    return Data(train, _join_validation([name for name, _ in held], [each for _, each in held]) if held else None)
+
+
+def _check_alike(parts: Sequence[_Part], sources: Sequence[DataSource]) -> None:
+    """Raise UserError with all parts whose samples cannot stand in a batch with those of the first."""
+
+    def describe(source: DataSource) -> str:
+        arrays = source.batch(np.empty(0, np.int64))
+        return ", ".join(f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in sorted(arrays.items()))
+
+    problems, first = list[Problem](), describe(sources[0])
+    for part, source in zip(parts, sources, strict=True):
+        if (found := describe(source)) != first:
+            what, allowed = f'"{part.place.text}" has samples of {found}', f'{first}, as those of "{parts[0].name}"'
+            problems.append(Problem(part.place.key, what, allowed=allowed))
+    check_no_problems("the data", problems)
+
+
+def _join_validation(names: Sequence[str], sources: Sequence[DataSource]) -> DataSource:
+    """What is validated on: all of these, in an order in which the first samples are of all of them."""
+    if len(sources) == 1:
+        return sources[0]
+    return Mixed(ConcatSource(tuple(BlendPart(*pair, ((0, 1),)) for pair in zip(names, sources, strict=True))))

@@ -6,7 +6,7 @@ Invariants:
   are split over ranks runs the same code on fewer of them.
 - A feed-forward layer's output is linear in what `down` holds, so parts of the hidden features give parts of a sum.
 - A block is one unit of sharding, compilation and recompute, and its initial values follow from its names.
-- Logits of a token depend on that token and earlier ones alone.
+- Logits of a token depend on that token and earlier ones alone; in a packed sequence, on those of its own document.
 - Where products are taken in bf16, so is the stream that blocks add to, on every layout; what a norm adds up is fp32
   inside its kernel.
 - `init_weights` fills all that is lost when the model is built on meta.
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardway.models.contract import ModelPlan, Split
+from shardway.models.documents import attend_within_documents, dtype_of_products, mark_documents
 from shardway.models.experts import MixtureOfExperts, MixtureShape, Router
 from shardway.models.initialise import fill_parameters
 
@@ -76,6 +77,11 @@ class BlockShape:
         """Features of one head (in latent attention: those without a position)."""
         return self.dim // self.heads if self.head_dim is None else self.head_dim
 
+    @property
+    def key_width(self) -> int:
+        """Features of one query and key."""
+        return self.head_width + (0 if self.latent is None else self.latent.rope_head_dim)
+
 
 # --- attention
 
@@ -100,8 +106,8 @@ class Attention(nn.Module):
         self.core = CausalAttention() if shape.causal else FullAttention()
         self.wo = nn.Linear(shape.heads * width, shape.dim, bias=shape.bias)
 
-    def forward(self, x: torch.Tensor, turn: Rotation | None) -> torch.Tensor:
-        """`turn` turns queries and keys; None where positions are not rotary."""
+    def forward(self, x: torch.Tensor, turn: Rotation | None, marks: torch.Tensor | None = None) -> torch.Tensor:
+        """`turn` turns queries and keys; None where positions are not rotary. `marks`: `mark_documents`."""
         # [batch, seq, heads, head_width], with however many heads this rank's columns make
         q, k, v = (w(x).unflatten(-1, (-1, self.head_width)) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
@@ -109,7 +115,8 @@ class Attention(nn.Module):
         if turn is not None:
             q, k = rotate(q, *turn), rotate(k, *turn)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        return self.wo(self.core(q, k, v).transpose(1, 2).flatten(2))
+        mixed = self.core(q, k, v) if marks is None else self.core(q, k, v, marks)
+        return self.wo(mixed.transpose(1, 2).flatten(2))
 
 
 class LatentAttention(nn.Module):
@@ -133,7 +140,8 @@ class LatentAttention(nn.Module):
         self.core = CausalAttention()
         self.wo = nn.Linear(shape.heads * latent.value_head_dim, shape.dim, bias=False)
 
-    def forward(self, x: torch.Tensor, turn: Rotation) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, turn: Rotation, marks: torch.Tensor | None = None) -> torch.Tensor:
+        """`turn` turns the rotary features. `marks`: `mark_documents`."""
         rotary, values = self.latent.rope_head_dim, self.latent.value_head_dim
         narrow = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x))
         still, turning = (
@@ -152,15 +160,21 @@ class LatentAttention(nn.Module):
         # Kernels want values as wide as keys: the fused one on CPU has no other form.
         v = F.pad(v, (0, k.shape[-1] - values))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        return self.wo(self.core(q, k, v)[..., :values].transpose(1, 2).flatten(2))
+        mixed = self.core(q, k, v) if marks is None else self.core(q, k, v, marks)
+        return self.wo(mixed[..., :values].transpose(1, 2).flatten(2))
 
 
 class CausalAttention(nn.Module):
     """softmax(q k^T / sqrt(head_dim)) v over earlier positions; [batch, heads, seq, head_dim] each, k and v perhaps
     of fewer heads. A module of its own, so that one that sees a part of the sequence can take its place."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, marks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`marks` of `mark_documents`: over earlier positions of the same document."""
+        if marks is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return attend_within_documents(q, k, v, marks)
 
 
 class FullAttention(nn.Module):
@@ -232,8 +246,9 @@ class Block(nn.Module):
         self.ffn = FeedForward(shape) if mixture is None else MixtureOfExperts(shape.dim, mixture)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: torch.Tensor, turn: Rotation | None = None) -> torch.Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), turn))
+    def forward(self, x: torch.Tensor, turn: Rotation | None = None, marks: torch.Tensor | None = None) -> torch.Tensor:
+        """`turn` and `marks` as `Attention` takes them."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), turn, marks))
         return x + self.dropout(self.ffn(self.ffn_norm(x)))
 
 
@@ -343,9 +358,12 @@ class Transformer(nn.Module):
         self.norm = build_norm(shape)
         self.head: nn.Module | None = TiedHead() if shape.tied else nn.Linear(shape.dim, shape.vocab, bias=False)
 
-    def forward(self, inputs: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, inputs: torch.Tensor, positions: torch.Tensor | None = None, *, packed: bool = False
+    ) -> torch.Tensor:
         """Logits for int64 `inputs` [batch, seq]; `positions` [seq] or [batch, seq] default to 0, 1, 2 ...
 
+        `packed`: a document begins wherever `positions` [batch, seq] are 0, and no token sees those of another one.
         A pipeline stage takes and returns [batch, seq, dim] where it lacks the first or the last modules, and needs
         `positions` then.
         """
@@ -357,8 +375,9 @@ class Transformer(nn.Module):
             x = self.dropout(x if self.position_embedding is None else x + self.position_embedding(positions))
             x = begin_stream(x)
         turn = self.make_rotation(positions, x.dtype)
+        marks = mark_documents(positions, dtype_of_products(x), self.shape.key_width) if packed else None
         for block in self.blocks.values():
-            x = block(x, turn)
+            x = block(x, turn, marks)
         if self.head is None:
             return x
         x = self.norm(x)

@@ -174,6 +174,7 @@ OPERATORS = MappingProxyType(
             "aten._scaled_dot_product_flash_attention_for_cpu",
             "aten._scaled_dot_product_efficient_attention",
             "aten._scaled_dot_product_cudnn_attention",
+            "torch_attn._varlen_attn",
         ),
         "collective": (
             "_c10d_functional.all_reduce",

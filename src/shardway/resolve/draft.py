@@ -24,6 +24,7 @@ from shardway.errors import Problem
 from shardway.hardware.catalogue import DeviceFacts
 from shardway.hfconfig import ModelFacts
 from shardway.plugins import GROUPS, load_plugin
+from shardway.runfile.blend import BlendEntry
 from shardway.runfile.load import DEFAULT, LoadedRunFile, render_run
 from shardway.runfile.schema import DeepspeedSection, RunFile, all_keys
 
@@ -143,10 +144,21 @@ def applies(dotted: str, values: RunFile) -> bool:
         return False
     if dotted == "track.settings":
         return bool(values.track.to)
-    if not all(has_effect(dotted, selector, name_choice(value_of(values, selector))) for selector in DOORS):
+    if dotted == "data.path" and values.data.blend:
         return False
+    for selector in DOORS:
+        kinds = kinds_of_data(values.data.kind, values.data.blend, values.data.validation)
+        chosen = kinds if selector == "data.kind" else (name_choice(value_of(values, selector)),)
+        if not any(has_effect(dotted, selector, each) for each in chosen):
+            return False
     owning = {selector: owners[dotted] for selector, owners in OWNERS.items() if dotted in owners}
     return all(name_choice(value_of(values, selector)) in choices for selector, choices in owning.items())
+
+
+def kinds_of_data(kind: str, blend: Sequence[BlendEntry], validation: str) -> tuple[str, ...]:
+    """The kinds that are read: of the parts of a blend and of what it validates on, or else data.kind."""
+    own = [kind] if validation or not blend else []
+    return tuple(dict.fromkeys([*(part.kind or kind for part in blend), *own]))
 
 
 def has_effect(dotted: str, selector: str, choice: str) -> bool:
@@ -273,6 +285,11 @@ class Draft:
     def get(self, dotted: str) -> Any:
         return self._table[dotted]
 
+    @property
+    def data_kinds(self) -> tuple[str, ...]:
+        """The kinds of the data: several for a blend of them."""
+        return kinds_of_data(self.get("data.kind"), self.get("data.blend"), self.get("data.validation"))
+
     def is_set(self, dotted: str) -> bool:
         """Whether the user (or a rule) set the key."""
         return self.origins[dotted] != DEFAULT
@@ -293,9 +310,13 @@ class Draft:
         self.problems.append(Problem(dotted, what, self.origins[dotted], allowed, remedy))
 
     def on_ranks(self, ranks: int, tried: Mapping[str, Any] = MappingProxyType({})) -> Draft:
-        """A trial: a copy of this draft without problems, for another number of ranks and with other values."""
+        """A trial: a copy of this draft without problems, for another number of ranks and with other values.
+
+        If this draft has problems its model may not be settled, and then the planner is not asked about the trial.
+        """
         trial = copy.copy(self)
-        trial.circumstances, trial.problems = replace(self.circumstances, ranks=ranks), []
+        machine = None if self.problems else self.circumstances.machine
+        trial.circumstances, trial.problems = replace(self.circumstances, ranks=ranks, machine=machine), []
         trial.origins = self.origins | dict.fromkeys(tried, "tried")
         trial._table, trial._changed = {**self._table, **tried}, {**self._changed, **tried}
         return trial

@@ -134,7 +134,7 @@ def scale_of(resolved: Resolved, facts: DataFacts) -> Scale:
 
 FIXED_AT_RESUME = (
     *(f"model.{name}" for name in WEIGHT_KEYS),
-    *(f"data.{name}" for name in ("kind", "tokenizer", "include", "seq_len", "shuffle", "validation_fraction")),
+    *(f"data.{name}" for name in ("kind", "tokenizer", "include", "seq_len", "pack", "shuffle", "validation_fraction")),
     *("train.engine", "train.seed", "deepspeed.stage", "deepspeed.offload_optimizer", "optim.name"),
     "precision.weights",
 )
@@ -249,8 +249,9 @@ def check_variables(loaded: LoadedRunFile) -> None:
     """Raise UserError for paths of a new run whose `$VARIABLES` are not set here."""
     paths = ("run.root", "data.path", "data.validation", "data.tokenizer", "data.cache", "model.hf")
     problems = []
-    for dotted in (*paths, "train.compile_cache"):
-        value = str(value_of(loaded.values, dotted))
+    blended = (("data.blend", part.path) for part in loaded.values.data.blend)
+    keyed = ((dotted, str(value_of(loaded.values, dotted))) for dotted in (*paths, "train.compile_cache"))
+    for dotted, value in (*keyed, *blended):
         if unset := list_unset(value):
             what = f'"{value}": ${unset[0]} is not set here'
             remedy = "set that variable, or write the path out"

@@ -103,6 +103,7 @@ def _comment(text: str) -> list[str]:
 # --- the line of each key
 
 _TABLE = re.compile(r"\s*\[\s*([A-Za-z0-9_.\-\s]+?)\s*\]\s*(#.*)?")
+_TABLES = re.compile(r"\s*\[\[\s*([A-Za-z0-9_\-]+\s*\.\s*[A-Za-z0-9_\-]+)\s*\]\]\s*(#.*)?")
 _KEY = re.compile(r"\s*([A-Za-z0-9_.\-]+)\s*=.*")
 _TOKEN = re.compile(
     r"""
@@ -135,6 +136,8 @@ def key_lines(text: str) -> dict[str, int]:
             found.setdefault(table, number)
         elif line.lstrip().startswith("["):
             table = "?"  # a head of another form: its keys get a name that no key has
+            if head := _TABLES.fullmatch(line):  # an entry of a list in a section, such as [[data.blend]]
+                found.setdefault(re.sub(r"\s", "", head[1]), number)
         elif (pair := _KEY.fullmatch(line)) and table != "?":
             found.setdefault(f"{table}.{pair[1]}".lstrip("."), number)
     return found
@@ -512,7 +515,7 @@ def _allowed(prop: dict[str, Any]) -> str:
     if "examples" in prop:
         return f"such as {', '.join(render_value(example) for example in prop['examples'])}"
     if prop.get("type") == "array":
-        return f"a list of {_allowed(prop['items'])}"
+        return "a list of tables" if "properties" in prop["items"] else f"a list of {_allowed(prop['items'])}"
     words = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a string"}
     bounds = {"minimum": "at least", "exclusiveMinimum": "more than"}
     bounds |= {"maximum": "at most", "exclusiveMaximum": "less than"}

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 
 from shardway.plugins import PluginName
+from shardway.runfile.blend import BLEND_SCHEMA, BlendEntry, read_blend
 from shardway.units import (
     LOSS,
     Monitor,
@@ -184,6 +185,12 @@ SkipsField = Annotated[
     WithJsonSchema(
         {"type": "array", "items": _pair(0), "description": "pairs [from, to] of integers, from less than to"}
     ),
+]
+BlendField = Annotated[
+    list[BlendEntry],
+    BeforeValidator(read_blend),
+    PlainSerializer(lambda parts: [part.as_table() for part in parts]),
+    WithJsonSchema(BLEND_SCHEMA),
 ]
 TrackersField = Annotated[list[Annotated[str, PluginName("trackers")]], AfterValidator(_read_trackers)]
 SettingsField = Annotated[
@@ -470,10 +477,16 @@ class DataSection(Section):
     """What it learns from, and in which order."""
 
     kind: Annotated[str, PluginName("data_sources")] = key(
-        "text", "Sort of data: text files, a token file, .npz arrays, MNIST idx files, or made up."
+        "text", "Format of the data; `shardway data info PATH` says which one a path has."
     )
     path: str = key(
         "python:stdlib", 'File or folder; "python:stdlib" is the running Python\'s own library.', min_length=1
+    )
+    blend: BlendField = key(
+        [],
+        "Parts to train on in place of path, in the ratio of their weights: a [[data.blend]] for each, with path and "
+        "weight, and kind and name if wanted. A weight may change when a run goes on: weight = [[0, 0.7], [100000, "
+        "0.2]] is 0.2 from position 100000 on.",
     )
     validation: str = key("", "File or folder to validate on; empty = hold out validation_fraction of path.")
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = key(
@@ -483,12 +496,30 @@ class DataSection(Section):
     tokenizer: str = key("bytes", '"bytes", or a tokenizer.json (tokenizers) or .model file (sentencepiece).')
     token_dtype: Literal["uint8", "uint16", "uint32"] = key("uint16", "Width of a token in a raw .bin token file.")
     seq_len: PositiveInt = key(128, "Tokens in a sample.")
-    inputs: str = key("x", "Name of the input array in an .npz file.")
-    targets: str = key("y", "Name of the target array in an .npz file.")
-    mean: float = key(0.0, "Subtracted from pixels after they were scaled to 0..1 (arrays, idx).")
-    std: PositiveFloat = key(1.0, "Divides pixels after mean was subtracted (arrays, idx).")
+    pack: bool = flag(
+        "Fill each sample with whole documents, which do not see each other; only documents longer than seq_len are "
+        "cut. Without it samples are cut from all documents one after the other, wherever a sample ends."
+    )
+    inputs: str = auto(
+        "Field of a record that is the input: an image or array, a text, tokens, or a conversation; auto = x of "
+        "arrays, or else the first field of a usual name or type."
+    )
+    targets: str = auto(
+        "Field of a record that is the class; auto = y of arrays, or else the first field of a usual name or type."
+    )
+    transform: str = key(
+        "",
+        'Function "module:name" that makes a decoded image an array or tensor, such as a torchvision v2 transform; '
+        "what it draws at random follows from train.seed, the epoch and the sample. Empty = scale the shorter side to "
+        "that of shape and cut its centre.",
+    )
+    chat_template: str = key(
+        "chatml", 'How a conversation becomes text: "chatml", or a Jinja file; only the turns of the assistant count.'
+    )
+    mean: float = key(0.0, "Subtracted from pixels after they were scaled to 0..1.")
+    std: PositiveFloat = key(1.0, "Divides pixels after mean was subtracted.")
     samples: PositiveInt = key(4096, "Number of samples that synthetic data has.")
-    shape: list[PositiveInt] = key([1, 28, 28], "Shape of a synthetic image (convnet, mlp).")
+    shape: list[PositiveInt] = key([1, 28, 28], "Shape of a synthetic or decoded image: channels, height, width.")
     shuffle: bool = key(True, "Visit the samples of an epoch in a random order derived from train.seed.")
     workers: NonNegativeInt = key(0, "Loader processes a rank; 0 reads in the rank itself (best for tokens).")
     prefetch: PositiveInt = key(2, "Batches that each worker reads ahead.")
@@ -499,6 +530,10 @@ class DataSection(Section):
         "samples before it in the order of the run, whichever rank took them. It may change when a run goes on.",
     )
     cache: str = auto("Folder for prepared token files; auto = shardway in the user's cache folder.")
+    stage: str = auto(
+        "Folder of each node's own disk to which the data are copied before the first step; auto = node.local_disk of "
+        "the site, for data on a shared file system that fit there; off = they are read where they lie."
+    )
     settings: SettingsField = key({}, 'Settings of a data source of another package, such as {table = "train"}.')
 
 

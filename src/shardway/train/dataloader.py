@@ -44,6 +44,7 @@ from shardway.checkpoint.state import (
     structure_name,
     take_state_apart,
 )
+from shardway.data.batch_tree import PackedInputs
 from shardway.data.loader import (
     Batch,
     HeldOutStream,
@@ -59,7 +60,8 @@ from shardway.data.loader import (
     validation_batches,
     validation_stream,
 )
-from shardway.data.order import SampleOrder, Skips, position_share
+from shardway.data.open import order_of
+from shardway.data.order import Skips, position_share
 from shardway.data.samplers import (
     AnyOrder,
     BatchOrder,
@@ -154,7 +156,7 @@ def training_batches(
                 "  To do: seed what it draws from alike on every rank (torch's, numpy's and Python's random numbers "
                 "are), and let it give all samples, not a rank's part."
             )
-    used: AnyOrder | BatchOrder = order or SampleOrder(len(loader.samples), values.train.seed, values.data.shuffle)
+    used: AnyOrder | BatchOrder = order or order_of(values, loader.samples)
     if loader.whole_batches and not isinstance(used, BatchOrder | WholeBatches):
         used = WholeBatches(used, loader.size)
     step_loader = StepLoader(loader.samples, used, share, options, loader.collate)
@@ -227,12 +229,14 @@ def _options(session: Session, loader: Loader | None = None) -> LoaderOptions:
 
 def _on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """The batches on a device; those of a source, {"inputs": ..., "targets": ...}, as the pair that a training script
-    expects."""
+    expects, of which the first is a `PackedInputs` where the source has "positions" as well."""
     with contextlib.closing(batches) as stream:  # type: ignore[type-var]
         for batch in stream:
             data = batch.data
             if isinstance(data, dict) and data.keys() == {"inputs", "targets"}:
                 batch = replace(batch, data=(data["inputs"], data["targets"]))
+            elif isinstance(data, dict) and data.keys() == {"inputs", "targets", "positions"}:
+                batch = replace(batch, data=(PackedInputs(data["inputs"], data["positions"]), data["targets"]))
             yield to_device(batch, device)
 
 

@@ -29,6 +29,7 @@ from shardway.ranks.heartbeat import Activity
 from shardway.ranks.stop import Interrupts
 from shardway.rundir.attempts import Ending
 from shardway.rundir.names import LOCAL, SkippedRange
+from shardway.train.blended import NUMBERS
 from shardway.train.by_hand import BackwardCall, GradientsByHand
 from shardway.train.dataloader import report_late_spans, report_skipped
 from shardway.train.engines import Engine, OpenStep, StepCall, TakenStep, lr_of
@@ -340,6 +341,9 @@ class Loop:
             numerics=describe_numerics(session.resolved),
             agent=session.agent or None,
         )
+        if self._plan.blend is not None:
+            facts = self._plan.blend.as_facts(self.counters.position)
+            self._recorder.event("blend", step=self.counters.step, **facts)
         quarantine_damaged(session, restored)
         report_late_spans(session, self.counters)
         self._stopping.set_deadline(self._plan.stop_margin_s, self.counters.step, parameters)
@@ -557,6 +561,8 @@ class Loop:
             average_kept_buffers(self._held.kept.objects, self._ranks, self._session.mesh)
         step, plan = self.counters.step, self._plan
         numbers = {**self.counters.as_numbers(), "data": plan.data_fingerprint, **self._guard.as_numbers()}
+        if plan.blend is not None:
+            numbers[NUMBERS] = plan.blend.as_numbers()
         if self._left_out:
             numbers["left_out"] = [each.as_json() for each in self._left_out]
         if self._finishes and not self._monitoring.finish_reason:  # the results give that reason
@@ -600,6 +606,9 @@ class Loop:
         if self._held is not None:
             self._metrics.flush()
         self._checkpoints.prune(self._monitoring.ranking, in_doubt=self._guard.in_spike)
+        if self._plan.blend is not None:
+            taken = self._plan.blend.count(self.counters.position, all_skips(self._session, self._left_out))
+            self._recorder.event("blend_epochs", step=self.counters.step, **taken)
         self._recorder.end(event, end)
         if self._ranks.is_first:
             self._session.directory.clear_stop()
@@ -642,6 +651,7 @@ class Loop:
         plan, step, result = self._plan, self.counters.step, opened.taken[0].result
         facts: dict[str, Any] = {
             "step": step,
+            "position": opened.batch.position,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": opened.taken[0].lr,

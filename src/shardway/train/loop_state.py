@@ -36,6 +36,7 @@ from shardway.checkpoint.manager import LeastCost, LocalPlan, RetentionPolicy
 from shardway.errors import UserError, list_some
 from shardway.plan.economy import GPU_MTBF_SECONDS
 from shardway.resolve import DataFacts, scale_of
+from shardway.train.blended import Blended
 from shardway.train.engines import Engine
 from shardway.train.held import Holdings
 from shardway.train.loss import LossScale
@@ -174,7 +175,7 @@ def next_phase(phase: LoopPhase, facts: Facts) -> LoopPhase:
 class LoopPlan:
     """Lengths and cadences of a run from its resolved values, in steps unless named otherwise; None: never."""
 
-    def __init__(self, session: Session, facts: DataFacts, fingerprint: str) -> None:
+    def __init__(self, session: Session, facts: DataFacts, fingerprint: str, blend: Blended | None = None) -> None:
         values, derived = session.resolved.values, session.resolved.derived
         saves, precision, margin = values.checkpoint, values.precision, values.run.stop_margin
         self.scale = scale = scale_of(session.resolved, facts)
@@ -189,7 +190,7 @@ class LoopPlan:
             return (in_steps(every), None) if isinstance(every, Span) else (None, None if every == "off" else every)
 
         self.total_steps, self.global_batch = derived.total_steps, values.train.global_batch
-        self.tokens_per_sample, self.data_fingerprint = facts.tokens_per_sample, fingerprint
+        self.tokens_per_sample, self.data_fingerprint, self.blend = facts.tokens_per_sample, fingerprint, blend
         self.validate_every = in_steps(values.train.validate_every)
         self.save_every, self.save_every_s = cadence(saves.every)
         self.save_at_end = saves.every != "off" or saves.local_every != "off"

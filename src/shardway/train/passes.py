@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from shardway.data.batch_tree import count_rows, cut_rows, fill_empty, is_pair, map_tensors
+from shardway.data.batch_tree import PackedInputs, count_rows, cut_rows, fill_empty, is_pair, map_tensors
 from shardway.data.order import position_share
 from shardway.errors import UserError
 from shardway.models.contract import Balancing
@@ -353,6 +353,8 @@ def call_loss(loss_fn: Loss, model: nn.Module, data: Any, *, pair: bool) -> Loss
     """The loss of one batch: of a pair (inputs, targets), or of any other argument of the loss function."""
     if pair:
         inputs, targets = data
+        if isinstance(inputs, PackedInputs):
+            return loss_fn(model(inputs.tokens, inputs.positions, packed=True), targets)
         return loss_fn(model(inputs), targets)
     copies = find_copies(model)
     if copies is None:

@@ -39,6 +39,7 @@ from shardway.errors import JobError, UserError
 from shardway.rundir.directory import START_OVER, START_OVER_IN_SCRIPT, RunDir
 from shardway.rundir.names import LOCAL, SHARED, SkippedRange, read_left_out, read_line, step_name
 from shardway.runfile.schema import read_skips
+from shardway.train.blended import NUMBERS
 from shardway.train.loop_state import Counters, LoopPlan, read_counters
 from shardway.train.loss import LossScale
 from shardway.train.session import Session
@@ -84,7 +85,7 @@ def restore(session: Session, plan: LoopPlan, state: CheckpointState, tier: Loca
         if scale is not None and "loss_scale" in loaded.numbers:
             scale = scale.with_numbers(loaded.numbers["loss_scale"])
         counters = read_counters(loaded.numbers)
-        _check_goes_on(session, plan, counters.step, str(loaded.numbers.get("data", "")))
+        _check_goes_on(session, plan, counters, loaded.numbers)
     return replace(local, loaded=loaded, counters=counters, loss_scale=scale)
 
 
@@ -117,12 +118,15 @@ def _load_local(session: Session, tier: LocalTier, state: CheckpointState, begun
     return replace(begun, passed_over=passed_over)
 
 
-def _check_goes_on(session: Session, plan: LoopPlan, step: int, saved_data: str) -> None:
+def _check_goes_on(session: Session, plan: LoopPlan, counters: Counters, numbers: Mapping[str, Any]) -> None:
     """Raise UserError if the checkpoint belongs to other data, or is past what is asked for."""
-    own = session.own_model
+    own, step, saved_data = session.own_model, counters.step, str(numbers.get("data", ""))
     start_over = START_OVER_IN_SCRIPT if own else START_OVER
-    if saved_data and plan.data_fingerprint and saved_data != plan.data_fingerprint:
-        what = "run.loader was given" if own else "the fingerprint of data.path is"
+    if plan.blend is not None and NUMBERS in numbers:
+        plan.blend.check_past(numbers[NUMBERS], counters.position, step)
+    elif saved_data and plan.data_fingerprint and saved_data != plan.data_fingerprint:
+        key = "data.path" if plan.blend is None else "data.blend"
+        what = "run.loader was given" if own else f"the fingerprint of {key} is"
         elsewhere = "give these a run of their own (shardway.start(directory=...)), " if own else ""
         raise UserError(
             f"the training data is not what the first {step} steps were trained on: {what} {plan.data_fingerprint}, "

@@ -26,6 +26,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +42,7 @@ from shardway.checkpoint.state import KeptObjects
 from shardway.checkpoint.writer import check_savable
 from shardway.data.open import Data, open_described
 from shardway.data.sources.base import DataSource
+from shardway.data.stage import find_folder, hold_all
 from shardway.errors import JobError, UserError
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
@@ -53,6 +55,7 @@ from shardway.resolve.request import ResolveRequest, parse_words
 from shardway.rundir.attempts import VARIABLE as ATTEMPT
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
+from shardway.train.blended import find_blend
 from shardway.train.by_hand import BackwardCall, GradientsByHand
 from shardway.train.dataloader import (
     Loader,
@@ -301,7 +304,12 @@ class Run:
         state = find_data_state(session, loader, lambda: self._loop.counters.position if self._loop is not None else 0)
         self._loop = Loop(
             session,
-            LoopPlan(session, DataFacts(loader.size, loader.tokens_per_sample, None), loader.fingerprint),
+            LoopPlan(
+                session,
+                DataFacts(loader.size, loader.tokens_per_sample, None),
+                loader.fingerprint,
+                find_blend(session.resolved.values, loader.samples),
+            ),
             list(self._engines.values()),
             partial(training_batches, session, loader, state),
             validation=validation,
@@ -667,6 +675,7 @@ def train_run(run: Run) -> RunOutcome:
     data = run.session.ranks.first_then_all(lambda: open_described(run.resolved.values))
     run.session.settle(data.facts)
     values = run.resolved.values
+    data = stage_for_node(run.session, data)
     wants = takes_of(values.model.kind)
     model = run.shard(_build(run, data))
     peak_lr = run.resolved.derived.peak_lr
@@ -678,6 +687,31 @@ def train_run(run: Run) -> RunOutcome:
     return RunOutcome(
         str(run.directory.path), status.get("state", ""), status.get("reason", ""), int(status.get("step", 0))
     )
+
+
+_STAGING_S = 5.0
+"""How often ranks tell each other that a copy goes on: less than a collective may take."""
+
+
+def stage_for_node(session: Session, data: Data) -> Data:
+    """The data as they lie on this node's own disk, if data.stage asks for it and they fit there; copied by one rank of
+    the node, while the others wait."""
+    wanted, ranks = session.resolved.values.data.stage, session.ranks
+    sources = [data.train, *([data.validation] if data.validation is not None else [])]
+    by_user = not session.resolved.is_derived("data.stage")
+    folder, why = ranks.together(lambda: find_folder(wanted, sources, by_user=by_user))
+    if folder is None:
+        if wanted != "off":
+            session.note_once("not_staged", f"the data are read where they lie: {why}")
+        return data
+    with ThreadPoolExecutor(1) as pool:
+        copying = pool.submit(hold_all, sources, folder, logging.getLogger("shardway").warning)
+        while not all(ranks.gather(copying.done())):
+            wait([copying], timeout=_STAGING_S)
+        staged, held = ranks.together(copying.result)
+    for each in held:
+        session.at_end.callback(each.close)
+    return Data(staged[0], staged[1] if data.validation is not None else None)
 
 
 def _build(run: Run, data: Data) -> nn.Module:

@@ -379,6 +379,8 @@ _KINDS: Mapping[str, tuple[Words, Severity, StepLabel]] = {
     "validation_stopped": (_reason("the validation was broken off: "), _WARNING, _RUN),
     "validation_failed": (_reason("the validation failed: "), _WARNING, _RUN),
     "passes_replayed": (_reason(), Severity.NEWS, _RUN),
+    "blend": (_reason(), Severity.NEWS, _NONE),
+    "blend_epochs": (_reason(), Severity.NEWS, _RUN),
     "step_discarded": (lambda event: "the step after it had no data in time and does not count", _WARNING, _RUN),
     "tracker_failed": (lambda event: f"the tracker {text(event, 'tracker')} {_reason()(event)}", _WARNING, _RUN),
     "fault": (_render_fault, Severity.ERROR, _NONE),

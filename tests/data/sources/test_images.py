@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import pickle
 import struct
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,38 @@ def test_arrays_that_do_not_fit_are_refused(
 ) -> None:
     path = save_npz(tmp_path / "a.npz", x=inputs, y=targets)
     assert refused(open_arrays, path, classes) == problem(f'data.path: "{path}" {text}')
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_folder_of_npy_files_is_mapped(tmp_path: Path, order: Any) -> None:
+    np.save(tmp_path / "x.npy", np.asarray(PIXELS, order=order))
+    np.save(tmp_path / "y.npy", LABELS)
+    source = open_arrays(*asked(tmp_path, mean=0.1307, std=0.3081))
+    assert isinstance(source.inputs, np.memmap)
+    check_content(source, 0.1307, 0.3081)
+    check_content(pickle.loads(pickle.dumps(source)), 0.1307, 0.3081)
+    single = open_arrays(*asked(save_npz(tmp_path / "a.npz", x=PIXELS, y=LABELS), mean=0.1307, std=0.3081))
+    assert source.facts.fingerprint == single.facts.fingerprint
+
+
+def test_a_mapped_source_is_pickled_as_its_place(tmp_path: Path) -> None:
+    np.save(tmp_path / "images.npy", np.zeros((500, 3, 20, 20), np.float32))
+    np.save(tmp_path / "labels.npy", np.arange(500) % 7)
+    source = open_arrays(*asked(tmp_path, inputs="images", targets="labels"))
+    content = pickle.dumps(source)
+    assert len(content) < 10_000
+    found = pickle.loads(content)
+    assert np.array_equal(found.batch(np.array([9]))["inputs"], source.batch(np.array([9]))["inputs"])
+
+
+def test_a_folder_that_lacks_arrays_is_refused(tmp_path: Path) -> None:
+    assert "has no .npy files" in refused(open_arrays, tmp_path)
+    np.save(tmp_path / "y.npy", LABELS)
+    assert f'data.inputs: "x" is not an array of {tmp_path}\n      allowed: y' in refused(open_arrays, tmp_path)
+    np.save(tmp_path / "x.npy", PIXELS[:5])
+    assert "has 5 inputs but 6 targets" in refused(open_arrays, tmp_path)
+    np.save(tmp_path / "x.npy", PIXELS[:0])
+    assert "has 0 inputs but 6 targets" in refused(open_arrays, tmp_path)
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])

@@ -1,4 +1,4 @@
-"""What a source is: its protocol, its facts, and a view of a part of it.
+"""What a source is: its protocol, its facts, and views of a part of it or of several together.
 
 Invariant: a source whose data lie in a file is pickled without them (a worker opens the file anew). This module must
 not read files or depend on a kind of data.
@@ -6,17 +6,19 @@ not read files or depend on a kind of data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, Literal, Protocol, TypeGuard, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from shardway.errors import Problem, UserError, render_problems
-from shardway.places import expand_place
+from shardway.data.content import DataPath as DataPath
+from shardway.data.content import fingerprint
+from shardway.data.order import BlendOrder, SampleOrder
 from shardway.runfile.schema import DataSection
 
 Ids = npt.NDArray[np.int64]
@@ -61,6 +63,41 @@ class DataSource(Protocol):
         remaining shape."""
 
 
+@runtime_checkable
+class DrawingSource(DataSource, Protocol):
+    """A source whose samples may differ from epoch to epoch, such as images that are augmented at random."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether they do; if not, only `batch` is called."""
+
+    def batch_of(self, ids: Ids, epochs: Ids) -> Arrays:
+        """As `batch`, each sample as it is in its epoch: a function of sample and epoch alone. `batch(ids)` is that of
+        epoch 0."""
+
+
+def is_drawing(source: object) -> TypeGuard[DrawingSource]:
+    """Whether samples of a source differ from epoch to epoch."""
+    return isinstance(source, DrawingSource) and source.draws
+
+
+def locate_sample(source: DataSource, number: int) -> str:
+    """Where a sample lies, for a person: by the source's own `locate(number)`, or its number and description."""
+    locate = getattr(source, "locate", None)
+    return str(locate(number)) if locate is not None else f"sample {number} of {source.facts.description}"
+
+
+Hold = Callable[[Any], Any]
+"""Files of a data set -> where they are staged: `FileParts` -> `shardway.data.stage.StagedSet`."""
+
+
+def stage_source(source: DataSource, hold: Hold) -> DataSource:
+    """The same samples, read from where `hold` has put their files, by the source's own `staged(hold)`; a source
+    without files is itself."""
+    staged = getattr(source, "staged", None)
+    return source if staged is None else cast(DataSource, staged(hold))
+
+
 @dataclass(frozen=True)
 class Slice:
     """Samples start .. stop of another source, without a copy."""
@@ -88,21 +125,134 @@ class Slice:
     def batch(self, ids: Ids) -> Arrays:
         return self.whole.batch(ids + self.start)
 
+    def locate(self, number: int) -> str:
+        return locate_sample(self.whole, number + self.start)
 
-@dataclass(frozen=True)
-class DataPath:
-    """A path as the user wrote it and the key that holds it, for messages that name both."""
-
-    key: str
-    text: str
+    def staged(self, hold: Hold) -> Slice:
+        return replace(self, whole=stage_source(self.whole, hold))
 
     @property
-    def path(self) -> Path:
-        return expand_place(self.text)
+    def draws(self) -> bool:
+        return is_drawing(self.whole)
 
-    def error(self, what: str, allowed: str = "", remedy: str = "") -> UserError:
-        """The error for this path: `what` follows the quoted path."""
-        return data_error(self.key, f'"{self.text}" {what}', allowed, remedy)
+    def batch_of(self, ids: Ids, epochs: Ids) -> Arrays:
+        return self.whole.batch_of(ids + self.start, epochs) if is_drawing(self.whole) else self.batch(ids)
+
+
+@dataclass(frozen=True)
+class BlendPart:
+    """A part of a blend: what messages call it, its samples, and pairs (position, weight), the first from 0 on."""
+
+    name: str
+    source: DataSource
+    steps: tuple[tuple[int, float | Fraction], ...]
+
+
+@dataclass(frozen=True)
+class ConcatSource:
+    """The samples of all parts, numbered one part after the other: of one shape, in arrays of the same names."""
+
+    parts: tuple[BlendPart, ...]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.parts[0].source.tokens_per_sample
+
+    @cached_property
+    def facts(self) -> SourceFacts:
+        """Those of the parts together. The fingerprint is without weights, which may change at later positions."""
+        facts = [part.source.facts for part in self.parts]
+        sizes, per_token = [len(part.source) for part in self.parts], [each.bytes_per_token for each in facts]
+        known = [bytes_ for bytes_ in per_token if bytes_ is not None]
+        mean = sum(map(operator.mul, sizes, known)) / len(self) if len(known) == len(facts) else None
+        return SourceFacts(
+            description="; ".join(
+                f"{part.name}: {each.description}" for part, each in zip(self.parts, facts, strict=True)
+            ),
+            fingerprint=fingerprint("blend", *(each.fingerprint for each in facts)),
+            sample_shape=facts[0].sample_shape,
+            vocab=max((each.vocab for each in facts if each.vocab is not None), default=None),
+            classes=max((each.classes for each in facts if each.classes is not None), default=None),
+            bytes_per_token=mean,
+        )
+
+    @property
+    def draws(self) -> bool:
+        return any(is_drawing(part.source) for part in self.parts)
+
+    def order(self, seed: int, shuffle: bool) -> BlendOrder:
+        """The order of the samples by the weights of the parts."""
+        sizes = tuple(len(part.source) for part in self.parts)
+        return BlendOrder(sizes, tuple(part.steps for part in self.parts), seed, shuffle)
+
+    def place_of(self, number: int) -> tuple[BlendPart, int]:
+        """The part of a sample, and its number there."""
+        part = int(np.searchsorted(self._ends, number, side="right"))
+        return self.parts[part], number - int(self._ends[part]) + len(self.parts[part].source)
+
+    def locate(self, number: int) -> str:
+        part, inner = self.place_of(number)
+        return f"{part.name}: {locate_sample(part.source, inner)}"
+
+    def staged(self, hold: Hold) -> ConcatSource:
+        return ConcatSource(tuple(replace(part, source=stage_source(part.source, hold)) for part in self.parts))
+
+    def batch(self, ids: Ids) -> Arrays:
+        return self._gather(ids, None)
+
+    def batch_of(self, ids: Ids, epochs: Ids) -> Arrays:
+        return self._gather(ids, epochs)
+
+    def _gather(self, ids: Ids, epochs: Ids | None) -> Arrays:
+        """The samples by part, put into the order of `ids`."""
+        which = np.searchsorted(self._ends, ids, side="right")
+        gathered: Arrays = {}
+        for number in np.unique(which).tolist() or [0]:
+            source, here = self.parts[number].source, np.flatnonzero(which == number)
+            own = ids[here] - (self._ends[number] - len(source))
+            found = (
+                source.batch_of(own, epochs[here]) if epochs is not None and is_drawing(source) else source.batch(own)
+            )
+            if len(here) == len(ids):
+                return found
+            for name, array in found.items():
+                if name not in gathered:
+                    gathered[name] = np.empty((len(ids), *array.shape[1:]), array.dtype)
+                gathered[name][here] = array
+        return gathered
+
+    @cached_property
+    def _ends(self) -> Ids:
+        return np.cumsum([len(part.source) for part in self.parts], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Another source in a fixed order in which any first samples are a random choice: those that a blend validates on,
+    of which `train.validation_samples` may be few."""
+
+    whole: DataSource
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.whole.tokens_per_sample
+
+    @property
+    def facts(self) -> SourceFacts:
+        facts = self.whole.facts
+        return replace(facts, fingerprint=fingerprint("mixed", facts.fingerprint))
+
+    def batch(self, ids: Ids) -> Arrays:
+        return self.whole.batch(SampleOrder(len(self.whole), 0).ids(ids))
+
+    def staged(self, hold: Hold) -> Mixed:
+        return Mixed(stage_source(self.whole, hold))
 
 
 @dataclass(frozen=True)
@@ -117,35 +267,3 @@ class DataRequest:
     wants: Wants
     vocab: int | None = None
     classes: int | None = None
-
-
-def data_error(key: str, what: str, allowed: str = "", remedy: str = "") -> UserError:
-    """One problem of the data as an error."""
-    return UserError(render_problems("the data", [Problem(key, what, allowed=allowed, remedy=remedy)]))
-
-
-def fingerprint(*parts: object) -> str:
-    """xxh3-128 in hex over the strings of `parts`, each terminated so that no two lists give the same bytes."""
-    digest = xxhash.xxh3_128()
-    for part in parts:
-        text = str(part).encode()
-        digest.update(f"{len(text)}:".encode() + text)
-    return digest.hexdigest()
-
-
-def fingerprint_arrays(arrays: Iterable[npt.NDArray[Any]], *parts: object) -> str:
-    """A fingerprint of arrays by type, shape and sixteen blocks of up to 4 KiB spread over each, and of `parts`."""
-    blocks = [
-        text
-        for array in arrays
-        for text in (array.dtype.str, str(array.shape), *(block.tobytes().hex() for block in sample_blocks(array)))
-    ]
-    return fingerprint(*blocks, *parts)
-
-
-def sample_blocks(array: npt.NDArray[Any], blocks: int = 16, block_bytes: int = 4096) -> list[npt.NDArray[Any]]:
-    """Flat pieces of an array, evenly spread, the first and the last included."""
-    flat = array.reshape(-1)
-    length = min(flat.size, block_bytes // array.itemsize)
-    starts = np.linspace(0, flat.size - length, num=blocks, dtype=np.int64)
-    return [flat[start : start + length] for start in np.unique(starts)]

@@ -1,30 +1,29 @@
-"""Images with one label each, from .npz arrays or MNIST's idx files, normalised when they are gathered.
+"""Images with one label each, from arrays or MNIST's idx files, normalised when they are gathered.
 
 Invariants:
 - Inputs are float32 [n, C, H, W] (or [n, features]), targets int64 [n].
 - Nothing in a file is executed (no pickles).
-- An idx file is used only if its size is exactly what its header states.
-
-The idx format, as described with the MNIST database: two zero bytes, a type code (0x08 = unsigned byte), the number of
-dimensions, each dimension as a big-endian uint32, then the data in C order.
+- Inputs of .npy files are mapped, and pickled as their place: a loader process maps them anew.
 """
 
 from __future__ import annotations
 
 import difflib
-import gzip
-import math
-import struct
 import zipfile
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shardway.data.sources.base import Arrays, DataPath, DataRequest, Ids, SourceFacts, data_error, fingerprint_arrays
+from shardway.data.content import DataPath, data_error, fingerprint_arrays
+from shardway.data.formats.arrays import TEST as TEST
+from shardway.data.formats.arrays import TRAIN, ArrayColumn, find_pair, list_npy, read_idx, refuse_npz
+from shardway.data.formats.arrays import has_part as has_part
+from shardway.data.sources.base import Arrays, DataRequest, Ids, SourceFacts
+from shardway.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,13 +39,26 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __getstate__(self) -> dict[str, Any]:
+        if isinstance(self.inputs, np.memmap) and self.inputs.flags.c_contiguous:
+            mapped = self.inputs
+            place = (mapped.filename, mapped.dtype, mapped.offset, mapped.shape)
+            return {**self.__dict__, "inputs": None, "place": place}
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "place" in state:
+            filename, dtype, offset, shape = state.pop("place")
+            state["inputs"] = np.memmap(filename, dtype, "r", offset, shape)
+        self.__dict__.update(state)
+
     @property
     def tokens_per_sample(self) -> int:
         return 1
 
     def batch(self, ids: Ids) -> Arrays:
         unit = 255.0 if self.inputs.dtype == np.uint8 else 1.0
-        pixels = self.inputs[ids].astype(np.float32)
+        pixels = np.asarray(self.inputs[ids]).astype(np.float32)
         pixels *= np.float32(1.0 / (unit * self.std))
         pixels -= np.float32(self.mean / self.std)
         return {"inputs": pixels, "targets": self.labels[ids]}
@@ -87,20 +99,36 @@ def make_images(
         sample_shape=tuple(shaped.shape[1:]),
         classes=classes,
     )
-    return Images(shaped, labels.astype(np.int64), section.mean, section.std, facts)
+    return Images(shaped, np.asarray(labels).astype(np.int64), section.mean, section.std, facts)
 
 
-# --- one .npz file
+# --- arrays by name
 
 
 def open_arrays(place: DataPath, asked: DataRequest) -> Images:
-    """The samples of the arrays data.inputs and data.targets of a .npz file."""
-    if not place.path.is_file():
+    """The samples of the arrays data.inputs and data.targets ("auto" is x and y) of a .npz file, or of a folder of .npy
+    files, which are mapped."""
+    inputs, targets = asked.section.inputs, asked.section.targets
+    inputs, targets = "x" if inputs == "auto" else inputs, "y" if targets == "auto" else targets
+    if place.path.is_dir():
+        columns = list_npy(place)
+        pixels = _map_array(place, columns, "data.inputs", inputs)
+        labels = _map_array(place, columns, "data.targets", targets)
+    elif place.path.is_file():
+        pixels, labels = _read_array(place, "data.inputs", inputs), _read_array(place, "data.targets", targets)
+    else:
         raise place.error("does not exist", allowed="a .npz file")
-    section = asked.section
-    inputs = _read_array(place, "data.inputs", section.inputs)
-    labels = _read_array(place, "data.targets", section.targets)
-    return make_images(inputs, labels, place, asked, f"arrays {section.inputs} and {section.targets} of {place.path}")
+    return make_images(pixels, labels, place, asked, f"arrays {inputs} and {targets} of {place.path}")
+
+
+def _map_array(place: DataPath, columns: dict[str, ArrayColumn], key: str, name: str) -> npt.NDArray[Any]:
+    if name not in columns:
+        raise _refuse_name(place, key, name, columns)
+    column = columns[name]
+    if not column.size:
+        return np.zeros(column.shape, column.dtype)
+    order: Any = "F" if column.packing == "fortran" else "C"
+    return np.memmap(place.path / f"{name}.npy", column.dtype, "r", column.start, column.shape, order)
 
 
 def _read_array(place: DataPath, key: str, name: str) -> npt.NDArray[Any]:
@@ -111,12 +139,13 @@ def _read_array(place: DataPath, key: str, name: str) -> npt.NDArray[Any]:
             if name in names:
                 return arrays[name]
     except (zipfile.BadZipFile, zlib.error, ValueError, EOFError) as error:
-        raise place.error(
-            "is not a .npz file that can be read: it is damaged, truncated or holds pickled objects",
-            remedy="write it with numpy.savez from plain arrays, or copy it again",
-        ) from error
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    raise data_error(
+        raise refuse_npz(place) from error
+    raise _refuse_name(place, key, name, names)
+
+
+def _refuse_name(place: DataPath, key: str, name: str, names: Iterable[str]) -> UserError:
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.4)
+    return data_error(
         key,
         f'"{name}" is not an array of {place.path}',
         allowed=", ".join(sorted(names)) or "nothing: the file holds no arrays",
@@ -124,62 +153,11 @@ def _read_array(place: DataPath, key: str, name: str) -> npt.NDArray[Any]:
     )
 
 
-# --- MNIST's idx files, gzip-compressed or not
-
-TRAIN, TEST = "train", "t10k"
-
-_UNSIGNED_BYTE = 0x08
-_GZIP_MAGIC = b"\x1f\x8b"
+# --- MNIST's idx files
 
 
 def open_idx(place: DataPath, asked: DataRequest, part: str = TRAIN) -> Images:
     """The images and labels of one part ("train" or "t10k") of a folder."""
-    if not place.path.is_dir():
-        raise place.error("is not a folder", allowed="the folder that holds the idx files")
-    files = []
-    for name in (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"):
-        found = next((path for path in _candidates(place, name) if path.is_file()), None)
-        if found is None:
-            raise place.error(f"has no file {name} or {name}.gz")
-        files.append(found)
-    pixels, classes = _read_idx(place, files[0], dims=3), _read_idx(place, files[1], dims=1)
+    files = find_pair(place, part)
+    pixels, classes = read_idx(place, files[0], dims=3), read_idx(place, files[1], dims=1)
     return make_images(pixels, classes, place, asked, f"{files[0].name} in {place.path}")
-
-
-def has_part(place: DataPath, part: str) -> bool:
-    """Whether the folder holds the images of this part."""
-    return any(path.is_file() for path in _candidates(place, f"{part}-images-idx3-ubyte"))
-
-
-def _candidates(place: DataPath, name: str) -> list[Path]:
-    return [place.path / f"{name}{suffix}" for suffix in ("", ".gz")]
-
-
-def _read_idx(place: DataPath, path: Path, dims: int) -> npt.NDArray[np.uint8]:
-    """The unsigned bytes of an idx file with `dims` dimensions, decompressed if it is gzip, whatever its name (a
-    browser may have unpacked it); UserError for any other content."""
-    content = path.read_bytes()
-    if content[:2] == _GZIP_MAGIC:
-        try:
-            content = gzip.decompress(content)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise place.error(
-                f"holds {path.name}, which cannot be decompressed: it is truncated or damaged",
-                remedy="copy the file again",
-            ) from error
-    expected = bytes([0, 0, _UNSIGNED_BYTE, dims])
-    if content[:4] != expected:
-        raise place.error(
-            f"holds {path.name}, which is not an idx file of bytes with {dims} dimensions: it starts with "
-            f'"{content[:4].hex(" ")}"',
-            allowed=f'"{expected.hex(" ")}"',
-        )
-    start = 4 + 4 * dims
-    shape = struct.unpack(f">{dims}I", content[4:start].ljust(4 * dims, b"\0"))
-    if len(content) - start != math.prod(shape):
-        raise place.error(
-            f"holds {path.name}, which is truncated or damaged: shape {list(shape)} needs {math.prod(shape)} bytes, "
-            f"it holds {max(0, len(content) - start)}",
-            remedy="copy the file again",
-        )
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from shardway.data.content import data_error, fingerprint
 from shardway.data.order import SampleOrder, Words, derive_keys
-from shardway.data.sources.base import Arrays, DataRequest, Ids, SourceFacts, data_error, fingerprint
+from shardway.data.sources.base import Arrays, DataRequest, Ids, SourceFacts
 
 NOISE = 0.1
 """Fraction of the tokens that are drawn at random instead of following the successor table."""

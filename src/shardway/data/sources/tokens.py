@@ -1,4 +1,4 @@
-"""Rows of tokens: windows over a memory-mapped file, and text that is prepared into one.
+"""Rows of tokens: windows over memory-mapped files, and text that is prepared into one.
 
 Invariants:
 - Sample i is tokens iL .. iL + L (L + 1 of them): neighbouring windows share one token, and every token but the first
@@ -13,32 +13,28 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import importlib
 import itertools
 import os
 import sysconfig
 import time
-import tokenize
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from shardway.data.sources.base import (
-    Arrays,
-    DataPath,
-    DataRequest,
-    Ids,
-    SourceFacts,
-    data_error,
-    fingerprint,
-    fingerprint_arrays,
-    sample_blocks,
-)
+from shardway.data.content import DataPath, data_error, fingerprint, sample_blocks
+from shardway.data.formats.base import Offsets, Records
+from shardway.data.formats.megatron import open_megatron_store
+from shardway.data.formats.shards import ShardManifest, ShardTokens, open_token_shards
+from shardway.data.formats.token_store import TokenFile, Tokens, TokenStore, check_tokens
+from shardway.data.formats.tokens import open_token_store, read_npy_tokens
+from shardway.data.prepare import PrepareOptions, prepare_documents
+from shardway.data.sources.base import Arrays, DataRequest, Hold, Ids, SourceFacts
+from shardway.data.sources.packed import NOT_COUNTED, SAMPLED_FILES, PackedDocuments, open_packed
+from shardway.data.tokenizers import Tokenizer, find_tokenizer, open_tokenizer
 from shardway.errors import JobError, UserError, list_some
 from shardway.places import expand_place, find_own_folder
 from shardway.refusals import FULL, find_remedy
@@ -47,142 +43,147 @@ from shardway.units import render_count
 
 # --- windows over a file of tokens
 
-Tokens = npt.NDArray[Any]
-
-
-@dataclass(frozen=True)
-class TokenFile:
-    """Where tokens are stored: `tokens` of `dtype`, from byte `offset_bytes` of a file on."""
-
-    path: Path
-    dtype: str
-    offset_bytes: int
-    tokens: int
-
-    def open(self) -> Tokens:
-        """The tokens, mapped read-only: pages are read when they are used."""
-        dtype, start = np.dtype(self.dtype), self.offset_bytes
-        return np.asarray(np.memmap(self.path, dtype=dtype, mode="r", offset=start, shape=(self.tokens,)))
-
 
 @dataclass(eq=False)
 class TokenWindows:
     """Samples of `seq_len` tokens, int64: inputs [n, L], targets [n, L] one token later.
 
     `batch` raises UserError for a token at or above the vocabulary (below 0 for signed files), because on a device
-    it would end in an unreadable fault of the embedding.
+    it would end in an unreadable fault of the embedding. A target that does not count is -100.
     """
 
-    file: TokenFile
+    store: TokenStore
     seq_len: int
     place: DataPath
     facts: SourceFacts
-    _windows: Tokens | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
-        return (self.file.tokens - 1) // self.seq_len
+        return (len(self.store) - 1) // self.seq_len
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_windows": None}
+    @property
+    def file(self) -> TokenFile:
+        """The file of the tokens; of several, the first."""
+        return self.store.files[0]
 
     @property
     def tokens_per_sample(self) -> int:
         return self.seq_len
 
+    def locate(self, number: int) -> str:
+        """The tokens of a sample."""
+        return self.store.locate(number * self.seq_len, self.seq_len + 1)
+
+    def staged(self, hold: Hold) -> TokenWindows:
+        """The same, read from staged files."""
+        return replace(self, store=self.store.staged(hold))
+
     def batch(self, ids: Ids) -> Arrays:
-        if self._windows is None:
-            # All samples as one overlapping view [samples, L + 1], so that a batch is one gather of whole rows.
-            tokens = self.file.open()
-            shape, strides = (len(self), self.seq_len + 1), (self.seq_len * tokens.itemsize, tokens.itemsize)
-            self._windows = np.lib.stride_tricks.as_strided(tokens, shape, strides, writeable=False)
-        rows = self._windows[ids]
-        _check_tokens(rows, self.facts.vocab, self.place)
-        return {"inputs": rows[:, :-1].astype(np.int64), "targets": rows[:, 1:].astype(np.int64)}
+        starts = ids * self.seq_len
+        rows = self.store.rows(starts, self.seq_len + 1)
+        check_tokens(rows, self.facts.vocab, self.place)
+        # One block for both: of two, malloc gives memory back after each batch, and every page of it is made again.
+        inputs, targets = np.empty((2, len(rows), self.seq_len), np.int64)
+        inputs[:], targets[:] = rows[:, :-1], rows[:, 1:]
+        counted = self.store.count_rows(starts + 1, self.seq_len) if self.store.counted else None
+        if counted is not None:
+            targets[~counted] = NOT_COUNTED
+        return {"inputs": inputs, "targets": targets}
 
 
-def _check_tokens(tokens: Tokens, vocab: int | None, place: DataPath) -> None:
-    """Raise UserError if a token is negative or not below `vocab` (None: any is allowed)."""
-    if tokens.size == 0:
-        return
-    highest = int(tokens.max())
-    lowest = int(tokens.min()) if tokens.dtype.kind == "i" else 0
-    if lowest < 0:
-        raise place.error(f"holds the token {lowest}", allowed="0 and above")
-    if vocab is not None and highest >= vocab:
-        raise place.error(
-            f"holds the token {highest}",
-            allowed=f"0 to {vocab - 1}, because the vocabulary has {vocab}",
-            remedy="raise model.vocab, or check the width of a token (data.token_dtype)",
-        )
+@dataclass(eq=False)
+class JoinedTokens(TokenStore):
+    """Documents joined into one file; `ends` says where they end, or which file of int64 does; None: nothing does."""
+
+    ends: Offsets | TokenFile | None = None
+
+    def read_ends(self) -> Offsets | None:
+        return self.ends.open() if isinstance(self.ends, TokenFile) else self.ends
 
 
-def _make_windows(file: TokenFile, place: DataPath, asked: DataRequest, facts: SourceFacts) -> TokenWindows:
-    """The samples of a token file; the fingerprint combines that of `facts` and the tokens.
+def _make_samples(
+    store: TokenStore, place: DataPath, asked: DataRequest, facts: SourceFacts
+) -> TokenWindows | PackedDocuments:
+    """The samples of stored tokens: bins of their documents where data.pack asks for them, windows otherwise. Raises
+    UserError."""
+    return open_packed(store, place, asked, facts) if asked.section.pack else _make_windows(store, place, asked, facts)
+
+
+def _make_windows(store: TokenStore, place: DataPath, asked: DataRequest, facts: SourceFacts) -> TokenWindows:
+    """The samples of stored tokens; the fingerprint combines that of `facts` and the tokens.
 
     Raises UserError if there are too few tokens for one sample, or if sampled tokens exceed the vocabulary.
     """
     seq_len = asked.section.seq_len
-    if file.tokens < seq_len + 1:
+    if len(store) < seq_len + 1:
         raise place.error(
-            f"holds {file.tokens} tokens, too few for one sample",
+            f"holds {len(store)} tokens, too few for one sample",
             allowed=f"at least data.seq_len + 1 = {seq_len + 1}",
             remedy="give more data or a smaller data.seq_len",
         )
-    tokens = file.open()
-    for block in sample_blocks(tokens):
-        _check_tokens(block, facts.vocab, place)
-    complete = replace(facts, fingerprint=fingerprint_arrays([tokens], seq_len, facts.fingerprint))
-    return TokenWindows(file, seq_len, place, complete)
+    filled = [file for file in store.files if file.tokens]
+    for file in filled[:: -(-len(filled) // SAMPLED_FILES)]:
+        for block in sample_blocks(file.open()):
+            check_tokens(block, facts.vocab, place)
+    complete = replace(facts, fingerprint=store.make_fingerprint(seq_len, facts.fingerprint))
+    return TokenWindows(store, seq_len, place, complete)
 
 
-def open_tokens(place: DataPath, asked: DataRequest) -> TokenWindows:
-    """The samples of a .npy or raw .bin token file; their vocabulary is the model's if that is given."""
-    path = place.path
-    if not path.exists():
-        raise place.error("does not exist", allowed="a .npy or .bin token file")
-    if path.suffix not in (".npy", ".bin") or not path.is_file():
-        raise place.error(
-            "is not a token file",
-            allowed="a .npy file with one row of integers, or a raw .bin file",
-            remedy='for text, set data.kind = "text"',
-        )
-    file = _read_npy(place) if path.suffix == ".npy" else _read_raw(place, asked.section.token_dtype)
-    description = f"{render_count(file.tokens)} tokens ({np.dtype(file.dtype).name}) in {path}"
-    return _make_windows(file, place, asked, SourceFacts(description, "", (asked.section.seq_len,), vocab=asked.vocab))
+def open_tokens(place: DataPath, asked: DataRequest) -> TokenWindows | PackedDocuments:
+    """The samples of a .npy or raw .bin token file, or of a folder of token shards.
+
+    The vocabulary is that of the shards' manifest, else the model's if that is given. Raises UserError.
+    """
+    store = open_token_store(place, asked.section.token_dtype)
+    described = f"{render_count(len(store))} tokens ({store.dtype.name})"
+    facts = SourceFacts(f"{described} in {place.path}", "", (asked.section.seq_len,), vocab=asked.vocab)
+    if isinstance(store, ShardTokens):
+        facts = _add_manifest(facts, store.manifest, place, asked)
+    return _make_samples(store, place, asked, facts)
 
 
-def _read_raw(place: DataPath, dtype: str) -> TokenFile:
-    """A file that contains only tokens; its size must be a multiple of theirs."""
-    size, width = place.path.stat().st_size, np.dtype(dtype).itemsize
-    if size == 0:
-        raise place.error("is empty")
-    if size % width:
-        raise place.error(
-            f"has {size} bytes, not a whole number of {dtype} tokens of {width} bytes: the file is truncated",
-            remedy="copy the file again, or set data.token_dtype to its width",
-        )
-    return TokenFile(place.path, dtype, 0, size // width)
+def _add_manifest(facts: SourceFacts, manifest: ShardManifest, place: DataPath, asked: DataRequest) -> SourceFacts:
+    """The facts with those of a manifest. Raises UserError for a model with too small a vocabulary."""
+    vocab, text_bytes = manifest.vocab, manifest.text_bytes
+    _check_vocab(asked.vocab, vocab, f'"{place.text}"')
+    targets = int(manifest.described.get("counted", manifest.tokens))
+    return replace(
+        facts,
+        description=f"{facts.description}, {render_count(manifest.samples)} documents",
+        vocab=asked.vocab if vocab is None else vocab,
+        bytes_per_token=None if text_bytes is None else text_bytes / max(1, targets),
+    )
 
 
-def _read_npy(place: DataPath) -> TokenFile:
-    """A NumPy file with one row of integers; its size must be what its header states."""
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    size = place.path.stat().st_size
-    try:
-        with place.path.open("rb") as stream:
-            shape, _, dtype = readers[np.lib.format.read_magic(stream)](stream)
-            start = stream.tell()
-    except (ValueError, KeyError, SyntaxError, tokenize.TokenError) as error:
-        raise place.error("is not a NumPy file: its header cannot be read", remedy="copy the file again") from error
-    if len(shape) != 1 or dtype.kind not in "iu":
-        raise place.error(f"holds {dtype.name} of shape {list(shape)}", allowed="one row of integers")
-    if size != start + shape[0] * dtype.itemsize:
-        held = max(0, size - start) // dtype.itemsize
-        raise place.error(
-            f"should hold {shape[0]} tokens by its header but holds {held}: the file is truncated or damaged",
-            remedy="copy the file again",
-        )
-    return TokenFile(place.path, dtype.str, start, shape[0])
+def _check_vocab(of_model: int | None, of_data: int | None, name: str) -> None:
+    """Raise UserError for a model with too small a vocabulary for the data of that name."""
+    if of_model is not None and of_data is not None and of_model < of_data:
+        what, allowed = f"{of_model} is less than the {of_data} tokens of {name}", f'{of_data} and above, or "auto"'
+        raise data_error("model.vocab", what, allowed=allowed)
+
+
+def open_megatron(place: DataPath, asked: DataRequest) -> TokenWindows | PackedDocuments:
+    """The samples of Megatron-LM's name.bin and name.idx; their vocabulary is the model's if that is given."""
+    store = open_megatron_store(place)
+    description = f"{render_count(len(store))} tokens ({store.dtype.name}) in {store.files[0].path}"
+    facts = SourceFacts(description, "", (asked.section.seq_len,), vocab=asked.vocab)
+    return _make_samples(store, place, asked, facts)
+
+
+def open_documents(records: Records, place: DataPath, asked: DataRequest) -> TokenWindows | PackedDocuments:
+    """The samples of documents of records: of each the text, the tokens or the conversation in the field data.inputs.
+
+    They are prepared in data.cache as token shards, first by rank 0 while the others wait. Raises UserError for
+    records without documents or a model with too small a vocabulary, JobError if the cache has no space, DamagedData.
+    """
+    section = asked.section
+    if section.tokenizer != "bytes":
+        _check_vocab(asked.vocab, open_tokenizer(section.tokenizer).vocab, f'data.tokenizer "{section.tokenizer}"')
+    options = PrepareOptions(section.tokenizer, section.inputs, chat_template=section.chat_template)
+    folder = prepare_documents(records, place, options, cache_folder(section.cache))
+    store = open_token_shards(DataPath("data.cache", str(folder)))
+    described = f"{render_count(len(store))} tokens ({store.dtype.name}) of {place.path}"
+    facts = SourceFacts(described, "", (section.seq_len,), vocab=asked.vocab)
+    return _make_samples(store, place, asked, _add_manifest(facts, store.manifest, place, asked))
 
 
 # --- text files as one row of tokens
@@ -216,7 +217,7 @@ class Text:
         return sum(file.size for file in self.files)
 
 
-def open_text(place: DataPath, asked: DataRequest) -> TokenWindows:
+def open_text(place: DataPath, asked: DataRequest) -> TokenWindows | PackedDocuments:
     """The samples of a text file, or of the files of a folder whose name matches data.include.
 
     A single file read as bytes is memory-mapped. Otherwise the files, sorted by their path below the folder and joined
@@ -226,22 +227,24 @@ def open_text(place: DataPath, asked: DataRequest) -> TokenWindows:
     text, name = list_text(place, asked.section.include), asked.section.tokenizer
     tokenizer = None if name == "bytes" else open_tokenizer(name)
     vocab = 256 if tokenizer is None else tokenizer.vocab
-    if asked.vocab is not None and asked.vocab < vocab:
-        raise data_error(
-            "model.vocab",
-            f'{asked.vocab} is less than the {vocab} tokens of data.tokenizer "{name}"',
-            allowed=f'{vocab} and above, or "auto"',
-        )
+    _check_vocab(asked.vocab, vocab, f'data.tokenizer "{name}"')
     # "bytes" stands for itself, a tokenizer for its content.
-    content = name if tokenizer is None else fingerprint(DataPath("data.tokenizer", name).path.read_bytes().hex())
+    content = name if tokenizer is None else fingerprint(find_tokenizer(name).read_bytes().hex())
+    # Each file but the last is followed by one more token, which belongs to it.
+    joined_ends = np.cumsum([file.size + 1 for file in text.files], dtype=np.int64)
+    ends: Offsets | TokenFile = np.minimum(joined_ends, text.size + len(text.files) - 1)
     if tokenizer is None and len(text.files) == 1:
         tokens = TokenFile(text.root / text.files[0].name, "uint8", 0, text.files[0].size)
     else:
         dtype = np.dtype(np.uint8 if tokenizer is None else np.uint16 if vocab <= 2**16 else np.uint32)
         listed = ((file.name, file.size, file.mtime_ns) for file in text.files)
         key = fingerprint(PREPARE_VERSION, content, dtype, text.root.resolve(), *listed)
-        joined = _join(text, tokenizer, dtype)
-        tokens = _prepare_tokens(cache_folder(asked.section.cache), f"text-{key}", dtype, joined)
+        found: list[int] = []
+        cache, joined = cache_folder(asked.section.cache), _join(text, tokenizer, dtype, found)
+        tokens = _prepare_tokens(cache, f"text-{key}", dtype, joined)
+        if tokenizer is not None and asked.section.pack:
+            listed_ends = _list_ends(text, tokenizer, dtype, found)
+            ends = _prepare_tokens(cache, f"text-{key}-ends", np.dtype(np.int64), listed_ends)
     files = text.files[0].name if len(text.files) == 1 else f"{len(text.files)} files"
     description = f"{text.size / 1e6:.1f} MB of text, {files} in {text.root}"
     facts = SourceFacts(
@@ -251,7 +254,7 @@ def open_text(place: DataPath, asked: DataRequest) -> TokenWindows:
         vocab=vocab,
         bytes_per_token=1.0 if tokenizer is None else text.size / max(1, tokens.tokens),
     )
-    return _make_windows(tokens, place, asked, facts)
+    return _make_samples(JoinedTokens((tokens,), ends=ends), place, asked, facts)
 
 
 def list_text(place: DataPath, include: str) -> Text:
@@ -289,20 +292,38 @@ def _walk(root: Path, include: str) -> Iterator[Path]:
         yield from (path for path in paths if path.is_file())
 
 
-def _join(text: Text, tokenizer: Tokenizer | None, dtype: np.dtype[Any]) -> Iterator[Tokens]:
+def _join(text: Text, tokenizer: Tokenizer | None, dtype: np.dtype[Any], ends: list[int]) -> Iterator[Tokens]:
     """All documents as bytes, with one zero byte between two; or as tokens, with the tokenizer's end of document, if it
-    has one."""
+    has one. `ends` gets the end of each, counted in tokens; what is between two belongs to the first."""
+    done, end = 0, 0 if tokenizer is None else tokenizer.end
     for index, file in enumerate(text.files):
-        end = 0 if tokenizer is None else tokenizer.end
-        if index and end is not None:
-            yield np.array([end], dtype)
-        content = _read_document(text, file)
-        if tokenizer is None:
-            yield np.frombuffer(content, np.uint8)
-            continue
-        pieces = split_pieces(content.decode("utf-8", errors="replace"))
-        while group := list(itertools.islice(pieces, _PIECES_AT_ONCE)):
-            yield from (np.array(tokens, dtype) for tokens in tokenizer.encode(group))
+        if index:
+            if end is not None:
+                yield np.array([end], dtype)
+                done += 1
+            ends.append(done)
+        for piece in _read_tokens(text, file, tokenizer, dtype):
+            yield piece
+            done += piece.size
+    ends.append(done)
+
+
+def _read_tokens(text: Text, file: TextFile, tokenizer: Tokenizer | None, dtype: np.dtype[Any]) -> Iterator[Tokens]:
+    content = _read_document(text, file)
+    if tokenizer is None:
+        yield np.frombuffer(content, np.uint8)
+        return
+    pieces = split_pieces(content.decode("utf-8", errors="replace"))
+    while group := list(itertools.islice(pieces, _PIECES_AT_ONCE)):
+        yield from (np.array(tokens, dtype) for tokens in tokenizer.encode(group))
+
+
+def _list_ends(text: Text, tokenizer: Tokenizer, dtype: np.dtype[Any], found: list[int]) -> Iterator[Tokens]:
+    """The ends of all documents: `found` where they were joined just now, else counted once more."""
+    if not found:
+        for _ in _join(text, tokenizer, dtype, found):
+            pass
+    yield np.array(found, np.int64)
 
 
 def split_pieces(text: str) -> Iterator[str]:
@@ -324,91 +345,6 @@ def _read_document(text: Text, file: TextFile) -> bytes:
     if len(content) != file.size:
         raise JobError(f"{path} changed while it was read; start the run again")
     return content
-
-
-# --- the tokenizer, one interface for both libraries
-
-END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-"""Usual names of the token that ends a document; the first that a tokenizer.json has is used."""
-
-
-class Tokenizer(Protocol):
-    """`vocab` is one more than the largest token; `end` is the token between documents, or None."""
-
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def end(self) -> int | None: ...
-
-    def encode(self, pieces: Sequence[str]) -> list[list[int]]: ...
-
-
-@dataclass(frozen=True)
-class JsonTokenizer:
-    """A tokenizer.json, through the `tokenizers` package."""
-
-    inner: Any
-
-    @property
-    def vocab(self) -> int:
-        return max(self.inner.get_vocab(with_added_tokens=True).values()) + 1
-
-    @property
-    def end(self) -> int | None:
-        found = (self.inner.token_to_id(name) for name in END_TOKENS)
-        return next((token for token in found if token is not None), None)
-
-    def encode(self, pieces: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self.inner.encode_batch(list(pieces), add_special_tokens=False)]
-
-
-@dataclass(frozen=True)
-class SentencePiece:
-    """A .model file, through the `sentencepiece` package."""
-
-    inner: Any
-
-    @property
-    def vocab(self) -> int:
-        return int(self.inner.get_piece_size())
-
-    @property
-    def end(self) -> int | None:
-        token = int(self.inner.eos_id())
-        return token if token >= 0 else None
-
-    def encode(self, pieces: Sequence[str]) -> list[list[int]]:
-        encoded: list[list[int]] = self.inner.encode(list(pieces))
-        return encoded
-
-
-def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a .json or .model file; UserError if the file is missing or damaged, or its package is
-    missing."""
-    place = DataPath("data.tokenizer", name)
-    packages, kind = {".json": "tokenizers", ".model": "sentencepiece"}, place.path.suffix
-    allowed = '"bytes", a tokenizer.json file or a .model file'
-    if kind not in packages:
-        raise place.error("is not a tokenizer", allowed=allowed)
-    if not place.path.is_file():
-        raise place.error("does not exist", allowed=allowed)
-    try:
-        library = importlib.import_module(packages[kind])
-        if kind == ".model":
-            return SentencePiece(library.SentencePieceProcessor(model_file=str(place.path)))
-        inner = library.Tokenizer.from_file(str(place.path))
-        # A tokenizer.json may carry the truncation and padding of the model it was made for; a corpus needs neither.
-        inner.no_truncation()
-        inner.no_padding()
-        return JsonTokenizer(inner)
-    except ImportError as error:
-        raise UserError(
-            f"data.tokenizer needs the Python package {packages[kind]}, which is not installed\n"
-            '      to do: pip install "shardway[tokenizers]"'
-        ) from error
-    except Exception as error:  # both libraries raise bare Exception, RuntimeError or OSError for a damaged file
-        raise place.error(f"is not a {kind} tokenizer that can be read: {error}") from error
 
 
 # --- the cache of prepared token files
@@ -441,7 +377,7 @@ def _prepare_tokens(folder: Path, name: str, dtype: np.dtype[Any], tokens: Itera
     place = DataPath("data.cache", str(target))
     with contextlib.suppress(UserError):
         if target.is_file():
-            return _read_npy(place)
+            return read_npy_tokens(place)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"{_PREFIX}*"):
@@ -467,7 +403,7 @@ def _prepare_tokens(folder: Path, name: str, dtype: np.dtype[Any], tokens: Itera
         raise data_error(
             "data.cache", f'"{folder}" cannot be written: {reason}', remedy="set data.cache to a folder of yours"
         ) from error
-    return _read_npy(place)
+    return read_npy_tokens(place)
 
 
 def _write_npy(stream: IO[bytes], dtype: np.dtype[Any], tokens: Iterator[Tokens]) -> None:

@@ -187,8 +187,9 @@ def _needed(request: JobRequest, host: Host, key: str, path: str, remedy: str) -
 def _list_data(request: JobRequest) -> Iterator[tuple[str, str]]:
     """Keys and paths of the files that a run file reads."""
     data = request.loaded.values.data
-    if request.program.meets_by_itself and load_plugin("data_sources", data.kind).reads_files():
-        for key, path in (("data.path", data.path), ("data.validation", data.validation)):
+    if request.program.meets_by_itself and (data.blend or load_plugin("data_sources", data.kind).reads_files()):
+        blended = [("data.blend", part.path) for part in data.blend]
+        for key, path in (*(blended or [("data.path", data.path)]), ("data.validation", data.validation)):
             if path and not path.startswith("python:"):
                 yield key, path
 

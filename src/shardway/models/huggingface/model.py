@@ -24,6 +24,7 @@ from torch import nn
 from shardway.errors import Problem, UserError, check_no_problems
 from shardway.hfconfig import CONFIG, hf_error, import_extra, read_config
 from shardway.models.contract import ModelPlan, Split, matches
+from shardway.models.documents import dtype_of_products, mark_documents
 from shardway.models.experts import Experts
 from shardway.models.huggingface.own import names_of_transformer, to_huggingface_config
 from shardway.models.huggingface.weights import (
@@ -255,16 +256,25 @@ _ATTENTION = "shardway"
 
 
 def _mix_positions(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, scaling: float, **__: Any
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    marks: torch.Tensor | None = None,
+    *_: Any,
+    scaling: float,
+    **__: Any,
 ) -> tuple[torch.Tensor, None]:
     """The library's attention interface: [batch, heads, seq, head_dim] each -> [batch, seq, heads, head_dim].
 
-    Key and value may have fewer heads. Goes through `module.core`, whose place the context axis can take; that has
-    the usual factor 1 / sqrt(head_dim), so another one goes into the query.
+    `marks` of documents stand where the library has a mask. Key and value may have fewer heads. Goes through
+    `module.core`, whose place the context axis can take; that has the usual factor 1 / sqrt(head_dim), so another one
+    goes into the query.
     """
     factor = scaling * query.shape[-1] ** 0.5
     query = query if abs(factor - 1.0) < 1e-6 else query * factor
-    return module.core(query, key, value).transpose(1, 2), None
+    mixed = module.core(query, key, value) if marks is None else module.core(query, key, value, marks)
+    return mixed.transpose(1, 2), None
 
 
 class HuggingFaceModel(nn.Module):
@@ -285,9 +295,12 @@ class HuggingFaceModel(nn.Module):
         self.lm_head: nn.Module | None = TiedHead() if self.config.tie_word_embeddings else library.lm_head
         self._plan = _derive_plan(self, library)
 
-    def forward(self, inputs: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, inputs: torch.Tensor, positions: torch.Tensor | None = None, *, packed: bool = False
+    ) -> torch.Tensor:
         """Logits for int64 `inputs` [batch, seq]; `positions` [seq] or [batch, seq] default to 0, 1, 2 ...
 
+        `packed`: a document begins wherever `positions` [batch, seq] are 0, and no token sees those of another one.
         A pipeline stage takes and returns [batch, seq, dim] where it lacks the first or the last modules, and needs
         `positions` then.
         """
@@ -296,8 +309,9 @@ class HuggingFaceModel(nn.Module):
         embedding = self.model.embed_tokens
         x = inputs if embedding is None else embedding(inputs)
         angles = self.model.rotary_emb(x, positions if positions.dim() == 2 else positions[None])
+        marks = mark_documents(positions, dtype_of_products(x), self._plan.kv_width) if packed else None
         for layer in self.model.layers.values():
-            x = layer(x, position_embeddings=angles, attention_mask=None)
+            x = layer(x, position_embeddings=angles, attention_mask=marks)
         if self.lm_head is None or self.model.norm is None:
             return x
         x = self.model.norm(x)

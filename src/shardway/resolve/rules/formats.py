@@ -180,6 +180,7 @@ def find_replay_obstacle(values: RunFile) -> str:
         "the scales of float8 change in each pass": precision.compute == "float8",
         "the loss scale of fp16 changes": precision.compute == "fp16",
         "activations are computed again": values.recompute.mode != "none",
+        "each batch has another number of documents (data.pack)": values.data.pack,
         "train.deterministic keeps to kernels one by one": values.train.deterministic,
     }
     return next((reason for reason, holds in obstacles.items() if holds), "")

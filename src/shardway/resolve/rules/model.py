@@ -33,9 +33,9 @@ LEFT_TO_THE_DEVICE: Mapping[str, tuple[str, ...]] = {"train.compile": ("blocks",
 def a_key_of_another_kind_is_not_ignored(draft: Draft) -> None:
     """A setting without effect is an error, not ignored."""
     for selector in DOORS:
-        chosen = draft.get(selector)
+        chosen = draft.data_kinds if selector == "data.kind" else (draft.get(selector),)
         for dotted, kinds in kinds_of(selector).items():
-            if draft.is_set(dotted) and not has_effect(dotted, selector, chosen):
+            if draft.is_set(dotted) and not any(has_effect(dotted, selector, each) for each in chosen):
                 _refuse_ineffective(draft, dotted, selector, kinds)
     for selector, owners in OWNERS.items():
         chosen = draft.get(selector)
@@ -114,7 +114,7 @@ def a_sample_fits_the_positions_of_a_hugging_face_model(draft: Draft) -> None:
 def a_hugging_face_model_brings_its_tokenizer(draft: Draft) -> None:
     """Token ids must have the meaning with which the weights were trained."""
     facts = draft.circumstances.hf
-    reads_text = draft.get("model.hf") and draft.get("data.kind") == "text"
+    reads_text = draft.get("model.hf") and "text" in draft.data_kinds
     if not reads_text or facts is None or draft.is_set("data.tokenizer"):
         return
     if facts.tokenizer:
@@ -132,17 +132,55 @@ def a_hugging_face_model_brings_its_tokenizer(draft: Draft) -> None:
 
 @of_what_is_described
 def a_model_reads_the_data_it_is_made_for(draft: Draft) -> None:
-    kind, data = draft.get("model.kind"), draft.get("data.kind")
-    takes = takes_of(kind)
-    if takes not in fact_of("data.kind", data, "gives"):
-        fitting = [name for name in GROUPS["data_sources"].own if takes in fact_of("data.kind", name, "gives")]
-        draft.refuse("data.kind", f'"{data}" cannot feed model.kind = "{kind}"', ", ".join(fitting))
+    kind, takes = draft.get("model.kind"), takes_of(draft.get("model.kind"))
+    for data in draft.data_kinds:
+        if takes not in fact_of("data.kind", data, "gives"):
+            fitting = [name for name in GROUPS["data_sources"].own if takes in fact_of("data.kind", name, "gives")]
+            dotted = "data.kind" if data == draft.get("data.kind") else "data.blend"
+            draft.refuse(dotted, f'"{data}" cannot feed model.kind = "{kind}"', ", ".join(fitting))
 
 
 @of_what_is_described
 def data_other_than_text_name_their_path(draft: Draft) -> None:
-    if fact_of("data.kind", draft.get("data.kind"), "needs_path") and not draft.is_set("data.path"):
+    needs = fact_of("data.kind", draft.get("data.kind"), "needs_path") and not draft.get("data.blend")
+    if needs and not draft.is_set("data.path"):
         draft.refuse("data.path", "is not set", "the file or folder that holds the data")
+
+
+@of_what_is_described
+def a_blend_names_the_paths_of_its_parts(draft: Draft) -> None:
+    if not draft.get("data.blend"):
+        return
+    if draft.is_set("data.path"):
+        what = (
+            f"{render_value(draft.get('data.path'))} has no effect with data.blend, whose parts have paths of their own"
+        )
+        draft.refuse("data.path", what, "only without data.blend", "remove the key, or make it a part of the blend")
+    for number, part in enumerate(draft.get("data.blend")):
+        kind = part.kind or draft.get("data.kind")
+        if "data.path" not in fact_of("data.kind", kind, "keys"):
+            reading = (name for name in GROUPS["data_sources"].own if "data.path" in fact_of("data.kind", name, "keys"))
+            what = f'[{number}] "{part.path}" is of the kind "{kind}", which reads no files'
+            draft.refuse("data.blend", what, f"parts of {', '.join(reading)}")
+
+
+@of_what_is_described
+def documents_are_packed_for_models_that_keep_them_apart(draft: Draft) -> None:
+    """Attention of another kind of model would see all documents of a sample."""
+    if not draft.get("data.pack"):
+        return
+    kind, engine, off = draft.get("model.kind"), draft.get("train.engine"), "set data.pack = false"
+    if kind != "transformer":
+        what = f'true, and model.kind = "{kind}" does not keep the documents of a sample apart'
+        draft.refuse("data.pack", what, 'false; or model.kind = "transformer"')
+    if "synthetic" in draft.data_kinds:
+        what = 'true, and data.kind = "synthetic" has no documents'
+        draft.refuse("data.pack", what, "false; or data with documents, such as text, jsonl, parquet or megatron")
+    if engine != "torch":
+        draft.refuse("train.engine", f'"{engine}" has not been tried with data.pack = true', '"torch"', off)
+    if factor := (draft.get("model.capacity_factor") if draft.get("model.experts") else 0):
+        what = f"{factor} lets documents of a sample take places of experts from each other, and data.pack is true"
+        draft.refuse("model.capacity_factor", what, "0", off)
 
 
 @of_what_is_described
@@ -256,16 +294,14 @@ def the_weight_of_one_expert_is_its_score(draft: Draft) -> None:
 def bytes_have_256_values(draft: Draft) -> None:
     if takes_of(draft.get("model.kind")) != "tokens" or draft.get("model.vocab") != "auto":
         return
-    if draft.get("data.kind") == "synthetic" or (draft.get("data.kind"), draft.get("data.tokenizer")) == (
-        "text",
-        "bytes",
-    ):
+    of_bytes = {"synthetic", "text"} if draft.get("data.tokenizer") == "bytes" else {"synthetic"}
+    if of_bytes.issuperset(draft.data_kinds):
         draft.derive("model.vocab", 256, "one entry a byte")
 
 
 @of_what_is_described
 def a_token_file_does_not_say_its_vocabulary(draft: Draft) -> None:
-    unnamed = not fact_of("data.kind", draft.get("data.kind"), "names_vocabulary")
+    unnamed = not all(fact_of("data.kind", kind, "names_vocabulary") for kind in draft.data_kinds)
     if takes_of(draft.get("model.kind")) == "tokens" and unnamed and draft.get("model.vocab") == "auto":
         what = '"auto" follows a tokenizer, and a token file does not name the one that made it'
         allowed = "the number of entries of the vocabulary"
@@ -274,7 +310,7 @@ def a_token_file_does_not_say_its_vocabulary(draft: Draft) -> None:
 
 @of_what_is_described
 def validation_needs_something_held_out(draft: Draft) -> None:
-    brings = fact_of("data.kind", draft.get("data.kind"), "brings_validation")
+    brings = any(fact_of("data.kind", kind, "brings_validation") for kind in draft.data_kinds)
     held_out = draft.get("data.validation") or draft.get("data.validation_fraction") or brings
     if draft.get("train.validate_every") == "off" or held_out:
         return

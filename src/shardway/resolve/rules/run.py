@@ -85,6 +85,20 @@ def a_spike_that_is_left_out_is_left_out_whole(draft: Draft) -> None:
         draft.refuse("guard.max_left_out", what, f"at least {steps}")
 
 
+# --- data on the disks of nodes
+
+
+def data_are_staged_to_a_whole_path(draft: Draft) -> None:
+    wanted, facts = draft.get("data.stage"), draft.circumstances
+    if wanted == "auto" and facts.local_disk:
+        draft.derive("data.stage", facts.local_disk, f"node.local_disk of the site {facts.site}")
+    elif wanted == "auto":
+        draft.derive("data.stage", "off", "no node.local_disk in the site profile")
+    elif wanted != "off" and not wanted.startswith(("/", "~", "$")):
+        what = f'"{wanted}" is no whole path, and each node would look for it elsewhere'
+        draft.refuse("data.stage", what, '"auto", "off", or a string that begins with /, ~ or $, such as "$TMPDIR"')
+
+
 # --- checkpoints
 
 

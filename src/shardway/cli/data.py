@@ -1,0 +1,437 @@
+"""`shardway data`: look into data of any format, prepare, index, verify, repair and convert it, and say which samples
+a step had.
+
+Invariants:
+- Data are only read, except by prepare, convert and repair, which write to the path that is given, and index, which
+  keeps what it makes beside the data or in the user's cache.
+- An existing folder is never written over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardway.cli.options import JsonOption, RunName, print_json, report
+from shardway.errors import UserError, legible
+
+if TYPE_CHECKING:
+    from shardway.data.formats.base import Records
+
+app = typer.Typer(
+    help="Look into data of any format; prepare, index, verify, repair, convert it; which samples a step had.",
+    no_args_is_help=True,
+)
+
+PathArgument = Annotated[
+    str, typer.Argument(metavar="PATH", help="A file, a folder, or a pattern such as train-{000..127}.tar.")
+]
+KindOption = Annotated[
+    str, typer.Option("--kind", help="The format, as data.kind names it (default: what lies there).")
+]
+
+
+# --- what is there
+
+
+@app.command("info")
+def info(path: PathArgument, kind: KindOption = "", as_json: JsonOption = False) -> None:
+    """Say which format it is, and how many samples, files and bytes it has; nothing of it is read but its index."""
+    from shardway.watch.words import render_plural, render_size
+
+    facts = _describe(_open(path, kind))
+    if as_json:
+        print_json({"path": path, **facts})
+        return
+    typer.echo(legible(f"{path}: {facts['kind']}"))
+    typer.echo(
+        f"{render_plural(facts['samples'], 'sample')}, {render_plural(facts['files'], 'file')}, "
+        f"{render_size(facts['bytes'])}" + (f", {facts['tokens']} tokens" if "tokens" in facts else "")
+    )
+    for name, value in facts["fields"].items():
+        typer.echo(legible(f"  {name}: {value}"))
+    typer.echo(f"checksums: {facts['checksums']}")
+    typer.echo(f"fingerprint: {facts['fingerprint']}")
+
+
+def _open(path: str, kind: str = "") -> Records:
+    from shardway.data.detect import open_records, place_of
+
+    return open_records(place_of(path), kind)
+
+
+def _describe(records: Records) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "kind": records.format,
+        "samples": len(records),
+        "files": len(records.parts.files),
+        "bytes": records.parts.size,
+        "fingerprint": records.fingerprint,
+        "fields": records.fields,
+        "checksums": "of every MiB" if records.parts.sums else "none; `shardway data index --checksum` makes them",
+    }
+    return facts | records.more_facts()
+
+
+@app.command("head")
+def head(
+    path: PathArgument,
+    number: Annotated[int, typer.Option("-n", min=1, help="How many samples.")] = 3,
+    first: Annotated[int, typer.Option("--from", min=0, help="The number of the first of them.")] = 0,
+    kind: KindOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Show the first samples, or those from a number on; with --json a line a sample, whole but for bytes."""
+    records = _open(path, kind)
+    for at in range(min(first, len(records)), min(first + number, len(records))):
+        shown = {name: _show(value, whole=as_json, name=name) for name, value in records.read([at])[0].items()}
+        if as_json:
+            typer.echo(json.dumps({"sample": at, "at": str(records.extent(at)), **shown}))
+            continue
+        typer.echo(legible(f"{at}  {records.extent(at)}"))
+        for name, value in shown.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            typer.echo(legible(f"    {name}: {text}"))
+
+
+_SHOWN = 120
+
+
+def _show(value: Any, *, whole: bool, name: str = "") -> Any:
+    """A value as JSON has it: bytes by their number and beginning, arrays by type and shape, rows of integers whole."""
+    import numpy as np
+
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": len(value), "begins": value[:16].hex(" ")}
+    if isinstance(value, np.ndarray):
+        if (
+            value.ndim == 1
+            and value.dtype.kind in "iu"
+            and ((whole and (value.dtype != np.uint8 or name == "tokens")) or value.size <= 16)
+        ):
+            return value.tolist()
+        return {"dtype": str(value.dtype), "shape": list(value.shape), "begins": value.reshape(-1)[:8].tolist()}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {str(name): _show(each, whole=whole) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_show(each, whole=whole) for each in value]
+    if isinstance(value, str):
+        return value if whole or len(value) <= _SHOWN else f"{value[:_SHOWN]}... ({len(value)} characters)"
+    return value if value is None or isinstance(value, int | float | bool) else str(value)
+
+
+@app.command("stats")
+def stats(
+    path: PathArgument,
+    kind: KindOption = "",
+    field: Annotated[str, typer.Option("--field", help="The field to look at (default: all bytes of a sample).")] = "",
+    seq_len: Annotated[int, typer.Option("--seq-len", min=0, help="Say how full sequences of so many tokens are.")] = 0,
+    samples: Annotated[int, typer.Option("--samples", min=0, help="Look at so many, evenly spread; 0 = at all.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Read samples and say how long they are and how many are there twice; of tokens, how full sequences would be."""
+    from shardway.data.statistics import gather_statistics
+
+    found = gather_statistics(_open(path, kind), field, samples, seq_len)
+    if as_json:
+        print_json(found)
+        return
+    for name, value in found.items():
+        shown = ", ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, dict) else value
+        typer.echo(f"{name}: {shown}")
+
+
+# --- indexes and damage
+
+
+@app.command("index")
+def index(
+    path: PathArgument,
+    kind: KindOption = "",
+    checksum: Annotated[
+        bool, typer.Option("--checksum", help="Also keep a checksum of every MiB, so that damage is found and placed.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make the index of a format that has none, so that the first run need not; with --checksum, checksums too."""
+    from shardway.data.formats.indexes import make_sums
+
+    records = _open(path, kind)
+    kept = make_sums(records.parts.root, records.parts.files) if checksum else None
+    if as_json:
+        print_json({"samples": len(records), "checksums": str(kept) if kept else None})
+        return
+    typer.echo(f"{len(records)} samples are indexed" + (f"; checksums are in {kept}" if kept else ""))
+
+
+@app.command("verify")
+def verify(path: PathArgument, kind: KindOption = "", as_json: JsonOption = False) -> int:
+    """Read all, compare it with its checksums, and name what is damaged, with file and offset.
+
+    Exit code 0 if all is whole, 4 if something is damaged.
+    """
+    from shardway.data.formats.base import DamagedData
+
+    began = time.monotonic()
+    damage, checks, size = [], "", ""
+    try:
+        records = _open(path, kind)
+        checks = records.describe_checks()
+        size = f"{len(records)} samples in {len(records.parts.files)} files"
+        for each in records.find_damage():
+            damage.append(each)
+            if not as_json:
+                typer.echo(legible(each))
+    except DamagedData as error:
+        damage.append(str(error).splitlines()[0])
+        if not as_json:
+            typer.echo(legible(damage[-1]))
+    if as_json:
+        print_json({"whole": not damage, "damage": damage, "checked": checks, "seconds": time.monotonic() - began})
+    elif not damage:
+        typer.echo(f"whole: {size}; {checks}")
+    return 4 if damage else 0
+
+
+@app.command("repair")
+def repair(
+    path: PathArgument,
+    source: Annotated[
+        str, typer.Option("--from", help="Another copy of the same data; without, what can be made anew is.")
+    ] = "",
+    as_json: JsonOption = False,
+) -> int:
+    """Mend data that Shardway has written: copy damaged blocks from another copy, make a lost manifest anew.
+
+    Exit code 0 if all is whole then, 4 if damage is left.
+    """
+    from shardway.data.formats.shards import repair_shards
+
+    done, left = repair_shards(Path(path), Path(source) if source else None)
+    if as_json:
+        print_json({"mended": done, "left": left})
+    else:
+        for each in (*done, *left):
+            typer.echo(legible(each))
+        if not done and not left:
+            typer.echo("whole: there is nothing to mend")
+    return 4 if left else 0
+
+
+# --- writing
+
+
+@app.command("prepare")
+def prepare(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Data of any format, also s3:// or https://.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it may not hold other data.")],
+    tokenizer: Annotated[
+        str,
+        typer.Option("--tokenizer", help='"bytes", a tokenizer.json, a .model file; none: records stay as they are.'),
+    ] = "",
+    field: Annotated[str, typer.Option("--field", help="The field with text, tokens or a conversation.")] = "auto",
+    seq_len: Annotated[int, typer.Option("--seq-len", min=0, help="Tokens in a sequence, kept with the data.")] = 0,
+    pack: Annotated[bool, typer.Option("--pack", help="Make the bins for sequences of whole documents now.")] = False,
+    chat_template: Annotated[str, typer.Option("--chat-template", help='"chatml", or a Jinja file.')] = "chatml",
+    shard_size: Annotated[
+        str, typer.Option("--shard-size", help="About how large a shard gets: 64MB to 256MB.")
+    ] = "128MiB",
+    processes: Annotated[int, typer.Option("--processes", min=0, help="Processes that work; 0 = one a core.")] = 0,
+    kind: KindOption = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written: bytes and files.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write any data as shards with checksums: texts and conversations as tokens, other records as they are.
+
+    Every core works. What is finished stays after a kill, and the same command goes on with the rest.
+    """
+    from shardway.data.detect import open_records, place_of
+    from shardway.data.prepare import PrepareOptions, plan_prepare, run_prepare
+    from shardway.data.remote import fetched
+    from shardway.units import parse_bytes
+    from shardway.watch.words import render_plural, render_size
+
+    try:
+        size = parse_bytes(shard_size)
+    except ValueError as error:
+        raise UserError(f"--shard-size: {error}") from None
+    if pack and not seq_len:
+        raise UserError("--pack needs the length of a sequence.\n  To do: add --seq-len, such as --seq-len 2048.")
+    options = PrepareOptions(
+        tokenizer=tokenizer,
+        field=field,
+        seq_len=seq_len or None,
+        pack=pack,
+        chat_template=chat_template,
+        shard_bytes=size,
+    )
+    with fetched(source, out, report) as local:
+        place = place_of(local)
+        plan = plan_prepare(open_records(place, kind), place, out, options)
+        facts = {
+            "out": str(out),
+            "kind": plan.kind,
+            "samples": plan.samples,
+            "bytes": plan.estimated_bytes,
+            "files": plan.files,
+        }
+        if dry_run:
+            if as_json:
+                print_json(facts)
+            else:
+                typer.echo(
+                    f"{out}: {render_plural(plan.samples, 'sample')} as {plan.kind}, about "
+                    f"{render_size(plan.estimated_bytes)} in {render_plural(plan.files, 'file')}"
+                )
+            return
+        with _progress("preparing") as advance:
+            run_prepare(plan, advance, processes or None)
+    made = _describe(_open(str(out)))
+    if as_json:
+        print_json({"out": str(out), **made})
+    else:
+        typer.echo(f"{out}: {render_plural(made['samples'], 'sample')}, {render_size(made['bytes'])}")
+
+
+@contextlib.contextmanager
+def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar with the time left on stderr, if that is a terminal; what is given moves it: (done, total)."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@app.command("convert")
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Data of any format.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder or file to write; it may not be there.")],
+    to: Annotated[str, typer.Option("--to", help="The format to write, as data.kind names it, or squashfs.")],
+    kind: KindOption = "",
+    field: Annotated[list[str] | None, typer.Option("--field", help="Only this field; may be given again.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write data in another format: every sample with its fields, in the same order."""
+    from shardway.data.convert import convert_records, pack_squashfs
+    from shardway.watch.words import render_plural, render_size
+
+    with _progress("converting") as advance:
+        if to == "squashfs":
+            written = pack_squashfs(Path(source), out)
+        else:
+            written = convert_records(_open(source, kind), out, to, field or (), advance)
+    if as_json:
+        print_json({"out": str(out), **written})
+        return
+    typer.echo(
+        f"{out}: {render_plural(written['samples'], 'sample')}, {render_size(written['bytes'])} in "
+        f"{render_plural(written['files'], 'file')}"
+    )
+
+
+@app.command("bench")
+def bench(
+    path: PathArgument,
+    kind: KindOption = "",
+    images: Annotated[bool, typer.Option("--images", help="As a model of images reads it.")] = False,
+    keys: Annotated[
+        list[str] | None, typer.Option("--set", help='A key of [data], such as "shape=[3,64,64]"; may be given again.')
+    ] = None,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="About so long for each layer.")] = 2.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure samples per second of each layer on this machine, and say which one limits."""
+    from dataclasses import asdict
+
+    from shardway.data.benchmark import measure_data
+    from shardway.runfile.load import load_run
+
+    records = _open(path, kind)
+    given = [f"data.kind={records.format}", f"data.path={json.dumps(path)}", *(f"data.{each}" for each in keys or ())]
+    found = measure_data(records, load_run(None, given).values.data, "images" if images else "tokens", seconds)
+    if as_json:
+        print_json(asdict(found))
+        return
+    for name, rate in (*found.layers.items(), ("all together", found.whole)):
+        shown = ", ".join(
+            f"{value:,.0f} samples/{unit}" for value, unit in ((rate.per_s, "s"), (rate.per_cpu_s, "CPU s")) if value
+        )
+        typer.echo(f"{name:>12}: {shown or 'n/a'}")
+    for name, bound in found.bounds.items():
+        typer.echo(f"{'bound':>12}: {bound:,.0f} samples/CPU s ({name})")
+    typer.echo(f"limits: {found.limits}")
+
+
+@app.command("stage")
+def stage(
+    path: PathArgument,
+    to: Annotated[Path, typer.Option("--to", help="A folder of this machine's own disk.")],
+    kind: KindOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Copy data to this machine's own disk, where runs with data.stage find them; verified while they are copied."""
+    from shardway.data.stage import StageFolder
+    from shardway.units import render_bytes
+
+    began = time.monotonic()
+    staged = StageFolder.below(to).hold(_open(path, kind).parts, report)
+    facts = {"root": str(staged.root), "copied_bytes": staged.copied_bytes, "seconds": time.monotonic() - began}
+    if as_json:
+        print_json(facts)
+    else:
+        typer.echo(legible(f"{staged.root}: {render_bytes(staged.copied_bytes)} copied in {facts['seconds']:.1f} s"))
+
+
+# --- the samples of a run
+
+
+@app.command("at")
+def at(
+    step: Annotated[int, typer.Argument(metavar="STEP", min=1, help="The number of a step, from 1 on.")],
+    run: RunName,
+    as_json: JsonOption = False,
+) -> None:
+    """Say which samples a step of a run had, or will have, and where each of them lies."""
+    from shardway.data.ledger import open_ledger
+
+    entry = open_ledger(Path(run)).at(step)
+    if as_json:
+        print_json(entry.as_json())
+        return
+    typer.echo(f"step {step}{'' if entry.taken else ' (not taken yet)'}: {len(entry.ids)} samples")
+    for number, place in zip(entry.ids, entry.sources, strict=True):
+        typer.echo(legible(f"  {number}  {place}"))
+
+
+@app.command("where")
+def where(
+    sample: Annotated[int, typer.Argument(metavar="SAMPLE", min=0, help="The number of a sample.")],
+    run: RunName,
+    as_json: JsonOption = False,
+) -> None:
+    """Say in which steps of a run a sample was, and in which it comes next."""
+    from shardway.data.ledger import open_ledger
+
+    ledger = open_ledger(Path(run))
+    seen, coming = ledger.where(sample)
+    if as_json:
+        print_json({"sample": sample, "source": ledger.locate(sample), "steps": seen, "next": coming})
+        return
+    typer.echo(legible(f"sample {sample}: {ledger.locate(sample)}"))
+    typer.echo(f"  taken in {'step ' + ', '.join(map(str, seen)) if seen else 'no step yet'}")
+    typer.echo(f"  comes next in step {coming}")

@@ -1,0 +1,401 @@
+"""Records: what a file format holds, numbered, each a set of named fields; and reading parts of files.
+
+Invariants:
+- Record i is the same at every call and in every process, and follows from the files alone.
+- Length, fields and fingerprint come from headers, an index and sizes, never from reading all records.
+- A reader is pickled without open files: a loader process opens what it reads.
+- A read that gives fewer bytes than the index promises is an error that names the file and the offset, never a short
+  record. Files are read with pread(2), not mapped, so a file that shrinks or a disk that fails raises an error and does
+  not kill the process (SIGBUS).
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+import os
+import pickle
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from shardway.data.content import DataPath, fingerprint
+from shardway.errors import JobError, UserError, list_some
+
+Record = dict[str, Any]
+"""Field name -> bytes, text, a number, None, a list, a mapping or a NumPy array."""
+
+Offsets = npt.NDArray[np.int64]
+Sums = npt.NDArray[np.uint64]
+"""The xxh3-64 of every BLOCK_BYTES of a file, in order."""
+
+OPEN_FILES = 64
+"""The most files that one reader keeps open."""
+
+BLOCK_BYTES = 2**20
+"""A checksum covers so many bytes of a file."""
+
+RECORDS_AT_ONCE = 256
+"""How many records a walk over all of them reads at once."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file of a data set: its name below the folder, its size, and when it was last changed."""
+
+    name: str
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where a record lies: `size` bytes from byte `offset` of a file; `size` 0 where a format does not say."""
+
+    path: Path
+    offset: int
+    size: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.path}, byte {self.offset}"
+
+
+class DamagedData(JobError):
+    """Bytes of a file are not those that its index or checksum promises."""
+
+
+class Records(ABC):
+    """The records of one format at one path. A format derives from it and reads its index in `open`.
+
+    `parts` are the files that hold the records.
+    """
+
+    format: ClassVar[str]
+    """The value of data.kind."""
+
+    parts: FileParts
+
+    @classmethod
+    @abstractmethod
+    def is_at(cls, path: Path) -> bool:
+        """Whether the path is of this format, judged by names and the first bytes; the path may not exist."""
+
+    @classmethod
+    @abstractmethod
+    def open(cls, place: DataPath) -> Records:
+        """The records at a path. Raises UserError (`place.error`) for anything wrong with the index or the files."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many records there are."""
+
+    @property
+    @abstractmethod
+    def fields(self) -> dict[str, str]:
+        """Name -> type of each field ("bytes", "text", "int", "float32[28, 28]", "list"), of the first record where a
+        format has no schema."""
+
+    @abstractmethod
+    def read(self, ids: Sequence[int], fields: Sequence[str] = ()) -> list[Record]:
+        """These records, in this order; of `fields`, or all. A field that a record lacks is left out.
+
+        Raises DamagedData if their bytes cannot be what was written, UserError for a number that no record has.
+        """
+
+    def extent(self, number: int) -> Extent:
+        """Where a record lies; of a format whose library does not say, its file."""
+        return Extent(self.parts.path(0), 0)
+
+    @property
+    def fingerprint(self) -> str:
+        """xxh3-128 over the format and the names and sizes of the files."""
+        listed = (part for file in self.parts.files for part in (file.name, file.size))
+        return fingerprint(self.format, *listed)
+
+    def staged(self, hold: Callable[[FileParts], Any]) -> Records:
+        """The same records, read from where `hold` has put the files."""
+        moved: Records = pickle.loads(pickle.dumps(self))  # without open files
+        moved.parts = move_parts(moved.parts, hold(self.parts))
+        return moved
+
+    def more_facts(self) -> dict[str, Any]:
+        """What `shardway data info` says beside what every format has, such as the number of tokens."""
+        return {}
+
+    def describe_checks(self) -> str:
+        """What `find_damage` can find, for a person."""
+        if self.parts.sums:
+            return "every block has its checksum"
+        return (
+            f"{self.format} data have no checksums, so flipped bits within samples cannot be found "
+            "(`shardway data index --checksum` makes some)"
+        )
+
+    def find_damage(self) -> Iterator[str]:
+        """Everything that is found wrong when all is read, each as a sentence that names file and offset.
+
+        Blocks that have a checksum are compared with it, and every record is read once. A format with checksums of its
+        own adds them.
+        """
+        yield from self.parts.find_damage()
+        for first in range(0, len(self), RECORDS_AT_ONCE):
+            numbers = range(first, min(first + RECORDS_AT_ONCE, len(self)))
+            try:
+                self.read(numbers)
+            except DamagedData:
+                yield from self._find_damaged(numbers)
+
+    def _find_damaged(self, numbers: Iterable[int]) -> Iterator[str]:
+        for number in numbers:
+            try:
+                self.read([number])
+            except DamagedData as error:
+                yield f"record {number}: {str(error).splitlines()[0]}"
+
+
+def need_library(name: str, place: DataPath, kind: str, extra: str = "data") -> Any:
+    """A library that reads a format. Raises UserError if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise place.error(
+            f"is {kind} data, which the Python package {package} reads, and it cannot be imported: {error}",
+            remedy=f'pip install "shardway[{extra}]"',
+        ) from error
+
+
+# --- parts of files
+
+
+class FileParts:
+    """Reads parts of the files of a data set; keeps some of them open; checks blocks that have a checksum, each once in
+    a process."""
+
+    def __init__(self, root: Path, files: Sequence[DataFile], sums: Sequence[Sums] = ()) -> None:
+        """`sums`: those of each file; none: nothing can be checked."""
+        self.root, self.files, self.sums = root, tuple(files), list(sums)
+        self._checked: dict[int, npt.NDArray[np.bool_]] = {}
+        self._open: OrderedDict[int, int] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict(), "_checked": {}}
+
+    def __del__(self) -> None:
+        for descriptor in self.__dict__.get("_open", {}).values():
+            os.close(descriptor)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    def path(self, number: int) -> Path:
+        """The path of a file."""
+        return self.root / self.files[number].name
+
+    def read(self, number: int, offset: int, size: int) -> bytes:
+        """`size` bytes of a file from `offset` on. Raises DamagedData for fewer, or a block with another checksum."""
+        if self.sums:
+            self.check(number, offset, size)
+        try:
+            found = os.pread(self._descriptor(number), size, offset)
+            while len(found) < size:
+                more = os.pread(self._descriptor(number), size - len(found), offset + len(found))
+                if not more:
+                    raise self._describe_end(number, offset, size, len(found))
+                found += more
+        except OSError as error:
+            raise JobError(f"{self.path(number)} cannot be read at byte {offset}: {error.strerror}") from error
+        return found
+
+    def stream(self, number: int) -> io.RawIOBase:
+        """A file as a stream for a library, checked as `read` does."""
+        return _PartStream(self, number)
+
+    def check(self, number: int, offset: int, size: int) -> None:
+        """Compare the blocks around a part with their checksums, each once in this process. Raises DamagedData."""
+        sums = self.sums[number]
+        checked = self._checked.setdefault(number, np.zeros(len(sums), np.bool_))
+        for block in range(offset // BLOCK_BYTES, min(-(-(offset + size) // BLOCK_BYTES), len(sums))):
+            if not checked[block]:
+                self._check_block(number, block)
+                checked[block] = True
+
+    def find_damage(self) -> Iterator[str]:
+        """Each block whose checksum is another, and each file that has another size, as a sentence."""
+        for number, file in enumerate(self.files):
+            try:
+                size = self.path(number).stat().st_size
+            except OSError as error:
+                yield f"{self.path(number)}: {error.strerror}"
+                continue
+            if size != file.size:
+                yield f"{self.path(number)} has {size} bytes, and {file.size} were expected"
+            for block in range(len(self.sums[number]) if self.sums else 0):
+                try:
+                    self._check_block(number, block)
+                except DamagedData as error:
+                    yield str(error).splitlines()[0]
+
+    def damaged(self, number: int, offset: int, what: str) -> DamagedData:
+        """The error for a place in a file."""
+        return DamagedData(
+            f"{self.path(number)} is damaged at byte {offset}: {what}\n  To do: copy the file again from where it came."
+        )
+
+    def _descriptor(self, number: int) -> int:
+        if number in self._open:
+            self._open.move_to_end(number)
+            return self._open[number]
+        if len(self._open) >= OPEN_FILES:
+            os.close(self._open.popitem(last=False)[1])
+        self._open[number] = os.open(self.path(number), os.O_RDONLY | os.O_CLOEXEC)
+        return self._open[number]
+
+    def _describe_end(self, number: int, offset: int, size: int, found: int) -> DamagedData:
+        now = os.fstat(self._descriptor(number)).st_size
+        return self.damaged(
+            number, offset, f"{size} bytes were expected there and the file ends after {found} (it has {now} bytes now)"
+        )
+
+    def _check_block(self, number: int, block: int) -> None:
+        start = block * BLOCK_BYTES
+        expected = max(0, min(BLOCK_BYTES, self.files[number].size - start))
+        content = os.pread(self._descriptor(number), expected, start)
+        if len(content) != expected or xxhash.xxh3_64_intdigest(content) != int(self.sums[number][block]):
+            raise self.damaged(number, start, f"the checksum of the {expected} bytes from there on is another")
+
+
+class _PartStream(io.RawIOBase):
+    """One file of a `FileParts`, seekable."""
+
+    def __init__(self, parts: FileParts, number: int) -> None:
+        super().__init__()
+        self._parts, self._number, self._at = parts, number, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        size = self._parts.files[self._number].size
+        self._at = max(0, {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: size}[whence] + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._parts.files[self._number].size - self._at
+        size = max(0, min(len(buffer), left))
+        if size:
+            buffer[:size] = self._parts.read(self._number, self._at, size)
+            self._at += size
+        return size
+
+
+def move_parts(parts: FileParts, put: Any) -> FileParts:
+    """The same files in another folder (a `shardway.data.stage.StagedSet`), with the checksums that were made on the
+    way if they had none."""
+    moved = copy.copy(parts)
+    moved.__dict__.update(parts.__getstate__())
+    moved.root = put.root
+    moved.sums = parts.sums or list(put.sums)
+    return moved
+
+
+def sum_blocks(path: Path) -> Sums:
+    """The xxh3-64 of every BLOCK_BYTES of a file."""
+    with path.open("rb", buffering=0) as stream:
+        blocks = iter(lambda: stream.read(BLOCK_BYTES), b"")
+        return np.array([xxhash.xxh3_64_intdigest(block) for block in blocks], np.uint64)
+
+
+# --- which files
+
+
+def describe_file(root: Path, name: str) -> DataFile:
+    """A file below a folder as it is now. Raises OSError."""
+    stat = (root / name).stat()
+    return DataFile(name, stat.st_size, stat.st_mtime_ns)
+
+
+def list_files(place: DataPath, matches: Callable[[str], bool], what: str) -> tuple[Path, list[DataFile]]:
+    """The folder of a path and its files whose names match, sorted by path: a file itself, those in a folder (not in
+    hidden ones), or those of a `*` or `{000..012}` pattern.
+
+    Raises UserError if there is none, and for files of a pattern with braces that are missing, with their names.
+    """
+    path, allowed = place.path, f"a folder with {what}, one such file, or a pattern such as name-{{000..012}}.tar"
+    if path.is_file():
+        return path.parent, [describe_file(path.parent, path.name)]
+    if path.is_dir():
+        found = sorted(_walk(path, matches))
+        if not found:
+            raise place.error(f"has no {what}", allowed=allowed)
+        return path, [describe_file(path, name) for name in found]
+    wanted = list(expand_braces(path.name))
+    missing = [name for name in wanted if not any(sign in name for sign in "*?[") and not (path.parent / name).exists()]
+    names = sorted({name for pattern in wanted for name in _glob(path.parent, pattern)})
+    if not names:
+        raise place.error("does not exist", allowed=allowed)
+    if missing:
+        raise place.error(f"names files that are missing: {list_some(missing, 5)}", remedy="copy them, or name fewer")
+    return path.parent, [describe_file(path.parent, name) for name in names]
+
+
+def expand_braces(pattern: str) -> Iterator[str]:
+    """The names that `{000..012}` and `{a,b}` in a pattern stand for, as a shell expands them."""
+    before, opened, rest = pattern.partition("{")
+    inner, closed, after = rest.partition("}")
+    if not opened or not closed:
+        yield pattern
+        return
+    first, dots, last = inner.partition("..")
+    if dots and first.isdigit() and last.isdigit():
+        words: Iterable[str] = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
+    else:
+        words = inner.split(",")
+    tails = list(expand_braces(after))
+    for word in words:
+        yield from (f"{before}{word}{tail}" for tail in tails)
+
+
+def _walk(root: Path, matches: Callable[[str], bool]) -> Iterator[str]:
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        below = Path(folder).relative_to(root)
+        yield from ((below / name).as_posix() for name in names if matches(name) and not name.startswith("."))
+
+
+def _glob(folder: Path, pattern: str) -> list[str]:
+    if not any(sign in pattern for sign in "*?["):
+        return [pattern] if (folder / pattern).is_file() else []
+    return [path.name for path in folder.glob(pattern) if path.is_file()]
+
+
+# --- numbers of records
+
+
+def find_shard(ends: Offsets, number: int) -> tuple[int, int]:
+    """(shard, number in it) of a record; `ends` are the cumulated lengths of the shards."""
+    shard = int(np.searchsorted(ends, number, side="right"))
+    return shard, number - (int(ends[shard - 1]) if shard else 0)
+
+
+def check_ids(ids: Sequence[int], length: int) -> None:
+    """Raise UserError for a number that no record has."""
+    wrong = [number for number in ids if not 0 <= number < length]
+    if wrong:
+        raise UserError(f"there is no record {wrong[0]}; allowed: 0 to {length - 1}")

@@ -1,0 +1,177 @@
+"""Documents of tokens in bins: samples that hold several documents, each kept apart from the others.
+
+Invariants:
+- Sample i is bin i of `shardway.data.packing`. Its documents follow each other; "positions" begins at 0 with each of
+  them, and with the padding at the end, so that it says where a document begins.
+- Every token of a document but its first is a target exactly once in an epoch, unless the store says that it does not
+  count. What does not count has the target -100.
+- Bins are computed once for a store and a length of samples, and kept beside the data; a source is pickled without
+  them and without tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardway.data.content import DataPath, fingerprint_arrays, sample_blocks
+from shardway.data.formats.base import DataFile, Offsets, describe_file
+from shardway.data.formats.indexes import IndexArrays, use_index
+from shardway.data.formats.token_store import TokenStore, check_tokens
+from shardway.data.packing import PACKING_VERSION, Bins, pack_documents
+from shardway.data.sources.base import Arrays, DataRequest, Hold, Ids, SourceFacts
+from shardway.units import render_count
+
+NOT_COUNTED = -100
+"""The target of a place that does not count."""
+SAMPLED_FILES = 16
+"""In so many files of a store some tokens are compared with the vocabulary when it is opened."""
+
+
+@dataclass(eq=False)
+class PackedDocuments:
+    """Bins of `seq_len` pairs, int64: inputs, targets and positions [n, L].
+
+    `batch` raises UserError for a token at or above the vocabulary, as `TokenWindows` does.
+    """
+
+    store: TokenStore
+    seq_len: int
+    place: DataPath
+    facts: SourceFacts
+    _bins: Bins | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_bins": None}
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.seq_len
+
+    @property
+    def bins(self) -> Bins:
+        """The bins, read or computed at the first use."""
+        if self._bins is None:
+            ends = self.store.read_ends()
+            self._bins = _use_bins(self.store, ends if ends is not None else np.zeros(0, np.int64), self.seq_len)
+        return self._bins
+
+    def locate(self, number: int) -> str:
+        """The tokens of each document in a bin."""
+        bins = self.bins
+        pieces = range(int(bins.firsts[number]), int(bins.firsts[number + 1]))
+        return ", ".join(self.store.locate(int(bins.starts[each]), int(bins.pairs[each]) + 1) for each in pieces)
+
+    def staged(self, hold: Hold) -> PackedDocuments:
+        """The same, read from staged files."""
+        return replace(self, store=self.store.staged(hold))
+
+    def batch(self, ids: Ids) -> Arrays:
+        bins, length = self.bins, self.seq_len
+        # The pieces of all bins, one after the other, and where each begins in the flat batch.
+        firsts, stops = bins.firsts[ids], bins.firsts[ids + 1]
+        counts = stops - firsts
+        pieces = np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+        starts, pairs = bins.starts[pieces], bins.pairs[pieces].astype(np.int64)
+        before = np.cumsum(pairs) - pairs
+        rows = np.repeat(np.arange(len(ids)), counts)
+        held = np.bincount(rows, weights=pairs, minlength=len(ids)).astype(np.int64)
+        begins = before + np.repeat(np.arange(len(ids)) * length - (np.cumsum(held) - held), counts)
+
+        runs = pairs + 1
+        tokens = self.store.runs(starts, runs)
+        check_tokens(tokens, self.facts.vocab, self.place)
+        ends = np.cumsum(runs)
+        is_input = np.ones(len(tokens), np.bool_)
+        is_input[ends - 1] = False
+        is_target = np.ones(len(tokens), np.bool_)
+        is_target[ends - runs] = False
+        found = tokens[is_target]
+        counted = self.store.count_runs(starts, runs)
+
+        size = len(ids) * length
+        # One block for all three: of several, malloc gives memory back after each batch.
+        inputs, targets, positions = flat = np.empty((3, size), np.int64)
+        if len(found) == size:
+            inputs[:], targets[:] = tokens[is_input], found
+        else:
+            inputs[:], targets[:] = 0, NOT_COUNTED
+            is_held = (np.arange(length) < held[:, None]).ravel()
+            inputs[is_held], targets[is_held] = tokens[is_input], found
+        if counted is not None:
+            places = np.repeat(begins - before, pairs) + np.arange(len(found))
+            targets[places[~counted[is_target]]] = NOT_COUNTED
+        # Each piece begins a document, and so does the padding of a bin.
+        padding = np.flatnonzero(held < length) * length + held[held < length]
+        marks = np.sort(np.concatenate((begins, padding)))
+        np.subtract(np.arange(size), np.repeat(marks, np.diff(marks, append=size)), out=positions)
+        return dict(zip(("inputs", "targets", "positions"), flat.reshape(3, len(ids), length), strict=True))
+
+
+def open_packed(store: TokenStore, place: DataPath, asked: DataRequest, facts: SourceFacts) -> PackedDocuments:
+    """The bins of a store's documents; the fingerprint combines that of `facts`, the documents and the packing.
+
+    Raises UserError if the store does not mark documents, if no document has two tokens, or if sampled tokens exceed
+    the vocabulary.
+    """
+    seq_len, ends = asked.section.seq_len, store.read_ends()
+    if ends is None:
+        raise place.error(
+            "does not say where a document ends, and data.pack = true packs whole documents",
+            allowed="data with documents, such as text files, JSON lines, Parquet, or Megatron's .bin and .idx",
+            remedy="set data.pack = false",
+        )
+    bins = _use_bins(store, ends, seq_len)
+    if not len(bins):
+        raise place.error("has no document of at least two tokens", remedy="give more data")
+    filled = [file for file in store.files if file.tokens]
+    for file in filled[:: -(-len(filled) // SAMPLED_FILES)]:
+        for block in sample_blocks(file.open()):
+            check_tokens(block, facts.vocab, place)
+    documents = f"{render_count(len(ends))} documents"
+    cuts = f"cuts of longer ones: {render_count(bins.cuts)}" if bins.cuts else "none of them cut"
+    complete = replace(
+        facts,
+        description=f"{facts.description}; {documents} packed into {render_count(len(bins))} samples of {seq_len}, "
+        f"{100 * bins.fill(seq_len):.2f} % full, {cuts}",
+        fingerprint=store.make_fingerprint(seq_len, facts.fingerprint, _name_bins(ends, seq_len)),
+    )
+    return PackedDocuments(store, seq_len, place, complete, bins)
+
+
+# --- the bins of a store, kept
+
+
+def _use_bins(store: TokenStore, ends: Offsets, seq_len: int) -> Bins:
+    """The bins of a store: kept beside its files, or in the cache; made now if they are not there."""
+
+    def make() -> IndexArrays:
+        made = pack_documents(ends, seq_len)
+        return {
+            "starts": made.starts,
+            "pairs": made.pairs.astype(np.int32),
+            "firsts": made.firsts,
+            "cuts": np.array([made.cuts]),
+        }
+
+    root, files = _list_files(store)
+    kept = use_index(root, _name_bins(ends, seq_len), files, make)
+    return Bins(kept["starts"], kept["pairs"], kept["firsts"], int(kept["cuts"][0]))
+
+
+def _name_bins(ends: Offsets, seq_len: int) -> str:
+    return f"bins-{seq_len}-{fingerprint_arrays([ends], PACKING_VERSION)[:16]}"
+
+
+def _list_files(store: TokenStore) -> tuple[Path, list[DataFile]]:
+    """The folder above all files of a store, and they as they are now."""
+    paths = [file.path.absolute() for file in store.files]
+    root = Path(os.path.commonpath([path.parent for path in paths]))
+    return root, [describe_file(root, path.relative_to(root).as_posix()) for path in paths]
