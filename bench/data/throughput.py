@@ -120,7 +120,8 @@ def measure_peers(folder: Path, count: int) -> dict[str, float]:
         def read_tars() -> int:
             return sum(1 for _ in webdataset.WebDataset(urls, shardshuffle=False, empty_check=False))
 
-        found["webdataset"] = measure(read_tars, 3.0)
+        if urls:
+            found["webdataset"] = measure(read_tars, 3.0)
     except ImportError as error:
         print(f"webdataset: n/a ({error})", file=sys.stderr)
     try:

@@ -120,6 +120,7 @@ GROUPS: Mapping[str, PluginGroup] = {
             images="ImagesKind",
             idx="IdxKind",
             shards="ShardsKind",
+            dataset="DatasetKind",
             synthetic="SyntheticKind",
         ),
     ),
@@ -328,6 +329,11 @@ class HasSettings(ABC):  # noqa: B024 - contracts add what is abstract
 
     settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     """Each setting with its default, whose type a given value must have (an integer also stands for a float)."""
+
+    @classmethod
+    def takes_settings(cls) -> bool:
+        """Whether it has settings."""
+        return bool(cls.settings)
 
     @classmethod
     def read_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:

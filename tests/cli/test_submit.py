@@ -134,7 +134,14 @@ PLACES = [
                 "r",
             ),
             *("data.path=/proc/version", "data.validation=/gone/of-the-image", "data.cache=/none/cache"),
-            "site.venv=/gone/venv-of-the-image",
+            *("data.stage=/none/disk", "site.venv=/gone/venv-of-the-image"),
+        ),
+    ),
+    Case(
+        "parts-of-a-blend-that-a-container-does-not-see",
+        (
+            *("submit", "site.container=charliecloud", "site.image=/proc/version", "site.venv=none", "--dir", "r"),
+            'data.blend=[{path = "/proc/version", weight = 1}, {path = "/proc/uptime", weight = 2}]',
         ),
     ),
     Case(

@@ -177,6 +177,20 @@ def test_a_batch_of_a_user_dataset_is_collated() -> None:
     assert next(own.batches(0)).data == batch.ids.tolist()
 
 
+class NamedAlike(Numbers):
+    """Samples with the names that a source of packed documents gives."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"inputs": index, "targets": index, "positions": index}
+
+
+def test_a_user_dataset_may_have_the_names_of_packed_documents() -> None:
+    batch = next(StepLoader(NamedAlike(40), SampleOrder(40, 0), Share(8)).batches(0))
+    assert {name: tensor.tolist() for name, tensor in batch.data.items()} == dict.fromkeys(
+        ("inputs", "targets", "positions"), batch.ids.tolist()
+    )
+
+
 def test_a_dataset_that_gathers_whole_batches_is_asked_so() -> None:
     dataset = TensorDataset(torch.arange(40))
     dataset.__getitems__ = lambda ids: [(dataset.tensors[0][index],) for index in ids] + [(torch.tensor(-1),)]  # type: ignore[attr-defined]

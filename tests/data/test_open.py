@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardway.data.open import Data, open_data
+from shardway.data.open import Data, find_kind, open_data
 from shardway.data.sources.base import DataSource, Slice
 from shardway.errors import UserError
 from shardway.runfile.schema import DataSection
@@ -91,12 +91,14 @@ def test_a_kind_that_the_model_cannot_take_is_refused(tokens: Path) -> None:
     assert refused("images", kind="tokens", path=str(tokens)) == (
         "1 problem in the data\n"
         '  data.kind: "tokens" gives tokens, but the model takes images\n'
-        "      allowed: arrays, idx, synthetic"
+        "      allowed: jsonl, parquet, arrow, webdataset, mds, energon, hdf5, lmdb, arrays, images, idx, shards, "
+        "dataset, synthetic"
     )
     assert refused("tokens", kind="idx") == (
         "1 problem in the data\n"
         '  data.kind: "idx" gives images, but the model takes tokens\n'
-        "      allowed: text, tokens, synthetic"
+        "      allowed: text, jsonl, tokens, megatron, parquet, arrow, webdataset, mds, energon, hdf5, lmdb, shards, "
+        "dataset, synthetic"
     )
 
 
@@ -172,3 +174,18 @@ def test_real_mnist_opens() -> None:
     assert abs(float(pixels.mean())) < 0.01
     assert abs(float(pixels.std()) - 1.0) < 0.01
     assert data.train.batch(np.arange(5))["targets"].tolist() == [5, 0, 4, 1, 9]
+
+
+def test_an_address_is_refused_with_the_command_that_copies_it() -> None:
+    assert refused("tokens", kind="jsonl", path="s3://bucket/chat.jsonl") == (
+        "1 problem in the data\n"
+        '  data.path: "s3://bucket/chat.jsonl" is an address, and a run reads files\n'
+        "      to do: copy it to this machine first: `shardway data prepare s3://bucket/chat.jsonl OUT`"
+    )
+
+
+@pytest.mark.parametrize(("name", "there"), [("a-{0..1}.tar", True), ("a-*.tar", True), ("b-*.tar", False)])
+def test_a_pattern_is_there_if_a_file_of_it_is(tmp_path: Path, name: str, there: bool) -> None:
+    (tmp_path / "a-1.tar").touch()
+    section = DataSection(kind="webdataset", path=str(tmp_path / name))
+    assert find_kind(section).exists(section) is there

@@ -25,7 +25,8 @@ from shardway.data.formats.base import DamagedData, DataFile, Extent, FileParts,
 from shardway.data.formats.jsonl import JsonlRecords
 from shardway.data.formats.shard_manifest import ShardManifest, read_manifest
 from shardway.data.formats.shards import ShardRecords, open_token_shards
-from shardway.data.prepare import PrepareOptions, PreparePlan, plan_prepare, prepare_documents, run_prepare
+from shardway.data.prepare import prepare_documents, run_prepare
+from shardway.data.prepare_plan import PrepareOptions, PreparePlan, plan_prepare
 from shardway.data.sources.base import DataRequest
 from shardway.data.sources.tokens import open_documents
 from shardway.data.splitting import RecordBytes
@@ -419,7 +420,8 @@ def test_a_killed_command_leaves_whole_shards_and_no_process(words: str, tmp_pat
         from pathlib import Path
         from shardway.data.content import DataPath
         from shardway.data.formats.jsonl import JsonlRecords
-        from shardway.data.prepare import PrepareOptions, plan_prepare, run_prepare
+        from shardway.data.prepare import run_prepare
+        from shardway.data.prepare_plan import PrepareOptions, plan_prepare
 
         place = DataPath("data.path", {str(source[1].path)!r})
         out = Path({str(tmp_path / "out")!r})

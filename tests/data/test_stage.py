@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pickle
 import random
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from shardway.data import stage
-from shardway.data.formats.base import DamagedData, FileParts, describe_file, sum_blocks
-from shardway.data.stage import StageFolder
+from shardway.data.content import DataPath
+from shardway.data.formats.base import DamagedData, FileParts, describe_file, move_parts, sum_blocks
+from shardway.data.formats.shard_file import write_token_shard
+from shardway.data.formats.shard_manifest import write_manifest
+from shardway.data.formats.shards import open_shards
+from shardway.data.stage import CopyGivenUp, CopyProgress, StageFolder
 from shardway.errors import SiteError
 
 
@@ -34,8 +42,8 @@ def test_a_set_is_the_same_and_is_copied_once(tmp_path: Path) -> None:
     first = folder.hold(parts, spare=0)
     for file in parts.files:
         assert (first.root / file.name).read_bytes() == (parts.root / file.name).read_bytes()
-    assert [len(each) for each in first.sums] == [3, 1, 0]
-    np.testing.assert_array_equal(first.sums[0], sum_blocks(parts.path(0)))
+    for number, sums in enumerate(first.sums):
+        np.testing.assert_array_equal(sums, sum_blocks(parts.path(number)))
     second = folder.hold(parts, spare=0)
     assert (first.copied_bytes, second.copied_bytes, second.root) == (3_000_011, 0, first.root)
     assert folder.find_missing(parts) == 0
@@ -88,7 +96,7 @@ def test_unused_sets_make_room_those_used_longest_ago_first(tmp_path: Path, monk
     monkeypatch.setattr(stage.shutil, "disk_usage", Disk)
     sets = [make_set(tmp_path / f"data{number}", {"a": 4000}, seed=number) for number in range(4)]
     held = [folder.hold(parts, spare=0) for parts in sets[:2]]
-    with pytest.raises(SiteError, match="has 2kB free, and 4kB of"):
+    with pytest.raises(SiteError, match="has 2kB free, and 4kB are to be copied there"):
         folder.hold(sets[2], spare=0)
     for number, each in enumerate(held):
         each.close()
@@ -105,7 +113,7 @@ def test_unused_sets_make_room_those_used_longest_ago_first(tmp_path: Path, monk
 def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
     parts = make_set(tmp_path / "data", {"a": 10})
     (tmp_path / "file").write_text("")
-    with pytest.raises(SiteError, match="cannot be written: Not a directory"):
+    with pytest.raises(SiteError, match="cannot be written: a file is in the place of a folder"):
         StageFolder(tmp_path / "file" / "x").hold(parts, spare=0)
 
 
@@ -158,3 +166,119 @@ def test_a_kill_at_any_moment_leaves_no_half_file(tmp_path: Path) -> None:
     for number, file in enumerate(parts.files):
         assert (staged.root / file.name).read_bytes() == parts.path(number).read_bytes()
     assert not list((disk / "objects").glob(".*"))
+
+
+def test_leftovers_of_processes_that_are_gone_are_removed_by_any_copy(tmp_path: Path) -> None:
+    parts, folder = make_set(tmp_path / "data", {"a": 1000}), StageFolder(tmp_path / "disk")
+    folder.hold(parts, spare=0).close()
+    left, lived = folder.path / "objects" / ".5-dead.part", folder.path / "objects" / ".5-alive.sums.part"
+    left.write_bytes(b"half")
+    lived.write_bytes(b"half")
+    with (folder.path / "locks" / stage._lock_of("5-alive")).open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # as the process that copies it does
+        assert stage._lock_of("5-alive") != stage._lock_of("5-dead")
+        folder.hold(parts, spare=0).close()
+        assert (left.exists(), lived.exists()) == (False, True)
+    folder.hold(parts, spare=0).close()
+    assert not lived.exists()
+
+
+def test_what_was_copied_before_a_kill_is_not_copied_again(tmp_path: Path) -> None:
+    parts = make_set(tmp_path / "data", {f"{number}": 3_000_000 for number in range(4)})
+    folder, progress = StageFolder(tmp_path / "disk"), CopyProgress()
+    count = progress.note
+
+    def die_in_the_third(copied: int = 0) -> None:
+        count(copied)
+        if progress.copied_bytes > 6_000_000:
+            progress.give_up()
+        count()
+
+    progress.note = die_in_the_third  # type: ignore[method-assign]
+    with pytest.raises(CopyGivenUp):
+        folder.hold(parts, spare=0, progress=progress)
+    assert not list((folder.path / "objects").glob(".*"))
+    assert folder.find_missing(parts) == 6_000_000
+    staged = folder.hold(parts, spare=0)
+    assert staged.copied_bytes == 6_000_000
+
+
+def test_a_file_that_another_process_copies_counts_as_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second job on a disk that has room for the data once."""
+    parts, folder = make_set(tmp_path / "data", {"a": 4000, "b": 10}), StageFolder(tmp_path / "disk")
+    folder.hold(FileParts(parts.root, parts.files[1:]), spare=0).close()
+    (key,) = FileParts(parts.root, parts.files[:1]).list_keys()
+    half = folder.path / "objects" / f".{key}.part"
+    with (folder.path / "locks" / stage._lock_of(key)).open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        half.write_bytes(bytes(3000))
+        assert folder.find_missing(parts, parts) == 1000
+        monkeypatch.setattr(stage.shutil, "disk_usage", lambda path: SimpleNamespace(free=1500))
+        monkeypatch.setattr(stage, "SPARE_BYTES", 0)
+        folder.check_room(parts, parts)
+        progress = CopyProgress()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(folder.hold, parts, spare=0, progress=progress)
+            until = time.monotonic() + 20
+            while progress.awaited_bytes != 3000 and time.monotonic() < until:
+                time.sleep(0.005)
+            half.rename(folder.path / "objects" / key)
+            (folder.path / "objects" / key).write_bytes(parts.path(0).read_bytes())
+            fcntl.flock(held, fcntl.LOCK_UN)
+            assert waiting.result(20).copied_bytes == 0
+
+
+def test_a_set_that_is_removed_while_another_process_asks_for_it_is_made_anew(tmp_path: Path) -> None:
+    parts, folder = make_set(tmp_path / "data", {"a": 1000}), StageFolder(tmp_path / "disk")
+    first = folder.hold(parts, spare=0)
+    first.close()
+    lock = folder.path / "locks" / f"set-{first.root.name}"
+    with lock.open("rb") as held, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        asking = pool.submit(folder.hold, parts, spare=0)
+        time.sleep(0.1)
+        folder._remove(lock)
+        fcntl.flock(held, fcntl.LOCK_UN)
+        again = asking.result(20)
+    assert (again.copied_bytes, again.root) == (1000, first.root)
+    with lock.open("rb") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_shards_are_known_by_their_manifest_and_compared_with_their_own_checksums(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    root.mkdir()
+    tokens = np.random.default_rng(0).integers(0, 60_000, 1_300_000).astype(np.uint16)
+    facts = [
+        write_token_shard(root / f"{number}.shard", [(part, None)], "uint16")
+        for number, part in enumerate(np.split(tokens, 2))
+    ]
+    write_manifest(root, "tokens", facts, {})
+    _, parts = open_shards(DataPath("data.path", str(root)), "tokens")
+    folder = StageFolder(tmp_path / "disk")
+    staged = move_parts(parts, folder.hold(parts, spare=0))
+    root.rename(tmp_path / "gone")
+    assert staged.read(1, 0, 100) == (tmp_path / "gone" / "1.shard").read_bytes()[:100]
+    assert pickle.loads(pickle.dumps(staged)).read(0, 5, 10) == (tmp_path / "gone" / "0.shard").read_bytes()[5:15]
+    (tmp_path / "gone").rename(root)
+    for at in (100, facts[0].bytes - 20):
+        with (root / "0.shard").open("r+b") as stream:
+            stream.seek(at)
+            kept = stream.read(1)
+            stream.seek(at)
+            stream.write(bytes([kept[0] ^ 1]))
+        with pytest.raises(DamagedData, match=f"{root / '0.shard'} is damaged"):
+            StageFolder(tmp_path / f"other{at}").hold(parts, spare=0)
+        with (root / "0.shard").open("r+b") as stream:
+            stream.seek(at)
+            stream.write(kept)
+
+
+def test_another_users_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = make_set(tmp_path / "data", {"a": 10})
+    folder = StageFolder.below(tmp_path / "disk")
+    folder.hold(parts, spare=0).close()
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(stage.os, "getuid", lambda: os.geteuid() + 1)
+    with pytest.raises(SiteError, match="is another user's"):
+        folder.hold(parts, spare=0)

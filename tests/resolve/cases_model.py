@@ -34,6 +34,21 @@ DERIVATIONS: list[Derives] = [
         384,
         "4 dim",
     ),
+    Derives(
+        "arrays_are_called_x_and_y",
+        (*CONVNET, "data.kind=arrays", "data.path=a.npz"),
+        "data.targets",
+        "y",
+        "the usual name in an .npz file",
+    ),
+    Derives(
+        "what_is_only_gathered_needs_no_loader_process",
+        (),
+        "data.workers",
+        0,
+        "the samples are only gathered, which the rank does fastest",
+    ),
+    Derives("data_are_staged_to_a_whole_path", (), "data.stage", "off", "no node.local_disk in the site profile"),
     Derives("heads_divide_the_width", ("model.dim=96",), "model.head_dim", 24, "dim / heads"),
     Derives(
         "latent_attention_has_widths_of_its_own",
@@ -130,18 +145,40 @@ REFUSALS: list[Refuses] = [
     Refuses(
         "a_model_reads_the_data_it_is_made_for",
         ("model.kind=convnet",),
-        '  data.kind (default): "text" cannot feed model.kind = "convnet"\n      allowed: arrays, idx, synthetic',
+        '  data.kind (default): "text" cannot feed model.kind = "convnet"\n'
+        "      allowed: jsonl, parquet, arrow, webdataset, mds, energon, hdf5, lmdb, arrays, images, idx, shards, "
+        "dataset, synthetic",
     ),
     Refuses(
         "a_model_reads_the_data_it_is_made_for",
         ("data.kind=idx", "data.path=x"),
         '  data.kind (command line): "idx" cannot feed model.kind = "transformer"\n'
-        "      allowed: text, tokens, synthetic",
+        "      allowed: text, jsonl, tokens, megatron, parquet, arrow, webdataset, mds, energon, hdf5, lmdb, shards, "
+        "dataset, synthetic",
+    ),
+    Refuses(
+        "data_are_staged_to_a_whole_path",
+        ("data.stage=scratch",),
+        '  data.stage (command line): "scratch" is no whole path, and each node would look for it elsewhere\n'
+        '      allowed: "auto", "off", or a string that begins with /, ~ or $, such as "$TMPDIR"',
     ),
     Refuses(
         "data_other_than_text_name_their_path",
         ("data.kind=tokens", "model.vocab=9"),
         "  data.path (default): is not set\n      allowed: the file or folder that holds the data",
+    ),
+    Refuses(
+        "a_dataset_of_the_user_is_named",
+        ("data.kind=dataset", "model.vocab=9"),
+        "  data.dataset (default): is not set\n"
+        '      allowed: "module:name" of the function or class that makes the dataset',
+    ),
+    Refuses(
+        "a_token_file_does_not_say_its_vocabulary",
+        ("data.kind=dataset", "data.dataset=mydata:Rows"),
+        '  model.vocab (default): "auto" follows a tokenizer, and data.kind = "dataset" names none\n'
+        "      allowed: the number of entries of the vocabulary\n"
+        "      to do: set model.vocab, such as 50257 for GPT-2's tokenizer",
     ),
     Refuses(
         "a_blend_names_the_paths_of_its_parts",
@@ -162,13 +199,19 @@ REFUSALS: list[Refuses] = [
         ('data.blend=[{path = "y", weight = 1}, {path = "z", weight = 1, kind = "idx"}]',),
         '  data.blend (command line): "idx" cannot feed model.kind = "transformer"\n'
         "      allowed: text, jsonl, tokens, megatron, parquet, arrow, webdataset, mds, energon, hdf5, lmdb, shards, "
-        "synthetic",
+        "dataset, synthetic",
     ),
     Refuses(
         "documents_are_packed_for_models_that_keep_them_apart",
         ("data.pack=true", "model.kind=encoder_decoder"),
         '  data.pack (command line): true, and model.kind = "encoder_decoder" does not keep the documents of a sample '
         'apart\n      allowed: false; or model.kind = "transformer"',
+    ),
+    Refuses(
+        "documents_are_packed_for_models_that_keep_them_apart",
+        ("data.pack=true", "data.kind=dataset", "data.dataset=mydata:Rows", "model.vocab=9"),
+        '  data.pack (command line): true, and data.kind = "dataset" has no documents\n'
+        "      allowed: false; or data with documents, such as text, jsonl, parquet or megatron",
     ),
     Refuses(
         "documents_are_packed_for_models_that_keep_them_apart",

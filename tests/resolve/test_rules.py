@@ -26,8 +26,11 @@ ONLY_DERIVE = {
     "ranks_of_a_node_share_its_cores",
     "the_feed_forward_width_follows_the_activation",
     "bytes_have_256_values",
+    "arrays_are_called_x_and_y",
+    "what_is_only_gathered_needs_no_loader_process",
 }
 DERIVE_TOO = {
+    "data_are_staged_to_a_whole_path",
     "stages_follow_the_schedule",
     "micro_batches_fill_the_pipeline",
     "heads_divide_the_width",

@@ -179,6 +179,7 @@ def test_where_a_run_goes_on_is_no_change_of_it() -> None:
         "run.threads=3",
         "run.name=other",
         "data.workers=2",
+        "data.stage=/scratch",
         "train.micro_batch=2",
     )
     assert find_changes(saved_of(), resolve_words(*words, ranks=2)) == {}

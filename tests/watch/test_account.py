@@ -331,7 +331,7 @@ def test_every_row_has_words() -> None:
         (TimeAccount(productive_s=90.0, start_s=0.5, save_s=10.0), "90 % of 1:40, then saving (10 %)"),
         (
             TimeAccount(productive_s=60.0, start_s=30.0, data_s=40.0),
-            "60 % of 1:40, then waiting for data (40 %: raise data.workers or data.prefetch); start-up 0:30",
+            '60 % of 1:40, then waiting for data (40 %: data.workers = "auto", or more); start-up 0:30',
         ),
         (TimeAccount(productive_s=97.0, data_s=3.0), "97 % of 1:40, then waiting for data (3.0 %)"),
         (TimeAccount(start_s=9.0), "nothing yet; start-up 0:09"),

@@ -154,7 +154,7 @@ def test_a_slow_one_never_holds_the_run(tracker: Callable[..., TrackerThread], m
     [
         ({"event": "saved", "step": 3, "bytes": 7}, {}),
         ({"event": "step", "step": 3, "loss": float("nan")}, {"loss"}),
-        ({"event": "step", "step": 3, "loss": 1, "lr": 1e-3, "skipped": 2, "ids": [1]}, {"loss", "lr"}),
+        ({"event": "step", "step": 3, "loss": 1, "lr": 1e-3, "skipped": 2, "ids": [1], "position": 8}, {"loss", "lr"}),
     ],
 )
 def test_which_numbers_are_tracked(event: dict[str, Any], values: set[str]) -> None:

@@ -4,26 +4,29 @@ a step had.
 Invariants:
 - Data are only read, except by prepare, convert and repair, which write to the path that is given, and index, which
   keeps what it makes beside the data or in the user's cache.
-- An existing folder is never written over.
+- An existing folder is never written over, and nothing is written into the data that are read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardway.cli.options import JsonOption, RunName, print_json, report
-from shardway.errors import UserError, legible
+from shardway.errors import SiteError, UserError, legible, render_problems
 
 if TYPE_CHECKING:
     from shardway.data.formats.base import Records
+    from shardway.data.ledger import SampleLedger
 
 app = typer.Typer(
     help="Look into data of any format; prepare, index, verify, repair, convert it; which samples a step had.",
@@ -31,7 +34,7 @@ app = typer.Typer(
 )
 
 PathArgument = Annotated[
-    str, typer.Argument(metavar="PATH", help="A file, a folder, or a pattern such as train-{000..127}.tar.")
+    str, typer.Argument(metavar="PATH", help="A file, a folder, or a pattern in quotes such as 'train-{000..127}.tar'.")
 ]
 KindOption = Annotated[
     str, typer.Option("--kind", help="The format, as data.kind names it (default: what lies there).")
@@ -75,7 +78,7 @@ def _describe(records: Records) -> dict[str, Any]:
         "bytes": records.parts.size,
         "fingerprint": records.fingerprint,
         "fields": records.fields,
-        "checksums": "of every MiB" if records.parts.sums else "none; `shardway data index --checksum` makes them",
+        "checksums": records.describe_checks(),
     }
     return facts | records.more_facts()
 
@@ -90,18 +93,34 @@ def head(
 ) -> None:
     """Show the first samples, or those from a number on; with --json a line a sample, whole but for bytes."""
     records = _open(path, kind)
-    for at in range(min(first, len(records)), min(first + number, len(records))):
+    if first >= len(records):
+        raise UserError(
+            f"--from: {first} is beyond the last of {len(records)} samples\n  allowed: 0 to {len(records) - 1}"
+        )
+    for at in range(first, min(first + number, len(records))):
         shown = {name: _show(value, whole=as_json, name=name) for name, value in records.read([at])[0].items()}
         if as_json:
             typer.echo(json.dumps({"sample": at, "at": str(records.extent(at)), **shown}))
             continue
         typer.echo(legible(f"{at}  {records.extent(at)}"))
         for name, value in shown.items():
-            text = value if isinstance(value, str) else json.dumps(value)
-            typer.echo(legible(f"    {name}: {text}"))
+            typer.echo(legible(f"    {name}: {_in_words(value)}"))
 
 
 _SHOWN = 120
+
+
+def _in_words(shown: Any) -> str:
+    """What `_show` gives as one line for a person."""
+    from shardway.watch.words import render_plural
+
+    if isinstance(shown, dict) and shown.keys() >= {"bytes", "begins"}:
+        return f"{render_plural(shown['bytes'], 'byte')}, " + (
+            repr(shown["text"]) if "text" in shown else shown["begins"]
+        )
+    if isinstance(shown, dict) and shown.keys() == {"dtype", "shape", "begins"}:
+        return f"{shown['dtype']} {shown['shape']}, begins with {', '.join(map(str, shown['begins']))}"
+    return shown.replace("\n", "\\n") if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
 
 
 def _show(value: Any, *, whole: bool, name: str = "") -> Any:
@@ -109,7 +128,11 @@ def _show(value: Any, *, whole: bool, name: str = "") -> Any:
     import numpy as np
 
     if isinstance(value, bytes | bytearray):
-        return {"bytes": len(value), "begins": value[:16].hex(" ")}
+        shown = {"bytes": len(value), "begins": value[:16].hex(" ")}
+        with contextlib.suppress(UnicodeDecodeError):
+            if len(value) <= _SHOWN and (text := value.decode()).isprintable():
+                shown["text"] = text
+        return shown
     if isinstance(value, np.ndarray):
         if (
             value.ndim == 1
@@ -117,15 +140,18 @@ def _show(value: Any, *, whole: bool, name: str = "") -> Any:
             and ((whole and (value.dtype != np.uint8 or name == "tokens")) or value.size <= 16)
         ):
             return value.tolist()
-        return {"dtype": str(value.dtype), "shape": list(value.shape), "begins": value.reshape(-1)[:8].tolist()}
+        begins = _show(value.reshape(-1)[:8].tolist(), whole=whole)
+        return {"dtype": str(value.dtype), "shape": list(value.shape), "begins": begins}
     if isinstance(value, np.generic):
-        return value.item()
+        return _show(value.item(), whole=whole)
     if isinstance(value, dict):
         return {str(name): _show(each, whole=whole) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_show(each, whole=whole) for each in value]
     if isinstance(value, str):
         return value if whole or len(value) <= _SHOWN else f"{value[:_SHOWN]}... ({len(value)} characters)"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no such number
     return value if value is None or isinstance(value, int | float | bool) else str(value)
 
 
@@ -164,13 +190,14 @@ def index(
 ) -> None:
     """Make the index of a format that has none, so that the first run need not; with --checksum, checksums too."""
     from shardway.data.formats.indexes import make_sums
+    from shardway.watch.words import render_plural
 
     records = _open(path, kind)
     kept = make_sums(records.parts.root, records.parts.files) if checksum else None
     if as_json:
         print_json({"samples": len(records), "checksums": str(kept) if kept else None})
         return
-    typer.echo(f"{len(records)} samples are indexed" + (f"; checksums are in {kept}" if kept else ""))
+    typer.echo(legible(f"indexed: {render_plural(len(records), 'sample')}" + (f"; checksums: {kept}" if kept else "")))
 
 
 @app.command("verify")
@@ -180,13 +207,14 @@ def verify(path: PathArgument, kind: KindOption = "", as_json: JsonOption = Fals
     Exit code 0 if all is whole, 4 if something is damaged.
     """
     from shardway.data.formats.base import DamagedData
+    from shardway.watch.words import render_plural
 
     began = time.monotonic()
     damage, checks, size = [], "", ""
     try:
         records = _open(path, kind)
         checks = records.describe_checks()
-        size = f"{len(records)} samples in {len(records.parts.files)} files"
+        size = f"{render_plural(len(records), 'sample')} in {render_plural(len(records.parts.files), 'file')}"
         for each in records.find_damage():
             damage.append(each)
             if not as_json:
@@ -198,7 +226,7 @@ def verify(path: PathArgument, kind: KindOption = "", as_json: JsonOption = Fals
     if as_json:
         print_json({"whole": not damage, "damage": damage, "checked": checks, "seconds": time.monotonic() - began})
     elif not damage:
-        typer.echo(f"whole: {size}; {checks}")
+        typer.echo(f"whole: {size}; checksums: {checks}")
     return 4 if damage else 0
 
 
@@ -214,9 +242,9 @@ def repair(
 
     Exit code 0 if all is whole then, 4 if damage is left.
     """
-    from shardway.data.formats.shards import repair_shards
+    from shardway.data.formats.shard_repair import repair_shards
 
-    done, left = repair_shards(Path(path), Path(source) if source else None)
+    done, left = repair_shards(_find_shards("PATH", path), _find_shards("--from", source) if source else None)
     if as_json:
         print_json({"mended": done, "left": left})
     else:
@@ -227,7 +255,46 @@ def repair(
     return 4 if left else 0
 
 
+def _find_shards(key: str, text: str) -> Path:
+    """A folder of shards, however damaged. Raises UserError for anything else."""
+    from shardway.data.content import DataPath
+    from shardway.data.formats.shard_file import SHARD_SUFFIX
+    from shardway.data.formats.shard_manifest import MANIFEST
+
+    place, allowed = DataPath(key, text), "a folder that `shardway data prepare` or `convert --to shards` has written"
+    if not place.path.exists():
+        raise place.error("does not exist", allowed=allowed)
+    folder = place.path if place.path.is_dir() else place.path.parent
+    if not (folder / MANIFEST).exists() and not any(folder.glob(f"*{SHARD_SUFFIX}")):
+        raise place.error("holds no shards", allowed=allowed, remedy="copy data of another format again")
+    return folder
+
+
 # --- writing
+
+
+def _check_apart(source: str, out: Path, option: str = "OUT") -> None:
+    """Raise UserError if what is to be written lies within the data that are read: it would be taken for data."""
+    from shardway.data.content import DataPath
+
+    read = DataPath("SOURCE", source).path
+    if source and "://" not in source and read.is_dir() and out.resolve().is_relative_to(read.resolve()):
+        raise DataPath(option, str(out)).error(
+            f'lies within the data that are read, "{source}"', allowed="a path outside of them"
+        )
+
+
+@contextlib.contextmanager
+def _options_named() -> Iterator[None]:
+    """Problems with keys of a run file name the options that stand for them."""
+    names = {"data.tokenizer": "--tokenizer", "data.chat_template": "--chat-template", "data.inputs": "--field"}
+    try:
+        yield
+    except UserError as error:
+        if not any(problem.where in names for problem in error.problems):
+            raise
+        problems = [replace(problem, where=names.get(problem.where, problem.where)) for problem in error.problems]
+        raise UserError(render_problems("the data", problems), problems) from None
 
 
 @app.command("prepare")
@@ -255,7 +322,8 @@ def prepare(
     Every core works. What is finished stays after a kill, and the same command goes on with the rest.
     """
     from shardway.data.detect import open_records, place_of
-    from shardway.data.prepare import PrepareOptions, plan_prepare, run_prepare
+    from shardway.data.prepare import run_prepare
+    from shardway.data.prepare_plan import PrepareOptions, plan_prepare
     from shardway.data.remote import fetched
     from shardway.units import parse_bytes
     from shardway.watch.words import render_plural, render_size
@@ -266,6 +334,7 @@ def prepare(
         raise UserError(f"--shard-size: {error}") from None
     if pack and not seq_len:
         raise UserError("--pack needs the length of a sequence.\n  To do: add --seq-len, such as --seq-len 2048.")
+    _check_apart(source, out)
     options = PrepareOptions(
         tokenizer=tokenizer,
         field=field,
@@ -274,7 +343,7 @@ def prepare(
         chat_template=chat_template,
         shard_bytes=size,
     )
-    with fetched(source, out, report) as local:
+    with _options_named(), fetched(source, out, report) as local:
         place = place_of(local)
         plan = plan_prepare(open_records(place, kind), place, out, options)
         facts = {
@@ -330,6 +399,7 @@ def convert(
     from shardway.data.convert import convert_records, pack_squashfs
     from shardway.watch.words import render_plural, render_size
 
+    _check_apart(source, out)
     with _progress("converting") as advance:
         if to == "squashfs":
             written = pack_squashfs(Path(source), out)
@@ -348,22 +418,28 @@ def convert(
 def bench(
     path: PathArgument,
     kind: KindOption = "",
-    images: Annotated[bool, typer.Option("--images", help="As a model of images reads it.")] = False,
+    images: Annotated[
+        bool | None,
+        typer.Option("--images/--tokens", help="As a model of images or of tokens reads it (default: by the samples)."),
+    ] = None,
     keys: Annotated[
         list[str] | None, typer.Option("--set", help='A key of [data], such as "shape=[3,64,64]"; may be given again.')
     ] = None,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="About so long for each layer.")] = 2.0,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="About so long for each layer.")] = 2.0,
     as_json: JsonOption = False,
 ) -> None:
     """Measure samples per second of each layer on this machine, and say which one limits."""
     from dataclasses import asdict
 
-    from shardway.data.benchmark import measure_data
+    from shardway.data.benchmark import find_wanted, measure_data
     from shardway.runfile.load import load_run
 
     records = _open(path, kind)
-    given = [f"data.kind={records.format}", f"data.path={json.dumps(path)}", *(f"data.{each}" for each in keys or ())]
-    found = measure_data(records, load_run(None, given).values.data, "images" if images else "tokens", seconds)
+    own = [f"data.kind={records.format}", f"data.path={json.dumps(path)}"]
+    own += ["data.include=*"] if records.format == "text" else []
+    section = load_run(None, [*own, *(f"data.{each}" for each in keys or ())]).values.data
+    wants = find_wanted(records) if images is None else "images" if images else "tokens"
+    found = measure_data(records, section, wants, seconds)
     if as_json:
         print_json(asdict(found))
         return
@@ -371,7 +447,7 @@ def bench(
         shown = ", ".join(
             f"{value:,.0f} samples/{unit}" for value, unit in ((rate.per_s, "s"), (rate.per_cpu_s, "CPU s")) if value
         )
-        typer.echo(f"{name:>12}: {shown or 'n/a'}")
+        typer.echo(f"{name:>12}: {shown or 'too little to measure'}")
     for name, bound in found.bounds.items():
         typer.echo(f"{'bound':>12}: {bound:,.0f} samples/CPU s ({name})")
     typer.echo(f"limits: {found.limits}")
@@ -389,7 +465,11 @@ def stage(
     from shardway.units import render_bytes
 
     began = time.monotonic()
-    staged = StageFolder.below(to).hold(_open(path, kind).parts, report)
+    _check_apart(path, to, "--to")
+    try:
+        staged = StageFolder.below(to).hold(_open(path, kind).parts, report)
+    except SiteError as error:
+        raise SiteError(str(error).replace("data.stage:", "--to:", 1)) from error
     facts = {"root": str(staged.root), "copied_bytes": staged.copied_bytes, "seconds": time.monotonic() - began}
     if as_json:
         print_json(facts)
@@ -407,13 +487,13 @@ def at(
     as_json: JsonOption = False,
 ) -> None:
     """Say which samples a step of a run had, or will have, and where each of them lies."""
-    from shardway.data.ledger import open_ledger
+    from shardway.watch.words import render_plural
 
-    entry = open_ledger(Path(run)).at(step)
+    entry = _find_ledger(run).at(step)
     if as_json:
         print_json(entry.as_json())
         return
-    typer.echo(f"step {step}{'' if entry.taken else ' (not taken yet)'}: {len(entry.ids)} samples")
+    typer.echo(f"step {step}{'' if entry.taken else ' (not taken yet)'}: {render_plural(len(entry.ids), 'sample')}")
     for number, place in zip(entry.ids, entry.sources, strict=True):
         typer.echo(legible(f"  {number}  {place}"))
 
@@ -425,13 +505,21 @@ def where(
     as_json: JsonOption = False,
 ) -> None:
     """Say in which steps of a run a sample was, and in which it comes next."""
-    from shardway.data.ledger import open_ledger
-
-    ledger = open_ledger(Path(run))
+    ledger = _find_ledger(run)
     seen, coming = ledger.where(sample)
     if as_json:
         print_json({"sample": sample, "source": ledger.locate(sample), "steps": seen, "next": coming})
         return
     typer.echo(legible(f"sample {sample}: {ledger.locate(sample)}"))
     typer.echo(f"  taken in {'step ' + ', '.join(map(str, seen)) if seen else 'no step yet'}")
-    typer.echo(f"  comes next in step {coming}")
+    typer.echo(f"  comes next in step {coming}" if coming else "  does not come again, as far as is known")
+
+
+def _find_ledger(run: str) -> SampleLedger:
+    from shardway.data.ledger import open_ledger
+    from shardway.launch.runs.find import find_known
+
+    known = find_known(run)
+    if known.host:
+        raise UserError(f"{run} is on another host\n  to do: run `shardway data` there")
+    return open_ledger(Path(known.run))

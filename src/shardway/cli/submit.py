@@ -25,7 +25,7 @@ from shardway.errors import UserError
 if TYPE_CHECKING:
     from shardway.launch.hosts.base import Host
     from shardway.launch.runs.job_status import LedgerEntry
-    from shardway.launch.submission.prepare import SubmitRequest
+    from shardway.launch.submission.prepare import Prepared, SubmitRequest
 
 MostOption = Annotated[int, typer.Option("--max-attempts", min=0, help="Most jobs of --until-done (0: no limit).")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the job script, and do nothing.")]
@@ -109,7 +109,7 @@ def _carry_out(request: SubmitRequest, host: Host, *, dry_run: bool, library: bo
         from shardway.launch.submission.prepare import prepare
 
         prepared = prepare(request, host)
-        for warning in prepared.warnings:
+        for warning in (*prepared.warnings, *_describe_staging(prepared, host)):
             report(warning)
         typer.echo(render_library(prepared.job.scheduler) if library else prepared.script, nl=False)
         return
@@ -117,7 +117,7 @@ def _carry_out(request: SubmitRequest, host: Host, *, dry_run: bool, library: bo
     from shardway.launch.submission.submit import Submitter, submit_run
 
     sent = submit_run(request, host, Submitter(host, tell=report))
-    for warning in sent.prepared.warnings:
+    for warning in (*sent.prepared.warnings, *_describe_staging(sent.prepared, host)):
         report(warning)
     if as_json:
         print_json(sent.as_json())
@@ -130,6 +130,25 @@ def _carry_out(request: SubmitRequest, host: Host, *, dry_run: bool, library: bo
         typer.echo(f"works in       {job.around.workdir}, for all attempts: what it writes there, the next one finds")
     reference = quote(sent.reference)
     typer.echo(f"to watch       shardway status {reference}   shardway logs -f {reference}")
+
+
+def _describe_staging(prepared: Prepared, host: Host) -> list[str]:
+    """What the job copies to its nodes, as far as it is known here."""
+    resolved = prepared.resolved
+    if resolved is None or resolved.values.data.stage == "off":
+        return []
+    from shardway.data.stage_forecast import describe_staging
+    from shardway.resolve.draft import takes_of
+
+    here, model = not host.name, resolved.values.model
+    sentence = describe_staging(
+        resolved.values,
+        takes_tokens=takes_of(model.kind) == "tokens" or bool(model.hf),
+        chosen=not resolved.is_derived("data.stage"),
+        data_here=here,
+        disk_here=here and prepared.request.scheduler.this_machine,
+    )
+    return [sentence] if sentence else []
 
 
 # --- the end of a run

@@ -2,33 +2,45 @@
 
 Invariants:
 - What is written has its final name only when it is whole; a kill leaves a folder whose name begins with a dot.
-- A value that a format cannot hold as it is, is refused with its field and record, never changed silently. Names that
-  begin with "__" are no fields (keys of a source).
+- A value that a format cannot hold is refused with its field and record, never changed silently. What is held in
+  another type is said with each writer. Names that begin with "__" are no fields (keys of a source).
 """
 
 from __future__ import annotations
 
-import io
-import json
+import contextlib
+import errno
 import os
+import re
 import shutil
-import struct
 import subprocess
-import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from shardway.data.content import DataPath
-from shardway.data.formats.base import RECORDS_AT_ONCE, Record, Records, need_library
+from shardway.data.formats.base import RECORDS_AT_ONCE, Record, Records
 from shardway.data.formats.shard_file import ShardFacts
+from shardway.data.record_writers import (
+    ROOM_BYTES,
+    SHARD_BYTES,
+    count_bytes,
+    fields_of,
+    find_image_suffix,
+    refuse_value,
+    write_arrays,
+    write_arrow,
+    write_hdf5,
+    write_jsonl,
+    write_lmdb,
+    write_mds,
+    write_parquet,
+    write_webdataset,
+)
 from shardway.errors import JobError, UserError
-
-SHARD_BYTES = 2**27
-"""Tar and MDS files are closed once they hold so much."""
+from shardway.refusals import find_remedy
 
 Writer = Callable[[Iterator[Record], Path], None]
 
@@ -43,17 +55,13 @@ def convert_records(
     """
     writer = WRITERS.get(to)
     if writer is None:
-        raise UserError(f'--to: "{to}" cannot be written\n  allowed: {", ".join(sorted((*WRITERS, "squashfs")))}')
-    missing = [name for name in fields if name not in records.fields]
+        raise DataPath("--to", to).error("cannot be written", allowed=", ".join(sorted((*WRITERS, "squashfs"))))
+    known = [name for name in records.fields if not name.startswith("__")]
+    missing = [name for name in fields if name not in known]
     if missing:
-        raise UserError(f'there is no field "{missing[0]}"\n  allowed: {", ".join(records.fields)}')
-    temporary = _begin(out)
-    try:
+        raise DataPath("--field", missing[0]).error("is no field of these records", allowed=", ".join(known))
+    with _written(out) as temporary:
         writer(_walk(records, fields, advance), temporary)
-        os.replace(temporary, out)
-    except BaseException:
-        _remove(temporary)
-        raise
     files = [path for path in out.rglob("*") if path.is_file()] if out.is_dir() else [out]
     return {"samples": len(records), "bytes": sum(path.stat().st_size for path in files), "files": len(files)}
 
@@ -65,12 +73,11 @@ def pack_squashfs(source: Path, out: Path) -> dict[str, int]:
     JobError if the tool is missing or fails.
     """
     if not source.is_dir():
-        raise UserError(f"{source} is no folder, and squashfs packs folders")
+        raise DataPath("SOURCE", str(source)).error("is no folder", allowed="a folder, which squashfs packs")
     tool = shutil.which("mksquashfs")
     if tool is None:
         raise JobError("mksquashfs is not there\n  To do: install squashfs-tools, or ask the support of your centre.")
-    temporary = _begin(out)
-    try:
+    with _written(out) as temporary:
         command = [tool, str(source), str(temporary), "-comp", "zstd", "-no-progress", "-quiet", "-no-xattrs"]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
@@ -78,21 +85,50 @@ def pack_squashfs(source: Path, out: Path) -> dict[str, int]:
             raise JobError(
                 f"mksquashfs failed with exit code {ran.returncode}: {said[-1] if said else 'no reason given'}"
             )
-        os.replace(temporary, out)
-    except BaseException:
-        _remove(temporary)
-        raise
     samples = sum(len(names) for _, _, names in os.walk(source))
     return {"samples": samples, "bytes": out.stat().st_size, "files": 1}
 
 
-def _begin(out: Path) -> Path:
-    if out.exists():
-        raise UserError(f"{out} is there already\n  to do: name another path, or move it away")
-    out.parent.mkdir(parents=True, exist_ok=True)
+@contextlib.contextmanager
+def _written(out: Path) -> Iterator[Path]:
+    """A path to write to, which gets its name at the end; nothing is left of it after an error.
+
+    Raises UserError if the name is taken or cannot be had, JobError if the file system refuses what is written.
+    """
+    place = DataPath("OUT", str(out))
+    if os.path.lexists(out):
+        raise place.error("is there already", remedy="name another path, or move it away")
     temporary = out.parent / f".{out.stem}.writing{out.suffix}"
-    _remove(temporary)
-    return temporary
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _remove(temporary)
+    except OSError as error:
+        raise place.error(
+            f"cannot be written: {error.strerror}", remedy=find_remedy(error, "choose another path")
+        ) from error
+    try:
+        yield temporary
+        os.replace(temporary, out)
+    except BaseException as error:
+        reason = _find_refusal(error, out.parent)
+        _remove(temporary)
+        if reason:
+            raise JobError(
+                f"{out} cannot be written: {reason}; nothing of it is left\n"
+                f"  To do: {find_remedy(reason, 'choose another path')}; then run the same command again."
+            ) from error
+        raise
+
+
+def _find_refusal(error: BaseException, folder: Path) -> str:
+    """Why the file system refused to be written, as LMDB and HDF5 say it too; "" for any other error."""
+    if type(error).__module__ == "lmdb" and shutil.disk_usage(folder).free < ROOM_BYTES:
+        return os.strerror(errno.ENOSPC)  # LMDB calls it an input/output error
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    if found := re.search(r"error message = '([^']+)'", str(error)):
+        return found[1]
+    return str(error) if isinstance(error, OSError) or type(error).__module__ == "lmdb" else ""
 
 
 def _remove(path: Path) -> None:
@@ -105,383 +141,12 @@ def _remove(path: Path) -> None:
 def _walk(records: Records, fields: Sequence[str], advance: Callable[[int, int], object]) -> Iterator[Record]:
     for first in range(0, len(records), RECORDS_AT_ONCE):
         numbers = range(first, min(first + RECORDS_AT_ONCE, len(records)))
-        yield from records.read(numbers, fields)
+        try:
+            found = records.read(numbers, fields)
+        except OSError as error:
+            raise JobError(f"{records.parts.root} cannot be read: {error.strerror or error}") from error
+        yield from found
         advance(numbers.stop, len(records))
-
-
-def _file_in(out: Path, *suffixes: str) -> Path:
-    """The path itself if its name says that it is a file of the format, else a file in a folder of that name."""
-    if out.suffix in suffixes:
-        return out
-    out.mkdir()
-    return out / f"data{suffixes[0]}"
-
-
-def _fields_of(record: Record) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if not name.startswith("__")}
-
-
-def _refuse(number: int, name: str, value: Any, kind: str, remedy: str = "") -> UserError:
-    shape = f" of shape {list(value.shape)}" if isinstance(value, np.ndarray) else ""
-    return UserError(
-        f'record {number}: the field "{name}" holds {type(value).__name__}{shape}, which {kind} cannot hold as it is'
-        + (f"\n  to do: {remedy}" if remedy else "")
-    )
-
-
-# --- text and tables
-
-
-def _plain(value: Any, number: int, name: str) -> Any:
-    """A value as JSON has it: bytes that are UTF-8 as text, arrays as lists."""
-    if isinstance(value, bytes):
-        try:
-            return value.decode()
-        except UnicodeDecodeError:
-            raise _refuse(number, name, value, "jsonl", "leave it out with --field, or choose another format") from None
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {str(key): _plain(each, number, f"{name}.{key}") for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each, number, name) for each in value]
-    return value
-
-
-def write_jsonl(records: Iterator[Record], out: Path) -> None:
-    """One JSON object a line, in name.jsonl or data.jsonl of a folder."""
-    with _file_in(out, ".jsonl", ".ndjson").open("w", encoding="utf-8", newline="\n") as stream:
-        for number, record in enumerate(records):
-            plain = {name: _plain(value, number, name) for name, value in _fields_of(record).items()}
-            stream.write(json.dumps(plain, ensure_ascii=False) + "\n")
-
-
-_ROWS = 1024
-
-
-def _write_table(records: Iterator[Record], out: Path, make: Callable[[Any, Any, Path], Any]) -> None:
-    arrow = need_library("pyarrow", DataPath("OUT", str(out)), "columnar")
-    writer = schema = None
-    rows: list[dict[str, Any]] = []
-
-    def flush() -> None:
-        nonlocal writer, schema
-        try:
-            batch = arrow.RecordBatch.from_pylist(rows, schema=schema)
-        except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
-            raise UserError(f"records do not fit one table: {error}") from error
-        if writer is None:
-            schema = batch.schema
-            writer = make(arrow, schema, out)
-        writer.write_batch(batch)
-        rows.clear()
-
-    for number, record in enumerate(records):
-        rows.append({name: _column_value(value, number, name) for name, value in _fields_of(record).items()})
-        if len(rows) == _ROWS:
-            flush()
-    if rows or writer is None:
-        flush()
-    if writer is not None:
-        writer.close()
-
-
-def _column_value(value: Any, number: int, name: str) -> Any:
-    if isinstance(value, np.ndarray) and value.ndim > 1:
-        raise _refuse(number, name, value, "a column", "choose hdf5, arrays, mds or shards")
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def write_parquet(records: Iterator[Record], out: Path) -> None:
-    """One Parquet file with zstd, checksums of pages, and small row groups: name.parquet, or data.parquet of a
-    folder."""
-
-    def make(arrow: Any, schema: Any, path: Path) -> Any:
-        import pyarrow.parquet
-
-        return pyarrow.parquet.ParquetWriter(path, schema, compression="zstd", write_page_checksum=True)
-
-    _write_table(records, _file_in(out, ".parquet"), make)
-
-
-def write_arrow(records: Iterator[Record], out: Path) -> None:
-    """A folder with one Arrow stream, as `datasets` keeps it."""
-    out.mkdir()
-    _write_table(
-        records, out / "data-00000-of-00001.arrow", lambda arrow, schema, path: arrow.ipc.new_stream(path, schema)
-    )
-
-
-# --- shards of blobs
-
-
-def _as_bytes(value: Any, number: int, name: str) -> bytes:
-    """Bytes as they are, text as UTF-8, a number as its digits, arrays as .npy, all else as JSON."""
-    if isinstance(value, bytes | bytearray):
-        return bytes(value)
-    if isinstance(value, str):
-        return value.encode()
-    if isinstance(value, np.ndarray):
-        stream = io.BytesIO()
-        np.save(stream, value, allow_pickle=False)
-        return stream.getvalue()
-    if isinstance(value, bool | int | float | np.generic):
-        return str(value.item() if isinstance(value, np.generic) else value).encode()
-    return json.dumps(_plain(value, number, name)).encode()
-
-
-def _suffix(name: str, value: Any) -> str:
-    """The field as the suffix of a member, by which readers of WebDataset know what it is: that of an image's format,
-    "cls" for a label, with ".npy" for an array and ".json" for a table."""
-    if image := _image_suffix(value):
-        return image
-    if name == "label" and isinstance(value, int | np.integer):
-        return "cls"
-    if isinstance(value, np.ndarray) and not name.endswith("npy"):
-        return f"{name}.npy"
-    return f"{name}.json" if isinstance(value, dict | list) and not name.endswith("json") else name
-
-
-def write_webdataset(records: Iterator[Record], out: Path) -> None:
-    """Tar shards 000000.tar, 000001.tar ...: a member for each field."""
-    out.mkdir()
-    numbered, count = enumerate(records), 0
-    upcoming = next(numbered, None)
-    while upcoming is not None or not count:
-        with tarfile.open(out / f"{count:06d}.tar", "w", format=tarfile.GNU_FORMAT) as shard:
-            while upcoming is not None and shard.offset < SHARD_BYTES:
-                _add_members(shard, *upcoming)
-                upcoming = next(numbered, None)
-        count += 1
-
-
-def _add_members(shard: tarfile.TarFile, number: int, record: Record) -> None:
-    key = str(record.get("__key__", ""))
-    if not key or "." in key.rpartition("/")[2]:
-        key = f"{number:09d}"
-    for name, value in _fields_of(record).items():
-        content = _as_bytes(value["bytes"] if _image_suffix(value) and isinstance(value, dict) else value, number, name)
-        member = tarfile.TarInfo(f"{key}.{_suffix(name, value)}")
-        member.size, member.mode = len(content), 0o644
-        shard.addfile(member, io.BytesIO(content))
-
-
-_MDS_SCALARS = {bool: "int", int: "int", float: "float64"}
-
-
-def _mds_encoding(value: Any) -> tuple[str, int | None]:
-    """The encoding of a column by its first value, and its size in bytes (None: each says its own)."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, bytes | bytearray):
-        return "bytes", None
-    if isinstance(value, str):
-        return "str", None
-    if isinstance(value, np.ndarray):
-        return "ndarray", None
-    if type(value) in _MDS_SCALARS:
-        return _MDS_SCALARS[type(value)], 8
-    return "json", None
-
-
-def _mds_bytes(value: Any, encoding: str, number: int, name: str) -> bytes:
-    if encoding == "int":
-        return struct.pack("<q", int(value))
-    if encoding == "float64":
-        return struct.pack("<d", float(value))
-    if encoding == "ndarray":
-        array = np.ascontiguousarray(value)
-        kinds = (
-            "uint8",
-            "int8",
-            "uint16",
-            "int16",
-            "uint32",
-            "int32",
-            "uint64",
-            "int64",
-            "float16",
-            "float32",
-            "float64",
-        )
-        if array.dtype.name not in kinds or array.ndim > 255:
-            raise _refuse(number, name, value, "mds")
-        dims = np.array(array.shape, np.int64).astype("<u4")
-        wide = 0 if not array.ndim or max(array.shape) < 2**8 else 1 if max(array.shape) < 2**16 else 2
-        shape = dims.astype(("<u1", "<u2", "<u4")[wide])
-        head = bytes([kinds.index(array.dtype.name), wide << 6 | array.ndim])
-        return head + shape.tobytes() + array.tobytes()
-    return _as_bytes(value, number, name) if encoding != "json" else json.dumps(_plain(value, number, name)).encode()
-
-
-def write_mds(records: Iterator[Record], out: Path) -> None:
-    """Shards of MosaicML Streaming with an index.json that has a hash of each."""
-    out.mkdir()
-    shards: list[dict[str, Any]] = []
-    columns: dict[str, tuple[str, int | None]] = {}
-    samples: list[bytes] = []
-    held = 0
-    for number, record in enumerate(records):
-        fields = _fields_of(record)
-        columns = columns or {name: _mds_encoding(value) for name, value in sorted(fields.items())}
-        if fields.keys() != columns.keys():
-            raise UserError(
-                f"record {number} has the fields {', '.join(fields)}\n"
-                f"  allowed: {', '.join(columns)}, since mds needs the same in each record"
-            )
-        parts = [_mds_bytes(fields[name], encoding, number, name) for name, (encoding, _) in columns.items()]
-        sizes = [len(part) for part, (_, fixed) in zip(parts, columns.values(), strict=True) if fixed is None]
-        samples.append(np.array(sizes, "<u4").tobytes() + b"".join(parts))
-        held += len(samples[-1])
-        if held > SHARD_BYTES // 2:
-            shards.append(_write_mds_shard(out, len(shards), columns, samples))
-            samples, held = [], 0
-    if samples or not shards:
-        shards.append(_write_mds_shard(out, len(shards), columns, samples))
-    (out / "index.json").write_text(json.dumps({"version": 2, "shards": shards}, sort_keys=True))
-
-
-def _write_mds_shard(
-    out: Path, number: int, columns: dict[str, tuple[str, int | None]], samples: list[bytes]
-) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "column_encodings": [encoding for encoding, _ in columns.values()],
-        "column_names": list(columns),
-        "column_sizes": [size for _, size in columns.values()],
-        "compression": None,
-        "format": "mds",
-        "hashes": ["xxh3_64"],
-        "size_limit": SHARD_BYTES // 2,
-        "version": 2,
-    }
-    config = json.dumps(described, sort_keys=True).encode()
-    starts = 4 + 4 * (len(samples) + 1) + len(config) + np.cumsum([0, *map(len, samples)])
-    content = b"".join((struct.pack("<I", len(samples)), starts.astype("<u4").tobytes(), config, *samples))
-    name = f"shard.{number:05d}.mds"
-    (out / name).write_bytes(content)
-    raw = {"basename": name, "bytes": len(content), "hashes": {"xxh3_64": xxhash.xxh3_64_hexdigest(content)}}
-    return {**described, "raw_data": raw, "samples": len(samples), "zip_data": None}
-
-
-def write_lmdb(records: Iterator[Record], out: Path) -> None:
-    """An LMDB environment: one key a record, or one for each field where there are several."""
-    library = need_library("lmdb", DataPath("OUT", str(out)), "lmdb")
-    environment = library.open(str(out), map_size=2**40, subdir=True, lock=False)
-    transaction, held = environment.begin(write=True), 0
-    for number, record in enumerate(records):
-        fields = _fields_of(record)
-        for name, value in fields.items():
-            key = f"{number:09d}" if len(fields) == 1 else f"{name}-{number:09d}"
-            content = _as_bytes(value, number, name)
-            transaction.put(key.encode(), content)
-            held += len(content)
-        if held > SHARD_BYTES:
-            transaction.commit()
-            transaction, held = environment.begin(write=True), 0
-    transaction.commit()
-    environment.sync(True)
-    environment.close()
-
-
-# --- arrays
-
-
-def write_hdf5(records: Iterator[Record], out: Path) -> None:
-    """One HDF5 file, name.h5 or data.h5 of a folder: a data set for each field, grown as records come, with checksums;
-    bytes and text by their own length."""
-    library = need_library("h5py", DataPath("OUT", str(out)), "hdf5")
-    with library.File(_file_in(out, ".h5", ".hdf5"), "w") as file:
-        rows: dict[str, list[Any]] = {}
-        done = 0
-
-        def flush() -> None:
-            nonlocal done
-            count = len(next(iter(rows.values()), []))
-            for name, values in rows.items():
-                if len(values) != count:
-                    raise UserError(f'the field "{name}" is not in every record, which hdf5 needs')
-                data, kind = _hdf5_column(library, values, name, done)
-                if name not in file:
-                    shape = data.shape[1:]
-                    row = max(1, int(np.prod(shape, dtype=np.int64)) * data.dtype.itemsize)
-                    chunk = (max(1, min(_ROWS, 2**18 // row)), *shape)
-                    file.create_dataset(
-                        name, (0, *shape), kind, maxshape=(None, *shape), chunks=chunk, fletcher32=data.dtype != object
-                    )
-                if file[name].shape[1:] != data.shape[1:]:
-                    raise UserError(f'the field "{name}" has the shapes {file[name].shape[1:]} and {data.shape[1:]}')
-                file[name].resize(done + count, axis=0)
-                if data.dtype == object and not isinstance(values[0], str):
-                    for at, value in enumerate(data):  # at once, h5py would take rows of equal length for a table
-                        file[name][done + at] = value
-                else:
-                    file[name][done:] = data
-            done += count
-            rows.clear()
-
-        for record in records:
-            for name, value in _fields_of(record).items():
-                rows.setdefault(name, []).append(value)
-            if len(next(iter(rows.values()), [])) == _ROWS:
-                flush()
-        flush()
-
-
-def _hdf5_column(library: Any, values: list[Any], name: str, first: int) -> tuple[Any, Any]:
-    if all(isinstance(value, str) for value in values):
-        kind = library.string_dtype()
-        return np.array(values, dtype=object), kind
-    if all(isinstance(value, bytes | bytearray) for value in values):
-        data = np.empty(len(values), object)
-        for at, value in enumerate(values):
-            data[at] = np.frombuffer(value, np.uint8)
-        return data, library.vlen_dtype(np.uint8)
-    arrays = [np.asarray(value) for value in values]
-    wrong = next((at for at, array in enumerate(arrays) if array.dtype == object or array.dtype.kind in "US"), None)
-    if wrong is not None:
-        raise _refuse(first + wrong, name, values[wrong], "hdf5")
-    if len({array.shape for array in arrays}) > 1:
-        if any(array.ndim != 1 for array in arrays):
-            raise UserError(
-                f'the field "{name}" holds arrays of several shapes, which hdf5 cannot hold in one data set'
-            )
-        data = np.empty(len(values), object)
-        for at, array in enumerate(arrays):
-            data[at] = array
-        return data, library.vlen_dtype(arrays[0].dtype)
-    stacked = np.stack(arrays)
-    return stacked, stacked.dtype
-
-
-def write_arrays(records: Iterator[Record], out: Path) -> None:
-    """A folder with a .npy file for each field, of one shape and type."""
-    out.mkdir()
-    streams: dict[str, Any] = {}
-    shapes: dict[str, tuple[Any, tuple[int, ...]]] = {}
-    count = 0
-    for number, record in enumerate(records):
-        for name, value in _fields_of(record).items():
-            array = np.ascontiguousarray(value)
-            if array.dtype.kind not in "biufc" or (count and name not in shapes):
-                raise _refuse(number, name, value, "arrays", "leave it out with --field, or choose another format")
-            if name not in streams:
-                shapes[name] = (array.dtype, np.shape(value))
-                streams[name] = (out / f"{name.replace('/', '.')}.npy").open("w+b")
-                _write_header(streams[name], shapes[name], 0)
-            if (array.dtype, np.shape(value)) != shapes[name]:
-                raise _refuse(number, name, value, f"arrays of {shapes[name][0]} {list(shapes[name][1])}")
-            streams[name].write(array.tobytes())
-        count += 1
-    for name, stream in streams.items():
-        stream.seek(0)
-        _write_header(stream, shapes[name], count)
-        stream.close()
-
-
-def _write_header(stream: Any, shape: tuple[Any, tuple[int, ...]], count: int) -> None:
-    """NumPy pads a header so that one with a longer length still fits."""
-    header = {"descr": shape[0].str, "fortran_order": False, "shape": (count, *shape[1])}
-    np.lib.format.write_array_header_1_0(stream, header)
 
 
 # --- tokens, images, texts
@@ -491,9 +156,12 @@ def _tokens_of(record: Record, number: int) -> Any:
     for name in ("tokens", "input_ids"):
         value = record.get(name)
         if isinstance(value, np.ndarray | list):
-            return np.asarray(value)
+            array = np.asarray(value)
+            if array.size and (array.ndim != 1 or array.dtype.kind not in "iu" or int(array.min()) < 0):
+                raise refuse_value(number, name, array, "a row of tokens", "give one row of integers from 0 on")
+            return array if array.size else np.zeros(0, np.int64)
     raise UserError(
-        f"record {number} has no field of tokens (tokens or input_ids), but {', '.join(record)}\n"
+        f"record {number} has no field of tokens (tokens or input_ids), but {', '.join(fields_of(record))}\n"
         "  to do: make tokens of texts: `shardway data prepare SOURCE OUT --tokenizer T`"
     )
 
@@ -508,7 +176,8 @@ def write_megatron(records: Iterator[Record], out: Path) -> None:
 
 def write_tokens(records: Iterator[Record], out: Path) -> None:
     """A folder of token shards with checksums."""
-    from shardway.data.formats.shards import write_manifest, write_token_shard
+    from shardway.data.formats.shard_file import write_token_shard
+    from shardway.data.formats.shard_manifest import write_manifest
 
     out.mkdir()
     vocab = 0
@@ -517,7 +186,7 @@ def write_tokens(records: Iterator[Record], out: Path) -> None:
         nonlocal vocab
         for number, record in enumerate(records):
             tokens = _tokens_of(record, number)
-            vocab = max(vocab, int(tokens.max(initial=-1)) + 1)
+            vocab = max(vocab, int(tokens.max()) + 1 if tokens.size else 0)
             yield tokens, record.get("counted")
 
     facts = [write_token_shard(out / "00000.shard", documents(), "uint32")]
@@ -526,7 +195,8 @@ def write_tokens(records: Iterator[Record], out: Path) -> None:
 
 def write_shards(records: Iterator[Record], out: Path) -> None:
     """A folder of shards with checksums."""
-    from shardway.data.formats.shards import write_manifest, write_record_shard
+    from shardway.data.formats.shard_file import write_record_shard
+    from shardway.data.formats.shard_manifest import write_manifest
 
     out.mkdir()
     facts: list[ShardFacts] = []
@@ -550,23 +220,21 @@ class _Held:
         taken = 0
         while self._next is not None and taken < most:
             record = self._next
-            taken += sum(value.nbytes if isinstance(value, np.ndarray) else len(value) for value in _blobs(record))
+            taken += count_bytes(record)
             yield record
             self._next = next(self._records, None)
 
 
-def _blobs(record: Record) -> Iterator[Any]:
-    return (value for value in record.values() if isinstance(value, bytes | str | np.ndarray))
-
-
-_MAGICS = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp", b"II*\0": "tif"}
-
-
 def write_images(records: Iterator[Record], out: Path) -> None:
-    """A folder for each class with its images, as they are."""
+    """A folder for each class with its images, as they are; of other fields nothing is kept.
+
+    A class that is a number, or the digits of one, has a folder of five digits, so that its place among the sorted
+    folders is that number again.
+    """
     out.mkdir()
+    numbers: dict[int, int] = {}
     for number, record in enumerate(records):
-        image = next((value for value in record.values() if _image_suffix(value)), None)
+        image = next((value for value in record.values() if find_image_suffix(value)), None)
         label = next(
             (
                 record[name]
@@ -577,19 +245,26 @@ def write_images(records: Iterator[Record], out: Path) -> None:
         )
         if image is None or label is None:
             missing = "image" if image is None else "class (label, cls, class, y, target)"
-            raise UserError(f"record {number} has no {missing} among its fields {', '.join(record)}")
-        name = label.decode() if isinstance(label, bytes) else str(label)
-        folder = out / name.replace("/", "_")
+            raise UserError(
+                f"record {number} has no {missing} among its fields {', '.join(fields_of(record))}\n"
+                "  to do: choose another format"
+            )
+        name = (label.decode(errors="replace") if isinstance(label, bytes) else str(label)).strip()
+        if name.isdecimal():
+            numbers.setdefault(int(name), number)
+            name = f"{int(name):05d}"
+        if not name or name.startswith(".") or "/" in name or "\0" in name:
+            raise UserError(f'record {number} has the class "{name}", which cannot be the name of a folder')
+        folder = out / name
         folder.mkdir(exist_ok=True)
         content = image["bytes"] if isinstance(image, dict) else image
-        (folder / f"{number:09d}.{_image_suffix(image)}").write_bytes(content)
-
-
-def _image_suffix(value: Any) -> str:
-    content = value.get("bytes") if isinstance(value, dict) else value
-    if not isinstance(content, bytes | bytearray):
-        return ""
-    return next((suffix for magic, suffix in _MAGICS.items() if bytes(content).startswith(magic)), "")
+        (folder / f"{number:09d}.{find_image_suffix(image)}").write_bytes(content)
+    if numbers and sorted(numbers) != list(range(len(numbers))):
+        wrong = next(number for at, number in enumerate(sorted(numbers)) if at != number)
+        raise UserError(
+            f"there is class {wrong} (record {numbers[wrong]}) and none of the class before it, so a folder of images "
+            "would give it another number\n  to do: choose another format"
+        )
 
 
 def write_text(records: Iterator[Record], out: Path) -> None:
@@ -600,8 +275,11 @@ def write_text(records: Iterator[Record], out: Path) -> None:
             (record[name] for name in ("text", "content", "txt") if isinstance(record.get(name), str | bytes)), None
         )
         if text is None:
-            raise UserError(f"record {number} has no text (text, content, txt) among its fields {', '.join(record)}")
-        (out / f"{number:09d}.txt").write_bytes(text.encode() if isinstance(text, str) else text)
+            raise UserError(
+                f"record {number} has no text (text, content, txt) among its fields {', '.join(fields_of(record))}\n"
+                "  to do: choose another format"
+            )
+        (out / f"{number:09d}.txt").write_bytes(text.encode(errors="surrogatepass") if isinstance(text, str) else text)
 
 
 WRITERS: dict[str, Writer] = {

@@ -14,6 +14,7 @@ from shardway.data.formats.base import Records
 from shardway.data.kinds import DataKind
 from shardway.errors import UserError
 from shardway.plugins import list_names, load_plugin
+from shardway.refusals import find_remedy
 
 _ORDER = (
     *("shards", "tokens", "energon", "mds", "arrow", "lmdb", "megatron", "parquet", "webdataset", "hdf5", "jsonl"),
@@ -21,15 +22,26 @@ _ORDER = (
 )
 
 
+_PATHS = "a file, a folder, or a pattern such as train-{000..127}.tar"
+
+
 def detect_kind(place: DataPath) -> str:
     """The value of data.kind for what lies at a path. Raises UserError if no format takes it."""
+    if not place.text:
+        raise place.error("is empty", allowed=_PATHS)
     others = [name for name in list_names("data_sources") if name not in _ORDER]
-    for name in (*_ORDER, *others):
-        reader = reader_of(name)
-        if reader is not None and reader.is_at(place.path):
-            return name
+    try:
+        for name in (*_ORDER, *others):
+            reader = reader_of(name)
+            if reader is not None and reader.is_at(place.path):
+                return name
+        is_empty = place.path.is_dir() and not any(place.path.iterdir())
+    except OSError as error:
+        raise _unreadable(place, error) from error
     if not place.path.exists():
-        raise place.error("does not exist", allowed="a file, a folder, or a pattern such as train-{000..127}.tar")
+        raise place.error("does not exist", allowed=_PATHS)
+    if is_empty:
+        raise place.error("is a folder without files", allowed=_PATHS)
     known = ", ".join(name for name in list_names("data_sources") if reader_of(name))
     raise place.error("is of no format that Shardway reads", allowed=known)
 
@@ -37,6 +49,9 @@ def detect_kind(place: DataPath) -> str:
 def open_records(place: DataPath, kind: str = "") -> Records:
     """The records at a path, of a kind or of the one that lies there. Raises UserError."""
     name = kind or detect_kind(place)
+    if name not in list_names("data_sources"):
+        allowed = ", ".join(each for each in list_names("data_sources") if reader_of(each))
+        raise DataPath("--kind", name).error("is no kind of data", allowed=allowed)
     reader = reader_of(name)
     if reader is None:
         allowed = ", ".join(each for each in list_names("data_sources") if reader_of(each))
@@ -44,8 +59,12 @@ def open_records(place: DataPath, kind: str = "") -> Records:
     try:
         return reader.open(place)
     except OSError as error:
-        at = f' at "{error.filename}"' if error.filename else ""
-        raise place.error(f"cannot be read: {error.strerror}{at}") from error
+        raise _unreadable(place, error) from error
+
+
+def _unreadable(place: DataPath, error: OSError) -> UserError:
+    at = f' at "{error.filename}"' if error.filename and str(error.filename) != place.text else ""
+    return place.error(f"cannot be read: {error.strerror or error}{at}", remedy=find_remedy(error))
 
 
 def reader_of(name: str) -> type[Records] | None:

@@ -8,8 +8,9 @@ Invariants:
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shardway.places import expand_place
 from shardway.plugins import HasSettings
@@ -26,7 +27,7 @@ RECORD_KEYS = (
     *FILES,
     *(
         f"data.{name}"
-        for name in ("inputs", "targets", "tokenizer", "chat_template", "transform", "shape", "mean", "std")
+        for name in ("inputs", "targets", "tokenizer", "chat_template", "transform", "decode", "shape", "mean", "std")
     ),
 )
 """Keys of a kind that reads records."""
@@ -53,6 +54,9 @@ class DataKind(HasSettings):
     """Whether the facts of a source of tokens have a vocabulary, so that model.vocab may follow it."""
     brings_validation: ClassVar[bool] = False
     """Whether samples for validation may lie beside those for training by convention (`open_held_out`)."""
+    computes: ClassVar[tuple[Literal["tokens", "images"], ...]] = ("tokens", "images")
+    """Which of these are computed in Python for each batch, so that loader processes may be faster; not what is only
+    gathered."""
     records: ClassVar[str] = ""
     """The class that reads the files as numbered records, "module:class" derived from
     `shardway.data.formats.base.Records`, for `shardway data`; "" where there are none."""
@@ -91,6 +95,7 @@ class RecordsKind(DataKind):
     """
 
     gives: ClassVar[tuple[Literal["tokens", "images"], ...]] = ("tokens", "images")
+    computes = ("images",)
     keys = RECORD_KEYS
 
     def open(self, place: DataPath, request: DataRequest) -> DataSource:
@@ -103,6 +108,14 @@ class RecordsKind(DataKind):
             if request.wants == "tokens"
             else open_decoded(opened, place, request)
         )
+
+    def exists(self, section: DataSection) -> bool:
+        path = expand_place(section.path)
+        if path.exists() or not any(sign in path.name for sign in "*?[{"):
+            return path.exists()
+        from shardway.data.formats.base import match_files
+
+        return bool(match_files(path))
 
     def open_records(self, place: DataPath) -> Records:
         """The records at a path."""
@@ -118,6 +131,7 @@ class TextKind(DataKind):
     """Text files, read as bytes or by a tokenizer."""
 
     gives = ("tokens",)
+    computes = ()
     keys = (*FILES, "data.include", "data.tokenizer")
     records = f"{_FORMATS}.text:TextRecords"
     needs_path = False
@@ -135,6 +149,7 @@ class TokensKind(DataKind):
     """A file of tokens."""
 
     gives = ("tokens",)
+    computes = ()
     keys = (*FILES, "data.token_dtype")
     records = f"{_FORMATS}.tokens:TokenRecords"
     names_vocabulary = False
@@ -149,6 +164,7 @@ class MegatronKind(DataKind):
     """Documents of tokens as Megatron-LM indexes them: name.bin and name.idx."""
 
     gives = ("tokens",)
+    computes = ()
     records = f"{_FORMATS}.megatron:MegatronRecords"
     names_vocabulary = False
 
@@ -157,11 +173,17 @@ class MegatronKind(DataKind):
 
         return tokens.open_megatron(place, request)
 
+    def exists(self, section: DataSection) -> bool:
+        from shardway.data.formats.megatron import is_megatron
+
+        return super().exists(section) or is_megatron(expand_place(section.path))
+
 
 class ArraysKind(DataKind):
     """Arrays of a .npz file, or of a folder of .npy files."""
 
     gives = ("images",)
+    computes = ()
     keys = (*FILES, "data.inputs", "data.targets", "data.mean", "data.std")
     records = f"{_FORMATS}.arrays:ArrayRecords"
 
@@ -175,29 +197,33 @@ class IdxKind(DataKind):
     """A folder of MNIST's idx files; its t10k part is for validation, or its train part if it has no t10k files."""
 
     gives = ("images",)
+    computes = ()
     keys = (*FILES, "data.mean", "data.std")
     records = f"{_FORMATS}.arrays:IdxRecords"
     brings_validation = True
 
     def open(self, place: DataPath, request: DataRequest) -> DataSource:
+        from shardway.data.formats import arrays
         from shardway.data.sources import images
 
-        return images.open_idx(place, request, images.TRAIN)
+        return images.open_idx(place, request, arrays.TRAIN)
 
     def open_validation(self, place: DataPath, request: DataRequest) -> DataSource:
         held_out = self.open_held_out(place, request)
         return self.open(place, request) if held_out is None else held_out
 
     def open_held_out(self, place: DataPath, request: DataRequest) -> DataSource | None:
+        from shardway.data.formats import arrays
         from shardway.data.sources import images
 
-        return images.open_idx(place, request, images.TEST) if images.has_part(place, images.TEST) else None
+        return images.open_idx(place, request, arrays.TEST) if arrays.has_part(place, arrays.TEST) else None
 
 
 class SyntheticKind(DataKind):
     """Made-up samples of what the model takes."""
 
     gives = ("tokens", "images")
+    computes = ()
     keys = ("data.samples", "data.shape")
     needs_path = False
 
@@ -266,3 +292,35 @@ class ShardsKind(RecordsKind):
     """Records that `shardway data` has written."""
 
     records = f"{_FORMATS}.shards:ShardRecords"
+
+
+class DatasetKind(DataKind):
+    """A map-style torch Dataset of the user's own, made by the function that data.dataset names.
+
+    The function has data.settings as keyword arguments, and "train" or "validation" as `split` if it takes that.
+    """
+
+    gives = ("tokens", "images")
+    keys = ("data.dataset", "data.inputs", "data.targets", "data.mean", "data.std")
+    needs_path = False
+    names_vocabulary = False
+    brings_validation = True
+
+    @classmethod
+    def takes_settings(cls) -> bool:
+        return True
+
+    @classmethod
+    def read_settings(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """All of them: the function refuses those that it does not take."""
+        return dict(given)
+
+    def open(self, place: DataPath, request: DataRequest) -> DataSource:
+        from shardway.data.sources.own_dataset import TRAIN, open_dataset
+
+        return open_dataset(request, TRAIN)
+
+    def open_held_out(self, place: DataPath, request: DataRequest) -> DataSource | None:
+        from shardway.data.sources.own_dataset import open_validation_split
+
+        return open_validation_split(request)

@@ -37,7 +37,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
-from shardway.data.batch_tree import collate_by, map_leaves, move_batch, pin_batch
+from shardway.data.ahead import read_ahead
+from shardway.data.batch_tree import PackedInputs, collate_by, map_leaves, move_batch, pin_batch
 from shardway.data.order import BlendOrder, Ids, SampleOrder, Skips, derive_keys, position_share
 from shardway.data.samplers import (
     AnyOrder,
@@ -55,6 +56,7 @@ from shardway.data.sources.base import DataSource, is_drawing
 from shardway.data.workers import (
     NoWorkers,
     Sender,
+    Unsendable,
     dropped_if_refused,
     ended_workers,
     isolation,
@@ -83,7 +85,8 @@ class Share:
 class LoaderOptions:
     """`workers` processes (0 = read in this one), each `prefetch` batches ahead; `pin_memory` needs CUDA.
 
-    Tokens are read fastest with 0 workers: sending a batch between processes costs more than gathering it.
+    Tokens are read fastest with 0 workers: sending a batch between processes costs more than gathering it. "auto" is
+    found out by `waiting.tuned_batches`.
     """
 
     workers: int = 0
@@ -91,6 +94,11 @@ class LoaderOptions:
     pin_memory: bool = False
     worker_init: Callable[[int], object] | None = None
     """Called in each worker with its number before it reads, as torch's `worker_init_fn`."""
+    seeded: bool = False
+    """Whether a dataset that is read in this process draws the random numbers that it would draw in a worker."""
+    ahead: torch.device | None = None
+    """With 0 workers: the device for which a thread reads `prefetch` batches ahead, from a source that draws nothing;
+    None: each batch is read when it is asked for."""
     tell: Callable[[str], object] = logging.getLogger("shardway").warning
     """Shows a message to the user."""
 
@@ -216,23 +224,40 @@ class _NumberedSamples(Dataset[Any]):
             else:
                 epochs = request.epochs if len(request.ids) else np.zeros(1, np.int64)
                 arrays = self.samples.batch_of(ids, epochs)
-            data = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            data = _join_packed({name: torch.from_numpy(array) for name, array in arrays.items()})
         elif hasattr(self.samples, "__getitems__"):
             data = collate_by(self.collate, self.samples.__getitems__(ids.tolist()))
         else:
             data = collate_by(self.collate, [self.samples[index] for index in ids.tolist()])
         return Batch(data, request.ids, request.position, request.next_position)
 
+    def answer_seeded(self, request: StepRequest) -> Batch:
+        """As in a worker, in this process, whose generators stay as they are."""
+        with kept_random_states():
+            _seed(request.seed)
+            return self.answer(request)
+
     def __getitems__(self, request: StepRequest) -> Batch | ShardwayError:
         """In a worker, where draws depend on the batch, not on the worker; an error of Shardway is an answer too, so
         that its text is kept."""
-        random.seed(request.seed)
-        np.random.seed(request.seed % 2**32)
-        torch.manual_seed(request.seed)
         try:
+            _seed(request.seed)
             return self.answer(request)
         except ShardwayError as error:
             return error
+
+
+def _join_packed(fields: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What a source gives by name; inputs of packed documents as `PackedInputs`."""
+    if fields.keys() != {"inputs", "targets", "positions"}:
+        return fields
+    return {"inputs": PackedInputs(fields["inputs"], fields["positions"]), "targets": fields["targets"]}
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
 
 
 def is_map_style(samples: Any) -> bool:
@@ -294,7 +319,7 @@ def _read_batches(
 ) -> Iterator[Batch]:
     """Answer each request, in order. Closing the iterator, or dropping it, leaves no process behind.
 
-    Raises UserError if the dataset cannot be sent to a worker, JobError if a worker dies; an error of the user's
+    Raises Unsendable if the dataset cannot be sent to a worker, WorkerDied if a worker dies; an error of the user's
     dataset passes unchanged. If no workers can be started, this process reads, and this is reported.
     """
     if options.workers:
@@ -308,8 +333,15 @@ def _read_batches(
             with ended_workers(started, _error_if_any_worker_fails) as answers:
                 yield from take_over(answers)
             return
+    batches = _read_here(dataset, requests, options)
+    if options.ahead is not None and dataset.is_source and not is_drawing(dataset.samples):
+        batches = read_ahead(batches, options.prefetch, options.ahead)
+    yield from batches
+
+
+def _read_here(dataset: _NumberedSamples, requests: Iterable[StepRequest], options: LoaderOptions) -> Iterator[Batch]:
     for request in requests:  # no DataLoader: its fixed cost exceeds a gather
-        batch = dataset.answer(request)
+        batch = dataset.answer_seeded(request) if options.seeded else dataset.answer(request)
         yield batch.pin_memory() if options.pin_memory else batch
 
 
@@ -582,7 +614,7 @@ def _start_workers(dataset: Dataset[Any], options: LoaderOptions, **reading: Any
             with dropped_if_refused():
                 return iter(loader)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise UserError(
+            raise Unsendable(
                 f"the dataset cannot be sent to a loader process: {error}\n"
                 "      to do: define its class in a module and open files on first use, or set data.workers = 0"
             ) from error

@@ -177,7 +177,12 @@ def _open_one(part: _Part) -> Data:
                 f'"{section.validation}" cannot go with data.kind = "{section.kind}", which reads no files',
                 remedy="leave it out; data.validation_fraction of the samples is held out",
             )
-        return _hold_out(kind.open(place, asked), "data.samples", section)
+        train, key = kind.open(place, asked), next(iter(kind.keys), "data.kind")
+        validation = kind.open_held_out(place, asked)
+        if validation is None:
+            return _hold_out(train, key, section)
+        _check_shape(train, validation, DataPath(key, place.text))
+        return Data(train, validation)
     train = _open(kind.open, place, asked)
     asked = replace(asked, classes=train.facts.classes)
     if section.validation:
@@ -209,6 +214,9 @@ def _check_shape(train: DataSource, validation: DataSource, place: DataPath) -> 
 
 
 def _open(opener: Callable[[DataPath, DataRequest], T], place: DataPath, asked: DataRequest) -> T:
+    if "://" in place.text:
+        remedy = f"copy it to this machine first: `shardway data prepare {place.text} OUT`"
+        raise place.error("is an address, and a run reads files", remedy=remedy)
     try:
         return opener(place, asked)
     except OSError as error:

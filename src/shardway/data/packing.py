@@ -15,7 +15,6 @@ J. Computing 3, 1974): the longest piece first, each into the bin with the least
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,55 +87,28 @@ def _cut(starts: Offsets, ends: Offsets, room: int) -> tuple[Offsets, Offsets]:
 
 
 def fit(sizes: Offsets, room: int) -> Offsets:
-    """The bin of each piece by best-fit-decreasing; `sizes` are 1 to `room`.
-
-    Pieces of one size are placed together: with the least room r that holds one, a bin takes the next r // size of
-    them, since what it has left is then the least room again.
-    """
+    """The bin of each piece by best-fit-decreasing; `sizes` are 1 to `room`."""
     order = np.argsort(-sizes, kind="stable")
-    values, counts = np.unique(sizes, return_counts=True)
     placed: list[int] = []
-    rooms: list[int] = []  # rising
-    waiting: dict[int, list[int]] = {}  # room -> the bins that have it
+    rooms: list[int] = []  # that some bins have left, rising
+    having: dict[int, list[int]] = {}  # room -> those bins
     bins = 0
-
-    def put(left: int, which: Sequence[int]) -> None:
-        if left and which:
-            if left in waiting:
-                waiting[left] += which
-            else:
-                waiting[left] = list(which)
-                insort(rooms, left)
-
-    for size, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        while count:
-            at = bisect_left(rooms, size)
-            if at < len(rooms):
-                has = rooms[at]
-                each = has // size
-                bound = -(-count // each)
-                stack = waiting[has]
-                if bound >= len(stack):
-                    taken = stack
-                    del rooms[at], waiting[has]
-                else:
-                    taken = stack[-bound:]
-                    del stack[-bound:]
-            else:
-                has, each = room, room // size
-                taken = list(range(bins, bins - (-count // each)))
-                bins += len(taken)
-            here = min(count, len(taken) * each)
-            count -= here
-            if each == 1:
-                placed += taken
-                put(has - size, taken)
-                continue
-            placed += [number for number in taken for _ in range(each)][:here]
-            last = here - (len(taken) - 1) * each
-            put(has - each * size, taken[:-1] if last < each else taken)
-            if last < each:
-                put(has - last * size, taken[-1:])
+    for size in sizes[order].tolist():
+        at = bisect_left(rooms, size)
+        if at == len(rooms):
+            number, left = bins, room - size
+            bins += 1
+        else:
+            least = rooms[at]
+            number, left = having[least].pop(), least - size
+            if not having[least]:
+                del having[least], rooms[at]
+        placed.append(number)
+        if left in having:
+            having[left].append(number)
+        elif left:
+            having[left] = [number]
+            insort(rooms, left)
     found = np.empty(len(sizes), np.int64)
     found[order] = placed
     return found

@@ -29,17 +29,17 @@ from shardway.data.formats.shard_file import SHARD_SUFFIX, read_shard_facts, wri
 from shardway.data.formats.shard_manifest import write_manifest
 from shardway.data.formats.token_store import Tokens
 from shardway.data.part_pool import ONE_THREAD, Advance, do_parts, set_variables
-from shardway.data.prepare_plan import PrepareOptions as PrepareOptions
-from shardway.data.prepare_plan import PreparePlan as PreparePlan
 from shardway.data.prepare_plan import (
+    PrepareOptions,
+    PreparePlan,
     describe_preparation,
     find_dtype,
+    plan_prepare,
     read_finished,
     sum_files,
     work_folder,
     write_plan,
 )
-from shardway.data.prepare_plan import plan_prepare as plan_prepare
 from shardway.errors import JobError, ShardwayError
 from shardway.refusals import FULL, find_remedy
 from shardway.rundir.file_io import fsync_folder, remove_folder, write_json

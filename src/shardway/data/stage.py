@@ -1,10 +1,11 @@
 """Data sets copied to a node's own disk, once for all jobs of a user on it.
 
 Invariants:
-- A staged file has its final name only when every byte of it was copied, compared with its checksums where there are
-  some, and is durable; a kill at any moment leaves a temporary file that the next copy removes.
-- One process of a node copies a file; others wait for it and use it. So each byte is read once a node from the shared
-  file system.
+- A staged file has its final name only when every byte of it was copied and compared with its checksum where there is
+  one; a file of a MiB or more is also durable by then. A kill at any moment leaves a temporary file that the next copy
+  removes.
+- One process of a node copies a file; others copy other files, or wait and use it. So each byte is read once a node
+  from the shared file system.
 - A set in use is never removed: its users hold a shared lock (flock(2)), which the kernel drops when they end.
 - The data themselves are never changed.
 
@@ -18,6 +19,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,27 +32,58 @@ from shardway.data.content import fingerprint
 from shardway.data.formats.base import BLOCK_BYTES, DamagedData, FileParts, Sums
 from shardway.data.sources.base import DataSource, stage_source
 from shardway.errors import JobError, SiteError
-from shardway.hardware.mounts import find_mount, read_mounts
-from shardway.places import expand_place
 from shardway.refusals import FULL
-from shardway.units import render_bytes
+from shardway.units import format_bytes
 
 SPARE_BYTES = 2**30
 """Room that is left on the disk for what else the job writes there."""
 
+MANY_FILES = 10_000
+"""In a set of more files, those of less than a MiB get no checksums: each would be a file more."""
+
+_LARGER = '  To do: set data.stage = "off", or name a folder on a larger disk.'
 _COPY_BLOCKS = 8
+_LOOK_S = 0.02
+"""How often a process looks whether another one has copied a file."""
+
+
+class CopyGivenUp(JobError):
+    """A copy that was asked to end before it was complete."""
+
+
+class CopyProgress:
+    """How far a copy is, for another thread, which may end it."""
+
+    def __init__(self) -> None:
+        self.copied_bytes = 0
+        """Bytes that this process has copied."""
+        self.awaited_bytes = 0
+        """Bytes of the file that another process copies and this one waits for."""
+        self._given_up = False
+
+    def give_up(self) -> None:
+        """End the copy soon: it raises CopyGivenUp."""
+        self._given_up = True
+
+    def note(self, copied: int = 0) -> None:
+        """Count bytes; raises CopyGivenUp after `give_up`."""
+        self.copied_bytes += copied
+        if self._given_up:
+            raise CopyGivenUp("the copy was given up")
 
 
 @dataclass(eq=False)
 class StagedSet:
-    """A staged data set: the same files below `root`, with the checksums that were made while they were copied.
+    """A staged data set: the same files below `root`.
 
-    It may be used until `close`, or until the process ends.
+    `sums`: those made while files were copied that had none, of each file; empty for one that has none. `folder`: the
+    whole of what is staged. It may be used until `close`, or until the process ends.
     """
 
     root: Path
     sums: list[Sums]
     copied_bytes: int
+    folder: Path | None = None
     _lock: int = field(default=-1, repr=False)
 
     def close(self) -> None:
@@ -72,39 +105,37 @@ class StageFolder:
         return cls(folder / f"shardway-stage-{os.getuid()}")
 
     def hold(
-        self, parts: FileParts, tell: Callable[[str], object] = lambda line: None, spare: int = SPARE_BYTES
+        self,
+        parts: FileParts,
+        tell: Callable[[str], object] = lambda line: None,
+        spare: int = SPARE_BYTES,
+        progress: CopyProgress | None = None,
     ) -> StagedSet:
         """The files of a data set on this disk, copied if they are not there, and held against removal.
 
         Sets that no process uses are removed for it, those first that were used longest ago. Raises SiteError if there
         is too little room even then or the folder cannot be written, DamagedData if a block is not what its checksum
-        says, JobError if a file cannot be read.
+        says, JobError if a file cannot be read, CopyGivenUp.
         """
-        keys = [self._key_of(parts, number) for number in range(len(parts.files))]
+        keys = parts.list_keys()
         name = fingerprint(*(text for pair in zip(keys, parts.files, strict=True) for text in (pair[0], pair[1].name)))
+        self._make_folders()
+        lock = self._hold_set(name)
         try:
-            for folder in ("objects", "sets", "locks"):
-                (self.path / folder).mkdir(0o700, parents=True, exist_ok=True)
-            lock = os.open(self.path / "locks" / f"set-{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._remove_leftovers()
+            copied = self._fill(parts, keys, name, tell, spare, progress or CopyProgress())
+            sums = [] if parts.sums else self._read_sums(keys)
         except OSError as error:
-            raise SiteError(f"data.stage: {self.path} cannot be written: {error.strerror}") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            os.utime(lock)
-            copied = self._fill(parts, keys, name, tell, spare)
-            sums = [*parts.sums] or self._read_sums(keys)
+            os.close(lock)
+            raise self._explain(error, parts.root) from error
         except BaseException:
             os.close(lock)
             raise
-        return StagedSet(self.path / "sets" / name, sums, copied, lock)
+        return StagedSet(self.path / "sets" / name, sums, copied, self.path, lock)
 
-    def find_missing(self, parts: FileParts) -> int:
-        """Bytes of a data set that are not on this disk yet."""
-        missing = 0
-        for number, file in enumerate(parts.files):
-            if not (self.path / "objects" / self._key_of(parts, number)).exists():
-                missing += file.size
-        return missing
+    def find_missing(self, *held: FileParts) -> int:
+        """Bytes of data sets that are not on this disk yet; those of a file that is being copied count as there."""
+        return self._count_missing(_list_sizes(held))
 
     def find_room(self) -> int:
         """Bytes that can be had: free ones, and those of sets that no process uses."""
@@ -115,38 +146,126 @@ class StageFolder:
             unused += self._size_of(lock.name.removeprefix("set-"))
         return free + unused
 
+    def check_room(self, *held: FileParts) -> None:
+        """Raise SiteError if data sets do not fit, whatever may be removed for them."""
+        missing, room = self.find_missing(*held), self.find_room()
+        if missing and missing + SPARE_BYTES > room:
+            raise self._lacks_room(missing, room, SPARE_BYTES)
+
+    # --- folders and locks
+
+    def _make_folders(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(0o700, exist_ok=True)
+            if self.path.lstat().st_uid != os.getuid():
+                raise SiteError(
+                    f"data.stage: {self.path} on {_host()} is another user's.\n"
+                    "  To do: name another folder; an administrator can remove that one."
+                )
+            for folder in ("objects", "sets", "locks"):
+                (self.path / folder).mkdir(0o700, exist_ok=True)
+        except OSError as error:
+            why = "a file is in the place of a folder" if isinstance(error, FileExistsError) else error.strerror
+            raise SiteError(
+                f"data.stage: {self.path} on {_host()} cannot be written: {why}.\n"
+                '  To do: set data.stage = "off", or name a folder that you may write to on every node.'
+            ) from error
+
+    def _hold_set(self, name: str) -> int:
+        """A descriptor with a shared lock on a set. Its lock's file may be removed with the set: then another one."""
+        place = self.path / "locks" / f"set-{name}"
+        while True:
+            lock = self._open_lock(place.name)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+                os.utime(lock)
+                if place.stat().st_ino == os.fstat(lock).st_ino:
+                    return lock
+            except FileNotFoundError:
+                pass
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)
+
+    def _open_lock(self, name: str) -> int:
+        try:
+            return os.open(self.path / "locks" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise self._explain(error, self.path) from error
+
+    @contextlib.contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        descriptor = self._open_lock(name)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _try_lock(self, name: str) -> Iterator[bool]:
+        """Whether a lock is held from now on, or is another process's."""
+        descriptor = self._open_lock(name)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                taken = True
+            except BlockingIOError:
+                taken = False
+            yield taken
+        finally:
+            os.close(descriptor)
+
     # --- copying
 
-    @staticmethod
-    def _key_of(parts: FileParts, number: int) -> str:
-        """What stands for a file's content: its checksums, or else its path, size and time of change."""
-        file = parts.files[number]
-        if parts.sums:
-            return f"{file.size}-{xxhash.xxh3_128_hexdigest(parts.sums[number].tobytes())}"
-        return f"{file.size}-{fingerprint(parts.path(number).resolve(), file.size, file.mtime_ns)}"
+    def _fill(
+        self,
+        parts: FileParts,
+        keys: Sequence[str],
+        name: str,
+        tell: Callable[[str], object],
+        spare: int,
+        progress: CopyProgress,
+    ) -> int:
+        sizes = {key: file.size for key, file in zip(keys, parts.files, strict=True)}
+        if missing := self._count_missing(sizes):
+            self._make_room(sizes, spare)
+            tell(f"staging {format_bytes(missing)} to {self.path}")
+        before, left = progress.copied_bytes, list(range(len(keys)))
+        while left:  # files that another process copies are left for the next round
+            busy = [number for number in left if not self._take(parts, number, keys[number], name, progress)]
+            if len(busy) == len(left):
+                progress.awaited_bytes = max(0, _size_at(self._temporary(keys[busy[0]])))
+                progress.note()
+                time.sleep(_LOOK_S)
+            left = busy
+        return progress.copied_bytes - before
 
-    def _fill(self, parts: FileParts, keys: Sequence[str], name: str, tell: Callable[[str], object], spare: int) -> int:
-        copied = 0
-        missing = self.find_missing(parts)
-        if missing:
-            self._make_room(missing + spare, parts, spare)
-            tell(f"staging {render_bytes(missing)} to {self.path}")
-        for number, key in enumerate(keys):
-            link = self.path / "sets" / name / parts.files[number].name
-            if link.exists():
-                continue
+    def _take(self, parts: FileParts, number: int, key: str, name: str, progress: CopyProgress) -> bool:
+        """Whether a file is in its set by now; not if another process copies it."""
+        size = parts.files[number].size
+        if _size_at(f"{self.path}/sets/{name}/{parts.files[number].name}") == size:
+            return True
+        target, link = self.path / "objects" / key, self.path / "sets" / name / parts.files[number].name
+        with self._try_lock(_lock_of(key)) as taken:  # also while it is linked, for an object without a set may go
+            if not taken:
+                return False
+            progress.note()
             link.parent.mkdir(parents=True, exist_ok=True)
-            with self._locked(_lock_of(key)):  # also while it is linked, for an object without a set may be removed
-                if not (self.path / "objects" / key).exists():
-                    copied += self._copy(parts, number, key)
-                with contextlib.suppress(FileExistsError):
-                    os.link(self.path / "objects" / key, link)
-        return copied
+            if _size_at(target) != size:
+                sums = size >= BLOCK_BYTES or len(parts.files) <= MANY_FILES
+                self._copy(parts, number, key, progress, with_sums=sums)
+            if _size_at(link) not in (-1, size):
+                link.unlink()
+            with contextlib.suppress(FileExistsError):
+                os.link(target, link)
+        return True
 
-    def _copy(self, parts: FileParts, number: int, key: str) -> int:
-        """Copy a file whose lock is held; its checksums become durable before its name."""
-        file, target = parts.files[number], self.path / "objects" / key
-        temporary = target.with_name(f".{key}.part")
+    def _copy(self, parts: FileParts, number: int, key: str, progress: CopyProgress, *, with_sums: bool) -> None:
+        """Copy a file whose lock is held; its checksums are there before its name."""
+        file, target, temporary = parts.files[number], self.path / "objects" / key, self._temporary(key)
         sums: list[int] = []
         source = -1
         try:
@@ -157,18 +276,21 @@ class StageFolder:
                     piece = _read_exactly(source, min(_COPY_BLOCKS * BLOCK_BYTES, file.size - at), at)
                     if not piece:
                         raise parts.damaged(number, at, f"it ends there and had {file.size} bytes when it was opened")
+                    view = memoryview(piece)
                     sums += [
-                        xxhash.xxh3_64_intdigest(piece[start : start + BLOCK_BYTES])
+                        xxhash.xxh3_64_intdigest(view[start : start + BLOCK_BYTES])
                         for start in range(0, len(piece), BLOCK_BYTES)
                     ]
-                    self._compare(parts, number, sums, at)
-                    stream.write(piece)
+                    while view:
+                        view = view[stream.write(view) :]
+                    progress.note(len(piece))
                     at += len(piece)
                 os.utime(stream.fileno(), ns=(file.mtime_ns, file.mtime_ns))  # an index of the data still holds
                 if file.size >= BLOCK_BYTES:
                     os.fsync(stream.fileno())
-            if file.size >= BLOCK_BYTES:
-                self._write_sums(key, np.array(sums, np.uint64))
+            parts.check_copy(number, temporary, sums)
+            if with_sums:
+                self._write_sums(key, np.array(sums, np.uint64), durable=file.size >= BLOCK_BYTES)
             os.replace(temporary, target)
         except OSError as error:
             raise self._explain(error, parts.path(number)) from error
@@ -177,63 +299,77 @@ class StageFolder:
                 os.close(source)
             with contextlib.suppress(OSError):
                 temporary.unlink()
-        return file.size
 
-    @staticmethod
-    def _compare(parts: FileParts, number: int, sums: Sequence[int], at: int) -> None:
-        if not parts.sums:
-            return
-        known = parts.sums[number]
-        for block in range(at // BLOCK_BYTES, len(sums)):
-            if sums[block] != int(known[block]):
-                raise parts.damaged(number, block * BLOCK_BYTES, "the checksum of the MiB from there on is another")
+    def _temporary(self, key: str) -> Path:
+        return self.path / "objects" / f".{key}.part"
+
+    def _remove_leftovers(self) -> None:
+        """Remove what processes that were killed have left half copied."""
+        for path in (self.path / "objects").glob(".*.part"):
+            key = path.name.removeprefix(".").removesuffix(".part").removesuffix(".sums")
+            with self._try_lock(_lock_of(key)) as taken:
+                if taken:
+                    path.unlink(missing_ok=True)
 
     def _explain(self, error: OSError, source: Path) -> Exception:
         if error.errno in FULL:
-            return SiteError(
-                f"data.stage: {self.path} is full ({error.strerror})\n"
-                '      to do: set data.stage = "off", or name a folder on a larger disk'
-            )
-        return JobError(f"{source} could not be copied to {self.path}: {error}")
+            return SiteError(f"data.stage: {self.path} on {_host()} is full ({error.strerror}).\n{_LARGER}")
+        return JobError(f"{source} could not be copied to {self.path} on {_host()}: {error}")
 
-    def _write_sums(self, key: str, sums: Sums) -> None:
+    def _write_sums(self, key: str, sums: Sums, *, durable: bool) -> None:
         place = self.path / "objects" / f"{key}.sums"
-        temporary = place.with_name(f".{key}.sums.part")
+        temporary = self._temporary(f"{key}.sums")
         with temporary.open("wb") as stream:
             stream.write(sums.tobytes() + xxhash.xxh3_64_digest(sums.tobytes()))
-            stream.flush()
-            os.fsync(stream.fileno())
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
         os.replace(temporary, place)
 
     def _read_sums(self, keys: Sequence[str]) -> list[Sums]:
-        """The checksums that were made of files while they were copied; none if a file is too small to have some."""
+        """The checksums that were made of files while they were copied."""
         found = []
         for key in keys:
             place = self.path / "objects" / f"{key}.sums"
-            if not place.exists():
-                return []
-            content = place.read_bytes()
+            try:
+                content = place.read_bytes()
+            except FileNotFoundError:
+                found.append(np.empty(0, np.uint64))
+                continue
             if xxhash.xxh3_64_digest(content[:-8]) != content[-8:]:
-                raise DamagedData(f"{place} is damaged\n  To do: remove {self.path}.")
+                raise DamagedData(f"{place} on {_host()} is damaged\n  To do: remove {self.path}.")
             found.append(np.frombuffer(content[:-8], np.uint64))
         return found
 
     # --- room
 
-    def _make_room(self, needed: int, parts: FileParts, spare: int) -> None:
-        """Remove unused sets until so many bytes are free."""
+    def _count_missing(self, sizes: dict[str, int]) -> int:
+        objects = f"{self.path}/objects"
+        return sum(
+            size - min(size, max(0, _size_at(self._temporary(key))))
+            for key, size in sizes.items()
+            if size and _size_at(f"{objects}/{key}") != size
+        )
+
+    def _make_room(self, sizes: dict[str, int], spare: int) -> None:
+        """Remove unused sets until the files that are missing, and `spare` bytes, can be written."""
         with self._locked("room"):
-            for lock in self._unused_sets():
-                if shutil.disk_usage(self.path).free >= needed:
-                    break
-                self._remove(lock.name.removeprefix("set-"))
-            free = shutil.disk_usage(self.path).free
-        if free < needed:
-            raise SiteError(
-                f"data.stage: {self.path} has {render_bytes(free)} free, and {render_bytes(needed - spare)} of "
-                f"{parts.root} are to be copied there, with {render_bytes(spare)} to spare\n"
-                '      to do: set data.stage = "off", or name a folder on a larger disk'
-            )
+            unused = self._unused_sets()
+            while True:
+                free = shutil.disk_usage(self.path).free  # before what is missing, which others copy meanwhile
+                missing = self._count_missing(sizes)
+                if not missing or missing + spare <= free:
+                    return
+                lock = next(unused, None)
+                if lock is None:
+                    raise self._lacks_room(missing, free, spare)
+                self._remove(lock)
+
+    def _lacks_room(self, missing: int, free: int, spare: int) -> SiteError:
+        return SiteError(
+            f"data.stage: {self.path} on {_host()} has {format_bytes(free)} free, and {format_bytes(missing)} are to "
+            f"be copied there, with {format_bytes(spare)} to spare.\n{_LARGER}"
+        )
 
     def _unused_sets(self) -> Iterator[Path]:
         """Each lock of a set that no process holds, used longest ago first, held meanwhile by this one."""
@@ -262,36 +398,40 @@ class StageFolder:
                 size += known.st_size if path.is_file() and known.st_nlink <= 2 else 0
         return size
 
-    def _remove(self, name: str) -> None:
-        shutil.rmtree(self.path / "sets" / name, ignore_errors=True)
-        for path in (self.path / "objects").iterdir():
-            with contextlib.suppress(OSError):
-                left = path.name.startswith(".") and time.time() - path.stat().st_mtime > 3600
-                if left or (
-                    not path.name.endswith(".sums") and not path.name.startswith(".") and path.stat().st_nlink == 1
-                ):
-                    self._remove_object(path)
+    def _remove(self, lock: Path) -> None:
+        """Remove a set whose lock is held, and the files that no other has."""
+        shutil.rmtree(self.path / "sets" / lock.name.removeprefix("set-"), ignore_errors=True)
+        lock.unlink(missing_ok=True)
+        for path in (self.path / "objects").glob("[!.]*"):
+            if not path.name.endswith(".sums") and _is_alone(path):
+                with self._try_lock(_lock_of(path.name)) as taken:
+                    if taken and _is_alone(path):  # it may have been linked meanwhile
+                        path.unlink(missing_ok=True)
+                        path.with_name(f"{path.name}.sums").unlink(missing_ok=True)
 
-    def _remove_object(self, path: Path) -> None:
-        """Remove a file that no set links to, unless it is being linked at this moment."""
-        descriptor = os.open(self.path / "locks" / _lock_of(path.name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-            path.with_name(f"{path.name}.sums").unlink(missing_ok=True)
-        except BlockingIOError:
-            return
-        finally:
-            os.close(descriptor)
 
-    @contextlib.contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        descriptor = os.open(self.path / "locks" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
+def _list_sizes(held: Sequence[FileParts]) -> dict[str, int]:
+    """Key -> bytes of each file, however many sets have it."""
+    return {key: file.size for parts in held for key, file in zip(parts.list_keys(), parts.files, strict=True)}
+
+
+def _size_at(path: str | Path) -> int:
+    """Bytes of a file; -1 if there is none."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1
+
+
+def _is_alone(path: Path) -> bool:
+    """Whether no set links to an object."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_nlink == 1
+    return False
+
+
+def _host() -> str:
+    return socket.gethostname()
 
 
 def _read_exactly(descriptor: int, size: int, offset: int) -> bytes:
@@ -312,48 +452,34 @@ def _lock_of(key: str) -> str:
 # --- the data of a run
 
 
-def find_folder(wanted: str, sources: Sequence[DataSource], *, by_user: bool) -> tuple[Path | None, str]:
-    """The folder to stage to, or None and why not. `wanted`: data.stage, a folder or "off".
-
-    `by_user`: whether the user named the folder; if so, data that do not fit raise SiteError. Else only data of a file
-    system that machines share are staged, and only if they fit.
-    """
-    if wanted == "off":
-        return None, "data.stage is off"
-    folder = StageFolder.below(expand_place(wanted))
-    held = [parts for source in sources for parts in list_parts(source)]
-    if not held:
-        return None, "these data have no files"
-    mounts = read_mounts()
-    places = [find_mount(str(parts.root.resolve()), mounts) for parts in held]
-    if not by_user and not all(place is not None and place.shared for place in places):
-        return None, "the data lie on this machine"
-    needed, room = sum(folder.find_missing(parts) for parts in held) + SPARE_BYTES, folder.find_room()
-    if needed <= room or by_user:  # what is too much is refused when it is copied
-        return folder.path, ""
-    return None, f"{render_bytes(needed)} do not fit into {render_bytes(room)} of {folder.path}"
-
-
 def list_parts(source: DataSource) -> list[FileParts]:
     """The files that a source reads."""
     found: list[FileParts] = []
 
     def note(parts: FileParts) -> StagedSet:
         found.append(parts)
-        return StagedSet(parts.root, list(parts.sums), 0)
+        return StagedSet(parts.root, [], 0)
 
     stage_source(source, note)
     return found
 
 
 def hold_all(
-    sources: Sequence[DataSource], folder: Path, tell: Callable[[str], object]
+    sources: Sequence[DataSource],
+    folder: Path,
+    tell: Callable[[str], object] = lambda line: None,
+    progress: CopyProgress | None = None,
 ) -> tuple[list[DataSource], list[StagedSet]]:
     """The same sources, reading what is staged below a folder, and what to keep as long as they are read."""
     held: list[StagedSet] = []
 
     def hold(parts: FileParts) -> StagedSet:
-        held.append(StageFolder(folder).hold(parts, tell))
+        held.append(StageFolder(folder).hold(parts, tell, progress=progress))
         return held[-1]
 
-    return [stage_source(source, hold) for source in sources], held
+    try:
+        return [stage_source(source, hold) for source in sources], held
+    except BaseException:
+        for each in held:
+            each.close()
+        raise

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from shardway.data.content import DataPath
 from shardway.data.formats.base import RECORDS_AT_ONCE, Record, Records
 from shardway.data.packing import pack_documents
 from shardway.errors import UserError
@@ -28,16 +29,22 @@ def gather_statistics(records: Records, field: str = "", samples: int = 0, seq_l
     """
     known = records.fields
     if field and field not in known:
-        raise UserError(f'there is no field "{field}"\n  allowed: {", ".join(known)}')
+        raise DataPath("--field", field).error("is no field of these records", allowed=", ".join(known))
     tokens = field or next((name for name in TOKEN_FIELDS if name in known), "")
     in_tokens = tokens in TOKEN_FIELDS
+    if seq_len and not in_tokens:
+        raise UserError(
+            "--seq-len is for tokens, and these records have none\n  to do: `shardway data prepare` makes them"
+        )
     count = len(records)
     numbers = np.arange(count) if not samples or samples >= count else np.linspace(0, count - 1, samples).astype(int)
     wanted = [tokens] if tokens else []
     lengths, digests = [], []
     for first in range(0, len(numbers), RECORDS_AT_ONCE):
         for record in records.read(numbers[first : first + RECORDS_AT_ONCE].tolist(), wanted):
-            lengths.append(_measure(record[tokens]) if in_tokens else sum(map(_measure, _values(record))))
+            lengths.append(
+                _count_tokens(record.get(tokens)) if in_tokens else sum(map(_measure, _values(record, tokens)))
+            )
             digests.append(_digest(record))
     found: dict[str, Any] = {"samples": count, "looked_at": len(numbers)}
     if not lengths:
@@ -53,10 +60,6 @@ def gather_statistics(records: Records, field: str = "", samples: int = 0, seq_l
     }
     found["duplicates"] = len(digests) - len(set(digests))
     if seq_len:
-        if not in_tokens:
-            raise UserError(
-                "--seq-len is for tokens, and these records have none\n  to do: `shardway data prepare` makes them"
-            )
         found["fill"] = {"seq_len": seq_len, **_measure_fill(counted, seq_len)}
     return found
 
@@ -73,14 +76,18 @@ def _measure_fill(lengths: Any, seq_len: int) -> dict[str, float]:
     }
 
 
-def _values(record: Record) -> Sequence[Any]:
-    return [value for name, value in record.items() if not name.startswith("__")]
+def _values(record: Record, field: str) -> Sequence[Any]:
+    return [value for name, value in record.items() if name == field or not name.startswith("__")]
+
+
+def _count_tokens(value: Any) -> int:
+    return len(value) if isinstance(value, np.ndarray | list | tuple) else 0
 
 
 def _measure(value: Any) -> int:
-    """Bytes of a value; elements of an array of one dimension of integers."""
+    """Bytes of a value; 8 of a number."""
     if isinstance(value, np.ndarray):
-        return int(value.size) if value.ndim == 1 and value.dtype.kind in "iu" else int(value.nbytes)
+        return int(value.nbytes)
     if isinstance(value, bytes | bytearray):
         return len(value)
     if isinstance(value, str):

@@ -36,7 +36,7 @@ import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from shardway.data.batch_tree import list_leaves
-from shardway.errors import JobError, ShardwayError, SiteError
+from shardway.errors import JobError, ShardwayError, SiteError, UserError
 from shardway.hardware.limits import (
     NEAR,
     TaskLimit,
@@ -73,12 +73,20 @@ class NoWorkers(SiteError):
     """The system does not allow loader processes here."""
 
 
+class Unsendable(UserError):
+    """A dataset cannot be pickled, so no loader process can read it."""
+
+
+class WorkerDied(JobError):
+    """A loader process has ended before its rank."""
+
+
 @contextlib.contextmanager
 def ended_workers(answers: Iterator[Any], check: Callable[[], None] = lambda: None) -> Iterator[Iterator[Any]]:
     """Use the iterator of a DataLoader; its workers end with the context, or with the interpreter. `check` raises
     RuntimeError if one has died.
 
-    Raises JobError if a worker died, and only while answers are waited for.
+    Raises WorkerDied if a worker died, and only while answers are waited for.
     """
     workers: list[BaseProcess] = list(getattr(answers, "_workers", []))
     end = functools.partial(_end_workers, answers, workers)
@@ -111,12 +119,12 @@ def ended_workers(answers: Iterator[Any], check: Callable[[], None] = lambda: No
         end()
 
 
-def _explain_death(reason: str) -> JobError:
+def _explain_death(reason: str) -> WorkerDied:
     limit = read_task_limit()
     if limit is None or limit.left >= 2 * NEAR:
-        return JobError(_DEAD_WORKER_TEXT.format(reason=reason, likely=_LIKELY, remedy=""))
+        return WorkerDied(_DEAD_WORKER_TEXT.format(reason=reason, likely=_LIKELY, remedy=""))
     likely = f"it could not start its threads: {limit}"
-    return JobError(_DEAD_WORKER_TEXT.format(reason=reason, likely=likely, remedy=f"{limit.remedy}, or "))
+    return WorkerDied(_DEAD_WORKER_TEXT.format(reason=reason, likely=likely, remedy=f"{limit.remedy}, or "))
 
 
 @contextlib.contextmanager

@@ -232,13 +232,26 @@ def describe_few_cores(workers: int, ranks: int, root: Path = Path("/")) -> str:
     return judge_cores(workers, ranks, machine, mask, read_cgroup_limits(root).cores)
 
 
+def count_own_cores(ranks: int, root: Path = Path("/")) -> int:
+    """The cores that each of `ranks` on this node has for itself and its loader processes, at least 1."""
+    machine = os.cpu_count() or 1
+    mask = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
+    quota = read_cgroup_limits(root).cores
+    return max(1, int(min(mask / _count_sharing(ranks, machine, mask), (quota or machine) / ranks)))
+
+
+def _count_sharing(ranks: int, machine: int, mask: int) -> int:
+    """How many ranks share an affinity mask."""
+    return 1 if mask < machine and mask <= max(1, machine // ranks) else ranks
+
+
 def judge_cores(workers: int, ranks: int, machine: int, mask: int, quota: float | None) -> str:
     """As `describe_few_cores`, for a `machine` of so many cores, an affinity `mask` and a `quota` of processor time.
 
     A mask of no more than a rank's share of the machine is taken for the rank's own, as srun gives it. Where nothing
     limits a machine, only loader processes count: it is known how small it is.
     """
-    sharing = 1 if mask < machine and mask <= max(1, machine // ranks) else ranks
+    sharing = _count_sharing(ranks, machine, mask)
     # What there is, how many cores, how many ranks share them, and processes of each that keep a core busy.
     limits = [("all that this machine has", float(machine), ranks, workers)]
     if mask < machine:

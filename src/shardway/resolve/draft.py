@@ -164,7 +164,7 @@ def kinds_of_data(kind: str, blend: Sequence[BlendEntry], validation: str) -> tu
 def has_effect(dotted: str, selector: str, choice: str) -> bool:
     """Whether a key has an effect with a choice of a selector of `DOORS`."""
     if dotted == f"{selector.partition('.')[0]}.settings":
-        return bool(fact_of(selector, choice, "settings"))
+        return bool(fact_of(selector, choice, "takes_settings")())
     kinds = kinds_of(selector)
     if choice in GROUPS[DOORS[selector]].own:
         return dotted not in kinds or choice in kinds[dotted]

@@ -142,7 +142,7 @@ FIXED_AT_RESUME = (
 
 FREE_AT_RESUME = (
     *("parallel", "recompute", "run", "site", "track", "train.micro_batch", "train.compile_cache"),
-    *("data.workers", "data.prefetch", "data.cache"),
+    *("data.workers", "data.prefetch", "data.cache", "data.stage"),
 )
 """Sections and keys that change where a run continues, and nothing that it computes."""
 
@@ -247,10 +247,10 @@ class Resolution:
 
 def check_variables(loaded: LoadedRunFile) -> None:
     """Raise UserError for paths of a new run whose `$VARIABLES` are not set here."""
-    paths = ("run.root", "data.path", "data.validation", "data.tokenizer", "data.cache", "model.hf")
+    paths = ("run.root", *(f"data.{name}" for name in ("path", "validation", "tokenizer", "chat_template", "cache")))
     problems = []
     blended = (("data.blend", part.path) for part in loaded.values.data.blend)
-    keyed = ((dotted, str(value_of(loaded.values, dotted))) for dotted in (*paths, "train.compile_cache"))
+    keyed = ((dotted, str(value_of(loaded.values, dotted))) for dotted in (*paths, "model.hf", "train.compile_cache"))
     for dotted, value in (*keyed, *blended):
         if unset := list_unset(value):
             what = f'"{value}": ${unset[0]} is not set here'

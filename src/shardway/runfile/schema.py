@@ -482,6 +482,11 @@ class DataSection(Section):
     path: str = key(
         "python:stdlib", 'File or folder; "python:stdlib" is the running Python\'s own library.', min_length=1
     )
+    dataset: str = key(
+        "",
+        'Function or class "module:name" that makes a map-style torch Dataset, for kind = "dataset"; it has settings '
+        'as keyword arguments, and split = "train" or "validation" if it takes that.',
+    )
     blend: BlendField = key(
         [],
         "Parts to train on in place of path, in the ratio of their weights: a [[data.blend]] for each, with path and "
@@ -513,6 +518,9 @@ class DataSection(Section):
         "what it draws at random follows from train.seed, the epoch and the sample. Empty = scale the shorter side to "
         "that of shape and cut its centre.",
     )
+    decode: Literal["pil", "dali"] = key(
+        "pil", "What decodes images: Pillow, or NVIDIA DALI where it is installed, on the device if there is one."
+    )
     chat_template: str = key(
         "chatml", 'How a conversation becomes text: "chatml", or a Jinja file; only the turns of the assistant count.'
     )
@@ -521,7 +529,10 @@ class DataSection(Section):
     samples: PositiveInt = key(4096, "Number of samples that synthetic data has.")
     shape: list[PositiveInt] = key([1, 28, 28], "Shape of a synthetic or decoded image: channels, height, width.")
     shuffle: bool = key(True, "Visit the samples of an epoch in a random order derived from train.seed.")
-    workers: NonNegativeInt = key(0, "Loader processes a rank; 0 reads in the rank itself (best for tokens).")
+    workers: NonNegativeInt | Auto = auto(
+        "Loader processes a rank; 0 reads in the rank itself (best for tokens); auto = the rank reads itself and, "
+        "where that keeps it waiting, goes on with as many as make it fastest, at most one a core."
+    )
     prefetch: PositiveInt = key(2, "Batches that each worker reads ahead.")
     record_ids: bool = flag("Write the ids of the samples that each rank consumed into its events.")
     skip: SkipsField = key(
@@ -534,7 +545,9 @@ class DataSection(Section):
         "Folder of each node's own disk to which the data are copied before the first step; auto = node.local_disk of "
         "the site, for data on a shared file system that fit there; off = they are read where they lie."
     )
-    settings: SettingsField = key({}, 'Settings of a data source of another package, such as {table = "train"}.')
+    settings: SettingsField = key(
+        {}, 'Arguments of data.dataset, or settings of a data source of another package, such as {table = "train"}.'
+    )
 
 
 class TrainSection(Section):

@@ -20,7 +20,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -44,7 +44,6 @@ from shardway.checkpoint.state import (
     structure_name,
     take_state_apart,
 )
-from shardway.data.batch_tree import PackedInputs
 from shardway.data.loader import (
     Batch,
     HeldOutStream,
@@ -72,9 +71,10 @@ from shardway.data.samplers import (
     WholeBatches,
 )
 from shardway.data.sources.base import DataSource
+from shardway.data.waiting import MOST, START_S, WorkerChoice, describe_waiting, tuned_batches, watched_batches
 from shardway.data.workers import describe_shortage, fit_workers
 from shardway.errors import UserError
-from shardway.hardware.limits import count_threads, describe_few_cores
+from shardway.hardware.limits import count_own_cores, count_threads, describe_few_cores
 from shardway.rundir.names import SkippedRange
 from shardway.runfile.load import DEFAULT
 from shardway.train.loop_state import Counters
@@ -85,6 +85,8 @@ Collate = Callable[[list[Any]], Any]
 
 NOTE = "data_order_noted"
 """The event of what a user should know of the order of the data."""
+SLOW = "data_slow"
+"""The event of a run that waits long for its data."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,12 @@ def training_batches(
     values, mesh, ranks, order = session.resolved.values, session.mesh, session.ranks, loader.order
     share = Share(values.train.global_batch, mesh.data_rank, mesh.data_ranks)
     options = _options(session, loader)
+
+    def slow(waiting: float) -> None:
+        chosen, tunes = session.reading, values.data.workers == "auto" and bool(options.workers)
+        line = describe_waiting(waiting, chosen.workers if chosen is not None else options.workers, tunes=tunes)
+        _report(session, SLOW, line)
+
     if order is not None and order.hidden_state:
         session.note_once(
             NOTE,
@@ -143,8 +151,10 @@ def training_batches(
             )
         reader = StreamLoader(loader.samples, values.train.seed, share, options, loader.collate, own, loader.begin)
         if not isinstance(state, StreamState):
-            return _on_device(reader.batches(position, Skips(skips)), ranks.device)
-        return _on_device(state.watched(reader.batches(position, Skips(skips), state.begin)), ranks.device)
+            batches = reader.batches(position, Skips(skips))
+        else:
+            batches = state.watched(reader.batches(position, Skips(skips), state.begin))
+        return _on_device(watched_batches(batches, slow), ranks.device)
     if order is not None and mesh.data_ranks > 1:
         first = np.arange(position, position + share.global_batch)
         ids = ranks.together(
@@ -159,8 +169,22 @@ def training_batches(
     used: AnyOrder | BatchOrder = order or order_of(values, loader.samples)
     if loader.whole_batches and not isinstance(used, BatchOrder | WholeBatches):
         used = WholeBatches(used, loader.size)
-    step_loader = StepLoader(loader.samples, used, share, options, loader.collate)
-    return _on_device(step_loader.batches(position, skips=Skips(skips)), ranks.device)
+
+    def begin(workers: int, start: int) -> Iterator[Batch]:
+        now = replace(options, workers=workers)
+        return StepLoader(loader.samples, used, share, now, loader.collate).batches(start, skips=Skips(skips))
+
+    if values.data.workers == "auto" and options.workers:
+
+        def settled(choice: WorkerChoice) -> None:
+            session.reading = choice
+            facts = {"workers": choice.workers, "waited": choice.before.share, "waits": choice.now.share}
+            session.recorder.event("loader", step=session.recorder.step_done, **facts, reason=str(choice))
+
+        batches = tuned_batches(begin, position, options.workers, options.prefetch, settled, slow)
+    else:
+        batches = watched_batches(begin(options.workers, position), slow)
+    return _on_device(batches, ranks.device)
 
 
 def validation_data(session: Session, samples: Any, collate: Collate | None = None) -> Iterator[Any]:
@@ -169,7 +193,10 @@ def validation_data(session: Session, samples: Any, collate: Collate | None = No
     most, share = _validation_share(session, samples)
     count = count_samples(samples, most)
     if isinstance(samples, DataSource) or is_map_style(samples):
-        batches = validation_batches(samples, count, share, _options(session), collate)
+        options = _options(session)
+        if session.resolved.values.data.workers == "auto":
+            options = replace(options, workers=_workers_for(session, count))
+        batches = validation_batches(samples, count, share, options, collate)
     else:
         batches = validation_stream(samples, count, share, collate)
     return (batch.data for batch in _on_device(batches, session.ranks.device))
@@ -191,10 +218,26 @@ def _validation_share(session: Session, samples: Any) -> tuple[int | None, Share
     return most, Share(at_once * mesh.data_ranks, mesh.data_rank, mesh.data_ranks)
 
 
+def _workers_for(session: Session, samples: int) -> int:
+    """Loader processes of a validation on so many samples over all ranks, where data.workers is auto: those of the
+    training, if to start them takes a small part of the time that the rank would need itself."""
+    chosen = session.reading
+    if chosen is None:
+        return 0
+    seconds = chosen.before.waiting / session.resolved.values.train.global_batch * samples
+    return chosen.workers if seconds > 5 * START_S else 0
+
+
 def _options(session: Session, loader: Loader | None = None) -> LoaderOptions:
     data, here, ranks = session.resolved.values.data, session.ranks.placement.local_world, session.ranks
     collate, init = (loader.collate, loader.worker_init) if loader is not None else (None, None)
-    workers = data.workers
+    tunes = data.workers == "auto"
+    if data.workers == "auto":
+        # A script's dataset may be one that no other process can read.
+        able = loader is not None and not loader.is_stream and not session.leaves_alone("data.workers")
+        workers = min(MOST, count_own_cores(here)) if able else 0
+    else:
+        workers = data.workers
     for name, function in (("collate_fn", collate), ("worker_init_fn", init)):
         if not workers:
             break
@@ -212,31 +255,40 @@ def _options(session: Session, loader: Loader | None = None) -> LoaderOptions:
         workers = min(workers, 1)
     to_come = max(0, torch.get_num_threads() - count_threads())  # torch starts them later
     workers, too_few = fit_workers(workers, here, session.task_limit, to_come)
-    few_cores = describe_few_cores(workers, here) if workers else ""
-    for said in (session.temporary, too_few, few_cores, describe_shortage() if workers else ""):
-        if said:
-            session.note_once(NOTE, said)
+    notes = [session.temporary]
+    if not tunes:  # what is tuned is measured
+        notes += [too_few, *([describe_few_cores(workers, here), describe_shortage()] if workers else [])]
+    for said in filter(None, notes):
+        session.note_once(NOTE, said)
+    seeded = tunes and loader is not None and not isinstance(loader.samples, DataSource)
+    cuda = ranks.device.type == "cuda"
+    return LoaderOptions(
+        workers,
+        data.prefetch,
+        cuda,
+        init,
+        seeded,
+        ranks.device if cuda else None,  # on a CPU the thread would take turns with the training
+        lambda text: _report(session, NOTE, text),
+    )
 
-    def report(text: str) -> None:
-        """Report something of this rank alone."""
-        if ranks.is_first:
-            session.note_once(NOTE, text)
-        else:
-            logging.getLogger("shardway").warning(f"rank {ranks.rank}: {text}")
 
-    return LoaderOptions(workers, data.prefetch, ranks.device.type == "cuda", init, report)
+def _report(session: Session, event: str, text: str) -> None:
+    """Report something of this rank alone."""
+    if session.ranks.is_first:
+        session.note_once(event, text)
+    else:
+        logging.getLogger("shardway").warning(f"rank {session.ranks.rank}: {text}")
 
 
 def _on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """The batches on a device; those of a source, {"inputs": ..., "targets": ...}, as the pair that a training script
-    expects, of which the first is a `PackedInputs` where the source has "positions" as well."""
+    expects."""
     with contextlib.closing(batches) as stream:  # type: ignore[type-var]
         for batch in stream:
             data = batch.data
             if isinstance(data, dict) and data.keys() == {"inputs", "targets"}:
                 batch = replace(batch, data=(data["inputs"], data["targets"]))
-            elif isinstance(data, dict) and data.keys() == {"inputs", "targets", "positions"}:
-                batch = replace(batch, data=(PackedInputs(data["inputs"], data["positions"]), data["targets"]))
             yield to_device(batch, device)
 
 
@@ -279,7 +331,7 @@ class LoaderArguments:
     sampler: Any = None
     batch_sampler: Any = None
     drop_last: bool | None = None
-    workers: int | None = None
+    workers: int | Literal["auto"] | None = None
     shuffle: bool | None = None
     prefetch: int | None = None
     worker_init: Callable[[int], object] | None = None
@@ -542,7 +594,7 @@ class StreamState(CheckpointState):
 
     def _report_what_is_run_through(self, batch: Batch) -> None:
         alone = "one loader process reads it, whatever data.workers says"
-        workers = self._session.resolved.values.data.workers > 1
+        workers = self._session.resolved.values.data.workers not in ("auto", 0, 1)
         if self._unused:
             self._report(self._unused)
         if batch.snapshot is None:

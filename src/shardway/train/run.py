@@ -26,13 +26,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, TextIO, TypeVar
+from typing import Any, Generic, Literal, TextIO, TypeVar
 
 import torch
 from torch import nn
@@ -42,7 +41,6 @@ from shardway.checkpoint.state import KeptObjects
 from shardway.checkpoint.writer import check_savable
 from shardway.data.open import Data, open_described
 from shardway.data.sources.base import DataSource
-from shardway.data.stage import find_folder, hold_all
 from shardway.errors import JobError, UserError
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
@@ -78,6 +76,7 @@ from shardway.train.memory import explain_memory
 from shardway.train.optim.kinds import build_optimizer
 from shardway.train.passes import BatchSplit, let_go
 from shardway.train.session import Session, format_named, keep_formats, open_session, resolve_for_model
+from shardway.train.staging import stage_for_node
 from shardway.train.validate import Validation, check_metrics
 from shardway.watch.progress import read_validations
 from shardway.watch.report import render_report
@@ -218,7 +217,7 @@ class Run:
         sampler: Any = None,
         batch_sampler: Any = None,
         drop_last: bool | None = None,
-        workers: int | None = None,
+        workers: int | Literal["auto"] | None = None,
     ) -> Loader:
         """Batches of a dataset (map-style or iterable, a source of `shardway.data`, or a DataLoader of torch, of which
         all this is taken over), each rank its share of every batch.
@@ -687,31 +686,6 @@ def train_run(run: Run) -> RunOutcome:
     return RunOutcome(
         str(run.directory.path), status.get("state", ""), status.get("reason", ""), int(status.get("step", 0))
     )
-
-
-_STAGING_S = 5.0
-"""How often ranks tell each other that a copy goes on: less than a collective may take."""
-
-
-def stage_for_node(session: Session, data: Data) -> Data:
-    """The data as they lie on this node's own disk, if data.stage asks for it and they fit there; copied by one rank of
-    the node, while the others wait."""
-    wanted, ranks = session.resolved.values.data.stage, session.ranks
-    sources = [data.train, *([data.validation] if data.validation is not None else [])]
-    by_user = not session.resolved.is_derived("data.stage")
-    folder, why = ranks.together(lambda: find_folder(wanted, sources, by_user=by_user))
-    if folder is None:
-        if wanted != "off":
-            session.note_once("not_staged", f"the data are read where they lie: {why}")
-        return data
-    with ThreadPoolExecutor(1) as pool:
-        copying = pool.submit(hold_all, sources, folder, logging.getLogger("shardway").warning)
-        while not all(ranks.gather(copying.done())):
-            wait([copying], timeout=_STAGING_S)
-        staged, held = ranks.together(copying.result)
-    for each in held:
-        session.at_end.callback(each.close)
-    return Data(staged[0], staged[1] if data.validation is not None else None)
 
 
 def _build(run: Run, data: Data) -> nn.Module:

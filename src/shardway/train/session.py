@@ -29,6 +29,7 @@ from torch import nn
 from shardway.checkpoint.manager import remove_leftovers
 from shardway.checkpoint.reader import peek_latest
 from shardway.checkpoint.state import seed_all
+from shardway.data.waiting import WorkerChoice
 from shardway.errors import Bug, JobError, ShardwayError, UserError, render_reason
 from shardway.hardware.catalogue import DeviceFacts, facts_of_cuda
 from shardway.hardware.limits import TaskLimit, explain_limit, read_task_limit, settle_temporary
@@ -104,6 +105,8 @@ class Session:
     noted: set[str] = field(default_factory=set)
     task_limit: TaskLimit | None = None
     temporary: str = ""
+    reading: WorkerChoice | None = None
+    """The loader processes that data.workers = "auto" has chosen on this rank, once it has."""
 
     @property
     def resolved(self) -> Resolved:

@@ -40,6 +40,7 @@ from shardway.watch.progress import (
 )
 from shardway.watch.words import (
     ACCOUNT_WORDS,
+    REMEDIES,
     UNKNOWN,
     one_line,
     render_loss,
@@ -269,6 +270,8 @@ _NOTES = {
     "unaccounted_s": "after the last record of an attempt that was killed, or of the one that runs",
 }
 
+_MUCH_WAITING = 0.1  # share of the time from which it is said what to do
+
 _CONCEPTS = {"productive_s": "train", "lost_s": "fault", "load_s": "resume"}
 """Row -> the concept whose colour it has; of the others, that of their name."""
 
@@ -284,6 +287,8 @@ def render_spent(account: TimeAccount | None) -> str:
             if name == "lost_s":
                 again = f", {_render_seconds(account.repeated_s)} to do them again" if account.repeated_s else ""
                 note = f"{render_plural(account.undone_steps, 'step')} undone{again}"
+            elif name == "data_s" and seconds >= _MUCH_WAITING * account.wall_s:
+                note += f"{REMEDIES[name]}; shardway data bench PATH shows which layer limits"
             rows.append([ACCOUNT_WORDS[name], _render_seconds(seconds), share, note])
             colour = colour_of(_CONCEPTS.get(name, name.removesuffix("_s")))
             bar.append(

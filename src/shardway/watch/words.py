@@ -54,7 +54,7 @@ ACCOUNT_WORDS = {
 }
 """Row of an account -> its label."""
 
-REMEDIES = {"data_s": ": raise data.workers or data.prefetch"}  # row of an account -> a remedy, where one is known
+REMEDIES = {"data_s": ': data.workers = "auto", or more'}  # row of an account -> a remedy, where one is known
 _SHOWN, _WORTH_A_REMEDY = 0.01, 0.05  # share of the time from which a row is named, and from which its remedy is
 
 
@@ -380,6 +380,10 @@ _KINDS: Mapping[str, tuple[Words, Severity, StepLabel]] = {
     "validation_failed": (_reason("the validation failed: "), _WARNING, _RUN),
     "passes_replayed": (_reason(), Severity.NEWS, _RUN),
     "blend": (_reason(), Severity.NEWS, _NONE),
+    "loader": (_reason(), Severity.NEWS, _RUN),
+    "data_slow": (_reason(), _WARNING, _RUN),
+    "staged": (_reason(), Severity.NEWS, _RUN),
+    "not_staged": (_reason(), _WARNING, _RUN),
     "blend_epochs": (_reason(), Severity.NEWS, _RUN),
     "step_discarded": (lambda event: "the step after it had no data in time and does not count", _WARNING, _RUN),
     "tracker_failed": (lambda event: f"the tracker {text(event, 'tracker')} {_reason()(event)}", _WARNING, _RUN),

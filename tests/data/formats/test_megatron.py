@@ -25,6 +25,7 @@ from shardway.data.formats.megatron import (
     open_megatron_store,
     write_megatron_files,
 )
+from shardway.data.kinds import MegatronKind
 from shardway.data.sources.base import DataRequest
 from shardway.data.sources.packed import PackedDocuments
 from shardway.data.sources.tokens import TokenWindows, open_megatron
@@ -79,6 +80,28 @@ def test_what_megatron_wrote_is_read(name: str) -> None:
     assert reader.more_facts() == {"tokens": 33, "sequences": 6}
     assert [file.name for file in reader.parts.files] == ["tiny.bin", "tiny.idx"]
     assert list(reader.find_damage()) == []
+
+
+def test_what_the_names_begin_with_is_there(tmp_path: Path) -> None:
+    write(tmp_path / "data", [[[1, 2, 3]]])
+    for name, there in (("data", True), ("data.bin", True), (".", True), ("other", False)):
+        section = DataSection(kind="megatron", path=str(tmp_path / name))
+        assert MegatronKind().exists(section) is there
+
+
+def test_a_folder_with_one_pair_is_that_pair(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write(folder / "a.v1", [[[1, 2, 3]]])
+    assert is_megatron(folder)
+    assert MegatronRecords.open(at(folder)).read([0])[0]["tokens"].tolist() == [1, 2, 3]
+    write(tmp_path / "corpus", [[[4]]])
+    assert MegatronRecords.open(at(folder)).read([0])[0]["tokens"].tolist() == [4], "as it is named comes first"
+    (tmp_path / "corpus.idx").unlink()
+    write(folder / "b", [[[5]]])
+    assert not is_megatron(folder)
+    assert "lacks corpus.idx" in refused(folder)
+    assert "or a folder with one such pair" in refused(folder)
 
 
 def test_multimodal_data_of_megatron_are_read() -> None:

@@ -17,20 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardway.data.content import DataPath
+from shardway.data.convert import WRITERS
 from shardway.data.formats import shards
 from shardway.data.formats.base import BLOCK_BYTES, DamagedData, sum_blocks
-from shardway.data.formats.shard_repair import find_folder_damage
-from shardway.data.formats.shards import (
-    ShardRecords,
-    ShardTokens,
-    open_token_shards,
-    read_manifest,
-    read_shard_facts,
-    repair_shards,
-    write_manifest,
-    write_record_shard,
-    write_token_shard,
-)
+from shardway.data.formats.shard_file import read_shard_facts, write_record_shard, write_token_shard
+from shardway.data.formats.shard_manifest import read_manifest, write_manifest
+from shardway.data.formats.shard_repair import find_folder_damage, repair_shards
+from shardway.data.formats.shards import ShardRecords, ShardTokens, open_token_shards
 from shardway.data.formats.tokens import TokenRecords
 from shardway.errors import UserError
 
@@ -296,7 +289,7 @@ def test_a_token_that_the_type_does_not_hold_is_refused(tmp_path: Path, wrong: n
 def test_a_kill_leaves_no_half_shard(tmp_path: Path) -> None:
     code = (
         "import os, sys, pathlib, numpy as np\n"
-        "from shardway.data.formats.shards import write_token_shard\n"
+        "from shardway.data.formats.shard_file import write_token_shard\n"
         "def documents():\n"
         "    yield np.zeros(3_000_000, np.uint16), None\n"
         "    os.kill(os.getpid(), 9)\n"
@@ -612,3 +605,13 @@ def test_a_manifest_is_not_made_of_damaged_shards(tmp_path: Path) -> None:
     assert "00000.shard is missing" in repair_shards(folder)[1][0]
     other = write_records(tmp_path / "other", RECORDS)
     assert "is not seen to be the same data set" in repair_shards(folder, other)[1][0]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int64"])
+def test_tokens_of_any_type_are_converted(tmp_path: Path, dtype: str) -> None:
+    given = [np.array([3, 200, 1], dtype), np.zeros(0, dtype), np.array([7], dtype)]
+    WRITERS["tokens"](iter({"tokens": each} for each in given), tmp_path / "d")
+    assert read_manifest(at(tmp_path / "d")).described["vocab"] == 201
+    assert [each["tokens"].tolist() for each in TokenRecords.open(at(tmp_path / "d")).read(range(3))] == [
+        each.tolist() for each in given
+    ]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from shardway.data.content import DataPath, fingerprint_arrays
 from shardway.data.formats import token_store
 from shardway.data.formats.base import BLOCK_BYTES, DamagedData, FileParts, describe_file, sum_blocks
 from shardway.data.formats.indexes import make_sums
-from shardway.data.formats.shards import write_manifest, write_token_shard
+from shardway.data.formats.shard_file import write_token_shard
+from shardway.data.formats.shard_manifest import write_manifest
 from shardway.data.formats.token_store import TokenFile, TokenStore, check_tokens, checks_blocks
 from shardway.data.formats.tokens import TokenRecords, open_token_store, read_npy_tokens, read_raw_tokens
 from shardway.data.open import find_kind
@@ -97,6 +99,29 @@ def test_files_are_mapped_when_they_are_touched(tmp_path: Path, monkeypatch: pyt
     for start in (*range(0, 96, 7), 95):
         assert store.rows(np.array([start, 0]), 4).tolist() == [[*range(start, start + 4)], [0, 1, 2, 3]]
     assert len(opened) > 6
+
+
+def test_rows_that_are_too_long_for_a_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [np.arange(100, dtype=np.uint16), np.arange(100, 300, dtype=np.uint16)]
+    monkeypatch.setattr(token_store, "LONG_ROW", 7)
+    for store in (store_of(tmp_path / "two", parts), store_of(tmp_path / "one", [np.concatenate(parts)])):
+        starts = np.array([90, 0, 292, 150])
+        assert store.rows(starts, 8).tolist() == [list(range(start, start + 8)) for start in starts]
+        with pytest.raises(IndexError):
+            store.rows(np.array([293]), 8)
+
+
+def test_threads_read_while_files_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_store, "MAPPED_FILES", 3)
+    store = store_of(tmp_path, [np.arange(50 * number, 50 * number + 50, dtype=np.uint16) for number in range(20)])
+
+    def read_all(seed: int) -> bool:
+        dice = np.random.default_rng(seed)
+        each = [dice.integers(0, 990, 3) for _ in range(50)]
+        return all(np.array_equal(store.rows(starts, 10), starts[:, None] + np.arange(10)) for starts in each)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(read_all, range(8)))
 
 
 def test_offsets_that_are_no_multiple_of_a_token_are_refused(tmp_path: Path) -> None:

@@ -233,6 +233,13 @@ def test_images_of_hugging_face_are_decoded() -> None:
     np.testing.assert_allclose(found, pixels.transpose(2, 0, 1) / 255, atol=1e-6)
 
 
+def test_bytes_in_an_array_are_decoded() -> None:
+    """As HDF5 keeps them: a row of uint8 of its own length."""
+    pixels = draw(4, 4, 3)
+    found = single(np.frombuffer(encode(pixels), np.uint8), "uint8[]")
+    np.testing.assert_allclose(found, pixels.transpose(2, 0, 1) / 255, atol=1e-6)
+
+
 def test_images_of_a_folder_have_the_classes_of_its_folders(tmp_path: Path) -> None:
     for number, name in enumerate(("ant/1.png", "bee/2.png", "bee/3.png")):
         (tmp_path / name).parent.mkdir(exist_ok=True)

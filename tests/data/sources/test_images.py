@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardway.data.content import DataPath
 from shardway.data.kinds import IdxKind
-from shardway.data.sources.base import DataPath, DataRequest
+from shardway.data.sources.base import DataRequest
 from shardway.data.sources.images import Images, open_arrays, open_idx
 from shardway.errors import UserError
 from shardway.runfile.schema import DataSection

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from shardway.data.content import DataPath
 from shardway.data.sources import tokens
-from shardway.data.sources.base import DataPath, DataRequest
+from shardway.data.sources.base import DataRequest
 from shardway.data.sources.tokens import TokenWindows, list_text, open_text
 from shardway.errors import JobError, UserError
 from shardway.runfile.schema import DataSection

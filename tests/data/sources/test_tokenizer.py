@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from shardway.data.content import DataPath
 from shardway.data.sources import tokens as text_source
-from shardway.data.sources.base import DataPath, DataRequest
+from shardway.data.sources.base import DataRequest
 from shardway.data.sources.tokens import TokenWindows, open_text, open_tokenizer, split_pieces
 from shardway.errors import UserError
 from shardway.runfile.schema import DataSection

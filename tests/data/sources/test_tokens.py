@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardway.data.sources.base import DataPath, DataRequest
+from shardway.data.content import DataPath
+from shardway.data.sources.base import DataRequest
 from shardway.data.sources.tokens import TokenWindows, open_tokens
 from shardway.errors import UserError
 from shardway.runfile.schema import DataSection

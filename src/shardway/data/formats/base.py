@@ -16,12 +16,14 @@ import importlib
 import io
 import os
 import pickle
+import shlex
+import socket
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -133,11 +135,12 @@ class Records(ABC):
     def describe_checks(self) -> str:
         """What `find_damage` can find, for a person."""
         if self.parts.sums:
-            return "every block has its checksum"
-        return (
-            f"{self.format} data have no checksums, so flipped bits within samples cannot be found "
-            "(`shardway data index --checksum` makes some)"
-        )
+            return "of every MiB"
+        return f"{self.own_checks() or 'none'}; `shardway data index --checksum` makes some of every MiB"
+
+    def own_checks(self) -> str:
+        """What of these data the format itself has checksums of, such as "of each shard"; "" for nothing."""
+        return ""
 
     def find_damage(self) -> Iterator[str]:
         """Everything that is found wrong when all is read, each as a sentence that names file and offset.
@@ -181,8 +184,10 @@ class FileParts:
     a process."""
 
     def __init__(self, root: Path, files: Sequence[DataFile], sums: Sequence[Sums] = ()) -> None:
-        """`sums`: those of each file; none: nothing can be checked."""
+        """`sums`: those of each file, empty for one that has none; none: nothing can be checked."""
         self.root, self.files, self.sums = root, tuple(files), list(sums)
+        self.stage: Path | None = None
+        """The folder of all that is staged on this node, if these files are."""
         self._checked: dict[int, npt.NDArray[np.bool_]] = {}
         self._open: OrderedDict[int, int] = OrderedDict()
 
@@ -201,6 +206,30 @@ class FileParts:
     def path(self, number: int) -> Path:
         """The path of a file."""
         return self.root / self.files[number].name
+
+    def list_keys(self) -> list[str]:
+        """What stands for the content of each file: its checksums, or else its path, size and time of change."""
+        root, keys = self.root.resolve(), []
+        for number, file in enumerate(self.files):
+            known = self.sums and len(self.sums[number])
+            sums = xxhash.xxh3_128_hexdigest(self.sums[number].tobytes()) if known else ""
+            keys.append(f"{file.size}-{sums or fingerprint(f'{root}/{file.name}', file.size, file.mtime_ns)}")
+        return keys
+
+    def check_copy(self, number: int, copied: Path, sums: Sequence[int]) -> None:
+        """Compare a file, as it was read for the copy at `copied`, with its checksums; `sums` are those of what was
+        read. Raises DamagedData."""
+        for block, (found, known) in enumerate(zip(sums, self.sums[number] if self.sums else (), strict=False)):
+            if found != int(known):
+                raise self.damaged(number, block * BLOCK_BYTES, "the checksum of the MiB from there on is another")
+
+    def moved(self, root: Path, sums: Sequence[Sums], stage: Path | None) -> Self:
+        """The same files in another folder, with these checksums if they had none; `stage`: all that is staged."""
+        other = copy.copy(self)
+        other.__dict__.update(self.__getstate__())
+        other.root, other.stage = root, stage
+        other.sums = self.sums or list(sums)
+        return other
 
     def read(self, number: int, offset: int, size: int) -> bytes:
         """`size` bytes of a file from `offset` on. Raises DamagedData for fewer, or a block with another checksum."""
@@ -248,9 +277,11 @@ class FileParts:
 
     def damaged(self, number: int, offset: int, what: str) -> DamagedData:
         """The error for a place in a file."""
-        return DamagedData(
-            f"{self.path(number)} is damaged at byte {offset}: {what}\n  To do: copy the file again from where it came."
-        )
+        path, remedy = self.path(number), "copy the file again from where it came."
+        if self.stage is not None:
+            remove = f"find {shlex.quote(str(self.stage))} -samefile {shlex.quote(str(path))} -delete"
+            remedy = f"`{remove}` on {socket.gethostname()} removes it, and the next run copies it again."
+        return DamagedData(f"{path} is damaged at byte {offset}: {what}\n  To do: {remedy}")
 
     def _descriptor(self, number: int) -> int:
         if number in self._open:
@@ -303,13 +334,9 @@ class _PartStream(io.RawIOBase):
 
 
 def move_parts(parts: FileParts, put: Any) -> FileParts:
-    """The same files in another folder (a `shardway.data.stage.StagedSet`), with the checksums that were made on the
-    way if they had none."""
-    moved = copy.copy(parts)
-    moved.__dict__.update(parts.__getstate__())
-    moved.root = put.root
-    moved.sums = parts.sums or list(put.sums)
-    return moved
+    """The same files where they are staged (a `shardway.data.stage.StagedSet`), with the checksums that were made on
+    the way if they had none."""
+    return parts.moved(put.root, put.sums, put.folder)
 
 
 def sum_blocks(path: Path) -> Sums:
@@ -342,14 +369,18 @@ def list_files(place: DataPath, matches: Callable[[str], bool], what: str) -> tu
         if not found:
             raise place.error(f"has no {what}", allowed=allowed)
         return path, [describe_file(path, name) for name in found]
-    wanted = list(expand_braces(path.name))
+    wanted, names = list(expand_braces(path.name)), match_files(path)
     missing = [name for name in wanted if not any(sign in name for sign in "*?[") and not (path.parent / name).exists()]
-    names = sorted({name for pattern in wanted for name in _glob(path.parent, pattern)})
     if not names:
         raise place.error("does not exist", allowed=allowed)
     if missing:
         raise place.error(f"names files that are missing: {list_some(missing, 5)}", remedy="copy them, or name fewer")
     return path.parent, [describe_file(path.parent, name) for name in names]
+
+
+def match_files(path: Path) -> list[str]:
+    """The names of files that a `*` or `{000..012}` pattern in the last part of a path stands for, sorted."""
+    return sorted({name for pattern in expand_braces(path.name) for name in _glob(path.parent, pattern)})
 
 
 def expand_braces(pattern: str) -> Iterator[str]:

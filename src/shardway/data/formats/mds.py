@@ -148,6 +148,9 @@ class MdsRecords(Records):
         begins, ends = self._find_rows(shard, np.array([row]))
         return Extent(self._parts_of(shard).path(shard), begins[0], ends[0] - begins[0])
 
+    def own_checks(self) -> str:
+        return "of each shard" if all(shard.raw.hashes for shard in self._shards) else ""
+
     def find_damage(self) -> Iterator[str]:
         """Besides what is read (compressed shards are all decompressed to the cache for it): the hashes of index.json
         over each file; one that is not known here is named."""
@@ -248,7 +251,8 @@ class MdsRecords(Records):
         if not self._is_packed(shard):
             return self.parts
         if self._unpacked is None:
-            folder = find_own_folder("CACHE")
+            # beside staged shards, so that they go together
+            folder = find_own_folder("CACHE") if self.parts.stage is None else self.parts.root / ".unpacked"
             if folder is None:
                 raise JobError(self._refuse_cache("this account has no cache folder for it"))
             names = [_name_unpacked(self.parts.root, file) for file in self.parts.files]

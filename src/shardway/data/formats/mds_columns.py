@@ -69,10 +69,10 @@ _SCALARS = {"int": "q", "int8": "b", "int16": "h", "int32": "i", "int64": "q", "
             "float64": "d", "uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q"}  # fmt: skip
 """Encoding -> code of `struct`."""
 
-_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 18: "<f2", 32: "<u4", 33: "<i4", 34: "<f4", 64: "<u8", 65: "<i8",
-           66: "<f8"}  # fmt: skip
+DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 18: "<f2", 32: "<u4", 33: "<i4", 34: "<f4", 64: "<u8", 65: "<i8",
+          66: "<f8"}  # fmt: skip
 """The first byte of an array whose dtype is not in its encoding."""
-_DTYPES_BY_NAME = {np.dtype(dtype).name: dtype for dtype in _DTYPES.values()}
+_DTYPES_BY_NAME = {np.dtype(dtype).name: dtype for dtype in DTYPES.values()}
 
 _MODES = {"L": "u1", "P": "u1", "1": "u1", "I": "<i4", "F": "<f4", "I;16": "<u2",
           **dict.fromkeys(("LA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"), "u1")}  # fmt: skip
@@ -126,7 +126,7 @@ def _make_array_decoder(encoding: str) -> Decode | None:
     def decode(content: bytes, start: int, stop: int) -> npt.NDArray[Any]:
         at, dtype, shape = start, fixed_dtype, fixed_shape
         if dtype is None:
-            dtype, at = np.dtype(_DTYPES[content[at]]), at + 1
+            dtype, at = np.dtype(DTYPES[content[at]]), at + 1
         if shape is None:
             axes, width = content[at] >> 2, 1 << (content[at] & 3)
             if at + 1 + axes * width > stop:

@@ -18,10 +18,10 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ import numpy.typing as npt
 from shardway.data.content import DataPath
 from shardway.data.formats.base import Extent, FileParts, Offsets, Record, Records, check_ids, describe_file
 from shardway.data.formats.indexes import read_sums
-from shardway.data.formats.token_store import TokenFile, TokenStore
+from shardway.data.formats.token_store import TokenFile, TokenStore, stage_file
 from shardway.errors import UserError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -83,8 +83,11 @@ class MegatronIndex:
 
 
 def name_files(path: Path) -> tuple[Path, Path]:
-    """The .bin and the .idx file of a path that is one of them or what both names begin with."""
+    """The .bin and the .idx file of a path: one of them, what both names begin with, or a folder with one such pair."""
     stem = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    if path.is_dir() and not stem.with_name(f"{stem.name}.idx").is_file():
+        pairs = [each.with_suffix("") for each in path.glob("*.idx") if each.with_suffix(".bin").is_file()]
+        stem = pairs[0] if len(pairs) == 1 else stem
     return stem.with_name(f"{stem.name}.bin"), stem.with_name(f"{stem.name}.idx")
 
 
@@ -106,7 +109,8 @@ def read_megatron_index(place: DataPath) -> MegatronIndex:
     missing = [each.name for each in (content, path) if not each.is_file()]
     if missing:
         raise place.error(
-            f"lacks {' and '.join(missing)}", allowed="name.bin, name.idx, or name, with both files there"
+            f"lacks {' and '.join(missing)}",
+            allowed="name.bin, name.idx, or name, with both files there, or a folder with one such pair",
         )
     copy = f"copy {path.name} and {content.name} again"
     size, held = path.stat().st_size, content.stat().st_size
@@ -170,6 +174,11 @@ class MegatronStore(TokenStore):
     index: MegatronIndex = field(kw_only=True)
     place: DataPath = field(kw_only=True)
 
+    def staged(self, hold: Callable[[FileParts], Any]) -> TokenStore:
+        """The same documents and their index, read from where `hold` has put the files."""
+        moved = replace(self.index, path=stage_file(self.index.path, hold))
+        return replace(cast(MegatronStore, super().staged(hold)), index=moved)
+
     def read_ends(self) -> Offsets:
         """The end of each document in tokens. Raises UserError for an index that contradicts itself."""
         index, place = self.index, self.place
@@ -202,7 +211,7 @@ class MegatronStore(TokenStore):
 
 
 def open_megatron_store(place: DataPath) -> MegatronStore:
-    """The documents at a path: name.bin, name.idx, or name. Raises UserError for files that do not fit together."""
+    """The documents at a path, as `name_files` has it. Raises UserError for files that do not fit together."""
     index = read_megatron_index(place)
     content, _ = name_files(place.path)
     tokens = content.stat().st_size // np.dtype(index.dtype).itemsize

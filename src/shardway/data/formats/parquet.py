@@ -66,6 +66,9 @@ class ParquetRecords(ColumnRecords):
         check_not_empty(index, place)
         return cls(parts, index, describe_groups(parts, 0, place, _read_footer, "Parquet")[0])
 
+    def own_checks(self) -> str:
+        return "of pages, where their writer made some"
+
     def _open_file(self, number: int) -> Any:
         return _open_parquet(self.parts, number)
 

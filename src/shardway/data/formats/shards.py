@@ -1,5 +1,5 @@
 """Shardway's own format: a folder of shards (`shard_file`) and shards.json (`shard_manifest`); holds records of named
-fields or documents of tokens. This module reads them, and gives the names that others need.
+fields or documents of tokens. This module reads them.
 
 Invariants:
 - Opening reads the manifest and the sizes of the files; the index of a shard is read when the shard is touched first.
@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from shardway.data.formats import shard_file
 from shardway.data.formats.base import (
     BLOCK_BYTES,
     OPEN_FILES,
+    DamagedData,
     DataFile,
     Extent,
     FileParts,
@@ -39,23 +40,15 @@ from shardway.data.formats.base import (
     check_ids,
     describe_file,
 )
-from shardway.data.formats.shard_file import SHARD_BYTES as SHARD_BYTES
 from shardway.data.formats.shard_file import (
     DamagedShard,
+    ShardFacts,
     ShardFooter,
     parse_footer,
     read_shard_sums,
 )
-from shardway.data.formats.shard_file import ShardFacts as ShardFacts
-from shardway.data.formats.shard_file import read_shard_facts as read_shard_facts
-from shardway.data.formats.shard_file import write_record_shard as write_record_shard
-from shardway.data.formats.shard_file import write_token_shard as write_token_shard
-from shardway.data.formats.shard_manifest import FORMAT, find_folder, find_shard_kind
-from shardway.data.formats.shard_manifest import ShardManifest as ShardManifest
-from shardway.data.formats.shard_manifest import read_manifest as read_manifest
-from shardway.data.formats.shard_manifest import write_manifest as write_manifest
+from shardway.data.formats.shard_manifest import FORMAT, ShardManifest, find_folder, find_shard_kind, read_manifest
 from shardway.data.formats.shard_repair import find_folder_damage
-from shardway.data.formats.shard_repair import repair_shards as repair_shards
 from shardway.data.formats.token_store import TokenFile, Tokens, TokenStore
 from shardway.errors import JobError, list_some
 
@@ -87,6 +80,26 @@ class ShardParts(FileParts):
     def __getstate__(self) -> dict[str, Any]:
         kept = {"_footers": {}, "_columns": OrderedDict(), "_column_bytes": 0, "_loaded": {}, "_unchecked": {}}
         return {**super().__getstate__(), **kept}
+
+    def list_keys(self) -> list[str]:
+        """What the manifest says of the content of each shard, so that none is read for it."""
+        return [f"{shard.bytes}-{shard.xxh3}" for shard in self.shards]
+
+    def check_copy(self, number: int, copied: Path, sums: Sequence[int]) -> None:
+        name = self.path(number)
+        try:
+            file = DataFile(copied.name, self.files[number].size, 0)
+            known = ShardParts(copied.parent, [file], [self.shards[number]]).load_sums(0)
+        except DamagedData as error:
+            raise DamagedData(str(error).replace(str(copied), str(name))) from error
+        for block, (found, expected) in enumerate(zip(sums, known.tolist(), strict=True)):
+            if found != expected:
+                raise DamagedShard(name, block * BLOCK_BYTES, "checksum mismatch of the MiB from there on")
+
+    def moved(self, root: Path, sums: Sequence[Sums], stage: Path | None) -> Self:
+        other = super().moved(root, sums, stage)
+        other.sums = _ShardSums(other)
+        return other
 
     def footer(self, number: int) -> ShardFooter:
         """Where everything lies in a shard. Raises DamagedData."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ MAPPED_FILES = 2**14
 
 SHORT_RUN = 128
 """Runs of fewer tokens on average are gathered at once, longer ones copied one after the other (measured)."""
+LONG_ROW = 2**16
+"""Longer rows are copied one after the other: addresses have 47 bits, and a view of rows must have less than 2^63
+bytes."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +73,13 @@ class TokenStore:
     counted: tuple[TokenFile, ...] = ()
     parts: FileParts | None = None
     memory_bytes: int | None = None
-    _tokens: _MappedFiles | None = field(default=None, repr=False)
-    _marks: _MappedFiles | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         """The number of tokens."""
         return sum(file.tokens for file in self.files)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tokens": None, "_marks": None}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_tokens", "_marks")}
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -115,44 +117,48 @@ class TokenStore:
             self,
             files=tuple(replace(file, path=moved[file.path.absolute()]) for file in self.files),
             counted=tuple(replace(file, path=moved[file.path.absolute()]) for file in self.counted),
-            parts=FileParts(put.root, parts.files, put.sums) if self.parts is None else move_parts(parts, put),
-            _tokens=None,
-            _marks=None,
+            parts=move_parts(parts, put),
         )
 
     def rows(self, starts: Offsets, length: int) -> Tokens:
         """[n, length]: the tokens from each of `starts` on. All must lie in the store."""
-        if self._tokens is None:
-            self._tokens = self._map(self.files)
         return self._tokens.rows(starts, length)
 
     def count_rows(self, starts: Offsets, length: int) -> npt.NDArray[np.bool_] | None:
         """[n, length]: whether each token of `rows` counts as a target; None: all do."""
         if not self.counted:
             return None
-        if self._marks is None:
-            self._marks = self._map(self.counted)
         return self._marks.rows(starts, length).astype(np.bool_)
 
     def runs(self, starts: Offsets, lengths: Offsets) -> Tokens:
         """One row: the tokens of runs, each from one of `starts` on and at least one long, one run after the other. All
         must lie in the store."""
-        if self._tokens is None:
-            self._tokens = self._map(self.files)
         return self._tokens.runs(starts, lengths)
 
     def count_runs(self, starts: Offsets, lengths: Offsets) -> npt.NDArray[np.bool_] | None:
         """One row: whether each token of `runs` counts as a target; None: all do."""
         if not self.counted:
             return None
-        if self._marks is None:
-            self._marks = self._map(self.counted)
         return self._marks.runs(starts, lengths).astype(np.bool_)
+
+    @cached_property
+    def _tokens(self) -> _MappedFiles:
+        return self._map(self.files)
+
+    @cached_property
+    def _marks(self) -> _MappedFiles:
+        return self._map(self.counted)
 
     def _map(self, files: Sequence[TokenFile]) -> _MappedFiles:
         size = sum(file.tokens * np.dtype(file.dtype).itemsize for file in (*self.files, *self.counted))
         checks = self.parts is not None and checks_blocks(size, self.memory_bytes)
         return _MappedFiles(files, self.parts if checks else None)
+
+
+def stage_file(path: Path, hold: Callable[[FileParts], Any]) -> Path:
+    """Where `hold` puts one file."""
+    put = hold(FileParts(path.absolute().parent, [describe_file(path.absolute().parent, path.name)]))
+    return Path(put.root / path.name)
 
 
 def checks_blocks(store_bytes: int, memory_bytes: int | None = None) -> bool:
@@ -181,12 +187,40 @@ def check_tokens(tokens: Tokens, vocab: int | None, place: DataPath) -> None:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class _Mapping:
+    """Files of a store where they lie in the address space of this process; mapped for as long as it is used.
+
+    One view from the lowest address of a mapped token up to the highest has all of them in it, so that rows of several
+    files are one gather. Only runs that lie within a mapped file may be read through it: what is between two files is
+    never touched. `shifts` make the number of a token its place in the view, `limits` are the ends of files; -1 of one
+    that is not mapped, and at the end, for a token of no file.
+    """
+
+    tokens: dict[int, Tokens]
+    addresses: Offsets
+    shifts: Offsets
+    limits: Offsets
+    lowest: int = -1
+    """The file that the view begins with."""
+    views: dict[int, Tokens] = field(default_factory=dict)
+
+    def view_rows(self, length: int) -> Tokens:
+        """Every run of `length` tokens from the lowest mapped address on, as one overlapping view."""
+        view = self.views.get(length)
+        if view is None:
+            first = self.tokens[self.lowest]
+            count = int((self.shifts + self.limits)[self.limits >= 0].max()) - length + 1
+            shape, strides = (max(0, count), length), (first.itemsize, first.itemsize)
+            view = self.views[length] = np.lib.stride_tricks.as_strided(first, shape, strides, writeable=False)
+        return view
+
+
 class _MappedFiles:
     """Files of one dtype as one row, mapped when they are touched; blocks checked when they are touched first.
 
-    Many rows are one gather, also over several files: the files lie somewhere in the address space of this process, and
-    one view from the lowest address of a mapped token up to the highest has all of them in it. Only rows that lie
-    within one file are read through it; what is between two files is never touched.
+    Rows of several files are one gather too; copied one by one, short ones take three times as long (measured). Threads
+    may read at once: a mapping is replaced as a whole.
     """
 
     def __init__(self, files: Sequence[TokenFile], parts: FileParts | None) -> None:
@@ -196,7 +230,7 @@ class _MappedFiles:
         offsets = np.array([file.offset_bytes for file in files], np.int64)
         self._starts: Offsets = np.concatenate([[0], np.cumsum(counts)])
         """The first token of each file, and at the end the number of all."""
-        self._unmap()
+        self._mapping = self._map_none()
         # Blocks are numbered through all files: those that hold a token of the first, then those of the second, ...
         first = offsets // BLOCK_BYTES
         blocks = np.where(counts > 0, -(-(offsets + counts * self._width) // BLOCK_BYTES) - first, 0)
@@ -204,26 +238,27 @@ class _MappedFiles:
         self._block_shifts = self._block_ends - blocks - first
         """What makes the number of a block in its file one among all."""
         self._checked = np.zeros(int(blocks.sum()) if parts is not None else 0, np.bool_)
-        self._unchecked = len(self._checked)
+        self._is_checked = not len(self._checked)
 
     def rows(self, starts: Offsets, length: int) -> Tokens:
         """[n, length]: the tokens from each of `starts` on. Raises IndexError for a row that is not there."""
         if not len(starts) or not length:
             return np.empty((len(starts), length), self._files[0].dtype)
-        if self._unchecked:
+        if length > LONG_ROW:
+            return self.runs(starts, np.full(len(starts), length)).reshape(len(starts), length)
+        if not self._is_checked:
             self._check(starts, length)
         if len(self._files) == 1:
-            self._map(0)
-            return self._view_rows(length)[starts]
+            return self._map(0).view_rows(length)[starts]
         which = self._starts.searchsorted(starts, side="right") - 1
-        if not np.count_nonzero(starts + length > self._limits[which]):  # the usual case, kept to a few quick calls
-            return self._view_rows(length)[starts + self._shifts[which]]
-        self._map_all(which, starts)
-        cut = starts + length > self._limits[which]
-        whole = ~cut
+        mapping = self._mapping
+        if not np.count_nonzero(starts + length > mapping.limits[which]):  # the usual case, kept to a few quick calls
+            return mapping.view_rows(length)[starts + mapping.shifts[which]]
+        mapping = self._map_all(which, starts)
+        whole = starts + length <= mapping.limits[which]
         found = np.empty((len(starts), length), self._files[0].dtype)
-        found[whole] = self._view_rows(length)[(starts + self._shifts[which])[whole]]
-        for row in np.flatnonzero(cut).tolist():
+        found[whole] = mapping.view_rows(length)[(starts + mapping.shifts[which])[whole]]
+        for row in np.flatnonzero(~whole).tolist():
             self._join(found[row], int(starts[row]))
         return found
 
@@ -231,15 +266,15 @@ class _MappedFiles:
         """[sum of lengths]: the tokens of runs, each at least one long. Raises IndexError for one that is not there."""
         if not len(starts):
             return np.empty(0, self._files[0].dtype)
-        if self._unchecked:
+        if not self._is_checked:
             self._check(starts, lengths)
         which = np.searchsorted(self._starts, starts, side="right") - 1
-        self._map_all(which, starts)
+        mapping = self._map_all(which, starts)
         ends = np.cumsum(lengths)
-        cut = starts + lengths > self._limits[which]
+        cut = starts + lengths > mapping.limits[which]
         if ends[-1] < SHORT_RUN * len(starts) and not cut.any():
-            places = np.repeat(starts + self._shifts[which] - (ends - lengths), lengths) + np.arange(ends[-1])
-            return self._view_rows(1)[places, 0]
+            places = np.repeat(starts + mapping.shifts[which] - (ends - lengths), lengths) + np.arange(ends[-1])
+            return mapping.view_rows(1)[places, 0]
         found = np.empty(int(ends[-1]), self._files[0].dtype)
         filled = 0
         inner = (starts - self._starts[which]).tolist()
@@ -247,58 +282,40 @@ class _MappedFiles:
             if cut[run]:
                 self._join(found[filled : filled + length], int(starts[run]))
             else:
-                found[filled : filled + length] = self._mapped[number][first : first + length]
+                found[filled : filled + length] = mapping.tokens[number][first : first + length]
             filled += length
         return found
 
-    def _map_all(self, which: Offsets, starts: Offsets) -> None:
-        """Map the files of tokens. Raises IndexError for a token that is not there."""
+    def _map_none(self) -> _Mapping:
+        none = np.zeros(len(self._files) + 1, np.int64)
+        return _Mapping({}, none, none, none - 1)
+
+    def _map_all(self, which: Offsets, starts: Offsets) -> _Mapping:
+        """A mapping of the files of tokens. Raises IndexError for a token that is not there."""
         if which.min() < 0 or which.max() >= len(self._files):
             raise IndexError(f"tokens from {starts.min()} to {starts.max()} of {self._starts[-1]}")
-        if not self._is_mapped[which].all():
-            self._map(*np.unique(which).tolist())
+        mapping = self._mapping
+        return self._map(*np.unique(which).tolist()) if (mapping.limits[which] < 0).any() else mapping
 
-    def _unmap(self) -> None:
-        self._mapped: dict[int, Tokens] = {}
-        self._is_mapped = np.zeros(len(self._files), np.bool_)
-        self._addresses = np.zeros(len(self._files), np.int64)
-        self._shifts = np.zeros(len(self._files) + 1, np.int64)
-        """What makes the number of a token its place in the view; of mapped files."""
-        self._limits: Offsets = np.full(len(self._files) + 1, -1)
-        """The end of each mapped file; -1 where a token is of none, or of one that is not mapped yet."""
-        self._views: dict[int, Tokens] = {}
-
-    def _map(self, *numbers: int) -> None:
-        """Map files, so that rows of theirs are in the view."""
-        new = [number for number in numbers if number not in self._mapped]
+    def _map(self, *numbers: int) -> _Mapping:
+        """A mapping of files, with those of before as far as there is room."""
+        mapping = self._mapping
+        new = [number for number in numbers if number not in mapping.tokens]
         if not new:
-            return
-        if self._mapped and len(self._mapped) + len(new) > MAPPED_FILES:
-            self._unmap()
-            new = list(numbers)
-        for number in new:
-            self._mapped[number] = self._files[number].open()
-            self._addresses[number] = self._mapped[number].ctypes.data
-            self._is_mapped[number] = True
-        lowest = min(self._mapped, key=lambda number: int(self._addresses[number]))
-        apart = self._addresses - self._addresses[lowest]
-        if (apart[self._is_mapped] % self._width).any():
+            return mapping
+        if mapping.tokens and len(mapping.tokens) + len(new) > MAPPED_FILES:
+            mapping, new = self._map_none(), list(numbers)
+        tokens = mapping.tokens | {number: self._files[number].open() for number in new}
+        addresses, limits = mapping.addresses.copy(), mapping.limits.copy()
+        addresses[new] = [tokens[number].ctypes.data for number in new]
+        limits[new] = self._starts[1:][new]
+        mapped = np.flatnonzero(limits >= 0)
+        lowest = int(mapped[addresses[mapped].argmin()])
+        apart = addresses - addresses[lowest]
+        if (apart[mapped] % self._width).any():
             raise Bug("tokens of several files start at offsets that are no multiple of their width")
-        self._shifts[:-1] = apart // self._width - self._starts[:-1]
-        self._limits[:-1] = np.where(self._is_mapped, self._starts[1:], -1)
-        self._lowest = lowest
-        self._views.clear()
-
-    def _view_rows(self, length: int) -> Tokens:
-        """Every run of `length` tokens from the lowest mapped address on, as one overlapping view."""
-        view = self._views.get(length)
-        if view is None:
-            ends = self._shifts[:-1] + self._starts[1:]
-            count = int(ends[self._is_mapped].max()) - length + 1
-            shape, strides = (max(0, count), length), (self._width, self._width)
-            view = np.lib.stride_tricks.as_strided(self._mapped[self._lowest], shape, strides, writeable=False)
-            self._views[length] = view
-        return view
+        found = self._mapping = _Mapping(tokens, addresses, apart // self._width - self._starts, limits, lowest)
+        return found
 
     def _join(self, row: Tokens, start: int) -> None:
         """Fill a row that goes over the end of a file."""
@@ -307,9 +324,8 @@ class _MappedFiles:
         filled = 0
         while filled < len(row):
             number = int(np.searchsorted(self._starts, start + filled, side="right")) - 1
-            self._map(number)
             inner = start + filled - int(self._starts[number])
-            piece = self._mapped[number][inner : inner + len(row) - filled]
+            piece = self._map(number).tokens[number][inner : inner + len(row) - filled]
             row[filled : filled + len(piece)] = piece
             filled += len(piece)
 
@@ -322,6 +338,7 @@ class _MappedFiles:
         for low, high in np.unique(np.stack([first, last], axis=1), axis=0).tolist():
             for block in (low + np.flatnonzero(~self._checked[low : high + 1])).tolist():
                 self._check_block(block)
+        self._is_checked = bool(self._checked.all())
 
     def _find_blocks(self, tokens: Offsets) -> Offsets:
         """The number of the block of each token, counted through all files."""
@@ -335,4 +352,3 @@ class _MappedFiles:
         if self._parts is not None:
             self._parts.check(number, int(block - self._block_shifts[number]) * BLOCK_BYTES, 1)
         self._checked[block] = True
-        self._unchecked -= 1

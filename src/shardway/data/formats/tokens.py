@@ -17,7 +17,8 @@ import numpy as np
 from shardway.data.content import DataPath
 from shardway.data.formats.base import Extent, FileParts, Offsets, Record, Records, check_ids, describe_file
 from shardway.data.formats.indexes import read_sums
-from shardway.data.formats.shards import ShardManifest, ShardParts, ShardTokens, find_shard_kind, open_token_shards
+from shardway.data.formats.shard_manifest import ShardManifest, find_shard_kind
+from shardway.data.formats.shards import ShardParts, ShardTokens, open_token_shards
 from shardway.data.formats.token_store import TokenFile, TokenStore
 
 RAW_DTYPE = "uint16"

@@ -171,6 +171,9 @@ class WebDatasetRecords(Records):
         path = self.parts.path(find_shard(self._ends, number)[0])
         return Extent(path, start, int(self._offsets[last] + self._sizes[last]) - start)
 
+    def own_checks(self) -> str:
+        return "of the headers of members"
+
     def find_damage(self) -> Iterator[str]:
         """Damage as the base class finds it, and every header that is not the one that the index was made of. A changed
         byte of a payload is found only where checksums were made: the format has none."""

@@ -16,7 +16,6 @@ from typing import Any, Literal, Protocol, TypeGuard, cast, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from shardway.data.content import DataPath as DataPath
 from shardway.data.content import fingerprint
 from shardway.data.order import BlendOrder, SampleOrder
 from shardway.runfile.schema import DataSection
@@ -191,7 +190,7 @@ class ConcatSource:
     def place_of(self, number: int) -> tuple[BlendPart, int]:
         """The part of a sample, and its number there."""
         part = int(np.searchsorted(self._ends, number, side="right"))
-        return self.parts[part], number - int(self._ends[part]) + len(self.parts[part].source)
+        return self.parts[part], number - int(self._firsts[part])
 
     def locate(self, number: int) -> str:
         part, inner = self.place_of(number)
@@ -212,7 +211,7 @@ class ConcatSource:
         gathered: Arrays = {}
         for number in np.unique(which).tolist() or [0]:
             source, here = self.parts[number].source, np.flatnonzero(which == number)
-            own = ids[here] - (self._ends[number] - len(source))
+            own = ids[here] - self._firsts[number]
             found = (
                 source.batch_of(own, epochs[here]) if epochs is not None and is_drawing(source) else source.batch(own)
             )
@@ -227,6 +226,10 @@ class ConcatSource:
     @cached_property
     def _ends(self) -> Ids:
         return np.cumsum([len(part.source) for part in self.parts], dtype=np.int64)
+
+    @cached_property
+    def _firsts(self) -> Ids:
+        return np.concatenate([np.zeros(1, np.int64), self._ends[:-1]])
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from shardway.data.formats.base import DamagedData, Record, Records, need_librar
 from shardway.data.formats.image_folder import IMAGE_SUFFIXES, ImageFolder
 from shardway.data.order import Words, derive_keys
 from shardway.data.sources.base import Arrays, DataRequest, Hold, Ids, SourceFacts
+from shardway.data.sources.dali import DaliDecoder, import_dali
 from shardway.errors import JobError, UserError
 
 INPUT_NAMES = frozenset(
@@ -76,13 +77,15 @@ class DecodedSamples:
     seed: int
     transform: str
     facts: SourceFacts
+    decode: str = "pil"
+    _dali: DaliDecoder | None = field(default=None, repr=False)
     _function: Callable[[Any], Any] | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.records)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_function": None}
+        return {**self.__dict__, "_function": None, "_dali": None}
 
     @property
     def tokens_per_sample(self) -> int:
@@ -118,8 +121,12 @@ class DecodedSamples:
             self._transform_all(found, numbers, epochs, pixels)
         else:
             scaled = np.zeros(len(numbers), np.bool_)
+            done = self._decode_by_dali(found, numbers, pixels) if self.decode == "dali" else set()
+            scaled[list(done)] = True
             with _bombs_are_errors():
                 for at, (record, number) in enumerate(zip(found, numbers, strict=True)):
+                    if at in done:
+                        continue
                     prepared = self._prepare(record, number)
                     pixels[at], scaled[at] = prepared, prepared.dtype == np.uint8
             for chosen, unit in ((scaled, 255.0), (~scaled, 1.0)):
@@ -163,6 +170,22 @@ class DecodedSamples:
             part *= np.float32(1.0 / (unit * self.std))
             part -= np.float32(self.mean / self.std)
 
+    def _decode_by_dali(self, found: Sequence[Record], numbers: Sequence[int], pixels: Pixels) -> set[int]:
+        """Decode those that are encoded images, all at once; returns which. If DALI refuses one of them, none: Pillow
+        then decodes them or names the one that is damaged."""
+        values = [self._read_input(record, number) for record, number in zip(found, numbers, strict=True)]
+        encoded = [at for at, value in enumerate(values) if isinstance(value, bytes)]
+        if not encoded:
+            return set()
+        if self._dali is None:
+            self._dali = DaliDecoder(self.shape)
+        try:
+            pixels[encoded] = self._dali.decode([values[at] for at in encoded])
+        except RuntimeError:
+            self._dali = None  # a pipeline in which an image failed is not used again
+            return set()
+        return set(encoded)
+
     def _prepare(self, record: Record, number: int) -> Pixels:
         """The input of a record, of data.shape: an image scaled so that it covers the shape, and its centre cut."""
         value = self._read_input(record, number)
@@ -192,6 +215,8 @@ class DecodedSamples:
         value = record.get(self.inputs)
         if isinstance(value, dict) and "bytes" in value:
             value = value["bytes"]  # as the images of Hugging Face `datasets`
+        if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 1 and len(self.shape) == 3:
+            value = value.tobytes()  # how HDF5 keeps bytes of any length
         if isinstance(value, memoryview | bytearray):
             value = bytes(value)
         if isinstance(value, bytes):
@@ -232,8 +257,6 @@ class DecodedSamples:
     # --- the transform
 
     def _transform_all(self, found: Sequence[Record], numbers: Sequence[int], epochs: Ids, pixels: Pixels) -> None:
-        import torch
-
         from shardway.data.samplers import kept_random_states
 
         if self._function is None:
@@ -245,9 +268,7 @@ class DecodedSamples:
         scaled = np.zeros(len(numbers), np.bool_)
         with kept_random_states():
             for at, (value, number, seed) in enumerate(zip(inputs, numbers, seeds, strict=True)):
-                random.seed(seed)
-                np.random.seed(seed % 2**32)
-                torch.default_generator.manual_seed(seed)
+                seed_draws(seed)
                 try:
                     made = function(value)
                 except Exception as error:
@@ -289,10 +310,8 @@ class DecodedSamples:
         )
 
     def _describe_failure(self, number: int, error: Exception) -> JobError:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
         return JobError(
-            f'data.transform "{self.transform}" failed at record {number}: {type(error).__name__}: {error}{where}\n'
+            f'data.transform "{self.transform}" failed at record {number}: {describe_raised(error)}\n'
             f"  The record lies in {self.records.extent(number)}."
         )
 
@@ -320,7 +339,8 @@ def open_decoded(records: Records, place: DataPath, request: DataRequest) -> Dec
             allowed=f"at most {classes}, the classes of the model",
             remedy="set model.classes to the number of classes of the data",
         )
-    parts = (shape, section.mean, section.std, inputs, targets, section.transform)
+    parts: tuple[object, ...] = (shape, section.mean, section.std, inputs, targets, section.transform)
+    parts += ("dali",) if section.decode == "dali" else ()
     description = f"{len(records)} records of {records.format} in {place.path}, {inputs} of shape {list(shape)}"
     empty = records.empty_classes if isinstance(records, ImageFolder) else 0
     facts = SourceFacts(
@@ -340,11 +360,24 @@ def open_decoded(records: Records, place: DataPath, request: DataRequest) -> Dec
         seed=request.seed,
         transform=section.transform,
         facts=facts,
+        decode=section.decode,
     )
+    if section.decode == "dali":
+        _check_dali(section.transform, shape)
     _check_first(records, place, samples)
     if section.transform:
         load_transform(section.transform)
     return samples
+
+
+def _check_dali(transform: str, shape: Sequence[int]) -> None:
+    """Raise UserError if DALI cannot decode what is asked for."""
+    if transform:
+        what = '"dali" gives images that are scaled and cut, and data.transform takes them as they are'
+        raise data_error("data.decode", what, allowed='"pil" with data.transform')
+    if len(shape) != 3 or shape[0] not in (1, 3):
+        raise data_error("data.decode", f'"dali" makes no image of shape {list(shape)}', allowed="1 or 3 channels")
+    import_dali()
 
 
 def _check_first(records: Records, place: DataPath, samples: DecodedSamples) -> None:
@@ -508,30 +541,60 @@ def _bombs_are_errors() -> Iterator[None]:
 
 
 def load_transform(name: str) -> Callable[[Any], Any]:
-    """The function "module:name" (or "module:object.name"), looked up as Python imports, and in the current folder.
-    Raises UserError."""
+    """The function of data.transform: `load_function`."""
+    return load_function("data.transform", name, '"augment:train" for augment.py')
+
+
+def load_function(key: str, name: str, example: str) -> Callable[..., Any]:
+    """The function "module:name" (or "module:object.name") that a key names, looked up as Python imports, and in the
+    current folder. Raises UserError."""
     module, colon, attribute = name.partition(":")
-    allowed = '"module:function", where Python can import the module, such as "augment:train" for augment.py'
+    allowed = f'"module:function", where Python can import the module, such as {example}'
     if not module or not colon or not attribute:
-        raise data_error("data.transform", f'"{name}" names no function', allowed=allowed)
+        raise data_error(key, f'"{name}" names no function', allowed=allowed)
+    with importing_here():
+        try:
+            found: Any = importlib.import_module(module)
+            for part in attribute.split("."):
+                found = getattr(found, part)
+        except Exception as error:  # whatever a module of the user's raises while it is imported
+            what = f'"{name}" cannot be imported: {type(error).__name__}: {error}'
+            remedy = "run from the folder of the module, or add it to PYTHONPATH"
+            raise data_error(key, what, allowed=allowed, remedy=remedy) from error
+    if not callable(found):
+        what = f'"{name}" is {type(found).__name__}, which cannot be called'
+        raise data_error(key, what, allowed=allowed)
+    function: Callable[..., Any] = found
+    return function
+
+
+def describe_raised(error: Exception) -> str:
+    """Type and text of an error that a function of the user's has raised, and the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+@contextlib.contextmanager
+def importing_here() -> Iterator[None]:
+    """Python imports from the current folder too, after all other folders."""
     here = "" not in sys.path
     if here:
         sys.path.append("")
     try:
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # whatever a module of the user's raises while it is imported
-        what = f'"{name}" cannot be imported: {type(error).__name__}: {error}'
-        remedy = "run from the folder of the module, or add it to PYTHONPATH"
-        raise data_error("data.transform", what, allowed=allowed, remedy=remedy) from error
+        yield
     finally:
         if here:
             sys.path.remove("")
-    if not callable(found):
-        what = f'"{name}" is {type(found).__name__}, which cannot be called'
-        raise data_error("data.transform", what, allowed=allowed)
-    return found
+
+
+def seed_draws(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch by a word of `derive_seeds`."""
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
 
 
 def derive_seeds(seed: int, epochs: Ids, ids: Ids) -> Words:

@@ -12,17 +12,17 @@ import difflib
 import zipfile
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardway.data.content import DataPath, data_error, fingerprint_arrays
-from shardway.data.formats.arrays import TEST as TEST
 from shardway.data.formats.arrays import TRAIN, ArrayColumn, find_pair, list_npy, read_idx, refuse_npz
-from shardway.data.formats.arrays import has_part as has_part
-from shardway.data.sources.base import Arrays, DataRequest, Ids, SourceFacts
+from shardway.data.formats.base import FileParts, describe_file
+from shardway.data.sources.base import Arrays, DataRequest, Hold, Ids, SourceFacts
 from shardway.errors import UserError
 
 
@@ -51,6 +51,15 @@ class Images:
             filename, dtype, offset, shape = state.pop("place")
             state["inputs"] = np.memmap(filename, dtype, "r", offset, shape)
         self.__dict__.update(state)
+
+    def staged(self, hold: Hold) -> Images:
+        """The same, mapped from a staged file; arrays in memory stay there."""
+        mapped = self.inputs
+        if not isinstance(mapped, np.memmap) or mapped.filename is None or not mapped.flags.c_contiguous:
+            return self
+        path = Path(mapped.filename)
+        put = hold(FileParts(path.parent, [describe_file(path.parent, path.name)]))
+        return replace(self, inputs=np.memmap(put.root / path.name, mapped.dtype, "r", mapped.offset, mapped.shape))
 
     @property
     def tokens_per_sample(self) -> int:

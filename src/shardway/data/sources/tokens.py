@@ -18,20 +18,22 @@ import os
 import sysconfig
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 
 from shardway.data.content import DataPath, data_error, fingerprint, sample_blocks
-from shardway.data.formats.base import Offsets, Records
+from shardway.data.formats.base import FileParts, Offsets, Records
 from shardway.data.formats.megatron import open_megatron_store
-from shardway.data.formats.shards import ShardManifest, ShardTokens, open_token_shards
-from shardway.data.formats.token_store import TokenFile, Tokens, TokenStore, check_tokens
+from shardway.data.formats.shard_manifest import ShardManifest
+from shardway.data.formats.shards import ShardTokens, open_token_shards
+from shardway.data.formats.token_store import TokenFile, Tokens, TokenStore, check_tokens, stage_file
 from shardway.data.formats.tokens import open_token_store, read_npy_tokens
-from shardway.data.prepare import PrepareOptions, prepare_documents
+from shardway.data.prepare import prepare_documents
+from shardway.data.prepare_plan import PrepareOptions
 from shardway.data.sources.base import Arrays, DataRequest, Hold, Ids, SourceFacts
 from shardway.data.sources.packed import NOT_COUNTED, SAMPLED_FILES, PackedDocuments, open_packed
 from shardway.data.tokenizers import Tokenizer, find_tokenizer, open_tokenizer
@@ -98,6 +100,12 @@ class JoinedTokens(TokenStore):
 
     def read_ends(self) -> Offsets | None:
         return self.ends.open() if isinstance(self.ends, TokenFile) else self.ends
+
+    def staged(self, hold: Callable[[FileParts], Any]) -> TokenStore:
+        moved = super().staged(hold)
+        if not isinstance(self.ends, TokenFile):
+            return moved
+        return replace(cast(JoinedTokens, moved), ends=replace(self.ends, path=stage_file(self.ends.path, hold)))
 
 
 def _make_samples(

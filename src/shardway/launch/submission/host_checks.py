@@ -258,12 +258,13 @@ def _look_into_container(request: JobRequest, host: Host) -> Iterator[HostCheck]
             yield _needed(request, host, "site.mounts", mount.source, "correct the path; a mount has to be there")
     if runtime == "apptainer":  # it also mounts what its site configures, which is not visible from here
         return
-    paths = {"site.venv": request.around.venv}
-    kept = {"data.cache": values.data.cache, "train.compile_cache": values.train.compile_cache}
+    data = values.data
+    kept = {"data.cache": data.cache, "data.stage": data.stage, "train.compile_cache": values.train.compile_cache}
+    paths = [("site.venv", request.around.venv)]
     if request.program.meets_by_itself:
         read = {"data.tokenizer": values.data.tokenizer, "model.hf": values.model.hf}
-        paths |= {**dict(_list_data(request)), **read, **kept}
-    for key, path in paths.items():
+        paths += [*_list_data(request), *read.items(), *kept.items()]
+    for key, path in paths:
         if path.startswith("~/") and runtime in _ROOTED and key != "site.venv":  # the job script expands that one
             what = f"{path} is another folder in the container, where the home is that of root"
             rooted = request.problem(key, what, remedy="name it by its whole path, and mount it (site.mounts)")

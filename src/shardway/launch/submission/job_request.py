@@ -549,6 +549,7 @@ def check_run(run_request: ResolveRequest, site: str, request: JobRequest) -> Re
         accelerators=unknown if accelerators is None else accelerators,
         site=profile.name,
         own_model=run_request.own_model,
+        local_disk=profile.node.local_disk or "",
         devices=(facts_of_part(part),) if part is not None else (),
     )
     return resolve(request.loaded, circumstances)  # the planner, which is slow to import, would only pick a micro-batch

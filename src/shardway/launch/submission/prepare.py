@@ -48,6 +48,7 @@ from shardway.launch.submission.job_request import (
     warn_of_python,
 )
 from shardway.places import expand_place
+from shardway.resolve.draft import Resolved
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
@@ -150,7 +151,7 @@ class SubmitRequest:
 @dataclass(frozen=True)
 class Prepared:
     """A prepared submission. `files`: those of the attempt's folder beside its script. `ledger`: the run's attempts so
-    far."""
+    far. `resolved`: what a run file comes to for the job; None for a command."""
 
     request: JobRequest
     job: Job
@@ -158,6 +159,7 @@ class Prepared:
     snapshot: SnapshotPlan | None
     warnings: tuple[str, ...]
     ledger: Ledger
+    resolved: Resolved | None = None
 
     @property
     def script(self) -> str:
@@ -199,7 +201,7 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
     secrets = read_secrets(host, secrets_path)
     if secrets.is_open:
         warnings.append(f"others can read {SECRETS}; close it: `chmod 600 {SECRETS}`")
-    read = None
+    read, resolved = None, None
     program = Program(("-m", "shardway", "train", str(folder.run_file), "--dir", str(run)), meets_by_itself=True)
     if request.command:
         read = CommandRead(Program(("-m", "torch")))  # in place of a refused command, so that the rest can be checked
@@ -252,7 +254,7 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
         warnings += warn_of_python(job_request) if code.is_there and read.program.python else ()
         warnings += [*warn_of_own_files(read, code), *_describe_other_command(request, host, ledger)]
     files = _list_files(request, loaded, folder)
-    return Prepared(job_request, job, files, snapshot, tuple(warnings), ledger)
+    return Prepared(job_request, job, files, snapshot, tuple(warnings), ledger, resolved)
 
 
 def _load(request: SubmitRequest) -> tuple[LoadedRunFile, SiteProfile]:

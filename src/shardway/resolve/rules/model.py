@@ -148,6 +148,23 @@ def data_other_than_text_name_their_path(draft: Draft) -> None:
 
 
 @of_what_is_described
+def a_dataset_of_the_user_is_named(draft: Draft) -> None:
+    if "dataset" in draft.data_kinds and not draft.get("data.dataset"):
+        draft.refuse("data.dataset", "is not set", '"module:name" of the function or class that makes the dataset')
+
+
+@of_what_is_described
+def arrays_are_called_x_and_y(draft: Draft) -> None:
+    """Fields of records have names of their own; those of arrays that a run writes for itself are x and y."""
+    named = {"data.transform", "data.dataset"}
+    if any(named.intersection(fact_of("data.kind", kind, "keys")) for kind in draft.data_kinds):
+        return
+    for name, usual in (("inputs", "x"), ("targets", "y")):
+        if draft.get(f"data.{name}") == "auto":
+            draft.derive(f"data.{name}", usual, "the usual name in an .npz file")
+
+
+@of_what_is_described
 def a_blend_names_the_paths_of_its_parts(draft: Draft) -> None:
     if not draft.get("data.blend"):
         return
@@ -173,8 +190,8 @@ def documents_are_packed_for_models_that_keep_them_apart(draft: Draft) -> None:
     if kind != "transformer":
         what = f'true, and model.kind = "{kind}" does not keep the documents of a sample apart'
         draft.refuse("data.pack", what, 'false; or model.kind = "transformer"')
-    if "synthetic" in draft.data_kinds:
-        what = 'true, and data.kind = "synthetic" has no documents'
+    for own in (name for name in ("synthetic", "dataset") if name in draft.data_kinds):
+        what = f'true, and data.kind = "{own}" has no documents'
         draft.refuse("data.pack", what, "false; or data with documents, such as text, jsonl, parquet or megatron")
     if engine != "torch":
         draft.refuse("train.engine", f'"{engine}" has not been tried with data.pack = true', '"torch"', off)
@@ -304,6 +321,8 @@ def a_token_file_does_not_say_its_vocabulary(draft: Draft) -> None:
     unnamed = not all(fact_of("data.kind", kind, "names_vocabulary") for kind in draft.data_kinds)
     if takes_of(draft.get("model.kind")) == "tokens" and unnamed and draft.get("model.vocab") == "auto":
         what = '"auto" follows a tokenizer, and a token file does not name the one that made it'
+        if "dataset" in draft.data_kinds:
+            what = '"auto" follows a tokenizer, and data.kind = "dataset" names none'
         allowed = "the number of entries of the vocabulary"
         draft.refuse("model.vocab", what, allowed, "set model.vocab, such as 50257 for GPT-2's tokenizer")
 

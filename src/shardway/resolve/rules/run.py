@@ -5,7 +5,7 @@ Invariant: a rule derives an open key or refuses; it never changes what the user
 
 from __future__ import annotations
 
-from shardway.resolve.draft import Draft, Rule, list_rules
+from shardway.resolve.draft import Draft, Rule, fact_of, list_rules, takes_of
 from shardway.units import render_seconds
 
 
@@ -97,6 +97,13 @@ def data_are_staged_to_a_whole_path(draft: Draft) -> None:
     elif wanted != "off" and not wanted.startswith(("/", "~", "$")):
         what = f'"{wanted}" is no whole path, and each node would look for it elsewhere'
         draft.refuse("data.stage", what, '"auto", "off", or a string that begins with /, ~ or $, such as "$TMPDIR"')
+
+
+def what_is_only_gathered_needs_no_loader_process(draft: Draft) -> None:
+    takes = takes_of(draft.get("model.kind"))
+    computed = any(takes in fact_of("data.kind", kind, "computes") for kind in draft.data_kinds)
+    if not draft.is_set("data.workers") and not computed:  # one that a script asks for reads its own dataset
+        draft.derive("data.workers", 0, "the samples are only gathered, which the rank does fastest")
 
 
 # --- checkpoints
