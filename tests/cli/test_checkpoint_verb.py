@@ -133,7 +133,6 @@ def test_a_scripts_own_model_goes_out_under_its_own_names(shardway: Shardway, tm
     assert json.loads(ended.out)["files"] == ["model.safetensors", "model.pt"]
 
 
-@pytest.mark.slow
 def test_a_model_that_the_library_lacks_goes_out_under_its_own_names(shardway: Shardway, tmp_path: Path) -> None:
     write_text(tmp_path)
     assert shardway("train", *TINY, "model.norm=layernorm", "--dir", "a").code == 0

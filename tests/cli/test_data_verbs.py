@@ -407,7 +407,6 @@ def test_a_run_has_a_name(shardway: Shardway, tmp_path: Path) -> None:
 # --- pipes
 
 
-@pytest.mark.slow
 def test_a_pipe_that_closes_early_is_no_error(tmp_path: Path) -> None:
     lines = "\n".join(json.dumps({"text": "x" * 1000, "n": number}) for number in range(3000))
     (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")

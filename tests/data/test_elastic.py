@@ -386,7 +386,6 @@ AS_ANOTHER = {
 """Cases that a loader process reads with the code of another case."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in AS_ANOTHER])
 def test_loader_processes_change_nothing(name: str, room: Room, warm_starts: None) -> None:
     check(room, name, [(5, 9), (20, 23)], [Leg(2, 2, 1, foresight=False), Leg(1, 1, 3)])

@@ -215,7 +215,7 @@ def test_rows_of_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
     assert (manifest.vocab, manifest.dtype, manifest.end, manifest.text_bytes) == (301, "uint16", None, None)
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_the_type_of_tokens_follows_the_largest_of_all(tmp_path: Path, processes: int) -> None:
     rows = [np.arange(9, dtype=np.int64)] * 4000
     rows[33] = np.array([300])  # between the records that a plan looks at
@@ -382,7 +382,7 @@ def stop_after(parts: int, plan: PreparePlan, processes: int) -> None:
         run_prepare(plan, interrupt, processes)
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_finished_shards_stay_and_the_rest_is_made(words: str, tmp_path: Path, processes: int) -> None:
     source = texts(tmp_path / "a.jsonl", 400)
     options = PrepareOptions(words, shard_bytes=1000)
@@ -408,7 +408,6 @@ def test_finished_shards_stay_and_the_rest_is_made(words: str, tmp_path: Path, p
     }
 
 
-@pytest.mark.slow
 def test_a_killed_command_leaves_whole_shards_and_no_process(words: str, tmp_path: Path) -> None:
     source = texts(tmp_path / "a.jsonl", 400)
     prepared(source, tmp_path / "whole", 1, tokenizer=words, shard_bytes=1000)
@@ -523,7 +522,7 @@ def test_no_records_are_refused(tmp_path: Path) -> None:
 # --- damage, room, and processes that die
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_damage_of_the_source_is_named(tmp_path: Path, processes: int) -> None:
     source = texts(tmp_path / "a.jsonl", 400)
     plan = plan_prepare(*source, tmp_path / "out", PrepareOptions("bytes", shard_bytes=2000))
@@ -535,7 +534,6 @@ def test_damage_of_the_source_is_named(tmp_path: Path, processes: int) -> None:
     assert not (tmp_path / "out" / "shards.json").exists()
 
 
-@pytest.mark.slow
 def test_a_process_that_the_system_kills_is_named(tmp_path: Path) -> None:
     made = MadeUp(tmp_path, ["the cat"] * 1001), DataPath("data.path", "made")
     plan = plan_prepare(*made, tmp_path / "out", PrepareOptions("bytes", shard_bytes=2000))
@@ -552,7 +550,6 @@ def test_a_process_that_the_system_kills_is_named(tmp_path: Path) -> None:
     prepared(made, tmp_path / "out", 1, tokenizer="bytes", shard_bytes=2000)
 
 
-@pytest.mark.slow
 def test_other_errors_of_a_process_keep_their_kind(tmp_path: Path) -> None:
     made = MadeUp(tmp_path, ["the cat"] * 1001), DataPath("data.path", "made")
     plan = plan_prepare(*made, tmp_path / "out", PrepareOptions("bytes", shard_bytes=2000))

@@ -135,7 +135,6 @@ def start_copier(data: Path, disk: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
 def test_processes_of_a_node_copy_each_byte_once(tmp_path: Path) -> None:
     parts = make_set(tmp_path / "data", {f"{number}": 2_000_000 for number in range(8)})
     copiers = [start_copier(parts.root, tmp_path / "disk") for _ in range(4)]
@@ -148,7 +147,6 @@ def test_processes_of_a_node_copy_each_byte_once(tmp_path: Path) -> None:
         copier.communicate("")
 
 
-@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_no_half_file(tmp_path: Path) -> None:
     parts = make_set(tmp_path / "data", {f"{number}": 20_000_000 for number in range(6)})
     disk, drawn = tmp_path / "disk", random.Random(1)

@@ -84,7 +84,6 @@ def expected(order: BlendOrder, positions: Sequence[int] = range(96)) -> list[li
     return order.ids(np.array(positions)).reshape(-1, 8).tolist()
 
 
-@pytest.mark.slow
 def test_a_blend_goes_on_exactly_on_one_two_and_three_ranks(rank_pool: RankPool, parts: Path, tmp_path: Path) -> None:
     words = (*WORDS, blend(parts, 0.7, 0.3))
     for replicate, last in ((1, 4), (2, 7), (3, None)):
@@ -187,7 +186,6 @@ def test_a_blend_is_validated_on_all_parts(parts: Path, tmp_path: Path, quiet_th
     assert all(map(torch.isfinite, torch.tensor(read_column(tmp_path / "run"))))
 
 
-@pytest.mark.slow
 def test_loader_processes_take_the_same_samples(parts: Path, tmp_path: Path, quiet_threads: None) -> None:
     words = (*WORDS, blend(parts, 0.7, 0.3), "data.workers=1", "train.steps=4")
     train_tiny(tmp_path / "run", lone_rank(), *words, base=BASE)

@@ -118,7 +118,6 @@ def losses_of_validation(folder: Path) -> list[float]:
     return [event["loss"] for event in read_named(folder, "validation")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [IMAGES, TOKENS], ids=["images", "tokens"])
 def test_a_run_goes_on_exactly_on_one_and_two_ranks(
     rank_pool: RankPool, module: Path, tmp_path: Path, kind: tuple[str, ...]
@@ -138,7 +137,6 @@ def test_a_run_goes_on_exactly_on_one_and_two_ranks(
     assert losses[-1] < losses[0] - 0.05
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("warm_starts")
 @pytest.mark.parametrize("kind", [IMAGES, TOKENS], ids=["images", "tokens"])
 def test_loader_processes_read_the_same(

@@ -88,7 +88,6 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_TRIAL_S", 0.05)
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_loader_processes_and_computes_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +104,6 @@ def test_a_run_goes_on_with_loader_processes_and_computes_the_same(
     assert found == train(tmp_path / "processes", lone_rank(), 0.0, workers=2)
 
 
-@pytest.mark.slow
 def test_a_run_that_died_resumes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
     with pytest.raises(Died):
@@ -134,7 +132,6 @@ def check_two_ranks(rank: int, folder: Path) -> None:
         assert read_column(folder / "tuned") == read_column(folder / "plain")
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_ranks_need_not_agree(rank: int, tmp_path: Path) -> None:
     check_two_ranks(rank, tmp_path)

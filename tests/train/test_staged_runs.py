@@ -586,7 +586,6 @@ def test_a_long_copy_is_no_hang_and_one_that_stands_still_is(
     train_tiny(tmp_path / "run", lone_rank(), *words, base=TOKENS)
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_copies_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     folder, disk = tmp_path / "data", tmp_path / "disk"
     folder.mkdir()
@@ -625,7 +624,6 @@ def test_a_run_that_is_killed_while_it_copies_goes_on_with_what_is_missing(tmp_p
     assert read_named(tmp_path / "run", "staged")[0]["reason"].startswith(format_bytes(missing))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "write", [write_record_shards, write_lmdb, write_blend, write_packed_megatron, write_jsonl, write_mds]
 )

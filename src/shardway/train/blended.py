@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardway.data.open import order_of
 from shardway.data.order import BlendOrder
 from shardway.data.sources.base import BlendPart, ConcatSource
 from shardway.errors import UserError
@@ -109,12 +108,9 @@ class Blended:
         return (position, here.counts), [(each.start, each.counts) for each in segments if each.start > position]
 
 
-def find_blend(values: RunFile, source: Any) -> Blended | None:
-    """The blend of what a run trains on; None if it is none."""
-    if not isinstance(source, ConcatSource):
-        return None
-    order = order_of(values, source)
-    return Blended(source.parts, order) if isinstance(order, BlendOrder) else None
+def describe_blend(values: RunFile, source: ConcatSource) -> Blended:
+    """The blend that a run trains on."""
+    return Blended(source.parts, source.order(values.train.seed, values.data.shuffle))
 
 
 def _describe_shares(part: Mapping[str, Any]) -> str:

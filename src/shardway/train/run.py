@@ -40,7 +40,7 @@ from shardway.checkpoint.catalog import find_tie
 from shardway.checkpoint.state import KeptObjects
 from shardway.checkpoint.writer import check_savable
 from shardway.data.open import Data, open_described
-from shardway.data.sources.base import DataSource
+from shardway.data.sources.base import ConcatSource, DataSource
 from shardway.errors import JobError, UserError
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
@@ -53,7 +53,7 @@ from shardway.resolve.request import ResolveRequest, parse_words
 from shardway.rundir.attempts import VARIABLE as ATTEMPT
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
-from shardway.train.blended import find_blend
+from shardway.train.blended import describe_blend
 from shardway.train.by_hand import BackwardCall, GradientsByHand
 from shardway.train.dataloader import (
     Loader,
@@ -307,7 +307,9 @@ class Run:
                 session,
                 DataFacts(loader.size, loader.tokens_per_sample, None),
                 loader.fingerprint,
-                find_blend(session.resolved.values, loader.samples),
+                describe_blend(session.resolved.values, loader.samples)
+                if isinstance(loader.samples, ConcatSource)
+                else None,
             ),
             list(self._engines.values()),
             partial(training_batches, session, loader, state),
@@ -674,7 +676,8 @@ def train_run(run: Run) -> RunOutcome:
     data = run.session.ranks.first_then_all(lambda: open_described(run.resolved.values))
     run.session.settle(data.facts)
     values = run.resolved.values
-    data = stage_for_node(run.session, data)
+    if values.data.stage != "off":
+        data = stage_for_node(run.session, data)
     wants = takes_of(values.model.kind)
     model = run.shard(_build(run, data))
     peak_lr = run.resolved.derived.peak_lr

@@ -49,8 +49,6 @@ def stage_for_node(session: Session, data: Data) -> Data:
     site's are read where they lie, and a run that is asked to stop copies no further.
     """
     wanted, ranks = session.resolved.values.data.stage, session.ranks
-    if wanted == "off":
-        return data
     sources = [data.train, *([data.validation] if data.validation is not None else [])]
     by_user = not session.resolved.is_derived("data.stage")
     folder, why = ranks.together(lambda: find_folder(wanted, sources, by_user=by_user))

@@ -123,7 +123,6 @@ def read_in_child(records: JsonlRecords, ids: list[int]) -> list[Any]:
     return records.read(ids)
 
 
-@pytest.mark.slow
 def test_a_pickled_reader_reads_in_another_process(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", TEXT)
     write(tmp_path / "b.jsonl.gz", gzip.compress(TEXT))

@@ -277,7 +277,6 @@ def test_a_token_that_does_not_fit_is_not_written(tmp_path: Path) -> None:
 # --- cost
 
 
-@pytest.mark.slow
 def test_opening_does_not_depend_on_the_number_of_documents(tmp_path: Path) -> None:
     """Against what the index of a sample order costs, which Megatron builds at the first start: a pass over all."""
     count = 2_000_000

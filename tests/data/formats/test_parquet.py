@@ -156,7 +156,6 @@ def read_in_child(records: ColumnRecords, ids: list[int]) -> list[dict[str, Any]
     return records.read(ids)
 
 
-@pytest.mark.slow
 @each_kind
 def test_a_pickled_reader_reads_in_another_process(
     tmp_path: Path, reader: type[ColumnRecords], write: Callable[..., None], end: str

@@ -423,7 +423,6 @@ def folder(large: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(large, tmp_path / "d"))
 
 
-@pytest.mark.slow
 def test_a_thousand_flipped_bits_are_found_with_file_and_place(folder: Path) -> None:
     paths = sorted(folder.iterdir())
     shard = read_shard_facts(paths[0])

@@ -519,7 +519,6 @@ def read_steps(options: LoaderOptions = IN_PROCESS, ranks: int = 1) -> list[tupl
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("warm_starts")
 def test_batches_do_not_depend_on_workers(transforms: None) -> None:
     alone = read_steps()

@@ -335,7 +335,6 @@ def read_steps(workers: int = 0, ranks: int = 1) -> list[tuple[bytes, bytes]]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("warm_starts")
 def test_batches_do_not_depend_on_workers() -> None:
     alone = read_steps()
@@ -350,7 +349,6 @@ def test_batches_do_not_depend_on_ranks_and_follow_epochs() -> None:
         assert b"".join(inputs for inputs, _ in read_steps(ranks=ranks)) == expected.tobytes()
 
 
-@pytest.mark.slow
 def test_another_process_makes_the_dataset_by_its_name(tmp_path: Path) -> None:
     """Also one that draws when it is made."""
     source = samples()
