@@ -43,6 +43,8 @@ def sizes() -> st.SearchStrategy[str]:
 
 
 _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
+    "data.decode": st.sampled_from(["pil", "dali"]),
+    "data.workers": st.one_of(st.just("auto"), st.integers(0, 64)),
     "model.kind": st.sampled_from(["transformer", "encoder_decoder", "vit", "convnet", "mlp"]),
     "model.head_dim": AUTO_OR_SMALL,
     "model.kv_heads": AUTO_OR_SMALL,

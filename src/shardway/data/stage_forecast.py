@@ -2,6 +2,7 @@
 
 Invariants:
 - Sizes come from the files' entries in their folders: nothing is opened, prepared or indexed.
+- NumPy is imported only to count: a submission without staging is not slower for it.
 - What cannot be known from here is reported as such: sizes of data on another host, or of text that is prepared
   first; the room on a disk of another machine.
 """
@@ -11,9 +12,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shardway.data.content import DataPath
-from shardway.data.formats.base import list_files
-from shardway.data.stage import StageFolder
 from shardway.errors import UserError
 from shardway.hardware.mounts import find_mount, read_mounts
 from shardway.places import expand_place, list_unset
@@ -47,6 +45,8 @@ def describe_staging(values: RunFile, *, takes_tokens: bool, chosen: bool, data_
     unless = "" if chosen else f", if they {shared}fit there"
     folder, room = expand_place(section.stage), "n/a"
     if disk_here and not list_unset(section.stage):
+        from shardway.data.stage import StageFolder
+
         free = StageFolder.below(folder).find_room()
         fits = "" if needed is None else ", enough" if free >= needed else ", too little"
         room = f"{format_bytes(free)}{fits}"
@@ -65,6 +65,9 @@ def _are_shared(paths: list[str]) -> bool:
 
 def _count_bytes(paths: list[tuple[str, str]], *, takes_tokens: bool) -> int | None:
     """Bytes of all files at these paths; None if they are not there, too many, or prepared into others first."""
+    from shardway.data.content import DataPath
+    from shardway.data.formats.base import list_files
+
     total, files = 0, 0
     for kind, text in dict.fromkeys(paths):
         path = expand_place(text)

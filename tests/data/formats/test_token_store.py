@@ -17,8 +17,15 @@ from shardway.data.formats.base import BLOCK_BYTES, DamagedData, FileParts, desc
 from shardway.data.formats.indexes import make_sums
 from shardway.data.formats.shard_file import write_token_shard
 from shardway.data.formats.shard_manifest import write_manifest
-from shardway.data.formats.token_store import TokenFile, TokenStore, check_tokens, checks_blocks
-from shardway.data.formats.tokens import TokenRecords, open_token_store, read_npy_tokens, read_raw_tokens
+from shardway.data.formats.token_store import (
+    TokenFile,
+    TokenStore,
+    check_tokens,
+    checks_blocks,
+    read_npy_tokens,
+    read_raw_tokens,
+)
+from shardway.data.formats.tokens import TokenRecords, open_token_store
 from shardway.data.open import find_kind
 from shardway.data.sources.base import DataRequest
 from shardway.data.sources.tokens import TokenWindows, open_tokens

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import tokenize
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -58,6 +59,43 @@ class TokenFile:
         width = np.dtype(self.dtype).itemsize
         content = parts.read(number, self.offset_bytes + first * width, count * width)
         return np.frombuffer(content, self.dtype).copy()
+
+
+HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+"""What reads the header of a .npy file, by the version of the format."""
+
+
+def read_raw_tokens(place: DataPath, dtype: str) -> TokenFile:
+    """A file that contains only tokens; raises UserError if its size is not a multiple of theirs."""
+    size, width = place.path.stat().st_size, np.dtype(dtype).itemsize
+    if size == 0:
+        raise place.error("is empty")
+    if size % width:
+        raise place.error(
+            f"has {size} bytes, not a whole number of {dtype} tokens of {width} bytes: the file is truncated",
+            remedy="copy the file again, or set data.token_dtype to its width",
+        )
+    return TokenFile(place.path, dtype, 0, size // width)
+
+
+def read_npy_tokens(place: DataPath) -> TokenFile:
+    """A NumPy file with one row of integers; raises UserError if its size is not what its header states."""
+    size = place.path.stat().st_size
+    try:
+        with place.path.open("rb") as stream:
+            shape, _, dtype = HEADERS[np.lib.format.read_magic(stream)](stream)
+            start = stream.tell()
+    except (ValueError, KeyError, SyntaxError, tokenize.TokenError) as error:
+        raise place.error("is not a NumPy file: its header cannot be read", remedy="copy the file again") from error
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise place.error(f"holds {dtype.name} of shape {list(shape)}", allowed="one row of integers")
+    if size != start + shape[0] * dtype.itemsize:
+        held = max(0, size - start) // dtype.itemsize
+        raise place.error(
+            f"should hold {shape[0]} tokens by its header but holds {held}: the file is truncated or damaged",
+            remedy="copy the file again",
+        )
+    return TokenFile(place.path, dtype.str, start, shape[0])
 
 
 @dataclass(eq=False)

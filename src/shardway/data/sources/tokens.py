@@ -30,8 +30,8 @@ from shardway.data.formats.base import FileParts, Offsets, Records
 from shardway.data.formats.megatron import open_megatron_store
 from shardway.data.formats.shard_manifest import ShardManifest
 from shardway.data.formats.shards import ShardTokens, open_token_shards
-from shardway.data.formats.token_store import TokenFile, Tokens, TokenStore, check_tokens, stage_file
-from shardway.data.formats.tokens import open_token_store, read_npy_tokens
+from shardway.data.formats.token_store import TokenFile, Tokens, TokenStore, check_tokens, read_npy_tokens, stage_file
+from shardway.data.formats.tokens import open_token_store
 from shardway.data.prepare import prepare_documents
 from shardway.data.prepare_plan import PrepareOptions
 from shardway.data.sources.base import Arrays, DataRequest, Hold, Ids, SourceFacts

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from shardway.data.sources.base import Arrays, DataPath, DataRequest, Ids, SourceFacts, fingerprint
+from shardway.data.content import DataPath, fingerprint
+from shardway.data.sources.base import Arrays, DataRequest, Ids, SourceFacts
 
 MOST = 500
 """Rows that one query asks for."""
