@@ -168,18 +168,20 @@ def measure_start() -> dict[str, float]:
 
 
 def measure_megatron(folder: Path, sequences: int = 5_000_000, seq_len: int = 2048) -> dict[str, float]:
-    """Seconds to open the documents of a .bin/.idx, and to build an index of samples as Megatron-LM does: the document
-    and offset at which each sample begins, and a permutation."""
+    """Seconds to open the documents of a .bin/.idx, and to build an index of samples as Megatron-LM does: a shuffled
+    list of documents, the document and offset at which each sample begins, and a shuffled list of samples."""
     from shardway.data.formats.megatron import open_megatron_store
 
     lengths = np.random.default_rng(0).integers(1, 60, sequences).astype(np.int32)
     write_documents(folder / "documents", lengths)
     began = time.process_time()
-    ends = np.cumsum(lengths, dtype=np.int64)
+    drawn = np.random.default_rng(1)
+    shuffled = lengths[drawn.permutation(len(lengths))]
+    ends = np.cumsum(shuffled, dtype=np.int64)
     firsts = np.arange(0, ends[-1] - 1, seq_len)
     documents = np.searchsorted(ends, firsts, side="right")
-    np.stack([documents, firsts - (ends - lengths)[documents]])
-    np.random.default_rng(1).permutation(len(firsts))
+    np.stack([documents, firsts - (ends - shuffled)[documents]])
+    drawn.permutation(len(firsts))
     build = time.process_time() - began
     began = time.process_time()
     store: TokenStore = open_megatron_store(place_of(folder / "documents.bin"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import cases_axes
@@ -213,3 +214,8 @@ def test_nothing_loaded_is_changed() -> None:
     before = (loaded.values.model_dump(mode="json"), dict(loaded.origins))
     resolve(loaded, Circumstances(ranks=2, ranks_per_node=2))
     assert (loaded.values.model_dump(mode="json"), dict(loaded.origins)) == before
+
+
+def test_a_prepared_folder_states_its_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "shards.json").touch()
+    assert value_of(resolve_words("data.kind=tokens", f"data.path={tmp_path}"), "model.vocab") == "auto"

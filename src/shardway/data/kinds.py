@@ -32,6 +32,9 @@ RECORD_KEYS = (
 )
 """Keys of a kind that reads records."""
 
+MANIFEST = "shards.json"
+"""What `shardway data prepare` writes beside its shards."""
+
 _FORMATS = "shardway.data.formats"
 
 
@@ -60,6 +63,12 @@ class DataKind(HasSettings):
     records: ClassVar[str] = ""
     """The class that reads the files as numbered records, "module:class" derived from
     `shardway.data.formats.base.Records`, for `shardway data`; "" where there are none."""
+
+    @classmethod
+    def states_vocabulary(cls, path: str) -> bool:
+        """Whether the data at a path say how many tokens their vocabulary has: as all of the kind do, unless it
+        overrides this."""
+        return cls.names_vocabulary
 
     @abstractmethod
     def open(self, place: DataPath, request: DataRequest) -> DataSource:
@@ -153,6 +162,11 @@ class TokensKind(DataKind):
     keys = (*FILES, "data.token_dtype")
     records = f"{_FORMATS}.tokens:TokenRecords"
     names_vocabulary = False
+
+    @classmethod
+    def states_vocabulary(cls, path: str) -> bool:
+        """A folder of `shardway data prepare` does."""
+        return (expand_place(path) / MANIFEST).is_file()
 
     def open(self, place: DataPath, request: DataRequest) -> DataSource:
         from shardway.data.sources import tokens

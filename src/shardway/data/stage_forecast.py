@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from shardway.data.kinds import MANIFEST
 from shardway.errors import UserError
 from shardway.hardware.mounts import find_mount, read_mounts
 from shardway.places import expand_place, list_unset
@@ -71,7 +72,7 @@ def _count_bytes(paths: list[tuple[str, str]], *, takes_tokens: bool) -> int | N
     total, files = 0, 0
     for kind, text in dict.fromkeys(paths):
         path = expand_place(text)
-        if takes_tokens and kind not in _AS_THEY_ARE and not (path / "shards.json").is_file():
+        if takes_tokens and kind not in _AS_THEY_ARE and not (path / MANIFEST).is_file():
             return None
         try:
             if path.is_dir():

@@ -19,10 +19,10 @@ import xxhash
 from shardway.data.content import DataPath, fingerprint
 from shardway.data.formats.base import DamagedData
 from shardway.data.formats.shard_file import SHARD_SUFFIX, ShardFacts, read_shard_facts
+from shardway.data.kinds import MANIFEST
 from shardway.errors import UserError, list_some
 from shardway.rundir.file_io import write_whole
 
-MANIFEST = "shards.json"
 FORMAT = "shardway shards"
 MANIFEST_VERSION = 1
 

@@ -26,7 +26,8 @@ from shardway.data.formats.shard_file import (
     parse_footer,
     read_shard_facts,
 )
-from shardway.data.formats.shard_manifest import MANIFEST, ShardManifest, find_folder, parse_manifest, write_manifest
+from shardway.data.formats.shard_manifest import ShardManifest, find_folder, parse_manifest, write_manifest
+from shardway.data.kinds import MANIFEST
 from shardway.errors import UserError, list_some
 from shardway.rundir.file_io import write_whole
 
