@@ -11,6 +11,7 @@ import pytest
 from shardway.data import stage_forecast
 from shardway.data.formats.shard_file import write_token_shard
 from shardway.data.formats.shard_manifest import write_manifest
+from shardway.data.stage import StageFolder
 from shardway.data.stage_forecast import describe_staging
 from shardway.hardware.mounts import MountedFileSystem
 from shardway.runfile.schema import RunFile
@@ -74,7 +75,7 @@ def test_prepared_shards_and_folders_of_images_are_counted(tmp_path: Path, monke
 def test_the_disk_of_this_machine_is_looked_at(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = {"kind": "tokens", "path": str(tokens), "stage": str(tmp_path / "disk")}
     for room, words in ((5000, "5kB, enough"), (3000, "3kB, too little")):
-        monkeypatch.setattr(stage_forecast.StageFolder, "find_room", lambda self, room=room: room)
+        monkeypatch.setattr(StageFolder, "find_room", lambda self, room=room: room)
         assert f"(room there: {words}; time: n/a)" in describe(data, disk_here=True)
     assert "room there: n/a" in describe({**data, "stage": "$NOT_SET_HERE"}, disk_here=True)
     assert not (tmp_path / "disk").exists()

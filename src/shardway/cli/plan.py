@@ -241,7 +241,6 @@ def _plan_run_file(
 ) -> PlanResult | UnitPlanResult:
     """The plan of a run file on a machine; `terms_on` so many nodes. `traces`: count its model with torch; `module`
     ("file.py:function") makes it where the run file does not. Raises UserError with all problems."""
-    from shardway.data.stage_forecast import describe_staging
     from shardway.plan.planner import (
         AXES,
         SETTINGS,
@@ -265,9 +264,13 @@ def _plan_run_file(
         shape, note = _trace(values, path, module)
     else:
         shape, note, samples = _find_shape(resolved, path)
-    tokens_taken = takes_of(values.model.kind) == "tokens" or bool(values.model.hf)
-    chosen = not resolved.is_derived("data.stage")
-    staging = describe_staging(values, takes_tokens=tokens_taken, chosen=chosen, data_here=True, disk_here=False)
+    staging = ""
+    if values.data.stage != "off":
+        from shardway.data.stage_forecast import describe_staging
+
+        tokens_taken = takes_of(values.model.kind) == "tokens" or bool(values.model.hf)
+        chosen = not resolved.is_derived("data.stage")
+        staging = describe_staging(values, takes_tokens=tokens_taken, chosen=chosen, data_here=True, disk_here=False)
     assumed = (*machine.assumed, *filter(None, [note, staging]), *assume_nodes(options))
     length = options.length
     if length is None:

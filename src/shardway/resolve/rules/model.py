@@ -318,10 +318,11 @@ def bytes_have_256_values(draft: Draft) -> None:
 
 @of_what_is_described
 def a_token_file_does_not_say_its_vocabulary(draft: Draft) -> None:
+    if takes_of(draft.get("model.kind")) != "tokens" or draft.get("model.vocab") != "auto":
+        return
     kind, path = draft.get("data.kind"), draft.get("data.path")
     parts = [(part.kind or kind, part.path) for part in draft.get("data.blend")] or [(kind, path)]
-    unnamed = not all(fact_of("data.kind", each, "states_vocabulary")(at) for each, at in parts)
-    if takes_of(draft.get("model.kind")) == "tokens" and unnamed and draft.get("model.vocab") == "auto":
+    if not all(fact_of("data.kind", each, "states_vocabulary")(at) for each, at in parts):
         what = '"auto" follows a tokenizer, and a token file does not name the one that made it'
         if "dataset" in draft.data_kinds:
             what = '"auto" follows a tokenizer, and data.kind = "dataset" names none'
