@@ -375,7 +375,7 @@ def stop_after(parts: int, plan: PreparePlan, processes: int) -> None:
     """Prepare until so many parts are finished, then Ctrl-C."""
 
     def interrupt(done: int, total: int) -> None:
-        if len(list((plan.out / ".preparing").glob("*.shard.json"))) >= parts:
+        if len(list(plan.out.glob("*.shard"))) >= parts:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -406,6 +406,29 @@ def test_finished_shards_stay_and_the_rest_is_made(words: str, tmp_path: Path, p
     assert {name: now[name] for name in kept if name != damaged.name} == {
         name: time for name, time in kept.items() if name != damaged.name
     }
+
+
+def test_a_kill_behind_the_name_of_a_shard_keeps_it(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = texts(tmp_path / "a.jsonl", 400)
+    options = PrepareOptions(words, shard_bytes=1000)
+    out = tmp_path / "out"
+
+    class Killed(BaseException):
+        pass
+
+    def die(folder: Path) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "fsync_folder", die)
+        with pytest.raises(Killed):
+            run_prepare(plan_prepare(*source, out, options), lambda done, total: None, 1)
+    (first,) = out.glob("*.shard")
+    made = first.stat().st_mtime_ns
+    run_prepare(plan_prepare(*source, out, options), lambda done, total: None, 1)
+    assert first.stat().st_mtime_ns == made
 
 
 def test_a_killed_command_leaves_whole_shards_and_no_process(words: str, tmp_path: Path) -> None:

@@ -90,9 +90,10 @@ class _PartWriter:
                 write_record_shard(self.temporary / name, self._records(number, facts, advance))
             else:
                 write_token_shard(self.temporary / name, self._documents(number, facts, advance), plan.maker.dtype)
+            # First what is known of it: a shard that has its name is never made again.
+            write_json(work_folder(plan) / f"{name}.json", facts.__dict__)
             os.replace(self.temporary / name, plan.out / name)
             fsync_folder(plan.out)
-            write_json(work_folder(plan) / f"{name}.json", facts.__dict__)
         except OSError as error:
             raise _explain_refusal(plan, error) from error
         return facts
