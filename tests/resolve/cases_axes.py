@@ -14,17 +14,6 @@ VIT = ("model.kind=vit", "data.kind=synthetic")
 REFUSALS: list[Refuses] = [
     *(
         Refuses(
-            "packed_documents_stay_on_one_rank",
-            ("data.pack=true", f"parallel.{axis}=2", "model.tied=false"),
-            f"  parallel.{axis} (command line): 2: data.pack keeps the documents of a sample apart, which has no form "
-            f"split along {axis} yet\n      allowed: 1\n"
-            "      to do: split over dp_shard, dp_replicate or tp, or set data.pack = false",
-            {"ranks": 2},
-        )
-        for axis in ("cp", "pp")
-    ),
-    *(
-        Refuses(
             "a_model_splits_along_the_axes_it_is_made_for",
             (*kind, f"parallel.{axis}=2"),
             f'  parallel.{axis} (command line): 2: model.kind = "{kind[0][11:]}" does not split along {axis} '

@@ -221,12 +221,6 @@ REFUSALS: list[Refuses] = [
     ),
     Refuses(
         "documents_are_packed_for_models_that_keep_them_apart",
-        ("data.pack=true", "train.engine=deepspeed"),
-        '  train.engine (command line): "deepspeed" has not been tried with data.pack = true\n'
-        '      allowed: "torch"\n      to do: set data.pack = false',
-    ),
-    Refuses(
-        "documents_are_packed_for_models_that_keep_them_apart",
         ("data.pack=true", "model.experts=4", "model.capacity_factor=1.5"),
         "  model.capacity_factor (command line): 1.5 lets documents of a sample take places of experts from each other"
         ", and data.pack is true\n      allowed: 0\n      to do: set data.pack = false",

@@ -31,6 +31,13 @@ from shardway.rundir.directory import RunDir
 from shardway.train.loss import IGNORED, token_cross_entropy
 
 DOCUMENTS = 160
+TWO_STAGES = "parallel.pp_stages_per_rank=2"
+PIPELINES = {
+    "gpipe": ("parallel.pp_schedule=gpipe",),
+    "1f1b": ("parallel.pp_schedule=1f1b",),
+    "zero_bubble": ("parallel.pp_schedule=zero_bubble", TWO_STAGES),
+    "zbv": ("parallel.pp_schedule=zbv", TWO_STAGES),
+}
 LENGTH = 24
 
 
@@ -56,8 +63,9 @@ BASE = tuple(word for word in TINY if not word.startswith(("data.", "model.vocab
 
 
 def check_parity(rank: int, folder: Path, text: Path, *words: str) -> None:
-    train_alone(rank, folder / "alone", *words_of(text), base=BASE)
-    train_tiny(folder / "split", pool_ranks(), *words_of(text, *words), base=BASE)
+    apart = ("model.tied=false", "model.layers=4")  # so that any pipeline can cut it
+    train_alone(rank, folder / "alone", *words_of(text, *apart), base=BASE)
+    train_tiny(folder / "split", pool_ranks(), *words_of(text, *apart, *words), base=BASE)
     if rank == 0:
         for column in ("loss", "grad_norm"):
             found, expected = (read_column(folder / name, column) for name in ("split", "alone"))
@@ -76,11 +84,35 @@ def check_parity(rank: int, folder: Path, text: Path, *words: str) -> None:
         (*layout(1, 1), "parallel.tp=2"),
         (*layout(1, 1), "parallel.tp=2", "parallel.tp_sequence=false", "parallel.tp_loss=false"),
         (*layout(1, 2), "train.micro_batch=1", "recompute.mode=selective"),
+        (*layout(1, 1), "parallel.cp=2"),
+        (*layout(1, 1), "parallel.cp=2", "parallel.cp_method=gather", "recompute.mode=full"),
+        *(
+            (*layout(1, 1), "parallel.pp=2", f"parallel.pp_schedule={each}", "train.micro_batch=1")
+            for each in PIPELINES
+        ),
     ],
-    ids=["replicate", "shard", "tensor", "tensor, whole stream", "shard, accumulated, recomputed"],
+    ids=[
+        *("replicate", "shard", "tensor", "tensor, whole stream", "shard, accumulated, recomputed"),
+        *("context", "context, gathered, recomputed", *PIPELINES),
+    ],
 )
 @ranks(2)
 def test_two_ranks_have_the_curve_of_one(rank: int, tmp_path: Path, text: Path, words: tuple[str, ...]) -> None:
+    check_parity(rank, tmp_path, text, *words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*layout(1, 1), "parallel.pp=2", "parallel.cp=2"),
+        (*layout(1, 1), "parallel.pp=2", "parallel.tp=2"),
+        (*layout(1, 1), "parallel.cp=2", "parallel.tp=2"),
+        (*layout(1, 2), "parallel.pp=2"),
+    ],
+    ids=["pipeline x context", "pipeline x tensor", "context x tensor", "pipeline x shard"],
+)
+@ranks(4)
+def test_four_ranks_have_the_curve_of_one(rank: int, tmp_path: Path, text: Path, words: tuple[str, ...]) -> None:
     check_parity(rank, tmp_path, text, *words)
 
 

@@ -42,10 +42,15 @@ _TOP = "batch"
 
 class PackedInputs(NamedTuple):
     """Inputs of which each row holds several documents: `tokens` and `positions`, int64 [rows, seq]; a document begins
-    wherever a position is 0. A model takes them as `model(tokens, positions, packed=True)`."""
+    wherever a position is 0. A model takes them as `model(tokens, positions=positions, packed=True)`."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The arguments of the model beside its tokens."""
+        return {"positions": self.positions, "packed": True}
 
 
 class FieldList(list[Any]):

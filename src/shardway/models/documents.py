@@ -9,13 +9,29 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 WIDEST_HEAD = 256
 """Features of a head that the kernels of FlashAttention 2 take at most."""
+
+
+class DocumentMarks(nn.Module):
+    """What a model marks its documents with; a module, so that an axis finds it."""
+
+    of_part: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Positions of this rank's part of the sequences -> the marks that its attention takes; None: ranks hold sequences
+    whole."""
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor, width: int) -> torch.Tensor:
+        """The marks for blocks that take `x` and have heads of `width` features."""
+        if self.of_part is not None:
+            return self.of_part(positions)
+        return mark_documents(positions, dtype_of_products(x), width)
 
 
 def mark_documents(positions: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardway.models.contract import ModelPlan, Split
-from shardway.models.documents import attend_within_documents, dtype_of_products, mark_documents
+from shardway.models.documents import DocumentMarks, attend_within_documents
 from shardway.models.experts import MixtureOfExperts, MixtureShape, Router
 from shardway.models.initialise import fill_parameters
 
@@ -354,6 +354,7 @@ class Transformer(nn.Module):
         self.embedding: nn.Embedding | None = nn.Embedding(shape.vocab, shape.dim)
         self.position_embedding = nn.Embedding(shape.max_positions, shape.dim) if learned else None
         self.dropout = nn.Dropout(shape.dropout)
+        self.marks = DocumentMarks()
         self.blocks = build_blocks(shape)
         self.norm = build_norm(shape)
         self.head: nn.Module | None = TiedHead() if shape.tied else nn.Linear(shape.dim, shape.vocab, bias=False)
@@ -375,7 +376,7 @@ class Transformer(nn.Module):
             x = self.dropout(x if self.position_embedding is None else x + self.position_embedding(positions))
             x = begin_stream(x)
         turn = self.make_rotation(positions, x.dtype)
-        marks = mark_documents(positions, dtype_of_products(x), self.shape.key_width) if packed else None
+        marks = self.marks(positions, x, self.shape.key_width) if packed else None
         for block in self.blocks.values():
             x = block(x, turn, marks)
         if self.head is None:

@@ -176,10 +176,13 @@ def apply_parallelism(model: nn.Module, mesh: Mesh, device: torch.device, option
 def _give_positions(stages: Sequence[Stage], keyword: str, chunks: Chunks, sequence_parts: int) -> None:
     """Give each stage the positions of its tokens in their sequence, which its input lacks.
 
-    Between stages the sequence may be split over the tensor axis as well; positions are those of the whole of it.
+    Between stages the sequence may be split over the tensor axis as well; positions are those of the whole of it. A
+    caller's own positions, as those of packed documents, stay.
     """
 
     def give(parts: int, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if keyword in named:
+            return inputs, named
         length = inputs[0].shape[1] * parts
         return inputs, {**named, keyword: chunks.positions(length, inputs[0].device)}
 

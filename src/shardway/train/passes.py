@@ -32,7 +32,7 @@ from shardway.models.contract import Balancing
 from shardway.parallel.apply import ParallelModel
 from shardway.parallel.axes.context import Chunks
 from shardway.parallel.axes.expert import find_routers, set_gradient_scale
-from shardway.parallel.axes.pipeline import LossOf, Pipeline
+from shardway.parallel.axes.pipeline import Pipeline
 from shardway.parallel.axes.replicate import accumulating, find_copies
 from shardway.parallel.precision import Precision
 from shardway.train.loss import LossSum, as_sum, compiling_losses, fill_missing_targets
@@ -254,14 +254,14 @@ class Passes:
         """All micro-batches in passes of equal shape; `scale` None runs no backward pass."""
         filled = fill_empty(batch)
         is_two = isinstance(filled, tuple | list) and len(filled) == 2
-        if not is_two or not all(isinstance(each, torch.Tensor) for each in filled):
+        if not is_two or not all(isinstance(each, torch.Tensor | PackedInputs) for each in filled):
             raise UserError(
                 "a pipeline (parallel.pp > 1) needs batches of two tensors, (inputs, targets), not a "
                 f"{type(filled).__name__}.\n  To do: let the dataset give such pairs, or set parallel.pp = 1."
             )
         inputs, targets = filled
         size, per_pass = self.batch_split.micro_batch, self.batch_split.per_pass
-        rows = len(inputs) if rows != 0 else 0
+        rows = len(targets) if rows != 0 else 0
         # In training every rank runs as many passes, whatever its rows: the states are shared over the ranks.
         passes = (
             self.batch_split.accumulation // per_pass if scale is not None else -(-max(rows, 1) // (per_pass * size))
@@ -278,17 +278,20 @@ class Passes:
             return loss.total * (float(kept > 0) * (scale or 0.0))
 
         weights: dict[int, tuple[LossSum, float]] = {}
-        for start in range(0, passes * per_pass * size, per_pass * size):
-            part = _padded(inputs[start : start + per_pass * size], per_pass * size, inputs)
-            if scale is not None and pipeline.is_new_to(part, per_pass, training=True):
-                self._rehearse(pipeline, part, partial(loss_of, start))
+        taken = per_pass * size
+        for start in range(0, passes * taken, taken):
+            part = map_tensors(partial(_take_padded, start, taken), inputs)
+            tokens, named = (part.tokens, part.named) if isinstance(part, PackedInputs) else (part, {})
+            run = partial(pipeline.run, tokens, per_pass, partial(loss_of, start), named=named)
+            if scale is not None and pipeline.is_new_to(tokens, per_pass, training=True):
+                self._rehearse(run)
             set_gradient_scale(self.routers, scale or 0.0, self.parallel.mesh)
             if self.parallel.dropout is not None:
                 self.parallel.dropout.start(self.first_sample(position) + start, size)
-            pipeline.run(part, per_pass, partial(loss_of, start), training=scale is not None)
+            run(training=scale is not None)
         return self._add_up(weights.values())
 
-    def _rehearse(self, pipeline: Pipeline, inputs: torch.Tensor, loss_of: LossOf) -> None:
+    def _rehearse(self, run: Callable[..., None]) -> None:
         """A first pass without effect: torch runs a new schedule once more to find shapes, which must not count for
         routers and batch norms or replace a micro-batch for dropout.
 
@@ -297,7 +300,7 @@ class Passes:
         set_gradient_scale(self.routers, 0.0, self.parallel.mesh)
         buffers = [(buffer, buffer.clone()) for buffer in self.parallel.module.buffers()]
         with torch.random.fork_rng():
-            pipeline.run(inputs, self.batch_split.per_pass, loss_of, training=True)
+            run(training=True)
         for buffer, before in buffers:
             buffer.copy_(before)
         for parameter in self.parallel.module.parameters():
@@ -354,7 +357,7 @@ def call_loss(loss_fn: Loss, model: nn.Module, data: Any, *, pair: bool) -> Loss
     if pair:
         inputs, targets = data
         if isinstance(inputs, PackedInputs):
-            return loss_fn(model(inputs.tokens, inputs.positions, packed=True), targets)
+            return loss_fn(model(inputs.tokens, **inputs.named), targets)
         return loss_fn(model(inputs), targets)
     copies = find_copies(model)
     if copies is None:
@@ -391,10 +394,12 @@ def cut(batch: Any, parts: int, known: int | None = None) -> Iterator[Micro]:
         yield Micro(cut_rows(batch, rows, start, end), end - start, weight, start, pair)
 
 
-def _padded(inputs: torch.Tensor, rows: int, source: torch.Tensor) -> torch.Tensor:
-    """`inputs` with repetitions of a row of `source` up to `rows`: every micro-batch of a pipeline has one shape."""
-    missing = rows - len(inputs)
-    return inputs if missing == 0 else torch.cat((inputs, source[:1].expand(missing, *source.shape[1:])))
+def _take_padded(start: int, rows: int, source: torch.Tensor) -> torch.Tensor:
+    """`rows` rows of `source` from `start` on, behind its end repetitions of its first: every micro-batch of a pipeline
+    has one shape."""
+    found = source[start : start + rows]
+    missing = rows - len(found)
+    return found if missing == 0 else torch.cat((found, source[:1].expand(missing, *source.shape[1:])))
 
 
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:

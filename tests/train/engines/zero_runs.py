@@ -24,11 +24,13 @@ def stage(number: int) -> tuple[str, str]:
     return (*ZERO, f"deepspeed.stage={number}")
 
 
-def train_both(folder: Path, *overrides: str, zero: tuple[str, ...]) -> tuple[Path, Path]:
+def train_both(
+    folder: Path, *overrides: str, zero: tuple[str, ...], base: tuple[str, ...] = UNEVEN
+) -> tuple[Path, Path]:
     """The same run under each engine, on the ranks of the pool: the folders of PyTorch's and of ZeRO's."""
     folders = folder / "torch", folder / "zero"
-    train_tiny(folders[0], pool_ranks(), *overrides, base=UNEVEN)
-    train_tiny(folders[1], pool_ranks(), *overrides, *zero, base=UNEVEN)
+    train_tiny(folders[0], pool_ranks(), *overrides, base=base)
+    train_tiny(folders[1], pool_ranks(), *overrides, *zero, base=base)
     return folders
 
 

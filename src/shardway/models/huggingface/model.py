@@ -24,7 +24,7 @@ from torch import nn
 from shardway.errors import Problem, UserError, check_no_problems
 from shardway.hfconfig import CONFIG, hf_error, import_extra, read_config
 from shardway.models.contract import ModelPlan, Split, matches
-from shardway.models.documents import dtype_of_products, mark_documents
+from shardway.models.documents import DocumentMarks
 from shardway.models.experts import Experts
 from shardway.models.huggingface.own import names_of_transformer, to_huggingface_config
 from shardway.models.huggingface.weights import (
@@ -293,6 +293,7 @@ class HuggingFaceModel(nn.Module):
         self.config = library.config
         self.model = _Decoder(library.model)
         self.lm_head: nn.Module | None = TiedHead() if self.config.tie_word_embeddings else library.lm_head
+        self.marks = DocumentMarks()
         self._plan = _derive_plan(self, library)
 
     def forward(
@@ -309,7 +310,7 @@ class HuggingFaceModel(nn.Module):
         embedding = self.model.embed_tokens
         x = inputs if embedding is None else embedding(inputs)
         angles = self.model.rotary_emb(x, positions if positions.dim() == 2 else positions[None])
-        marks = mark_documents(positions, dtype_of_products(x), self._plan.kv_width) if packed else None
+        marks = self.marks(positions, x, self._plan.kv_width) if packed else None
         for layer in self.model.layers.values():
             x = layer(x, position_embeddings=angles, attention_mask=marks)
         if self.lm_head is None or self.model.norm is None:

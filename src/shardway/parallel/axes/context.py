@@ -8,20 +8,26 @@ Invariants:
   arXiv:2311.09431, discusses); positions are exact.
 
 Shapes: q [batch, heads, queries, width], k and v [batch, kv_heads, keys, width]; `log_sum` [batch, heads, queries].
+
+Of packed documents each rank knows for every token of all ranks where its document begins in the sequence; a query sees
+keys with the same beginning. A query that sees none of a tile gets `log_sum` of the least number, and so the weight 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from shardway.errors import Bug, UserError
 from shardway.models.contract import ModelPlan, match_modules
+from shardway.models.documents import DocumentMarks
 from shardway.parallel.axes.collectives import gathered, scattered_sum
 
 
@@ -58,12 +64,23 @@ def apply_context(model: nn.Module, plan: ModelPlan, group: dist.ProcessGroup, m
         )
     for name, _ in match_modules(model, plan.attention):
         model.set_submodule(name, ContextAttention(group, method))
+    for module in model.modules():
+        if isinstance(module, DocumentMarks):
+            module.of_part = partial(find_beginnings, group)
+
+
+def find_beginnings(group: dist.ProcessGroup, positions: torch.Tensor) -> torch.Tensor:
+    """Where in its sequence the document of each token begins: `positions` of this rank [batch, seq / ranks], counted
+    within documents -> int64 [ranks, batch, seq / ranks] of all ranks."""
+    places = Chunks(group.rank(), group.size()).positions(positions.shape[1], positions.device)
+    return gathered((places - positions)[None], 0, group)
 
 
 class ContextAttention(nn.Module):
     """Causal attention over sequences of which each rank of a group holds its chunks.
 
-    (q, k, v), each [batch, heads, seq / ranks, width], k and v perhaps of fewer heads -> the shape of q.
+    (q, k, v), each [batch, heads, seq / ranks, width], k and v perhaps of fewer heads -> the shape of q. `marks` of
+    `find_beginnings`: within documents.
     """
 
     def __init__(self, group: dist.ProcessGroup, method: str) -> None:
@@ -71,8 +88,10 @@ class ContextAttention(nn.Module):
         self._group = group
         self._travel = {"ring": _Ring, "gather": _Gather}[method]
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return _Attention.apply(q, k, v, self._travel(self._group))
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, marks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return _Attention.apply(q, k, v, self._travel(self._group), marks)
 
 
 # --- how keys and values of all ranks arrive: `bring` gives (rank, its tensor) of every rank, the own one first; and
@@ -136,12 +155,15 @@ class _Gather(_Ring):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, travel: _Ring) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, travel: _Ring, marks: torch.Tensor | None
+    ) -> torch.Tensor:
         out, log_sum = torch.empty(0), torch.empty(0)
         for source, keys_values in travel.bring(torch.stack((k, v))):
             rows, keys, causal = _meet(source, travel.place, q.shape[2])
             seen_k, seen_v = keys_values[:, :, :, keys]
-            more, more_log_sum = _attend(q[:, :, rows], seen_k, seen_v, causal)
+            bias = _hide(marks, travel.place, source, rows, keys, causal, q)
+            more, more_log_sum = _attend(q[:, :, rows], seen_k, seen_v, causal, bias)
             if source == travel.place:  # the first to arrive, and the only one that all queries see
                 # Copies: selective recompute keeps what an operator returned, and would see it change.
                 out, log_sum = more.to(more_log_sum.dtype, copy=True), more_log_sum.clone()
@@ -152,7 +174,7 @@ class _Attention(torch.autograd.Function):
             out[:, :, rows] = out[:, :, rows] * weight + more * more_weight
             log_sum[:, :, rows] = after
         result = out.to(q.dtype)
-        ctx.travel = travel
+        ctx.travel, ctx.marks = travel, marks
         ctx.save_for_backward(q, k, v, result, log_sum)
         return result
 
@@ -165,8 +187,10 @@ class _Attention(torch.autograd.Function):
             for source, keys_values in ctx.travel.bring(torch.stack((k, v))):
                 rows, keys, causal = _meet(source, ctx.travel.place, q.shape[2])
                 seen_k, seen_v = keys_values[:, :, :, keys]
-                whole = (each[:, :, rows] for each in (grad, out, log_sum))
-                share = _attend_backward(q[:, :, rows], seen_k, seen_v, causal, *whole)
+                d_out, seen_out, seen_log_sum = (each[:, :, rows] for each in (grad, out, log_sum))
+                bias = _hide(ctx.marks, ctx.travel.place, source, rows, keys, causal, q)
+                seen = q[:, :, rows], seen_k, seen_v
+                share = _attend_backward(*seen, causal, d_out, seen_out, seen_log_sum, bias)
                 grad_q[:, :, rows] += share[0]
                 # Summed over ranks in the format of log_sum, fp32 at least.
                 grad_kv = torch.zeros_like(keys_values, dtype=log_sum.dtype)
@@ -174,7 +198,7 @@ class _Attention(torch.autograd.Function):
                 yield source, grad_kv
 
         grad_k, grad_v = ctx.travel.collect(grads()).to(k.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None
 
 
 def _meet(source: int, place: int, length: int) -> tuple[slice, slice, bool]:
@@ -191,15 +215,42 @@ def _meet(source: int, place: int, length: int) -> tuple[slice, slice, bool]:
     return slice(length // 2, length), everything, False
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [batch, heads, queries, width] and `log_sum` of a tile; causal: query i sees keys 0 to i only."""
+def _hide(
+    marks: torch.Tensor | None, place: int, source: int, rows: slice, keys: slice, causal: bool, q: torch.Tensor
+) -> torch.Tensor | None:
+    """What is added to the scores of a tile of packed documents, [batch, 1, queries, keys] in the format of `q`: 0, or
+    the least number where a query does not see a key. None: documents are not packed."""
+    if marks is None:
+        return None
+    seen = marks[place][:, rows, None] == marks[source][:, None, keys]
+    seen = seen.tril() if causal else seen
+    width = seen.shape[-1]
+    # Kernels of CUDA devices read rows of a multiple of 8 numbers.
+    bias = torch.zeros((*seen.shape[:-1], -(-width // 8) * 8), dtype=q.dtype, device=q.device)[..., :width]
+    return bias.masked_fill_(~seen, torch.finfo(q.dtype).min)[:, None]
+
+
+_ALIGNED = 32
+"""The kernel that takes a bias on CUDA devices has `log_sum` of a multiple of so many queries."""
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [batch, heads, queries, width] and `log_sum` of a tile; causal: query i sees keys 0 to i only. A `bias`
+    says all that is seen."""
     k, v = _repeat_heads(q, k, v)
     if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    if q.device.type != "cuda":
+        run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return run(q, k, v, 0.0, causal and bias is None, attn_mask=bias)
+    if q.device.type not in ("cuda", "meta"):
         raise UserError(f"the context axis has no attention kernel for {q.device.type}; allowed: cpu, cuda.")
-    out, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
-    return out, log_sum
+    if bias is None:
+        out, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        return out, log_sum
+    bias = bias.expand(-1, q.shape[1], -1, -1)
+    out, log_sum, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)
+    return out, log_sum[:, :, : q.shape[2]]
 
 
 def _attend_backward(
@@ -210,18 +261,25 @@ def _attend_backward(
     grad: torch.Tensor,
     out: torch.Tensor,
     log_sum: torch.Tensor,
+    bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A tile's share of the gradients of q, k and v; `grad`, `out` and `log_sum` are those of attention to all keys."""
     repeats = q.shape[1] // k.shape[1]
     k, v = _repeat_heads(q, k, v)
     if q.device.type == "cpu":
         run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        grad_q, grad_k, grad_v = run(grad, q, k, v, out, log_sum, 0.0, causal)
+        grad_q, grad_k, grad_v = run(grad, q, k, v, out, log_sum, 0.0, causal and bias is None, attn_mask=bias)
     else:
-        run = torch.ops.aten._scaled_dot_product_flash_attention_backward
         unused = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # the random state of dropout, which is off
-        lengths = (None, None, q.shape[2], k.shape[2])
-        grad_q, grad_k, grad_v = run(grad, q, k, v, out, log_sum, *lengths, 0.0, causal, unused, unused)
+        if bias is None:
+            run = torch.ops.aten._scaled_dot_product_flash_attention_backward
+            lengths = (None, None, q.shape[2], k.shape[2])
+            grad_q, grad_k, grad_v = run(grad, q, k, v, out, log_sum, *lengths, 0.0, causal, unused, unused)
+        else:
+            run = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+            bias, log_sum = bias.expand(-1, q.shape[1], -1, -1), F.pad(log_sum, (0, -log_sum.shape[2] % _ALIGNED))
+            wanted = (True, True, True, False)
+            grad_q, grad_k, grad_v, _ = run(grad, q, k, v, bias, out, log_sum, unused[0], unused[1], 0.0, wanted)
     if repeats > 1:
         grad_k, grad_v = (each.unflatten(1, (-1, repeats)).sum(2) for each in (grad_k, grad_v))
     return grad_q, grad_k, grad_v

@@ -240,9 +240,18 @@ class Pipeline:
         """Whether a pass of this shape is the first, in which torch runs stages once more to learn their shapes."""
         return (inputs.shape, micro_batches, training) not in self._schedules
 
-    def run(self, inputs: torch.Tensor, micro_batches: int, loss_of: LossOf, *, training: bool) -> None:
+    def run(
+        self,
+        inputs: torch.Tensor,
+        micro_batches: int,
+        loss_of: LossOf,
+        *,
+        training: bool,
+        named: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """One pass: `inputs` [micro_batches x rows, ...] through all stages, `loss_of` for each output on the rank that
-        has it, and in training all backward passes. Gradients add to what is there."""
+        has it, and in training all backward passes. Gradients add to what is there. `named`: arguments by name that
+        every stage gets, tensors of them cut like inputs."""
         if self.is_new_to(inputs, micro_batches, training=training):
             self._schedules[inputs.shape, micro_batches, training] = self._make_schedule(micro_batches, training)
         schedule = self._schedules[inputs.shape, micro_batches, training]
@@ -251,7 +260,8 @@ class Pipeline:
         # torch cuts targets like inputs; numbers of micro-batches in their place let the caller find its own.
         numbers = torch.arange(micro_batches, device=self.device) if self.has_last else None
         step = schedule.step if training else schedule.eval
-        step(*arguments, target=numbers, losses=[] if self.has_last else None, return_outputs=False)
+        losses: list[torch.Tensor] | None = [] if self.has_last else None
+        step(*arguments, target=numbers, losses=losses, return_outputs=False, **named)
         self._loss_of = None
 
     def _make_schedule(self, micro_batches: int, training: bool) -> Any:

@@ -147,19 +147,6 @@ def a_sequence_splits_into_equal_parts(draft: Draft) -> None:
         draft.refuse("parallel.tp", what, allowed, f"or set parallel.tp_sequence = false, or set data.seq_len = {near}")
 
 
-@of_what_is_described
-def packed_documents_stay_on_one_rank(draft: Draft) -> None:
-    """Stages of a pipeline and the context axis know positions by the place in the sequence alone."""
-    for axis in ("cp", "pp"):
-        degree = draft.get(f"parallel.{axis}")
-        if draft.get("data.pack") and degree > 1:
-            what = (
-                f"{degree}: data.pack keeps the documents of a sample apart, which has no form split along {axis} yet"
-            )
-            remedy = "split over dp_shard, dp_replicate or tp, or set data.pack = false"
-            draft.refuse(f"parallel.{axis}", what, "1", remedy)
-
-
 def experts_split_over_the_ranks_that_share_the_states(draft: Draft) -> None:
     ep, shard, cp = (draft.get(f"parallel.{axis}") for axis in ("ep", "dp_shard", "cp"))
     if shard != "auto" and shard * cp % ep:

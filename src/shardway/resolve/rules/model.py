@@ -186,18 +186,16 @@ def documents_are_packed_for_models_that_keep_them_apart(draft: Draft) -> None:
     """Attention of another kind of model would see all documents of a sample."""
     if not draft.get("data.pack"):
         return
-    kind, engine, off = draft.get("model.kind"), draft.get("train.engine"), "set data.pack = false"
+    kind = draft.get("model.kind")
     if kind != "transformer":
         what = f'true, and model.kind = "{kind}" does not keep the documents of a sample apart'
         draft.refuse("data.pack", what, 'false; or model.kind = "transformer"')
     for own in (name for name in ("synthetic", "dataset") if name in draft.data_kinds):
         what = f'true, and data.kind = "{own}" has no documents'
         draft.refuse("data.pack", what, "false; or data with documents, such as text, jsonl, parquet or megatron")
-    if engine != "torch":
-        draft.refuse("train.engine", f'"{engine}" has not been tried with data.pack = true', '"torch"', off)
     if factor := (draft.get("model.capacity_factor") if draft.get("model.experts") else 0):
         what = f"{factor} lets documents of a sample take places of experts from each other, and data.pack is true"
-        draft.refuse("model.capacity_factor", what, "0", off)
+        draft.refuse("model.capacity_factor", what, "0", "set data.pack = false")
 
 
 @of_what_is_described
