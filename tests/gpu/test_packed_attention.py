@@ -9,6 +9,7 @@ import torch
 
 from shardway.models.documents import attend_within_documents, mark_documents
 from shardway.models.transformer import LatentShape, Transformer, TransformerShape
+from shardway.parallel.axes.context import _attend, _attend_backward, _hide
 from shardway.parallel.blocks import apply_compile, find_units
 from shardway.train.loss import token_cross_entropy
 
@@ -39,6 +40,29 @@ def test_ends_give_what_the_mask_gives(dtype: torch.dtype, kv_heads: int, width:
         mixed.float().square().sum().backward()
         found.append([mixed.float(), *(leaf.grad.float() for leaf in leaves)])
     for narrow, wide in zip(*found, strict=True):
+        assert (narrow - wide).norm() < 0.02 * wide.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("kv_heads", "queries", "keys"), [(8, 256, 256), (2, 256, 128), (2, 100, 52)])
+def test_tiles_of_the_context_axis_are_as_on_a_cpu(dtype: torch.dtype, kv_heads: int, queries: int, keys: int) -> None:
+    """A tile in which some queries see no key: output, logarithm and gradients."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(2, heads, length, 64) for heads, length in ((8, queries), (kv_heads, keys), (kv_heads, keys))]
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    marks = torch.zeros(2, 2, 256, dtype=torch.int64)
+    marks[0, :, : queries // 2], marks[1, :, : keys // 3] = 7, 9
+    found = []
+    for device, form in (("cuda", dtype), ("cpu", torch.float32)):
+        given = [each.to(device, form) for each in (q, k, v)]
+        bias = _hide(marks.to(device), 0, 1, slice(0, queries), slice(0, keys), False, given[0])
+        out, log_sum = _attend(*given, False, bias)
+        whole = log_sum.logaddexp(log_sum.new_zeros(()))  # as if other tiles had been seen too
+        grads = _attend_backward(*given, False, out, out, whole, bias)
+        seen = slice(queries // 2, None)
+        found.append([each.float().cpu() for each in (out[:, :, seen], log_sum[:, :, seen], *grads)])
+    for narrow, wide in zip(*found, strict=True):
+        assert narrow.isfinite().all()
         assert (narrow - wide).norm() < 0.02 * wide.norm()
 
 
