@@ -131,7 +131,7 @@ def run_case(name: str, words: Sequence[str], steps: int, profiles: bool, peak: 
             kernels = profile(step) if profiles else []
             values = run.resolved.values
             model = build_model(values.model, vocab=source.facts.vocab, sample_shape=source.facts.sample_shape)
-            tokens = values.train.global_batch * source.tokens_per_sample
+            tokens = values.train.batch.largest * source.tokens_per_sample
             flops = count_flops(model, values, source.tokens_per_sample)
             keys = {"compute": values.precision.compute, "compile": values.train.compile, "tf32": values.precision.tf32}
     seconds = statistics.median(times[WARM_UP:])

@@ -85,7 +85,7 @@ def hand_written_loop(run: Run, source: DataSource) -> Iterator[None]:
     random = np.random.default_rng(values.train.seed)
     total = run.resolved.derived.total_steps
     for step in range(total):
-        rows = source.batch(random.integers(0, len(source), values.train.global_batch))
+        rows = source.batch(random.integers(0, len(source), values.train.batch.largest))
         inputs = torch.from_numpy(rows["inputs"]).to(run.device)
         targets = torch.from_numpy(rows["targets"]).to(run.device)
         lr = values.optim.lr * 0.5 * (1 + math.cos(math.pi * step / total))

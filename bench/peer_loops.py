@@ -114,7 +114,7 @@ def _deepspeed(case: Case, stage: int) -> Iterator[float]:
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     model = case.build_model()
     config = {
-        "train_micro_batch_size_per_gpu": case.values.train.global_batch // case.task.ranks,
+        "train_micro_batch_size_per_gpu": case.values.train.batch.largest // case.task.ranks,
         "gradient_clipping": float(case.values.optim.clip),
         "zero_optimization": {"stage": stage},
     }

@@ -85,7 +85,7 @@ class Case:
 
     def batches(self, parts: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(inputs, targets) of this rank, where `parts` ranks share each batch."""
-        size, rank = self.values.train.global_batch, self.task.rank if parts > 1 else 0
+        size, rank = self.values.train.batch.largest, self.task.rank if parts > 1 else 0
         order = SampleOrder(len(self.source), self.values.train.seed, self.values.data.shuffle)
         share = torch.tensor(position_share(size, rank, parts)).numpy()
         for step in itertools.count():

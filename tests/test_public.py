@@ -15,6 +15,7 @@ def test_the_public_names() -> None:
     assert shardway.__all__ == [
         "Bug",
         "JobError",
+        "LengthGroupedBatches",
         "LossSum",
         "Run",
         "ShardwayError",

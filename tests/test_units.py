@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from shardway.batch_ramp import BatchRamp
 from shardway.units import (
     SPAN_UNITS,
     Cadence,
@@ -214,7 +215,7 @@ def test_a_shown_count_is_near(count: float) -> None:
 
 # --- spans in steps
 
-SCALE = Scale(samples_per_step=32, tokens_per_sample=128, samples_per_epoch=1000)
+SCALE = Scale(batch=BatchRamp.of(32), tokens_per_sample=128, samples_per_epoch=1000)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def test_a_span_in_steps_covers_it(span: Span, steps: int) -> None:
 
 @given(st.integers(0, 10**9), st.integers(1, 10**4), st.integers(1, 10**4))
 def test_steps_of_samples_are_the_fewest_that_cover_them(samples: int, batch: int, epoch: int) -> None:
-    steps = Span(samples, "samples").in_steps(Scale(batch, 1, epoch))
+    steps = Span(samples, "samples").in_steps(Scale(BatchRamp.of(batch), 1, epoch))
     assert steps * batch >= samples > (steps - 1) * batch
 
 

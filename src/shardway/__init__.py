@@ -12,12 +12,14 @@ from shardway.errors import Bug, JobError, ShardwayError, SiteError, UserError
 from shardway.version import __version__
 
 if TYPE_CHECKING:
+    from shardway.data.grouping import LengthGroupedBatches
     from shardway.train.loss import LossSum, causal_lm_loss, class_cross_entropy, token_cross_entropy
     from shardway.train.run import Run, start
 
 __all__ = [
     "Bug",
     "JobError",
+    "LengthGroupedBatches",
     "LossSum",
     "Run",
     "ShardwayError",
@@ -41,6 +43,10 @@ def __getattr__(name: str) -> Any:
         from shardway.train import loss
 
         return getattr(loss, name)
+    if name == "LengthGroupedBatches":
+        from shardway.data import grouping
+
+        return grouping.LengthGroupedBatches
     raise AttributeError(f"module 'shardway' has no attribute {name!r}")
 
 

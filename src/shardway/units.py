@@ -13,8 +13,10 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from shardway.batch_ramp import BatchRamp
 
 SpanUnit = Literal["steps", "samples", "tokens", "epochs"]
 SPAN_UNITS: tuple[SpanUnit, ...] = ("steps", "samples", "tokens", "epochs")
@@ -108,9 +110,9 @@ def render_count(count: float) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """How units of progress convert: samples per step, tokens per sample, samples per epoch."""
+    """How units of progress convert: samples of each step, tokens per sample, samples per epoch."""
 
-    samples_per_step: int
+    batch: BatchRamp
     tokens_per_sample: int
     samples_per_epoch: int
 
@@ -127,14 +129,17 @@ class Span:
         return f"{amount} {self.unit}"
 
     def in_steps(self, scale: Scale) -> int:
-        """Whole steps that cover this span (rounded up; 0 only for an amount of 0)."""
-        samples = {
-            "steps": self.amount * scale.samples_per_step,
-            "samples": self.amount,
-            "tokens": self.amount / scale.tokens_per_sample,
-            "epochs": self.amount * scale.samples_per_epoch,
-        }[self.unit]
-        return math.ceil(self.amount if self.unit == "steps" else samples / scale.samples_per_step)
+        """Whole steps from the beginning of a run that cover this span (rounded up; 0 only for an amount of 0)."""
+        return math.ceil(self.amount) if self.unit == "steps" else scale.batch.count_steps(self._in_samples(scale))
+
+    def in_last_steps(self, scale: Scale) -> int:
+        """As `in_steps`, at the end of a run or anywhere in it: where the batch grows, in steps of the last size."""
+        return self.in_steps(replace(scale, batch=BatchRamp.of(scale.batch.last)))
+
+    def _in_samples(self, scale: Scale) -> float:
+        if self.unit == "tokens":
+            return self.amount / scale.tokens_per_sample
+        return self.amount * (scale.samples_per_epoch if self.unit == "epochs" else 1)
 
 
 def parse_span(value: str | int) -> Span:

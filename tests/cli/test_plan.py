@@ -105,6 +105,16 @@ def test_a_run_file_is_planned_as_it_resolves(shardway: Shardway) -> None:
     assert "2 problems" in refused.err
 
 
+@pytest.mark.parametrize("words", [("parallel.tp=2",), ("model.kind=convnet", "data.kind=synthetic")])
+def test_a_batch_that_grows_is_planned_by_its_largest_size(shardway: Shardway, words: tuple[str, ...]) -> None:
+    """200 steps of 32 samples and 600 of 64 are as many samples as 700 of 64."""
+    Path("my.toml").write_text("[train]\nglobal_batch = [[0, 32], [6400, 64]]\n", encoding="utf-8")
+    facts = json.loads(shardway("plan", "my.toml", *words, *A100, "--gpus", "8", "--json").out)
+    assert facts["plan"]["layout"]["global_batch"] == 64
+    assert facts["run"]["steps"] == 700
+    assert "steps of the largest size; the run has 32 samples, 64 from position 6400 on" in facts["assumed"]
+
+
 def test_convolutions_are_planned_by_their_parts(shardway: Shardway) -> None:
     words = ("model.kind=convnet", "data.kind=synthetic", "data.shape=[3,32,32]", "train.steps=100 steps")
     Path("my.toml").write_text("", encoding="utf-8")

@@ -69,7 +69,7 @@ class FakeReading:
 
 
 def make_batch(position: int) -> Batch:
-    return Batch(None, np.arange(position, position + 4), position, position + 4)
+    return Batch(None, np.arange(position, position + 4), position, position + 4, 4)
 
 
 def take(reading: FakeReading, step_s: float, steps: int, most: int = 8) -> tuple[list[int], list[WorkerChoice]]:

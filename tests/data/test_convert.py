@@ -26,7 +26,7 @@ from shardway.errors import JobError, UserError
 
 PNG = b"\x89PNG\r\n\x1a\n0000"
 JPEG = b"\xff\xd8\xff\xe00000"
-BLOBS = ("webdataset", "lmdb")
+BLOBS = ("webdataset", "energon", "lmdb")
 """Formats that hold bytes alone."""
 
 
@@ -126,7 +126,7 @@ def tables(draw: st.DrawFn) -> list[Record]:
     return [{name: draw(ANY) for name in names if draw(st.integers(0, 5))} for _ in range(count)]
 
 
-@pytest.mark.parametrize("to", sorted(set(WRITERS) - {"images", "text", "tokens", "megatron"}))
+@pytest.mark.parametrize("to", sorted(set(WRITERS) - {"images", "idx", "text", "tokens", "megatron"}))
 @settings(max_examples=25)
 @given(records=tables())
 def test_records_come_back_or_are_refused(to: str, records: list[Record]) -> None:
@@ -144,7 +144,7 @@ def test_records_come_back_or_are_refused(to: str, records: list[Record]) -> Non
         for number, (record, back) in enumerate(zip(records, found, strict=True)):
             if to in BLOBS:
                 kept = {k: v for k, v in record.items() if v is not None or to == "lmdb"}
-                expected = sorted(record_writers._as_bytes(value, number, name) for name, value in kept.items())
+                expected = sorted(record_writers.as_bytes(value, number, name) for name, value in kept.items())
                 assert sorted(back.values()) == expected
             elif to == "mds":
                 assert flat(back) == flat(record)
@@ -180,17 +180,34 @@ def test_images_become_jpg_and_cls(tmp_path: Path) -> None:
     assert (found["jpg"], found["cls"], found["thumb.jpg"]) == (JPEG, b"2", JPEG)
 
 
-def test_keys_of_webdataset_stay_where_they_can(tmp_path: Path) -> None:
-    keys = ["a", "b/c", "a", "d.e"]
-    write([{"__key__": key, "x": b"1"} for key in keys], tmp_path / "out", "webdataset")
-    found = open_records(place_of(tmp_path / "out")).read(range(4))
-    assert [each["__key__"] for each in found] == ["a", "b/c", "000000002", "000000003"]
-
-
 def test_texts_are_files(tmp_path: Path) -> None:
     found = there_and_back([{"content": "ab", "n": 1}, {"txt": b"c\n"}], tmp_path, "text")
     assert [each["text"] for each in found] == ["ab", "c\n"]
     assert "record 1 has no text" in refused([{"text": "a"}, {"other": "b"}], ensure(tmp_path / "again"), "text")
+
+
+def test_images_of_idx_come_back(tmp_path: Path) -> None:
+    drawn = np.random.default_rng(0).integers(0, 256, (3, 4, 5), np.uint8)
+    labels: list[Any] = [255, "7", b"0"]
+    records = [{"image": image, "label": label} for image, label in zip(drawn, labels, strict=True)]
+    records[2]["cls"] = records[2].pop("label")
+    found = there_and_back(records, tmp_path, "idx")
+    assert [each["label"] for each in found] == [255, 7, 0]
+    assert np.array_equal([each["image"] for each in found], drawn)
+
+
+@pytest.mark.parametrize(
+    ("second", "what"),
+    [
+        ({"image": np.zeros((2, 2), np.uint8), "label": 256}, 'record 1: the field "label" holds int, which idx'),
+        ({"image": np.zeros((2, 2), np.uint8)}, 'record 1: the field "label" holds NoneType'),
+        ({"image": np.zeros((2, 3), np.uint8), "label": 0}, "uint8 [2, 3], which idx (uint8 of one shape [H, W])"),
+        ({"image": np.zeros((2, 2)), "label": 0}, "float64 [2, 2]"),
+        ({"image": PNG, "label": 0}, 'record 1: the field "image" holds bytes'),
+    ],
+)
+def test_what_idx_cannot_hold_is_refused(tmp_path: Path, second: Record, what: str) -> None:
+    assert what in refused([{"image": np.zeros((2, 2), np.uint8), "label": 0}, second], tmp_path, "idx")
 
 
 def ensure(folder: Path) -> Path:
@@ -244,6 +261,7 @@ MIXED: list[tuple[str, list[Record], str]] = [
         [{"a": [1, 2]}, {"a": [1]}],
         'record 1: the field "a" holds ndarray of int64 [1], which arrays of int64 [2]',
     ),
+    ("arrays", [{"a/b": 1}], 'the field "a/b" cannot be the name of a .npy file'),
     ("arrays", [{"a": "text"}], 'record 0: the field "a" holds str, which arrays cannot hold'),
     ("parquet", [{"a": 1}, {"a": "x"}], 'the field "a" of the records 0 to 1 does not fit one column'),
     ("parquet", [{"a": np.zeros((2, 2))}], "choose hdf5, arrays, mds or shards"),
@@ -345,7 +363,7 @@ def in_a_child(work: Callable[[], object]) -> tuple[int, str]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork, where threads of another test's library live
-@pytest.mark.parametrize("to", ["jsonl", "parquet", "hdf5", "lmdb", "mds", "webdataset", "shards", "megatron"])
+@pytest.mark.parametrize("to", ["jsonl", "parquet", "hdf5", "lmdb", "mds", "energon", "shards", "megatron"])
 def test_a_kill_leaves_nothing_under_the_name(tmp_path: Path, to: str) -> None:
     records = [{"tokens": [number]} for number in range(600)]
 
@@ -362,7 +380,7 @@ def test_a_kill_leaves_nothing_under_the_name(tmp_path: Path, to: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("to", sorted(set(WRITERS) - {"tokens", "megatron", "arrays"}))
+@pytest.mark.parametrize("to", sorted(set(WRITERS) - {"tokens", "megatron", "arrays", "idx"}))
 def test_a_full_disk_is_one_sentence(tmp_path: Path, to: str) -> None:
     """A bound on the size of a file stands in for it: also what libraries write is refused."""
     records = [{"png": PNG + os.urandom(50_000), "cls": 0, "text": "b" * 50_000}] * 2

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardway.data.batch_tree import PackedInputs
+from shardway.batch_ramp import BatchRamp
+from shardway.data.batch_tree import LengthGroups, PackedInputs
 from shardway.data.convert import WRITERS
 from shardway.data.loader import LoaderOptions, Share, StepLoader
 from shardway.data.open import open_data, order_of
@@ -148,6 +149,7 @@ PICTURES: Mapping[str, Any] = {"shape": [3, 4, 4]}
 JITTER = {"shape": [3, 6, 5], "transform": f"{__name__}:jitter"}
 NUMBERS = {"shape": [2, 3]}
 PACKED = {"pack": True}
+GROUPED = {"group_tokens": 40}
 LATER = [[0, 0.5], [40, 0.1], [61, 0.7]]
 CASES = {
     "text": Case("texts", "text", keys={"include": "*.txt"}),
@@ -178,6 +180,8 @@ CASES = {
     "packed": Case("lines", "jsonl", keys=PACKED),
     "packed-chats": Case("chats", "jsonl", keys=PACKED),
     "packed-megatron": Case("megatron", "megatron", keys=PACKED),
+    "grouped": Case("lines", "jsonl", keys=GROUPED),
+    "grouped-megatron": Case("megatron", "megatron", keys=GROUPED),
     "blend": Case("", "jsonl", parts=[("lines", "", 0.5), ("npy", "tokens", LATER), ("parquet", "parquet", 0.25)]),
     "blend-in-order": Case(
         "", "tokens", keys={"shuffle": False}, parts=[("npy", "", 2), ("raw", "", LATER), ("megatron", "megatron", 1)]
@@ -186,6 +190,12 @@ CASES = {
         "",
         "jsonl",
         keys=PACKED,
+        parts=[("lines", "", 3), ("megatron", "megatron", LATER), ("token-shards", "tokens", 1.5)],
+    ),
+    "blend-grouped": Case(
+        "",
+        "jsonl",
+        keys=GROUPED,
         parts=[("lines", "", 3), ("megatron", "megatron", LATER), ("token-shards", "tokens", 1.5)],
     ),
     "blend-jitter": Case(
@@ -257,6 +267,9 @@ def name_tensors(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def rows_of(batch: Any) -> list[Row]:
     """The samples of a rank's batch that count."""
+    if isinstance(batch.data, LengthGroups):
+        groups = zip(batch.ids.tolist(), batch.data, strict=False)
+        return [(number, tuple((str(each.shape), each.numpy().tobytes()) for each in pair)) for number, pair in groups]
     arrays = {name: tensor.numpy() for name, tensor in name_tensors(batch.data)}
     return [
         (number, tuple((name, array[row].tobytes()) for name, array in arrays.items()))
@@ -281,13 +294,16 @@ Spans = Sequence[tuple[int, int]]
 class Plan:
     """The positions that each step takes, found by counting them."""
 
-    def __init__(self, positions: int, spans: Spans) -> None:
+    def __init__(self, positions: int, spans: Spans, ramp: BatchRamp) -> None:
         skipped = set(itertools.chain.from_iterable(range(*span) for span in spans))
         kept = [position for position in range(positions) if position not in skipped]
-        self.steps = [kept[first : first + BATCH] for first in range(0, len(kept) - BATCH + 1, BATCH)]
+        self.steps, first = list[list[int]](), 0
+        while first < len(kept) and first + (size := ramp.size_at(kept[first])) <= len(kept):
+            self.steps.append(kept[first : first + size])
+            first += size
 
 
-def run(room: Room, case: Case, plan: Plan, spans: Spans, legs: Sequence[Leg]) -> list[list[Row]]:
+def run(room: Room, case: Case, plan: Plan, spans: Spans, legs: Sequence[Leg], ramp: BatchRamp) -> list[list[Row]]:
     """The global batch of each step: each leg opens all anew and knows no more than the position that the one before it
     has reached."""
     position, done, batches = 0, 0, list[list[Row]]()
@@ -299,7 +315,7 @@ def run(room: Room, case: Case, plan: Plan, spans: Spans, legs: Sequence[Leg]) -
         end = steps[-1][-1] + 1
         known = Skips([span for span in spans if leg.foresight or span[0] < end])
         options = LoaderOptions(workers=leg.workers, prefetch=2)
-        loaders = [StepLoader(source, order, Share(BATCH, rank, leg.ranks), options) for rank in range(leg.ranks)]
+        loaders = [StepLoader(source, order, Share(ramp, rank, leg.ranks), options) for rank in range(leg.ranks)]
         # Without an end, so that workers have read ahead when the run stops.
         streams = [loader.batches(position, skips=known) for loader in loaders]
         for step in steps:
@@ -315,12 +331,15 @@ def run(room: Room, case: Case, plan: Plan, spans: Spans, legs: Sequence[Leg]) -
     return batches
 
 
-def check(room: Room, name: str, spans: Spans, legs: Sequence[Leg]) -> None:
+CONSTANT = BatchRamp.of(BATCH)
+
+
+def check(room: Room, name: str, spans: Spans, legs: Sequence[Leg], ramp: BatchRamp = CONSTANT) -> None:
     """The batches of the legs are those of the undisturbed run, less what is skipped."""
     rows = room.undisturbed(name)
-    plan = Plan(len(rows), spans)
+    plan = Plan(len(rows), spans, ramp)
     rest = Leg(len(plan.steps), 1)
-    found = run(room, CASES[name], plan, spans, [*legs, rest])
+    found = run(room, CASES[name], plan, spans, [*legs, rest], ramp)
     expected = [[rows[position] for position in step] for step in plan.steps]
     assert [[row[0] for row in step] for step in found] == [[row[0] for row in step] for step in expected]
     assert found == expected
@@ -337,6 +356,10 @@ def spans_to_skip(draw: st.DrawFn) -> list[tuple[int, int]]:
     """Up to three spans, in order and not touching."""
     bounds = sorted(draw(st.sets(st.integers(0, 70), max_size=6)))
     return list(zip(bounds[::2], bounds[1::2], strict=False))
+
+
+RAMPS = st.sampled_from([BatchRamp.of(each) for each in (BATCH, [[0, 3], [17, 9]], [[0, 11], [8, 2], [30, 7]])])
+"""How many samples the steps have: always as many, or by their positions."""
 
 
 # --- what holds
@@ -367,16 +390,21 @@ def test_every_sample_comes_once_an_epoch(name: str, room: Room) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=2)
-@given(legs=legs(), spans=spans_to_skip())
-@example(legs=[Leg(1, 8), Leg(2, 5), Leg(1, 3, foresight=False), Leg(2, 2)], spans=[(5, 9), (20, 23)])
-def test_a_stop_changes_nothing(name: str, room: Room, legs: list[Leg], spans: Spans) -> None:
-    check(room, name, spans, legs)
+@given(legs=legs(), spans=spans_to_skip(), ramp=RAMPS)
+@example(
+    legs=[Leg(1, 8), Leg(2, 5), Leg(1, 3, foresight=False), Leg(2, 2)],
+    spans=[(5, 9), (20, 23)],
+    ramp=BatchRamp.of([[0, 7], [22, 5]]),
+)
+def test_a_stop_changes_nothing(name: str, room: Room, legs: list[Leg], spans: Spans, ramp: BatchRamp) -> None:
+    check(room, name, spans, legs, ramp)
 
 
 AS_ANOTHER = {
     "jsonl-gz",
     "raw",
     "packed-megatron",
+    "grouped-megatron",
     "blend-in-order",
     "text-shards",
     "in-order",

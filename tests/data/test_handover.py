@@ -25,7 +25,7 @@ from speed import picked
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
-BATCH = Batch({"x": torch.arange(1024.0), "names": ["a", None]}, np.arange(3), 0, 3)
+BATCH = Batch({"x": torch.arange(1024.0), "names": ["a", None]}, np.arange(3), 0, 3, 3)
 SMALL_SHM = 'mount -t tmpfs -o size=64k none /dev/shm && exec "$@"'
 
 

@@ -232,7 +232,7 @@ class Pair(NamedTuple):
 
 def test_tensors_move_to_a_device_and_the_rest_stays() -> None:
     tree = {"pair": Pair(torch.zeros(2), [torch.ones(3)]), "names": ["a"], "count": 3}
-    batch = to_device(Batch(tree, np.arange(2), 5, 7), torch.device("meta"))
+    batch = to_device(Batch(tree, np.arange(2), 5, 7, 2), torch.device("meta"))
     assert (batch.position, batch.next_position, batch.ids.tolist()) == (5, 7, [0, 1])
     assert isinstance(batch.data["pair"], Pair)
     assert batch.data["pair"].left.device.type == batch.data["pair"].right[0].device.type == "meta"
@@ -292,7 +292,9 @@ def test_signals_of_the_job_do_not_end_workers() -> None:
     with_workers = StepLoader(Numbers(400), SampleOrder(400, 0), Share(4), WORKERS).batches(0)
     next(with_workers)
     next(with_workers)  # one of each worker, so that both have started
-    for worker in list_workers():
+    workers = list_workers()
+    assert len(workers) == 2
+    for worker in workers:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             worker.send_signal(number)
     assert [batch.position for batch in itertools.islice(with_workers, 20)] == list(range(8, 88, 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pickle
@@ -110,6 +111,37 @@ def test_unused_sets_make_room_those_used_longest_ago_first(tmp_path: Path, monk
     assert not held[1].root.exists()
 
 
+def test_there_is_room_for_what_compressed_files_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What readers unpack lies beside their set and counts as the files do, until it is there."""
+    parts, other = make_set(tmp_path / "data", {"a": 1000}), make_set(tmp_path / "other", {"a": 3000}, seed=1)
+    parts.unpacked_bytes = 6000
+    folder = StageFolder(tmp_path / "disk")
+    folder.hold(other, spare=0).close()
+    monkeypatch.setattr(stage, "SPARE_BYTES", 0)
+    for free, fits in ((3500, False), (4500, True)):
+        monkeypatch.setattr(stage.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        with (
+            contextlib.nullcontext()
+            if fits
+            else pytest.raises(SiteError, match="1kB are to be copied there, 6kB more are what compressed files hold")
+        ):
+            folder.check_room(parts)
+
+    class Disk:
+        def __init__(self, path: object) -> None:
+            objects = (each for each in (tmp_path / "disk/objects").glob("*") if not each.name.endswith(".sums"))
+            self.free = 8000 - sum(each.stat().st_size for each in objects)
+
+    monkeypatch.setattr(stage.shutil, "disk_usage", Disk)
+    staged = folder.hold(parts, spare=0)
+    assert len(list((tmp_path / "disk/sets").iterdir())) == 1  # the other made room for it
+    (staged.root / ".unpacked/x").mkdir(parents=True)
+    (staged.root / ".unpacked/x/a").write_bytes(bytes(6000))
+    monkeypatch.setattr(stage.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    folder.check_room(parts)
+    assert folder.hold(parts, spare=0).copied_bytes == 0
+
+
 def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
     parts = make_set(tmp_path / "data", {"a": 10})
     (tmp_path / "file").write_text("")
@@ -147,20 +179,32 @@ def test_processes_of_a_node_copy_each_byte_once(tmp_path: Path) -> None:
         copier.communicate("")
 
 
-def test_a_kill_at_any_moment_leaves_no_half_file(tmp_path: Path) -> None:
-    parts = make_set(tmp_path / "data", {f"{number}": 20_000_000 for number in range(6)})
-    disk, drawn = tmp_path / "disk", random.Random(1)
-    for _ in range(6):
-        copier = start_copier(parts.root, disk)
-        until = time.monotonic() + 20
-        while not (disk / "objects").exists() and time.monotonic() < until:
-            time.sleep(0.005)
-        time.sleep(drawn.uniform(0, 0.1))
-        copier.send_signal(signal.SIGKILL)
-        copier.communicate()
-        for path in (disk / "objects").glob("[!.]*"):
-            assert path.name.endswith(".sums") or path.stat().st_size == 20_000_000
+KILLED = """
+import os, signal, sys
+from shardway.data.stage import CopyProgress
+left = int(sys.argv[3])
+count = CopyProgress.note
+def note(self, copied=0):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    count(self, copied)
+CopyProgress.note = note
+"""
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3, 5, 8])
+def test_a_kill_while_it_copies_leaves_no_half_file(tmp_path: Path, moment: int) -> None:
+    """Before a file is begun, and after each of its pieces of 8 MiB."""
+    parts, disk = make_set(tmp_path / "data", {f"{number}": 9_000_000 for number in range(3)}), tmp_path / "disk"
+    command = [sys.executable, "-c", KILLED + COPIER, str(parts.root), str(disk), str(moment)]
+    assert subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode == -signal.SIGKILL
+    whole = [path for path in (disk / "objects").glob("[!.]*") if not path.name.endswith(".sums")]
+    assert [path.stat().st_size for path in whole] == [9_000_000] * ((moment - 1) // 3)
+    assert len(list((disk / "objects").glob(".*.part"))) == (moment % 3 != 1)
     staged = StageFolder(disk).hold(parts, spare=0)
+    assert staged.copied_bytes == 9_000_000 * (3 - len(whole))
     for number, file in enumerate(parts.files):
         assert (staged.root / file.name).read_bytes() == parts.path(number).read_bytes()
     assert not list((disk / "objects").glob(".*"))
@@ -217,13 +261,14 @@ def test_a_file_that_another_process_copies_counts_as_there(tmp_path: Path, monk
         progress = CopyProgress()
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(folder.hold, parts, spare=0, progress=progress)
-            until = time.monotonic() + 20
-            while progress.awaited_bytes != 3000 and time.monotonic() < until:
+            until = time.monotonic() + 60
+            while progress.awaited_bytes != 3000:
+                assert time.monotonic() < until
                 time.sleep(0.005)
             half.rename(folder.path / "objects" / key)
             (folder.path / "objects" / key).write_bytes(parts.path(0).read_bytes())
             fcntl.flock(held, fcntl.LOCK_UN)
-            assert waiting.result(20).copied_bytes == 0
+            assert waiting.result(60).copied_bytes == 0
 
 
 def test_a_set_that_is_removed_while_another_process_asks_for_it_is_made_anew(tmp_path: Path) -> None:
@@ -237,7 +282,7 @@ def test_a_set_that_is_removed_while_another_process_asks_for_it_is_made_anew(tm
         time.sleep(0.1)
         folder._remove(lock)
         fcntl.flock(held, fcntl.LOCK_UN)
-        again = asking.result(20)
+        again = asking.result(60)
     assert (again.copied_bytes, again.root) == (1000, first.root)
     with lock.open("rb") as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

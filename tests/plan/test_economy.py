@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from shardway.batch_ramp import BatchRamp
 from shardway.errors import UserError
 from shardway.plan.economy import (
     Amount,
@@ -220,7 +221,7 @@ def test_more_nodes_fail_more() -> None:
 
 
 def test_tokens_become_steps() -> None:
-    scale = Scale(samples_per_step=512, tokens_per_sample=4096, samples_per_epoch=1)
+    scale = Scale(batch=BatchRamp.of(512), tokens_per_sample=4096, samples_per_epoch=1)
     assert request(length=Span(2e12, "tokens"), scale=scale).steps == math.ceil(2e12 / (512 * 4096))
 
 
@@ -324,7 +325,7 @@ def test_failures_of_llama_3() -> None:
 def test_days_and_hours_of_llama_65b() -> None:
     """arXiv:2302.13971, section 2.4 and table 15: 380 tokens per second and GPU on 2,048 A100 for 1.4 T tokens, in
     batches of 4 M: 21 days, 1,022,362 GPU-hours."""
-    scale = Scale(samples_per_step=2048, tokens_per_sample=2048, samples_per_epoch=1)
+    scale = Scale(batch=BatchRamp.of(2048), tokens_per_sample=2048, samples_per_epoch=1)
     step_seconds = 2048 * 2048 / (380 * 2048)
     found = estimate(step_seconds=step_seconds, length=Span(1.4e12, "tokens"), scale=scale, gpus=2048)
     assert round(found.days) == 21

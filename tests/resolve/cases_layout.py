@@ -109,8 +109,23 @@ REFUSALS: list[Refuses] = [
         {"ranks": 4},
     ),
     Refuses(
+        "every_replica_gets_a_sample",
+        ("train.global_batch=[[0, 2], [9, 8]]",),
+        "  train.global_batch (command line): 2 samples cannot be shared by 4 data-parallel ranks\n"
+        "      allowed: at least 4\n"
+        "      to do: raise train.global_batch or use fewer ranks",
+        {"ranks": 4},
+    ),
+    Refuses(
         "a_micro_batch_is_a_part_of_a_rank_share",
         ("train.global_batch=16", "train.micro_batch=5"),
+        "  train.micro_batch (command line): 5 is more than a rank's share of 4 (train.global_batch 16 / 4 ranks)\n"
+        "      allowed: 1 to 4",
+        {"ranks": 4},
+    ),
+    Refuses(
+        "a_micro_batch_is_a_part_of_a_rank_share",
+        ("train.global_batch=[[0, 4], [9, 16]]", "train.micro_batch=5"),
         "  train.micro_batch (command line): 5 is more than a rank's share of 4 (train.global_batch 16 / 4 ranks)\n"
         "      allowed: 1 to 4",
         {"ranks": 4},

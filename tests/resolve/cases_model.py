@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from rule_cases import CONVNET, LATENT, Derives, Refuses
+from rule_cases import CONVNET, GPU, LATENT, Derives, Refuses
 
 DERIVATIONS: list[Derives] = [
+    Derives(
+        "a_group_is_a_micro_batch",
+        ("data.group_tokens=4096",),
+        "train.micro_batch",
+        1,
+        "a pass takes one group of data.group_tokens",
+    ),
     Derives("key_value_heads_divide_the_heads", ("model.heads=8",), "model.kv_heads", 8, "as many as heads"),
     Derives(
         "the_feed_forward_width_follows_the_activation",
@@ -163,6 +170,20 @@ REFUSALS: list[Refuses] = [
         '      allowed: "auto", "off", or a string that begins with /, ~ or $, such as "$TMPDIR"',
     ),
     Refuses(
+        "windows_are_those_of_one_data_set",
+        ("data.shuffle=windows", "data.pack=true"),
+        '  data.shuffle (command line): "windows" visits the samples of one data set file by file, and data.pack = '
+        "true packs those of several files\n"
+        "      allowed: true or false",
+    ),
+    Refuses(
+        "windows_are_those_of_one_data_set",
+        ("data.shuffle=windows", 'data.blend=[{path = "y", weight = 1}]'),
+        '  data.shuffle (command line): "windows" visits the samples of one data set file by file, and data.blend '
+        "names several\n"
+        "      allowed: true or false",
+    ),
+    Refuses(
         "data_other_than_text_name_their_path",
         ("data.kind=tokens", "model.vocab=9"),
         "  data.path (default): is not set\n      allowed: the file or folder that holds the data",
@@ -224,6 +245,49 @@ REFUSALS: list[Refuses] = [
         ("data.pack=true", "model.experts=4", "model.capacity_factor=1.5"),
         "  model.capacity_factor (command line): 1.5 lets documents of a sample take places of experts from each other"
         ", and data.pack is true\n      allowed: 0\n      to do: set data.pack = false",
+    ),
+    Refuses(
+        "documents_are_grouped_where_padding_changes_nothing",
+        ("data.group_tokens=4096", "data.pack=true"),
+        "  data.group_tokens (command line): 4096, and data.pack = true fills samples in another way\n"
+        "      allowed: one of the two\n      to do: set data.pack = false",
+    ),
+    Refuses(
+        "documents_are_grouped_where_padding_changes_nothing",
+        ("data.group_tokens=127",),
+        "  data.group_tokens (command line): 127 is less than one document of data.seq_len = 128 tokens\n"
+        "      allowed: 0, or at least 128",
+    ),
+    Refuses(
+        "documents_are_grouped_where_padding_changes_nothing",
+        ("data.group_tokens=4096", "model.kind=encoder_decoder"),
+        '  data.group_tokens (command line): 4096, and model.kind = "encoder_decoder" would see the padding behind '
+        'documents\n      allowed: 0; or model.kind = "transformer"',
+    ),
+    Refuses(
+        "documents_are_grouped_where_padding_changes_nothing",
+        ("data.group_tokens=4096", "data.kind=synthetic"),
+        '  data.group_tokens (command line): 4096, and data.kind = "synthetic" has no documents\n'
+        "      allowed: 0; or data with documents, such as text, jsonl, parquet or megatron",
+    ),
+    Refuses(
+        "documents_are_grouped_where_padding_changes_nothing",
+        ("data.group_tokens=4096", "model.experts=4", "model.capacity_factor=1.5"),
+        "  model.capacity_factor (command line): 1.5 lets padding take places of experts, and data.group_tokens is 4096"
+        "\n      allowed: 0\n      to do: set data.group_tokens = 0",
+    ),
+    Refuses(
+        "documents_are_grouped_where_padding_changes_nothing",
+        ("data.group_tokens=4096", "precision.compute=float8"),
+        '  precision.compute (command line): "float8": its products take multiples of 16 tokens, and '
+        'data.group_tokens = 4096 gives any number\n      allowed: "bf16"\n      to do: set data.group_tokens = 0',
+        GPU,
+    ),
+    Refuses(
+        "a_group_is_a_micro_batch",
+        ("data.group_tokens=4096", "train.micro_batch=2"),
+        "  train.micro_batch (command line): 2: a pass takes one group of documents (data.group_tokens = 4096)\n"
+        "      allowed: 1\n      to do: raise data.group_tokens for larger passes",
     ),
     Refuses(
         "heads_divide_the_width",

@@ -55,6 +55,15 @@ DERIVATIONS: list[Derives] = [
 
 REFUSALS: list[Refuses] = [
     Refuses(
+        "a_pipeline_takes_samples_of_one_shape",
+        (*PIPELINE, "data.group_tokens=4096"),
+        "  parallel.pp (command line): 2: all micro-batches of a pipeline have one shape, and data.group_tokens = 4096 "
+        "gives groups of different ones\n"
+        "      allowed: 1\n"
+        "      to do: split over dp_shard, dp_replicate, tp or cp, or take data.pack in place of data.group_tokens",
+        TWO,
+    ),
+    Refuses(
         "stages_follow_the_schedule",
         (*PIPELINE, "parallel.pp_stages_per_rank=2"),
         '  parallel.pp_stages_per_rank (command line): 2: parallel.pp_schedule = "1f1b" wants 1 stage on each rank\n'
@@ -254,6 +263,15 @@ REFUSALS: list[Refuses] = [
     ),
     Refuses(
         "what_counts_samples_gets_whole_micro_batches",
+        (*ROUTED, "train.global_batch=[[0, 8], [99, 16]]", "train.micro_batch=4"),
+        "  train.global_batch (command line): 8 samples do not fill passes of 4 micro-batches of 4 on 1 data-parallel "
+        "rank, and a pipeline fills them up with samples that its routers would count\n"
+        "      allowed: a multiple of 16, such as 16\n"
+        "      to do: or set parallel.pp_micro_batches, so that a pass takes no more than the smallest step has",
+        TWO,
+    ),
+    Refuses(
+        "what_counts_samples_gets_whole_micro_batches",
         (*CONVNET, "parallel.pp=2", "parallel.dp_replicate=2", "train.global_batch=15", "train.micro_batch=2"),
         "  train.global_batch (command line): 15 samples do not fill micro-batches of 2 on 2 data-parallel "
         "ranks, and a "
@@ -272,6 +290,8 @@ LEGAL: list[tuple[tuple[str, ...], int]] = [
     ((*PIPELINE, "parallel.pp_schedule=gpipe", "train.micro_batch=16"), 2),
     ((*PIPELINE, "train.global_batch=13", "train.micro_batch=2"), 2),
     ((*ROUTED, "model.balance=none", "train.global_batch=13", "train.micro_batch=2"), 2),
+    ((*ROUTED, "train.global_batch=[[0, 8], [99, 16]]", "train.micro_batch=4", "parallel.pp_micro_batches=2"), 2),
+    ((*PIPELINE, "train.global_batch=[[0, 7], [99, 16]]", "train.micro_batch=4"), 2),
     ((*V, "parallel.reshard_after_forward=true"), 2),
     ((*PIPELINE, "parallel.dp_shard=2", "parallel.reshard_after_forward=true"), 4),
     ((*PIPELINE, "train.compile=blocks"), 2),

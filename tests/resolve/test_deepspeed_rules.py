@@ -26,6 +26,12 @@ NVME = ("deepspeed.stage=3", "deepspeed.nvme_path=/local")
         (("parallel.tp=2",), "the axes do not split the model, ZeRO does\n      allowed: 1\n      to do: let"),
         (("parallel.pp=2",), "parallel.pp (command line): 2: with train.engine"),
         (("parallel.cp=2",), "parallel.cp (command line): 2: with train.engine"),
+        (
+            ("train.global_batch=[[0, 8], [99, 16]]",),
+            "8 samples, 16 from position 99 on: DeepSpeed takes steps of one size\n"
+            "      allowed: one number of samples\n"
+            '      to do: set train.global_batch = 16, or train.engine = "torch"',
+        ),
         (("optim.name=muon",), '"muon" needs the shapes of weights, and ZeRO hands it flat parts of them'),
         (("optim.name=adafactor",), '"adafactor" needs the shapes'),
         (("optim.name=adamw8bit",), '"adamw8bit" needs the shapes'),

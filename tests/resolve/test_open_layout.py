@@ -148,6 +148,15 @@ def test_what_is_set_is_kept_and_not_told_as_derived() -> None:
         assert (render_value(value_of(resolved, key)).strip('"'), resolved.origins[key]) == (value, "command line")
 
 
+def test_groups_of_documents_get_no_pipeline_and_one_group_a_pass() -> None:
+    grouped = ("data.kind=text", "data.path=docs", "data.group_tokens=16384")
+    resolved = resolve_on(H100, *EIGHT_BILLION, *grouped, AUTO)
+    assert resolved.values.parallel.pp == 1
+    assert resolved.values.train.micro_batch == 1
+    assert resolved.origins["train.micro_batch"] == "derived: a pass takes one group of data.group_tokens"
+    assert resolved.origins["parallel.dp_shard"].startswith("derived: the fastest of ")
+
+
 def test_an_auto_that_is_written_down_is_open() -> None:
     words = ("parallel.dp_shard=auto", "train.micro_batch=auto", "parallel.reshard_after_forward=auto")
     assert (

@@ -101,6 +101,15 @@ def test_a_share_that_does_not_divide_is_rounded_up() -> None:
     assert (case.global_batch, case.micro_batches) == (16, 2)  # the largest share has 3 samples
 
 
+def test_a_group_of_documents_counts_as_sequences() -> None:
+    words = ("data.seq_len=256", "data.group_tokens=1000", "train.global_batch=10", "model.kind=transformer")
+    case = case_for(*words, "data.kind=text", ranks=4)
+    assert (case.micro_batch, case.micro_batches, case.global_batch) == (4, 3, 48)
+    assert case.tokens == 1024
+    values = resolve_words(*SMALL, *words, "data.kind=text").values
+    assert "groups of 4 x 256 tokens, the most that data.group_tokens allows" in list_assumptions(values)
+
+
 def test_offload_of_either_engine() -> None:
     assert case_for("parallel.dp_shard=2", "parallel.cpu_offload=true", ranks=2).offload
     assert case_for("train.engine=deepspeed", "deepspeed.offload_optimizer=cpu", ranks=2).offload

@@ -32,6 +32,7 @@ ONLY_DERIVE = {
 }
 DERIVE_TOO = {
     "data_are_staged_to_a_whole_path",
+    "a_group_is_a_micro_batch",
     "stages_follow_the_schedule",
     "micro_batches_fill_the_pipeline",
     "heads_divide_the_width",
@@ -55,6 +56,7 @@ ELSEWHERE = {
     "a_sample_fits_the_positions_of_a_hugging_face_model",
     "a_hugging_face_model_brings_its_tokenizer",
     "zero_shards_over_copies_alone",
+    "zero_takes_steps_of_one_size",
     "zero_updates_parts_without_shape",
     "zero_has_formats_of_its_own",
     "zero_1_does_not_accumulate_in_bf16",

@@ -58,6 +58,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model.hidden": st.lists(st.integers(1, 9), max_size=4),
     "data.kind": st.sampled_from(["text", "synthetic"]),
     "data.pack": st.sampled_from([False, False, False, True]),
+    "data.group_tokens": st.sampled_from([0, 0, 0, 4096]),
     "data.seq_len": SIZES,
     "precision.compute": st.sampled_from(["fp32", "bf16", "fp16", "float8"]),
 }

@@ -39,6 +39,7 @@ CHANGES = {
     "data.include": "*.md",
     "data.seq_len": 64,
     "data.pack": True,
+    "data.group_tokens": 4096,
     "data.shuffle": False,
     "data.validation_fraction": 0.5,
     "train.engine": "deepspeed",

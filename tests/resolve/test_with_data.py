@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from resolving import refusal_of, resolve_words, value_of
 
+from shardway.batch_ramp import BatchRamp
 from shardway.errors import UserError
 from shardway.resolve import DataFacts, Resolved, resolve_with_data, scale_of
 from shardway.units import Scale, Span
@@ -81,7 +82,7 @@ def test_the_length_in_steps(length: str, steps: int) -> None:
 
 
 def test_the_scale_is_that_of_run_and_data() -> None:
-    assert scale_of(resolve_words("train.global_batch=48"), TEXT) == Scale(48, 128, 1000)
+    assert scale_of(resolve_words("train.global_batch=48"), TEXT) == Scale(BatchRamp.of(48), 128, 1000)
 
 
 def test_a_run_of_no_step() -> None:

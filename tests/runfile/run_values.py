@@ -43,6 +43,8 @@ def sizes() -> st.SearchStrategy[str]:
 
 
 _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
+    "data.shuffle": st.sampled_from([True, False, "windows"]),
+    "data.window": sizes(),
     "data.decode": st.sampled_from(["pil", "dali"]),
     "data.workers": st.one_of(st.just("auto"), st.integers(0, 64)),
     "model.kind": st.sampled_from(["transformer", "encoder_decoder", "vit", "convnet", "mlp"]),
@@ -85,6 +87,9 @@ _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "data.shape": st.lists(SMALL, max_size=3),
     "train.steps": spans(),
     "train.seed": st.integers(0, 2**63 - 1),
+    "train.global_batch": st.one_of(
+        SMALL, st.lists(SMALL, min_size=1, max_size=3).map(lambda sizes: [list(pair) for pair in enumerate(sizes)])
+    ),
     "train.micro_batch": AUTO_OR_SMALL,
     "train.validate_every": st.one_of(st.just("off"), spans()),
     "train.compile": st.sampled_from(["auto", "off", "blocks", "model"]),
@@ -142,6 +147,7 @@ _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "guard.spike_steps": st.integers(1, 10),
     "guard.probe_every": st.one_of(st.just("off"), spans()),
     "guard.compare_every": st.one_of(st.just("off"), spans()),
+    "guard.damaged_data": st.sampled_from(["stop", "skip"]),
     **dict.fromkeys(
         ("model.settings", "data.settings", "optim.settings"),
         st.dictionaries(texts(), st.one_of(SMALL, texts()), max_size=2),

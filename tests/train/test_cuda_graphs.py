@@ -202,3 +202,11 @@ def test_other_micro_batches_than_those_of_the_graphs_do_not_fit() -> None:
     assert not known.fits([micro(3)], 0.5)
     assert not known.fits([micro(), micro()], 0.5), "the second would replace the gradients of the first"
     assert not known.fits([micro(weight=0.0)], 0.5)
+
+
+def test_a_batch_that_has_grown_is_captured_again(passes: GraphedPasses) -> None:
+    """Once several steps in a row have shown it; one that is alone is run one by one."""
+    run_steps(passes, 10)
+    assert run_steps(passes, 1, [micro(3)]) == []
+    assert passes.run([micro()], token_cross_entropy, 1.0, lambda one, sums: None) is not None
+    assert run_steps(passes, 6, [micro(3)]) == list(range(cuda_graphs.MISFITS - 1, 6))

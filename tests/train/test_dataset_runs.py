@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,13 +23,16 @@ from runs import (
     train_tiny,
     worst_difference,
 )
+from saved_tensors import read_whole
+from shardway.data.ledger import open_ledger
+from shardway.data.samplers import SnapshotPace
 from shardway.errors import UserError
 from shardway.rundir.directory import RunDir
 
 MODULE = '''
 import random
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 class Augmented(Dataset):
     """Images whose class is a bright corner, flipped and with noise that is drawn anew in each epoch."""
@@ -53,6 +57,52 @@ class Counting(Dataset):
 
     def __getitem__(self, number):
         return (torch.arange(13) * (1 + number % 3) + number) % 32
+
+class Shuffled(IterableDataset):
+    """Images as above in sequence, in an order that is drawn anew in each epoch."""
+
+    def __init__(self, split="train"):
+        self.images = Augmented(split=split)
+
+    def __iter__(self):
+        for number in torch.randperm(len(self.images)).tolist():
+            yield self.images[number]
+
+READ = []
+
+class Stateful(IterableDataset):
+    """Rows as above in sequence; it says where it is. What it draws, it draws from a generator of its own."""
+
+    def __init__(self):
+        self.at, self.drawn = 0, torch.Generator().manual_seed(3)
+
+    def __len__(self):
+        return 30
+
+    def __iter__(self):
+        while self.at < 30:
+            self.at += 1
+            READ.append(self.at - 1)
+            row = Counting()[self.at - 1]
+            yield torch.cat([row[:-1], torch.randint(32, (1,), generator=self.drawn)])
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at, "drawn": self.drawn.get_state()}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+        self.drawn.set_state(state["drawn"])
+
+class ByRank(IterableDataset):
+    """It gives each rank images of its own."""
+
+    def __iter__(self):
+        rank, world = 0, 1
+        if torch.distributed.is_initialized():
+            rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        for number in range(rank, 40, world):
+            yield torch.full((1, 8, 8), number / 40), number % 4
 '''
 NAME = "dataset_of_a_run_test"
 HELD = (
@@ -65,6 +115,9 @@ HELD = (
 IMAGES = (*HELD, f"data.dataset={NAME}:Augmented", "train.validate_every=6")
 TOKENS = (*HELD, f"data.dataset={NAME}:Counting", "data.validation_fraction=0.1", "train.validate_every=6")
 
+SHUFFLED = (*HELD, f"data.dataset={NAME}:Shuffled", "train.validate_every=6")
+STATEFUL = (*HELD, f"data.dataset={NAME}:Stateful")
+
 
 def without_data(base: Sequence[str]) -> tuple[str, ...]:
     return tuple(word for word in base if not word.startswith(("data.kind", "data.samples")))
@@ -74,6 +127,9 @@ BASES = {
     IMAGES: without_data((*COMMON, "model.kind=mlp", "model.hidden=[16]", "model.classes=4")),  # without batch norm
     TOKENS: without_data(TINY),
 }
+# Nothing is validated where the dataset gives nothing for it.
+BASES[SHUFFLED] = BASES[IMAGES]
+BASES[STATEFUL] = tuple(word for word in BASES[TOKENS] if not word.startswith("train.validate_every"))
 
 
 @pytest.fixture
@@ -169,6 +225,150 @@ def test_images_learn_from_a_part_that_is_held_out(module: Path, tmp_path: Path,
     )
     assert {number for step in used_by_step(tmp_path / "run") for number in step} == set(range(30))
     assert len(losses_of_validation(tmp_path / "run")) == 2
+
+
+# --- read in sequence
+
+
+@pytest.fixture
+def every_batch_has_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However quick a step is."""
+    monkeypatch.setattr(SnapshotPace, "take", lambda pace, stream: stream.snapshot())
+
+
+def read_weights(folder: Path) -> dict[str, list[Any]]:
+    """The tensors of the last checkpoint of a run, to the bit, without the state of its data: which batch that is of
+    depends on how long it takes to read."""
+    found = read_whole(max(RunDir(folder).checkpoints.iterdir()))
+    return {name: tensor.tolist() for name, tensor in found.items() if not name.startswith("stream-")}
+
+
+def notes(folder: Path) -> list[str]:
+    return [event["reason"] for event in read_named(folder, "data_order_noted")]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", [SHUFFLED, STATEFUL], ids=["images", "tokens with a state"])
+def test_a_stream_goes_on_to_the_bit(
+    rank_pool: RankPool, module: Path, tmp_path: Path, kind: tuple[str, ...], world: int
+) -> None:
+    """Also after a stop at the beginning, in the first epoch and in the second."""
+    through, moved = tmp_path / "through", tmp_path / "moved"
+    words = (*kind, *layout(world, 1), "data.workers=0")
+    for directory, last in ((through, None), (moved, 1), (moved, 3), (moved, 7), (moved, None)):
+        arguments = {"directory": directory, "module": module, "words": words, "base": BASES[kind], "last": last}
+        rank_pool.run(stage, world, arguments)
+    assert [event["step"] for event in read_named(moved, "started")] == [0, 1, 3, 7]
+    assert used_by_step(through) == [list(range(8 * step, 8 * step + 8)) for step in range(12)]
+    assert used_by_step(moved) == used_by_step(through)
+    assert read_column(moved) == read_column(through)
+    assert read_weights(moved) == read_weights(through)
+    assert losses_of_validation(moved) == losses_of_validation(through)
+    assert len(losses_of_validation(through)) == (2 if kind is SHUFFLED else 0)
+
+
+@pytest.mark.parametrize("kind", [SHUFFLED, STATEFUL], ids=["images", "tokens with a state"])
+def test_a_stream_goes_on_with_another_number_of_ranks(
+    rank_pool: RankPool, module: Path, tmp_path: Path, kind: tuple[str, ...]
+) -> None:
+    through, moved = tmp_path / "through", tmp_path / "moved"
+    for directory, world, last in ((through, 1, None), (moved, 1, 5), (moved, 2, 9), (moved, 1, None)):
+        words = (*kind, *layout(world, 1), "data.workers=0")
+        arguments = {"directory": directory, "module": module, "words": words, "base": BASES[kind], "last": last}
+        rank_pool.run(stage, world, arguments)
+    assert used_by_step(moved) == used_by_step(through)
+    assert worst_difference(read_column(moved), read_column(through)) < 1e-4
+
+
+@pytest.mark.usefixtures("every_batch_has_its_state")
+def test_the_state_of_a_stream_is_used(module: Path, tmp_path: Path, quiet_threads: None) -> None:
+    """Only the first samples are read again, before the run; the second epoch begins within step 4."""
+    alone(tmp_path / "run", STATEFUL, "train.steps=5", "data.workers=0")
+    read = sys.modules[NAME].READ
+    read.clear()
+    alone(tmp_path / "run", STATEFUL, "train.steps=7", "data.workers=0")
+    assert read == [0, 0, 0, 1, 1, *range(10, 26)]
+
+
+@pytest.mark.usefixtures("warm_starts")
+def test_a_loader_process_reads_a_stream_the_same(module: Path, tmp_path: Path, quiet_threads: None) -> None:
+    for workers in (0, 3):
+        alone(tmp_path / f"{workers}", SHUFFLED, f"data.workers={workers}")
+    assert read_column(tmp_path / "3") == read_column(tmp_path / "0")
+    assert losses_of_validation(tmp_path / "3") == losses_of_validation(tmp_path / "0")
+    assert any("one loader process reads it, whatever data.workers says" in note for note in notes(tmp_path / "3"))
+
+
+def test_what_has_no_effect_on_a_stream_is_shown_once(module: Path, tmp_path: Path, quiet_threads: None) -> None:
+    alone(tmp_path / "run", STATEFUL, "train.steps=2 epochs")
+    assert notes(tmp_path / "run")[0] == (
+        f'data.dataset "{NAME}:Stateful" is iterable, and its samples come in its own order: data.shuffle has no '
+        "effect, and nothing is validated, as nothing is held out at the end of what is read in sequence."
+    )
+    assert len(read_column(tmp_path / "run")) == 8
+    alone(tmp_path / "quiet", SHUFFLED, "data.shuffle=false")
+    assert all("is iterable" not in note for note in notes(tmp_path / "quiet"))
+
+
+def test_positions_of_a_stream_are_left_out_and_found_again(module: Path, tmp_path: Path, quiet_threads: None) -> None:
+    run = tmp_path / "run"
+    alone(run, SHUFFLED, "data.skip=[[10, 20]]", "train.steps=4")
+    assert used_by_step(run)[1] == [8, 9, *range(20, 26)]
+    ledger = open_ledger(run)
+    assert ledger.at(2).ids == used_by_step(run)[1]
+    assert ledger.at(2).sources[-1] == f'sample 25 in the sequence of data.dataset "{NAME}:Shuffled"'
+    assert ledger.at(7).ids == list(range(58, 66))
+    assert [ledger.where(sample) for sample in (9, 15, 60)] == [([2], None), ([], None), ([], 7)]
+
+
+def test_a_stream_with_samples_for_each_rank_goes_on(rank_pool: RankPool, module: Path, tmp_path: Path) -> None:
+    """Its ranks see different first samples."""
+    through, moved = tmp_path / "through", tmp_path / "moved"
+    words = (*HELD, f"data.dataset={NAME}:ByRank", *layout(2, 1), "data.workers=0")
+    for directory, last in ((through, None), (moved, 5), (moved, None)):
+        arguments = {"directory": directory, "module": module, "words": words, "base": BASES[SHUFFLED], "last": last}
+        rank_pool.run(stage, 2, arguments)
+    assert read_column(moved) == read_column(through)
+    with pytest.raises(UserError, match="gives each rank samples of its own, so a sample has no number that holds for"):
+        open_ledger(through).at(3)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("train.steps=3 epochs",), 'train.steps (command line): "3 epochs", and data.dataset "{name}" has no length'),
+        (
+            ("checkpoint.every=1 epochs",),
+            'checkpoint.every (command line): "1 epochs", and data.dataset "{name}" has no length',
+        ),
+        (
+            ("train.validate_every=10",),
+            'train.validate_every (command line): "10 steps", and data.dataset "{name}" is read in sequence, so',
+        ),
+        (
+            ("data.validation_fraction=0.1",),
+            'data.validation_fraction (command line): 0.1, and data.dataset "{name}" is read in sequence, so nothing',
+        ),
+        (("checkpoint.keep_best=2", "train.patience=3"), "checkpoint.keep_best (command line): 2, and data.dataset"),
+        (("checkpoint.keep_best=2", "train.patience=3"), "train.patience (command line): 3, and data.dataset"),
+    ],
+)
+def test_what_a_stream_cannot_do_is_refused(
+    module: Path, tmp_path: Path, quiet_threads: None, words: tuple[str, ...], text: str
+) -> None:
+    name = f"{NAME}:ByRank"
+    base = tuple(word for word in BASES[SHUFFLED] if not word.startswith("train.validate_every"))
+    with pytest.raises(UserError) as caught:
+        train_tiny(tmp_path / "run", lone_rank(), *HELD, f"data.dataset={name}", *words, base=base)
+    assert text.format(name=name) in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_fraction_of_0_with_validations_is_refused(module: Path, tmp_path: Path, quiet_threads: None) -> None:
+    """Of a dataset with numbers, too."""
+    with pytest.raises(UserError) as caught:
+        alone(tmp_path / "run", TOKENS, "data.validation_fraction=0.0")
+    assert 'train.validate_every (command line): "6 steps", and nothing is held out' in str(caught.value)
 
 
 @pytest.mark.parametrize(

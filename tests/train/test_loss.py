@@ -41,6 +41,17 @@ def test_right_answers_are_counted() -> None:
     assert loss.correct.item() == 2
 
 
+def test_a_class_that_is_ignored_adds_nothing() -> None:
+    logits, targets = torch.randn(5, 4, generator=torch.Generator().manual_seed(2)), torch.tensor([0, -100, 3, 1, -100])
+    found, kept = class_cross_entropy(logits, targets), class_cross_entropy(logits[[0, 2, 3]], targets[[0, 2, 3]])
+    assert found.count == kept.count == 3
+    assert found.total.item() == pytest.approx(kept.total.item())
+    assert found.correct is not None
+    assert found.correct == kept.correct
+    nothing = class_cross_entropy(logits, torch.full((5,), -100))
+    assert (float(nothing.total), int(nothing.count)) == (0.0, 0)
+
+
 def test_a_mean_stands_for_its_samples() -> None:
     assert as_sum(torch.tensor(0.5), 6) == LossSum(torch.tensor(3.0), 6)
     kept = LossSum(torch.tensor(1.0), 2)

@@ -377,8 +377,8 @@ def test_a_stream_that_shares_itself_is_not_shared_again(rank: int, tmp_path: Pa
     rows = TensorDataset(torch.stack([row(index) for index in range(40)]))
     alone = train(tmp_path / f"alone-{rank}", lone_rank(), rows, mean_output, "data.shuffle=false", steps=5)
     assert both == pytest.approx(alone, rel=1e-5)
-    notes = read_named(tmp_path / "both", "data_order_noted")
-    assert any("Sharded gives each rank samples of its own" in note["reason"] for note in notes)
+    (note,) = read_named(tmp_path / "both", "data_split_by_rank")
+    assert note["reason"].startswith("Sharded gives each rank samples of its own")
 
 
 def test_a_stream_without_a_length_needs_one_in_steps(tmp_path: Path, quiet_threads: None) -> None:

@@ -20,6 +20,7 @@ from runs import Died, lone_rank, pool_ranks, read_column, read_named, train_lin
 from shardway.data import waiting
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
+from shardway.train import dataloader
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -31,6 +32,16 @@ QUIET = (
     "checkpoint.background=false",
     "data.record_ids=true",
 )
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    pin_cores(monkeypatch)
+
+
+def pin_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine of many cores, a short run would be over before so many loader processes have started."""
+    monkeypatch.setattr(dataloader, "count_own_cores", lambda ranks: 2)
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +105,7 @@ def test_a_run_goes_on_with_loader_processes_and_computes_the_same(
     hurry(monkeypatch)
     found = train(tmp_path / "tuned", lone_rank(), 0.003, workers="auto")
     (event,) = read_named(tmp_path / "tuned", "loader")
-    assert event["workers"] >= 1
+    assert event["workers"] in (1, 2)
     assert event["reason"].startswith(f"data.workers: auto took {event['workers']}: waiting for data fell from ")
     assert event["waits"] < event["waited"]
     monkeypatch.setattr(waiting, "START_S", 1e9)
@@ -116,12 +127,11 @@ def test_a_run_that_died_resumes_the_same(tmp_path: Path, monkeypatch: pytest.Mo
 
 def check_two_ranks(rank: int, folder: Path) -> None:
     """Each decides by its own times: the data of one are slow."""
-    waiting.START_S, waiting._TRIAL_S, before = 0.1, 0.05, (waiting.START_S, waiting._TRIAL_S)
-    try:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        hurry(monkeypatch)
+        pin_cores(monkeypatch)
         train(folder / "tuned", pool_ranks(), 0.003 * rank, workers="auto")
         train(folder / "plain", pool_ranks(), 0.0, workers=1)
-    finally:
-        waiting.START_S, waiting._TRIAL_S = before
     for number in range(2):
         events = [
             [event["ids"] for event in RunDir(folder / name).events(number) if event["event"] == "step"]

@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from pool import ranks
@@ -606,9 +607,9 @@ def test_a_run_that_is_killed_while_it_copies_goes_on_with_what_is_missing(tmp_p
     ]
     killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     until = time.monotonic() + 60
-    while time.monotonic() < until and killed.poll() is None:
-        if len(list(objects.glob("[!.]*.sums"))) > 2 and list(objects.glob(".*.part")):
-            break
+    while len(list(objects.glob("[!.]*.sums"))) <= 2 or not list(objects.glob(".*.part")):
+        assert killed.poll() is None
+        assert time.monotonic() < until
         time.sleep(0.001)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
@@ -635,7 +636,13 @@ def test_loader_processes_read_what_is_staged(
     words = [*write(folder), *HELD, "data.workers=1"]
     train_tiny(tmp_path / "plain", lone_rank(), *words, base=base_of(write))
     move_away(monkeypatch, folder)
-    train_tiny(tmp_path / "staged", lone_rank(), *words, f"data.stage={tmp_path / 'disk'}", base=base_of(write))
+    words, seen = [*words, f"data.stage={tmp_path / 'disk'}"], list[int]()
+
+    def count_loaders(run: Any, step: int) -> None:
+        seen.append(sum(child.name() == "pt_data_worker" for child in psutil.Process().children(recursive=True)))
+
+    train_tiny(tmp_path / "staged", lone_rank(), *words, base=base_of(write), before_step=count_loaders)
+    assert max(seen) == 1
     assert read_column(tmp_path / "staged") == read_column(tmp_path / "plain")
 
 

@@ -161,13 +161,17 @@ def stats(
     kind: KindOption = "",
     field: Annotated[str, typer.Option("--field", help="The field to look at (default: all bytes of a sample).")] = "",
     seq_len: Annotated[int, typer.Option("--seq-len", min=0, help="Say how full sequences of so many tokens are.")] = 0,
+    group_tokens: Annotated[
+        int,
+        typer.Option("--group-tokens", min=0, help="Also how full groups of so many tokens are (data.group_tokens)."),
+    ] = 0,
     samples: Annotated[int, typer.Option("--samples", min=0, help="Look at so many, evenly spread; 0 = at all.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Read samples and say how long they are and how many are there twice; of tokens, how full sequences would be."""
     from shardway.data.statistics import gather_statistics
 
-    found = gather_statistics(_open(path, kind), field, samples, seq_len)
+    found = gather_statistics(_open(path, kind), field, samples, seq_len, group_tokens)
     if as_json:
         print_json(found)
         return
@@ -189,11 +193,11 @@ def index(
     as_json: JsonOption = False,
 ) -> None:
     """Make the index of a format that has none, so that the first run need not; with --checksum, checksums too."""
-    from shardway.data.formats.indexes import make_sums
+    from shardway.data.verification import make_checksums
     from shardway.watch.words import render_plural
 
     records = _open(path, kind)
-    kept = make_sums(records.parts.root, records.parts.files) if checksum else None
+    kept = make_checksums(records) if checksum else None
     if as_json:
         print_json({"samples": len(records), "checksums": str(kept) if kept else None})
         return
@@ -206,26 +210,24 @@ def verify(path: PathArgument, kind: KindOption = "", as_json: JsonOption = Fals
 
     Exit code 0 if all is whole, 4 if something is damaged.
     """
-    from shardway.data.formats.base import DamagedData
+    from shardway.data.detect import place_of
+    from shardway.data.verification import verify_data
     from shardway.watch.words import render_plural
 
     began = time.monotonic()
-    damage, checks, size = [], "", ""
-    try:
-        records = _open(path, kind)
-        checks = records.describe_checks()
-        size = f"{render_plural(len(records), 'sample')} in {render_plural(len(records.parts.files), 'file')}"
-        for each in records.find_damage():
-            damage.append(each)
-            if not as_json:
-                typer.echo(legible(each))
-    except DamagedData as error:
-        damage.append(str(error).splitlines()[0])
+    damage: list[str] = []
+
+    def show(sentence: str) -> None:
+        damage.append(sentence)
         if not as_json:
-            typer.echo(legible(damage[-1]))
+            typer.echo(legible(sentence))
+
+    records = verify_data(place_of(path), kind, show)
+    checks = "" if records is None else records.describe_checks()
     if as_json:
         print_json({"whole": not damage, "damage": damage, "checked": checks, "seconds": time.monotonic() - began})
-    elif not damage:
+    elif records is not None and not damage:
+        size = f"{render_plural(len(records), 'sample')} in {render_plural(len(records.parts.files), 'file')}"
         typer.echo(f"whole: {size}; checksums: {checks}")
     return 4 if damage else 0
 
@@ -451,6 +453,8 @@ def bench(
     for name, bound in found.bounds.items():
         typer.echo(f"{'bound':>12}: {bound:,.0f} samples/CPU s ({name})")
     typer.echo(f"limits: {found.limits}")
+    if slow := records.slow_in_random_order():
+        typer.echo(f"in a random order {slow}: `shardway data prepare` makes this fast")
 
 
 @app.command("stage")

@@ -21,9 +21,10 @@ import typer
 
 from shardway.cli.options import JsonOption, complete_gpu, complete_site, print_json
 from shardway.errors import SiteError, UserError, check_no_problems
-from shardway.units import Span
+from shardway.units import Scale, Span
 
 if TYPE_CHECKING:
+    from shardway.data.stage_forecast import StagingForecast
     from shardway.plan.case import Machine
     from shardway.plan.data_parallel_estimate import UnitPlanResult
     from shardway.plan.planner import JobTerms, PlanOptions, PlanResult
@@ -119,9 +120,10 @@ def plan(
     paid = parse_price(price)
     machine, site = _find_machine(model, on, gpu)
     terms_on = partial(terms_of, site, queue, paid)
-    traces = trace or bool(module)
+    traces, more = trace or bool(module), dict[str, Any]()
     if model[0].endswith(".toml"):
-        result = _plan_run_file(model, options, machine, terms_on, traces=traces, module=module)
+        result, staging = _plan_run_file(model, options, machine, terms_on, traces=traces, module=module)
+        more = {} if staging is None else {"staging": staging.as_json()}
     else:
         result = _plan_named(model, options, machine, terms_on, traces=traces)
     if not isinstance(result, PlanResult):
@@ -133,7 +135,8 @@ def plan(
                 f"{', '.join(named)}: {result.shown.case.model.name} is known by its parts alone, so there is no more "
                 "to show than the table.\n  To do: leave it out; --json has every number."
             )
-        typer.echo(json.dumps(unit_plan_facts(result), indent=1) if as_json else render_units(result), nl=as_json)
+        facts = json.dumps({**unit_plan_facts(result), **more}, indent=1) if as_json else ""
+        typer.echo(facts or render_units(result), nl=as_json)
         return
     from shardway.plan.planner import default_nodes, parse_nodes, scaling_curve
     from shardway.plan.text import explain as explain_topic
@@ -148,7 +151,7 @@ def plan(
         _write(html, render_page(result, curve_around(result)))
         typer.echo(f"written: {html}", err=True)
     if as_json:
-        print_json(plan_facts(result, points))
+        print_json({**plan_facts(result, points), **more})
         return
     texts = [explain_topic(explain, result)] if explain else []
     if curve:
@@ -238,9 +241,10 @@ def _plan_run_file(
     *,
     traces: bool,
     module: str,
-) -> PlanResult | UnitPlanResult:
-    """The plan of a run file on a machine; `terms_on` so many nodes. `traces`: count its model with torch; `module`
-    ("file.py:function") makes it where the run file does not. Raises UserError with all problems."""
+) -> tuple[PlanResult | UnitPlanResult, StagingForecast | None]:
+    """The plan of a run file on a machine, and what it copies to each node; `terms_on` so many nodes. `traces`: count
+    its model with torch; `module` ("file.py:function") makes it where the run file does not. Raises UserError with all
+    problems."""
     from shardway.plan.planner import (
         AXES,
         SETTINGS,
@@ -253,7 +257,7 @@ def _plan_run_file(
     )
     from shardway.plan.shapes import Measured
     from shardway.resolve.draft import takes_of
-    from shardway.resolve.planned import case_of, list_assumptions, precision_of
+    from shardway.resolve.planned import case_of, describe_ramp, list_assumptions, precision_of, sequences_of
     from shardway.resolve.request import parse_words, resolve_request
 
     check_no_problems("the plan", [*find_problems(options, machine), *find_doubles(options)])
@@ -264,14 +268,18 @@ def _plan_run_file(
         shape, note = _trace(values, path, module)
     else:
         shape, note, samples = _find_shape(resolved, path)
-    staging = ""
+    staging = None
     if values.data.stage != "off":
-        from shardway.data.stage_forecast import describe_staging
+        from shardway.data.stage_forecast import forecast_staging
 
         tokens_taken = takes_of(values.model.kind) == "tokens" or bool(values.model.hf)
         chosen = not resolved.is_derived("data.stage")
-        staging = describe_staging(values, takes_tokens=tokens_taken, chosen=chosen, data_here=True, disk_here=False)
-    assumed = (*machine.assumed, *filter(None, [note, staging]), *assume_nodes(options))
+        per_node = resolved.circumstances.ranks_per_node
+        staging = forecast_staging(
+            values, per_node, takes_tokens=tokens_taken, chosen=chosen, data_here=True, disk_here=False
+        )
+    shown = "" if staging is None else str(staging)
+    assumed = (*machine.assumed, *filter(None, [note, shown]), *assume_nodes(options))
     length = options.length
     if length is None:
         length = values.train.steps
@@ -279,26 +287,33 @@ def _plan_run_file(
             length = Span(float(resolved.derived.total_steps), "steps")
         elif length.unit == "epochs":  # whose number of steps depends on the data
             length = Span(length.amount * samples, "samples") if samples else None
+    ramp = values.train.batch
+    if (
+        length is not None and length.unit == "steps" and not ramp.is_constant
+    ):  # the plan's steps are of the largest size
+        length = Span(float(ramp.find_start(length.in_steps(Scale(ramp, 1, 1)))), "samples")
+    sequences = sequences_of(values)
+    if length is not None and length.unit == "samples":  # the plan counts sequences
+        length = Span(length.amount * sequences, "samples")
     terms = terms_on(-(-ranks // machine.per_node))
     if isinstance(shape, Measured):
         from shardway.plan.data_parallel_estimate import UnitCase, plan_units
 
         case = UnitCase(
             model=shape,
-            global_batch=values.train.global_batch,
-            micro_batch=int(values.train.micro_batch),
+            global_batch=ramp.largest * sequences,
+            micro_batch=int(values.train.micro_batch) * sequences,
             dp_replicate=int(values.parallel.dp_replicate),
             dp_shard=int(values.parallel.dp_shard),
             precision=precision_of(values.precision),
             optimizer=values.optim.name,
         )
         tokens = values.data.seq_len if takes_of(values.model.kind) == "tokens" or values.model.hf else 1
-        more = {"length": length, "tokens_per_sample": tokens, "assumed": tuple(assumed)}
-        return plan_units(case, machine, ranks, terms, **more)  # type: ignore[arg-type]
+        more = {"length": length, "tokens_per_sample": tokens, "assumed": (*assumed, *describe_ramp(values))}
+        return plan_units(case, machine, ranks, terms, **more), staging  # type: ignore[arg-type]
     fixed, notes = frozenset((*AXES, *SETTINGS, "offload", "sequence")), (*assumed, *list_assumptions(values))
-    return make_plan(
-        PlanRequest(case_of(values, shape, machine=machine), machine, ranks, fixed, length=length, assumed=notes), terms
-    )
+    request = PlanRequest(case_of(values, shape, machine=machine), machine, ranks, fixed, length=length, assumed=notes)
+    return make_plan(request, terms), staging
 
 
 def _find_shape(resolved: Resolved, path: Path) -> tuple[Shape, str, int | None]:

@@ -175,6 +175,7 @@ def _summary_lines(summary: RunSummary, statuses: Sequence[JobStatus]) -> list[s
         f"  last save   step {save.step}, {render_clock(time.time() - save.time)} ago" if save else "",
         f"  productive  {render_account(summary.account)}" if summary.account else "",
         *(f"  left out    {render_skipped(each)}" for each in summary.left_out),
+        f"  damaged     {summary.damaged}" if summary.damaged else "",
         f"  nodes       what they have saved is left out: two starts from step {ignored} failed" if ignored else "",
         f"  ranks       {summary.world} on {summary.device}" if summary.world else "",
         _describe_attempts(summary.attempts, len(statuses)),

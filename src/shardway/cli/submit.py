@@ -23,6 +23,7 @@ from shardway.cli.options import DirOption, JsonOption, RunName, Words, print_js
 from shardway.errors import UserError
 
 if TYPE_CHECKING:
+    from shardway.data.stage_forecast import StagingForecast
     from shardway.launch.hosts.base import Host
     from shardway.launch.runs.job_status import LedgerEntry
     from shardway.launch.submission.prepare import Prepared, SubmitRequest
@@ -109,18 +110,19 @@ def _carry_out(request: SubmitRequest, host: Host, *, dry_run: bool, library: bo
         from shardway.launch.submission.prepare import prepare
 
         prepared = prepare(request, host)
-        for warning in (*prepared.warnings, *_describe_staging(prepared, host)):
-            report(warning)
+        for warning in (*prepared.warnings, *filter(None, [_forecast_staging(prepared, host)])):
+            report(str(warning))
         typer.echo(render_library(prepared.job.scheduler) if library else prepared.script, nl=False)
         return
     from shardway.launch.script import quote
     from shardway.launch.submission.submit import Submitter, submit_run
 
     sent = submit_run(request, host, Submitter(host, tell=report))
-    for warning in (*sent.prepared.warnings, *_describe_staging(sent.prepared, host)):
-        report(warning)
+    staging = _forecast_staging(sent.prepared, host)
+    for warning in (*sent.prepared.warnings, *filter(None, [staging])):
+        report(str(warning))
     if as_json:
-        print_json(sent.as_json())
+        print_json({**sent.as_json(), **({"staging": staging.as_json()} if staging is not None else {})})
         return
     job, where = sent.prepared.job, f" on {sent.host}" if sent.host else ""
     found = " (it had got through before)" if sent.found else ""
@@ -132,23 +134,23 @@ def _carry_out(request: SubmitRequest, host: Host, *, dry_run: bool, library: bo
     typer.echo(f"to watch       shardway status {reference}   shardway logs -f {reference}")
 
 
-def _describe_staging(prepared: Prepared, host: Host) -> list[str]:
+def _forecast_staging(prepared: Prepared, host: Host) -> StagingForecast | None:
     """What the job copies to its nodes, as far as it is known here."""
     resolved = prepared.resolved
     if resolved is None or resolved.values.data.stage == "off":
-        return []
-    from shardway.data.stage_forecast import describe_staging
+        return None
+    from shardway.data.stage_forecast import forecast_staging
     from shardway.resolve.draft import takes_of
 
     here, model = not host.name, resolved.values.model
-    sentence = describe_staging(
+    return forecast_staging(
         resolved.values,
+        resolved.circumstances.ranks_per_node,
         takes_tokens=takes_of(model.kind) == "tokens" or bool(model.hf),
         chosen=not resolved.is_derived("data.stage"),
         data_here=here,
         disk_here=here and prepared.request.scheduler.this_machine,
     )
-    return [sentence] if sentence else []
 
 
 # --- the end of a run

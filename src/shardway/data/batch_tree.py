@@ -61,6 +61,12 @@ class SampleList(list[Any]):
     """One element for each sample, whatever the elements are."""
 
 
+class LengthGroups(SampleList):
+    """Samples that are groups of documents of similar length: a pair (inputs, targets), int64 [rows, length] each, for
+    every group. Shapes differ, so a pass takes one group. Targets of padding, which stands at the end of its row, are
+    -100."""
+
+
 class FieldTuple(tuple[Any, ...]):
     """As `FieldList`."""
 
@@ -77,7 +83,8 @@ _MARKS: dict[tuple[type[Any], bool], type[Any]] = {
 }
 """(kind, whether it is of samples) -> the marked class."""
 
-for _kind in _MARKS.values():  # so that torch's pytree functions see their elements
+_LISTS: tuple[type[Any], ...] = (*_MARKS.values(), LengthGroups)
+for _kind in _LISTS:  # so that torch's pytree functions see their elements
     register_pytree_node(_kind, lambda node: (list(node), type(node)), lambda parts, kind: kind(parts))
 
 
@@ -126,6 +133,8 @@ def count_rows(batch: Any, known: int | None = None) -> int:
     `known` is how many samples the batch was made of (None: unknown). It counts, unless all tensors agree on fewer
     rows: a collate function may leave samples out. Raises UserError if the number cannot be found.
     """
+    if isinstance(batch, LengthGroups):
+        return len(batch) if known is None else known
     arrays = [leaf for leaf in _list_direct(batch) if _is_array(leaf) and leaf.ndim]
     lengths = {len(array) for array in arrays}
     if known is None:

@@ -61,7 +61,14 @@ def measure_data(records: Records, section: DataSection, wants: str, seconds: fl
     drawn = _draw(len(records), np.random.default_rng(0))
     kind: DataKind = load_plugin("data_sources", section.kind)()
     request = DataRequest(section, 0, "tokens" if wants == "tokens" else "images", classes=2**31)
-    source = kind.open(DataPath("PATH", section.path), request)
+
+    def open_source(section: DataSection) -> DataSource:
+        opened = kind.open(DataPath("PATH", section.path), replace(request, section=section))
+        if not isinstance(opened, DataSource):
+            raise DataPath("PATH", section.path).error("gives its samples in sequence alone, which is not measured")
+        return opened
+
+    source = open_source(section)
     if not len(source):
         raise DataPath("PATH", section.path).error("holds no samples")
     layers: dict[str, LayerRate] = {"disk": _measure_disk(records, len(source), np.random.default_rng(1))}
@@ -74,13 +81,7 @@ def measure_data(records: Records, section: DataSection, wants: str, seconds: fl
     else:
         fields = (source.inputs, source.targets)
         layers["read"] = _measure(lambda: records.read(next(drawn).tolist(), fields), seconds)
-        plain = (
-            source
-            if not section.transform
-            else kind.open(
-                DataPath("PATH", section.path), replace(request, section=section.model_copy(update={"transform": ""}))
-            )
-        )
+        plain = source if not section.transform else open_source(section.model_copy(update={"transform": ""}))
         decoded = whole if plain is source else _measure(lambda: plain.batch(next(order)), seconds)
         layers["decode"] = _without(decoded, layers["read"])
         if plain is not source:
@@ -199,12 +200,15 @@ def _measure_copy(source: DataSource, ids: Any, seconds: float) -> LayerRate:
         return _NONE
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = source.batch(ids)
+    # Groups of documents are arrays of arrays.
+    parts = [each for array in batch.values() for each in (array if array.dtype == object else [array])]
 
     def work() -> Any:
-        moved = {name: torch.from_numpy(array).to(device, copy=True) for name, array in batch.items()}
+        moved = [torch.from_numpy(each).to(device, copy=True) for each in parts]
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return moved
+        del moved
+        return batch
 
     return _measure(work, seconds)
 

@@ -33,12 +33,13 @@ from shardway.data.record_writers import (
     write_arrays,
     write_arrow,
     write_hdf5,
+    write_idx,
     write_jsonl,
     write_lmdb,
     write_mds,
     write_parquet,
-    write_webdataset,
 )
+from shardway.data.tar_writers import write_energon, write_webdataset
 from shardway.errors import JobError, UserError
 from shardway.refusals import find_remedy
 
@@ -121,14 +122,14 @@ def _written(out: Path) -> Iterator[Path]:
 
 
 def _find_refusal(error: BaseException, folder: Path) -> str:
-    """Why the file system refused to be written, as LMDB and HDF5 say it too; "" for any other error."""
-    if type(error).__module__ == "lmdb" and shutil.disk_usage(folder).free < ROOM_BYTES:
-        return os.strerror(errno.ENOSPC)  # LMDB calls it an input/output error
+    """Why the file system refused to be written, as LMDB, SQLite and HDF5 say it too; "" for any other error."""
+    if type(error).__module__ in ("lmdb", "sqlite3") and shutil.disk_usage(folder).free < ROOM_BYTES:
+        return os.strerror(errno.ENOSPC)  # they call it an input/output error
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     if found := re.search(r"error message = '([^']+)'", str(error)):
         return found[1]
-    return str(error) if isinstance(error, OSError) or type(error).__module__ == "lmdb" else ""
+    return str(error) if isinstance(error, OSError) or type(error).__module__ in ("lmdb", "sqlite3") else ""
 
 
 def _remove(path: Path) -> None:
@@ -287,6 +288,7 @@ WRITERS: dict[str, Writer] = {
     "parquet": write_parquet,
     "arrow": write_arrow,
     "webdataset": write_webdataset,
+    "energon": write_energon,
     "mds": write_mds,
     "lmdb": write_lmdb,
     "hdf5": write_hdf5,
@@ -295,6 +297,7 @@ WRITERS: dict[str, Writer] = {
     "tokens": write_tokens,
     "shards": write_shards,
     "images": write_images,
+    "idx": write_idx,
     "text": write_text,
 }
 """The formats that can be written."""

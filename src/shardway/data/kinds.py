@@ -19,7 +19,7 @@ from shardway.runfile.schema import STDLIB, DataSection
 if TYPE_CHECKING:
     from shardway.data.content import DataPath
     from shardway.data.formats.base import Records
-    from shardway.data.sources.base import DataRequest, DataSource
+    from shardway.data.sources.base import DataRequest, DataSource, StreamSource
 
 FILES = ("data.path", "data.validation")
 """Keys of a kind that reads files."""
@@ -41,7 +41,8 @@ _FORMATS = "shardway.data.formats"
 class DataKind(HasSettings):
     """One value of `data.kind`. Derive from it, state the facts and write `open`.
 
-    `open` returns a `shardway.data.sources.base.DataSource`: numbered samples with random access. Sample i is the same
+    `open` returns a `shardway.data.sources.base.DataSource`: numbered samples with random access (or a `StreamSource`,
+    for what comes in sequence alone; it cannot be shuffled, blended, or held out in part). Sample i is the same
     at every call and in every process; the order of a run, its shares for ranks and its exact position after a restart
     follow from the length alone. Length, facts and fingerprint come without reading all samples: from a header, an
     index, sizes. A source is pickled to loader processes, so it opens files when the first batch is asked for.
@@ -71,18 +72,18 @@ class DataKind(HasSettings):
         return cls.names_vocabulary
 
     @abstractmethod
-    def open(self, place: DataPath, request: DataRequest) -> DataSource:
+    def open(self, place: DataPath, request: DataRequest) -> DataSource | StreamSource:
         """The samples at a path (the key is "data.path" or "data.validation"), checked as far as that is quick.
 
         `request` has the [data] section, train.seed and what the model takes. Raises UserError (`place.error`) for
         anything wrong, with the file; an OSError becomes one. Rank 0 opens first, so it may prepare a cache.
         """
 
-    def open_validation(self, place: DataPath, request: DataRequest) -> DataSource:
+    def open_validation(self, place: DataPath, request: DataRequest) -> DataSource | StreamSource:
         """The samples at data.validation."""
         return self.open(place, request)
 
-    def open_held_out(self, place: DataPath, request: DataRequest) -> DataSource | None:
+    def open_held_out(self, place: DataPath, request: DataRequest) -> DataSource | StreamSource | None:
         """The samples for validation that lie beside those at data.path, if there are some."""
         return None
 
@@ -309,7 +310,7 @@ class ShardsKind(RecordsKind):
 
 
 class DatasetKind(DataKind):
-    """A map-style torch Dataset of the user's own, made by the function that data.dataset names.
+    """A torch Dataset of the user's own, map-style or iterable, made by the function that data.dataset names.
 
     The function has data.settings as keyword arguments, and "train" or "validation" as `split` if it takes that.
     """
@@ -329,12 +330,12 @@ class DatasetKind(DataKind):
         """All of them: the function refuses those that it does not take."""
         return dict(given)
 
-    def open(self, place: DataPath, request: DataRequest) -> DataSource:
+    def open(self, place: DataPath, request: DataRequest) -> DataSource | StreamSource:
         from shardway.data.sources.own_dataset import TRAIN, open_dataset
 
         return open_dataset(request, TRAIN)
 
-    def open_held_out(self, place: DataPath, request: DataRequest) -> DataSource | None:
+    def open_held_out(self, place: DataPath, request: DataRequest) -> DataSource | StreamSource | None:
         from shardway.data.sources.own_dataset import open_validation_split
 
         return open_validation_split(request)

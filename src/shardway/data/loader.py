@@ -37,8 +37,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
+from shardway.batch_ramp import BatchRamp
 from shardway.data.ahead import read_ahead
-from shardway.data.batch_tree import PackedInputs, collate_by, map_leaves, move_batch, pin_batch
+from shardway.data.batch_tree import LengthGroups, PackedInputs, collate_by, map_leaves, move_batch, pin_batch
+from shardway.data.damage import LeftOut, gather_whole
 from shardway.data.order import BlendOrder, Ids, SampleOrder, Skips, derive_keys, position_share
 from shardway.data.samplers import (
     AnyOrder,
@@ -52,7 +54,8 @@ from shardway.data.samplers import (
     read_state,
     rewind,
 )
-from shardway.data.sources.base import DataSource, is_drawing
+from shardway.data.sources.base import Arrays, DataSource, StreamSource, is_drawing
+from shardway.data.window_order import WindowOrder
 from shardway.data.workers import (
     NoWorkers,
     Sender,
@@ -68,17 +71,23 @@ from shardway.hardware.limits import settle_temporary
 
 Collate = Callable[[list[Any]], Any]
 
+_OURS = (SampleOrder, BlendOrder, WindowOrder)
 _IDS_AT_ONCE = 16384
 """Ids computed in one call of `Order.ids`: enough to make its fixed cost small beside a gather."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which rows of each global batch (samples over all ranks) this rank reads."""
+    """Which rows of each global batch (samples over all ranks: always as many, or by a ramp) this rank reads."""
 
-    global_batch: int
+    global_batch: int | BatchRamp
     rank: int = 0
     ranks: int = 1
+
+    @property
+    def largest(self) -> int:
+        """The samples of the largest global batch."""
+        return BatchRamp.of(self.global_batch).largest
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,8 @@ class LoaderOptions:
     None: each batch is read when it is asked for."""
     tell: Callable[[str], object] = logging.getLogger("shardway").warning
     """Shows a message to the user."""
+    skip_damaged: bool = False
+    """Whether damaged samples of a source are left out; else they are an error."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,16 +120,19 @@ class Batch:
 
     `data` is {"inputs": tensor, "targets": tensor} from a source, or what the user's dataset collates to; `ids` are its
     samples, int64. `position` is that of the step's first sample over all ranks; the next step begins at
-    `next_position` (more than a batch later if positions are skipped). `snapshot` is the state of a stream after these
+    `next_position` (more than a batch later if positions are skipped). `samples`: those of the step over all ranks.
+    `snapshot` is the state of a stream after these
     samples, if it has one. Without `ids`, `data` holds one sample that does not count, so that a model never gets a
-    batch without rows.
+    batch without rows. `left_out`: those of its samples that are damaged, whose rows do not count.
     """
 
     data: Any
     ids: Ids
     position: int
     next_position: int
+    samples: int
     snapshot: StreamSnapshot | None = None
+    left_out: tuple[LeftOut, ...] = ()
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory (the DataLoader calls this by its name)."""
@@ -141,6 +155,7 @@ class StepRequest:
 
     position: int
     next_position: int
+    samples: int
     ids: Ids
     seed: int
     epochs: Ids | None = None
@@ -149,7 +164,7 @@ class StepRequest:
 @dataclass(frozen=True)
 class StepSampler:
     """The requests of one rank: steps of `share.global_batch` (or the batches that `order` gives) from `position` on,
-    `steps` of them or without end.
+    `steps` of them or without end. Those of one size are computed many at once.
 
     A step takes the next positions that `skips` leaves. `with_epochs`: requests state the epochs of samples, if the
     order has them.
@@ -163,17 +178,26 @@ class StepSampler:
     with_epochs: bool = False
 
     def __iter__(self) -> Iterator[StepRequest]:
+        skips, left = self.skips, self.steps
+        batch = self.order.size if isinstance(self.order, BatchOrder) else self.share.global_batch
+        for first, size, count in skips.number_ramp(batch).runs(skips.count_kept(self.position)):
+            steps = count if left is None else left if count is None else min(count, left)
+            yield from self._take(first, size, steps)
+            left = None if left is None or steps is None else left - steps
+            if left == 0:
+                return
+
+    def _take(self, kept_before: int, batch: int, steps: int | None) -> Iterator[StepRequest]:
+        """Steps of one size (None: without end), the first with so many kept positions before it."""
         order, share, skips = self.order, self.share, self.skips
-        batch = order.size if isinstance(order, BatchOrder) else share.global_batch
         rows = np.array(position_share(batch, share.rank, share.ranks), np.int64)
         rank_seed = derive_keys(np.array([order.seed], np.uint64), np.array([share.rank]))
         # A sampler is read no earlier than needed: a script may change it between two epochs.
-        at_once = max(1, _IDS_AT_ONCE // max(1, rows.size)) if isinstance(order, SampleOrder | BlendOrder) else 1
+        at_once = max(1, _IDS_AT_ONCE // max(1, rows.size)) if isinstance(order, _OURS) else 1
         find_epochs = getattr(order, "epochs", None) if self.with_epochs else None
-        kept_before = skips.count_kept(self.position)
         step = 0
-        while self.steps is None or step < self.steps:
-            count = at_once if self.steps is None else min(at_once, self.steps - step)
+        while steps is None or step < steps:
+            count = at_once if steps is None else min(at_once, steps - step)
             firsts = kept_before + np.arange(step, step + count) * batch
             starts, nexts = skips.find_kept(firsts), skips.find_kept(firsts + batch - 1) + 1
             if isinstance(order, BatchOrder):
@@ -184,7 +208,8 @@ class StepSampler:
                 ids = order.ids(positions)
                 epochs = find_epochs(positions) if find_epochs else itertools.repeat(None)
             seeds = derive_keys(rank_seed, starts)
-            yield from map(StepRequest, starts.tolist(), nexts.tolist(), ids, seeds.tolist(), epochs)
+            samples = itertools.repeat(batch)
+            yield from map(StepRequest, starts.tolist(), nexts.tolist(), samples, ids, seeds.tolist(), epochs)
             step += count
 
     def _take_batch(self, order: BatchOrder, start: int, following: int) -> Ids:
@@ -200,11 +225,14 @@ class StepSampler:
 
 class _NumberedSamples(Dataset[Any]):
     """A source, or a user's map-style dataset whose samples are collated in the process that reads them. Raises
-    UserError for a dataset without length and index, whose samples have no numbers."""
+    UserError for a dataset without length and index, whose samples have no numbers. `skip_damaged`: damaged samples of
+    a source are left out; the errors of a user's dataset are its own."""
 
-    def __init__(self, samples: DataSource | Dataset[Any], collate: Collate | None) -> None:
+    def __init__(
+        self, samples: DataSource | Dataset[Any], collate: Collate | None, *, skip_damaged: bool = False
+    ) -> None:
         self.samples: Any = samples
-        self.collate = collate
+        self.collate, self.skip_damaged = collate, skip_damaged
         self.is_source = isinstance(samples, DataSource)
         if not self.is_source and not is_map_style(samples):
             raise UserError(
@@ -218,18 +246,27 @@ class _NumberedSamples(Dataset[Any]):
 
     def answer(self, request: StepRequest) -> Batch:
         ids = request.ids if len(request.ids) else np.zeros(1, np.int64)
+        left_out: tuple[LeftOut, ...] = ()
         if self.is_source:
-            if request.epochs is None:
-                arrays = self.samples.batch(ids)
-            else:
-                epochs = request.epochs if len(request.ids) else np.zeros(1, np.int64)
-                arrays = self.samples.batch_of(ids, epochs)
-            data = _join_packed({name: torch.from_numpy(array) for name, array in arrays.items()})
+            epochs = request.epochs
+            if epochs is not None and not len(epochs):
+                epochs = np.zeros(1, np.int64)
+
+            def gather(rows: slice) -> Arrays:
+                found: Arrays = (
+                    self.samples.batch(ids[rows]) if epochs is None else self.samples.batch_of(ids[rows], epochs[rows])
+                )
+                return found
+
+            arrays, left_out = gather_whole(gather, ids) if self.skip_damaged else (gather(slice(None)), ())
+            left_out = left_out if len(request.ids) else ()  # the one sample would not have counted
+            data = _join_fields(arrays)
         elif hasattr(self.samples, "__getitems__"):
             data = collate_by(self.collate, self.samples.__getitems__(ids.tolist()))
         else:
             data = collate_by(self.collate, [self.samples[index] for index in ids.tolist()])
-        return Batch(data, request.ids, request.position, request.next_position)
+        step = request.position, request.next_position, request.samples
+        return Batch(data, request.ids, *step, left_out=left_out)
 
     def answer_seeded(self, request: StepRequest) -> Batch:
         """As in a worker, in this process, whose generators stay as they are."""
@@ -247,8 +284,13 @@ class _NumberedSamples(Dataset[Any]):
             return error
 
 
-def _join_packed(fields: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What a source gives by name; inputs of packed documents as `PackedInputs`."""
+def _join_fields(arrays: Arrays) -> Any:
+    """What a source gives by name; inputs of packed documents as `PackedInputs`, samples of different shapes as
+    `LengthGroups`."""
+    if arrays["targets"].dtype == object:
+        groups = zip(arrays["inputs"], arrays["targets"], strict=True)
+        return LengthGroups((torch.from_numpy(inputs), torch.from_numpy(targets)) for inputs, targets in groups)
+    fields = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if fields.keys() != {"inputs", "targets", "positions"}:
         return fields
     return {"inputs": PackedInputs(fields["inputs"], fields["positions"]), "targets": fields["targets"]}
@@ -280,8 +322,8 @@ class StepLoader:
         options: LoaderOptions = LoaderOptions(),
         collate: Collate | None = None,
     ) -> None:
-        self._dataset = _NumberedSamples(samples, collate)
-        if isinstance(order, SampleOrder | BlendOrder) and len(self._dataset) != order.samples:
+        self._dataset = _NumberedSamples(samples, collate, skip_damaged=options.skip_damaged)
+        if isinstance(order, _OURS) and len(self._dataset) != order.samples:
             raise Bug(f"an order of {order.samples} samples over data with {len(self._dataset)}; please report this")
         self._order, self._share, self._options = order, share, options
 
@@ -307,10 +349,10 @@ def validation_batches(
 
     Every rank gets the same number of batches; the last step may be smaller than `share.global_batch`.
     """
-    dataset = _NumberedSamples(samples, collate)
+    dataset = _NumberedSamples(samples, collate, skip_damaged=options.skip_damaged)
     order = SampleOrder(len(dataset), seed=0, shuffle=False)
-    whole, rest = divmod(min(count, len(dataset)), share.global_batch)
-    last = StepSampler(order, replace(share, global_batch=rest), whole * share.global_batch, min(rest, 1))
+    whole, rest = divmod(min(count, len(dataset)), share.largest)
+    last = StepSampler(order, replace(share, global_batch=rest), whole * share.largest, min(rest, 1))
     return _read_batches(dataset, itertools.chain(StepSampler(order, share, 0, whole), last), options)
 
 
@@ -351,13 +393,18 @@ _END = object()
 
 
 class SampleStream:
-    """The samples of an iterable dataset, epoch after epoch, each with its number; from the state `begin` of the
-    dataset, or from a `snapshot` of an earlier process. Raises UserError if the dataset gives none any more."""
+    """The samples of an iterable dataset (or of a source in sequence), epoch after epoch, each with its number; from
+    the state `begin` of the dataset, or from a `snapshot` of an earlier process. Raises UserError if the dataset gives
+    none any more."""
 
     def __init__(
-        self, dataset: Any, seed: int, begin: bytes | None = None, snapshot: StreamSnapshot | None = None
+        self, samples: Any, seed: int, begin: bytes | None = None, snapshot: StreamSnapshot | None = None
     ) -> None:
-        self._dataset, self._seed, self._first = dataset, seed, begin
+        self._dataset, self._seed, self._first = open_stream(samples), seed, begin
+        self._source, self._name = find_source(samples), name_stream(samples)
+        self._size = self._source.size if self._source is not None else 0
+        self.wrong_length = ""
+        """What to show of a source that has given more or fewer samples than its length; "" for nothing."""
         self._epoch, self._at, self._in_epoch = 0, 0, 0
         self._iterator: Iterator[Any] | None = None
         self._random: RandomStates | None = None
@@ -377,6 +424,8 @@ class SampleStream:
     def snapshot(self) -> StreamSnapshot | None:
         """The place of the stream; None if it has no state, or has drawn from generators that go on."""
         if self._iterator is None or self._fresh is None or self._random is None:
+            return None
+        if self._source is not None and not self._source.state_is_exact:
             return None
         of_iterator = has_state(self._iterator)
         if not (of_iterator or has_state(self._dataset)) or not self._fresh.equals(self._random):
@@ -403,7 +452,7 @@ class SampleStream:
             # `next` alone: an `__iter__` of the user's iterator may begin anew, or be missing.
             while len(found) < most and (sample := next(iterator, _END)) is not _END:
                 found.append(sample)
-        self._at += len(found)
+                self._at += 1
         return found
 
     def _next(self) -> Any:
@@ -411,10 +460,19 @@ class SampleStream:
         while (sample := next(iterator, _END)) is _END:
             if not self._in_epoch:
                 raise self._refuse()
+            self._compare_length(f"{self._in_epoch}", is_wrong=self._in_epoch < self._size)
             self._epoch, self._in_epoch = self._epoch + 1, 0
             iterator = self._begin()
         self._in_epoch += 1
+        self._compare_length("more", is_wrong=self._in_epoch > self._size > 0)
         return sample
+
+    def _compare_length(self, given: str, *, is_wrong: bool) -> None:
+        if is_wrong and not self.wrong_length:
+            self.wrong_length = (
+                f"{self._name} says that its length is {self._size}, and gives {given} in epoch {self._epoch + 1}: "
+                "what the run file says in epochs is counted by its length."
+            )
 
     def _begin(self) -> Iterator[Any]:
         if self._at == 0 and self._iterator is None:
@@ -430,7 +488,7 @@ class SampleStream:
             self._dataset.set_epoch(self._epoch)
 
     def _refuse(self) -> UserError:
-        name, given = type(self._dataset).__name__, self._at
+        name, given = self._name, self._at
         if not given:
             return UserError(f"{name} gives no samples.")
         return UserError(
@@ -442,18 +500,47 @@ class SampleStream:
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
         """In this context the dataset draws from generators of its own."""
+        reading = self._source.reading(lambda: self._at) if self._source is not None else contextlib.nullcontext()
         with kept_random_states():
             if self._random is not None:
                 self._random.put_back()
             try:
-                yield
+                with reading:
+                    yield
             finally:
                 self._random = RandomStates.read()
 
 
+def find_source(samples: Any) -> StreamSource | None:
+    """The source in sequence that samples are read from; None for an iterable dataset of a script."""
+    samples = samples.samples if isinstance(samples, HeldOutStream) else samples
+    return samples if isinstance(samples, StreamSource) else None
+
+
+def open_stream(samples: Any) -> Any:
+    """The iterable of an iterable dataset, or of a source in sequence."""
+    return samples.open() if isinstance(samples, StreamSource) else samples
+
+
+def name_stream(samples: Any) -> str:
+    """What messages call an iterable dataset, or a source in sequence."""
+    source = find_source(samples)
+    if source is not None:
+        return source.name
+    return type(samples.samples if isinstance(samples, HeldOutStream) else samples).__name__
+
+
+def _join_samples(samples: Any, collate: Collate | None, found: list[Any], numbers: Ids) -> Any:
+    """The batch of what a stream has given."""
+    source = find_source(samples)
+    if source is None:
+        return collate_by(collate, found)
+    return {name: torch.from_numpy(array) for name, array in source.join(found, numbers).items()}
+
+
 @dataclass(frozen=True)
 class StreamLoader:
-    """The steps of one rank over an iterable dataset.
+    """The steps of one rank over an iterable dataset, or a source in sequence.
 
     `own_share`: the dataset gives this rank samples of its own, and it takes all of them. `begin`: the state in which
     the dataset began, None if it has none. At most one worker process reads a stream.
@@ -487,21 +574,37 @@ class StreamLoader:
             yield batch.pin_memory() if self.options.pin_memory else batch
 
     def read(self, position: int, skips: Skips, snapshot: StreamSnapshot | None) -> Iterator[Batch]:
-        pace, stream, batch = SnapshotPace(), None, self.share.global_batch
-        rows = position_share(batch, self.share.rank, self.share.ranks)
-        for first in itertools.count(skips.count_kept(position), batch):
+        pace, stream, given, shown = SnapshotPace(), None, 0, self.share.rank > 0
+        ramp, first = skips.number_ramp(self.share.global_batch), skips.count_kept(position)
+        while True:
+            batch = ramp.size_at(first)
+            rows = position_share(batch, self.share.rank, self.share.ranks)
             kept = skips.find_kept(np.arange(first, first + batch))
-            start, end = int(kept[0]), int(kept[-1]) + 1
+            first, start, end = first + batch, int(kept[0]), int(kept[-1]) + 1
             if self.own_share:
-                numbers = np.arange(start // batch * len(rows), (start // batch + 1) * len(rows))
+                begin = max(given, self._count_own(start))
+                numbers = np.arange(begin, given := begin + len(rows))
             else:
                 numbers = kept[rows.start : rows.stop]
             if stream is None:
                 fits = snapshot is not None and snapshot.given <= int(numbers[0] if len(numbers) else start)
                 stream = SampleStream(self.dataset, self.seed, self.begin, snapshot if fits else None)
             samples = stream.take(numbers.tolist())
+            if stream.wrong_length and not shown:
+                self.options.tell(stream.wrong_length)
+                shown = True
             taken = pace.take(stream)  # before samples are collated, which may draw or change them
-            yield Batch(collate_by(self.collate, samples), numbers, start, end, taken)
+            data = _join_samples(self.dataset, self.collate, samples, numbers)
+            yield Batch(data, numbers, start, end, batch, taken)
+
+    def _count_own(self, position: int) -> int:
+        """How many samples of its own this rank has taken in the steps before a position."""
+        count = 0
+        for first, size, steps in BatchRamp.of(self.share.global_batch).runs():
+            whole = max(0, position - first) // size
+            rows = len(position_share(size, self.share.rank, self.share.ranks))
+            count += rows * (whole if steps is None else min(steps, whole))
+        return count
 
 
 class _WorkerStream(IterableDataset[Any]):
@@ -518,19 +621,21 @@ class _WorkerStream(IterableDataset[Any]):
 
 
 class HeldOutStream:
-    """An iterable dataset for validation, each time from its beginning; its samples are counted once."""
+    """An iterable dataset, or a source in sequence, for validation, each time from its beginning; its samples are
+    counted once."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset, self._first = dataset, read_state(dataset)
+    def __init__(self, samples: Any) -> None:
+        self.samples, self._dataset = samples, open_stream(samples)
+        self._first = read_state(self._dataset)
         self._counts: dict[int | None, int] = {}
 
     def __iter__(self) -> Iterator[Any]:
-        rewind(self.dataset, self._first)
-        return iter(self.dataset)
+        rewind(self._dataset, self._first)
+        return iter(self._dataset)
 
     def count(self, most: int | None) -> int:
         if most not in self._counts:
-            self._counts[most] = count_samples(self.dataset, most)
+            self._counts[most] = count_samples(self.samples, most)
         return self._counts[most]
 
 
@@ -538,6 +643,8 @@ def count_samples(dataset: Any, most: int | None) -> int:
     """How many samples a dataset gives in an epoch, at most `most`: by its length, or by running through it."""
     if isinstance(dataset, HeldOutStream):
         return dataset.count(most)
+    if isinstance(dataset, StreamSource) and dataset.size:
+        return dataset.size if most is None else min(dataset.size, most)
     if hasattr(dataset, "__len__"):
         with contextlib.suppress(TypeError, NotImplementedError):
             return min(len(dataset), most) if most is not None else len(dataset)
@@ -550,10 +657,10 @@ def count_samples(dataset: Any, most: int | None) -> int:
 def validation_stream(dataset: Any, count: int, share: Share, collate: Collate | None = None) -> Iterator[Batch]:
     """The first `count` samples, each exactly once over all ranks, as many batches on every rank."""
     stream = SampleStream(dataset, 0)
-    for start in range(0, count, share.global_batch):
-        samples = stream.take_rest(min(share.global_batch, count - start))
-        if len(samples) < min(share.global_batch, count - start):
-            name = type(getattr(dataset, "dataset", dataset)).__name__
+    for start in range(0, count, share.largest):
+        samples = stream.take_rest(min(share.largest, count - start))
+        if len(samples) < min(share.largest, count - start):
+            name = name_stream(dataset)
             raise UserError(
                 f"{name} was to give {count} samples for validation and ended after {start + len(samples)}.\n"
                 "  To do: let its __iter__ begin anew each time it is called, and its __len__, if it has one, be what "
@@ -562,11 +669,13 @@ def validation_stream(dataset: Any, count: int, share: Share, collate: Collate |
         rows = position_share(len(samples), share.rank, share.ranks)
         mine = samples[rows.start : rows.stop] or samples[:1]
         ids = np.arange(start + rows.start, start + rows.stop)
-        yield Batch(collate_by(collate, mine), ids, start, start + len(samples))
+        data = _join_samples(dataset, collate, mine, ids if len(ids) else np.array([start]))
+        yield Batch(data, ids, start, start + len(samples), len(samples))
 
 
-def digest_first(dataset: Any, seed: int) -> str:
-    """A digest of the first sample, drawn with the same seed on every rank; "" if it cannot be computed."""
+def digest_first(samples: Any, seed: int) -> str:
+    """A digest of the first sample of a stream, drawn with the same seed on every rank; "" if it cannot be computed."""
+    dataset = open_stream(samples)
     if iter(dataset) is dataset:
         return ""  # it can be run through only once
 
@@ -574,7 +683,7 @@ def digest_first(dataset: Any, seed: int) -> str:
         return (str(leaf.dtype), leaf.tolist()) if isinstance(leaf, torch.Tensor) else leaf
 
     begin = read_state(dataset)
-    found = SampleStream(dataset, seed).take_rest(1)
+    found = SampleStream(samples, seed).take_rest(1)
     rewind(dataset, begin)
     try:
         return hashlib.blake2b(pickle.dumps(map_leaves(as_plain, found)), digest_size=16).hexdigest()

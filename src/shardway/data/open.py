@@ -17,8 +17,19 @@ import numpy as np
 from shardway.data.content import DataPath, data_error
 from shardway.data.kinds import DataKind, EnergonKind
 from shardway.data.order import BlendOrder, SampleOrder
-from shardway.data.sources.base import BlendPart, ConcatSource, DataRequest, DataSource, Mixed, Slice, Wants
+from shardway.data.sources.base import (
+    BlendPart,
+    ConcatSource,
+    DataRequest,
+    DataSource,
+    Mixed,
+    Slice,
+    StreamSource,
+    Wants,
+    find_blocks,
+)
 from shardway.data.tokenizers import open_tokenizer
+from shardway.data.window_order import WindowOrder
 from shardway.errors import Problem, UserError, check_no_problems
 from shardway.plugins import GROUPS, load_plugin
 from shardway.resolve import DataFacts
@@ -36,12 +47,15 @@ T = TypeVar("T")
 class Data:
     """What a run trains and validates on; validation is None if nothing is held out."""
 
-    train: DataSource
-    validation: DataSource | None
+    train: DataSource | StreamSource
+    validation: DataSource | StreamSource | None
 
     @property
     def facts(self) -> DataFacts:
-        return DataFacts(len(self.train), self.train.tokens_per_sample, self.train.facts.vocab)
+        train, held_out = self.train, self.validation is not None
+        in_sequence = train.name if isinstance(train, StreamSource) else ""
+        size = train.size if isinstance(train, StreamSource) else len(train)
+        return DataFacts(size, train.tokens_per_sample, train.facts.vocab, held_out=held_out, in_sequence=in_sequence)
 
 
 def find_kind(section: DataSection) -> DataKind:
@@ -50,10 +64,30 @@ def find_kind(section: DataSection) -> DataKind:
     return kind
 
 
-def order_of(values: RunFile, source: DataSource) -> SampleOrder | BlendOrder:
-    """The order in which a run takes the samples of a source: that of a blend follows its weights."""
+def order_of(values: RunFile, source: DataSource) -> SampleOrder | BlendOrder | WindowOrder:
+    """The order in which a run takes the samples of a source: that of a blend follows its weights. Raises UserError for
+    windows over samples that do not follow each other file by file."""
     seed, shuffle = values.train.seed, values.data.shuffle
-    return source.order(seed, shuffle) if isinstance(source, ConcatSource) else SampleOrder(len(source), seed, shuffle)
+    if shuffle == "windows":
+        return _order_windows(source, seed, values.data.window)
+    if isinstance(source, ConcatSource):
+        return source.order(seed, bool(shuffle))
+    return SampleOrder(len(source), seed, bool(shuffle))
+
+
+def _order_windows(source: DataSource | StreamSource, seed: int, window_bytes: int) -> WindowOrder:
+    blocks, of_blend = find_blocks(source), isinstance(source, ConcatSource)
+    if blocks is None:
+        what = "a blend" if of_blend else "these data, whose samples do not follow each other file by file"
+        prepare = "copy the data with `shardway data prepare SOURCE OUT`, which writes such shards, or "
+        raise data_error(
+            "data.shuffle",
+            f'"windows" cannot go with {what}',
+            allowed="one data set of token or record shards, WebDataset, MDS, Parquet or JSON lines (not compressed, "
+            "without data.pack)",
+            remedy=f"{'' if of_blend else prepare}set data.shuffle = true",
+        )
+    return blocks.order(seed, window_bytes)
 
 
 def are_there(values: RunFile) -> bool:
@@ -108,9 +142,13 @@ def open_data(
     """
     asked, place = DataRequest(section, seed, wants, vocab, classes), DataPath("data.path", section.path)
     if section.blend:
-        return _open_blend([_read_part(asked, *pair) for pair in enumerate(section.blend)], asked)
-    part = _Part(section.path, place, asked, find_kind(section))
-    return _open_blend([part], asked) if part.is_metadataset else _open_one(part)
+        data = _open_blend([_read_part(asked, *pair) for pair in enumerate(section.blend)], asked)
+    else:
+        part = _Part(section.path, place, asked, find_kind(section))
+        data = _open_blend([part], asked) if part.is_metadataset else _open_one(part)
+    if section.shuffle == "windows":
+        _order_windows(data.train, seed, section.window)
+    return data
 
 
 # --- one path
@@ -194,17 +232,17 @@ def _open_one(part: _Part) -> Data:
     return Data(train, validation)
 
 
-def _open_validation(train: DataSource, asked: DataRequest) -> DataSource:
+def _open_validation(train: DataSource | StreamSource, asked: DataRequest) -> DataSource | StreamSource:
     """The samples at data.validation, of the kind data.kind."""
     place, kind = DataPath("data.validation", asked.section.validation), find_kind(asked.section)
     leaves = _Part(place.text, place, asked, kind).expand("val")
     found = [_open(leaf.kind.open_validation, leaf.place, leaf.asked) for leaf in leaves]
     for leaf, each in zip(leaves, found, strict=True):
         _check_shape(train, each, leaf.place)
-    return _join_validation([leaf.name for leaf in leaves], found)
+    return _join_validation(leaves, found)
 
 
-def _check_shape(train: DataSource, validation: DataSource, place: DataPath) -> None:
+def _check_shape(train: DataSource | StreamSource, validation: DataSource | StreamSource, place: DataPath) -> None:
     if train.facts.sample_shape != validation.facts.sample_shape:
         raise data_error(
             place.key,
@@ -224,10 +262,11 @@ def _open(opener: Callable[[DataPath, DataRequest], T], place: DataPath, asked: 
         raise place.error(f"cannot be read: {error.strerror}{at}") from error
 
 
-def _hold_out(whole: DataSource, key: str, section: DataSection) -> Data:
-    """The last part of the samples, at least one, for validation; the samples before it for training."""
+def _hold_out(whole: DataSource | StreamSource, key: str, section: DataSection) -> Data:
+    """The last part of the samples, at least one, for validation; the samples before it for training. Of samples that
+    come in sequence nothing is held out, which `resolve_with_data` judges."""
     fraction = section.validation_fraction
-    if fraction == 0.0:
+    if fraction == 0.0 or isinstance(whole, StreamSource):
         return Data(whole, None)
     samples = len(whole)
     held = max(1, round(samples * fraction))
@@ -272,15 +311,22 @@ def _open_blend(parts: Sequence[_Part], asked: DataRequest) -> Data:
                 raise
             problems += error.problems
     check_no_problems("the data", problems)
-    _check_alike(leaves, [data.train for data in found])
-    blended = zip(leaves, found, strict=True)
-    train = ConcatSource(tuple(BlendPart(leaf.name, data.train, leaf.steps) for leaf, data in blended))
+    trained = [_check_numbered(leaf, data.train) for leaf, data in zip(leaves, found, strict=True)]
+    _check_alike(leaves, trained)
+    blended = zip(leaves, trained, strict=True)
+    train = ConcatSource(tuple(BlendPart(leaf.name, source, leaf.steps) for leaf, source in blended))
     if asked.section.validation:
         return Data(train, _open_validation(train, replace(asked, classes=train.facts.classes)))
-    held = [
-        (leaf.name, data.validation) for leaf, data in zip(leaves, found, strict=True) if data.validation is not None
-    ]
-    return Data(train, _join_validation([name for name, _ in held], [each for _, each in held]) if held else None)
+    held = [(leaf, data.validation) for leaf, data in zip(leaves, found, strict=True) if data.validation is not None]
+    return Data(train, _join_validation([leaf for leaf, _ in held], [each for _, each in held]) if held else None)
+
+
+def _check_numbered(part: _Part, source: DataSource | StreamSource) -> DataSource:
+    """The source of one of several parts. Raises UserError if its samples have no numbers."""
+    if isinstance(source, StreamSource):
+        what = f'"{part.place.text}" gives its samples in sequence alone, and parts are taken by the numbers of samples'
+        raise data_error(part.place.key, what, allowed="samples with numbers", remedy="train on it alone, as data.path")
+    return source
 
 
 def _check_alike(parts: Sequence[_Part], sources: Sequence[DataSource]) -> None:
@@ -298,8 +344,9 @@ def _check_alike(parts: Sequence[_Part], sources: Sequence[DataSource]) -> None:
     check_no_problems("the data", problems)
 
 
-def _join_validation(names: Sequence[str], sources: Sequence[DataSource]) -> DataSource:
+def _join_validation(parts: Sequence[_Part], sources: Sequence[DataSource | StreamSource]) -> DataSource | StreamSource:
     """What is validated on: all of these, in an order in which the first samples are of all of them."""
     if len(sources) == 1:
         return sources[0]
-    return Mixed(ConcatSource(tuple(BlendPart(*pair, ((0, 1),)) for pair in zip(names, sources, strict=True))))
+    pairs = zip(parts, sources, strict=True)
+    return Mixed(ConcatSource(tuple(BlendPart(each.name, _check_numbered(each, of), ((0, 1),)) for each, of in pairs)))

@@ -9,8 +9,9 @@ Invariants:
 - Skips: a step takes the next positions at or after its beginning that lie in no span. A span that lies behind changes
   nothing.
 
-A *position* counts the samples that come before it over all ranks. Step s of global batch G takes positions
-[sG, (s+1)G), or as many later ones if some are skipped (`data.skips`), and each rank a contiguous share of those rows.
+A *position* counts the samples that come before it over all ranks. A step that begins at position p takes G(p) samples
+(`batch_ramp`): the positions [p, p + G(p)), or as many later ones if some are skipped (`data.skip`), and each rank a
+contiguous share of those rows. The next step begins behind them.
 Position p is row i of epoch e with (e, i) = divmod(p, samples), and the sample is pi(i) under a permutation keyed by
 (seed, e). There is no state but the position itself.
 
@@ -34,6 +35,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardway.batch_ramp import BatchRamp
 from shardway.errors import UserError
 
 ORDER_VERSION = 1
@@ -128,13 +130,7 @@ class SampleOrder:
 
     def _find_row(self, epoch: int, sample: int) -> int:
         """The row of a sample in an epoch: the inverse of the permutation."""
-        keys = self._epoch_keys(np.array([epoch]))
-        if self.samples <= TABLE_SAMPLES:
-            return int(np.flatnonzero(draw_permutations(keys, self.samples)[0] == sample)[0])
-        words = decrypt(np.array([sample], np.uint64), keys, *find_radices(self.samples))
-        while words[0] >= self.samples:
-            words = decrypt(words, keys, *find_radices(self.samples))
-        return int(words[0])
+        return find_row(self._epoch_keys(np.array([epoch])), self.samples, sample)
 
 
 def _check_seed(seed: int) -> None:
@@ -156,6 +152,16 @@ def draw_permutations(keys: Words, count: int) -> npt.NDArray[np.integer]:
 def _keep_permutation(key: int, count: int) -> npt.NDArray[np.integer]:
     drawn = derive_keys(np.array([key], np.uint64), np.arange(count))
     return np.argsort(drawn, kind="stable").astype(np.uint16 if count <= 2**16 else np.int64)
+
+
+def find_row(key: Words, count: int, number: int) -> int:
+    """The row that a permutation of 0 .. count - 1 with one key takes to a number."""
+    if count <= TABLE_SAMPLES:
+        return int(np.flatnonzero(draw_permutations(key, count)[0] == number)[0])
+    words = decrypt(np.array([number], np.uint64), key, *find_radices(count))
+    while words[0] >= count:
+        words = decrypt(words, key, *find_radices(count))
+    return int(words[0])
 
 
 Radix = np.uint64 | Words
@@ -486,6 +492,11 @@ class Skips:
         """The kept positions with these numbers (any shape), int64 -> int64."""
         kept_before = self._starts - self._jumped[:-1]
         return numbers + self._jumped[np.searchsorted(kept_before, numbers, side="right")]
+
+    def number_ramp(self, batch: int | BatchRamp) -> BatchRamp:
+        """The samples of a step as a function of the number of its first kept position: steps follow each other there
+        without gaps."""
+        return BatchRamp.of([(self.count_kept(start), size) for start, size in BatchRamp.of(batch).pairs])
 
     @cached_property
     def _starts(self) -> Ids:

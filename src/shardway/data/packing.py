@@ -59,7 +59,7 @@ def pack_documents(ends: Offsets, room: int, window: int = WINDOW) -> Bins:
     pieces, sizes, offsets, found = [], [], [np.zeros(1, np.int64)], 0
     cuts = 0
     for first in range(0, len(ends), window):
-        at, pairs = _cut(starts[first : first + window], ends[first : first + window], room)
+        at, pairs = cut_documents(starts[first : first + window], ends[first : first + window], room)
         if not len(at):
             continue
         cuts += len(at) - int(np.count_nonzero(ends[first : first + window] - starts[first : first + window] > 1))
@@ -76,7 +76,7 @@ def pack_documents(ends: Offsets, room: int, window: int = WINDOW) -> Bins:
     return Bins(np.concatenate(pieces or none), np.concatenate(sizes or none), np.concatenate(offsets), cuts)
 
 
-def _cut(starts: Offsets, ends: Offsets, room: int) -> tuple[Offsets, Offsets]:
+def cut_documents(starts: Offsets, ends: Offsets, room: int) -> tuple[Offsets, Offsets]:
     """First token and pairs of each piece of some documents: all pieces of a document but the last fill a bin."""
     pairs = ends - starts - 1
     pieces = np.maximum(-(-pairs // room), 0)

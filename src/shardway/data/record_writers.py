@@ -1,4 +1,4 @@
-"""Writes records as files of formats that other programs read: text and tables, shards of blobs, arrays.
+"""Writes records as files of formats that other programs read: text and tables, MDS and LMDB, arrays.
 
 Invariant: a value that a format cannot hold is refused with its field and record, never changed silently. What is held
 in another type is said with each writer. Names that begin with "__" are no fields (keys of a source).
@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import struct
-import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,14 @@ import numpy as np
 import xxhash
 
 from shardway.data.content import DataPath
+from shardway.data.formats.arrays import IDX_IMAGES, IDX_LABELS, TRAIN
 from shardway.data.formats.base import Record, need_library
 from shardway.data.formats.lmdb_records import MOST_FIELDS
 from shardway.data.formats.mds_columns import DTYPES
 from shardway.errors import UserError
 
 SHARD_BYTES = 2**27
-"""Tar and MDS files are closed once they hold so much."""
+"""A shard is closed once it holds so much."""
 
 ROOM_BYTES = 2**20
 """A disk with less room than this is full."""
@@ -53,11 +53,12 @@ def refuse_value(number: int, name: str, value: Any, kind: str, remedy: str = ""
     shape = f" of {value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else ""
     return UserError(
         f'record {number}: the field "{name}" holds {type(value).__name__}{shape}, which {kind} cannot hold as it is'
-        + f"\n  to do: {remedy or _OTHERWISE}"
+        + f"\n  to do: {remedy or OTHERWISE}"
     )
 
 
-_OTHERWISE = "leave the field out (--field names those that stay), or choose another format"
+OTHERWISE = "leave the field out (--field names those that stay), or choose another format"
+"""What to do about a value that a format cannot hold."""
 
 
 def _check_same_fields(fields: Record, names: Sequence[str], number: int, kind: str) -> None:
@@ -116,8 +117,11 @@ def _is_utf8(text: str) -> bool:
 _ROWS = 1024
 
 
-def _write_table(records: Iterator[Record], out: Path, make: Callable[[Any, Any, Path], Any]) -> None:
-    """Columns as the first rows have them; a field that a record lacks is null."""
+def _write_table(
+    records: Iterator[Record], out: Path, make: Callable[[Any, Any, Path], Any], most_bytes: int = SHARD_BYTES // 2
+) -> None:
+    """Columns as the first rows have them; a field that a record lacks is null. Rows are written together up to about
+    `most_bytes`."""
     arrow = need_library("pyarrow", DataPath("OUT", str(out)), "columnar")
     with contextlib.ExitStack() as stack:
         writer = schema = None
@@ -140,7 +144,7 @@ def _write_table(records: Iterator[Record], out: Path, make: Callable[[Any, Any,
                     raise UserError(
                         f'the field "{name}" of the records {done} to {done + len(rows) - 1} does not fit one column'
                         f"{f' of {kind}' if kind is not None else ''}: {str(error).splitlines()[0]}\n"
-                        f"  to do: {_OTHERWISE}"
+                        f"  to do: {OTHERWISE}"
                     ) from error
                 columns.append(column)
             batch = arrow.RecordBatch.from_arrays(
@@ -156,16 +160,17 @@ def _write_table(records: Iterator[Record], out: Path, make: Callable[[Any, Any,
         for number, record in enumerate(records):
             fields = fields_of(record)
             if not fields:
-                _refuse_empty(number, "a table")
+                refuse_empty(number, "a table")
             rows.append({name: _column_value(value, number, name) for name, value in fields.items()})
             held += count_bytes(fields)
-            if len(rows) == _ROWS or held > SHARD_BYTES // 2:
+            if len(rows) == _ROWS or held > most_bytes:
                 flush()
         if rows or writer is None:
             flush()
 
 
-def _refuse_empty(number: int, kind: str) -> None:
+def refuse_empty(number: int, kind: str) -> None:
+    """Raise UserError for a record without fields."""
     raise UserError(f"record {number} has no fields, and {kind} cannot hold such a record")
 
 
@@ -176,15 +181,15 @@ def _column_value(value: Any, number: int, name: str) -> Any:
 
 
 def write_parquet(records: Iterator[Record], out: Path) -> None:
-    """One Parquet file with zstd, checksums of pages, and small row groups: name.parquet, or data.parquet of a
-    folder."""
+    """One Parquet file with zstd, checksums of pages, and row groups of about 1 MiB, of which one is decoded for a
+    record in a random order: name.parquet, or data.parquet of a folder."""
 
     def make(arrow: Any, schema: Any, path: Path) -> Any:
         import pyarrow.parquet
 
         return pyarrow.parquet.ParquetWriter(path, schema, compression="zstd", write_page_checksum=True)
 
-    _write_table(records, _file_in(out, ".parquet"), make)
+    _write_table(records, _file_in(out, ".parquet"), make, most_bytes=2**20)
 
 
 def write_arrow(records: Iterator[Record], out: Path) -> None:
@@ -197,7 +202,7 @@ def write_arrow(records: Iterator[Record], out: Path) -> None:
 # --- shards of blobs
 
 
-def _as_bytes(value: Any, number: int, name: str) -> bytes:
+def as_bytes(value: Any, number: int, name: str) -> bytes:
     """Bytes as they are, text as UTF-8, a number as its digits, arrays as .npy, all else as JSON."""
     if isinstance(value, bytes | bytearray):
         return bytes(value)
@@ -212,56 +217,6 @@ def _as_bytes(value: Any, number: int, name: str) -> bytes:
     if isinstance(value, bool | int | float | np.generic):
         return str(value.item() if isinstance(value, np.generic) else value).encode()
     return _as_line(_plain(value, number, name)).encode()
-
-
-def _suffix(name: str, value: Any) -> str:
-    """The field as the suffix of a member, by which readers of WebDataset know what it is: that of an image's format
-    unless it is one already, "cls" for a label, with ".npy" for an array and ".json" for a table."""
-    if image := find_image_suffix(value):
-        return name if name in _MAGICS.values() or name == "jpeg" else image
-    if name == "label" and isinstance(value, int | np.integer):
-        return "cls"
-    if isinstance(value, np.ndarray) and not name.endswith("npy"):
-        return f"{name}.npy"
-    return f"{name}.json" if isinstance(value, dict | list) and not name.endswith("json") else name
-
-
-def write_webdataset(records: Iterator[Record], out: Path) -> None:
-    """Tar shards 000000.tar, 000001.tar ...: a member for each field, of bytes (`_as_bytes`); null is left out."""
-    out.mkdir()
-    numbered, count = enumerate(records), 0
-    names: dict[str, str] = {}  # the suffix of each field follows from its first value, and is the same in all records
-    upcoming = next(numbered, None)
-    while upcoming is not None or not count:
-        keys = set[str]()
-        with tarfile.open(out / f"{count:06d}.tar", "w", format=tarfile.GNU_FORMAT) as shard:
-            while upcoming is not None and shard.offset < SHARD_BYTES:
-                _add_members(shard, keys, names, *upcoming)
-                upcoming = next(numbered, None)
-        count += 1
-
-
-def _add_members(shard: tarfile.TarFile, keys: set[str], names: dict[str, str], number: int, record: Record) -> None:
-    key = str(record.get("__key__", ""))
-    if not key or "." in key.rpartition("/")[2] or key.rpartition("/")[2].startswith("__") or key in keys:
-        key = f"{number:09d}"
-    keys.add(key)
-    fields = {name: value for name, value in fields_of(record).items() if value is not None}
-    if not fields:
-        _refuse_empty(number, "webdataset")
-    if (wrong := next((name for name in fields if not name or "/" in name), None)) is not None:
-        raise UserError(f'the field "{wrong}" cannot be the suffix of a member of webdataset\n  to do: {_OTHERWISE}')
-    suffixes = set[str]()
-    for name, value in fields.items():
-        content = _as_bytes(
-            value["bytes"] if find_image_suffix(value) and isinstance(value, dict) else value, number, name
-        )
-        suffix = names.setdefault(name, _suffix(name, value))
-        suffix = f"{name}.{suffix}" if suffix.lower() in suffixes else suffix
-        suffixes.add(suffix.lower())
-        member = tarfile.TarInfo(f"{key}.{suffix}")
-        member.size, member.mode = len(content), 0o644
-        shard.addfile(member, io.BytesIO(content))
 
 
 _MDS_SCALARS = {bool: "int", int: "int", float: "float64"}
@@ -302,7 +257,7 @@ def _mds_bytes(value: Any, encoding: str, number: int, name: str) -> bytes:
         shape = np.array(array.shape, ("<u1", "<u2", "<u4")[wide])
         head = bytes([codes[array.dtype], array.ndim << 2 | wide])
         return head + shape.tobytes() + array.tobytes()
-    return _as_bytes(value, number, name) if encoding != "json" else _as_line(_plain(value, number, name)).encode()
+    return as_bytes(value, number, name) if encoding != "json" else _as_line(_plain(value, number, name)).encode()
 
 
 def write_mds(records: Iterator[Record], out: Path) -> None:
@@ -315,7 +270,7 @@ def write_mds(records: Iterator[Record], out: Path) -> None:
     for number, record in enumerate(records):
         fields = fields_of(record)
         if not fields:
-            _refuse_empty(number, "mds")
+            refuse_empty(number, "mds")
         columns = columns or {name: _mds_encoding(value) for name, value in sorted(fields.items())}
         _check_same_fields(fields, list(columns), number, "mds")
         parts = [_mds_bytes(fields[name], encoding, number, name) for name, (encoding, _) in columns.items()]
@@ -354,7 +309,7 @@ def _write_mds_shard(
 
 def write_lmdb(records: Iterator[Record], out: Path) -> None:
     """An LMDB environment: one key a record, or one for each field where there are several; values are bytes
-    (`_as_bytes`)."""
+    (`as_bytes`)."""
     library = need_library("lmdb", DataPath("OUT", str(out)), "lmdb")
     names: list[str] = []
     with library.open(str(out), map_size=2**40, subdir=True, lock=False) as environment:
@@ -367,12 +322,12 @@ def write_lmdb(records: Iterator[Record], out: Path) -> None:
                     number, fields = upcoming[0], fields_of(upcoming[1])
                     names = names or list(fields)
                     if not names:
-                        _refuse_empty(number, "lmdb")
+                        refuse_empty(number, "lmdb")
                     _check_same_fields(fields, names, number, "lmdb")
                     _check_lmdb_names(names)
                     for name, value in fields.items():
                         key = f"{number:09d}" if names == ["value"] else f"{name}-{number:09d}"
-                        content = _as_bytes(value, number, name)
+                        content = as_bytes(value, number, name)
                         transaction.put(key.encode(), content)
                         held += len(content)
                     upcoming = next(numbered, None)
@@ -384,7 +339,7 @@ def _check_lmdb_names(names: Sequence[str]) -> None:
     if wrong is not None or len(names) > MOST_FIELDS:
         raise UserError(
             (f'the field "{wrong}" cannot be part of a key of lmdb' if wrong else f"there are {len(names)} fields")
-            + f"\n  allowed: up to {MOST_FIELDS} names of letters, digits and _\n  to do: {_OTHERWISE}"
+            + f"\n  allowed: up to {MOST_FIELDS} names of letters, digits and _\n  to do: {OTHERWISE}"
         )
 
 
@@ -420,7 +375,7 @@ def write_hdf5(records: Iterator[Record], out: Path) -> None:
                     raise UserError(
                         f'the field "{name}" of the records {done} to {done + count - 1} is of {kind} '
                         f"{list(data.shape[1:])}, and hdf5 has {kinds[name]} {list(file[name].shape[1:])} of those "
-                        f"before\n  to do: {_OTHERWISE}"
+                        f"before\n  to do: {OTHERWISE}"
                     )
                 file[name].resize(done + count, axis=0)
                 if data.dtype == object and not isinstance(values[0], str):
@@ -436,7 +391,7 @@ def write_hdf5(records: Iterator[Record], out: Path) -> None:
             fields = fields_of(record)
             names = names or list(fields)
             if not names:
-                _refuse_empty(number, "hdf5")
+                refuse_empty(number, "hdf5")
             _check_same_fields(fields, names, number, "hdf5")
             for name, value in fields.items():
                 rows.setdefault(name, []).append(value)
@@ -474,7 +429,7 @@ def _hdf5_column(library: Any, values: list[Any], name: str, first: int, before:
         if any(array.ndim != 1 for array in arrays):
             raise UserError(
                 f'the field "{name}" holds arrays of several shapes, which hdf5 cannot hold in one data set\n'
-                f"  to do: {_OTHERWISE}"
+                f"  to do: {OTHERWISE}"
             )
         return _as_objects([array.astype(held) for array in arrays]), library.vlen_dtype(held)
     stacked = np.stack(arrays).astype(held, copy=False)
@@ -498,7 +453,7 @@ def write_arrays(records: Iterator[Record], out: Path) -> None:
         for number, record in enumerate(records):
             fields = fields_of(record)
             if not fields:
-                _refuse_empty(number, "arrays")
+                refuse_empty(number, "arrays")
             if count:
                 _check_same_fields(fields, list(shapes), number, "arrays")
             for name, value in fields.items():
@@ -509,8 +464,10 @@ def write_arrays(records: Iterator[Record], out: Path) -> None:
                 if array.dtype.kind not in "biufc":
                     raise refuse_value(number, name, value, "arrays")
                 if name not in streams:
+                    if "/" in name or "\0" in name or name.startswith("."):
+                        raise UserError(f'the field "{name}" cannot be the name of a .npy file\n  to do: {OTHERWISE}')
                     shapes[name] = (array.dtype, np.shape(value))
-                    stream = (out / f"{name.replace('/', '.')}.npy").open("xb+")
+                    stream = (out / f"{name}.npy").open("xb+")
                     streams[name] = stack.enter_context(stream)
                     _write_header(streams[name], shapes[name], 0)
                 if (array.dtype, np.shape(value)) != shapes[name]:
@@ -531,6 +488,32 @@ def _write_header(stream: Any, shape: tuple[Any, tuple[int, ...]], count: int) -
     np.lib.format.write_array_header_1_0(stream, header)
 
 
+def write_idx(records: Iterator[Record], out: Path) -> None:
+    """MNIST's two files of the train part: the field "image" (bytes [H, W], of one shape), and "label" or "cls" from 0
+    to 255; of other fields nothing is kept."""
+    out.mkdir()
+    shape: tuple[int, ...] = (0, 0)
+    count = 0
+    with (out / f"{TRAIN}-{IDX_IMAGES}").open("xb") as images, (out / f"{TRAIN}-{IDX_LABELS}").open("xb") as labels:
+        images.write(bytes(16))
+        labels.write(bytes(8))
+        for number, record in enumerate(records):
+            image, label = record.get("image"), record.get("label", record.get("cls"))
+            shape = image.shape if isinstance(image, np.ndarray) and not count else shape
+            if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.shape != shape or image.ndim != 2:
+                raise refuse_value(number, "image", image, "idx (uint8 of one shape [H, W])", "choose another format")
+            if isinstance(label, str | bytes) and label.isdigit():
+                label = int(label)
+            if not isinstance(label, int | np.integer) or not 0 <= label < 256:
+                raise refuse_value(number, "label", label, "idx (a class from 0 to 255)", "choose another format")
+            images.write(np.ascontiguousarray(image).tobytes())
+            labels.write(bytes([label]))
+            count += 1
+        for stream, sizes in ((images, (count, *shape)), (labels, (count,))):
+            stream.seek(0)
+            stream.write(struct.pack(f">BBBB{len(sizes)}I", 0, 0, 8, len(sizes), *sizes))
+
+
 # --- what values are
 
 
@@ -540,7 +523,7 @@ def count_bytes(record: Record) -> int:
     return sum(value.nbytes if isinstance(value, np.ndarray) else len(value) for value in blobs)
 
 
-_MAGICS = {
+IMAGE_MAGICS = {
     b"\xff\xd8\xff": "jpg",
     b"\x89PNG\r\n\x1a\n": "png",
     b"GIF87a": "gif",
@@ -548,6 +531,7 @@ _MAGICS = {
     b"II*\0": "tif",
     b"MM\0*": "tif",
 }
+"""The first bytes of an image's format -> the suffix of its files."""
 
 
 def find_image_suffix(value: Any) -> str:
@@ -559,4 +543,4 @@ def find_image_suffix(value: Any) -> str:
         return "webp"
     if content[:2] == b"BM" and int.from_bytes(content[2:6], "little") == len(content):
         return "bmp"
-    return next((suffix for magic, suffix in _MAGICS.items() if content.startswith(magic)), "")
+    return next((suffix for magic, suffix in IMAGE_MAGICS.items() if content.startswith(magic)), "")

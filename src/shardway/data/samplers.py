@@ -38,6 +38,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from shardway.data.order import BlendOrder, Ids, SampleOrder, derive_keys
+from shardway.data.window_order import WindowOrder
 from shardway.errors import UserError
 
 # --- Iterable datasets with a state: `state_dict()` and `load_state_dict(state)`, in the form of torchdata's
@@ -348,7 +349,7 @@ class BatchOrder(_OwnOrder):
 class WholeBatches:
     """An order whose epochs end before their last batch if that would be incomplete (`drop_last`)."""
 
-    order: SampleOrder | BlendOrder | SamplerOrder
+    order: SampleOrder | BlendOrder | WindowOrder | SamplerOrder
     samples: int
     """Samples of an epoch that are used: a multiple of the global batch."""
 
@@ -361,7 +362,7 @@ class WholeBatches:
         return self.order.ids(epochs * np.int64(self.order.samples) + rows)
 
 
-AnyOrder = SampleOrder | BlendOrder | SamplerOrder | WholeBatches
+AnyOrder = SampleOrder | BlendOrder | WindowOrder | SamplerOrder | WholeBatches
 
 
 def _is_known(sampler: Any) -> bool:

@@ -8,20 +8,25 @@ Invariants:
   from the shared file system.
 - A set in use is never removed: its users hold a shared lock (flock(2)), which the kernel drops when they end.
 - The data themselves are never changed.
+- Of a partial set a file is removed only if no process reads it now or next, and it is used later than the file that
+  is to come in its place.
 
 Below the folder: `objects/` holds the files by their content's key, `sets/<key>/` hard links to them under their own
-names, `locks/` one lock for each set, some for objects, and one for making room.
+names, `locks/` one lock for each set, some for objects, one for making room, and a claim of each process that reads a
+partial set.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +34,7 @@ import numpy as np
 import xxhash
 
 from shardway.data.content import fingerprint
-from shardway.data.formats.base import BLOCK_BYTES, DamagedData, FileParts, Sums
+from shardway.data.formats.base import BLOCK_BYTES, FAILED, UNPACKED, DamagedData, FileParts, Sums
 from shardway.data.sources.base import DataSource, stage_source
 from shardway.errors import JobError, SiteError
 from shardway.refusals import FULL
@@ -84,6 +89,8 @@ class StagedSet:
     sums: list[Sums]
     copied_bytes: int
     folder: Path | None = None
+    is_partial: bool = False
+    """Whether its files come and go with the windows that the run is in (`PartialSet`)."""
     _lock: int = field(default=-1, repr=False)
 
     def close(self) -> None:
@@ -108,7 +115,7 @@ class StageFolder:
         self,
         parts: FileParts,
         tell: Callable[[str], object] = lambda line: None,
-        spare: int = SPARE_BYTES,
+        spare: int | None = None,
         progress: CopyProgress | None = None,
     ) -> StagedSet:
         """The files of a data set on this disk, copied if they are not there, and held against removal.
@@ -118,12 +125,14 @@ class StageFolder:
         says, JobError if a file cannot be read, CopyGivenUp.
         """
         keys = parts.list_keys()
-        name = fingerprint(*(text for pair in zip(keys, parts.files, strict=True) for text in (pair[0], pair[1].name)))
+        name = _name_set(parts, keys)
         self._make_folders()
         lock = self._hold_set(name)
         try:
             self._remove_leftovers()
-            copied = self._fill(parts, keys, name, tell, spare, progress or CopyProgress())
+            copied = self._fill(
+                parts, keys, name, tell, SPARE_BYTES if spare is None else spare, progress or CopyProgress()
+            )
             sums = [] if parts.sums else self._read_sums(keys)
         except OSError as error:
             os.close(lock)
@@ -131,26 +140,29 @@ class StageFolder:
         except BaseException:
             os.close(lock)
             raise
-        return StagedSet(self.path / "sets" / name, sums, copied, self.path, lock)
+        return StagedSet(self.path / "sets" / name, sums, copied, self.path, _lock=lock)
 
     def find_missing(self, *held: FileParts) -> int:
         """Bytes of data sets that are not on this disk yet; those of a file that is being copied count as there."""
         return self._count_missing(_list_sizes(held))
 
-    def find_room(self) -> int:
-        """Bytes that can be had: free ones, and those of sets that no process uses."""
+    def find_room(self, *held: FileParts) -> int:
+        """Bytes that can be had: free ones, and those of sets that no process uses, without the files of some data
+        sets."""
+        kept = {_inode_of(f"{self.path}/objects/{key}") for key in _list_sizes(held)}
         there = next(above for above in (self.path, *self.path.parents) if above.exists())
         free = shutil.disk_usage(there).free
         unused = 0
         for lock in self._unused_sets():
-            unused += self._size_of(lock.name.removeprefix("set-"))
+            unused += self._size_of(lock.name.removeprefix("set-"), kept)
         return free + unused
 
     def check_room(self, *held: FileParts) -> None:
         """Raise SiteError if data sets do not fit, whatever may be removed for them."""
-        missing, room = self.find_missing(*held), self.find_room()
-        if missing and missing + SPARE_BYTES > room:
-            raise self._lacks_room(missing, room, SPARE_BYTES)
+        missing, room = self.find_missing(*held), self.find_room(*held)
+        unpacked = sum(self._count_unpacked(parts, _name_set(parts, parts.list_keys())) for parts in held)
+        if missing + unpacked and missing + unpacked + SPARE_BYTES > room:
+            raise self._lacks_room(missing, unpacked, room, SPARE_BYTES)
 
     # --- folders and locks
 
@@ -230,8 +242,10 @@ class StageFolder:
         progress: CopyProgress,
     ) -> int:
         sizes = {key: file.size for key, file in zip(keys, parts.files, strict=True)}
-        if missing := self._count_missing(sizes):
-            self._make_room(sizes, spare)
+        missing, unpacked = self._count_missing(sizes), self._count_unpacked(parts, name)
+        if missing + unpacked:
+            self._make_room(sizes, unpacked, spare)
+        if missing:
             tell(f"staging {format_bytes(missing)} to {self.path}")
         before, left = progress.copied_bytes, list(range(len(keys)))
         while left:  # files that another process copies are left for the next round
@@ -351,24 +365,32 @@ class StageFolder:
             if size and _size_at(f"{objects}/{key}") != size
         )
 
-    def _make_room(self, sizes: dict[str, int], spare: int) -> None:
-        """Remove unused sets until the files that are missing, and `spare` bytes, can be written."""
+    def _count_unpacked(self, parts: FileParts, name: str) -> int:
+        """Bytes that readers of a set may still write beside it."""
+        if not parts.unpacked_bytes:
+            return 0
+        written = (path for path in (self.path / "sets" / name / UNPACKED).rglob("*") if path.is_file())
+        return max(0, parts.unpacked_bytes - sum(max(0, _size_at(path)) for path in written))
+
+    def _make_room(self, sizes: dict[str, int], unpacked: int, spare: int) -> None:
+        """Remove unused sets until the files that are missing, what they unpack to and `spare` bytes fit."""
         with self._locked("room"):
             unused = self._unused_sets()
             while True:
                 free = shutil.disk_usage(self.path).free  # before what is missing, which others copy meanwhile
                 missing = self._count_missing(sizes)
-                if not missing or missing + spare <= free:
+                if not missing + unpacked or missing + unpacked + spare <= free:
                     return
                 lock = next(unused, None)
                 if lock is None:
-                    raise self._lacks_room(missing, free, spare)
+                    raise self._lacks_room(missing, unpacked, free, spare)
                 self._remove(lock)
 
-    def _lacks_room(self, missing: int, free: int, spare: int) -> SiteError:
+    def _lacks_room(self, missing: int, unpacked: int, free: int, spare: int) -> SiteError:
+        compressed = f", {format_bytes(unpacked)} more are what compressed files hold" if unpacked else ""
         return SiteError(
             f"data.stage: {self.path} on {_host()} has {format_bytes(free)} free, and {format_bytes(missing)} are to "
-            f"be copied there, with {format_bytes(spare)} to spare.\n{_LARGER}"
+            f"be copied there{compressed}, with {format_bytes(spare)} to spare.\n{_LARGER}"
         )
 
     def _unused_sets(self) -> Iterator[Path]:
@@ -389,13 +411,14 @@ class StageFolder:
             finally:
                 os.close(descriptor)
 
-    def _size_of(self, name: str) -> int:
-        """Bytes that go free if a set is removed: of files that no other set has."""
+    def _size_of(self, name: str, kept: Set[int]) -> int:
+        """Bytes that go free if a set is removed: of files that no other set has, and whose inode is not kept."""
         size = 0
         for path in (self.path / "sets" / name).rglob("*"):
             with contextlib.suppress(OSError):
                 known = path.stat()
-                size += known.st_size if path.is_file() and known.st_nlink <= 2 else 0
+                is_free = path.is_file() and known.st_nlink <= 2 and known.st_ino not in kept
+                size += known.st_size if is_free else 0
         return size
 
     def _remove(self, lock: Path) -> None:
@@ -410,6 +433,11 @@ class StageFolder:
                         path.with_name(f"{path.name}.sums").unlink(missing_ok=True)
 
 
+def _name_set(parts: FileParts, keys: Sequence[str]) -> str:
+    """The name of a set: of the content and the names of its files."""
+    return fingerprint(*(text for key, file in zip(keys, parts.files, strict=True) for text in (key, file.name)))
+
+
 def _list_sizes(held: Sequence[FileParts]) -> dict[str, int]:
     """Key -> bytes of each file, however many sets have it."""
     return {key: file.size for parts in held for key, file in zip(parts.list_keys(), parts.files, strict=True)}
@@ -421,6 +449,14 @@ def _size_at(path: str | Path) -> int:
         return os.stat(path).st_size
     except OSError:
         return -1
+
+
+def _inode_of(path: str) -> int:
+    """The inode of a file; 0 if there is none."""
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return 0
 
 
 def _is_alone(path: Path) -> bool:
@@ -447,6 +483,243 @@ def _read_exactly(descriptor: int, size: int, offset: int) -> bytes:
 def _lock_of(key: str) -> str:
     """The lock of an object: one of 256, so that a million small files need no million locks."""
     return f"objects-{xxhash.xxh3_64_intdigest(key.encode()) % 256:02x}"
+
+
+# --- sets of which only some files are there at a time
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """What one process wants of a partial set, by numbers of files: those that it may read `now`, those that it reads
+    `later` in the order of their use; and the file that it copies, as (key, bytes)."""
+
+    name: str
+    now: tuple[int, ...] = ()
+    later: tuple[int, ...] = ()
+    copying: tuple[str, int] | None = None
+
+
+class PartialSet:
+    """A data set of which this disk holds the files that are read now, and as many of the next as have room.
+
+    Each process that reads it says what it wants in a claim, a file whose lock it holds, and copies what is missing;
+    several processes of a node share the work. For a file that is wanted others are removed, those first that are used
+    last, and never one that a claim says is read now. A removed file is cut to nothing, so that its room is free even
+    if some process has it open.
+    """
+
+    def __init__(self, folder: StageFolder, parts: FileParts) -> None:
+        """Raises SiteError if the folder cannot be written."""
+        self.parts = parts
+        self._folder, self._keys = folder, parts.list_keys()
+        self._name = f"{_name_set(parts, self._keys)}-windows"
+        self._numbers: dict[str, list[int]] = {}
+        for number, key in enumerate(self._keys):
+            self._numbers.setdefault(key, []).append(number)
+        self._claim = _Claim(self._name)
+        folder._make_folders()
+        self._lock = folder._hold_set(self._name)
+        self._claim_path = folder.path / "locks" / f"claim-{uuid.uuid4().hex}"
+        self._claim_lock = -1
+        try:
+            folder._remove_leftovers()
+            self.root.mkdir(exist_ok=True)
+            with folder._locked("room"):
+                shutil.rmtree(self.root / FAILED, ignore_errors=True)
+                self._claim_lock = folder._open_lock(self._claim_path.name)
+                fcntl.flock(self._claim_lock, fcntl.LOCK_EX)
+                self._write_claim(self._claim)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise folder._explain(error, parts.root) from error
+            raise
+
+    @property
+    def folder(self) -> Path:
+        """The whole of what is staged."""
+        return self._folder.path
+
+    @property
+    def root(self) -> Path:
+        """The folder of the files under their names."""
+        return self._folder.path / "sets" / self._name
+
+    def as_staged(self) -> StagedSet:
+        """What reads the files from here, as they come and go."""
+        return StagedSet(self.root, [], 0, self._folder.path, is_partial=True)
+
+    def want(self, now: Sequence[int], later: Sequence[int]) -> None:
+        """Say which files may be read from now on, and which follow in the order of their use."""
+        with self._folder._locked("room"):
+            self._write_claim(_Claim(self._name, tuple(now), tuple(later), self._claim.copying))
+
+    def list_missing(self, numbers: Sequence[int]) -> list[int]:
+        """Those of some files that are not there yet."""
+        return [number for number in numbers if not self._is_there(number)]
+
+    def find_failure(self, numbers: Sequence[int]) -> str:
+        """Why one of some files could not be copied; "" if none failed."""
+        for number in numbers:
+            with contextlib.suppress(OSError):
+                return (self.root / FAILED / f"{number}").read_text()
+        return ""
+
+    def copy_next(self, progress: CopyProgress) -> bool:
+        """Copy the first file that is wanted and not there. Returns whether one was copied; False: all are there, other
+        processes copy them, or there is no room before the run has gone on. A file that cannot be copied is noted for
+        those that wait for it. Raises CopyGivenUp."""
+        claim = self._claim
+        for number in (*claim.now, *claim.later):
+            if self._is_there(number) or (self.root / FAILED / f"{number}").exists():
+                continue
+            with self._folder._locked("room"):
+                if not self._make_room(number):
+                    return False
+                self._write_copying((self._keys[number], self.parts.files[number].size))
+            try:
+                taken = self._folder._take(self.parts, number, self._keys[number], self._name, progress)
+            except CopyGivenUp:
+                raise
+            except SiteError:  # another program has filled the disk
+                return False
+            except (JobError, OSError) as error:
+                self._note_failure(number, error)
+                return True
+            finally:
+                with self._folder._locked("room"):
+                    self._write_copying(None)
+            if taken:
+                return True
+        return False
+
+    def close(self) -> None:
+        """Let others remove what this process has wanted."""
+        if self._claim_lock >= 0:
+            self._claim_path.unlink(missing_ok=True)
+            os.close(self._claim_lock)
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = self._claim_lock = -1
+
+    def _is_there(self, number: int) -> bool:
+        file = self.parts.files[number]
+        return _size_at(f"{self.root}/{file.name}") == file.size
+
+    def _note_failure(self, number: int, error: Exception) -> None:
+        place = self.root / FAILED / f"{number}"
+        place.parent.mkdir(exist_ok=True)
+        temporary = place.with_name(f".{place.name}-{uuid.uuid4().hex}")
+        temporary.write_text(str(error))
+        os.replace(temporary, place)
+
+    # --- claims: written and read while "room" is locked
+
+    def _write_copying(self, copying: tuple[str, int] | None) -> None:
+        self._write_claim(_Claim(self._name, self._claim.now, self._claim.later, copying))
+
+    def _write_claim(self, claim: _Claim) -> None:
+        self._claim = claim
+        if self._claim_lock < 0:
+            return
+        content = memoryview(json.dumps([claim.name, claim.now, claim.later, claim.copying]).encode())
+        written = 0
+        try:
+            while written < len(content):
+                written += os.pwrite(self._claim_lock, content[written:], written)
+            os.ftruncate(self._claim_lock, written)
+        except OSError as error:
+            raise self._folder._explain(error, self._claim_path) from error
+
+    def _read_others(self) -> list[_Claim]:
+        """The claims of other processes that live; those of others are removed."""
+        found = []
+        for path in (self._folder.path / "locks").glob("claim-*"):
+            if path == self._claim_path:
+                continue
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+            except BlockingIOError:
+                content = _read_exactly(descriptor, os.fstat(descriptor).st_size, 0)
+                try:
+                    name, now, later, copying = json.loads(content)
+                    found.append(_Claim(name, tuple(now), tuple(later), tuple(copying) if copying else None))
+                except ValueError:  # it could not be written, so it may want anything
+                    found.append(_Claim(self._name, tuple(range(len(self._keys)))))
+            finally:
+                os.close(descriptor)
+        return found
+
+    # --- room, while "room" is locked
+
+    def _make_room(self, number: int) -> bool:
+        """Whether a file can be written, after others were removed for it if that suffices; not if it is not wanted any
+        more."""
+        if number not in self._claim.now and number not in self._claim.later:
+            return False
+        others = self._read_others()
+        wanted = self._keys[number], self.parts.files[number].size
+        copies = {wanted, *(claim.copying for claim in others if claim.copying is not None)}
+        missing = self._folder._count_missing(dict(copies)) + SPARE_BYTES  # before what is free, which others fill
+        lacks = missing - shutil.disk_usage(self._folder.path).free
+        if lacks > 0:
+            for lock in self._folder._unused_sets():
+                self._folder._remove(lock)
+                lacks = missing - shutil.disk_usage(self._folder.path).free
+                if lacks <= 0:
+                    break
+        return lacks <= 0 or self._remove_later(number, lacks, others)
+
+    def _remove_later(self, number: int, lacks: int, others: Sequence[_Claim]) -> bool:
+        """Whether so many bytes are free after files were removed that are used later than another one."""
+        claims = [self._claim, *(claim for claim in others if claim.name == self._name)]
+        next_use: dict[int, float] = {}
+        for claim in claims:
+            for place, each in enumerate(claim.later):
+                next_use[each] = min(next_use.get(each, float("inf")), place)
+        next_use.update((each, -1) for claim in claims for each in claim.now)
+        own = -1.0 if number in self._claim.now else float(self._claim.later.index(number))
+        there = []
+        for key in os.listdir(self._folder.path / "objects"):
+            use = min((next_use.get(each, float("inf")) for each in self._numbers.get(key, ())), default=-1)
+            if use > own and (size := self._size_if_alone(key)):
+                there.append((use, size, key))
+        there.sort(reverse=True)
+        if sum(size for _, size, _ in there) < lacks:
+            return False
+        for _, _, key in there:
+            lacks -= self._remove(key)
+            if lacks <= 0:
+                return True
+        return False
+
+    def _size_if_alone(self, key: str) -> int:
+        """Bytes of an object that this set alone has; 0 of another."""
+        with contextlib.suppress(OSError):
+            known = (self._folder.path / "objects" / key).stat()
+            links = sum(self._is_there(number) for number in self._numbers[key])
+            return known.st_size if known.st_nlink == 1 + links else 0
+        return 0
+
+    def _remove(self, key: str) -> int:
+        """Remove a file from this set; the bytes that are free by it."""
+        target = self._folder.path / "objects" / key
+        with self._folder._try_lock(_lock_of(key)) as taken:  # so that no process links to it meanwhile
+            size = self._size_if_alone(key) if taken else 0
+            if size:
+                for number in self._numbers[key]:
+                    (self.root / self.parts.files[number].name).unlink(missing_ok=True)
+                descriptor = os.open(target, os.O_WRONLY | os.O_CLOEXEC)
+                target.unlink()
+                os.ftruncate(descriptor, 0)
+                os.close(descriptor)
+                target.with_name(f"{key}.sums").unlink(missing_ok=True)
+        return size
 
 
 # --- the data of a run

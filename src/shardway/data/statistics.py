@@ -14,18 +14,22 @@ import xxhash
 
 from shardway.data.content import DataPath
 from shardway.data.formats.base import RECORDS_AT_ONCE, Record, Records
+from shardway.data.grouping import group_documents
 from shardway.data.packing import pack_documents
 from shardway.errors import UserError
 
 TOKEN_FIELDS = ("tokens", "input_ids")
 
 
-def gather_statistics(records: Records, field: str = "", samples: int = 0, seq_len: int = 0) -> dict[str, Any]:
+def gather_statistics(
+    records: Records, field: str = "", samples: int = 0, seq_len: int = 0, group_tokens: int = 0
+) -> dict[str, Any]:
     """Lengths and duplicates of `samples` evenly spread records (0: all), of one field or of all.
 
     A length is in tokens for a field of tokens, else in bytes; text counts as UTF-8. `seq_len`: how full sequences of
-    so many tokens are if each document is padded, and if documents are packed. Raises UserError for a field that is
-    not there, or `seq_len` without tokens.
+    so many tokens are if each document is padded, and if documents are packed; with `group_tokens`, also if they are
+    grouped by length. Raises UserError for a field that is not there, `seq_len` without tokens, or `group_tokens` below
+    `seq_len` or without it.
     """
     known = records.fields
     if field and field not in known:
@@ -35,6 +39,11 @@ def gather_statistics(records: Records, field: str = "", samples: int = 0, seq_l
     if seq_len and not in_tokens:
         raise UserError(
             "--seq-len is for tokens, and these records have none\n  to do: `shardway data prepare` makes them"
+        )
+    if group_tokens and not 0 < seq_len <= group_tokens:
+        raise UserError(
+            f"--group-tokens: {group_tokens} needs --seq-len, the length of a group's longest document\n"
+            "  allowed: --seq-len 1 and above, and at least as many --group-tokens"
         )
     count = len(records)
     numbers = np.arange(count) if not samples or samples >= count else np.linspace(0, count - 1, samples).astype(int)
@@ -60,20 +69,24 @@ def gather_statistics(records: Records, field: str = "", samples: int = 0, seq_l
     }
     found["duplicates"] = len(digests) - len(set(digests))
     if seq_len:
-        found["fill"] = {"seq_len": seq_len, **_measure_fill(counted, seq_len)}
+        found["fill"] = {"seq_len": seq_len, **_measure_fill(counted, seq_len, group_tokens)}
     return found
 
 
-def _measure_fill(lengths: Any, seq_len: int) -> dict[str, float]:
+def _measure_fill(lengths: Any, seq_len: int, group_tokens: int) -> dict[str, float]:
     """The part of the places of all sequences that hold a pair of input and target."""
     pairs = np.maximum(lengths - 1, 0)
     total = int(pairs.sum())
     padded = int((-(-pairs // seq_len) * seq_len).sum())
     bins = len(pack_documents(np.cumsum(lengths), seq_len))
-    return {
+    found = {
         "padded": total / padded if padded else 0.0,
         "packed": total / (bins * seq_len) if bins else 0.0,
     }
+    if group_tokens:
+        groups = group_documents(np.cumsum(lengths), seq_len, group_tokens)
+        found["grouped"] = 1 - groups.padding if len(groups) else 0.0
+    return found
 
 
 def _values(record: Record, field: str) -> Sequence[Any]:

@@ -232,9 +232,13 @@ def watched_batches(
         _close(batches)
 
 
-def describe_waiting(share: float, workers: int, *, tunes: bool) -> str:
+def describe_waiting(share: float, workers: int, *, tunes: bool, in_sequence: bool = False) -> str:
     """The line for a run that waits this share of its time, and what to do. `tunes`: data.workers = "auto" is in
-    effect, with `workers` of them."""
+    effect, with `workers` of them. `in_sequence`: an iterable dataset is read, by one process at most."""
+    if in_sequence:
+        faster = "make its samples cheaper, or the dataset map-style, which several loader processes can read"
+        remedy = faster if workers else "set data.workers = 1, so that a loader process reads ahead"
+        return f"data: {_percent(share)} of the time is spent waiting for batches. To do: {remedy}."
     if tunes:
         remedy = f"give each rank more cores (data.workers: auto has {workers})"
     else:

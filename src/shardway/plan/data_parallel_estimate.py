@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardway.batch_ramp import BatchRamp
 from shardway.errors import Problem, check_no_problems
 from shardway.plan import text, time
 from shardway.plan.case import Machine, Precision, ceilings_of
@@ -158,7 +159,7 @@ def plan_units(
     case = replace(case, dp_replicate=world // case.dp_shard)
     shown, run = estimate_units(case, machine), None
     if shown.fits and length:
-        scale = Scale(case.global_batch, tokens_per_sample, 1)
+        scale = Scale(BatchRamp.of(case.global_batch), tokens_per_sample, 1)
         seconds, parameters = shown.time.seconds, case.model.parameters
         run, note = price_run(length, scale, seconds, parameters, world, machine, terms)
         assumed = (*assumed, note)

@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from shardway.batch_ramp import BatchRamp
 from shardway.errors import Problem, check_no_problems, list_some
 from shardway.plan.case import Machine
 from shardway.sites.schema import Queue, SiteProfile
@@ -128,7 +129,7 @@ class RunRequest:
 
     @cached_property
     def steps(self) -> int:  # steps that cover the length
-        return self.length.in_steps(self.scale or Scale(1, 1, 1))
+        return self.length.in_steps(self.scale or Scale(BatchRamp.of(1), 1, 1))
 
     @property
     def nodes(self) -> int:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import cast, get_args
 
+from shardway.batch_ramp import BatchRamp
 from shardway.errors import Problem, UserError, check_no_problems, render_problems, render_reason
 from shardway.plan.case import (
     AttentionKernel,
@@ -848,7 +849,7 @@ def make_plan(request: PlanRequest, terms: JobTerms | None = None) -> PlanResult
     changes = tuple(change for change in changes if change.estimate.case != shown.case)
     warnings, assumed, run, case = list_warnings(terms, request.nodes), request.assumed, None, shown.case
     if found.best and request.length:
-        scale, parameters = Scale(case.global_batch, case.seq_len, 1), case.model.parameters
+        scale, parameters = Scale(BatchRamp.of(case.global_batch), case.seq_len, 1), case.model.parameters
         step = shown.time.seconds
         try:
             run, note = price_run(request.length, scale, step, parameters, request.world, shown.machine, terms)

@@ -20,6 +20,7 @@ from functools import cache, reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from shardway.batch_ramp import BatchRamp
 from shardway.errors import Problem
 from shardway.hardware.catalogue import DeviceFacts
 from shardway.hfconfig import ModelFacts
@@ -89,12 +90,14 @@ OWNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "guard.on_spike": {f"guard.{name}": ("roll_back",) for name in _OF_ROLL_BACK},
     "guard.non_finite": {"guard.max_skips": ("skip",)},
+    "guard.damaged_data": {"guard.max_damaged": ("skip",)},
     "train.compile": {"train.compile_cache": ("blocks", "model")},
     "precision.compute": {
         **{f"precision.loss_scale{part}": ("fp16",) for part in ("", "_growth", "_backoff", "_interval")},
         **{f"precision.float8_{part}": ("float8",) for part in ("recipe", "engine", "emulate", "all_gather")},
         "precision.first_last": ("float8",),
     },
+    "data.shuffle": {"data.window": ("windows",)},
     "recompute.mode": {
         "recompute.every": ("selective", "full"),
         "recompute.save_ops": ("selective",),
@@ -219,11 +222,17 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Facts that only the opened data has."""
+    """Facts that only the opened data has.
+
+    `samples` of an epoch, 0 if that is not known; `held_out`: whether there is something to validate on. `in_sequence`:
+    what messages call data whose samples come in sequence alone, "" for those with numbers.
+    """
 
     samples: int
     tokens_per_sample: int
     vocab: int | None
+    held_out: bool = True
+    in_sequence: str = ""
 
 
 @dataclass(frozen=True)
@@ -393,11 +402,16 @@ def replicas_of(draft: Draft) -> int:
     return math.prod(degree for degree in degrees if degree != "auto")
 
 
+def batch_of(draft: Draft) -> BatchRamp:
+    """The samples of each step over all ranks."""
+    return BatchRamp.of(draft.get("train.global_batch"))
+
+
 def share_of(draft: Draft) -> int:
     """The most samples of a step that a rank has."""
-    return ceil_div(draft.get("train.global_batch"), replicas_of(draft))
+    return ceil_div(batch_of(draft).largest, replicas_of(draft))
 
 
 def accumulation_of(draft: Draft) -> int:
-    """The number of micro-batches of a rank's share."""
+    """The number of micro-batches of a rank's share of the largest step."""
     return ceil_div(share_of(draft), draft.get("train.micro_batch"))

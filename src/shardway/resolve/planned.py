@@ -19,7 +19,7 @@ from shardway.layout import AXES, stages_of_schedule
 from shardway.plan.case import Case, Degrees, Machine, Precision, Recompute, attention_of, divisors, find_engine
 from shardway.plan.planner import NEAR, SETTINGS, Estimate, PlanRequest, SearchResult, estimate, search
 from shardway.plan.shapes import Architecture, Shape, shape_of_section
-from shardway.resolve.draft import Draft, Rule, Settled, ceil_div, count_of, has_effect, takes_of
+from shardway.resolve.draft import Draft, Rule, Settled, batch_of, ceil_div, count_of, has_effect, takes_of
 from shardway.resolve.rules.formats import find_replay_obstacle
 from shardway.runfile.schema import PrecisionSection, RecomputeSection, RunFile
 
@@ -70,18 +70,23 @@ def case_of(
     planner cannot hold a degree.
     """
     degrees, micro = degrees_of(values, shape), micro_batch or int(values.train.micro_batch)
-    accumulation = ceil_div(values.train.global_batch, degrees.data * micro)
+    accumulation, sequences = ceil_div(values.train.batch.largest, degrees.data * micro), sequences_of(values)
     return fixed_case_of(
         values,
         shape,
         machine,
         degrees=degrees,
-        micro_batch=micro,
-        global_batch=accumulation * micro * degrees.data,
+        micro_batch=micro * sequences,
+        global_batch=accumulation * micro * sequences * degrees.data,
         zero=values.deepspeed.stage if values.train.engine == "deepspeed" else 3 if degrees.shards > 1 else 0,
         schedule=values.parallel.pp_schedule if degrees.pp > 1 else "1f1b",
         stages_per_rank=int(values.parallel.pp_stages_per_rank) if degrees.pp > 1 else 1,
     )
+
+
+def sequences_of(values: RunFile) -> int:
+    """The sequences of data.seq_len that a sample counts as: a group of documents has as many tokens at most."""
+    return max(1, ceil_div(values.data.group_tokens, values.data.seq_len))
 
 
 def fixed_case_of(values: RunFile, shape: Architecture, machine: Machine | None, **laid_out: object) -> Case:
@@ -159,7 +164,11 @@ def list_assumptions(values: RunFile) -> tuple[str, ...]:
     parallel, recompute, assumed = values.parallel, values.recompute, []
     if values.model.vocab == "auto" and takes_of(values.model.kind) == "tokens" and not values.model.hf:
         assumed.append(f"a vocabulary of {ASSUMED_VOCAB:,}, since only the data say it")
-    batch, sizes = values.train.global_batch, (values.train.micro_batch, parallel.dp_replicate, parallel.dp_shard)
+    assumed += describe_ramp(values)
+    if values.data.group_tokens:
+        rows, length = sequences_of(values), values.data.seq_len
+        assumed.append(f"groups of {rows} x {length} tokens, the most that data.group_tokens allows")
+    batch, sizes = values.train.batch.largest, (values.train.micro_batch, parallel.dp_replicate, parallel.dp_shard)
     if "auto" not in sizes and batch % (whole := math.prod(map(int, sizes))):
         full = ceil_div(batch, whole) * whole
         assumed.append(f"a global batch of {full:,}: {batch:,} samples do not fill it, and a step takes as long")
@@ -173,6 +182,12 @@ def list_assumptions(values: RunFile) -> tuple[str, ...]:
     if parallel.pp > 1 and parallel.pp_split:
         assumed.append("stages have equal numbers of layers, whatever parallel.pp_split says")
     return tuple(assumed)
+
+
+def describe_ramp(values: RunFile) -> list[str]:
+    """What is assumed of a run whose batch grows; nothing for any other."""
+    ramp = values.train.batch
+    return [] if ramp.is_constant else [f"steps of the largest size; the run has {ramp}"]
 
 
 # --- descriptions
@@ -326,12 +341,13 @@ def settle_layout(wish: OpenLayout) -> None:
 def _search(wish: OpenLayout, ranks: int, loose: frozenset[str] = frozenset(), **changes: Any) -> SearchResult | None:
     """The result of a search; None if no layout is legal. If the ranks do not divide the batch, it is also tried
     rounded up: a step takes as long as its largest share."""
-    batch, unit, legal = wish.draft.get("train.global_batch"), ranks, list[SearchResult]()
+    batch, unit, legal = batch_of(wish.draft).largest, ranks, list[SearchResult]()
     if not wish.is_open("micro_batch", loose):
         unit *= wish.draft.get("train.micro_batch")
     for size in dict.fromkeys((batch, ceil_div(batch, unit) * unit)):
         try:
-            request = _ask(wish, ranks, loose, {**changes, "global_batch": size})
+            sequences = size * sequences_of(wish.draft.values)
+            request = _ask(wish, ranks, loose, {**changes, "global_batch": sequences})
         except UserError:  # the degrees that are set contradict each other or this batch
             continue
         found = search(request, most=2)
@@ -360,7 +376,7 @@ def _ask(wish: OpenLayout, ranks: int, loose: frozenset[str], changes: Mapping[s
         schedule = "interleaved"
     laid_out: dict[str, Any] = {
         "degrees": degrees,
-        "micro_batch": draft.get("train.micro_batch") if "micro_batch" in fixed else 1,
+        "micro_batch": draft.get("train.micro_batch") * sequences_of(draft.values) if "micro_batch" in fixed else 1,
         "zero": draft.get("deepspeed.stage") if deepspeed else 3 if "zero" in fixed else 0,
         "schedule": schedule,
         "stages_per_rank": stages if "schedule" in fixed else 1,
@@ -383,6 +399,8 @@ def _adapt(wish: OpenLayout, loose: frozenset[str]) -> Callable[[Case], Case | N
     whole = draft.get("model.vocab") == "auto" and "parallel.tp" not in kept
 
     def as_run(case: Case) -> Case | None:
+        if case.micro_batch % sequences_of(draft.values):
+            return None
         tried = values_of(wish, case) | {"optim.name": case.optimizer}
         if case.offload and not draft.get("parallel.cpu_offload") and not wish.on_deepspeed:
             tried["parallel.cpu_offload"] = True
@@ -403,7 +421,7 @@ def values_of(wish: OpenLayout, case: Case) -> dict[str, Any]:
         values |= {"parallel.dp_replicate": degrees.data, "parallel.dp_shard": 1}
     elif degrees.shards > 1 and wish.is_open("zero"):
         values["parallel.reshard_after_forward"] = case.reshard
-    values |= {"train.micro_batch": case.micro_batch}
+    values |= {"train.micro_batch": ceil_div(case.micro_batch, sequences_of(wish.draft.values))}
     if wish.is_open("recompute"):
         values["recompute.mode"] = MODES[case.recompute]
     if degrees.pp > 1:

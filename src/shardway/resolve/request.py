@@ -33,6 +33,7 @@ from shardway.resolve.draft import (
     Resolved,
     Settled,
     accumulation_of,
+    batch_of,
     ceil_div,
     replicas_of,
     takes_of,
@@ -43,7 +44,7 @@ from shardway.resolve.rules.formats import KEYS as DEVICE_KEYS
 from shardway.resolve.rules.formats import leave_short_runs_uncompiled
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import DEFAULT, LoadedRunFile, is_text, load_run
-from shardway.runfile.schema import RunFile
+from shardway.runfile.schema import RunFile, all_keys
 from shardway.sites.load import UnknownSite, load_site
 from shardway.sites.schema import CPU, SiteProfile
 from shardway.units import Scale, Span
@@ -64,21 +65,22 @@ def resolve(loaded: LoadedRunFile, circumstances: Circumstances) -> Resolved:
     check_no_problems(title, draft.problems)
     factor = 1.0
     if draft.get("optim.lr_scaling") == "linear":
-        factor = draft.get("train.global_batch") / draft.get("optim.base_batch")
+        factor = batch_of(draft).largest / draft.get("optim.base_batch")
     peak_lr, per_pass = draft.get("optim.lr") * factor, draft.get("parallel.pp_micro_batches")
     derived = Derived(replicas_of(draft), accumulation_of(draft), peak_lr, per_pass)
     resolved = Resolved(draft.values, MappingProxyType(draft.origins), circumstances, derived)
     lengths = (resolved.values.train.steps, resolved.values.optim.warmup, resolved.values.optim.decay)
     if not {span.unit for span in lengths} <= {"steps", "samples"}:
         return resolved  # until the data is open
-    scale = Scale(resolved.values.train.global_batch, tokens_per_sample=1, samples_per_epoch=1)
+    scale = Scale(resolved.values.train.batch, tokens_per_sample=1, samples_per_epoch=1)
     resolved, problems = _settle_lengths(resolved, scale)
     check_no_problems(title, problems)
     return resolved
 
 
 def resolve_with_data(resolved: Resolved, facts: DataFacts) -> Resolved:
-    """Settle the keys that need the opened data: vocabulary, and spans in steps. Raises UserError."""
+    """Settle the keys that need the opened data: vocabulary, whether there are validations, and spans in steps. Raises
+    UserError."""
     values, vocab, problems = resolved.values, facts.vocab, list[Problem]()
     if takes_of(values.model.kind) == "tokens" and vocab is not None:
         tp, padded = values.parallel.tp, ceil_div(vocab, values.parallel.tp) * values.parallel.tp
@@ -93,9 +95,50 @@ def resolve_with_data(resolved: Resolved, facts: DataFacts) -> Resolved:
                 remedy = f"set model.vocab = {padded}: it may be larger than that of the data"
                 origin = resolved.origins["model.vocab"]
                 problems.append(Problem("model.vocab", what, origin, allowed, remedy))
-    resolved, more = _settle_lengths(resolved, scale_of(resolved, facts))
-    check_no_problems("the run file", [*problems, *more])
+    if not facts.held_out:
+        resolved, more = _settle_validations(resolved, facts)
+        problems += more
+    unknown = [] if facts.samples else list_epoch_keys(resolved.values)
+    for key in unknown:
+        what = f'"{value_of(values, key)}", and {facts.in_sequence} has no length, so an epoch has no number of steps'
+        origin, allowed = resolved.origins[key], "a number of steps, samples or tokens"
+        problems.append(Problem(key, what, origin, allowed, f"give {key} in steps, or the dataset a __len__"))
+    if not unknown:
+        resolved, more = _settle_lengths(resolved, scale_of(resolved, facts))
+        problems += more
+    check_no_problems("the run file", problems)
     return leave_short_runs_uncompiled(resolved)
+
+
+def list_epoch_keys(values: RunFile) -> list[str]:
+    """The keys whose values are numbers of epochs."""
+    found = ((key, value_of(values, key)) for key in all_keys())
+    return [key for key, value in found if isinstance(value, Span) and value.unit == "epochs"]
+
+
+def _settle_validations(resolved: Resolved, facts: DataFacts) -> tuple[Resolved, list[Problem]]:
+    """The run without validations, as nothing is held out; and which keys ask for them."""
+    values, origins = resolved.values, resolved.origins
+    why = "nothing is held out: data.validation_fraction is 0"
+    remedy = "name data.validation, or hold out a fraction"
+    if facts.in_sequence:
+        why = f"{facts.in_sequence} is read in sequence, so nothing is held out at its end"
+        remedy = 'let its function take the argument split, and return what is for validation if it is "validation"'
+    every, fraction = values.train.validate_every, values.data.validation_fraction
+    asked = [
+        ("data.validation_fraction", f"{fraction}" if fraction and facts.in_sequence else "", "0.0"),
+        ("train.validate_every", "" if every == "off" else f'"{every}"', '"off"'),
+        ("checkpoint.keep_best", f"{values.checkpoint.keep_best or ''}", "0"),
+        ("train.patience", "" if values.train.patience == "off" else f"{values.train.patience}", '"off"'),
+    ]
+    problems = [
+        Problem(key, f"{value}, and {why}", origins[key], allowed, remedy)
+        for key, value, allowed in asked
+        if value and origins[key] != DEFAULT and not resolved.is_derived(key)
+    ]
+    if every != "off" and not problems:
+        resolved = resolved.with_values({"train.validate_every": Settled("off", why.partition(":")[0])})
+    return resolved, problems
 
 
 def _settle_lengths(resolved: Resolved, scale: Scale) -> tuple[Resolved, list[Problem]]:
@@ -104,7 +147,10 @@ def _settle_lengths(resolved: Resolved, scale: Scale) -> tuple[Resolved, list[Pr
     optim, origins = resolved.values.optim, resolved.origins
     total = resolved.values.train.steps.in_steps(scale)
     spans = {"warmup": optim.warmup, **({"decay": optim.decay} if optim.schedule == "wsd" else {})}
-    steps, shortened = {name: span.in_steps(scale) for name, span in spans.items()}, {}
+    steps = {
+        name: span.in_last_steps(scale) if name == "decay" else span.in_steps(scale) for name, span in spans.items()
+    }
+    shortened = dict[str, Settled]()
     for name, span in spans.items():
         if origins[f"optim.{name}"] == DEFAULT:
             fitting = Span(min(steps[name], total // 10), "steps")
@@ -127,14 +173,15 @@ def _settle_lengths(resolved: Resolved, scale: Scale) -> tuple[Resolved, list[Pr
 
 def scale_of(resolved: Resolved, facts: DataFacts) -> Scale:
     """The conversion of steps, samples, tokens and epochs of this run."""
-    return Scale(resolved.values.train.global_batch, facts.tokens_per_sample, facts.samples)
+    return Scale(resolved.values.train.batch, facts.tokens_per_sample, facts.samples)
 
 
 # --- continuing a run with a changed run file
 
 FIXED_AT_RESUME = (
     *(f"model.{name}" for name in WEIGHT_KEYS),
-    *(f"data.{name}" for name in ("kind", "tokenizer", "include", "seq_len", "pack", "shuffle", "validation_fraction")),
+    *(f"data.{name}" for name in ("kind", "tokenizer", "include", "seq_len", "pack", "group_tokens", "shuffle")),
+    *("data.window", "data.validation_fraction"),
     *("train.engine", "train.seed", "deepspeed.stage", "deepspeed.offload_optimizer", "optim.name"),
     "precision.weights",
 )

@@ -13,9 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardway.plugins import is_registered, list_names
-
-MOST = 10**18
-"""The largest position, as of data.skip."""
+from shardway.runfile.pairs import list_wrong_pairs
 
 ALLOWED = (
     'tables such as {path = "web", weight = 0.7}, also with kind and name; a weight is a number above 0, or '
@@ -85,22 +83,7 @@ def _list_wrong_weights(weight: Any) -> list[str]:
         if not _is_number(weight):
             return [f"weight {weight!r} is no number"]
         return [] if weight > 0 else [f"weight {weight!r} is not above 0"]
-    wrong, last = [], -1
-    for pair in weight:
-        if not isinstance(pair, list) or len(pair) != 2:
-            wrong.append(f"weight {pair!r} is no pair")
-            continue
-        start, share = pair
-        if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start <= MOST:
-            wrong.append(f"weight {pair!r} is from no position (0 to {MOST})")
-        elif start <= last:
-            wrong.append(f"weight {pair!r} does not come after position {last}")
-        else:
-            last = start
-        if not _is_number(share) or share < 0:
-            wrong.append(f"weight {pair!r} is to no weight (0 and above)")
-    if not weight or (isinstance(weight[0], list) and weight[0][:1] != [0]):
-        wrong.insert(0, "weight does not begin at position 0")
+    wrong = list_wrong_pairs(weight, "weight", "weight (0 and above)", lambda share: _is_number(share) and share >= 0)
     if not wrong and not any(share for _, share in weight):
         return ["weight is 0 everywhere"]
     return wrong

@@ -16,8 +16,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 
+from shardway.batch_ramp import BatchRamp
 from shardway.plugins import PluginName
 from shardway.runfile.blend import BLEND_SCHEMA, BlendEntry, read_blend
+from shardway.runfile.pairs import BATCH_SCHEMA, read_batch
 from shardway.units import (
     LOSS,
     Monitor,
@@ -192,6 +194,7 @@ BlendField = Annotated[
     PlainSerializer(lambda parts: [part.as_table() for part in parts]),
     WithJsonSchema(BLEND_SCHEMA),
 ]
+BatchField = Annotated[int | list[list[int]], BeforeValidator(read_batch), WithJsonSchema(BATCH_SCHEMA)]
 TrackersField = Annotated[list[Annotated[str, PluginName("trackers")]], AfterValidator(_read_trackers)]
 SettingsField = Annotated[
     dict[str, Any],
@@ -282,7 +285,7 @@ class CheckpointSection(Section):
 
 
 class GuardSection(Section):
-    """What happens to numbers that are not finite, and how the machine is looked after."""
+    """What happens to numbers that are not finite and to data that are damaged, and how the machine is looked after."""
 
     non_finite: Literal["skip", "stop", "off"] = key(
         "skip",
@@ -319,6 +322,15 @@ class GuardSection(Section):
     )
     compare_every: SpanOrOff = off(
         "How often weights that several ranks hold alike are compared over these ranks; a difference ends the run."
+    )
+    damaged_data: Literal["stop", "skip"] = key(
+        "stop",
+        "What happens where bytes of the data are damaged, such as a block with another checksum or an image that "
+        "cannot be decoded: the run stops, or the samples that need them do not count.",
+    )
+    max_damaged: PositiveInt = key(
+        100,
+        "Damaged samples that a rank leaves out at most in an attempt; one more ends the run (damaged_data = skip).",
     )
 
 
@@ -484,8 +496,8 @@ class DataSection(Section):
     )
     dataset: str = key(
         "",
-        'Function or class "module:name" that makes a map-style torch Dataset, for kind = "dataset"; it has settings '
-        'as keyword arguments, and split = "train" or "validation" if it takes that.',
+        'Function or class "module:name" that makes a torch Dataset, map-style or iterable, for kind = "dataset"; it '
+        'has settings as keyword arguments, and split = "train" or "validation" if it takes that.',
     )
     blend: BlendField = key(
         [],
@@ -504,6 +516,11 @@ class DataSection(Section):
     pack: bool = flag(
         "Fill each sample with whole documents, which do not see each other; only documents longer than seq_len are "
         "cut. Without it samples are cut from all documents one after the other, wherever a sample ends."
+    )
+    group_tokens: NonNegativeInt = key(
+        0,
+        "Tokens of one sample that holds documents of similar length, a row each, padded to the longest of them; "
+        "documents longer than seq_len are cut. Not together with pack; 0 = off.",
     )
     inputs: str = auto(
         "Field of a record that is the input: an image or array, a text, tokens, or a conversation; auto = x of "
@@ -528,7 +545,16 @@ class DataSection(Section):
     std: PositiveFloat = key(1.0, "Divides pixels after mean was subtracted.")
     samples: PositiveInt = key(4096, "Number of samples that synthetic data has.")
     shape: list[PositiveInt] = key([1, 28, 28], "Shape of a synthetic or decoded image: channels, height, width.")
-    shuffle: bool = key(True, "Visit the samples of an epoch in a random order derived from train.seed.")
+    shuffle: bool | Literal["windows"] = key(
+        True,
+        "Visit the samples of an epoch in a random order derived from train.seed; windows = a few files at a time, so "
+        "that data that do not fit on a node's disk are staged while the run trains.",
+    )
+    window: BytesField = key(
+        32 * 10**9,
+        'Size of the files whose samples are mixed with shuffle = "windows"; a larger window mixes better, and a node '
+        "needs room for two.",
+    )
     workers: NonNegativeInt | Auto = auto(
         "Loader processes a rank; 0 reads in the rank itself (best for tokens); auto = the rank reads itself and, "
         "where that keeps it waiting, goes on with as many as make it fastest, at most one a core."
@@ -560,7 +586,13 @@ class TrainSection(Section):
     )
     steps: SpanField = key(Span(800, "steps"), "Length of the run: steps, samples, tokens or epochs.")
     seed: NonNegativeInt = key(0, "Seed of initial weights, data order and dropout.", le=2**63 - 1)
-    global_batch: PositiveInt = key(16, "Samples that one optimizer step sees, over all ranks.")
+    global_batch: BatchField = key(
+        16,
+        "Samples that one optimizer step sees, over all ranks; or pairs [position, samples]: [[0, 32], [100000, 64]] "
+        "is 32, and 64 for steps that begin at position 100000 or later (a position as of data.skip). It may change "
+        "when a run goes on. Intervals and optim.decay in samples, tokens or epochs are counted in steps of the last "
+        "size.",
+    )
     micro_batch: PositiveInt | Auto = auto(
         "Samples of one pass of a rank; auto = the fastest that fit by the plan, or else its whole share."
     )
@@ -594,6 +626,11 @@ class TrainSection(Section):
     cudnn_benchmark: bool = flag(
         "Let cuDNN try its convolutions and keep the fastest; for inputs that are always of one size."
     )
+
+    @property
+    def batch(self) -> BatchRamp:
+        """The samples of each step, whichever way global_batch is written."""
+        return BatchRamp.of(self.global_batch)
 
     @property
     def compiles(self) -> bool:
@@ -641,7 +678,9 @@ class OptimSection(Section):
     decay: SpanField = key(Span(200, "steps"), "Length of the decay at the end (wsd).")
     final_lr: Fraction = key(0.1, "Learning rate at the end, as a fraction of the peak.")
     lr_scaling: Literal["none", "linear"] = key(
-        "none", "linear = multiply lr by train.global_batch / base_batch (Goyal et al., arXiv:1706.02677)."
+        "none",
+        "linear = multiply lr by train.global_batch (the largest of a ramp) / base_batch (Goyal et al., "
+        "arXiv:1706.02677).",
     )
     base_batch: PositiveInt = key(256, "Global batch that lr was chosen for (lr_scaling = linear).")
     settings: SettingsField = key({}, "Settings of an optimizer of another package, such as {rho = 0.04}.")

@@ -110,7 +110,7 @@ class Blended:
 
 def describe_blend(values: RunFile, source: ConcatSource) -> Blended:
     """The blend that a run trains on."""
-    return Blended(source.parts, source.order(values.train.seed, values.data.shuffle))
+    return Blended(source.parts, source.order(values.train.seed, bool(values.data.shuffle)))
 
 
 def _describe_shares(part: Mapping[str, Any]) -> str:

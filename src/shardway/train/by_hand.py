@@ -116,7 +116,7 @@ class GradientsByHand(CheckpointState):
             set_gradient_scale(passes.routers, weight / passes.batch_split.global_batch, passes.parallel.mesh)
         for model in self._held.models:
             if model.parallel.dropout is not None:
-                model.parallel.dropout.start(self._first_passes.first_sample(position), stride=1)
+                model.parallel.dropout.start(self._first_passes.first_sample(position, batch.samples), stride=1)
         # A script with only run.step need not pay for a copy of its buffers.
         self._before = None if self._steps_alone else self._mutable_parts.remember(None)
 

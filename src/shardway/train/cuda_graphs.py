@@ -6,8 +6,8 @@ Invariants:
   into them and on the weights that the model has then. Afterwards gradients are where the optimizer looks for them.
 - Nothing is captured that the host decides anew in each pass: seeds of dropout, tokens of an expert, a loss scale, what
   is computed again, messages between ranks, a script's own model or loss.
-- A step whose micro-batches are not those of the graphs (a last one of an epoch) is run without them. If a weight has
-  moved in memory, they are captured again; what cannot be captured is run as before.
+- A step whose micro-batches are not those of the graphs is run without them. If several in a row are not (the batch
+  has grown), or a weight has moved in memory, they are captured again; what cannot be captured is run as before.
 - Graphs are kept only where replays were shorter than the passes one by one, and where the device has memory for both:
   what a graph has is no longer there for an update or a validation.
 """
@@ -39,6 +39,8 @@ HOST_BOUND = 0.7
 on a busy device too, since the host waits where about a thousand kernels are pending: hence `WORTH`."""
 WORTH = 0.95
 """Graphs are kept if replays take at most this part of the time of passes one by one."""
+MISFITS = 3
+"""Steps in a row whose micro-batches are others than those of the graphs, after which they are captured again."""
 MEMORY = 0.5
 """The part of a device's memory that passes may have taken at most, for a second set of it to fit."""
 
@@ -85,6 +87,7 @@ class GraphedPasses:
     _captured: _Captured | None = None
     _is_kept: bool = False
     _is_off: bool = False
+    _misfits: int = 0
 
     def run(
         self, micros: Sequence[Micro], loss_fn: Loss, scale: float, one: Callable[[Micro, torch.Tensor], None]
@@ -95,12 +98,18 @@ class GraphedPasses:
             return None
         if any(micro.weight != 1 or not _is_alike(micro, micros[0]) for micro in micros):
             return None
+        if self._captured is not None and not self._captured.fits(micros, scale):
+            self._misfits += 1
+            if self._misfits < MISFITS:
+                return None
+            self._captured = None
         if self._captured is not None and self._captured.addresses != self._list_addresses():
             self._captured = None
+        self._misfits = 0
         if self._captured is None and not (self._should_capture() and self._capture(micros, scale, one)):
             return None
         captured = self._captured
-        if captured is None or not captured.fits(micros, scale) or not self._is_worth_it():
+        if captured is None or not self._is_worth_it():
             return None
         with contextlib.nullcontext() if self._is_kept else _timed(self._replayed):
             for number, micro in enumerate(micros):

@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ from shardway.checkpoint.state import (
     structure_name,
     take_state_apart,
 )
+from shardway.data.batch_tree import LengthGroups
+from shardway.data.ledger import SPLIT
 from shardway.data.loader import (
     Batch,
     HeldOutStream,
@@ -54,6 +57,7 @@ from shardway.data.loader import (
     count_samples,
     digest_first,
     is_map_style,
+    name_stream,
     read_state,
     to_device,
     validation_batches,
@@ -70,16 +74,19 @@ from shardway.data.samplers import (
     StreamSnapshot,
     WholeBatches,
 )
-from shardway.data.sources.base import DataSource
+from shardway.data.sources.base import DataSource, StreamSource
 from shardway.data.waiting import MOST, START_S, WorkerChoice, describe_waiting, tuned_batches, watched_batches
 from shardway.data.workers import describe_shortage, fit_workers
 from shardway.errors import UserError
 from shardway.hardware.limits import count_own_cores, count_threads, describe_few_cores
+from shardway.resolve.draft import value_of
+from shardway.resolve.request import list_epoch_keys
 from shardway.rundir.names import SkippedRange
 from shardway.runfile.load import DEFAULT
+from shardway.train.damaged_data import report_damage
 from shardway.train.loop_state import Counters
+from shardway.train.loss import IGNORED
 from shardway.train.session import Session
-from shardway.units import Span
 
 Collate = Callable[[list[Any]], Any]
 
@@ -91,7 +98,7 @@ SLOW = "data_slow"
 
 @dataclass(frozen=True)
 class Loader:
-    """The source of a run's batches: a source, a map-style dataset or an iterable one, and its facts.
+    """What a run's batches are read from: a source, a map-style dataset or an iterable one, and its facts.
 
     `size`: samples of an epoch; 0 if unknown. `order`: the order of a script's own sampler (None: the run's own order).
     `begin`: the state in which an iterable dataset began, None if it has none.
@@ -112,6 +119,11 @@ class Loader:
         """Whether its samples have no numbers and are read in sequence."""
         return not isinstance(self.samples, DataSource) and not is_map_style(self.samples)
 
+    @property
+    def name(self) -> str:
+        """What messages call the data."""
+        return self.samples.name if isinstance(self.samples, StreamSource) else self.fingerprint
+
 
 # --- batches of this rank on its device
 
@@ -123,12 +135,13 @@ def training_batches(
     where the data resume, beyond what the position gives. Raises UserError if a sampler gives each rank another order.
     """
     values, mesh, ranks, order = session.resolved.values, session.mesh, session.ranks, loader.order
-    share = Share(values.train.global_batch, mesh.data_rank, mesh.data_ranks)
+    share = Share(values.train.batch, mesh.data_rank, mesh.data_ranks)
     options = _options(session, loader)
 
     def slow(waiting: float) -> None:
         chosen, tunes = session.reading, values.data.workers == "auto" and bool(options.workers)
-        line = describe_waiting(waiting, chosen.workers if chosen is not None else options.workers, tunes=tunes)
+        workers = chosen.workers if chosen is not None else options.workers
+        line = describe_waiting(waiting, workers, tunes=tunes, in_sequence=loader.is_stream)
         _report(session, SLOW, line)
 
     if order is not None and order.hidden_state:
@@ -139,14 +152,16 @@ def training_batches(
             "then.",
         )
     if loader.is_stream:
+        if isinstance(loader.samples, StreamSource):
+            _report_sequence(session, loader.samples)
         own = False
         if mesh.data_ranks > 1:  # an iterable dataset may give each rank other samples itself
             digests = ranks.gather(ranks.together(lambda: digest_first(loader.samples, 0)))
             own = len(set(digests)) > 1 and "" not in digests
         if own:
             session.note_once(
-                NOTE,
-                f"{type(loader.samples).__name__} gives each rank samples of its own, so each takes all that it is "
+                SPLIT,
+                f"{name_stream(loader.samples)} gives each rank samples of its own, so each takes all that it is "
                 "given: after a resume on another number of ranks the order of samples is another.",
             )
         reader = StreamLoader(loader.samples, values.train.seed, share, options, loader.collate, own, loader.begin)
@@ -154,9 +169,9 @@ def training_batches(
             batches = reader.batches(position, Skips(skips))
         else:
             batches = state.watched(reader.batches(position, Skips(skips), state.begin))
-        return _on_device(watched_batches(batches, slow), ranks.device)
+        return _on_device(watched_batches(batches, slow), session)
     if order is not None and mesh.data_ranks > 1:
-        first = np.arange(position, position + share.global_batch)
+        first = np.arange(position, position + share.largest)
         ids = ranks.together(
             lambda: order.batch(position // order.size) if isinstance(order, BatchOrder) else order.ids(first)
         )
@@ -174,6 +189,9 @@ def training_batches(
         now = replace(options, workers=workers)
         return StepLoader(loader.samples, used, share, now, loader.collate).batches(start, skips=Skips(skips))
 
+    if session.windows is not None:
+        session.windows.begin(position, Skips(skips))
+
     if values.data.workers == "auto" and options.workers:
 
         def settled(choice: WorkerChoice) -> None:
@@ -184,7 +202,26 @@ def training_batches(
         batches = tuned_batches(begin, position, options.workers, options.prefetch, settled, slow)
     else:
         batches = watched_batches(begin(options.workers, position), slow)
-    return _on_device(batches, ranks.device)
+    if session.windows is not None:
+        batches = session.windows.watched(batches)
+    return _on_device(batches, session)
+
+
+def _report_sequence(session: Session, samples: StreamSource) -> None:
+    """Show once what has no effect on samples that come in sequence."""
+    resolved = session.resolved
+    notes = ["data.shuffle has no effect"] if resolved.values.data.shuffle else []
+    if resolved.values.train.validate_every == "off" and resolved.is_derived("train.validate_every"):
+        notes.append("nothing is validated, as nothing is held out at the end of what is read in sequence")
+    if notes:
+        described = f"{samples.name} is iterable, and its samples come in its own order"
+        session.note_once(NOTE, f"{described}: {', and '.join(notes)}.")
+    if not samples.state_is_exact:
+        session.note_once(
+            NOTE,
+            f"{samples.name}: its state is not used, as it does not bring back the sample that comes next. To do: let "
+            "it change before each yield, and hold what is buffered.",
+        )
 
 
 def validation_data(session: Session, samples: Any, collate: Collate | None = None) -> Iterator[Any]:
@@ -199,14 +236,19 @@ def validation_data(session: Session, samples: Any, collate: Collate | None = No
         batches = validation_batches(samples, count, share, options, collate)
     else:
         batches = validation_stream(samples, count, share, collate)
-    return (batch.data for batch in _on_device(batches, session.ranks.device))
+
+    def take(batch: Batch) -> Any:
+        report_damage(session, batch.left_out, session.recorder.step_done, of="validation")
+        return batch.data
+
+    return map(take, _on_device(batches, session))
 
 
 def validation_rows(session: Session, samples: Any) -> list[int]:
     """How many samples this rank has in each batch of `validation_data`."""
     most, share = _validation_share(session, samples)
-    whole, rest = divmod(count_samples(samples, most), share.global_batch)
-    rows = [len(position_share(each, share.rank, share.ranks)) for each in (share.global_batch, rest)]
+    whole, rest = divmod(count_samples(samples, most), share.largest)
+    rows = [len(position_share(each, share.rank, share.ranks)) for each in (share.largest, rest)]
     return [rows[0]] * whole + rows[1:] * min(rest, 1)
 
 
@@ -224,7 +266,7 @@ def _workers_for(session: Session, samples: int) -> int:
     chosen = session.reading
     if chosen is None:
         return 0
-    seconds = chosen.before.waiting / session.resolved.values.train.global_batch * samples
+    seconds = chosen.before.waiting / session.resolved.values.train.batch.largest * samples
     return chosen.workers if seconds > 5 * START_S else 0
 
 
@@ -270,6 +312,7 @@ def _options(session: Session, loader: Loader | None = None) -> LoaderOptions:
         seeded,
         ranks.device if cuda else None,  # on a CPU the thread would take turns with the training
         lambda text: _report(session, NOTE, text),
+        skip_damaged=session.resolved.values.guard.damaged_data == "skip",
     )
 
 
@@ -281,15 +324,30 @@ def _report(session: Session, event: str, text: str) -> None:
         logging.getLogger("shardway").warning(f"rank {session.ranks.rank}: {text}")
 
 
-def _on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches on a device; those of a source, {"inputs": ..., "targets": ...}, as the pair that a training script
-    expects."""
+def _on_device(batches: Iterator[Batch], session: Session) -> Iterator[Batch]:
+    """The batches on the rank's device; those of a source, {"inputs": ..., "targets": ...}, as the pair that a training
+    script expects, and groups of documents with lengths that the layout splits evenly."""
+    parallel = session.resolved.values.parallel
+    chunks = 2 * parallel.cp if parallel.cp > 1 else 1
+    parts = math.lcm(chunks, parallel.cp * parallel.tp if parallel.tp_sequence else 1)
     with contextlib.closing(batches) as stream:  # type: ignore[type-var]
         for batch in stream:
             data = batch.data
             if isinstance(data, dict) and data.keys() == {"inputs", "targets"}:
                 batch = replace(batch, data=(data["inputs"], data["targets"]))
-            yield to_device(batch, device)
+            if isinstance(data, LengthGroups):
+                batch = replace(batch, data=pad_groups(data, parts))
+            yield to_device(batch, session.ranks.device)
+
+
+def pad_groups(groups: LengthGroups, multiple: int) -> LengthGroups:
+    """The groups with lengths that are multiples of a number, by more padding at the end of each row."""
+
+    def pad(tensor: torch.Tensor, value: int) -> torch.Tensor:
+        missing = -tensor.shape[1] % multiple
+        return torch.nn.functional.pad(tensor, (0, missing), value=value) if missing else tensor
+
+    return LengthGroups((pad(inputs, 0), pad(targets, IGNORED)) for inputs, targets in groups)
 
 
 # --- reports on skipped data; they have no effect
@@ -350,6 +408,12 @@ def make_loader(session: Session, given: LoaderArguments) -> Loader:
         _refuse_beside(given, f"the source {name}, which gives whole batches in the run's own order")
         _set_defaults(session, given)
         return Loader(dataset, len(dataset), dataset.tokens_per_sample, dataset.facts.fingerprint)
+    if isinstance(dataset, StreamSource):
+        _refuse_beside(given, f"{dataset.name}, whose samples are joined as the model takes them")
+        _set_defaults(session, given)
+        begin = read_state(dataset.open())
+        fingerprint = session.ranks.gather(dataset.facts.fingerprint)[0]  # it may give each rank samples of its own
+        return Loader(dataset, dataset.size, dataset.tokens_per_sample, fingerprint, begin=begin)
     if not is_map_style(dataset):
         return _make_stream(session, given)
     if given.sampler is not None and given.batch_sampler is not None:
@@ -363,11 +427,12 @@ def make_loader(session: Session, given: LoaderArguments) -> Loader:
                 "run.loader takes no batch_size or drop_last beside a batch_sampler, which says what a batch is."
             )
         order = BatchOrder(given.batch_sampler, seed)
-        batch, origin = resolved.values.train.global_batch, resolved.origins["train.global_batch"]
-        if origin != DEFAULT and batch != order.size:
+        ramp, origin = resolved.values.train.batch, resolved.origins["train.global_batch"]
+        if origin != DEFAULT and ramp.sizes != (order.size,):
             raise UserError(
                 f"the batch_sampler of {given.origin} gives batches of {order.size} samples, and train.global_batch is "
-                f"{batch} ({origin}).\n  To do: let them be the same, or leave train.global_batch away."
+                f"{resolved.values.train.global_batch} ({origin}).\n"
+                "  To do: let them be the same, or leave train.global_batch away."
             )
         given = replace(given, batch_size=order.size)
     _set_defaults(session, given)
@@ -377,7 +442,16 @@ def make_loader(session: Session, given: LoaderArguments) -> Loader:
     size = order.samples if order is not None else len(dataset)
     drops = bool(given.drop_last) and not isinstance(order, BatchOrder)
     if drops:
-        batch = session.resolved.values.train.global_batch
+        ramp = session.resolved.values.train.batch
+        if not ramp.is_constant:
+            raise UserError(
+                "run.loader(drop_last=True) ends an epoch with its last whole batch, and train.global_batch is "
+                f"{session.resolved.values.train.global_batch} "
+                f"({session.resolved.origins['train.global_batch']}): batches of several sizes.\n"
+                "  To do: leave drop_last away (a batch at the end of an epoch goes on with the next one), or let all "
+                "batches be of one size."
+            )
+        batch = ramp.largest
         if size < batch:
             raise UserError(
                 f"run.loader(drop_last=True) leaves no batch: an epoch has {size} samples, a batch {batch}.\n"
@@ -497,17 +571,6 @@ def _set_defaults(session: Session, given: LoaderArguments) -> None:
             session.resolution = session.resolution.with_default(key, value, origin)
 
 
-_LENGTHS = (
-    "train.steps",
-    "train.validate_every",
-    "checkpoint.every",
-    "checkpoint.keep_every",
-    "checkpoint.local_every",
-    "optim.warmup",
-    "optim.decay",
-)
-
-
 def check_length(session: Session, loader: Loader, *, given: bool) -> None:
     """Raise UserError if a length needs the number of samples of an epoch, and it is unknown.
 
@@ -515,26 +578,24 @@ def check_length(session: Session, loader: Loader, *, given: bool) -> None:
     """
     if loader.size:
         return
-    name, values, origins = type(loader.samples).__name__, session.resolved.values, session.resolved.origins
+    name, values, origins = name_stream(loader.samples), session.resolved.values, session.resolved.origins
     if not given and session.leaves_alone("train.steps"):
         raise UserError(
             f"{name} has no length, so nothing says how long the run is.\n"
             "  To do: say it in steps, run.steps(loader, 1000) or train.steps = 1000."
         )
-    for key in _LENGTHS:
-        section, field = key.split(".")
-        span = getattr(getattr(values, section), field)
-        if isinstance(span, Span) and span.unit == "epochs":
-            raise UserError(
-                f'{key} is "{span}" ({origins[key]}), and {name} has no length, so nothing says how many steps an '
-                f"epoch has.\n  To do: give {key} in steps, or give {name} a __len__."
-            )
+    for key in list_epoch_keys(values):
+        raise UserError(
+            f'{key} is "{value_of(values, key)}" ({origins[key]}), and {name} has no length, so nothing says how many '
+            f"steps an epoch has.\n  To do: give {key} in steps, or give {name} a __len__."
+        )
 
 
 def take_validation(dataset: Any, collate: Collate | None) -> tuple[Any, Collate | None]:
     """The validation data and their collate function: of a DataLoader, the samples that its sampler gives."""
     if not _is_loader(dataset):
-        known = isinstance(dataset, DataSource) or is_map_style(dataset) or not hasattr(dataset, "__iter__")
+        in_sequence = isinstance(dataset, StreamSource) or hasattr(dataset, "__iter__")
+        known = isinstance(dataset, DataSource) or is_map_style(dataset) or not in_sequence
         return dataset if known else HeldOutStream(dataset), collate
     collate = collate or _own_collate(dataset)
     samples, sampler, batches = dataset.dataset, dataset.sampler, dataset.batch_sampler
@@ -563,7 +624,7 @@ def find_data_state(
 ) -> StreamState | OrderState | None:
     """What a checkpoint holds of a loader's data beside the position; None if the position is enough."""
     if loader.is_stream:
-        return StreamState(session, loader.fingerprint, find_position)
+        return StreamState(session, loader.name, find_position)
     return OrderState(session, loader.order, loader.size, find_position) if loader.order is not None else None
 
 

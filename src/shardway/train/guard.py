@@ -116,8 +116,8 @@ class Guard:
         repeats = section.non_finite != "off" and not session.leaves_alone("guard.non_finite")
         self._repeats = repeats and session.resolved.values.train.engine == "torch"
         probe, compare = section.probe_every, section.compare_every
-        self._probe_every = None if probe == "off" else max(1, probe.in_steps(scale))
-        self._compare_every = None if compare == "off" else max(1, compare.in_steps(scale))
+        self._probe_every = None if probe == "off" else max(1, probe.in_last_steps(scale))
+        self._compare_every = None if compare == "off" else max(1, compare.in_last_steps(scale))
         self.goes_back = section.on_spike == "roll_back"
         self._is_new = True  # no step was taken in this process yet
         self.counters, self.spikes = GuardCounters(), Spikes()
@@ -199,7 +199,7 @@ class Guard:
         """Report passes whose numbers were not finite: a transient fault, or a step without an update."""
         if watched.finite:
             per_target = 1 / first[1] if first[1] else math.nan
-            norm = math.sqrt(first[SUMS]) * self._session.resolved.values.train.global_batch * per_target
+            norm = math.sqrt(first[SUMS]) * self._session.resolved.values.train.batch.largest * per_target
             self._event("transient", step, loss=first[0] * per_target, grad_norm=norm)
             self.counters = replace(self.counters, in_a_row=0)
             return

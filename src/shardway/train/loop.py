@@ -20,6 +20,7 @@ from shardway.checkpoint.manager import CheckpointManager, SavePoint
 from shardway.checkpoint.state import CheckpointState, Together, Trained
 from shardway.checkpoint.writer import check_collects
 from shardway.data.loader import Batch
+from shardway.data.order import Skips
 from shardway.errors import Bug, UserError
 from shardway.parallel.apply import ParallelModel
 from shardway.parallel.axes.replicate import average_buffers
@@ -31,6 +32,7 @@ from shardway.rundir.attempts import Ending
 from shardway.rundir.names import LOCAL, SkippedRange
 from shardway.train.blended import NUMBERS
 from shardway.train.by_hand import BackwardCall, GradientsByHand
+from shardway.train.damaged_data import report_all_damage, report_damage
 from shardway.train.dataloader import report_late_spans, report_skipped
 from shardway.train.engines import Engine, OpenStep, StepCall, TakenStep, lr_of
 from shardway.train.guard import Guard
@@ -120,6 +122,7 @@ class Loop:
         self._owes_validation, self._has_validated, self._began = False, False, 0
         self._rests = False  # the run was finished before: there is nothing to do
         self._left_out: tuple[SkippedRange, ...] = ()
+        self._samples: int | None = None  # of the last step, over all ranks
         self._untrained: RngAndBufferSnapshot | None = None
         # What a rank does first in a phase, for the heartbeat, and the work; that of a step is what the script does.
         self._phases: dict[LoopPhase, tuple[Activity, Callable[[], object]]] = {
@@ -269,7 +272,8 @@ class Loop:
             log=self._metrics.is_waiting,
         )
         rows = len(self._open_step.batch.ids) if self._open_step is not None and not missed else None
-        return StepContext(self.counters.position, requests, self._loss_scale, watch, rows)
+        samples = self._open_step.batch.samples if self._open_step is not None else None
+        return StepContext(self.counters.position, requests, self._loss_scale, watch, rows, samples)
 
     def _agree(self, *, void: bool = False) -> bool:
         """Whether all ranks stop between two steps; the clock is obeyed once this attempt has taken a step."""
@@ -323,12 +327,13 @@ class Loop:
         loaded, parameters = restored.loaded, int(self._ranks.sum(own))  # of the whole model
         session.begin()
         restored = self._settle(restored)
+        samples = self._count_samples(self.counters.position)
         self._recorder.begin(
             self.counters.step,
             format=1,
             total_steps=self._plan.total_steps,
-            samples_per_step=self._plan.global_batch,
-            tokens_per_step=self._plan.global_batch * self._plan.tokens_per_sample,
+            samples_per_step=samples,
+            tokens_per_step=samples * self._plan.tokens_per_sample,
             bytes_per_token=self._validation.bytes_per_token if self._validation else None,
             parameters=parameters,
             monitor=str(self._plan.monitor),
@@ -344,6 +349,11 @@ class Loop:
         if self._plan.blend is not None:
             facts = self._plan.blend.as_facts(self.counters.position)
             self._recorder.event("blend", step=self.counters.step, **facts)
+        if not self._plan.batch.is_constant:
+            ramp = [list(pair) for pair in self._plan.batch.pairs]
+            self._recorder.event(
+                "batch_ramp", step=self.counters.step, ramp=ramp, reason=f"a step has {self._plan.batch}"
+            )
         quarantine_damaged(session, restored)
         report_late_spans(session, self.counters)
         self._stopping.set_deadline(self._plan.stop_margin_s, self.counters.step, parameters)
@@ -412,9 +422,15 @@ class Loop:
             self._stopping.fetch,
             self._ranks.device,
             lambda ready: self._agree(void=not ready),
+            self._count_samples,
             can_void=self._engine.can_void and len(self._engines) == 1,
             draws=self._reading_draws,
         )
+
+    def _count_samples(self, position: int) -> int:
+        """How many samples over all ranks the step after a position has."""
+        skips = Skips(all_skips(self._session, self._left_out))
+        return skips.number_ramp(self._plan.batch).size_at(skips.count_kept(position))
 
     def _go_back(self) -> None:
         """Go back to a checkpoint from before a spike, in this process as in a new one; a run that stops only
@@ -609,6 +625,7 @@ class Loop:
         if self._plan.blend is not None:
             taken = self._plan.blend.count(self.counters.position, all_skips(self._session, self._left_out))
             self._recorder.event("blend_epochs", step=self.counters.step, **taken)
+        report_all_damage(self._session)
         self._recorder.end(event, end)
         if self._ranks.is_first:
             self._session.directory.clear_stop()
@@ -635,28 +652,39 @@ class Loop:
         if self._by_hand is not None:
             self._by_hand.close(step, self.counters.step + 1)
         before = self.counters
-        self.counters = before.after(self._plan.global_batch, result.targets, step.batch.next_position)
+        self.counters = before.after(step.batch.samples, result.targets, step.batch.next_position)
         self._owes_validation = self._validates_here()
         seconds = time.perf_counter() - step.started
         if self._stopping.deadline is not None:
             self._stopping.deadline.took_step(seconds)
+        self._report_size(step.batch)
         self._record(step, seconds)
         if decision.log or (self._metrics.is_waiting and alone):
             self._metrics.flush()
         report_skipped(self._session, before, self.counters, self._left_out)
+        report_damage(self._session, step.batch.left_out, self.counters.step)
         for taken in step.taken:
             self._guard.look_at(self.counters.step, taken.result, step.batch)
+
+    def _report_size(self, batch: Batch) -> None:
+        """An event if this step has another number of samples than the one before it in this attempt."""
+        before, self._samples = self._samples, batch.samples
+        if before is not None and before != batch.samples:
+            facts = {"samples": batch.samples, "before": before, "position": batch.position}
+            reason = f"steps have {batch.samples} samples from position {batch.position} on, {before} before"
+            self._recorder.event("batch_changed", step=self.counters.step, **facts, reason=reason)
 
     def _record(self, opened: OpenStep, seconds: float) -> None:
         plan, step, result = self._plan, self.counters.step, opened.taken[0].result
         facts: dict[str, Any] = {
             "step": step,
             "position": opened.batch.position,
+            "samples": opened.batch.samples,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": opened.taken[0].lr,
-            "tokens_per_s": plan.global_batch * plan.tokens_per_sample / seconds,
-            "samples_per_s": plan.global_batch / seconds,
+            "tokens_per_s": opened.batch.samples * plan.tokens_per_sample / seconds,
+            "samples_per_s": opened.batch.samples / seconds,
             "seconds": seconds,
         }
         if len(opened.taken) > 1:

@@ -181,7 +181,7 @@ class LoopPlan:
         self.scale = scale = scale_of(session.resolved, facts)
 
         def in_steps(span: Any) -> int | None:
-            return None if span == "off" else max(1, span.in_steps(scale))
+            return None if span == "off" else max(1, span.in_last_steps(scale))
 
         def cadence(every: Any) -> tuple[int | None, float | LeastCost | None]:
             """A key of [checkpoint] in steps, or in seconds of the clock."""
@@ -189,7 +189,7 @@ class LoopPlan:
                 return None, LeastCost(GPU_MTBF_SECONDS / session.ranks.world)
             return (in_steps(every), None) if isinstance(every, Span) else (None, None if every == "off" else every)
 
-        self.total_steps, self.global_batch = derived.total_steps, values.train.global_batch
+        self.total_steps, self.batch = derived.total_steps, values.train.batch
         self.tokens_per_sample, self.data_fingerprint, self.blend = facts.tokens_per_sample, fingerprint, blend
         self.validate_every = in_steps(values.train.validate_every)
         self.save_every, self.save_every_s = cadence(saves.every)

@@ -94,10 +94,11 @@ def _compiled_sums() -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tenso
 
 
 def class_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> LossSum:
-    """Cross-entropy in nats over [batch, classes] logits, with the number of right answers."""
+    """Cross-entropy in nats over [batch, classes] logits, with the number of right answers; targets of -100 do not
+    count."""
     logits = logits.float()
-    total = F.cross_entropy(logits, targets, reduction="sum")
-    return LossSum(total, targets.numel(), (logits.argmax(-1) == targets).sum())
+    total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return LossSum(total, (targets != IGNORED).sum(), (logits.argmax(-1) == targets).sum())
 
 
 def causal_lm_loss(model: nn.Module, batch: Mapping[str, Any]) -> LossSum:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardway.data.batch_tree import count_rows, cut_rows
+from shardway.data.batch_tree import LengthGroups, count_rows, cut_rows
 from shardway.errors import LostContact
 from shardway.train.passes import Loss, Passes, evaluating
 from shardway.train.session import Session
@@ -74,7 +74,8 @@ def probe_loss(session: Session, passes: Passes, model: nn.Module, batch: Any, l
     if not plain or passes.routers or passes.precision.float8 is not None or loss_fn in passes.sum_losses:
         return
     try:
-        own = count_rows(batch, rows)
+        # A pass takes one group of documents, whatever the loss is.
+        own = 0 if isinstance(batch, LengthGroups) else count_rows(batch, rows)
         cut_rows(batch, own, 0, 1)
     except Exception:  # this rank's share cannot be cut
         own = 0

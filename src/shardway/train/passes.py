@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from shardway.data.batch_tree import PackedInputs, count_rows, cut_rows, fill_empty, is_pair, map_tensors
+from shardway.data.batch_tree import LengthGroups, PackedInputs, count_rows, cut_rows, fill_empty, is_pair, map_tensors
 from shardway.data.order import position_share
 from shardway.errors import UserError
 from shardway.models.contract import Balancing
@@ -47,13 +47,21 @@ SUMS = 4
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How a rank's share is cut: into `accumulation` parts of at most `micro_batch` samples; a pipeline takes
-    `per_pass` of them at a time."""
+    """How a rank's share is cut: that of the largest step, with `global_batch` samples over all ranks, into
+    `accumulation` parts of at most `micro_batch` samples; a pipeline takes `per_pass` of them at a time."""
 
     global_batch: int
     micro_batch: int
     accumulation: int
     per_pass: int = 1
+
+    def count_parts(self, samples: int | None, ranks: int) -> int:
+        """The parts of each rank's share of a step with so many samples over all ranks (None: the largest), the same
+        on all of `ranks` data ranks."""
+        if samples is None or samples == self.global_batch:
+            return self.accumulation
+        parts = -(-samples // (ranks * self.micro_batch))
+        return -(-parts // self.per_pass) * self.per_pass
 
 
 @dataclass(frozen=True)
@@ -121,25 +129,28 @@ class Passes:
         position: int = 0,
         loss_scale: float = 1.0,
         rows: int | None = None,
+        samples: int | None = None,
     ) -> torch.Tensor:
         """Accumulate gradients, multiplied by `loss_scale`; returns [SUMS] of this rank.
 
         `position`: where this batch begins in the order of samples. `rows`: how many samples it was made of (None: from
-        its tensors).
+        its tensors). `samples`: those of all ranks together (None: as many as the largest step has).
         """
         batch = take_chunks(self.parallel.chunks, batch)
         scale = loss_scale * self.count_averaged(model) / self.batch_split.global_batch
+        parts = self.batch_split.count_parts(samples, self.parallel.mesh.data_ranks)
+        sample = self.first_sample(position, samples)
         with self._split_logits():
             if self.parallel.pipeline is not None:
-                return self._through_pipeline(self.parallel.pipeline, batch, loss_fn, scale, position, rows)[0]
-            micros = list(cut(batch, self.batch_split.accumulation, rows))
+                return self._through_pipeline(self.parallel.pipeline, batch, loss_fn, scale, sample, rows, parts)[0]
+            micros = list(cut(batch, parts, rows))
             if self.replays is None:
-                sums = self._one_by_one(model, micros, loss_fn, scale, position)
+                sums = self._one_by_one(model, micros, loss_fn, scale, sample)
             else:
                 found = self.replays.run(micros, loss_fn, scale, partial(self._one, model, loss_fn, scale))
                 if found is None:
                     with self.replays.timing():
-                        found = self._one_by_one(model, micros, loss_fn, scale, position)
+                        found = self._one_by_one(model, micros, loss_fn, scale, sample)
                 sums = found
         # FSDP frees the weights of a model after its backward pass; one without would use outdated weights.
         for parallel in (*self.further, *self.beside):
@@ -147,9 +158,10 @@ class Passes:
         return self._answered(sums)
 
     def _one_by_one(
-        self, model: nn.Module, micros: Sequence[Micro], loss_fn: Loss, scale: float, position: int
+        self, model: nn.Module, micros: Sequence[Micro], loss_fn: Loss, scale: float, sample: int
     ) -> torch.Tensor:
-        sums, sample = self._zeros(), self.first_sample(position)
+        """`sample`: the number of this rank's first sample."""
+        sums = self._zeros()
         for number, micro in enumerate(micros, start=1):
             set_gradient_scale(self.routers, micro.weight * scale, self.parallel.mesh)
             if self.parallel.dropout is not None:
@@ -248,10 +260,12 @@ class Passes:
         batch: Any,
         loss_fn: Loss,
         scale: float | None,
-        position: int = 0,
+        sample: int = 0,
         rows: int | None = None,
+        parts: int = 0,
     ) -> Evaluated:
-        """All micro-batches in passes of equal shape; `scale` None runs no backward pass."""
+        """All micro-batches in passes of equal shape; `scale` None runs no backward pass. `sample`: the number of this
+        rank's first sample; `parts`: micro-batches of training."""
         filled = fill_empty(batch)
         is_two = isinstance(filled, tuple | list) and len(filled) == 2
         if not is_two or not all(isinstance(each, torch.Tensor | PackedInputs) for each in filled):
@@ -263,9 +277,7 @@ class Passes:
         size, per_pass = self.batch_split.micro_batch, self.batch_split.per_pass
         rows = len(targets) if rows != 0 else 0
         # In training every rank runs as many passes, whatever its rows: the states are shared over the ranks.
-        passes = (
-            self.batch_split.accumulation // per_pass if scale is not None else -(-max(rows, 1) // (per_pass * size))
-        )
+        passes = parts // per_pass if scale is not None else -(-max(rows, 1) // (per_pass * size))
 
         def loss_of(start: int, output: torch.Tensor, number: int) -> torch.Tensor:
             first = start + number * size
@@ -287,7 +299,7 @@ class Passes:
                 self._rehearse(run)
             set_gradient_scale(self.routers, scale or 0.0, self.parallel.mesh)
             if self.parallel.dropout is not None:
-                self.parallel.dropout.start(self.first_sample(position) + start, size)
+                self.parallel.dropout.start(sample + start, size)
             run(training=scale is not None)
         return self._add_up(weights.values())
 
@@ -306,11 +318,11 @@ class Passes:
         for parameter in self.parallel.module.parameters():
             parameter.grad = None
 
-    def first_sample(self, position: int) -> int:
-        """A number that this rank's first sample has and no other of the run: the next batch begins at least a whole
-        one later, also if positions are skipped."""
-        mesh = self.parallel.mesh
-        return position + position_share(self.batch_split.global_batch, mesh.data_rank, mesh.data_ranks).start
+    def first_sample(self, position: int, samples: int | None = None) -> int:
+        """A number that this rank's first sample has and no other of the run: the next batch begins at least as many
+        positions later as this one has samples over all ranks (None: the most), also if positions are skipped."""
+        mesh, size = self.parallel.mesh, self.batch_split.global_batch if samples is None else samples
+        return position + position_share(size, mesh.data_rank, mesh.data_ranks).start
 
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(SUMS, dtype=torch.float64, device=self.device)
@@ -380,6 +392,9 @@ def cut(batch: Any, parts: int, known: int | None = None) -> Iterator[Micro]:
     `known` as of `count_rows`; where it is 0, the batch is one row that does not count.
     """
     rows = count_rows(batch, known)
+    if isinstance(batch, LengthGroups):
+        yield from _take_groups(batch, parts, rows)
+        return
     pair = is_pair(batch, rows)
     if not rows:
         yield from [Micro(fill_empty(batch), 1, 0.0, 0, pair)] * parts
@@ -392,6 +407,19 @@ def cut(batch: Any, parts: int, known: int | None = None) -> Iterator[Micro]:
         weight = 1.0 if end > start else 0.0
         start, end = (start, end) if weight else (0, 1)
         yield Micro(cut_rows(batch, rows, start, end), end - start, weight, start, pair)
+
+
+def _take_groups(groups: LengthGroups, parts: int, rows: int) -> Iterator[Micro]:
+    """A micro-batch for each of the first `rows` groups, which are at most `parts`; then the first one with weight 0.
+    Raises UserError for more groups."""
+    if rows > parts:
+        raise UserError(
+            f"{rows} groups of documents are to be run in {parts} passes, and a pass takes one (data.group_tokens).\n"
+            "  To do: set train.micro_batch = 1."
+        )
+    for part in range(parts):
+        number = part if part < rows else 0
+        yield Micro(groups[number], len(groups[number][1]), float(part < rows), number, pair=True)
 
 
 def _take_padded(start: int, rows: int, source: torch.Tensor) -> torch.Tensor:

@@ -143,6 +143,10 @@ class Recorder:
         if self._ranks.is_first:
             self._write(name, {**facts, **(self._progress.as_facts() if name in _WITH_TIMES else {})})
 
+    def own_event(self, name: str, /, **facts: Any) -> None:
+        """An event of this rank alone, which the rank itself writes."""
+        self._write(name, {"rank": self._ranks.rank, **facts})
+
     def step(self, facts: dict[str, Any], ids: list[int] | None) -> None:
         """A finished step: by rank 0, and with `ids` by every rank for its own samples."""
         if self._ranks.is_first or self._every_rank:

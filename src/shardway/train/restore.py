@@ -125,7 +125,8 @@ def _check_goes_on(session: Session, plan: LoopPlan, counters: Counters, numbers
     if plan.blend is not None and NUMBERS in numbers:
         plan.blend.check_past(numbers[NUMBERS], counters.position, step)
     elif saved_data and plan.data_fingerprint and saved_data != plan.data_fingerprint:
-        key = "data.path" if plan.blend is None else "data.blend"
+        key = "data.dataset" if session.resolved.values.data.dataset else "data.path"
+        key = key if plan.blend is None else "data.blend"
         what = "run.loader was given" if own else f"the fingerprint of {key} is"
         elsewhere = "give these a run of their own (shardway.start(directory=...)), " if own else ""
         raise UserError(
@@ -226,7 +227,8 @@ def decide_back(
             )
         skips = Skips(all_skips(session, known))
         before, end = skips.count_kept(counters.position), skips.count_kept(now.position)
-        kept = max(before, end - plan.max_left_out * resolved.values.train.global_batch)
+        size = resolved.values.train.batch.size_at(now.position - 1)
+        kept = max(before, end - plan.max_left_out * size)
         start = int(skips.find_kept(np.array([kept]))[0]) if kept > before else counters.position
         reason = f"a spike in step {first}" if first == now.step else f"a spike in steps {first} to {now.step}"
         left_out = SkippedRange(start, now.position, end - kept, counters.step, first, now.step, reason, time.time())

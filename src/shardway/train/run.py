@@ -478,7 +478,7 @@ class Run:
         parts = EngineParts(
             parallel=first,
             optimizer=held.optimizer,
-            batch_split=BatchSplit(train.global_batch, int(train.micro_batch), derived.accumulation, derived.per_pass),
+            batch_split=BatchSplit(train.batch.largest, int(train.micro_batch), derived.accumulation, derived.per_pass),
             precision=held.model.precision,
             clip=None if clip == "off" or session.leaves_alone("optim.clip") else float(clip),
             ranks=session.ranks,

@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from torch import nn
 from shardway.checkpoint.manager import remove_leftovers
 from shardway.checkpoint.reader import peek_latest
 from shardway.checkpoint.state import seed_all
+from shardway.data.damage import DamageFound
 from shardway.data.waiting import WorkerChoice
 from shardway.errors import Bug, JobError, ShardwayError, UserError, render_reason
 from shardway.hardware.catalogue import DeviceFacts, facts_of_cuda
@@ -67,6 +68,9 @@ from shardway.runfile.load import DEFAULT
 from shardway.train.engines import ENGINES
 from shardway.train.record import KILLED, ExitReport, Recorder
 from shardway.watch.trackers.base import TrackerThread
+
+if TYPE_CHECKING:
+    from shardway.train.staging import StagedWindows
 
 # --- one rank's view of a run
 
@@ -107,6 +111,10 @@ class Session:
     temporary: str = ""
     reading: WorkerChoice | None = None
     """The loader processes that data.workers = "auto" has chosen on this rank, once it has."""
+    damage: DamageFound = field(default_factory=DamageFound)
+    """The damaged samples that this rank has left out."""
+    windows: StagedWindows | None = None
+    """What stages the data while the run trains, if some node does."""
 
     @property
     def resolved(self) -> Resolved:

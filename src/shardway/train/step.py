@@ -225,14 +225,16 @@ class StepParts:
 @dataclass
 class StepContext:
     """The context of a step: its position in the order of samples, this rank's requests, the loss scale (None: no
-    fp16), the checks before the update (None: none), and how many samples this rank has (None: from the tensors of its
-    batch). `has_begun`: the step has begun to change the model for good."""
+    fp16), the checks before the update (None: none), how many samples this rank has (None: from the tensors of its
+    batch), and how many all ranks have together (None: as many as the largest step). `has_begun`: the step has begun
+    to change the model for good."""
 
     position: int = 0
     requests: StepRequests = field(default_factory=StepRequests)
     loss_scale: LossScale | None = None
     watch: GuardChecks | None = None
     rows: int | None = None
+    samples: int | None = None
     has_begun: bool = False
 
 
@@ -267,7 +269,13 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, con
 
     def run() -> Tried:
         """The gradients of this rank's share, and the numbers of all ranks: SUMS, squares of gradients, requests."""
-        sums = passes.train(model, batch, loss_fn, position=context.position, loss_scale=factor, rows=context.rows)
+        sums = passes.train(
+            *(model, batch, loss_fn),
+            position=context.position,
+            loss_scale=factor,
+            rows=context.rows,
+            samples=context.samples,
+        )
         for parallel in passes.parallels:
             if parallel.partial:
                 sum_partial_gradients(parallel.module, parallel.partial, parallel.mesh.group("tp"))
@@ -339,8 +347,8 @@ def _clipping(parts: StepParts, norm: float) -> float:
 
 
 def _samples_per_target(parts: StepParts, targets: float) -> float:
-    """What turns the gradient of a mean over samples into that over targets (exactly 1 where each sample is one
-    target); 0 where no target counts."""
+    """What turns the gradient of a sum divided by the samples of the largest step into that of a mean over targets
+    (exactly 1 where each sample of such a step is one target); 0 where no target counts."""
     return parts.passes.batch_split.global_batch / targets if targets > 0 else 0.0
 
 

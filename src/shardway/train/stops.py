@@ -195,8 +195,9 @@ class TrainingStream:
     """The batches of training, from the first one of this process.
 
     `agree_first(ready)` is called once, on all ranks together, when each has its first batch or gave up: whether the
-    run stops before its first step. `can_void`: whether a step may be taken with a dummy batch. `draws`: whether
-    reading a batch may draw random numbers in this process.
+    run stops before its first step. `count_samples`: how many samples over all ranks the step after a position has; a
+    rank cuts a dummy batch by it as the others cut theirs. `can_void`: whether a step may be taken with a dummy batch.
+    `draws`: whether reading a batch may draw random numbers in this process.
     """
 
     def __init__(
@@ -205,10 +206,12 @@ class TrainingStream:
         fetch: Fetch,
         device: torch.device,
         agree_first: Callable[[bool], bool],
+        count_samples: Callable[[int], int],
         *,
         can_void: bool,
         draws: bool = True,
     ) -> None:
+        self._count_samples = count_samples
         self._stream, self._fetch, self._device, self._agree_first = stream, fetch, device, agree_first
         self._can_void, self._draws = can_void, draws
         self._begun, self.missed = False, False
@@ -234,7 +237,7 @@ class TrainingStream:
             return batch
         self.missed = True
         data = self._shapes.make() if self._shapes is not None else None
-        return Batch(data, np.array([], np.int64), self._position, self._position)
+        return Batch(data, np.array([], np.int64), self._position, self._position, self._count_samples(self._position))
 
     def put_back(self) -> None:
         """Restore the generators to before the last batch, so that reading it again draws the same numbers."""

@@ -462,7 +462,7 @@ class RunSummary:
     place, as part of their attempt. `account` is the time account; None where it was not recorded. `left_out`: the
     data that the run skipped by itself. `best_validation` is the best by the metric `monitor`, `best_checkpoint` the
     best whose step is saved. `local_checkpoints_ignored`: the step from which two starts failed, so that the
-    checkpoints on the nodes' disks were ignored.
+    checkpoints on the nodes' disks were ignored. `damaged`: how many damaged samples the last attempt left out.
     """
 
     name: str
@@ -499,6 +499,7 @@ class RunSummary:
     monitor: str = "loss"
     best_checkpoint: ValidatedEvent | None = None
     logged: Logged | None = None
+    damaged: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Plain data for strict JSON: paths as strings, numbers that are not finite as None."""
@@ -559,6 +560,7 @@ def summarise_progress(run: RunDir, progress: RunProgress) -> RunSummary:
         writer=writer,
         account=progress.book.account(status, time.time() if state == "running" else None),
         left_out=left_out,
+        damaged=text(status, "damaged"),
         local_checkpoints_ignored=ignored if ignored is not None else whole(status, "tier_dropped"),
         monitor=progress.monitor.metric,
         best_checkpoint=progress.find_best(saved),

@@ -115,7 +115,7 @@ def predict(run: RunDir, attempts: Sequence[AttemptProgress], events: Sequence[E
         found = estimate(case_of(values, shape, machine=machine), machine)
     except (ShardwayError, ValidationError, ValueError, TypeError):
         return None
-    step_s = values.train.global_batch / median(sound[FEWEST_STEPS // 2 :])
+    step_s = values.train.batch.largest / median(sound[FEWEST_STEPS // 2 :])
     return Predicted(found.time.seconds, found.time.low, found.time.high, step_s, found.mfu(causal=False))
 
 
@@ -322,6 +322,7 @@ def render_report(run: RunDir) -> str:
         _curves(figures, marks, events),
         _attempts(progress),
         _left_out(summary),
+        _damaged(summary),
         render_spent(summary.account),
         _predicted(predict(run, progress.attempts, events)),
         _faults(progress),
@@ -454,6 +455,10 @@ def _left_out(summary: RunSummary) -> str:
     ]
     columns = ["at", "samples", "positions", "back to step", "after"]
     return f"<h2>Left out after spikes</h2>{_table(columns, rows)}"
+
+
+def _damaged(summary: RunSummary) -> str:
+    return f"<h2>Damaged data</h2><p>{escape(one_line(summary.damaged))}</p>" if summary.damaged else ""
 
 
 def _predicted(found: Predicted | None) -> str:

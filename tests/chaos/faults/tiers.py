@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import psutil
+
 from commands import Command, injected
 from faults.saves import HARMS, KILL, MARK
 from faults.strike import (
@@ -19,6 +21,7 @@ from faults.strike import (
     Fault,
     Struck,
     any_rank,
+    children,
     kill_all,
     wait_for_mark,
     wait_for_some_step,
@@ -44,18 +47,45 @@ def local_of(home: Path, run: Path) -> LocalRun:
 
 
 def strike_the_disk(harm: Callable[[LocalRun, random.Random], None]) -> Callable[[Command, random.Random], Struck]:
-    """kill -9 all when the disk has what the run directory lacks; then something happens to the disk."""
+    """Stop all ranks when the disk has what the run directory lacks and never gets; then something happens to the disk,
+    and kill -9 all."""
 
     def act(command: Command, dice: random.Random) -> Struck:
         wait_for_some_step(command, dice)
         local, run = local_of(command.home, command.folder), command.run
-        command.wait_until(lambda: max(local.steps(), default=0) >= max(run.checkpoint_steps(), default=0) + 10)
+
+        def is_alone() -> bool:
+            newest = max(local.steps(), default=0)
+            return newest % EVERY != 0 and newest > max(run.checkpoint_steps(), default=0)
+
+        def is_alone_in_peace() -> bool:
+            if is_alone():
+                stop_ranks(command)
+                if is_alone():
+                    return True
+                resume_ranks(command)
+            return False
+
+        command.wait_until(is_alone_in_peace)
         struck = Struck(time.time(), "disk of a node")
-        kill_all(command)
         harm(local, dice)
+        kill_all(command)
         return struck
 
     return act
+
+
+def stop_ranks(command: Command) -> None:
+    """SIGSTOP all ranks, and wait until none of their threads runs: a copy or a save in the background stands too."""
+    for rank in children(command).values():
+        rank.suspend()
+    for rank in children(command).values():
+        command.wait_until(lambda rank=rank: rank.status() == psutil.STATUS_STOPPED)  # type: ignore[misc]
+
+
+def resume_ranks(command: Command) -> None:
+    for rank in children(command).values():
+        rank.resume()
 
 
 def damage(local: LocalRun, dice: random.Random) -> None:

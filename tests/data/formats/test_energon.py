@@ -1,7 +1,7 @@
 """Energon: a folder that `energon prepare` made is read as Energon reads it; metadatasets are flattened as it does.
 
 `recorded/data/energon` was prepared by Megatron Energon 7.4.1; expected.json holds what its reader gave for each split,
-and the weights below are those of its loader.
+index.json the rows of its index.sqlite, and the weights below are those of its loader.
 """
 
 from __future__ import annotations

@@ -215,11 +215,11 @@ def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     assert r'has a file whose name is not UTF-8: "a/\xff.png"' in refused(tmp_path)
 
 
-@given(st.lists(st.tuples(st.text(min_size=1, max_size=9), st.integers(0, 2**40)), max_size=20))
-def test_a_table_is_the_list_of_its_files(files: list[tuple[str, int]]) -> None:
-    files = [(name, size) for name, size in files if name.isprintable()]
+@given(st.lists(st.tuples(st.text(min_size=1, max_size=9), st.integers(0, 2**40), st.integers(0, 2**60)), max_size=20))
+def test_a_table_is_the_list_of_its_files(files: list[tuple[str, int, int]]) -> None:
+    files = [each for each in files if each[0].isprintable()]
     table = FileTable.of(files, DataPath("", ""))
-    assert [(file.name, file.size) for file in table] == files
-    assert [(table[at].name, table[at].size) for at in range(len(table))] == files
-    assert [file.name for file in table[1:3]] == [name for name, _ in files[1:3]]
+    assert [(file.name, file.size, file.mtime_ns) for file in table] == files
+    assert [(table[at].name, table[at].size, table[at].mtime_ns) for at in range(len(table))] == files
+    assert [file.name for file in table[1:3]] == [name for name, _, _ in files[1:3]]
     assert table.sizes.dtype == np.int64

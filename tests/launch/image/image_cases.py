@@ -73,6 +73,11 @@ case "$me $1" in
     ;;
 esac
 """
+_DF = """#!/bin/sh
+# As `df -P -k -T`, with the room that $FAKES/free_kb says.
+echo "Filesystem Type 1024-blocks Used Available Capacity Mounted on"
+echo "/dev/fake ext4 4000000000 0 $(cat "$FAKES/free_kb") 0% /"
+"""
 _INSIDE = """#!/bin/sh
 { printf '%s\\0' "${0##*/}" "$@"; printf '\\n'; } >>"$FAKES/installed"
 """
@@ -91,6 +96,11 @@ class Fakes:
         # The recipe clears what apt left, which on this machine is the system's own.
         _write(folder / "inside" / "rm", '#!/bin/sh\ncase "$*" in */var/lib/apt/*) ;; *) exec /bin/rm "$@" ;; esac\n')
         self.variables = {"FAKES": str(folder), "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+
+    def have_room(self, free_bytes: int) -> None:
+        """Let every disk have this much room, whatever the machine's have."""
+        _write(self.folder / "bin" / "df", _DF)
+        (self.folder / "free_kb").write_text(f"{free_bytes // 1024}\n", encoding="utf-8")
 
     def fail(self, call: str, said: str) -> None:
         """Let one call fail, such as "enroot start", after it has printed something."""

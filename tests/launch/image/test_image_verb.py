@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from image_cases import PYTORCH, Fakes
+from image_cases import GB, PYTORCH, Fakes
 
 from shardway.cli.main import app, run_guarded
 
@@ -18,6 +18,7 @@ Verb = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     found = Fakes(tmp_path / "fakes")
+    found.have_room(900 * GB)
     for name, value in found.variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("ENROOT_CACHE_PATH", raising=False)
@@ -70,6 +71,20 @@ def test_what_is_printed_is_what_runs(image: Verb, fakes: Fakes, tmp_path: Path)
     assert "exists, and is left as it is" in err
     without_token = [re.sub(r"[0-9a-f]{8}\b", "", text) for text in (out, printed)]
     assert without_token[0] == without_token[1]
+
+
+@pytest.mark.parametrize(("free_gb", "warnings"), [(41, 0), (39, 1), (12, 2)])
+def test_a_disk_with_little_room_is_named(
+    image: Verb, fakes: Fakes, monkeypatch: pytest.MonkeyPatch, free_gb: int, warnings: int
+) -> None:
+    """40 GB are wanted while an image is made, and a third of that for the image."""
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    fakes.have_room(free_gb * GB)
+    code, out, err = image("import", PYTORCH, "--runtime", "enroot", "--dry-run")
+    assert (code, out[:11]) == (0, "#!/bin/bash")
+    assert err.count("space may be short: ") == warnings
+    assert (f"/tmp on this machine has {free_gb}.0 GB; a large image takes 40.0 GB" in err) == (warnings > 0)
+    assert (f" on this machine has {free_gb}.0 GB for the image." in err) == (warnings > 1)
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,7 @@ WAYS = {
     "tensor": further("parallel.tp=2"),
     "pipeline": PIPELINE,
     "unguarded": (*layout(1, 2), "guard.non_finite=off"),
+    "a batch that has just grown": (*layout(1, 2), "train.global_batch=[[0, 8], [40, 32]]", "train.micro_batch=4"),
     "copies": further(*layout(2, 1)),
     "context": further("parallel.cp=2"),
     "fp16": further(*layout(1, 2), "precision.compute=fp16"),

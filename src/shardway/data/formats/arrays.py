@@ -97,6 +97,10 @@ class _ColumnRecords(Records):
     def fields(self) -> dict[str, str]:
         return {name: column.type for name, column in self._columns.items()}
 
+    def own_checks(self) -> str:
+        is_zipped = all(column.packing == "gzip" for column in self._columns.values())
+        return "of each array" if is_zipped or self.parts.files[0].name.endswith(".npz") else ""
+
     def extent(self, number: int) -> Extent:
         """Where the row of the first array lies; of a compressed file, the file."""
         column = next(iter(self._columns.values()))
@@ -303,7 +307,7 @@ def _read_member(place: DataPath, stream: IO[bytes], archive: zipfile.ZipFile, m
 
 TRAIN, TEST = "train", "t10k"
 
-_IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
+IDX_IMAGES, IDX_LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 _UNSIGNED_BYTE = 0x08
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -319,12 +323,12 @@ class IdxRecords(_ColumnRecords):
         """Whether it is a folder with one of MNIST's files, or an idx file of unsigned bytes."""
         if path.is_dir():
             place = DataPath("", str(path))
-            return any(find_idx(place, f"{part}-{_IMAGES}") for part in (TRAIN, TEST))
+            return any(find_idx(place, f"{part}-{IDX_IMAGES}") for part in (TRAIN, TEST))
         if not path.is_file():
             return False
         with path.open("rb") as stream:
             head = stream.read(4)
-        names = (f"{name}{suffix}" for name in (_IMAGES, _LABELS) for suffix in ("", ".gz"))
+        names = (f"{name}{suffix}" for name in (IDX_IMAGES, IDX_LABELS) for suffix in ("", ".gz"))
         return head[:3] == bytes([0, 0, _UNSIGNED_BYTE]) or (head[:2] == _GZIP_MAGIC and path.name.endswith((*names,)))
 
     @classmethod
@@ -333,7 +337,7 @@ class IdxRecords(_ColumnRecords):
         labels beside them. Raises UserError for what is missing, damaged or does not fit."""
         path = place.path
         if path.is_dir():
-            part = next((each for each in (TRAIN, TEST) if find_idx(place, f"{each}-{_IMAGES}")), TRAIN)
+            part = next((each for each in (TRAIN, TEST) if find_idx(place, f"{each}-{IDX_IMAGES}")), TRAIN)
             paths = dict(zip(("image", "label"), find_pair(place, part), strict=True))
         elif path.is_file():
             paths = _find_beside(path)
@@ -362,7 +366,7 @@ def find_pair(place: DataPath, part: str) -> tuple[Path, Path]:
     if not place.path.is_dir():
         raise place.error("is not a folder", allowed="the folder that holds the idx files")
     files = []
-    for name in (f"{part}-{_IMAGES}", f"{part}-{_LABELS}"):
+    for name in (f"{part}-{IDX_IMAGES}", f"{part}-{IDX_LABELS}"):
         found = find_idx(place, name)
         if found is None:
             raise place.error(f"has no file {name} or {name}.gz")
@@ -372,7 +376,7 @@ def find_pair(place: DataPath, part: str) -> tuple[Path, Path]:
 
 def has_part(place: DataPath, part: str) -> bool:
     """Whether the folder holds the images of this part."""
-    return find_idx(place, f"{part}-{_IMAGES}") is not None
+    return find_idx(place, f"{part}-{IDX_IMAGES}") is not None
 
 
 def read_idx(place: DataPath, path: Path, dims: int) -> npt.NDArray[np.uint8]:
@@ -444,7 +448,7 @@ def _refuse_gzip(place: DataPath, path: Path) -> UserError:
 
 def _find_beside(path: Path) -> dict[str, Path]:
     """The images and labels of the part that an idx file belongs to; one of them if the other is not there."""
-    for own, (mine, other) in {"image": (_IMAGES, _LABELS), "label": (_LABELS, _IMAGES)}.items():
+    for own, (mine, other) in {"image": (IDX_IMAGES, IDX_LABELS), "label": (IDX_LABELS, IDX_IMAGES)}.items():
         if mine not in path.name:
             continue
         base = path.name.partition(mine)[0]

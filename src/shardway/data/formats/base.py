@@ -18,12 +18,13 @@ import os
 import pickle
 import shlex
 import socket
+import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,7 @@ import xxhash
 
 from shardway.data.content import DataPath, fingerprint
 from shardway.errors import JobError, UserError, list_some
+from shardway.places import find_own_folder
 
 Record = dict[str, Any]
 """Field name -> bytes, text, a number, None, a list, a mapping or a NumPy array."""
@@ -41,6 +43,14 @@ Sums = npt.NDArray[np.uint64]
 
 OPEN_FILES = 64
 """The most files that one reader keeps open."""
+
+UNPACKED = ".unpacked"
+"""The folder beside staged files with what compressed ones of them hold."""
+WAIT_S = 1800.0
+"""How long a read waits for a file that is staged while the run trains."""
+FAILED = ".failed"
+"""The folder of a staged set with what went wrong with files that are not in it, each by its number."""
+_LOOK_S = 0.02
 
 BLOCK_BYTES = 2**20
 """A checksum covers so many bytes of a file."""
@@ -71,7 +81,14 @@ class Extent:
 
 
 class DamagedData(JobError):
-    """Bytes of a file are not those that its index or checksum promises."""
+    """Bytes of a file are not those that its index or checksum promises.
+
+    `place` is where, if it is known. `of_copy`: the file is a copy on the disk of this node, which is made again.
+    """
+
+    def __init__(self, message: str, place: Extent | None = None, *, of_copy: bool = False) -> None:
+        super().__init__(message)
+        self.place, self.of_copy = place, of_copy
 
 
 class Records(ABC):
@@ -123,10 +140,21 @@ class Records(ABC):
         return fingerprint(self.format, *listed)
 
     def staged(self, hold: Callable[[FileParts], Any]) -> Records:
-        """The same records, read from where `hold` has put the files."""
+        """The same records, read from where `hold` has put the files. Whatever reads them shares their one `FileParts`
+        in the copy too, so that it moves for all."""
         moved: Records = pickle.loads(pickle.dumps(self))  # without open files
-        moved.parts = move_parts(moved.parts, hold(self.parts))
+        moved.parts.move(hold(self.parts))
         return moved
+
+    def slow_in_random_order(self) -> str:
+        """Why records come slowly in a random order, such as "a row group of 6 MiB is decoded for a record"; "" if they
+        do not."""
+        return ""
+
+    def file_ends(self) -> Offsets | None:
+        """The end of the records of each file of `parts`, where these are numbered file by file; None where they are
+        not, or where a file must not be replaced while it is read."""
+        return None
 
     def more_facts(self) -> dict[str, Any]:
         """What `shardway data info` says beside what every format has, such as the number of tokens."""
@@ -155,6 +183,17 @@ class Records(ABC):
                 self.read(numbers)
             except DamagedData:
                 yield from self._find_damaged(numbers)
+
+    @classmethod
+    def find_damage_unopened(cls, path: Path) -> Iterator[str]:
+        """As `find_damage`, for data that are too damaged to be opened; of a format with checksums of its own that can
+        be compared then."""
+        yield from ()
+
+    def index_files(self) -> list[str]:
+        """The files below the folder of `parts` that belong to the data and hold no record, such as an index of the
+        format; they get checksums too."""
+        return []
 
     def _find_damaged(self, numbers: Iterable[int]) -> Iterator[str]:
         for number in numbers:
@@ -188,6 +227,10 @@ class FileParts:
         self.root, self.files, self.sums = root, tuple(files), list(sums)
         self.stage: Path | None = None
         """The folder of all that is staged on this node, if these files are."""
+        self.unpacked_bytes = 0
+        """What readers may write into `find_unpacked`."""
+        self.origin: FileParts | None = None
+        """These files where they lie, if they are staged window by window: then a file is here while it is needed."""
         self._checked: dict[int, npt.NDArray[np.bool_]] = {}
         self._open: OrderedDict[int, int] = OrderedDict()
 
@@ -195,8 +238,7 @@ class FileParts:
         return {**self.__dict__, "_open": OrderedDict(), "_checked": {}}
 
     def __del__(self) -> None:
-        for descriptor in self.__dict__.get("_open", {}).values():
-            os.close(descriptor)
+        self._close()
 
     @property
     def size(self) -> int:
@@ -206,6 +248,17 @@ class FileParts:
     def path(self, number: int) -> Path:
         """The path of a file."""
         return self.root / self.files[number].name
+
+    def ready(self, number: int) -> Path:
+        """The path of a file, once it is there. Raises JobError if it does not come."""
+        path = self.path(number)
+        if self.origin is not None and not path.exists():
+            self._wait_for(number, path)
+        return path
+
+    def version(self, number: int) -> int:
+        """What differs when a file was staged anew; 0 for files that stay as they are."""
+        return 0 if self.origin is None else self.ready(number).stat().st_ino
 
     def list_keys(self) -> list[str]:
         """What stands for the content of each file: its checksums, or else its path, size and time of change."""
@@ -223,13 +276,19 @@ class FileParts:
             if found != int(known):
                 raise self.damaged(number, block * BLOCK_BYTES, "the checksum of the MiB from there on is another")
 
-    def moved(self, root: Path, sums: Sequence[Sums], stage: Path | None) -> Self:
-        """The same files in another folder, with these checksums if they had none; `stage`: all that is staged."""
-        other = copy.copy(self)
-        other.__dict__.update(self.__getstate__())
-        other.root, other.stage = root, stage
-        other.sums = self.sums or list(sums)
-        return other
+    def move(self, put: Any) -> None:
+        """Read the files from now on where they are staged (a `shardway.data.stage.StagedSet`), and check them by the
+        checksums that were made on the way if they had none."""
+        self._close()
+        self.__dict__.update(self.__getstate__())
+        self.origin = copy.copy(self) if put.is_partial else None
+        self.root, self.stage = put.root, put.folder
+        self.sums = self.sums or list(put.sums)
+
+    def find_unpacked(self) -> Path | None:
+        """The folder for what compressed files hold: beside staged ones, so that both go together, else the user's
+        cache; None for an account without one."""
+        return find_own_folder("CACHE") if self.stage is None else self.root / UNPACKED
 
     def read(self, number: int, offset: int, size: int) -> bytes:
         """`size` bytes of a file from `offset` on. Raises DamagedData for fewer, or a block with another checksum."""
@@ -281,16 +340,37 @@ class FileParts:
         if self.stage is not None:
             remove = f"find {shlex.quote(str(self.stage))} -samefile {shlex.quote(str(path))} -delete"
             remedy = f"`{remove}` on {socket.gethostname()} removes it, and the next run copies it again."
-        return DamagedData(f"{path} is damaged at byte {offset}: {what}\n  To do: {remedy}")
+        message = f"{path} is damaged at byte {offset}: {what}\n  To do: {remedy}"
+        return DamagedData(message, Extent(path, offset), of_copy=self.stage is not None)
+
+    def _close(self) -> None:
+        for descriptor in self.__dict__.get("_open", {}).values():
+            os.close(descriptor)
 
     def _descriptor(self, number: int) -> int:
         if number in self._open:
-            self._open.move_to_end(number)
-            return self._open[number]
+            if self.origin is None or os.fstat(self._open[number]).st_nlink:
+                self._open.move_to_end(number)
+                return self._open[number]
+            os.close(self._open.pop(number))  # it was removed, and may be there anew
         if len(self._open) >= OPEN_FILES:
             os.close(self._open.popitem(last=False)[1])
-        self._open[number] = os.open(self.path(number), os.O_RDONLY | os.O_CLOEXEC)
+        self._open[number] = os.open(self.ready(number), os.O_RDONLY | os.O_CLOEXEC)
         return self._open[number]
+
+    def _wait_for(self, number: int, path: Path) -> None:
+        until = time.monotonic() + WAIT_S
+        failed = self.root / FAILED / f"{number}"
+        while not path.exists():
+            if failed.exists():
+                raise JobError(failed.read_text())
+            if time.monotonic() > until:
+                raise JobError(
+                    f"{path} was not there {WAIT_S:.0f} s after it was needed: the disk of {socket.gethostname()} is "
+                    "full, or the data are copied there far more slowly than they are read.\n"
+                    '  To do: make room there, name a folder on a larger disk, or set data.stage = "off".'
+                )
+            time.sleep(_LOOK_S)
 
     def _describe_end(self, number: int, offset: int, size: int, found: int) -> DamagedData:
         now = os.fstat(self._descriptor(number)).st_size
@@ -301,7 +381,10 @@ class FileParts:
     def _check_block(self, number: int, block: int) -> None:
         start = block * BLOCK_BYTES
         expected = max(0, min(BLOCK_BYTES, self.files[number].size - start))
-        content = os.pread(self._descriptor(number), expected, start)
+        try:
+            content = os.pread(self._descriptor(number), expected, start)
+        except OSError as error:
+            raise JobError(f"{self.path(number)} cannot be read at byte {start}: {error.strerror}") from error
         if len(content) != expected or xxhash.xxh3_64_intdigest(content) != int(self.sums[number][block]):
             raise self.damaged(number, start, f"the checksum of the {expected} bytes from there on is another")
 
@@ -334,9 +417,10 @@ class _PartStream(io.RawIOBase):
 
 
 def move_parts(parts: FileParts, put: Any) -> FileParts:
-    """The same files where they are staged (a `shardway.data.stage.StagedSet`), with the checksums that were made on
-    the way if they had none."""
-    return parts.moved(put.root, put.sums, put.folder)
+    """A copy of `parts` that reads the files where they are staged."""
+    moved: FileParts = pickle.loads(pickle.dumps(parts))
+    moved.move(put)
+    return moved
 
 
 def sum_blocks(path: Path) -> Sums:

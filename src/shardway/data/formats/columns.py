@@ -3,13 +3,14 @@
 Invariants:
 - Rows are numbered over the files in their order, and in a file over its groups.
 - All files have the same fields; the index is made only once that is checked.
-- A group is decoded, or mapped, as a whole; the last ones are kept. Only the columns that are asked for are decoded.
+- A group is decoded, or mapped, as a whole; some are kept. Only the columns that are asked for are decoded.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import random
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -35,14 +36,15 @@ from shardway.data.formats.indexes import IndexArrays
 from shardway.errors import list_some
 
 GROUP_BYTES = 2**26
-"""Decoded groups are kept up to so many bytes, and two of them always."""
+"""Decoded groups are kept up to so many bytes, and two of them always. When there are more, one at random goes: batches
+in a random order touch most groups again and again, and would find none of them if the oldest went."""
 
 _MAPPED_GROUPS = 2048
 """So many groups that lie in mapped files are kept: they take no memory but what describes them."""
 
 
 @dataclass(frozen=True)
-class Groups:
+class RowGroups:
     """The groups of rows (Parquet's row groups, Arrow's record batches) of one file."""
 
     rows: list[int]
@@ -57,7 +59,7 @@ class _LoadedGroup:
 
 
 class ColumnRecords(Records):
-    """Rows in groups that are decoded, or mapped, as a whole; the last ones are kept."""
+    """Rows in groups that are decoded, or mapped, as a whole; some are kept."""
 
     open_files: ClassVar[int]
     """The most files that are kept open."""
@@ -73,7 +75,8 @@ class ColumnRecords(Records):
         self._first_groups = np.searchsorted(index["files"], np.arange(len(parts.files))).tolist()
         self._loaded: OrderedDict[tuple[int, tuple[str, ...]], _LoadedGroup] = OrderedDict()
         self._loaded_bytes = 0
-        self._opened: OrderedDict[int, Any] = OrderedDict()
+        self._drawn = random.Random(0)
+        self._opened: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -125,16 +128,17 @@ class ColumnRecords(Records):
     def _file(self, number: int) -> Any:
         if self._process != os.getpid():
             self._opened, self._process = OrderedDict(), os.getpid()
-        if number not in self._opened:
+        key = number, self.parts.version(number)
+        if key not in self._opened:
             size = self.parts.path(number).stat().st_size
             if size != self.parts.files[number].size:
                 what = f"the file has {size} bytes, and {self.parts.files[number].size} were expected"
                 raise self.parts.damaged(number, min(size, self.parts.files[number].size), what)
             if len(self._opened) >= self.open_files:
                 self._opened.popitem(last=False)
-            self._opened[number] = self._open_file(number)
-        self._opened.move_to_end(number)
-        return self._opened[number]
+            self._opened[key] = self._open_file(number)
+        self._opened.move_to_end(key)
+        return self._opened[key]
 
     def _read_rows(self, numbers: Offsets, fields: Sequence[str]) -> list[Record]:
         names = tuple(name for name in (fields or self.schema.names) if name in self._names)
@@ -175,7 +179,8 @@ class ColumnRecords(Records):
         loaded = self._loaded[group, names] = _LoadedGroup(takes, size)
         self._loaded_bytes += size
         while (self._loaded_bytes > GROUP_BYTES and len(self._loaded) > 2) or len(self._loaded) > _MAPPED_GROUPS:
-            self._loaded_bytes -= self._loaded.popitem(last=False)[1].size
+            others = list(self._loaded)[:-2]
+            self._loaded_bytes -= self._loaded.pop(others[self._drawn.randrange(len(others))]).size
         return loaded
 
     def _damaged(self, group: int, what: str) -> DamagedData:
@@ -211,7 +216,7 @@ def take_chunks(chunks: Sequence[Any]) -> Take:
 
 # --- the index
 
-Describe = Callable[[FileParts, int], tuple[Any, Groups]]
+Describe = Callable[[FileParts, int], tuple[Any, RowGroups]]
 """The schema and the groups of a file. Raises what pyarrow raises, or DamagedData."""
 
 
@@ -233,7 +238,7 @@ def make_groups_index(parts: FileParts, place: DataPath, describe: Describe, kin
 
 def describe_groups(
     parts: FileParts, number: int, place: DataPath, describe: Describe, kind: str
-) -> tuple[Any, Groups]:
+) -> tuple[Any, RowGroups]:
     """The schema and the groups of a file. Raises UserError for one that is empty, cut off or of another format."""
     import pyarrow as pa
 

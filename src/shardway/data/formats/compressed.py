@@ -4,7 +4,8 @@ Invariants:
 - What is read forward is expanded as it goes; nothing is written.
 - A file of several gzip members or zstd frames (bgzip, zstd's seekable format) is entered at the last one before a
   byte. One that has a single member has no such entry: as soon as jumping about has cost as much as expanding it all,
-  it is expanded once into the user's cache folder, beside its final name and renamed, and read from there.
+  it is expanded once into the user's cache folder (a staged one: beside itself), under another name that is replaced
+  when all is written, and read from there.
 - A file that ends inside of a member, or has anything else behind the last one, is damaged and never just shorter.
 """
 
@@ -22,7 +23,6 @@ import numpy as np
 from shardway.data.content import fingerprint
 from shardway.data.formats.base import FileParts, Offsets, describe_file
 from shardway.errors import JobError
-from shardway.places import find_own_folder
 
 SUFFIXES = (".gz", ".zst")
 """How compressed files end."""
@@ -97,7 +97,8 @@ class CompressedFile:
     def __init__(self, parts: FileParts, number: int, entries: Offsets, size: int) -> None:
         self._parts, self._number, self._entries, self.size = parts, number, entries, size
         gaps = np.diff(np.append(entries[:, 1], size))
-        self._has_entries = bool(len(gaps)) and int(gaps.max()) <= _FAR_BYTES
+        self.has_entries = bool(len(gaps)) and int(gaps.max()) <= _FAR_BYTES
+        """Whether it is read at any place without a copy of what it expands to."""
         self._pieces: Iterator[bytes] | None = None
         self._piece, self._piece_at = b"", 0
         self._in_vain = 0
@@ -105,7 +106,7 @@ class CompressedFile:
         self._copy: FileParts | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pieces": None, "_piece": b"", "_piece_at": 0}
+        return {**self.__dict__, "_pieces": None, "_piece": b"", "_piece_at": 0, "_copy": None}
 
     def rest(self) -> None:
         """Forget where the last read ended, and what it held in memory."""
@@ -138,7 +139,7 @@ class CompressedFile:
         entry = self.find_entry(offset)
         if self._pieces is None or offset < self._piece_at or self._piece_at + len(self._piece) < entry[1]:
             self._pieces, self._piece, self._piece_at = None, b"", entry[1]
-        if not self._has_entries and self._in_vain > self.size:
+        if not self.has_entries and self._in_vain > self.size:
             self.rest()
             self._copy = self._use_copy()
             return
@@ -162,9 +163,9 @@ class CompressedFile:
         self._piece = piece
 
     def _use_copy(self) -> FileParts:
-        """What the file expands to, in the user's cache; made if it is not there."""
+        """What the file expands to, beside its staged copy or in the user's cache; made if it is not there."""
         source, file = self._parts.path(self._number), self._parts.files[self._number]
-        own = find_own_folder("CACHE")
+        own = self._parts.find_unpacked()
         reason = "the account has no home"
         if own is not None:
             name = fingerprint("expanded", source.resolve(), file.size, file.mtime_ns)
@@ -175,10 +176,12 @@ class CompressedFile:
                 return FileParts(folder, [describe_file(folder, name)])
             except OSError as error:
                 reason = f"{error.strerror}: {folder}"
+        where, remedy = "the user's cache folder", "set XDG_CACHE_HOME to a folder with enough room"
+        if self._parts.stage is not None:
+            where, remedy = "its folder", "name a larger disk in data.stage"
         raise JobError(
             f"{source} is one compressed piece and is not read in order, which takes a copy of {self.size} bytes in "
-            f"the user's cache folder, and none can be made there ({reason})\n"
-            f"  To do: expand the file, or set XDG_CACHE_HOME to a folder with enough room."
+            f"{where}, and none can be made there ({reason})\n  To do: expand the file, or {remedy}."
         )
 
     def _write_copy(self, folder: str, name: str) -> None:

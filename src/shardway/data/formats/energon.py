@@ -109,6 +109,15 @@ class EnergonRecords(Records):
         check_ids([number], len(self))
         return self._shards.extent(int(self._numbers[number]))
 
+    def own_checks(self) -> str:
+        return self._shards.own_checks()
+
+    def index_files(self) -> list[str]:
+        """The files of the preparation, also those that only Energon reads."""
+        meta = (f"{FOLDER}/{path.name}" for path in (self.parts.root / FOLDER).iterdir() if path.is_file())
+        indexes = (f"{file.name}.idx" for file in self.parts.files)
+        return sorted((*meta, *(name for name in indexes if (self.parts.root / name).is_file())))
+
     def find_damage(self) -> Iterator[str]:
         """Damage of the shards, also in records that the split excludes; records are counted with those."""
         return self._shards.find_damage()

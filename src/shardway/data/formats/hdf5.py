@@ -4,12 +4,13 @@ A field is a dataset, by its path ("group/images"), whose first axis has the com
 have; of two, that of the dataset with most elements. Others are no fields. Numbers and arrays are given as they are,
 strings as text, opaque values as bytes, a compound value as a mapping, a value of variable length as an array.
 
-Rows of a dataset without filters are read with pread(2) from where the library says that they lie. Of a compressed one
-whole chunks are decoded and some are kept, since the library would decode a chunk again for each row.
+Rows of a dataset without filters are read with pread(2) from where the library says that they lie; so are values of
+variable length, by references of which some are kept. Of a compressed one whole chunks are decoded and some are kept,
+since the library would decode a chunk again for each row.
 
 What is not detected: a byte that changes in a dataset without fletcher32 or compression, unless the file has checksums
-of `shardway data`. Damage to the tables of a file, or to its heap of values of variable length, is what the library
-makes of it: an error, wrong values, or in rare cases a call that does not return. Checksums are compared before it.
+of `shardway data`. Damage to the tables of a file is what the library makes of it: an error, wrong values, or in rare
+cases a call that does not return. Checksums are compared before it.
 
 Invariants:
 - A file is opened without locks, for reading, by each process for itself: a handle is never used across a fork.
@@ -46,6 +47,7 @@ from shardway.data.formats.base import (
     list_files,
     need_library,
 )
+from shardway.data.formats.hdf5_heap import REFERENCE, BadHeap, GlobalHeap
 from shardway.data.formats.indexes import read_sums, use_index
 from shardway.errors import JobError, UserError, list_some
 
@@ -59,6 +61,10 @@ MOST_CHUNKS = 2**25
 """Where chunks lie is kept for up to so many of a dataset; one with more is read by the library."""
 READ_RUN_BYTES = 2**17
 """Neighbouring rows are read at once up to so many bytes."""
+_QUICK_BYTES = 2**16
+"""A chunk of fewer bytes is decoded about as fast as any record is read."""
+_REFERENCES = 2**12
+"""References to values of variable length are read and kept by so many."""
 
 _LIBRARY_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError)
 """What h5py raises for a file that is not what it should be."""
@@ -99,6 +105,7 @@ class Hdf5Records(Records):
         self._handles: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._datasets: dict[tuple[int, int, str], _Dataset] = {}
         self._chunks = _ChunkCache()
+        self._heaps: dict[int, GlobalHeap] = {}
 
     @classmethod
     def is_at(cls, path: Path) -> bool:
@@ -129,7 +136,7 @@ class Hdf5Records(Records):
         return cls(place, parts, columns, lengths)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_handles": OrderedDict(), "_datasets": {}, "_chunks": _ChunkCache()}
+        return {**self.__dict__, "_handles": OrderedDict(), "_datasets": {}, "_chunks": _ChunkCache(), "_heaps": {}}
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -157,6 +164,18 @@ class Hdf5Records(Records):
                 self._fill(number, self._columns[name], rows, picks, found)
         return found
 
+    def slow_in_random_order(self) -> str:
+        datasets = [self._use(0, name) for name in self._columns]
+        decoded = [(each.block_rows * each.size, len(self) * each.size) for each in datasets if each.block_rows > 1]
+        largest = max((chunk for chunk, _ in decoded), default=0)
+        is_slow = sum(every for _, every in decoded) > CHUNK_CACHE_BYTES and largest >= _QUICK_BYTES
+        return f"a chunk of {largest / 2**20:.1f} MiB is decoded for a record" if is_slow else ""
+
+    def own_checks(self) -> str:
+        datasets = [self._use(0, name).handle for name in self._columns]
+        summed = all(each.fletcher32 and not each.dtype.hasobject for each in datasets)
+        return "of each chunk (fletcher32)" if summed else ""
+
     def extent(self, number: int) -> Extent:
         """Where the row of the first field lies; of a compressed one, its chunk."""
         shard, row = find_shard(self._ends, number)
@@ -174,6 +193,8 @@ class Hdf5Records(Records):
         dataset = self._use(number, column.name)
         values = self._read_rows(number, dataset, rows)
         give = _GIVE[column.kind]
+        if column.kind == "ragged" and dataset.element is not None and len(picks) == len(rows):
+            give = _GIVE["number"]  # each is a copy already
         if column.kind == "number":
             values = np.asarray(values).tolist()
         for place, row in picks:
@@ -185,6 +206,8 @@ class Hdf5Records(Records):
 
     def _read_rows(self, number: int, dataset: _Dataset, rows: Offsets) -> Rows | list[Any]:
         """Rows of a dataset of a file, rising."""
+        if dataset.element is not None:
+            return self._read_values(number, dataset, rows)
         if dataset.row_bytes:
             starts = dataset.find_rows(rows)
             if (starts >= 0).all():
@@ -212,6 +235,52 @@ class Hdf5Records(Records):
         content = found[0] if len(found) == 1 else b"".join(found)
         rows = np.frombuffer(content, dataset.dtype).reshape(len(starts), *dataset.row_shape)
         return _make_native(rows)
+
+    def _read_values(self, number: int, dataset: _Dataset, rows: Offsets) -> list[Any]:
+        """Values of variable length: bytes of a text, arrays of others."""
+        if number not in self._heaps:
+            if len(self._heaps) >= OPEN_FILES:
+                self._heaps.clear()
+            self._heaps[number] = GlobalHeap(self.parts, number)
+        heap, element = self._heaps[number], dataset.element
+        width = 1 if element is None else element.itemsize
+        found: list[Any] = []
+        for row, (length, address, index) in zip(
+            rows.tolist(), self._read_references(number, dataset, rows), strict=True
+        ):
+            try:
+                value = heap.read(address, index, length * width)
+            except BadHeap as error:
+                raise self.parts.damaged(
+                    number, error.offset, f'dataset "{dataset.name}", row {row}: {error}'
+                ) from error
+            found.append(
+                bytes(value).split(b"\0", 1)[0] if dataset.is_text else np.array(np.frombuffer(value, element))
+            )
+        return found
+
+    def _read_references(self, number: int, dataset: _Dataset, rows: Offsets) -> list[Any]:
+        """The references of rows, which rise."""
+        found: list[Any] = []
+        height = dataset.height
+        firsts = rows - rows % height % _REFERENCES
+        cuts = [0, *(np.flatnonzero(np.diff(firsts)) + 1).tolist(), len(rows)]
+        for begin, end in pairwise(cuts):
+            if begin == end:
+                break
+            first = int(firsts[begin])
+            key = (number, dataset.name, first)
+            block = self._chunks.get(key)
+            if block is None:
+                count = min(_REFERENCES, height - first % height, dataset.rows - first)
+                start = int(dataset.find_rows(np.array([first]))[0])
+                content = bytes(count * REFERENCE.itemsize)  # of rows that were never written
+                if start >= 0:
+                    content = self.parts.read(number, start, len(content))
+                block = np.frombuffer(content, REFERENCE)
+                self._chunks.put(key, block)
+            found += block[rows[begin:end] - first].tolist()
+        return found
 
     def _read_blocks(self, number: int, dataset: _Dataset, rows: Offsets) -> list[Any]:
         """Rows out of whole chunks."""
@@ -292,14 +361,24 @@ class _Dataset:
         base, inner = handle.dtype.subdtype or (handle.dtype, ())
         self.dtype: np.dtype[Any] = base
         self.row_shape = (*handle.shape[1:], *inner)
-        size = base.itemsize * prod(self.row_shape)
+        size = self.size = base.itemsize * prod(self.row_shape)
         chunks = handle.chunks
+        self.height: int = chunks[0] if chunks else self.rows
+        """Rows of a chunk; all if there are none."""
         stored = handle.id.get_type()
         filters = handle.id.get_create_plist().get_nfilters()
         plain = not handle.dtype.hasobject and not filters and not userblock and size > 0
         plain = plain and stored.equal(h5py.h5t.py_create(handle.dtype))
+        self.element: np.dtype[Any] | None = None
+        """The elements of values of variable length that are read from the heap; of a text, bytes."""
+        self.is_text = False
+        if handle.dtype.hasobject and handle.ndim == 1 and not filters and not userblock:
+            self.element, self.is_text = _find_element(h5py, handle, stored)
+        if self.element is not None:
+            plain, size = True, REFERENCE.itemsize
         self.row_bytes = 0
-        """Bytes of a row that lies in the file as it is in memory; 0: the library reads it."""
+        """Bytes of a row that lies in the file as it is in memory (of a reference to it, if it has an `element`); 0:
+        the library reads it."""
         self._start = -1
         self._chunk_starts: Offsets | None = None
         if chunks is None and handle.id.get_space_status() == h5py.h5d.SPACE_STATUS_ALLOCATED:
@@ -309,6 +388,8 @@ class _Dataset:
         elif plain and chunks and chunks[1:] == handle.shape[1:] and self.rows // chunks[0] < MOST_CHUNKS:
             self.row_bytes = size
             self._chunk_starts = np.full(-(-self.rows // chunks[0]), -2, np.int64)
+        if not self.row_bytes:
+            self.element = None
         whole = chunks[0] if chunks and not handle.dtype.hasobject else 1
         self.block_rows = whole if whole * size <= CHUNK_CACHE_BYTES // 2 else 1
         """Rows of a chunk that is decoded and kept; 1: rows are read one by one."""
@@ -318,7 +399,7 @@ class _Dataset:
         """The byte where each row begins; -1 for a row of a chunk that was never written."""
         if self._chunk_starts is None:
             return self._start + rows * self.row_bytes
-        height = self.handle.chunks[0]
+        height = self.height
         chunks = rows // height
         for chunk in np.unique(chunks[self._chunk_starts[chunks] == -2]).tolist():
             self._chunk_starts[chunk] = self._ask_chunk(chunk * height)[0]
@@ -349,8 +430,21 @@ class _Dataset:
         return (-1, 0) if info.byte_offset is None else (int(info.byte_offset), int(info.size))
 
 
+def _find_element(h5py: Any, handle: Any, stored: Any) -> tuple[np.dtype[Any] | None, bool]:
+    """The dtype of the elements of values of variable length that lie in the heap as they are in memory, and whether it
+    is text; None for others."""
+    settings = h5py.h5i.get_file_id(handle.id).get_create_plist()
+    if settings.get_sizes() != (8, 8):
+        return None, False
+    if h5py.check_string_dtype(handle.dtype) is not None:
+        return np.dtype(np.uint8), True
+    base = np.dtype(h5py.check_vlen_dtype(handle.dtype) or object)
+    usable = base.kind in "biufc" and stored.get_super().equal(h5py.h5t.py_create(base))
+    return (base if usable else None), False
+
+
 class _ChunkCache:
-    """Decoded chunks, those used last, up to CHUNK_CACHE_BYTES."""
+    """Decoded chunks and references, those used last, up to CHUNK_CACHE_BYTES."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[int, str, int], Rows] = OrderedDict()

@@ -33,14 +33,14 @@ IMAGE_SUFFIXES = frozenset(
 SPLITS = frozenset({"train", "training", "val", "valid", "validation", "test"})
 """Usual names of folders that hold a part of the data each, with folders of classes inside."""
 
-_INDEX = "images"
+_INDEX = "image-files"
 _LOOKED_AT = 64
 """So many entries of a folder show what it holds."""
 _WALKERS = 16
 """Threads that list folders: on a network file system each waits for the server."""
 
-Listing = tuple[list[tuple[str, int]], list[tuple[str, int]]]
-"""(name, size) of files and (name, time of change) of folders."""
+Listing = tuple[list[tuple[str, int, int]], list[tuple[str, int, int]]]
+"""(name, size, time of change) of files, and of folders with the size 0."""
 
 
 class ImageFolder(Records):
@@ -50,7 +50,7 @@ class ImageFolder(Records):
 
     def __init__(self, place: DataPath, classes: Sequence[str], index: IndexArrays) -> None:
         """Use `open`."""
-        self.table = FileTable(index["names"], index["ends"], index["sizes"])
+        self.table = FileTable(index["names"], index["ends"], index["sizes"], index["times"])
         self.classes = tuple(classes)
         """The names of the classes, by number."""
         self._class_ends = index["class_ends"]
@@ -184,18 +184,19 @@ def _make_index(place: DataPath, classes: Sequence[str]) -> IndexArrays:
         "names": files.names,
         "ends": files.ends,
         "sizes": files.sizes,
+        "times": files.times,
         "class_ends": np.cumsum([len(found) for found, _ in listings], dtype=np.int64),
         "folder_names": folders.names,
         "folder_ends": folders.ends,
-        "folder_times": folders.sizes,
+        "folder_times": folders.times,
         "fingerprint": np.frombuffer(fingerprint(ImageFolder.format, *classes, *parts).encode(), np.uint8),
     }
 
 
 def _walk_class(root: Path, name: str) -> Listing:
     """The images of a class and the folders below it, sorted by path; links are followed, loops are not."""
-    files: list[tuple[str, int]] = []
-    folders: list[tuple[str, int]] = []
+    files: list[tuple[str, int, int]] = []
+    folders: list[tuple[str, int, int]] = []
     pending: list[tuple[str, frozenset[tuple[int, int]]]] = [(name, frozenset())]
     while pending:
         below, above = pending.pop()
@@ -204,31 +205,30 @@ def _walk_class(root: Path, name: str) -> Listing:
         if me in above:
             continue
         if below != name:
-            folders.append((below, stat.st_mtime_ns))
+            folders.append((below, 0, stat.st_mtime_ns))
         for entry in _visible(root / below):
             path = f"{below}/{entry.name}"
             if entry.is_dir():
                 pending.append((path, above | {me}))
             elif is_image(entry.name):
-                files.append((path, _size_of(entry)))
+                files.append((path, *_describe_image(entry)))
     return sorted(files, key=lambda file: os.path.split(file[0])), sorted(folders)
 
 
-def _size_of(entry: os.DirEntry[str]) -> int:
-    """The size of a file; 0 of a link that leads nowhere, which reading then reports."""
+def _describe_image(entry: os.DirEntry[str]) -> tuple[int, int]:
+    """Size and time of change of a file; 0 of a link that leads nowhere, which reading then reports."""
     try:
-        return entry.stat().st_size
+        return entry.stat().st_size, entry.stat().st_mtime_ns
     except FileNotFoundError:
-        return 0
+        return 0, 0
 
 
 def _is_current(root: Path, index: IndexArrays) -> bool:
     """Whether the folders below those of classes still have their times of change."""
     try:
-        return all(
-            os.stat(root / folder.name).st_mtime_ns == folder.size
-            for folder in FileTable(index["folder_names"], index["folder_ends"], index["folder_times"])
-        )
+        times = index["folder_times"]
+        folders = FileTable(index["folder_names"], index["folder_ends"], np.zeros_like(times), times)
+        return all(os.stat(root / folder.name).st_mtime_ns == folder.mtime_ns for folder in folders)
     except FileNotFoundError:
         return False
 

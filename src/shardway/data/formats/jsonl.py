@@ -85,6 +85,7 @@ class JsonlRecords(Records):
         for number, file in enumerate(parts.files):
             if file.name.endswith(SUFFIXES):
                 self._compressed[number] = CompressedFile(parts, number, entries[number], self._sizes[number])
+        parts.unpacked_bytes = sum(file.size for file in self._compressed.values() if not file.has_entries)
         self._in_use: list[int] = []
         self._fields: dict[str, str] | None = None
 
@@ -124,6 +125,9 @@ class JsonlRecords(Records):
             self._fields = found
         return dict(self._fields)
 
+    def file_ends(self) -> Offsets | None:
+        return None if self._compressed else self._ends
+
     def read(self, ids: Sequence[int], fields: Sequence[str] = ()) -> list[Record]:
         check_ids(ids, len(self))
         numbers = np.asarray(ids, np.int64)
@@ -136,6 +140,12 @@ class JsonlRecords(Records):
         if fields:
             found = [{name: record[name] for name in fields if name in record} for record in found]
         return found
+
+    def own_checks(self) -> str:
+        if len(self._compressed) < len(self.parts.files):
+            return ""
+        is_gzip = all(file.name.endswith(".gz") for file in self.parts.files)
+        return "of each gzip member" if is_gzip else "of zstd frames, where their writer made some"
 
     def extent(self, number: int) -> Extent:
         """Where the line lies; of a compressed file, the member or frame in which it begins or that is before it."""

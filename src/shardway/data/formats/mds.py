@@ -55,7 +55,6 @@ from shardway.data.formats.mds_columns import (
     make_layout,
 )
 from shardway.errors import JobError, UserError, list_some
-from shardway.places import find_own_folder
 
 INDEX = "index.json"
 READ_GAP_BYTES = 4096
@@ -77,6 +76,9 @@ class MdsRecords(Records):
         self._layouts = [make_layout(shard.columns) for shard in shards]
         self._ends: Offsets = np.cumsum([shard.samples for shard in shards], dtype=np.int64)
         self.parts = FileParts(folder, files, read_sums(folder, files))
+        self.parts.unpacked_bytes = sum(
+            shard.raw.size for number, shard in enumerate(shards) if self._is_packed(number)
+        )
         self._unpacked: FileParts | None = None
         self._tables: dict[int, npt.NDArray[np.uint32]] = {}
 
@@ -124,6 +126,9 @@ class MdsRecords(Records):
         )
         return fingerprint(self.format, *listed)
 
+    def file_ends(self) -> Offsets | None:
+        return None if any(map(self._is_packed, range(len(self._shards)))) else self._ends
+
     def read(self, ids: Sequence[int], fields: Sequence[str] = ()) -> list[Record]:
         """These samples. Columns that are pickled or of an unknown encoding are left out; raises UserError if one of
         them is among `fields`."""
@@ -147,6 +152,9 @@ class MdsRecords(Records):
         shard, row = find_shard(self._ends, number)
         begins, ends = self._find_rows(shard, np.array([row]))
         return Extent(self._parts_of(shard).path(shard), begins[0], ends[0] - begins[0])
+
+    def index_files(self) -> list[str]:
+        return [INDEX]
 
     def own_checks(self) -> str:
         return "of each shard" if all(shard.raw.hashes for shard in self._shards) else ""
@@ -251,8 +259,7 @@ class MdsRecords(Records):
         if not self._is_packed(shard):
             return self.parts
         if self._unpacked is None:
-            # beside staged shards, so that they go together
-            folder = find_own_folder("CACHE") if self.parts.stage is None else self.parts.root / ".unpacked"
+            folder = self.parts.find_unpacked()
             if folder is None:
                 raise JobError(self._refuse_cache("this account has no cache folder for it"))
             names = [_name_unpacked(self.parts.root, file) for file in self.parts.files]

@@ -174,7 +174,7 @@ class MegatronStore(TokenStore):
     index: MegatronIndex = field(kw_only=True)
     place: DataPath = field(kw_only=True)
 
-    def staged(self, hold: Callable[[FileParts], Any]) -> TokenStore:
+    def staged(self, hold: Callable[[FileParts], Any]) -> MegatronStore:
         """The same documents and their index, read from where `hold` has put the files."""
         moved = replace(self.index, path=stage_file(self.index.path, hold))
         return replace(cast(MegatronStore, super().staged(hold)), index=moved)
@@ -243,6 +243,12 @@ class MegatronRecords(Records):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": None}
+
+    def staged(self, hold: Callable[[FileParts], Any]) -> MegatronRecords:
+        put = hold(self.parts)
+        moved = cast(MegatronRecords, super().staged(lambda parts: put))
+        moved.store = self.store.staged(lambda parts: put)
+        return moved
 
     def __len__(self) -> int:
         index = self.store.index

@@ -30,8 +30,9 @@ from shardway.data.formats.base import (
     need_library,
 )
 from shardway.data.formats.columns import (
+    GROUP_BYTES,
     ColumnRecords,
-    Groups,
+    RowGroups,
     check_not_empty,
     describe_groups,
     make_groups_index,
@@ -42,12 +43,15 @@ from shardway.data.formats.parquet_footer import TAIL_BYTES, parse_groups, parse
 from shardway.data.formats.splits import has_file, list_whole
 from shardway.errors import list_some
 
+_QUICK_BYTES = 2**16
+"""A row group of fewer bytes is decoded about as fast as any record is read."""
+
 
 class ParquetRecords(ColumnRecords):
     """Rows of Parquet files.
 
     A row group is decoded as a whole, so that reading in order costs little and reading at random costs a row group for
-    each record unless it is one of the last ones. For training at random, write small row groups (some MiB) or convert.
+    each record unless it is kept. For training at random, write small row groups (1 MiB) or convert.
     """
 
     format = "parquet"
@@ -66,11 +70,19 @@ class ParquetRecords(ColumnRecords):
         check_not_empty(index, place)
         return cls(parts, index, describe_groups(parts, 0, place, _read_footer, "Parquet")[0])
 
+    def slow_in_random_order(self) -> str:
+        mean = sum(self._sizes) // max(1, len(self._sizes))
+        is_slow = sum(self._sizes) > GROUP_BYTES and mean >= _QUICK_BYTES
+        return f"a row group of {mean / 2**20:.1f} MiB is decoded for a record" if is_slow else ""
+
     def own_checks(self) -> str:
         return "of pages, where their writer made some"
 
     def _open_file(self, number: int) -> Any:
         return _open_parquet(self.parts, number)
+
+    def file_ends(self) -> Offsets:
+        return np.array(self._starts, np.int64)[[*self._first_groups[1:], len(self._offsets)]]
 
     def _decode(self, number: int, group: int, names: Sequence[str]) -> tuple[dict[str, Take], int]:
         table = self._file(number).read_row_group(group, columns=list(names), use_threads=False)
@@ -190,16 +202,26 @@ def _open_parquet(parts: FileParts, number: int) -> Any:
     return pq.ParquetFile(source, page_checksum_verification=True, pre_buffer=False)
 
 
-def _read_footer(parts: FileParts, number: int) -> tuple[Any, Groups]:
+def _read_footer(parts: FileParts, number: int) -> tuple[Any, RowGroups]:
+    import pyarrow as pa
+
     size = parts.files[number].size
     if size < TAIL_BYTES:
         raise ValueError("it is too short")
     length = parse_tail(parts.read(number, size - TAIL_BYTES, TAIL_BYTES))
     if length + TAIL_BYTES > size:
         raise ValueError(f"its footer would have {length} bytes")
-    groups = Groups(*parse_groups(parts.read(number, size - TAIL_BYTES - length, length)))
-    with _open_parquet(parts, number) as opened:
-        return opened.schema_arrow.remove_metadata(), groups
+    start = size - TAIL_BYTES - length
+    footer = parts.read(number, start, length)
+    try:
+        groups = RowGroups(*parse_groups(footer))
+        with _open_parquet(parts, number) as opened:
+            return opened.schema_arrow.remove_metadata(), groups
+    except (pa.ArrowException, OSError, ValueError, IndexError) as error:
+        if isinstance(error, OSError) and error.strerror:
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"its footer, from byte {start} on: {reason}") from error
 
 
 # --- Arrow
@@ -279,9 +301,9 @@ def _list_arrow(place: DataPath) -> tuple[Path, list[DataFile]]:
 def _describe_arrow(parts: FileParts, place: DataPath) -> Any:
     import pyarrow as pa
 
-    def describe(parts: FileParts, number: int) -> tuple[Any, Groups]:
+    def describe(parts: FileParts, number: int) -> tuple[Any, RowGroups]:
         with pa.memory_map(str(parts.path(number))) as source:
-            return _read_schema(source)[0].remove_metadata(), Groups([], [], [])
+            return _read_schema(source)[0].remove_metadata(), RowGroups([], [], [])
 
     return describe_groups(parts, 0, place, describe, "Arrow")[0]
 
@@ -311,11 +333,11 @@ def _read_all(source: Any) -> list[Any]:
     return list(pa.ipc.open_stream(source))
 
 
-def _read_batches(parts: FileParts, number: int) -> tuple[Any, Groups]:
+def _read_batches(parts: FileParts, number: int) -> tuple[Any, RowGroups]:
     """The record batches of a file, by going from message to message. Raises DamagedData if it is cut off."""
     import pyarrow as pa
 
-    size, groups = parts.files[number].size, Groups([], [], [])
+    size, groups = parts.files[number].size, RowGroups([], [], [])
     with pa.memory_map(str(parts.path(number))) as source:
         schema, is_file = _read_schema(source)
         batches = [batch.num_rows for batch in _read_all(source)] if _has_dictionary(schema) else None

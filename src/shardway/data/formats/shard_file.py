@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from shardway.data.formats.base import BLOCK_BYTES, DamagedData, Record, Sums
+from shardway.data.formats.base import BLOCK_BYTES, DamagedData, Extent, Record, Sums
 from shardway.data.formats.token_store import Tokens
 from shardway.errors import UserError
 from shardway.rundir.file_io import fsync_folder
@@ -116,12 +116,13 @@ class DamagedShard(DamagedData):
     def __init__(self, path: Path, offset: int, what: str) -> None:
         super().__init__(
             f"{path} is damaged at byte {offset}: {what}\n"
-            "  To do: `shardway data repair` with a whole copy of the data set, or copy the file again."
+            "  To do: `shardway data repair` with a whole copy of the data set, or copy the file again.",
+            Extent(path, offset),
         )
         self.offset, self.what = offset, what
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return DamagedData, (str(self),)
+        return DamagedData, (str(self), self.place)
 
 
 # --- reading the end of a shard

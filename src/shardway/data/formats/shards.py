@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -96,11 +96,6 @@ class ShardParts(FileParts):
             if found != expected:
                 raise DamagedShard(name, block * BLOCK_BYTES, "checksum mismatch of the MiB from there on")
 
-    def moved(self, root: Path, sums: Sequence[Sums], stage: Path | None) -> Self:
-        other = super().moved(root, sums, stage)
-        other.sums = _ShardSums(other)
-        return other
-
     def footer(self, number: int) -> ShardFooter:
         """Where everything lies in a shard. Raises DamagedData."""
         found = self._footers.get(number)
@@ -126,10 +121,10 @@ class ShardParts(FileParts):
             start = whole * BLOCK_BYTES
             end = os.pread(descriptor, self.files[number].size - start, start)
             covered = end[: footer.covered - start]
-            if covered and xxhash.xxh3_64_intdigest(covered) != int(kept[whole]):
-                raise DamagedShard(path, start, f"checksum mismatch of the {len(covered)} bytes from there on")
             blocks = (end[at : at + BLOCK_BYTES] for at in range(0, len(end), BLOCK_BYTES))
             found = np.array([*kept[:whole].tolist(), *map(xxhash.xxh3_64_intdigest, blocks)], np.uint64)
+            if covered and xxhash.xxh3_64_intdigest(covered) != int(kept[whole]):
+                found[whole] ^= np.uint64(1)  # another than what is there: the block is damaged, and no other
             self._loaded[number] = found
         return found
 
@@ -287,6 +282,9 @@ class ShardRecords(Records):
     def more_facts(self) -> dict[str, Any]:
         return {"described": dict(self.manifest.described)}
 
+    def file_ends(self) -> Offsets:
+        return self._ends
+
     def read(self, ids: Sequence[int], fields: Sequence[str] = ()) -> list[Record]:
         numbers = np.asarray(ids, np.int64)
         if not len(numbers):
@@ -319,6 +317,12 @@ class ShardRecords(Records):
     def find_damage(self) -> Iterator[str]:
         """Every damaged part of the manifest and the shards; checksums cover all bytes, so no record is read."""
         return self.parts.find_damage()
+
+    @classmethod
+    def find_damage_unopened(cls, path: Path) -> Iterator[str]:
+        """Every damaged part of the manifest and the shards of a folder."""
+        folder = find_folder(path)
+        return map(str, find_folder_damage(folder) if folder.is_dir() else ())
 
     def _read_few(self, which: list[int], inner: list[int], wanted: Sequence[str], found: list[Record]) -> None:
         """Records one by one into their places; not those whose shard is -1. As `_read_shard`, without the cost of

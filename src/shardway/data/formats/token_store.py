@@ -158,6 +158,18 @@ class TokenStore:
             parts=move_parts(parts, put),
         )
 
+    def file_starts(self) -> Offsets | None:
+        """The first token of each file of `parts`, and at the end the number of all; None where a file of tokens is not
+        one of these."""
+        parts = self.parts
+        if parts is None or len(parts.files) != len(self.files):
+            return None
+        paths = [parts.path(number).absolute() for number in range(len(parts.files))]
+        for files in (self.files, self.counted):
+            if files and [file.path.absolute() for file in files] != paths:
+                return None
+        return np.cumsum([0, *(file.tokens for file in self.files)], dtype=np.int64)
+
     def rows(self, starts: Offsets, length: int) -> Tokens:
         """[n, length]: the tokens from each of `starts` on. All must lie in the store."""
         return self._tokens.rows(starts, length)
@@ -180,14 +192,16 @@ class TokenStore:
         return self._marks.runs(starts, lengths).astype(np.bool_)
 
     @cached_property
-    def _tokens(self) -> _MappedFiles:
+    def _tokens(self) -> _MappedFiles | _PartialFiles:
         return self._map(self.files)
 
     @cached_property
-    def _marks(self) -> _MappedFiles:
+    def _marks(self) -> _MappedFiles | _PartialFiles:
         return self._map(self.counted)
 
-    def _map(self, files: Sequence[TokenFile]) -> _MappedFiles:
+    def _map(self, files: Sequence[TokenFile]) -> _MappedFiles | _PartialFiles:
+        if self.parts is not None and self.parts.origin is not None:
+            return _PartialFiles(files, self.parts, self.parts.origin)
         size = sum(file.tokens * np.dtype(file.dtype).itemsize for file in (*self.files, *self.counted))
         checks = self.parts is not None and checks_blocks(size, self.memory_bytes)
         return _MappedFiles(files, self.parts if checks else None)
@@ -390,3 +404,40 @@ class _MappedFiles:
         if self._parts is not None:
             self._parts.check(number, int(block - self._block_shifts[number]) * BLOCK_BYTES, 1)
         self._checked[block] = True
+
+
+class _PartialFiles:
+    """As `_MappedFiles`, of files that are staged window by window: read, since a mapped file may be removed, and not
+    checked, since they were when they were copied.
+
+    The tokens of a row that lie in another file than its first are read where the data lie: there are fewer of them
+    than a row has for each file, and that file may not be here.
+    """
+
+    def __init__(self, files: Sequence[TokenFile], parts: FileParts, origin: FileParts) -> None:
+        self._files = tuple(files)
+        self._origin = FileParts(origin.root, origin.files)
+        self._parts = FileParts(parts.root, parts.files)
+        self._parts.origin, self._parts.stage = self._origin, parts.stage
+        self._starts: Offsets = np.cumsum([0, *(file.tokens for file in files)], dtype=np.int64)
+
+    def rows(self, starts: Offsets, length: int) -> Tokens:
+        """[n, length]: the tokens from each of `starts` on. Raises IndexError for a row that is not there."""
+        return self.runs(starts, np.full(len(starts), length)).reshape(len(starts), length)
+
+    def runs(self, starts: Offsets, lengths: Offsets) -> Tokens:
+        """[sum of lengths]: the tokens of runs. Raises IndexError for one that is not there."""
+        if len(starts) and (starts.min() < 0 or (starts + lengths).max() > self._starts[-1]):
+            raise IndexError(f"tokens from {starts.min()} to {(starts + lengths).max()} of {self._starts[-1]}")
+        found = np.empty(int(lengths.sum()), self._files[0].dtype)
+        filled = 0
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            parts, end = self._parts, filled + length
+            while filled < end:
+                at = start + length - (end - filled)
+                number = int(np.searchsorted(self._starts, at, side="right")) - 1
+                count = min(end - filled, int(self._starts[number + 1]) - at)
+                inner = at - int(self._starts[number])
+                found[filled : filled + count] = self._files[number].read(parts, number, inner, count)
+                filled, parts = filled + count, self._origin
+        return found

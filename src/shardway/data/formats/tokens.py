@@ -8,9 +8,9 @@ Invariants:
 from __future__ import annotations
 
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from shardway.data.content import DataPath
 from shardway.data.formats.base import Extent, FileParts, Offsets, Record, Records, check_ids, describe_file
 from shardway.data.formats.indexes import read_sums
 from shardway.data.formats.shard_manifest import ShardManifest, find_shard_kind
-from shardway.data.formats.shards import ShardParts, ShardTokens, open_token_shards
+from shardway.data.formats.shards import ShardParts, ShardRecords, ShardTokens, open_token_shards
 from shardway.data.formats.token_store import HEADERS, TokenFile, TokenStore, read_npy_tokens, read_raw_tokens
 
 RAW_DTYPE = "uint16"
@@ -83,6 +83,12 @@ class TokenRecords(Records):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ends": None}
 
+    def staged(self, hold: Callable[[FileParts], Any]) -> TokenRecords:
+        put = hold(self.parts)
+        moved = cast(TokenRecords, super().staged(lambda parts: put))
+        moved.store = self.store.staged(lambda parts: put)
+        return moved
+
     def __len__(self) -> int:
         return self._count
 
@@ -132,6 +138,11 @@ class TokenRecords(Records):
     def find_damage(self) -> Iterator[str]:
         """Every block whose checksum is another."""
         return self.parts.find_damage()
+
+    @classmethod
+    def find_damage_unopened(cls, path: Path) -> Iterator[str]:
+        """Every damaged part of the manifest and the shards of a folder."""
+        return ShardRecords.find_damage_unopened(path)
 
     def _bounds(self) -> Offsets:
         """The start of each document, and the end of the last."""

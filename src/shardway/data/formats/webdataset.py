@@ -32,6 +32,7 @@ from shardway.data.formats.base import (
     DataFile,
     Extent,
     FileParts,
+    Offsets,
     Record,
     Records,
     check_ids,
@@ -138,6 +139,9 @@ class WebDatasetRecords(Records):
     def key(self, number: int) -> str:
         """The key of a record."""
         return self._keys[int(self._key_ends[number - 1]) if number else 0 : int(self._key_ends[number])].decode()
+
+    def file_ends(self) -> Offsets:
+        return self._ends
 
     def read(self, ids: Sequence[int], fields: Sequence[str] = ()) -> list[Record]:
         """These records, in this order. Members that lie close to each other are read at once."""

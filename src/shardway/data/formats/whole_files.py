@@ -23,25 +23,27 @@ from shardway.data.formats.base import DataFile, FileParts, Offsets, Sums
 @dataclass(frozen=True, eq=False)
 class FileTable(Sequence[DataFile]):
     """Names below a folder and sizes of files. `ends` are the ends of the names in `names`, their UTF-8 bytes one
-    after the other. The time of change is not kept: it is 0."""
+    after the other. `times` are those of change, in nanoseconds."""
 
     names: npt.NDArray[np.uint8]
     ends: Offsets
     sizes: Offsets
+    times: Offsets
 
     @staticmethod
-    def of(files: Iterable[tuple[str, int]], place: DataPath) -> FileTable:
-        """The table of (name, size) pairs. Raises UserError for a name that is not UTF-8."""
+    def of(files: Iterable[tuple[str, int, int]], place: DataPath) -> FileTable:
+        """The table of (name, size, time of change). Raises UserError for a name that is not UTF-8."""
         listed = list(files)
         try:
-            encoded = [name.encode() for name, _ in listed]
+            encoded = [name.encode() for name, _, _ in listed]
         except UnicodeEncodeError as error:
             shown = os.fsencode(error.object).decode("utf-8", errors="backslashreplace")
             raise place.error(f'has a file whose name is not UTF-8: "{shown}"', remedy="rename it") from error
         return FileTable(
             np.frombuffer(b"".join(encoded), np.uint8),
             np.cumsum([len(name) for name in encoded], dtype=np.int64),
-            np.array([size for _, size in listed], np.int64),
+            np.array([size for _, size, _ in listed], np.int64),
+            np.array([time for _, _, time in listed], np.int64),
         )
 
     def __len__(self) -> int:
@@ -57,12 +59,12 @@ class FileTable(Sequence[DataFile]):
         if isinstance(number, slice):
             return [self[each] for each in range(*number.indices(len(self)))]
         at = range(len(self))[number]
-        return DataFile(self.name(at), int(self.sizes[at]), 0)
+        return DataFile(self.name(at), int(self.sizes[at]), int(self.times[at]))
 
     def __iter__(self) -> Iterator[DataFile]:
         content, start = self.names.tobytes(), 0
-        for end, size in zip(self.ends.tolist(), self.sizes.tolist(), strict=True):
-            yield DataFile(content[start:end].decode(), size, 0)
+        for end, size, time in zip(self.ends.tolist(), self.sizes.tolist(), self.times.tolist(), strict=True):
+            yield DataFile(content[start:end].decode(), size, time)
             start = end
 
     def name(self, number: int) -> str:

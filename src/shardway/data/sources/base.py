@@ -7,7 +7,8 @@ not read files or depend on a kind of data.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from shardway.data.content import fingerprint
 from shardway.data.order import BlendOrder, SampleOrder
+from shardway.data.window_order import WindowOrder
 from shardway.runfile.schema import DataSection
 
 Ids = npt.NDArray[np.int64]
@@ -59,7 +61,41 @@ class DataSource(Protocol):
 
     def batch(self, ids: Ids) -> Arrays:
         """ "inputs" and "targets" of samples, along the first axis; no ids give arrays of length 0 with the right
-        remaining shape."""
+        remaining shape. Samples with shapes of their own come in arrays of objects, an array for each sample."""
+
+
+@runtime_checkable
+class StreamSource(Protocol):
+    """Samples that only come in sequence: sample p is the p-th that is given, over all epochs."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def facts(self) -> SourceFacts:
+        """As of a `DataSource`."""
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """As of a `DataSource`."""
+
+    @property
+    def size(self) -> int:
+        """Samples of an epoch; 0 if that is not known."""
+
+    @property
+    def state_is_exact(self) -> bool:
+        """Whether the state of the iterable may be used, if it has `state_dict()` and `load_state_dict(state)`."""
+
+    def open(self) -> Any:
+        """The iterable of an epoch's samples, the same object whenever a process asks."""
+
+    def reading(self, find_number: Callable[[], int]) -> AbstractContextManager[None]:
+        """The context in which samples are taken from the iterable; its errors name sample `find_number()`."""
+
+    def join(self, samples: Sequence[Any], numbers: Ids) -> Arrays:
+        """ "inputs" and "targets" of samples that the iterable gave, along the first axis; `numbers` are theirs."""
 
 
 @runtime_checkable
@@ -80,7 +116,7 @@ def is_drawing(source: object) -> TypeGuard[DrawingSource]:
     return isinstance(source, DrawingSource) and source.draws
 
 
-def locate_sample(source: DataSource, number: int) -> str:
+def locate_sample(source: DataSource | StreamSource, number: int) -> str:
     """Where a sample lies, for a person: by the source's own `locate(number)`, or its number and description."""
     locate = getattr(source, "locate", None)
     return str(locate(number)) if locate is not None else f"sample {number} of {source.facts.description}"
@@ -95,6 +131,33 @@ def stage_source(source: DataSource, hold: Hold) -> DataSource:
     without files is itself."""
     staged = getattr(source, "staged", None)
     return source if staged is None else cast(DataSource, staged(hold))
+
+
+@dataclass(frozen=True, eq=False)
+class FileBlocks:
+    """The samples of a source by the file that holds them: those of file i of `parts` (a `FileParts`) end at
+    `ends[i]`."""
+
+    ends: Ids
+    parts: Any
+
+    def order(self, seed: int, window_bytes: int) -> WindowOrder:
+        """The order that visits them by windows of at most so many bytes (of one file, if it is larger)."""
+        largest = max([1, *(self.parts.files[number].size for number in self.filled)])
+        return WindowOrder(self.ends.tolist(), max(1, window_bytes // largest), seed)
+
+    @property
+    def filled(self) -> list[int]:
+        """The numbers of the files that hold samples."""
+        found: list[int] = np.flatnonzero(np.diff(self.ends, prepend=np.int64(0))).tolist()
+        return found
+
+
+def find_blocks(source: object) -> FileBlocks | None:
+    """The samples by file, as the source's own `file_blocks()` says; None of a source that has none, or whose samples
+    do not follow each other file by file."""
+    blocks = getattr(source, "file_blocks", None)
+    return None if blocks is None else cast(FileBlocks | None, blocks())
 
 
 @dataclass(frozen=True)
@@ -127,6 +190,10 @@ class Slice:
     def locate(self, number: int) -> str:
         return locate_sample(self.whole, number + self.start)
 
+    def file_blocks(self) -> FileBlocks | None:
+        whole = find_blocks(self.whole)
+        return whole and FileBlocks(np.clip(whole.ends, self.start, self.stop) - self.start, whole.parts)
+
     def staged(self, hold: Hold) -> Slice:
         return replace(self, whole=stage_source(self.whole, hold))
 
@@ -158,7 +225,10 @@ class ConcatSource:
 
     @property
     def tokens_per_sample(self) -> int:
-        return self.parts[0].source.tokens_per_sample
+        """The mean over a cycle of the first weights, rounded: parts may differ in it."""
+        weights = [float(part.steps[0][1]) for part in self.parts]
+        tokens = (weight * part.source.tokens_per_sample for weight, part in zip(weights, self.parts, strict=True))
+        return round(sum(tokens) / sum(weights))
 
     @cached_property
     def facts(self) -> SourceFacts:

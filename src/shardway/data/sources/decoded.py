@@ -29,7 +29,7 @@ from shardway.data.content import DataPath, data_error, fingerprint
 from shardway.data.formats.base import DamagedData, Record, Records, need_library
 from shardway.data.formats.image_folder import IMAGE_SUFFIXES, ImageFolder
 from shardway.data.order import Words, derive_keys
-from shardway.data.sources.base import Arrays, DataRequest, Hold, Ids, SourceFacts
+from shardway.data.sources.base import Arrays, DataRequest, FileBlocks, Hold, Ids, SourceFacts
 from shardway.data.sources.dali import DaliDecoder, import_dali
 from shardway.errors import JobError, UserError
 
@@ -100,6 +100,11 @@ class DecodedSamples:
     def locate(self, number: int) -> str:
         """The record, its file and offset."""
         return f"record {number}, {self.records.extent(number)}"
+
+    def file_blocks(self) -> FileBlocks | None:
+        """The samples by file."""
+        ends = self.records.file_ends()
+        return None if ends is None else FileBlocks(ends, self.records.parts)
 
     def staged(self, hold: Hold) -> DecodedSamples:
         """The same, read from staged files."""
@@ -244,9 +249,11 @@ class DecodedSamples:
         return error if isinstance(error, UserError | MemoryError) else self._damaged(number, f"{error}")
 
     def _damaged(self, number: int, what: str) -> DamagedData:
+        place = self.records.extent(number)
         return DamagedData(
-            f"{self.records.extent(number)}: the {self.inputs} of record {number} cannot be decoded: {what}\n"
-            "  To do: copy the file again from where it came, or leave the record out."
+            f"{place}: the {self.inputs} of record {number} cannot be decoded: {what}\n"
+            '  To do: copy the file again from where it came, or set guard.damaged_data = "skip".',
+            place,
         )
 
     def _fail(self, number: int, what: str, allowed: str) -> JobError:
@@ -381,8 +388,12 @@ def _check_dali(transform: str, shape: Sequence[int]) -> None:
 
 
 def _check_first(records: Records, place: DataPath, samples: DecodedSamples) -> None:
-    """Raise UserError if record 0 has no class, or an image that needs what is not there."""
-    first = records.read([0], (samples.inputs, samples.targets))[0]
+    """Raise UserError if record 0 has no class, or an image that needs what is not there. A damaged one says nothing;
+    it is met when its turn comes."""
+    try:
+        (first,) = records.read([0], (samples.inputs, samples.targets))
+    except DamagedData:
+        return
     if as_class(first.get(samples.targets)) is None:
         raise _refuse_target(samples.targets, first.get(samples.targets), "record 0")
     value = first.get(samples.inputs)

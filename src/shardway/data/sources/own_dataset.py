@@ -1,8 +1,10 @@
-"""Samples of a map-style torch Dataset of the user's own, which the function of data.dataset makes.
+"""Samples of a torch Dataset of the user's own, which the function of data.dataset makes; one that is map-style is read
+here, one that is iterable in `own_stream`.
 
 Invariants:
 - Inputs are float32 with int64 classes, or int64 tokens with int64 targets one token later.
-- A sample is a function of its number, train.seed and the epoch: the same for any rank, worker, or batch that it is in.
+- A sample of a map-style one is a function of its number, train.seed and the epoch: the same for any rank, worker, or
+  batch that it is in.
   The generators of Python, NumPy and torch are seeded before the dataset is made and before each sample, and restored
   afterwards; a dataset that draws from elsewhere is refused.
 - A sample of another structure, type or shape than the first is an error that names its number.
@@ -13,9 +15,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,9 @@ from shardway.data.sources.base import Arrays, DataRequest, Ids, SourceFacts, Wa
 from shardway.data.sources.decoded import derive_seeds, describe_raised, importing_here, load_function, seed_draws
 from shardway.data.sources.packed import NOT_COUNTED
 from shardway.errors import Bug, JobError, UserError
+
+if TYPE_CHECKING:
+    from shardway.data.sources.own_stream import OwnStream
 
 TRAIN, VALIDATION = "train", "validation"
 """Values of the argument `split`."""
@@ -72,8 +77,10 @@ class DatasetCall:
                 what = f"failed{self.render_split()}: {describe_raised(error)}"
                 shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
                 called = f"what a call as {self.name.rpartition(':')[2]}({shown}) takes"
-                held_out = "set split in data.settings, so that data.validation_fraction of the samples is held out"
-                raise self.error(what, called, held_out if self.split == VALIDATION else "") from error
+                remedy = "data.settings has its arguments" if isinstance(error, TypeError) else ""
+                if self.split == VALIDATION:
+                    remedy = "set split in data.settings, so that data.validation_fraction of the samples is held out"
+                raise self.error(what, called, remedy) from error
         self._check(made)
         return made
 
@@ -81,36 +88,46 @@ class DatasetCall:
         """The error for this dataset: `what` follows its name."""
         return data_error("data.dataset", f'"{self.name}" {what}', allowed, remedy)
 
+    def differs(self, what: str) -> UserError:
+        """The error for a dataset that is another one when it is made again: `what` follows "has made"."""
+        remedy = "let nothing but its arguments decide; sort what a folder lists"
+        return self.error(f"has made {what}", "a dataset that is the same in every process", remedy)
+
+    def failure(self, number: int, error: Exception) -> JobError:
+        """The error for a sample at which the dataset has raised one."""
+        what = f"failed at sample {number}: {describe_raised(error)}"
+        return JobError(f'data.dataset "{self.name}"{self.render_split()} {what}')
+
     def render_split(self) -> str:
         """For the middle of a sentence: that the split is the one for validation."""
         return f' with split="{VALIDATION}"' if self.split == VALIDATION else ""
 
     def _check(self, made: Any) -> None:
+        from torch.utils.data import DataLoader
+
         from shardway.data.loader import is_map_style
 
         if made is None and self.split == VALIDATION:
             return
-        kind, allowed = type(made).__name__, "a map-style torch Dataset, or another object with __len__ and __getitem__"
+        kind = type(made).__name__
+        allowed = "a torch Dataset, map-style or iterable: an object with __len__ and __getitem__, or with __iter__"
         if isinstance(made, Mapping | str | bytes):
             remedy = f"return one of its parts: {', '.join(map(str, made))}" if isinstance(made, Mapping) else ""
             raise self.error(f"has returned a {kind}, whose samples have no numbers", allowed, remedy)
-        if is_map_style(made):
-            return
-        if hasattr(made, "__iter__"):
-            what = f"has returned {kind}, an iterable dataset, whose samples have no numbers"
-            remedy = "train it by a script with run.loader(dataset), which reads it in sequence (docs/own-data.md)"
-            raise self.error(what, allowed, remedy)
-        missing = " and ".join(name for name in ("__len__", "__getitem__") if not hasattr(made, name))
-        raise self.error(f"has returned {'None' if made is None else kind}, which lacks {missing}", allowed)
+        if isinstance(made, DataLoader):
+            raise self.error(f"has returned a {kind}, which gives batches", allowed, "return its dataset")
+        if not is_map_style(made) and not hasattr(made, "__iter__"):
+            missing = " and ".join(name for name in ("__len__", "__getitem__") if not hasattr(made, name))
+            raise self.error(f"has returned {'None' if made is None else kind}, which lacks {missing}", allowed)
 
 
 @dataclass(eq=False)
-class OwnDataset:
-    """The samples of a dataset, gathered one after the other.
+class OwnSamples:
+    """What the samples of a dataset become, however they are read.
 
     Of images, a uint8 input becomes (x / 255 - mean) / std, and a floating one is taken as it is; targets are classes
-    below `limit`. Of tokens, both are [seq_len], below `limit`; a target that does not count is -100. `fields`: names
-    of input and target where samples are dicts, "auto" for the usual ones.
+    below `limit`. Of tokens, both are [seq_len], below `limit`; a target that does not count is -100. `size`: samples
+    of an epoch. `fields`: names of input and target where samples are dicts, "auto" for the usual ones.
     """
 
     call: DatasetCall
@@ -125,9 +142,6 @@ class OwnDataset:
     """`outline_sample` of sample 0, which it must have in every process."""
     _dataset: Any = field(default=None, repr=False)
 
-    def __len__(self) -> int:
-        return self.size
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_dataset": None}
 
@@ -136,52 +150,41 @@ class OwnDataset:
         """data.seq_len, or 1 for images."""
         return self.facts.sample_shape[0] if self.wants == "tokens" else 1
 
-    @property
-    def draws(self) -> bool:
-        """True: samples may differ from epoch to epoch, as the dataset draws."""
-        return True
+    def read_first(self) -> tuple[Array, Any]:
+        """Input and target of sample 0 as it is in epoch 0, computed by one thread: a sum by several ends in other bits
+        than one by one. The generators are left as they were."""
+        import torch
 
-    def locate(self, number: int) -> str:
-        """The sample and the dataset that it is of."""
-        return f'sample {number} of data.dataset "{self.call.name}"{self.call.render_split()}'
-
-    def batch(self, ids: Ids) -> Arrays:
-        """The samples as they are in epoch 0."""
-        return self.batch_of(ids, np.zeros(len(ids), np.int64))
-
-    def batch_of(self, ids: Ids, epochs: Ids) -> Arrays:
-        """The samples, each as it is in its epoch. Raises JobError where the dataset fails, UserError for a sample that
-        does not serve."""
         from shardway.data.samplers import kept_random_states
 
-        numbers, shape, of_tokens = ids.tolist(), self.facts.sample_shape, self.wants == "tokens"
-        seeds = derive_seeds(self.call.seed, epochs, ids).tolist()
-        inputs = np.empty((len(numbers), *shape), np.int64 if of_tokens else np.float32)
-        targets = np.empty(inputs.shape if of_tokens else len(numbers), np.int64)
-        with kept_random_states(), importing_here():
-            for at, (number, seed) in enumerate(zip(numbers, seeds, strict=True)):
-                found, target = self.draw(number, seed)
-                if found.shape != shape:
-                    what = f"has inputs of shape {list(found.shape)}"
-                    raise self.refuse(number, what, f"{list(shape)}, as those of sample 0")
-                inputs[at], targets[at] = found, target
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with kept_random_states(), importing_here():
+                inputs, target = self.draw_first()
+                return inputs.copy(), np.array(target)  # a dataset may use its memory again
+        finally:
+            torch.set_num_threads(threads)
+
+    def draw_first(self) -> tuple[Array, Any]:
+        """`read_sample` of sample 0 of the dataset that is open, from generators that it seeds."""
+        raise Bug(f"{type(self).__name__} does not read its first sample")
+
+    def gather(self, ids: Ids, samples: Iterable[tuple[Array, Any]]) -> Arrays:
+        """The arrays of samples that `read_sample` gave, in the order of their numbers `ids`. Raises UserError for one
+        of another shape than sample 0, or out of range."""
+        shape, of_tokens = self.facts.sample_shape, self.wants == "tokens"
+        inputs = np.empty((len(ids), *shape), np.int64 if of_tokens else np.float32)
+        targets = np.empty(inputs.shape if of_tokens else len(ids), np.int64)
+        for at, (found, target) in enumerate(samples):
+            if found.shape != shape:
+                what = f"has inputs of shape {list(found.shape)}"
+                raise self.refuse(int(ids[at]), what, f"{list(shape)}, as those of sample 0")
+            inputs[at], targets[at] = found, target
         if of_tokens:
             self._check_range("input", inputs, ids, np.zeros((), np.bool_))
         self._check_range("target", targets, ids, targets == NOT_COUNTED if of_tokens else np.zeros((), np.bool_))
         return {"inputs": inputs, "targets": targets}
-
-    def draw(self, number: int, seed: int) -> tuple[Array, Any]:
-        """`read_sample` of a sample as it is drawn with a seed; the generators are left as they are then."""
-        dataset = self._open()
-        seed_draws(seed)
-        try:
-            sample = dataset[number]
-        except Exception as error:
-            raise JobError(
-                f'data.dataset "{self.call.name}"{self.call.render_split()} failed at sample {number}: '
-                f"{describe_raised(error)}"
-            ) from error
-        return self.read_sample(sample, number)
 
     def read_sample(self, sample: Any, number: int) -> tuple[Array, Any]:
         """Input and target of a sample: arrays of tokens, or an array of float32 and a class. Raises UserError."""
@@ -203,21 +206,6 @@ class OwnDataset:
         """The error for a sample: `what` follows its number."""
         place = f"sample {number} of {json.dumps(self.call.name)}{self.call.render_split()}"
         return data_error("data.dataset", f"{place} {what}", allowed, remedy)
-
-    # --- the dataset
-
-    def _open(self) -> Any:
-        """The dataset, made in this process where it was not yet."""
-        if self._dataset is None:
-            made, remedy = self.call.make(), "let nothing but its arguments decide; sort what a folder lists"
-            if len(made) != self.size:
-                what = f"has made {self.size} samples and, called again, {len(made)}"
-                raise self.call.error(what, "a dataset that is the same in every process", remedy)
-            self._dataset = made
-            if outline_sample(*_draw_first(self)) != self.first:
-                what = "has made another sample 0 when it was called again"
-                raise self.call.error(what, "a dataset that is the same in every process", remedy)
-        return self._dataset
 
     # --- the parts of a sample
 
@@ -332,10 +320,77 @@ def _describe(value: Any) -> str:
     )
 
 
+@dataclass(eq=False)
+class OwnDataset(OwnSamples):
+    """The samples of a map-style dataset, gathered one after the other."""
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def draws(self) -> bool:
+        """True: samples may differ from epoch to epoch, as the dataset draws."""
+        return True
+
+    def locate(self, number: int) -> str:
+        """The sample and the dataset that it is of."""
+        return f'sample {number} of data.dataset "{self.call.name}"{self.call.render_split()}'
+
+    def batch(self, ids: Ids) -> Arrays:
+        """The samples as they are in epoch 0."""
+        return self.batch_of(ids, np.zeros(len(ids), np.int64))
+
+    def batch_of(self, ids: Ids, epochs: Ids) -> Arrays:
+        """The samples, each as it is in its epoch. Raises JobError where the dataset fails, UserError for a sample that
+        does not serve."""
+        from shardway.data.samplers import kept_random_states
+
+        pairs = zip(ids.tolist(), derive_seeds(self.call.seed, epochs, ids).tolist(), strict=True)
+        with kept_random_states(), importing_here():
+            return self.gather(ids, (self.draw(number, seed) for number, seed in pairs))
+
+    def draw(self, number: int, seed: int) -> tuple[Array, Any]:
+        """`read_sample` of a sample as it is drawn with a seed; the generators are left as they are then."""
+        dataset = self._open()
+        seed_draws(seed)
+        try:
+            sample = dataset[number]
+        except Exception as error:
+            raise self.call.failure(number, error) from error
+        return self.read_sample(sample, number)
+
+    def draw_first(self) -> tuple[Array, Any]:
+        """Sample 0 of epoch 0."""
+        zero = np.zeros(1, np.int64)
+        return self.draw(0, int(derive_seeds(self.call.seed, zero, zero)[0]))
+
+    def check_repeats(self, inputs: Array, target: Any) -> None:
+        """Raise UserError if sample 0 is another one when it is read again."""
+        if not is_same((inputs, target), self.read_first()):
+            raise self.refuse(
+                0,
+                "is not the same when it is read twice, so that no run could go on exactly",
+                "draws from the global generators of torch, numpy and random, which are seeded for each sample",
+                "draw by torch.rand, np.random.rand or random.random, not by a generator that the dataset keeps or "
+                "makes",
+            )
+
+    def _open(self) -> Any:
+        """The dataset, made in this process where it was not yet."""
+        if self._dataset is None:
+            made = self.call.make()
+            if len(made) != self.size:
+                raise self.call.differs(f"{self.size} samples and, called again, {len(made)}")
+            self._dataset = made
+            if outline_sample(*self.read_first()) != self.first:
+                raise self.call.differs("another sample 0 when it was called again")
+        return self._dataset
+
+
 # --- opening
 
 
-def open_dataset(request: DataRequest, split: str) -> OwnDataset:
+def open_dataset(request: DataRequest, split: str) -> OwnDataset | OwnStream:
     """The samples of data.dataset. Sample 0 is read twice, so that one that does not serve is refused now. Raises
     UserError."""
     opened = _open(request, split if _takes_split(request) else "")
@@ -344,7 +399,7 @@ def open_dataset(request: DataRequest, split: str) -> OwnDataset:
     return opened
 
 
-def open_validation_split(request: DataRequest) -> OwnDataset | None:
+def open_validation_split(request: DataRequest) -> OwnDataset | OwnStream | None:
     """The samples for validation, if the function takes a split and gives some for it."""
     return _open(request, VALIDATION) if _takes_split(request) else None
 
@@ -362,7 +417,10 @@ def _takes_split(request: DataRequest) -> bool:
     return found is not None and found.kind in (found.KEYWORD_ONLY, found.POSITIONAL_OR_KEYWORD)
 
 
-def _open(request: DataRequest, split: str) -> OwnDataset | None:
+def _open(request: DataRequest, split: str) -> OwnDataset | OwnStream | None:
+    from shardway.data.loader import is_map_style
+    from shardway.data.sources.own_stream import OwnStream, find_length
+
     section, of_tokens = request.section, request.wants == "tokens"
     limit = request.vocab if of_tokens else request.classes
     if limit is None:
@@ -372,24 +430,26 @@ def _open(request: DataRequest, split: str) -> OwnDataset | None:
     made = call.make()
     if made is None:
         return None
+    has_numbers = is_map_style(made)
     try:
-        size = len(made)
+        size = len(made) if has_numbers else find_length(made)
     except Exception as error:
         raise call.error(
             f"has made a dataset without a length: {describe_raised(error)}", "one with __len__"
         ) from error
-    if not size:
+    if size == 0:
         raise call.error(f"has made a dataset without samples{call.render_split()}")
-    fields = section.inputs, section.targets
-    probe = OwnDataset(call, size, request.wants, fields, limit, section.mean, section.std, _NO_FACTS, _dataset=made)
-    shape, first = _read_first(probe, request)
+    opened, fields = OwnDataset if has_numbers else OwnStream, (section.inputs, section.targets)
+    probe = opened(call, size or 0, request.wants, fields, limit, section.mean, section.std, _NO_FACTS, _dataset=made)
+    shape, first = _check_first(probe, request)
     kind = f"tokens, vocabulary {limit}" if of_tokens else f"shape {list(shape)}, {limit} classes"
     settings = json.dumps(section.settings, sort_keys=True, default=str)
     parts = (section.dataset, settings, split, size, fields, section.mean, section.std, first)
+    count = f"{size} samples" if has_numbers else f"{size or 'an unknown number of'} samples in sequence"
     facts = SourceFacts(
-        description=f'{size} samples of data.dataset "{section.dataset}"{call.render_split()}, '
+        description=f'{count} of data.dataset "{section.dataset}"{call.render_split()}, '
         + (f"{shape[0]} {kind}" if of_tokens else kind),
-        fingerprint=fingerprint("dataset", *parts),
+        fingerprint=fingerprint("dataset" if has_numbers else "stream", *parts),
         sample_shape=shape,
         vocab=limit if of_tokens else None,
         classes=None if of_tokens else limit,
@@ -400,42 +460,27 @@ def _open(request: DataRequest, split: str) -> OwnDataset | None:
 _NO_FACTS = SourceFacts("", "", ())
 
 
-def _read_first(probe: OwnDataset, request: DataRequest) -> tuple[tuple[int, ...], str]:
+def _check_first(probe: OwnDataset | OwnStream, request: DataRequest) -> tuple[tuple[int, ...], str]:
     """The shape and the outline of sample 0. Raises UserError if it does not serve, or is not the same twice."""
     try:
-        inputs, target = _draw_first(probe)
+        inputs, target = probe.read_first()
         _check_length(probe, inputs, request)
-        again, other = _draw_first(probe)
+        probe.check_repeats(inputs, target)
     except JobError as error:
         raise data_error("data.dataset", f"{error}".removeprefix("data.dataset ")) from error
-    same = inputs.tobytes() == again.tobytes() and np.array_equal(target, other)
-    if not same or inputs.shape != again.shape:
-        raise probe.refuse(
-            0,
-            "is not the same when it is read twice, so that no run could go on exactly",
-            "draws from the global generators of torch, numpy and random, which are seeded for each sample",
-            "draw by torch.rand, np.random.rand or random.random, not by a generator that the dataset keeps or makes",
-        )
     if request.wants == "tokens":
         _check_next(probe, inputs, target)
-    replace(probe, facts=replace(_NO_FACTS, sample_shape=inputs.shape)).batch(np.zeros(1, np.int64))
+    replace(probe, facts=replace(_NO_FACTS, sample_shape=inputs.shape)).gather(
+        np.zeros(1, np.int64), [(inputs, target)]
+    )
     return inputs.shape, outline_sample(inputs, target)
 
 
-def _draw_first(source: OwnDataset) -> tuple[Array, Any]:
-    """Sample 0 as it is in epoch 0, computed by one thread: a sum by several ends in other bits than one by one."""
-    import torch
-
-    from shardway.data.samplers import kept_random_states
-
-    zero, threads = np.zeros(1, np.int64), torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with kept_random_states(), importing_here():
-            inputs, target = source.draw(0, int(derive_seeds(source.call.seed, zero, zero)[0]))
-            return inputs.copy(), np.array(target)  # a dataset may use its memory again
-    finally:
-        torch.set_num_threads(threads)
+def is_same(one: tuple[Array, Any], other: tuple[Array, Any]) -> bool:
+    """Whether two samples are the same to the bit."""
+    (inputs, target), (again, repeated) = one, other
+    alike = inputs.shape == again.shape and inputs.tobytes() == again.tobytes()
+    return alike and np.array_equal(target, repeated)
 
 
 def outline_sample(inputs: Array, target: Any) -> str:
@@ -452,7 +497,7 @@ def outline_sample(inputs: Array, target: Any) -> str:
     return f"{inputs.shape} {peak:.3g} {numbers} {shown}"
 
 
-def _check_length(probe: OwnDataset, inputs: Array, request: DataRequest) -> None:
+def _check_length(probe: OwnSamples, inputs: Array, request: DataRequest) -> None:
     wanted = request.section.seq_len
     if request.wants == "tokens" and len(inputs) != wanted:
         allowed = (
@@ -461,7 +506,7 @@ def _check_length(probe: OwnDataset, inputs: Array, request: DataRequest) -> Non
         raise probe.refuse(0, f"has {len(inputs)} tokens with a target", allowed, f"set data.seq_len = {len(inputs)}")
 
 
-def _check_next(probe: OwnDataset, inputs: Array, targets: Array) -> None:
+def _check_next(probe: OwnSamples, inputs: Array, targets: Array) -> None:
     """Raise UserError if the targets of sample 0 are the inputs at another place than one later."""
 
     def lie(later: int) -> bool:

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from shardway.data.content import DataPath, fingerprint_arrays, sample_blocks
 from shardway.data.formats.base import DataFile, Offsets, describe_file
 from shardway.data.formats.indexes import IndexArrays, use_index
-from shardway.data.formats.token_store import TokenStore, check_tokens
+from shardway.data.formats.token_store import Tokens, TokenStore, check_tokens
 from shardway.data.packing import PACKING_VERSION, Bins, pack_documents
 from shardway.data.sources.base import Arrays, DataRequest, Hold, Ids, SourceFacts
 from shardway.units import render_count
@@ -75,39 +76,27 @@ class PackedDocuments:
 
     def batch(self, ids: Ids) -> Arrays:
         bins, length = self.bins, self.seq_len
-        # The pieces of all bins, one after the other, and where each begins in the flat batch.
-        firsts, stops = bins.firsts[ids], bins.firsts[ids + 1]
-        counts = stops - firsts
-        pieces = np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+        pieces, counts = list_pieces(bins.firsts, ids)
         starts, pairs = bins.starts[pieces], bins.pairs[pieces].astype(np.int64)
+        # Where each piece begins in the flat batch.
         before = np.cumsum(pairs) - pairs
         rows = np.repeat(np.arange(len(ids)), counts)
         held = np.bincount(rows, weights=pairs, minlength=len(ids)).astype(np.int64)
         begins = before + np.repeat(np.arange(len(ids)) * length - (np.cumsum(held) - held), counts)
-
-        runs = pairs + 1
-        tokens = self.store.runs(starts, runs)
-        check_tokens(tokens, self.facts.vocab, self.place)
-        ends = np.cumsum(runs)
-        is_input = np.ones(len(tokens), np.bool_)
-        is_input[ends - 1] = False
-        is_target = np.ones(len(tokens), np.bool_)
-        is_target[ends - runs] = False
-        found = tokens[is_target]
-        counted = self.store.count_runs(starts, runs)
+        read, found, counted = read_pairs(self.store, starts, pairs, self.facts.vocab, self.place)
 
         size = len(ids) * length
         # One block for all three: of several, malloc gives memory back after each batch.
         inputs, targets, positions = flat = np.empty((3, size), np.int64)
         if len(found) == size:
-            inputs[:], targets[:] = tokens[is_input], found
+            inputs[:], targets[:] = read, found
         else:
             inputs[:], targets[:] = 0, NOT_COUNTED
             is_held = (np.arange(length) < held[:, None]).ravel()
-            inputs[is_held], targets[is_held] = tokens[is_input], found
+            inputs[is_held], targets[is_held] = read, found
         if counted is not None:
             places = np.repeat(begins - before, pairs) + np.arange(len(found))
-            targets[places[~counted[is_target]]] = NOT_COUNTED
+            targets[places[~counted]] = NOT_COUNTED
         # Each piece begins a document, and so does the padding of a bin.
         padding = np.flatnonzero(held < length) * length + held[held < length]
         marks = np.sort(np.concatenate((begins, padding)))
@@ -121,20 +110,9 @@ def open_packed(store: TokenStore, place: DataPath, asked: DataRequest, facts: S
     Raises UserError if the store does not mark documents, if no document has two tokens, or if sampled tokens exceed
     the vocabulary.
     """
-    seq_len, ends = asked.section.seq_len, store.read_ends()
-    if ends is None:
-        raise place.error(
-            "does not say where a document ends, and data.pack = true packs whole documents",
-            allowed="data with documents, such as text files, JSON lines, Parquet, or Megatron's .bin and .idx",
-            remedy="set data.pack = false",
-        )
+    seq_len, ends = asked.section.seq_len, read_documents(store, place, "data.pack = true", "data.pack = false")
     bins = _use_bins(store, ends, seq_len)
-    if not len(bins):
-        raise place.error("has no document of at least two tokens", remedy="give more data")
-    filled = [file for file in store.files if file.tokens]
-    for file in filled[:: -(-len(filled) // SAMPLED_FILES)]:
-        for block in sample_blocks(file.open()):
-            check_tokens(block, facts.vocab, place)
+    check_samples(store, len(bins), place, facts.vocab)
     documents = f"{render_count(len(ends))} documents"
     cuts = f"cuts of longer ones: {render_count(bins.cuts)}" if bins.cuts else "none of them cut"
     complete = replace(
@@ -161,7 +139,7 @@ def _use_bins(store: TokenStore, ends: Offsets, seq_len: int) -> Bins:
             "cuts": np.array([made.cuts]),
         }
 
-    root, files = _list_files(store)
+    root, files = list_files(store)
     kept = use_index(root, _name_bins(ends, seq_len), files, make)
     return Bins(kept["starts"], kept["pairs"], kept["firsts"], int(kept["cuts"][0]))
 
@@ -170,7 +148,58 @@ def _name_bins(ends: Offsets, seq_len: int) -> str:
     return f"bins-{seq_len}-{fingerprint_arrays([ends], PACKING_VERSION)[:16]}"
 
 
-def _list_files(store: TokenStore) -> tuple[Path, list[DataFile]]:
+# --- what samples of documents have in common
+
+
+def read_documents(store: TokenStore, place: DataPath, key: str, off: str) -> Offsets:
+    """The ends of a store's documents. Raises UserError if the store does not mark them: `key` wants them, and `off`
+    does without."""
+    ends = store.read_ends()
+    if ends is None:
+        raise place.error(
+            f"does not say where a document ends, and {key} takes whole documents",
+            allowed="data with documents, such as text files, JSON lines, Parquet, or Megatron's .bin and .idx",
+            remedy=f"set {off}",
+        )
+    return ends
+
+
+def check_samples(store: TokenStore, samples: int, place: DataPath, vocab: int | None) -> None:
+    """Raise UserError if documents give no sample, or if sampled tokens exceed the vocabulary."""
+    if not samples:
+        raise place.error("has no document of at least two tokens", remedy="give more data")
+    filled = [file for file in store.files if file.tokens]
+    for file in filled[:: -(-len(filled) // SAMPLED_FILES)]:
+        for block in sample_blocks(file.open()):
+            check_tokens(block, vocab, place)
+
+
+def list_pieces(firsts: Offsets, ids: Ids) -> tuple[Offsets, Offsets]:
+    """The pieces of samples, one after the other, and how many each sample has; those of sample i are `firsts[i]` to
+    `firsts[i + 1]`."""
+    begins = firsts[ids]
+    counts = firsts[ids + 1] - begins
+    return np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum())), counts
+
+
+def read_pairs(
+    store: TokenStore, starts: Offsets, pairs: Offsets, vocab: int | None, place: DataPath
+) -> tuple[Tokens, Tokens, npt.NDArray[np.bool_] | None]:
+    """Inputs and targets of pieces, flat, one piece after the other, and whether each target counts (None: all do).
+    Raises UserError for a token outside the vocabulary."""
+    runs = pairs + 1
+    tokens = store.runs(starts, runs)
+    check_tokens(tokens, vocab, place)
+    ends = np.cumsum(runs)
+    is_input = np.ones(len(tokens), np.bool_)
+    is_input[ends - 1] = False
+    is_target = np.ones(len(tokens), np.bool_)
+    is_target[ends - runs] = False
+    counted = store.count_runs(starts, runs)
+    return tokens[is_input], tokens[is_target], None if counted is None else counted[is_target]
+
+
+def list_files(store: TokenStore) -> tuple[Path, list[DataFile]]:
     """The folder above all files of a store, and they as they are now."""
     paths = [file.path.absolute() for file in store.files]
     root = Path(os.path.commonpath([path.parent for path in paths]))

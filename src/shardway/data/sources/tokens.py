@@ -34,7 +34,8 @@ from shardway.data.formats.token_store import TokenFile, Tokens, TokenStore, che
 from shardway.data.formats.tokens import open_token_store
 from shardway.data.prepare import prepare_documents
 from shardway.data.prepare_plan import PrepareOptions
-from shardway.data.sources.base import Arrays, DataRequest, Hold, Ids, SourceFacts
+from shardway.data.sources.base import Arrays, DataRequest, FileBlocks, Hold, Ids, SourceFacts
+from shardway.data.sources.grouped import GroupedDocuments, open_grouped
 from shardway.data.sources.packed import NOT_COUNTED, SAMPLED_FILES, PackedDocuments, open_packed
 from shardway.data.tokenizers import Tokenizer, find_tokenizer, open_tokenizer
 from shardway.errors import JobError, UserError, list_some
@@ -75,6 +76,13 @@ class TokenWindows:
         """The tokens of a sample."""
         return self.store.locate(number * self.seq_len, self.seq_len + 1)
 
+    def file_blocks(self) -> FileBlocks | None:
+        """The samples by the file of their first token."""
+        starts = self.store.file_starts()
+        if starts is None:
+            return None
+        return FileBlocks(np.minimum(-(-starts[1:] // self.seq_len), len(self)), self.store.parts)
+
     def staged(self, hold: Hold) -> TokenWindows:
         """The same, read from staged files."""
         return replace(self, store=self.store.staged(hold))
@@ -108,12 +116,15 @@ class JoinedTokens(TokenStore):
         return replace(cast(JoinedTokens, moved), ends=replace(self.ends, path=stage_file(self.ends.path, hold)))
 
 
-def _make_samples(
-    store: TokenStore, place: DataPath, asked: DataRequest, facts: SourceFacts
-) -> TokenWindows | PackedDocuments:
-    """The samples of stored tokens: bins of their documents where data.pack asks for them, windows otherwise. Raises
-    UserError."""
-    return open_packed(store, place, asked, facts) if asked.section.pack else _make_windows(store, place, asked, facts)
+DocumentSamples = TokenWindows | PackedDocuments | GroupedDocuments
+
+
+def _make_samples(store: TokenStore, place: DataPath, asked: DataRequest, facts: SourceFacts) -> DocumentSamples:
+    """The samples of stored tokens: bins of their documents where data.pack asks for them, groups where
+    data.group_tokens does, windows otherwise. Raises UserError."""
+    section = asked.section
+    make = open_packed if section.pack else open_grouped if section.group_tokens else _make_windows
+    return make(store, place, asked, facts)
 
 
 def _make_windows(store: TokenStore, place: DataPath, asked: DataRequest, facts: SourceFacts) -> TokenWindows:
@@ -136,7 +147,7 @@ def _make_windows(store: TokenStore, place: DataPath, asked: DataRequest, facts:
     return TokenWindows(store, seq_len, place, complete)
 
 
-def open_tokens(place: DataPath, asked: DataRequest) -> TokenWindows | PackedDocuments:
+def open_tokens(place: DataPath, asked: DataRequest) -> DocumentSamples:
     """The samples of a .npy or raw .bin token file, or of a folder of token shards.
 
     The vocabulary is that of the shards' manifest, else the model's if that is given. Raises UserError.
@@ -169,7 +180,7 @@ def _check_vocab(of_model: int | None, of_data: int | None, name: str) -> None:
         raise data_error("model.vocab", what, allowed=allowed)
 
 
-def open_megatron(place: DataPath, asked: DataRequest) -> TokenWindows | PackedDocuments:
+def open_megatron(place: DataPath, asked: DataRequest) -> DocumentSamples:
     """The samples of Megatron-LM's name.bin and name.idx; their vocabulary is the model's if that is given."""
     store = open_megatron_store(place)
     description = f"{render_count(len(store))} tokens ({store.dtype.name}) in {store.files[0].path}"
@@ -177,7 +188,7 @@ def open_megatron(place: DataPath, asked: DataRequest) -> TokenWindows | PackedD
     return _make_samples(store, place, asked, facts)
 
 
-def open_documents(records: Records, place: DataPath, asked: DataRequest) -> TokenWindows | PackedDocuments:
+def open_documents(records: Records, place: DataPath, asked: DataRequest) -> DocumentSamples:
     """The samples of documents of records: of each the text, the tokens or the conversation in the field data.inputs.
 
     They are prepared in data.cache as token shards, first by rank 0 while the others wait. Raises UserError for
@@ -225,7 +236,7 @@ class Text:
         return sum(file.size for file in self.files)
 
 
-def open_text(place: DataPath, asked: DataRequest) -> TokenWindows | PackedDocuments:
+def open_text(place: DataPath, asked: DataRequest) -> DocumentSamples:
     """The samples of a text file, or of the files of a folder whose name matches data.include.
 
     A single file read as bytes is memory-mapped. Otherwise the files, sorted by their path below the folder and joined
@@ -250,7 +261,7 @@ def open_text(place: DataPath, asked: DataRequest) -> TokenWindows | PackedDocum
         found: list[int] = []
         cache, joined = cache_folder(asked.section.cache), _join(text, tokenizer, dtype, found)
         tokens = _prepare_tokens(cache, f"text-{key}", dtype, joined)
-        if tokenizer is not None and asked.section.pack:
+        if tokenizer is not None and (asked.section.pack or asked.section.group_tokens):
             listed_ends = _list_ends(text, tokenizer, dtype, found)
             ends = _prepare_tokens(cache, f"text-{key}-ends", np.dtype(np.int64), listed_ends)
     files = text.files[0].name if len(text.files) == 1 else f"{len(text.files)} files"

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardway.resolve.draft import Draft, Resolved, Rule, accumulation_of, fact_of, list_rules
+from shardway.resolve.draft import Draft, Resolved, Rule, accumulation_of, batch_of, fact_of, list_rules
 from shardway.resolve.rules.formats import list_own
 from shardway.runfile.load import render_value
 from shardway.runfile.schema import RunFile
@@ -121,6 +121,15 @@ def zero_shards_over_copies_alone(draft: Draft) -> None:
                 f"let parallel.dp_replicate take the ranks, and say in deepspeed.stage what is sharded over them; or "
                 f'use train.engine = "torch" for {axis}',
             )
+
+
+def zero_takes_steps_of_one_size(draft: Draft) -> None:
+    """Its train_batch_size is fixed when it starts."""
+    ramp = batch_of(draft)
+    if _is_engine(draft) and not ramp.is_constant:
+        what = f"{ramp}: DeepSpeed takes steps of one size"
+        remedy = f'set train.global_batch = {ramp.largest}, or train.engine = "torch"'
+        draft.refuse("train.global_batch", what, "one number of samples", remedy)
 
 
 def zero_updates_parts_without_shape(draft: Draft) -> None:

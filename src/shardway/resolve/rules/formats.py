@@ -15,9 +15,10 @@ from typing import Any
 from shardway.hardware.catalogue import A_CPU, DeviceFacts
 from shardway.layout import AXES
 from shardway.plugins import GROUPS
-from shardway.resolve.draft import Draft, Resolved, Rule, Settled, fact_of, list_rules, of_what_is_described
+from shardway.resolve.draft import Draft, Resolved, Rule, Settled, batch_of, fact_of, list_rules, of_what_is_described
 from shardway.runfile.load import render_value
 from shardway.runfile.schema import RunFile
+from shardway.units import Scale
 
 # --- values that a device does fast
 
@@ -161,7 +162,7 @@ def _find_no_gain(draft: Draft) -> Iterator[str]:
         yield "Transformer Engine has kernels of its own"
     span = draft.get("train.steps")
     if span.unit in ("steps", "samples"):  # the length does not depend on the data
-        steps = int(span.amount // (draft.get("train.global_batch") if span.unit == "samples" else 1))
+        steps = span.in_steps(Scale(batch_of(draft), tokens_per_sample=1, samples_per_epoch=1))
         if steps < SHORT_RUN:
             yield _describe_short(steps)
 
@@ -181,6 +182,7 @@ def find_replay_obstacle(values: RunFile) -> str:
         "the loss scale of fp16 changes": precision.compute == "fp16",
         "activations are computed again": values.recompute.mode != "none",
         "each batch has another number of documents (data.pack)": values.data.pack,
+        "each batch has another shape (data.group_tokens)": values.data.group_tokens > 0,
         "train.deterministic keeps to kernels one by one": values.train.deterministic,
     }
     return next((reason for reason, holds in obstacles.items() if holds), "")

@@ -20,6 +20,7 @@ from shardway.resolve.draft import (
     Draft,
     Rule,
     accumulation_of,
+    batch_of,
     ceil_div,
     count_of,
     fact_of,
@@ -145,6 +146,18 @@ def a_sequence_splits_into_equal_parts(draft: Draft) -> None:
         what = f"{tp}: the {length // cp} tokens of a sequence that a rank has do not split into {tp} equal parts"
         allowed = f"a divisor of {length // cp}, such as {_nearest_tensor_degree(draft)}"
         draft.refuse("parallel.tp", what, allowed, f"or set parallel.tp_sequence = false, or set data.seq_len = {near}")
+
+
+@of_what_is_described
+def a_pipeline_takes_samples_of_one_shape(draft: Draft) -> None:
+    degree, tokens = draft.get("parallel.pp"), draft.get("data.group_tokens")
+    if degree > 1 and tokens:
+        what = (
+            f"{degree}: all micro-batches of a pipeline have one shape, and data.group_tokens = {tokens} gives groups "
+            "of different ones"
+        )
+        remedy = "split over dp_shard, dp_replicate, tp or cp, or take data.pack in place of data.group_tokens"
+        draft.refuse("parallel.pp", what, "1", remedy)
 
 
 def experts_split_over_the_ranks_that_share_the_states(draft: Draft) -> None:
@@ -356,7 +369,7 @@ def zero_bubbles_are_not_compiled(draft: Draft) -> None:
 
 
 def every_replica_gets_a_sample(draft: Draft) -> None:
-    replicas, batch = replicas_of(draft), draft.get("train.global_batch")
+    replicas, batch = replicas_of(draft), batch_of(draft).smallest
     if batch < replicas:
         what = f"{count_of(batch, 'sample')} cannot be shared by {replicas} data-parallel ranks"
         draft.refuse("train.global_batch", what, f"at least {replicas}", "raise train.global_batch or use fewer ranks")
@@ -365,7 +378,7 @@ def every_replica_gets_a_sample(draft: Draft) -> None:
 def a_micro_batch_is_a_part_of_a_rank_share(draft: Draft) -> None:
     """Open, it is the planner's choice if accelerator and model are known, else the whole share; of a pipeline it makes
     about two rounds of micro-batches if there are enough samples, and a number of them that the schedule takes."""
-    replicas, batch, share = replicas_of(draft), draft.get("train.global_batch"), share_of(draft)
+    replicas, batch, share = replicas_of(draft), batch_of(draft).largest, share_of(draft)
     micro, pp, facts = draft.get("train.micro_batch"), draft.get("parallel.pp"), draft.circumstances
     if micro == "auto" and pp > 1:
         size = nearest_where(_takes(draft), max(1, share // (2 * pp)), share)
@@ -387,17 +400,25 @@ def a_micro_batch_is_a_part_of_a_rank_share(draft: Draft) -> None:
 
 @of_what_is_described
 def what_counts_samples_gets_whole_micro_batches(draft: Draft) -> None:
-    """All micro-batches of a pipeline have one shape; padding would count for routers and batch norms."""
-    batch, micro, ranks = draft.get("train.global_batch"), draft.get("train.micro_batch"), replicas_of(draft)
-    whole, counting = micro * ranks, _counting(draft)
-    if draft.get("parallel.pp") == 1 or not counting or batch % whole == 0:
+    """All micro-batches of a pipeline have one shape, and all passes as many of them; padding would count for routers
+    and batch norms."""
+    ramp, micro, ranks = batch_of(draft), draft.get("train.micro_batch"), replicas_of(draft)
+    whole, counting, parts = micro * ranks, _counting(draft), f"micro-batches of {micro}"
+    if not ramp.is_constant:  # a smaller step is run in passes of the largest one's size
+        wanted = draft.get("parallel.pp_micro_batches")
+        per_pass = accumulation_of(draft) if wanted == "auto" else wanted
+        whole, parts = whole * per_pass, f"passes of {count_of(per_pass, 'micro-batch')} of {micro}"
+    batch = next((size for size in ramp.sizes if size % whole), None)
+    if draft.get("parallel.pp") == 1 or not counting or batch is None:
         return
-    near = nearest_where(_takes(draft), micro, share_of(draft))
     what = (
-        f"{count_of(batch, 'sample')} do not fill micro-batches of {micro} on {count_of(ranks, 'data-parallel rank')}, "
+        f"{count_of(batch, 'sample')} do not fill {parts} on {count_of(ranks, 'data-parallel rank')}, "
         f"and a pipeline fills them up with samples that its {counting} would count"
     )
-    remedy = f"or set train.micro_batch = {near}" if batch % (near * ranks) == 0 else ""
+    near = nearest_where(_takes(draft), micro, share_of(draft))
+    remedy = f"or set train.micro_batch = {near}" if ramp.is_constant and batch % (near * ranks) == 0 else ""
+    if not ramp.is_constant:
+        remedy = "or set parallel.pp_micro_batches, so that a pass takes no more than the smallest step has"
     draft.refuse("train.global_batch", what, f"a multiple of {whole}, such as {nearest_multiple(whole, batch)}", remedy)
 
 

@@ -199,6 +199,43 @@ def documents_are_packed_for_models_that_keep_them_apart(draft: Draft) -> None:
 
 
 @of_what_is_described
+def documents_are_grouped_where_padding_changes_nothing(draft: Draft) -> None:
+    """Padding stands behind each document, where causal attention alone does not see it."""
+    tokens, seq_len, off = draft.get("data.group_tokens"), draft.get("data.seq_len"), "set data.group_tokens = 0"
+    if not tokens:
+        return
+    if draft.get("data.pack"):
+        what = f"{tokens}, and data.pack = true fills samples in another way"
+        draft.refuse("data.group_tokens", what, "one of the two", "set data.pack = false")
+    if tokens < seq_len:
+        what = f"{tokens} is less than one document of data.seq_len = {seq_len} tokens"
+        draft.refuse("data.group_tokens", what, f"0, or at least {seq_len}")
+    kind = draft.get("model.kind")
+    if kind != "transformer":
+        what = f'{tokens}, and model.kind = "{kind}" would see the padding behind documents'
+        draft.refuse("data.group_tokens", what, '0; or model.kind = "transformer"')
+    for own in (name for name in ("synthetic", "dataset") if name in draft.data_kinds):
+        what = f'{tokens}, and data.kind = "{own}" has no documents'
+        draft.refuse("data.group_tokens", what, "0; or data with documents, such as text, jsonl, parquet or megatron")
+    if factor := (draft.get("model.capacity_factor") if draft.get("model.experts") else 0):
+        what = f"{factor} lets padding take places of experts, and data.group_tokens is {tokens}"
+        draft.refuse("model.capacity_factor", what, "0", off)
+    if draft.get("precision.compute") == "float8" and not draft.get("precision.float8_emulate"):
+        what = f'"float8": its products take multiples of 16 tokens, and data.group_tokens = {tokens} gives any number'
+        draft.refuse("precision.compute", what, '"bf16"', off)
+
+
+def a_group_is_a_micro_batch(draft: Draft) -> None:
+    """Groups have different shapes."""
+    micro, tokens = draft.get("train.micro_batch"), draft.get("data.group_tokens")
+    if tokens and micro == "auto":
+        draft.derive("train.micro_batch", 1, "a pass takes one group of data.group_tokens")
+    elif tokens and micro != 1:
+        what = f"{micro}: a pass takes one group of documents (data.group_tokens = {tokens})"
+        draft.refuse("train.micro_batch", what, "1", "raise data.group_tokens for larger passes")
+
+
+@of_what_is_described
 def heads_divide_the_width(draft: Draft) -> None:
     """Unless their width is set. With latent attention, rope_head_dim is the width that rotary positions rotate."""
     dim, heads, width = (draft.get(f"model.{name}") for name in ("dim", "heads", "head_dim"))

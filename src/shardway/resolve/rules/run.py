@@ -99,6 +99,17 @@ def data_are_staged_to_a_whole_path(draft: Draft) -> None:
         draft.refuse("data.stage", what, '"auto", "off", or a string that begins with /, ~ or $, such as "$TMPDIR"')
 
 
+def windows_are_those_of_one_data_set(draft: Draft) -> None:
+    if draft.get("data.shuffle") != "windows":
+        return
+    if draft.get("data.blend") or draft.get("data.pack"):
+        what = '"windows" visits the samples of one data set file by file, and '
+        what += (
+            "data.blend names several" if draft.get("data.blend") else "data.pack = true packs those of several files"
+        )
+        draft.refuse("data.shuffle", what, "true or false")
+
+
 def what_is_only_gathered_needs_no_loader_process(draft: Draft) -> None:
     takes = takes_of(draft.get("model.kind"))
     computed = any(takes in fact_of("data.kind", kind, "computes") for kind in draft.data_kinds)

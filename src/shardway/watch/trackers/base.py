@@ -61,7 +61,7 @@ MOST_WAITING = 10_000  # events that may wait for a slow tracker; what comes the
 END_S = 15.0  # how long the end of a run waits for its trackers
 _ENDS = ("finished", "stopped", "fault")
 _TAKEN = frozenset(("started", "rolled_back", "step", "validation", "logged", *_ENDS))
-_NOT_TRACKED = ("event", "time", "step", "position", "ids", "losses", "skipped")
+_NOT_TRACKED = ("event", "time", "step", "position", "samples", "ids", "losses", "skipped")
 
 
 def values_of(event: Event) -> dict[str, float]:
