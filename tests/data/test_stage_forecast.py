@@ -82,6 +82,8 @@ def test_prepared_shards_and_folders_of_images_are_counted(tmp_path: Path, monke
     facts = write_token_shard(shards / "0.shard", [(np.zeros(100, np.uint16), None)], "uint16")
     write_manifest(shards, "tokens", [facts], {})
     listed = sum(path.stat().st_size for path in shards.iterdir())
+    (shards / ".shardway").mkdir()
+    (shards / ".shardway" / "bins-64").write_bytes(bytes(300))  # an index is not copied
     assert f"copies {listed}B of data" in describe({"kind": "tokens", "path": str(shards), "stage": "/raid"})
     for name in "abc":
         (images / name).mkdir(parents=True)

@@ -58,7 +58,9 @@ def _whole_run() -> list[dict[str, Any]]:
 def test_every_section_and_no_raw_text(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     write_events(monkeypatch, run, _whole_run())
     run.checkpoint_path(20).mkdir()
-    run.write_request("", f"format = 1\n[model]\ntied = true\nhf = ''\nchannels = [16, 32]\n[data]\npath = '{NASTY}'\n")
+    ramp = "[train]\nglobal_batch = [[0, 8], [200, 16]]\n"
+    model = "[model]\ntied = true\nhf = ''\nchannels = [16, 32]\n"
+    run.write_request("", f"format = 1\n{model}[data]\npath = '{NASTY}'\n{ramp}")
     run.write_status(state="finished", step=21, total_steps=1000, reason=f"done {NASTY}")
     html = render_report(run)
     page = _without_plotly(html)
@@ -71,6 +73,7 @@ def test_every_section_and_no_raw_text(run: RunDir, monkeypatch: pytest.MonkeyPa
         "<td>20 to 21</td>",
         "<th>path</th><td>&lt;/script&gt;&lt;b&gt;&amp;&quot;</td>",
         "<th>channels</th><td>16, 32</td>",
+        "<th>global_batch</th><td>[0, 8], [200, 16]</td>",
         "<th>tied</th><td>true</td>",
         "<th>hf</th><td>&quot;&quot;</td>",
         "<th>CPU</th><td>",

@@ -20,6 +20,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import itertools
@@ -118,12 +119,14 @@ class LoaderOptions:
 class Batch:
     """This rank's samples of one step.
 
-    `data` is {"inputs": tensor, "targets": tensor} from a source, or what the user's dataset collates to; `ids` are its
-    samples, int64. `position` is that of the step's first sample over all ranks; the next step begins at
+    `data` is {"inputs": tensor, "targets": tensor} from a source, or what the user's dataset collates to; `ids` are
+    its samples, int64. `position` is that of the step's first sample over all ranks; the next step begins at
     `next_position` (more than a batch later if positions are skipped). `samples`: those of the step over all ranks.
-    `snapshot` is the state of a stream after these
-    samples, if it has one. Without `ids`, `data` holds one sample that does not count, so that a model never gets a
-    batch without rows. `left_out`: those of its samples that are damaged, whose rows do not count.
+    `snapshot` is the state of a stream after these samples, if it has one. `following`: the digest of the sample
+    that followed the last snapshot before it, "" if it cannot be computed; None if an earlier batch has it.
+    `went_astray`: a state did not lead to the sample that came next, so the stream was run through. Without `ids`,
+    `data` holds one sample that does not count, so that a model never gets a batch without rows. `left_out`: those
+    of its samples that are damaged, whose rows do not count.
     """
 
     data: Any
@@ -132,6 +135,8 @@ class Batch:
     next_position: int
     samples: int
     snapshot: StreamSnapshot | None = None
+    following: str | None = None
+    went_astray: bool = False
     left_out: tuple[LeftOut, ...] = ()
 
     def pin_memory(self) -> Batch:
@@ -410,6 +415,11 @@ class SampleStream:
         self._random: RandomStates | None = None
         self._fresh: RandomStates | None = None
         """The generators at the beginning of this epoch."""
+        self.went_astray = False
+        """Whether the first sample is not the one that followed the snapshot."""
+        self._expected = snapshot.following if snapshot is not None else ""
+        self._awaits = False
+        self._following: str | None = None
         if snapshot is None:
             return
         with self._drawing():
@@ -421,6 +431,14 @@ class SampleStream:
             if snapshot.of_iterator:
                 load_state(self._iterator, snapshot.state)
 
+    def take_following(self) -> str | None:
+        """The digest of the sample that followed the last snapshot, "" if it cannot be computed; None if that snapshot
+        has it already, or no sample followed."""
+        if self._following is None:
+            return None
+        found, self._following = self._following, None
+        return found
+
     def snapshot(self) -> StreamSnapshot | None:
         """The place of the stream; None if it has no state, or has drawn from generators that go on."""
         if self._iterator is None or self._fresh is None or self._random is None:
@@ -431,10 +449,14 @@ class SampleStream:
         if not (of_iterator or has_state(self._dataset)) or not self._fresh.equals(self._random):
             return None
         state = read_state(self._iterator if of_iterator else self._dataset)
-        return None if state is None else StreamSnapshot(self._at, self._epoch, self._in_epoch, of_iterator, state)
+        if state is None:
+            return None
+        self._awaits = True
+        return StreamSnapshot(self._at, self._epoch, self._in_epoch, of_iterator, state)
 
     def take(self, numbers: Sequence[int]) -> list[Any]:
-        """The samples with these numbers, in rising order and none of them in the past; those between are skipped."""
+        """The samples with these numbers, in rising order and none of them in the past; those between are skipped.
+        Nothing of them is right if the stream `went_astray`."""
         found = []
         with self._drawing():
             for number in numbers:
@@ -463,6 +485,12 @@ class SampleStream:
             self._compare_length(f"{self._in_epoch}", is_wrong=self._in_epoch < self._size)
             self._epoch, self._in_epoch = self._epoch + 1, 0
             iterator = self._begin()
+        if self._awaits or self._expected:
+            digest = digest_sample(sample)
+            self.went_astray = self._expected not in ("", digest)
+            if self._awaits:
+                self._following = digest
+            self._awaits, self._expected = False, ""
         self._in_epoch += 1
         self._compare_length("more", is_wrong=self._in_epoch > self._size > 0)
         return sample
@@ -574,7 +602,7 @@ class StreamLoader:
             yield batch.pin_memory() if self.options.pin_memory else batch
 
     def read(self, position: int, skips: Skips, snapshot: StreamSnapshot | None) -> Iterator[Batch]:
-        pace, stream, given, shown = SnapshotPace(), None, 0, self.share.rank > 0
+        pace, stream, given, shown, astray = SnapshotPace(), None, 0, self.share.rank > 0, False
         ramp, first = skips.number_ramp(self.share.global_batch), skips.count_kept(position)
         while True:
             batch = ramp.size_at(first)
@@ -590,12 +618,18 @@ class StreamLoader:
                 fits = snapshot is not None and snapshot.given <= int(numbers[0] if len(numbers) else start)
                 stream = SampleStream(self.dataset, self.seed, self.begin, snapshot if fits else None)
             samples = stream.take(numbers.tolist())
+            if stream.went_astray:
+                # A source makes its dataset anew, as in another process: one that loaded a wrong state may keep some of it.
+                anew = self.dataset if find_source(self.dataset) is None else copy.copy(self.dataset)
+                astray, stream = True, SampleStream(anew, self.seed, self.begin)
+                samples = stream.take(numbers.tolist())
+            following = stream.take_following()
             if stream.wrong_length and not shown:
                 self.options.tell(stream.wrong_length)
                 shown = True
             taken = pace.take(stream)  # before samples are collated, which may draw or change them
             data = _join_samples(self.dataset, self.collate, samples, numbers)
-            yield Batch(data, numbers, start, end, batch, taken)
+            yield Batch(data, numbers, start, end, batch, taken, following, astray)
 
     def _count_own(self, position: int) -> int:
         """How many samples of its own this rank has taken in the steps before a position."""
@@ -671,6 +705,30 @@ def validation_stream(dataset: Any, count: int, share: Share, collate: Collate |
         ids = np.arange(start + rows.start, start + rows.stop)
         data = _join_samples(dataset, collate, mine, ids if len(ids) else np.array([start]))
         yield Batch(data, ids, start, start + len(samples), len(samples))
+
+
+def digest_sample(sample: Any) -> str:
+    """A digest of a sample, by the values of its leaves and alike in each process; "" if it cannot be computed. A leaf
+    that is no tensor, array, string or number counts as it is pickled."""
+    found = hashlib.blake2b(digest_size=16)
+
+    def add(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            flat = leaf.detach().cpu().contiguous().reshape(-1)
+            found.update(f"{leaf.dtype} {tuple(leaf.shape)}\0".encode() + flat.view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            found.update(f"{leaf.dtype} {leaf.shape}\0".encode() + leaf.tobytes())
+        elif leaf is None or isinstance(leaf, str | bytes | int | float | complex):
+            found.update(f"{leaf!r}\0".encode(errors="surrogatepass"))
+        else:
+            found.update(pickle.dumps(leaf))
+        return leaf
+
+    try:
+        map_leaves(add, sample)
+        return found.hexdigest()
+    except Exception:  # what cannot be pickled cannot be compared
+        return ""
 
 
 def digest_first(samples: Any, seed: int) -> str:

@@ -78,13 +78,15 @@ def rewind(thing: Any, begin: bytes | None) -> None:
 @dataclass(frozen=True)
 class StreamSnapshot:
     """The place of a stream of samples: `given` samples in all, `in_epoch` of them in `epoch`, and the state of its
-    dataset (`of_iterator`: of the dataset's iterator)."""
+    dataset (`of_iterator`: of the dataset's iterator). `following`: the digest of the sample that came next, "" if it
+    is not known."""
 
     given: int
     epoch: int
     in_epoch: int
     of_iterator: bool
     state: bytes
+    following: str = ""
 
 
 @dataclass

@@ -143,9 +143,11 @@ def _are_shared(paths: list[str]) -> bool:
 
 
 def _list_files(paths: list[tuple[str, str]], *, takes_tokens: bool) -> list[tuple[Path, int]] | None:
-    """All files at these paths with their bytes; None if they are not there, too many, or prepared into others."""
+    """All files at these paths with their bytes, but the indexes kept beside them; None if they are not there, too
+    many, or prepared into others."""
     from shardway.data.content import DataPath
     from shardway.data.formats.base import list_files
+    from shardway.data.formats.indexes import FOLDER
 
     found: list[tuple[Path, int]] = []
     for kind, text in dict.fromkeys(paths):
@@ -154,7 +156,8 @@ def _list_files(paths: list[tuple[str, str]], *, takes_tokens: bool) -> list[tup
             return None
         try:
             if path.is_dir():
-                for folder, _, names in os.walk(path):
+                for folder, folders, names in os.walk(path):
+                    folders[:] = [each for each in folders if each != FOLDER]
                     if len(found) + len(names) > MOST_FILES:
                         return None
                     found += [(each, each.stat().st_size) for each in (Path(folder) / name for name in names)]

@@ -644,10 +644,12 @@ class StreamState(CheckpointState):
 
     def watched(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches; their states are remembered, and it is reported once if there are none."""
-        first = True
+        first, last = True, None
         for batch in batches:
+            if batch.following is not None and last is not None:
+                self._seen.append((last[0], replace(last[1], following=batch.following)))
             if batch.snapshot is not None:
-                self._seen.append((batch.next_position, batch.snapshot))
+                last = (batch.next_position, batch.snapshot)
             if first:
                 self._report_what_is_run_through(batch)
             first = False
@@ -658,6 +660,11 @@ class StreamState(CheckpointState):
         workers = self._session.resolved.values.data.workers not in ("auto", 0, 1)
         if self._unused:
             self._report(self._unused)
+        if batch.went_astray:
+            self._report(
+                "its state does not lead to the sample that came next, since it leaves something out (a shuffle "
+                "buffer, a generator), so it is run through from its beginning to where the run was."
+            )
         if batch.snapshot is None:
             self._report(
                 "after a resume it is run through from its beginning to where the run was. The order is the same if it "
@@ -669,8 +676,8 @@ class StreamState(CheckpointState):
             self._report(f"{alone}.")
 
     def collect(self) -> Tensors:
-        """The state after the last batch that counts, as one structure and its tensors; else that at the beginning of
-        this attempt."""
+        """The last state that a sample has followed and that is not after the last batch that counts, as one structure
+        and its tensors; else that at the beginning of this attempt."""
         position = self._find_position()
         snapshot = next((each for end, each in reversed(self._seen) if end <= position), self.begin)
         if snapshot is None or not self._leads:
@@ -690,6 +697,7 @@ class StreamState(CheckpointState):
             "epoch": snapshot.epoch,
             "in_epoch": snapshot.in_epoch,
             "of_iterator": snapshot.of_iterator,
+            "following": snapshot.following,
             "state": parts.text,
         }
         own = {self._part: dict(parts.tensors)} if parts.tensors else {}
@@ -720,7 +728,8 @@ class StreamState(CheckpointState):
         loaded = tensors.get(self._part, {})
         state = put_state_together(self._facts["state"], lambda name, device: loaded[name])
         known = {name: self._facts[name] for name in ("given", "epoch", "in_epoch", "of_iterator")}
-        self.begin = StreamSnapshot(**known, state=pickle.dumps(state))
+        following = self._facts.get("following", "")  # older checkpoints have none
+        self.begin = StreamSnapshot(**known, state=pickle.dumps(state), following=following)
 
     def _report(self, what: str) -> None:
         self._session.note_once(NOTE, f"{self._name}: {what}")

@@ -511,7 +511,11 @@ def _machine(progress: RunProgress) -> str:
 def _render_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    return ", ".join(map(_render_value, value)) if isinstance(value, list) else str(value) or '""'
+    if isinstance(value, list):
+        return ", ".join(
+            f"[{_render_value(each)}]" if isinstance(each, list) else _render_value(each) for each in value
+        )
+    return str(value) or '""'
 
 
 def _render_date(seconds: float | None) -> str:

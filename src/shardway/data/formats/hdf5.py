@@ -63,6 +63,8 @@ READ_RUN_BYTES = 2**17
 """Neighbouring rows are read at once up to so many bytes."""
 _QUICK_BYTES = 2**16
 """A chunk of fewer bytes is decoded about as fast as any record is read."""
+_FARTHEST = 2**62
+"""A greater offset, which damage can make, is past the end of each file too, and no 64-bit sum with it overflows."""
 _REFERENCES = 2**12
 """References to values of variable length are read and kept by so many."""
 
@@ -244,18 +246,20 @@ class Hdf5Records(Records):
             self._heaps[number] = GlobalHeap(self.parts, number)
         heap, element = self._heaps[number], dataset.element
         width = 1 if element is None else element.itemsize
+        native = None if element is None else element.newbyteorder("=")
+        missing = set(rows[dataset.find_rows(rows) < 0].tolist()) if dataset.fill else ()
         found: list[Any] = []
         for row, (length, address, index) in zip(
             rows.tolist(), self._read_references(number, dataset, rows), strict=True
         ):
             try:
-                value = heap.read(address, index, length * width)
+                value = dataset.fill if row in missing else heap.read(address, index, length * width)
             except BadHeap as error:
                 raise self.parts.damaged(
                     number, error.offset, f'dataset "{dataset.name}", row {row}: {error}'
                 ) from error
             found.append(
-                bytes(value).split(b"\0", 1)[0] if dataset.is_text else np.array(np.frombuffer(value, element))
+                bytes(value).split(b"\0", 1)[0] if dataset.is_text else np.array(np.frombuffer(value, element), native)
             )
         return found
 
@@ -374,8 +378,11 @@ class _Dataset:
         self.is_text = False
         if handle.dtype.hasobject and handle.ndim == 1 and not filters and not userblock:
             self.element, self.is_text = _find_element(h5py, handle, stored)
+        self.fill = b""
+        """The text in rows of chunks that were never written."""
         if self.element is not None:
             plain, size = True, REFERENCE.itemsize
+            self.fill = bytes(handle.fillvalue) if self.is_text and handle.fillvalue else b""
         self.row_bytes = 0
         """Bytes of a row that lies in the file as it is in memory (of a reference to it, if it has an `element`); 0:
         the library reads it."""
@@ -383,7 +390,7 @@ class _Dataset:
         self._chunk_starts: Offsets | None = None
         if chunks is None and handle.id.get_space_status() == h5py.h5d.SPACE_STATUS_ALLOCATED:
             start = handle.id.get_offset()
-            self._start = -1 if start is None else int(start)
+            self._start = -1 if start is None else min(int(start), _FARTHEST)
             self.row_bytes = size if plain and self._start >= 0 else 0
         elif plain and chunks and chunks[1:] == handle.shape[1:] and self.rows // chunks[0] < MOST_CHUNKS:
             self.row_bytes = size
@@ -427,7 +434,7 @@ class _Dataset:
             info = self.handle.id.get_chunk_info_by_coord((row, *(0 for _ in self.handle.shape[1:])))
         except _LIBRARY_ERRORS:
             return -1, 0
-        return (-1, 0) if info.byte_offset is None else (int(info.byte_offset), int(info.size))
+        return (-1, 0) if info.byte_offset is None else (min(int(info.byte_offset), _FARTHEST), int(info.size))
 
 
 def _find_element(h5py: Any, handle: Any, stored: Any) -> tuple[np.dtype[Any] | None, bool]:
@@ -603,7 +610,8 @@ def _list_shapes(found: Sequence[Any]) -> str:
 
 
 def _check_dataset(h5py: Any, place: DataPath, dataset: Any) -> None:
-    """Raise UserError for a dataset whose values lie in other files, and for a filter that is not installed."""
+    """Raise UserError for a dataset whose values lie in other files, for a filter that is not installed, and for values
+    of variable length in the other byte order that are not read from the heap: h5py 3.16 does not swap their bytes."""
     if dataset.is_virtual or dataset.external:
         raise place.error(
             f'has a dataset "{dataset.name}" with values in other files',
@@ -621,6 +629,14 @@ def _check_dataset(h5py: Any, place: DataPath, dataset: Any) -> None:
                 " is not installed",
                 remedy="pip install hdf5plugin, or write it again with gzip (h5repack -f GZIP=4)",
             )
+    ragged = h5py.check_vlen_dtype(dataset.dtype)
+    is_swapped = isinstance(ragged, np.dtype) and not ragged.isnative and dataset.shape[0] > 0
+    if is_swapped and _Dataset(h5py, dataset.name, dataset, dataset.file.userblock_size).element is None:
+        raise place.error(
+            f'has a dataset "{dataset.name}" of variable length in the other byte order ({ragged.str}), which h5py'
+            " reads wrong where there is a filter or a user block",
+            remedy="write it again without them, or in the byte order of this machine",
+        )
 
 
 def _count_rows(h5py: Any, place: DataPath, parts: FileParts, columns: Sequence[H5Column]) -> Offsets:

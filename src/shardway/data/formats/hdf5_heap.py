@@ -25,6 +25,8 @@ _FIRST_BYTES = _HEAD.size + _OBJECT.size
 _WHOLE_BYTES = 2**12
 """Collections of up to so many bytes, which hold several values, are kept whole; of others, where their values lie."""
 _KEPT_BYTES = 2**24
+_AT_ONCE_BYTES = 2**20
+"""A value of up to so many bytes is read before its collection is looked at; of a longer one, whether it is there."""
 
 
 class BadHeap(ValueError):
@@ -49,15 +51,19 @@ class GlobalHeap:
         if not size:
             return b""
         kept = self._kept.get(address)
-        if kept is None:
+        if kept is not None:
+            self._kept.move_to_end(address)
+        else:
             # Most values of many bytes are the first object of a collection of their own: one read gives all.
-            stop = min(address + _FIRST_BYTES + size, self._end)
             if not 0 < address <= self._end - _FIRST_BYTES:
                 raise BadHeap(address, f"its values would lie at byte {address}, and the file has {self._end} bytes")
-            content = self._parts.read(self._number, address, stop - address)
+            ahead = size if size <= _AT_ONCE_BYTES else 0
+            content = self._parts.read(self._number, address, min(_FIRST_BYTES + ahead, self._end - address))
             whole = self._check(address, content)
             first, _, _, room = _OBJECT.unpack_from(content, _HEAD.size)
             if first == index and room == size and _FIRST_BYTES + size <= whole:
+                if not ahead:
+                    return self._parts.read(self._number, address + _FIRST_BYTES, size)
                 return memoryview(content)[_FIRST_BYTES:]
             kept = self._keep(address, whole)
         collection, table = kept
@@ -80,16 +86,20 @@ class GlobalHeap:
 
     def _keep(self, address: int, whole: int) -> tuple[bytes, dict[int, tuple[int, int]]]:
         """A collection, and where each object begins in it and how many bytes it has."""
-        content = self._parts.read(self._number, address, whole)
+        content = self._parts.read(self._number, address, min(whole, _WHOLE_BYTES))
         table: dict[int, tuple[int, int]] = {}
-        at = _HEAD.size
+        at, start, part = _HEAD.size, 0, content
         while at + _OBJECT.size <= whole:
-            index, _, _, size = _OBJECT.unpack_from(content, at)
+            if at + _OBJECT.size > start + len(part):
+                start, part = at, self._parts.read(self._number, address + at, min(whole - at, _WHOLE_BYTES))
+            index, _, _, size = _OBJECT.unpack_from(part, at - start)
             if not index:  # what is free, up to the end
                 break
             begin = at + _OBJECT.size
             if begin + size > whole:
                 raise BadHeap(address + at, f"a value there would have {size} bytes, and its collection ends before")
+            if index in table:
+                raise BadHeap(address + at, f"object {index} of the heap there is in it twice")
             table[index] = (begin, size)
             at = begin + -(-size // 8) * 8
         kept = self._kept[address] = (content if whole <= _WHOLE_BYTES else b"", table)
@@ -97,4 +107,4 @@ class GlobalHeap:
         while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
             _, (gone, objects) = self._kept.popitem(last=False)
             self._kept_bytes -= len(gone) + 200 * len(objects)
-        return content, table
+        return kept
