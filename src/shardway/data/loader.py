@@ -619,7 +619,7 @@ class StreamLoader:
                 stream = SampleStream(self.dataset, self.seed, self.begin, snapshot if fits else None)
             samples = stream.take(numbers.tolist())
             if stream.went_astray:
-                # A source makes its dataset anew, as in another process: one that loaded a wrong state may keep some of it.
+                # A source makes its dataset anew: one that has loaded a wrong state may keep some of it.
                 anew = self.dataset if find_source(self.dataset) is None else copy.copy(self.dataset)
                 astray, stream = True, SampleStream(anew, self.seed, self.begin)
                 samples = stream.take(numbers.tolist())
