@@ -199,6 +199,20 @@ def read_named(directory: Path, name: str) -> list[dict[str, Any]]:
     return [event for event in RunDir(directory).all_events() if event["event"] == name]
 
 
+def used_samples(directory: Path) -> dict[int, list[int]]:
+    """Step -> the samples of all ranks, in the order of the ranks, from every event that still holds."""
+    used: dict[int, list[int]] = {}
+    for rank in RunDir(directory).ranks_with_events():
+        for event in read_steps(directory, rank):
+            used.setdefault(event["step"], []).extend(event["ids"])
+    return used
+
+
+def used_by_step(directory: Path) -> list[list[int]]:
+    """The samples of each step, over all ranks that took part in it, in the order of the global batch."""
+    return [ids for _, ids in sorted(used_samples(directory).items())]
+
+
 def worst_difference(these: Sequence[float], those: Sequence[float]) -> float:
     """The largest relative difference between two curves of one length."""
     return max(abs(a - b) / abs(b) for a, b in zip(these, those, strict=True))

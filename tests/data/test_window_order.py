@@ -51,8 +51,10 @@ def test_an_epoch_is_every_sample_once_window_by_window(order: WindowOrder, epoc
     ids = order.ids(np.arange(first, first + size))
     assert np.array_equal(np.sort(ids), np.arange(size))
     windows = range(epoch * order.windows, (epoch + 1) * order.windows)
-    bounds = [*(order.start_of(window) for window in windows), first + size]
-    assert bounds[0] == first
+    found = [window for position in range(first, first + size) for window in order.windows_at(np.array([position]))]
+    assert found == sorted(found)
+    assert sorted(set(found)) == list(windows)
+    bounds = [*(first + found.index(window) for window in windows), first + size]
     for window, start, end in zip(windows, bounds, bounds[1:], strict=False):
         blocks = order.blocks_of(window)
         assert {block_of(order, sample) for sample in ids[start - first : end - first].tolist()} == set(blocks)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pool import RankPool
-from runs import TINY, lone_rank, open_tiny, pool_ranks, read_column, read_named, read_steps, signal_at, train_tiny
+from runs import TINY, lone_rank, open_tiny, pool_ranks, read_column, read_named, signal_at, train_tiny, used_by_step
 from shardway.data.order import BlendOrder
 from shardway.errors import UserError
 from shardway.rundir.directory import RunDir
@@ -63,16 +63,6 @@ def on_ranks(rank: int, folder: Path, replicate: int, words: Sequence[str], last
 
 def attempt(pool: RankPool, folder: Path, replicate: int, *words: str, last: int | None = None) -> None:
     pool.run(on_ranks, replicate, {"folder": folder, "replicate": replicate, "words": words, "last": last})
-
-
-def used_by_step(folder: Path) -> list[list[int]]:
-    """The samples of each step, over all ranks that took part in it, in the order of the global batch."""
-    found: dict[int, list[int]] = {}
-    run = RunDir(folder)
-    for rank in sorted(run.ranks_with_events()):
-        for event in read_steps(folder, rank):
-            found.setdefault(event["step"], []).extend(event["ids"])
-    return [found[step] for step in sorted(found)]
 
 
 def order_of(*weights: Any, sizes: tuple[int, ...] = SIZES) -> BlendOrder:

@@ -18,9 +18,9 @@ from runs import (
     pool_ranks,
     read_column,
     read_named,
-    read_steps,
     signal_at,
     train_tiny,
+    used_by_step,
     worst_difference,
 )
 from saved_tensors import read_whole
@@ -177,15 +177,6 @@ def stage(
 
 def alone(directory: Path, kind: tuple[str, ...], *words: str) -> None:
     train_tiny(directory, lone_rank(), *kind, *words, base=BASES[kind])
-
-
-def used_by_step(folder: Path) -> list[list[int]]:
-    """The samples of each step, over all ranks that took part in it, in the order of the global batch."""
-    found: dict[int, list[int]] = {}
-    for rank in sorted(RunDir(folder).ranks_with_events()):
-        for event in read_steps(folder, rank):
-            found.setdefault(event["step"], []).extend(event["ids"])
-    return [found[step] for step in sorted(found)]
 
 
 def losses_of_validation(folder: Path) -> list[float]:

@@ -19,15 +19,14 @@ from runs import (
     pool_ranks,
     read_column,
     read_named,
-    read_steps,
     signal_at,
     train_alone,
     train_tiny,
+    used_samples,
     worst_difference,
 )
 from shardway.data.batch_tree import PackedInputs
 from shardway.models.build import build_model
-from shardway.rundir.directory import RunDir
 from shardway.train.loss import IGNORED, token_cross_entropy
 
 DOCUMENTS = 160
@@ -147,15 +146,6 @@ def test_each_sample_is_used_once_while_the_world_changes(rank_pool: RankPool, t
     assert sum(ids.values()) == 6 * steps
     assert max(ids.values()) - min(ids.values()) <= 1
     assert samples > 30
-
-
-def used_samples(directory: Path) -> dict[int, list[int]]:
-    """Step -> the samples of all ranks, from every event that still holds."""
-    used: dict[int, list[int]] = {}
-    for rank in RunDir(directory).ranks_with_events():
-        for event in read_steps(directory, rank):
-            used.setdefault(event["step"], []).extend(event["ids"])
-    return used
 
 
 def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path: Path, text: Path, quiet_threads: None) -> None:

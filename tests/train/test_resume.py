@@ -21,14 +21,13 @@ from runs import (
     pool_ranks,
     read_column,
     read_named,
-    read_steps,
     signal_at,
     train_tiny,
+    used_samples,
     worst_difference,
 )
 from shardway.models.build import build_model
 from shardway.ranks.start import Ranks
-from shardway.rundir.directory import RunDir
 from shardway.train.loss import token_cross_entropy
 from shardway.train.optim.kinds import build_optimizer
 from trained import assert_same_bits, whole_state
@@ -141,15 +140,6 @@ def test_each_sample_of_an_epoch_is_used_once(rank_pool: RankPool, tmp_path: Pat
         ids = Counter(identity for step in range(first, first + 12) for identity in used[step])
         assert ids == Counter(range(96))
     assert [used[step] for step in range(1, 13)] != [used[step] for step in range(13, 25)]
-
-
-def used_samples(directory: Path) -> dict[int, list[int]]:
-    """Step -> the samples of all ranks, from every event that still holds."""
-    used: dict[int, list[int]] = {}
-    for rank in RunDir(directory).ranks_with_events():
-        for event in read_steps(directory, rank):
-            used.setdefault(event["step"], []).extend(event["ids"])
-    return used
 
 
 def walk(directory: Path, on: Ranks, *words: str, steps: int) -> dict[str, torch.Tensor]:

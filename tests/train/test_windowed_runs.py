@@ -179,6 +179,19 @@ def sizes_of(folder: Path) -> list[int]:
     return [path.stat().st_size for path in sorted(folder.iterdir()) if path.suffix != ".json"]
 
 
+def write_files(tmp_path: Path, write: Callable[[Path], list[str]], *more: str) -> tuple[list[str], list[int]]:
+    """Data in a folder "data": the words of a run on all of them, and the sizes of their files."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    return [*write(folder), *WINDOWS, "data.validation_fraction=0.0", *more], sizes_of(folder)
+
+
+def small_windows(tmp_path: Path, write: Callable[[Path], list[str]], *more: str) -> tuple[list[str], list[int]]:
+    """As `write_files`, with windows of two files."""
+    words, sizes = write_files(tmp_path, write, *more)
+    return [*words, f"data.window={2 * max(sizes)}B"], sizes
+
+
 def list_ids(directory: Path) -> list[list[int]]:
     return [event["ids"] for event in read_steps(directory)]
 
@@ -191,11 +204,8 @@ def list_ids(directory: Path) -> list[list[int]]:
 def test_data_larger_than_the_disk_train_alike_and_each_file_is_copied_once_an_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_threads: None, write: Callable[[Path], list[str]]
 ) -> None:
-    folder, disk = tmp_path / "data", tmp_path / "disk"
-    folder.mkdir()
-    words = [*write(folder), *WINDOWS, "data.validation_fraction=0.0", "train.steps=2 epochs"]
-    sizes = sizes_of(folder)
-    words.append(f"data.window={2 * max(sizes)}B")
+    disk = tmp_path / "disk"
+    words, sizes = small_windows(tmp_path, write, "train.steps=2 epochs")
     train_tiny(tmp_path / "plain", lone_rank(), *words, base=base_of(write))
     small = Disk(monkeypatch, disk, 5 * max(sizes))
     train_tiny(tmp_path / "staged", lone_rank(), *words, f"data.stage={disk}", base=base_of(write))
@@ -232,10 +242,8 @@ def test_validation_reads_files_that_stay(tmp_path: Path, monkeypatch: pytest.Mo
 def test_loader_processes_find_the_files_of_their_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_threads: None, write: Callable[[Path], list[str]]
 ) -> None:
-    folder, disk = tmp_path / "data", tmp_path / "disk"
-    folder.mkdir()
-    words = [*write(folder), *WINDOWS, "data.validation_fraction=0.0", "train.steps=2 epochs"]
-    sizes = sizes_of(folder)
+    disk = tmp_path / "disk"
+    words, sizes = write_files(tmp_path, write, "train.steps=2 epochs")
     words += [f"data.window={2 * max(sizes)}B", "data.prefetch=1", "train.global_batch=4"]
     train_tiny(tmp_path / "plain", lone_rank(), *words, base=base_of(write))
     small = Disk(monkeypatch, disk, 5 * max(sizes))
@@ -300,13 +308,11 @@ def test_ranks_of_a_node_share_the_copies_and_a_node_with_room_has_all(rank: int
 def test_a_damaged_file_ends_the_run_when_it_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_threads: None
 ) -> None:
-    folder, disk = tmp_path / "data", tmp_path / "disk"
-    folder.mkdir()
-    words = [*write_tokens(folder), *WINDOWS, "data.validation_fraction=0.0", "train.steps=1 epochs"]
-    sizes = sizes_of(folder)
+    disk = tmp_path / "disk"
+    words, sizes = write_files(tmp_path, write_tokens, "train.steps=1 epochs")
     words += [f"data.window={2 * max(sizes)}B", f"data.stage={disk}"]
     Disk(monkeypatch, disk, 5 * max(sizes))
-    damaged = folder / "00003.shard"
+    damaged = tmp_path / "data/00003.shard"
     content = bytearray(damaged.read_bytes())
     content[200] ^= 1
     damaged.write_bytes(content)
@@ -321,10 +327,8 @@ def test_a_damaged_file_ends_the_run_when_it_is_needed(
 def test_a_disk_without_room_for_the_windows_of_a_step_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_threads: None
 ) -> None:
-    folder, disk = tmp_path / "data", tmp_path / "disk"
-    folder.mkdir()
-    words = [*write_tokens(folder), *WINDOWS, "data.validation_fraction=0.0", f"data.stage={disk}"]
-    sizes = sizes_of(folder)
+    disk = tmp_path / "disk"
+    words, sizes = write_files(tmp_path, write_tokens, f"data.stage={disk}")
     Disk(monkeypatch, disk, 3 * max(sizes))
     with pytest.raises(SiteError, match=r"and 2 windows of .* must be there at once") as caught:
         train_tiny(tmp_path / "run", lone_rank(), *words, f"data.window={2 * max(sizes)}B", base=TOKENS)
@@ -346,10 +350,8 @@ def test_data_whose_samples_do_not_follow_each_other_by_file_are_refused(tmp_pat
 def test_a_run_that_is_asked_to_stop_waits_for_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_threads: None, whole: int
 ) -> None:
-    folder, disk = tmp_path / "data", tmp_path / "disk"
-    folder.mkdir()
-    words = [*write_tokens(folder), *WINDOWS, "data.validation_fraction=0.0", f"data.stage={disk}"]
-    sizes = sizes_of(folder)
+    disk = tmp_path / "disk"
+    words, sizes = write_files(tmp_path, write_tokens, f"data.stage={disk}")
     small, take_well = Disk(monkeypatch, disk, 5 * max(sizes)), StageFolder._take
 
     def take(self: StageFolder, *arguments: Any) -> bool:
@@ -372,11 +374,8 @@ def test_a_run_that_is_asked_to_stop_waits_for_no_file(
 def test_a_step_that_waits_long_is_reported_once_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_threads: None
 ) -> None:
-    folder, disk = tmp_path / "data", tmp_path / "disk"
-    folder.mkdir()
-    words = [*write_tokens(folder), *WINDOWS, "data.validation_fraction=0.0", "train.steps=1 epochs"]
-    sizes = sizes_of(folder)
-    words.append(f"data.window={2 * max(sizes)}B")
+    disk = tmp_path / "disk"
+    words, sizes = small_windows(tmp_path, write_tokens, "train.steps=1 epochs")
     train_tiny(tmp_path / "plain", lone_rank(), *words, base=TOKENS)
     small, take_well, waits = Disk(monkeypatch, disk, 5 * max(sizes)), StageFolder._take, list[int]()
     wait_for = FileParts._wait_for
@@ -398,11 +397,8 @@ def test_no_sample_is_read_where_the_data_lie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_threads: None, write: Callable[[Path], list[str]]
 ) -> None:
     """Each file is gone once it is copied."""
-    folder, disk = tmp_path / "data", tmp_path / "disk"
-    folder.mkdir()
-    words = [*write(folder), *WINDOWS, "data.validation_fraction=0.0", "train.steps=20"]
-    sizes = sizes_of(folder)
-    words.append(f"data.window={2 * max(sizes)}B")
+    disk = tmp_path / "disk"
+    words, sizes = small_windows(tmp_path, write, "train.steps=20")
     train_tiny(tmp_path / "plain", lone_rank(), *words, base=base_of(write))
     Disk(monkeypatch, disk, 5 * max(sizes))
     copy = StageFolder._copy

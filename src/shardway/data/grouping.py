@@ -17,37 +17,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from shardway.data.formats.base import Offsets
 from shardway.data.order import SampleOrder
-from shardway.data.packing import cut_documents
+from shardway.data.packing import Bins, place_documents
 from shardway.errors import UserError
 
 GROUPING_VERSION = 1
 WINDOW = 2**20
 """How many consecutive documents are grouped together."""
-_ORDER_SEED = 0
 
 
 @dataclass(frozen=True, eq=False)
-class DocumentGroups:
-    """Pieces of documents by group: those of group g are `firsts[g]` to `firsts[g + 1]`, in the order of the store.
+class DocumentGroups(Bins):
+    """Bins that are groups: a row for each piece, padded to the longest of the group."""
 
-    `starts`: the first input token of each piece, counted in the store; `pairs`: how many pairs of input and target it
-    has. `lengths`: the pairs of the longest piece of each group, to which the others are padded. `cuts`: how often a
-    document was cut.
-    """
-
-    starts: Offsets
-    pairs: Offsets
-    firsts: Offsets
-    lengths: Offsets
-    cuts: int
-
-    def __len__(self) -> int:
-        return len(self.lengths)
+    @cached_property
+    def lengths(self) -> Offsets:
+        """The pairs of the longest piece of each group."""
+        return np.maximum.reduceat(self.pairs, self.firsts[:-1]) if len(self) else np.zeros(0, np.int64)
 
     @property
     def places(self) -> int:
@@ -62,37 +53,16 @@ class DocumentGroups:
 
 def group_documents(ends: Offsets, seq_len: int, tokens: int, window: int = WINDOW) -> DocumentGroups:
     """The groups of documents that end at the tokens `ends` (the first begins at token 0), each of at most `tokens`
-    places (at least `seq_len`).
+    places (at least `seq_len`)."""
 
-    The groups of a window are in a fixed random order, so that the last ones of a store, which may be held out, are
-    like the others. Documents of fewer than two tokens give nothing.
-    """
-    starts = np.concatenate((np.zeros(1, np.int64), ends[:-1])) if len(ends) else np.zeros(0, np.int64)
-    pieces, sizes, lengths, counts = [], [], [], []
-    cuts = 0
-    for first in range(0, len(ends), window):
-        begins, stops = starts[first : first + window], ends[first : first + window]
-        at, pairs = cut_documents(begins, stops, seq_len)
-        if not len(at):
-            continue
-        cuts += len(at) - int(np.count_nonzero(stops - begins > 1))
+    def place(pairs: Offsets) -> Offsets:
         by_length = np.argsort(-pairs, kind="stable")
-        sorted_pairs = pairs[by_length]
-        bounds = divide(sorted_pairs, tokens)
-        number = len(bounds) - 1
-        order = SampleOrder(number, _ORDER_SEED).ids(np.arange(number))
-        group = np.empty(len(at), np.int64)
-        group[by_length] = np.repeat(order, np.diff(bounds))
-        sort = np.lexsort((at, group))
-        pieces.append(at[sort])
-        sizes.append(pairs[sort])
-        counts.append(np.bincount(group, minlength=number))
-        lengths.append(sorted_pairs[bounds[:-1]][np.argsort(order)])
-    none = [np.zeros(0, np.int64)]
-    firsts = np.concatenate((np.zeros(1, np.int64), np.cumsum(np.concatenate(counts or none))))
-    return DocumentGroups(
-        np.concatenate(pieces or none), np.concatenate(sizes or none), firsts, np.concatenate(lengths or none), cuts
-    )
+        bounds = divide(pairs[by_length], tokens)
+        groups = np.empty(len(pairs), np.int64)
+        groups[by_length] = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+        return groups
+
+    return DocumentGroups(*place_documents(ends, seq_len, window, place))
 
 
 class LengthGroupedBatches:

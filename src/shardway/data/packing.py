@@ -15,6 +15,7 @@ J. Computing 3, 1974): the longest piece first, each into the bin with the least
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +51,15 @@ class Bins:
 
 
 def pack_documents(ends: Offsets, room: int, window: int = WINDOW) -> Bins:
-    """The bins of `room` pairs for documents that end at the tokens `ends` (the first begins at token 0).
+    """The bins of `room` pairs for documents that end at the tokens `ends` (the first begins at token 0)."""
+    return Bins(*place_documents(ends, room, window, lambda pairs: fit(pairs, room)))
+
+
+def place_documents(
+    ends: Offsets, room: int, window: int, place: Callable[[Offsets], Offsets]
+) -> tuple[Offsets, Offsets, Offsets, int]:
+    """The fields of `Bins` for documents that end at the tokens `ends` (the first begins at token 0), cut into pieces
+    of at most `room` pairs. `place`: the pairs of a window's pieces -> the bin of each, numbered from 0 without gaps.
 
     The bins of a window are in a fixed random order, so that the last ones of a store, which may be held out, are like
     the others. Documents of fewer than two tokens give nothing.
@@ -59,11 +68,12 @@ def pack_documents(ends: Offsets, room: int, window: int = WINDOW) -> Bins:
     pieces, sizes, offsets, found = [], [], [np.zeros(1, np.int64)], 0
     cuts = 0
     for first in range(0, len(ends), window):
-        at, pairs = cut_documents(starts[first : first + window], ends[first : first + window], room)
+        begins, stops = starts[first : first + window], ends[first : first + window]
+        at, pairs = _cut(begins, stops, room)
         if not len(at):
             continue
-        cuts += len(at) - int(np.count_nonzero(ends[first : first + window] - starts[first : first + window] > 1))
-        bins = fit(pairs, room)
+        cuts += len(at) - int(np.count_nonzero(stops - begins > 1))
+        bins = place(pairs)
         count = int(bins.max()) + 1
         order = SampleOrder(count, _ORDER_SEED).ids(np.arange(count))
         bins = order[bins]
@@ -73,10 +83,10 @@ def pack_documents(ends: Offsets, room: int, window: int = WINDOW) -> Bins:
         offsets.append(found + np.cumsum(np.bincount(bins, minlength=count)))
         found += len(at)
     none = [np.zeros(0, np.int64)]
-    return Bins(np.concatenate(pieces or none), np.concatenate(sizes or none), np.concatenate(offsets), cuts)
+    return np.concatenate(pieces or none), np.concatenate(sizes or none), np.concatenate(offsets), cuts
 
 
-def cut_documents(starts: Offsets, ends: Offsets, room: int) -> tuple[Offsets, Offsets]:
+def _cut(starts: Offsets, ends: Offsets, room: int) -> tuple[Offsets, Offsets]:
     """First token and pairs of each piece of some documents: all pieces of a document but the last fill a bin."""
     pairs = ends - starts - 1
     pieces = np.maximum(-(-pairs // room), 0)

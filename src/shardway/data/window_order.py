@@ -146,11 +146,6 @@ class WindowOrder:
         cuts = self._cuts
         return self._find_epoch(number).blocks[cuts[inner] : cuts[inner + 1]].tolist()
 
-    def start_of(self, window: int) -> int:
-        """The first position of a window."""
-        number, inner = divmod(window, self.windows)
-        return number * self.samples + self._bounds(self._find_epoch(number), inner)[0]
-
     # --- one epoch
 
     @cached_property

@@ -11,73 +11,51 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from shardway.data.content import DataPath, fingerprint_arrays
 from shardway.data.formats.base import Offsets
-from shardway.data.formats.indexes import IndexArrays, use_index
 from shardway.data.formats.token_store import TokenStore
 from shardway.data.grouping import GROUPING_VERSION, DocumentGroups, group_documents
-from shardway.data.sources.base import Arrays, DataRequest, Hold, Ids, SourceFacts
+from shardway.data.sources.base import Arrays, DataRequest, Ids, SourceFacts
 from shardway.data.sources.packed import (
     NOT_COUNTED,
+    BinnedDocuments,
     check_samples,
-    list_files,
     list_pieces,
     read_documents,
     read_pairs,
+    use_bins,
 )
 from shardway.units import render_count
 
 
 @dataclass(eq=False)
-class GroupedDocuments:
+class GroupedDocuments(BinnedDocuments):
     """Groups of at most `tokens` places: "inputs" and "targets" are arrays of objects [n], one int64 array
     [rows, length] for each group.
 
     `batch` raises UserError for a token at or above the vocabulary, as `TokenWindows` does.
     """
 
-    store: TokenStore
-    seq_len: int
-    tokens: int
-    place: DataPath
-    facts: SourceFacts
-    _groups: DocumentGroups | None = field(default=None, repr=False)
-
-    def __len__(self) -> int:
-        return len(self.groups)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_groups": None}
+    tokens: int = 0
 
     @property
     def tokens_per_sample(self) -> int:
         """The mean number of pairs in a group, rounded: padding is no token, and groups differ."""
-        return max(1, round(float(self.groups.pairs.sum()) / max(1, len(self))))
+        return max(1, round(float(self.bins.pairs.sum()) / max(1, len(self))))
+
+    def find_bins(self, ends: Offsets) -> DocumentGroups:
+        return _use_groups(self.store, ends, self.seq_len, self.tokens)
 
     @property
     def groups(self) -> DocumentGroups:
-        """The groups, read or computed at the first use."""
-        if self._groups is None:
-            ends = self.store.read_ends()
-            found = ends if ends is not None else np.zeros(0, np.int64)
-            self._groups = _use_groups(self.store, found, self.seq_len, self.tokens)
-        return self._groups
-
-    def locate(self, number: int) -> str:
-        """The tokens of each document in a group."""
-        groups = self.groups
-        pieces = range(int(groups.firsts[number]), int(groups.firsts[number + 1]))
-        return ", ".join(self.store.locate(int(groups.starts[each]), int(groups.pairs[each]) + 1) for each in pieces)
-
-    def staged(self, hold: Hold) -> GroupedDocuments:
-        """The same, read from staged files."""
-        return replace(self, store=self.store.staged(hold))
+        """The bins as what they are."""
+        return cast(DocumentGroups, self.bins)
 
     def batch(self, ids: Ids) -> Arrays:
         groups = self.groups
@@ -125,28 +103,15 @@ def open_grouped(store: TokenStore, place: DataPath, asked: DataRequest, facts: 
         f"of at most {tokens} tokens, {100 * groups.padding:.2f} % padding, {cuts}",
         fingerprint=store.make_fingerprint(seq_len, facts.fingerprint, _name_groups(ends, seq_len, tokens)),
     )
-    return GroupedDocuments(store, seq_len, tokens, place, complete, groups)
+    return GroupedDocuments(store, seq_len, place, complete, groups, tokens)
 
 
 # --- the groups of a store, kept
 
 
 def _use_groups(store: TokenStore, ends: Offsets, seq_len: int, tokens: int) -> DocumentGroups:
-    """The groups of a store: kept beside its files, or in the cache; made now if they are not there."""
-
-    def make() -> IndexArrays:
-        made = group_documents(ends, seq_len, tokens)
-        return {
-            "starts": made.starts,
-            "pairs": made.pairs.astype(np.int32),
-            "firsts": made.firsts,
-            "lengths": made.lengths.astype(np.int32),
-            "cuts": np.array([made.cuts]),
-        }
-
-    root, files = list_files(store)
-    kept = use_index(root, _name_groups(ends, seq_len, tokens), files, make)
-    return DocumentGroups(kept["starts"], kept["pairs"], kept["firsts"], kept["lengths"], int(kept["cuts"][0]))
+    name = _name_groups(ends, seq_len, tokens)
+    return DocumentGroups(*use_bins(store, name, lambda: group_documents(ends, seq_len, tokens)))
 
 
 def _name_groups(ends: Offsets, seq_len: int, tokens: int) -> str:

@@ -12,9 +12,11 @@ Invariants:
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -34,17 +36,18 @@ SAMPLED_FILES = 16
 
 
 @dataclass(eq=False)
-class PackedDocuments:
-    """Bins of `seq_len` pairs, int64: inputs, targets and positions [n, L].
-
-    `batch` raises UserError for a token at or above the vocabulary, as `TokenWindows` does.
-    """
+class BinnedDocuments(ABC):
+    """What samples of a store's documents have in common, whatever shape bins have."""
 
     store: TokenStore
     seq_len: int
     place: DataPath
     facts: SourceFacts
     _bins: Bins | None = field(default=None, repr=False)
+
+    @abstractmethod
+    def find_bins(self, ends: Offsets) -> Bins:
+        """The bins of documents that end at the tokens `ends`."""
 
     def __len__(self) -> int:
         return len(self.bins)
@@ -53,15 +56,11 @@ class PackedDocuments:
         return {**self.__dict__, "_bins": None}
 
     @property
-    def tokens_per_sample(self) -> int:
-        return self.seq_len
-
-    @property
     def bins(self) -> Bins:
         """The bins, read or computed at the first use."""
         if self._bins is None:
             ends = self.store.read_ends()
-            self._bins = _use_bins(self.store, ends if ends is not None else np.zeros(0, np.int64), self.seq_len)
+            self._bins = self.find_bins(ends if ends is not None else np.zeros(0, np.int64))
         return self._bins
 
     def locate(self, number: int) -> str:
@@ -70,9 +69,24 @@ class PackedDocuments:
         pieces = range(int(bins.firsts[number]), int(bins.firsts[number + 1]))
         return ", ".join(self.store.locate(int(bins.starts[each]), int(bins.pairs[each]) + 1) for each in pieces)
 
-    def staged(self, hold: Hold) -> PackedDocuments:
+    def staged(self, hold: Hold) -> Self:
         """The same, read from staged files."""
         return replace(self, store=self.store.staged(hold))
+
+
+@dataclass(eq=False)
+class PackedDocuments(BinnedDocuments):
+    """Bins of `seq_len` pairs, int64: inputs, targets and positions [n, L].
+
+    `batch` raises UserError for a token at or above the vocabulary, as `TokenWindows` does.
+    """
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.seq_len
+
+    def find_bins(self, ends: Offsets) -> Bins:
+        return _use_bins(self.store, ends, self.seq_len)
 
     def batch(self, ids: Ids) -> Arrays:
         bins, length = self.bins, self.seq_len
@@ -128,20 +142,7 @@ def open_packed(store: TokenStore, place: DataPath, asked: DataRequest, facts: S
 
 
 def _use_bins(store: TokenStore, ends: Offsets, seq_len: int) -> Bins:
-    """The bins of a store: kept beside its files, or in the cache; made now if they are not there."""
-
-    def make() -> IndexArrays:
-        made = pack_documents(ends, seq_len)
-        return {
-            "starts": made.starts,
-            "pairs": made.pairs.astype(np.int32),
-            "firsts": made.firsts,
-            "cuts": np.array([made.cuts]),
-        }
-
-    root, files = list_files(store)
-    kept = use_index(root, _name_bins(ends, seq_len), files, make)
-    return Bins(kept["starts"], kept["pairs"], kept["firsts"], int(kept["cuts"][0]))
+    return Bins(*use_bins(store, _name_bins(ends, seq_len), lambda: pack_documents(ends, seq_len)))
 
 
 def _name_bins(ends: Offsets, seq_len: int) -> str:
@@ -199,7 +200,24 @@ def read_pairs(
     return tokens[is_input], tokens[is_target], None if counted is None else counted[is_target]
 
 
-def list_files(store: TokenStore) -> tuple[Path, list[DataFile]]:
+def use_bins(store: TokenStore, name: str, make: Callable[[], Bins]) -> tuple[Offsets, Offsets, Offsets, int]:
+    """The fields of the bins of a store: kept beside its files, or in the cache; made now if they are not there."""
+
+    def make_index() -> IndexArrays:
+        made = make()
+        return {
+            "starts": made.starts,
+            "pairs": made.pairs.astype(np.int32),
+            "firsts": made.firsts,
+            "cuts": np.array([made.cuts]),
+        }
+
+    root, files = _list_files(store)
+    kept = use_index(root, name, files, make_index)
+    return kept["starts"], kept["pairs"], kept["firsts"], int(kept["cuts"][0])
+
+
+def _list_files(store: TokenStore) -> tuple[Path, list[DataFile]]:
     """The folder above all files of a store, and they as they are now."""
     paths = [file.path.absolute() for file in store.files]
     root = Path(os.path.commonpath([path.parent for path in paths]))
