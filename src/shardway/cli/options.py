@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -117,7 +118,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print facts as JSON on
 RunName = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", help="A run directory, HOST:DIRECTORY, or a run's name.", autocompletion=complete_run
+        metavar="RUN",
+        help="A run directory, HOST:DIRECTORY, a run's name, or the id of its job.",
+        autocompletion=complete_run,
     ),
 ]
 
@@ -130,17 +133,24 @@ def read_request(words: list[str] | None, directory: Path | None, fresh: bool = 
 
 
 def find_run(path: Path | None) -> RunDir:
-    """The one run at a path (or the only one in the default folder). Raises UserError where that is not one run."""
-    from shardway.watch.progress import find_runs
+    """The one run that a word means: a run here by its directory, its name or the id of its job, or the only one of a
+    folder (default: runs). Raises UserError where that is not one run, or is on another host."""
+    from shardway.launch.runs.find import find_known, find_run_around, is_run, list_runs
+    from shardway.rundir.directory import RunDir
 
     root = path or Path("runs")
-    runs = find_runs(root)
+    if path is not None and (is_run(path) or not os.path.isdir(path)):
+        known = find_known(str(path))
+        if known.host:
+            raise UserError(f"{path} is on another host, {known.host}.\n  To do: run the same command there.")
+        return RunDir(Path(known.run))
+    runs = list_runs(root) or [*filter(None, [find_run_around(root)])]
     if not runs:
         raise UserError(f"there is no run in {root}.\n  To do: name a run directory, or start a run: `shardway train`.")
     if len(runs) > 1:
-        names = "\n".join(f"    {run.path}" for run in runs)
+        names = "\n".join(f"    {run}" for run in runs)
         raise UserError(f"{root} holds {len(runs)} runs; name one of them:\n{names}")
-    return runs[0]
+    return RunDir(runs[0])
 
 
 def read_time(option: str, text: str) -> float:

@@ -1,8 +1,9 @@
-"""Which runs the user has submitted, and which of them a word means.
+"""Which runs the user has submitted, and which of them a word means: a directory, a name, or the id of a job.
 
 Invariants:
 - A torn or foreign line is skipped, and a registry that cannot be written stops no verb.
 - A word that could mean several runs is refused, with all of them named.
+- The id of a job is looked up in the records of the known runs, those of this machine first; no scheduler is asked.
 
 One line of JSON per run in $XDG_STATE_HOME/shardway/submitted-runs (default ~/.local/state), appended in one write; a
 line with `"gone": true` revokes those before it. It has only the places of run directories; the state of a run is in
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 
-from shardway.errors import JobError, UserError
+from shardway.errors import JobError, SiteError, UserError
 from shardway.places import find_own_folder
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import is_there, list_names
@@ -90,23 +93,191 @@ def read_known() -> list[Known]:
 # --- the run that a word means
 
 
+@dataclass(frozen=True)
+class NamedRun:
+    """The run that a word means; `attempt` is the number of the one whose job it names, None for any other word."""
+
+    known: Known
+    attempt: int | None = None
+    job: str = ""
+
+
 def find_known(word: str) -> Known:
     """The run that is meant. Raises UserError for none and for several."""
+    return find_named(word).known
+
+
+def find_named(word: str) -> NamedRun:
+    """The run that is meant, with the attempt where a word is the id of a job. Raises UserError for none and for
+    several.
+
+    A word is a run directory, a path inside one, HOST:DIRECTORY, a run's name, or a job's id; of a name or an id,
+    HOST: before it leaves out the other hosts.
+    """
     if remote := re.fullmatch(r"(?P<host>[^/:]+):(?P<run>[/~].*)", word):
-        return Known(remote["run"], remote["host"])
+        return NamedRun(Known(remote["run"], remote["host"]))
     if is_run(Path(word)):
-        return Known(word)
-    named = [known for known in read_known() if word in (Path(known.run).name, known.run) and _may_be_there(known)]
+        return NamedRun(Known(word))
+    if (around := find_run_around(Path(word))) is not None:
+        return NamedRun(Known(str(around)))
+    prefixed = re.fullmatch(r"(?P<host>[^/:]+):(?P<name>[^/:]+)", word)
+    host, name = (prefixed["host"], prefixed["name"]) if prefixed else (None, word)
+    candidates = [known for known in find_all(Path("runs")) if host is None or known.host == host]
+    named = [NamedRun(known) for known in candidates if _is_named(known, name)]
+    jobs = _JobSearch(candidates)
+    named += [found for found in jobs.find(name) if found.known not in [each.known for each in named]]
     if len(named) == 1:
         return named[0]
     if named:
-        listed = "\n".join(f"    {render_known(known)}" for known in named)
-        raise UserError(f'"{word}" is the name of {len(named)} runs; name one of them by its directory:\n{listed}')
-    raise UserError(
-        f"there is no run {word}.\n"
-        "  Allowed: a run directory, HOST:DIRECTORY, or the name of a run that you submitted; `shardway status` lists "
-        "them."
+        listed = "\n".join(
+            f"    {render_known(each.known)}" + (f" (job {each.job}, attempt {each.attempt})" if each.attempt else "")
+            for each in named
+        )
+        what = "the id of a job" if any(each.attempt for each in named) else "the name"
+        raise UserError(f'"{word}" is {what} of {len(named)} runs; name one of them by its directory:\n{listed}')
+    raise UserError("\n".join(_describe_unknown(word, name, candidates, jobs)))
+
+
+def _is_named(known: Known, name: str) -> bool:
+    """Registered paths are absolute; a path in ./runs is found before."""
+    return name in (Path(known.run).name, known.run)
+
+
+def _describe_unknown(word: str, name: str, candidates: Sequence[Known], jobs: _JobSearch) -> Iterator[str]:
+    """Why no run is meant, what was looked through, and what is close."""
+    from difflib import get_close_matches
+
+    yield f"there is no run {word}."
+    if _JobName.parse(name) is not None:
+        yield f"  It may be the id of a job, but none of {_count(len(candidates), 'known run')} has had a job {name}."
+        if jobs.seen:
+            yield f"  Their newest jobs: {', '.join(jobs.seen[-5:])}."
+        for host, silence in jobs.silent.items():
+            yield f"  {host} did not answer, so its runs were not looked through: {silence}"
+        yield "  A job that was not submitted by Shardway has no run directory, and nothing was recorded of it."
+    elif os.path.lexists(word):
+        what = "a folder in which there is no run" if os.path.isdir(word) else "a file that lies in no run directory"
+        yield f"  There is {what} of that name."
+    short = {each: render_known(known) for known in candidates for each in (Path(known.run).name, known.run)}
+    if close := get_close_matches(name, [*short], n=3, cutoff=0.75):
+        yield f"  Did you mean {' or '.join(dict.fromkeys(short[each] for each in close))}?"
+    yield (
+        "  Allowed: a run directory, HOST:DIRECTORY, the name of a run that you submitted, or the id of its job; "
+        "`shardway status --all` lists them."
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"the {number} {noun}s" if number != 1 else f"the one {noun}"
+
+
+def find_run_around(path: Path) -> Path | None:
+    """The run directory in which a path lies, or None. Raises JobError where the file system does not answer."""
+    if not os.path.lexists(path):
+        return None
+    whole = Path(os.path.abspath(path))
+    around = next((folder for folder in whole.parents if is_run(folder)), None)
+    if around is None or path.is_absolute():
+        return around
+    return Path(os.path.relpath(around))
+
+
+# --- jobs by their ids
+
+
+_JOB_NAME = re.compile(r"(?P<number>\d+)(?:\+\d+)?(?P<task>\[[^\[\]]*\]|_[\w\[\],:%-]+)?(?:\.(?P<rest>[\w.-]+))?")
+_SLURM_STEP = re.compile(r"\d+|batch|extern|interactive")
+
+
+@dataclass(frozen=True)
+class _JobName:
+    """A job's id in parts: "123_4" (a task of Slurm's arrays), "29084[3].server" (PBS), "4711.8123" (a process here and
+    its start). `task` has its brackets or its line; `rest` is what follows a point: a server, a step, a start."""
+
+    number: str
+    task: str
+    rest: str
+
+    @classmethod
+    def parse(cls, text: str) -> _JobName | None:
+        found = _JOB_NAME.fullmatch(text)
+        return cls(found["number"], found["task"] or "", found["rest"] or "") if found else None
+
+    def means(self, job: _JobName) -> bool:
+        """Whether a person that writes this means that job: a server's domain and a step may be left out or added, and
+        an array stands for its tasks, a task for its array."""
+        if self.number != job.number or not self._fits_task(job.task):
+            return False
+        mine, its = self.rest, job.rest
+        if not mine or mine == its:
+            return True
+        if not its:  # a step of a job of Slurm
+            return _SLURM_STEP.fullmatch(mine) is not None
+        return mine.startswith(f"{its}.") or its.startswith(f"{mine}.")
+
+    def _fits_task(self, its: str) -> bool:
+        mine = self.task
+        if not mine or mine == its or mine == "[]":
+            return True
+        if mine.startswith("["):
+            return its == "[]"
+        return not its or its.startswith("_[")
+
+
+class _JobSearch:
+    """Looks through the attempts of runs for a job. `seen`: the jobs that were looked at, as words; `silent`: hosts
+    that did not answer, with the reason."""
+
+    def __init__(self, runs: Sequence[Known]) -> None:
+        self._runs = runs
+        self.seen: list[str] = []
+        self.silent: dict[str, str] = {}
+
+    def find(self, word: str) -> list[NamedRun]:
+        """The runs with that job: those of this machine if there are any, else those of other hosts; those whose id is
+        exactly this one, else those that it may stand for."""
+        name = _JobName.parse(word)
+        if name is None:
+            return []
+        hosts = groupby(sorted(self._runs, key=lambda known: known.host), key=lambda known: known.host)
+        exact: dict[Known, NamedRun] = {}
+        loose: dict[Known, NamedRun] = {}
+        for host, runs in hosts:
+            for found in self._list_jobs(host, [*runs]):  # of several attempts with one job the newest stays
+                if found.job == word:
+                    exact[found.known] = found
+                elif (job := _JobName.parse(found.job)) is not None and name.means(job):
+                    loose[found.known] = found
+            if (exact or loose) and host == "":
+                break
+        return list((exact or loose).values())
+
+    def _list_jobs(self, host: str, runs: Sequence[Known]) -> Iterator[NamedRun]:
+        if not host:
+            for known in runs:
+                with contextlib.suppress(JobError):  # it cannot be looked at, and is no answer
+                    for attempt in RunDir(Path(known.run)).attempts():
+                        records = attempt.read_submission(), attempt.read_started()
+                        jobs = dict.fromkeys(record.job for record in records if record is not None and record.job)
+                        yield from (self._note(known, attempt.number, job) for job in jobs)
+            return
+        from shardway.launch.hosts import find_host
+        from shardway.launch.runs.job_status import read_ledgers
+
+        try:
+            ledgers = read_ledgers(find_host(host), [Path(known.run) for known in runs])
+        except SiteError as error:
+            self.silent[host] = str(error).splitlines()[0]
+            return
+        for known, ledger in zip(runs, ledgers, strict=True):
+            yield from (self._note(known, entry.number, entry.job) for entry in ledger.entries if entry.job)
+
+    def _note(self, known: Known, attempt: int, job: str) -> NamedRun:
+        self.seen.append(f"{job} ({render_known(known)})")
+        return NamedRun(known, attempt, job)
+
+
+# --- all runs
 
 
 def find_all(folder: Path) -> list[Known]:
