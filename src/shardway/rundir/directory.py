@@ -57,7 +57,7 @@ OWN_NAMES = frozenset(
     (
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
         *("run-id", "lease", "logs", "attempts", "report.html", "stop", "left_out.json", "line.json", "work"),
-        *("cache", "trackers.json", "tensorboard"),
+        *("cache", "trackers.json", "tensorboard", "telemetry"),
     )
 )
 """Names that belong to a run directory."""
@@ -392,6 +392,7 @@ class RunDir:
 
     # --- report and logs
 
+    telemetry_folder = PathBelow("telemetry")  # a file a host: what its hardware does
     work = PathBelow("work")  # of a foreign program; it and its files last over attempts
     report_path = PathBelow("report.html")
 

@@ -166,6 +166,11 @@ def drop_undone(events: Iterator[Event]) -> list[Event]:
     return kept
 
 
+_STEP = b'{"event": "step"'
+_STEP_BYTES = 256  # about the length of a step's line
+_STEPS_BYTES = 1 << 16  # of the end of a file, whose steps are all read
+
+
 class EventFollower:
     """Reads what was appended to an event file since the last call. Raises JobError where it cannot be read."""
 
@@ -193,6 +198,30 @@ class EventFollower:
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [event for event in map(parse_event, lines) if event is not None]
+
+    def catch_up(self, most_steps: int = 4096) -> Iterator[Event]:
+        """For a first look at a long file: every event so far, but only some of the steps, about `most_steps` evenly
+        chosen ones and those at the end. `new_events` goes on after it. Raises JobError where it cannot be read."""
+        with _reading(self._path) as file:
+            if file is None:
+                return
+            found = os.fstat(file.fileno())
+            stride = max(1, found.st_size // (most_steps * _STEP_BYTES))
+            self._offset, self._inode, self._rest = 0, found.st_ino, b""
+            steps = 0
+            for line in file:
+                self._offset += len(line)
+                if not line.endswith(b"\n"):
+                    self._rest = line
+                    return
+                if line.startswith(_STEP) and self._offset < found.st_size - _STEPS_BYTES:
+                    steps += 1
+                    if steps % stride != 1 % stride:
+                        continue
+                elif not line.startswith(_STEP):
+                    steps = 0  # the first step of an attempt counts
+                if (event := parse_event(line)) is not None:
+                    yield event
 
     def follow(self, until: Callable[[], bool], pause_s: float = 0.25) -> Iterator[Event]:
         """Yield events as they come; once `until` turns true, yield the rest and end."""

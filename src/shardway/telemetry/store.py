@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 # --- what is read
 
@@ -307,7 +307,7 @@ def _read_host(path: str, since: float) -> HostTelemetry | None:
     schemas: dict[tuple[int, int], _Schema] = {}
     blocks: list[tuple[tuple[int, int], memoryview]] = []
     since_ms = since * 1000
-    for kind, schema, sampler, newest_ms, packed in _list_blocks(content):
+    for kind, schema, sampler, newest_ms, packed, _ in _list_blocks(content):
         key = (sampler, schema)
         if kind == _SCHEMA and key not in schemas:
             if (read := _read_schema(packed)) is not None:
@@ -346,8 +346,59 @@ def _read_host(path: str, since: float) -> HostTelemetry | None:
     return HostTelemetry(infos[-1].host, infos, times[order], MappingProxyType(series))
 
 
-def _list_blocks(content: bytes) -> Iterator[tuple[int, int, int, int, memoryview]]:
-    """Kind, number of the schema, sampler, newest time (ms) and content of each whole block."""
+class TelemetryFollower:
+    """Reads what was appended to a host's file since the last call, for views that refresh. The first call reads the
+    last `first_bytes` of a longer file, or as many times that as hold a schema and samples."""
+
+    def __init__(self, path: Path, first_bytes: int = 1 << 20) -> None:
+        self._path, self._first_bytes = path, first_bytes
+        self._offset = -1
+        self._inode = 0
+        self._rest = b""
+        self._schemas: dict[tuple[int, int], _Schema] = {}
+
+    def new_samples(self) -> list[tuple[NodeInfo, Any, dict[str, Any]]]:
+        """Of each new block: its sampler, times (Unix seconds) and columns by name. Raises OSError, also where there is
+        no file."""
+        with open(self._path, "rb") as file:
+            found = os.fstat(file.fileno())
+            if self._offset < 0 or found.st_ino != self._inode or found.st_size < self._offset:
+                return self._read_end(file, found.st_ino, found.st_size)
+            if found.st_size == self._offset:
+                return []
+            file.seek(self._offset)
+            content = self._rest + file.read()
+            self._offset = file.tell()
+        return self._unpack_blocks(content)
+
+    def _read_end(self, file: BinaryIO, inode: int, size: int) -> list[tuple[NodeInfo, Any, dict[str, Any]]]:
+        length = self._first_bytes
+        while True:
+            self._schemas, self._inode = {}, inode
+            file.seek(max(0, size - length))
+            content = file.read()
+            self._offset = file.tell()
+            samples = self._unpack_blocks(content)
+            if samples or length >= size:
+                return samples
+            length *= 4
+
+    def _unpack_blocks(self, content: bytes) -> list[tuple[NodeInfo, Any, dict[str, Any]]]:
+        samples, end = [], 0
+        for kind, schema, sampler, _, packed, end in _list_blocks(content):  # noqa: B007
+            key = (sampler, schema)
+            if kind == _SCHEMA and (read := _read_schema(packed)) is not None:
+                self._schemas[key] = read
+            elif kind == _SAMPLES and (known := self._schemas.get(key)) is not None:
+                part = _read_samples(packed, known)
+                if part is not None:
+                    samples.append((known.info, part[0], dict(zip(known.series, part[1], strict=True))))
+        self._rest = content[end:]
+        return samples
+
+
+def _list_blocks(content: bytes) -> Iterator[tuple[int, int, int, int, memoryview, int]]:
+    """Kind, number of the schema, sampler, newest time (ms), content and end of each whole block."""
     view, at = memoryview(content), 0
     while (at := content.find(_MAGIC, at)) >= 0 and at + _HEAD.size <= len(content):
         _, version, kind, schema, sampler, size, newest_ms, checksum = _HEAD.unpack_from(content, at)
@@ -357,7 +408,7 @@ def _list_blocks(content: bytes) -> Iterator[tuple[int, int, int, int, memoryvie
             at += 1
             continue
         if version == _VERSION:
-            yield kind, schema, sampler, newest_ms, packed
+            yield kind, schema, sampler, newest_ms, packed, start + size
         at = start + size
 
 
