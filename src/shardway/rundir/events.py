@@ -200,26 +200,32 @@ class EventFollower:
         return [event for event in map(parse_event, lines) if event is not None]
 
     def catch_up(self, most_steps: int = 4096) -> Iterator[Event]:
-        """For a first look at a long file: every event so far, but only some of the steps, about `most_steps` evenly
-        chosen ones and those at the end. `new_events` goes on after it. Raises JobError where it cannot be read."""
+        """For a first look at a long file: every event so far, but only some of the steps: about `most_steps` evenly
+        chosen ones, the first and the last of each attempt, and those at the end. `new_events` goes on after it. Raises
+        JobError where it cannot be read."""
         with _reading(self._path) as file:
             if file is None:
                 return
             found = os.fstat(file.fileno())
             stride = max(1, found.st_size // (most_steps * _STEP_BYTES))
             self._offset, self._inode, self._rest = 0, found.st_ino, b""
-            steps = 0
+            steps, left_out = 0, b""
             for line in file:
                 self._offset += len(line)
                 if not line.endswith(b"\n"):
                     self._rest = line
                     return
-                if line.startswith(_STEP) and self._offset < found.st_size - _STEPS_BYTES:
+                is_step = line.startswith(_STEP)
+                if is_step and self._offset < found.st_size - _STEPS_BYTES:
                     steps += 1
                     if steps % stride != 1 % stride:
+                        left_out = line
                         continue
-                elif not line.startswith(_STEP):
-                    steps = 0  # the first step of an attempt counts
+                elif not is_step:
+                    steps = 0
+                    if left_out and (event := parse_event(left_out)) is not None:
+                        yield event
+                left_out = b""
                 if (event := parse_event(line)) is not None:
                     yield event
 
