@@ -106,7 +106,7 @@ class Verbs(TyperGroup):
             if (function := getattr(module, cmd_name, None)) is None:
                 holder.add_typer(module.app, name=cmd_name)
             else:
-                holder.command(cmd_name, cls=CommandWithProgram if cmd_name == "submit" else None)(function)
+                holder.command(cmd_name, cls=getattr(module, "COMMANDS", {}).get(cmd_name))(function)
             self.commands[cmd_name] = get_group(holder).commands[cmd_name]
         return super().get_command(ctx, cmd_name)
 

@@ -1,5 +1,6 @@
-"""`shardway status`: the state of runs, here and on the hosts they were submitted to; `shardway logs`: what a run says,
-from its events, or the output of one of its ranks; `shardway report`: report.html of one, written again.
+"""`shardway status`: the state of runs, one in full or several as a table, here and on the hosts that they went to;
+`shardway logs`: what a run says, from its events, or the output of one of its ranks; `shardway report`: report.html of
+one, written again.
 
 Invariant: without torch; nothing except a report is written, and a run may be writing meanwhile. Events and a
 scheduler's answers are interpreted in `shardway.watch` and `shardway.launch`.
@@ -10,37 +11,76 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from shardway.cli import options
 from shardway.cli.options import JsonOption, complete_run, find_run, print_json
 from shardway.errors import JobError, ShardwayError, UserError, legible
 from shardway.refusals import find_remedy
+from shardway.rundir.file_io import is_there
 from shardway.units import render_clock, render_count
 
 if TYPE_CHECKING:
     from shardway.launch.runs.find import Known
     from shardway.launch.runs.job_status import JobStatus, Ledger
     from shardway.rundir.directory import RunDir
-    from shardway.rundir.events import Event
-    from shardway.watch.progress import RunSummary
+    from shardway.rundir.events import Event, EventFollower
+    from shardway.watch.findings import Advice, GpuVerdict
+    from shardway.watch.progress import RunProgress, RunSummary
+    from shardway.watch.top_hardware import HardwareTail, HardwareUse
 
 RunWord = Annotated[
     str | None,
     typer.Argument(
         metavar="[RUN]",
-        help="A run directory, a folder of them, HOST:DIRECTORY, or a run's name (default: all).",
+        help="A run directory, a folder of them, HOST:DIRECTORY, a run's name, or the id of its job (default: all).",
         autocompletion=complete_run,
     ),
 ]
+RunWords = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN]...",
+        help="Run directories, folders of them, HOST:DIRECTORY, names of runs, or ids of jobs (default: all).",
+        show_default=False,
+        autocompletion=complete_run,
+    ),
+]
+
+WATCH_S = 5.0
+"""How long `--watch` waits between two looks."""
+
+ASK_S = 15.0
+"""Schedulers and other hosts are asked at most this often while a status is watched."""
+
+_MOST_WATCH_S = 3600.0
+_OLD_S = 7 * 24 * 3600.0
+"""Runs of other folders that ended this long ago are left out of a table of all runs."""
+
+_SECONDS = re.compile(r"\d+(\.\d+)?s?")
+
+
+class CommandWithWatch(TyperCommand):
+    """`--watch` may stand alone, or have seconds after it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for place, word in reversed([*enumerate(args)]):
+            if word in ("--watch", "-w") and not _SECONDS.fullmatch((args[place + 1 :] or [""])[0]):
+                args = [*args[: place + 1], f"{WATCH_S:g}", *args[place + 1 :]]
+        return super().parse_args(ctx, args)
+
+
+COMMANDS = {"status": CommandWithWatch}
 
 
 @dataclass(frozen=True)
@@ -51,69 +91,248 @@ class _ShownRun:
     ledger: Ledger
     statuses: Sequence[JobStatus]
     summary: RunSummary | None = None
+    hardware: HardwareUse | None = None
+
+    @property
+    def job(self) -> JobStatus | None:
+        """The attempt that waits or runs, else the last one."""
+        return next((job for job in [*(job for job in self.statuses if job.is_active), *self.statuses[-1:]]), None)
+
+    @property
+    def state(self) -> str:
+        """In one word. Without a summary it has not begun here, or is on another host: what status.json and its jobs
+        say."""
+        if self.summary is not None and (self.summary.state != "new" or self.job is None):
+            return self.summary.state
+        return str(self.ledger.status.get("state") or (self.job.word if self.job else "new"))
+
+    @property
+    def is_active(self) -> bool:
+        return self.state == "running" or any(job.is_active for job in self.statuses)
+
+    @property
+    def gpus_asked(self) -> int | None:
+        """Those that its job asked for, else its ranks on accelerators."""
+        from shardway.watch.top_hardware import count_gpus
+
+        submission = self.job.entry.submission if self.job else None
+        asked = count_gpus(submission.asked) if submission else None
+        if asked is None and self.summary is not None and self.summary.device.startswith("cuda"):
+            return self.summary.world
+        return asked
+
+    @property
+    def began(self) -> float | None:
+        """When its first attempt was submitted or started (Unix seconds)."""
+        entries = [job.entry for job in self.statuses]
+        times = [entry.submission.submitted for entry in entries if entry.submission]
+        times += [entry.started.started for entry in entries if entry.started]
+        times += [self.summary.started] if self.summary and self.summary.started else []
+        return min(filter(None, times), default=None)
+
+    @property
+    def updated(self) -> float:
+        """When it last gave a sign of life (Unix seconds); 0 where that is not known."""
+        times = [job.result.ended for job in self.statuses if job.result] + [self.began or 0.0]
+        return max([*times, (self.summary.updated if self.summary else None) or 0.0])
 
 
-def status(run: RunWord = None, as_json: JsonOption = False) -> None:
-    """Say where a run stands, or each run of a folder and each that was submitted."""
-    from shardway.launch.runs.find import Known, find_all, find_known, is_run, list_runs, render_known
-
-    names_one = run is not None and (is_run(Path(run)) or not os.path.isdir(run))
-    if run is None:
-        chosen = find_all(Path("runs"))
-    else:
-        chosen = [find_known(run)] if names_one else [Known(str(entry)) for entry in list_runs(Path(run))]
+def status(
+    run: RunWords = None,
+    all_runs: Annotated[bool, typer.Option("--all", help="Every known run, here and on other hosts.")] = False,
+    watch: Annotated[
+        str | None,
+        typer.Option(
+            "--watch",
+            "-w",
+            metavar="[SECONDS]",
+            help=f"Look again every SECONDS (default: {WATCH_S:g}) until it has ended, or Ctrl-C.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say where runs stand: one in full, several as a table."""
+    words = run or []
+    if all_runs and words:
+        raise UserError(f"--all and {words[0]} say two things.\n  To do: leave one of them out.")
+    if watch is not None:
+        _watch(words, _read_interval(watch, words), all_runs=all_runs, as_json=as_json)
+        return
+    chosen, is_one = _choose(words)
     if not chosen and not as_json:
-        typer.echo(f"no run in {run or 'runs'} yet; start one with `shardway train` or `shardway submit`")
+        typer.echo(
+            f"no run in {words[0] if words else 'runs'} yet; start one with `shardway train` or `shardway submit`"
+        )
         return
-    from shardway.launch.runs.job_status import attempts_as_json, render_attempts
+    shown = _Look().look(chosen)
+    if as_json:
+        print_json(_as_facts(shown, is_one=is_one))
+        return
+    typer.echo(legible(_render(shown, words, all_runs=all_runs)))
 
-    hosts = groupby(sorted(chosen, key=lambda known: known.host), key=lambda known: known.host)
-    shown = [entry for _, group in hosts for entry in _look([*group], alone=len(chosen) == 1)]
-    if not as_json:
-        texts = []
-        for each in shown:
-            if each.summary:
-                head = _summary_lines(each.summary, each.statuses)
-            else:  # it has not begun here, or is on another host: what status.json and its jobs say
-                known, jobs = each.ledger.status, each.statuses
-                word = next((job.word for job in [*(job for job in jobs if job.is_active), *jobs[-1:]]), "new")
-                total = f"/{known['total_steps']}" if known.get("total_steps") else ""
-                head = [f"{render_known(each.known)}  {known.get('state') or word}"]
-                head += [f"  step        {known['step']}{total}"] if "step" in known else []
-            texts.append("\n".join([*head, *render_attempts(each.statuses)]))
-        typer.echo(legible("\n\n".join(texts)))
-        return
+
+def _read_interval(text: str, words: Sequence[str]) -> float:
+    """The seconds of `--watch`. Raises UserError for what may be meant for a job."""
+    if not _SECONDS.fullmatch(text):
+        raise UserError(f"--watch {text}: it is no number of seconds.\n      allowed: such as --watch, --watch 2")
+    seconds = float(text.rstrip("s"))
+    if not 0.5 <= seconds <= _MOST_WATCH_S:
+        hint = "" if words else f"\n  If {text} is a job, name it first: shardway status {text} --watch"
+        raise UserError(
+            f"--watch {text}: it would look every {text} seconds.\n      allowed: 0.5 to {_MOST_WATCH_S:g}{hint}"
+        )
+    return seconds
+
+
+def _choose(words: Sequence[str]) -> tuple[list[Known], bool]:
+    """The runs that are meant, each once, and whether one run was named and not a folder. Raises UserError."""
+    from shardway.launch.runs.find import Known, find_all, find_known, find_run_around, is_run, list_runs
+
+    if not words:
+        return find_all(Path("runs")), False
+    chosen: list[Known] = []
+    named = 0
+    for word in words:
+        if is_run(Path(word)) or not os.path.isdir(word):
+            named += 1
+            chosen.append(find_known(word))
+            continue
+        found = list_runs(Path(word))
+        if not found and (around := find_run_around(Path(word))) is not None:
+            named += 1
+            found = [around]
+        chosen += [Known(str(entry)) for entry in found]
+    return list(dict.fromkeys(chosen)), len(words) == named == 1
+
+
+def _as_facts(shown: Sequence[_ShownRun], *, is_one: bool) -> Any:
+    from shardway.launch.runs.job_status import attempts_as_json
+
     facts = []
     for each in shown:
         said = each.summary.as_json() if each.summary else {**each.ledger.status, "path": each.known.run}
         host = {"host": each.known.host} if each.known.host else {}
-        facts.append({**said, **host, "jobs": attempts_as_json(each.statuses)})
-    print_json(facts[0] if names_one and len(facts) == 1 else facts)
+        use = each.hardware
+        hardware = {
+            "gpus_asked": each.gpus_asked,
+            "gpus_used": use.used if use else None,
+            "use_percent": _finite(use.use_mean) if use else None,
+            "cpu_percent": _finite(use.cpu_percent) if use else None,
+            "sampled": use.newest if use else None,
+        }
+        facts.append({**said, **host, "jobs": attempts_as_json(each.statuses), "hardware": hardware})
+    if not (is_one and len(facts) == 1):
+        return facts
+    verdicts, advice = _judge(shown[0])
+    return {
+        **facts[0],
+        "gpus": [_without_nan(verdict.as_json()) for verdict in verdicts],
+        "advice": [_without_nan(each.as_json()) for each in advice],
+    }
 
 
-def _look(group: Sequence[Known], *, alone: bool) -> list[_ShownRun]:
-    """The runs of one host, queried in a few exchanges. An unreachable host is reported, and the others are shown."""
-    from shardway.launch.hosts import find_host
-    from shardway.launch.runs.job_status import read_ledgers, read_standings
-    from shardway.rundir.directory import RunDir
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
-    readable, shown = [], list[_ShownRun]()
-    for known in group:
+
+def _without_nan(facts: dict[str, Any]) -> dict[str, Any]:
+    return {name: _finite(value) if isinstance(value, float) else value for name, value in facts.items()}
+
+
+class _Look:
+    """Looks at runs, once or again and again: events are read on from the last look, schedulers and other hosts are
+    asked every ASK_S seconds."""
+
+    def __init__(self) -> None:
+        self._progress: dict[Path, tuple[RunProgress, EventFollower]] = {}
+        self._hardware: dict[Path, HardwareTail] = {}
+        self._asked: dict[str, tuple[float, list[Ledger], list[list[JobStatus]]]] = {}
+
+    def look(self, chosen: Sequence[Known], *, alone: bool | None = None) -> list[_ShownRun]:
+        """The runs, those of one host together; of several, one that cannot be read is reported, and left out."""
+        alone = len(chosen) == 1 if alone is None else alone
+        hosts = groupby(sorted(chosen, key=lambda known: known.host), key=lambda known: known.host)
+        return [entry for _, group in hosts for entry in self._look_at_host([*group], alone=alone)]
+
+    def _look_at_host(self, group: Sequence[Known], *, alone: bool) -> list[_ShownRun]:
+        """The runs of one host, queried in a few exchanges. An unreachable host is reported, and the others are
+        shown."""
+        from shardway.rundir.directory import RunDir
+
+        readable, shown = [], list[_ShownRun]()
+        for known in group:
+            with _describe(alone=alone):
+                if not known.host:  # whether this version and this user can read it
+                    RunDir(Path(known.run)).check_format()
+                    RunDir(Path(known.run)).check_readable()
+                readable.append(known)
         with _describe(alone=alone):
-            if not known.host:  # whether this version and this user can read it
-                RunDir(Path(known.run)).check_format()
-                RunDir(Path(known.run)).check_readable()
-            readable.append(known)
-    host = find_host(group[0].host)
-    with _describe(alone=alone):
-        ledgers = read_ledgers(host, [Path(known.run) for known in readable])
-        statuses = read_standings(host, ledgers)
-        for known, ledger, attempts in zip(readable, ledgers, statuses, strict=True):
-            if alone or not known.host or attempts or ledger.status:  # elsewhere, one that is gone is no news
-                with _describe(alone=alone):
-                    summary = None if known.host else _summarise(ledger, attempts)
-                    shown.append(_ShownRun(known, ledger, attempts, summary))
-    return shown
+            ledgers, statuses = self._ask(group[0].host, readable)
+            for known, ledger, attempts in zip(readable, ledgers, statuses, strict=True):
+                if alone or not known.host or attempts or ledger.status:  # elsewhere, one that is gone is no news
+                    with _describe(alone=alone):
+                        summary = None if known.host else self._summarise(ledger, attempts)
+                        hardware = None if known.host else self._find_hardware(ledger.run)
+                        shown.append(_ShownRun(known, ledger, attempts, summary, hardware))
+        return shown
+
+    def _ask(self, name: str, runs: Sequence[Known]) -> tuple[list[Ledger], list[list[JobStatus]]]:
+        """The records of runs on a host, and what its schedulers say."""
+        from shardway.launch.hosts import find_host
+        from shardway.launch.runs.job_status import read_ledgers, read_standings
+
+        asked, ledgers, statuses = self._asked.get(name, (-math.inf, [], []))
+        is_recent = time.monotonic() - asked < ASK_S
+        paths = [Path(known.run) for known in runs]
+        if is_recent and name and [ledger.run.path for ledger in ledgers] == paths:
+            return ledgers, statuses
+        host = find_host(name)
+        now = read_ledgers(host, paths)
+        if is_recent and [(each.run, each.entries) for each in now] == [(each.run, each.entries) for each in ledgers]:
+            return now, statuses
+        statuses = read_standings(host, now)
+        self._asked[name] = time.monotonic(), now, statuses
+        return now, statuses
+
+    def _summarise(self, ledger: Ledger, attempts: Sequence[JobStatus]) -> RunSummary | None:
+        """What the run recorded; its state is that of a job that continues it, or that has a reason the ranks could not
+        record."""
+        from shardway.rundir.attempts import FAILURES, Ending
+        from shardway.watch.progress import GONE, RunProgress, summarise_progress
+
+        if not ledger.run.exists():
+            return None
+        progress, events = self._progress.get(ledger.run.path) or (RunProgress(), ledger.run.follow_events())
+        for event in events.new_events() if ledger.run.path in self._progress else events.catch_up():
+            progress.update(event)
+        if progress.attempts:
+            self._progress[ledger.run.path] = progress, events
+        summary = summarise_progress(ledger.run, progress)
+        active = next((attempt for attempt in attempts if attempt.is_active), None)
+        if active is not None and summary.state != "running":
+            return replace(summary, state=active.word, reason="")
+        for attempt in reversed(attempts):
+            result, entry = attempt.result, attempt.entry
+            if result is None or result.state is Ending.NOT_NEEDED:
+                continue
+            # The last attempt with work to do.
+            if summary.reason == GONE:
+                return replace(summary, reason=result.reason)
+            sent = entry.submission.submitted if entry.submission else 0.0
+            began = entry.started.started if entry.started else sent
+            if summary.state != "finished" and result.state in FAILURES and began > (summary.updated or 0.0):
+                return replace(summary, state="failed", reason=result.reason)  # of its ranks none wrote an event
+            break
+        return summary
+
+    def _find_hardware(self, run: RunDir) -> HardwareUse | None:
+        if run.path not in self._hardware:
+            if not is_there(run.telemetry_folder):
+                return None
+            from shardway.watch.top_hardware import HardwareTail
+
+            self._hardware[run.path] = HardwareTail(run.telemetry_folder)
+        return self._hardware[run.path].refresh()
 
 
 @contextmanager
@@ -127,31 +346,212 @@ def _describe(*, alone: bool) -> Iterator[None]:
         typer.echo(legible(f"shardway: {error}"), err=True)
 
 
-def _summarise(ledger: Ledger, attempts: Sequence[JobStatus]) -> RunSummary | None:
-    """What the run recorded; its state is that of a job that continues it, or that has a reason the ranks could not
-    record."""
-    from shardway.rundir.attempts import FAILURES, Ending
-    from shardway.watch.progress import GONE, summarise
+# --- again and again
 
-    if not ledger.run.exists():
-        return None
-    summary = summarise(ledger.run)
-    active = next((attempt for attempt in attempts if attempt.is_active), None)
-    if active is not None and summary.state != "running":
-        return replace(summary, state=active.word, reason="")
-    for attempt in reversed(attempts):
-        result, entry = attempt.result, attempt.entry
-        if result is None or result.state is Ending.NOT_NEEDED:
+
+def _watch(words: Sequence[str], every_s: float, *, all_runs: bool, as_json: bool) -> None:
+    """Show the status until every run has ended, or Ctrl-C: redrawn on a terminal, as blocks elsewhere."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    redraws = console.is_terminal and not as_json and not console.is_dumb_terminal
+    texts = _list_texts(words, all_runs=all_runs, as_json=as_json)
+    try:
+        if not redraws:
+            for text, goes_on in texts:
+                typer.echo(text)
+                if goes_on:
+                    time.sleep(every_s)
+            return
+        with Live(console=console, auto_refresh=False, vertical_overflow="crop", redirect_stderr=True) as live:
+            for text, goes_on in texts:
+                now = time.strftime("%H:%M:%S")
+                head = f"{now}, every {every_s:g} s, Ctrl-C ends\n\n" if goes_on else ""
+                live.update(Text(head + text, no_wrap=True, overflow="ellipsis"), refresh=True)
+                if goes_on:
+                    time.sleep(every_s)
+    except KeyboardInterrupt:
+        return
+
+
+def _list_texts(words: Sequence[str], *, all_runs: bool, as_json: bool) -> Iterator[tuple[str, bool]]:
+    """The status at each look, and whether another is to follow. The first look raises what stands in the way; of a
+    later one that is shown, and looked past."""
+    look, is_first = _Look(), True
+    while True:
+        try:
+            chosen, is_one = _choose(words)
+            shown = look.look(chosen)
+            if as_json:
+                text = json.dumps(_as_facts(shown, is_one=is_one))
+            else:
+                text = _render(shown, words, all_runs=all_runs) if chosen else f"no run in {(words or ['runs'])[0]} yet"
+                text = f"{legible(text)}\n" if len(chosen) == 1 else legible(text)
+            goes_on = any(each.is_active for each in shown)
+        except ShardwayError as error:
+            if is_first:
+                raise
+            text, goes_on = legible(f"shardway: {error}"), True
+        is_first = False
+        yield text, goes_on
+        if not goes_on:
+            return
+
+
+# --- as text
+
+
+def _render(shown: Sequence[_ShownRun], words: Sequence[str], *, all_runs: bool) -> str:
+    """One run in full, several as a table."""
+    if len(shown) == 1:
+        return _render_in_full(shown[0])
+    old = [] if all_runs or words else [each for each in shown if _is_old(each)]
+    table = _render_table([each for each in shown if each not in old]) if len(old) < len(shown) else []
+    ends = [f"{len(old)} more ended over a week ago (--all)"] if old else []
+    return "\n".join([*table, *ends])
+
+
+def _is_old(run: _ShownRun) -> bool:
+    """Whether it is of another folder and ended a while ago."""
+    is_elsewhere = bool(run.known.host) or Path(run.known.run).is_absolute()
+    return is_elsewhere and not run.is_active and time.time() - run.updated > _OLD_S
+
+
+def _render_in_full(each: _ShownRun) -> str:
+    from shardway.launch.runs.find import render_known
+    from shardway.launch.runs.job_status import render_attempts
+
+    if each.summary:
+        head = _summary_lines(each.summary, each.statuses)
+    else:  # it has not begun here, or is on another host
+        known = each.ledger.status
+        total = f"/{known['total_steps']}" if known.get("total_steps") else ""
+        head = [f"{render_known(each.known)}  {each.state}"]
+        head += [f"  step        {known['step']}{total}"] if "step" in known else []
+    return "\n".join([*head, *_hardware_lines(each), *render_attempts(each.statuses)])
+
+
+_MOST_ADVICE = 3
+
+
+def _judge(each: _ShownRun) -> tuple[Sequence[GpuVerdict], Sequence[Advice]]:
+    """The verdict of each accelerator over all samples, and what is advised."""
+    if each.known.host:
+        return [], []
+    try:
+        from shardway.watch.advice import advise, judge_gpus  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        return [], []
+    verdicts: Sequence[GpuVerdict] = []
+    if each.hardware is not None:
+        from shardway.telemetry.store import read_telemetry
+
+        verdicts = judge_gpus(read_telemetry(each.ledger.run.telemetry_folder))
+    return verdicts, advise(each.ledger.run)
+
+
+def _hardware_lines(each: _ShownRun) -> list[str]:
+    """Use, the verdict of each accelerator, and the first pieces of advice."""
+    from shardway.watch.words import one_line
+
+    verdicts, advice = _judge(each)
+    lines = []
+    if (use := each.hardware) is not None:
+        from shardway.watch.top_hardware import render_use
+
+        ago = time.time() - use.newest
+        when = "" if not each.is_active else f", {render_clock(ago)} ago" if ago > 60 else " now"
+        words = render_use(use, each.gpus_asked)
+        lines += [f"  hardware    {words}{when}"] if words else []
+    lines += [f"  gpus        {_render_verdicts(verdicts)}"] if verdicts else []
+    for piece in advice[:_MOST_ADVICE]:
+        lines.append(f"  advice      {one_line(piece.evidence)}")
+        lines.append(f"              to do: {one_line(piece.do)}")
+    more = len(advice) - _MOST_ADVICE
+    return [*lines, f"              and {more} more: shardway report {each.known.run}"] if more > 0 else lines
+
+
+_MOST_NAMED = 4
+
+
+def _render_verdicts(verdicts: Sequence[GpuVerdict]) -> str:
+    """ "6 used (mean 91 %), 2 idle (n2:0, n2:1)": those that are not well used are named."""
+    parts = []
+    for word in dict.fromkeys(("used", *(verdict.verdict for verdict in verdicts))):
+        group = [verdict for verdict in verdicts if verdict.verdict == word]
+        if not group:
             continue
-        # The last attempt with work to do.
-        if summary.reason == GONE:
-            return replace(summary, reason=result.reason)
-        sent = entry.submission.submitted if entry.submission else 0.0
-        began = entry.started.started if entry.started else sent
-        if summary.state != "finished" and result.state in FAILURES and began > (summary.updated or 0.0):
-            return replace(summary, state="failed", reason=result.reason)  # of its ranks none wrote an event
-        break
-    return summary
+        uses = [verdict.use_mean for verdict in group if verdict.use_mean is not None]
+        about = [f"mean {sum(uses) / len(uses):.0f} %"] if uses and word != "idle" else []
+        if word != "used":
+            names = [f"{verdict.host}:{verdict.index}" for verdict in group]
+            about += names[:_MOST_NAMED] + (
+                [f"and {len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
+            )
+        parts.append(f"{len(group)} {word}" + (f" ({', '.join(about)})" if about else ""))
+    return ", ".join(parts)
+
+
+_COLUMNS = ("run", "state", "step", "loss", "speed", "left", "gpus", "job", "age", "note")
+_NOTE = 60  # characters of a note
+
+
+def _render_table(shown: Sequence[_ShownRun]) -> list[str]:
+    """A line a run; a column without any value is left out."""
+    from shardway.watch.words import one_line
+
+    rows = [{name: one_line(cell) for name, cell in _find_cells(each).items()} for each in shown]
+    columns = [name for name in _COLUMNS if name in ("run", "state") or any(row[name] for row in rows)]
+    heads = {name: name.upper() for name in columns}
+    widths = {name: max(len(row[name]) for row in (heads, *rows)) for name in columns}
+    return ["  ".join(row[name].ljust(widths[name]) for name in columns).rstrip() for row in (heads, *rows)]
+
+
+def _find_cells(each: _ShownRun) -> dict[str, str]:
+    """The cells of a run's line; "" where something is not known."""
+    from shardway.launch.runs.find import render_known
+    from shardway.watch.words import render_loss
+
+    summary, known, use, job = each.summary, each.ledger.status, each.hardware, each.job
+    step = summary.step if summary else known.get("step")
+    total = summary.total_steps if summary else known.get("total_steps")
+    rate = None if summary is None else summary.tokens_per_s if summary.unit == "tokens" else summary.samples_per_s
+    gpus = ""
+    if use is not None and use.gpus:
+        mean = _finite(use.use_mean)
+        total_gpus = max(each.gpus_asked or 0, len(use.gpus))
+        gpus = f"{use.used}/{total_gpus}" + (f" {mean:.0f}%" if mean is not None else "")
+    elif each.gpus_asked:
+        gpus = f"?/{each.gpus_asked}"
+    reason = summary.reason if summary and summary.reason and summary.state == each.state else ""
+    if not reason and job is not None:
+        why = job.why.sentence if job.why is not None and not (job.result and job.why.code == "completed") else ""
+        reason = why or (job.result.reason if job.result else "") or job.silence
+    note = "" if each.state in ("running", "finished") else reason
+    return {
+        "run": render_known(each.known),
+        "state": each.state,
+        "step": "" if step is None or (not step and not total) else f"{step}/{total}" if total else str(step),
+        "loss": render_loss(summary.loss) if summary and summary.loss is not None else "",
+        "speed": f"{render_count(rate)} {'tok' if summary and summary.unit == 'tokens' else 'smp'}/s" if rate else "",
+        "left": render_clock(summary.seconds_left) if summary and summary.seconds_left else "",
+        "gpus": gpus,
+        "job": job.entry.job if job else "",
+        "age": render_age(time.time() - each.began) if each.began else "",
+        "note": note if len(note) <= _NOTE else f"{note[: _NOTE - 3]}...",
+    }
+
+
+def render_age(seconds: float) -> str:
+    """ "45s", "12m", "3h10m", "5d3h"."""
+    minutes, hours, days = int(seconds / 60), int(seconds / 3600), int(seconds / 86400)
+    if minutes < 1:
+        return f"{max(0, int(seconds))}s"
+    if hours < 1:
+        return f"{minutes}m"
+    return f"{hours}h{minutes % 60:02d}m" if days < 1 else f"{days}d{hours % 24}h"
 
 
 def _summary_lines(summary: RunSummary, statuses: Sequence[JobStatus]) -> list[str]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardway.cli.main import read_program_words
+from shardway.cli.main import CommandWithProgram, read_program_words
 from shardway.cli.options import DirOption, JsonOption, RunName, Words, print_json, read_request, report
 from shardway.errors import UserError
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from shardway.launch.hosts.base import Host
     from shardway.launch.runs.job_status import LedgerEntry
     from shardway.launch.submission.prepare import Prepared, SubmitRequest
+
+COMMANDS = {"submit": CommandWithProgram}
 
 MostOption = Annotated[int, typer.Option("--max-attempts", min=0, help="Most jobs of --until-done (0: no limit).")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the job script, and do nothing.")]
