@@ -161,7 +161,7 @@ def _describe_unknown(word: str, name: str, candidates: Sequence[Known], jobs: _
     short = {each: render_known(known) for known in candidates for each in (Path(known.run).name, known.run)}
     if close := get_close_matches(name, [*short], n=3, cutoff=0.75):
         yield f"  Did you mean {' or '.join(dict.fromkeys(short[each] for each in close))}?"
-    yield "  Allowed: a run directory, HOST:DIRECTORY, the name of a run in ./runs or that you submitted, the id of its job."
+    yield "  Allowed: a run directory, HOST:DIRECTORY, the name of a run that you submitted, the id of its job."
     yield "  To do: choose one of those that `shardway status --all` lists."
 
 
