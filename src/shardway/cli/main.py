@@ -70,7 +70,7 @@ def read_program_words(ctx: Any) -> tuple[str, ...]:
 
 VERBS = (
     *("plan", "train", "init", "config", "data", "checkpoint", "sites", "image", "plugins", "submit", "stop", "resume"),
-    *("status", "logs", "report", "doctor", "rehearse"),
+    *("status", "top", "logs", "report", "doctor", "rehearse"),
 )
 """In the order in which a newcomer reads them; each has a function of its name, or an `app` of verbs of its own, in the
 module of that name, if that is not another one:"""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -165,6 +166,14 @@ def _mean_of(values: Any) -> float:
     return float(known.mean()) if len(known) else math.nan
 
 
+def _in_order(name: str) -> list[tuple[bool, int, str]]:
+    """The key of an order in which n2 is before n10."""
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in _NUMBERS.split(name) if part]
+
+
+_NUMBERS = re.compile(r"(\d+)", re.ASCII)
+
+
 class HardwareTail:
     """Follows the telemetry of one run."""
 
@@ -177,7 +186,7 @@ class HardwareTail:
         """What it does now; None where no host has a sample."""
         self.error = ""
         try:
-            names = sorted(os.listdir(self._folder))
+            names = sorted(os.listdir(self._folder), key=_in_order)
         except FileNotFoundError:
             names = []
         except OSError as error:
@@ -196,7 +205,8 @@ class HardwareTail:
         return self._describe()
 
     def _describe(self) -> HardwareUse | None:
-        known = [host for host in self._hosts.values() if host.info is not None and host.newest > 0]
+        hosts = sorted(self._hosts.items(), key=lambda item: _in_order(item[0]))
+        known = [host for _, host in hosts if host.info is not None and host.newest > 0]
         if not known:
             return None
         newest = max(host.newest for host in known)
