@@ -1,0 +1,641 @@
+"""A trace of torch's profiler (Kineto), or another file in Chrome's trace format, as columns.
+
+Invariants:
+- The file is decoded in pieces of a few megabytes; what is kept of an event is one row of numbers, and each text once.
+- A piece that decodes as a list of events was cut between two events: JSON that is cut elsewhere does not balance.
+- Whatever a file holds, there is a `Trace`, with what was left out in `faults`, or a `UserError`: nothing else.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import re
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shardway.errors import UserError, legible
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_PIECE = 1 << 20  # bytes of JSON that are decoded at once
+_HEAD_MOST = 64 << 20  # no trace has more before its events
+_TAIL_MOST = 4 << 20  # what follows the events is a few names
+
+_NO_RAW = msgspec.Raw()
+
+
+class EventArgs(msgspec.Struct, frozen=True, gc=False):
+    """What is read of an event's `args`; profilers write about forty fields more."""
+
+    correlation: int | None = None
+    external: int | None = msgspec.field(default=None, name="External id")
+    old_external: int | None = msgspec.field(default=None, name="external id")
+    device: int | str | None = None
+    stream: int | str | None = None
+    dims: msgspec.Raw = msgspec.field(default=_NO_RAW, name="Input Dims")
+    types: msgspec.Raw = msgspec.field(default=_NO_RAW, name="Input type")
+    concrete: msgspec.Raw = msgspec.field(default=_NO_RAW, name="Concrete Inputs")
+    grid: msgspec.Raw = _NO_RAW
+    bytes: float | None = None
+    collective: str | None = msgspec.field(default=None, name="Collective name")
+    group: str | None = msgspec.field(default=None, name="Process Group Name")
+    elements: float | None = msgspec.field(default=None, name="In msg nelems")
+    label: str | None = msgspec.field(default=None, name="name")
+    labels: str | None = None
+
+
+_NO_ARGS = EventArgs()
+
+
+class TraceEvent(msgspec.Struct, gc=False):
+    """One event of a file. Times are microseconds; `ph` is its phase, "X" an event with a duration."""
+
+    ph: str
+    name: str = ""
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = math.nan
+    pid: int | str = -1
+    tid: int | str = -1
+    args: EventArgs = _NO_ARGS
+
+
+class _BareEvent(msgspec.Struct, gc=False):
+    """An event whose `args` are not those of torch."""
+
+    ph: str
+    name: str = ""
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = math.nan
+    pid: int | str = -1
+    tid: int | str = -1
+
+    @property
+    def args(self) -> EventArgs:
+        return _NO_ARGS
+
+
+_decode_events = msgspec.json.Decoder(list[TraceEvent], strict=False).decode
+_decode_event = msgspec.json.Decoder(TraceEvent, strict=False).decode
+_decode_bare = msgspec.json.Decoder(_BareEvent, strict=False).decode
+
+
+class Interned(dict[Any, int]):
+    """Values by the number of their first occurrence."""
+
+    def __missing__(self, value: Any) -> int:
+        self[value] = number = len(self)
+        return number
+
+    def list_values(self) -> list[Any]:
+        return list(self)
+
+
+@dataclass
+class TraceFaults:
+    """What is wrong with a file. `malformed`: events left out, `sample` the first of them."""
+
+    malformed: int = 0
+    sample: str = ""
+    truncated: str = ""
+    unpaired: int = 0
+    """Begin and end events, which this reader does not pair."""
+    odd_args: int = 0
+
+
+CATEGORIES = (
+    *("other", "cpu_op", "user_annotation", "python_function", "runtime", "kernel", "memcpy", "memset", "overhead"),
+    *("gpu_annotation", "profiler"),
+)
+OTHER, OP, ANNOTATION, PYTHON, RUNTIME, KERNEL, MEMCPY, MEMSET, OVERHEAD, GPU_ANNOTATION, PROFILER = range(11)
+
+_CATEGORY_OF = {
+    **{"cpu_op": OP, "operator": OP, "user_annotation": ANNOTATION, "python_function": PYTHON, "kernel": KERNEL},
+    **{"cuda_runtime": RUNTIME, "cuda_driver": RUNTIME, "runtime": RUNTIME, "xpu_runtime": RUNTIME},
+    **{"hip_runtime": RUNTIME, "xpu_driver": RUNTIME, "privateuse1_runtime": RUNTIME, "privateuse1_driver": RUNTIME},
+    **{"gpu_memcpy": MEMCPY, "memcpy": MEMCPY, "gpu_memset": MEMSET, "memset": MEMSET, "overhead": OVERHEAD},
+    **{"gpu_user_annotation": GPU_ANNOTATION, "trace": PROFILER, "concurrent_kernel": KERNEL},
+}
+
+
+class _Categories(Interned):
+    def __missing__(self, value: Any) -> int:
+        self[value] = number = _CATEGORY_OF.get(value.lower(), OTHER)
+        return number
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Events with a duration, in columns of one length, in the order of their start. Times are microseconds from
+    `origin_us`.
+
+    Columns with a code index a table: `name` names, `process` and `thread` the processes and threads as the file names
+    them, `dims` and `types` and `extra` texts of JSON (shapes and types of an operator's inputs; `extra`: concrete
+    inputs of a convolution or attention, a kernel's grid, a collective's group). -1 stands for what an event lacks.
+    """
+
+    path: str
+    start: np.ndarray
+    duration: np.ndarray
+    name: np.ndarray
+    category: np.ndarray
+    process: np.ndarray
+    thread: np.ndarray
+    correlation: np.ndarray
+    external: np.ndarray
+    device: np.ndarray
+    stream: np.ndarray
+    dims: np.ndarray
+    types: np.ndarray
+    extra: np.ndarray
+    bytes: np.ndarray
+    names: list[str]
+    processes: list[int | str]
+    threads: list[int | str]
+    texts: list[str]
+    """The table of `dims`, `types` and `extra`."""
+    properties: Mapping[str, Any]
+    process_labels: Mapping[int | str, str]
+    file_bytes: int
+    json_bytes: int
+    origin_us: float
+    faults: TraceFaults = field(default_factory=TraceFaults)
+
+    @property
+    def end(self) -> np.ndarray:
+        return self.start + self.duration
+
+    def of(self, *categories: int) -> np.ndarray:
+        """The rows of these categories."""
+        import numpy as np
+
+        return np.flatnonzero(np.isin(self.category, categories))
+
+
+def read_trace(path: Path) -> Trace:
+    """The events of a file. Raises UserError if it cannot be read or is no trace."""
+    try:
+        stream = path.open("rb")
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read: {error.strerror}.\n  To do: name a trace (.json or .json.gz)."
+        ) from None
+    columns = _Columns()
+    with stream, _no_collection():
+        source = _Source(stream, path)
+        try:
+            _read_events(source, columns)
+        except OSError as error:
+            if columns.rows == 0:
+                raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+            columns.faults.truncated = f"reading ended at byte {source.read_bytes:,}: {error.strerror}"
+        source.finish(columns.faults)
+    if columns.properties is None:
+        raise _refuse(path, source)
+    return columns.finish(path, source)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the garbage collector, which would look at every event of a piece again and again; none has a cycle."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+# --- bytes of JSON, whether the file is compressed or not
+
+
+class _Source:
+    """The text of a file in pieces."""
+
+    def __init__(self, stream: Any, path: Path) -> None:
+        self.stream, self.path = stream, path
+        self.begin = stream.read(1 << 16)
+        self.read_bytes = len(self.begin)
+        self.json_bytes = 0
+        self.ended = ""  # why the text ends before the file does
+        self._waiting = self.begin
+        self._inflate = zlib.decompressobj(31) if self.begin[:2] == b"\x1f\x8b" else None
+
+    def next_piece(self) -> bytes:
+        """About as much text as is decoded at once; empty at the end."""
+        parts, size = [], 0
+        while size < _PIECE and not self.ended:
+            data, self._waiting = self._waiting or self.stream.read(_PIECE), b""
+            self.read_bytes = max(self.read_bytes, self.stream.tell())
+            if not data:
+                break
+            if self._inflate is not None:
+                data = self._expand(data)
+            parts.append(data)
+            size += len(data)
+        self.json_bytes += size
+        return b"".join(parts) if len(parts) != 1 else parts[0]
+
+    def _expand(self, data: bytes) -> bytes:
+        assert self._inflate is not None
+        try:
+            if self._inflate.eof:  # a file may hold several members
+                self._inflate = zlib.decompressobj(31)
+            text = self._inflate.decompress(data, 4 * _PIECE)
+        except zlib.error as error:
+            self.ended = f"its compressed data are damaged near byte {self.read_bytes:,} ({error})"
+            return b""
+        self._waiting = self._inflate.unconsumed_tail or self._inflate.unused_data.lstrip(b"\0")
+        return text
+
+    def finish(self, faults: TraceFaults) -> None:
+        if not self.ended and self._inflate is not None and not self._inflate.eof:
+            self.ended = f"its compressed data end at byte {self.read_bytes:,}, before their end mark"
+        if self.ended:
+            faults.truncated = self.ended
+
+
+_KINDS = (
+    (b"PK", "a zip archive", "unpack it"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd", "unpack it with `unzstd`"),
+    (b"BZh", "compressed by bzip2", "unpack it with `bunzip2`"),
+    (b"\xfd7zXZ", "compressed by xz", "unpack it with `unxz`"),
+    (b"SQLite format 3", "an SQLite database, such as that of Nsight Systems", ""),
+    (b"\x80\x02", "a pickle, such as torch's memory snapshot", ""),
+    (b"\x80\x04", "a pickle, such as torch's memory snapshot", ""),
+    (b"\x0a", "binary, such as a trace of Perfetto", ""),
+)
+"""How other files begin, what they are, and how one of them may become a trace."""
+
+
+def _refuse(path: Path, source: _Source) -> UserError:
+    begin = source.begin
+    if source._inflate is not None:
+        with suppress(zlib.error):
+            begin = zlib.decompressobj(31).decompress(begin, 1 << 16)
+        if source.ended and begin is source.begin:
+            return UserError(f"{path} is no trace: {source.ended}.\n  To do: copy it again.")
+    stripped = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
+    kind, remedy = "", ""
+    if not begin.strip():
+        kind = "empty" if not begin else "blank"
+        remedy = "a profiler with `schedule(...)` writes its trace in `on_trace_ready`: give it one"
+    elif stripped[:1] == b"{":
+        kind = 'JSON without "traceEvents"'
+    else:
+        kind, remedy = next(
+            ((what, to_do) for mark, what, to_do in _KINDS if begin.startswith(mark) and _is_binary(begin)),
+            (
+                "binary"
+                if _is_binary(begin)
+                else f"text that begins with {legible(stripped[:24].decode(errors='replace'))!r}",
+                "",
+            ),
+        )
+    remedy = remedy or "name what `prof.export_chrome_trace(...)` or `shardway profile` wrote"
+    return UserError(
+        f"{path} is no trace: it is {kind}.\n"
+        "  Allowed: Chrome's trace format as torch's profiler writes it, .json or .json.gz, a list of events or \"traceEvents\".\n"
+        f"  To do: {remedy}."
+    )
+
+
+def _is_binary(begin: bytes) -> bool:
+    return begin[:2] in (b"PK", b"BZ") or b"\0" in begin[:512] or any(byte > 127 for byte in begin[:8])
+
+
+# --- from text to events
+
+_EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
+_BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
+_CLOSING = re.compile(rb"\}\s*\]")
+
+
+def _read_events(source: _Source, columns: _Columns) -> None:
+    """Fill the columns. `columns.properties` stays None where no list of events is found."""
+    text, is_list = _find_events(source, columns)
+    if columns.properties is None:
+        return
+    while True:
+        piece = source.next_piece()
+        text += piece
+        if not piece:
+            break
+        cut = _last_cut(text)
+        if cut is None:
+            if len(text) > _HEAD_MOST:
+                columns.faults.truncated = f"no event ends within {_HEAD_MOST >> 20} MiB of text"
+                return
+            continue
+        body, text = text[: cut[0]], text[cut[1] :]
+        try:
+            columns.add(_decode_events(b"[" + body + b"]"))
+        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError):
+            tail = _read_slowly(body, columns)
+            if tail is not None:  # the list ended; what follows is properties
+                _read_properties(tail + b"," + text, source, columns)
+                return
+    _read_last(text, source, columns, is_list=is_list)
+
+
+def _find_events(source: _Source, columns: _Columns) -> tuple[bytes, bool]:
+    """The text from the first event on, and whether the whole file is a list."""
+    text = source.next_piece()
+    stripped = text.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if stripped[:1] == b"[":
+        after = stripped[1:].lstrip()
+        if after[:1] in (b"{", b"]", b""):
+            columns.properties = {}
+        return after, True
+    if stripped[:1] != b"{":
+        return b"", False
+    searched = 0
+    while (found := _EVENTS.search(text, max(0, searched - 64))) is None:
+        searched = len(text)
+        more = source.next_piece()
+        if not more or len(text) > _HEAD_MOST:
+            return b"", False
+        text += more
+    columns.properties, columns.is_object = {}, True
+    head = text[: found.start()].rstrip().rstrip(b",") + b"}"
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        columns.properties = _only_small(msgspec.json.decode(head.removeprefix(b"\xef\xbb\xbf")))
+    return text[found.end() :].lstrip(), False
+
+
+def _last_cut(text: bytes) -> tuple[int, int] | None:
+    """Where the last event begins: the end of the one before it, and its own first byte."""
+    at = len(text)
+    for _ in range(64):
+        at = text.rfind(b"{", 0, at)
+        if at < 1:
+            return None
+        before = text[max(0, at - 256) : at].rstrip()
+        if before[-1:] == b"," and (trimmed := before[:-1].rstrip())[-1:] == b"}":
+            return at - (min(at, 256) - len(trimmed)), at
+    return None
+
+
+def _read_last(text: bytes, source: _Source, columns: _Columns, *, is_list: bool) -> None:
+    """The last events, the end of the list, and the properties that follow it."""
+    stripped = text.lstrip()
+    if stripped[:1] == b"]":
+        _read_properties(stripped[1:], source, columns)
+        return
+    closings = [found.start() + 1 for found in _CLOSING.finditer(text)]
+    for end in closings[:-6:-1]:
+        try:
+            columns.add(_decode_events(b"[" + text[:end] + b"]"))
+        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError):
+            continue
+        _read_properties(text[end:].lstrip()[1:], source, columns)
+        return
+    tail = _read_slowly(text, columns, is_last=True, is_list=is_list)
+    if tail is not None:
+        _read_properties(tail, source, columns)
+
+
+def _read_properties(tail: bytes, source: _Source, columns: _Columns) -> None:
+    """What follows the list of events: `, "key": value, ...}`."""
+    while len(tail) < _TAIL_MOST and (more := source.next_piece()):
+        tail += more
+    while source.next_piece():
+        pass
+    rest = tail.strip().lstrip(b",").strip()
+    if rest in (b"", b"}"):
+        if rest == b"" and columns.is_object:
+            columns.faults.truncated = columns.faults.truncated or "its last bracket is missing"
+        return
+    try:
+        columns.properties = {**(columns.properties or {}), **_only_small(msgspec.json.decode(b"{" + rest))}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        columns.faults.truncated = columns.faults.truncated or "what follows its events is no JSON"
+
+
+def _only_small(found: Any) -> dict[str, Any]:
+    """The properties without long ones, such as trees of other tools."""
+    if not isinstance(found, dict):
+        return {}
+    keep = {"deviceProperties", "distributedInfo"}
+    return {
+        key: value
+        for key, value in found.items()
+        if key in keep or not isinstance(value, list | dict) or len(json.dumps(value)) < 4096
+    }
+
+
+def _read_slowly(text: bytes, columns: _Columns, *, is_last: bool = False, is_list: bool = False) -> bytes | None:
+    """Events one by one, for text that does not decode as a whole. What follows the list's end, None if it goes on."""
+    starts = [0, *(found.end() for found in _BETWEEN.finditer(text))]
+    ends = [*(found.start() + 1 for found in _BETWEEN.finditer(text)), len(text)]
+    at, found = 0, []
+    tail: bytes | None = None
+    while at < len(starts):
+        event, used = _decode_one(text, starts, ends, at, columns.faults)
+        if event is not None:
+            found.append(event)
+            at += used
+            continue
+        piece = text[starts[at] : ends[at]]
+        event, tail = _decode_before_end(text[starts[at] :], columns.faults)
+        if event is not None:
+            found.append(event)
+            break
+        if is_last and at == len(starts) - 1:
+            if piece.strip():
+                columns.faults.truncated = columns.faults.truncated or "its last event is incomplete"
+            break
+        columns.faults.malformed += 1
+        columns.faults.sample = columns.faults.sample or legible(piece[:200].decode(errors="replace"))
+        at += 1
+    else:
+        if is_last and not is_list:
+            columns.faults.truncated = columns.faults.truncated or "the list of its events has no end"
+    columns.add(found)
+    return tail
+
+
+_MOST_NESTED = 100  # objects that follow each other inside one event
+
+
+def _decode_one(
+    text: bytes, starts: list[int], ends: list[int], at: int, faults: TraceFaults
+) -> tuple[TraceEvent | _BareEvent | None, int]:
+    """The event that begins at a cut, and how many cuts it has in it."""
+    for used in range(1, min(_MOST_NESTED, len(starts) - at) + 1):
+        piece = text[starts[at] : ends[at + used - 1]]
+        if used > 1 and piece.count(b"{") < piece.count(b"}"):
+            break
+        try:
+            return _decode_event(piece), used
+        except msgspec.ValidationError:  # JSON, but no event as torch writes it
+            with suppress(msgspec.DecodeError, UnicodeDecodeError):
+                event = _decode_bare(piece)
+                faults.odd_args += 1
+                return event, used
+            return None, 1
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            if used == 1 and piece.count(b"{") <= piece.count(b"}"):
+                break
+    return None, 1
+
+
+def _decode_before_end(text: bytes, faults: TraceFaults) -> tuple[TraceEvent | _BareEvent | None, bytes | None]:
+    """The event before the end of the list, and what follows that end."""
+    for found in list(_CLOSING.finditer(text[:_PIECE]))[:16]:
+        event, _ = _decode_one(text, [0], [found.start() + 1], 0, faults)
+        if event is not None:
+            return event, text[found.end() :]
+    return None, None
+
+
+# --- from events to columns
+
+_INT64 = 1 << 63
+
+
+def _long(value: int) -> int:
+    return value if -_INT64 <= value < _INT64 else -1
+
+
+def _small(value: int) -> int:
+    return value if 0 <= value < 1 << 31 else -1
+
+
+def _old_external(value: int | None) -> int:
+    """Until torch 1.13 a kernel has the number under this name."""
+    return -1 if value is None else _long(value)
+
+
+def _ordinal(value: int | str) -> int:
+    """A stream or device; some releases of ROCm write "0x0"."""
+    if type(value) is int:
+        return _small(value)
+    try:
+        return _small(int(value, 0))
+    except ValueError:
+        return -1
+
+
+_WITH_CONCRETE = ("conv", "attention", "flash", "_fused_adam", "_foreach")
+
+
+class _Columns:
+    """Columns while they grow."""
+
+    def __init__(self) -> None:
+        self.start, self.duration, self.bytes = array("d"), array("d"), array("d")
+        self.name, self.process, self.thread = array("i"), array("i"), array("i")
+        self.dims, self.types, self.extra = array("i"), array("i"), array("i")
+        self.device, self.stream = array("i"), array("i")
+        self.correlation, self.external = array("q"), array("q")
+        self.category = array("b")
+        self.names, self.processes, self.threads, self.texts = Interned(), Interned(), Interned(), Interned()
+        self.categories = _Categories()
+        self.labels: dict[int | str, str] = {}
+        self.properties: dict[str, Any] | None = None
+        self.is_object = False
+        self.faults = TraceFaults()
+
+    @property
+    def rows(self) -> int:
+        return len(self.start)
+
+    def add(self, events: list[Any]) -> None:
+        """Append events with a duration; read names of processes from the others."""
+        kept = [each for each in events if each.ph == "X"]
+        if len(kept) != len(events):
+            for each in events:
+                if each.ph == "M":
+                    self._add_label(each)
+                elif each.ph in ("B", "E"):
+                    self.faults.unpaired += 1
+        args = [each.args for each in kept]
+        self.start.fromlist([each.ts for each in kept])
+        self.duration.fromlist([each.dur for each in kept])
+        self.name.fromlist([*map(self.names.__getitem__, [each.name for each in kept])])
+        self.category.fromlist([*map(self.categories.__getitem__, [each.cat for each in kept])])
+        self.process.fromlist([*map(self.processes.__getitem__, [each.pid for each in kept])])
+        self.thread.fromlist([*map(self.threads.__getitem__, [each.tid for each in kept])])
+        self.correlation.fromlist([-1 if (n := each.correlation) is None else _long(n) for each in args])
+        self.external.fromlist(
+            [_long(n) if (n := each.external) is not None else _old_external(each.old_external) for each in args]
+        )
+        self.device.fromlist([-1 if (o := each.device) is None else _ordinal(o) for each in args])
+        self.stream.fromlist([-1 if (o := each.stream) is None else _ordinal(o) for each in args])
+        self.bytes.fromlist([-1.0 if (size := each.bytes) is None else size for each in args])
+        text = self._intern_raw
+        self.dims.fromlist([-1 if (raw := each.dims) is _NO_RAW else text(raw) for each in args])
+        self.types.fromlist([-1 if (raw := each.types) is _NO_RAW else text(raw) for each in args])
+        self.extra.fromlist([self._extra(each) for each in kept])
+
+    def _intern_raw(self, raw: msgspec.Raw) -> int:
+        return self.texts[bytes(raw)]
+
+    def _extra(self, event: Any) -> int:
+        args = event.args
+        if args is _NO_ARGS:
+            return -1
+        if args.collective is not None:
+            said = json.dumps([args.collective, args.group or "", args.elements or 0.0])
+            return self.texts[said.encode()]
+        if args.grid is not _NO_RAW:
+            return self.texts[bytes(args.grid)]
+        if args.concrete is not _NO_RAW and any(part in event.name for part in _WITH_CONCRETE):
+            return self.texts[bytes(args.concrete)]
+        return -1
+
+    def _add_label(self, event: Any) -> None:
+        if event.name in ("process_labels", "process_name"):
+            label = event.args.labels or event.args.label or ""
+            if event.name == "process_labels" or event.pid not in self.labels:
+                self.labels[event.pid] = label
+
+    def finish(self, path: Path, source: _Source) -> Trace:
+        import numpy as np
+
+        start, duration = np.frombuffer(self.start), np.frombuffer(self.duration)
+        good = np.isfinite(start) & np.isfinite(duration) & (duration >= 0)
+        order = np.flatnonzero(good)
+        if (bad := len(start) - len(order)) and not self.faults.sample:
+            first = int(np.flatnonzero(~good)[0])
+            name = self.names.list_values()[self.name[first]]
+            self.faults.sample = legible(f"{name[:80]}: start {start[first]:g}, duration {duration[first]:g}")
+        self.faults.malformed += bad
+        order = order[np.argsort(start[order], kind="stable")]
+        origin = float(start[order[0]]) if len(order) else 0.0
+
+        def column(values: array[Any]) -> np.ndarray:
+            found: np.ndarray = np.frombuffer(values, dtype=values.typecode)[order]
+            return found
+
+        return Trace(
+            str(path),
+            start[order] - origin,
+            duration[order],
+            *(column(each) for each in (self.name, self.category, self.process, self.thread, self.correlation)),
+            *(column(each) for each in (self.external, self.device, self.stream, self.dims, self.types, self.extra)),
+            column(self.bytes),
+            names=self.names.list_values(),
+            processes=self.processes.list_values(),
+            threads=self.threads.list_values(),
+            texts=[text.decode(errors="replace") for text in self.texts],
+            properties=self.properties or {},
+            process_labels=self.labels,
+            file_bytes=source.read_bytes,
+            json_bytes=source.json_bytes,
+            origin_us=origin,
+            faults=self.faults,
+        )
