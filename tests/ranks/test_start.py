@@ -265,30 +265,32 @@ def test_an_interface_that_is_not_there_is_told_before_ranks_meet(
 
 
 def test_wishes_fill_their_slots() -> None:
-    assert len(StepRequests().as_numbers()) == 7
-    assert StepRequests(stop_signal=True).as_numbers() == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert StepRequests(stop_file=True, save=True).as_numbers() == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-    assert StepRequests(deadline=True).as_numbers() == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
-    assert StepRequests(void=True).as_numbers() == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
-    assert StepRequests(log=True).as_numbers() == [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-    assert StepRequests(finish=True).as_numbers() == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    assert len(StepRequests().as_numbers()) == 8
+    assert StepRequests(stop_signal=True).as_numbers() == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert StepRequests(stop_file=True, save=True).as_numbers() == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert StepRequests(deadline=True).as_numbers() == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert StepRequests(void=True).as_numbers() == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert StepRequests(log=True).as_numbers() == [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    assert StepRequests(profile=True).as_numbers() == [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert StepRequests(finish=True).as_numbers() == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
     ("summed", "decision"),
     [
-        ([0, 0, 0, 0, 0, 0, 0], Decision()),
-        ([0, 0, 0, 0, 0, 0, 2], Decision(log=True)),
-        ([3, 0, 0, 0, 0, 0, 0], Decision("a signal asked for a stop")),
-        ([0, 1, 0, 0, 0, 0, 0], Decision("the stop file asked for a stop")),
-        ([1, 1, 2, 0, 0, 0, 0], Decision("a signal asked for a stop and the stop file asked for a stop", save=True)),
-        ([0, 0, 1, 0, 0, 0, 0], Decision(save=True)),
-        ([0, 0, 0, 1, 0, 0, 0], Decision("the wall-time is about to end", deadline=True)),
-        ([2, 0, 0, 1, 0, 0, 0], Decision("a signal asked for a stop and the wall-time is about to end")),
-        ([0, 1, 0, 0, 1, 0, 0], Decision("the stop file asked for a stop", void=True)),
-        ([0, 0, 0, 0, 2, 0, 0], Decision("a rank gave up waiting for its data", void=True)),
-        ([0, 0, 0, 0, 1, 1, 0], Decision(void=True, finish=True)),
-        ([1, 0, 0, 0, 0, 2, 0], Decision("a signal asked for a stop", finish=True)),
+        ([0, 0, 0, 0, 0, 0, 0, 0], Decision()),
+        ([0, 0, 0, 0, 0, 0, 2, 0], Decision(log=True)),
+        ([0, 0, 0, 0, 0, 0, 0, 1], Decision(profile=True)),
+        ([3, 0, 0, 0, 0, 0, 0, 0], Decision("a signal asked for a stop")),
+        ([0, 1, 0, 0, 0, 0, 0, 0], Decision("the stop file asked for a stop")),
+        ([1, 1, 2, 0, 0, 0, 0, 0], Decision("a signal asked for a stop and the stop file asked for a stop", save=True)),
+        ([0, 0, 1, 0, 0, 0, 0, 0], Decision(save=True)),
+        ([0, 0, 0, 1, 0, 0, 0, 0], Decision("the wall-time is about to end", deadline=True)),
+        ([2, 0, 0, 1, 0, 0, 0, 0], Decision("a signal asked for a stop and the wall-time is about to end")),
+        ([0, 1, 0, 0, 1, 0, 0, 0], Decision("the stop file asked for a stop", void=True)),
+        ([0, 0, 0, 0, 2, 0, 0, 0], Decision("a rank gave up waiting for its data", void=True)),
+        ([0, 0, 0, 0, 1, 1, 0, 0], Decision(void=True, finish=True)),
+        ([1, 0, 0, 0, 0, 2, 0, 0], Decision("a signal asked for a stop", finish=True)),
     ],
 )
 def test_a_wish_of_any_rank_decides(summed: list[float], decision: Decision) -> None:

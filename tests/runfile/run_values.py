@@ -92,6 +92,7 @@ _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     ),
     "train.micro_batch": AUTO_OR_SMALL,
     "train.validate_every": st.one_of(st.just("off"), spans()),
+    "train.profile": st.sampled_from(["", "steps 50-53", "step 7", "steps 2 - 4, rank 3, then finish"]),
     "train.compile": st.sampled_from(["auto", "off", "blocks", "model"]),
     "train.compile_cache": texts(min_size=1),
     "optim.name": st.sampled_from(["adamw", "sgd", "adafactor", "adamw8bit", "muon"]),

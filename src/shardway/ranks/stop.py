@@ -268,7 +268,7 @@ class StopWatchdog:
 class StepRequests:
     """The requests of one rank after the current step. `deadline`: a stop, since the wall-time is about to end. `void`:
     discard the step, since a stop ended this rank's wait for its batch. `finish`: the script has declared the run done.
-    `log`: the script has logged values."""
+    `log`: the script has logged values. `profile`: the file that asks for a trace was found."""
 
     stop_signal: bool = False
     stop_file: bool = False
@@ -277,6 +277,7 @@ class StepRequests:
     void: bool = False
     finish: bool = False
     log: bool = False
+    profile: bool = False
 
     def as_numbers(self) -> list[float]:
         return [float(wish) for wish in astuple(self)]
@@ -286,7 +287,7 @@ class StepRequests:
 class Decision:
     """What all ranks do after the current step; `stop_reason` is empty if they go on. `deadline`: only the end of the
     wall-time asked for the stop. `void`: the step is discarded. `finish`: the run ends with this step. `log`: the ranks
-    join the values that scripts have logged."""
+    join the values that scripts have logged. `profile`: the ranks read the request for a trace."""
 
     stop_reason: str = ""
     save: bool = False
@@ -294,16 +295,18 @@ class Decision:
     void: bool = False
     finish: bool = False
     log: bool = False
+    profile: bool = False
 
     def also(self, other: Decision) -> Decision:
         stop = self if self.stop_reason or not other.stop_reason else other
         save, finish = self.save or other.save, self.finish or other.finish
-        return replace(stop, save=save, finish=finish, log=self.log or other.log)
+        asked = {"log": self.log or other.log, "profile": self.profile or other.profile}
+        return replace(stop, save=save, finish=finish, **asked)
 
 
 def read_decision(summed: Sequence[float]) -> Decision:
     """The decision in the sum of all ranks' requests."""
-    by_signal, by_file, save, deadline, void, finish, log = map(bool, summed)
+    by_signal, by_file, save, deadline, void, finish, log, profile = map(bool, summed)
     stops = {
         "a signal asked for a stop": by_signal,
         "the stop file asked for a stop": by_file,
@@ -311,7 +314,7 @@ def read_decision(summed: Sequence[float]) -> Decision:
         "a rank gave up waiting for its data": void and not (by_signal or by_file or deadline or finish),
     }
     reason = " and ".join(reason for reason, applies in stops.items() if applies)
-    return Decision(reason, save, deadline and not (by_signal or by_file), void, finish, log)
+    return Decision(reason, save, deadline and not (by_signal or by_file), void, finish, log, profile)
 
 
 # --- the end of the process with the agent that started it. An agent that is killed cannot end its ranks: they would

@@ -328,6 +328,32 @@ class RunDir:
         with contextlib.suppress(OSError):
             (self.stop_path.rmdir if self.stop_path.is_dir() else self.stop_path.unlink)()
 
+    # --- traces of a profiler
+
+    profile_path = PathBelow("profile")  # asks a live run for a trace of its next steps
+    traces = PathBelow("traces")
+
+    def profile_requested(self) -> bool:
+        """Whether a trace was asked for, as far as the file system answers now."""
+        return is_seen(self.profile_path)
+
+    def take_profile_request(self) -> str:
+        """The text of the file that asks for a trace, which is removed. Raises OSError where it cannot be."""
+        text = ""
+        with contextlib.suppress(UnicodeDecodeError, IsADirectoryError):
+            text = self.profile_path.read_text(encoding="utf-8")
+        (self.profile_path.rmdir if self.profile_path.is_dir() else self.profile_path.unlink)()
+        return text
+
+    def trace_path(self, first: int, last: int, rank: int) -> Path:
+        """A free name for the trace of these steps on a rank."""
+        stem = f"steps-{first}-{last}-rank-{rank}"
+        path, number = self.traces / f"{stem}.json.gz", 1
+        while is_there(path):
+            number += 1
+            path = self.traces / f"{stem}.{number}.json.gz"
+        return path
+
     # --- checkpoints
 
     checkpoints = PathBelow("checkpoints")

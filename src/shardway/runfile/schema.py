@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from shardway.batch_ramp import BatchRamp
 from shardway.plugins import PluginName
 from shardway.runfile.blend import BLEND_SCHEMA, BlendEntry, read_blend
+from shardway.runfile.capture import CaptureRange, parse_capture_range
 from shardway.runfile.pairs import BATCH_SCHEMA, read_batch
 from shardway.units import (
     LOSS,
@@ -109,6 +110,14 @@ def _read_amount(parse: Callable[[str | int], Any], *words: str) -> Callable[[An
     return read
 
 
+def _read_capture(value: Any) -> CaptureRange | str:
+    if isinstance(value, CaptureRange) or value == "":
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f'{_show(value)} is not a string; allowed: a string such as "steps 50-53", or "" for none')
+    return parse_capture_range(value)
+
+
 def _read_settings(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{_show(value)} is not a table; allowed: a table, such as {{a = 1}}")
@@ -195,6 +204,12 @@ BlendField = Annotated[
     WithJsonSchema(BLEND_SCHEMA),
 ]
 BatchField = Annotated[int | list[list[int]], BeforeValidator(read_batch), WithJsonSchema(BATCH_SCHEMA)]
+CaptureField = Annotated[
+    Any,
+    BeforeValidator(_read_capture),
+    PlainSerializer(str, return_type=str),
+    _schema(_TEXT, ["steps 50-53", ""], "steps whose trace is captured; empty for none"),
+]
 TrackersField = Annotated[list[Annotated[str, PluginName("trackers")]], AfterValidator(_read_trackers)]
 SettingsField = Annotated[
     dict[str, Any],
@@ -605,6 +620,11 @@ class TrainSection(Section):
         "Choose operations whose result is the same in every run, and refuse those that have none. On a CPU the same "
         "layout then gives the same bits; on a GPU also as long as device, library versions and the way that "
         "collectives go round are the same."
+    )
+    profile: CaptureField = key(
+        "",
+        'Steps whose trace a profiler captures into traces/ of the run directory, such as "steps 50-53"; empty = none. '
+        "`touch RUN/profile` asks a run for the next steps.",
     )
     compile: Literal["off", "blocks", "model"] | Auto = auto(
         "torch.compile nothing, each block of the model (blocks that are alike share a graph), or all of it; auto = "

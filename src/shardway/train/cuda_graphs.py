@@ -75,11 +75,13 @@ class _Captured:
 
 @dataclass
 class GraphedPasses:
-    """The passes of a run over `model` on its device. `note` is given what was found out, once."""
+    """The passes of a run over `model` on its device. `note` is given what was found out, once. `is_profiled`: a
+    profiler slows the host now, so nothing is timed and nothing new is captured."""
 
     model: nn.Module
     losses: Sequence[Loss]
     note: Callable[[str], None]
+    is_profiled: bool = False
     _steps: int = 0
     _host: list[float] = field(default_factory=list)
     _one_by_one: Timed = field(default_factory=list)
@@ -96,6 +98,8 @@ class GraphedPasses:
         adds the gradients of a micro-batch to those of the model, and its losses to sums."""
         if self._is_off or loss_fn not in self.losses or not self.model.training:
             return None
+        if self.is_profiled and not self.is_replaying:
+            return None
         if any(micro.weight != 1 or not _is_alike(micro, micros[0]) for micro in micros):
             return None
         if self._captured is not None and not self._captured.fits(micros, scale):
@@ -106,6 +110,8 @@ class GraphedPasses:
         if self._captured is not None and self._captured.addresses != self._list_addresses():
             self._captured = None
         self._misfits = 0
+        if self.is_profiled and self._captured is None:
+            return None
         if self._captured is None and not (self._should_capture() and self._capture(micros, scale, one)):
             return None
         captured = self._captured
@@ -121,6 +127,11 @@ class GraphedPasses:
             parameter.grad = gradient
         return captured.sums.clone()
 
+    @property
+    def is_replaying(self) -> bool:
+        """Whether graphs were found to be worth it, and are kept."""
+        return self._is_kept and not self._is_off
+
     @cached_property
     def _tables(self) -> list[dict[str, Any]]:
         """Where modules keep parameters and buffers; found once, since each step looks at them."""
@@ -132,8 +143,8 @@ class GraphedPasses:
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
         """Around passes that are run one by one: how long the host issues them, and how long they take."""
-        self._steps += 1
-        if self._is_off or self._steps <= WARM_UP or len(self._host) == TIMED:
+        self._steps += not self.is_profiled
+        if self.is_profiled or self._is_off or self._steps <= WARM_UP or len(self._host) == TIMED:
             yield
             return
         with _timed(self._one_by_one):

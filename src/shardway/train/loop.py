@@ -32,6 +32,7 @@ from shardway.rundir.attempts import Ending
 from shardway.rundir.names import LOCAL, SkippedRange
 from shardway.train.blended import NUMBERS
 from shardway.train.by_hand import BackwardCall, GradientsByHand
+from shardway.train.cuda_graphs import GraphedPasses
 from shardway.train.damaged_data import report_all_damage, report_damage
 from shardway.train.dataloader import report_late_spans, report_skipped
 from shardway.train.engines import Engine, OpenStep, StepCall, TakenStep, lr_of
@@ -47,6 +48,7 @@ from shardway.train.loop_state import (
     next_phase,
 )
 from shardway.train.passes import evaluating, let_go
+from shardway.train.profiling import FINISHED, Profiling
 from shardway.train.record import find_early_end
 from shardway.train.restore import (
     Restored,
@@ -116,6 +118,13 @@ class Loop:
         )
         self._monitoring = Monitoring(session, plan, validation)
         self._guard = Guard(session, plan.scale, models, self._checkpoints.settle)
+        passes = [getattr(each, "passes", None) for each in engines]
+        self._profiling = Profiling(
+            session,
+            session.resolved.values.train.profile or None,
+            [each.replays for each in passes if each is not None and isinstance(each.replays, GraphedPasses)],
+            self._stopping.profile_file_read,
+        )
         self._phase = LoopPhase.RESTORE
         self._open_step: OpenStep | None = None
         self._interrupts, self._is_broken = Interrupts(), False
@@ -294,6 +303,7 @@ class Loop:
         first = self._session.own_model and self._owes_validation and not self._has_validated
         asked = self._plan.saves_shared_after(step) or self._plan.saves_local_after(step)
         asked = asked or ((done or first) and self._plan.save_at_end)
+        ends_early = self._finishes and not self._profiling.has_finished
         return Facts(
             done=done,
             stop=stop,
@@ -301,7 +311,7 @@ class Loop:
             goes_back=self._guard.must_go_back,
             save_owed=self._save_owed,
             result_save_due=self._monitoring.save_due,
-            save_due=stop or self._stopping.decision.save or asked or (self._finishes and step > self._began),
+            save_due=stop or self._stopping.decision.save or asked or (ends_early and step > self._began),
         )
 
     def _validates_here(self) -> bool:
@@ -458,6 +468,7 @@ class Loop:
 
     def _step(self) -> Iterator[Any]:
         self._checkpoints.poll()
+        self._profiling.begin_step(self.counters.step)
         started = time.perf_counter()
         batch = self._stream.next() if self._stream is not None else None
         if batch is None:
@@ -616,6 +627,7 @@ class Loop:
         self._end("finished", AttemptEnd(Ending.FINISHED, reason))
 
     def _end(self, event: str, end: AttemptEnd) -> None:
+        self._profiling.close(self.counters.step)
         if self._stream is not None:
             self._stream.close()
         self._checkpoints.settle()
@@ -665,6 +677,9 @@ class Loop:
         report_damage(self._session, step.batch.left_out, self.counters.step)
         for taken in step.taken:
             self._guard.look_at(self.counters.step, taken.result, step.batch)
+        if self._profiling.end_step(self.counters.step, seconds, file_seen=decision.profile):
+            self._finish_reason, self._finishes = self._finish_reason or FINISHED, True
+            self._owes_validation = False
 
     def _report_size(self, batch: Batch) -> None:
         """An event if this step has another number of samples than the one before it in this attempt."""

@@ -58,6 +58,7 @@ class StopAgreement:
         self._session = session
         self._looked_at = time.monotonic()
         self._stop_file: str | None = None
+        self._profile_file = False
         self.decision = Decision()
         self.deadline: Deadline | None = None
 
@@ -84,9 +85,14 @@ class StopAgreement:
         if void or (looks and now - self._looked_at >= LOOK_EVERY_S):
             self._looked_at = now
             self._look_for_stop_file()
+            self._profile_file = self._session.directory.profile_requested()
         signalled = self._session.signals.received is not None
         late = looks and self.deadline is not None and self.deadline.is_near()
-        return StepRequests(signalled, self._stop_file is not None, save, late, void, finish, log)
+        return StepRequests(signalled, self._stop_file is not None, save, late, void, finish, log, self._profile_file)
+
+    def profile_file_read(self) -> None:
+        """The file that asks for a trace was read: it asks for nothing more until it is seen again."""
+        self._profile_file = False
 
     def agree(self, *, void: bool = False, obeys_clock: bool = True) -> bool:
         """Whether all ranks stop here, between two steps; called on all of them together."""

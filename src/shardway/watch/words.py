@@ -389,6 +389,8 @@ _KINDS: Mapping[str, tuple[Words, Severity, StepLabel]] = {
     "blend_epochs": (_reason(), Severity.NEWS, _RUN),
     **dict.fromkeys(("data_damaged", "damage_counted"), (_reason(), _WARNING, _RUN)),
     "step_discarded": (lambda event: "the step after it had no data in time and does not count", _WARNING, _RUN),
+    "profiled": (_reason(), Severity.NEWS, _RUN),
+    "profile_failed": (_reason(), _WARNING, _RUN),
     "tracker_failed": (lambda event: f"the tracker {text(event, 'tracker')} {_reason()(event)}", _WARNING, _RUN),
     "fault": (_render_fault, Severity.ERROR, _NONE),
     **dict.fromkeys(("data_skipped", "skip_too_late", "loss_depends_on_cut"), (_reason(), _WARNING, _RUN)),
