@@ -8,11 +8,13 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from pool import ranks
-from runs import lone_rank, read_column
+from runs import lone_rank, read_column, read_named
 from shardway.data.convert import WRITERS
+from shardway.data.formats import parquet
 from shardway.data.open import open_described
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.train.run import Run, train_run
@@ -62,8 +64,8 @@ def test_conversations_are_learnt(rank: int, tmp_path: Path) -> None:
     assert b"<|im_start|>user" in bytes(batch["inputs"][~counted].astype(np.uint8))
 
 
-@ranks(1)
-def test_images_of_tar_shards_are_learnt(rank: int, tmp_path: Path) -> None:
+def write_images(kind: str, folder: Path, count: int) -> None:
+    """Pictures of two classes, each with more of one colour."""
     drawn = np.random.default_rng(0)
 
     def make(number: int) -> dict[str, object]:
@@ -73,7 +75,31 @@ def test_images_of_tar_shards_are_learnt(rank: int, tmp_path: Path) -> None:
         Image.fromarray(pixels).save(stream, "JPEG")
         return {"jpg": stream.getvalue(), "cls": number % 2}
 
-    WRITERS["webdataset"](iter(make(number) for number in range(64)), tmp_path / "shards")
-    words = (f"data.path={tmp_path / 'shards'}", "model.classes=2", "data.shape=[3, 32, 32]", "model.channels=[8, 8]")
-    losses = train_example("webdataset.toml", tmp_path / "run", *words, "train.steps=25 steps", "train.global_batch=16")
+    WRITERS[kind](iter(make(number) for number in range(count)), folder)
+
+
+SMALL_IMAGES = ("model.classes=2", "data.shape=[3, 32, 32]", "model.channels=[8, 8]", "train.global_batch=16")
+
+
+@ranks(1)
+def test_images_of_tar_shards_are_learnt(rank: int, tmp_path: Path) -> None:
+    write_images("webdataset", tmp_path / "shards", 64)
+    words = (f"data.path={tmp_path / 'shards'}", *SMALL_IMAGES)
+    losses = train_example("webdataset.toml", tmp_path / "run", *words, "train.steps=25 steps")
     assert np.mean(losses[-5:]) < 0.3 * losses[0]
+    assert not read_named(tmp_path / "run", "data_slow")
+
+
+@ranks(1)
+def test_a_format_that_is_slow_in_random_order_is_said_once(rank: int, tmp_path: Path) -> None:
+    write_images("parquet", tmp_path / "rows", 64)
+    words = ("data.kind=parquet", f"data.path={tmp_path / 'rows'}", *SMALL_IMAGES, "train.steps=2 steps")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parquet, "GROUP_BYTES", 1)
+        patch.setattr(parquet, "_QUICK_BYTES", 1)
+        train_example("webdataset.toml", tmp_path / "random", *words)
+        train_example("webdataset.toml", tmp_path / "in_order", *words, "data.shuffle=false")
+    (noted,) = read_named(tmp_path / "random", "data_slow")
+    assert noted["reason"].startswith("samples come slowly in random order (data.shuffle): a row group of ")
+    assert "`shardway data prepare`" in noted["reason"]
+    assert not read_named(tmp_path / "in_order", "data_slow")

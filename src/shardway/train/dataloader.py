@@ -74,7 +74,7 @@ from shardway.data.samplers import (
     StreamSnapshot,
     WholeBatches,
 )
-from shardway.data.sources.base import DataSource, StreamSource
+from shardway.data.sources.base import DataSource, StreamSource, describe_slow_order
 from shardway.data.waiting import MOST, START_S, WorkerChoice, describe_waiting, tuned_batches, watched_batches
 from shardway.data.workers import describe_shortage, fit_workers
 from shardway.errors import UserError
@@ -181,6 +181,9 @@ def training_batches(
                 "  To do: seed what it draws from alike on every rank (torch's, numpy's and Python's random numbers "
                 "are), and let it give all samples, not a rank's part."
             )
+    if order is None and values.data.shuffle and (slow := describe_slow_order(loader.samples)):
+        words = f"samples come slowly in random order (data.shuffle): {slow}"
+        session.note_once(SLOW, f"{words}. To do: `shardway data prepare` once, and train on what it writes.")
     used: AnyOrder | BatchOrder = order or order_of(values, loader.samples)
     if loader.whole_batches and not isinstance(used, BatchOrder | WholeBatches):
         used = WholeBatches(used, loader.size)

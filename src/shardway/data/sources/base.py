@@ -160,6 +160,13 @@ def find_blocks(source: object) -> FileBlocks | None:
     return None if blocks is None else cast(FileBlocks | None, blocks())
 
 
+def describe_slow_order(source: object) -> str:
+    """Why samples of a source come slowly in a random order, as its own `slow_in_random_order()` says; "" if they do
+    not."""
+    find = getattr(source, "slow_in_random_order", None)
+    return "" if find is None else str(find())
+
+
 @dataclass(frozen=True)
 class Slice:
     """Samples start .. stop of another source, without a copy."""
@@ -193,6 +200,9 @@ class Slice:
     def file_blocks(self) -> FileBlocks | None:
         whole = find_blocks(self.whole)
         return whole and FileBlocks(np.clip(whole.ends, self.start, self.stop) - self.start, whole.parts)
+
+    def slow_in_random_order(self) -> str:
+        return describe_slow_order(self.whole)
 
     def staged(self, hold: Hold) -> Slice:
         return replace(self, whole=stage_source(self.whole, hold))
@@ -265,6 +275,10 @@ class ConcatSource:
     def locate(self, number: int) -> str:
         part, inner = self.place_of(number)
         return f"{part.name}: {locate_sample(part.source, inner)}"
+
+    def slow_in_random_order(self) -> str:
+        found = ((part.name, describe_slow_order(part.source)) for part in self.parts)
+        return "; ".join(f"{name}: {why}" for name, why in found if why)
 
     def staged(self, hold: Hold) -> ConcatSource:
         return ConcatSource(tuple(replace(part, source=stage_source(part.source, hold)) for part in self.parts))

@@ -106,6 +106,10 @@ class DecodedSamples:
         ends = self.records.file_ends()
         return None if ends is None else FileBlocks(ends, self.records.parts)
 
+    def slow_in_random_order(self) -> str:
+        """Why records come slowly in a random order; "" if they do not."""
+        return self.records.slow_in_random_order()
+
     def staged(self, hold: Hold) -> DecodedSamples:
         """The same, read from staged files."""
         return replace(self, records=self.records.staged(hold))
