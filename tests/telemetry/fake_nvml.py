@@ -6,7 +6,7 @@ JSON file that describes its devices and what they do over time:
                   "gpm": true, "mig": [], "pids": [], "denied": {"power_w": 4}, "hangs": {"use_percent": [5, 60]},
                   "values": {"use_percent": 97, "power_w": {"steps": [[0, 80], [10, 650]]}}}]}
 
-`values`: the name of a series (without `gpu/i/`) -> what it is at a time, a number or {"steps": [[from_s, value], ...]},
+`values`: a series (without `gpu/i/`) -> what it is at a time: a number, {"steps": [[from_s, value], ...]},
 {"line": [[at_s, value], ...]} (straight between), {"wave": [mean, amplitude, period_s]}, each with "noise": sd beside
 it. Times are seconds after `start` (Unix seconds; 0: when the module was imported). Counters (bytes, energy) are the
 integral of the rate or power, in steps of a second. `denied`: series, or "gpm" -> the code that NVML returns. `hangs`:
@@ -15,6 +15,7 @@ series -> from when on its call hangs, and for how many seconds. A test may repl
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -121,7 +122,7 @@ class Device:
         elif "line" in value:
             points = value["line"]
             result = float(points[0][1] if t < points[0][0] else points[-1][1])
-            for (t0, v0), (t1, v1) in zip(points, points[1:], strict=False):
+            for (t0, v0), (t1, v1) in itertools.pairwise(points):
                 if t0 <= t < t1:
                     result = v0 + (v1 - v0) * (t - t0) / (t1 - t0)
         elif "wave" in value:

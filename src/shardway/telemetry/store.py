@@ -22,7 +22,7 @@ import struct
 import time
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -170,25 +170,38 @@ class TelemetryWriter:
 
     A sample waits in memory until its block is written: a block has the samples of at most `block_s` seconds, in the
     first minute of a sixth of that. What the file system refuses raises OSError, and the samples are kept for the next
-    try, the newest `MOST_KEPT` of them.
+    try (RETRY_S later), the newest `MOST_KEPT` of them. Nothing is written before `may_write` returns True.
     """
 
-    MOST_KEPT = 4096
+    MOST_KEPT, RETRY_S = 4096, 20.0
     SCHEMA_EVERY = 32
-    _FAR_MS = 2**31 - 1
+    _MOST_ROWS, _FAR_MS = 600, 2**31 - 1
 
-    def __init__(self, folder: Path, info: NodeInfo, series: Sequence[str], *, block_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        info: NodeInfo,
+        series: Sequence[str],
+        *,
+        block_s: float = 20.0,
+        may_write: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.path = folder / name_file(info.host)
         self._sampler = int.from_bytes(os.urandom(4), "little")
-        self._block_s, self._begun = block_s, time.monotonic()
+        self._block_s, self._begun, self._may_write = block_s, time.monotonic(), may_write
         self._file: int | None = None
         self._times: list[int] = []
         self._rows: list[Sequence[float]] = []
-        self._oldest = 0.0  # when the oldest waiting sample came
+        self._due, self._has_failed = 0.0, False
         self._schema = -1
         self._since_schema = 0
         self._info, self._series, self._steps = info, tuple(series), [_find_step(name) for name in series]
         self._needs_schema = True
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether samples wait that could not be written."""
+        return self._has_failed
 
     def append(self, unix_s: float, values: Sequence[float]) -> None:
         """One sample, a value for each series, NaN for none. Raises OSError."""
@@ -197,31 +210,39 @@ class TelemetryWriter:
         now, time_ms = time.monotonic(), round(unix_s * 1000)
         if self._times and abs(time_ms - self._times[0]) > self._FAR_MS:  # the clock was set
             self.flush()
+            self._times, self._rows = [], []
         if not self._times:
-            self._oldest = now
+            self._due = now + (self._block_s / 6 if now - self._begun < 60 else self._block_s)
         self._times.append(time_ms)
         self._rows.append(values)
         if len(self._times) > self.MOST_KEPT:
             del self._times[: -self.MOST_KEPT], self._rows[: -self.MOST_KEPT]
-        within = self._block_s / 6 if now - self._begun < 60 else self._block_s
-        if now - self._oldest >= within or len(self._rows) >= 600:
+        if now >= self._due or (len(self._rows) >= self._MOST_ROWS and not self._has_failed):
             self.flush()
 
     def describe(self, info: NodeInfo, series: Sequence[str]) -> None:
-        """From now on samples have these series. Raises OSError."""
-        self.flush()
-        self._info, self._series, self._steps = info, tuple(series), [_find_step(name) for name in series]
-        self._needs_schema = True
+        """From now on samples have these series. Raises OSError; samples that could not be written are lost then."""
+        try:
+            self.flush()
+        finally:
+            self._times, self._rows = [], []
+            self._info, self._series, self._steps = info, tuple(series), [_find_step(name) for name in series]
+            self._needs_schema = True
 
     def flush(self) -> None:
         """Write the samples that wait. Raises OSError."""
-        if self._rows:
-            if self._needs_schema or self._since_schema >= self.SCHEMA_EVERY:
-                self._write_schema()
-            content = _pack_samples(self._times, self._rows, self._steps)
-            self._write(_pack_block(_SAMPLES, self._schema, self._sampler, max(self._times), content))
-            self._since_schema += 1
-            self._times, self._rows = [], []
+        if not self._rows:
+            return
+        self._has_failed, self._due = True, time.monotonic() + self.RETRY_S
+        if not self._may_write():
+            self._due += 1.0 - self.RETRY_S
+            return
+        if self._needs_schema or self._since_schema >= self.SCHEMA_EVERY:
+            self._write_schema()
+        content = _pack_samples(self._times, self._rows, self._steps)
+        self._write(_pack_block(_SAMPLES, self._schema, self._sampler, max(self._times), content))
+        self._since_schema += 1
+        self._times, self._rows, self._has_failed = [], [], False
 
     def close(self) -> None:
         """Write what waits, and close the file. Raises OSError."""
