@@ -107,6 +107,8 @@ class _HostTail:
         self._parts: deque[tuple[Any, dict[str, Any]]] = deque()
         self.info: NodeInfo | None = None
         self.newest = -math.inf
+        self._devices: dict[int, DeviceInfo | None] = {}
+        self._shown: tuple[list[GpuNow], float] | None = None  # until there are new samples
 
     def refresh(self, window_s: float) -> None:
         for info, times, columns in self._follower.new_samples():
@@ -115,6 +117,11 @@ class _HostTail:
             kept = {name: values for name, values in columns.items() if _is_shown(name)}
             self._parts.append((times, kept))
             self.newest = max(self.newest, float(times.max()))
+            names = (name.split("/") for name in kept if name.startswith("gpu/"))
+            found = {int(parts[1]) for parts in names if len(parts) == 3 and parts[1].isdecimal()}
+            self._devices |= {index: None for index in found if index not in self._devices}
+            self._devices |= {device.index: device for device in info.devices}
+            self._shown = None
         while self._parts and float(self._parts[0][0].max()) < self.newest - window_s:
             self._parts.popleft()
 
@@ -122,22 +129,21 @@ class _HostTail:
         """The values of a series since a time, of which some may be NaN."""
         import numpy as np
 
-        found = [columns[series][times >= since] for times, columns in self._parts if series in columns]
+        parts = [part for part in self._parts if part[0][-1] >= since]  # of the others all is older
+        found = [columns[series][times >= since] for times, columns in parts if series in columns]
         return np.concatenate(found) if found else np.empty(0, np.float32)
 
-    def find_devices(self) -> dict[int, DeviceInfo | None]:
-        devices: dict[int, DeviceInfo | None] = {}
-        for _, columns in self._parts:
-            names = (name.split("/") for name in columns if name.startswith("gpu/"))
-            devices |= {int(parts[1]): None for parts in names if len(parts) == 3 and parts[1].isdecimal()}
-        if self.info is not None:
-            devices |= {device.index: device for device in self.info.devices}
-        return dict(sorted(devices.items()))
+    def describe(self, window_s: float) -> tuple[list[GpuNow], float]:
+        """Its accelerators, and the use of its cores now in percent."""
+        if self._shown is None:
+            cpu = _mean_of(self.values("cpu/use_percent", self.newest - _NOW_S))
+            self._shown = self._list_gpus(window_s), cpu
+        return self._shown
 
-    def describe(self, window_s: float) -> list[GpuNow]:
+    def _list_gpus(self, window_s: float) -> list[GpuNow]:
         host = self.info.host if self.info else ""
         gpus = []
-        for index, device in self.find_devices().items():
+        for index, device in sorted(self._devices.items()):
             now = {}
             for metric, name in METRICS.items():
                 value = _mean_of(self.values(f"gpu/{index}/{name}", self.newest - _NOW_S))
@@ -212,8 +218,9 @@ class HardwareTail:
         newest = max(host.newest for host in known)
         # A host that stopped long before the others belongs to an attempt that ended, as a run may go on elsewhere.
         known = [host for host in known if host.newest >= newest - self._window_s]
-        cpu = [_mean_of(host.values("cpu/use_percent", host.newest - _NOW_S)) for host in known]
-        gpus = [gpu for host in known for gpu in host.describe(self._window_s)]
+        described = [host.describe(self._window_s) for host in known]
+        cpu = [percent for _, percent in described]
+        gpus = [gpu for listed, _ in described for gpu in listed]
         missing: dict[str, str] = {}
         for host in known:
             missing |= host.info.missing if host.info else {}
