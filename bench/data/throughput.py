@@ -3,9 +3,9 @@
     python bench/data/throughput.py [--samples 20000] [--peers]
 
 One process, no workers, warm page cache; figures are per second of process time, since the cores of a shared machine
-move wall times. Peers (webdataset, mosaicml-streaming) are measured where they are installed. Bounds: a Python loop
-that copies the blobs out of one mapped file; PIL's decode and resize of the same images from memory; NumPy's gather and
-cast of the same rows of tokens.
+move wall times, and each bound is measured in turns with what it bounds. Peers (webdataset, mosaicml-streaming) are
+measured where they are installed. Bounds: a Python loop that copies the blobs out of one mapped file; PIL's decode and
+resize of the same images from memory; NumPy's gather and cast of the same rows of tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -47,13 +48,31 @@ def make_images(count: int, drawn: np.random.Generator) -> Iterator[dict[str, An
 
 def measure(work: Callable[[], int], least_s: float = 1.0) -> float:
     """Samples per CPU second of repeated work that returns how many it did; the best of three."""
-    best = 0.0
-    for _ in range(3):
-        done, began = 0, time.process_time()
-        while time.process_time() - began < least_s / 3:
-            done += work()
-        best = max(best, done / (time.process_time() - began))
-    return best
+    return max(measure_once(work, least_s / 3) for _ in range(3))
+
+
+def compare(work: Callable[[], int], bound: Callable[[], int], turns: int = 9, turn_s: float = 0.4) -> dict[str, float]:
+    """Samples per CPU second of work, and of the bound that is measured in turns with it; the medians of the rates, and
+    of the ratio of a turn, which what else the cores do moves least."""
+    rates: list[tuple[float, float]] = []
+    for _ in range(turns):
+        pair = [measure_once(each, turn_s) for each in (work, bound)]
+        rates.append((pair[0], pair[1]))
+    ratios = [work_rate / bound_rate for work_rate, bound_rate in rates]
+    return {
+        "rate": median(rate for rate, _ in rates),
+        "bound": median(rate for _, rate in rates),
+        "ratio": median(ratios),
+        "lowest ratio": min(ratios),
+        "highest ratio": max(ratios),
+    }
+
+
+def measure_once(work: Callable[[], int], least_s: float) -> float:
+    done, began = 0, time.process_time()
+    while time.process_time() - began < least_s:
+        done += work()
+    return done / (time.process_time() - began)
 
 
 def batches_of(count: int, drawn: np.random.Generator) -> Callable[[], Sequence[int]]:
@@ -70,32 +89,32 @@ def batches_of(count: int, drawn: np.random.Generator) -> Callable[[], Sequence[
     return take
 
 
-def read_rate(records: Records, fields: Sequence[str]) -> float:
+def reading(records: Records, fields: Sequence[str]) -> Callable[[], int]:
     """Raw records in random order."""
     take = batches_of(len(records), np.random.default_rng(0))
-    return measure(lambda: len(records.read(take(), fields)))
+    return lambda: len(records.read(take(), fields))
 
 
-def decode_rate(records: Records, image: str, label: str) -> float:
+def decoding(records: Records, image: str, label: str) -> Callable[[], int]:
     """Decoded samples of 64 x 64 in random order."""
     from shardway.data.sources.decoded import open_decoded
 
     section = DataSection(inputs=image, targets=label, shape=[3, 64, 64])
     source = open_decoded(records, place_of("bench"), DataRequest(section, 0, "images", classes=10))
     take = batches_of(len(records), np.random.default_rng(0))
-    return measure(lambda: len(source.batch(np.array(take()))["targets"]), 3.0)
+    return lambda: len(source.batch(np.array(take()))["targets"])
 
 
-def copy_bound(blobs: Sequence[bytes], folder: Path) -> float:
+def copying(blobs: Sequence[bytes], folder: Path) -> Callable[[], int]:
     """Slices of one mapped file, copied in a Python loop in random order."""
     ends = np.cumsum([0, *map(len, blobs)])
     (folder / "blobs").write_bytes(b"".join(blobs))
     mapped = np.memmap(folder / "blobs", np.uint8, "r")
     take = batches_of(len(blobs), np.random.default_rng(0))
-    return measure(lambda: len([mapped[ends[number] : ends[number + 1]].tobytes() for number in take()]))
+    return lambda: len([mapped[ends[number] : ends[number + 1]].tobytes() for number in take()])
 
 
-def decode_bound(blobs: Sequence[bytes]) -> float:
+def decoding_alone(blobs: Sequence[bytes]) -> Callable[[], int]:
     """PIL alone, from memory."""
     from PIL import Image
 
@@ -106,7 +125,7 @@ def decode_bound(blobs: Sequence[bytes]) -> float:
         image.draft("RGB", (64, 64))
         return np.asarray(image.convert("RGB").resize((64, 64), Image.Resampling.BILINEAR))
 
-    return measure(lambda: len([decode(blobs[number]) for number in take()]), 3.0)
+    return lambda: len([decode(blobs[number]) for number in take()])
 
 
 def measure_peers(folder: Path, count: int) -> dict[str, float]:
@@ -154,7 +173,7 @@ def measure_tokens(folder: Path) -> dict[str, float]:
     def take() -> int:
         return len(source.batch(drawn.integers(0, rows - 1, 32))["inputs"])
 
-    return {"gather and cast": measure(gather), "token windows": measure(take)}
+    return compare(take, gather)
 
 
 def measure_start() -> dict[str, float]:
@@ -214,18 +233,15 @@ def main() -> None:
         made = list(make_images(given.samples, np.random.default_rng(0)))
         blobs = [each["jpg"] for each in made]
         found["samples"], found["mean bytes"] = len(blobs), float(np.mean([len(blob) for blob in blobs]))
-        found["copy bound"], found["decode bound"] = copy_bound(blobs, folder), decode_bound(blobs)
+        copies, decodes = copying(blobs, folder), decoding_alone(blobs)
         for kind in given.formats:
             out = folder / kind
             WRITERS[kind](iter(made), out)
             records = open_records(place_of(out), kind)
             image, label = ("image", "label") if kind == "images" else ("jpg", "cls")
-            raw, decoded = read_rate(records, (image,)), decode_rate(records, image, label)
             found[kind] = {
-                "raw": raw,
-                "raw / copy bound": raw / found["copy bound"],
-                "decoded": decoded,
-                "decoded / decode bound": decoded / found["decode bound"],
+                "raw": compare(reading(records, (image,)), copies),
+                "decoded": compare(decoding(records, image, label), decodes),
             }
             print(kind, json.dumps(found[kind]), file=sys.stderr)
         if given.peers:
@@ -233,9 +249,8 @@ def main() -> None:
             found["peers"] = peers
             for peer, kind in (("webdataset", "webdataset"), ("mosaicml-streaming", "mds")):
                 if peer in peers and kind in found:
-                    found[f"{kind} / {peer}"] = found[kind]["raw"] / peers[peer]
-        tokens = measure_tokens(folder)
-        found["tokens"] = {**tokens, "ratio": tokens["token windows"] / tokens["gather and cast"]}
+                    found[f"{kind} / {peer}"] = found[kind]["raw"]["rate"] / peers[peer]
+        found["tokens"] = measure_tokens(folder)
         found["start"] = measure_start()
         found["megatron"] = measure_megatron(folder)
     print(json.dumps(found, indent=1))
