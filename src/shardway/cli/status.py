@@ -634,15 +634,16 @@ def logs(
     as_json: JsonOption = False,
 ) -> None:
     """Print the events of a run as lines, or what its jobs printed."""
-    from shardway.launch.runs.find import Known, find_known, is_run, list_runs
+    from shardway.launch.runs.find import Known, find_named, is_run, list_runs
     from shardway.rundir.directory import RunDir
 
     folder = Path(run or "runs")
     if run is not None and (is_run(folder) or not os.path.isdir(folder)):
-        known = find_known(run)
+        named = find_named(run)
+        known, of_id = named.known, named.attempt
     else:  # the only one of a folder
         runs = list_runs(folder)
-        known = Known(str(runs[0] if len(runs) == 1 else find_run(folder).path))
+        known, of_id = Known(str(runs[0] if len(runs) == 1 else find_run(folder).path)), None
     directory = RunDir(Path(known.run))
     if not known.host:
         directory.check_format()
@@ -658,7 +659,7 @@ def logs(
         from shardway.launch.runs.job_status import read_ledger
 
         host = find_host(known.host)
-        chosen = of_jobs.choose_attempt(read_ledger(host, directory.path), attempt).attempt
+        chosen = of_jobs.choose_attempt(read_ledger(host, directory.path), attempt or of_id).attempt
         lines = (
             of_jobs.follow_output(host, chosen, node, options.report)
             if follow
