@@ -165,6 +165,7 @@ _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "run.start_timeout": times(),
     "run.collective_timeout": times(),
     "run.stop_timeout": times(),
+    "run.telemetry": st.one_of(st.just("off"), times()),
     "run.spares": st.one_of(st.sampled_from(["auto", "off"]), times()),
     "run.stop_margin": st.one_of(st.just("auto"), times()),
     "site.ranks_per_node": AUTO_OR_SMALL,

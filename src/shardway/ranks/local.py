@@ -80,7 +80,7 @@ class LocalLaunch:
     """How many ranks run which Python module with which arguments, where their output goes, and CPU threads each.
     `heartbeats` is the folder of their heartbeats; None: they are not watched. A stop by the stop file may take
     `stop_timeout_s`. `assignment`: their numbers among all ranks; None: these are all. `shown`: their output is also
-    printed here, each line with its rank."""
+    printed here, each line with its rank. `telemetry_s`: how often this node is sampled meanwhile; None: never."""
 
     ranks: int
     module: str
@@ -92,6 +92,7 @@ class LocalLaunch:
     heartbeats: Path | None = None
     assignment: RankAssignment | None = None
     shown: bool = False
+    telemetry_s: float | None = None
 
 
 def start_program(

@@ -42,6 +42,7 @@ from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import answers, list_missing, why_refused
 from shardway.rundir.names import LOCAL, find_local_run, find_run_id, read_line
 from shardway.runfile.schema import RunSection
+from shardway.telemetry.start import SampledRun, sampled
 from shardway.units import render_seconds
 
 Report = Callable[[str], None]  # takes a line for the person that started the ranks
@@ -79,6 +80,7 @@ def build_launch(resolution: Resolution, ranks: int) -> LocalLaunch:
         threads=threads,
         stop_path=run.stop_path,
         stop_timeout_s=settings.stop_timeout,
+        telemetry_s=None if settings.telemetry == "off" else settings.telemetry,
     )
 
 
@@ -108,7 +110,7 @@ def run_on_node(
     def report_resumed(hang: Hang) -> None:
         report(f"{globally(hang).message}, and was resumed")
 
-    with watched(launch.ranks, hang_timeout, report_resumed, share_s) as watch:
+    with watched(launch.ranks, hang_timeout, report_resumed, share_s) as watch, contextlib.ExitStack() as stack:
 
         def look(failed: bool) -> bool:
             is_over = exchange(watch, failed)
@@ -116,10 +118,27 @@ def run_on_node(
             return is_over
 
         launch = replace(launch, heartbeats=watch.folder)
+        stack.enter_context(sampled(_describe_sampled(run, launch)))
         failures = run_local(launch, lambda: ask_to_stop(run, report), look, standby.start)
     # Only now: until its thread has ended, the watch may still gather evidence.
     found, evidence = watch.found, watch.seen or NO_EVIDENCE
     return LaunchOutcome(tuple(failures), globally(found) if found is not None else None, evidence.shift(first))
+
+
+def _describe_sampled(run: RunDir, launch: LocalLaunch) -> SampledRun | None:
+    """How this node is sampled while its ranks run; None if it is not."""
+    if launch.telemetry_s is None:
+        return None
+    attempt, place = find_attempt(os.environ), launch.assignment
+    return SampledRun(
+        run.telemetry_folder,
+        launch.telemetry_s,
+        os.getpid(),
+        node=place.node if place is not None else 0,
+        job=os.environ.get("SHARDWAY_JOB", ""),
+        attempt=attempt.number if attempt is not None and attempt.path.name.isdigit() else 0,
+        events=run.events_path(0),
+    )
 
 
 def ask_to_stop(run: RunDir, report: Report) -> None:

@@ -242,7 +242,7 @@ class RunDir:
     # --- events
 
     def event_writer(self, rank: int) -> EventWriter:
-        return EventWriter(self._events_path(rank))
+        return EventWriter(self.events_path(rank))
 
     def events(self, rank: int = 0) -> list[Event]:
         """The valid events of a rank (undone steps are left out)."""
@@ -250,15 +250,15 @@ class RunDir:
 
     def all_events(self, rank: int = 0, names: Sequence[str] = ()) -> Iterator[Event]:
         """Every event of a rank, or those of some names, as written, undone steps included."""
-        return read_events(self._events_path(rank), names)
+        return read_events(self.events_path(rank), names)
 
     def last_events(self, rank: int = 0, most_bytes: int = 2**18) -> list[Event]:
         """The last events of a rank that fit into so many bytes; quick however long the run was."""
-        return list(read_events(self._events_path(rank), most_bytes=most_bytes))
+        return list(read_events(self.events_path(rank), most_bytes=most_bytes))
 
     def follow_events(self, rank: int = 0, *, from_end: bool = False) -> EventFollower:
         """A reader of what is appended from now on (or from the start of the file)."""
-        return EventFollower(self._events_path(rank), from_end=from_end)
+        return EventFollower(self.events_path(rank), from_end=from_end)
 
     def ranks_with_events(self) -> list[int]:
         found = map(_EVENTS.fullmatch, list_names(self._events_folder))
@@ -476,5 +476,6 @@ class RunDir:
     status_path = PathBelow("status.json")  # as last written by the run
     _events_folder = PathBelow("events")
 
-    def _events_path(self, rank: int) -> Path:
+    def events_path(self, rank: int) -> Path:
+        """The events of one rank."""
         return self._events_folder / f"rank-{rank:05d}.jsonl"

@@ -393,6 +393,11 @@ class RunSection(Section):
     stop_margin: SecondsField | Auto = auto(
         "How long before the end of the wall-time the run stops; auto = from the time that saves take."
     )
+    telemetry: SecondsField | Off = key(
+        1.0,
+        "How often the accelerators, cores, memory, files and network of each node are sampled; off = never, and short "
+        "runs are not.",
+    )
     display: Literal["auto", "off"] = auto(
         "What is shown while it trains: auto = how it starts, its steps and its end; off = errors alone."
     )

@@ -59,12 +59,13 @@ from shardway.resolve import DataFacts, check_same_run, find_changes, resolve_wi
 from shardway.resolve.draft import DERIVED, Resolved, Settled, value_of
 from shardway.resolve.request import Resolution, ResolveRequest, check_variables, read_before, resolve_request
 from shardway.resolve.rules.formats import COMPILE, COMPUTE, DROPS, KEYS, TF32
-from shardway.rundir.attempts import SECOND_SIGNAL, Attempt, Ending
+from shardway.rundir.attempts import SECOND_SIGNAL, VARIABLE, Attempt, Ending
 from shardway.rundir.directory import OWN_NAMES, RunDir
 from shardway.rundir.file_io import list_missing, list_names, refusals
 from shardway.rundir.lease import HeldLease
 from shardway.rundir.names import ensure_run_id, find_local_run, find_run_id
 from shardway.runfile.load import DEFAULT
+from shardway.telemetry.start import SampledRun, sampled
 from shardway.train.engines import ENGINES
 from shardway.train.record import KILLED, ExitReport, Recorder
 from shardway.watch.trackers.base import TrackerThread
@@ -179,11 +180,27 @@ class Session:
             self.lease = (held if held is not None else self.resolution.directory.beside(epoch)).lease
         self.starts_over = False
         self.recorder.open(self.directory)
-        values = self.resolved.values
+        values, placement = self.resolved.values, self.ranks.placement
+        if values.run.telemetry != "off" and placement.local_rank == 0 and placement.launcher != "shardway":
+            self.at_end.enter_context(sampled(self._describe_sampled(values.run.telemetry)))
         if values.track.to and self.ranks.is_first:
             configuration = values.model_dump(mode="json")
             thread = TrackerThread(self.directory, values.track.to, values.track.settings, configuration)
             self.recorder.trackers = thread
+
+    def _describe_sampled(self, every_s: float) -> SampledRun:
+        """How this node is sampled where no agent of ours does it: with its other ranks, which have the same parent."""
+        placement, attempt = self.ranks.placement, self.attempt
+        marker = "" if attempt is None else f"{VARIABLE}={os.environ.get(VARIABLE, '')}"
+        return SampledRun(
+            self.directory.telemetry_folder,
+            every_s,
+            os.getppid() if placement.local_world > 1 else os.getpid(),
+            node=placement.node or 0,
+            job=os.environ.get("SHARDWAY_JOB", ""),
+            attempt=int(attempt.path.name) if attempt is not None and attempt.path.name.isdigit() else 0,
+            marker=marker,
+        )
 
 
 # --- opening a run
