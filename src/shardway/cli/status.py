@@ -440,10 +440,8 @@ def _judge(each: _ShownRun) -> tuple[Sequence[GpuVerdict], Sequence[Advice]]:
     """The verdict of each accelerator over all samples, and what is advised."""
     if each.known.host:
         return [], []
-    try:
-        from shardway.watch.advice import advise, judge_gpus  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        return [], []
+    from shardway.watch.advice import advise, judge_gpus
+
     verdicts: Sequence[GpuVerdict] = []
     if each.hardware is not None:
         from shardway.telemetry.store import read_telemetry

@@ -148,10 +148,6 @@ class _Actions:
 
     def advise(self, run: Path) -> Sequence[Advice]:
         from shardway.rundir.directory import RunDir
+        from shardway.watch.advice import advise
 
-        try:
-            from shardway.watch.advice import advise  # type: ignore[import-not-found, unused-ignore]
-        except ImportError:
-            return []
-        found: Sequence[Advice] = advise(RunDir(run))
-        return found
+        return advise(RunDir(run))

@@ -204,7 +204,7 @@ def describe_heat(use: HardwareUse, metric: str, now: float) -> str:
     values = [gpu.now[metric] for gpu in use.gpus if not math.isnan(gpu.now[metric])]
     what = {"memory": "memory in % of its size", "power": "power in % of its limit"}.get(metric, f"{metric} in %")
     age = now - use.newest
-    old = f", {render_clock(age)} ago" if age > _STALE_S else ""
+    old = f", {render_clock(age)} old" if age > _STALE_S else ""
     if not values:
         reason = next((why for name, why in use.missing.items() if METRICS[metric] in name), "")
         return f"{what}: not sampled{f' ({one_line(reason)})' if reason else ''}"
@@ -245,9 +245,9 @@ class _RunDetail(Static):
                 Text(f"loss {render_loss(summary.smooth_loss)}  last {render_loss(summary.loss)}", no_wrap=True)
             )
             rows.append(LiveRow(Text("     "), Sparkline(run.losses, width), Text()))
-        if summary is not None and (summary.tokens_per_s or summary.samples_per_s):
-            rate = summary.tokens_per_s if summary.unit == "tokens" else summary.samples_per_s
-            rows.append(Text(f"speed {render_count(rate or 0)} {summary.unit}/s", no_wrap=True))
+        rate = None if summary is None else summary.tokens_per_s if summary.unit == "tokens" else summary.samples_per_s
+        if summary is not None and rate:
+            rows.append(Text(f"speed {render_count(rate)} {summary.unit}/s", no_wrap=True))
         if run.data_wait is not None:
             rows.append(Text(f"waits for data {render_share(run.data_wait, 1.0)}", no_wrap=True))
         if run.hardware is not None and not math.isnan(run.hardware.cpu_percent):
