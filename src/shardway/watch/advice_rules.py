@@ -275,7 +275,7 @@ def _foreign_hang(evidence: Evidence) -> Iterator[Advice]:
         "hang",
         f"for the last {render_clock(begun)} all {len(evidence.used)} accelerators show full use at low and flat power "
         "(before, it changed): they wait in a collective",
-        "look whether the log still grows; dump the stacks of all processes (py-spy dump --pid PID) before you stop it; "
+        "does the log still grow? dump the stacks of all processes (py-spy dump --pid PID) before you stop it; "
         "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 names the collective next time",
         "the power goes up and down again with each step",
     )

@@ -1,0 +1,156 @@
+"""Advice: the first finding names what is wrong, and a healthy job, a damaged one and unknown hardware get none."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from page_tables import check_part
+from shardway.rundir.directory import RunDir
+from shardway.telemetry.store import HostTelemetry
+from shardway.watch.advice import advise, advise_on, judge_gpus
+from shardway.watch.advice_rules import ADVICE_RULES
+from shardway.watch.evidence import gather
+from shardway.watch.findings import Advice
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench/watch"))
+import scenarios
+
+
+def _job(seed: int = 1, kind: str = "NVIDIA H100 80GB HBM3", *, foreign: bool = False) -> scenarios.Job:
+    job = scenarios.draw_healthy(np.random.default_rng(seed))
+    job.kind, job.foreign, job.nodes, job.per_node, job.length_s, job.period_s = kind, foreign, 1, 4, 900, 1.0
+    job.cores = job.allowed = 64
+    job.numerics["precision.compute"], job.asked_share = "bf16", None
+    job.save_every_s, job.validate_every_s = 300.0, 200.0
+    return job
+
+
+def _look(job: scenarios.Job, folder: Path) -> tuple[RunDir, list[HostTelemetry], list[Advice]]:
+    run, hosts = scenarios.simulate(job, folder)
+    return run, hosts, advise_on(gather(run, hosts))
+
+
+@pytest.mark.parametrize("scenario", scenarios.SCENARIOS[::3], ids=lambda each: each.name)
+def test_the_first_advice_is_the_right_one(scenario: scenarios.Scenario) -> None:
+    results = [scenarios.run_one(scenario.name, seed, scenario.spoil)[0] for seed in (11, 12)]
+    assert any(found and found[0] in scenario.right for found in results), results
+
+
+def test_a_healthy_job_with_saves_and_validations_gets_none(tmp_path: Path) -> None:
+    for seed, foreign in ((1, False), (2, True)):
+        job = _job(seed, foreign=foreign)
+        _, hosts, found = _look(job, tmp_path / str(seed))
+        assert found == []
+        assert {each.verdict for each in judge_gpus(hosts)} == {"used"}
+
+
+def test_idle_accelerators_are_named_with_what_to_change(tmp_path: Path) -> None:
+    job = _job()
+    job.idle = {(0, 1), (0, 2), (0, 3)}
+    _, hosts, found = _look(job, tmp_path / "run")
+    assert found[0].rule == "idle-gpus"
+    assert "3 of 4" in found[0].evidence
+    assert "GPU 1, 2 and 3 of node01" in found[0].evidence
+    assert "--nproc 4" in found[0].do
+    assert found[0].ceiling_percent == 75.0
+    assert found[0].ceiling_ms == pytest.approx(750, rel=0.1)
+    assert [each.verdict for each in judge_gpus(hosts)][1:] == ["idle", "idle", "idle"]
+
+
+def test_waiting_for_data_is_what_passes_between_steps(tmp_path: Path) -> None:
+    job = _job()
+    job.data = 0.4
+    job.values["data"]["workers"] = 0
+    _, _, found = _look(job, tmp_path / "run")
+    assert found[0].rule == "data-wait"
+    assert found[0].ceiling_percent == pytest.approx(40, abs=3)
+    assert 'data.workers = "auto"' in found[0].do
+
+
+def test_the_slow_start_of_a_loader_is_no_waiting(tmp_path: Path) -> None:
+    run, hosts = scenarios.simulate(_job(), tmp_path / "run")
+    path = tmp_path / "run/events/rank-00000.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    for event in events[1:]:  # the first batch is waited for, for two minutes
+        if "spent" in event:
+            event["spent"]["data"] += 120.0
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert [each.rule for each in advise_on(gather(run, hosts))] == []
+
+
+def test_a_device_that_no_catalogue_knows_gets_no_guess(tmp_path: Path) -> None:
+    job = _job(kind="NVIDIA Q77 Prototype")
+    job.numerics |= {"precision.compute": "fp32", "precision.tf32": False}
+    job.values["model"]["vocab"] = 50257
+    assert _look(job, tmp_path / "run")[2] == []
+    known = replace(job, kind="NVIDIA H100 80GB HBM3", rng=np.random.default_rng(3))
+    assert _look(known, tmp_path / "known")[2][0].rule == "no-tensor-cores"
+
+
+def test_thermal_slowdown_counts_and_a_power_cap_at_full_clock_does_not(tmp_path: Path) -> None:
+    run, hosts = scenarios.simulate(_job(), tmp_path / "run")
+    bits = np.full(len(hosts[0].times), 4.0, np.float32)
+    hosts[0].series["gpu/2/throttle_bits"] = bits  # type: ignore[index]
+    assert advise_on(gather(run, hosts)) == []
+    bits[300:600] = 0x20
+    found = advise_on(gather(run, hosts))
+    assert found[0].rule == "throttling"
+    assert "GPU 2 of node01: thermal slowdown by the driver" in found[0].evidence
+    assert judge_gpus(hosts)[2].verdict == "throttled"
+
+
+def test_a_run_that_holds_nothing_or_damage_gets_none_and_never_raises(tmp_path: Path) -> None:
+    assert advise(RunDir(tmp_path / "none")) == []
+    run, _ = scenarios.simulate(_job(), tmp_path / "run")
+    (run.path / "resolved.toml").write_text("[train\n")
+    (run.path / "events/rank-00000.jsonl").write_bytes(b'{"event": "step"}\n\xff\xfe\n{"event": "step", "time": "x"}\n')
+    (run.path / "attempts/0001/submission.json").write_text("[]")
+    (run.path / "telemetry").mkdir()
+    (run.path / "telemetry/node01").write_bytes(b"\xf5SWT damaged")
+    assert advise(run) == []
+    assert judge_gpus([]) == []
+
+
+def test_an_accelerator_without_samples_of_its_use_is_unknown(tmp_path: Path) -> None:
+    _, hosts = scenarios.simulate(_job(), tmp_path / "run")
+    series = {name: values for name, values in hosts[0].series.items() if name != "gpu/1/use_percent"}
+    verdicts = judge_gpus([replace(hosts[0], series=series)])
+    assert [each.verdict for each in verdicts] == ["used", "unknown", "used", "used"]
+    assert verdicts[1].use_mean is None
+
+
+def test_a_consequence_is_left_out(tmp_path: Path) -> None:
+    job = _job()
+    job.hot, job.late = {(0, 1): 0.8}, {(0, 1): 0.6}
+    rules = [each.rule for each in _look(job, tmp_path / "run")[2]]
+    assert rules == ["throttling"]
+
+
+def _fail(_: object) -> Iterator[Advice]:
+    raise ZeroDivisionError
+
+
+def test_a_rule_that_fails_does_not_hide_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: list[Callable[..., object]] = [_fail]
+    monkeypatch.setattr("shardway.watch.advice.ADVICE_RULES", [replace(ADVICE_RULES[0], find=broken[0]), *ADVICE_RULES])
+    job = _job()
+    job.idle = {(0, 3)}
+    assert _look(job, tmp_path / "run")[2][0].rule == "idle-gpus"
+
+
+def test_the_page_has_every_rule(request: pytest.FixtureRequest) -> None:
+    parts = [
+        f"## {rule.name}\n\n- When: {rule.when}.\n- Why: {rule.why}.\n- What to do: {rule.do}.\n\n"
+        for rule in ADVICE_RULES
+    ]
+    check_part(request, "advice.md", "rules", "".join(parts))
+    names = [rule.name for rule in ADVICE_RULES]
+    assert len(set(names)) == len(names)
+    assert {name for rule in ADVICE_RULES for name in rule.hides} <= set(names)
