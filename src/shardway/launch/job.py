@@ -18,6 +18,7 @@ from shardway.plugins import make_plugin
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 from shardway.sites.schema import ContainerRules, Options, StartRules
+from shardway.telemetry.start import VARIABLE as TELEMETRY
 
 OWN_VARIABLES = (
     *("SHARDWAY_ATTEMPT_DIR", "SHARDWAY_STOP_FILE", "SHARDWAY_JOB", "SHARDWAY_NODES"),
@@ -181,7 +182,8 @@ class Job:
 
     `warn_s`: how long before the end of the wall-time the script asks the program to stop; 0: the program looks itself.
     `preflight`: what looks at the nodes before the program starts. `elastic`: it goes on with fewer nodes where one is
-    lost.
+    lost. `telemetry_s`: how often the script has each node's hardware sampled, with `python`; 0: the program does that
+    itself, or it is not wanted.
     """
 
     name: str
@@ -203,6 +205,8 @@ class Job:
     preflight: Program | None = None
     elastic: bool = False
     again: Again = Again()
+    telemetry_s: float = 0.0
+    python: str = "python3"
 
     @property
     def one_agent_a_node(self) -> bool:
@@ -219,7 +223,8 @@ class Job:
     def variables(self) -> tuple[str, ...]:
         """Names of what a rank on another node or in a container has to get, the secrets left out."""
         lent = (LENT,) if self.container.runtime != "none" else ()
-        return tuple(dict.fromkeys((*OWN_VARIABLES, *lent, *self.around.names)))
+        sampled = (TELEMETRY,) if self.telemetry_s else ()
+        return tuple(dict.fromkeys((*OWN_VARIABLES, *lent, *sampled, *self.around.names)))
 
     @property
     def log_for_scheduler(self) -> str:

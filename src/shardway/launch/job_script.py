@@ -189,7 +189,12 @@ def _run(job: Job, scheduler: Scheduler, runtime: Container) -> tuple[ScriptLine
     # What other nodes need to find programs, as shell words; variables that modules set are passed on by name.
     carried = ["PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "ENROOT_DATA_PATH"]
     carried += ['"${loaded[@]}"'] if job.around.modules and not hands_on else []
-    carries = not hands_on and (job.one_agent_a_node or runtime.teardown(job, scheduler))
+    carries = not hands_on and (job.one_agent_a_node or job.telemetry_s or runtime.teardown(job, scheduler))
+    sampling = ""
+    if job.telemetry_s:
+        beside = scheduler.beside(job)
+        words = (f"{job.telemetry_s:g}", quote(job.python), quote_shell(beside.index), *beside.words)
+        sampling = wrap_command(("sample_nodes", *words))
     lines = [
         *script_lines(
             (
@@ -222,6 +227,7 @@ def _run(job: Job, scheduler: Scheduler, runtime: Container) -> tuple[ScriptLine
     lines += script_lines(
         (doctor, "what the nodes are like; it stops nothing"),
         (doctor and f'! {found} || say "this is what the doctor found; all of it is in $here/log/doctor.out"', ""),
+        (sampling, "what the accelerators, cores, memory and network of each node do (run.telemetry)"),
         (
             shielded and "shield",
             "what starts the ranks outlives signals, which this scheduler sends to every process",

@@ -245,6 +245,10 @@ class Scheduler(ABC):
     def each_node(self, job: Job) -> EachNode:
         """How one command runs on every node of the job."""
 
+    def beside(self, job: Job) -> EachNode:
+        """How one command runs on every node of the job while its ranks do, which it takes nothing from."""
+        return self.each_node(job)
+
     def each_rank(self, job: Job) -> EachRank | None:
         """How one command runs for every rank of the job; None for a scheduler without a launcher of its own."""
         return None

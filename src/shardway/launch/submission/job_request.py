@@ -79,7 +79,8 @@ class JobRequest:
     """What a job is made of: the run with its site's defaults, the site, and the arguments of the verb.
 
     `run`: the run directory, and `workdir`: the folder of the ranks, both on the host where the job runs. `read`: how
-    the user's command was read, None for a run file. `here`: the Python environment that submits. `project`: the folder
+    the user's command was read, None for a run file. `here`: the Python environment that submits, `python` its
+    interpreter where the job finds it. `project`: the folder
     that a snapshot was taken of, if links in the snapshot lead back to it. `source`: the folder that `workdir` is a
     snapshot of, if it is on the host of the job. `code`: the snapshot that provides the code of the run's working
     folder; see `JobEnvironment`.
@@ -94,6 +95,7 @@ class JobRequest:
     chain: Chain = field(default_factory=Chain)
     token: str = "0000"
     here: str = ""
+    python: str = "python3"
     secret_names: tuple[str, ...] = ()
     project: Path | None = None
     source: Path | None = None
@@ -275,6 +277,8 @@ def build_job(request: JobRequest, attempt: int) -> Job:
         preflight=preflight if section.preflight else None,
         elastic=request.is_elastic,
         again=again,
+        telemetry_s=0.0 if program.meets_by_itself or run.telemetry == "off" else run.telemetry,
+        python=request.python,
         # a program that does not watch the clock is warned a tenth before its end, one to ten minutes
         warn_s=0.0 if program.meets_by_itself else min(max(60.0, walltime / 10), 600.0, walltime / 2),
     )

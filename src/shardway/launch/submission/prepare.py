@@ -226,6 +226,7 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
         source=request.here if snapshot and not host.name else None,
         token=os.urandom(3).hex(),
         secret_names=secrets.names,
+        python="python3" if host.name else sys.executable,
         here=sys.prefix if not host.name and sys.prefix != sys.base_prefix else "",
     )
     code = Code(request.here, snapshot, is_there=snapshot is not None or not host.name)
