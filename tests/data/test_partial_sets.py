@@ -106,7 +106,7 @@ def test_room_for_what_others_copy_is_not_taken_twice(tmp_path: Path, folder: St
     held, other = PartialSet(folder, parts), PartialSet(folder, parts)
     held.want([0, 1, 2], [])
     other.want([5], [])
-    other._write_copying((other._keys[5], SIZE))  # it has begun, and written nothing
+    other._write_copying(((other._keys[5], SIZE),))  # it has begun, and written nothing
     copy_all(held)
     assert list_there(held) == [0, 1]
     (folder.path / "objects" / f".{other._keys[5]}.part").write_bytes(bytes(400))

@@ -35,6 +35,7 @@ from shardway.data import stage
 from shardway.data.formats.base import FileParts
 from shardway.data.formats.shard_file import write_record_shard, write_token_shard
 from shardway.data.formats.shard_manifest import write_manifest
+from shardway.data.joint_copy import GrowingFile
 from shardway.data.open import open_described, order_of
 from shardway.data.stage import StageFolder
 from shardway.data.window_order import WindowOrder
@@ -154,14 +155,14 @@ class Disk:
             "disk_usage",
             lambda path: SimpleNamespace(free=self.size - self.used) if self._has(path) else usage(path),
         )
-        copy = StageFolder._copy
+        put = StageFolder._put
 
-        def note(own: StageFolder, parts: Any, number: int, *rest: Any, **more: Any) -> None:
-            self.copied.append(number)
-            copy(own, parts, number, *rest, **more)
+        def note(own: StageFolder, growing: GrowingFile) -> None:
+            self.copied.append(growing.number)
+            put(own, growing)
             assert self.used <= self.size
 
-        monkeypatch.setattr(StageFolder, "_copy", note)
+        monkeypatch.setattr(StageFolder, "_put", note)
 
     def _has(self, path: Path) -> bool:
         return Path(path) == self.folder.parent or Path(path).is_relative_to(self.folder)
@@ -300,6 +301,8 @@ def test_ranks_of_a_node_share_the_copies_and_a_node_with_room_has_all(rank: int
         assert read_column(tmp_path / "run") == pytest.approx(read_column(tmp_path / "plain"), rel=1e-5)
         assert FILES < len(copied[0] + copied[1]) <= 2 * FILES + 2  # and what the next step would read
         assert sorted(copied[2] + copied[3]) == list(range(FILES))
+        told = [event["reason"] for event in read_named(tmp_path / "run", "staged")]
+        assert any(": 0B from where they lie, " in each for each in told)
 
 
 # --- what goes wrong

@@ -5,7 +5,7 @@ Invariants:
   one; a file of a MiB or more is also durable by then. A kill at any moment leaves a temporary file that the next copy
   removes.
 - One process of a node copies a file; others copy other files, or wait and use it. So each byte is read once a node
-  from the shared file system.
+  from the shared file system; once for all nodes of a job where these fetch it from each other (`joint_copy`).
 - A set in use is never removed: its users hold a shared lock (flock(2)), which the kernel drops when they end.
 - The data themselves are never changed.
 - Of a partial set a file is removed only if no process reads it now or next, and it is used later than the file that
@@ -24,8 +24,10 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +37,9 @@ import xxhash
 
 from shardway.data.content import fingerprint
 from shardway.data.formats.base import BLOCK_BYTES, FAILED, UNPACKED, DamagedData, FileParts, Sums
+from shardway.data.joint_copy import GrowingFile, JointCopy, read_exactly
 from shardway.data.sources.base import DataSource, stage_source
+from shardway.data.stage_peers import FoundPart, PartState, StagePeers, count_parts, span_of
 from shardway.errors import JobError, SiteError
 from shardway.refusals import FULL
 from shardway.units import format_bytes
@@ -47,7 +51,6 @@ MANY_FILES = 10_000
 """In a set of more files, those of less than a MiB get no checksums: each would be a file more."""
 
 _LARGER = '  To do: set data.stage = "off", or name a folder on a larger disk.'
-_COPY_BLOCKS = 8
 _LOOK_S = 0.02
 """How often a process looks whether another one has copied a file."""
 
@@ -62,17 +65,21 @@ class CopyProgress:
     def __init__(self) -> None:
         self.copied_bytes = 0
         """Bytes that this process has copied."""
+        self.fetched_bytes = 0
+        """Those of them that came from other nodes."""
         self.awaited_bytes = 0
         """Bytes of the file that another process copies and this one waits for."""
-        self._given_up = False
+        self._given_up, self._mutex = False, threading.Lock()
 
     def give_up(self) -> None:
         """End the copy soon: it raises CopyGivenUp."""
         self._given_up = True
 
-    def note(self, copied: int = 0) -> None:
+    def note(self, copied: int = 0, is_fetched: bool = False) -> None:
         """Count bytes; raises CopyGivenUp after `give_up`."""
-        self.copied_bytes += copied
+        with self._mutex:
+            self.copied_bytes += copied
+            self.fetched_bytes += copied if is_fetched else 0
         if self._given_up:
             raise CopyGivenUp("the copy was given up")
 
@@ -117,8 +124,10 @@ class StageFolder:
         tell: Callable[[str], object] = lambda line: None,
         spare: int | None = None,
         progress: CopyProgress | None = None,
+        peers: StagePeers | None = None,
     ) -> StagedSet:
-        """The files of a data set on this disk, copied if they are not there, and held against removal.
+        """The files of a data set on this disk, copied if they are not there, and held against removal; together with
+        other nodes (`peers`), of which each reads a part of them.
 
         Sets that no process uses are removed for it, those first that were used longest ago. Raises SiteError if there
         is too little room even then or the folder cannot be written, DamagedData if a block is not what its checksum
@@ -130,9 +139,8 @@ class StageFolder:
         lock = self._hold_set(name)
         try:
             self._remove_leftovers()
-            copied = self._fill(
-                parts, keys, name, tell, SPARE_BYTES if spare is None else spare, progress or CopyProgress()
-            )
+            room = SPARE_BYTES if spare is None else spare
+            copied = self._fill(parts, keys, name, tell, room, progress or CopyProgress(), peers)
             sums = [] if parts.sums else self._read_sums(keys)
         except OSError as error:
             os.close(lock)
@@ -156,6 +164,34 @@ class StageFolder:
         for lock in self._unused_sets():
             unused += self._size_of(lock.name.removeprefix("set-"), kept)
         return free + unused
+
+    def list_there(self, *held: FileParts) -> dict[str, bool]:
+        """Key -> whether a file is on this disk."""
+        return {key: _size_at(f"{self.path}/objects/{key}") == size for key, size in _list_sizes(held).items()}
+
+    def find_part(self, key: str, part: int) -> FoundPart | PartState:
+        """A part of a file that is on this disk, with its checksums; for other nodes of a job."""
+        try:
+            descriptor = os.open(self.path / "objects" / key, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return PartState.NEVER
+        size = os.fstat(descriptor).st_size
+        if part >= count_parts(size) or not key.startswith(f"{size}-"):
+            os.close(descriptor)
+            return PartState.NEVER
+        offset, length = span_of(size, part)
+        try:
+            (known,) = self._read_sums([key])
+            first = offset // BLOCK_BYTES
+            sums = known[first : first + -(-length // BLOCK_BYTES)].tolist()
+            if not sums:  # a small one of many
+                content = memoryview(read_exactly(descriptor, length, offset))
+                starts = range(0, length, BLOCK_BYTES)
+                sums = [xxhash.xxh3_64_intdigest(content[start : start + BLOCK_BYTES]) for start in starts]
+        except (OSError, DamagedData):
+            os.close(descriptor)
+            return PartState.NEVER
+        return FoundPart(descriptor, offset, length, np.array(sums, np.uint64).tobytes())
 
     def check_room(self, *held: FileParts) -> None:
         """Raise SiteError if data sets do not fit, whatever may be removed for them."""
@@ -216,19 +252,27 @@ class StageFolder:
         finally:
             os.close(descriptor)
 
+    def _take_lock(self, name: str) -> int | None:
+        """A descriptor that holds a lock; None if another process has it."""
+        descriptor = self._open_lock(name)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException as error:
+            os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                return None
+            raise
+        return descriptor
+
     @contextlib.contextmanager
     def _try_lock(self, name: str) -> Iterator[bool]:
         """Whether a lock is held from now on, or is another process's."""
-        descriptor = self._open_lock(name)
+        descriptor = self._take_lock(name)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                taken = True
-            except BlockingIOError:
-                taken = False
-            yield taken
+            yield descriptor is not None
         finally:
-            os.close(descriptor)
+            if descriptor is not None:
+                os.close(descriptor)
 
     # --- copying
 
@@ -240,6 +284,7 @@ class StageFolder:
         tell: Callable[[str], object],
         spare: int,
         progress: CopyProgress,
+        peers: StagePeers | None,
     ) -> int:
         sizes = {key: file.size for key, file in zip(keys, parts.files, strict=True)}
         missing, unpacked = self._count_missing(sizes), self._count_unpacked(parts, name)
@@ -248,10 +293,13 @@ class StageFolder:
         if missing:
             tell(f"staging {format_bytes(missing)} to {self.path}")
         before, left = progress.copied_bytes, list(range(len(keys)))
+        if peers is not None:
+            JointCopy(_WholeSet(self, parts, list(keys), name), peers, progress.note).run()
+            left = []
         while left:  # files that another process copies are left for the next round
             busy = [number for number in left if not self._take(parts, number, keys[number], name, progress)]
             if len(busy) == len(left):
-                progress.awaited_bytes = max(0, _size_at(self._temporary(keys[busy[0]])))
+                progress.awaited_bytes = _count_written(self._temporary(keys[busy[0]]))
                 progress.note()
                 time.sleep(_LOOK_S)
             left = busy
@@ -259,60 +307,64 @@ class StageFolder:
 
     def _take(self, parts: FileParts, number: int, key: str, name: str, progress: CopyProgress) -> bool:
         """Whether a file is in its set by now; not if another process copies it."""
-        size = parts.files[number].size
-        if _size_at(f"{self.path}/sets/{name}/{parts.files[number].name}") == size:
+        if self._is_in_set(parts, number, name):
             return True
-        target, link = self.path / "objects" / key, self.path / "sets" / name / parts.files[number].name
         with self._try_lock(_lock_of(key)) as taken:  # also while it is linked, for an object without a set may go
             if not taken:
                 return False
             progress.note()
-            link.parent.mkdir(parents=True, exist_ok=True)
-            if _size_at(target) != size:
-                sums = size >= BLOCK_BYTES or len(parts.files) <= MANY_FILES
-                self._copy(parts, number, key, progress, with_sums=sums)
-            if _size_at(link) not in (-1, size):
-                link.unlink()
-            with contextlib.suppress(FileExistsError):
-                os.link(target, link)
+            if _size_at(self.path / "objects" / key) != parts.files[number].size:
+                self._copy(parts, number, key, progress)
+            self._link(parts, number, key, name)
         return True
 
-    def _copy(self, parts: FileParts, number: int, key: str, progress: CopyProgress, *, with_sums: bool) -> None:
-        """Copy a file whose lock is held; its checksums are there before its name."""
-        file, target, temporary = parts.files[number], self.path / "objects" / key, self._temporary(key)
-        sums: list[int] = []
-        source = -1
+    def _is_in_set(self, parts: FileParts, number: int, name: str) -> bool:
+        return _size_at(f"{self.path}/sets/{name}/{parts.files[number].name}") == parts.files[number].size
+
+    def _link(self, parts: FileParts, number: int, key: str, name: str) -> None:
+        """Give a file that is there its name in a set."""
+        link = self.path / "sets" / name / parts.files[number].name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if _size_at(link) not in (-1, parts.files[number].size):
+            link.unlink()
+        with contextlib.suppress(FileExistsError):
+            os.link(self.path / "objects" / key, link)
+
+    def _copy(self, parts: FileParts, number: int, key: str, progress: CopyProgress) -> None:
+        """Copy a file whose lock is held."""
+        growing = self._grow(parts, number, key)
         try:
-            source = os.open(parts.path(number), os.O_RDONLY | os.O_CLOEXEC)
-            with temporary.open("wb", buffering=0) as stream:
-                at = 0
-                while at < file.size:
-                    piece = _read_exactly(source, min(_COPY_BLOCKS * BLOCK_BYTES, file.size - at), at)
-                    if not piece:
-                        raise parts.damaged(number, at, f"it ends there and had {file.size} bytes when it was opened")
-                    view = memoryview(piece)
-                    sums += [
-                        xxhash.xxh3_64_intdigest(view[start : start + BLOCK_BYTES])
-                        for start in range(0, len(piece), BLOCK_BYTES)
-                    ]
-                    while view:
-                        view = view[stream.write(view) :]
-                    progress.note(len(piece))
-                    at += len(piece)
-                os.utime(stream.fileno(), ns=(file.mtime_ns, file.mtime_ns))  # an index of the data still holds
-                if file.size >= BLOCK_BYTES:
-                    os.fsync(stream.fileno())
-            parts.check_copy(number, temporary, sums)
-            if with_sums:
-                self._write_sums(key, np.array(sums, np.uint64), durable=file.size >= BLOCK_BYTES)
-            os.replace(temporary, target)
+            for part in range(count_parts(growing.size)):
+                growing.read_part(part, progress.note)
+            self._put(growing)
         except OSError as error:
             raise self._explain(error, parts.path(number)) from error
         finally:
-            if source >= 0:
-                os.close(source)
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+            self._abandon(growing)
+
+    def _grow(self, parts: FileParts, number: int, key: str) -> GrowingFile:
+        """A file to put together; its lock is held."""
+        try:
+            return GrowingFile(parts, number, key, self._temporary(key))
+        except OSError as error:
+            raise self._explain(error, parts.path(number)) from error
+
+    def _put(self, growing: GrowingFile) -> None:
+        """Check a file whose parts are all there, and give it its name; its checksums are there before."""
+        parts, file, key = growing.parts, growing.parts.files[growing.number], growing.key
+        os.utime(growing.descriptor, ns=(file.mtime_ns, file.mtime_ns))  # an index of the data still holds
+        if file.size >= BLOCK_BYTES:
+            os.fsync(growing.descriptor)
+        parts.check_copy(growing.number, growing.temporary, growing.sums.tolist())
+        if file.size >= BLOCK_BYTES or len(parts.files) <= MANY_FILES:
+            self._write_sums(key, growing.sums, durable=file.size >= BLOCK_BYTES)
+        os.replace(growing.temporary, self.path / "objects" / key)
+
+    def _abandon(self, growing: GrowingFile) -> None:
+        """End work on a file, whether it has its name or not; while its lock is held."""
+        growing.close()
+        with contextlib.suppress(OSError):
+            growing.temporary.unlink()
 
     def _temporary(self, key: str) -> Path:
         return self.path / "objects" / f".{key}.part"
@@ -360,7 +412,7 @@ class StageFolder:
     def _count_missing(self, sizes: dict[str, int]) -> int:
         objects = f"{self.path}/objects"
         return sum(
-            size - min(size, max(0, _size_at(self._temporary(key))))
+            size - min(size, _count_written(self._temporary(key)))
             for key, size in sizes.items()
             if size and _size_at(f"{objects}/{key}") != size
         )
@@ -375,16 +427,20 @@ class StageFolder:
     def _make_room(self, sizes: dict[str, int], unpacked: int, spare: int) -> None:
         """Remove unused sets until the files that are missing, what they unpack to and `spare` bytes fit."""
         with self._locked("room"):
-            unused = self._unused_sets()
-            while True:
-                free = shutil.disk_usage(self.path).free  # before what is missing, which others copy meanwhile
-                missing = self._count_missing(sizes)
-                if not missing + unpacked or missing + unpacked + spare <= free:
-                    return
-                lock = next(unused, None)
-                if lock is None:
-                    raise self._lacks_room(missing, unpacked, free, spare)
-                self._remove(lock)
+            missing, free = self._remove_unused(sizes, unpacked, spare)
+        if missing + unpacked and missing + unpacked + spare > free:
+            raise self._lacks_room(missing, unpacked, free, spare)
+
+    def _remove_unused(self, sizes: dict[str, int], unpacked: int, spare: int) -> tuple[int, int]:
+        """(bytes that are missing of some files, bytes that are free), after sets that no process uses were removed,
+        those first that were used longest ago, until what is missing fits or none is left; while "room" is locked."""
+        unused = self._unused_sets()
+        while True:
+            missing = self._count_missing(sizes)  # before what is free, which others fill meanwhile
+            free = shutil.disk_usage(self.path).free
+            if not missing + unpacked or missing + unpacked + spare <= free or (lock := next(unused, None)) is None:
+                return missing, free
+            self._remove(lock)
 
     def _lacks_room(self, missing: int, unpacked: int, free: int, spare: int) -> SiteError:
         compressed = f", {format_bytes(unpacked)} more are what compressed files hold" if unpacked else ""
@@ -470,19 +526,81 @@ def _host() -> str:
     return socket.gethostname()
 
 
-def _read_exactly(descriptor: int, size: int, offset: int) -> bytes:
-    found = os.pread(descriptor, size, offset)
-    while len(found) < size:
-        more = os.pread(descriptor, size - len(found), offset + len(found))
-        if not more:
-            break
-        found += more
-    return found
+def _count_written(path: Path) -> int:
+    """Bytes of a file that have room on its disk; of one that is put together in any order, those that are there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return 0
+    return min(found.st_size, found.st_blocks * 512)
 
 
 def _lock_of(key: str) -> str:
     """The lock of an object: one of 256, so that a million small files need no million locks."""
     return f"objects-{xxhash.xxh3_64_intdigest(key.encode()) % 256:02x}"
+
+
+class _SharedHost:
+    """What filling a whole set and a partial one together with other nodes have in common (a `CopyHost`)."""
+
+    def __init__(self, folder: StageFolder, parts: FileParts, keys: list[str], name: str) -> None:
+        self.parts, self.keys = parts, keys
+        self._folder, self._name = folder, name
+        self._locks: dict[str, int] = {}
+
+    def begin(self, number: int) -> GrowingFile | bool:
+        folder, key = self._folder, self.keys[number]
+        lock = folder._take_lock(_lock_of(key))
+        if lock is None:
+            return False
+        try:
+            if _size_at(folder.path / "objects" / key) == self.parts.files[number].size:
+                folder._link(self.parts, number, key, self._name)
+                os.close(lock)
+                return True
+            growing = folder._grow(self.parts, number, key)
+        except BaseException:
+            os.close(lock)
+            raise
+        self._locks[key] = lock
+        return growing
+
+    def end(self, growing: GrowingFile) -> None:
+        try:
+            self._folder._put(growing)
+            self._folder._link(self.parts, growing.number, growing.key, self._name)
+        except OSError as error:
+            raise self._folder._explain(error, self.parts.path(growing.number)) from error
+
+    def release(self, growing: GrowingFile) -> None:
+        self._folder._abandon(growing)
+        os.close(self._locks.pop(growing.key))
+
+
+class _WholeSet(_SharedHost):
+    """All files of a set, in their order."""
+
+    def __init__(self, folder: StageFolder, parts: FileParts, keys: list[str], name: str) -> None:
+        super().__init__(folder, parts, keys, name)
+        self._left = deque(range(len(keys)))
+
+    def next_number(self) -> int | None:
+        while self._left:
+            number = self._left.popleft()
+            if not self._folder._is_in_set(self.parts, number, self._name):
+                return number
+        return None
+
+    def is_urgent(self, number: int) -> bool:
+        return True
+
+    def finish(self, number: int) -> None:
+        pass
+
+    def fail(self, number: int, error: Exception) -> None:
+        if isinstance(error, OSError):
+            raise self._folder._explain(error, self.parts.path(number)) from error
+        raise error
 
 
 # --- sets of which only some files are there at a time
@@ -491,12 +609,12 @@ def _lock_of(key: str) -> str:
 @dataclass(frozen=True)
 class _Claim:
     """What one process wants of a partial set, by numbers of files: those that it may read `now`, those that it reads
-    `later` in the order of their use; and the file that it copies, as (key, bytes)."""
+    `later` in the order of their use; and the files that it copies, as (key, bytes)."""
 
     name: str
     now: tuple[int, ...] = ()
     later: tuple[int, ...] = ()
-    copying: tuple[str, int] | None = None
+    copying: tuple[tuple[str, int], ...] = ()
 
 
 class PartialSet:
@@ -508,15 +626,17 @@ class PartialSet:
     if some process has it open.
     """
 
-    def __init__(self, folder: StageFolder, parts: FileParts) -> None:
-        """Raises SiteError if the folder cannot be written."""
-        self.parts = parts
+    def __init__(self, folder: StageFolder, parts: FileParts, *, leave_damaged: bool = False) -> None:
+        """`leave_damaged`: a damaged file is read where it lies, for its whole samples. Raises SiteError if the folder
+        cannot be written."""
+        self.parts, self._leave_damaged = parts, leave_damaged
         self._folder, self._keys = folder, parts.list_keys()
         self._name = f"{_name_set(parts, self._keys)}-windows"
         self._numbers: dict[str, list[int]] = {}
         for number, key in enumerate(self._keys):
             self._numbers.setdefault(key, []).append(number)
         self._claim = _Claim(self._name)
+        self._wanted = frozenset[str]()
         folder._make_folders()
         self._lock = folder._hold_set(self._name)
         self._claim_path = folder.path / "locks" / f"claim-{uuid.uuid4().hex}"
@@ -525,7 +645,7 @@ class PartialSet:
             folder._remove_leftovers()
             self.root.mkdir(exist_ok=True)
             with folder._locked("room"):
-                shutil.rmtree(self.root / FAILED, ignore_errors=True)
+                self._forget_failures()
                 self._claim_lock = folder._open_lock(self._claim_path.name)
                 fcntl.flock(self._claim_lock, fcntl.LOCK_EX)
                 self._write_claim(self._claim)
@@ -553,6 +673,7 @@ class PartialSet:
         """Say which files may be read from now on, and which follow in the order of their use."""
         with self._folder._locked("room"):
             self._write_claim(_Claim(self._name, tuple(now), tuple(later), self._claim.copying))
+        self._wanted = frozenset(self._keys[number] for number in (*now, *later))
 
     def list_missing(self, numbers: Sequence[int]) -> list[int]:
         """Those of some files that are not there yet."""
@@ -565,33 +686,54 @@ class PartialSet:
                 return (self.root / FAILED / f"{number}").read_text()
         return ""
 
+    def is_wanted(self, key: str) -> bool:
+        """Whether this process wants a file, now or later."""
+        return key in self._wanted
+
+    def copy_together(self, peers: StagePeers, progress: CopyProgress) -> bool:
+        """Copy all files that are wanted and not there, together with other nodes, as far as there is room; files that
+        are wanted meanwhile too. Otherwise as `copy_next`."""
+        before = progress.copied_bytes
+        JointCopy(_WantedFiles(self, self._folder, self._keys, self._name), peers, progress.note).run()
+        return progress.copied_bytes > before
+
     def copy_next(self, progress: CopyProgress) -> bool:
         """Copy the first file that is wanted and not there. Returns whether one was copied; False: all are there, other
         processes copy them, or there is no room before the run has gone on. A file that cannot be copied is noted for
         those that wait for it. Raises CopyGivenUp."""
-        claim = self._claim
-        for number in (*claim.now, *claim.later):
-            if self._is_there(number) or (self.root / FAILED / f"{number}").exists():
-                continue
-            with self._folder._locked("room"):
-                if not self._make_room(number):
-                    return False
-                self._write_copying((self._keys[number], self.parts.files[number].size))
+        for number in self._list_next():
+            if not self._reserve(number):
+                return False
             try:
                 taken = self._folder._take(self.parts, number, self._keys[number], self._name, progress)
-            except CopyGivenUp:
-                raise
-            except SiteError:  # another program has filled the disk
-                return False
-            except (JobError, OSError) as error:
-                self._note_failure(number, error)
-                return True
+            except (JobError, SiteError, OSError) as error:
+                return self._note_failure(number, error)
             finally:
-                with self._folder._locked("room"):
-                    self._write_copying(None)
+                self._free(number)
             if taken:
                 return True
         return False
+
+    def _list_next(self) -> Iterator[int]:
+        """Files that are wanted and not there, in the order of their use."""
+        claim = self._claim
+        for number in (*claim.now, *claim.later):
+            if not self._is_there(number) and not (self.root / FAILED / f"{number}").exists():
+                yield number
+
+    def _reserve(self, number: int) -> bool:
+        """Whether there is room for a file, which this process copies from now on; False too if it does already."""
+        copied = self._keys[number], self.parts.files[number].size
+        with self._folder._locked("room"):
+            if copied in self._claim.copying or not self._make_room(number):
+                return False
+            self._write_copying((*self._claim.copying, copied))
+        return True
+
+    def _free(self, number: int) -> None:
+        """This process does not copy a file any more."""
+        with self._folder._locked("room"):
+            self._write_copying(tuple(each for each in self._claim.copying if each[0] != self._keys[number]))
 
     def close(self) -> None:
         """Let others remove what this process has wanted."""
@@ -603,19 +745,41 @@ class PartialSet:
         self._lock = self._claim_lock = -1
 
     def _is_there(self, number: int) -> bool:
-        file = self.parts.files[number]
-        return _size_at(f"{self.root}/{file.name}") == file.size
+        file, path = self.parts.files[number], f"{self.root}/{self.parts.files[number].name}"
+        return _size_at(path) == file.size or os.path.islink(path)
 
-    def _note_failure(self, number: int, error: Exception) -> None:
+    def _note_failure(self, number: int, error: Exception) -> bool:
+        """Note for those that wait for a file why it cannot be copied; returns whether that is known for good, which a
+        full disk is not. Raises CopyGivenUp."""
+        if isinstance(error, CopyGivenUp):
+            raise error
+        if isinstance(error, SiteError):  # another program has filled the disk
+            return False
         place = self.root / FAILED / f"{number}"
         place.parent.mkdir(exist_ok=True)
         temporary = place.with_name(f".{place.name}-{uuid.uuid4().hex}")
-        temporary.write_text(str(error))
+        link = self.root / self.parts.files[number].name
+        if self._leave_damaged and isinstance(error, DamagedData):
+            temporary = link.with_name(f".{link.name}-{uuid.uuid4().hex}")
+            place = link
+            place.parent.mkdir(parents=True, exist_ok=True)
+            temporary.symlink_to(self.parts.path(number).absolute())
+        else:
+            temporary.write_text(str(error))
         os.replace(temporary, place)
+        return True
+
+    def _forget_failures(self) -> None:
+        """Let files be copied that could not be before; while "room" is locked."""
+        shutil.rmtree(self.root / FAILED, ignore_errors=True)
+        for file in self.parts.files:
+            path = self.root / file.name
+            if path.is_symlink():
+                path.unlink(missing_ok=True)
 
     # --- claims: written and read while "room" is locked
 
-    def _write_copying(self, copying: tuple[str, int] | None) -> None:
+    def _write_copying(self, copying: tuple[tuple[str, int], ...]) -> None:
         self._write_claim(_Claim(self._name, self._claim.now, self._claim.later, copying))
 
     def _write_claim(self, claim: _Claim) -> None:
@@ -645,10 +809,10 @@ class PartialSet:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
             except BlockingIOError:
-                content = _read_exactly(descriptor, os.fstat(descriptor).st_size, 0)
+                content = read_exactly(descriptor, os.fstat(descriptor).st_size, 0)
                 try:
                     name, now, later, copying = json.loads(content)
-                    found.append(_Claim(name, tuple(now), tuple(later), tuple(copying) if copying else None))
+                    found.append(_Claim(name, tuple(now), tuple(later), tuple((key, size) for key, size in copying)))
                 except ValueError:  # it could not be written, so it may want anything
                     found.append(_Claim(self._name, tuple(range(len(self._keys)))))
             finally:
@@ -663,16 +827,10 @@ class PartialSet:
         if number not in self._claim.now and number not in self._claim.later:
             return False
         others = self._read_others()
-        wanted = self._keys[number], self.parts.files[number].size
-        copies = {wanted, *(claim.copying for claim in others if claim.copying is not None)}
-        missing = self._folder._count_missing(dict(copies)) + SPARE_BYTES  # before what is free, which others fill
-        lacks = missing - shutil.disk_usage(self._folder.path).free
-        if lacks > 0:
-            for lock in self._folder._unused_sets():
-                self._folder._remove(lock)
-                lacks = missing - shutil.disk_usage(self._folder.path).free
-                if lacks <= 0:
-                    break
+        copies = {self._keys[number]: self.parts.files[number].size}
+        copies.update(each for claim in (self._claim, *others) for each in claim.copying)
+        missing, free = self._folder._remove_unused(copies, 0, SPARE_BYTES)
+        lacks = missing + SPARE_BYTES - free
         return lacks <= 0 or self._remove_later(number, lacks, others)
 
     def _remove_later(self, number: int, lacks: int, others: Sequence[_Claim]) -> bool:
@@ -722,6 +880,36 @@ class PartialSet:
         return size
 
 
+class _WantedFiles(_SharedHost):
+    """The files that a partial set wants, as there is room."""
+
+    def __init__(self, partial: PartialSet, folder: StageFolder, keys: list[str], name: str) -> None:
+        super().__init__(folder, partial.parts, keys, name)
+        self._partial, self._begun, self._is_full = partial, set[int](), False
+
+    def next_number(self) -> int | None:
+        for number in self._partial._list_next():
+            if number not in self._begun:
+                if self._is_full or not self._partial._reserve(number):
+                    return None
+                self._begun.add(number)
+                return number
+        return None
+
+    def is_urgent(self, number: int) -> bool:
+        return number in self._partial._claim.now
+
+    def finish(self, number: int) -> None:
+        self._partial._free(number)
+        self._begun.discard(number)
+
+    def fail(self, number: int, error: Exception) -> None:
+        if isinstance(error, JobError | SiteError | OSError):
+            self._is_full |= not self._partial._note_failure(number, error)
+        else:
+            raise error
+
+
 # --- the data of a run
 
 
@@ -742,12 +930,13 @@ def hold_all(
     folder: Path,
     tell: Callable[[str], object] = lambda line: None,
     progress: CopyProgress | None = None,
+    peers: StagePeers | None = None,
 ) -> tuple[list[DataSource], list[StagedSet]]:
     """The same sources, reading what is staged below a folder, and what to keep as long as they are read."""
     held: list[StagedSet] = []
 
     def hold(parts: FileParts) -> StagedSet:
-        held.append(StageFolder(folder).hold(parts, tell, progress=progress))
+        held.append(StageFolder(folder).hold(parts, tell, progress=progress, peers=peers))
         return held[-1]
 
     try:

@@ -104,6 +104,17 @@ def own_addresses(others: Iterable[str]) -> Iterator[str]:
                 yield found
 
 
+def list_addresses(placement: Placement, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Addresses of this node for others of the job, the likeliest first: of the interface that gloo is given, of the
+    routes to other nodes, of the node's name, of each interface; a loopback last, for ranks of one machine."""
+    found = _list_reachable()
+    named = [address for each in found if each.name == environ.get(VARIABLE) for address in each.addresses]
+    others = [address for each in found if each.leaves_machine for address in each.addresses]
+    known = (*named, *own_addresses(list_others(placement, environ)), *look_up(socket.gethostname()), *others)
+    usable = [each for each in known if not is_loopback(each) and not each.startswith("fe80:")]
+    return tuple(dict.fromkeys((*usable, "127.0.0.1")))
+
+
 def find_interface(address: str) -> str:
     """The interface that has this address; "" for none."""
     return next((each.name for each in _list_reachable() if address in each.addresses), "")
@@ -171,17 +182,22 @@ def _listen(ports: Sequence[int]) -> socket.socket:
     why = []
     for port in ports:
         try:
-            if socket.has_dualstack_ipv6():
-                try:
-                    return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-                except OSError as error:
-                    if error.errno != errno.EADDRNOTAVAIL:  # IPv6 is there, and switched off
-                        raise
-            return socket.create_server(("", port))
+            return listen_anywhere(port)
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
             why.append(describe_holder(port) if taken else f"port {port}: {error.strerror}")
     raise PortTaken("; ".join(why))
+
+
+def listen_anywhere(port: int = 0) -> socket.socket:
+    """Listen at a port of every address of this host; 0 chooses a port. Raises OSError."""
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:  # IPv6 is there, and switched off
+                raise
+    return socket.create_server(("", port))
 
 
 def _find(hello: bytes, address: str, ports: Sequence[int], wait_s: float) -> int:

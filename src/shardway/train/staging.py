@@ -5,6 +5,8 @@ Invariants:
 - Ranks exchange every few seconds while one of them copies, so that no collective runs into its timeout, and show their
   agent that they live as long as some copy goes on.
 - An error of one rank ends the copies of all, and is raised on all.
+- Where several nodes stage, one rank of each copies, together with those of the other nodes, and the other ranks of a
+  node find what it has copied. Ranks are of one node if their folder is the same one of the same machine.
 - Window by window: a rank claims the files of its next steps before any of its processes asks for them, so that none is
   removed while it is read. The order of samples is that of the run file, wherever they are read.
 """
@@ -14,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
+import secrets
 import socket
 import threading
 import time
@@ -24,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from shardway.data import stage
 from shardway.data.formats.base import DamagedData, FileParts
@@ -40,6 +46,7 @@ from shardway.data.stage import (
     hold_all,
     list_parts,
 )
+from shardway.data.stage_peers import PartServer, PeerNode, StagePeers, assign_parts
 from shardway.data.waiting import MOST
 from shardway.data.window_order import WindowOrder
 from shardway.errors import JobError, SiteError
@@ -47,6 +54,7 @@ from shardway.hardware.limits import count_own_cores
 from shardway.hardware.mounts import find_mount, read_mounts
 from shardway.places import expand_place, list_unset
 from shardway.ranks.evidence import render_ranks
+from shardway.ranks.network import list_addresses
 from shardway.train.session import Session
 from shardway.units import format_bytes, render_seconds
 
@@ -84,17 +92,19 @@ def stage_for_node(session: Session, data: Data) -> Data:
     sources = [each for each in (data.train, data.validation) if isinstance(each, DataSource)]
     by_user = not session.resolved.is_derived("data.stage")
     plan = plan_windows(session, data) if wanted != "off" else None
-    folder, why, by_windows = ranks.together(lambda: find_folder(wanted, sources, by_user=by_user, plan=plan))
+    place = ranks.together(lambda: find_place(wanted, sources, by_user=by_user, plan=plan))
+    together = _meet(session, place, [parts for source in sources for parts in list_parts(source)], plan)
     progress, began = CopyProgress(), time.monotonic()
 
-    def copy() -> _Staged:
-        if folder is None:
-            return _Staged(sources, [], why)
+    def copy(peers: StagePeers | None) -> _Staged:
+        if place.folder is None:
+            return _Staged(sources, [], place.why)
         tell = logging.getLogger("shardway").warning if ranks.is_first else lambda line: None
         try:
-            if by_windows and plan is not None:
-                return _hold_partly(plan, sources, folder, tell, progress)
-            return _Staged(*hold_all(sources, folder, tell, progress))
+            if place.by_windows and plan is not None:
+                leaves = session.resolved.values.guard.damaged_data == "skip"
+                return _hold_partly(plan, sources, place.folder, tell, progress, peers, leave_damaged=leaves)
+            return _Staged(*hold_all(sources, place.folder, tell, progress, peers))
         except CopyGivenUp:
             return _Staged(sources, [], "the run was asked to stop")
         except DamagedData as error:
@@ -105,22 +115,147 @@ def stage_for_node(session: Session, data: Data) -> Data:
             if by_user:
                 raise
             return _Staged(sources, [], str(error).partition("\n")[0])
-
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            copying = pool.submit(copy)
-            _wait_together(session, copying, progress)
         finally:
-            progress.give_up()
-        staged = ranks.together(copying.result)
+            if peers is not None:
+                peers.coming = lambda key: False
+
+    def copy_on(mine: bool) -> _Staged | None:
+        """All ranks together: copy on those of which this is one."""
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                copying = pool.submit(lambda: copy(together.peers) if mine else None)
+                _wait_together(session, copying, progress)
+            except BaseException:
+                progress.give_up()
+                raise
+            if not copying.done() or copying.exception() is not None or session.signals.received is not None:
+                progress.give_up()
+            return ranks.together(copying.result)
+
+    staged = copy_on(together.copies)
+    if together.is_joint:
+        found = copy_on(not together.copies)
+        staged = found if staged is None else staged
+    progress.give_up()
+    assert staged is not None
     for each in staged.held:
         session.at_end.callback(each.close)
     if plan is not None and any(ranks.gather(staged.partial is not None)):
-        session.windows = StagedWindows(session, plan, staged.partial)
+        session.windows = StagedWindows(session, plan, staged.partial, together)
         session.at_end.callback(session.windows.close)
-    _report(session, staged, time.monotonic() - began)
+    else:
+        together.close()
+    _report(session, staged, progress, time.monotonic() - began)
+    _report_troubles(session, together)
     there = {id(each): moved for each, moved in zip(sources, staged.sources, strict=True)}
     return Data(there.get(id(data.train), data.train), there.get(id(data.validation), data.validation))
+
+
+@dataclass
+class _Together:
+    """How this rank copies together with other nodes: whether any node does; whether this rank copies for its node;
+    with which peers; and what sends them its parts."""
+
+    is_joint: bool = False
+    copies: bool = True
+    peers: StagePeers | None = None
+    server: PartServer | None = None
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.close()
+        if self.peers is not None:
+            self.peers.close()
+
+
+def _meet(session: Session, place: StagePlace, held: Sequence[FileParts], plan: WindowPlan | None) -> _Together:
+    """Agree with the other nodes on which reads what, and start to send; on all ranks together."""
+    ranks = session.ranks
+    own = _identify(place.folder) if place.folder is not None else None
+    seen = ranks.gather((own, place.by_windows))
+    leaders = {each: rank for rank, (each, _) in reversed(list(enumerate(seen))) if each is not None}
+    if len(leaders) < 2:
+        return _Together()
+    order = sorted(leaders.values())
+    secret = ranks.ask_first(lambda: secrets.token_bytes(32))
+    together = _Together(is_joint=True, copies=own is None or leaders[own] == ranks.rank)
+    port, addresses, digest, there = 0, tuple[str, ...](), "", None
+    if own is not None and together.copies and place.folder is not None:
+        folder = StageFolder(place.folder)
+        files = {key: file.size for parts in held for key, file in zip(parts.list_keys(), parts.files, strict=True)}
+        digest = xxhash.xxh3_128_hexdigest("\n".join(files).encode())
+        has = folder.list_there(*held)
+        if not place.by_windows and any(has.values()):
+            there = np.packbits(np.array(list(has.values()), np.bool_))
+        missing = _list_awaited(place, held, plan, has)
+        together.peers = peers = StagePeers(order.index(ranks.rank), [], {}, secret)
+        peers.coming = missing.__contains__
+        try:
+            together.server = PartServer(
+                peers.own, secret, lambda key, part: peers.find_part(key, part, folder.find_part)
+            )
+            session.at_end.callback(together.close)
+            port, addresses = together.server.port, list_addresses(ranks.placement, os.environ)
+        except OSError:  # this node only fetches
+            pass
+    told = ranks.gather((socket.gethostname(), addresses, port, digest, there))
+    if together.peers is not None:
+        agree = [rank for rank in order if told[rank][3] == told[order[0]][3]]
+        if ranks.rank not in agree:  # the data have other keys here, so this node copies alone
+            together.peers = None
+            return together
+        nodes = [told[rank] for rank in order]
+        reached = [place for place, rank in enumerate(order) if rank in agree and told[rank][2]]
+        # Nodes that hold all of the data from the first step on serve those that do not.
+        owning = [place for place in reached if not seen[order[place]][1]] or reached
+        had = _list_holders(owning, [each[4] for each in nodes], len(files))
+        own_parts = assign_parts(files, len(owning), had) if owning else {}
+        together.peers.owners = {key: tuple(owning[each] for each in owners) for key, owners in own_parts.items()}
+        together.peers.set_nodes([PeerNode(name, where, at) for name, where, at, _, _ in nodes])
+    ranks.barrier()  # so that no node asks another one before it knows the owners
+    return together
+
+
+def _list_holders(
+    owning: Sequence[int], there: Sequence[npt.NDArray[np.uint8] | None], files: int
+) -> dict[int, npt.NDArray[np.bool_]]:
+    """Of each owner that has some files from earlier on, which."""
+    found = {}
+    for place, node in enumerate(owning):
+        packed = there[node]
+        if packed is not None:
+            found[place] = np.unpackbits(packed, count=files).astype(np.bool_)
+    return found
+
+
+def _list_awaited(
+    place: StagePlace, held: Sequence[FileParts], plan: WindowPlan | None, has: dict[str, bool]
+) -> frozenset[str]:
+    """Keys of the files that come to this node before the first step."""
+    whole = plan.whole if place.by_windows and plan is not None else held
+    return frozenset(key for parts in whole for key in parts.list_keys() if not has[key])
+
+
+def _identify(folder: Path) -> tuple[str, int, int, str]:
+    """What is the same for ranks that stage to the same folder of the same machine, and for no others."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    there = next(above for above in (folder, *folder.parents) if above.exists())
+    known = there.stat()
+    return boot or socket.gethostname(), known.st_dev, known.st_ino, str(folder.relative_to(there))
+
+
+def _report_troubles(session: Session, together: _Together) -> None:
+    """Show once which nodes did not send what they were asked for."""
+    own = tuple(together.peers.troubles.values()) if together.peers is not None else ()
+    told = [line for each in session.ranks.gather(own) for line in each] if together.is_joint else []
+    if told:
+        session.note_once(
+            "staged",
+            f"some nodes did not send parts of the data to others, which read them where they lie: {told[0]}"
+            + (f" (and {len(told) - 1} more)" if len(told) > 1 else ""),
+        )
 
 
 def _wait_together(session: Session, copying: Future[Any], progress: CopyProgress) -> None:
@@ -142,39 +277,54 @@ def _wait_together(session: Session, copying: Future[Any], progress: CopyProgres
         before = seen
 
 
-def _report(session: Session, staged: _Staged, seconds: float) -> None:
+def _report(session: Session, staged: _Staged, progress: CopyProgress, seconds: float) -> None:
     """Show and write down what was copied, and which ranks read the data where they lie."""
-    told = session.ranks.gather((sum(each.copied_bytes for each in staged.held), staged.why))
-    if copied := sum(size for size, _ in told):
-        took = render_seconds(max(0.1, round(seconds, 1)))
-        session.note_once("staged", f"{format_bytes(copied)} of data copied to disks of nodes in {took}")
-    if apart := {rank: why for rank, (_, why) in enumerate(told) if why}:
+    told = session.ranks.gather((progress.copied_bytes, progress.fetched_bytes, staged.why))
+    if copied := sum(size for size, _, _ in told):
+        text = _describe_copies(copied, sum(size for _, size, _ in told), seconds)
+        session.note_once("staged", text)
+    if apart := {rank: why for rank, (_, _, why) in enumerate(told) if why}:
         named = "the data are read" if len(apart) == len(told) else f"{render_ranks(list(apart))} read the data"
         session.note_once("not_staged", f"{named} where they lie: {next(iter(apart.values()))}")
 
 
-def find_folder(
+def _describe_copies(copied: int, fetched: int, seconds: float) -> str:
+    took = render_seconds(max(0.1, round(seconds, 1)))
+    read = f": {format_bytes(copied - fetched)} from where they lie, {format_bytes(fetched)} from other nodes"
+    return f"{format_bytes(copied)} of data copied to disks of nodes in {took}{read if fetched else ''}"
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """Where a rank stages the data: a folder, or None and why not ("": there is nothing to stage)."""
+
+    folder: Path | None
+    why: str = ""
+    by_windows: bool = False
+    """Whether that is done window by window, since they do not fit."""
+
+
+def find_place(
     wanted: str, sources: Sequence[DataSource], *, by_user: bool, plan: WindowPlan | None = None
-) -> tuple[Path | None, str, bool]:
-    """The folder to stage to, or None and why not ("": there is nothing to stage); and whether that is done window by
-    window, by `plan`. `wanted`: data.stage, a folder or "off".
+) -> StagePlace:
+    """Where to stage to; window by window, by `plan`, if all does not fit. `wanted`: data.stage, a folder or "off".
 
     `by_user`: whether the user named the folder; if so, data that do not fit raise SiteError. Else only data of a file
     system that machines share are staged, and only if they fit.
     """
     held = [parts for source in sources for parts in list_parts(source)] if wanted != "off" else []
     if not held:
-        return None, "", False
+        return StagePlace(None)
     if unset := list_unset(wanted):
         why = f'data.stage: "{wanted}" names ${unset[0]}, which is not set on {socket.gethostname()}'
         if by_user:
             raise SiteError(f'{why}.\n  To do: name the folder itself, or set data.stage = "off".')
-        return None, why, False
+        return StagePlace(None, why)
     folder = StageFolder.below(expand_place(wanted))
     mounts = read_mounts()
     places = [find_mount(str(parts.root.resolve()), mounts) for parts in held]
     if not by_user and not all(place is not None and place.shared for place in places):
-        return None, "they are not on a file system that nodes share", False
+        return StagePlace(None, "they are not on a file system that nodes share")
     try:
         folder.check_room(*held)
     except SiteError as error:
@@ -185,9 +335,9 @@ def find_folder(
         except SiteError:
             if by_user:
                 raise
-            return None, str(error).partition("\n")[0], False
-        return folder.path, "", True
-    return folder.path, "", False
+            return StagePlace(None, str(error).partition("\n")[0])
+        return StagePlace(folder.path, by_windows=True)
+    return StagePlace(folder.path)
 
 
 # --- window by window, while the run trains
@@ -269,13 +419,18 @@ def _hold_partly(
     folder: Path,
     tell: Callable[[str], object],
     progress: CopyProgress,
+    peers: StagePeers | None,
+    *,
+    leave_damaged: bool,
 ) -> _Staged:
     """As `hold_all`, with a partial set of the files that come window by window."""
     disk, ended = StageFolder(folder), contextlib.ExitStack()
     with ended:
         # These first: what an earlier run has left of the others may be removed for them.
-        held = [ended.enter_context(contextlib.closing(disk.hold(each, tell, None, progress))) for each in plan.whole]
-        partial = ended.enter_context(contextlib.closing(PartialSet(disk, plan.parts)))
+        held = [
+            ended.enter_context(contextlib.closing(disk.hold(each, tell, None, progress, peers))) for each in plan.whole
+        ]
+        partial = ended.enter_context(contextlib.closing(PartialSet(disk, plan.parts, leave_damaged=leave_damaged)))
 
         def find(parts: FileParts) -> StagedSet:
             others = zip(plan.whole, held, strict=True)
@@ -290,8 +445,14 @@ class StagedWindows:
     """Stages the files of the next windows on this node while the run trains; on a node without a partial set it only
     takes part in exchanges."""
 
-    def __init__(self, session: Session, plan: WindowPlan, partial: PartialSet | None) -> None:
-        self._session, self._plan, self._partial = session, plan, partial
+    def __init__(self, session: Session, plan: WindowPlan, partial: PartialSet | None, together: _Together) -> None:
+        self._session, self._plan, self._partial, self._together = session, plan, partial, together
+        self._copies = together.copies
+        if together.is_joint:  # of each node the first rank that has a partial set
+            own = _identify(partial.folder) if partial is not None else None
+            self._copies = session.ranks.gather(own).index(own) == session.ranks.rank
+        if partial is not None and together.peers is not None:
+            together.peers.coming = partial.is_wanted
         self._skips, self._spanned = Skips(), (0, -1)
         self._progress, self._moved = CopyProgress(), threading.Event()
         self._now: list[int] = []
@@ -309,7 +470,7 @@ class StagedWindows:
         self._skips, self._spanned = skips, (0, -1)
         gives_up = threading.Event()
         self._session.ranks.together(lambda: self.move(position))
-        if self._partial is not None and self._thread is None:
+        if self._partial is not None and self._copies and self._thread is None:
             self._thread = threading.Thread(target=self._copy, name="stage-windows", daemon=True)
             self._thread.start()
         began = time.monotonic()
@@ -320,12 +481,11 @@ class StagedWindows:
             finally:
                 gives_up.set()
             self._session.ranks.together(first.result)
-        copied = sum(self._session.ranks.gather(self._progress.copied_bytes))
-        took = render_seconds(max(0.1, round(time.monotonic() - began, 1)))
+        told = self._session.ranks.gather((self._progress.copied_bytes, self._progress.fetched_bytes))
+        copied, fetched = (sum(each) for each in zip(*told, strict=True))
         if copied:
-            self._session.note_once(
-                "staged", f"{format_bytes(copied)} of data copied to disks of nodes in {took}; others follow"
-            )
+            text = _describe_copies(copied, fetched, time.monotonic() - began)
+            self._session.note_once("staged", f"{text}; others follow")
 
     def watched(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches; the files of those that may be asked for next are claimed before each of them."""
@@ -381,6 +541,7 @@ class StagedWindows:
         self._moved.set()
         if self._thread is not None:
             self._thread.join()
+        self._together.close()
         if self._partial is not None:
             self._partial.close()
 
@@ -410,7 +571,10 @@ class StagedWindows:
     def _copy(self) -> None:
         while not self._ended and self._partial is not None:
             try:
-                copied = self._partial.copy_next(self._progress)
+                if (peers := self._together.peers) is not None:
+                    copied = self._partial.copy_together(peers, self._progress)
+                else:
+                    copied = self._partial.copy_next(self._progress)
             except CopyGivenUp:
                 return
             except Exception as error:  # raised by the next `move`

@@ -337,6 +337,8 @@ class FileParts:
     def damaged(self, number: int, offset: int, what: str) -> DamagedData:
         """The error for a place in a file."""
         path, remedy = self.path(number), "copy the file again from where it came."
+        if self.origin is not None and path.is_symlink():  # read where it lies, since no copy of it is whole
+            return self.origin.damaged(number, offset, what)
         if self.stage is not None:
             remove = f"find {shlex.quote(str(self.stage))} -samefile {shlex.quote(str(path))} -delete"
             remedy = f"`{remove}` on {socket.gethostname()} removes it, and the next run copies it again."
