@@ -206,6 +206,7 @@ def drive(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_runs_are_selected_and_acted_upon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "a", state="running")
     write_samples(open_writer(run, "n1", 2), [80, 0], NOW)
