@@ -12,6 +12,7 @@ from watch_events import BEGIN, event, started, step
 
 from shardway.rundir.events import Event
 from shardway.watch.live import LiveView
+from shardway.watch.top_hardware import GpuNow, HardwareUse
 
 
 def _view(events: list[Event], now: float) -> LiveView:
@@ -166,3 +167,13 @@ def test_a_render_costs_less_than_half_a_table_of_twenty_rows() -> None:
         return min(timeit.repeat(lambda: console.print(render()), timer=time.process_time, number=10, repeat=10)) / 10
 
     assert best_s(view.render) < best_s(lambda: table) / 2
+
+
+def test_hardware_has_a_line_once_it_is_sampled() -> None:
+    view = _view(_running(), now=70.0)
+    before = _text(view.render())
+    view.show_hardware(None)
+    assert _text(view.render()) == before
+    gpus = tuple(GpuNow("n1", index, None, {}, use_mean=use, use_max=use) for index, use in enumerate((80.0, 0.0)))
+    view.show_hardware(HardwareUse(gpus, BEGIN, cpu_percent=12.0, hosts=1))
+    assert "│ hardware    1/2 GPUs 40 %, cores 12 %  1 not used: shardway status runs/demo" in _text(view.render())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -259,6 +260,9 @@ def _print_end(outcome: dict[str, Any], as_json: bool, before: dict[str, Any]) -
 REFRESH_S = 0.5
 """Twice a second, so that the run is not slowed."""
 
+HARDWARE_S = 10.0
+"""Telemetry is written every 20 s or so."""
+
 
 @contextmanager
 def run_displayed(run: RunDir, *, to_stderr: bool, plain: bool) -> Iterator[None]:
@@ -269,6 +273,7 @@ def run_displayed(run: RunDir, *, to_stderr: bool, plain: bool) -> Iterator[None
 
     from shardway.watch.live import LiveView
     from shardway.watch.progress import read_validations
+    from shardway.watch.top_hardware import HardwareTail
     from shardway.watch.words import PlainLines
 
     console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
@@ -294,10 +299,14 @@ def run_displayed(run: RunDir, *, to_stderr: bool, plain: bool) -> Iterator[None
                     console.print(line, markup=False)
             return
         view = LiveView(run.path.name, str(run.path), validations=validations)
+        hardware, looked = HardwareTail(run.telemetry_folder), 0.0
         with Live(view.render(), console=console, auto_refresh=False) as live:
             for found in list_new():
                 for event in found:
                     view.update(event)
+                if time.monotonic() - looked >= HARDWARE_S:
+                    looked = time.monotonic()
+                    view.show_hardware(hardware.refresh())
                 live.update(view.render(), refresh=True)
 
     thread = threading.Thread(target=show, name="display", daemon=True)

@@ -23,6 +23,7 @@ from rich.text import Text
 from shardway.rundir.events import Event
 from shardway.watch.facts import ValidatedEvent, measured, read_ending, read_start
 from shardway.watch.progress import RunProgress
+from shardway.watch.top_hardware import HardwareUse, render_use
 from shardway.watch.words import (
     Severity,
     describe,
@@ -132,6 +133,7 @@ class LiveView:
         self._progress = RunProgress(validations)
         self._losses = GrowingCurve()
         self._messages: deque[Text] = deque(maxlen=_MESSAGES)
+        self._hardware: list[Words] = []
 
     def update(self, event: Event) -> None:
         self._progress.update(event)
@@ -154,6 +156,15 @@ class LiveView:
     def note(self, text: str) -> None:
         """Show a message that is not an event: "stopping after this step"."""
         self._report(one_line(text), {"event": "note", "time": self._clock()}, "yellow")
+
+    def show_hardware(self, use: HardwareUse | None) -> None:
+        """From now on show this use of accelerators and cores; it has a line once there is something to show."""
+        if use is None or not (words := render_use(use)):
+            return
+        unused = len(use.gpus) - use.used
+        self._hardware = [(words, "")]
+        if unused:
+            self._hardware.append((f"  {unused} not used: shardway status {self._directory}", "yellow"))
 
     def render(self) -> RenderableType:
         """The view at this moment; call it for every refresh."""
@@ -192,6 +203,7 @@ class LiveView:
             _fact("speed", *self._speed()),
             _fact("time", *self._time()),
             _fact("last save", *self._save()),
+            *([_fact("hardware", *self._hardware)] if self._hardware else []),
         )
 
     def _validation(self) -> list[Words]:

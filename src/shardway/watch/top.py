@@ -509,14 +509,14 @@ class TopApp(App[None]):
         text = Text("  ".join(words), no_wrap=True, overflow="ellipsis")
         self.query_one("#head", Static).update(text)
 
-    def _say(self, words: str) -> None:
+    def _show_message(self, words: str) -> None:
         """Show a sentence for a while."""
         line = self.query_one("#message", Static)
         line.update(Text(legible(words)))
         line.display = bool(words)
         if self._said is not None:
             self._said.stop()
-        self._said = self.set_timer(SAID_S, lambda: self._say("")) if words else None
+        self._said = self.set_timer(SAID_S, lambda: self._show_message("")) if words else None
 
     # --- keys
 
@@ -560,7 +560,7 @@ class TopApp(App[None]):
 
     def action_report(self) -> None:
         if (run := self._find_selected()) is not None:
-            self._say(f"writing the report of {run.run.path.name} ...")
+            self._show_message(f"writing the report of {run.run.path.name} ...")
             self._act(self._actions.report, run.run.path)
 
     def action_stop(self) -> None:
@@ -568,16 +568,16 @@ class TopApp(App[None]):
         if run is None:
             return
         if not run.is_active:
-            self._say(f"{run.run.path.name} has ended: {run.state}")
+            self._show_message(f"{run.run.path.name} has ended: {run.state}")
             return
         question = f"Ask {run.run.path.name} to stop? It finishes its step, saves and ends; what waits is taken out."
 
         def answered(agrees: bool | None) -> None:
             if agrees:
-                self._say(f"asking {run.run.path.name} to stop ...")
+                self._show_message(f"asking {run.run.path.name} to stop ...")
                 self._act(self._actions.stop, run.run.path)
             else:
-                self._say("nothing was stopped")
+                self._show_message("nothing was stopped")
 
         self.push_screen(_ConfirmScreen(question), answered)
 
@@ -589,4 +589,4 @@ class TopApp(App[None]):
             words = str(error)
         except OSError as error:
             words = f"it failed: {error.strerror or error}"
-        self.call_from_thread(self._say, words)
+        self.call_from_thread(self._show_message, words)
