@@ -154,7 +154,13 @@ GROUPS: Mapping[str, PluginGroup] = {
         "tracker",
         "track.to",
         "shardway.watch.trackers.base:Tracker",
-        {"tensorboard": "shardway.watch.trackers.tensorboard:TensorBoard"},
+        {
+            "tensorboard": "shardway.watch.trackers.tensorboard:TensorBoard",
+            "openmetrics": "shardway.watch.trackers.openmetrics:OpenMetricsFile",
+            **_all_in(
+                "shardway.watch.trackers.services", wandb="WeightsAndBiases", mlflow="MLflow", trackio="Trackio"
+            ),
+        },
     ),
     "accelerators": PluginGroup(
         "catalogue of accelerators",

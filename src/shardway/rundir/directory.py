@@ -281,14 +281,29 @@ class RunDir:
 
     def read_tracked(self) -> dict[str, str]:
         """The id of the run in each tracker; empty where there is none or the file is damaged."""
-        with contextlib.suppress(ValueError, RecursionError, OSError, KeyError, TypeError, AttributeError):
-            ids = json.loads((self.path / "trackers.json").read_text(encoding="utf-8"))["ids"]
-            return {str(name): str(id) for name, id in ids.items()}
-        return {}
+        return {str(name): str(id) for name, id in self._read_trackers("ids").items()}
 
     def write_tracked(self, ids: Mapping[str, str]) -> None:
         """Keep the id of the run in each tracker. Raises OSError."""
-        write_json(self.path / "trackers.json", {"format": FORMAT, "ids": dict(ids)}, durable=False)
+        self._write_trackers(ids=dict(ids))
+
+    def read_sent(self) -> dict[str, Any]:
+        """How much of the run each tracker was sent after the fact; as `read_tracked`."""
+        return self._read_trackers("sent")
+
+    def write_sent(self, sent: Mapping[str, Any]) -> None:
+        """Keep how much each tracker was sent. Raises OSError."""
+        self._write_trackers(sent=dict(sent))
+
+    def _read_trackers(self, part: str) -> dict[str, Any]:
+        with contextlib.suppress(ValueError, RecursionError, OSError, KeyError, TypeError):
+            found = json.loads((self.path / "trackers.json").read_text(encoding="utf-8"))[part]
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    def _write_trackers(self, **parts: Any) -> None:
+        known = {part: found for part in ("ids", "sent") if (found := self._read_trackers(part))}
+        write_json(self.path / "trackers.json", {"format": FORMAT, **known, **parts}, durable=False)
 
     # --- stopping
 

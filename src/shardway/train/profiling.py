@@ -1,13 +1,13 @@
-"""Captures of a run: a profiler around some of its steps, whose traces are written into `traces/` of the run directory.
+"""Captures of a run: a profiler around some of its steps, whose traces are written into `traces/` of its directory.
 
-Steps are captured where `train.profile` names them, or after `touch RUN/profile`. torch's profiler is always used in the
-same way: one step of warm-up whose events are dropped, shapes recorded, no Python stacks, and each step named by its
-number in the run (`ProfilerStep#51`), from the fetch of its batch to the end of its update.
+Steps are captured where `train.profile` names them, or after `touch RUN/profile`. torch's profiler is always used in
+the same way: one step of warm-up whose events are dropped, shapes recorded, no Python stacks, and each step named by
+its number in the run (`ProfilerStep#51`), from the fetch of its batch to the end of its update.
 
-All ranks are captured in memory, since a rank that was captured alone would be slower than its peers, and rank 0 and the
-slowest rank write their traces. The slowest is the rank that waits least for the others: in each collective of these
-steps ranks wait until the last one is there, so the sum of a rank's times in collectives (NCCL's kernels, Gloo's calls)
-is the smaller the later the rank comes, whatever makes it late.
+All ranks are captured in memory, since a rank that was captured alone would be slower than its peers, and rank 0 and
+the slowest rank write their traces. The slowest is the rank that waits least for the others: in each collective of
+these steps ranks wait until the last one is there, so the sum of a rank's times in collectives (NCCL's kernels, Gloo's
+calls) is the smaller the later the rank comes, whatever makes it late.
 
 Invariants:
 - A capture changes no number of the run: it draws nothing, and passes that are not replayed as CUDA graphs yet are not

@@ -68,7 +68,7 @@ from shardway.runfile.load import DEFAULT
 from shardway.telemetry.start import SampledRun, sampled
 from shardway.train.engines import ENGINES
 from shardway.train.record import KILLED, ExitReport, Recorder
-from shardway.watch.trackers.base import TrackerThread
+from shardway.watch.trackers.base import TrackerThread, check_trackers
 
 if TYPE_CHECKING:
     from shardway.train.staging import StagedWindows
@@ -249,6 +249,8 @@ def hold_session(
         def take() -> DirectoryHold | None:
             if not ranks.is_first:
                 return None
+            track = resolution.resolved.values.track
+            check_trackers(track.to, track.settings, os.environ)
             job = attempt.path.name if attempt is not None else ""
             hold = DirectoryHold(resolution.directory, job, fresh=resolution.request.fresh)
             stack.callback(hold.end)

@@ -16,12 +16,13 @@ import queue
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from shardway.errors import render_reason
+from shardway.errors import UserError, render_reason
 from shardway.plugins import HasSettings, load_plugin
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
@@ -34,6 +35,19 @@ class Tracker(HasSettings):
     Its module is imported without torch, and also where the run is only checked: import a library that it needs in
     `start`. Whatever a method raises switches the tracker off for the rest of the attempt.
     """
+
+    requires: ClassVar[str] = ""
+    """The module that `start` imports, named as its package; "": none."""
+
+    @classmethod
+    def check_ready(cls, given: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+        """Raise UserError before the run starts if the tracker cannot work here; `given` are its settings."""
+        if cls.requires and find_spec(cls.requires) is None:
+            raise UserError(
+                f"the tracker {cls.requires} needs its library, which is not installed here.\n"
+                f"  To do: pip install {cls.requires}, in the environment of the ranks; or leave it out of track.to "
+                f"and send the run later, from a machine that has it: shardway track RUN --to {cls.requires}."
+            )
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.given = given  # every setting of `settings`, as `track.settings` gives it or with its default
@@ -83,15 +97,25 @@ def values_of(event: Event) -> dict[str, float]:
     }
 
 
+def make_trackers(names: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Tracker]:
+    """The trackers of some names, with their settings. Raises UserError where one is unknown, ValueError where one of
+    its settings is."""
+    classes = {name: load_plugin("trackers", name) for name in names}
+    return {name: each(each.read_settings(settings.get(name, {}))) for name, each in classes.items()}
+
+
+def check_trackers(names: Sequence[str], settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    """Raise UserError before a run starts if one of its trackers cannot work here."""
+    for each in make_trackers(names, settings).values():
+        each.check_ready(each.given, environ)
+
+
 class TrackerThread:
     """Hands the events of rank 0 to the trackers of a run, in a thread that begins with the first event."""
 
     def __init__(self, directory: RunDir, names: list[str], settings: Mapping[str, Any], configuration: Any) -> None:
         self._directory, self._configuration = directory, configuration
-        classes = {name: load_plugin("trackers", name) for name in names}
-        self._trackers: dict[str, Tracker] = {
-            name: each(each.read_settings(settings.get(name, {}))) for name, each in classes.items()
-        }
+        self._trackers = make_trackers(names, settings)
         self._waiting: queue.Queue[Event | None] = queue.Queue(MOST_WAITING)
         self._failures: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -136,7 +160,7 @@ class TrackerThread:
     def _work(self) -> None:
         self._hand_to_each(self._start)
         while (event := self._waiting.get()) is not None:
-            self._hand_to_each(partial(_hand_over, event))
+            self._hand_to_each(partial(hand_over, event))
             if event["event"] in _ENDS:
                 self._trackers.clear()
 
@@ -159,7 +183,8 @@ class TrackerThread:
             self._directory.write_tracked({**known, name: id})
 
 
-def _hand_over(event: Event, name: str, tracker: Tracker) -> None:
+def hand_over(event: Event, name: str, tracker: Tracker) -> None:
+    """Hand one event to a tracker that has been started."""
     if event["event"] in ("started", "rolled_back"):
         tracker.rewind(int(event["step"]))
     elif event["event"] in _ENDS:
