@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -146,10 +147,11 @@ def test_a_rule_that_fails_does_not_hide_the_others(tmp_path: Path, monkeypatch:
 
 
 def test_the_page_has_every_rule(request: pytest.FixtureRequest) -> None:
-    parts = [
-        f"## {rule.name}\n\n- When: {rule.when}.\n- Why: {rule.why}.\n- What to do: {rule.do}.\n\n"
-        for rule in ADVICE_RULES
-    ]
+    parts = []
+    for rule in ADVICE_RULES:
+        said = (("When", rule.when), ("Why", rule.why), ("What to do", rule.do))
+        lines = [textwrap.fill(f"- {head}: {text}.", 140, subsequent_indent="  ") for head, text in said]
+        parts.append("\n".join((f"## {rule.name}", "", *lines, "", "")))
     check_part(request, "advice.md", "rules", "".join(parts))
     names = [rule.name for rule in ADVICE_RULES]
     assert len(set(names)) == len(names)
