@@ -150,7 +150,7 @@ def test_a_missing_library_is_an_error_with_the_command(name: str, monkeypatch: 
 def test_a_run_with_a_missing_library_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardway.watch.trackers.base.find_spec", lambda module: None)
     with pytest.raises(UserError, match="pip install trackio"):
-        train_tiny(tmp_path / "run", lone_rank(), 'track.to=["trackio"]', "train.steps=2")
+        train_tiny(tmp_path / "run", lone_rank(), 'track.to=["trackio"]', "train.steps=4")
     assert not (tmp_path / "run").exists()
 
 

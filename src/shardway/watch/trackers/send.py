@@ -65,7 +65,7 @@ def send_run(
 
 def _send(run: RunDir, name: str, tracker: Tracker, configuration: Any, events: list[Event]) -> SentRun:
     ids, sent = run.read_tracked(), run.read_sent()
-    known = sent.get(name) if isinstance(sent.get(name), dict) else {}
+    known: dict[str, Any] = sent[name] if isinstance(sent.get(name), dict) else {}
     had, until = int(known.get("events", 0)), float(known.get("hardware", -math.inf))
     # An earlier run of this name in the directory has had more events than there are now.
     had, until = (had, until) if had <= len(events) else (0, -math.inf)
