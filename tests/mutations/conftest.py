@@ -41,10 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(here: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def run(here: Path, trained: Path) -> Iterator[Path]:
     """A copy of that run directory, `runs/small` in the current folder."""
     shutil.copytree(trained, here / "runs/small", symlinks=True)
-    import plotly.offline
-
-    monkeypatch.setattr(plotly.offline, "get_plotlyjs", lambda: "")  # five megabytes a report
     return Path("runs/small")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardway.watch.live import GrowingCurve
-from shardway.watch.report import CurvePoint, smooth, thin
+from shardway.watch.report.curves import CurvePoint, smooth, thin
 
 values = st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), max_size=300)
 limits = st.integers(1, 20).map(lambda half: 2 * half)

@@ -9,7 +9,8 @@ import pytest
 
 from shardway.rundir.directory import RunDir
 from shardway.watch.progress import read_progress
-from shardway.watch.report import predict, render_report
+from shardway.watch.report import render_report
+from shardway.watch.report.predicted import predict
 
 RESOLVED = """
 format = 1

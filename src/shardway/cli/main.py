@@ -70,7 +70,7 @@ def read_program_words(ctx: Any) -> tuple[str, ...]:
 
 VERBS = (
     *("plan", "train", "init", "config", "data", "checkpoint", "sites", "image", "plugins", "submit", "stop", "resume"),
-    *("status", "top", "logs", "report", "profile", "track", "doctor", "rehearse"),
+    *("status", "top", "logs", "report", "compare", "profile", "track", "doctor", "rehearse"),
 )
 """In the order in which a newcomer reads them; each has a function of its name, or an `app` of verbs of its own, in the
 module of that name, if that is not another one:"""
@@ -79,7 +79,7 @@ _MODULES = {
     "init": "config",
     "stop": "submit",
     "resume": "submit",
-    "report": "status",
+    "compare": "report",
     "logs": "status",
     "rehearse": "doctor",
 }

@@ -1,9 +1,8 @@
 """`shardway status`: the state of runs, one in full or several as a table, here and on the hosts that they went to;
-`shardway logs`: what a run says, from its events, or the output of one of its ranks; `shardway report`: report.html of
-one, written again.
+`shardway logs`: what a run says, from its events, or the output of one of its ranks.
 
-Invariant: without torch; nothing except a report is written, and a run may be writing meanwhile. Events and a
-scheduler's answers are interpreted in `shardway.watch` and `shardway.launch`.
+Invariant: without torch; nothing is written, and a run may be writing meanwhile. Events and a scheduler's
+answers are interpreted in `shardway.watch` and `shardway.launch`.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from typer.core import TyperCommand
 
 from shardway.cli import options
 from shardway.cli.options import JsonOption, complete_run, find_run, print_json
-from shardway.errors import JobError, ShardwayError, UserError, legible
-from shardway.refusals import find_remedy
+from shardway.errors import ShardwayError, UserError, legible
 from shardway.rundir.file_io import is_there
 from shardway.units import render_clock, render_count
 
@@ -728,37 +726,3 @@ def _follow_events(run: RunDir, rank: int) -> Iterator[Event]:
         yield event
     if why:
         options.report(why)
-
-
-# --- the report of a run
-
-
-def report(
-    path: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[RUN_DIR]",
-            help="A run directory, or a folder of them (default: runs).",
-            autocompletion=complete_run,
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say where it would be written.")] = False,
-) -> None:
-    """Write the report of a run and print its path."""
-    from shardway.watch.progress import summarise
-    from shardway.watch.report import render_report
-
-    run = find_run(path)
-    run.check_format()
-    if not dry_run:
-        try:
-            run.write_report(render_report(run))
-        except OSError as error:
-            raise JobError(
-                f"{run.report_path} cannot be written: {error.strerror}.\n  To do: {find_remedy(error)}."
-            ) from None
-    if as_json:
-        print_json({"report": str(run.report_path), "summary": summarise(run).as_json()})
-    else:
-        typer.echo(str(run.report_path))

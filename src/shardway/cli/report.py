@@ -1,0 +1,121 @@
+"""`shardway report`: report.html of a run, written again, or the table for a proposal; `shardway compare`: several runs
+beside one another.
+
+Invariant: without torch; nothing except a page is written, and a run may be writing meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardway.cli.options import JsonOption, complete_run, find_run, print_json
+from shardway.errors import JobError, UserError, legible
+from shardway.refusals import find_remedy
+
+if TYPE_CHECKING:
+    from shardway.rundir.directory import RunDir
+
+
+def _find(word: str | None) -> RunDir:
+    """The run on this machine that a word means: a directory, the only run of a folder, a name or a job's id."""
+    from shardway.launch.runs.find import find_known, is_run, list_runs
+    from shardway.rundir.directory import RunDir
+
+    folder = Path(word or "runs")
+    if word is None or (os.path.isdir(folder) and not is_run(folder)):
+        runs = list_runs(folder)
+        run = RunDir(runs[0]) if len(runs) == 1 else find_run(folder)
+    else:
+        known = find_known(word)
+        if known.host:
+            raise UserError(
+                f"{known.host}:{known.run} is on another host, and a report reads the files of a run.\n"
+                f"  To do: run `shardway report {known.run}` there, or copy the directory here."
+            )
+        run = RunDir(Path(known.run))
+    run.check_format()
+    run.check_readable()
+    return run
+
+
+def _write(path: Path, html: str, run: RunDir | None = None) -> None:
+    try:
+        if run is not None:
+            run.write_report(html)
+        else:
+            path.write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise JobError(f"{path} cannot be written: {error.strerror}.\n  To do: {find_remedy(error)}.") from None
+
+
+def report(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN|JOB]",
+            help="A run directory, a folder with one, a run's name, or a job's id (default: runs).",
+            autocompletion=complete_run,
+        ),
+    ] = None,
+    proposal: Annotated[
+        bool, typer.Option("--proposal", help="Print the table that a proposal for compute time needs.")
+    ] = False,
+    as_json: JsonOption = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say where it would be written.")] = False,
+) -> None:
+    """Write the report of a run and print its path."""
+    directory = _find(run)
+    if dry_run and not (as_json or proposal):
+        typer.echo(str(directory.report_path))
+        return
+    from shardway.watch.report.content import gather
+    from shardway.watch.report.page import render_content
+    from shardway.watch.report.proposal import proposal_facts, render_proposal
+
+    content = gather(directory)
+    if proposal:
+        if as_json:
+            print_json(proposal_facts(content))
+        else:
+            typer.echo(legible(render_proposal(content)))
+        return
+    if not dry_run:
+        _write(directory.report_path, render_content(content), directory)
+    if as_json:
+        print_json({"report": str(directory.report_path), **content.as_json()})
+    else:
+        typer.echo(str(directory.report_path))
+
+
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN RUN...", help="Runs, as for report; the first is the base.", autocompletion=complete_run
+        ),
+    ],
+    page: Annotated[Path | None, typer.Option("--page", metavar="FILE", help="Write their curves as HTML.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare runs: keys that differ, losses, pace with its interval."""
+    if len(runs) < 2:
+        raise UserError(
+            f"one run ({runs[0]}) cannot be compared.\n  To do: name two or more: `shardway compare RUN RUN`."
+        )
+    from shardway.watch.report.compare import compare as compare_runs
+    from shardway.watch.report.compare import render_comparison, render_comparison_page
+    from shardway.watch.report.content import gather
+
+    found = compare_runs([gather(_find(word)) for word in runs])
+    if page is not None:
+        _write(page, render_comparison_page(found))
+    if as_json:
+        print_json({**found.as_json(), "page": str(page) if page else None})
+    else:
+        typer.echo(legible(render_comparison(found)))
+        if page is not None:
+            typer.echo(f"\ncurves  {page}")
