@@ -69,6 +69,9 @@ def special_jobs() -> dict[str, Job]:
         "special-odd-run-slurm": replace(slurm, run=Path("/scratch/it's 100%/$HOME/run")),
         "special-odd-run-pbs": replace(pbs, run=Path("/scratch/it's 100%/$HOME/run")),
         "special-odd-run-local": replace(local, run=Path("/scratch/it's 100%/$HOME/run")),
+        "special-telemetry-slurm": make_job("slurm", "torchrun", "apptainer", telemetry_s=1.0, python="/v/python"),
+        "special-telemetry-pbs": make_job("pbs", "mpirun", telemetry_s=0.5),
+        "special-telemetry-local": replace(local, telemetry_s=1.0),
         "special-large": replace(slurm, shape=replace(slurm.shape, nodes=64)),
         "special-options": replace(
             slurm,

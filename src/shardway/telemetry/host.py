@@ -226,18 +226,13 @@ def _minus(after: Sequence[int] | None, before: Sequence[int] | None) -> Sequenc
 
 # --- the control group of the job
 
-_OF_JOB = re.compile(
-    r"(.*/(?:job_\d+"  # Slurm: .../slurmstepd.scope/job_12/step_0, /slurm/uid_1000/job_12/step_batch
-    r"|pbs(?:_jobs|pro)\.(?:service|slice)/(?:jobid/[^/]+|[^/]+\.slice)"  # PBS's hook of control groups
-    r"))(?:/.*)?"
-)
-
 
 class JobGroup:
-    """The control group of the job, in version 1 or 2; that of its scheduler where there is one, in which only the job
-    is. `limit_bytes` is the least limit from the process's own group up."""
+    """The control group of the job, in version 1 or 2: one with the number of the `job` in its name, as schedulers make
+    them (`job_12`, `12.server`), in which only the job is, or else the process's own. `limit_bytes` is the least limit
+    from the process's own group up."""
 
-    def __init__(self, pid: int, root: str = "") -> None:
+    def __init__(self, pid: int, job: str = "", root: str = "") -> None:
         self.limit_bytes: int | None = None
         self.is_jobs_own = False
         self._usage: KeptFile | None = None
@@ -250,7 +245,9 @@ class JobGroup:
                 with suppress(OSError, ValueError):
                     limits.append(int((folder / name).read_bytes()))
         self.limit_bytes = min((limit for limit in limits if limit < 1 << 60), default=None)
-        own = [folder for folder in folders if (match := _OF_JOB.fullmatch(str(folder))) and match[1] == str(folder)]
+        number = re.match(r"\d+", job)
+        named = re.compile(rf"(?<!\d){number[0]}(?!\d)") if number else None
+        own = [folder for folder in folders if named is not None and named.search(folder.name)][-1:]  # the outermost
         self.is_jobs_own = bool(own)
         for folder in own or folders:
             for usage, events in (("memory.current", "memory.events"), ("memory.usage_in_bytes", "memory.oom_control")):
@@ -309,8 +306,8 @@ _NOT_CARRIERS = re.compile(
 _MOST_INTERFACES = 16
 
 
-class Counters:
-    """Counters that become rates. `series` are names without the values' unit of time; a part that is gone is NaN."""
+class RateCounters:
+    """Counters that become rates, one for each of `series`; NaN where they cannot be read."""
 
     def __init__(self, series: Sequence[str], read: Callable[[], Sequence[float]]) -> None:
         self.series, self._read = tuple(series), read
@@ -331,7 +328,7 @@ class Counters:
         ]
 
 
-def open_network(root: str = "") -> Counters | None:
+def open_network(root: str = "") -> RateCounters | None:
     """Bytes of each interface that leads to other machines."""
     file = KeptFile(f"{root}/proc/net/dev")
 
@@ -352,11 +349,11 @@ def open_network(root: str = "") -> Counters | None:
         return [value for name in names for value in found[name]]
 
     series = [f"net/{name}/{way}_bytes_per_s" for name in names for way in ("rx", "tx")]
-    return Counters(series, read)
+    return RateCounters(series, read)
 
 
-def open_infiniband(missing: dict[str, str], root: str = "") -> Counters | None:
-    """Bytes of each port; the whole node's, whoever sends."""
+def open_infiniband(missing: dict[str, str], root: str = "") -> RateCounters | None:
+    """Bytes of each port, of all programs of the node."""
     files, series = list[KeptFile](), list[str]()
     for folder in sorted(Path(f"{root}/sys/class/infiniband").glob("*/ports/*/counters")):
         device, port = folder.parts[-4], folder.parts[-2]
@@ -365,17 +362,17 @@ def open_infiniband(missing: dict[str, str], root: str = "") -> Counters | None:
             for file in both:
                 int(file.read())
         except (OSError, ValueError) as error:
-            missing[f"ib/{device}:{port}/*"] = _say(error, f"{folder}/port_rcv_data")
+            missing[f"ib/{device}:{port}/*"] = _explain(error, f"{folder}/port_rcv_data")
             continue
         files += both
         series += [f"ib/{device}:{port}/{way}_bytes_per_s" for way in ("rx", "tx")]
-    return Counters(series, lambda: [4 * int(file.read()) for file in files]) if files else None
+    return RateCounters(series, lambda: [4 * int(file.read()) for file in files]) if files else None
 
 
 _LUSTRE = re.compile(rb"^(read_bytes|write_bytes|open)\s+(\d+) samples \[\S+\](?: \d+ \d+ (\d+))?", re.MULTILINE)
 
 
-def open_lustre(missing: dict[str, str], root: str = "") -> Counters | None:
+def open_lustre(missing: dict[str, str], root: str = "") -> RateCounters | None:
     """Bytes and opens of this node on each mounted Lustre; newer versions keep them for administrators."""
     files, series = list[KeptFile](), list[str]()
     for place in ("proc/fs/lustre/llite", "sys/kernel/debug/lustre/llite"):
@@ -390,7 +387,7 @@ def open_lustre(missing: dict[str, str], root: str = "") -> Counters | None:
             try:
                 files.append(KeptFile(str(folder / "stats")))
             except OSError as error:
-                missing[f"lustre/{name}/*"] = _say(error, str(folder / "stats"))
+                missing[f"lustre/{name}/*"] = _explain(error, str(folder / "stats"))
                 continue
             missing.pop(f"lustre/{name}/*", None)
             units = ("read_bytes_per_s", "write_bytes_per_s", "opens_per_s")
@@ -411,25 +408,26 @@ def open_lustre(missing: dict[str, str], root: str = "") -> Counters | None:
             values.append(found.get(b"open", (0, 0))[0])
         return values
 
-    return Counters(series, read)
+    return RateCounters(series, read)
 
 
-def _say(error: Exception, path: str) -> str:
+def _explain(error: Exception, path: str) -> str:
     words = error.strerror if isinstance(error, OSError) else str(error)
     return f"{path} cannot be read: {words}"
 
 
 class HostReader:
-    """Everything of a node that is no accelerator. `top` is the root process of the job, `marker` a NAME=VALUE in the
-    environment of its processes. `root` stands for "/" in tests."""
+    """Everything of a node that is no accelerator. `top` is the root process of the job (0: it is
+    elsewhere), `job` its id, `marker` a NAME=VALUE in the environment of its processes. `root` stands for "/" in
+    tests."""
 
-    def __init__(self, top: int, marker: str = "", root: str = "", leave_out: Collection[int] = ()) -> None:
+    def __init__(
+        self, top: int, marker: str = "", job: str = "", root: str = "", leave_out: Collection[int] = ()
+    ) -> None:
         self.missing: dict[str, str] = {}
         self.processes = JobProcesses(top, f"\0{marker}\0".encode() if marker else b"", root, leave_out)
         self._top = top
-        self._group = JobGroup(top, root)
-        if self._group._usage is None:
-            self._group = JobGroup(os.getpid(), root)
+        self._group = JobGroup(top or os.getpid(), job, root)
         self.allowed_cores = tuple(sorted(_affinity(top)))
         self.cores = os.cpu_count() or len(self.allowed_cores)
         self._stat = KeptFile(f"{root}/proc/stat")
@@ -440,7 +438,7 @@ class HostReader:
         try:
             network = open_network(root)
         except (OSError, ValueError, IndexError) as error:
-            self.missing["net/*"] = _say(error, "/proc/net/dev")
+            self.missing["net/*"] = _explain(error, "/proc/net/dev")
         parts = (network, open_infiniband(self.missing, root), open_lustre(self.missing, root))
         self._counters = [part for part in parts if part is not None]
         self._busy: dict[int, tuple[int, int]] = {}

@@ -87,7 +87,7 @@ class NodeSampler:
 
     def __init__(self, options: SamplerOptions) -> None:
         self._options = options
-        self.host = HostReader(options.top, options.marker, leave_out=(os.getpid(),))
+        self.host = HostReader(options.top, options.marker, options.job, leave_out=(os.getpid(),))
         self._devices = DeviceThread(os.environ)
         self._devices.start(time.monotonic(), wait_s=HANGS_S / 2)
         self._started = time.time()
@@ -128,7 +128,7 @@ class NodeSampler:
         if not self._said:
             self._said = True
             what = f"{error.strerror or error} ({self._options.into})"
-            _say(f"telemetry of {self._options.host} cannot be written: {what}")
+            _report(f"telemetry of {self._options.host} cannot be written: {what}")
         return now - self._failing_since < GIVE_UP_S
 
     def _missing(self) -> dict[str, str]:
@@ -162,10 +162,9 @@ class NodeSampler:
         )
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"shardway: {text}\n")
-        sys.stderr.flush()
+        os.write(2, f"shardway: {text}\n".encode(errors="replace"))
 
 
 class _Begin:
@@ -235,7 +234,7 @@ def main(words: Iterable[str]) -> None:
             os.nice(10)
         sampler = NodeSampler(options)
     except (OSError, ValueError, KeyError) as error:
-        _say(f"telemetry of this node is not sampled: {error}")
+        _report(f"telemetry of this node is not sampled: {error}")
         return
     now = time.monotonic()
     goes_on, at = sampler.sample(now), now

@@ -68,7 +68,7 @@ def sampled(run: SampledRun | None, environ: MutableMapping[str, str] = os.envir
     before = environ.get(VARIABLE)
     words = run.words()  # now, while the run has not begun
     is_over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(words, dict(environ), is_over), name="telemetry", daemon=True)
+    thread = threading.Thread(target=_watch, args=(words, dict(environ), is_over), name="sampling", daemon=True)
     environ[VARIABLE] = os.path.abspath(run.folder)
     thread.start()
     try:

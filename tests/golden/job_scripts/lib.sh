@@ -7,7 +7,7 @@
 # what it was asked by a signal, and how it ended
 asked="" status=0
 # names of these functions that a person's shell may have had
-unset prints clocks loaded CDPATH
+unset prints clocks loaded samples CDPATH
 
 # --- words, and files of one key a line
 
@@ -595,6 +595,38 @@ end_without_ranks() {
   kill -KILL "$2"
 }
 
+# --- what the hardware does
+
+#: sample_nodes SECONDS PYTHON NODE COMMAND...: every so often, outside of containers; NODE is shell for the number of a
+# node there, COMMAND starts words on each node. It begins some seconds later, and no failure of it is one of the job
+sample_nodes() {
+  if ! timeout 30 "$2" -c 'import shardway.telemetry.sampler' > /dev/null 2>&1; then
+    say "what the hardware does is not recorded: $2 has no Shardway on $(uname -n)"
+    return 0
+  fi
+  export SHARDWAY_TELEMETRY=$run/telemetry # a program that would record it itself need not
+  in_time 5 sample_each "$@"
+  samples=${clocks[-1]}
+}
+
+#: sample_each SECONDS PYTHON NODE COMMAND...: until the attempt has a result; where this script is its root, until it is gone
+sample_each() {
+  local top=0
+  [ $# -gt 3 ] || top=$$
+  # shellcheck disable=SC2016 # for the shell of a node
+  prints=$here/log/telemetry.out "${@:4}" bash -c 'exec "$0" -m shardway.telemetry.sampler node="'"$3"'" "$@"' "$2" \
+    into="$run/telemetry" every_s="$1" job="$job" attempt="$((10#$attempt))" top="$top" \
+    marker="SHARDWAY_ATTEMPT_DIR=$here" until="$here/result.json" > "$here/log/telemetry.out" 2>&1
+}
+
+#: end_sampling: what samples sees the result, and gets a moment to write what it has
+end_sampling() {
+  local until=$((SECONDS + 5))
+  [ -n "${samples-}" ] || return 0
+  kill -ALRM "$samples" 2> /dev/null # it may not have begun
+  while kill -0 "$samples" 2> /dev/null && [ "$SECONDS" -lt "$until" ]; do sleep 0.2; done
+}
+
 # --- an attempt ends
 
 #: finish: says how the attempt ended, unless a rank has, and ends the job
@@ -612,6 +644,7 @@ finish() {
       ;;
   esac
   [ "$counts_steps" = yes ] || rm -f "$run/stop" # obeyed; the ranks of a run file take it away themselves
+  end_sampling
   state=$(field "$here/result.json" state)
   [ -z "$state" ] || say "attempt $attempt: $state: $(field "$here/result.json" reason)"
   state=${state:-$unwritten}
@@ -722,8 +755,8 @@ of_jobs=( '!SLURM_CONF' '!SLURM_CONF_SERVER' '!SLURM_CLUSTERS' '!SLURM_JWT' '!SL
   '!PBS_HOME' '!PBS_AUTH_METHOD' '!PBS_TMPDIR' '!PBS_PRIMARY' '!PBS_SECONDARY' '!PBS_LEAF_NAME' \
   '!PBS_*_SERVICE_PORT' '!PBS_ENCRYPT_METHOD' '!PBS_SUPPORTED_AUTH_METHODS' 'SHARDWAY_AGENT' \
   'SHARDWAY_ATTEMPT_DIR' 'SHARDWAY_STOP_FILE' 'SHARDWAY_JOB' 'SHARDWAY_NODES' 'SHARDWAY_PROGRESS' \
-  'SHARDWAY_CPU_MASKS' 'SHARDWAY_GATE' 'SHARDWAY_RELEASED' 'SHARDWAY_LENT_CACHE' 'SLURM_*' \
-  'SLURMD_*' 'SRUN_*' '_SLURM_SPANK_OPTION_*' 'SBATCH_*' 'SALLOC_*' 'SQUEUE_*' 'SACCT_*' 'SCANCEL_*' \
-  'SINFO_*' 'SCONTROL_*' 'PYXIS_CONTAINER_IMAGE' 'PYXIS_CONTAINER_NAME' 'PBS_*' 'QSUB_*' 'NCPUS' \
-  'LSB_*' 'LS_JOBPID' 'LS_SUBCWD' 'LSF_PM_*' 'JSM_*' 'FLUX_JOB_*' 'FLUX_TASK_*' 'FLUX_KVS_NAMESPACE' \
-  'FLUX_ENCLOSING_ID' 'FLUX_PMI_*' )
+  'SHARDWAY_CPU_MASKS' 'SHARDWAY_GATE' 'SHARDWAY_RELEASED' 'SHARDWAY_LENT_CACHE' \
+  'SHARDWAY_TELEMETRY' 'SLURM_*' 'SLURMD_*' 'SRUN_*' '_SLURM_SPANK_OPTION_*' 'SBATCH_*' 'SALLOC_*' \
+  'SQUEUE_*' 'SACCT_*' 'SCANCEL_*' 'SINFO_*' 'SCONTROL_*' 'PYXIS_CONTAINER_IMAGE' \
+  'PYXIS_CONTAINER_NAME' 'PBS_*' 'QSUB_*' 'NCPUS' 'LSB_*' 'LS_JOBPID' 'LS_SUBCWD' 'LSF_PM_*' 'JSM_*' \
+  'FLUX_JOB_*' 'FLUX_TASK_*' 'FLUX_KVS_NAMESPACE' 'FLUX_ENCLOSING_ID' 'FLUX_PMI_*' )

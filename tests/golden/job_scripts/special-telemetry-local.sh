@@ -1,0 +1,61 @@
+#!/bin/bash
+# Written by Shardway VERSION for test. To submit it by hand: bash THIS_FILE
+# Its functions are in lib.sh in the attempt's folder; `shardway submit ... --dry-run --lib` prints it
+# local base.0001.a1b2c3
+# output /scratch/alice/runs/base/attempts/0001/log/job.out
+predecessor=${1:-}  # the job that this one follows, if there is one
+
+# --- this run and this attempt
+# the run directory, this attempt, and the one that it goes on from (0000: none)
+run=/scratch/alice/runs/base
+attempt=0001
+after=0000
+# the token makes its name unique; seconds
+last_attempt=1 scheduler=local token=a1b2c3 walltime=7200
+counts_steps=no  # whether the program obeys the stop file and says itself how it ended
+runtime=none  # what starts the container of the ranks
+here=$run/attempts/$attempt  # the folder of this attempt
+# what the ranks read and write
+export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop
+[ -r "$here/lib.sh" ] || { echo "shardway: $here/lib.sh is missing, see line 3 of this script" >&2; exit 1; }
+. "$here/lib.sh"  # the functions that every job has
+
+# --- what this job does, in order
+main() {
+  # --- begin
+  begin_attempt  # which job this is; one job alone has an attempt
+  check_stop  # a person may have asked for a stop while it waited
+  check_nodes  # ranks on no node fail nowhere
+  heed_signals  # signals become the stop file
+  # warns this script before the wall-time ends
+  in_time $((deadline - started - 600)) tell_script USR2
+
+  # --- what the ranks find
+  # Python and its packages
+  . /project/venv/bin/activate || fail '. /project/venv/bin/activate failed, as the lines before say; see site.venv'
+  export OMP_NUM_THREADS=8  # threads of a rank
+  export PYTHONUNBUFFERED=1  # what a rank prints is seen at once, and not lost with the rank
+  read_secrets "$HOME/.config/shardway/secrets.env"  # passwords and tokens, of a file of yours
+  meet '' no  # where the ranks meet; the site's suffix of names on the network for computing
+  # the code that was submitted
+  cd /scratch/alice/runs/base/attempts/0001/code || fail 'there is no folder to run in'
+
+  # --- run
+  # what the accelerators, cores, memory and network of each node do (run.telemetry)
+  sample_nodes 1 python3 '0'
+  # the ranks, and how they ended
+  bash -c 'node=0; addresses=($SHARDWAY_NODES); host=false
+    [ $node != 0 ] || host=true
+    export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="\${rank}: "
+    exec python3 -m torch.distributed.run --nnodes=1 --nproc-per-node=4 \
+      --rdzv-backend=c10d --rdzv-id="$SHARDWAY_JOB" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
+      --rdzv-conf="is_host=$host" --local-addr="${addresses[$node]}" \
+      --log-dir="$SHARDWAY_ATTEMPT_DIR/log/node-$node" --tee=3 "$@"' \
+    agent train.py --lr 3e-4 &
+  ranks=$!
+  wait_for "$ranks"  # to their end, whatever signals come
+
+  # --- end
+  finish  # how this attempt ended, and what comes next
+}
+main
