@@ -7,7 +7,19 @@ from pathlib import Path
 import pytest
 
 import durations
-from durations import LONG_S, SLOW_S, WHY, Row, choose_files, kinds_of, read_rows, render_rows
+from durations import (
+    FAST,
+    LONG_S,
+    SLOW_S,
+    WHY,
+    Row,
+    choose_files,
+    has_slow,
+    kinds_of,
+    read_rows,
+    render_rows,
+    starts_ranks,
+)
 
 TESTS = Path(__file__).parent
 FILES = sorted(path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py"))
@@ -39,6 +51,23 @@ def test_the_parts_take_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durations, "read_rows", lambda: (*rows, Row("fast", 50.0, "b")))
     assert choose_files("1/2", frozenset({"slow"}), "abcde") == {"a", "d"}
     assert choose_files("2/2", frozenset({"slow"}), "abcde") == {"b", "c", "e"}
+
+
+def test_files_that_start_ranks_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tuple(Row("fast", float(seconds), name) for name, seconds in zip("abcd", (9, 5, 4, 1), strict=True))
+    monkeypatch.setattr(durations, "read_rows", lambda: rows)
+    assert choose_files("1/2", FAST, "abcd", together={"b", "c", "d"}) == {"b", "c", "d"}
+    assert choose_files("2/2", FAST, "abcd", together={"b", "c", "d"}) == {"a"}
+    assert [text for text in ("@ranks(2)\n", "warm_starts", "rank_pool", "ranks = 2") if not starts_ranks(text)] == [
+        "ranks = 2"
+    ]
+
+
+def test_a_file_is_looked_into_for_slow_tests_where_it_may_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (Row("slow", 1.0, "a::one"), Row("fast", 1.0, "b"), Row("exhaustive", 1.0, "c::one"))
+    monkeypatch.setattr(durations, "read_rows", lambda: rows)
+    assert [file for file in "abc" if has_slow(file, "")] == ["a"]
+    assert has_slow("b", "pytestmark = pytest.mark.slow\n")
 
 
 @pytest.mark.parametrize("part", ["0/2", "3/2", "2", "a/b", "-1/2"])
