@@ -89,9 +89,9 @@ def test_the_table_keeps_what_was_not_measured() -> None:
         Row("slow", 1.0, "elsewhere::one"),
         Row("fast", 0.3, "elsewhere"),
     ]
-    rows = list(render_rows({"a::one": 0.05, "a::two": 0.5, "a::far": 9.0}, kinds, before))
+    rows = list(render_rows({"a::one": 0.03, "a::two": 0.5, "a::far": 9.0}, kinds, before))
     assert rows == [
-        "fast 0.05 a",
+        "fast 0.03 a",
         "exhaustive 9.00 a::far",
         "slow 0.50 a::two",
         "fast 0.70 b",
