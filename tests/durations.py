@@ -13,7 +13,7 @@ it. This module must not import torch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 TABLE = Path(__file__).with_name("durations.txt")
-SLOW_S = 0.06
-"""The tests below it, some seven thousand, take less than a minute of one core together: `make check`."""
+SLOW_S = 0.04
+"""The tests below it, some eight thousand, take less than a minute of one core together: `make check`."""
 LONG_S = 20.0
 FILE_S = 0.1
 """What a file takes to be imported, and all that is known of one that was not measured."""
@@ -72,19 +72,24 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def choose_files(part: str, kinds: frozenset[str], files: Iterable[str]) -> frozenset[str]:
+def choose_files(
+    part: str, kinds: frozenset[str], files: Iterable[str], together: Container[str] = ()
+) -> frozenset[str]:
     """Those of a part K/N of a run of these kinds of tests: each in turn, the longest first, to the part that has least
-    by then. Raises UsageError."""
+    by then; the files of `together` as if they were one. Raises UsageError."""
     number, count = _read_part(part)
     seconds = defaultdict(lambda: FILE_S)
     for row in read_rows():
         if row.kind in kinds:
             seconds[row.file] += row.seconds
+    files = sorted(files)
+    groups = [[file] for file in files if file not in together]
+    groups += [company] if (company := [file for file in files if file in together]) else []
     loads, chosen = [0.0] * count, [set[str]() for _ in range(count)]
-    for file in sorted(files, key=lambda file: (-seconds[file], file)):
+    for group in sorted(groups, key=lambda group: (-sum(seconds[file] for file in group), group)):
         least = loads.index(min(loads))
-        loads[least] += seconds[file]
-        chosen[least].add(file)
+        loads[least] += sum(seconds[file] for file in group)
+        chosen[least].update(group)
     return frozenset(chosen[number - 1])
 
 
@@ -106,8 +111,22 @@ def kinds_of(marks: str) -> frozenset[str]:
     return frozenset(kinds.get(marks, {"fast", "slow", "exhaustive"}))
 
 
+FAST, SLOW = frozenset({"fast"}), frozenset({"slow"})
+
+
+def starts_ranks(text: str) -> bool:
+    """Whether tests in a file with this text run on the pool's ranks or start warm processes. What these are forked
+    from takes five seconds to start, so that a run of fast tests has them in one part."""
+    return "@ranks(" in text or "warm_starts" in text or "rank_pool" in text
+
+
+def has_slow(file: str, text: str) -> bool:
+    """Whether there may be slow tests in a file: the table has one, or the text marks some itself."""
+    return "mark.slow" in text or any(row.kind == "slow" and row.file == file for row in read_rows())
+
+
 class Parts:
-    """Leaves out the files that are not of this part."""
+    """Leaves out the files that are not of this part, and those without a test of its kind where that is known."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._root = config.rootpath
@@ -123,8 +142,12 @@ class Parts:
 
     @cache  # noqa: B019
     def _files(self) -> frozenset[str]:
-        found = [self._name(path) for path in Path(__file__).parent.rglob("test_*.py")]
-        return choose_files(self._part, self._kinds, found)
+        paths = Path(__file__).parent.rglob("test_*.py")
+        texts = {self._name(path): path.read_text(encoding="utf-8") for path in paths}
+        if self._kinds == SLOW:
+            texts = {file: text for file, text in texts.items() if has_slow(file, text)}
+        together = {file for file, text in texts.items() if starts_ranks(text)} if self._kinds == FAST else ()
+        return choose_files(self._part, self._kinds, texts, together)
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self._root).as_posix()

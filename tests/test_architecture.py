@@ -8,8 +8,9 @@ import logging
 import re
 import tokenize
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,22 +48,25 @@ def _read(path: Path) -> Module:
     return Module(path.relative_to(SOURCE).as_posix(), text, tree, nodes, calls)
 
 
-MODULES = [_read(path) for path in sorted(SOURCE.rglob("*.py"))]
+@cache
+def modules() -> tuple[Module, ...]:
+    """Every source file. Read when a test asks, not by whoever imports this module: it takes seconds."""
+    return tuple(_read(path) for path in sorted(SOURCE.rglob("*.py")))
 
 
 def outside(*rooms: str) -> list[Module]:
     """Every module that is not in these rooms."""
-    return [module for module in MODULES if not module.is_in(*rooms)]
+    return [module for module in modules() if not module.is_in(*rooms)]
 
 
-def find(modules: list[Module], breaks: Callable[[ast.AST], bool]) -> list[str]:
+def find(among: Sequence[Module], breaks: Callable[[ast.AST], bool]) -> list[str]:
     """Where something stands that breaks a rule."""
-    return [module.at(node) for module in modules for node in module.nodes if breaks(node)]
+    return [module.at(node) for module in among for node in module.nodes if breaks(node)]
 
 
-def find_calls(modules: list[Module], callee: str) -> list[str]:
+def find_calls(among: Sequence[Module], callee: str) -> list[str]:
     """Where something is called whose dotted name matches."""
-    return [module.at(node) for module in modules for node, name in module.calls if re.fullmatch(callee, name)]
+    return [module.at(node) for module in among for node, name in module.calls if re.fullmatch(callee, name)]
 
 
 def strings(module: Module) -> Iterator[ast.Constant]:
@@ -91,7 +95,7 @@ def test_every_room_has_its_place_in_the_import_order() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
     placed = {name.strip() for layer in layers for name in re.split(r"[|:]", layer)}
-    rooms = {f"shardway.{module.name.split('/')[0].removesuffix('.py')}" for module in MODULES}
+    rooms = {f"shardway.{module.name.split('/')[0].removesuffix('.py')}" for module in modules()}
     assert placed == rooms - {"shardway.__init__", "shardway.__main__"}
 
 
@@ -174,7 +178,7 @@ def test_no_module_reads_the_environment_at_import() -> None:
     """A value that is frozen at import is a setting that no run file shows."""
     top = [
         (module, statement)
-        for module in MODULES
+        for module in modules()
         for statement in module.tree.body
         if not isinstance(statement, ast.FunctionDef | ast.ClassDef)
     ]
@@ -191,21 +195,23 @@ def test_no_module_reads_the_environment_at_import() -> None:
 
 
 def functions() -> list[tuple[Module, ast.FunctionDef]]:
-    return [(module, node) for module in MODULES for node in module.nodes if isinstance(node, ast.FunctionDef)]
+    return [(module, node) for module in modules() for node in module.nodes if isinstance(node, ast.FunctionDef)]
 
 
 def test_every_module_says_what_it_is_for() -> None:
     """And what holds in it always, unless it only hands on the names of others."""
-    docs = {module.name: ast.get_docstring(module.tree) or "" for module in MODULES}
+    docs = {module.name: ast.get_docstring(module.tree) or "" for module in modules()}
     assert [name for name, doc in docs.items() if not doc] == []
-    lasting = [module.name for module in MODULES if "Invariant" not in docs[module.name] and len(module.tree.body) > 3]
+    lasting = [
+        module.name for module in modules() if "Invariant" not in docs[module.name] and len(module.tree.body) > 3
+    ]
     assert lasting == []
 
 
 def test_every_class_has_a_name_of_its_own() -> None:
     """A search for a name finds one class."""
     where: dict[str, list[str]] = {}
-    for module in MODULES:
+    for module in modules():
         for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 where.setdefault(node.name, []).append(module.at(node))
@@ -282,18 +288,18 @@ def test_words_about_persons_are_still_there() -> None:
 
 def test_nothing_is_asserted() -> None:
     """`python -O` drops it, and a user's mistake would end in a traceback."""
-    assert find(MODULES, lambda node: isinstance(node, ast.Assert)) == []
+    assert find(modules(), lambda node: isinstance(node, ast.Assert)) == []
 
 
 def test_no_module_keeps_state() -> None:
     """Nothing at the top of a module that its functions change."""
-    assert find(MODULES, lambda node: isinstance(node, ast.Global)) == []
+    assert find(modules(), lambda node: isinstance(node, ast.Global)) == []
 
 
 def test_public_functions_and_classes_are_documented() -> None:
     found = [
         f"{module.at(node)} {node.name}"
-        for module in MODULES
+        for module in modules()
         for node in module.tree.body
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
         and not node.name.startswith("_")
@@ -305,7 +311,7 @@ def test_public_functions_and_classes_are_documented() -> None:
 
 def test_the_scan_sees_what_it_should() -> None:
     """The rules above hold of something: the one room does what no other may."""
-    by_name = {module.name: module for module in MODULES}
+    by_name = {module.name: module for module in modules()}
     assert find_calls([by_name["ranks/start.py"]], "dist.init_process_group")
     assert find_calls([by_name["parallel/mesh.py"]], "init_device_mesh")
     assert find_calls([by_name["checkpoint/writer.py"]], "dcp.save")

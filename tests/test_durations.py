@@ -7,7 +7,19 @@ from pathlib import Path
 import pytest
 
 import durations
-from durations import LONG_S, SLOW_S, WHY, Row, choose_files, kinds_of, read_rows, render_rows
+from durations import (
+    FAST,
+    LONG_S,
+    SLOW_S,
+    WHY,
+    Row,
+    choose_files,
+    has_slow,
+    kinds_of,
+    read_rows,
+    render_rows,
+    starts_ranks,
+)
 
 TESTS = Path(__file__).parent
 FILES = sorted(path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py"))
@@ -41,6 +53,23 @@ def test_the_parts_take_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_files("2/2", frozenset({"slow"}), "abcde") == {"b", "c", "e"}
 
 
+def test_files_that_start_ranks_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tuple(Row("fast", float(seconds), name) for name, seconds in zip("abcd", (9, 5, 4, 1), strict=True))
+    monkeypatch.setattr(durations, "read_rows", lambda: rows)
+    assert choose_files("1/2", FAST, "abcd", together={"b", "c", "d"}) == {"b", "c", "d"}
+    assert choose_files("2/2", FAST, "abcd", together={"b", "c", "d"}) == {"a"}
+    assert [text for text in ("@ranks(2)\n", "warm_starts", "rank_pool", "ranks = 2") if not starts_ranks(text)] == [
+        "ranks = 2"
+    ]
+
+
+def test_a_file_is_looked_into_for_slow_tests_where_it_may_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (Row("slow", 1.0, "a::one"), Row("fast", 1.0, "b"), Row("exhaustive", 1.0, "c::one"))
+    monkeypatch.setattr(durations, "read_rows", lambda: rows)
+    assert [file for file in "abc" if has_slow(file, "")] == ["a"]
+    assert has_slow("b", "pytestmark = pytest.mark.slow\n")
+
+
 @pytest.mark.parametrize("part", ["0/2", "3/2", "2", "a/b", "-1/2"])
 def test_a_part_that_there_is_not_is_refused(part: str) -> None:
     with pytest.raises(pytest.UsageError, match="K/N"):
@@ -60,9 +89,9 @@ def test_the_table_keeps_what_was_not_measured() -> None:
         Row("slow", 1.0, "elsewhere::one"),
         Row("fast", 0.3, "elsewhere"),
     ]
-    rows = list(render_rows({"a::one": 0.05, "a::two": 0.5, "a::far": 9.0}, kinds, before))
+    rows = list(render_rows({"a::one": 0.03, "a::two": 0.5, "a::far": 9.0}, kinds, before))
     assert rows == [
-        "fast 0.05 a",
+        "fast 0.03 a",
         "exhaustive 9.00 a::far",
         "slow 0.50 a::two",
         "fast 0.70 b",

@@ -8,7 +8,7 @@ import pytest
 
 from pool import ranks
 from runs import lone_rank, train_tiny
-from test_architecture import MODULES, find_calls
+from test_architecture import find_calls, modules
 
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "PASSWORD", "SOMETHING_OF_MINE")
 SENTINEL = "hunter2-4711"
@@ -61,4 +61,4 @@ def test_nothing_of_the_environment_is_recorded(rank: int, tmp_path: Path) -> No
 
 def test_who_removes_files_is_known() -> None:
     callee = r"(shutil\.)?rmtree|remove_folder|os\.(remove|unlink|rmdir|removedirs)|.*\.(unlink|rmdir)"
-    assert {module.name for module in MODULES if find_calls([module], callee)} == set(REMOVERS)
+    assert {module.name for module in modules() if find_calls([module], callee)} == set(REMOVERS)

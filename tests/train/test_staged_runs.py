@@ -51,6 +51,7 @@ from shardway.resolve.draft import Resolved
 from shardway.train import run as run_module
 from shardway.train import staging
 from shardway.units import format_bytes
+from speed import picked
 
 TOKENS = tuple(word for word in TINY if not word.startswith(("data.kind", "data.samples", "model.vocab")))
 IMAGES = tuple(word for word in TINY_IMAGES if not word.startswith(("data.kind", "data.samples", "data.shape")))
@@ -624,7 +625,13 @@ def test_a_run_that_is_killed_while_it_copies_goes_on_with_what_is_missing(tmp_p
 
 
 @pytest.mark.parametrize(
-    "write", [write_record_shards, write_lmdb, write_blend, write_packed_megatron, write_jsonl, write_mds]
+    "write",
+    picked(
+        [write_record_shards, write_lmdb, write_blend, write_packed_megatron, write_jsonl, write_mds],
+        write_lmdb,
+        write_blend,
+        write_packed_megatron,
+    ),
 )
 def test_loader_processes_read_what_is_staged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_threads: None, write: Callable[[Path], list[str]]

@@ -230,6 +230,7 @@ def test_a_real_job_of_this_machine_that_is_killed_ends_its_followers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "_TICK_S", 0.2)
+    monkeypatch.setattr(logs, "FIRST_GAP_S", 1.0)
     attempt = Attempt(tmp_path / "run/attempts/0001")
     attempt.make()
     command = f"echo '0: begun' > {attempt.job_log}; sleep 600"
