@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from importlinter.cli import lint_imports
 
+from test_safety import REMOVERS
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardway"
 
@@ -329,3 +331,8 @@ def test_no_page_holds_the_marks_of_a_merge() -> None:
 
 if __name__ == "__main__":
     print("\n".join(list_forbidden_words(SOURCE)))
+
+
+def test_who_removes_files_is_known() -> None:
+    callee = r"(shutil\.)?rmtree|remove_folder|os\.(remove|unlink|rmdir|removedirs)|.*\.(unlink|rmdir)"
+    assert {module.name for module in modules() if find_calls([module], callee)} == set(REMOVERS)

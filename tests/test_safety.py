@@ -8,7 +8,6 @@ import pytest
 
 from pool import ranks
 from runs import lone_rank, train_tiny
-from test_architecture import find_calls, modules
 
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "PASSWORD", "SOMETHING_OF_MINE")
 SENTINEL = "hunter2-4711"
@@ -57,8 +56,3 @@ def test_nothing_of_the_environment_is_recorded(rank: int, tmp_path: Path) -> No
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert len(files) > 8
     assert [path.name for path in files if SENTINEL.encode() in path.read_bytes()] == []
-
-
-def test_who_removes_files_is_known() -> None:
-    callee = r"(shutil\.)?rmtree|remove_folder|os\.(remove|unlink|rmdir|removedirs)|.*\.(unlink|rmdir)"
-    assert {module.name for module in modules() if find_calls([module], callee)} == set(REMOVERS)
