@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from page_tables import check_part
+from shardway.hardware.probe import find_other_cudnn
 from shardway.rundir.directory import RunDir
 from shardway.telemetry.store import HostTelemetry
 from shardway.watch.advice import advise, advise_on, judge_gpus
@@ -132,6 +133,17 @@ def test_a_consequence_is_left_out(tmp_path: Path) -> None:
     job.hot, job.late = {(0, 1): 0.8}, {(0, 1): 0.6}
     rules = [each.rule for each in _look(job, tmp_path / "run")[2]]
     assert rules == ["throttling"]
+
+
+def test_a_cudnn_of_a_module_is_in_the_machines_record(tmp_path: Path) -> None:
+    own, module = tmp_path / "site-packages/nvidia/cudnn/lib", tmp_path / "apps/cudnn/8.9"
+    for folder in (own, module):
+        folder.mkdir(parents=True)
+        (folder / "libcudnn.so.8").touch()
+    assert find_other_cudnn(f"{tmp_path / 'none'}:{own}") == ""
+    job = _job()
+    job.machine = {"cudnn": find_other_cudnn(f"{own}:{module}")}
+    assert f"libcudnn.so.8 in {module}" in _look(job, tmp_path / "run")[2][0].evidence
 
 
 def _fail(_: object) -> Iterator[Advice]:

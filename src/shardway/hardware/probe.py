@@ -125,6 +125,7 @@ class LocalMachine:
     accelerators: tuple[Device, ...]
     python: str
     os: str
+    cudnn: str = ""  # a cuDNN in LD_LIBRARY_PATH, which is loaded in place of the one that torch brings
 
 
 def probe_machine(root: Path = Path("/")) -> LocalMachine:
@@ -148,7 +149,18 @@ def probe_machine(root: Path = Path("/")) -> LocalMachine:
         accelerators=_list_nvidia_devices() if has_nvidia_driver(root) else (),
         python=platform.python_version(),
         os=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cudnn=find_other_cudnn(os.environ.get("LD_LIBRARY_PATH", "")) if has_nvidia_driver(root) else "",
     )
+
+
+def find_other_cudnn(library_path: str) -> str:
+    """A libcudnn in the folders of LD_LIBRARY_PATH, outside of Python's packages; "" where there is none."""
+    for folder in filter(None, library_path.split(os.pathsep)):
+        with suppress(OSError):
+            found = sorted(name for name in os.listdir(folder) if name.startswith("libcudnn.so"))
+            if found and "site-packages" not in folder:
+                return f"{found[-1]} in {folder} (LD_LIBRARY_PATH)"
+    return ""
 
 
 def has_nvidia_driver(root: Path) -> bool:
@@ -297,6 +309,7 @@ def render_machine(machine: LocalMachine) -> tuple[ReportFact, ...]:
         "memory": _render_gib(machine.memory_bytes),
         "os": machine.os,
         "python": machine.python,
+        **({"cudnn": machine.cudnn} if machine.cudnn else {}),
     }
     return tuple(ReportFact(label, value) for label, value in facts.items())
 

@@ -411,7 +411,9 @@ def _idle_phase(evidence: Evidence) -> Iterator[Advice]:
                 f"for {render_clock(idle_s)} at the {at} of {render_clock(whole)} the accelerators did nothing "
                 f"({_percent(use)} use)",
                 f"do {what} in a job without accelerators"
-                + (" (shardway prepare; --dependency=afterok)" if at == "start" else " (--dependency=afterok:JOB)"),
+                + (
+                    " (shardway data prepare; --dependency=afterok)" if at == "start" else " (--dependency=afterok:JOB)"
+                ),
                 "shardway report: the map of use has colour from the first minutes to the last",
                 None,
                 round(100 * idle_s / whole, 1),
@@ -751,7 +753,7 @@ def _even_out(evidence: Evidence) -> str:
     when=f"more than {DATA_SHARE:.0%} of the usual steps' time passes in waiting for the next batch; for a foreign "
     f"command: use below {LOW_USE:.0f} % while loader processes are busy or files are waited for",
     why="accelerators wait for files, decoding or tokenising",
-    do='data.workers = "auto", data.stage, prepared data (shardway prepare); num_workers, pin_memory',
+    do='data.workers = "auto", data.stage, prepared data (shardway data prepare); num_workers, pin_memory',
     hides=("host-bound", "low-use", "small-kernels"),
 )
 def _data_wait(evidence: Evidence) -> Iterator[Advice]:
@@ -768,7 +770,7 @@ def _data_wait(evidence: Evidence) -> Iterator[Advice]:
         words += f"; the cores are {_percent(cores)} busy" if cores is not None else ""
         words += f"; {read / 1e6:.0f} MB/s are read on a node" if read is not None else ""
         if full:
-            do = "all cores are busy: prepare the data once (shardway prepare) so that a step decodes nothing"
+            do = "all cores are busy: prepare the data once (shardway data prepare) so that a step decodes nothing"
         elif workers == 0:
             do = 'data.workers = "auto" (or 4): batches are read in processes of their own'
         else:
@@ -816,7 +818,7 @@ def _cores_per_gpu(evidence: Evidence) -> float | None:
     3,
     when=f"use below {LOW_USE:.0f} % although no data are waited for, and about one core for each accelerator is busy",
     why="Python launches kernels slower than the device runs them",
-    do='train.compile = "model" or train.cuda_graphs, a larger train.micro_batch, no .item() in the loop',
+    do='train.compile = "model", a larger train.micro_batch, no .item() in the loop',
     hides=("low-use",),
 )
 def _host_bound(evidence: Evidence) -> Iterator[Advice]:
@@ -835,7 +837,7 @@ def _host_bound(evidence: Evidence) -> Iterator[Advice]:
     words += f"; the job uses {cores:.1f} cores for each accelerator: one thread launches kernels" if busy else ""
     compiled = evidence.numerics("train.compile")
     if evidence.has_events:
-        first = 'train.compile = "model"' if compiled in ("off", None) else "train.cuda_graphs = true"
+        first = 'train.compile = "model"' if compiled in ("off", None) else "train.cuda_graphs = true where it is off"
         do = f"{first}; a larger train.micro_batch; in your own code no .item(), print or .cpu() in each step"
     else:
         do = (
