@@ -343,6 +343,8 @@ class RunDir:
         with contextlib.suppress(OSError):
             (self.stop_path.rmdir if self.stop_path.is_dir() else self.stop_path.unlink)()
 
+    notified = PathBelow("notified")  # marks of messages that were sent
+
     # --- traces of a profiler
 
     profile_path = PathBelow("profile")  # asks a live run for a trace of its next steps
