@@ -371,6 +371,11 @@ class RunDir:
             path = self.traces / f"{stem}.{number}.json.gz"
         return path
 
+    @staticmethod
+    def trace_parts(path: Path) -> tuple[Path, Path]:
+        """Where a trace is written before it is complete: plain, and compressed."""
+        return path.with_name(f".{path.name}.plain"), path.with_name(f".{path.name}.partial")
+
     # --- checkpoints
 
     checkpoints = PathBelow("checkpoints")
