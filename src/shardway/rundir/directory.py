@@ -57,7 +57,8 @@ OWN_NAMES = frozenset(
     (
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
         *("run-id", "lease", "logs", "attempts", "report.html", "stop", "left_out.json", "line.json", "work"),
-        *("cache", "trackers.json", "tensorboard", "telemetry"),
+        *("cache", "trackers.json", "tensorboard", "telemetry", "profile", "traces", "notified"),
+        *("wandb", "mlflow.db", "mlruns", "metrics.prom"),
     )
 )
 """Names that belong to a run directory."""
