@@ -28,7 +28,14 @@ _GIB = 2.0**30
 
 
 def write_run(
-    folder: Path, *, hours: float = 24.0, nodes: int = 4, gpus: int = 4, step_s: float = 0.8, seed: int = 0
+    folder: Path,
+    *,
+    hours: float = 24.0,
+    nodes: int = 4,
+    gpus: int = 4,
+    step_s: float = 0.8,
+    every_s: float = 1.0,
+    seed: int = 0,
 ) -> RunDir:
     """A run of two attempts with telemetry; its last GPU never works, the one before it throttles."""
     run, draw = RunDir(folder), np.random.default_rng(seed)
@@ -60,7 +67,8 @@ def write_run(
             lines.append({"event": "step", "step": step, "loss": round(loss + spike, 5), "position": step * 256,
                           "grad_norm": round(float(0.4 + 0.1 * draw.standard_normal() ** 2 + 4 * spike), 4),
                           "lr": 3e-4 * warm * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * step / total))),
-                          "tokens_per_s": (1 << 20) / took, "samples_per_s": 256 / took, "seconds": took, "time": now})  # fmt: skip
+                          "tokens_per_s": (1 << 20) / took, "samples_per_s": 256 / took, "seconds": took,
+                          "time": now})  # fmt: skip
             if step % 500 == 0:
                 now += 6.0
                 spent["save"] += 6.0
@@ -72,7 +80,8 @@ def write_run(
                 lines.append({"event": "validation", "step": step, "loss": loss + 0.05, "seconds": 20.0, "time": now})
         at_step = step
         if number == 0:
-            lines.append({"event": "fault", "step": step, "kind": "JobError", "message": "rank 5 was lost: node n2 rebooted",
+            lines.append({"event": "fault", "step": step, "kind": "JobError",
+                          "message": "rank 5 was lost: node n2 rebooted",
                           "exit_code": 4, "time": last - 10})  # fmt: skip
             lines.append({"event": "failed", "step": step, "reason": "rank 5 was lost: node n2 rebooted",
                           "spent": dict(spent), "time": last - 9})  # fmt: skip
@@ -83,25 +92,28 @@ def write_run(
     (folder / "events" / "rank-00000.jsonl").write_text(text)
     run.write_status(state="finished", step=at_step, total_steps=total, reason="all steps are done")
     for node in range(nodes):
-        _write_node(run, node, gpus, spans, draw, is_last=node == nodes - 1)
+        _write_node(run, node, gpus, spans, draw, every_s=every_s, is_last=node == nodes - 1)
     return run
 
 
 def _write_node(
-    run: RunDir, node: int, gpus: int, spans: list[tuple[float, float]], draw: Any, *, is_last: bool
+    run: RunDir, node: int, gpus: int, spans: list[tuple[float, float]], draw: Any, *, every_s: float, is_last: bool
 ) -> None:
     devices = tuple(
         DeviceInfo(index, "NVIDIA H100 SXM", f"GPU-{node}-{index}", int(80 * _GIB), 700.0, "nvidia")
         for index in range(gpus)
     )
     for attempt, (first, last) in enumerate(spans, 1):
-        info = NodeInfo(f"n{node + 1}.cluster", node, f"{4000 + attempt}", attempt, first, 1.0, 64, tuple(range(64)),
+        info = NodeInfo(f"n{node + 1}.cluster", node, f"{4000 + attempt}", attempt, first, every_s, 64, tuple(range(64)),
                         int(512 * _GIB), None, devices, {"lustre/*": "the counters are for root alone"})  # fmt: skip
-        columns = _sample(node, gpus, first, last, draw, is_last=is_last)
+        columns = {
+            name: values[:: round(every_s)]
+            for name, values in _sample(node, gpus, first, last, draw, is_last=is_last).items()
+        }
         writer = TelemetryWriter(run.telemetry_folder, info, [*columns])
         rows = np.array([*columns.values()], dtype=np.float64).T.tolist()
         for number, row in enumerate(rows):
-            writer.append(first + 3 + number, row)
+            writer.append(first + 3 + number * round(every_s), row)
         writer.close()
 
 
@@ -188,7 +200,8 @@ def main() -> None:
         size = len(html.encode())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
-        f"{options.hours:g} h, {options.nodes} x {options.gpus} GPUs at 1 Hz: {size / 1e6:.2f} MB, {took:.1f} s ({busy:.1f} s CPU), peak {peak:,.0f} MiB"
+        f"{options.hours:g} h, {options.nodes} x {options.gpus} GPUs at 1 Hz: {size / 1e6:.2f} MB, "
+        f"{took:.1f} s ({busy:.1f} s CPU), peak {peak:,.0f} MiB"
     )
 
 

@@ -156,7 +156,8 @@ def test_a_run_with_a_missing_library_does_not_begin(tmp_path: Path, monkeypatch
 
 def test_a_key_comes_from_the_environment_or_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardway.watch.trackers.base.find_spec", lambda module: module)
-    home = {"HOME": str(tmp_path)}
+    monkeypatch.setenv("HOME", str(tmp_path))
+    home: dict[str, str] = {}
     with pytest.raises(UserError, match="WANDB_API_KEY"):
         check_trackers(["wandb"], {}, home)
     check_trackers(["wandb"], {}, {**home, "WANDB_MODE": "offline"})

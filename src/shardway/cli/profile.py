@@ -6,11 +6,15 @@ the steps, schedule and layout of the other.
 
 from __future__ import annotations
 
-from typing import Annotated
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, print_json, read_request
+from shardway.errors import legible
 from shardway.rundir.directory import RunDir
 
 _WITHOUT = (
@@ -49,13 +53,28 @@ def profile(
         place = own.with_name(f"{own.name}-profile")
     of_rank = f", rank {rank}" if rank is not None else ""
     asked = f"train.profile=steps {after + 1}-{after + steps}{of_rank}, then finish"
-    train([*(words or []), *_WITHOUT, asked], nproc=nproc, directory=place, fresh=True)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        train([*(words or []), *_WITHOUT, asked], nproc=nproc, directory=place, fresh=True)
     run = RunDir(place)
     found = list(run.all_events(0, ("profiled", "profile_failed")))
     files = [str(run.path / name) for event in found for name in event.get("files", [])]
+    analysis: Any = None
+    if files:
+        from shardway.watch.trace.analysis import analyse_ranks, merge_ranks
+        from shardway.watch.trace.text import render_analysis
+
+        analysis = analyse_ranks([Path(file) for file in files])
     if as_json:
-        print_json({"directory": str(run.path), "traces": files, "events": found})
+        print_json(
+            {
+                "directory": str(run.path),
+                "traces": files,
+                "events": found,
+                "analysis": merge_ranks(analysis) if analysis else None,
+            }
+        )
         return
     for file in files:
         typer.echo(f"trace          {file}")
-        typer.echo(f"to read it     shardway trace {file}")
+    if analysis:
+        typer.echo(legible(render_analysis(analysis)))

@@ -41,6 +41,7 @@ from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL, Attempt
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import answers, list_missing, why_refused
 from shardway.rundir.names import LOCAL, find_local_run, find_run_id, read_line
+from shardway.rundir.notify import NotifyTargets, notify
 from shardway.runfile.schema import RunSection
 from shardway.telemetry.start import SampledRun, sampled
 from shardway.units import render_seconds
@@ -178,12 +179,16 @@ def train_local(resolution: Resolution, launch: LocalLaunch, group: NodeGroup) -
     most = None if settings.max_restarts == "auto" else int(settings.max_restarts)
     with _restored_if_refused(run, fresh=resolution.request.fresh) as mark:
         try:
-            while find_stop_signal() is None and (cause := _run_once(run, launch, hang_timeout, group)) is not None:
+            while (
+                find_stop_signal() is None and (cause := _run_once(resolution, launch, hang_timeout, group)) is not None
+            ):
                 failures.append(_describe_failure(resolution, cause.error))
                 began, decision = has_begun(run, mark), decide(failures, most)
                 why_not = _why_not_again(run, group) if decision.restart else decision.reason
                 is_last = not decision.restart or bool(why_not)
                 if is_last or run.stop_requested() or isinstance(cause.error, LateStop):
+                    if began:
+                        notify_owner(resolution, "failure", str(cause.error), group.report)
                     _give_up(run, cause, len(failures), why_not, attempt, began=began, report=group.report)
                 if began:
                     report_restart(run, cause.error, len(failures), failures[-1].saved_step)
@@ -280,7 +285,18 @@ def _restored_if_refused(run: RunDir, *, fresh: bool) -> Iterator[int]:
         run.clear_setup_faults()
 
 
-def _run_once(run: RunDir, launch: LocalLaunch, hang_timeout: HangTimeout | None, group: NodeGroup) -> RootCause | None:
+def notify_owner(resolution: Resolution, kind: str, reason: str, report: Report) -> None:
+    """Send an event of the run to its owner, as [notify] asks for."""
+    section = resolution.resolved.values.notify
+    targets = NotifyTargets(section.mail, section.webhook, section.form, section.on)
+    for failure in notify(resolution.directory, targets, kind, "failed", reason):
+        report(failure)
+
+
+def _run_once(
+    resolution: Resolution, launch: LocalLaunch, hang_timeout: HangTimeout | None, group: NodeGroup
+) -> RootCause | None:
+    run = resolution.directory
     marks = {rank: count_events(run, rank) for rank in range(group.ranks)}
     run.clear_setup_faults()
     late: LateStop | None = None
@@ -293,6 +309,8 @@ def _run_once(run: RunDir, launch: LocalLaunch, hang_timeout: HangTimeout | None
     if outcome.called_off:
         _end_early(run, group.report)
         return None
+    if outcome.hang is not None:
+        notify_owner(resolution, "no_progress", outcome.hang.message, group.report)
     if outcome.is_well and late is None:
         return None
     if not answers(run.path):  # which may be the cause; once it answers, the ranks' records are read and they restart

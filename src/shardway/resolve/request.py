@@ -188,8 +188,8 @@ FIXED_AT_RESUME = (
 """Keys whose change would alter the meaning of the saved weights, optimizer state or data position."""
 
 FREE_AT_RESUME = (
-    *("parallel", "recompute", "run", "site", "track", "train.micro_batch", "train.compile_cache"),
-    *("data.workers", "data.prefetch", "data.cache", "data.stage"),
+    *("parallel", "recompute", "run", "site", "track", "notify", "train.micro_batch"),
+    *("train.compile_cache", "train.profile", "data.workers", "data.prefetch", "data.cache", "data.stage"),
 )
 """Sections and keys that change where a run continues, and nothing that it computes."""
 

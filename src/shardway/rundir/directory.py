@@ -57,7 +57,8 @@ OWN_NAMES = frozenset(
     (
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
         *("run-id", "lease", "logs", "attempts", "report.html", "stop", "left_out.json", "line.json", "work"),
-        *("cache", "trackers.json", "tensorboard", "telemetry"),
+        *("cache", "trackers.json", "tensorboard", "telemetry", "profile", "traces", "notified"),
+        *("wandb", "mlflow.db", "mlruns", "metrics.prom"),
     )
 )
 """Names that belong to a run directory."""
@@ -343,6 +344,8 @@ class RunDir:
         with contextlib.suppress(OSError):
             (self.stop_path.rmdir if self.stop_path.is_dir() else self.stop_path.unlink)()
 
+    notified = PathBelow("notified")  # marks of messages that were sent
+
     # --- traces of a profiler
 
     profile_path = PathBelow("profile")  # asks a live run for a trace of its next steps
@@ -368,6 +371,11 @@ class RunDir:
             number += 1
             path = self.traces / f"{stem}.{number}.json.gz"
         return path
+
+    @staticmethod
+    def trace_parts(path: Path) -> tuple[Path, Path]:
+        """Where a trace is written before it is complete: plain, and compressed."""
+        return path.with_name(f".{path.name}.plain"), path.with_name(f".{path.name}.partial")
 
     # --- checkpoints
 

@@ -361,6 +361,44 @@ class TrackSection(Section):
     settings: SettingsField = key({}, 'Settings of each tracker by its name, such as {tensorboard = {folder = "x"}}.')
 
 
+# --- [notify]
+
+
+def _read_variable(value: str) -> str:
+    if value and not (value.isascii() and value.isidentifier()):
+        raise ValueError(
+            "this is no name of an environment variable; allowed: the name of the one that holds the URL, such as "
+            "SLACK_WEBHOOK, since the URL itself is a secret that no file of a run may hold"
+        )
+    return value
+
+
+def _read_address(value: str) -> str:
+    if value and (any(char.isspace() or not char.isprintable() for char in value) or value.startswith("-")):
+        raise ValueError(f'"{value}" is no address; allowed: one such as me@example.org')
+    return value
+
+
+class NotifySection(Section):
+    """Messages to the owner of the run."""
+
+    mail: Annotated[str, AfterValidator(_read_address)] = key(
+        "", "Address that gets mail through the node's own sendmail or mail; empty = none."
+    )
+    webhook: Annotated[str, AfterValidator(_read_variable)] = key(
+        "",
+        "Name of the environment variable that holds the URL of a webhook (Slack and alike, ntfy); in a job it comes "
+        "from the file of secrets. Empty = none.",
+    )
+    form: Literal["auto", "slack", "ntfy"] = auto(
+        "What the webhook takes: JSON with a text as Slack does, or a topic of ntfy; auto = by the host's name."
+    )
+    on: list[Literal["end", "failure", "no_progress"]] = key(
+        ["end", "failure", "no_progress"],
+        "What is sent: that an attempt ended, that it failed, that its ranks hung (the last under an agent).",
+    )
+
+
 # --- [run] and [site]
 
 
@@ -848,6 +886,7 @@ class RunFile(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     guard: GuardSection = Field(default_factory=GuardSection)
     track: TrackSection = Field(default_factory=TrackSection)
+    notify: NotifySection = Field(default_factory=NotifySection)
     run: RunSection = Field(default_factory=RunSection)
     site: SiteSection = Field(default_factory=SiteSection)
 

@@ -131,7 +131,7 @@ class TraceCapture:
         started = time.perf_counter()
         run.traces.mkdir(exist_ok=True)
         path = run.trace_path(self._first, last, rank)
-        plain, packed = path.with_name(f".{path.name}.plain"), path.with_name(f".{path.name}.partial")
+        plain, packed = run.trace_parts(path)
         try:
             self._profiler.export_chrome_trace(str(plain))
             with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=COMPRESSION) as target:

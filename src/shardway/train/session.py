@@ -64,6 +64,7 @@ from shardway.rundir.directory import OWN_NAMES, RunDir
 from shardway.rundir.file_io import list_missing, list_names, refusals
 from shardway.rundir.lease import HeldLease
 from shardway.rundir.names import ensure_run_id, find_local_run, find_run_id
+from shardway.rundir.notify import NotifyTargets, notify
 from shardway.runfile.load import DEFAULT
 from shardway.telemetry.start import SampledRun, sampled
 from shardway.train.engines import ENGINES
@@ -273,6 +274,7 @@ def hold_session(
         reported = None if ranks.placement.launcher == "shardway" else attempt
         every_rank = values.data.record_ids
         recorder = Recorder(directory, ranks, every_rank=every_rank, attempt=reported, progress=progress)
+        stack.callback(_notify_owner, recorder, directory, ranks, resolved)
         stack.callback(recorder.close)
         mesh = build_mesh(ranks, values.parallel)
         seed_all(values.train.seed, ranks.rank)
@@ -309,6 +311,19 @@ def hold_session(
             )
             session.stop_watchdog = stack.enter_context(last_report.watchdog(signals))
             yield session
+
+
+def _notify_owner(recorder: Recorder, directory: RunDir, ranks: Ranks, resolved: Resolved) -> None:
+    """Send how the run ended, from rank 0; of ranks that an agent of ours may start again, not that they failed."""
+    if recorder.ended is None or not ranks.is_first:
+        return
+    (state, reason), section = recorder.ended, resolved.values.notify
+    if state == "failed" and ranks.placement.launcher == "shardway":
+        return
+    targets = NotifyTargets(section.mail, section.webhook, section.form, section.on)
+    kind = "failure" if state == "failed" else "end"
+    for failure in notify(directory, targets, kind, state, reason):
+        logging.getLogger("shardway").warning(failure)
 
 
 @contextlib.contextmanager

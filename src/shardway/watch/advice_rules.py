@@ -1290,7 +1290,7 @@ def _validation_time(evidence: Evidence) -> Iterator[Advice]:
     "short-job",
     4,
     when=f"a submitted job was done in less than {SHORT_S:.0f} s",
-    why="the queue and the start take longer than the work, and so little tells nothing about its speed",
+    why="the queue and the start take longer than the work, and its speed cannot be judged",
     do="put several into one job, or run it in an interactive one",
 )
 def _short_job(evidence: Evidence) -> Iterator[Advice]:

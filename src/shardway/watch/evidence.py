@@ -56,6 +56,7 @@ def share(flags: Any) -> float:
 
 
 def quantile(values: Any, q: float) -> float | None:
+    """A quantile of the values that are there: 0 the least, 1 the largest."""
     import numpy as np
 
     known = _known(values)
@@ -364,7 +365,7 @@ def gather(run: RunDir, hosts: Sequence[HostTelemetry] | None = None) -> Evidenc
         attempts = [_read_attempt(attempt) for attempt in run.attempts()]
     with contextlib.suppress(ShardwayError, OSError):
         values = run.read_resolved()
-    telemetry = read_telemetry(run.path / "telemetry") if hosts is None else hosts
+    telemetry = read_telemetry(run.telemetry_folder) if hosts is None else hosts
     steps = _make_steps(ended, took, breaks)
     found = view_hosts(telemetry, steps, breaks)
     ends = [float(host.times[-1]) for host in found]

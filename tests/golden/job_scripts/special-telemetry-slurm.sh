@@ -60,7 +60,7 @@ main() {
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED SHARDWAY_LENT_CACHE SHARDWAY_TELEMETRY > "$here/environment.sh" 2> /dev/null
   # what the accelerators, cores, memory and network of each node do (run.telemetry)
   sample_nodes 1 /v/python '$SLURM_NODEID' srun --nodes=2 --ntasks=2 --ntasks-per-node=1 \
-    --cpus-per-task=32 --kill-on-bad-exit=0 --overlap --job-name=telemetry
+    --cpus-per-task=32 --kill-on-bad-exit=0 --overlap --mem=0 --job-name=telemetry
   # the ranks, and how they ended
   srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 apptainer exec \
     --nv --bind /scratch/alice/runs/base:/scratch/alice/runs/base --bind /data:/data:ro \

@@ -425,6 +425,8 @@ def _describe_gpus(content: ReportContent) -> list[tuple[Mood, str]]:
             if verdict in _WORDS:
                 which = ", ".join(str(gpu.index) for gpu in here if gpu.verdict == verdict and gpu not in unused)
                 words = f"{count} of {len(here)} GPUs on node {short} {_WORDS[verdict]} (GPU {which})."
+                if count == 1:
+                    words = f"GPU {which} of node {short} {_WORDS[verdict].replace('their', 'its')}."
                 found.append(("unsure" if verdict != "idle" else "bad", words))
     most = 6
     if len(found) > most:

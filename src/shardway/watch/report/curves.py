@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -144,12 +144,12 @@ def _step_curves(events: Sequence[Event], key: str, name: str, concept: str, *, 
     count = sum(map(len, runs))
     if not any(math.isfinite(point.value) for points in runs for point in points):
         return []
-    raw = Curve(name, concept, tuple(thin(_with_gaps(runs), POINTS)))
+    raw = Curve(name, concept, _join(runs, POINTS))
     half_window = min(100, count // 100)
     if not smoothed or half_window == 0:
         return [raw]
-    means = _with_gaps(smooth(points, half_window) for points in runs)
-    mean = Curve(f"mean of {2 * half_window + 1} steps", concept, tuple(thin(means, FEW_POINTS)))
+    means = [smooth(points, half_window) for points in runs]
+    mean = Curve(f"mean of {2 * half_window + 1} steps", concept, _join(means, FEW_POINTS))
     return [Curve(raw.name, concept, raw.points, faint=True), mean]
 
 
@@ -165,13 +165,15 @@ def _split_attempts(events: Sequence[Event], key: str) -> Iterator[list[CurvePoi
         yield points
 
 
-def _with_gaps(runs: Iterable[Sequence[CurvePoint]]) -> list[CurvePoint]:
+def _join(runs: Sequence[Sequence[CurvePoint]], limit: int) -> tuple[CurvePoint, ...]:
+    """Attempts as one line of about `limit` points, each thinned by itself so that the gaps between them stay."""
+    count = max(1, sum(map(len, runs)))
     joined: list[CurvePoint] = []
-    for points in runs:
-        if joined and points:
+    for points in filter(None, runs):
+        if joined:
             joined.append(CurvePoint(points[0].step, math.nan, points[0].time))
-        joined += points
-    return joined
+        joined += thin(points, max(2, 2 * round(limit * len(points) / count / 2)))
+    return tuple(joined if len(joined) <= 2 * limit else thin(joined, limit))
 
 
 _LEAST_WAIT_S = 1.0

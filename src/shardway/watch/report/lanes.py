@@ -15,6 +15,7 @@ from html import escape
 from typing import Any
 
 from shardway.drawing import colour_of
+from shardway.units import render_count
 from shardway.watch.report.axis import TimeAxis
 from shardway.watch.report.colour_map import find_levels, render_gradient, render_png
 from shardway.watch.report.curves import Curve, Figure, Mark, place_points
@@ -25,11 +26,13 @@ from shardway.watch.words import render_time
 
 
 def render_value(value: float) -> str:
-    """About three significant digits: "0.00123", "4.57", "98.6", "1,240", "5.12e+07"."""
+    """About three significant digits: "0.00123", "4.57", "98.6", "1,240", "1.28M", "5.1e+20"."""
     if not math.isfinite(value):
         return "n/a"
     size = abs(value)
-    if size != 0 and (size >= 1e6 or size < 1e-4):
+    if 1e5 <= size < 1e13:
+        return render_count(value)
+    if size != 0 and (size >= 1e13 or size < 1e-4):
         return f"{value:.2e}"
     return f"{value:,.0f}" if size >= 100 else f"{value:.3g}"
 
@@ -263,7 +266,7 @@ def render_panel(panel: Panel, axis: TimeAxis, marks: Sequence[Mark]) -> str:
     words = f"{panel.title} of {rows} rows over wall time, mean {render_value(panel.mean)} {panel.unit}"
     name = escape(panel.name)
     lines = [
-        f'<div class="labels"><span style="bottom:94%">{render_value(top)}</span><span style="bottom:0">0</span></div>'
+        f'<div class="labels"><span style="bottom:86%">{render_value(top)}</span></div>'
         f'<div class="plot strip" data-strip="{name}">{strip}{render_marks(axis, marks)}{_CURSOR}</div>'
         '<div class="ends soft">mean</div>',
         f'<div class="labels rows">{labels}</div><div class="plot map" data-map="{name}" '

@@ -9,7 +9,11 @@
 
   const number = (value) => {
     const size = Math.abs(value);
-    if (size !== 0 && (size >= 1e6 || size < 1e-4)) return value.toExponential(2);
+    if (size >= 1e5 && size < 1e13) {
+      const power = Math.min(4, Math.floor(Math.log10(size) / 3));
+      return Number((value / 1000 ** power).toPrecision(3)) + ["", "k", "M", "B", "T"][power];
+    }
+    if (size !== 0 && (size >= 1e13 || size < 1e-4)) return value.toExponential(2);
     return size >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
   };
 

@@ -104,7 +104,7 @@ def _windows(run: RunDir, events: Sequence[Event], after: float) -> Iterator[tup
     steps = [(float(each["time"]), int(each["step"])) for each in events if each["event"] == "step" and "time" in each]
     times = [time for time, _ in steps]
     found: list[tuple[float, int, dict[str, float]]] = []
-    for host in read_telemetry(run.path / "telemetry"):
+    for host in read_telemetry(run.telemetry_folder):
         if not len(host.times):
             continue
         import numpy as np

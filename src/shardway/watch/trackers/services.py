@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shardway.errors import UserError
+from shardway.places import expand_place
 from shardway.watch.trackers.base import Tracker
 
 
@@ -45,7 +46,7 @@ class WeightsAndBiases(Tracker):
         if environ.get("WANDB_MODE", "online") != "online" or environ.get("WANDB_API_KEY"):
             return
         host = urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-        path = environ.get("NETRC") or str(Path(environ.get("HOME", "~")).expanduser() / ".netrc")
+        path = environ.get("NETRC") or str(expand_place("~/.netrc"))
         with contextlib.suppress(OSError, netrc.NetrcParseError):
             if netrc.netrc(path).authenticators(host) is not None:
                 return

@@ -1,0 +1,368 @@
+"""A trace from the file to what is known of it; several ranks side by side; two traces against each other.
+
+Invariants: the capture is judged before any advice is given; the values of `as_json` are stable names, and additions
+keep them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardway.errors import UserError
+from shardway.hardware.catalogue import Accelerator, find_accelerator, load_accelerators
+from shardway.watch.findings import Advice
+from shardway.watch.trace.operators import Operator, list_operators
+from shardway.watch.trace.quality import CaptureFault, judge_capture
+from shardway.watch.trace.reader import Trace, read_trace
+from shardway.watch.trace.rules import advise_on_trace, describe_optimizer, measure_recompute
+from shardway.watch.trace.timeline import Breakdown, Timeline, build_timeline
+
+MOST_OPERATORS = 40  # of a report in JSON
+
+
+@dataclass(frozen=True)
+class TraceAnalysis:
+    """What is known of one trace; times are those of an average step of those kept."""
+
+    path: str
+    rank: int | None
+    gpu: str
+    part: str | None
+    steps: int
+    steps_seen: int
+    marks: str
+    step_ms: float
+    step_ms_each: tuple[float, ...]
+    breakdown: Breakdown
+    capture: dict[str, float]
+    operators: tuple[Operator, ...]
+    kernels: float
+    optimizer: dict[str, Any] | None
+    attention: tuple[str, ...]
+    recompute_ms: float | None
+    matrix_units: float | None
+    """The share of the time of products that was computed on matrix units."""
+    quality: tuple[CaptureFault, ...]
+    advice: tuple[Advice, ...]
+    collectives: tuple[tuple[int, int, float, float], ...] = ()
+    """Step number, place in the step, start and end (microseconds, Unix or as the file counts) of each collective."""
+    busy_ms: float = 0.0
+    """Computing and copies, without communication: what a rank itself needs for a step."""
+
+    @property
+    def on_device(self) -> bool:
+        return self.kernels > 0
+
+    def as_json(self) -> dict[str, Any]:
+        parts = {name: round(float(getattr(self.breakdown, name)), 4) for name in BREAKDOWN}
+        return {
+            "file": self.path,
+            "rank": self.rank,
+            "gpu": self.gpu or None,
+            "accelerator": self.part,
+            "steps": self.steps,
+            "steps_seen": self.steps_seen,
+            "step_marks": self.marks or None,
+            "step_ms": round(self.step_ms, 4),
+            "step_ms_each": [round(each, 4) for each in self.step_ms_each],
+            "breakdown": parts,
+            "comm_ms": round(self.breakdown.comm_ms, 4),
+            "idle_causes_ms": {cause: round(ms, 4) for cause, ms in self.breakdown.idle_causes_ms.items()},
+            "capture": {name: round(ms, 4) for name, ms in self.capture.items()},
+            "quality": [fault.as_json() for fault in self.quality],
+            "advice": [advice.as_json() for advice in self.advice],
+            "operators": [_operator_as_json(each) for each in self.operators[:MOST_OPERATORS]],
+            "kernels_per_step": round(self.kernels, 2),
+            "optimizer": self.optimizer,
+            "attention": list(self.attention),
+            "recompute_ms": None if self.recompute_ms is None else round(self.recompute_ms, 4),
+            "tensor_core_share": None if self.matrix_units is None else round(self.matrix_units, 4),
+        }
+
+
+BREAKDOWN = ("compute_ms", "comm_exposed_ms", "copy_ms", "idle_ms")
+
+
+def _operator_as_json(operator: Operator) -> dict[str, Any]:
+    def short(value: float | None) -> float | None:
+        return None if value is None else float(f"{value:.4g}")
+
+    return {
+        "name": operator.name,
+        "kind": operator.kind,
+        "shapes": operator.render_shapes(),
+        "dtype": operator.dtype or None,
+        "calls": short(operator.calls),
+        "ms": short(operator.ms),
+        "tflops": short(operator.tflops),
+        "tb_per_s": short(operator.tbps),
+        "flop_share": short(operator.flop_share),
+        "byte_share": short(operator.byte_share),
+        "tensor_cores": short(operator.matrix_units),
+        "kernel": operator.top_kernel or None,
+    }
+
+
+def analyse_trace(path: Path, gpu: str | None = None) -> TraceAnalysis:
+    """One trace. `gpu`: a key of the catalogue where the trace does not name its device. Raises UserError where the
+    file is no trace or the key is not known."""
+    chosen = _find_key(gpu)
+    trace = read_trace(path)
+    timeline = build_timeline(trace)
+    name, processors = _find_device(trace, timeline)
+    part = chosen or (find_accelerator(name) if name else None)
+    faults = judge_capture(timeline, part, name)
+    breakdown = timeline.break_down()
+    operators = list_operators(timeline, part)
+    advice = advise_on_trace(timeline, breakdown, operators, part, processors or _known_processors(part), faults)
+    own = timeline.times(timeline.rows[~timeline.is_communication]) if timeline.on_device else timeline.compute
+    return TraceAnalysis(
+        str(path),
+        _find_rank(trace),
+        name,
+        part.key if part else None,
+        len(timeline.kept),
+        len(timeline.steps),
+        timeline.marks,
+        timeline.step_ms,
+        tuple(step.ms for step in timeline.kept),
+        breakdown,
+        timeline.measure_capture(),
+        tuple(operators),
+        len(timeline.in_window(timeline.rows)) / len(timeline.kept),
+        describe_optimizer(timeline),
+        _list_attention(operators),
+        measure_recompute(timeline),
+        _share_of_matrix_units(operators),
+        tuple(faults),
+        tuple(advice),
+        _list_collectives(timeline),
+        timeline.overlap_ms(own),
+    )
+
+
+def _find_key(gpu: str | None) -> Accelerator | None:
+    if gpu is None:
+        return None
+    known = load_accelerators()
+    if gpu in known:
+        return known[gpu]
+    raise UserError(
+        f'there is no GPU "{gpu}" (--gpu).\n  Allowed: {", ".join(known)}.\n  To do: name one, or leave it out.'
+    )
+
+
+def _find_device(trace: Trace, timeline: Timeline) -> tuple[str, int | None]:
+    """The device's name as the trace has it, and its multiprocessors."""
+    listed = trace.properties.get("deviceProperties")
+    rows = [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []
+    mine = next((row for row in rows if row.get("id") == timeline.device), rows[0] if rows else {})
+    count = mine.get("numSms")
+    return str(mine.get("name") or ""), count if isinstance(count, int) and count > 0 else None
+
+
+_PROCESSORS = {"h100": 132, "h200": 132, "gh200": 132, "a100": 108, "mi300x": 304, "mi250x": 110, "v100": 80, "b200": 148}
+"""Of the parts as they are sold for training; the PCIe H100 has fewer and says so in its traces."""
+
+
+def _known_processors(part: Accelerator | None) -> int | None:
+    if part is None or "pcie" in part.key:
+        return None
+    return next((count for key, count in _PROCESSORS.items() if part.key.startswith(key)), None)
+
+
+def _find_rank(trace: Trace) -> int | None:
+    told = trace.properties.get("distributedInfo")
+    rank = told.get("rank") if isinstance(told, dict) else None
+    if isinstance(rank, int):
+        return rank
+    named = re.search(r"rank[_-]?(\d+)", Path(trace.path).name)
+    return int(named[1]) if named else None
+
+
+_ATTENTION = re.compile(r"^aten::_scaled_dot_product_(\w+?)(_attention)?(_math)?(_for_cpu)?(_backward)?$")
+
+
+def _list_attention(operators: Sequence[Operator]) -> tuple[str, ...]:
+    """The backends of `scaled_dot_product_attention` that ran."""
+    found = []
+    for each in operators:
+        if "_scaled_dot_product_attention_math" in each.name:
+            found.append("math")
+        elif "flash_attention" in each.name or "flash_fwd" in each.top_kernel:
+            found.append("flash")
+        elif "cudnn_attention" in each.name:
+            found.append("cudnn")
+        elif "efficient_attention" in each.name:
+            found.append("efficient")
+        elif each.kind == "attention":
+            found.append(each.name)
+    return tuple(dict.fromkeys(found))
+
+
+def _share_of_matrix_units(operators: Sequence[Operator]) -> float | None:
+    known = [each for each in operators if each.kind in ("product", "attention", "convolution") and each.matrix_units is not None]
+    spent = sum(each.ms for each in known)
+    return sum(each.ms * (each.matrix_units or 0.0) for each in known) / spent if spent > 0 else None
+
+
+def _list_collectives(timeline: Timeline) -> tuple[tuple[int, int, float, float], ...]:
+    if not timeline.on_device:
+        return ()
+    rows = timeline.rows[timeline.is_communication]
+    trace = timeline.trace
+    found = []
+    for place, step in enumerate(timeline.kept):
+        mine = rows[(trace.start[rows] >= step.low) & (trace.start[rows] < step.high)]
+        number = step.number if step.number is not None else place
+        found += [
+            (number, index, float(trace.start[row]) + trace.origin_us, float(trace.end[row]) + trace.origin_us)
+            for index, row in enumerate(mine)
+        ]
+    return tuple(found)
+
+
+# --- several ranks
+
+
+def analyse_ranks(paths: Sequence[Path], gpu: str | None = None) -> list[TraceAnalysis]:
+    """Each trace, read side by side where there are cores, in the order of their ranks (of the files where none is
+    known). Raises UserError as `analyse_trace`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if len(paths) > 1 and cores > 1 and sum(path.stat().st_size for path in paths if path.exists()) > 16 << 20:
+        with ProcessPoolExecutor(min(cores, len(paths))) as pool:
+            found = list(pool.map(analyse_trace, paths, [gpu] * len(paths)))
+    else:
+        found = [analyse_trace(path, gpu) for path in paths]
+    if all(each.rank is not None for each in found):
+        found.sort(key=lambda each: each.rank or 0)
+    return found
+
+
+def judge_ranks(ranks: Sequence[TraceAnalysis]) -> list[Advice]:
+    """Stragglers: a rank whose own work takes longer than that of the others, and what they lose by waiting."""
+    good = [each for each in ranks if not any(fault.severity == "fatal" for fault in each.quality)]
+    if len(good) < 2:
+        return []
+    busy = np.array([each.busy_ms for each in good])
+    median, slow = float(np.median(busy)), int(np.argmax(busy))
+    if len(good) == 2:
+        median = float(busy.min())
+    late_ms = float(busy[slow]) - median
+    step_ms = float(np.mean([each.step_ms for each in good]))
+    found = []
+    spread = measure_arrival(good)
+    word = "rank" if all(each.rank is not None for each in good) else "file"
+    name = good[slow].rank if word == "rank" else Path(good[slow].path).name
+    if late_ms >= 0.03 * step_ms and late_ms > 0:
+        waits = f"; matched collectives begin up to {spread[1]:.2f} ms apart, {spread[0]:.2f} ms a step" if spread else ""
+        found.append(
+            Advice(
+                "straggler",
+                f"{word} {name} works {busy[slow]:.2f} ms of a step of {step_ms:.2f} ms, the median of {len(good)} is {median:.2f} ms{waits}",
+                "balance what the ranks get (lengths of sequences, layers of a stage, experts); if it is always the same device, look at its"
+                " clocks, temperature and neighbours (`shardway report`, `shardway doctor --deep`), and leave the node out",
+                "trace again on all ranks: their own work is alike",
+                round(late_ms, 4),
+                round(100 * late_ms / step_ms, 2),
+                "problem" if late_ms >= 0.1 * step_ms else "hint",
+            )
+        )
+    return found
+
+
+def measure_arrival(ranks: Sequence[TraceAnalysis]) -> tuple[float, float] | None:
+    """How far apart ranks begin the same collectives: milliseconds a step, and the most of one. A collective ends at
+    about the same time everywhere, so differences of clocks are taken out by the ends. None where none is matched."""
+    tables = [{(step, index): (start, end) for step, index, start, end in each.collectives} for each in ranks]
+    shared = set.intersection(*(set(table) for table in tables)) if tables else set()
+    if not shared:
+        return None
+    waits: dict[int, float] = {}
+    most = 0.0
+    for step, index in shared:
+        lengths = [table[step, index][1] - table[step, index][0] for table in tables]
+        apart = (max(lengths) - min(lengths)) / 1e3
+        waits[step] = waits.get(step, 0.0) + apart
+        most = max(most, apart)
+    return float(np.mean(list(waits.values()))), most
+
+
+def merge_ranks(ranks: Sequence[TraceAnalysis]) -> dict[str, Any]:
+    """The JSON of one or several traces: of several, means of the ranks, faults of all, and advice for the slowest."""
+    if len(ranks) == 1:
+        return ranks[0].as_json()
+    slowest = max(ranks, key=lambda each: each.busy_ms)
+    mean = Breakdown(
+        *(float(np.mean([getattr(each.breakdown, name) for each in ranks])) for name in (*BREAKDOWN, "comm_ms")),
+        {
+            cause: float(np.mean([each.breakdown.idle_causes_ms[cause] for each in ranks]))
+            for cause in slowest.breakdown.idle_causes_ms
+        },
+    )
+    faults = tuple(
+        replace(fault, what=f"{each.path}: {fault.what}") for each in ranks for fault in each.quality
+    )
+    advice = sorted([*judge_ranks(ranks), *slowest.advice], key=lambda each: -(each.ceiling_ms or 0.0))
+    spread = measure_arrival(ranks)
+    found = replace(
+        slowest,
+        step_ms=float(np.mean([each.step_ms for each in ranks])),
+        breakdown=mean,
+        quality=faults,
+        advice=tuple(advice),
+    ).as_json()
+    found["ranks"] = [
+        {
+            "file": each.path,
+            "rank": each.rank,
+            "steps": each.steps,
+            "step_ms": round(each.step_ms, 4),
+            "busy_ms": round(each.busy_ms, 4),
+            "breakdown": {name: round(float(getattr(each.breakdown, name)), 4) for name in BREAKDOWN},
+        }
+        for each in ranks
+    ]
+    found["arrival_spread_ms"] = None if spread is None else {"per_step": round(spread[0], 4), "most": round(spread[1], 4)}
+    return found
+
+
+# --- two traces
+
+
+def compare_traces(one: TraceAnalysis, other: TraceAnalysis) -> dict[str, Any]:
+    """What changed from `other`, which came before, to `one`: parts of a step, and the operators that changed most."""
+
+    def times(analysis: TraceAnalysis) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for each in analysis.operators:
+            key = f"{each.name} {each.render_shapes()}".strip()
+            found[key] = found.get(key, 0.0) + each.ms
+        return found
+
+    now, before = times(one), times(other)
+    changes = sorted(
+        ((key, before.get(key, 0.0), now.get(key, 0.0)) for key in {*now, *before}), key=lambda each: -abs(each[2] - each[1])
+    )
+    parts = {
+        name: {"before": round(float(getattr(other.breakdown, name)), 4), "now": round(float(getattr(one.breakdown, name)), 4)}
+        for name in BREAKDOWN
+    }
+    return {
+        "file": other.path,
+        "step_ms": {"before": round(other.step_ms, 4), "now": round(one.step_ms, 4)},
+        "speedup": round(other.step_ms / one.step_ms, 4) if one.step_ms > 0 else None,
+        "breakdown": parts,
+        "kernels_per_step": {"before": round(other.kernels, 2), "now": round(one.kernels, 2)},
+        "operators": [
+            {"name": key, "before_ms": round(was, 4), "now_ms": round(is_, 4)} for key, was, is_ in changes[:20] if was != is_
+        ],
+    }

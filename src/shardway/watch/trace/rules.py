@@ -1,0 +1,760 @@
+"""What to change, by what a trace shows: one function a finding, each with evidence, a ceiling, the change and a check.
+
+Invariants:
+- A ceiling is the time that vanishes if the whole cost does; ceilings overlap and are never added up.
+- Idle time counts for a finding only where the device was idle; computing and communicating only where nothing hid it.
+- An operator is named by one finding at most, by the most specific one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardway.hardware.catalogue import Accelerator
+from shardway.watch.findings import Advice
+from shardway.watch.trace import intervals
+from shardway.watch.trace.operators import Operator
+from shardway.watch.trace.quality import CaptureFault
+from shardway.watch.trace.reader import ANNOTATION, KERNEL, MEMCPY, OP
+from shardway.watch.trace.timeline import NEAR_US, Breakdown, Timeline, find_around, find_parents
+
+WORTH = 0.03
+"""Share of a step from which a cost is advice."""
+
+_PROBLEM = 0.10
+
+
+@dataclass
+class TraceEvidence:
+    """What the rules look at. `taken`: operators that a finding has named."""
+
+    timeline: Timeline
+    breakdown: Breakdown
+    operators: list[Operator]
+    part: Accelerator | None
+    multiprocessors: int | None
+    faults: frozenset[str] = frozenset()
+    taken: set[tuple[str, str, tuple[str, ...]]] = field(default_factory=set)
+
+    @property
+    def step_ms(self) -> float:
+        return self.timeline.step_ms
+
+    def is_worth(self, ms: float) -> bool:
+        return ms >= WORTH * self.step_ms
+
+    def take(self, operators: Iterable[Operator]) -> None:
+        self.taken |= {(each.name, each.render_shapes(), each.dtypes) for each in operators}
+
+    def free(self) -> list[Operator]:
+        return [each for each in self.operators if (each.name, each.render_shapes(), each.dtypes) not in self.taken]
+
+    def advise(self, rule: str, evidence: str, do: str, check: str, ms: float | None) -> Advice:
+        percent = 100 * ms / self.step_ms if ms is not None and self.step_ms > 0 else None
+        severity = "problem" if percent is not None and percent >= 100 * _PROBLEM else "hint"
+        return Advice(
+            rule, evidence, do, check, None if ms is None else round(ms, 4), None if percent is None else round(percent, 2), severity
+        )
+
+
+Rule = Callable[[TraceEvidence], Iterator[Advice]]
+
+
+def advise_on_trace(
+    timeline: Timeline,
+    breakdown: Breakdown,
+    operators: list[Operator],
+    part: Accelerator | None,
+    multiprocessors: int | None,
+    faults: list[CaptureFault],
+) -> list[Advice]:
+    """What to change, the largest ceiling first; none where the capture cannot be relied on."""
+    if any(fault.severity == "fatal" for fault in faults):
+        return []
+    bad = frozenset(fault.rule for fault in faults if fault.severity == "problem")
+    seen = TraceEvidence(timeline, breakdown, operators, part, multiprocessors, bad)
+    found = [advice for rule in RULES for advice in rule(seen)]
+    return sorted(found, key=lambda advice: -(advice.ceiling_ms or 0.0))
+
+
+def _trusts_idle(seen: TraceEvidence) -> bool:
+    return not seen.faults & {"graph-replay", "graph-capture", "lost-kernels", "clock-skew", "no-kernels"} or (
+        not seen.timeline.on_device and "no-kernels" not in seen.faults
+    )
+
+
+# --- idle time
+
+
+def find_data_loader(seen: TraceEvidence) -> Iterator[Advice]:
+    """The step waits for its batch."""
+    ms = seen.breakdown.idle_causes_ms["data_loader"]
+    if not seen.is_worth(ms) or not _trusts_idle(seen):
+        return
+    timeline = seen.timeline
+    waits = intervals.clip(timeline.data_loading, *timeline.window)
+    longest = float((waits[:, 1] - waits[:, 0]).max()) / 1e3 if len(waits) else 0.0
+    yield seen.advise(
+        "data-loader",
+        f"{'the device is idle' if timeline.on_device else 'nothing computes'} for {ms:.2f} ms of a step of {seen.step_ms:.2f} ms"
+        f" while the loop is in the data loader's `__next__` ({len(waits) / len(timeline.kept):.3g} a step, the longest {longest:.2f} ms)",
+        "more workers, with batches ready ahead: `DataLoader(num_workers=8, prefetch_factor=4, persistent_workers=True)`, or"
+        " `data.workers = \"auto\"`; prepare once what each epoch decodes again",
+        "trace again: `data_loader` under idle falls to nearly 0",
+        ms,
+    )
+
+
+def find_allocator(seen: TraceEvidence) -> Iterator[Advice]:
+    """Device memory is allocated and freed within steps."""
+    timeline = seen.timeline
+    rows = timeline.in_window(timeline.allocator_rows)
+    if not timeline.on_device or not len(rows) or not _trusts_idle(seen):
+        return
+    ms = seen.breakdown.idle_causes_ms["allocator"]
+    if not seen.is_worth(ms):
+        return
+    calls = Counter(timeline.trace.names[timeline.trace.name[row]] for row in rows)
+    yield seen.advise(
+        "allocator",
+        f"{', '.join(f'{count / len(timeline.kept):.3g} {name}' for name, count in calls.most_common(3))} in a step: the device is idle"
+        f" for {ms:.2f} ms meanwhile",
+        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and leave memory free (a smaller micro-batch): near its limit the"
+        " caching allocator frees and allocates again in each step",
+        "trace again: no cudaMalloc or cudaFree within steps",
+        ms,
+    )
+
+
+def _pageable(seen: TraceEvidence) -> np.ndarray:
+    """Places in `rows` of copies to or from pageable memory of the host that are not single numbers."""
+    timeline, trace = seen.timeline, seen.timeline.trace
+    names = np.array(["Pageable" in name for name in trace.names], dtype=bool)
+    hits = (trace.category[timeline.rows] == MEMCPY) & names[trace.name[timeline.rows]]
+    big = (trace.bytes[timeline.rows] >= 4096) | (trace.duration[timeline.rows] >= 10.0)
+    low, high = timeline.window
+    start = trace.start[timeline.rows]
+    return np.flatnonzero(hits & big & (start >= low) & (start < high))
+
+
+def find_pageable_copies(seen: TraceEvidence) -> Iterator[Advice]:
+    """Copies of pageable memory, which neither overlap nor return before they end."""
+    timeline, trace = seen.timeline, seen.timeline.trace
+    places = _pageable(seen)
+    if not len(places):
+        return
+    rows, calls = timeline.rows[places], timeline.launch[places]
+    exposed = intervals.remove(timeline.times(rows), intervals.join(timeline.compute, timeline.communication))
+    calls = calls[calls >= 0]
+    waits = intervals.unite(trace.start[calls], trace.end[calls] + NEAR_US)
+    idle = sum(end - start for start, end, cause in timeline.gaps if cause == "sync" and _is_in(waits, start)) if len(waits) else 0.0
+    during = intervals.measure(intervals.intersect(intervals.clip(waits, *timeline.window), timeline.idle)) if len(waits) else 0.0
+    ms = timeline.overlap_ms(exposed) + (timeline.per_step(max(idle, during)) if _trusts_idle(seen) else 0.0)
+    if not seen.is_worth(ms):
+        return
+    row = int(rows[np.argmax(trace.duration[rows])])
+    size, spent = trace.bytes[row], trace.duration[row]
+    speed = f", {size / 1e6:.1f} MB at {size / spent / 1e3:.1f} GB/s" if size > 0 and spent > 0 else ""
+    yield seen.advise(
+        "pageable-copy",
+        f"{len(rows) / len(timeline.kept):.3g} copies of pageable memory a step, such as {trace.names[trace.name[row]]}"
+        f" ({spent / 1e3:.2f} ms{speed}); nothing else runs for {ms:.2f} ms of a step",
+        "`DataLoader(pin_memory=True)` and `.to(device, non_blocking=True)`; tensors made on the host: make them on the device",
+        "trace again: the copies read Pinned, beside kernels",
+        ms,
+    )
+
+
+def _is_in(times: np.ndarray, at: float) -> bool:
+    place = int(np.searchsorted(times[:, 0], at, side="right")) - 1
+    return place >= 0 and at < times[place, 1]
+
+
+_ASKING = re.compile(r"^aten::(item|_local_scalar_dense|nonzero|is_nonzero|equal|masked_select|unique\w*|_unique2|repeat_interleave)$")
+
+
+def _askers(seen: TraceEvidence) -> Counter[str]:
+    """Operators within steps that need a value of the device, without those within others, in optimizers or loaders."""
+    timeline, trace = seen.timeline, seen.timeline.trace
+    rows = timeline.in_window(timeline.named(_ASKING, OP))
+    rows = rows[[trace.names[trace.name[row]] != "aten::_local_scalar_dense" for row in rows]] if len(rows) else rows
+    hidden = intervals.join(timeline.data_loading, timeline.times(timeline.named(_OPTIMIZER_SPAN, ANNOTATION)))
+    return Counter(
+        trace.names[trace.name[row]] for row in rows if not (len(hidden) and _is_in(hidden, float(trace.start[row])))
+    )
+
+
+def _place_of(seen: TraceEvidence, names: Iterable[str]) -> str:
+    timeline, wanted = seen.timeline, "|".join(map(re.escape, names))
+    rows = timeline.in_window(timeline.named(re.compile(rf"^({wanted})$"), OP)) if wanted else []
+    place = timeline.find_place(int(rows[0])) if len(rows) else ""
+    return f" ({place})" if place else ""
+
+
+def find_host_syncs(seen: TraceEvidence) -> Iterator[Advice]:
+    """The host waits for the device, which then waits for the host."""
+    timeline, trace = seen.timeline, seen.timeline.trace
+    asked = _askers(seen)
+    per_step = {name: count / len(timeline.kept) for name, count in asked.items()}
+    words = ", ".join(f"{count:.3g} {name}" for name, count in sorted(per_step.items(), key=lambda each: -each[1])[:3])
+    do = (
+        "keep values on the device (log every N steps; `torch.where` for `nonzero` and masks; `.to(non_blocking=True)`);"
+        " find the lines with `torch.cuda.set_sync_debug_mode(\"warn\")`"
+    )
+    check = "trace again: no synchronising call within steps, and `sync` under idle falls"
+    if not timeline.on_device:
+        often = {name: count for name, count in per_step.items() if count >= 1}
+        if often:
+            rows = timeline.in_window(timeline.named(_ASKING, OP))
+            ms = timeline.overlap_ms(timeline.times(rows))
+            what = f"{words} in a step{_place_of(seen, often)}: free on a CPU, on a GPU each waits for all that is queued"
+            yield seen.advise("host-sync", what, do, check, ms)
+        return
+    if not _trusts_idle(seen):
+        return
+    waits = timeline.launch[_pageable(seen)]
+    waits = intervals.unite(trace.start[waits[waits >= 0]], trace.end[waits[waits >= 0]] + NEAR_US)
+    gaps = [each for each in timeline.gaps if each[2] == "sync" and not (len(waits) and _is_in(waits, each[0]))]
+    ms = timeline.per_step(sum(end - start for start, end, _ in gaps))
+    if not seen.is_worth(ms) or not gaps:
+        return
+    calls = Counter(trace.names[trace.name[row]] for row in timeline.in_window(timeline.sync_rows))
+    called = ", ".join(f"{count / len(timeline.kept):.3g} {name}" for name, count in calls.most_common(3))
+    longest = max(gaps, key=lambda gap: gap[1] - gap[0])
+    yield seen.advise(
+        "host-sync",
+        f"{called or 'waits of the host'} in a step{f', from {words}' if words else ''}{_place_of(seen, per_step)}: after them the device is"
+        f" idle for {ms:.2f} ms of a step, longest {(longest[1] - longest[0]) / 1e3:.2f} ms at {longest[0] / 1e3:.2f} ms",
+        do,
+        check,
+        ms,
+    )
+
+
+def find_launch_bound(seen: TraceEvidence) -> Iterator[Advice]:
+    """The host launches more slowly than the device computes."""
+    timeline, trace = seen.timeline, seen.timeline.trace
+    if not timeline.on_device or not _trusts_idle(seen):
+        return
+    ms = seen.breakdown.idle_causes_ms["host_bound"]
+    kernels = timeline.in_window(timeline.rows[trace.category[timeline.rows] == KERNEL])
+    if not seen.is_worth(ms) or not len(kernels):
+        return
+    durations = trace.duration[kernels]
+    count, median = len(kernels) / len(timeline.kept), float(np.median(durations))
+    small = float((durations < 10).mean())
+    gaps = [end - start for start, end, cause in timeline.gaps if cause == "host_bound"]
+    start, end, _ = max((each for each in timeline.gaps if each[2] == "host_bound"), key=lambda gap: gap[1] - gap[0], default=(0, 0, ""))
+    evidence = (
+        f"the device waits for a launch {len(gaps) / len(timeline.kept):.3g} times a step, {ms:.2f} ms of {seen.step_ms:.2f} ms;"
+        f" {count:.3g} kernels a step, median {median:.1f} us, {100 * small:.0f} % below 10 us;"
+        f" longest gap {(end - start) / 1e3:.2f} ms at {start / 1e3:.2f} ms"
+    )
+    few = len(gaps) <= 5 * len(timeline.kept)
+    if few and small < 0.5:
+        do = "look what the loop does in that gap (logging, metrics, the next batch, a save) and move it off the training thread"
+    else:
+        do = "fewer, larger launches: `torch.compile` (`train.compile`), CUDA graphs (`mode=\"reduce-overhead\"`), a larger micro-batch"
+    yield seen.advise("launch-bound", evidence, do, "trace again: `host_bound` under idle falls, as does the step", ms)
+
+
+# --- communication
+
+
+def find_exposed_communication(seen: TraceEvidence) -> Iterator[Advice]:
+    """Communication that no computing hides."""
+    timeline, trace, ms = seen.timeline, seen.timeline.trace, seen.breakdown.comm_exposed_ms
+    if not seen.is_worth(ms):
+        return
+    hidden = 100 * (1 - ms / max(seen.breakdown.comm_ms, 1e-9))
+    rows = timeline.in_window(timeline.rows[timeline.is_communication]) if timeline.on_device else []
+    worst = ""
+    if len(rows):
+        row = int(rows[np.argmax(trace.duration[rows])])
+        worst = f"; longest {trace.names[trace.name[row]][:60]}, {trace.duration[row] / 1e3:.2f} ms at {trace.start[row] / 1e3:.2f} ms"
+    yield seen.advise(
+        "exposed-communication",
+        f"communication takes {seen.breakdown.comm_ms:.2f} ms of a step, {hidden:.0f} % of it behind computing: {ms:.2f} ms are exposed{worst}",
+        "overlap it: DDP with its buckets (`bucket_cap_mb`, no `find_unused_parameters`), FSDP with prefetch; send less often (more"
+        " micro-batches a step, `no_sync`), or in bf16; if a rank is late this is waiting: give the traces of all ranks",
+        "trace again: exposed communication falls while all of it stays",
+        ms,
+    )
+
+
+# --- products
+
+
+def find_misaligned(seen: TraceEvidence) -> Iterator[Advice]:
+    """Dimensions on which matrix units work in part or not at all; a vocabulary is one of them."""
+    wrong = []
+    for each in seen.free():
+        if each.kind != "product" or not each.low_precision or not (sized := each.product):
+            continue
+        need = 16 if each.dtype == "fp8" else 8
+        odd = [size for size in sized[1:] if size % need and size > need * 4]
+        if odd and sized[3] % need == 0 and len(odd) == 1 and odd[0] == sized[1] and not _is_by_batch(seen, sized[1]):
+            odd = []  # rows of a batch: the product's leading dimensions are aligned
+        if odd:
+            wrong.append((each, odd))
+    if not wrong:
+        return
+    best = _best_rate(seen, [each for each, _ in wrong])
+    ms = 0.0
+    for each, odd in wrong:
+        padded = math.prod(64 * math.ceil(size / 64) / size for size in odd)
+        aligned = each.flop / best / 1e9 * padded if each.flop and best else (each.floor_ms or 0.0)
+        ms += max(each.ms - aligned, 0.0)
+    if not seen.is_worth(ms):
+        return
+    seen.take(each for each, _ in wrong)
+    worst, odd = max(wrong, key=lambda each: each[0].ms)
+    vocabulary = next((size for size in sorted(odd, reverse=True) if size >= 8192 and size > 4 * seen_hidden(worst)), None)
+    rule = "vocabulary" if vocabulary else "alignment"
+    pads = ", ".join(f"{size} to {64 * math.ceil(size / 64)}" for size in dict.fromkeys(odd))
+    total = sum(each.ms for each, _ in wrong)
+    rate = f" at {worst.tflops:.0f} TFLOP/s" if worst.tflops else ""
+    yield seen.advise(
+        rule,
+        f"{len(wrong)} products with a dimension that is no multiple of {16 if worst.dtype == 'fp8' else 8} take {total:.2f} ms of a step,"
+        f" most {worst.name} {worst.render_shapes()} in {worst.dtype}, {worst.ms:.2f} ms{rate}"
+        + (f"; the best aligned product here has {best:.0f}" if best else ""),
+        f"pad {pads} (multiples of 64)" + (": `model.vocab` or `model.resize_token_embeddings(pad_to_multiple_of=64)`" if vocabulary else ""),
+        "trace again: the product has more TFLOP/s, and its kernel's name no align1 or align2",
+        ms,
+    )
+
+
+def seen_hidden(operator: Operator) -> int:
+    """The smallest dimension of a product."""
+    return min(operator.product[1:]) if operator.product else 0
+
+
+def _is_by_batch(seen: TraceEvidence, size: int) -> bool:
+    """Whether the rows of a product are also a model's dimension."""
+    return any(each.product and size in each.product[2:] for each in seen.operators if each.kind == "product")
+
+
+def _best_rate(seen: TraceEvidence, without: list[Operator]) -> float | None:
+    """The best TFLOP/s of a product in this trace that is as large as one percent of a step."""
+    rates = [
+        each.tflops
+        for each in seen.operators
+        if each.kind == "product" and each not in without and each.tflops and each.low_precision and each.ms > 0.01 * seen.step_ms
+    ]
+    return max(rates, default=None)
+
+
+def find_no_matrix_units(seen: TraceEvidence) -> Iterator[Advice]:
+    """Products in 16 bits that were not computed on matrix units."""
+    wrong = [
+        each
+        for each in seen.free()
+        if each.kind in ("product", "convolution") and each.low_precision and each.matrix_units is not None
+        and each.matrix_units < 0.5 and not (each.product and min(each.product[1:]) < 8) and "depthwise" not in each.top_kernel
+    ]
+    ms = sum(each.ms - min(each.floor_ms or 0.0, each.ms) for each in wrong)
+    if not wrong or not seen.is_worth(ms):
+        return
+    seen.take(wrong)
+    worst = max(wrong, key=lambda each: each.ms)
+    yield seen.advise(
+        "no-tensor-cores",
+        f"{len(wrong)} products in {worst.dtype} take {sum(each.ms for each in wrong):.2f} ms of a step off the matrix units, most"
+        f" {worst.name} {worst.render_shapes()}, {worst.ms:.2f} ms in {worst.top_kernel[:60]}",
+        "contiguous tensors with dimensions that are multiples of 8 (16 in fp8); convolutions in `channels_last`; a cuBLAS that knows the GPU",
+        "trace again: the kernel's name shows matrix units (nvjet, gmma, tensorop, s16816)",
+        ms,
+    )
+
+
+def find_fp32_products(seen: TraceEvidence) -> Iterator[Advice]:
+    """Products in fp32 off the matrix units."""
+    products = [each for each in seen.operators if each.kind in ("product", "convolution", "attention")]
+    wrong = [each for each in seen.free() if each in products and each.dtype == "fp32" and not _uses_tf32(each)]
+    if not seen.timeline.on_device and not any(each.low_precision for each in products):
+        return  # a CPU trains in fp32
+    spent = sum(each.ms for each in wrong)
+    if not wrong or not seen.is_worth(spent):
+        return
+    fast, plain = (seen.part.peak("bf16"), seen.part.peak("fp32")) if seen.part else (None, None)
+    ms = spent * (1 - plain / fast) if fast and plain and fast > plain else spent
+    if not seen.is_worth(ms):
+        return
+    seen.take(wrong)
+    worst = max(wrong, key=lambda each: each.ms)
+    mixed = any(each.low_precision for each in products)
+    yield seen.advise(
+        "fp32-products",
+        f"{len(wrong)} products in fp32 take {spent:.2f} ms of a step{' beside others in 16 bits' if mixed else ''}, most {worst.name}"
+        f" {worst.render_shapes()}, {worst.ms:.2f} ms"
+        + (f"; the peak is {plain / 1e12:.0f} TFLOP/s in fp32, {fast / 1e12:.0f} in bf16" if fast and plain else "; the peaks are n/a"),
+        "compute in bf16: `train.precision = \"bf16\"` or `torch.autocast(\"cuda\", torch.bfloat16)`"
+        + (" around these too (look for `.float()`)" if mixed else "; at least TF32: `torch.set_float32_matmul_precision(\"high\")`"),
+        "trace again: these operators have bf16 inputs, or their kernels read tf32",
+        ms,
+    )
+
+
+def _uses_tf32(operator: Operator) -> bool:
+    return bool(operator.matrix_units) or bool(re.search(r"tf32|s1688|xf32|_S_TF32", operator.top_kernel))
+
+
+_TILE = re.compile(r"(?:MT|tilesize|tst_|_|hss_|tss_)(\d{2,3})x(\d{2,3})")
+
+
+def find_few_tiles(seen: TraceEvidence) -> Iterator[Advice]:
+    """Products whose tiles leave part of the device without work."""
+    if not (processors := seen.multiprocessors):
+        return
+    wrong = []
+    for each in seen.free():
+        if each.kind != "product" or not (sized := each.product) or not (tile := _TILE.search(each.top_kernel)):
+            continue
+        rows, columns = int(tile[1]), int(tile[2])
+        tiles = sized[0] * math.ceil(sized[1] / rows) * math.ceil(sized[2] / columns)
+        use = tiles / (processors * math.ceil(tiles / processors))
+        if use < 0.75 and (each.flop_share is None or each.flop_share < 0.5) and (each.byte_share or 0) < 0.5:
+            wrong.append((each, tiles, use))
+    ms = sum(each.ms * (1 - use) for each, _, use in wrong)
+    if not wrong or not seen.is_worth(ms):
+        return
+    worst, tiles, use = max(wrong, key=lambda each: each[0].ms * (1 - each[2]))
+    seen.take(each for each, _, _ in wrong)
+    yield seen.advise(
+        "few-tiles",
+        f"{len(wrong)} products fill the device's {processors} processors in part, most {worst.name} {worst.render_shapes()}:"
+        f" {tiles} tiles, {100 * use:.0f} % of the last wave used, {worst.ms:.2f} ms",
+        "larger products: a larger micro-batch, merged projections (QKV, gate and up), dimensions whose tiles are a multiple of the"
+        f" {processors} processors",
+        "trace again: the product has more TFLOP/s",
+        ms,
+    )
+
+
+
+
+
+def find_slow_attention(seen: TraceEvidence) -> Iterator[Advice]:
+    """Attention as separate products and a softmax over all pairs."""
+    if not seen.timeline.on_device:
+        return
+    pairs = [
+        each
+        for each in seen.free()
+        if "softmax" in each.name and "log_softmax" not in each.name and each.shapes and isinstance(each.shapes[0], list)
+        and len(each.shapes[0]) >= 3 and all(isinstance(n, int) for n in each.shapes[0]) and each.shapes[0][-1] >= 64
+    ]
+    lengths = {tuple(each.shapes[0][-2:]) for each in pairs}
+    products = [
+        each
+        for each in seen.free()
+        if each.kind == "product" and each.name in ("aten::bmm", "aten::baddbmm", "aten::matmul")
+        and each.product and any(set(shape) <= set(each.product[1:]) for shape in lengths)
+    ]
+    if not pairs or not products:
+        return
+    spent = sum(each.ms for each in (*pairs, *products))
+    floor = 0.0
+    if seen.part and (peak := seen.part.peak("bf16")):
+        floor = sum((each.flop or 0.0) / peak * 1e3 for each in products)
+    ms = max(spent - floor, 0.0)
+    if not seen.is_worth(ms):
+        return
+    seen.take([*pairs, *products])
+    worst = max(pairs, key=lambda each: each.ms)
+    yield seen.advise(
+        "attention-math",
+        f"attention runs as products and a softmax over all pairs: {spent:.2f} ms of a step, softmax {worst.render_shapes()} {worst.ms:.2f} ms",
+        "`torch.nn.functional.scaled_dot_product_attention` (`attn_implementation=\"sdpa\"`), with a mask it takes (`is_causal`, or"
+        " FlexAttention)",
+        "trace again: _scaled_dot_product_flash_attention or _cudnn_attention instead of bmm and softmax",
+        ms,
+    )
+
+
+def find_attention_backend(seen: TraceEvidence) -> Iterator[Advice]:
+    """FlashAttention 2 on Hopper, where cuDNN's is faster."""
+    if not seen.part or not re.search(r"H100|H200|GH200|H800", seen.part.name):
+        return
+    slow = [each for each in seen.free() if each.kind == "attention" and "flash_attention" in each.name and "pytorch_flash" in each.top_kernel]
+    spent = sum(each.ms for each in slow)
+    ms = spent * (1 - 310 / 499)  # pytorch pull request 138522: backward at 4096, head width 128
+    if not slow or not seen.is_worth(ms):
+        return
+    seen.take(slow)
+    yield seen.advise(
+        "attention-backend",
+        f"attention takes {spent:.2f} ms of a step in FlashAttention 2 ({slow[0].top_kernel[:40]}); on this GPU cuDNN's has up to 1.6 times the rate",
+        "torch 2.11 or later with its own cuDNN 9.15 or later (a cluster's module may shadow it: `shardway doctor`), or"
+        " `sdpa_kernel([SDPBackend.CUDNN_ATTENTION, ...], set_priority=True)`",
+        "trace again: _scaled_dot_product_cudnn_attention",
+        ms,
+    )
+
+
+# --- optimizer, recompute, casts
+
+_OPTIMIZER_SPAN = re.compile(r"Optimizer\.step#")
+
+
+def describe_optimizer(timeline: Timeline) -> dict[str, float | str] | None:
+    """How the optimizer's step is implemented, its time and its kernels (operators on a CPU); None without one."""
+    trace = timeline.trace
+    spans = timeline.in_window(timeline.named(_OPTIMIZER_SPAN, ANNOTATION))
+    if not len(spans):
+        return None
+    span = timeline.times(spans)
+    ops = timeline.in_window(trace.of(OP))
+    inside = ops[intervals.measure_within(span, trace.start[ops], trace.start[ops] + 0.01) > 0.005] if len(ops) else ops
+    names = Counter(trace.names[trace.name[row]] for row in inside)
+    count = sum(names.values())
+    if any("_fused_" in name for name in names):
+        kind = "fused"
+    elif any("_foreach_" in name for name in names):
+        kind = "foreach"
+    else:
+        kind = "single"
+    if timeline.on_device:
+        launched = np.where(timeline.launch >= 0, trace.start[timeline.launch], -1.0)
+        mine = timeline.rows[intervals.measure_within(span, launched, launched + 0.01) > 0.005]
+        mine = timeline.in_window(mine)
+        kernels, busy = len(mine), timeline.times(mine)
+        if kind == "single" and any("multi_tensor" in trace.names[trace.name[row]] for row in mine[:50]):
+            kind = "foreach"
+        wall = intervals.unite(*_bounds(trace.start[mine], trace.end[mine], span, launched[np.isin(timeline.rows, mine)]))
+        ms, busy_ms = timeline.overlap_ms(wall), timeline.overlap_ms(busy)
+    else:
+        kernels, ms = count, timeline.overlap_ms(span)
+        busy_ms = ms
+    steps = len(timeline.kept)
+    return {"kind": kind, "ms": round(ms, 4), "busy_ms": round(busy_ms, 4), "kernels": kernels / steps, "steps": len(spans) / steps}
+
+
+def _bounds(start: np.ndarray, end: np.ndarray, span: np.ndarray, launched: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """From the first to the last device event of each span of the host."""
+    lows, highs = [], []
+    for low, high in span:
+        here = (launched >= low) & (launched <= high)
+        if here.any():
+            lows.append(start[here].min())
+            highs.append(end[here].max())
+    return np.array(lows), np.array(highs)
+
+
+def find_unfused_optimizer(seen: TraceEvidence) -> Iterator[Advice]:
+    """An optimizer that goes through its tensors one by one."""
+    found = describe_optimizer(seen.timeline)
+    if not found or found["kind"] == "fused":
+        return
+    ms, kernels, steps = float(found["ms"]), float(found["kernels"]), max(float(found["steps"]), 1e-9)
+    few = kernels / steps < (50 if found["kind"] == "single" else 4)
+    if few or not seen.is_worth(ms):
+        return
+    name = next((each for each in seen.timeline.trace.names if _OPTIMIZER_SPAN.search(each)), "")
+    if found["kind"] == "foreach" and ms < _PROBLEM * seen.step_ms:
+        return
+    unit = "kernels" if seen.timeline.on_device else "operators"
+    yield seen.advise(
+        "optimizer",
+        f"{name} takes {ms:.2f} ms of a step in {kernels / steps:.0f} {unit} ({found['kind']}); a fused one reads and writes each tensor once",
+        "`torch.optim.AdamW(..., fused=True)` (`optimizer.fused`); without it at least `foreach=True`",
+        f"trace again: _fused_ operators in {name}, and a shorter step",
+        ms,
+    )
+
+
+_BACKWARD_SPAN = re.compile(r"^autograd::engine::evaluate_function")
+_FORWARD_ONLY = re.compile(
+    r"^aten::(linear|conv[123]d|scaled_dot_product_attention|layer_norm|rms_norm|batch_norm|gelu|silu|relu|embedding|dropout|softmax|native_layer_norm)$"
+)
+
+
+def measure_recompute(timeline: Timeline) -> float | None:
+    """Milliseconds of a step in forward operators that run again within backward; None where no operators are known."""
+    trace = timeline.trace
+    again = timeline.in_window(timeline.named(_FORWARD_ONLY, OP))
+    spans = timeline.named(_BACKWARD_SPAN, OP)
+    if not len(again) or not len(spans):
+        return None if not len(timeline.trace.of(OP)) else 0.0
+    around = find_around(trace, spans, find_parents(trace, spans), again)
+    again = again[around >= 0]
+    if not len(again):
+        return 0.0
+    if not timeline.on_device:
+        return timeline.overlap_ms(timeline.times(again))
+    call = timeline.launch
+    inside = find_around(trace, again, find_parents(trace, again), np.where(call >= 0, call, 0))
+    return timeline.overlap_ms(timeline.times(timeline.rows[(inside >= 0) & (call >= 0)]))
+
+
+def find_recompute(seen: TraceEvidence) -> Iterator[Advice]:
+    """Forward work that backward does again."""
+    ms = measure_recompute(seen.timeline)
+    if ms is None or ms < 0.05 * seen.step_ms:
+        return
+    yield seen.advise(
+        "recompute",
+        f"{ms:.2f} ms of a step are forward operators that run again within backward (activation checkpointing)",
+        "if memory is free, recompute less: `parallel.recompute = \"selective\"` or \"off\", or every second block",
+        "trace again: the step is shorter; look at the peak of memory",
+        ms,
+    )
+
+
+_CAST = re.compile(r"^aten::(to|_to_copy|copy_|clone|contiguous|float|half|bfloat16)$")
+
+
+def find_needless_casts(seen: TraceEvidence) -> Iterator[Advice]:
+    """Copies that change a tensor's type or layout."""
+    if not seen.timeline.on_device:
+        return
+    wrong = [
+        each for each in seen.free() if _CAST.match(each.name) and each.kind != "other" and "Memcpy Hto" not in each.top_kernel and "Memcpy Dto" not in each.top_kernel
+    ]
+    casts = [each for each in wrong if len({dtype for dtype in each.dtypes if dtype in ("fp32", "fp16", "bf16", "fp8")}) > 1]
+    ms = sum(each.ms for each in casts)
+    if not casts or ms < 0.05 * seen.step_ms:
+        return
+    seen.take(casts)
+    worst = max(casts, key=lambda each: each.ms)
+    yield seen.advise(
+        "casts",
+        f"casts take {ms:.2f} ms of a step, most {worst.name} {worst.render_shapes()} ({'/'.join(dict.fromkeys(filter(None, worst.dtypes)))}), {worst.calls:.3g} a step",
+        "hold the parameters in the type they are used in (FSDP mixed precision, `.to(torch.bfloat16)`) rather than cast them in each"
+        " forward; or let `torch.compile` fuse the casts",
+        "trace again: fewer aten::_to_copy and copy_",
+        ms,
+    )
+
+
+# --- what no other finding names
+
+
+def find_unfused(seen: TraceEvidence) -> Iterator[Advice]:
+    """Element by element in many kernels."""
+    if not seen.timeline.on_device or any("triton_poi" in name for name in seen.timeline.trace.names):
+        return
+    simple = [each for each in seen.free() if each.kind in ("elementwise", "reduction") and each.ms > 0 and "_foreach" not in each.name]
+    spent, calls = sum(each.ms for each in simple), sum(each.calls for each in simple)
+    if spent < 0.25 * seen.step_ms or calls < 8:
+        return
+    floor = sum(min(each.floor_ms or 0.0, each.ms) for each in simple)
+    worst = max(simple, key=lambda each: each.ms)
+    ms = max(spent - floor / 2, 0.0)  # a fused chain of two reads and writes half as much
+    yield seen.advise(
+        "unfused",
+        f"{calls:.0f} operators that go element by element take {spent:.2f} ms of a step, most {worst.name} {worst.render_shapes()} {worst.ms:.2f} ms",
+        "`torch.compile` (`train.compile`), which fuses them; fused norms, rotary embeddings and losses",
+        "trace again: triton kernels instead, and a shorter step",
+        ms,
+    )
+
+
+def find_slow_operator(seen: TraceEvidence) -> Iterator[Advice]:
+    """The operator that loses most against what the device could do with its shapes."""
+    candidates = [
+        each for each in seen.free() if each.floor_ms is not None and each.kind not in ("communication", "optimizer") and each.floor_ms < 0.45 * each.ms
+    ]
+    experts = [each for each in seen.free() if "moe" in each.name.lower() and each.bytes and each.flop and each not in candidates]
+    if not candidates and not experts:
+        return
+    worst = max(candidates or experts, key=lambda each: each.ms - (each.floor_ms or 0.0))
+    ms = worst.ms - worst.floor_ms if worst.floor_ms is not None else None
+    if not seen.is_worth(ms if ms is not None else worst.ms):
+        return
+    reason, do = _explain(worst, seen)
+    shares = [f"{100 * worst.flop_share:.0f} % of the peak in {worst.dtype}" for _ in (0,) if worst.flop_share is not None]
+    shares += [f"{100 * worst.byte_share:.0f} % of the memory's bandwidth" for _ in (0,) if worst.byte_share is not None]
+    seen.take([worst])
+    yield seen.advise(
+        f"slow-{worst.kind}" if worst.kind in ("product", "attention", "convolution", "elementwise", "reduction") else "slow-operator",
+        f"{worst.name} {worst.render_shapes()} takes {worst.ms:.2f} ms of a step with {', '.join(shares) or 'shares of peaks n/a'}: {reason}",
+        do,
+        "trace again: the operator has a larger share of a peak",
+        ms,
+    )
+
+
+def _explain(operator: Operator, seen: TraceEvidence) -> tuple[str, str]:
+    """Why an operator may be far from the peaks, and what to do."""
+    shapes = [shape for shape in operator.shapes if isinstance(shape, list) and shape and all(isinstance(n, int) for n in shape)]
+    if operator.kind == "product" and operator.product:
+        batches, m, n, k = operator.product
+        if min(m, n, k) <= 64:
+            return (
+                f"a dimension of {min(m, n, k)} makes it memory-bound",
+                "fuse it with its neighbours (`torch.compile`), merge it with products of the same input, or widen that dimension",
+            )
+        return "its shapes suit no fast kernel", "try `torch.compile(mode=\"max-autotune\")`, dimensions in multiples of 128, a newer cuBLAS"
+    if operator.kind == "attention":
+        four = [shape for shape in shapes if len(shape) == 4]
+        width = four[0][-1] if four else 0
+        length = max(sorted(four[0])[-1], 1) if four else 0
+        if width and width not in (64, 128):
+            return f"heads of width {width}, for which kernels are slower than for 64 and 128", "heads of width 128 (64), or a kernel made for this width"
+        if four and max(four[0][1:3]) <= 512:
+            return f"sequences of {max(four[0][1:3])} are short: starting costs more than computing", "longer or packed sequences (varlen attention), a larger batch"
+        return f"{length} positions in a kernel far below its peak", "another backend (cuDNN, FlashAttention 3, FlexAttention; on AMD the CK or aiter kernels)"
+    if operator.kind == "convolution" and len(shapes) >= 2:
+        return _explain_convolution(operator, shapes)
+    if "moe" in operator.name.lower():
+        tokens = shapes[0][0] if shapes else 0
+        experts = next((shape[0] for shape in shapes if len(shape) == 3), 0)
+        chosen = shapes[-1][-1] if shapes else 1
+        each = tokens * chosen / max(experts, 1)
+        if each < 64:
+            return f"{each:.3g} tokens an expert: reading the {experts} experts' weights bounds it", "more tokens a step, fewer experts a device (expert parallelism)"
+        return f"{each:.3g} tokens an expert", "grouped products tuned for these shapes; balance the experts"
+    if operator.kind in ("elementwise", "reduction"):
+        return "it moves memory, and not as fast as the memory does", "let `torch.compile` fuse it; contiguous tensors; a newer torch for this GPU"
+    return "it is far from what its shapes need", "look at its kernels in the trace"
+
+
+def _explain_convolution(operator: Operator, shapes: list[list[int]]) -> tuple[str, str]:
+    image, weight = shapes[:2]
+    kernel = weight[2:]
+    if weight[1] == 1 and weight[0] >= image[1] > 1:
+        return "depthwise: one channel a group leaves matrix units without work", "`channels_last`, a fused kernel, or groups of 8 channels and more"
+    if "True" in operator.concrete:
+        return "transposed", "upsample and convolve, or `channels_last` with channels in multiples of 64"
+    if image[1] % 8:
+        return f"{image[1]} channels are no multiple of 8", "pad the channels to 8 (or space-to-depth), `channels_last`"
+    numbers = re.findall(r"\d+", operator.concrete)
+    if len(numbers) >= 3 * len(kernel) and any(int(each) > 1 for each in numbers[2 * len(kernel) : 3 * len(kernel)]):
+        return "dilated: few kernels are made for it", "`torch.backends.cudnn.benchmark = True`, or a strided and dense one"
+    if set(kernel) == {1}:
+        return "pointwise: it is a product of matrices", "`channels_last`, so that it runs as one, or a Linear"
+    if len(set(kernel)) > 1:
+        return f"an asymmetric kernel ({'x'.join(map(str, kernel))})", "`torch.backends.cudnn.benchmark = True`; a square kernel or one product of unfolded patches"
+    if max(image[2:]) <= 8:
+        return f"images of {'x'.join(map(str, image[2:]))} give few tiles", "a larger batch, `channels_last`"
+    return "its layout or algorithm is slow", "`channels_last`, bf16, `torch.backends.cudnn.benchmark = True`"
+
+
+RULES: tuple[Rule, ...] = (
+    find_data_loader,
+    find_allocator,
+    find_pageable_copies,
+    find_host_syncs,
+    find_launch_bound,
+    find_exposed_communication,
+    find_misaligned,
+    find_no_matrix_units,
+    find_few_tiles,
+    find_slow_attention,
+    find_slow_operator,
+    find_fp32_products,
+    find_attention_backend,
+    find_unfused_optimizer,
+    find_recompute,
+    find_needless_casts,
+    find_unfused,
+)
+"""Specific ones before those that take what is left."""
