@@ -202,8 +202,8 @@ class JointCopy:
             each.start()
         for each in threads:
             each.join()
-        for each in list(self._files.values()):
-            self._close(each)
+        for left in list(self._files.values()):
+            self._close(left)
         if self._error is not None:
             raise self._error
 

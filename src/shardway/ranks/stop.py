@@ -300,8 +300,8 @@ class Decision:
     def also(self, other: Decision) -> Decision:
         stop = self if self.stop_reason or not other.stop_reason else other
         save, finish = self.save or other.save, self.finish or other.finish
-        asked = {"log": self.log or other.log, "profile": self.profile or other.profile}
-        return replace(stop, save=save, finish=finish, **asked)
+        log, profile = self.log or other.log, self.profile or other.profile
+        return replace(stop, save=save, finish=finish, log=log, profile=profile)
 
 
 def read_decision(summed: Sequence[float]) -> Decision:

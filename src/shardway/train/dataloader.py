@@ -181,8 +181,8 @@ def training_batches(
                 "  To do: seed what it draws from alike on every rank (torch's, numpy's and Python's random numbers "
                 "are), and let it give all samples, not a rank's part."
             )
-    if order is None and values.data.shuffle and (slow := describe_slow_order(loader.samples)):
-        words = f"samples come slowly in random order (data.shuffle): {slow}"
+    if order is None and values.data.shuffle and (why := describe_slow_order(loader.samples)):
+        words = f"samples come slowly in random order (data.shuffle): {why}"
         session.note_once(SLOW, f"{words}. To do: `shardway data prepare` once, and train on what it writes.")
     used: AnyOrder | BatchOrder = order or order_of(values, loader.samples)
     if loader.whole_batches and not isinstance(used, BatchOrder | WholeBatches):

@@ -137,7 +137,8 @@ def stage_for_node(session: Session, data: Data) -> Data:
         found = copy_on(not together.copies)
         staged = found if staged is None else staged
     progress.give_up()
-    assert staged is not None
+    if staged is None:
+        raise RuntimeError("neither the ranks that copy nor the others have staged anything")
     for each in staged.held:
         session.at_end.callback(each.close)
     if plan is not None and any(ranks.gather(staged.partial is not None)):
