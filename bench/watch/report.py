@@ -104,7 +104,8 @@ def _write_node(
         for index in range(gpus)
     )
     for attempt, (first, last) in enumerate(spans, 1):
-        info = NodeInfo(f"n{node + 1}.cluster", node, f"{4000 + attempt}", attempt, first, every_s, 64, tuple(range(64)),
+        info = NodeInfo(f"n{node + 1}.cluster", node, f"{4000 + attempt}", attempt, first, every_s, 64,
+                        tuple(range(64)),
                         int(512 * _GIB), None, devices, {"lustre/*": "the counters are for root alone"})  # fmt: skip
         every = round(every_s)
         sampled = _sample(node, gpus, first, last, draw, is_last=is_last)
