@@ -104,16 +104,16 @@ def _write_node(
         for index in range(gpus)
     )
     for attempt, (first, last) in enumerate(spans, 1):
-        info = NodeInfo(f"n{node + 1}.cluster", node, f"{4000 + attempt}", attempt, first, every_s, 64, tuple(range(64)),
+        info = NodeInfo(f"n{node + 1}.cluster", node, f"{4000 + attempt}", attempt, first, every_s, 64,
+                        tuple(range(64)),
                         int(512 * _GIB), None, devices, {"lustre/*": "the counters are for root alone"})  # fmt: skip
-        columns = {
-            name: values[:: round(every_s)]
-            for name, values in _sample(node, gpus, first, last, draw, is_last=is_last).items()
-        }
+        every = round(every_s)
+        sampled = _sample(node, gpus, first, last, draw, is_last=is_last)
+        columns = {name: values[::every] for name, values in sampled.items()}
         writer = TelemetryWriter(run.telemetry_folder, info, [*columns])
         rows = np.array([*columns.values()], dtype=np.float64).T.tolist()
         for number, row in enumerate(rows):
-            writer.append(first + 3 + number * round(every_s), row)
+            writer.append(first + 3 + number * every, row)
         writer.close()
 
 

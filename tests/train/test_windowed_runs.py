@@ -327,6 +327,27 @@ def test_a_damaged_file_ends_the_run_when_it_is_needed(
     assert len(read_column(tmp_path / "again")) > 30
 
 
+def test_a_damaged_file_is_read_where_it_lies_if_samples_may_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_threads: None
+) -> None:
+    disk, skip = tmp_path / "disk", ("guard.damaged_data=skip", "guard.max_damaged=1000")
+    words, sizes = write_files(tmp_path, write_tokens, "train.steps=1 epochs", *skip)
+    words += [f"data.window={2 * max(sizes)}B"]
+    damaged = tmp_path / "data/00003.shard"
+    content = bytearray(damaged.read_bytes())
+    content[200] ^= 1
+    damaged.write_bytes(content)
+    train_tiny(tmp_path / "plain", lone_rank(), *words, base=TOKENS)
+    small = Disk(monkeypatch, disk, 5 * max(sizes))
+    train_tiny(tmp_path / "staged", lone_rank(), *words, f"data.stage={disk}", base=TOKENS)
+    assert read_column(tmp_path / "staged") == read_column(tmp_path / "plain")
+    left_out = [read_named(tmp_path / each, "samples_left_out") for each in ("plain", "staged")]
+    assert left_out[0]
+    assert [each["ids"] for each in left_out[0]] == [each["ids"] for each in left_out[1]]
+    assert {each["file"] for each in left_out[1]} == {str(damaged)}
+    assert 3 in small.copied  # it was tried
+
+
 def test_a_disk_without_room_for_the_windows_of_a_step_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_threads: None
 ) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardway.cli.options import DirOption, JsonOption, Words, print_json, read_request
+from shardway.cli.options import DirOption, JsonOption, Words, find_place, print_json, read_request
 from shardway.errors import JobError, SiteError, UserError, legible, list_some
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def inspect(
     from shardway.checkpoint.catalog import find_checkpoint, list_entries, read_head
     from shardway.rundir.file_io import render_json
 
-    known = read_head(find_checkpoint(run, step))
+    known = read_head(find_checkpoint(find_place(run), step))
     entries = [] if head else list_entries(known)
     totals: dict[str, dict[str, int]] = {}
     for each in entries:
@@ -128,7 +128,7 @@ def diff(
     from shardway.rundir.file_io import render_json
     from shardway.watch.words import render_plural, render_size
 
-    found = find_checkpoint(run, step), find_checkpoint(other, other_step)
+    found = find_checkpoint(find_place(run), step), find_checkpoint(find_place(other), other_step)
     manifests = [verify_found(each) for each in found]
     readers = TensorReader(found[0].folder), TensorReader(found[1].folder)
     parts = [each.value for each in part or ContentPart]
@@ -250,8 +250,8 @@ def verify(run: CheckpointArgument, as_json: JsonOption = False) -> int:
 
     found, best = [], None
     with contextlib.suppress(JobError):  # unreadable events do not make a checkpoint damaged
-        best = find_best_checkpoint(RunDir(run))
-    for each in verify_all(find_checkpoints(run)):
+        best = find_best_checkpoint(RunDir(find_place(run)))
+    for each in verify_all(find_checkpoints(find_place(run))):
         found.append(each)
         line = f"{each.name}  damaged: {'; '.join(each.reasons)}"
         if each.manifest is not None and each.is_whole:
@@ -304,7 +304,9 @@ def export(
     if best and step is not None:
         raise UserError(f"--best and --step {step} name two checkpoints.\n  To do: leave one of them out.")
     which = Which(step, best)
-    exported = export_run(RunDir(run), folder, dtype and dtype.value, os.environ, own_names=own_names, which=which)
+    exported = export_run(
+        RunDir(find_place(run)), folder, dtype and dtype.value, os.environ, own_names=own_names, which=which
+    )
     if exported is None or find_placement(os.environ).rank != 0:
         return
     for damaged in exported.passed_over:

@@ -153,6 +153,14 @@ def find_run(path: Path | None) -> RunDir:
     return RunDir(runs[0])
 
 
+def find_place(path: Path) -> Path:
+    """The directory of the run that a word means, where there is nothing of that name; else the path as it is."""
+    if not os.path.lexists(path):
+        with contextlib.suppress(UserError):  # the reader of the path reports it
+            return find_run(path).path
+    return path
+
+
 def read_time(option: str, text: str) -> float:
     """The seconds in the value of an option. Raises UserError where it is no time."""
     from shardway.units import parse_seconds

@@ -755,14 +755,11 @@ class PartialSet:
             raise error
         if isinstance(error, SiteError):  # another program has filled the disk
             return False
-        place = self.root / FAILED / f"{number}"
-        place.parent.mkdir(exist_ok=True)
+        leaves = self._leave_damaged and isinstance(error, DamagedData)
+        place = self.root / (self.parts.files[number].name if leaves else f"{FAILED}/{number}")
+        place.parent.mkdir(parents=True, exist_ok=True)
         temporary = place.with_name(f".{place.name}-{uuid.uuid4().hex}")
-        link = self.root / self.parts.files[number].name
-        if self._leave_damaged and isinstance(error, DamagedData):
-            temporary = link.with_name(f".{link.name}-{uuid.uuid4().hex}")
-            place = link
-            place.parent.mkdir(parents=True, exist_ok=True)
+        if leaves:
             temporary.symlink_to(self.parts.path(number).absolute())
         else:
             temporary.write_text(str(error))

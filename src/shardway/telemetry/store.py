@@ -168,8 +168,8 @@ def _to_code(value: float) -> int:
 class TelemetryWriter:
     """Appends the samples of one sampler to the file of its host; not for several threads.
 
-    A sample waits in memory until its block is written: a block has the samples of at most `block_s` seconds, in the
-    first minute of a sixth of that. What the file system refuses raises OSError, and the samples are kept for the next
+    A sample waits in memory until its block is written: a block has the samples of at most `block_s` seconds, the
+    first of a twentieth, and in the first minute of a sixth of that. What the file system refuses raises OSError, and the samples are kept for the next
     try (RETRY_S later), the newest `MOST_KEPT` of them. Nothing is written before `may_write` returns True.
     """
 
@@ -212,7 +212,8 @@ class TelemetryWriter:
             self.flush()
             self._times, self._rows = [], []
         if not self._times:
-            self._due = now + (self._block_s / 6 if now - self._begun < 60 else self._block_s)
+            share = 20 if self._needs_schema else 6 if now - self._begun < 60 else 1
+            self._due = now + self._block_s / share
         self._times.append(time_ms)
         self._rows.append(values)
         if len(self._times) > self.MOST_KEPT:

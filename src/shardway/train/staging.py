@@ -49,7 +49,7 @@ from shardway.data.stage import (
 from shardway.data.stage_peers import PartServer, PeerNode, StagePeers, assign_parts
 from shardway.data.waiting import MOST
 from shardway.data.window_order import WindowOrder
-from shardway.errors import JobError, SiteError
+from shardway.errors import Bug, JobError, SiteError
 from shardway.hardware.limits import count_own_cores
 from shardway.hardware.mounts import find_mount, read_mounts
 from shardway.places import expand_place, list_unset
@@ -119,11 +119,11 @@ def stage_for_node(session: Session, data: Data) -> Data:
             if peers is not None:
                 peers.coming = lambda key: False
 
-    def copy_on(mine: bool) -> _Staged | None:
-        """All ranks together: copy on those of which this is one."""
+    def copy_on(mine: bool, before: _Staged | None = None) -> _Staged | None:
+        """All ranks together: copy on those of which this is one; the others keep what they have."""
         with ThreadPoolExecutor(1) as pool:
             try:
-                copying = pool.submit(lambda: copy(together.peers) if mine else None)
+                copying = pool.submit(lambda: copy(together.peers) if mine else before)
                 _wait_together(session, copying, progress)
             except BaseException:
                 progress.give_up()
@@ -134,11 +134,15 @@ def stage_for_node(session: Session, data: Data) -> Data:
 
     staged = copy_on(together.copies)
     if together.is_joint:
-        found = copy_on(not together.copies)
-        staged = found if staged is None else staged
+        staged = copy_on(not together.copies, staged)
     progress.give_up()
+<<<<<<< HEAD
     if staged is None:
         raise RuntimeError("neither the ranks that copy nor the others have staged anything")
+=======
+    if staged is None:  # it is of one of the two rounds
+        raise Bug("a rank took part in no round of copies")
+>>>>>>> c905555a9f9d5e44591725ad846e78e6634355ad
     for each in staged.held:
         session.at_end.callback(each.close)
     if plan is not None and any(ranks.gather(staged.partial is not None)):

@@ -194,7 +194,7 @@ def render_heat(use: HardwareUse, metric: str, width: int, height: int) -> list[
 
 
 def _shorten_hosts(hosts: Sequence[str]) -> dict[str, str]:
-    """Names without the domain; of a long one the end, in which nodes differ."""
+    """Names without the domain; of a long one the end, by which nodes differ."""
     short = {host: one_line(host.partition(".")[0] or host) for host in hosts}
     return {host: name if len(name) < _HOST else f"~{name[2 - _HOST :]}" for host, name in short.items()}
 

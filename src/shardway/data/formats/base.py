@@ -11,7 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-import copy
 import importlib
 import io
 import os
@@ -281,7 +280,7 @@ class FileParts:
         checksums that were made on the way if they had none."""
         self._close()
         self.__dict__.update(self.__getstate__())
-        self.origin = copy.copy(self) if put.is_partial else None
+        self.origin = pickle.loads(pickle.dumps(self)) if put.is_partial else None
         self.root, self.stage = put.root, put.folder
         self.sums = self.sums or list(put.sums)
 

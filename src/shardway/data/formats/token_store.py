@@ -410,13 +410,14 @@ class _PartialFiles:
     """As `_MappedFiles`, of files that are staged window by window: read, since a mapped file may be removed, and not
     checked, since they were when they were copied.
 
-    The tokens of a row that lie in another file than its first are read where the data lie: there are fewer of them
-    than a row has for each file, and that file may not be here.
+    The tokens of a row that lie in another file than its first are read where the data lie, and checked: there are
+    fewer of them than a row has for each file, and that file may not be here. So is a damaged file, of which there is
+    no copy.
     """
 
     def __init__(self, files: Sequence[TokenFile], parts: FileParts, origin: FileParts) -> None:
         self._files = tuple(files)
-        self._origin = FileParts(origin.root, origin.files)
+        self._origin = origin
         self._parts = FileParts(parts.root, parts.files)
         self._parts.origin, self._parts.stage = self._origin, parts.stage
         self._starts: Offsets = np.cumsum([0, *(file.tokens for file in files)], dtype=np.int64)
@@ -432,12 +433,18 @@ class _PartialFiles:
         found = np.empty(int(lengths.sum()), self._files[0].dtype)
         filled = 0
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-            parts, end = self._parts, filled + length
+            parts: FileParts | None = None
+            end = filled + length
             while filled < end:
                 at = start + length - (end - filled)
                 number = int(np.searchsorted(self._starts, at, side="right")) - 1
                 count = min(end - filled, int(self._starts[number + 1]) - at)
                 inner = at - int(self._starts[number])
+                parts = self._origin if parts is not None or self._lies_there(number) else self._parts
                 found[filled : filled + count] = self._files[number].read(parts, number, inner, count)
-                filled, parts = filled + count, self._origin
+                filled += count
         return found
+
+    def _lies_there(self, number: int) -> bool:
+        """Whether a file is read where it lies, once it is known."""
+        return self._parts.ready(number).is_symlink()

@@ -169,7 +169,16 @@ def _find_device(trace: Trace, timeline: Timeline) -> tuple[str, int | None]:
     return str(mine.get("name") or ""), count if isinstance(count, int) and count > 0 else None
 
 
-_PROCESSORS = {"h100": 132, "h200": 132, "gh200": 132, "a100": 108, "mi300x": 304, "mi250x": 110, "v100": 80, "b200": 148}
+_PROCESSORS = {
+    "h100": 132,
+    "h200": 132,
+    "gh200": 132,
+    "a100": 108,
+    "mi300x": 304,
+    "mi250x": 110,
+    "v100": 80,
+    "b200": 148,
+}
 """Of the parts as they are sold for training; the PCIe H100 has fewer and says so in its traces."""
 
 
@@ -209,7 +218,11 @@ def _list_attention(operators: Sequence[Operator]) -> tuple[str, ...]:
 
 
 def _share_of_matrix_units(operators: Sequence[Operator]) -> float | None:
-    known = [each for each in operators if each.kind in ("product", "attention", "convolution") and each.matrix_units is not None]
+    known = [
+        each
+        for each in operators
+        if each.kind in ("product", "attention", "convolution") and each.matrix_units is not None
+    ]
     spent = sum(each.ms for each in known)
     return sum(each.ms * (each.matrix_units or 0.0) for each in known) / spent if spent > 0 else None
 
@@ -263,13 +276,18 @@ def judge_ranks(ranks: Sequence[TraceAnalysis]) -> list[Advice]:
     word = "rank" if all(each.rank is not None for each in good) else "file"
     name = good[slow].rank if word == "rank" else Path(good[slow].path).name
     if late_ms >= 0.03 * step_ms and late_ms > 0:
-        waits = f"; matched collectives begin up to {spread[1]:.2f} ms apart, {spread[0]:.2f} ms a step" if spread else ""
+        waits = (
+            f"; matched collectives begin up to {spread[1]:.2f} ms apart, {spread[0]:.2f} ms a step" if spread else ""
+        )
         found.append(
             Advice(
                 "straggler",
-                f"{word} {name} works {busy[slow]:.2f} ms of a step of {step_ms:.2f} ms, the median of {len(good)} is {median:.2f} ms{waits}",
-                "balance what the ranks get (lengths of sequences, layers of a stage, experts); if it is always the same device, look at its"
-                " clocks, temperature and neighbours (`shardway report`, `shardway doctor --deep`), and leave the node out",
+                f"{word} {name} works {busy[slow]:.2f} ms of a step of {step_ms:.2f} ms, the median of {len(good)}"
+                f" is {median:.2f} ms{waits}",
+                "balance what the ranks get (lengths of sequences, layers of a stage, experts); if it is always the"
+                " same device, look at its"
+                " clocks, temperature and neighbours (`shardway report`, `shardway doctor --deep`), and leave the"
+                " node out",
                 "trace again on all ranks: their own work is alike",
                 round(late_ms, 4),
                 round(100 * late_ms / step_ms, 2),
@@ -301,16 +319,22 @@ def merge_ranks(ranks: Sequence[TraceAnalysis]) -> dict[str, Any]:
     if len(ranks) == 1:
         return ranks[0].as_json()
     slowest = max(ranks, key=lambda each: each.busy_ms)
+
+    def mean_of(name: str) -> float:
+        return float(np.mean([getattr(each.breakdown, name) for each in ranks]))
+
     mean = Breakdown(
-        *(float(np.mean([getattr(each.breakdown, name) for each in ranks])) for name in (*BREAKDOWN, "comm_ms")),
+        mean_of("compute_ms"),
+        mean_of("comm_exposed_ms"),
+        mean_of("copy_ms"),
+        mean_of("idle_ms"),
+        mean_of("comm_ms"),
         {
             cause: float(np.mean([each.breakdown.idle_causes_ms[cause] for each in ranks]))
             for cause in slowest.breakdown.idle_causes_ms
         },
     )
-    faults = tuple(
-        replace(fault, what=f"{each.path}: {fault.what}") for each in ranks for fault in each.quality
-    )
+    faults = tuple(replace(fault, what=f"{each.path}: {fault.what}") for each in ranks for fault in each.quality)
     advice = sorted([*judge_ranks(ranks), *slowest.advice], key=lambda each: -(each.ceiling_ms or 0.0))
     spread = measure_arrival(ranks)
     found = replace(
@@ -331,7 +355,9 @@ def merge_ranks(ranks: Sequence[TraceAnalysis]) -> dict[str, Any]:
         }
         for each in ranks
     ]
-    found["arrival_spread_ms"] = None if spread is None else {"per_step": round(spread[0], 4), "most": round(spread[1], 4)}
+    found["arrival_spread_ms"] = (
+        None if spread is None else {"per_step": round(spread[0], 4), "most": round(spread[1], 4)}
+    )
     return found
 
 
@@ -350,10 +376,14 @@ def compare_traces(one: TraceAnalysis, other: TraceAnalysis) -> dict[str, Any]:
 
     now, before = times(one), times(other)
     changes = sorted(
-        ((key, before.get(key, 0.0), now.get(key, 0.0)) for key in {*now, *before}), key=lambda each: -abs(each[2] - each[1])
+        ((key, before.get(key, 0.0), now.get(key, 0.0)) for key in {*now, *before}),
+        key=lambda each: -abs(each[2] - each[1]),
     )
     parts = {
-        name: {"before": round(float(getattr(other.breakdown, name)), 4), "now": round(float(getattr(one.breakdown, name)), 4)}
+        name: {
+            "before": round(float(getattr(other.breakdown, name)), 4),
+            "now": round(float(getattr(one.breakdown, name)), 4),
+        }
         for name in BREAKDOWN
     }
     return {
@@ -363,6 +393,8 @@ def compare_traces(one: TraceAnalysis, other: TraceAnalysis) -> dict[str, Any]:
         "breakdown": parts,
         "kernels_per_step": {"before": round(other.kernels, 2), "now": round(one.kernels, 2)},
         "operators": [
-            {"name": key, "before_ms": round(was, 4), "now_ms": round(is_, 4)} for key, was, is_ in changes[:20] if was != is_
+            {"name": key, "before_ms": round(was, 4), "now_ms": round(is_, 4)}
+            for key, was, is_ in changes[:20]
+            if was != is_
         ],
     }

@@ -23,10 +23,15 @@ _KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
             r"flash|fmha|attention|attn|native_sdpa|_sdpa|mem_eff|pytorch_flash|aten.*efficient|mha_", re.IGNORECASE
         ),
     ),
-    ("optimizer", re.compile(r"multi_tensor_apply|FusedAdam|fused_adam|FusedSgd|adam_|Adam.*kernel|_foreach", re.ASCII)),
+    (
+        "optimizer",
+        re.compile(r"multi_tensor_apply|FusedAdam|fused_adam|FusedSgd|adam_|Adam.*kernel|_foreach", re.ASCII),
+    ),
     (
         "convolution",
-        re.compile(r"conv(?!ert)|implicit_gemm|winograd|igemm_(fwd|bwd|wrw)|dgrad|wgrad|fprop|miopen|xmma_fprop", re.IGNORECASE),
+        re.compile(
+            r"conv(?!ert)|implicit_gemm|winograd|igemm_(fwd|bwd|wrw)|dgrad|wgrad|fprop|miopen|xmma_fprop", re.IGNORECASE
+        ),
     ),
     (
         "product",
@@ -35,10 +40,16 @@ _KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
             re.IGNORECASE,
         ),
     ),
-    ("reduction", re.compile(r"reduce|softmax|layer_?norm|rms_?norm|batch_?norm|_norm|cunn_|triton_(red|per)", re.IGNORECASE)),
+    (
+        "reduction",
+        re.compile(r"reduce|softmax|layer_?norm|rms_?norm|batch_?norm|_norm|cunn_|triton_(red|per)", re.IGNORECASE),
+    ),
     (
         "elementwise",
-        re.compile(r"elementwise|triton_poi|pointwise|copy|CatArray|fill|dropout|index|gather|scatter|cat_|embedding", re.IGNORECASE),
+        re.compile(
+            r"elementwise|triton_poi|pointwise|copy|CatArray|fill|dropout|index|gather|scatter|cat_|embedding",
+            re.IGNORECASE,
+        ),
     ),
 )
 

@@ -23,10 +23,23 @@ from shardway.watch.trace.kernels import Kind, find_kind, find_op_kind, uses_mat
 from shardway.watch.trace.timeline import Timeline, find_parents
 
 _DTYPES: dict[str, tuple[str, int]] = {
-    **{"float": ("fp32", 4), "float32": ("fp32", 4), "double": ("fp64", 8), "half": ("fp16", 2), "bfloat16": ("bf16", 2)},
-    **{"long": ("int64", 8), "int": ("int32", 4), "bool": ("bool", 1), "unsigned char": ("uint8", 1), "char": ("int8", 1)},
-    **{"signed char": ("int8", 1), "byte": ("uint8", 1), "long int": ("int64", 8), "short": ("int16", 2)},
-    **{"float16": ("fp16", 2), "complex<float>": ("complex64", 8), "complex<double>": ("complex128", 16)},
+    "float": ("fp32", 4),
+    "float32": ("fp32", 4),
+    "double": ("fp64", 8),
+    "half": ("fp16", 2),
+    "bfloat16": ("bf16", 2),
+    "long": ("int64", 8),
+    "int": ("int32", 4),
+    "bool": ("bool", 1),
+    "unsigned char": ("uint8", 1),
+    "char": ("int8", 1),
+    "signed char": ("int8", 1),
+    "byte": ("uint8", 1),
+    "long int": ("int64", 8),
+    "short": ("int16", 2),
+    "float16": ("fp16", 2),
+    "complex<float>": ("complex64", 8),
+    "complex<double>": ("complex128", 16),
 }
 
 
@@ -122,7 +135,8 @@ def _of_device(timeline: Timeline) -> list[Operator]:
     dims, types = np.where(known, trace.dims[op], -1), np.where(known, trace.types[op], -1)
     extra = np.where(known, trace.extra[op], -1)
     alone = np.where(known, 0, trace.category[rows].astype(np.int64))
-    first, inverse = _group([name, dims, types, extra, alone])
+    updates = timeline.is_optimizer[here]
+    first, inverse = _group([name, dims, types, extra, alone, updates.astype(np.int64)])
     steps = len(timeline.kept)
     total = np.bincount(inverse, trace.duration[rows])
     kernels = np.bincount(inverse)
@@ -143,6 +157,7 @@ def _of_device(timeline: Timeline) -> list[Operator]:
         used = sum(each for each, unit in zip(spent, units, strict=True) if unit)
         op_name = trace.names[name[row]]
         kind = (find_op_kind(op_name) if known[row] else None) or _kind_of(names, spent)
+        kind = "optimizer" if updates[row] else kind
         biggest = rows[mine][which == top]
         found.append(
             Operator(
@@ -298,7 +313,9 @@ def count_work(operator: Operator) -> tuple[float | None, float | None]:
     largest = max(tensors)
     writes_nothing_new = operator.name.endswith("_") or "copy_" in operator.name
     inputs = sum(count * size for count, size in tensors)
-    return None, float(inputs + (0 if "copy_" in operator.name else largest[0] * largest[1] if not writes_nothing_new else 0))
+    return None, float(
+        inputs + (0 if "copy_" in operator.name else largest[0] * largest[1] if not writes_nothing_new else 0)
+    )
 
 
 def _size_of(dtype: str) -> int:
@@ -320,7 +337,11 @@ def _product_shape(name: str, shapes: tuple[Any, ...]) -> tuple[int, int, int, i
         return (1, one[0], other[1], one[1]) if one[1] == other[0] else None
     if len(one) >= 3 and len(other) == len(one) and one[-1] == other[-2]:
         return math.prod(one[:-2]), one[-2], other[-1], one[-1]
-    return (1, math.prod(one[:-1]), other[-1], one[-1]) if len(one) >= 3 and len(other) == 2 and one[-1] == other[0] else None
+    return (
+        (1, math.prod(one[:-1]), other[-1], one[-1])
+        if len(one) >= 3 and len(other) == 2 and one[-1] == other[0]
+        else None
+    )
 
 
 _BACKWARD = re.compile(r"backward|_bwd")
@@ -389,7 +410,7 @@ def _read_convolution(concrete: str, space: int) -> tuple[list[int], list[int], 
 
 
 def _count_experts(shapes: list[Any], item: int) -> tuple[float, float] | None:
-    """Gated experts in one kernel: tokens x hidden, experts x 2 inner x hidden, experts x hidden x inner, tokens x k."""
+    """Gated experts of a kernel: tokens x hidden, experts x 2 inner x hidden, experts x hidden x inner, tokens x k."""
     threes, twos = [each for each in shapes if len(each) == 3], [each for each in shapes if len(each) == 2]
     if len(threes) < 2 or len(twos) < 2 or threes[0][0] != threes[1][0]:
         return None
@@ -398,5 +419,3 @@ def _count_experts(shapes: list[Any], item: int) -> tuple[float, float] | None:
     weights = math.prod(threes[0][1:]) + math.prod(threes[1][1:])
     used = min(experts, tokens * chosen)
     return 2.0 * tokens * chosen * weights, float(item * (used * weights + 2 * tokens * hidden))
-
-

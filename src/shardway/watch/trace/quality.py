@@ -17,7 +17,9 @@ from shardway.watch.trace import intervals
 from shardway.watch.trace.reader import ANNOTATION, KERNEL, OP, OTHER, OVERHEAD, PROFILER, PYTHON, RUNTIME
 from shardway.watch.trace.timeline import Timeline, find_named
 
-PROFILE_AGAIN = "profile again: a `schedule` with wait=1, warmup=2, active=5, `record_shapes=True`, CPU and CUDA activities"
+PROFILE_AGAIN = (
+    "profile again: a `schedule` with wait=1, warmup=2, active=5, `record_shapes=True`, CPU and CUDA activities"
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class CaptureFault:
 _GRAPH_LAUNCH = re.compile(r"GraphLaunch")
 _GRAPH_CAPTURE = re.compile(r"StreamBeginCapture|StreamEndCapture|GraphInstantiate")
 _KERNEL_LAUNCH = re.compile(r"LaunchKernel|LaunchCooperative")
-_COMPILING = re.compile(r"_compile\.compile_inner|compile_fx_inner|inductor_compile|InstructionTranslator\.run|compile_file")
+_COMPILING = re.compile(
+    r"_compile\.compile_inner|compile_fx_inner|inductor_compile|InstructionTranslator\.run|compile_file"
+)
 _CLOCK_US = 100.0
 
 
@@ -66,7 +70,10 @@ def _judge_file(timeline: Timeline) -> list[CaptureFault]:
         do = "if they are many, profile again; a file that was edited or merged has such events"
         found.append(CaptureFault("malformed-event", what, do, "problem"))
     if timeline.overlong:
-        what = f"{timeline.overlong} device events cover many others of their own stream and are left out: {timeline.overlong_sample}"
+        what = (
+            f"{timeline.overlong} device events cover many others of their own stream and are left out:"
+            f" {timeline.overlong_sample}"
+        )
         found.append(CaptureFault("impossible-event", what, "profile again if there are more of them", "problem"))
     if faults.unpaired:
         what = f"{faults.unpaired:,} begin and end events are not read: torch's profiler writes none"
@@ -75,7 +82,9 @@ def _judge_file(timeline: Timeline) -> list[CaptureFault]:
         do = "export in `on_trace_ready`, or after `prof.stop()`; with a `schedule`, call `prof.step()` after each step"
         found.append(CaptureFault("no-events", "the trace holds no event with a duration", do, "fatal"))
     elif set(np.unique(trace.category)) <= {OTHER, PROFILER}:
-        what = "no event has a category of torch's profiler: this is another tool's trace, and its events are not judged"
+        what = (
+            "no event has a category of torch's profiler: this is another tool's trace, and its events are not judged"
+        )
         found.append(CaptureFault("not-torch", what, "name a trace that torch's profiler wrote", "fatal"))
     return found
 
@@ -85,14 +94,23 @@ def _judge_kind(timeline: Timeline) -> list[CaptureFault]:
     trace, found = timeline.trace, []
     if timeline.step_processes > 1 or _counts_several_ranks(timeline):
         count = max(timeline.step_processes, len(np.unique(trace.process[trace.of(OP)])))
-        what = f"{count} processes are in one file: the traces of several ranks were merged, and their events cannot be told apart"
+        what = (
+            f"{count} processes are in one file: the traces of several ranks were merged, and their events cannot be"
+            " told apart"
+        )
         do = "give the file of each rank: `shardway trace RANK0.json RANK1.json ...`"
         found.append(CaptureFault("merged-ranks", what, do, "fatal"))
     launches = timeline.named(_KERNEL_LAUNCH, RUNTIME)
     if not timeline.on_device and len(trace.start):
         if len(launches):
-            what = f"{len(launches):,} kernels were launched and none was recorded: the profiler could not read the device's activity"
-            do = "let it: CUPTI must be found and permitted (NVreg_RestrictProfilingToAdminUsers=0), and no other profiler attached"
+            what = (
+                f"{len(launches):,} kernels were launched and none was recorded: the profiler could not read the"
+                " device's activity"
+            )
+            do = (
+                "let it: CUPTI must be found and permitted (NVreg_RestrictProfilingToAdminUsers=0), and no other"
+                " profiler attached"
+            )
             found.append(CaptureFault("no-kernels", what, do, "problem"))
         elif _device_names(timeline):
             what = f"no device event, although the machine has {_device_names(timeline)[0]}: only the CPU was recorded"
@@ -102,8 +120,13 @@ def _judge_kind(timeline: Timeline) -> list[CaptureFault]:
             what = "no device event: the breakdown is that of operators on the CPU"
             found.append(CaptureFault("no-kernels", what, "if a GPU was used, add `ProfilerActivity.CUDA`", "note"))
     if timeline.on_device and not len(trace.of(OP)):
-        what = "kernels without operators: only the device was recorded, so shapes, operators and causes of idle time are missing"
-        found.append(CaptureFault("no-operators", what, "add `ProfilerActivity.CPU` to the profiler's activities", "note"))
+        what = (
+            "kernels without operators: only the device was recorded, so shapes, operators and causes of idle time"
+            " are missing"
+        )
+        found.append(
+            CaptureFault("no-operators", what, "add `ProfilerActivity.CPU` to the profiler's activities", "note")
+        )
     ops = trace.of(OP)
     if len(ops) and not (trace.dims[ops] >= 0).any():
         what = "operators have no shapes: arithmetic, alignment and shares of peaks cannot be given"
@@ -141,25 +164,36 @@ def _judge_device(timeline: Timeline, part: Accelerator | None, gpu: str) -> lis
         wrong = int((early > 1.0).sum())
         if wrong > max(3, 0.01 * linked.sum()) or float(early.max()) > _CLOCK_US:
             what = (
-                f"{wrong:,} of {int(linked.sum()):,} device events begin before their launch, by up to {early.max() / 1e3:.3g} ms:"
+                f"{wrong:,} of {int(linked.sum()):,} device events begin before their launch, by up to"
+                f" {early.max() / 1e3:.3g} ms:"
                 " the clocks of host and device disagree, so idle time has no cause"
             )
-            found.append(CaptureFault("clock-skew", what, "profile again, with a warm-up; on AMD with ROCm 6.2 or later", "problem"))
+            found.append(
+                CaptureFault(
+                    "clock-skew", what, "profile again, with a warm-up; on AMD with ROCm 6.2 or later", "problem"
+                )
+            )
     if len(trace.of(RUNTIME)) and linked.mean() < 0.9:
-        what = f"{100 * (1 - linked.mean()):.0f} % of the device events have no launch in the trace: they belong to no operator"
+        what = (
+            f"{100 * (1 - linked.mean()):.0f} % of the device events have no launch in the trace: they belong to no"
+            " operator"
+        )
         found.append(CaptureFault("unlinked-kernels", what, "let the profiler warm up for a step or two", "note"))
     launches = timeline.in_window(timeline.named(_KERNEL_LAUNCH, RUNTIME))
     launches = launches[trace.correlation[launches] >= 0]
     if len(launches) > 20:
         lost = 1 - float(np.isin(launches, timeline.launch).mean())
         if lost > 0.1 and len(timeline.devices) == 1:
-            what = f"{100 * lost:.0f} % of the launched kernels were not recorded: the profiler lost events, so idle time is false"
+            what = (
+                f"{100 * lost:.0f} % of the launched kernels were not recorded: the profiler lost events, so idle"
+                " time is false"
+            )
             found.append(CaptureFault("lost-kernels", what, "capture fewer steps", "problem"))
     return found
 
 
 def _judge_graphs(timeline: Timeline) -> list[CaptureFault]:
-    trace, found = timeline.trace, []
+    found = []
     replays = timeline.named(_GRAPH_LAUNCH, RUNTIME)
     if len(replays):
         recorded = np.isin(replays, timeline.launch)
@@ -172,18 +206,27 @@ def _judge_graphs(timeline: Timeline) -> list[CaptureFault]:
             found.append(CaptureFault("graph-replay", what, do, "problem"))
         else:
             what = f"{len(replays)} replays of a CUDA graph: their kernels belong to no operator, so shapes are missing"
-            found.append(CaptureFault("graph-replay", what, "profile a step without graphs for what belongs to operators", "note"))
+            found.append(
+                CaptureFault(
+                    "graph-replay", what, "profile a step without graphs for what belongs to operators", "note"
+                )
+            )
     captures = timeline.named(_GRAPH_CAPTURE, RUNTIME)
     if len(captures):
         what = "a CUDA graph was captured within the trace: its operators ran on the host alone, so idle time is false"
-        found.append(CaptureFault("graph-capture", what, "profile after the capture: let the warm-up be longer", "problem"))
+        found.append(
+            CaptureFault("graph-capture", what, "profile after the capture: let the warm-up be longer", "problem")
+        )
     return found
 
 
 def _judge_steps(timeline: Timeline) -> list[CaptureFault]:
     found = []
     if timeline.empty_steps:
-        what = f"{timeline.empty_steps} of {len(timeline.kept)} steps hold no work at all: averages over steps mean nothing"
+        what = (
+            f"{timeline.empty_steps} of {len(timeline.kept)} steps hold no work at all: averages over steps mean"
+            " nothing"
+        )
         do = "profile again with fewer steps and a warm-up; look whether events were lost"
         severity: Literal["fatal", "problem"] = "fatal" if 2 * timeline.empty_steps >= len(timeline.kept) else "problem"
         found.append(CaptureFault("empty-steps", what, do, severity))
@@ -191,7 +234,12 @@ def _judge_steps(timeline: Timeline) -> list[CaptureFault]:
         what = f"{timeline.zero_steps} steps have no length and are left out"
         found.append(CaptureFault("zero-steps", what, "call `prof.step()` once after each step, no more", "problem"))
     numbers = [step.number for step in timeline.steps if step.number is not None]
-    if numbers and len(numbers) > 1 and numbers != list(range(numbers[0], numbers[0] + len(numbers))) and not timeline.zero_steps:
+    if (
+        numbers
+        and len(numbers) > 1
+        and numbers != list(range(numbers[0], numbers[0] + len(numbers)))
+        and not timeline.zero_steps
+    ):
         what = f"steps are missing or repeated: {', '.join(map(str, numbers[:8]))}"
         found.append(CaptureFault("step-numbers", what, "profile consecutive steps", "problem"))
     if len(timeline.trace.start):
@@ -213,10 +261,18 @@ def _judge_profiler(timeline: Timeline) -> list[CaptureFault]:
     trace, found = timeline.trace, []
     if not len(trace.start):
         return []
-    share = intervals.measure(intervals.clip(timeline.times(trace.of(OVERHEAD)), *timeline.window)) / 1e3 / timeline.window_ms
+    share = (
+        intervals.measure(intervals.clip(timeline.times(trace.of(OVERHEAD)), *timeline.window))
+        / 1e3
+        / timeline.window_ms
+    )
     if share > 0.05:
         what = f"the profiler itself took {100 * share:.0f} % of the steps"
-        found.append(CaptureFault("profiler-overhead", what, "let it warm up, without stacks, and capture fewer steps", "problem"))
+        found.append(
+            CaptureFault(
+                "profiler-overhead", what, "let it warm up, without stacks, and capture fewer steps", "problem"
+            )
+        )
     python = len(trace.of(PYTHON))
     if python > len(trace.of(OP, RUNTIME, KERNEL)):
         what = f"{python:,} events are Python's stacks: they slow the host, so host-bound time is too high"
@@ -226,5 +282,12 @@ def _judge_profiler(timeline: Timeline) -> list[CaptureFault]:
         spent = intervals.measure(timeline.times(compiling)) / 1e3
         if spent > 0.02 * timeline.window_ms:
             what = f"{spent:.0f} ms of the kept steps are torch.compile at work"
-            found.append(CaptureFault("compiling", what, "let the warm-up be longer, or look why it compiles again (TORCH_LOGS=recompiles)", "problem"))
+            found.append(
+                CaptureFault(
+                    "compiling",
+                    what,
+                    "let the warm-up be longer, or look why it compiles again (TORCH_LOGS=recompiles)",
+                    "problem",
+                )
+            )
     return found

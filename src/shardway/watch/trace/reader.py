@@ -121,11 +121,27 @@ CATEGORIES = (
 OTHER, OP, ANNOTATION, PYTHON, RUNTIME, KERNEL, MEMCPY, MEMSET, OVERHEAD, GPU_ANNOTATION, PROFILER = range(11)
 
 _CATEGORY_OF = {
-    **{"cpu_op": OP, "operator": OP, "user_annotation": ANNOTATION, "python_function": PYTHON, "kernel": KERNEL},
-    **{"cuda_runtime": RUNTIME, "cuda_driver": RUNTIME, "runtime": RUNTIME, "xpu_runtime": RUNTIME},
-    **{"hip_runtime": RUNTIME, "xpu_driver": RUNTIME, "privateuse1_runtime": RUNTIME, "privateuse1_driver": RUNTIME},
-    **{"gpu_memcpy": MEMCPY, "memcpy": MEMCPY, "gpu_memset": MEMSET, "memset": MEMSET, "overhead": OVERHEAD},
-    **{"gpu_user_annotation": GPU_ANNOTATION, "trace": PROFILER, "concurrent_kernel": KERNEL},
+    "cpu_op": OP,
+    "operator": OP,
+    "user_annotation": ANNOTATION,
+    "python_function": PYTHON,
+    "kernel": KERNEL,
+    "cuda_runtime": RUNTIME,
+    "cuda_driver": RUNTIME,
+    "runtime": RUNTIME,
+    "xpu_runtime": RUNTIME,
+    "hip_runtime": RUNTIME,
+    "xpu_driver": RUNTIME,
+    "privateuse1_runtime": RUNTIME,
+    "privateuse1_driver": RUNTIME,
+    "gpu_memcpy": MEMCPY,
+    "memcpy": MEMCPY,
+    "gpu_memset": MEMSET,
+    "memset": MEMSET,
+    "overhead": OVERHEAD,
+    "gpu_user_annotation": GPU_ANNOTATION,
+    "trace": PROFILER,
+    "concurrent_kernel": KERNEL,
 }
 
 
@@ -307,7 +323,8 @@ def _refuse(path: Path, source: _Source) -> UserError:
     remedy = remedy or "name what `prof.export_chrome_trace(...)` or `shardway profile` wrote"
     return UserError(
         f"{path} is no trace: it is {kind}.\n"
-        "  Allowed: Chrome's trace format as torch's profiler writes it, .json or .json.gz, a list of events or \"traceEvents\".\n"
+        "  Allowed: Chrome's trace format as torch's profiler writes it, .json or .json.gz, a list of events or"
+        ' "traceEvents".\n'
         f"  To do: {remedy}."
     )
 
@@ -521,7 +538,7 @@ def _old_external(value: int | None) -> int:
 
 def _ordinal(value: int | str) -> int:
     """A stream or device; some releases of ROCm write "0x0"."""
-    if type(value) is int:
+    if isinstance(value, int):
         return _small(value)
     try:
         return _small(int(value, 0))
@@ -622,12 +639,21 @@ class _Columns:
             return found
 
         return Trace(
-            str(path),
-            start[order] - origin,
-            duration[order],
-            *(column(each) for each in (self.name, self.category, self.process, self.thread, self.correlation)),
-            *(column(each) for each in (self.external, self.device, self.stream, self.dims, self.types, self.extra)),
-            column(self.bytes),
+            path=str(path),
+            start=start[order] - origin,
+            duration=duration[order],
+            name=column(self.name),
+            category=column(self.category),
+            process=column(self.process),
+            thread=column(self.thread),
+            correlation=column(self.correlation),
+            external=column(self.external),
+            device=column(self.device),
+            stream=column(self.stream),
+            dims=column(self.dims),
+            types=column(self.types),
+            extra=column(self.extra),
+            bytes=column(self.bytes),
             names=self.names.list_values(),
             processes=self.processes.list_values(),
             threads=self.threads.list_values(),

@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -57,9 +58,17 @@ class TraceEvidence:
 
     def advise(self, rule: str, evidence: str, do: str, check: str, ms: float | None) -> Advice:
         percent = 100 * ms / self.step_ms if ms is not None and self.step_ms > 0 else None
-        severity = "problem" if percent is not None and percent >= 100 * _PROBLEM else "hint"
+        severity: Literal["problem", "hint"] = (
+            "problem" if percent is not None and percent >= 100 * _PROBLEM else "hint"
+        )
         return Advice(
-            rule, evidence, do, check, None if ms is None else round(ms, 4), None if percent is None else round(percent, 2), severity
+            rule,
+            evidence,
+            do,
+            check,
+            None if ms is None else round(ms, 4),
+            None if percent is None else round(percent, 2),
+            severity,
         )
 
 
@@ -102,10 +111,13 @@ def find_data_loader(seen: TraceEvidence) -> Iterator[Advice]:
     longest = float((waits[:, 1] - waits[:, 0]).max()) / 1e3 if len(waits) else 0.0
     yield seen.advise(
         "data-loader",
-        f"{'the device is idle' if timeline.on_device else 'nothing computes'} for {ms:.2f} ms of a step of {seen.step_ms:.2f} ms"
-        f" while the loop is in the data loader's `__next__` ({len(waits) / len(timeline.kept):.3g} a step, the longest {longest:.2f} ms)",
-        "more workers, with batches ready ahead: `DataLoader(num_workers=8, prefetch_factor=4, persistent_workers=True)`, or"
-        " `data.workers = \"auto\"`; prepare once what each epoch decodes again",
+        f"{'the device is idle' if timeline.on_device else 'nothing computes'} for {ms:.2f} ms of a step of"
+        f" {seen.step_ms:.2f} ms"
+        f" while the loop is in the data loader's `__next__` ({len(waits) / len(timeline.kept):.3g} a step, the"
+        f" longest {longest:.2f} ms)",
+        "more workers, with batches ready ahead: `DataLoader(num_workers=8, prefetch_factor=4,"
+        " persistent_workers=True)`, or"
+        ' `data.workers = "auto"`; prepare once what each epoch decodes again',
         "trace again: `data_loader` under idle falls to nearly 0",
         ms,
     )
@@ -123,9 +135,11 @@ def find_allocator(seen: TraceEvidence) -> Iterator[Advice]:
     calls = Counter(timeline.trace.names[timeline.trace.name[row]] for row in rows)
     yield seen.advise(
         "allocator",
-        f"{', '.join(f'{count / len(timeline.kept):.3g} {name}' for name, count in calls.most_common(3))} in a step: the device is idle"
+        f"{', '.join(f'{count / len(timeline.kept):.3g} {name}' for name, count in calls.most_common(3))} in a step:"
+        " the device is idle"
         f" for {ms:.2f} ms meanwhile",
-        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and leave memory free (a smaller micro-batch): near its limit the"
+        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and leave memory free (a smaller micro-batch): near"
+        " its limit the"
         " caching allocator frees and allocates again in each step",
         "trace again: no cudaMalloc or cudaFree within steps",
         ms,
@@ -153,8 +167,16 @@ def find_pageable_copies(seen: TraceEvidence) -> Iterator[Advice]:
     exposed = intervals.remove(timeline.times(rows), intervals.join(timeline.compute, timeline.communication))
     calls = calls[calls >= 0]
     waits = intervals.unite(trace.start[calls], trace.end[calls] + NEAR_US)
-    idle = sum(end - start for start, end, cause in timeline.gaps if cause == "sync" and _is_in(waits, start)) if len(waits) else 0.0
-    during = intervals.measure(intervals.intersect(intervals.clip(waits, *timeline.window), timeline.idle)) if len(waits) else 0.0
+    idle = (
+        sum(end - start for start, end, cause in timeline.gaps if cause == "sync" and _is_in(waits, start))
+        if len(waits)
+        else 0.0
+    )
+    during = (
+        intervals.measure(intervals.intersect(intervals.clip(waits, *timeline.window), timeline.idle))
+        if len(waits)
+        else 0.0
+    )
     ms = timeline.overlap_ms(exposed) + (timeline.per_step(max(idle, during)) if _trusts_idle(seen) else 0.0)
     if not seen.is_worth(ms):
         return
@@ -165,7 +187,8 @@ def find_pageable_copies(seen: TraceEvidence) -> Iterator[Advice]:
         "pageable-copy",
         f"{len(rows) / len(timeline.kept):.3g} copies of pageable memory a step, such as {trace.names[trace.name[row]]}"
         f" ({spent / 1e3:.2f} ms{speed}); nothing else runs for {ms:.2f} ms of a step",
-        "`DataLoader(pin_memory=True)` and `.to(device, non_blocking=True)`; tensors made on the host: make them on the device",
+        "`DataLoader(pin_memory=True)` and `.to(device, non_blocking=True)`; tensors made on the host: make them on"
+        " the device",
         "trace again: the copies read Pinned, beside kernels",
         ms,
     )
@@ -176,7 +199,9 @@ def _is_in(times: np.ndarray, at: float) -> bool:
     return place >= 0 and at < times[place, 1]
 
 
-_ASKING = re.compile(r"^aten::(item|_local_scalar_dense|nonzero|is_nonzero|equal|masked_select|unique\w*|_unique2|repeat_interleave)$")
+_ASKING = re.compile(
+    r"^aten::(item|_local_scalar_dense|nonzero|is_nonzero|equal|masked_select|unique\w*|_unique2|repeat_interleave)$"
+)
 
 
 def _askers(seen: TraceEvidence) -> Counter[str]:
@@ -192,7 +217,8 @@ def _askers(seen: TraceEvidence) -> Counter[str]:
 
 def _place_of(seen: TraceEvidence, names: Iterable[str]) -> str:
     timeline, wanted = seen.timeline, "|".join(map(re.escape, names))
-    rows = timeline.in_window(timeline.named(re.compile(rf"^({wanted})$"), OP)) if wanted else []
+    pattern = re.compile(rf"^({wanted})$" if wanted else "(?!)")
+    rows = timeline.in_window(timeline.named(pattern, OP))
     place = timeline.find_place(int(rows[0])) if len(rows) else ""
     return f" ({place})" if place else ""
 
@@ -204,8 +230,9 @@ def find_host_syncs(seen: TraceEvidence) -> Iterator[Advice]:
     per_step = {name: count / len(timeline.kept) for name, count in asked.items()}
     words = ", ".join(f"{count:.3g} {name}" for name, count in sorted(per_step.items(), key=lambda each: -each[1])[:3])
     do = (
-        "keep values on the device (log every N steps; `torch.where` for `nonzero` and masks; `.to(non_blocking=True)`);"
-        " find the lines with `torch.cuda.set_sync_debug_mode(\"warn\")`"
+        "keep values on the device (log every N steps; `torch.where` for `nonzero` and masks;"
+        " `.to(non_blocking=True)`);"
+        ' find the lines with `torch.cuda.set_sync_debug_mode("warn")`'
     )
     check = "trace again: no synchronising call within steps, and `sync` under idle falls"
     if not timeline.on_device:
@@ -213,7 +240,9 @@ def find_host_syncs(seen: TraceEvidence) -> Iterator[Advice]:
         if often:
             rows = timeline.in_window(timeline.named(_ASKING, OP))
             ms = timeline.overlap_ms(timeline.times(rows))
-            what = f"{words} in a step{_place_of(seen, often)}: free on a CPU, on a GPU each waits for all that is queued"
+            what = (
+                f"{words} in a step{_place_of(seen, often)}: free on a CPU, on a GPU each waits for all that is queued"
+            )
             yield seen.advise("host-sync", what, do, check, ms)
         return
     if not _trusts_idle(seen):
@@ -229,8 +258,10 @@ def find_host_syncs(seen: TraceEvidence) -> Iterator[Advice]:
     longest = max(gaps, key=lambda gap: gap[1] - gap[0])
     yield seen.advise(
         "host-sync",
-        f"{called or 'waits of the host'} in a step{f', from {words}' if words else ''}{_place_of(seen, per_step)}: after them the device is"
-        f" idle for {ms:.2f} ms of a step, longest {(longest[1] - longest[0]) / 1e3:.2f} ms at {longest[0] / 1e3:.2f} ms",
+        f"{called or 'waits of the host'} in a step{f', from {words}' if words else ''}{_place_of(seen, per_step)}:"
+        " after them the device is"
+        f" idle for {ms:.2f} ms of a step, longest {(longest[1] - longest[0]) / 1e3:.2f} ms at"
+        f" {longest[0] / 1e3:.2f} ms",
         do,
         check,
         ms,
@@ -244,23 +275,32 @@ def find_launch_bound(seen: TraceEvidence) -> Iterator[Advice]:
         return
     ms = seen.breakdown.idle_causes_ms["host_bound"]
     kernels = timeline.in_window(timeline.rows[trace.category[timeline.rows] == KERNEL])
-    if not seen.is_worth(ms) or not len(kernels):
+    if not seen.is_worth(ms) or len(kernels) < (1 if timeline.marks else 20):  # too few show no steady state
         return
     durations = trace.duration[kernels]
     count, median = len(kernels) / len(timeline.kept), float(np.median(durations))
     small = float((durations < 10).mean())
     gaps = [end - start for start, end, cause in timeline.gaps if cause == "host_bound"]
-    start, end, _ = max((each for each in timeline.gaps if each[2] == "host_bound"), key=lambda gap: gap[1] - gap[0], default=(0, 0, ""))
+    start, end, _ = max(
+        (each for each in timeline.gaps if each[2] == "host_bound"), key=lambda gap: gap[1] - gap[0], default=(0, 0, "")
+    )
     evidence = (
-        f"the device waits for a launch {len(gaps) / len(timeline.kept):.3g} times a step, {ms:.2f} ms of {seen.step_ms:.2f} ms;"
+        f"the device waits for a launch {len(gaps) / len(timeline.kept):.3g} times a step, {ms:.2f} ms of"
+        f" {seen.step_ms:.2f} ms;"
         f" {count:.3g} kernels a step, median {median:.1f} us, {100 * small:.0f} % below 10 us;"
         f" longest gap {(end - start) / 1e3:.2f} ms at {start / 1e3:.2f} ms"
     )
     few = len(gaps) <= 5 * len(timeline.kept)
     if few and small < 0.5:
-        do = "look what the loop does in that gap (logging, metrics, the next batch, a save) and move it off the training thread"
+        do = (
+            "look what the loop does in that gap (logging, metrics, the next batch, a save) and move it off the"
+            " training thread"
+        )
     else:
-        do = "fewer, larger launches: `torch.compile` (`train.compile`), CUDA graphs (`mode=\"reduce-overhead\"`), a larger micro-batch"
+        do = (
+            'fewer, larger launches: `torch.compile` (`train.compile`), CUDA graphs (`mode="reduce-overhead"`),'
+            " a larger micro-batch"
+        )
     yield seen.advise("launch-bound", evidence, do, "trace again: `host_bound` under idle falls, as does the step", ms)
 
 
@@ -273,16 +313,22 @@ def find_exposed_communication(seen: TraceEvidence) -> Iterator[Advice]:
     if not seen.is_worth(ms):
         return
     hidden = 100 * (1 - ms / max(seen.breakdown.comm_ms, 1e-9))
-    rows = timeline.in_window(timeline.rows[timeline.is_communication]) if timeline.on_device else []
+    rows = timeline.in_window(timeline.rows[timeline.is_communication])
     worst = ""
     if len(rows):
         row = int(rows[np.argmax(trace.duration[rows])])
-        worst = f"; longest {trace.names[trace.name[row]][:60]}, {trace.duration[row] / 1e3:.2f} ms at {trace.start[row] / 1e3:.2f} ms"
+        worst = (
+            f"; longest {trace.names[trace.name[row]][:60]}, {trace.duration[row] / 1e3:.2f} ms at"
+            f" {trace.start[row] / 1e3:.2f} ms"
+        )
     yield seen.advise(
         "exposed-communication",
-        f"communication takes {seen.breakdown.comm_ms:.2f} ms of a step, {hidden:.0f} % of it behind computing: {ms:.2f} ms are exposed{worst}",
-        "overlap it: DDP with its buckets (`bucket_cap_mb`, no `find_unused_parameters`), FSDP with prefetch; send less often (more"
-        " micro-batches a step, `no_sync`), or in bf16; if a rank is late this is waiting: give the traces of all ranks",
+        f"communication takes {seen.breakdown.comm_ms:.2f} ms of a step, {hidden:.0f} % of it behind computing:"
+        f" {ms:.2f} ms are exposed{worst}",
+        "overlap it: DDP with its buckets (`bucket_cap_mb`, no `find_unused_parameters`), FSDP with prefetch; send"
+        " less often (more"
+        " micro-batches a step, `no_sync`), or in bf16; if a rank is late this is waiting: give the traces of all"
+        " ranks",
         "trace again: exposed communication falls while all of it stays",
         ms,
     )
@@ -315,23 +361,27 @@ def find_misaligned(seen: TraceEvidence) -> Iterator[Advice]:
         return
     seen.take(each for each, _ in wrong)
     worst, odd = max(wrong, key=lambda each: each[0].ms)
-    vocabulary = next((size for size in sorted(odd, reverse=True) if size >= 8192 and size > 4 * seen_hidden(worst)), None)
+    vocabulary = next(
+        (size for size in sorted(odd, reverse=True) if size >= 8192 and size > 4 * _smallest_side(worst)), None
+    )
     rule = "vocabulary" if vocabulary else "alignment"
     pads = ", ".join(f"{size} to {64 * math.ceil(size / 64)}" for size in dict.fromkeys(odd))
     total = sum(each.ms for each, _ in wrong)
     rate = f" at {worst.tflops:.0f} TFLOP/s" if worst.tflops else ""
     yield seen.advise(
         rule,
-        f"{len(wrong)} products with a dimension that is no multiple of {16 if worst.dtype == 'fp8' else 8} take {total:.2f} ms of a step,"
+        f"{len(wrong)} products with a dimension that is no multiple of {16 if worst.dtype == 'fp8' else 8} take"
+        f" {total:.2f} ms of a step,"
         f" most {worst.name} {worst.render_shapes()} in {worst.dtype}, {worst.ms:.2f} ms{rate}"
         + (f"; the best aligned product here has {best:.0f}" if best else ""),
-        f"pad {pads} (multiples of 64)" + (": `model.vocab` or `model.resize_token_embeddings(pad_to_multiple_of=64)`" if vocabulary else ""),
+        f"pad {pads} (multiples of 64)"
+        + (": `model.vocab` or `model.resize_token_embeddings(pad_to_multiple_of=64)`" if vocabulary else ""),
         "trace again: the product has more TFLOP/s, and its kernel's name no align1 or align2",
         ms,
     )
 
 
-def seen_hidden(operator: Operator) -> int:
+def _smallest_side(operator: Operator) -> int:
     """The smallest dimension of a product."""
     return min(operator.product[1:]) if operator.product else 0
 
@@ -346,7 +396,11 @@ def _best_rate(seen: TraceEvidence, without: list[Operator]) -> float | None:
     rates = [
         each.tflops
         for each in seen.operators
-        if each.kind == "product" and each not in without and each.tflops and each.low_precision and each.ms > 0.01 * seen.step_ms
+        if each.kind == "product"
+        and each not in without
+        and each.tflops
+        and each.low_precision
+        and each.ms > 0.01 * seen.step_ms
     ]
     return max(rates, default=None)
 
@@ -356,8 +410,12 @@ def find_no_matrix_units(seen: TraceEvidence) -> Iterator[Advice]:
     wrong = [
         each
         for each in seen.free()
-        if each.kind in ("product", "convolution") and each.low_precision and each.matrix_units is not None
-        and each.matrix_units < 0.5 and not (each.product and min(each.product[1:]) < 8) and "depthwise" not in each.top_kernel
+        if each.kind in ("product", "convolution")
+        and each.low_precision
+        and each.matrix_units is not None
+        and each.matrix_units < 0.5
+        and not (each.product and min(each.product[1:]) < 8)
+        and "depthwise" not in each.top_kernel
     ]
     ms = sum(each.ms - min(each.floor_ms or 0.0, each.ms) for each in wrong)
     if not wrong or not seen.is_worth(ms):
@@ -366,9 +424,11 @@ def find_no_matrix_units(seen: TraceEvidence) -> Iterator[Advice]:
     worst = max(wrong, key=lambda each: each.ms)
     yield seen.advise(
         "no-tensor-cores",
-        f"{len(wrong)} products in {worst.dtype} take {sum(each.ms for each in wrong):.2f} ms of a step off the matrix units, most"
+        f"{len(wrong)} products in {worst.dtype} take {sum(each.ms for each in wrong):.2f} ms of a step off the"
+        " matrix units, most"
         f" {worst.name} {worst.render_shapes()}, {worst.ms:.2f} ms in {worst.top_kernel[:60]}",
-        "contiguous tensors with dimensions that are multiples of 8 (16 in fp8); convolutions in `channels_last`; a cuBLAS that knows the GPU",
+        "contiguous tensors with dimensions that are multiples of 8 (16 in fp8); convolutions in `channels_last`; a"
+        " cuBLAS that knows the GPU",
         "trace again: the kernel's name shows matrix units (nvjet, gmma, tensorop, s16816)",
         ms,
     )
@@ -392,11 +452,20 @@ def find_fp32_products(seen: TraceEvidence) -> Iterator[Advice]:
     mixed = any(each.low_precision for each in products)
     yield seen.advise(
         "fp32-products",
-        f"{len(wrong)} products in fp32 take {spent:.2f} ms of a step{' beside others in 16 bits' if mixed else ''}, most {worst.name}"
+        f"{len(wrong)} products in fp32 take {spent:.2f} ms of a step{' beside others in 16 bits' if mixed else ''},"
+        f" most {worst.name}"
         f" {worst.render_shapes()}, {worst.ms:.2f} ms"
-        + (f"; the peak is {plain / 1e12:.0f} TFLOP/s in fp32, {fast / 1e12:.0f} in bf16" if fast and plain else "; the peaks are n/a"),
-        "compute in bf16: `train.precision = \"bf16\"` or `torch.autocast(\"cuda\", torch.bfloat16)`"
-        + (" around these too (look for `.float()`)" if mixed else "; at least TF32: `torch.set_float32_matmul_precision(\"high\")`"),
+        + (
+            f"; the peak is {plain / 1e12:.0f} TFLOP/s in fp32, {fast / 1e12:.0f} in bf16"
+            if fast and plain
+            else "; the peaks are n/a"
+        ),
+        'compute in bf16: `train.precision = "bf16"` or `torch.autocast("cuda", torch.bfloat16)`'
+        + (
+            " around these too (look for `.float()`)"
+            if mixed
+            else '; at least TF32: `torch.set_float32_matmul_precision("high")`'
+        ),
         "trace again: these operators have bf16 inputs, or their kernels read tf32",
         ms,
     )
@@ -429,16 +498,15 @@ def find_few_tiles(seen: TraceEvidence) -> Iterator[Advice]:
     seen.take(each for each, _, _ in wrong)
     yield seen.advise(
         "few-tiles",
-        f"{len(wrong)} products fill the device's {processors} processors in part, most {worst.name} {worst.render_shapes()}:"
+        f"{len(wrong)} products fill the device's {processors} processors in part, most {worst.name}"
+        f" {worst.render_shapes()}:"
         f" {tiles} tiles, {100 * use:.0f} % of the last wave used, {worst.ms:.2f} ms",
-        "larger products: a larger micro-batch, merged projections (QKV, gate and up), dimensions whose tiles are a multiple of the"
+        "larger products: a larger micro-batch, merged projections (QKV, gate and up), dimensions whose tiles are a"
+        " multiple of the"
         f" {processors} processors",
         "trace again: the product has more TFLOP/s",
         ms,
     )
-
-
-
 
 
 def find_slow_attention(seen: TraceEvidence) -> Iterator[Advice]:
@@ -448,15 +516,22 @@ def find_slow_attention(seen: TraceEvidence) -> Iterator[Advice]:
     pairs = [
         each
         for each in seen.free()
-        if "softmax" in each.name and "log_softmax" not in each.name and each.shapes and isinstance(each.shapes[0], list)
-        and len(each.shapes[0]) >= 3 and all(isinstance(n, int) for n in each.shapes[0]) and each.shapes[0][-1] >= 64
+        if "softmax" in each.name
+        and "log_softmax" not in each.name
+        and each.shapes
+        and isinstance(each.shapes[0], list)
+        and len(each.shapes[0]) >= 3
+        and all(isinstance(n, int) for n in each.shapes[0])
+        and each.shapes[0][-1] >= 64
     ]
     lengths = {tuple(each.shapes[0][-2:]) for each in pairs}
     products = [
         each
         for each in seen.free()
-        if each.kind == "product" and each.name in ("aten::bmm", "aten::baddbmm", "aten::matmul")
-        and each.product and any(set(shape) <= set(each.product[1:]) for shape in lengths)
+        if each.kind == "product"
+        and each.name in ("aten::bmm", "aten::baddbmm", "aten::matmul")
+        and each.product
+        and any(set(shape) <= set(each.product[1:]) for shape in lengths)
     ]
     if not pairs or not products:
         return
@@ -471,9 +546,10 @@ def find_slow_attention(seen: TraceEvidence) -> Iterator[Advice]:
     worst = max(pairs, key=lambda each: each.ms)
     yield seen.advise(
         "attention-math",
-        f"attention runs as products and a softmax over all pairs: {spent:.2f} ms of a step, softmax {worst.render_shapes()} {worst.ms:.2f} ms",
-        "`torch.nn.functional.scaled_dot_product_attention` (`attn_implementation=\"sdpa\"`), with a mask it takes (`is_causal`, or"
-        " FlexAttention)",
+        f"attention runs as products and a softmax over all pairs: {spent:.2f} ms of a step, softmax"
+        f" {worst.render_shapes()} {worst.ms:.2f} ms",
+        '`torch.nn.functional.scaled_dot_product_attention` (`attn_implementation="sdpa"`), with a mask it takes'
+        " (`is_causal`, or FlexAttention)",
         "trace again: _scaled_dot_product_flash_attention or _cudnn_attention instead of bmm and softmax",
         ms,
     )
@@ -483,7 +559,11 @@ def find_attention_backend(seen: TraceEvidence) -> Iterator[Advice]:
     """FlashAttention 2 on Hopper, where cuDNN's is faster."""
     if not seen.part or not re.search(r"H100|H200|GH200|H800", seen.part.name):
         return
-    slow = [each for each in seen.free() if each.kind == "attention" and "flash_attention" in each.name and "pytorch_flash" in each.top_kernel]
+    slow = [
+        each
+        for each in seen.free()
+        if each.kind == "attention" and "flash_attention" in each.name and "pytorch_flash" in each.top_kernel
+    ]
     spent = sum(each.ms for each in slow)
     ms = spent * (1 - 310 / 499)  # pytorch pull request 138522: backward at 4096, head width 128
     if not slow or not seen.is_worth(ms):
@@ -491,7 +571,8 @@ def find_attention_backend(seen: TraceEvidence) -> Iterator[Advice]:
     seen.take(slow)
     yield seen.advise(
         "attention-backend",
-        f"attention takes {spent:.2f} ms of a step in FlashAttention 2 ({slow[0].top_kernel[:40]}); on this GPU cuDNN's has up to 1.6 times the rate",
+        f"attention takes {spent:.2f} ms of a step in FlashAttention 2 ({slow[0].top_kernel[:40]}); on this GPU"
+        " cuDNN's has up to 1.6 times the rate",
         "torch 2.11 or later with its own cuDNN 9.15 or later (a cluster's module may shadow it: `shardway doctor`), or"
         " `sdpa_kernel([SDPBackend.CUDNN_ATTENTION, ...], set_priority=True)`",
         "trace again: _scaled_dot_product_cudnn_attention",
@@ -528,16 +609,26 @@ def describe_optimizer(timeline: Timeline) -> dict[str, float | str] | None:
         kernels, busy = len(mine), timeline.times(mine)
         if kind == "single" and any("multi_tensor" in trace.names[trace.name[row]] for row in mine[:50]):
             kind = "foreach"
-        wall = intervals.unite(*_bounds(trace.start[mine], trace.end[mine], span, launched[np.isin(timeline.rows, mine)]))
+        wall = intervals.unite(
+            *_bounds(trace.start[mine], trace.end[mine], span, launched[np.isin(timeline.rows, mine)])
+        )
         ms, busy_ms = timeline.overlap_ms(wall), timeline.overlap_ms(busy)
     else:
         kernels, ms = count, timeline.overlap_ms(span)
         busy_ms = ms
     steps = len(timeline.kept)
-    return {"kind": kind, "ms": round(ms, 4), "busy_ms": round(busy_ms, 4), "kernels": kernels / steps, "steps": len(spans) / steps}
+    return {
+        "kind": kind,
+        "ms": round(ms, 4),
+        "busy_ms": round(busy_ms, 4),
+        "kernels": kernels / steps,
+        "steps": len(spans) / steps,
+    }
 
 
-def _bounds(start: np.ndarray, end: np.ndarray, span: np.ndarray, launched: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _bounds(
+    start: np.ndarray, end: np.ndarray, span: np.ndarray, launched: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """From the first to the last device event of each span of the host."""
     lows, highs = [], []
     for low, high in span:
@@ -563,7 +654,8 @@ def find_unfused_optimizer(seen: TraceEvidence) -> Iterator[Advice]:
     unit = "kernels" if seen.timeline.on_device else "operators"
     yield seen.advise(
         "optimizer",
-        f"{name} takes {ms:.2f} ms of a step in {kernels / steps:.0f} {unit} ({found['kind']}); a fused one reads and writes each tensor once",
+        f"{name} takes {ms:.2f} ms of a step in {kernels / steps:.0f} {unit} ({found['kind']}); a fused one reads"
+        " and writes each tensor once",
         "`torch.optim.AdamW(..., fused=True)` (`optimizer.fused`); without it at least `foreach=True`",
         f"trace again: _fused_ operators in {name}, and a shorter step",
         ms,
@@ -602,7 +694,7 @@ def find_recompute(seen: TraceEvidence) -> Iterator[Advice]:
     yield seen.advise(
         "recompute",
         f"{ms:.2f} ms of a step are forward operators that run again within backward (activation checkpointing)",
-        "if memory is free, recompute less: `parallel.recompute = \"selective\"` or \"off\", or every second block",
+        'if memory is free, recompute less: `parallel.recompute = "selective"` or "off", or every second block',
         "trace again: the step is shorter; look at the peak of memory",
         ms,
     )
@@ -616,9 +708,16 @@ def find_needless_casts(seen: TraceEvidence) -> Iterator[Advice]:
     if not seen.timeline.on_device:
         return
     wrong = [
-        each for each in seen.free() if _CAST.match(each.name) and each.kind != "other" and "Memcpy Hto" not in each.top_kernel and "Memcpy Dto" not in each.top_kernel
+        each
+        for each in seen.free()
+        if _CAST.match(each.name)
+        and each.kind != "other"
+        and "Memcpy Hto" not in each.top_kernel
+        and "Memcpy Dto" not in each.top_kernel
     ]
-    casts = [each for each in wrong if len({dtype for dtype in each.dtypes if dtype in ("fp32", "fp16", "bf16", "fp8")}) > 1]
+    casts = [
+        each for each in wrong if len({dtype for dtype in each.dtypes if dtype in ("fp32", "fp16", "bf16", "fp8")}) > 1
+    ]
     ms = sum(each.ms for each in casts)
     if not casts or ms < 0.05 * seen.step_ms:
         return
@@ -626,8 +725,10 @@ def find_needless_casts(seen: TraceEvidence) -> Iterator[Advice]:
     worst = max(casts, key=lambda each: each.ms)
     yield seen.advise(
         "casts",
-        f"casts take {ms:.2f} ms of a step, most {worst.name} {worst.render_shapes()} ({'/'.join(dict.fromkeys(filter(None, worst.dtypes)))}), {worst.calls:.3g} a step",
-        "hold the parameters in the type they are used in (FSDP mixed precision, `.to(torch.bfloat16)`) rather than cast them in each"
+        f"casts take {ms:.2f} ms of a step, most {worst.name} {worst.render_shapes()}"
+        f" ({'/'.join(dict.fromkeys(filter(None, worst.dtypes)))}), {worst.calls:.3g} a step",
+        "hold the parameters in the type they are used in (FSDP mixed precision, `.to(torch.bfloat16)`) rather than"
+        " cast them in each"
         " forward; or let `torch.compile` fuse the casts",
         "trace again: fewer aten::_to_copy and copy_",
         ms,
@@ -641,16 +742,21 @@ def find_unfused(seen: TraceEvidence) -> Iterator[Advice]:
     """Element by element in many kernels."""
     if not seen.timeline.on_device or any("triton_poi" in name for name in seen.timeline.trace.names):
         return
-    simple = [each for each in seen.free() if each.kind in ("elementwise", "reduction") and each.ms > 0 and "_foreach" not in each.name]
+    simple = [
+        each
+        for each in seen.free()
+        if each.kind in ("elementwise", "reduction") and each.ms > 0 and "_foreach" not in each.name
+    ]
     spent, calls = sum(each.ms for each in simple), sum(each.calls for each in simple)
-    if spent < 0.25 * seen.step_ms or calls < 8:
+    if spent < 0.15 * seen.step_ms or calls < 8:
         return
     floor = sum(min(each.floor_ms or 0.0, each.ms) for each in simple)
     worst = max(simple, key=lambda each: each.ms)
     ms = max(spent - floor / 2, 0.0)  # a fused chain of two reads and writes half as much
     yield seen.advise(
         "unfused",
-        f"{calls:.0f} operators that go element by element take {spent:.2f} ms of a step, most {worst.name} {worst.render_shapes()} {worst.ms:.2f} ms",
+        f"{calls:.0f} operators that go element by element take {spent:.2f} ms of a step, most {worst.name}"
+        f" {worst.render_shapes()} {worst.ms:.2f} ms",
         "`torch.compile` (`train.compile`), which fuses them; fused norms, rotary embeddings and losses",
         "trace again: triton kernels instead, and a shorter step",
         ms,
@@ -660,22 +766,38 @@ def find_unfused(seen: TraceEvidence) -> Iterator[Advice]:
 def find_slow_operator(seen: TraceEvidence) -> Iterator[Advice]:
     """The operator that loses most against what the device could do with its shapes."""
     candidates = [
-        each for each in seen.free() if each.floor_ms is not None and each.kind not in ("communication", "optimizer") and each.floor_ms < 0.45 * each.ms
+        each
+        for each in seen.free()
+        if each.floor_ms is not None
+        and each.kind not in ("communication", "optimizer")
+        and each.floor_ms < 0.45 * each.ms
+        and not each.top_kernel.startswith("Mem")
     ]
-    experts = [each for each in seen.free() if "moe" in each.name.lower() and each.bytes and each.flop and each not in candidates]
+    experts = [
+        each
+        for each in seen.free()
+        if "moe" in each.name.lower() and each.bytes and each.flop and each.floor_ms is None
+    ]
     if not candidates and not experts:
         return
-    worst = max(candidates or experts, key=lambda each: each.ms - (each.floor_ms or 0.0))
+    worst = max([*candidates, *experts], key=lambda each: each.ms - (each.floor_ms or 0.0))
     ms = worst.ms - worst.floor_ms if worst.floor_ms is not None else None
     if not seen.is_worth(ms if ms is not None else worst.ms):
         return
     reason, do = _explain(worst, seen)
-    shares = [f"{100 * worst.flop_share:.0f} % of the peak in {worst.dtype}" for _ in (0,) if worst.flop_share is not None]
-    shares += [f"{100 * worst.byte_share:.0f} % of the memory's bandwidth" for _ in (0,) if worst.byte_share is not None]
+    shares = [
+        f"{100 * worst.flop_share:.0f} % of the peak in {worst.dtype}" for _ in (0,) if worst.flop_share is not None
+    ]
+    shares += [
+        f"{100 * worst.byte_share:.0f} % of the memory's bandwidth" for _ in (0,) if worst.byte_share is not None
+    ]
     seen.take([worst])
     yield seen.advise(
-        f"slow-{worst.kind}" if worst.kind in ("product", "attention", "convolution", "elementwise", "reduction") else "slow-operator",
-        f"{worst.name} {worst.render_shapes()} takes {worst.ms:.2f} ms of a step with {', '.join(shares) or 'shares of peaks n/a'}: {reason}",
+        f"slow-{worst.kind}"
+        if worst.kind in ("product", "attention", "convolution", "elementwise", "reduction")
+        else "slow-operator",
+        f"{worst.name} {worst.render_shapes()} takes {worst.ms:.2f} ms of a step with"
+        f" {', '.join(shares) or 'shares of peaks n/a'}: {reason}",
         do,
         "trace again: the operator has a larger share of a peak",
         ms,
@@ -684,24 +806,41 @@ def find_slow_operator(seen: TraceEvidence) -> Iterator[Advice]:
 
 def _explain(operator: Operator, seen: TraceEvidence) -> tuple[str, str]:
     """Why an operator may be far from the peaks, and what to do."""
-    shapes = [shape for shape in operator.shapes if isinstance(shape, list) and shape and all(isinstance(n, int) for n in shape)]
+    shapes = [
+        shape
+        for shape in operator.shapes
+        if isinstance(shape, list) and shape and all(isinstance(n, int) for n in shape)
+    ]
     if operator.kind == "product" and operator.product:
-        batches, m, n, k = operator.product
+        _, m, n, k = operator.product
         if min(m, n, k) <= 64:
             return (
                 f"a dimension of {min(m, n, k)} makes it memory-bound",
-                "fuse it with its neighbours (`torch.compile`), merge it with products of the same input, or widen that dimension",
+                "fuse it with its neighbours (`torch.compile`), merge it with products of the same input, or widen"
+                " that dimension",
             )
-        return "its shapes suit no fast kernel", "try `torch.compile(mode=\"max-autotune\")`, dimensions in multiples of 128, a newer cuBLAS"
+        return (
+            "its shapes suit no fast kernel",
+            'try `torch.compile(mode="max-autotune")`, dimensions in multiples of 128, a newer cuBLAS',
+        )
     if operator.kind == "attention":
         four = [shape for shape in shapes if len(shape) == 4]
         width = four[0][-1] if four else 0
         length = max(sorted(four[0])[-1], 1) if four else 0
         if width and width not in (64, 128):
-            return f"heads of width {width}, for which kernels are slower than for 64 and 128", "heads of width 128 (64), or a kernel made for this width"
+            return (
+                f"heads of width {width}, for which kernels are slower than for 64 and 128",
+                "heads of width 128 (64), or a kernel made for this width",
+            )
         if four and max(four[0][1:3]) <= 512:
-            return f"sequences of {max(four[0][1:3])} are short: starting costs more than computing", "longer or packed sequences (varlen attention), a larger batch"
-        return f"{length} positions in a kernel far below its peak", "another backend (cuDNN, FlashAttention 3, FlexAttention; on AMD the CK or aiter kernels)"
+            return (
+                f"sequences of {max(four[0][1:3])} are short: starting costs more than computing",
+                "longer or packed sequences (varlen attention), a larger batch",
+            )
+        return (
+            f"{length} positions in a kernel far below its peak",
+            "another backend (cuDNN, FlashAttention 3, FlexAttention; on AMD the CK or aiter kernels)",
+        )
     if operator.kind == "convolution" and len(shapes) >= 2:
         return _explain_convolution(operator, shapes)
     if "moe" in operator.name.lower():
@@ -710,10 +849,16 @@ def _explain(operator: Operator, seen: TraceEvidence) -> tuple[str, str]:
         chosen = shapes[-1][-1] if shapes else 1
         each = tokens * chosen / max(experts, 1)
         if each < 64:
-            return f"{each:.3g} tokens an expert: reading the {experts} experts' weights bounds it", "more tokens a step, fewer experts a device (expert parallelism)"
+            return (
+                f"{each:.3g} tokens an expert: reading the {experts} experts' weights bounds it",
+                "more tokens a step, fewer experts a device (expert parallelism)",
+            )
         return f"{each:.3g} tokens an expert", "grouped products tuned for these shapes; balance the experts"
     if operator.kind in ("elementwise", "reduction"):
-        return "it moves memory, and not as fast as the memory does", "let `torch.compile` fuse it; contiguous tensors; a newer torch for this GPU"
+        return (
+            "it moves memory, and not as fast as the memory does",
+            "let `torch.compile` fuse it; contiguous tensors; a newer torch for this GPU",
+        )
     return "it is far from what its shapes need", "look at its kernels in the trace"
 
 
@@ -721,18 +866,27 @@ def _explain_convolution(operator: Operator, shapes: list[list[int]]) -> tuple[s
     image, weight = shapes[:2]
     kernel = weight[2:]
     if weight[1] == 1 and weight[0] >= image[1] > 1:
-        return "depthwise: one channel a group leaves matrix units without work", "`channels_last`, a fused kernel, or groups of 8 channels and more"
+        return (
+            "depthwise: one channel a group leaves matrix units without work",
+            "`channels_last`, a fused kernel, or groups of 8 channels and more",
+        )
     if "True" in operator.concrete:
         return "transposed", "upsample and convolve, or `channels_last` with channels in multiples of 64"
     if image[1] % 8:
         return f"{image[1]} channels are no multiple of 8", "pad the channels to 8 (or space-to-depth), `channels_last`"
     numbers = re.findall(r"\d+", operator.concrete)
     if len(numbers) >= 3 * len(kernel) and any(int(each) > 1 for each in numbers[2 * len(kernel) : 3 * len(kernel)]):
-        return "dilated: few kernels are made for it", "`torch.backends.cudnn.benchmark = True`, or a strided and dense one"
+        return (
+            "dilated: few kernels are made for it",
+            "`torch.backends.cudnn.benchmark = True`, or a strided and dense one",
+        )
     if set(kernel) == {1}:
         return "pointwise: it is a product of matrices", "`channels_last`, so that it runs as one, or a Linear"
     if len(set(kernel)) > 1:
-        return f"an asymmetric kernel ({'x'.join(map(str, kernel))})", "`torch.backends.cudnn.benchmark = True`; a square kernel or one product of unfolded patches"
+        return (
+            f"an asymmetric kernel ({'x'.join(map(str, kernel))})",
+            "`torch.backends.cudnn.benchmark = True`; a square kernel or one product of unfolded patches",
+        )
     if max(image[2:]) <= 8:
         return f"images of {'x'.join(map(str, image[2:]))} give few tiles", "a larger batch, `channels_last`"
     return "its layout or algorithm is slow", "`channels_last`, bf16, `torch.backends.cudnn.benchmark = True`"
@@ -749,12 +903,12 @@ RULES: tuple[Rule, ...] = (
     find_no_matrix_units,
     find_few_tiles,
     find_slow_attention,
+    find_needless_casts,
+    find_unfused,
     find_slow_operator,
     find_fp32_products,
     find_attention_backend,
     find_unfused_optimizer,
     find_recompute,
-    find_needless_casts,
-    find_unfused,
 )
 """Specific ones before those that take what is left."""

@@ -26,7 +26,9 @@ _CAUSES = {
 }
 
 
-def render_analysis(ranks: Sequence[TraceAnalysis], comparison: dict[str, Any] | None = None, *, operators: int = 10) -> str:
+def render_analysis(
+    ranks: Sequence[TraceAnalysis], comparison: dict[str, Any] | None = None, *, operators: int = 10
+) -> str:
     """One or several traces, and what changed against another one."""
     facts = merge_ranks(ranks)
     lines = [*_render_head(facts, ranks), *_render_quality(facts)]
@@ -44,7 +46,11 @@ def _render_head(facts: dict[str, Any], ranks: Sequence[TraceAnalysis]) -> list[
     dropped = facts["steps_seen"] - facts["steps"]
     steps = f"{facts['steps']} step{'s' * (facts['steps'] != 1)}" if facts["step_marks"] else "the capture as one step"
     left = f", {dropped} at the edges left out" if dropped else ""
-    return [title, f"  device      {facts['gpu'] or 'n/a'}{part}", f"  steps       {steps}{left}, {facts['step_ms']:.2f} ms on average"]
+    return [
+        title,
+        f"  device      {facts['gpu'] or 'n/a'}{part}",
+        f"  steps       {steps}{left}, {facts['step_ms']:.2f} ms on average",
+    ]
 
 
 def _render_quality(facts: dict[str, Any]) -> list[str]:
@@ -76,11 +82,14 @@ def _render_ranks(facts: dict[str, Any]) -> list[str]:
         name = f"rank {each['rank']}" if each["rank"] is not None else each["file"][-24:]
         parts = each["breakdown"]
         lines.append(
-            f"  {name:24}{each['step_ms']:9.2f}{each['busy_ms']:11.2f}{parts['comm_exposed_ms']:11.2f}{parts['idle_ms']:11.2f}"
+            f"  {name:24}{each['step_ms']:9.2f}{each['busy_ms']:11.2f}"
+            f"{parts['comm_exposed_ms']:11.2f}{parts['idle_ms']:11.2f}"
         )
     spread = facts.get("arrival_spread_ms")
     if spread:
-        lines.append(f"  collectives begin {spread['per_step']:.2f} ms a step apart, one of them {spread['most']:.2f} ms")
+        lines.append(
+            f"  collectives begin {spread['per_step']:.2f} ms a step apart, one of them {spread['most']:.2f} ms"
+        )
     return lines
 
 
@@ -90,24 +99,32 @@ def _render_facts(facts: dict[str, Any]) -> list[str]:
         lines.append(f"  kernels     {facts['kernels_per_step']:.0f} a step")
     share = facts["tensor_core_share"]
     if facts["kernels_per_step"]:
-        lines.append(f"  products    {'n/a' if share is None else f'{100 * share:.0f} %'} of their time on tensor cores")
+        lines.append(
+            f"  products    {'n/a' if share is None else f'{100 * share:.0f} %'} of their time on tensor cores"
+        )
     if facts["optimizer"]:
         lines.append(f"  optimizer   {facts['optimizer']['kind']}, {facts['optimizer']['ms']:.2f} ms")
     if facts["attention"]:
         lines.append(f"  attention   {', '.join(facts['attention'][:4])}")
     if facts["recompute_ms"]:
-        lines.append(f"  recompute   {facts['recompute_ms']:.2f} ms, {100 * facts['recompute_ms'] / facts['step_ms']:.0f} %")
+        lines.append(
+            f"  recompute   {facts['recompute_ms']:.2f} ms, {100 * facts['recompute_ms'] / facts['step_ms']:.0f} %"
+        )
     return lines if len(lines) > 1 else []
 
 
 def _render_operators(facts: dict[str, Any], most: int) -> list[str]:
     if not facts["operators"]:
         return []
-    lines = ["", "Operators                                               ms    calls  TFLOP/s  of peak     TB/s  of peak"]
+    lines = [
+        "",
+        "Operators                                               ms    calls  TFLOP/s  of peak     TB/s  of peak",
+    ]
     for each in facts["operators"][:most]:
         name = f"{each['name']} {each['shapes']} {each['dtype'] or ''}".strip()
         lines.append(
-            f"  {name[:48]:48}{each['ms']:9.2f}{each['calls']:9.4g}{_number(each['tflops']):>9}{_percent(each['flop_share']):>9}"
+            f"  {name[:48]:48}{each['ms']:9.2f}{each['calls']:9.4g}"
+            f"{_number(each['tflops']):>9}{_percent(each['flop_share']):>9}"
             f"{_number(each['tb_per_s']):>9}{_percent(each['byte_share']):>9}"
         )
     return lines
@@ -126,20 +143,35 @@ def _render_advice(facts: dict[str, Any]) -> list[str]:
         return ["", "Advice: none; nothing costs 3 % of a step"]
     lines = ["", "Advice (each at most so much of a step; they overlap, do not add them up)"]
     for place, each in enumerate(facts["advice"], 1):
-        most = f", at most {each['ceiling_ms']:.2f} ms ({each['ceiling_percent']:.0f} %)" if each["ceiling_ms"] is not None else ""
-        lines += [f"  {place}. {each['rule']}{most}", f"     {each['evidence']}", f"     do: {each['do']}", f"     check: {each['check']}"]
+        most = (
+            f", at most {each['ceiling_ms']:.2f} ms ({each['ceiling_percent']:.0f} %)"
+            if each["ceiling_ms"] is not None
+            else ""
+        )
+        lines += [
+            f"  {place}. {each['rule']}{most}",
+            f"     {each['evidence']}",
+            f"     do: {each['do']}",
+            f"     check: {each['check']}",
+        ]
     return lines
 
 
 def _render_comparison(comparison: dict[str, Any]) -> list[str]:
     step = comparison["step_ms"]
     speed = comparison["speedup"]
-    verdict = "n/a" if speed is None else f"{speed:.3f} times as fast" if abs(speed - 1) >= 0.01 else "as fast as before"
+    verdict = (
+        "n/a" if speed is None else f"{speed:.3f} times as fast" if abs(speed - 1) >= 0.01 else "as fast as before"
+    )
     lines = ["", f"Against {comparison['file']}: {verdict}", f"  {'ms of a step':38}    before       now    change"]
     rows = {"step": step, **{_PARTS[name]: value for name, value in comparison["breakdown"].items()}}
-    lines += [f"  {word:38}{each['before']:10.2f}{each['now']:10.2f}{each['now'] - each['before']:+10.2f}" for word, each in rows.items()]
     lines += [
-        f"  {each['name'][:38]:38}{each['before_ms']:10.2f}{each['now_ms']:10.2f}{each['now_ms'] - each['before_ms']:+10.2f}"
+        f"  {word:38}{each['before']:10.2f}{each['now']:10.2f}{each['now'] - each['before']:+10.2f}"
+        for word, each in rows.items()
+    ]
+    lines += [
+        f"  {each['name'][:38]:38}{each['before_ms']:10.2f}{each['now_ms']:10.2f}"
+        f"{each['now_ms'] - each['before_ms']:+10.2f}"
         for each in comparison["operators"][:10]
     ]
     return lines

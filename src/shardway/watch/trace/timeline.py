@@ -11,9 +11,9 @@ Invariants:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -38,7 +38,9 @@ _DATA = re.compile(
     r"enumerate\(DataLoader\)|dataloader_next|DataLoader.*__next__|get_next_batch|dataloader\.py\(\d+\): __next__"
 )
 _SYNC = re.compile(r"Synchronize|^(cuda|hip)Memcpy$|MemcpyWithStream|^(cuda|hip)Memcpy(DtoH|HtoD|2D)$")
-_ALLOCATOR = re.compile(r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostFree|MallocManaged)$|^cuMem(Create|Map|Unmap|Release)")
+_ALLOCATOR = re.compile(
+    r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostFree|MallocManaged)$|^cuMem(Create|Map|Unmap|Release)"
+)
 _LAUNCH = re.compile(r"Launch|Memcpy|Memset|cuLaunch", re.ASCII)
 _CPU_COMMUNICATION = re.compile(r"^(gloo|mpi|ucc|nccl):|^c10d::|record_param_comms")
 
@@ -55,6 +57,9 @@ class Step:
     number: int | None
     low: float
     high: float
+    host_low: float
+    host_high: float
+    """The step on the host, which may run ahead of the device."""
 
     @property
     def ms(self) -> float:
@@ -125,10 +130,13 @@ class Timeline:
         return find_named(self.trace, pattern, *categories)
 
     def in_window(self, rows: np.ndarray) -> np.ndarray:
-        """Those that begin within the kept steps."""
+        """Those that begin within the kept steps: of the device for its events, of the host for others."""
         low, high = self.window
-        start = self.trace.start[rows]
-        return np.asarray(rows[(start >= low) & (start < high)])
+        start, last = self.trace.start[rows], self.kept[-1]
+        of_device = np.isin(self.trace.category[rows], (KERNEL, MEMCPY, MEMSET))
+        low_of = np.where(of_device, low, self.kept[0].host_low)
+        high_of = np.where(of_device, high, last.host_high)
+        return np.asarray(rows[(start >= low_of) & (start < high_of)])
 
     def times(self, rows: np.ndarray) -> np.ndarray:
         """The union of these events."""
@@ -144,6 +152,13 @@ class Timeline:
         """For each row of `rows`."""
         hits = np.array([bool(COMMUNICATION.search(name)) for name in self.trace.names], dtype=bool)
         return (self.trace.category[self.rows] == KERNEL) & hits[self.trace.name[self.rows]]
+
+    @cached_property
+    def is_optimizer(self) -> np.ndarray:
+        """For each row of `rows`: whether an optimizer's step launched it."""
+        spans = self.times(self.named(_OPTIMIZER, ANNOTATION))
+        launched = np.where(self.launch >= 0, self.trace.start[self.launch], -1.0)
+        return np.asarray(intervals.measure_within(spans, launched, launched + 0.01) > 0.005)
 
     @cached_property
     def is_copy(self) -> np.ndarray:
@@ -203,7 +218,11 @@ class Timeline:
     def gaps(self) -> list[tuple[float, float, str]]:
         """Each gap of the device in the kept steps: start, end and main cause."""
         start, end, shares = self._attribute
-        causes = np.array(CAUSES)[np.argmax(np.column_stack([shares[each] for each in CAUSES]), axis=1)] if len(start) else []
+        causes = (
+            np.array(CAUSES)[np.argmax(np.column_stack([shares[each] for each in CAUSES]), axis=1)]
+            if len(start)
+            else []
+        )
         return list(zip(start.tolist(), end.tolist(), [str(each) for each in causes], strict=True))
 
     @cached_property
@@ -235,11 +254,16 @@ class Timeline:
         launched[some] = np.where(call >= 0, self.trace.start[call], np.nan)
         is_late = np.nan_to_num(launched, nan=-np.inf) >= start
         zero = np.zeros(len(start))
-        return start, end, shares | {
-            "sync": np.where(after_wait, rest, zero),
-            "host_bound": np.where(~after_wait & is_late, rest, zero),
-            "unknown": np.where(~after_wait & ~is_late, rest, zero),
-        }
+        return (
+            start,
+            end,
+            shares
+            | {
+                "sync": np.where(after_wait, rest, zero),
+                "host_bound": np.where(~after_wait & is_late, rest, zero),
+                "unknown": np.where(~after_wait & ~is_late, rest, zero),
+            },
+        )
 
     def break_down(self) -> Breakdown:
         """An average step of those kept."""
@@ -247,7 +271,11 @@ class Timeline:
         copies = intervals.remove(self.copies, intervals.join(self.compute, self.communication))
         shares = self._attribute[2]
         return Breakdown(
-            *(self.overlap_ms(each) for each in (self.compute, exposed, copies, self.idle, self.communication)),
+            self.overlap_ms(self.compute),
+            self.overlap_ms(exposed),
+            self.overlap_ms(copies),
+            self.overlap_ms(self.idle),
+            self.overlap_ms(self.communication),
             {cause: self.per_step(float(shares[cause].sum())) for cause in CAUSES},
         )
 
@@ -325,7 +353,7 @@ def find_around(trace: Trace, rows: np.ndarray, parents: np.ndarray, calls: np.n
         last = np.searchsorted(trace.start[rows[places]], at, side="right") - 1
         place = np.where(last >= 0, places[last], -1)
         while True:
-            outside = (place >= 0) & (trace.end[rows[place]] < at)
+            outside = (place >= 0) & (trace.end[rows[place]] <= at)
             if not outside.any():
                 break
             place = np.where(outside, parents[place], place)
@@ -378,7 +406,9 @@ def build_timeline(trace: Trace) -> Timeline:
         rows = rows[device_of == device]
     rows, overlong = _drop_overlong(trace, rows)
     launch, op = _link(trace, rows)
-    timeline = Timeline(trace, rows, launch, op, [], [], "", devices, device if device is None or device < 10_000 else 0)
+    timeline = Timeline(
+        trace, rows, launch, op, [], [], "", devices, device if device is None or device < 10_000 else 0
+    )
     timeline.overlong = len(overlong)
     if len(overlong):
         first = int(overlong[0])
@@ -424,20 +454,34 @@ def _find_steps(timeline: Timeline) -> None:
         else:
             word, (low, high) = "", _span(trace, timeline.rows)
             edges, numbers = [low, high], [None]
+            host = trace.of(OP, RUNTIME)
+            first = float(trace.start[host].min()) if len(host) else low
+            steps = [Step(None, low, max(high, low + 1e-3), min(first, low), max(high, low + 1e-3))]
+            timeline.steps = timeline.kept = steps
+            _count_empty(timeline)
+            return
     timeline.marks = word
     placed = _place_on_device(timeline, edges, whole=word != "Optimizer.step") if timeline.on_device else edges
     steps = []
-    for number, low, high in zip(numbers, placed, placed[1:], strict=False):
+    spans = zip(numbers, pairwise(placed), pairwise(edges), strict=False)
+    for number, (low, high), (host_low, host_high) in spans:
         if high - low > 1.0:
-            steps.append(Step(number, low, high))
+            steps.append(Step(number, low, high, host_low, host_high))
         else:
             timeline.zero_steps += 1
     if not steps:
         low, high = _span(trace, timeline.rows)
-        steps, timeline.marks = [Step(None, low, max(high, low + 1e-3))], ""
+        high = max(high, low + 1e-3)
+        steps, timeline.marks = [Step(None, low, high, low, high)], ""
     timeline.steps = steps
     drops = word == "ProfilerStep" and len(steps) >= 3
     timeline.kept = steps[1:-1] if drops else steps
+    _count_empty(timeline)
+
+
+def _count_empty(timeline: Timeline) -> None:
+    """Steps without work."""
+    trace = timeline.trace
     starts = np.array([step.low for step in timeline.kept])
     ends = np.array([step.high for step in timeline.kept])
     if timeline.on_device:
@@ -479,8 +523,6 @@ def _place_on_device(timeline: Timeline, edges: list[float], *, whole: bool) -> 
         placed[-1] = max(edges[-1], float(trace.end[rows[linked]][order][: at[-1]].max(initial=edges[-1])))
         if len(edges) == 2:
             placed[0] = min(edges[0], placed[0])
-    if (counts <= 0).any() or any(high <= low for low, high in zip(placed, placed[1:], strict=False)):
+    if (counts <= 0).any() or any(high <= low for low, high in pairwise(placed)):
         return [*edges[:-1], placed[-1]] if whole else edges
     return placed
-
-
