@@ -136,13 +136,8 @@ def stage_for_node(session: Session, data: Data) -> Data:
     if together.is_joint:
         staged = copy_on(not together.copies, staged)
     progress.give_up()
-<<<<<<< HEAD
-    if staged is None:
-        raise RuntimeError("neither the ranks that copy nor the others have staged anything")
-=======
     if staged is None:  # it is of one of the two rounds
         raise Bug("a rank took part in no round of copies")
->>>>>>> c905555a9f9d5e44591725ad846e78e6634355ad
     for each in staged.held:
         session.at_end.callback(each.close)
     if plan is not None and any(ranks.gather(staged.partial is not None)):
