@@ -178,7 +178,8 @@ class Slurm(Scheduler):
     def beside(self, job: Job) -> EachNode:
         """A step that shares cores, memory and accelerators with all others (srun(1), --overlap)."""
         words = (word for word in _srun(job, 1) if not word.startswith("--kill-on-bad-exit"))
-        return EachNode((*words, "--kill-on-bad-exit=0", "--overlap", "--mem=0", "--job-name=telemetry"), "$SLURM_NODEID")
+        more = ("--kill-on-bad-exit=0", "--overlap", "--mem=0", "--job-name=telemetry")
+        return EachNode((*words, *more), "$SLURM_NODEID")
 
     def each_rank(self, job: Job) -> EachRank:
         place = "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; "
