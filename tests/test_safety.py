@@ -40,6 +40,7 @@ REMOVERS = {
     "rundir/file_io.py": "temporary files of its own, and for those above and below the folder that they name",
     "rundir/lease.py": "files of older epochs; the lock and lease that it has just made, which nothing ever held",
     "rundir/names.py": "what this run, by its id, has saved on the disk of a node",
+    "train/profiling.py": "the unfinished files of a trace that it writes",
     "train/run_weights.py": "the hidden, unfinished neighbour of the run directory that it makes",
     "train/session.py": "empty folders that it made for a start that was refused",
     "rundir/directory.py": "a mark that it has just made, and the stop file",

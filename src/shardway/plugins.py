@@ -157,9 +157,7 @@ GROUPS: Mapping[str, PluginGroup] = {
         {
             "tensorboard": "shardway.watch.trackers.tensorboard:TensorBoard",
             "openmetrics": "shardway.watch.trackers.openmetrics:OpenMetricsFile",
-            **_all_in(
-                "shardway.watch.trackers.services", wandb="WeightsAndBiases", mlflow="MLflow", trackio="Trackio"
-            ),
+            **_all_in("shardway.watch.trackers.services", wandb="WeightsAndBiases", mlflow="MLflow", trackio="Trackio"),
         },
     ),
     "accelerators": PluginGroup(

@@ -81,13 +81,13 @@ def test_the_base_of_usage_errors_is_clicks() -> None:
     ("words", "said"),
     [
         (("frob",), "No such command 'frob'."),
-        (("trian",), "No such command 'trian'. Did you mean 'train'?"),
+        (("trian",), "No such command 'trian'. Did you mean 'train', 'track'?"),
         (("train", "--nproc", "0"), "Invalid value for '--nproc'"),
         (("train", "--nproc", "two"), "Invalid value for '--nproc'"),
         (("train", "--frob"), "No such option: --frob"),
         (("logs", "--rank", "-1"), "Invalid value for '--rank'"),
         (("config", "explain"), "Missing argument"),
-        (("status", "a", "b"), "unexpected extra argument"),
+        (("stop", "a", "b"), "unexpected extra argument"),
         (("config", "frob"), "No such command 'frob'."),
     ],
 )

@@ -16,7 +16,10 @@ from shardway.errors import UserError, legible
 
 def trace(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="Traces (.json or .json.gz), or folders of them: one, or one of each rank.")
+        list[Path],
+        typer.Argument(
+            metavar="FILE...", help="Traces (.json or .json.gz), or folders of them: one, or one of each rank."
+        ),
     ],
     as_json: JsonOption = False,
     against: Annotated[

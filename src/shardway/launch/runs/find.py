@@ -122,8 +122,10 @@ def find_named(word: str) -> NamedRun:
         return NamedRun(Known(str(around)))
     prefixed = re.fullmatch(r"(?P<host>[^/:]+):(?P<name>[^/:]+)", word)
     host, name = (prefixed["host"], prefixed["name"]) if prefixed else (None, word)
-    candidates = [known for known in find_all(Path("runs")) if host is None or known.host == host]
-    named = [NamedRun(known) for known in candidates if _is_named(known, name)]
+    named = [NamedRun(known) for known in _list_named(name) if host is None or known.host == host]
+    candidates: list[Known] = []
+    if not named or _JobName.parse(name) is not None:  # only then are other runs looked at: they may be out of reach
+        candidates = [known for known in find_all(Path("runs")) if host is None or known.host == host]
     jobs = _JobSearch(candidates)
     named += [found for found in jobs.find(name) if found.known not in [each.known for each in named]]
     if len(named) == 1:
@@ -138,9 +140,15 @@ def find_named(word: str) -> NamedRun:
     raise UserError("\n".join(_describe_unknown(word, name, candidates, jobs)))
 
 
-def _is_named(known: Known, name: str) -> bool:
-    """Registered paths are absolute; a path in ./runs is found before."""
-    return name in (Path(known.run).name, known.run)
+def _list_named(name: str) -> list[Known]:
+    """The runs of that name: in ./runs, then those that were submitted from anywhere, each once. Registered paths are
+    absolute; a path in ./runs is found before."""
+    here = Path("runs", name)
+    inside = [Known(str(here))] if "/" not in name and _may_be_run(here) else []
+    place = ("", str(here.absolute()))
+    known = [each for each in read_known() if name in (Path(each.run).name, each.run)]
+    others = [each for each in known if not (inside and (each.host, each.run) == place) and _may_be_there(each)]
+    return [*inside, *others]
 
 
 def _describe_unknown(word: str, name: str, candidates: Sequence[Known], jobs: _JobSearch) -> Iterator[str]:
