@@ -303,6 +303,8 @@ def count_work(operator: Operator) -> tuple[float | None, float | None]:
         return _count_convolution(operator, shapes, item)
     if "moe" in operator.name.lower() and (counted := _count_experts(shapes, item)):
         return counted
+    if operator.kind in ("other", "communication"):
+        return None, None
     tensors = [
         (math.prod(shape), size)
         for shape, size in zip(operator.shapes, sizes, strict=False)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _PIECE = 1 << 20  # bytes of JSON that are decoded at once
+_INPUT = 8 << 10  # compressed bytes at once: damage costs what is expanded with it
 _HEAD_MOST = 64 << 20  # no trace has more before its events
 _TAIL_MOST = 4 << 20  # what follows the events is a few names
 
@@ -269,11 +270,12 @@ class _Source:
         try:
             if self._inflate.eof:  # a file may hold several members
                 self._inflate = zlib.decompressobj(31)
-            text = self._inflate.decompress(data, 4 * _PIECE)
+            text = self._inflate.decompress(data[:_INPUT], 4 * _PIECE)
         except zlib.error as error:
             self.ended = f"its compressed data are damaged near byte {self.read_bytes:,} ({error})"
             return b""
-        self._waiting = self._inflate.unconsumed_tail or self._inflate.unused_data.lstrip(b"\0")
+        rest = self._inflate.unconsumed_tail or self._inflate.unused_data.lstrip(b"\0")
+        self._waiting = rest + data[_INPUT:]
         return text
 
     def finish(self, faults: TraceFaults) -> None:
@@ -301,7 +303,7 @@ def _refuse(path: Path, source: _Source) -> UserError:
     if source._inflate is not None:
         with suppress(zlib.error):
             begin = zlib.decompressobj(31).decompress(begin, 1 << 16)
-        if source.ended and begin is source.begin:
+        if source.ended:
             return UserError(f"{path} is no trace: {source.ended}.\n  To do: copy it again.")
     stripped = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
     kind, remedy = "", ""
@@ -493,8 +495,8 @@ def _decode_one(
     """The event that begins at a cut, and how many cuts it has in it."""
     for used in range(1, min(_MOST_NESTED, len(starts) - at) + 1):
         piece = text[starts[at] : ends[at + used - 1]]
-        if used > 1 and piece.count(b"{") < piece.count(b"}"):
-            break
+        if used > 1 and _is_event(text[starts[at + used - 1] : ends[at + used - 1]]):
+            break  # the one before is broken, and this is the next
         try:
             return _decode_event(piece), used
         except msgspec.ValidationError:  # JSON, but no event as torch writes it
@@ -504,9 +506,19 @@ def _decode_one(
                 return event, used
             return None, 1
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            if used == 1 and piece.count(b"{") <= piece.count(b"}"):
-                break
+            continue
     return None, 1
+
+
+def _is_event(piece: bytes) -> bool:
+    """Whether a text is an event by itself, and not an object within another one."""
+    if b'"ts"' not in piece or b'"pid"' not in piece:
+        return False
+    try:
+        _decode_bare(piece)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
 
 
 def _decode_before_end(text: bytes, faults: TraceFaults) -> tuple[TraceEvent | _BareEvent | None, bytes | None]:

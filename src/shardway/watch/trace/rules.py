@@ -847,6 +847,8 @@ def _explain(operator: Operator, seen: TraceEvidence) -> tuple[str, str]:
         tokens = shapes[0][0] if shapes else 0
         experts = next((shape[0] for shape in shapes if len(shape) == 3), 0)
         chosen = shapes[-1][-1] if shapes else 1
+        if not experts:
+            return "it is far from what its shapes need", "look at its kernels in the trace"
         each = tokens * chosen / max(experts, 1)
         if each < 64:
             return (
@@ -899,10 +901,10 @@ RULES: tuple[Rule, ...] = (
     find_host_syncs,
     find_launch_bound,
     find_exposed_communication,
+    find_slow_attention,
     find_misaligned,
     find_no_matrix_units,
     find_few_tiles,
-    find_slow_attention,
     find_needless_casts,
     find_unfused,
     find_slow_operator,
