@@ -16,7 +16,10 @@ from shardway.errors import UserError, legible
 
 def trace(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="Traces (.json or .json.gz), or folders of them: one, or one of each rank.")
+        list[Path],
+        typer.Argument(
+            metavar="FILE...", help="Traces (.json or .json.gz), or folders of them: one, or one of each rank."
+        ),
     ],
     as_json: JsonOption = False,
     against: Annotated[
@@ -56,7 +59,8 @@ def _find_files(paths: list[Path]) -> list[Path]:
         )
         if not inside:
             raise UserError(
-                f"{path} has no trace.\n  Allowed: a file .json or .json.gz, a folder of such files, or a run with traces/.\n"
+                f"{path} has no trace.\n  Allowed: a file .json or .json.gz, a folder of such files, or a run with"
+                " traces/.\n"
                 "  To do: `shardway profile`, or name the file that your profiler wrote."
             )
         found += inside
