@@ -59,7 +59,8 @@ def _find_files(paths: list[Path]) -> list[Path]:
         )
         if not inside:
             raise UserError(
-                f"{path} has no trace.\n  Allowed: a file .json or .json.gz, a folder of such files, or a run with traces/.\n"
+                f"{path} has no trace.\n  Allowed: a file .json or .json.gz, a folder of such files, or a run with"
+                " traces/.\n"
                 "  To do: `shardway profile`, or name the file that your profiler wrote."
             )
         found += inside

@@ -169,7 +169,7 @@ DEVICE_FAULTS = {
 def make_training(
     fault: str = "", *, steps: int = 6, seed: int = 0, rank: int | None = None, slow: float = 1.0, **more: Any
 ) -> MadeTrace:
-    """A training of eight layers in bf16 with fused kernels and a fused optimizer; its host runs ahead of the device."""
+    """Training eight layers in bf16 with fused kernels and a fused optimizer; the host runs ahead of the device."""
     made = MadeTrace(rank=rank, seed=seed, **more)
     for number in range(2, 2 + steps):
         start = made.now
