@@ -81,7 +81,7 @@ def test_the_base_of_usage_errors_is_clicks() -> None:
     ("words", "said"),
     [
         (("frob",), "No such command 'frob'."),
-        (("trian",), "No such command 'trian'. Did you mean 'train', 'track'?"),
+        (("trian",), "No such command 'trian'. Did you mean 'train', 'track', 'trace'?"),
         (("train", "--nproc", "0"), "Invalid value for '--nproc'"),
         (("train", "--nproc", "two"), "Invalid value for '--nproc'"),
         (("train", "--frob"), "No such option: --frob"),

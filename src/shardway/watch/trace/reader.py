@@ -259,22 +259,21 @@ class _Source:
             if not data:
                 break
             if self._inflate is not None:
-                data = self._expand(data)
+                data = self._expand(self._inflate, data)
             parts.append(data)
             size += len(data)
         self.json_bytes += size
         return b"".join(parts) if len(parts) != 1 else parts[0]
 
-    def _expand(self, data: bytes) -> bytes:
-        assert self._inflate is not None
+    def _expand(self, inflate: Any, data: bytes) -> bytes:
         try:
-            if self._inflate.eof:  # a file may hold several members
-                self._inflate = zlib.decompressobj(31)
-            text = self._inflate.decompress(data[:_INPUT], 4 * _PIECE)
+            if inflate.eof:  # a file may hold several members
+                self._inflate = inflate = zlib.decompressobj(31)
+            text = inflate.decompress(data[:_INPUT], 4 * _PIECE)
         except zlib.error as error:
             self.ended = f"its compressed data are damaged near byte {self.read_bytes:,} ({error})"
             return b""
-        rest = self._inflate.unconsumed_tail or self._inflate.unused_data.lstrip(b"\0")
+        rest = inflate.unconsumed_tail or inflate.unused_data.lstrip(b"\0")
         self._waiting = rest + data[_INPUT:]
         return text
 
