@@ -248,7 +248,7 @@ class _Source:
         self.json_bytes = 0
         self.ended = ""  # why the text ends before the file does
         self._waiting = self.begin
-        self._inflate = zlib.decompressobj(31) if self.begin[:2] == b"\x1f\x8b" else None
+        self._inflate: Any = zlib.decompressobj(31) if self.begin[:2] == b"\x1f\x8b" else None
 
     def next_piece(self) -> bytes:
         """About as much text as is decoded at once; empty at the end."""
@@ -266,7 +266,6 @@ class _Source:
         return b"".join(parts) if len(parts) != 1 else parts[0]
 
     def _expand(self, data: bytes) -> bytes:
-        assert self._inflate is not None
         try:
             if self._inflate.eof:  # a file may hold several members
                 self._inflate = zlib.decompressobj(31)
