@@ -46,7 +46,8 @@ def capture(fault: str, path: Path) -> TraceAnalysis:
         on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
         **settings,
     ) as prof:
-        for rows in DataLoader(Rows(), batch_size=8):
+        batches = DataLoader(Rows(), batch_size=8) if fault == "loader" else [torch.rand(8, 128) for _ in range(8)]
+        for rows in batches:
             batch = rows.to(torch.bfloat16) if fault == "fp32" else rows
             loss = model(batch).float().square().mean()
             if fault == "fp32":

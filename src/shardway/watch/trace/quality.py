@@ -241,7 +241,7 @@ def _judge_steps(timeline: Timeline) -> list[CaptureFault]:
         and not timeline.zero_steps
     ):
         what = f"steps are missing or repeated: {', '.join(map(str, numbers[:8]))}"
-        found.append(CaptureFault("step-numbers", what, "profile consecutive steps", "problem"))
+        found.append(CaptureFault("missing-steps", what, "profile consecutive steps", "problem"))
     if len(timeline.trace.start):
         if not timeline.marks:
             what = "no step is marked: the capture counts as one step"

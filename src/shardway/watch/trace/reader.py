@@ -248,7 +248,7 @@ class _Source:
         self.json_bytes = 0
         self.ended = ""  # why the text ends before the file does
         self._waiting = self.begin
-        self._inflate = zlib.decompressobj(31) if self.begin[:2] == b"\x1f\x8b" else None
+        self._inflate: Any = zlib.decompressobj(31) if self.begin[:2] == b"\x1f\x8b" else None
 
     def next_piece(self) -> bytes:
         """About as much text as is decoded at once; empty at the end."""
@@ -259,21 +259,21 @@ class _Source:
             if not data:
                 break
             if self._inflate is not None:
-                data = self._expand(self._inflate, data)
+                data = self._expand(data)
             parts.append(data)
             size += len(data)
         self.json_bytes += size
         return b"".join(parts) if len(parts) != 1 else parts[0]
 
-    def _expand(self, inflate: Any, data: bytes) -> bytes:
+    def _expand(self, data: bytes) -> bytes:
         try:
-            if inflate.eof:  # a file may hold several members
-                self._inflate = inflate = zlib.decompressobj(31)
-            text = inflate.decompress(data[:_INPUT], 4 * _PIECE)
+            if self._inflate.eof:  # a file may hold several members
+                self._inflate = zlib.decompressobj(31)
+            text = self._inflate.decompress(data[:_INPUT], 4 * _PIECE)
         except zlib.error as error:
             self.ended = f"its compressed data are damaged near byte {self.read_bytes:,} ({error})"
             return b""
-        rest = inflate.unconsumed_tail or inflate.unused_data.lstrip(b"\0")
+        rest = self._inflate.unconsumed_tail or self._inflate.unused_data.lstrip(b"\0")
         self._waiting = rest + data[_INPUT:]
         return text
 

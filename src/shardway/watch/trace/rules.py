@@ -748,7 +748,7 @@ def find_unfused(seen: TraceEvidence) -> Iterator[Advice]:
         if each.kind in ("elementwise", "reduction") and each.ms > 0 and "_foreach" not in each.name
     ]
     spent, calls = sum(each.ms for each in simple), sum(each.calls for each in simple)
-    if spent < 0.15 * seen.step_ms or calls < 8:
+    if spent < 0.15 * seen.step_ms or calls < 8 or (len(simple) == 1 and (simple[0].byte_share or 0.0) < 0.5):
         return
     floor = sum(min(each.floor_ms or 0.0, each.ms) for each in simple)
     worst = max(simple, key=lambda each: each.ms)
