@@ -17,8 +17,6 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardway.telemetry.sampler import measure
-
 VARIABLE = "SHARDWAY_TELEMETRY"
 """The folder into which this node is sampled."""
 START_AFTER_S = 5.0
@@ -43,6 +41,8 @@ class SampledRun:
 
     def words(self) -> list[str]:
         """The command of the process."""
+        from shardway.telemetry.sampler import measure  # not for those that only know VARIABLE
+
         after = "" if self.events is None else f"{measure(self.events)}:{os.path.abspath(self.events)}"
         options = {
             "into": os.path.abspath(self.folder),
