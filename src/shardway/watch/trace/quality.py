@@ -96,7 +96,7 @@ def _judge_kind(timeline: Timeline) -> list[CaptureFault]:
         count = max(timeline.step_processes, len(np.unique(trace.process[trace.of(OP)])))
         what = (
             f"{count} processes are in one file: the traces of several ranks were merged, and their events cannot be"
-            " told apart"
+            " separated"
         )
         do = "give the file of each rank: `shardway trace RANK0.json RANK1.json ...`"
         found.append(CaptureFault("merged-ranks", what, do, "fatal"))
