@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ def capture(fault: str, path: Path) -> TraceAnalysis:
     if fault == "fp32":
         model = model.to(torch.bfloat16)
         wide = torch.nn.Linear(1024, 1024)
-    kinds = {"foreach": False} if fault == "optimizer" else {"fused": True}
+    kinds: dict[str, Any] = {"foreach": False} if fault == "optimizer" else {"fused": True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **kinds)
     plan = schedule(wait=1, warmup=1, active=5, repeat=1)
     with profile(
