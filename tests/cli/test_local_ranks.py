@@ -110,6 +110,7 @@ def test_what_is_started(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
         threads=3,
         stop_path=run.stop_path,
         stop_timeout_s=900.0,
+        telemetry_s=1.0,
     )
 
 
