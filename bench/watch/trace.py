@@ -3,15 +3,9 @@
     python bench/watch/trace.py FILE [--copies 8] [--python /venv/with/HTA/bin/python] [--rounds 3]
 
 Prints CPU seconds, MB/s of JSON, the speed as a share of `orjson.loads`, and the peak of memory over the file's size
-<<<<<<< HEAD
-(with the interpreter and all imports, and without them). `--copies` repeats the events of a file; a small one is then
-measured like a large one. orjson and HolisticTraceAnalysis are looked for in the Python that is named; what it lacks is
-left out. Rounds are interleaved; medians are printed with the range.
-=======
 (with the interpreter and all imports, and without them). `--copies` repeats the events of a file, so that a small one
 is measured like a large one. orjson and HolisticTraceAnalysis are looked for in the Python that is named; what it lacks
 is left out. Rounds are interleaved; medians are printed with the range.
->>>>>>> 56c0eed64446c79cc6ce25160bed334bd6bd8a20
 """
 
 from __future__ import annotations

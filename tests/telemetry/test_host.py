@@ -104,10 +104,10 @@ class PretendedProcesses:
 
     def __init__(self, root: Path) -> None:
         self.root, self.newest = root, 1
-        self.note_newest()
+        self.note_newest(1)
 
-    def note_newest(self) -> None:
-        self.newest += 1  # it goes around
+    def note_newest(self, pid: int) -> None:
+        self.newest = max(self.newest, pid)
         lay_out(self.root, {"proc/loadavg": f"0.5 0.4 0.3 1/9 {self.newest}\n"})
 
     def put(self, pid: int, parent: int, session: int, ticks: int, written: int) -> None:
@@ -115,8 +115,10 @@ class PretendedProcesses:
         io = f"rchar: 0\nwchar: {written}\nsyscr: 0\nsyscw: 0\nread_bytes: 0\nwrite_bytes: {written}\n"
         io += "cancelled_write_bytes: 0\n"
         # written in place: a file of the kernel that is open shows what is there now
-        lay_out(self.root, {f"proc/{pid}/stat": stat, f"proc/{pid}/io": io, f"proc/{pid}/environ": "A=1\0"})
-        self.note_newest()
+        status = f"Name:\ta\nTgid:\t{pid if session else parent}\nPid:\t{pid}\n"
+        files = {"stat": stat, "io": io, "environ": "A=1\0", "status": status}
+        lay_out(self.root, {f"proc/{pid}/{name}": text for name, text in files.items()})
+        self.note_newest(pid)
 
     def end(self, pid: int) -> None:
         for name in ("stat", "io"):
@@ -161,10 +163,16 @@ def test_what_no_parent_has_taken_over_is_kept(kernel: PretendedProcesses) -> No
 def test_a_new_process_counts_whole_and_one_of_a_session_without_its_parent_too(kernel: PretendedProcesses) -> None:
     processes = JobProcesses(10, root=str(kernel.root))
     read_sums(processes, 0)
-    kernel.put(20, 10, 20, 7, 70)  # makes a session
-    kernel.put(21, 1, 20, 3, 30)  # its parent is gone
+    kernel.put(120, 10, 120, 7, 70)  # makes a session
+    kernel.put(121, 1, 120, 3, 30)  # its parent is gone
+    kernel.put(122, 10, 0, 5000, 5000)  # a thread
+    kernel.note_newest(123)  # has its number, and cannot be seen yet
     assert read_sums(processes, 2) == (160, 1600)
-    assert processes.pids == {5, 10, 20, 21}
+    assert processes.pids == {5, 10, 120, 121}
+    kernel.put(123, 10, 10, 1, 1)
+    assert read_sums(processes, 4) == (161, 1601)
+    kernel.put(9000, 10, 10, 1, 1)  # too many numbers to look at each
+    assert read_sums(processes, 6) == (162, 1602)
 
 
 def test_a_sampler_leaves_itself_out(kernel: PretendedProcesses) -> None:

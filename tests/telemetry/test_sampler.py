@@ -172,3 +172,26 @@ def test_words_of_the_command_come_back() -> None:
     options = parse_options(told.words()[3:])
     assert (options.into, options.every_s, options.top) == ("/runs/a b=c/telemetry", 0.25, 77)
     assert (options.node, options.job, options.attempt, options.marker, options.pipe) == (3, "12", 2, "A=b=c", True)
+
+
+@pytest.mark.slow
+def test_an_agent_has_its_node_sampled_while_its_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardway.ranks.local import LocalLaunch, WarmStandby
+    from shardway.ranks.supervisor import run_on_node
+    from shardway.rundir.directory import RunDir
+
+    monkeypatch.setattr(start, "START_AFTER_S", 0.0)
+    monkeypatch.setenv("SHARDWAY_JOB", "12")
+    run = RunDir(tmp_path / "run")
+    run.create()
+    program = f"open({str(run.events_path(0))!r}, 'a').write('began'); import time; time.sleep(2.5)"
+    launch = LocalLaunch(
+        2, "timeit", ["-n1", "-r1", program], run.log_folder, 1, run.stop_path, stop_timeout_s=60, telemetry_s=0.1
+    )
+    with WarmStandby(None) as standby:
+        assert run_on_node(run, launch, None, standby, lambda line: None).is_well
+    host = read_host(run.telemetry_folder)
+    assert (host.info.job, host.info.every_s) == ("12", 0.1)
+    assert len(host.times) >= 10
+    assert np.nanmax(host.series["cpu/threads"]) >= 3, "the agent and two ranks"
+    assert VARIABLE not in os.environ

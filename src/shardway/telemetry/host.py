@@ -67,7 +67,7 @@ class KeptFile:
 class _Process:
     """One process, by files that stay open: its number may become another's, and these files then fail."""
 
-    __slots__ = ("_io", "_stat", "cpu", "io", "parent", "pid", "rss", "session", "threads")
+    __slots__ = ("_io", "_stat", "cpu", "io", "parent", "pid", "rss", "threads")
 
     def __init__(self, root: str, pid: int) -> None:
         self.pid = pid
@@ -75,16 +75,16 @@ class _Process:
         self._io: KeptFile | None = None
         with suppress(OSError):  # another user's
             self._io = KeptFile(f"{root}/proc/{pid}/io")
-        self.cpu = self.rss = self.threads = self.parent = self.session = 0
+        self.cpu = self.rss = self.threads = self.parent = 0
         self.io: tuple[int, int, int, int] | None = None
 
     def read(self) -> None:
         """Raises OSError where it is gone."""
         fields = self._stat.read().rpartition(b")")[2].split()
-        # from field 3 on: 4 parent, 6 session, 14-17 times of it and of children that ended, 20 threads, 24 pages
+        # from field 3 on: 4 parent, 14-17 times of it and of children that ended, 20 threads, 24 pages
         if fields[0] in (b"X", b"x"):
             raise ProcessLookupError
-        self.parent, self.session = int(fields[1]), int(fields[3])
+        self.parent = int(fields[1])
         self.cpu = int(fields[11]) + int(fields[12]) + int(fields[13]) + int(fields[14])
         self.threads, self.rss = int(fields[17]), int(fields[21])
         if self._io is not None:
@@ -105,14 +105,17 @@ class JobProcesses:
     """The processes of the job, and the sums of what they used: CPU in ticks, I/O in bytes (calls read, calls write,
     storage read, storage write). Sums never fall. `refused`: whether the I/O of none may be read."""
 
-    LOOK_EVERY_S = 1.0
+    LOOK_EVERY_S, LIST_EVERY_S = 1.0, 60.0
+    MOST_PROBED = 200
+    """Where more numbers were given since the last time, all processes are listed."""
 
     def __init__(self, top: int, marker: bytes = b"", root: str = "", leave_out: Collection[int] = ()) -> None:
         self._root, self._top, self._marker, self._leave_out = root, top, marker, frozenset(leave_out)
         self._known: dict[int, _Process] = {}
         self._others: set[int] = set()
         self._sessions: set[int] = set()
-        self._looked_at, self._newest, self._whole_at = -1e9, b"", -1e9
+        self._looked_at, self._whole_at, self._newest = -1e9, -1e9, 0
+        self._not_yet: Collection[int] = ()
         self._last = KeptFile(f"{root}/proc/loadavg")
         self._gone_cpu, self._gone_io = 0, [0, 0, 0, 0]
         self.cpu, self.io, self.rss, self.threads = 0, [0, 0, 0, 0], 0, 0
@@ -125,10 +128,13 @@ class JobProcesses:
     def read(self, now: float) -> None:
         """Read every process, and look for new ones where the kernel has started some."""
         if now - self._looked_at >= self.LOOK_EVERY_S:
-            newest = self._last.read().split()[-1]  # the number that was given last
-            if newest != self._newest or now - self._whole_at >= 60:
-                self._newest, self._looked_at = newest, now
-                self._look(now)
+            self._looked_at = now
+            newest = int(self._last.read().split()[-1])  # the number that was given last
+            if now - self._whole_at >= self.LIST_EVERY_S or not 0 <= newest - self._newest <= self.MOST_PROBED:
+                self._look_at_all(now)
+            elif newest != self._newest or self._not_yet:
+                self._look_at_new(newest)
+            self._newest = newest
         gone, jumps = list[_Process](), dict[int, tuple[int, Sequence[int]]]()
         for pid, process in self._known.items():
             before = process.cpu, process.io
@@ -167,14 +173,24 @@ class JobProcesses:
         self._gone_cpu += process.cpu
         self._gone_io = [total + more for total, more in zip(self._gone_io, used, strict=True)]
 
-    def _look(self, now: float) -> None:
-        """Find new processes. Numbers that were no process of the job are looked at again once a minute: they may have
-        been given anew."""
+    def _look_at_new(self, newest: int) -> None:
+        """Find the processes of the numbers that were given since the last time. One that is not there is looked at
+        once more: a process has its number before it can be seen."""
+        absent = []
+        for pid in (*self._not_yet, *range(self._newest + 1, newest + 1)):
+            if pid not in self._known and pid not in self._leave_out and self._is_own(pid) is None:
+                absent.append(pid)
+        self._not_yet = [pid for pid in absent if pid > self._newest]
+
+    def _look_at_all(self, now: float) -> None:
+        """Find new processes where many were started. Numbers that were no process of the job are looked at again once
+        a minute: they may have been given anew."""
         pids = {int(name) for name in os.listdir(f"{self._root}/proc") if name.isdigit()}
-        if now - self._whole_at >= 60:
+        if now - self._whole_at >= self.LIST_EVERY_S:
             self._others.clear()
             self._whole_at = now
         self._others &= pids
+        self._not_yet = ()
         new = sorted(pids - self._others - self._known.keys() - self._leave_out)
         found = True
         while found and new:  # a child may have a smaller number than its parent
@@ -189,28 +205,42 @@ class JobProcesses:
         self._others.update(new)
 
     def _is_own(self, pid: int) -> bool | None:
-        """Whether it is a process of the job, which is kept then; None for one that is gone."""
+        """Whether it is a process of the job, which is kept then; None for one that is not there."""
+        try:
+            stat = os.open(f"{self._root}/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            fields = os.read(stat, 512).rpartition(b")")[2].split(None, 4)
+            parent, session = int(fields[1]), int(fields[3])
+        except (OSError, ValueError, IndexError):
+            return None
+        finally:
+            os.close(stat)
+        if parent in self._leave_out:
+            return False
+        is_own = pid == self._top or parent in self._known or session in self._sessions
+        if not is_own and self._marker and parent != 2:  # children of 2 are threads of the kernel
+            with suppress(OSError):
+                content = Path(f"{self._root}/proc/{pid}/environ").read_bytes()
+                is_own = self._marker in b"\0" + content
+        if not is_own or not self._is_process(pid):
+            return False
         try:
             process = _Process(self._root, pid)
         except OSError:
             return None
-        try:
-            process.read()
-        except (OSError, ValueError, IndexError):
-            process.close()
-            return None
-        is_own = pid == self._top or process.parent in self._known or process.session in self._sessions
-        if not is_own and self._marker and process.parent != 2:
-            with suppress(OSError):
-                content = Path(f"{self._root}/proc/{pid}/environ").read_bytes()
-                is_own = self._marker in b"\0" + content
-        if not is_own or process.parent in self._leave_out:
-            process.close()
-            return False
-        self._known[pid] = process
-        if process.session == pid:  # a session that a process of the job has made
+        self._known[pid] = process  # read with the others
+        if session == pid:  # a session that a process of the job has made
             self._sessions.add(pid)
         return True
+
+    def _is_process(self, pid: int) -> bool:
+        """Threads have numbers too, under which the kernel shows what their whole process does."""
+        with suppress(OSError, ValueError, IndexError):
+            content = Path(f"{self._root}/proc/{pid}/status").read_bytes()
+            return int(content.partition(b"\nTgid:")[2].split(None, 1)[0]) == pid
+        return False
 
     def close(self) -> None:
         for process in self._known.values():

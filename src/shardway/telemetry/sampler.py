@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
-from shardway.telemetry.devices import NAN, DeviceThread
+from shardway.telemetry.devices import NAN, DeviceState, DeviceThread
 from shardway.telemetry.host import HostReader
 from shardway.telemetry.store import NodeInfo, TelemetryWriter
 
@@ -90,26 +90,28 @@ class NodeSampler:
         self.host = HostReader(options.top, options.marker, options.job, leave_out=(os.getpid(),))
         self._devices = DeviceThread(os.environ)
         self._devices.start(time.monotonic(), wait_s=HANGS_S / 2)
-        self._started = time.time()
-        self._described = self._describe()
+        self._started, state = time.time(), self._devices.state
+        self._described = self._describe(state)
         self._writer = TelemetryWriter(
-            Path(options.into), self._info(), self._series(), may_write=_Begin(options.after)
+            Path(options.into), self._info(state), self._series(state), may_write=_Begin(options.after)
         )
         self._failing_since: float | None = None
         self._said = False
 
     def sample(self, now: float) -> bool:
         """Take one sample, `now` by a clock that is never set. Returns False once writing is hopeless."""
-        self._devices.ask(now, self.host.processes.pids)
+        devices, state = self._devices, self._devices.state
+        if state.series:
+            devices.ask(now, self.host.processes.pids)
         unix_s, values = time.time(), self.host.read(now)
-        hangs = self._devices.hangs_s(now)
-        found = self._devices.collect(0.0 if hangs else self._options.every_s * MOST_SHARE)
-        series = self._devices.state.series
-        values += found if found is not None and len(found) == len(series) else [NAN] * len(series)
+        if state.series:
+            hangs = devices.hangs_s(now)
+            found = devices.collect(0.0 if hangs else self._options.every_s * MOST_SHARE)
+            values += found if found is not None else [NAN] * len(state.series)
         try:
-            if (described := self._describe()) != self._described:
+            if (described := self._describe(state)) != self._described:
                 self._described = described
-                self._writer.describe(self._info(), self._series())
+                self._writer.describe(self._info(state), self._series(state))
             self._writer.append(unix_s, values)
             if not self._writer.is_failing:
                 self._failing_since = None
@@ -131,20 +133,20 @@ class NodeSampler:
             _report(f"telemetry of {self._options.host} cannot be written: {what}")
         return now - self._failing_since < GIVE_UP_S
 
-    def _missing(self) -> dict[str, str]:
-        missing = {**self._devices.state.missing, **self.host.missing}
+    def _missing(self, state: DeviceState) -> dict[str, str]:
+        missing = {**state.missing, **self.host.missing}
         if self._devices.hangs_s(time.monotonic()) > HANGS_S:
             missing["gpu/*"] = "the accelerators' driver does not answer"
         return missing
 
-    def _describe(self) -> tuple[int, int]:
+    def _describe(self, state: DeviceState) -> tuple[int, int]:
         """Changes with what is described."""
-        return self._devices.state.version, hash(tuple(self._missing().items()))
+        return state.version, hash(tuple(self._missing(state).items()))
 
-    def _series(self) -> tuple[str, ...]:
-        return (*self.host.series, *self._devices.state.series)
+    def _series(self, state: DeviceState) -> tuple[str, ...]:
+        return (*self.host.series, *state.series)
 
-    def _info(self) -> NodeInfo:
+    def _info(self, state: DeviceState) -> NodeInfo:
         options, host = self._options, self.host
         return NodeInfo(
             host=options.host,
@@ -157,8 +159,8 @@ class NodeSampler:
             allowed_cores=host.allowed_cores,
             memory_bytes=host.memory_bytes,
             memory_limit_bytes=host.memory_limit_bytes,
-            devices=self._devices.state.devices,
-            missing=MappingProxyType(self._missing()),
+            devices=state.devices,
+            missing=MappingProxyType(self._missing(state)),
         )
 
 

@@ -168,10 +168,10 @@ def _to_code(value: float) -> int:
 class TelemetryWriter:
     """Appends the samples of one sampler to the file of its host; not for several threads.
 
-    A sample waits in memory until its block is written: a block has the samples of at most `block_s` seconds, the
-    first of a twentieth, and in the first minute of a sixth of that. What the file system refuses raises OSError, and
-    the samples are kept for the next try (RETRY_S later), the newest `MOST_KEPT` of them. Nothing is
-    written before `may_write` returns True.
+    A sample waits in memory until its block is written: a block has the samples of at most `block_s` seconds, the first
+    of a twentieth, and in the first minute of a sixth of that. What the file system refuses raises OSError, and the
+    samples are kept for the next try (RETRY_S later), the newest `MOST_KEPT` of them. Nothing is written before
+    `may_write` returns True.
     """
 
     MOST_KEPT, RETRY_S = 4096, 20.0

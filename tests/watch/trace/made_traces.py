@@ -74,7 +74,7 @@ class MadeTrace:
         self.event(
             "cuda_runtime", call, start, self.now - start, correlation=self.number, **{"External id": self.number}
         )
-        device = {"device": 0, "stream": stream, "correlation": self.number, "External id": self.number}
+        device: dict[str, Any] = {"device": 0, "stream": stream, "correlation": self.number, "External id": self.number}
         if category == "kernel":
             device |= {"grid": [264, 1, 1], "block": [128, 1, 1]}
         self.event(category, name, begin, end - begin, **device, **args)

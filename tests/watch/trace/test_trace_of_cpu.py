@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,13 +39,14 @@ def capture(fault: str, path: Path) -> TraceAnalysis:
     if fault == "fp32":
         model = model.to(torch.bfloat16)
         wide = torch.nn.Linear(1024, 1024)
-    kinds = {"foreach": False} if fault == "optimizer" else {"fused": True}
+    kinds: dict[str, Any] = {"foreach": False} if fault == "optimizer" else {"fused": True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **kinds)
-    settings = {"schedule": schedule(wait=1, warmup=1, active=5, repeat=1), "record_shapes": True}
+    plan = schedule(wait=1, warmup=1, active=5, repeat=1)
     with profile(
         activities=[ProfilerActivity.CPU],
         on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
-        **settings,
+        schedule=plan,
+        record_shapes=True,
     ) as prof:
         batches = DataLoader(Rows(), batch_size=8) if fault == "loader" else [torch.rand(8, 128) for _ in range(8)]
         for rows in batches:

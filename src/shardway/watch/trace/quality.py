@@ -95,8 +95,8 @@ def _judge_kind(timeline: Timeline) -> list[CaptureFault]:
     if timeline.step_processes > 1 or _counts_several_ranks(timeline):
         count = max(timeline.step_processes, len(np.unique(trace.process[trace.of(OP)])))
         what = (
-            f"{count} processes are in one file: the traces of several ranks were merged, and which of them an"
-            " event is of cannot be seen"
+            f"{count} processes are in one file: the traces of several ranks were merged, and their events cannot be"
+            " separated"
         )
         do = "give the file of each rank: `shardway trace RANK0.json RANK1.json ...`"
         found.append(CaptureFault("merged-ranks", what, do, "fatal"))
