@@ -409,10 +409,10 @@ def _read_events(run: RunDir) -> tuple[RunProgress, list[Break], list[float], li
 
 
 def _make_steps(ended: list[float], took: list[float], breaks: Sequence[Break]) -> StepEvidence | None:
-    import numpy as np
-
     if not ended:
         return None
+    import numpy as np
+
     at, usual = np.array(ended), np.ones(len(ended), bool)
     usual[: min(WARM_STEPS, max(1, len(ended) // 4))] = False
     for begin, end in breaks:
@@ -456,7 +456,8 @@ def view_hosts(
     telemetry: Iterable[HostTelemetry], steps: StepEvidence | None = None, breaks: Sequence[Break] = ()
 ) -> tuple[HostEvidence, ...]:
     """The hosts of the newest start, with what counts of their time."""
-    cut = _cut_to_start([host for host in telemetry if len(host.times) and host.infos])
+    sampled = [host for host in telemetry if len(host.times) and host.infos]
+    cut = _cut_to_start(sampled) if sampled else []  # it needs NumPy
     if not cut:
         return ()
     begin, end = _find_work(cut, steps)
