@@ -34,7 +34,7 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send
 WORLD = "world"
 """The dim of all ranks together."""
 
-STEP_NUMBERS = 12
+STEP_NUMBERS = 13
 """Numbers that all ranks add up once a step, in float64: sums of losses and counts, squares of gradients, requests."""
 
 WIDE_BYTES = 8

@@ -94,7 +94,7 @@ def test_they_are_listed(shell: Shell) -> None:
     ]
     assert '"muon", "lion"' in shell("config", "explain", "optim.name")
     assert '"synthetic", "sqlite_text"' in shell("config", "explain", "data.kind")
-    assert '"tensorboard", "sqlite"' in shell("config", "explain", "track.to")
+    assert '"trackio", "sqlite"' in shell("config", "explain", "track.to")
     table = shell("plugins", "list", "trackers", "--others", "--check").splitlines()
     assert [line.split() for line in table] == [
         ["GROUP", "NAME", "PACKAGE", "VERSION", "STATE"],

@@ -429,6 +429,6 @@ def test_the_page_shows_what_a_run_file_takes_and_what_status_says(
     defaults = GuardSection(spike=8.0, on_spike="roll_back")
     assert values == defaults
     train(tmp_path / "run", *BACK, "train.steps=36")
-    status(str(tmp_path / "run"))
+    status([str(tmp_path / "run")])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
     assert line in shown.splitlines()

@@ -180,7 +180,7 @@ def test_two_failures_from_one_local_checkpoint_drop_the_tier_for_the_next_start
     (told,) = read_named(tmp_path / "run", "local_checkpoints_ignored")
     assert told["dropped"] == 8
     assert RunDir(tmp_path / "run").read_status()["local_checkpoints_ignored"] == 8
-    status(str(tmp_path / "run"))
+    status([str(tmp_path / "run")])
     said = "  nodes       what they have saved is left out: two starts from step 8 failed"
     assert said in capsys.readouterr().out.splitlines()
     assert local_of(tmp_path).steps() == [8], "saved again by the start that left them out"

@@ -192,7 +192,7 @@ def find_run_around(path: Path) -> Path | None:
 
 
 _JOB_NAME = re.compile(r"(?P<number>\d+)(?:\+\d+)?(?P<task>\[[^\[\]]*\]|_[\w\[\],:%-]+)?(?:\.(?P<rest>[\w.-]+))?")
-_SLURM_STEP = re.compile(r"\d+|batch|extern|interactive")
+_STEP_OF_JOB = re.compile(r"\d+|batch|extern|interactive")
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class _JobName:
         if not mine or mine == its:
             return True
         if not its:  # a step of a job of Slurm
-            return _SLURM_STEP.fullmatch(mine) is not None
+            return _STEP_OF_JOB.fullmatch(mine) is not None
         return mine.startswith(f"{its}.") or its.startswith(f"{mine}.")
 
     def _fits_task(self, its: str) -> bool:
