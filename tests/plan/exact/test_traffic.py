@@ -96,7 +96,7 @@ def total(messages: list[Message], kind: str, what: str) -> int:
 @pytest.mark.parametrize("degrees", [{"dp_replicate": 2}, {"tp": 2, "dp_shard": 2}, {"cp": 2}])
 def test_a_step_has_one_vector_of_all_ranks(degrees: dict[str, int]) -> None:
     messages = [each for each in estimate_traffic(WORK, section(**degrees)) if each.dim == WORLD]
-    assert [(each.kind, each.payload_bytes) for each in messages] == [("all_reduce", 96)]
+    assert [(each.kind, each.payload_bytes) for each in messages] == [("all_reduce", 104)]
 
 
 def test_resharding_to_fewer_ranks_has_no_formula() -> None:
