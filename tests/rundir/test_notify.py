@@ -16,8 +16,9 @@ from runs import Died, die_at, lone_rank, train_tiny
 from shardway.errors import UserError
 from shardway.rundir import notify as module
 from shardway.rundir.directory import RunDir
-from shardway.rundir.notify import NotifyTargets, notify
+from shardway.rundir.notify import notify
 from shardway.runfile.load import load_run
+from shardway.runfile.schema import NotifySection
 
 HOOK = 'notify.webhook="TEAM_HOOK"'
 
@@ -59,7 +60,7 @@ def make_run(path: Path) -> RunDir:
 
 
 def send(run: RunDir, kind: str = "failure", **targets: Any) -> list[str]:
-    given = NotifyTargets(**{"webhook": "TEAM_HOOK", **targets})
+    given = NotifySection(**{"webhook": "TEAM_HOOK", **targets})
     return notify(run, given, kind, "failed", "rank 3 died\nwith details")
 
 

@@ -8,7 +8,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardway.errors import UserError, legible
+from shardway.rundir.file_io import render_json
 
 if TYPE_CHECKING:
     from shardway.resolve.request import ResolveRequest
@@ -135,11 +135,11 @@ def read_request(words: list[str] | None, directory: Path | None, fresh: bool = 
 def find_run(path: Path | None) -> RunDir:
     """The one run that a word means: a run here by its directory, its name or the id of its job, or the only one of a
     folder (default: runs). Raises UserError where that is not one run, or is on another host."""
-    from shardway.launch.runs.find import find_known, find_run_around, is_run, list_runs
+    from shardway.launch.runs.find import find_known, find_run_around, is_folder_of_runs, list_runs
     from shardway.rundir.directory import RunDir
 
     root = path or Path("runs")
-    if path is not None and (is_run(path) or not os.path.isdir(path)):
+    if path is not None and not is_folder_of_runs(path):
         known = find_known(str(path))
         if known.host:
             raise UserError(f"{path} is on another host, {known.host}.\n  To do: run the same command there.")
@@ -175,16 +175,18 @@ def read_time(option: str, text: str) -> float:
 
 
 def print_json(facts: Any) -> None:
-    """Print facts as JSON."""
-    typer.echo(json.dumps(facts, indent=1))
+    """Print facts as JSON that every reader accepts; a number that is not finite is null."""
+    typer.echo(render_json(facts, indent=1))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> None:
     """Print rows as wide as they need to be, below the names of their columns."""
-    shown = [{column: column.upper() for column in columns}, *rows]
-    widths = {column: max(len(row[column]) for row in shown) for column in columns}
-    for row in shown:
-        typer.echo(legible("  ".join(row[column].ljust(widths[column]) for column in columns).rstrip()))
+    from shardway.watch.words import align_cells
+
+    for line in align_cells(
+        [[column.upper() for column in columns], *([row[column] for column in columns] for row in rows)]
+    ):
+        typer.echo(legible(line))
 
 
 def print_line(line: str) -> None:

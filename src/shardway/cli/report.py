@@ -6,7 +6,6 @@ Invariant: without torch; nothing except a page is written, and a run may be wri
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,21 +21,7 @@ if TYPE_CHECKING:
 
 def _find(word: str | None) -> RunDir:
     """The run on this machine that a word means: a directory, the only run of a folder, a name or a job's id."""
-    from shardway.launch.runs.find import find_known, is_run, list_runs
-    from shardway.rundir.directory import RunDir
-
-    folder = Path(word or "runs")
-    if word is None or (os.path.isdir(folder) and not is_run(folder)):
-        runs = list_runs(folder)
-        run = RunDir(runs[0]) if len(runs) == 1 else find_run(folder)
-    else:
-        known = find_known(word)
-        if known.host:
-            raise UserError(
-                f"{known.host}:{known.run} is on another host, and a report reads the files of a run.\n"
-                f"  To do: run `shardway report {known.run}` there, or copy the directory here."
-            )
-        run = RunDir(Path(known.run))
+    run = find_run(None if word is None else Path(word))
     run.check_format()
     run.check_readable()
     return run

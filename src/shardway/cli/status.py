@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -184,14 +183,14 @@ def _read_interval(text: str, words: Sequence[str]) -> float:
 
 def _choose(words: Sequence[str]) -> tuple[list[Known], bool]:
     """The runs that are meant, each once, and whether one run was named and not a folder. Raises UserError."""
-    from shardway.launch.runs.find import Known, find_all, find_known, find_run_around, is_run, list_runs
+    from shardway.launch.runs.find import Known, find_all, find_known, find_run_around, is_folder_of_runs, list_runs
 
     if not words:
         return find_all(Path("runs")), False
     chosen: list[Known] = []
     named = 0
     for word in words:
-        if is_run(Path(word)) or not os.path.isdir(word):
+        if not is_folder_of_runs(word):
             named += 1
             chosen.append(find_known(word))
             continue
@@ -214,8 +213,8 @@ def _as_facts(shown: Sequence[_ShownRun], *, is_one: bool) -> Any:
         hardware = {
             "gpus_asked": each.gpus_asked,
             "gpus_used": use.used if use else None,
-            "use_percent": _finite(use.use_mean) if use else None,
-            "cpu_percent": _finite(use.cpu_percent) if use else None,
+            "use_percent": use.use_mean if use else None,
+            "cpu_percent": use.cpu_percent if use else None,
             "sampled": use.newest if use else None,
         }
         facts.append({**said, **host, "jobs": attempts_as_json(each.statuses), "hardware": hardware})
@@ -224,17 +223,9 @@ def _as_facts(shown: Sequence[_ShownRun], *, is_one: bool) -> Any:
     verdicts, advice = _judge(shown[0])
     return {
         **facts[0],
-        "gpus": [_without_nan(verdict.as_json()) for verdict in verdicts],
-        "advice": [_without_nan(each.as_json()) for each in advice],
+        "gpus": [verdict.as_json() for verdict in verdicts],
+        "advice": [each.as_json() for each in advice],
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _without_nan(facts: dict[str, Any]) -> dict[str, Any]:
-    return {name: _finite(value) if isinstance(value, float) else value for name, value in facts.items()}
 
 
 class _Look:
@@ -438,14 +429,12 @@ def _judge(each: _ShownRun) -> tuple[Sequence[GpuVerdict], Sequence[Advice]]:
     """The verdict of each accelerator over all samples, and what is advised."""
     if each.known.host:
         return [], []
+    from shardway.telemetry.store import read_telemetry
     from shardway.watch.advice import advise, judge_gpus
 
-    verdicts: Sequence[GpuVerdict] = []
-    if each.hardware is not None:
-        from shardway.telemetry.store import read_telemetry
-
-        verdicts = judge_gpus(read_telemetry(each.ledger.run.telemetry_folder))
-    return verdicts, advise(each.ledger.run)
+    run = each.ledger.run
+    hosts = read_telemetry(run.telemetry_folder) if each.hardware is not None else []
+    return judge_gpus(hosts), advise(run, hosts)
 
 
 def _hardware_lines(each: _ShownRun) -> list[str]:
@@ -496,13 +485,11 @@ _NOTE = 60  # characters of a note
 
 def _render_table(shown: Sequence[_ShownRun]) -> list[str]:
     """A line a run; a column without any value is left out."""
-    from shardway.watch.words import one_line
+    from shardway.watch.words import align_cells, one_line
 
     rows = [{name: one_line(cell) for name, cell in _find_cells(each).items()} for each in shown]
     columns = [name for name in _COLUMNS if name in ("run", "state") or any(row[name] for row in rows)]
-    heads = {name: name.upper() for name in columns}
-    widths = {name: max(len(row[name]) for row in (heads, *rows)) for name in columns}
-    return ["  ".join(row[name].ljust(widths[name]) for name in columns).rstrip() for row in (heads, *rows)]
+    return align_cells([[name.upper() for name in columns], *([row[name] for name in columns] for row in rows)])
 
 
 def _find_cells(each: _ShownRun) -> dict[str, str]:
@@ -513,12 +500,11 @@ def _find_cells(each: _ShownRun) -> dict[str, str]:
     summary, known, use, job = each.summary, each.ledger.status, each.hardware, each.job
     step = summary.step if summary else known.get("step")
     total = summary.total_steps if summary else known.get("total_steps")
-    rate = None if summary is None else summary.tokens_per_s if summary.unit == "tokens" else summary.samples_per_s
+    rate = summary.rate if summary is not None else None
     gpus = ""
     if use is not None and use.gpus:
-        mean = _finite(use.use_mean)
         total_gpus = max(each.gpus_asked or 0, len(use.gpus))
-        gpus = f"{use.used}/{total_gpus}" + (f" {mean:.0f}%" if mean is not None else "")
+        gpus = f"{use.used}/{total_gpus}" + (f" {use.use_mean:.0f}%" if math.isfinite(use.use_mean) else "")
     elif each.gpus_asked:
         gpus = f"?/{each.gpus_asked}"
     reason = summary.reason if summary and summary.reason and summary.state == each.state else ""
@@ -556,7 +542,7 @@ def _summary_lines(summary: RunSummary, statuses: Sequence[JobStatus]) -> list[s
 
     total = f"/{summary.total_steps}" if summary.total_steps else ""
     share = f" ({100 * summary.step / summary.total_steps:.0f} %)" if summary.total_steps else ""
-    rate = summary.tokens_per_s if summary.unit == "tokens" else summary.samples_per_s
+    rate = summary.rate
     save, ignored = summary.last_save, summary.local_checkpoints_ignored
     validation = render_validation(summary.validation, summary.monitor) if summary.validation else ""
     lines = [
@@ -630,11 +616,11 @@ def logs(
     as_json: JsonOption = False,
 ) -> None:
     """Print the events of a run as lines, or what its jobs printed."""
-    from shardway.launch.runs.find import Known, find_named, is_run, list_runs
+    from shardway.launch.runs.find import Known, find_named, is_folder_of_runs, list_runs
     from shardway.rundir.directory import RunDir
 
     folder = Path(run or "runs")
-    if run is not None and (is_run(folder) or not os.path.isdir(folder)):
+    if run is not None and not is_folder_of_runs(folder):
         named = find_named(run)
         known, of_id = named.known, named.attempt
     else:  # the only one of a folder

@@ -66,12 +66,12 @@ def top(
 def _make_finder(words: Sequence[str]) -> Callable[[], Sequence[Path]]:
     """What lists the runs that are meant at each look: folders may get new ones. Raises UserError for a word that means
     no run, or one on another host."""
-    from shardway.launch.runs.find import find_all, find_known, is_run, list_runs
+    from shardway.launch.runs.find import find_all, find_known, is_folder_of_runs, list_runs
 
     folders: list[Path] = []
     named: list[Path] = []
     for word in words:
-        if os.path.isdir(word) and not is_run(Path(word)):
+        if is_folder_of_runs(word):
             folders.append(Path(word))
             continue
         known = find_known(word)

@@ -41,7 +41,7 @@ from shardway.rundir.attempts import BY_AGENT, BY_SIGNAL, SECOND_SIGNAL, Attempt
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import answers, list_missing, why_refused
 from shardway.rundir.names import LOCAL, find_local_run, find_run_id, read_line
-from shardway.rundir.notify import NotifyTargets, notify
+from shardway.rundir.notify import notify
 from shardway.runfile.schema import RunSection
 from shardway.telemetry.start import SampledRun, sampled
 from shardway.units import render_seconds
@@ -111,7 +111,8 @@ def run_on_node(
     def report_resumed(hang: Hang) -> None:
         report(f"{globally(hang).message}, and was resumed")
 
-    with watched(launch.ranks, hang_timeout, report_resumed, share_s) as watch, contextlib.ExitStack() as stack:
+    is_watched = watched(launch.ranks, hang_timeout, report_resumed, share_s)
+    with is_watched as watch, sampled(_describe_sampled(run, launch)):
 
         def look(failed: bool) -> bool:
             is_over = exchange(watch, failed)
@@ -119,7 +120,6 @@ def run_on_node(
             return is_over
 
         launch = replace(launch, heartbeats=watch.folder)
-        stack.enter_context(sampled(_describe_sampled(run, launch)))
         failures = run_local(launch, lambda: ask_to_stop(run, report), look, standby.start)
     # Only now: until its thread has ended, the watch may still gather evidence.
     found, evidence = watch.found, watch.seen or NO_EVIDENCE
@@ -287,9 +287,7 @@ def _restored_if_refused(run: RunDir, *, fresh: bool) -> Iterator[int]:
 
 def notify_owner(resolution: Resolution, kind: str, reason: str, report: Report) -> None:
     """Send an event of the run to its owner, as [notify] asks for."""
-    section = resolution.resolved.values.notify
-    targets = NotifyTargets(section.mail, section.webhook, section.form, section.on)
-    for failure in notify(resolution.directory, targets, kind, "failed", reason):
+    for failure in notify(resolution.directory, resolution.resolved.values.notify, kind, "failed", reason):
         report(failure)
 
 

@@ -22,30 +22,23 @@ import subprocess
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from shardway.errors import render_reason
 from shardway.rundir.directory import RunDir
+
+if TYPE_CHECKING:
+    from shardway.runfile.schema import NotifySection
 
 MOST_S = 8.0  # how long all messages of one event may take together
 ANSWER_S = 5.0  # how long a server may be silent
 MAILER_S = 7.0
 _MAILERS = ("sendmail", "/usr/sbin/sendmail", "/usr/lib/sendmail")
 _WORDS = {"end": "", "failure": "failed", "no_progress": "made no progress"}
-
-
-@dataclass(frozen=True)
-class NotifyTargets:
-    """Where messages go: an address ("": none), the name of the variable that holds a URL ("": none), the form of the
-    webhook ("auto", "slack", "ntfy"), and which kinds are sent ("end", "failure", "no_progress")."""
-
-    mail: str = ""
-    webhook: str = ""
-    form: str = "auto"
-    on: Sequence[str] = tuple(_WORDS)
 
 
 @dataclass(frozen=True)
@@ -56,9 +49,10 @@ class RunMessage:
     text: str
 
 
-def notify(run: RunDir, targets: NotifyTargets, kind: str, state: str, reason: str) -> list[str]:
-    """Send one event of a run to all targets, unless it was sent; returns a line for each target that failed."""
-    if kind not in targets.on or not (targets.mail or targets.webhook):
+def notify(run: RunDir, section: NotifySection, kind: str, state: str, reason: str) -> list[str]:
+    """Send one event of a run ("end", "failure", "no_progress") as its [notify] asks for, unless it was sent; returns a
+    line for each way that failed."""
+    if kind not in section.on or not (section.mail or section.webhook):
         return []
     failures: list[str] = []
 
@@ -71,13 +65,13 @@ def notify(run: RunDir, targets: NotifyTargets, kind: str, state: str, reason: s
             failures.append(f"the message about this run was not sent: {type(error).__name__}")
             return
         ways: tuple[tuple[str, str, Callable[..., None]], ...] = (
-            ("mail", targets.mail, send_mail),
-            ("webhook", targets.webhook, send_webhook),
+            ("mail", section.mail, send_mail),
+            ("webhook", section.webhook, send_webhook),
         )
         for name, target, send in ways:
             if target:
                 try:
-                    send(message, target, targets.form, os.environ)
+                    send(message, target, section.form, os.environ)
                 except Exception as error:  # whatever a mailer or a server does
                     failures.append(f"notify.{name}: not sent: {describe_failure(error)}")
 

@@ -64,7 +64,7 @@ from shardway.rundir.directory import OWN_NAMES, RunDir
 from shardway.rundir.file_io import list_missing, list_names, refusals
 from shardway.rundir.lease import HeldLease
 from shardway.rundir.names import ensure_run_id, find_local_run, find_run_id
-from shardway.rundir.notify import NotifyTargets, notify
+from shardway.rundir.notify import notify
 from shardway.runfile.load import DEFAULT
 from shardway.telemetry.start import SampledRun, sampled
 from shardway.train.engines import ENGINES
@@ -317,12 +317,11 @@ def _notify_owner(recorder: Recorder, directory: RunDir, ranks: Ranks, resolved:
     """Send how the run ended, from rank 0; of ranks that an agent of ours may start again, not that they failed."""
     if recorder.ended is None or not ranks.is_first:
         return
-    (state, reason), section = recorder.ended, resolved.values.notify
+    state, reason = recorder.ended
     if state == "failed" and ranks.placement.launcher == "shardway":
         return
-    targets = NotifyTargets(section.mail, section.webhook, section.form, section.on)
     kind = "failure" if state == "failed" else "end"
-    for failure in notify(directory, targets, kind, state, reason):
+    for failure in notify(directory, resolved.values.notify, kind, state, reason):
         logging.getLogger("shardway").warning(failure)
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shardway.rundir.directory import RunDir
+from shardway.rundir.events import Event
 from shardway.telemetry.store import HostTelemetry
 from shardway.watch.advice_rules import (
     ADVICE_RULES,
@@ -24,13 +25,16 @@ from shardway.watch.advice_rules import (
     THROTTLE,
     WAITING_POWER,
 )
-from shardway.watch.evidence import Evidence, GpuEvidence, gather, mean, quantile, share, view_hosts
+from shardway.watch.evidence import Evidence, GpuEvidence, find_rise, gather, mean, quantile, share, view_hosts
 from shardway.watch.findings import Advice, GpuVerdict
 
 
-def advise(run: RunDir) -> list[Advice]:
-    """What is found wrong with a run, most important first; empty where there is nothing to change."""
-    return advise_on(gather(run))
+def advise(
+    run: RunDir, hosts: Sequence[HostTelemetry] | None = None, events: Iterable[Event] | None = None
+) -> list[Advice]:
+    """What is found wrong with a run, most important first; empty where there is nothing to change. `hosts` and
+    `events`: its telemetry, and every event of rank 0, where they were read already."""
+    return advise_on(gather(run, hosts, events))
 
 
 def advise_on(evidence: Evidence) -> list[Advice]:
@@ -58,14 +62,7 @@ def judge_gpus(hosts: Sequence[HostTelemetry]) -> list[GpuVerdict]:
 
 
 def _judge(gpu: GpuEvidence) -> GpuVerdict:
-    use, energy = gpu.all("use_percent"), gpu.all("energy_j")
-    spent = None
-    if (
-        energy is not None
-        and (low := quantile(energy, 0.0)) is not None
-        and (high := quantile(energy, 1.0)) is not None
-    ):
-        spent = high - low
+    use = gpu.all("use_percent")
     return GpuVerdict(
         gpu.host,
         gpu.device.index,
@@ -74,7 +71,7 @@ def _judge(gpu: GpuEvidence) -> GpuVerdict:
         quantile(use, 1.0),
         gpu.memory_max,
         mean(gpu.all("power_w")),
-        spent,
+        find_rise(gpu.all("energy_j")),
     )
 
 

@@ -22,6 +22,7 @@ from shardway.errors import ShardwayError
 from shardway.hardware.catalogue import Accelerator, find_accelerator
 from shardway.rundir.attempts import Attempt, Result, Submission
 from shardway.rundir.directory import RunDir
+from shardway.rundir.events import Event
 from shardway.telemetry.store import DeviceInfo, HostTelemetry, NodeInfo, read_telemetry
 from shardway.watch.facts import number, seconds
 from shardway.watch.progress import RunProgress, TimeAccount
@@ -61,6 +62,15 @@ def quantile(values: Any, q: float) -> float | None:
 
     known = _known(values)
     return None if known is None else float(np.quantile(known, q))
+
+
+def find_rise(counter: Any) -> float | None:
+    """How much a counter rose over its samples; steps back (a driver that was loaded again) count as zero. None without
+    a value."""
+    import numpy as np
+
+    known = _known(counter)
+    return None if known is None else float(np.diff(known).clip(0).sum())
 
 
 def _known(values: Any) -> Any:
@@ -354,9 +364,12 @@ def _estimate(evidence: Evidence, changed: Mapping[str, Any]) -> Any:
 # --- gathering
 
 
-def gather(run: RunDir, hosts: Sequence[HostTelemetry] | None = None) -> Evidence:
-    """All that is known of a run. `hosts`: its telemetry, where it was read already."""
-    progress, breaks, ended, took = _read_events(run)
+def gather(
+    run: RunDir, hosts: Sequence[HostTelemetry] | None = None, events: Iterable[Event] | None = None
+) -> Evidence:
+    """All that is known of a run. `hosts` and `events`: its telemetry, and every event of rank 0, where they were read
+    already."""
+    progress, breaks, ended, took = _fold_events(run.all_events() if events is None else events)
     status = run.read_status()
     account = progress.book.account(status, None) if progress.attempts else None
     attempts: list[AttemptEvidence] = []
@@ -388,12 +401,12 @@ Break = tuple[float, float]
 """A save or a validation: its begin and end."""
 
 
-def _read_events(run: RunDir) -> tuple[RunProgress, list[Break], list[float], list[float]]:
+def _fold_events(events: Iterable[Event]) -> tuple[RunProgress, list[Break], list[float], list[float]]:
     """The progress, the breaks between steps, and the end and time of each step of the last start."""
     progress, breaks = RunProgress(), list[Break]()
     ended, took = list[float](), list[float]()
     with contextlib.suppress(ShardwayError, OSError):
-        for event in run.all_events():
+        for event in events:
             progress.update(event)
             name, at, spent_s = event["event"], seconds(event, "time"), number(event, "seconds")
             if name in ("started", "rolled_back"):

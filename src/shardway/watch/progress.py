@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
@@ -416,8 +416,13 @@ class RunProgress:
 
 def read_progress(run: RunDir, names: Sequence[str] = ()) -> RunProgress:
     """The state of a run, from every event of rank 0, or from those of some names, which is many times faster."""
+    return fold_events(run.all_events(names=names))
+
+
+def fold_events(events: Iterable[Event]) -> RunProgress:
+    """The state of a run after events of rank 0, in the order written."""
     progress = RunProgress()
-    for event in run.all_events(names=names):
+    for event in events:
         progress.update(event)
     return progress
 
@@ -500,6 +505,11 @@ class RunSummary:
     best_checkpoint: ValidatedEvent | None = None
     logged: Logged | None = None
     damaged: str = ""
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens or samples a second, whichever `unit` names."""
+        return self.tokens_per_s if self.unit == "tokens" else self.samples_per_s
 
     def as_json(self) -> dict[str, Any]:
         """Plain data for strict JSON: paths as strings, numbers that are not finite as None."""

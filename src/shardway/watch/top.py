@@ -121,7 +121,7 @@ def list_cells(run: WatchedRun) -> list[Text]:
     name = one_line(run.run.path.name)
     name = name if len(name) <= _WIDEST_NAME else f"{name[: _WIDEST_NAME - 1]}~"
     state = "unreadable" if run.error and summary is None else run.state
-    rate = None if summary is None else summary.tokens_per_s if summary.unit == "tokens" else summary.samples_per_s
+    rate = summary.rate if summary is not None else None
     step = "" if summary is None or not (summary.step or summary.total_steps) else _render_steps(summary.step)
     total = f"/{_render_steps(summary.total_steps)}" if step and summary and summary.total_steps else ""
     gpus = ""
@@ -245,7 +245,7 @@ class _RunDetail(Static):
                 Text(f"loss {render_loss(summary.smooth_loss)}  last {render_loss(summary.loss)}", no_wrap=True)
             )
             rows.append(LiveRow(Text("     "), Sparkline(run.losses, width), Text()))
-        rate = None if summary is None else summary.tokens_per_s if summary.unit == "tokens" else summary.samples_per_s
+        rate = summary.rate if summary is not None else None
         if summary is not None and rate:
             rows.append(Text(f"speed {render_count(rate)} {summary.unit}/s", no_wrap=True))
         if run.data_wait is not None:

@@ -63,6 +63,15 @@ def one_line(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
 
 
+def align_cells(rows: Sequence[Sequence[str]], *, to_the_right: bool = False) -> list[str]:
+    """The rows of a table as lines, each column as wide as its longest cell; `to_the_right`: all but the first column
+    end below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.rjust if to_the_right and place else str.ljust for place in range(len(widths))]
+    lines = (zip(row, widths, sides, strict=True) for row in rows)
+    return ["  ".join(side(cell, width) for cell, width, side in line).rstrip() for line in lines]
+
+
 def render_loss(loss: float | None) -> str:
     """Four decimals, or four significant digits where that would hide a small loss."""
     if loss is None or not math.isfinite(loss):

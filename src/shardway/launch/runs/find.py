@@ -304,6 +304,11 @@ def is_run(path: Path) -> bool:
     return RunDir(path).exists() or is_there(RunDir(path).attempts_folder)
 
 
+def is_folder_of_runs(path: str | Path) -> bool:
+    """Whether a word means the runs in a folder here, and not one run. Raises JobError where it does not answer."""
+    return os.path.isdir(path) and not is_run(Path(path))
+
+
 def _may_be_there(known: Known) -> bool:
     """Whether a known run is on another host, or still here."""
     return known.host != "" or _may_be_run(Path(known.run))

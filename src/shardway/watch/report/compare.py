@@ -22,7 +22,7 @@ from shardway.watch.report.content import ReportContent
 from shardway.watch.report.curves import Curve, CurvePoint, Figure, thin
 from shardway.watch.report.lanes import render_curves, script_data
 from shardway.watch.report.page import render_report_style, render_script
-from shardway.watch.words import UNKNOWN, render_loss, render_time, render_total
+from shardway.watch.words import UNKNOWN, align_cells, render_loss, render_time, render_total
 
 WARM_UP = 10  # first steps of an attempt that are left out, or a fifth of few
 DRAWS = 1000
@@ -222,21 +222,16 @@ def _best(content: ReportContent) -> str:
 def render_comparison(found: Comparison) -> str:
     """Plain text: verdicts, results, keys that differ."""
     keys = [(name, *values) for name, values in found.keys.items()]
-    results = _align([("", *found.labels), *_rows(found)])
+    results = align_cells([("", *found.labels), *_rows(found)])
     return "\n".join(
         [
             *(f"{each}." for each in found.verdicts),
             "",
             *results,
             "",
-            *(_align([("keys that differ", *found.labels), *keys]) if keys else ["No key differs."]),
+            *(align_cells([("keys that differ", *found.labels), *keys]) if keys else ["No key differs."]),
         ]
     )
-
-
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def render_comparison_page(found: Comparison) -> str:

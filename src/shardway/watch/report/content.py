@@ -21,12 +21,12 @@ from typing import Any
 from shardway.errors import JobError
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
-from shardway.rundir.events import Event
+from shardway.rundir.events import Event, drop_undone
 from shardway.telemetry.store import HostTelemetry, read_telemetry
 from shardway.watch.advice import advise, judge_gpus
 from shardway.watch.facts import number
 from shardway.watch.findings import Advice
-from shardway.watch.progress import RunProgress, RunSummary, read_progress, summarise_progress
+from shardway.watch.progress import RunProgress, RunSummary, fold_events, summarise_progress
 from shardway.watch.report.axis import TimeAxis, make_axis
 from shardway.watch.report.curves import Figure, Mark, find_marks, make_figures
 from shardway.watch.report.hardware import (
@@ -313,9 +313,9 @@ def _finite(value: Any) -> Any:
 
 def gather(run: RunDir) -> ReportContent:
     """Read everything. Raises JobError where status.json is damaged or the folder does not answer."""
-    progress = read_progress(run)
-    summary = summarise_progress(run, progress)
     written = list(run.all_events())
+    progress = fold_events(written)
+    summary = summarise_progress(run, progress)
     jobs = read_jobs(run)
     hosts = [host for host in read_telemetry(run.telemetry_folder) if len(host.times)]
     axis = make_axis([*_find_spans(progress, jobs), *(span for host in hosts for span in _find_sampled(host))])
@@ -335,11 +335,11 @@ def gather(run: RunDir) -> ReportContent:
         nodes=dict(zip(names, shorten_hosts(names), strict=True)),
         traffic=total_traffic(hosts),
         missing=list_missing(hosts),
-        advice=advise(run),
+        advice=advise(run, hosts, written),
         jobs=jobs,
         paces=read_paces(run),
         settings=read_settings(run),
-        predicted=predict(run, progress.attempts, run.events()),
+        predicted=predict(run, progress.attempts, drop_undone(iter(written))),
         tail=read_output_tail(run),
     )
 
@@ -453,7 +453,7 @@ def _describe_work(content: ReportContent) -> list[tuple[Mood, str]]:
     summary, found = content.summary, list[tuple[Mood, str]]()
     if summary.account is not None:
         found.append(("", f"Productive: {render_account(summary.account)}."))
-    rate = summary.tokens_per_s if summary.unit == "tokens" else summary.samples_per_s
+    rate = summary.rate
     if rate:
         ranks = f", {render_total(rate / summary.world)} a rank" if summary.world and summary.world > 1 else ""
         found.append(("", f"{render_total(rate)} {summary.unit}/s at the end{ranks}."))

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardway.telemetry.store import DeviceInfo, HostTelemetry
+from shardway.watch.evidence import find_rise, mean, quantile
 from shardway.watch.report.axis import TimeAxis
 
 if TYPE_CHECKING:
@@ -320,10 +321,10 @@ def total_gpus(hosts: Sequence[HostTelemetry], verdicts: Sequence[GpuVerdict]) -
 
 def _total_gpu(host: HostTelemetry, index: int, device: DeviceInfo | None, verdict: str) -> GpuTotals:
     def mean_of(name: str) -> float | None:
-        return _known(_mean(series)) if (series := host.series.get(f"gpu/{index}/{name}")) is not None else None
+        return mean(host.series.get(f"gpu/{index}/{name}"))
 
     def most_of(name: str) -> float | None:
-        return _known(_largest(series)) if (series := host.series.get(f"gpu/{index}/{name}")) is not None else None
+        return quantile(host.series.get(f"gpu/{index}/{name}"), 1.0)
 
     energy, source = _find_energy(host, index)
     return GpuTotals(
@@ -369,13 +370,8 @@ def _find_energy(host: HostTelemetry, index: int) -> tuple[float | None, str]:
     """Joules, and how they were found; steps back of the counter (a driver that was loaded again) count as zero."""
     import numpy as np
 
-    counter = host.series.get(f"gpu/{index}/energy_j")
-    if counter is not None:
-        known = np.asarray(counter, dtype=np.float64)
-        known = known[np.isfinite(known)]
-        steps = np.diff(known)
-        if len(steps) and (joules := float(steps[steps > 0].sum())) > 0:
-            return joules, COUNTER
+    if joules := find_rise(host.series.get(f"gpu/{index}/energy_j")):
+        return joules, COUNTER
     power = host.series.get(f"gpu/{index}/power_w")
     if power is not None and np.isfinite(power).any():
         return _integrate(host, np.asarray(power, dtype=np.float64)), INTEGRAL

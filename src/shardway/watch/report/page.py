@@ -127,7 +127,7 @@ def _tiles(content: ReportContent) -> str:
     summary = content.summary
     tiles: list[tuple[str, ...]] = []
     if not content.is_foreign:
-        rate = summary.tokens_per_s if summary.unit == "tokens" else summary.samples_per_s
+        rate = summary.rate
         saved = f"last at step {summary.checkpoints[-1]}" if summary.checkpoints else "none kept"
         saved += f", best at step {summary.best_checkpoint.step}" if summary.best_checkpoint else ""
         tiles += [

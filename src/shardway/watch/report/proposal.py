@@ -11,7 +11,7 @@ from typing import Any
 
 from shardway.watch.report.content import ReportContent
 from shardway.watch.report.hardware import GpuTotals
-from shardway.watch.words import UNKNOWN, render_time
+from shardway.watch.words import UNKNOWN, align_cells, render_time
 
 COLUMNS = (
     "node",
@@ -95,13 +95,4 @@ def render_proposal(content: ReportContent) -> str:
     ]
     if not rows:
         return "\n".join([*lines, "", "No GPU was sampled, so there is no table of them."])
-    table = [COLUMNS, *rows]
-    widths = [max(len(row[at]) for row in table) for at in range(len(COLUMNS))]
-    shown = [
-        "  ".join(
-            cell.rjust(width) if at else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in table
-    ]
-    return "\n".join([*lines, "", *shown])
+    return "\n".join([*lines, "", *align_cells([COLUMNS, *rows], to_the_right=True)])
