@@ -21,6 +21,7 @@ import importlib
 import math
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -69,6 +70,34 @@ NVLINK = ("nvlink_rx_bytes_per_s", "nvlink_tx_bytes_per_s")
 PROCESSES_EVERY_S = 5.0
 
 
+class ProbedReader(ABC):
+    """Devices that are read by probes, each with a library's call; one that failed MOST_FAILURES times in a row is
+    missing, with the reason."""
+
+    def __init__(self) -> None:
+        self.missing: dict[str, str] = {}
+        self._job: Collection[int] = ()
+        self._probes: list[_Probe] = []
+
+    @abstractmethod
+    def _why(self, error: Exception) -> str:
+        """The reason of a refusal, in a sentence."""
+
+    def read(self, now: float, job: Collection[int]) -> list[float]:
+        self._job = job
+        values: list[float] = []
+        for probe in self._probes:
+            try:
+                values += probe.read(now)
+                probe.failures = 0
+            except Exception as error:  # whatever a driver's library raises
+                probe.failures += 1
+                values += (NAN,) * len(probe.names)
+                if probe.failures == MOST_FAILURES:
+                    self.missing.update(dict.fromkeys(probe.names, self._why(error)))
+        return values
+
+
 # --- NVIDIA
 
 
@@ -88,18 +117,17 @@ def find_visible(named: str | None, count: int) -> list[int | str] | None:
     return list(dict.fromkeys(found))
 
 
-class NvidiaReader:
+class NvidiaReader(ProbedReader):
     """NVIDIA's devices. Raises the library's error, or ImportError, where it cannot be used at all."""
 
     def __init__(self, nvml: Any, environ: Mapping[str, str]) -> None:
+        super().__init__()
         self._nvml = nvml
         nvml.nvmlInit()
-        self.missing: dict[str, str] = {}
         self._driver = "unknown"
         with suppress(Exception):
             self._driver = _text(nvml.nvmlSystemGetDriverVersion())
-        self._job: Collection[int] = ()
-        devices, self._probes = [], list[_Probe]()
+        devices = []
         for handle in self._list_handles(environ.get("CUDA_VISIBLE_DEVICES")):
             device = _NvidiaDevice(nvml, handle)
             devices.append(device.info)
@@ -113,20 +141,6 @@ class NvidiaReader:
                 "the driver lists no NVIDIA device" if named is None else f'CUDA_VISIBLE_DEVICES is "{named}"'
             )
         self.series = tuple(name for probe in self._probes for name in probe.names)
-
-    def read(self, now: float, job: Collection[int]) -> list[float]:
-        self._job = job
-        values: list[float] = []
-        for probe in self._probes:
-            try:
-                values += probe.read(now)
-                probe.failures = 0
-            except Exception as error:  # whatever a driver's library raises
-                probe.failures += 1
-                values += (NAN,) * len(probe.names)
-                if probe.failures == MOST_FAILURES:
-                    self.missing.update(dict.fromkeys(probe.names, self._why(error)))
-        return values
 
     def close(self) -> None:
         with suppress(Exception):
@@ -413,18 +427,17 @@ class _ProcessCount:
 # --- AMD
 
 
-class AmdReader:
+class AmdReader(ProbedReader):
     """AMD's devices through amdsmi, whose values may be the text "N/A"."""
 
     def __init__(self, smi: Any, environ: Mapping[str, str]) -> None:
+        super().__init__()
         self._smi = smi
         smi.amdsmi_init()
-        self.missing: dict[str, str] = {}
-        self._job: Collection[int] = ()
         handles = list(smi.amdsmi_get_processor_handles())
         named = environ.get("ROCR_VISIBLE_DEVICES", environ.get("HIP_VISIBLE_DEVICES"))
         chosen = range(len(handles)) if named is None else find_visible(named, len(handles)) or []
-        devices, self._probes = [], list[_Probe]()
+        devices = []
         for index in chosen:
             if isinstance(index, int):
                 devices.append(self._describe(index, handles[index]))
@@ -434,26 +447,15 @@ class AmdReader:
                         read(-math.inf)
                         self._probes.append(_Probe(full, read))
                     except Exception as error:  # whatever the library raises
-                        self.missing.update(dict.fromkeys(full, f"amdsmi: {_first_line(error)}"))
+                        self.missing.update(dict.fromkeys(full, self._why(error)))
         for device in devices:
             for name in GPM:
                 self.missing[f"gpu/{device.index}/{name}"] = "AMD's library does not give it"
         self.devices = tuple(devices)
         self.series = tuple(name for probe in self._probes for name in probe.names)
 
-    def read(self, now: float, job: Collection[int]) -> list[float]:
-        self._job = job
-        values: list[float] = []
-        for probe in self._probes:
-            try:
-                values += probe.read(now)
-                probe.failures = 0
-            except Exception as error:  # whatever the library raises
-                probe.failures += 1
-                values += (NAN,) * len(probe.names)
-                if probe.failures == MOST_FAILURES:
-                    self.missing.update(dict.fromkeys(probe.names, f"amdsmi: {_first_line(error)}"))
-        return values
+    def _why(self, error: Exception) -> str:
+        return f"amdsmi: {_first_line(error)}"
 
     def close(self) -> None:
         with suppress(Exception):
