@@ -79,7 +79,6 @@ from shardway.train.session import Session, format_named, keep_formats, open_ses
 from shardway.train.staging import stage_for_node
 from shardway.train.validate import Validation, check_metrics
 from shardway.watch.progress import read_validations
-from shardway.watch.report import render_report
 from shardway.watch.words import PlainLines, list_last_lines
 
 T = TypeVar("T")
@@ -666,6 +665,8 @@ def train(request: ResolveRequest) -> RunOutcome:
     with open_run(request) as run:
         outcome = train_run(run)
         if run.is_first and run.session.recorder.is_open:
+            from shardway.watch.report import render_report  # not on the other ranks, nor before the run
+
             run.directory.write_report(render_report(run.directory))
     return outcome
 
