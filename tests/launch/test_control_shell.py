@@ -758,6 +758,26 @@ def test_a_chain_of_this_machine(local: Local) -> None:
     assert started.job == job
 
 
+ENDED_BETWEEN = """
+members() {{ printf '%s\\n' "$gone" "$alive"; }}
+sleep 60 & alive=$!
+true & gone=$!
+wait $gone
+{call} 7.7 || echo failed
+wait $alive
+echo $?
+"""
+
+
+@pytest.mark.parametrize(("call", "signal_number"), [("cancel_job", 15), ("kill_job", 9), ("warn_jobs", 10)])
+def test_a_process_that_has_just_ended_is_no_failure(call: str, signal_number: int) -> None:
+    """A job that was cancelled would not be said to be out of the queue, and would be waited for."""
+    blocks = read_blocks("local") | read_blocks("local_jobs")
+    script = "\n".join([*(blocks[name].text for name in ("signal_job", call)), ENDED_BETWEEN.format(call=call)])
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=50)
+    assert done.stdout == f"{128 + signal_number}\n"
+
+
 SLEEPS_UNTIL_RANKS_RUN = """#!/bin/bash
 if [ "$1" = 1 ]; then # the second of the wall-time
   until [ -e "$FAKES/running" ]; do /bin/sleep 0.05; done

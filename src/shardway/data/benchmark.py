@@ -117,7 +117,7 @@ def _measure(work: Callable[[], Any], seconds: float) -> LayerRate:
     """The rate of work that does BATCH samples at each call, after one call that does not count."""
     size = _count(work())
     began, began_cpu, done = time.perf_counter(), time.process_time(), 0
-    while time.perf_counter() - began < seconds:
+    while not done or time.perf_counter() - began < seconds:  # once at least, however long it took to come to it
         work()
         done += size
     wall, cpu = time.perf_counter() - began, time.process_time() - began_cpu

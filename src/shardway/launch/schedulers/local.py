@@ -123,7 +123,7 @@ GRACE_S = 10
 def _command(function: str, *words: str) -> tuple[str, ...]:
     """Shell that uses the functions of a job script, so that both see a job in the same way."""
     blocks = read_blocks("local") | read_blocks("local_jobs")
-    texts = [blocks[name].text for name in ("began", "members", function)]
+    texts = [blocks[name].text for name in ("began", "members", "signal_job", function)]
     return ("bash", "-c", "\n".join([*texts, f'{function} "$@"']), "local", *words)
 
 

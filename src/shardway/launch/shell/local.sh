@@ -71,7 +71,14 @@ submit_after() (
 )
 
 #: cancel_job JOB: with everything that it started
-cancel_job() { members "$1" | xargs -r kill -TERM; }
+cancel_job() { signal_job TERM "$1"; }
 
 #: kill_job JOB: where it may not go on for a moment longer
-kill_job() { members "$1" | xargs -r kill -KILL; }
+kill_job() { signal_job KILL "$1"; }
+
+#: signal_job SIGNAL JOB: to each of its processes; one that has just ended by itself is no failure
+signal_job() {
+  local processes
+  mapfile -t processes < <(members "$2")
+  [ "${#processes[@]}" = 0 ] || kill -s "$1" "${processes[@]}" 2>/dev/null || true
+}

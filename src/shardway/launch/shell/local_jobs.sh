@@ -43,7 +43,6 @@ end_jobs() {
 
 #: warn_jobs JOBS: SIGUSR1 to each of their processes
 warn_jobs() {
-  local job processes
-  mapfile -t processes < <(for job; do members "$job"; done)
-  [ "${#processes[@]}" = 0 ] || kill -s USR1 "${processes[@]}"
+  local job
+  for job; do signal_job USR1 "$job"; done
 }
