@@ -27,7 +27,7 @@ from shardway.errors import JobError, LostContact, UserError
 from shardway.ranks import failure as words_of_ranks
 from shardway.ranks.start import Ranks
 from shardway.resolve.request import ResolveRequest
-from shardway.rundir.attempts import VARIABLE, Attempt, AttemptStart, Ending, Result
+from shardway.rundir.attempts import VARIABLE, Attempt, AttemptStart, Ending, Result, Submission
 from shardway.rundir.directory import RunDir
 from shardway.train import loop, session, stops
 from shardway.train.run import Run, start, train_run
@@ -167,6 +167,29 @@ def test_the_stop_file_names_the_end(
     assert (result.state, result.reason) == ASKED[words]
     assert (result.step, outcome.state, outcome.reason) == (3, "stopped", result.reason)
     assert not RunDir(tmp_path).stop_requested()
+
+
+@pytest.mark.parametrize(
+    ("words", "queued", "sent"),
+    [("deadline: USR2", True, 0), ("deadline: USR2", False, 1), ("preempted", True, 0), ("the loss is flat", True, 1)],
+)
+def test_the_end_of_the_time_is_no_message_where_the_chain_goes_on(
+    words: str, queued: bool, sent: int, tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stops, "LOOK_EVERY_S", 0.0)
+    messages: list[str] = []
+    monkeypatch.setattr(session, "notify", lambda *event: messages.append(event[2]) or [])
+    attempt = begin(tmp_path, left_s=3600.0)
+    following = RunDir(tmp_path).attempt(2)
+    following.make()
+    following.write_submission(Submission("slurm", "a1b2c3", job="102" if queued else ""))
+
+    def ask(run: Run, step: int) -> None:
+        if step == 2:
+            run.directory.request_stop(words)
+
+    train_tiny(tmp_path, lone_rank(), *SHORT, before_step=ask, attempt=attempt)
+    assert messages == ["end"] * sent
 
 
 def test_a_request_in_the_last_moment_holds_the_successor(tmp_path: Path, quiet_threads: None) -> None:

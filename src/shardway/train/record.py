@@ -98,7 +98,7 @@ class Recorder:
         self.is_open = False
         self.show: Callable[[Event], None] | None = None
         self.trackers: TrackerThread | None = None
-        self.ended: tuple[str, str] | None = None
+        self.ended: tuple[str, AttemptEnd] | None = None
         """State and reason of the end that was recorded."""
 
     def open(self, directory: RunDir) -> None:
@@ -201,7 +201,7 @@ class Recorder:
         """State "failed", unless this attempt never began and an earlier one has left its own state."""
         if "state" in self._status or (self._ranks.is_first and not self._directory.read_status()):
             self.status(now=True, state="failed", reason=reason)
-            self.ended = ("failed", reason)
+            self.ended = ("failed", AttemptEnd(Ending.CRASHED, reason))
 
     def end(self, event: str, end: AttemptEnd, exit_code: int = 0) -> None:
         """How the run ended here: its last event, its status, and the result of the attempt."""
@@ -213,7 +213,7 @@ class Recorder:
                 with refusals(self._directory.path):
                     self._writer.flush()
             self.status(now=True, state=event, step=step, reason=end.reason)
-            self.ended = (event, end.reason)
+            self.ended = (event, end)
         if self._attempt is not None and self._ranks.is_first:
             with refusals(self._directory.path):
                 result = Result(end.state, end.reason, step, exit_code, end.failure, by="rank 0")

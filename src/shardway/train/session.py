@@ -274,7 +274,7 @@ def hold_session(
         reported = None if ranks.placement.launcher == "shardway" else attempt
         every_rank = values.data.record_ids
         recorder = Recorder(directory, ranks, every_rank=every_rank, attempt=reported, progress=progress)
-        stack.callback(_notify_owner, recorder, directory, ranks, resolved)
+        stack.callback(_notify_owner, recorder, directory, ranks, resolved, attempt)
         stack.callback(recorder.close)
         mesh = build_mesh(ranks, values.parallel)
         seed_all(values.train.seed, ranks.rank)
@@ -313,15 +313,22 @@ def hold_session(
             yield session
 
 
-def _notify_owner(recorder: Recorder, directory: RunDir, ranks: Ranks, resolved: Resolved) -> None:
-    """Send how the run ended, from rank 0; of ranks that an agent of ours may start again, not that they failed."""
+def _notify_owner(
+    recorder: Recorder, directory: RunDir, ranks: Ranks, resolved: Resolved, attempt: Attempt | None
+) -> None:
+    """Send how the run ended, from rank 0; of ranks that an agent of ours may start again, not that they failed, and of
+    an attempt whose time is over, nothing where the next one is queued."""
     if recorder.ended is None or not ranks.is_first:
         return
-    state, reason = recorder.ended
+    state, end = recorder.ended
     if state == "failed" and ranks.placement.launcher == "shardway":
         return
+    if end.state in (Ending.DEADLINE, Ending.PREEMPTED) and attempt is not None:
+        following = directory.attempt(attempt.number + 1).read_submission()
+        if following is not None and following.job:
+            return
     kind = "failure" if state == "failed" else "end"
-    for failure in notify(directory, resolved.values.notify, kind, state, reason):
+    for failure in notify(directory, resolved.values.notify, kind, state, end.reason):
         logging.getLogger("shardway").warning(failure)
 
 
