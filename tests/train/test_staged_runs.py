@@ -586,7 +586,7 @@ def test_a_long_copy_is_no_hang_and_one_that_stands_still_is(
     train_tiny(tmp_path / "run", lone_rank(), *words, base=TOKENS)
 
 
-def test_a_run_that_is_killed_while_it_copies_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_while_it_copies_goes_on_with_what_is_missing(tmp_path: Path, warm_starts: None) -> None:
     folder, disk = tmp_path / "data", tmp_path / "disk"
     folder.mkdir()
     facts = [
@@ -624,6 +624,7 @@ def test_a_run_that_is_killed_while_it_copies_goes_on_with_what_is_missing(tmp_p
     assert read_named(tmp_path / "run", "staged")[0]["reason"].startswith(format_bytes(missing))
 
 
+@pytest.mark.usefixtures("warm_starts")
 @pytest.mark.parametrize(
     "write",
     picked(

@@ -25,9 +25,10 @@ QUIET = (
     "run.device=cpu",
     "run.threads=1",
     "train.validate_every=off",
-    "checkpoint.every=3 steps",
+    "checkpoint.every=6 steps",
     "checkpoint.background=false",
 )
+UNSAVED = "checkpoint.every=off"
 READ: list[int] = []
 """The numbers of the samples that were made in this process."""
 
@@ -171,8 +172,9 @@ def notes(folder: Path) -> list[str]:
 def kill_and_go_on(
     folder: Path, on: Ranks, make: Callable[[], Any], *words: str, last: tuple[int, ...] = (8,)
 ) -> list[int]:
-    """The samples that the last attempt has made, of a run that is killed; it has the losses of one that is not."""
-    train(folder / "through", on, make(), *words)
+    """The samples that the last attempt has made, of a run that is killed; it has the losses of one that is not, and
+    that saves nothing unless `words` say when."""
+    train(folder / "through", on, make(), UNSAVED, *words)
     for each in last:
         with pytest.raises(Died):
             train(folder / "killed", on, make(), *words, last=each)
@@ -293,13 +295,14 @@ class Refusing(Counted):
 def test_what_a_state_does_not_say_exactly_is_run_through(
     make: Callable[[], Any], why: str, tmp_path: Path, quiet_threads: None
 ) -> None:
-    read = kill_and_go_on(tmp_path, lone_rank(), make)
+    read = kill_and_go_on(tmp_path, lone_rank(), make, "checkpoint.every=6 steps")
     assert len(read) == 48
     (note,) = notes(tmp_path / "through")
     assert why in note
     assert "run through from its beginning" in note
 
 
+@pytest.mark.usefixtures("warm_starts")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_state_that_does_not_lead_to_the_next_sample_is_not_used(
     workers: int, tmp_path: Path, quiet_threads: None
@@ -340,11 +343,12 @@ def test_a_state_of_before_the_first_draw_is_used(tmp_path: Path, quiet_threads:
     kill_and_go_on(tmp_path / "b", lone_rank(), DrawsLater, "checkpoint.every=4 steps", last=(5, 10))
 
 
+@pytest.mark.usefixtures("warm_starts")
 def test_a_loader_process_reads_ahead_and_its_state_is_of_the_last_batch_that_counts(
     tmp_path: Path, quiet_threads: None
 ) -> None:
     words = ("data.workers=1", "data.prefetch=4")
-    train(tmp_path / "here", lone_rank(), OwnGenerator())
+    train(tmp_path / "here", lone_rank(), OwnGenerator(), UNSAVED)
     with pytest.raises(Died):
         train(tmp_path / "killed", lone_rank(), OwnGenerator(), *words, last=8)
     train(tmp_path / "killed", lone_rank(), OwnGenerator())
@@ -403,12 +407,14 @@ def test_each_rank_goes_on_from_its_own_state(rank: int, make: Callable[[], Any]
 
 @ranks(2)
 def test_on_another_number_of_ranks_it_is_run_through(rank: int, tmp_path: Path) -> None:
-    train(tmp_path / f"through-{rank}", lone_rank(), OwnGenerator())
+    if rank == 0:
+        train(tmp_path / "through", lone_rank(), OwnGenerator(), UNSAVED)
+    pool_ranks().barrier()
     with pytest.raises(Died):
         train(tmp_path / "killed", pool_ranks(), OwnGenerator(), *layout(1, 2), last=8)
     if rank == 0:
         READ.clear()
         train(tmp_path / "killed", lone_rank(), OwnGenerator(), *layout(1, 1))
         assert len(READ) == 48
-        assert read_column(tmp_path / "killed") == pytest.approx(read_column(tmp_path / "through-0"), rel=1e-5)
+        assert read_column(tmp_path / "killed") == pytest.approx(read_column(tmp_path / "through"), rel=1e-5)
         assert ["2 rank(s) have saved" in note for note in notes(tmp_path / "killed")] == [True]
