@@ -23,9 +23,19 @@ from shardway.launch.job import Again, Job
 from shardway.launch.job_script import render_job_script
 from shardway.launch.schedulers.local import ThisMachine
 from shardway.launch.script import read_block, read_blocks
-from shardway.rundir.attempts import Attempt, Ending, Result, Submission, parse_result, parse_started, parse_submission
+from shardway.rundir.attempts import (
+    Attempt,
+    AttemptStart,
+    Ending,
+    Result,
+    Submission,
+    parse_result,
+    parse_started,
+    parse_submission,
+)
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import EventWriter
+from speed import picked_pairs
 
 
 @dataclass
@@ -50,6 +60,45 @@ class Chain:
         text = json.dumps({"format": 1, **result.__dict__}, indent=1)
         (self.cluster.path / f"said{number}").write_text(text)
         return f'cp "$FAKES/said{number}" "$SHARDWAY_ATTEMPT_DIR/result.json"'
+
+    def began(self, number: int) -> None:
+        """An attempt was begun by a job, and nothing more is known of it; the next one is queued."""
+        scheduler, job = self.job.scheduler, replace(self.job, attempt=number)
+        for link, id_, after in ((job, 100 + number, 99 + number), (job.successor(), 101 + number, 100 + number)):
+            self.cluster.prepare(link)
+            link.folder.write_submission(Submission(scheduler, link.token, str(id_), "", str(after), submitted=1.0))
+        self.cluster.write("submitted", "x\n" * (number + 1))
+        job.folder.write_started(AttemptStart(str(100 + number), nodes="localhost localhost2", started=time.time()))
+
+    def ended(self, number: int, state: str, failure: str = "", step: int = 0) -> None:
+        """An attempt has ended so, and a rank of Shardway's own said it; the next one is queued."""
+        self.began(number)
+        self.attempt(number).write_result(Result(Ending(state), step=step, failure=failure, by="rank 0"))
+
+    def call(self, number: int, calls: str) -> str:
+        """What these calls of functions of an attempt's script say, without its job."""
+        job, name = replace(self.job, attempt=number), self.job.scheduler
+        blocks = [block.text for block in (read_blocks("lib") | read_blocks(name)).values()]
+        around = {
+            "run": str(job.run),
+            "here": str(job.folder.path),
+            "attempt": f"{number:04}",
+            "after": f"{number - 1:04}",
+            "job": str(100 + number),
+            "counts_steps": "yes" if job.program.meets_by_itself else "no",
+            **self.cluster.variables(str(100 + number)),
+        }
+        words = ["bash", "-c", "\n".join([*blocks, calls])]
+        return subprocess.run(words, env=around, check=True, capture_output=True, text=True).stdout
+
+    def goes_on(self, number: int) -> tuple[bool, str]:
+        """Whether an attempt finds work to do after those before it, and what it says."""
+        said = self.call(number, "check_chain; echo goes on")
+        goes_on = said.endswith("goes on\n")
+        result = self.attempt(number).read_result()
+        assert (result is None) == goes_on
+        assert result is None or result.state is Ending.NOT_NEEDED
+        return goes_on, said
 
     @property
     def cancelled(self) -> list[str]:
@@ -97,9 +146,14 @@ def test_an_attempt_that_finishes_needs_no_successor(chain: Chain) -> None:
 
 
 def test_ranks_that_only_end_well_have_finished(chain: Chain) -> None:
+    """And the end of the wall-time is Slurm's."""
+    chain.cluster.write("end", "2031-02-03T04:05:06\n")
     ran = chain.run(1, "exit 0")
     assert ran.result is not None
     assert (ran.code, ran.state, ran.result.by, ran.result.exit_code) == (0, "finished", "job script", 0)
+    started = chain.attempt(1).read_started()
+    assert started is not None
+    assert started.deadline == time.mktime((2031, 2, 3, 4, 5, 6, 0, 0, -1))
 
 
 def test_a_job_without_nodes_has_not_finished(tmp_path: Path) -> None:
@@ -122,16 +176,6 @@ def test_a_node_of_pbs_that_is_named_several_times_is_one(last: str, tmp_path: P
     assert started.nodes == "n10 n1"
 
 
-@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
-def test_a_crash_is_told_with_its_exit_code(scheduler: str, tmp_path: Path) -> None:
-    chain = begin_chain(tmp_path, scheduler)
-    ran = chain.run(1, "exit 7")
-    assert ran.result is not None
-    assert (ran.code, ran.state, ran.result.exit_code, ran.result.failure) == (7, "crashed", 7, "exit code 7")
-    assert chain.cancelled == []  # the next attempt is for this case
-    assert chain.submitted == 1
-
-
 def test_what_a_rank_wrote_stays(chain: Chain) -> None:
     ran = chain.run(1, chain.says(1, "crashed", failure="NaN", step=3) + "; exit 9")
     assert ran.result is not None
@@ -144,14 +188,6 @@ def test_no_folder_to_run_in_is_a_crash(chain: Chain) -> None:
     ran = chain.run(1)
     assert (ran.code, ran.state, chain.cluster.list_ranks()) == (1, "crashed", [])
     assert "there is no folder to run in" in ran.said
-
-
-def test_the_end_of_the_wall_time_is_slurms(chain: Chain) -> None:
-    chain.cluster.write("end", "2031-02-03T04:05:06\n")
-    chain.run(1, "exit 0")
-    started = chain.attempt(1).read_started()
-    assert started is not None
-    assert started.deadline == time.mktime((2031, 2, 3, 4, 5, 6, 0, 0, -1))
 
 
 # --- one attempt after another
@@ -189,29 +225,27 @@ def test_the_same_failure_twice_stops_the_chain(chain: Chain) -> None:
 def test_a_chain_that_stops_says_that_memory_was_short_where_slurm_knows(chain: Chain, steps: str, word: str) -> None:
     """The kernel killed a rank, the others lost contact, and the state of the job tells of neither."""
     for number in (1, 2):
-        chain.run(number, chain.says(number, "crashed", "LostContact", 6) + "; exit 1")
+        chain.ended(number, "crashed", "LostContact", 6)
     chain.cluster.write("jobs", "101 FAILED\n102 FAILED\n")
     chain.cluster.write("steps", steps)
-    third = chain.run(3, "exit 0")
-    assert f"attempts 0001 and 0002 ended alike ({word} at step 6)" in third.said
-    assert third.state == "not_needed"
+    goes_on, said = chain.goes_on(3)
+    assert f"attempts 0001 and 0002 ended alike ({word} at step 6)" in said
+    assert not goes_on
 
 
-@pytest.mark.parametrize(
-    ("step", "saved", "state"), [(6, True, "not_needed"), (7, False, "not_needed"), (7, True, "crashed")]
-)
+@pytest.mark.parametrize(("step", "saved", "goes_on"), [(6, True, False), (7, False, False), (7, True, True)])
 def test_memory_that_is_short_twice_is_one_end_whoever_told_of_it(
-    chain: Chain, step: int, saved: bool, state: str
+    chain: Chain, step: int, saved: bool, goes_on: bool
 ) -> None:
     """Once another rank was quick enough to say that it lost contact, once the script of the job was; at another step
     the same is expected to come, unless there is a new checkpoint."""
-    chain.run(1, chain.says(1, "crashed", "LostContact", 6) + "; exit 1")
-    chain.run(2, chain.says(2, "crashed", "exit code 1", step) + "; exit 1")
+    chain.ended(1, "crashed", "LostContact", 6)
+    chain.ended(2, "crashed", "exit code 1", step)
     if saved:
         (chain.job.run / "checkpoints" / "step-000000005").mkdir(parents=True)
     chain.cluster.write("jobs", "101 FAILED\n102 FAILED\n")
     chain.cluster.write("steps", "FAILED\nOUT_OF_MEMORY\n")
-    assert chain.run(3, "exit 1").state == state
+    assert chain.goes_on(3)[0] is goes_on
 
 
 def test_the_step_of_an_end_is_that_of_the_last_event(tmp_path: Path) -> None:
@@ -253,29 +287,20 @@ def test_the_step_of_an_end_is_that_of_the_last_event(tmp_path: Path) -> None:
 def test_when_a_chain_goes_on(
     chain: Chain, first: tuple[str, str, int], second: tuple[str, str, int] | None, goes_on: bool
 ) -> None:
-    """Each attempt says how it ended; the job after them runs its ranks or leaves."""
+    """Each attempt has said how it ended."""
     ends = [end for end in (first, second) if end is not None]
-    walk(chain, [chain.says(number, *end) for number, end in enumerate(ends, 1)])
-    last = len(ends) + 1
-    before = len(chain.cluster.list_ranks())
-    ran = chain.run(last, "exit 0") if chain.attempt(last).job_script.exists() else None
-    assert ran is not None
-    assert (len(chain.cluster.list_ranks()) > before) is goes_on, ran.said
-    assert ran.code == 0
+    for number, end in enumerate(ends, 1):
+        chain.ended(number, *end)
+    assert chain.goes_on(len(ends) + 1)[0] is goes_on
 
 
 def test_a_script_without_steps_may_reach_its_deadline_again(tmp_path: Path) -> None:
     """Nobody can say whether it moved; only --max-attempts bounds it."""
     chain = begin_chain(tmp_path, own=False)
-    states, _ = walk(chain, [*[chain.says(number, "deadline") for number in (1, 2, 3)], "exit 0"])
-    assert states == ["deadline", "deadline", "deadline", "finished"]
-
-
-def test_the_last_attempt_queues_nobody(tmp_path: Path) -> None:
-    chain = begin_chain(tmp_path, most=1)
-    ran = chain.run(1, "exit 3")
-    assert (ran.state, chain.submitted) == ("crashed", 0)
-    assert "attempt 0001 is the last that was asked for" in ran.said
+    for number in (1, 2):
+        chain.ended(number, "deadline")
+    assert chain.run(3, chain.says(3, "deadline")).state == "deadline"
+    assert chain.run(4, "exit 0").state == "finished"
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
@@ -289,9 +314,15 @@ def test_a_successor_that_is_refused_leaves_nothing(scheduler: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("scheduler", "job_id"), [("slurm", "102"), ("pbs", "102.server")])
-def test_how_the_successor_is_submitted(scheduler: str, job_id: str, tmp_path: Path) -> None:
+def test_a_crash_is_told_with_its_exit_code_and_the_successor_is_submitted(
+    scheduler: str, job_id: str, tmp_path: Path
+) -> None:
     chain = begin_chain(tmp_path, scheduler)
-    chain.run(1, "exit 3", job_id="55")
+    ran = chain.run(1, "exit 7", job_id="55")
+    assert ran.result is not None
+    assert (ran.code, ran.state, ran.result.exit_code, ran.result.failure) == (7, "crashed", 7, "exit code 7")
+    assert chain.cancelled == []  # the next attempt is for this case
+    assert chain.submitted == 1
     (words,) = [*chain.cluster.list_calls("sbatch"), *chain.cluster.list_calls("qsub")]
     assert words[-1] == str(chain.attempt(2).job_script)
     assert "afterany:55" in " ".join(words)
@@ -299,6 +330,10 @@ def test_how_the_successor_is_submitted(scheduler: str, job_id: str, tmp_path: P
     assert submission is not None
     assert (submission.job, submission.after, submission.token) == (job_id, "55", chain.job.token)
     assert submission.scheduler == scheduler
+    texts = {path.name: path.read_text() for path in chain.attempt(1).path.glob("*.json")}
+    assert parse_started(texts["started.json"]) is not None
+    assert parse_result(texts["result.json"]) is not None
+    assert parse_submission(chain.attempt(2).submission_path.read_text()) is not None
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
@@ -384,19 +419,25 @@ def send(chain: Chain, number: int, program: str, what: signal.Signals) -> Ran:
 WAIT_FOR_STOP = 'while [ ! -e "$SHARDWAY_STOP_FILE" ]; do sleep 0.02; done; '
 
 
-@pytest.mark.parametrize(("told", "goes_on"), [("PREEMPTED", True), ("NODE_FAIL", True), ("CANCELLED by 0", False)])
-def test_after_sigterm_the_scheduler_says_what_it_meant(chain: Chain, told: str, goes_on: bool) -> None:
+def test_after_sigterm_the_scheduler_says_what_it_meant(chain: Chain) -> None:
     obey = '[ "$SLURM_PROCID" = 0 ] || { rm "$SHARDWAY_STOP_FILE"; exit 1; }; '  # one rank after the other here
     ran = send(chain, 1, obey + WAIT_FOR_STOP + "exit 1", signal.SIGTERM)
     assert ran.state == "stopped"
     assert ran.result is not None
     assert ran.result.failure == "signal"
     assert (ran.code, chain.cancelled) == (0, [])  # the successor finds out
-    chain.cluster.write("jobs", f"101 {told.split()[0]}\n")
+    chain.cluster.write("jobs", "101 PREEMPTED\n")
     before = len(chain.cluster.list_ranks())
     second = chain.run(2, "exit 0")
-    assert (len(chain.cluster.list_ranks()) > before) is goes_on, second.said
-    assert second.state == ("finished" if goes_on else "not_needed")
+    assert len(chain.cluster.list_ranks()) > before, second.said
+    assert second.state == "finished"
+
+
+@pytest.mark.parametrize(("told", "goes_on"), [("PREEMPTED", True), ("NODE_FAIL", True), ("CANCELLED", False)])
+def test_where_a_chain_goes_on_after_a_signal(chain: Chain, told: str, goes_on: bool) -> None:
+    chain.ended(1, "stopped", "signal")
+    chain.cluster.write("jobs", f"101 {told}\n")
+    assert chain.goes_on(2)[0] is goes_on
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
@@ -426,6 +467,18 @@ def test_ranks_that_outlive_what_started_them_have_the_last_word(tmp_path: Path)
     assert (ran.state, ran.result.step, ran.result.by) == ("stopped", 7, "rank 0")
 
 
+STAYS = 'exec > /dev/null 2>&1; echo $BASHPID > "$FAKES/stays"; exec sleep 60'
+"""What is still there when all that waited for it has ended."""
+
+
+def end_what_stays(chain: Chain) -> None:
+    os.kill(int((chain.cluster.path / "stays").read_text()), signal.SIGKILL)
+
+
+FIRST_LONG = '[ "$SLURM_PROCID" != 0 ] || sleep 1.5'
+"""One rank comes after the other here."""
+
+
 def without_ranks_after(seconds: float, chain: Chain, program: str) -> Ran:
     chain.job = replace(chain.job, again=Again(start_s=seconds / 2))
     chain.cluster.prepare(chain.job)
@@ -433,17 +486,18 @@ def without_ranks_after(seconds: float, chain: Chain, program: str) -> Ran:
 
 
 def test_a_job_whose_ranks_never_begin_ends_and_says_so(chain: Chain) -> None:
-    ran = without_ranks_after(1.0, chain, 'touch "$FAKES/came"; sleep 4')
+    ran = without_ranks_after(1.0, chain, STAYS)
     assert ran.result is not None
     assert (ran.state, ran.result.failure, ran.result.exit_code) == ("crashed", "no rank began", None)
     assert ran.result.reason.startswith("no rank has begun within 1 s: ")
     assert ran.code != 0
+    end_what_stays(chain)
 
 
 def test_ranks_that_have_begun_take_the_time_that_they_need(chain: Chain) -> None:
     chain.attempt(1).path.mkdir(parents=True, exist_ok=True)
     began = Attempt(chain.attempt(1).path)
-    ran = without_ranks_after(1.0, chain, f'touch "{began.path}/began"; sleep 1.5; exit 0')
+    ran = without_ranks_after(1.0, chain, f'touch "{began.path}/began"; {FIRST_LONG}; exit 0')
     assert ran.state == "finished"
     (began.path / "began").unlink()
     began.note_began()
@@ -452,7 +506,7 @@ def test_ranks_that_have_begun_take_the_time_that_they_need(chain: Chain) -> Non
 
 def test_nobody_waits_for_ranks_that_cannot_say_that_they_are_there(tmp_path: Path) -> None:
     chain = begin_chain(tmp_path, own=False)
-    assert without_ranks_after(1.0, chain, "sleep 1.5; exit 0").state == "finished"
+    assert without_ranks_after(1.0, chain, f"{FIRST_LONG}; exit 0").state == "finished"
     assert "in_time" not in render_job_script(replace(chain.job, again=Again(start_s=math.inf)))
 
 
@@ -466,16 +520,18 @@ def test_mpirun_that_stays_when_its_ranks_have_left_is_ended(
     chain.job = replace(chain.job, launcher="mpirun")
     chain.cluster.prepare(chain.job)
     first = '[ "$OMPI_COMM_WORLD_RANK" = 0 ] || exit 0; exec > /dev/null 2>&1; '
-    stays = "sleep 1" if waits else 'echo $BASHPID > "$FAKES/stays"; exec sleep 60'
+    stays = "sleep 1" if waits else STAYS
     ran = chain.run(1, f'{first}{chain.says(1, state)}; touch "$FAKES/left"; {stays}')
     assert ran.state == state
     assert ran.code == (0 if waits or state == "stopped" else 137)
     if not waits:
-        os.kill(int((chain.cluster.path / "stays").read_text()), signal.SIGKILL)
+        end_what_stays(chain)
 
 
 def test_a_clock_outlives_the_signals_of_its_job_and_ends_with_it(tmp_path: Path) -> None:
     """Else what a signal has left hanging would hang for ever."""
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    ignored = sum(1 << (getattr(signal, name) - 1) for name in names)
     script = f"""
     {read_block("lib", "in_time").text}
     clocks=()
@@ -483,7 +539,10 @@ def test_a_clock_outlives_the_signals_of_its_job_and_ends_with_it(tmp_path: Path
     ring() {{ echo rung > "$1"; }}
     in_time 0.5 ring "{tmp_path}/first"
     in_time 300 ring "{tmp_path}/second"
-    sleep 1
+    is_deaf() {{ (((16#$(sed -n 's/^SigIgn:.//p' "/proc/$1/status") & {ignored}) == {ignored})); }}
+    for clock in "${{clocks[@]}}"; do
+      until is_deaf "$clock"; do sleep 0.02; done
+    done
     for name in TERM INT HUP USR1 USR2; do kill -$name 0; done
     for ((look = 0; look < 200; look++)); do [ ! -e "{tmp_path}/first" ] || exit 0; sleep 0.05; done
     exit 1
@@ -527,19 +586,7 @@ def test_the_warning_before_the_wall_time_is_a_deadline(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "scheduler", "expected"),
-    [
-        ("OUT_OF_MEMORY", "slurm", "out_of_memory"),
-        ("TIMEOUT", "slurm", "deadline"),
-        ("NODE_FAIL", "slurm", "node_failure"),
-        ("PREEMPTED", "slurm", "preempted"),
-        ("COMPLETED", "slurm", "unknown"),
-        ("271", "pbs", "stopped"),
-        ("-20", "pbs", "node_failure"),
-        ("-29", "pbs", "deadline"),
-        ("-27", "pbs", "out_of_memory"),
-        ("137", "pbs", "unknown"),
-    ],
+    ("told", "scheduler", "expected"), [("TIMEOUT", "slurm", "deadline"), ("271", "pbs", "stopped")]
 )
 def test_an_attempt_that_was_killed_is_settled_by_its_successor(
     told: str, scheduler: str, expected: str, tmp_path: Path
@@ -555,6 +602,36 @@ def test_an_attempt_that_was_killed_is_settled_by_its_successor(
     first = chain.attempt(1).read_result()
     assert first is not None
     assert (first.state, first.job, first.by) == (expected, "101", "job script")
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "ends"),
+    [
+        (
+            "slurm",
+            {
+                "OUT_OF_MEMORY": "out_of_memory",
+                "TIMEOUT": "deadline",
+                "NODE_FAIL": "node_failure",
+                "PREEMPTED": "preempted",
+                "COMPLETED": "unknown",
+            },
+        ),
+        ("pbs", {"271": "stopped", "-20": "node_failure", "-29": "deadline", "-27": "out_of_memory", "137": "unknown"}),
+    ],
+    ids=["slurm", "pbs"],
+)
+def test_how_attempts_ended_that_could_not_say_so_is_what_their_scheduler_says(
+    scheduler: str, ends: dict[str, str], tmp_path: Path
+) -> None:
+    chain = begin_chain(tmp_path, scheduler)
+    for number in range(1, len(ends) + 1):
+        chain.began(number)
+    chain.cluster.write("jobs", "".join(f"{100 + number} {told}\n" for number, told in enumerate(ends, 1)))
+    chain.call(len(ends) + 1, "".join(f"settle {number:04}\n" for number in range(1, len(ends) + 1)))
+    results = [chain.attempt(number).read_result() for number in range(1, len(ends) + 1)]
+    found = [(str(each.state), each.job, each.by) for each in results if each is not None]
+    assert found == [(state, str(100 + number), "job script") for number, state in enumerate(ends.values(), 1)]
 
 
 def test_an_exit_code_is_not_lost_to_a_signal_that_is_answered_meanwhile() -> None:
@@ -609,9 +686,9 @@ ODD = ("it's 100% $HOME %j", 'new\nline\ttab "q" \\', "co:lon,^array^", "-caf\ud
 """Names of folders: of blanks, quotes, variables, patterns of log files, and of bytes that are no UTF-8."""
 
 
-@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
-@pytest.mark.parametrize("name", ODD)
-def test_a_run_may_have_any_name(scheduler: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", picked_pairs(ODD, ["slurm", "pbs"]))
+def test_a_run_may_have_any_name(case: tuple[str, str], tmp_path: Path) -> None:
+    name, scheduler = case
     chain, run = begin_chain(tmp_path, scheduler, own=False), tmp_path / name / "run"
     job = replace(chain.job, run=run, around=replace(chain.job.around, workdir=run))
     chain = Chain(chain.cluster, job)
@@ -692,14 +769,6 @@ def test_shell_reads_what_python_writes(tmp_path: Path) -> None:
     attempt.write_result(Result(Ending.CRASHED, reason="a, b", step=12, failure="KeyError: 'x'", exit_code=1, job="7"))
     found = {key: read_field(attempt.result_path, key) for key in ("state", "step", "failure", "reason", "job")}
     assert found == {"state": "crashed", "step": "12", "failure": "KeyError: 'x'", "reason": "a, b", "job": "7"}
-
-
-def test_python_reads_what_shell_writes(chain: Chain) -> None:
-    chain.run(1, "exit 3")
-    texts = {path.name: path.read_text() for path in chain.attempt(1).path.glob("*.json")}
-    assert parse_started(texts["started.json"]) is not None
-    assert parse_result(texts["result.json"]) is not None
-    assert parse_submission(chain.attempt(2).submission_path.read_text()) is not None
 
 
 # --- this machine as the scheduler, for real
@@ -819,3 +888,4 @@ def test_a_job_ends_with_what_goes_on(says: tuple[str, ...], most: int, told: st
     last = ran.said.strip().splitlines()[-1]
     assert told in last if told else "go on" not in last
     assert "resume" not in told or last.endswith(f"resume {chain.job.run}")
+    assert ("attempt 0001 is the last that was asked for" in ran.said) == (chain.submitted == 0) == (most == 1)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import warm
-from shardway.ranks import evidence
+from shardway.ranks import evidence, hang
 from shardway.ranks.evidence import HangEvidence, StackGroup, ask_for_stacks, group_stacks, read_crash
 from shardway.ranks.hang import (
     ActivitySpan,
@@ -126,6 +126,13 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that can answer are waited for, however busy the machine is."""
     for wait in ("STACKS_WAIT_S", "RECORD_WAIT_S"):
         monkeypatch.setattr(evidence, wait, PATIENCE_S)
+    monkeypatch.setattr(hang, "LOOK_EVERY_S", 0.05)
+
+
+@pytest.fixture
+def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is stopped is seen to be, however slow it would be: it has no need of a margin."""
+    monkeypatch.setattr(hang, "MARGIN_S", 0.5)
 
 
 @pytest.fixture
@@ -137,19 +144,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
         rank.wait()
 
 
-def test_a_rank_that_hangs_is_ended_with_all_others(node: Node) -> None:
-    node.start(NEVER, 20)
-    with node.watch() as watch:
-        codes = [rank.wait(timeout=PATIENCE_S) for rank in node.ranks]
-    assert codes == [-signal.SIGKILL, -signal.SIGKILL]
-    assert watch.found is not None
-    assert watch.found.ranks == (1,)
-    assert watch.seen is not None
-    (place,) = [group.frames for group in watch.seen.groups if group.ranks == (1,)]
-    assert any(frame.startswith("wait_for_ever (") for frame in place)
-
-
-def test_a_rank_that_is_stopped_is_told_to_go_on(node: Node) -> None:
+def test_a_rank_that_is_stopped_is_told_to_go_on(node: Node, in_a_hurry: None) -> None:
     node.start(NEVER, NEVER)
     os.kill(node.ranks[0].pid, signal.SIGSTOP)
     stopped_at = node.step(0)
@@ -161,7 +156,7 @@ def test_a_rank_that_is_stopped_is_told_to_go_on(node: Node) -> None:
     assert all(rank.poll() is None for rank in node.ranks)
 
 
-def test_a_loader_process_that_is_stopped_is_told_to_go_on(node: Node) -> None:
+def test_a_loader_process_that_is_stopped_is_told_to_go_on(node: Node, in_a_hurry: None) -> None:
     environ = {**os.environ, VARIABLE: str(node.folder), "PYTHONPATH": os.pathsep.join(sys.path), warm.COLD: "1"}
     node.ranks.append(subprocess.Popen([sys.executable, "-c", LOADED_RANK], env=environ))
     node.wait_for_step(3)
@@ -202,20 +197,25 @@ class Stamped(HeartbeatWatch):
         return seen
 
 
-def test_a_rank_that_hangs_is_left_alone_until_the_others_were_asked(node: Node) -> None:
-    node.start(20)
-    with Stamped(node.folder, 1, node.hang_timeout(), node.woken.append, share_s=1.0) as watch:
-        assert node.ranks[0].wait(timeout=PATIENCE_S) == -signal.SIGKILL
+def test_a_rank_that_hangs_is_ended_with_all_others_and_left_alone_until_these_were_asked(node: Node) -> None:
+    node.start(NEVER, 20)
+    with Stamped(node.folder, 2, node.hang_timeout(), node.woken.append, share_s=1.0) as watch:
+        codes = [rank.wait(timeout=PATIENCE_S) for rank in node.ranks]
         assert time.monotonic() - watch.asked_at >= 1.0
+    assert codes == [-signal.SIGKILL, -signal.SIGKILL]
     assert watch.was_known
     assert watch.found is not None
+    assert watch.found.ranks == (1,)
     assert watch.seen is not None
+    (place,) = [group.frames for group in watch.seen.groups if group.ranks == (1,)]
+    assert any(frame.startswith("wait_for_ever (") for frame in place)
 
 
 def test_ranks_that_go_on_are_left_alone(node: Node) -> None:
+    """For longer than a hang takes, since each step takes 0.02 s."""
     node.start(NEVER, NEVER)
     with node.watch() as watch:
-        time.sleep(3.0)
+        node.wait_for_step(max(map(node.step, range(2))) + 100)
     assert (watch.found, node.woken) == (None, [])
     assert all(rank.poll() is None for rank in node.ranks)
 
