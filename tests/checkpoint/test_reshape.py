@@ -18,8 +18,8 @@ from shardway.checkpoint.state import Trained
 from shardway.rundir.directory import RunDir
 from shardway.train.run import Run
 
-SAVED, ALL = 4, 8
-STEPS = (f"train.steps={ALL}", "optim.schedule=constant", "checkpoint.every=100 steps")
+SAVED, ALL = 2, 4
+STEPS = (f"train.steps={ALL}", "optim.schedule=constant", "optim.warmup=1 steps", "checkpoint.every=100 steps")
 LAYOUTS = draw_layouts(160)
 
 

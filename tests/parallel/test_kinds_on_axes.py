@@ -16,14 +16,14 @@ from runs import COMMON, pool_ranks, read_column, read_named, train_alone, train
 from speed import picked
 
 TOLERANCE = 1e-5
-STEPS = 5
+STEPS = 3
 
 SHORT = (
     f"train.steps={STEPS}",
     "optim.warmup=1 steps",
     "train.micro_batch=2",
     "data.validation_fraction=0.1",
-    "train.validate_every=5",
+    f"train.validate_every={STEPS}",
 )
 
 TOKENS = (

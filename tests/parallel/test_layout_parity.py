@@ -27,8 +27,8 @@ def of_world(world: int) -> pytest.MarkDecorator:
 
 
 def check_parity(rank: int, folder: Path, references: Path, drawn: Drawn) -> None:
-    steps = 8 if drawn in PICKED else 20
-    size = (f"model.layers={drawn.layers}", f"train.steps={steps}")
+    steps, warmup = (4, 1) if drawn in PICKED else (20, 4)
+    size = (f"model.layers={drawn.layers}", f"train.steps={steps}", f"optim.warmup={warmup} steps")
     alone = references / f"{drawn.model}, {drawn.layers} layers, parity over {steps} steps"
     train_alone(rank, alone, *drawn.alone, *size, base=SMALL, once=True)
     train_tiny(folder, pool_ranks(), *drawn.overrides, *size, base=SMALL)

@@ -17,7 +17,7 @@ from world import Workers
 from shardway.rundir import lease
 from shardway.rundir.lease import LeaseTimes
 
-FEW, MANY, MOST = 60, 400, 2000
+FEW, MANY, MOST = 60, 160, 2000
 WHOLE = Plan()
 
 

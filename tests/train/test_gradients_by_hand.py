@@ -27,6 +27,7 @@ from shardway.models.experts import MixtureShape
 from shardway.models.transformer import Transformer, TransformerShape
 from shardway.ranks import stop as stop_rules
 from shardway.ranks.start import Ranks
+from shardway.train import by_hand as by_hand_rules
 from shardway.train import run as door
 from shardway.train.run import Run
 from speed import picked, picked_pairs, thinned
@@ -253,7 +254,7 @@ def test_on_two_ranks_gradients_are_those_of_one(rank: int, case: tuple[str, str
     compare(rank, BODIES[case[0]], LAYOUTS[NAMES.index(case[1])], tmp_path)
 
 
-@pytest.mark.parametrize("shape", WIDE, ids=str)
+@pytest.mark.parametrize("shape", picked(WIDE, (2, 2)), ids=str)
 @pytest.mark.parametrize("name", picked(["halves", "two losses", "two graphs", "called twice"], "two losses"))
 @ranks(4)
 def test_on_four_ranks_gradients_are_those_of_one(rank: int, name: str, shape: tuple[int, int], tmp_path: Path) -> None:
@@ -278,13 +279,10 @@ def compare(rank: int, body: Body, shape: tuple[int, int], tmp_path: Path, batch
 # --- shares of ranks
 
 
-@pytest.mark.parametrize("shape", LAYOUTS, ids=NAMES)
-@pytest.mark.parametrize("rows", [5, 3])
+@pytest.mark.parametrize("case", picked_pairs([5, 3], NAMES), ids=lambda case: f"{case[0]}-{case[1]}")
 @ranks(2)
-def test_shares_of_different_size_count_by_their_samples(
-    rank: int, shape: tuple[int, int], rows: int, tmp_path: Path
-) -> None:
-    compare(rank, by_hand, shape, tmp_path, batch_size=rows)
+def test_shares_of_different_size_count_by_their_samples(rank: int, case: tuple[int, str], tmp_path: Path) -> None:
+    compare(rank, by_hand, LAYOUTS[NAMES.index(case[1])], tmp_path, batch_size=case[0])
 
 
 @pytest.mark.parametrize("shape", LAYOUTS, ids=NAMES)
@@ -324,7 +322,7 @@ def tokens(counted: Callable[[int], int]) -> TensorDataset:
     return TensorDataset(x, y)
 
 
-@pytest.mark.parametrize("shape", LAYOUTS, ids=NAMES)
+@pytest.mark.parametrize("shape", picked(LAYOUTS, (1, 2)), ids=NAMES)
 @ranks(2)
 def test_a_mean_over_targets_is_one_over_all_ranks(rank: int, shape: tuple[int, int], tmp_path: Path) -> None:
     def body(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
@@ -336,7 +334,7 @@ def test_a_mean_over_targets_is_one_over_all_ranks(rank: int, shape: tuple[int, 
     compare(rank, body, shape, tmp_path, make=Tokens, data=data)
 
 
-@pytest.mark.parametrize("shape", LAYOUTS, ids=NAMES)
+@pytest.mark.parametrize("shape", picked(LAYOUTS, (1, 2)), ids=NAMES)
 @ranks(2)
 def test_a_rank_without_targets_makes_no_nan(rank: int, shape: tuple[int, int], tmp_path: Path) -> None:
     """A mean over no targets at all is 0 / 0."""
@@ -356,7 +354,7 @@ def test_a_rank_without_targets_makes_no_nan(rank: int, shape: tuple[int, int], 
 # --- clipping
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)], ids=NAMES)
+@pytest.mark.parametrize("shape", picked(LAYOUTS, (1, 2)), ids=NAMES)
 @ranks(2)
 def test_clipping_is_that_of_torch_on_one_rank(rank: int, shape: tuple[int, int], tmp_path: Path) -> None:
     """By run.clip, by torch's own function on what a rank has, and by the run file."""
@@ -417,15 +415,15 @@ def train_gan(folder: Path, on: Ranks, *words: str, named: bool = True, last: in
         return [whole(each) for model in (generator, judge) for each in model.parameters()]
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["named", "not named"])
+@pytest.mark.parametrize("case", picked_pairs(["named", "not named"], NAMES), ids="-".join)
 @ranks(2)
-def test_a_gan_by_hand_trains_as_on_one_rank(rank: int, named: bool, tmp_path: Path) -> None:
-    for shape, name in zip(LAYOUTS, NAMES, strict=True):
-        found = train_gan(tmp_path / name, pool_ranks(), *layout(*shape), named=named)
-        if rank == 0:
-            assert near(found, train_gan(tmp_path / f"one-{name}", lone_rank(), named=named))
-            step = read_steps(tmp_path / name)[-1]
-            assert set(step.get("losses", {})) == ({"judge", "model"} if named else {"model"})
+def test_a_gan_by_hand_trains_as_on_one_rank(rank: int, case: tuple[str, str], tmp_path: Path) -> None:
+    named, shape = case[0] == "named", LAYOUTS[NAMES.index(case[1])]
+    found = train_gan(tmp_path / "ranks", pool_ranks(), *layout(*shape), named=named)
+    if rank == 0:
+        assert near(found, train_gan(tmp_path / "one", lone_rank(), named=named))
+        step = read_steps(tmp_path / "ranks")[-1]
+        assert set(step.get("losses", {})) == ({"judge", "model"} if named else {"model"})
 
 
 # --- what ends a batch early
@@ -484,9 +482,10 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(
 
 
 def train_transformer(
-    folder: Path, on: Ranks, kind: str, shape: dict[str, Any], *words: str, steps: int = 4
+    folder: Path, on: Ranks, kind: str, shape: dict[str, Any], *words: str, steps: int = 2
 ) -> list[torch.Tensor]:
-    """By run.step, by hand, or by hand with the loss in two parts of one graph."""
+    """By run.step, by hand, or by hand with the loss in two parts of one graph. The second step takes what the first
+    has left: momentum, the biases of experts, the numbers that dropout draws."""
     sizes = {"vocab": 32, "dim": 16, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_dim": 32, "tied": False, **shape}
     data = torch.randint(0, 32, (32, 9), generator=torch.Generator().manual_seed(0))
     with open_tiny(folder, on, f"train.steps={steps}", *words, base=WORDS) as run:
@@ -525,11 +524,11 @@ SPLIT: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("words", [(), ("precision.compute=bf16",)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("case", picked_pairs(SHAPES, ["bf16", "fp32"]), ids="-".join)
 def test_a_transformer_by_hand_takes_the_steps_of_run_step(
-    name: str, words: tuple[str, ...], tmp_path: Path, quiet_threads: None
+    case: tuple[str, str], tmp_path: Path, quiet_threads: None
 ) -> None:
+    name, words = case[0], (f"precision.compute={case[1]}",)
     found = train_transformer(tmp_path / "hand", lone_rank(), "hand", SHAPES[name], *words)
     assert same(found, train_transformer(tmp_path / "step", lone_rank(), "step", SHAPES[name], *words))
     assert read_column(tmp_path / "hand") == read_column(tmp_path / "step")
@@ -667,7 +666,7 @@ def test_without_the_guard_weights_that_are_no_numbers_end_the_run(tmp_path: Pat
         train(tmp_path, lone_rank(), body)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), *LAYOUTS], ids=["one rank", *NAMES])
+@pytest.mark.parametrize("shape", picked([(1, 1), *LAYOUTS], (1, 1), (1, 2)), ids=["one rank", *NAMES])
 @ranks(2)
 def test_a_run_that_one_rank_has_stopped_is_finished(rank: int, shape: tuple[int, int], tmp_path: Path) -> None:
     on = pool_ranks() if shape != (1, 1) else lone_rank()
@@ -692,7 +691,9 @@ def notes(folder: Path) -> list[str]:
     return [event["reason"] for event in read_named(folder, "gradients_by_hand")]
 
 
-def test_a_script_is_told_what_it_may_not_mean(tmp_path: Path, quiet_threads: None) -> None:
+def test_a_script_is_told_what_it_may_not_mean(
+    tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def never(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         run.backward(loss_of(model, batch))
 
@@ -708,8 +709,9 @@ def test_a_script_is_told_what_it_may_not_mean(tmp_path: Path, quiet_threads: No
     train(tmp_path / "kept", lone_rank(), kept)
     (note,) = notes(tmp_path / "kept")
     assert note.startswith("the gradients that an update had used were still there, and run.backward adds to them.")
+    monkeypatch.setattr(by_hand_rules, "PATIENCE", 3)
     for name in ("plain", "halves", "accumulated", "a method beside forward"):
-        train(tmp_path / name, lone_rank(), BODIES[name], "train.steps=101")
+        train(tmp_path / name, lone_rank(), BODIES[name], "train.steps=8")
         assert notes(tmp_path / name) == []
     train(tmp_path / "micro", lone_rank(), by_hand, "train.micro_batch=2")
     (note,) = notes(tmp_path / "micro")
@@ -888,7 +890,7 @@ def test_layouts_that_run_step_alone_takes_are_refused(rank: int, axis: str, tmp
     assert "To do:" in str(failure.value)
 
 
-@pytest.mark.parametrize("shape", LAYOUTS, ids=NAMES)
+@pytest.mark.parametrize("shape", picked(LAYOUTS, (1, 2)), ids=NAMES)
 @ranks(2)
 def test_gradients_that_wait_go_on_in_another_layout(rank: int, shape: tuple[int, int], tmp_path: Path) -> None:
     train(tmp_path / "moved", pool_ranks(), stopped_in(3, accumulated), *layout(*shape), batch_size=8)
