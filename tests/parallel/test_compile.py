@@ -18,6 +18,7 @@ from pool import ranks
 from shardway.errors import UserError
 from shardway.parallel.blocks import apply_compile, set_compile_cache
 from small_stack import Stack, build_stack, gradients, token_batch
+from speed import picked_pairs
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 pytestmark = [
@@ -81,8 +82,9 @@ def _graphs_and_errors(model: nn.Module, parts: list[nn.Module], mode: str, expe
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("mode", ["blocks", "model"])
 def test_it_is_one_graph_and_the_same_gradients(mode: str) -> None:
-    model = build_stack(10)  # more blocks than torch would compile of one function for each by itself
-    assert _graphs_and_errors(model, list(model.blocks), mode, build_stack(10)) == (1, 0.0)
+    number = 10 if mode == "blocks" else 3  # more blocks than torch would compile of one function for each by itself
+    model = build_stack(number)
+    assert _graphs_and_errors(model, list(model.blocks), mode, build_stack(number)) == (1, 0.0)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -99,24 +101,24 @@ def test_blocks_of_torchs_own_classes_are_compiled_too() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("case", picked_pairs(["model", "blocks"], ["replicate", "shard"]), ids="-".join)
 @ranks(2, timeout_s=120.0)
-def test_compiled_before_it_is_replicated_or_sharded(rank: int) -> None:
+def test_compiled_before_it_is_replicated_or_sharded(rank: int, case: tuple[str, str]) -> None:
     """Both ranks take the same batch, so the mean of their gradients is that of one."""
+    mode, way = case
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    expected = gradients(build_stack(), token_batch())
-    for mode in ("blocks", "model"):
-        for way in ("replicate", "shard"):
-            torch._dynamo.reset()
-            model = build_stack()
-            apply_compile(model, list(model.blocks), mode, "aot_eager")
-            if way == "shard":
-                for part in (*model.blocks, model):
-                    fully_shard(part, mesh=mesh)
-            called = DistributedDataParallel(model) if way == "replicate" else model
-            gradients(called, token_batch())
-            for name, parameter in model.named_parameters():
-                gradient = parameter.grad.full_tensor() if way == "shard" else parameter.grad
-                torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
+    expected = gradients(build_stack(2), token_batch())
+    torch._dynamo.reset()
+    model = build_stack(2)
+    apply_compile(model, list(model.blocks), mode, "aot_eager")
+    if way == "shard":
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh)
+    called = DistributedDataParallel(model) if way == "replicate" else model
+    gradients(called, token_batch())
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad.full_tensor() if way == "shard" else parameter.grad
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
     torch._dynamo.reset()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
@@ -20,6 +21,7 @@ from shardway.errors import UserError
 from shardway.ranks.start import Ranks
 from shardway.train import run as door
 from shardway.train.loss import LossSum, causal_lm_loss
+from speed import picked_pairs
 
 QUIET = (
     "run.device=cpu",
@@ -86,18 +88,18 @@ UNEVEN: dict[str, Callable[[int], int]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    "case",
     [
-        (name, words)
-        for name in UNEVEN
-        for words in ((), ("train.micro_batch=1",), ("train.micro_batch=4",))
-        if (name, words) != ("some without", ("train.micro_batch=1",))  # one by one, those that count are alike
+        case
+        for case in picked_pairs(UNEVEN, ["whole", "train.micro_batch=1", "train.micro_batch=4"])
+        if case.values != (("some without", "train.micro_batch=1"),)  # one by one, those that count are alike
     ],
-    ids=str,
+    ids=", ".join,
 )
 def test_a_mean_over_targets_is_told_once_with_the_remedy(
-    name: str, words: tuple[str, ...], tmp_path: Path, quiet_threads: None
+    case: tuple[str, str], tmp_path: Path, quiet_threads: None
 ) -> None:
+    name, words = case[0], () if case[1] == "whole" else (case[1],)
     train(tmp_path, lone_rank(), tokens(UNEVEN[name]), mean_loss, *words)
     (note,) = notes(tmp_path)
     assert "it is no mean over samples, so the result depends on train.micro_batch" in note
@@ -162,8 +164,18 @@ def test_a_model_that_cannot_be_evaluated_so_is_no_error(tmp_path: Path, quiet_t
     assert notes(tmp_path) == []
 
 
+def of_first(make: Callable[[], Any]) -> Any:
+    """What rank 0 makes while the others wait, on every rank."""
+    found = [make() if pool_ranks().is_first else None]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
 @ranks(2)
 def test_ranks_look_together(rank: int, tmp_path: Path) -> None:
+    alone = of_first(
+        lambda: train(tmp_path / "alone", lone_rank(), tokens(UNEVEN["rising"]), shardway.token_cross_entropy)
+    )
     for shape in ((1, 2), (2, 1)):
         folder = tmp_path / str(shape)
         train(folder, pool_ranks(), tokens(UNEVEN["rising"]), mean_loss, *layout(*shape))
@@ -171,7 +183,6 @@ def test_ranks_look_together(rank: int, tmp_path: Path) -> None:
         exact = train(
             folder / "sum", pool_ranks(), tokens(UNEVEN["rising"]), shardway.token_cross_entropy, *layout(*shape)
         )
-        alone = train(tmp_path / f"{shape}-{rank}", lone_rank(), tokens(UNEVEN["rising"]), shardway.token_cross_entropy)
         assert exact[0] == pytest.approx(alone[0], rel=0.2)  # dropout differs
         assert notes(folder / "sum") == []
 
@@ -199,10 +210,14 @@ def labelled_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
     return mean_loss(model(batch["input_ids"]), batch["labels"])
 
 
-@pytest.mark.parametrize("micro", [1, 2, 4, 8])
-@pytest.mark.parametrize("loss", [mean_loss, shardway.token_cross_entropy, labelled_loss])
-def test_a_part_without_targets_does_not_count(micro: int, loss: Any, tmp_path: Path, quiet_threads: None) -> None:
+@pytest.mark.parametrize(
+    "case",
+    picked_pairs([1, 2, 4, 8], [mean_loss, shardway.token_cross_entropy, labelled_loss]),
+    ids=lambda case: f"{case[1].__name__}-{case[0]}",
+)
+def test_a_part_without_targets_does_not_count(case: tuple[int, Any], tmp_path: Path, quiet_threads: None) -> None:
     """Rows 0 to 3 of each batch have none, the others seven each, so that the mean over both is one."""
+    micro, loss = case
 
     def lengths(index: int) -> int:
         return 7 if index % 8 > 3 else 0
@@ -218,7 +233,7 @@ def test_a_part_without_targets_does_not_count(micro: int, loss: Any, tmp_path: 
 def test_a_rank_without_targets_does_not_count(rank: int, tmp_path: Path) -> None:
     data = tokens(lambda i: 7 if i % 8 > 3 else 0)
     both = train(tmp_path / "both", pool_ranks(), data, mean_loss, *layout(1, 2), make=plain)
-    alone = train(tmp_path / f"{rank}", lone_rank(), data, mean_loss, make=plain)
+    alone = of_first(lambda: train(tmp_path / "alone", lone_rank(), data, mean_loss, make=plain))
     assert both == pytest.approx(alone, rel=1e-5)
 
 
@@ -264,13 +279,13 @@ def library_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tens
 def test_the_loss_of_a_causal_model_does_not_depend_on_ranks_with_our_helper(rank: int, tmp_path: Path) -> None:
     data, words = Labelled(UNEVEN["rising"]), ("train.micro_batch=2",)
     both = train(tmp_path / "both", pool_ranks(), data, causal_lm_loss, *layout(1, 2), *words, make=Causal)
-    alone = train(tmp_path / f"{rank}", lone_rank(), data, causal_lm_loss, make=Causal)
+    alone = of_first(lambda: train(tmp_path / "alone", lone_rank(), data, causal_lm_loss, make=Causal))
     assert both == pytest.approx(alone, rel=1e-5)
-    whole = train(tmp_path / f"library-{rank}", lone_rank(), data, library_loss, make=Causal)
+    whole = of_first(lambda: train(tmp_path / "library", lone_rank(), data, library_loss, make=Causal))
     assert alone == pytest.approx(whole, rel=1e-5)
-    assert len(notes(tmp_path / f"library-{rank}")) == 1
-    train(tmp_path / "library", pool_ranks(), data, library_loss, *layout(1, 2), make=Causal)
-    assert "shardway.causal_lm_loss in place of model(**batch).loss" in notes(tmp_path / "library")[0]
+    assert len(notes(tmp_path / "library")) == 1
+    train(tmp_path / "on ranks", pool_ranks(), data, library_loss, *layout(1, 2), make=Causal, steps=1)
+    assert "shardway.causal_lm_loss in place of model(**batch).loss" in notes(tmp_path / "on ranks")[0]
 
 
 def test_a_batch_without_labels_is_refused() -> None:

@@ -18,7 +18,7 @@ from pool import ranks
 from runs import lone_rank, open_tiny, pool_ranks, read_column, read_named
 from shardway.errors import JobError, UserError
 from shardway.train.run import Run
-from speed import picked_pairs
+from speed import picked
 
 WORDS = (
     "run.device=cpu",
@@ -57,7 +57,7 @@ def drive(folder: Path, make: Callable[[Run], Callable[[int], Any]], *words: str
 
 
 def whole_and_stopped(
-    folder: Path, make: Callable[[Run], Callable[[Any], Any]], *words: str, stops: tuple[int, ...] = (3, 5, 8)
+    folder: Path, make: Callable[[Run], Callable[[Any], Any]], *words: str, stops: tuple[int, ...] = (4, 8)
 ) -> tuple[list[Any], list[Any]]:
     """The notes of a run, and those of the same run in several attempts."""
     whole = drive(folder / "whole", make, *words)
@@ -108,7 +108,10 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("case", picked_pairs(SCHEDULERS, ["by hand", "run.scheduler"]), ids="-".join)
+KINDS = [(kind, how) for kind in SCHEDULERS for how in ("by hand", "run.scheduler")]
+
+
+@pytest.mark.parametrize("case", picked(KINDS, ("plateau", "by hand"), ("lambda", "run.scheduler")), ids="-".join)
 def test_a_scheduler_of_the_script_counts_and_goes_on(
     tmp_path: Path, quiet_threads: None, case: tuple[str, str]
 ) -> None:
@@ -117,6 +120,43 @@ def test_a_scheduler_of_the_script_counts_and_goes_on(
     assert whole == stopped
     assert read_column(tmp_path / "whole", "lr") == whole
     assert len(set(whole)) > 1
+
+
+def test_schedulers_of_every_kind_go_on_beside_each_other(tmp_path: Path, quiet_threads: None) -> None:
+    """Each with a model of its own, by hand and by the run in turns."""
+
+    def make(run: Run) -> Callable[[Any], Any]:
+        beside = [Beside(run, f"m{number}") for number in range(len(SCHEDULERS))]
+        pairs = enumerate(zip(SCHEDULERS.values(), beside, strict=True))
+        steps = [script(bool(number % 2))(one) for number, (script, one) in pairs]  # type: ignore[arg-type]
+        return lambda batch: [step(batch) for step in steps]
+
+    whole, stopped = whole_and_stopped(tmp_path, make, stops=(3, 5, 8))
+    assert whole == stopped
+    assert all(len(set(rates)) > 1 for rates in zip(*whole, strict=True))
+
+
+class Beside:
+    """A run as one of several scripts has it: its model, optimizer and scheduler have a name."""
+
+    def __init__(self, run: Run, name: str) -> None:
+        self.run, self.name = run, name
+
+    @property
+    def step_number(self) -> int:
+        return self.run.step_number
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        return self.run.shard(model, name=self.name)
+
+    def optimizer(self, factory: Any, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+        return self.run.optimizer(factory, model, name=self.name, **options)
+
+    def scheduler(self, factory: Any, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+        return self.run.scheduler(factory, optimizer, **options)
+
+    def step(self, model: nn.Module, batch: Any, loss: Any) -> float:
+        return self.run.step(model, batch, loss)
 
 
 def test_a_learning_rate_that_a_script_sets_by_hand_counts(tmp_path: Path, quiet_threads: None) -> None:
@@ -164,7 +204,13 @@ def shrink(optimizer: torch.optim.Optimizer, step: int) -> None:
     optimizer.param_groups[0]["my own"] = {"at": step, "best": float("inf")}
 
 
-@pytest.mark.parametrize("change", [decay, shrink])
+def both(optimizer: torch.optim.Optimizer, step: int) -> None:
+    shrink(optimizer, step)
+    if step == 2:
+        optimizer.param_groups[0].update(weight_decay=0.3, betas=(0.5, 0.6))
+
+
+@pytest.mark.parametrize("change", picked([decay, shrink, both], both))
 def test_settings_that_a_script_changes_hold(
     tmp_path: Path, quiet_threads: None, change: Callable[[torch.optim.Optimizer, int], None]
 ) -> None:
@@ -249,30 +295,32 @@ class Shadow:
         self.shadow, self.updates, self.history = state["shadow"], state["updates"], state["history"]
 
 
-@pytest.mark.parametrize("kind", ["by hand", "given", "found", "foreach"])
+@pytest.mark.parametrize("kind", ["both kept", "found", "foreach"])
 def test_an_average_of_the_weights_goes_on(tmp_path: Path, quiet_threads: None, kind: str) -> None:
     def make(run: Run) -> Callable[[Any], Any]:
         model = run.shard(net())
         run.optimizer(torch.optim.SGD, model, lr=0.1)
-        ema: Any = Shadow(model, 0.9)
-        if kind in ("given", "found"):
-            ema = AveragedModel(model, avg_fn=lambda old, new, _: 0.9 * old + 0.1 * new)
-        elif kind == "foreach":
+        shadow = Shadow(model, 0.9)
+        if kind == "foreach":
             ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        if kind != "found" and kind != "foreach":
+        else:
+            ema = AveragedModel(model, avg_fn=lambda old, new, _: 0.9 * old + 0.1 * new)
+        if kind == "both kept":
             assert run.keep("ema", ema) is ema
+            assert run.keep("shadow", shadow) is shadow
 
         def step(batch: Any) -> Any:
             run.step(model, batch, F.mse_loss)
-            if kind == "by hand":
-                ema.update(model)
-                return ema.updates, ema.history[:], ema.shadow["weight"].tolist()
             ema.update_parameters(model)
-            return ema.n_averaged.item(), ema.module.weight.tolist()
+            note = ema.n_averaged.item(), ema.module.weight.tolist()
+            if kind != "both kept":
+                return note
+            shadow.update(model)
+            return *note, shadow.updates, shadow.history[:], shadow.shadow["weight"].tolist()
 
         return step
 
-    whole, stopped = whole_and_stopped(tmp_path, make)
+    whole, stopped = whole_and_stopped(tmp_path, make, stops=(3, 5, 8) if kind == "both kept" else (4, 8))
     assert whole == stopped
     assert whole[-1][0] == 8
 
@@ -646,8 +694,11 @@ def test_an_object_that_can_no_longer_be_stored_costs_no_save(
     assert drive(tmp_path, make, until=4) == [3, 4]
 
 
+SHARDS = ("parallel.dp_shard=2", "parallel.dp_replicate=1")
+
+
 @ranks(2)
-@pytest.mark.parametrize("words", [(), ("parallel.dp_shard=2", "parallel.dp_replicate=1")])
+@pytest.mark.parametrize("words", picked([(), SHARDS], SHARDS))
 def test_a_second_loop_goes_on_where_the_first_was_left(rank: int, words: tuple[str, ...], tmp_path: Path) -> None:
     """With the same bits, though nothing is saved by itself; and a third has nothing left to do."""
     losses: dict[str, list[float]] = {"whole": [], "left": []}
