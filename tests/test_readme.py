@@ -28,9 +28,11 @@ def blocks(language: str, *pages: Path) -> list[str]:
 
 @pytest.fixture(name="shell")
 def _shell(tmp_path: Path) -> dict[str, object]:
-    """Where and with which environment a block runs: the commands of this environment first."""
+    """Where and with which environment a block runs: the commands of this environment first. A run takes a thread a
+    core, as a reader's does; threads that wait for each other do not spin, which takes the cores from other tests."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {"cwd": tmp_path, "env": {**os.environ, "PATH": path}, "capture_output": True, "text": True}
+    environ = {**os.environ, "PATH": path, "OMP_WAIT_POLICY": "passive"}
+    return {"cwd": tmp_path, "env": environ, "capture_output": True, "text": True}
 
 
 @pytest.mark.parametrize(("page", "trainings"), [(README, 1), (START, 4)], ids=["README", "start"])
