@@ -26,6 +26,7 @@ from shardway.data.open import open_data, order_of
 from shardway.data.order import BlendOrder, SampleOrder, Skips
 from shardway.data.sources.base import DataSource, Wants
 from shardway.runfile.schema import DataSection, RunFile
+from speed import picked
 
 BATCH, EPOCHS, SEED, SEQ_LEN = 7, 2.2, 11, 8
 RECORDED = Path(__file__).parents[1] / "recorded/data"
@@ -414,9 +415,19 @@ AS_ANOTHER = {
 """Cases that a loader process reads with the code of another case."""
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in AS_ANOTHER])
+BY_PROCESSES = [name for name in CASES if name not in AS_ANOTHER]
+ON_RANKS = ("images", "grouped", "blend-packed")
+"""Those of them that loader processes of several ranks read, also before they go on with others."""
+
+
+@pytest.mark.parametrize("name", picked(BY_PROCESSES, *ON_RANKS))
 def test_loader_processes_change_nothing(name: str, room: Room, warm_starts: None) -> None:
     check(room, name, [(5, 9), (20, 23)], [Leg(2, 2, 1, foresight=False), Leg(1, 1, 3)])
+
+
+@pytest.mark.parametrize("name", [name for name in BY_PROCESSES if name not in ON_RANKS])
+def test_two_loader_processes_change_nothing(name: str, room: Room, warm_starts: None) -> None:
+    check(room, name, [(5, 9), (20, 23)], [Leg(3, 1, 2, foresight=False)])
 
 
 @pytest.mark.parametrize("batches", [(1, 5, 30), (16, 3, 8)])

@@ -37,11 +37,10 @@ from shardway.train.passes import cut
 DOCUMENTS, LENGTH, TOKENS = 160, 24, 72
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of short texts, of which some are longer than a sample."""
-    folder, dice = tmp_path / "text", random.Random(5)
-    folder.mkdir()
+    folder, dice = tmp_path_factory.mktemp("text"), random.Random(5)
     for number in range(DOCUMENTS):
         words = "".join(dice.choice(("ab", "cde", "f")) for _ in range(dice.randint(1, 16)))
         (folder / f"{number:03}.txt").write_text(words)
@@ -56,21 +55,21 @@ def words_of(text: Path, *words: str) -> tuple[str, ...]:
     return ("data.kind=text", f"data.path={text}", "data.include=*.txt", *GROUPED, *words)
 
 
-def check_parity(rank: int, folder: Path, text: Path, *words: str) -> None:
-    held = words_of(text, "checkpoint.every=8 steps")
-    train_alone(rank, folder / "alone", *held, base=BASE)
-    train_tiny(folder / "split", pool_ranks(), *held, *words, base=BASE)
+def check_parity(rank: int, folder: Path, references: Path, text: Path, *words: str) -> None:
+    held, alone = words_of(text, "checkpoint.every=8 steps"), references / "grouped"
+    train_alone(rank, alone, *held, base=BASE, once=True)
+    train_tiny(folder, pool_ranks(), *held, *words, base=BASE)
     if rank == 0:
         for column in ("loss", "grad_norm"):
-            found, expected = (read_column(folder / name, column) for name in ("split", "alone"))
+            found, expected = (read_column(each, column) for each in (folder, alone))
             assert len(found) == 8
             assert worst_difference(found, expected) < 1e-4, column
-        weights, others = (read_whole(max(RunDir(folder / name).checkpoints.iterdir())) for name in ("split", "alone"))
+        weights, others = (read_whole(max(RunDir(each).checkpoints.iterdir())) for each in (folder, alone))
         shared = [name for name in others.keys() & weights.keys() if others[name].is_floating_point()]
         assert len(shared) > 20
         for name in shared:
             torch.testing.assert_close(weights[name], others[name], rtol=1e-3, atol=1e-4, msg=name)
-        losses = read_column(folder / "alone")
+        losses = read_column(alone)
         assert losses[-1] < losses[0] - 0.1, "the run learns nothing, so that equal curves would say little"
 
 
@@ -85,15 +84,19 @@ def check_parity(rank: int, folder: Path, text: Path, *words: str) -> None:
     ids=["replicate", "shard, recomputed", "tensor", "context"],
 )
 @ranks(2)
-def test_two_ranks_have_the_curve_of_one(rank: int, tmp_path: Path, text: Path, words: tuple[str, ...]) -> None:
-    check_parity(rank, tmp_path, text, *words)
+def test_two_ranks_have_the_curve_of_one(
+    rank: int, tmp_path: Path, references: Path, text: Path, words: tuple[str, ...]
+) -> None:
+    check_parity(rank, tmp_path / "split", references, text, *words)
 
 
 @ranks(3)
-def test_three_ranks_of_uneven_shares_have_the_curve_of_one(rank: int, tmp_path: Path, text: Path) -> None:
+def test_three_ranks_of_uneven_shares_have_the_curve_of_one(
+    rank: int, tmp_path: Path, references: Path, text: Path
+) -> None:
     """The loss is a mean over targets, of which groups have different numbers; one rank runs a pass that does not
     count."""
-    check_parity(rank, tmp_path, text, *layout(3, 1))
+    check_parity(rank, tmp_path / "split", references, text, *layout(3, 1))
 
 
 def test_the_first_loss_is_that_of_the_documents_one_by_one(tmp_path: Path, text: Path, quiet_threads: None) -> None:
@@ -175,6 +178,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path: Path, text: Path, qu
     assert validated[-1] < validated[0]
 
 
+@pytest.mark.usefixtures("warm_starts")
 def test_a_worker_process_reads_the_same_groups(tmp_path: Path, text: Path, quiet_threads: None) -> None:
     found = []
     for workers in (0, 1):

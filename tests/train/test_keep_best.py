@@ -37,6 +37,7 @@ from shardway.rundir.directory import RunDir
 from shardway.train import loop
 from shardway.train.loss import LossSum
 from shardway.train.validate import Validation
+from speed import picked_pairs
 
 QUIET = ("run.device=cpu", "run.threads=1", "checkpoint.background=false", "train.validate_every=1 steps")
 SAMPLES = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24, torch.arange(12) % 3)
@@ -90,35 +91,29 @@ def reason_of(folder: Path) -> tuple[str, int, str]:
 # --- which stay
 
 
-@pytest.mark.parametrize(
-    ("values", "words", "expected"),
-    {
-        "best two and newest": ([5, 3, 4, 2, 6, 7], ("keep=1", "keep_best=2"), [2, 4, 6]),
-        "the newest is one of them": ([5, 4, 3], ("keep=1", "keep_best=2"), [2, 3]),
-        "none of them": ([5, 4, 3], ("keep=1", "keep_best=0"), [3]),
-        "the last is saved by itself": ([5, 4, 3], ("keep=1", "keep_best=1", "every=off"), [3]),
-        "no number is never one": ([NAN, 3, math.inf, -math.inf, NAN], ("keep=1", "keep_best=3"), [2, 5]),
-        "of equals the earlier": ([2, 2, 2, 2], ("keep=1", "keep_best=2"), [1, 2, 4]),
-        "beside those for ever": (
-            [9, 8, 1, 7, 6, 5, 4],
-            ("keep=1", "keep_best=1", "keep_every=2 steps"),
-            [2, 3, 4, 6, 7],
-        ),
-        "higher": ([1, 9, 3, 8, 2], ("keep=1", "keep_best=2", "monitor=max f1"), [2, 4, 5]),
-        "lower": ([1, 9, 3, 8, 2], ("keep=1", "keep_best=2", "monitor=min f1"), [1, 5]),
-        "all": ([3, 2, 1], ("keep=1", "keep_best=9"), [1, 2, 3]),
-    }.values(),
-)
-def test_the_best_stay_beside_the_newest(
-    values: list[float], words: tuple[str, ...], expected: list[int], tmp_path: Path, quiet_threads: None
-) -> None:
-    """What `expected` names was counted by hand; it is the same where every step is saved anyway."""
+STAY: dict[str, tuple[list[float], tuple[str, ...], list[int]]] = {
+    "best two and newest": ([5, 3, 4, 2, 6, 7], ("keep=1", "keep_best=2"), [2, 4, 6]),
+    "the newest is one of them": ([5, 4, 3], ("keep=1", "keep_best=2"), [2, 3]),
+    "none of them": ([5, 4, 3], ("keep=1", "keep_best=0"), [3]),
+    "the last is saved by itself": ([5, 4, 3], ("keep=1", "keep_best=1", "every=off"), [3]),
+    "no number is never one": ([NAN, 3, math.inf, -math.inf, NAN], ("keep=1", "keep_best=3"), [2, 5]),
+    "of equals the earlier": ([2, 2, 2, 2], ("keep=1", "keep_best=2"), [1, 2, 4]),
+    "beside those for ever": ([9, 8, 1, 7, 6, 5, 4], ("keep=1", "keep_best=1", "keep_every=2 steps"), [2, 3, 4, 6, 7]),
+    "higher": ([1, 9, 3, 8, 2], ("keep=1", "keep_best=2", "monitor=max f1"), [2, 4, 5]),
+    "lower": ([1, 9, 3, 8, 2], ("keep=1", "keep_best=2", "monitor=min f1"), [1, 5]),
+    "all": ([3, 2, 1], ("keep=1", "keep_best=9"), [1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("case", picked_pairs(STAY, ("100 steps", "1 steps")), ids=", every ".join)
+def test_the_best_stay_beside_the_newest(case: tuple[str, str], tmp_path: Path, quiet_threads: None) -> None:
+    """What a row names was counted by hand; it is the same where every step is saved anyway."""
+    name, every = case
+    values, words, expected = STAY[name]
     metric = "f1" if any("f1" in word for word in words) else "loss"
-    for every in ("100 steps", "1 steps"):
-        named = [f"checkpoint.every={every}", *(f"checkpoint.{word}" for word in words)]
-        folder = tmp_path / every
-        train(folder, lone_rank(), values, *named, metric=metric)
-        assert kept(folder) == expected, every
+    named = [f"checkpoint.every={every}", *(f"checkpoint.{word}" for word in words)]
+    train(tmp_path, lone_rank(), values, *named, metric=metric)
+    assert kept(tmp_path) == expected
 
 
 VALUES = st.lists(st.sampled_from([1.0, 2.0, 3.0, 4.0, NAN, math.inf]), min_size=2, max_size=7)
@@ -310,9 +305,10 @@ def test_a_run_is_finished_after_so_many_validations_without_a_better_one(
     events = list(RunDir(tmp_path / "a").all_events())
     train(tmp_path / "a", lone_rank(), values, *words, **length)  # which has nothing to do
     assert list(RunDir(tmp_path / "a").all_events()) == events
+    words = (*words, f"checkpoint.every={last - 1} steps")
     with pytest.raises(Died):
-        train(tmp_path / "b", lone_rank(), values, *words, "checkpoint.every=1 steps", last=last - 1, **length)
-    train(tmp_path / "b", lone_rank(), values, *words, "checkpoint.every=1 steps", **length)
+        train(tmp_path / "b", lone_rank(), values, *words, last=last - 1, **length)
+    train(tmp_path / "b", lone_rank(), values, *words, **length)
     assert reason_of(tmp_path / "b") == ("finished", last, reason)
     assert read_column(tmp_path / "b") == read_column(tmp_path / "a")
 

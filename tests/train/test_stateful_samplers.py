@@ -21,7 +21,11 @@ from torch.utils.data import (
 )
 
 from runs import Died, die_at, lone_rank, open_tiny, read_column, read_named, tell_steps
+from speed import picked_pairs
 
+UNSAVED = "checkpoint.every=off"
+SAVED = "checkpoint.every=6 steps"
+"""At steps 6 and 12: where a run that dies after 8 and 12 goes on."""
 QUIET = (
     "run.device=cpu",
     "run.threads=1",
@@ -116,12 +120,15 @@ def kill_twice_and_go_on(folder: Path, given: Callable[[], dict[str, Any]], *wor
     train(folder, given, *words)
 
 
-@pytest.mark.parametrize("every", [3, 5])
-@pytest.mark.parametrize("make", [Hardest, GoesOn])
-def test_a_sampler_with_a_state_goes_on(make: type[Any], every: int, tmp_path: Path, quiet_threads: None) -> None:
-    words, given = (f"checkpoint.every={every} steps",), lambda: {"sampler": make(), "batch_size": 4}
-    train(tmp_path / "through", given, *words)
-    kill_twice_and_go_on(tmp_path / "killed", given, *words)
+@pytest.mark.parametrize(
+    "case", picked_pairs([Hardest, GoesOn], [6, 5]), ids=lambda case: f"{case[0].__name__}-{case[1]}"
+)
+def test_a_sampler_with_a_state_goes_on(case: tuple[type[Any], int], tmp_path: Path, quiet_threads: None) -> None:
+    """Saved within an epoch, and at the end of one."""
+    make, every = case
+    given = lambda: {"sampler": make(), "batch_size": 4}  # noqa: E731
+    train(tmp_path / "through", given, UNSAVED)
+    kill_twice_and_go_on(tmp_path / "killed", given, f"checkpoint.every={every} steps")
     assert read_column(tmp_path / "killed", "ids") == read_column(tmp_path / "through", "ids")
     assert read_column(tmp_path / "killed") == read_column(tmp_path / "through")
     assert read_named(tmp_path / "killed", "data_order_noted") == []
@@ -137,8 +144,7 @@ BY_GENERATOR: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", BY_GENERATOR)
 def test_a_generator_that_is_seeded_anew_at_each_start_goes_on(kind: str, tmp_path: Path, quiet_threads: None) -> None:
-    words = ("checkpoint.every=3 steps",)
-    kill_twice_and_go_on(tmp_path, BY_GENERATOR[kind], *words)
+    kill_twice_and_go_on(tmp_path, BY_GENERATOR[kind], SAVED)
     rows = [each for ids in read_column(tmp_path, "ids") for each in ids]
     assert [sorted(rows[at : at + 20]) for at in (0, 20)] == [list(range(20))] * 2
     assert rows[:20] != rows[20:40]
@@ -151,18 +157,18 @@ def test_weights_too(tmp_path: Path, quiet_threads: None) -> None:
         generator = torch.Generator().manual_seed(seed[0])
         return {"sampler": WeightedRandomSampler(torch.arange(20.0), 20, generator=generator), "batch_size": 4}
 
-    train(tmp_path / "through", given, "checkpoint.every=3 steps")
+    train(tmp_path / "through", given, UNSAVED)
     with pytest.raises(Died):
-        train(tmp_path / "killed", given, "checkpoint.every=3 steps", last=8)
+        train(tmp_path / "killed", given, SAVED, last=8)
     seed[0] = 99  # what the script draws from now on was drawn from before
-    train(tmp_path / "killed", given, "checkpoint.every=3 steps")
+    train(tmp_path / "killed", given, SAVED)
     assert read_column(tmp_path / "killed", "ids") == read_column(tmp_path / "through", "ids")
 
 
 def test_a_state_that_cannot_be_saved_is_said(tmp_path: Path, quiet_threads: None) -> None:
-    words, given = ("checkpoint.every=3 steps",), lambda: {"sampler": Locked(), "batch_size": 4}
-    train(tmp_path / "through", given, *words)
-    kill_twice_and_go_on(tmp_path / "killed", given, *words)
+    given = lambda: {"sampler": Locked(), "batch_size": 4}  # noqa: E731
+    train(tmp_path / "through", given, UNSAVED)
+    kill_twice_and_go_on(tmp_path / "killed", given, SAVED)
     assert read_column(tmp_path / "killed", "ids") == read_column(tmp_path / "through", "ids")
     (note, *_) = read_named(tmp_path / "killed", "data_order_noted")
     assert "the state of the sampler of run.loader holds a Random" in note["reason"]
@@ -205,9 +211,11 @@ def test_a_loader_of_torchdata_shuffles_as_one_of_torch(seed: int | None, tmp_pa
         generator = torch.Generator().manual_seed(seed) if seed is not None else None
         return {"data": kind(ROWS, generator=generator)}
 
-    train(tmp_path / "torch", lambda: given(lambda data, **more: DataLoader(data, 4, shuffle=True, **more)))
-    train(tmp_path / "torchdata", lambda: given(StatefulLoader))
-    both = [read_column(tmp_path / name, "ids") for name in ("torch", "torchdata")]
-    assert seed is not None or both[0] == both[1]
-    kill_twice_and_go_on(tmp_path / "killed", lambda: given(StatefulLoader), "checkpoint.every=3 steps")
-    assert read_column(tmp_path / "killed", "ids") == both[1]
+    train(tmp_path / "torchdata", lambda: given(StatefulLoader), UNSAVED)
+    through = read_column(tmp_path / "torchdata", "ids")
+    if seed is None:
+        of_torch = lambda: given(lambda data, **more: DataLoader(data, 4, shuffle=True, **more))  # noqa: E731
+        train(tmp_path / "torch", of_torch, UNSAVED)
+        assert read_column(tmp_path / "torch", "ids") == through
+    kill_twice_and_go_on(tmp_path / "killed", lambda: given(StatefulLoader), SAVED)
+    assert read_column(tmp_path / "killed", "ids") == through
