@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from example_plugins import EXAMPLES, install_example
+import warm
+from example_plugins import EXAMPLES, install_examples
 from shardway.runfile.schema import OptimSection
 
 PACKAGES = ("shardway-lion", "shardway-sqlite-text", "shardway-sqlite-tracker")
@@ -32,9 +33,7 @@ SYNTHETIC = ("data.kind=synthetic", "data.samples=96")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the three packages."""
     folder = tmp_path_factory.mktemp("plugins")
-    for package in PACKAGES:
-        install_example(package, folder)
-    return folder / "site"
+    return install_examples(PACKAGES, folder)
 
 
 class Shell:
@@ -47,15 +46,16 @@ class Shell:
 
     def __call__(self, *words: str, code: int = 0) -> str:
         """What it prints."""
-        done = subprocess.run(
-            [sys.executable, "-m", "shardway", *words],
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        with warm.starts():
+            done = subprocess.run(
+                [sys.executable, "-m", "shardway", *words],
+                cwd=self.folder,
+                env=self.environment,
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
         assert done.returncode == code, done.stderr
         return done.stdout if code == 0 else done.stderr
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import leaks as leaks_module
+import warm
 from leaks import list_leaks, restore, take_footprint
 from pool import RankPool, ranks
 from speed import picked
@@ -326,7 +327,9 @@ def body_never_ends(rank: int) -> None:
 @pytest.mark.parametrize("number", picked([signal.SIGKILL, signal.SIGINT, signal.SIGTERM], signal.SIGKILL))
 def test_no_rank_outlives_its_parent(number: signal.Signals) -> None:
     command = [sys.executable, "-c", PARENT, str(Path(__file__).parent)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
+    with warm.starts():
+        parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    with parent:
         assert parent.stdout is not None
         worker = int(parent.stdout.readline())
         parent.send_signal(number)

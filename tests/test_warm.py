@@ -123,13 +123,21 @@ ENDS = (
     ],
 )
 def test_cold_and_warm_end_the_same(end: str, tmp_path: Path) -> None:
-    found = []
-    for environ in (os.environ, {**os.environ, warm.COLD: "1"}):
-        words = [sys.executable, "-c", ENDS + end]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environ)
-        said = [line for line in done.stderr.splitlines() if not line.startswith(("  ", "Exception ignored in"))]
-        found.append((done.returncode, done.stdout, said, (tmp_path / "held").read_text()))
-        (tmp_path / "held").unlink()
+    started, found = {}, []
+    for name, environ in (("warm", {}), ("cold", {warm.COLD: "1"})):
+        (tmp_path / name).mkdir()
+        started[name] = subprocess.Popen(
+            [sys.executable, "-c", ENDS + end],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path / name,
+            env={**os.environ, **environ},
+        )
+    for name, process in started.items():
+        out, err = process.communicate(timeout=120)
+        said = [line for line in err.splitlines() if not line.startswith(("  ", "Exception ignored in"))]
+        found.append((process.returncode, out, said, (tmp_path / name / "held").read_text()))
     assert found[0] == found[1]
     assert found[0][3]
 

@@ -17,12 +17,14 @@ import psutil
 import pytest
 
 from commands import Command, Start, pacing, stalling, training_commands
+from pool import RankPool
 from ports import free_port
-from runs import TINY, read_column, read_named, worst_difference
+from runs import TINY, pool_ranks, read_column, read_named, train_tiny, worst_difference
 from shardway.rundir.attempts import VARIABLE, AttemptStart, Ending
 from shardway.rundir.directory import RunDir
 
 WORDS = (*TINY, "checkpoint.every=20 steps", "train.steps=120", "train.global_batch=12", "data.record_ids=true")
+SHORT = (*WORDS, "checkpoint.every=10 steps", "train.steps=50")
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,18 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield go
 
 
-def test_a_rank_that_is_killed_on_another_node_is_started_again(launch: Launch, start: Start, tmp_path: Path) -> None:
+def train_alone(rank: int, folder: Path) -> None:
+    """On ranks of one machine."""
+    train_tiny(folder, pool_ranks(), *SHORT)
+
+
+def test_a_rank_that_is_killed_on_another_node_is_started_again(
+    launch: Launch, rank_pool: RankPool, tmp_path: Path
+) -> None:
     """To the same bits as the ranks of one machine to which nothing happens."""
     stands = tmp_path / "stands"  # however late the kill is, the run has not come to its end before
-    crew = launch("crew", 2, *WORDS, environ=stalling(0, 80, stands))
-    crew.agents[0].wait_for_step(25)
+    crew = launch("crew", 2, *SHORT, environ=stalling(0, 35, stands))
+    crew.agents[0].wait_for_step(13)
     (rank,) = crew.ranks_of(1)
     rank.suspend()
     stands.touch()  # it stands once
@@ -88,12 +97,11 @@ def test_a_rank_that_is_killed_on_another_node_is_started_again(launch: Launch, 
         agent.finish()
     (restart,) = crew.restarts()
     assert restart["reason"].startswith(f"rank 1 (process {rank.pid}) was ended by SIGKILL")
-    assert restart["step"] >= 20
+    assert restart["step"] >= 10
     assert all(crew.run.rank_output(rank) for rank in (0, 1))
-    start("alone", "--nproc", "2", *WORDS).finish()
-    alone = RunDir(crew.run.path.with_name("alone"))
+    rank_pool.run(train_alone, 2, {"folder": tmp_path / "alone"})
     for column in ("loss", "grad_norm"):
-        assert read_column(crew.run.path, column) == read_column(alone.path, column)
+        assert read_column(crew.run.path, column) == read_column(tmp_path / "alone", column)
     assert [agent.left_alive() for agent in crew.agents] == [[], []]
 
 

@@ -13,13 +13,19 @@ from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from commands import PATIENCE_S, Command, Start, killing_in_save, stalling, training_commands
-from runs import TINY, read_column, read_named, read_steps, worst_difference
+from pool import RankPool
+from runs import TINY, lone_rank, pool_ranks, read_column, read_named, read_steps, train_tiny, worst_difference
 from shardway.rundir.directory import RunDir
 
-SAVED = ("checkpoint.every=20 steps", "checkpoint.background=true")
-LONG = (*TINY, *SAVED, "train.steps=160", "model.dropout=0.1", "data.record_ids=true")
+STEPS = 40
+SAVED = ("checkpoint.every=5 steps", "checkpoint.background=true")
+LONG = (
+    *(*TINY, *SAVED, f"train.steps={STEPS}", "data.record_ids=true"),
+    *("model.dropout=0.1", "train.micro_batch=4"),  # masks of dropout follow micro-batches
+)
 ENDLESS = (*TINY, "train.steps=1000000", "checkpoint.every=off")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -34,22 +40,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 PAIR = ("--nproc", "2", "run.max_restarts=0")
 
 
-def test_ctrl_c_stops_two_ranks_after_the_step(start: Start, tmp_path: Path) -> None:
-    first = start("run", *PAIR, *ENDLESS)
-    first.wait_for_step(5)
-    first.process.send_signal(signal.SIGINT)
-    out, said = first.process.communicate(timeout=PATIENCE_S)
-    assert first.process.returncode == 0, said
-    assert "stopping after this step and saving; once more to end at once" in said
-    outcome = json.loads(out)
-    assert (outcome["state"], outcome["reason"]) == ("stopped", "a signal asked for a stop")
-    assert RunDir(tmp_path / "run").checkpoint_steps() == [outcome["step"]]
-    assert not RunDir(tmp_path / "run").stop_requested()
-    assert first.left_alive() == []
-
-
-def test_a_second_ctrl_c_ends_two_ranks_at_once(start: Start) -> None:
-    """While one of them cannot stop: it is held in the middle of a step."""
+def test_ctrl_c_stops_two_ranks_after_the_step_and_a_second_one_at_once(start: Start) -> None:
+    """At once as well while one of them cannot stop, held in the middle of a step; nothing of it is in the way of the
+    next, and a second writer leaves that one alone."""
     command = start("run", *PAIR, *ENDLESS)
     command.wait_for_step(5)
     command.ranks()[1].suspend()
@@ -64,9 +57,23 @@ def test_a_second_ctrl_c_ends_two_ranks_at_once(start: Start) -> None:
     assert not command.run.stop_requested()
     status = command.run.read_status()
     assert (status["state"], status["reason"]) == ("stopped", "a second signal ended the run at once")
-    again = start("run", *PAIR, *TINY, "train.steps=8")
-    again.finish()
-    assert read_column(again.folder, "step") == list(range(1, 9))
+
+    again = start("run", *PAIR, *ENDLESS)
+    again.wait_for_step(5)
+    code, said = start("run", *PAIR, *ENDLESS).end()
+    assert code == 2
+    assert said.startswith(f"shardway: another run is training into {again.folder}: process ")
+    assert again.process.poll() is None
+    again.process.send_signal(signal.SIGINT)
+    out, said = again.process.communicate(timeout=PATIENCE_S)
+    assert again.process.returncode == 0, said
+    assert "stopping after this step and saving; once more to end at once" in said
+    outcome = json.loads(out)
+    assert (outcome["state"], outcome["reason"]) == ("stopped", "a signal asked for a stop")
+    assert read_column(again.folder, "step") == list(range(1, outcome["step"] + 1))
+    assert again.run.checkpoint_steps() == [outcome["step"]]
+    assert not again.run.stop_requested()
+    assert again.left_alive() == []
 
 
 def test_a_rank_that_is_killed_ends_the_job_with_its_name(start: Start) -> None:
@@ -143,8 +150,8 @@ def test_ranks_stop_and_save_when_their_agent_is_killed(start: Start, launcher: 
 def kill_somewhere(start: Start, words: Sequence[str], dice: random.Random) -> None:
     """kill -9 one rank (or the only process) of "killed" at a random step, after the first save; the ranks that are
     left end by themselves. None comes to the end of the run before, however late the kill is."""
-    command = start("killed", *words, environ=stalling(0, 120, Path("stands")))
-    command.wait_for_step(dice.randrange(22, 90))
+    command = start("killed", *words, environ=stalling(0, 30, Path("stands")))
+    command.wait_for_step(dice.randrange(6, 22))
     command.wait_until(lambda: bool(command.run.checkpoint_steps()))
     victims = list(command.ranks().values()) or [psutil.Process(command.process.pid)]
     dice.choice(victims).send_signal(signal.SIGKILL)
@@ -172,19 +179,35 @@ def kill_while_saving(start: Start, words: Sequence[str], folder: Path, dice: ra
         pytest.param((*PAIR, "parallel.dp_shard=2"), id="shards"),
     ],
 )
-def test_what_was_killed_goes_on_with_the_same_bits(start: Start, tmp_path: Path, words: tuple[str, ...]) -> None:
-    dice = random.Random(" ".join(words))
-    through = start("through", *words, *LONG)
+def test_what_was_killed_goes_on_with_the_same_bits(
+    start: Start, rank_pool: RankPool, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """And on other ranks with the same curve and the same samples."""
+    dice, size, layout = random.Random(" ".join(words)), 2 if words else 1, words[2:]
+    rank_pool.run(go_through, size, {"folder": tmp_path / "through", "words": layout})
     kill_somewhere(start, (*words, *LONG), dice)
+    shutil.copytree(tmp_path / "killed", tmp_path / "moved")
     kill_while_saving(start, (*words, *LONG), tmp_path, dice)
     start("killed", *words, *LONG).finish()
-    through.finish()
     starts = [event["step"] for event in read_named(tmp_path / "killed", "started")]
     assert len(starts) == 3
     assert 0 < starts[1] <= starts[2]
     for column in ("step", "loss", "grad_norm", "lr"):
         assert read_column(tmp_path / "killed", column) == read_column(tmp_path / "through", column)
     assert used(tmp_path / "killed") == used(tmp_path / "through")
+
+    rank_pool.run(go_through, 3 - size, {"folder": tmp_path / "moved", "words": ()})
+    assert [event["step"] for event in read_named(tmp_path / "moved", "started")] == [0, starts[1]]
+    assert read_column(tmp_path / "moved", "step") == list(range(1, STEPS + 1))
+    assert worst_difference(read_column(tmp_path / "moved"), read_column(tmp_path / "through")) < 1e-5
+    samples = used(tmp_path / "moved")
+    flat = [identity for step in sorted(samples) for ids in samples[step] for identity in ids]
+    assert sorted(flat[: 95 * 3]) == sorted(list(range(95)) * 3)
+
+
+def go_through(rank: int, folder: Path, words: tuple[str, ...]) -> None:
+    """On the ranks of the pool, to the end."""
+    train_tiny(folder, pool_ranks() if dist.get_world_size() > 1 else lone_rank(), *words, base=LONG)
 
 
 def used(folder: Path) -> dict[int, list[Any]]:
@@ -194,30 +217,6 @@ def used(folder: Path) -> dict[int, list[Any]]:
         for event in read_steps(folder, rank):
             samples.setdefault(event["step"], []).append(event["ids"])
     return samples
-
-
-def test_what_was_killed_goes_on_with_other_ranks(start: Start, tmp_path: Path) -> None:
-    words = tuple(word for word in LONG if not word.startswith("model.dropout"))
-    kill_somewhere(start, (*PAIR, *words), random.Random(3))
-    start("killed", *words).finish()
-    start("through", *words).finish()
-    assert read_column(tmp_path / "killed", "step") == list(range(1, 161))
-    assert worst_difference(read_column(tmp_path / "killed"), read_column(tmp_path / "through")) < 1e-5
-    samples = used(tmp_path / "killed")
-    flat = [identity for step in sorted(samples) for ids in samples[step] for identity in ids]
-    assert sorted(flat[: 95 * 13]) == sorted(list(range(95)) * 13)
-
-
-def test_a_second_writer_leaves_the_first_alone(start: Start) -> None:
-    first = start("run", *PAIR, *ENDLESS)
-    first.wait_for_step(3)
-    second = start("run", *PAIR, *ENDLESS)
-    code, said = second.end()
-    assert code == 2
-    assert said.startswith(f"shardway: another run is training into {first.folder}: process ")
-    assert first.process.poll() is None
-    first.process.send_signal(signal.SIGINT)
-    first.finish()
 
 
 @pytest.mark.exhaustive

@@ -16,7 +16,7 @@ from runs import TINY, read_named, read_steps
 
 WORDS = ("--nproc", "2", *TINY, "train.steps=1000000", "checkpoint.every=20 steps", "data.samples=4096")
 NO_LOCKS = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "no_locks"), os.environ.get("PYTHONPATH", "")])}
-WATCH = "of this host held this run; watching for 15 s whether it still does"
+WATCH = "of this host held this run; watching for 3 s whether it still does"
 
 
 @pytest.fixture

@@ -209,7 +209,8 @@ def test_the_point_is_that_of_the_launch() -> None:
     assert elastic == find_point(replace(placement, launcher="torchrun", rank=1), "77")
 
 
-def test_the_doctor_avoids_a_port_that_is_held_as_training_does() -> None:
+def test_the_doctor_avoids_a_port_that_is_held_as_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_module, "_HELLO_S", 0.3)  # a rank waits for twice of it on who holds the port and is mute
     point = replace(at(free_port()), further=(free_port(),))
     call, ended = ConnectivityCheck(point, 2), []
     with socket.create_server(("", point.port)):
