@@ -243,7 +243,8 @@ class StepResult:
     """Numbers of a finished step, the same on every rank: mean loss, norm of its gradient before clipping, targets.
 
     If `decision.void`, a rank had no batch: nothing has changed, and the loss is NaN. `skipped`: no rank changed its
-    weights, since fp16 gradients overflowed on some rank, or since the checks in `watched` refused them.
+    weights, since fp16 gradients overflowed on some rank, since the checks in `watched` refused them, or since no
+    target of the global batch counts.
     """
 
     loss: float
@@ -299,10 +300,11 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, con
         overflow = scale is not None and not math.isfinite(squares)
         per_target = _samples_per_target(parts, targets) / factor
         norm = math.sqrt(squares) * per_target
-        if not (overflow or refused):
+        # A mean over no targets has no gradient; momentum and weight decay would move the weights all the same.
+        if not (overflow or refused) and targets:
             scale_gradients(parts.parameters(), per_target * _clipping(parts, norm))
             if parts.needs_closure:
-                _step_with_closure(parts, run, total / targets if targets else 0.0)
+                _step_with_closure(parts, run, total / targets)
             else:
                 parts.optimizer.step()
             for parallel in passes.parallels:
@@ -317,7 +319,7 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, con
         grad_norm=norm,
         targets=targets,
         decision=decision,
-        skipped=overflow or refused,
+        skipped=overflow or refused or not targets,
         loss_scale=scale.after(overflow) if scale is not None and not decision.void else scale,
         watched=watched if context.watch is not None else None,
     )
