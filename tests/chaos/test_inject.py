@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from faults.saves import PHASES
 
 CHANGE_ALL = """
@@ -25,6 +26,7 @@ print(len(changes))
 """
 
 
+@pytest.mark.usefixtures("warm_starts")
 def test_what_faults_change_is_there(tmp_path: Path) -> None:
     words = [sys.executable, "-c", CHANGE_ALL, str(tmp_path / "mark"), *PHASES.values(), "copying"]
     inject = Path(__file__).parent / "inject"

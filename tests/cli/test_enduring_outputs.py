@@ -17,6 +17,8 @@ from shardway.ranks import outputs
 from shardway.ranks.outputs import EnduringOutput
 from shardway.rundir.directory import RunDir
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 PAGE = 4096
 
 
@@ -56,9 +58,11 @@ def test_a_text_of_several_pages_waits_for_none(
 
 
 def test_an_error_of_several_pages_keeps_no_run(pipe: tuple[int, int], tmp_path: Path) -> None:
-    words = [f"train.key_{number}=1" for number in range(60)]
+    words = ["train", *(f"train.key_{number}=1" for number in range(60))]
+    soon = "import runpy; from shardway.ranks import outputs; outputs._LEAVE_S = 0.5; "
+    soon += "runpy.run_module('shardway', run_name='__main__')"
     with subprocess.Popen(
-        [sys.executable, "-m", "shardway", "train", *words], stdout=pipe[1], stderr=pipe[1], cwd=tmp_path
+        [sys.executable, "-c", soon, *words], stdout=pipe[1], stderr=pipe[1], cwd=tmp_path
     ) as process:
         try:
             assert process.wait(60) == 2

@@ -47,6 +47,7 @@ AWKWARD = (
     "next\x85line\u2028separator",
     "%j",
 )
+SECRET = "hf_verysecret'\"$x $HOME cd&;word $(touch hurt) `touch hurt`"
 TEXTS = st.text(st.characters(blacklist_characters="\x00", blacklist_categories=("Cs",)), max_size=20)
 WORDS = st.lists(TEXTS | st.sampled_from(AWKWARD), max_size=6)
 LOOP = settings(
@@ -153,14 +154,17 @@ def agents_know_each_other(ranks: list[Rank], job: Job) -> None:
 
 
 @pytest.mark.parametrize("name", cases())
-def test_words_and_values_arrive_everywhere(name: str, run: Run) -> None:
+def test_words_and_values_arrive_everywhere_and_a_secret_reaches_the_ranks_and_nobody_else(name: str, run: Run) -> None:
+    """The secret is in no file of the run and in no word of a process, also where the run names the same variable."""
     words, values = list(AWKWARD), {f"VALUE_{number}": value for number, value in enumerate(AWKWARD)}
     job = make_job(*COMBINATIONS[name])
-    job = replace(job, program=Program(("train.py", *words)), around=replace(job.around, literal=values))
-    ran, ranks, cluster = run(job, run='my runs/it\'s $HOME 100%, "x"')
+    around = replace(job.around, secret_names=("HF_TOKEN",), literal={**values, "HF_TOKEN": "of the run"})
+    job = replace(job, program=Program(("train.py", *words)), around=around)
+    folder = 'my runs/it\'s $HOME 100%, "x"'
+    ran, ranks, cluster = run(job, run=folder, secrets=f"HF_TOKEN={SECRET}\n")
     assert ran.state == "finished", ran.said
-    path = cluster.path / 'my runs/it\'s $HOME 100%, "x"'
-    arrived(ranks, job, words, {**values, "SHARDWAY_STOP_FILE": f"{path}/stop"})
+    path = cluster.path / folder
+    arrived(ranks, job, words, {**values, "HF_TOKEN": SECRET, "SHARDWAY_STOP_FILE": f"{path}/stop"})
     if job.launcher == "agent":
         agents_know_each_other(ranks, job)
     elif not job.one_agent_a_node:
@@ -168,6 +172,9 @@ def test_words_and_values_arrive_everywhere(name: str, run: Run) -> None:
     assert {rank.variables["MASTER_ADDR"] for rank in ranks} == {"127.0.0.1" if job.shape.nodes == 1 else "localhost"}
     if job.container.runtime != "pyxis":  # which changes the folder in the container, not here
         assert {rank.folder for rank in ranks} == {path / "attempts/0001/code"}
+    assert not [words for words in cluster.list_calls() if any("verysecret" in word for word in words)]
+    kept = [file for file in path.rglob("*") if file.is_file() and "verysecret" in file.read_text()]
+    assert (kept, "verysecret" in ran.said) == ([], False)
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs", "local"])
@@ -206,24 +213,10 @@ def test_mounts_and_images_arrive(runtime: str, run: Run) -> None:
 
 # --- secrets
 
-SECRET = "hf_verysecret'\"$x $HOME cd&;word $(touch hurt) `touch hurt`"
 AWKWARD_SECRETS = tuple(value for value in AWKWARD if "\n" not in value)
 SECRET_VALUES = st.text(
     st.characters(blacklist_characters="\x00\n", blacklist_categories=("Cs",)), max_size=20
 ) | st.sampled_from(AWKWARD_SECRETS)
-
-
-@pytest.mark.parametrize("name", cases())
-def test_a_secret_reaches_the_ranks_and_nobody_else(name: str, run: Run) -> None:
-    """It is in no file of the run and in no word of a process, also where the run names the same variable."""
-    job = make_job(*COMBINATIONS[name])
-    around = replace(job.around, secret_names=("HF_TOKEN",), literal={"HF_TOKEN": "of the run"})
-    ran, ranks, cluster = run(replace(job, around=around), secrets=f"HF_TOKEN={SECRET}\n")
-    assert ran.state == "finished", ran.said
-    assert {rank.variables.get("HF_TOKEN") for rank in ranks} == {SECRET}
-    assert not [words for words in cluster.list_calls() if any("verysecret" in word for word in words)]
-    kept = [path for path in (cluster.path / "runs").rglob("*") if path.is_file() and "verysecret" in path.read_text()]
-    assert (kept, "verysecret" in ran.said) == ([], False)
 
 
 def test_a_traced_job_shows_no_secret(run: Run) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from speed import picked
+
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
 PATIENCE_S = 120.0
@@ -239,8 +241,9 @@ def test_a_rank_that_hears_nothing_does_not_keep_the_others_from_starting_again(
     assert launched.alive() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize("number", picked([signal.SIGINT, signal.SIGTERM, signal.SIGUSR2], signal.SIGUSR2))
 def test_the_first_signal_asks_to_stop(launched: Launched, number: signal.Signals) -> None:
+    """SIGINT and SIGTERM do so where ranks do not listen, below."""
     assert launched.run("stopped", send(number)) == Ended(0, [])
     assert (launched.folder / "stop").exists()
     assert launched.alive() == []

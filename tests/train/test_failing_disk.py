@@ -17,10 +17,11 @@ from speed import picked
 
 PROGRAM = Path(__file__).parents[1] / "failing_disk.py"
 SOME_AND_EACH = pytest.mark.parametrize(
-    ("seed", "cases"), [(0, 12), pytest.param(1, 100_000, marks=pytest.mark.exhaustive)], ids=["some", "each"]
+    ("seed", "cases"), [(0, 6), pytest.param(1, 100_000, marks=pytest.mark.exhaustive)], ids=["some", "each"]
 )
 
 
+@pytest.mark.usefixtures("warm_starts")
 @SOME_AND_EACH
 @pytest.mark.parametrize("kind", picked(ERRORS, "full"))
 def test_a_file_system_that_fails_costs_a_run_nothing_but_time(

@@ -102,6 +102,32 @@ def train(
         return whole_state(net, optimizer)
 
 
+Told = Callable[..., tuple[Path, dict[str, torch.Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """`told(start, end)`: the run that never saw these positions, and its state at its end; when it saved is nothing to
+    it."""
+    known: dict[tuple[int, int], tuple[Path, dict[str, torch.Tensor]]] = {}
+
+    def get(start: int, end: int) -> tuple[Path, dict[str, torch.Tensor]]:
+        if (start, end) not in known:
+            folder = tmp_path_factory.mktemp("told") / "run"
+            # All of the samples that are far off lie in the span, up to its end.
+            state = train(folder, f"data.skip=[[{start}, {end}]]", "checkpoint.every=off", poisoned=range(128, end))
+            known[start, end] = folder, state
+        return known[start, end]
+
+    return get
+
+
+def assert_is_told(folder: Path, found: dict[str, torch.Tensor], told: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """A run has come to what the run that never saw the span has come to."""
+    assert_same_bits(found, told[1])
+    assert_same_run(folder, told[0])
+
+
 def spans(folder: Path) -> list[list[int]]:
     return [each.span for each in RunDir(folder).left_out.read()]
 
@@ -137,13 +163,13 @@ def test_a_run_that_goes_back_is_the_run_that_never_saw_the_span(rank: int, tmp_
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_what_was_saved_in_the_spike_is_set_aside(tmp_path: Path, quiet_threads: None, background: bool) -> None:
+def test_what_was_saved_in_the_spike_is_set_aside(
+    tmp_path: Path, quiet_threads: None, told: Told, background: bool
+) -> None:
     """Step 33 is saved while nobody knows yet that it begins a spike, and no older one is removed for it."""
     words = ("checkpoint.every=3 steps", "checkpoint.keep=1", f"checkpoint.background={str(background).lower()}")
     found = train(tmp_path / "back", *words, *BACK, before_step=wait_until_step_33_is_saved)
-    expected = train(tmp_path / "told", *words, "data.skip=[[120, 136]]", before_step=wait_until_step_33_is_saved)
-    assert_same_bits(found, expected)
-    assert_same_run(tmp_path / "back", tmp_path / "told")
+    assert_is_told(tmp_path / "back", found, told(120, 136))
     run = RunDir(tmp_path / "back")
     (aside,) = read_named(run.path, "checkpoint_quarantined")
     assert (aside["name"], aside["kept_as"]) == ("step-000000033", "undone-step-000000033")
@@ -184,7 +210,7 @@ def wait_until_step_33_is_saved(run: Run, step: int) -> None:
         run._loop._checkpoints.settle()  # type: ignore[union-attr]
 
 
-def test_a_run_goes_back_as_often_as_it_may_and_then_ends(tmp_path: Path, quiet_threads: None) -> None:
+def test_a_run_goes_back_as_often_as_it_may_and_then_ends(tmp_path: Path, quiet_threads: None, told: Told) -> None:
     """Four bad steps: two are left out, and the other two come next."""
     words = (*BACK, "checkpoint.every=5 steps")
     with pytest.raises(JobError) as failure:
@@ -199,8 +225,7 @@ def test_a_run_goes_back_as_often_as_it_may_and_then_ends(tmp_path: Path, quiet_
     assert RunDir(tmp_path / "back").checkpoint_steps()[-1] == 30
     found = train(tmp_path / "back", *words, poisoned=range(128, 144))
     assert spans(tmp_path / "back") == [[120, 136], [120, 144]]
-    assert_same_bits(found, train(tmp_path / "told", "checkpoint.every=5 steps", "data.skip=[[120, 144]]"))
-    assert_same_run(tmp_path / "back", tmp_path / "told")
+    assert_is_told(tmp_path / "back", found, told(120, 144))
 
 
 CHOICES = {
@@ -229,7 +254,9 @@ def test_a_run_without_a_checkpoint_from_before_says_so(tmp_path: Path, quiet_th
 # --- ends in between
 
 
-def test_a_stop_at_the_moment_of_going_back_saves_nothing_of_the_spike(tmp_path: Path, quiet_threads: None) -> None:
+def test_a_stop_at_the_moment_of_going_back_saves_nothing_of_the_spike(
+    tmp_path: Path, quiet_threads: None, told: Told
+) -> None:
     words = (*BACK, "checkpoint.every=3 steps")
     train(tmp_path / "back", *words, before_step=signal_at(34))
     run = RunDir(tmp_path / "back")
@@ -238,12 +265,13 @@ def test_a_stop_at_the_moment_of_going_back_saves_nothing_of_the_spike(tmp_path:
     (aside,) = read_named(run.path, "checkpoint_quarantined")
     assert (aside["step"], aside["kept_as"]) == (30, "undone-step-000000033")
     found = train(tmp_path / "back", *words)
-    assert_same_bits(found, train(tmp_path / "told", "checkpoint.every=3 steps", "data.skip=[[120, 136]]"))
-    assert_same_run(tmp_path / "back", tmp_path / "told")
+    assert_is_told(tmp_path / "back", found, told(120, 136))
     assert len(read_named(tmp_path / "back", "rolled_back")) == 1
 
 
-def test_a_checkpoint_that_turns_out_to_be_damaged_is_passed_over(tmp_path: Path, quiet_threads: None) -> None:
+def test_a_checkpoint_that_turns_out_to_be_damaged_is_passed_over(
+    tmp_path: Path, quiet_threads: None, told: Told
+) -> None:
     """The span is that of the decision; the steps between the older checkpoint and it are taken again."""
 
     def damage(run: Run, step: int) -> None:
@@ -252,24 +280,22 @@ def test_a_checkpoint_that_turns_out_to_be_damaged_is_passed_over(tmp_path: Path
             file.write_bytes(file.read_bytes()[:-1] + b"x")
 
     found = train(tmp_path / "back", *BACK, before_step=damage)
-    (told,) = read_named(tmp_path / "back", "rolled_back")
-    assert (told["step"], told["back_to"]) == (24, 30)
+    (event,) = read_named(tmp_path / "back", "rolled_back")
+    assert (event["step"], event["back_to"]) == (24, 30)
     events = read_named(tmp_path / "back", "checkpoint_quarantined")
     assert [event["kept_as"] for event in events] == ["damaged-step-000000030"]
-    assert_same_bits(found, train(tmp_path / "told", "data.skip=[[120, 136]]"))
-    assert_same_run(tmp_path / "back", tmp_path / "told")
+    assert_is_told(tmp_path / "back", found, told(120, 136))
 
 
-def test_a_run_that_goes_on_within_a_spike_still_finds_it(tmp_path: Path, quiet_threads: None) -> None:
+def test_a_run_that_goes_on_within_a_spike_still_finds_it(tmp_path: Path, quiet_threads: None, told: Told) -> None:
     """The window and the steps in a row stand in the checkpoint of step 33, the first of the spike."""
-    words = (*BACK, "checkpoint.every=1 steps")
+    words = (*BACK, "checkpoint.every=3 steps")
     with pytest.raises(Died):
         train(tmp_path / "back", *words, before_step=die_at(33))
     assert RunDir(tmp_path / "back").checkpoint_steps()[-1] == 33
     found = train(tmp_path / "back", *words)
-    assert spans(tmp_path / "back") == [[128, 136]]
-    assert_same_bits(found, train(tmp_path / "told", "checkpoint.every=1 steps", "data.skip=[[128, 136]]"))
-    assert_same_run(tmp_path / "back", tmp_path / "told")
+    assert spans(tmp_path / "back") == [[120, 136]]
+    assert_is_told(tmp_path / "back", found, told(120, 136))
 
 
 DEATHS = {
@@ -312,7 +338,7 @@ def die_in(patch: pytest.MonkeyPatch, place: str) -> None:
     patch.setattr(DEATHS[place], die)
 
 
-def test_a_list_that_was_lost_is_read_from_a_checkpoint(tmp_path: Path, quiet_threads: None) -> None:
+def test_a_list_that_was_lost_is_read_from_a_checkpoint(tmp_path: Path, quiet_threads: None, told: Told) -> None:
     """With a bound of two batches, that of step 31 lies before the span that is left out."""
     words = (*BACK, "guard.max_left_out=2", "checkpoint.every=1 steps", "checkpoint.keep=9")
     with pytest.raises(Died):
@@ -323,11 +349,13 @@ def test_a_list_that_was_lost_is_read_from_a_checkpoint(tmp_path: Path, quiet_th
     run.left_out.path.unlink()
     found = train(tmp_path / "back", *words)
     assert run.left_out.read() == before
-    assert_same_bits(found, train(tmp_path / "told", "checkpoint.every=1 steps", "data.skip=[[128, 136]]"))
+    assert_same_bits(found, told(128, 136)[1])
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_what_nodes_saved_in_the_spike_is_not_taken(tmp_path: Path, quiet_threads: None, dies: bool) -> None:
+def test_what_nodes_saved_in_the_spike_is_not_taken(
+    tmp_path: Path, quiet_threads: None, told: Told, dies: bool
+) -> None:
     """Neither by the process that goes back, nor by the next one where it dies once that was decided."""
     local = ("checkpoint.local_every=1 steps", f"checkpoint.local_dir={tmp_path}", "checkpoint.every=6 steps")
     if dies:
@@ -339,10 +367,9 @@ def test_what_nodes_saved_in_the_spike_is_not_taken(tmp_path: Path, quiet_thread
 
             train(tmp_path / "back", *local, *BACK, before_step=look)
     found = train(tmp_path / "back", *local, *BACK)
-    assert_same_bits(found, train(tmp_path / "told", "data.skip=[[120, 136]]"))
-    assert_same_run(tmp_path / "back", tmp_path / "told")
-    told = [event["name"] for event in read_named(tmp_path / "back", "checkpoint_quarantined")]
-    assert told == ["step-000000033", "step-000000032"]
+    assert_is_told(tmp_path / "back", found, told(120, 136))
+    names = [event["name"] for event in read_named(tmp_path / "back", "checkpoint_quarantined")]
+    assert names == ["step-000000033", "step-000000032"]
 
 
 class Second:

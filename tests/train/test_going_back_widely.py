@@ -30,7 +30,7 @@ LAYOUTS = {
 }
 PICKED = ("shards that stay whole",)
 WORDS = (
-    *("train.steps=36", "optim.warmup=0 steps", "model.dropout=0.1", "data.samples=400", "checkpoint.every=6 steps"),
+    *("train.steps=32", "optim.warmup=0 steps", "model.dropout=0.1", "data.samples=400", "checkpoint.every=6 steps"),
     *("train.validate_every=8 steps", "data.validation_fraction=0.05", "train.validation_samples=16"),
     *("guard.spike=30.0", "checkpoint.keep=1"),
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
@@ -78,14 +79,22 @@ def notebook(tmp_path: Path, quiet_threads: None) -> Iterator[Notebook]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.fixture
-def whole_losses(tmp_path: Path, quiet_threads: None) -> list[float]:
+@pytest.fixture(scope="module")
+def whole_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Those of the run that nothing interrupts."""
-    book = Notebook(tmp_path / "whole")
+    folder, threads, handler = (
+        tmp_path_factory.mktemp("whole"),
+        torch.get_num_threads(),
+        signal.getsignal(signal.SIGINT),
+    )
+    torch.set_num_threads(1)
+    book = Notebook(folder)
     book.start()
     assert book.train() is None
     book.run("run.close()")
-    return read_column(tmp_path / "whole")
+    torch.set_num_threads(threads)
+    signal.signal(signal.SIGINT, handler)
+    return read_column(folder)
 
 
 def status(tmp_path: Path) -> tuple[str, int]:

@@ -30,6 +30,7 @@ find it full (poll(2), pipe(7))."""
 
 _LOOK_MS = 200
 _MAIN_S = 1.0
+_LEAVE_S = 5.0
 
 
 class EnduringOutput:
@@ -42,7 +43,7 @@ class EnduringOutput:
 
     def leave(self) -> None:
         """From here on the stream is waited for a few seconds in all."""
-        self._until = min(self._until, time.monotonic() + 5.0)
+        self._until = min(self._until, time.monotonic() + _LEAVE_S)
 
     def settle(self) -> None:
         """Nothing that is printed after this keeps a run that has left."""

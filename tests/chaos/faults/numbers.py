@@ -83,7 +83,14 @@ def tried_twice(after: Aftermath) -> None:
 
 
 FAULTS = (
-    Fault("loss not finite, once", wait_for_mark(MARK), (), harmed("nan", FIRST, LAST), expects=no_trace),
+    Fault(
+        "loss not finite, once",
+        wait_for_mark(MARK),
+        (),
+        harmed("nan", FIRST, LAST),
+        expects=no_trace,
+        is_further=True,
+    ),
     Fault(
         "losses not finite, until mended",
         ends_until_mended(4, "guard.max_skips = 3", "samples"),
