@@ -82,6 +82,7 @@ class Case:
         return ParallelSection(**{"dp_replicate": 1, "pp_stages_per_rank": 1, **self.degrees})
 
 
+SHORT = "tp 8 x cp 4 x dp_shard 32, eight blocks"
 DEEPEST = "tp 2 x dp_replicate 2 x dp_shard 256, ep 128"
 CASES = {
     "tp 8 x pp 16 x dp_shard 8": Case(
@@ -106,6 +107,11 @@ CASES = {
             "ffn.down.weight": (16384 // 128, 53248 // 8),
             "norm.weight": (128,),
         },
+    ),
+    SHORT: Case(
+        llama(16384, 8, 128, 53248),
+        {"tp": 8, "cp": 4, "dp_shard": 32},
+        {"attention.wk.weight": (1, 16384), "ffn.down.weight": (16384 // 128, 53248 // 8), "norm.weight": (128,)},
     ),
     "dp_replicate 4 x dp_shard 256": Case(
         LLAMA_405B,
@@ -168,7 +174,7 @@ def build(model: ModelSection) -> nn.Module:
 
 
 @thinned("rank", [WORLD - 1, 0, 515])
-@pytest.mark.parametrize("name", picked(CASES, "tp 8 x pp 16 x dp_shard 8", "tp 8 x cp 4 x dp_shard 32", DEEPEST))
+@pytest.mark.parametrize("name", picked(CASES, "tp 8 x pp 16 x dp_shard 8", SHORT, DEEPEST))
 def test_a_rank_holds_its_part_alone(name: str, rank: int) -> None:
     """Every local size is the formula's, some shapes are as worked out by hand, and at no time is there a real tensor
     larger than the largest part."""

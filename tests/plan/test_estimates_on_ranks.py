@@ -23,7 +23,7 @@ from shardway.resolve.planned import case_of, shape_of_run
 from shardway.runfile.schema import RunFile
 from shardway.train.memory import count_held
 from shardway.train.run import Run, train_run
-from speed import thinned
+from speed import picked, thinned
 
 BASE = (
     *COMMON,
@@ -184,13 +184,14 @@ def test_one_rank_holds_what_the_plan_says(compute: str, train: Any) -> None:
         check_activations(pairs)
 
 
-@thinned(("name", "compute", "mode"), itertools.product(ONE, ["fp32", "bf16"], MODES), every=4)
+@thinned(("name", "compute", "mode"), itertools.product(ONE, ["fp32", "bf16"], MODES), every=5)
 def test_one_rank_keeps_what_the_plan_says(name: str, compute: str, mode: str, train: Any) -> None:
     check_activations(train(1, *ONE[name], *formats(compute, mode)))
 
 
-@thinned("name", LAYOUTS)
+@pytest.mark.parametrize("name", picked(LAYOUTS, "pipeline", "shard, kept gathered", "tensor x shard"))
 def test_every_rank_has_the_states_of_the_plan(name: str, train: Any) -> None:
+    """Of every layout together with the test below."""
     ranks, words = LAYOUTS[name]
     check_states(train(ranks, *words, *formats("fp32", "none")))
 
@@ -203,10 +204,22 @@ KEPT = [
 ]
 
 
-@thinned(("name", "compute", "mode"), KEPT, every=6)
-def test_every_rank_keeps_what_the_plan_says(name: str, compute: str, mode: str, train: Any) -> None:
+PICKED = [
+    *(("replicate", "bf16", "selective"), ("shard", "fp32", "full"), ("context", "fp32", "full")),
+    *(("tensor, sequence whole", "fp32", "none"), ("pipeline, GPipe", "bf16", "selective")),
+    *(("tensor 4 with 2 key/value heads", "bf16", "selective"), ("tensor x replicate", "fp32", "selective")),
+    ("pipeline x replicate", "fp32", "none"),
+]
+"""Every layout once that is not above."""
+
+
+@pytest.mark.parametrize("case", picked(KEPT, *PICKED), ids="-".join)
+def test_every_rank_keeps_what_the_plan_says(case: tuple[str, str, str], train: Any) -> None:
+    name, compute, mode = case
     ranks, words = LAYOUTS[name]
-    check_activations(train(ranks, *words, *formats(compute, mode)))
+    pairs = train(ranks, *words, *formats(compute, mode))
+    check_activations(pairs)
+    check_states(pairs)
 
 
 def test_kept_products_may_be_more_than_all_that_is_needed(train: Any) -> None:

@@ -38,7 +38,7 @@ def test_cpu(rank: int, tmp_path: Path, number: int, params: str) -> None:
 @ranks(2, timeout_s=1200.0)
 def test_nvme(rank: int, tmp_path: Path) -> None:
     """DeepSpeed compiles its access to disks at the first start on a machine, which takes minutes."""
-    words = (*LARGE_ENOUGH, "checkpoint.every=3")
+    words = (*LARGE_ENOUGH, "train.steps=8", "checkpoint.every=3")
     disk = tmp_path / "disk"
     offloaded = (*stage(3), "deepspeed.offload_optimizer=nvme", f"deepspeed.nvme_path={disk}")
     ours, theirs = train_both(tmp_path, *words, zero=offloaded)

@@ -20,7 +20,7 @@ pytestmark = needs_deepspeed
 @pytest.mark.parametrize("number", picked([1, 2, 3], 3))
 @ranks(2, timeout_s=180.0)
 def test_the_curve_is_that_of_torch(rank: int, tmp_path: Path, number: int) -> None:
-    watched = ("train.validate_every=4", "data.record_ids=true")
+    watched = ("train.validate_every=2", "data.record_ids=true")
     ours, theirs = train_both(tmp_path, *watched, zero=stage(number))
     if rank:
         return

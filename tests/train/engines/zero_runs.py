@@ -15,7 +15,7 @@ from runs import TINY, pool_ranks, train_tiny
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 ZERO = ("train.engine=deepspeed",)
-UNEVEN = (*TINY, "train.global_batch=10", "train.micro_batch=3", "train.steps=8")
+UNEVEN = (*TINY, "train.global_batch=10", "train.micro_batch=3", "train.steps=4")
 """Shares of 5 samples in micro-batches of at most 3: accumulation with parts of unequal size."""
 
 
