@@ -13,12 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from shardway.telemetry import start
 from shardway.telemetry.sampler import parse_options
 from shardway.telemetry.start import VARIABLE, SampledRun, is_sampled, sampled
 from shardway.telemetry.store import HostTelemetry, read_telemetry
+
+pytestmark = pytest.mark.usefixtures("warm_starts")
 
 FOLDER = Path(__file__).parent
 
@@ -47,6 +50,10 @@ def read_host(folder: Path) -> HostTelemetry:
     return host
 
 
+def count_samples(folder: Path) -> int:
+    return sum(len(host.times) for host in read_telemetry(folder))
+
+
 @pytest.mark.slow
 def test_it_samples_until_a_file_is_there_and_no_signal_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -60,10 +67,10 @@ def test_it_samples_until_a_file_is_there_and_no_signal_ends_it(
     monkeypatch.setenv("PYTHONPATH", str(FOLDER))
     options = {"top": os.getpid(), "until": tmp_path / "end", "host": "näme/1", "job": "7", "node": 2}
     with sampler(tmp_path / "telemetry", **options) as process:
-        time.sleep(1.0)
+        wait_for(lambda: count_samples(tmp_path / "telemetry") >= 3)
         for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"):
             process.send_signal(getattr(signal, name))
-        time.sleep(0.5)
+        wait_for(lambda: count_samples(tmp_path / "telemetry") >= 8)
         assert process.poll() is None
         assert os.getpriority(os.PRIO_PROCESS, process.pid) >= 10
         (tmp_path / "end").touch()
@@ -141,13 +148,19 @@ with start.sampled(start.SampledRun(Path(sys.argv[1]), 0.1, os.getpid())):
 def test_an_agent_that_is_killed_takes_its_sampler_along(tmp_path: Path) -> None:
     agent = subprocess.Popen([sys.executable, "-c", AGENT, str(tmp_path)])
     wait_for(lambda: read_telemetry(tmp_path))
-    tasks = Path(f"/proc/{agent.pid}/task").iterdir()
-    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
-    assert len(children) == 1
+    children = psutil.Process(agent.pid).children()
+    (sampling,) = [child for child in children if "shardway.telemetry.sampler" in child.cmdline()]
     agent.kill()
     agent.wait()
-    wait_for(lambda: not Path(f"/proc/{children[0]}").exists() or "Z" in Path(f"/proc/{children[0]}/stat").read_text())
+    wait_for(lambda: has_ended(sampling))
     assert read_telemetry(tmp_path)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_a_short_run_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,14 +197,14 @@ def test_an_agent_has_its_node_sampled_while_its_ranks_run(tmp_path: Path, monke
     monkeypatch.setenv("SHARDWAY_JOB", "12")
     run = RunDir(tmp_path / "run")
     run.create()
-    program = f"open({str(run.events_path(0))!r}, 'a').write('began'); import time; time.sleep(2.5)"
+    program = f"open({str(run.events_path(0))!r}, 'a').write('began'); import time; time.sleep(2.0)"
     launch = LocalLaunch(
-        2, "timeit", ["-n1", "-r1", program], run.log_folder, 1, run.stop_path, stop_timeout_s=60, telemetry_s=0.1
+        2, "timeit", ["-n1", "-r1", program], run.log_folder, 1, run.stop_path, stop_timeout_s=60, telemetry_s=0.05
     )
     with WarmStandby(None) as standby:
         assert run_on_node(run, launch, None, standby, lambda line: None).is_well
     host = read_host(run.telemetry_folder)
-    assert (host.info.job, host.info.every_s) == ("12", 0.1)
+    assert (host.info.job, host.info.every_s) == ("12", 0.05)
     assert len(host.times) >= 10
     assert np.nanmax(host.series["cpu/threads"]) >= 3, "the agent and two ranks"
     assert VARIABLE not in os.environ

@@ -62,10 +62,41 @@ def train(folder: Path, *more: str, last: int | None = None, on: Ranks | None = 
         train_tiny(folder / "run", on or lone_rank(), *words(folder, **how), *more, before_step=look)
 
 
-def well(folder: Path, on: Ranks | None = None) -> list[float]:
+@pytest.fixture(scope="module")
+def well(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of the run that nothing happens to, with one tier."""
-    train_tiny(folder / "well", on or lone_rank(), *WORDS, "checkpoint.every=6 steps", before_step=settled())
-    return read_column(folder / "well")
+    folder, threads = tmp_path_factory.mktemp("well"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    train_tiny(folder, lone_rank(), *WORDS, "checkpoint.every=6 steps", before_step=settled())
+    torch.set_num_threads(threads)
+    return read_column(folder)
+
+
+Die = Callable[[Path, int], None]
+
+
+@pytest.fixture(scope="module")
+def died(tmp_path_factory: pytest.TempPathFactory) -> Die:
+    """`died(folder, last)`: there is a run that died after step `last`, and what it saved on the disk of its node."""
+    known: dict[int, Path] = {}
+
+    def put(folder: Path, last: int) -> None:
+        if last not in known:
+            known[last] = tmp_path_factory.mktemp("died")
+            train(known[last], last=last)
+        shutil.copytree(known[last], folder, dirs_exist_ok=True)
+
+    return put
+
+
+def train_well(folder: Path, *more: str) -> Path:
+    """The same on the ranks of the pool, once for all that ask for it in this folder."""
+    run = folder / "-".join(("tiers", *more)).replace("parallel.", "")
+    is_there = run.exists()
+    dist.barrier()
+    if not is_there:
+        train_tiny(run, pool_ranks(), *WORDS, *more, "checkpoint.every=6 steps", before_step=settled())
+    return run
 
 
 def started(folder: Path) -> list[tuple[int, Any]]:
@@ -78,14 +109,16 @@ def saved(folder: Path) -> list[tuple[int, str]]:
     return [(event["step"], event["tier"]) for event in read_named(folder / "run", "saved")]
 
 
-def test_a_run_that_died_goes_on_from_what_its_node_saved(tmp_path: Path, quiet_threads: None) -> None:
-    train(tmp_path, last=9)
+def test_a_run_that_died_goes_on_from_what_its_node_saved(
+    tmp_path: Path, quiet_threads: None, died: Die, well: list[float]
+) -> None:
+    died(tmp_path, 9)
     assert RunDir(tmp_path / "run").checkpoint_steps() == [6]
     assert local_of(tmp_path).steps() == [6, 8]
     assert local_of(tmp_path).path.stat().st_mode & 0o777 == 0o700
     train(tmp_path)
     assert started(tmp_path) == [(0, None), (8, "local")]
-    assert read_column(tmp_path / "run") == well(tmp_path)
+    assert read_column(tmp_path / "run") == well
     saved = [(event["step"], event["tier"]) for event in read_named(tmp_path / "run", "saved")]
     assert saved == [
         (2, "local"),
@@ -136,8 +169,10 @@ HARMS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("reason", HARMS)
-def test_what_is_damaged_on_a_node_is_passed_over(tmp_path: Path, quiet_threads: None, reason: str) -> None:
-    train(tmp_path, last=11)
+def test_what_is_damaged_on_a_node_is_passed_over(
+    tmp_path: Path, quiet_threads: None, died: Die, reason: str, well: list[float]
+) -> None:
+    died(tmp_path, 11)
     assert local_of(tmp_path).steps() == [8, 10]
     HARMS[reason](newest(tmp_path))
     train(tmp_path)
@@ -145,11 +180,13 @@ def test_what_is_damaged_on_a_node_is_passed_over(tmp_path: Path, quiet_threads:
     (told,) = read_named(tmp_path / "run", "checkpoint_quarantined")
     assert told["name"] == "step-000000010"
     assert reason in told["reason"]
-    assert read_column(tmp_path / "run") == well(tmp_path)
+    assert read_column(tmp_path / "run") == well
 
 
-def test_where_nothing_on_a_node_holds_the_run_directory_does(tmp_path: Path, quiet_threads: None) -> None:
-    train(tmp_path, last=11)
+def test_where_nothing_on_a_node_holds_the_run_directory_does(
+    tmp_path: Path, quiet_threads: None, died: Die, well: list[float]
+) -> None:
+    died(tmp_path, 11)
     for step in (8, 10):
         flip(newest(tmp_path).with_name(f"step-{step:09d}"))
     train(tmp_path)
@@ -158,21 +195,24 @@ def test_where_nothing_on_a_node_holds_the_run_directory_does(tmp_path: Path, qu
         "step-000000010",
         "step-000000008",
     ]
-    assert read_column(tmp_path / "run") == well(tmp_path)
+    assert read_column(tmp_path / "run") == well
 
 
-def test_a_disk_that_was_lost_costs_the_steps_since_the_last_copy(tmp_path: Path, quiet_threads: None) -> None:
-    train(tmp_path, last=9)
+def test_a_disk_that_was_lost_costs_the_steps_since_the_last_copy(
+    tmp_path: Path, quiet_threads: None, died: Die, well: list[float]
+) -> None:
+    died(tmp_path, 9)
     shutil.rmtree(tmp_path / "disk")
     train(tmp_path)
     assert started(tmp_path)[-1] == (6, "shared")
-    assert read_column(tmp_path / "run") == well(tmp_path)
+    assert read_column(tmp_path / "run") == well
 
 
 def test_two_failures_from_one_local_checkpoint_drop_the_tier_for_the_next_start(
-    tmp_path: Path, quiet_threads: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, quiet_threads: None, died: Die, capsys: pytest.CaptureFixture[str], well: list[float]
 ) -> None:
-    for _ in range(3):
+    died(tmp_path, 9)
+    for _ in range(2):
         train(tmp_path, last=9)
     assert started(tmp_path) == [(0, None), (8, "local"), (8, "local")]
     train(tmp_path, last=9)
@@ -186,11 +226,13 @@ def test_two_failures_from_one_local_checkpoint_drop_the_tier_for_the_next_start
     assert local_of(tmp_path).steps() == [8], "saved again by the start that left them out"
     train(tmp_path)
     assert started(tmp_path)[-1] == (8, "local")
-    assert read_column(tmp_path / "run") == well(tmp_path)
+    assert read_column(tmp_path / "run") == well
 
 
-def test_what_was_saved_before_a_start_without_the_tier_is_not_taken(tmp_path: Path, quiet_threads: None) -> None:
-    train(tmp_path, last=9)
+def test_what_was_saved_before_a_start_without_the_tier_is_not_taken(
+    tmp_path: Path, quiet_threads: None, died: Die
+) -> None:
+    died(tmp_path, 9)
     train(tmp_path, "checkpoint.local_every=off", last=7)
     train(tmp_path)
     assert started(tmp_path) == [(0, None), (6, "shared"), (6, "shared")]
@@ -198,9 +240,11 @@ def test_what_was_saved_before_a_start_without_the_tier_is_not_taken(tmp_path: P
     assert told["reason"] == "the run went on from step 6 after it was saved"
 
 
-def test_a_run_that_went_on_from_its_node_and_stops_at_once_is_saved(tmp_path: Path, quiet_threads: None) -> None:
+def test_a_run_that_went_on_from_its_node_and_stops_at_once_is_saved(
+    tmp_path: Path, quiet_threads: None, died: Die
+) -> None:
     """Nothing was learnt since, but the run directory lacks that step."""
-    train(tmp_path, last=9)
+    died(tmp_path, 9)
     (tmp_path / "run" / "stop").touch()
     train(tmp_path)
     assert started(tmp_path)[-1] == (8, "local")
@@ -208,21 +252,23 @@ def test_a_run_that_went_on_from_its_node_and_stops_at_once_is_saved(tmp_path: P
     assert RunDir(tmp_path / "run").read_status()["state"] == "stopped"
 
 
-def test_a_run_that_died_right_before_its_last_save_makes_it(tmp_path: Path, quiet_threads: None) -> None:
-    train(tmp_path, last=9)
+def test_a_run_that_died_right_before_its_last_save_makes_it(tmp_path: Path, quiet_threads: None, died: Die) -> None:
+    died(tmp_path, 9)
     train(tmp_path, "train.steps=8")
     assert started(tmp_path)[-1] == (8, "local")
     assert RunDir(tmp_path / "run").checkpoint_steps() == [6, 8]
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-def test_another_model_is_refused_where_only_nodes_have_saved(tmp_path: Path, quiet_threads: None) -> None:
+def test_another_model_is_refused_where_only_nodes_have_saved(
+    tmp_path: Path, quiet_threads: None, well: list[float]
+) -> None:
     train(tmp_path, last=5)
     assert RunDir(tmp_path / "run").checkpoint_steps() == []
     with pytest.raises(UserError, match=r"model\.dim"):
         train(tmp_path, "model.dim=32")
     train(tmp_path)
-    assert read_column(tmp_path / "run") == well(tmp_path)
+    assert read_column(tmp_path / "run") == well
 
 
 def test_a_variable_that_is_not_set_is_told(tmp_path: Path, quiet_threads: None) -> None:
@@ -253,9 +299,11 @@ def test_saves_that_are_waited_for(tmp_path: Path, quiet_threads: None) -> None:
     assert started(tmp_path)[-1] == (8, "local")
 
 
-def test_what_a_copy_of_the_run_saved_on_the_same_node_is_not_taken(tmp_path: Path, quiet_threads: None) -> None:
+def test_what_a_copy_of_the_run_saved_on_the_same_node_is_not_taken(
+    tmp_path: Path, quiet_threads: None, died: Die, well: list[float]
+) -> None:
     """It has the same id, so that both use one folder."""
-    train(tmp_path, last=9)
+    died(tmp_path, 9)
     shutil.copytree(tmp_path / "run", tmp_path / "copied")
     train(tmp_path, "optim.lr=0.1", last=11)
     assert local_of(tmp_path).steps() == [8, 10]
@@ -264,7 +312,7 @@ def test_what_a_copy_of_the_run_saved_on_the_same_node_is_not_taken(tmp_path: Pa
     assert begun == [(0, None), (8, "local")]
     (told,) = read_named(tmp_path / "copied", "checkpoint_quarantined")
     assert (told["name"], told["reason"]) == ("step-000000010", "the run does not come from the start that saved it")
-    assert read_column(tmp_path / "copied") == well(tmp_path)
+    assert read_column(tmp_path / "copied") == well
 
 
 class FullDisk:
@@ -282,7 +330,9 @@ class FullDisk:
         return self._usage(path)._replace(free=100) if here else self._usage(path)
 
 
-def test_a_full_disk_of_a_node_costs_no_save_in_the_run_directory(tmp_path: Path, quiet_threads: None) -> None:
+def test_a_full_disk_of_a_node_costs_no_save_in_the_run_directory(
+    tmp_path: Path, quiet_threads: None, well: list[float]
+) -> None:
     disk = FullDisk(tmp_path / "disk", 5, 7)
     with mock.patch.object(shutil, "disk_usage", disk.usage):
         look = settled(disk.look)
@@ -290,10 +340,12 @@ def test_a_full_disk_of_a_node_costs_no_save_in_the_run_directory(tmp_path: Path
     failed = [(event["step"], event["tier"]) for event in read_named(tmp_path / "run", "save_failed")]
     assert failed == [(4, "local")]
     assert saved(tmp_path) == [(2, "local"), (6, "shared"), (8, "local"), (10, "local"), (12, "shared")]
-    assert read_column(tmp_path / "run") == well(tmp_path)
+    assert read_column(tmp_path / "run") == well
 
 
-def test_a_damaged_file_is_not_copied(tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_is_not_copied(
+    tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch, well: list[float]
+) -> None:
     monkeypatch.setattr(manager, "RETRY_S", 0.0)
     copy, struck = local_tier._replicate, []
 
@@ -313,11 +365,11 @@ def test_a_damaged_file_is_not_copied(tmp_path: Path, quiet_threads: None, monke
     )
     assert RunDir(tmp_path / "run").checkpoint_steps() == [5, 8, 12]
     assert RunDir(tmp_path / "run").partial_checkpoints() == []
-    assert read_column(tmp_path / "run") == well(tmp_path)
+    assert read_column(tmp_path / "run") == well
 
 
 def test_nodes_save_on_while_a_slow_file_system_is_written(
-    tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch, well: list[float]
 ) -> None:
     gate, copy = threading.Event(), manager.replicate_checkpoint
 
@@ -338,7 +390,7 @@ def test_nodes_save_on_while_a_slow_file_system_is_written(
     train_tiny(tmp_path / "run", lone_rank(), *words(tmp_path, shared=4), before_step=look)
     assert [(event["step"], event["saving"]) for event in read_named(tmp_path / "run", "save_skipped")] == [(8, 4)]
     assert RunDir(tmp_path / "run").checkpoint_steps() == [4, 12]
-    assert read_column(tmp_path / "run") == well(tmp_path)
+    assert read_column(tmp_path / "run") == well
 
 
 def test_what_is_due_while_nodes_still_write_is_copied_right_after(
@@ -371,14 +423,14 @@ def two_nodes() -> Ranks:
 
 
 @ranks(2)
-def test_ranks_go_on_from_what_their_node_saved(rank: int, tmp_path: Path) -> None:
+def test_ranks_go_on_from_what_their_node_saved(rank: int, tmp_path: Path, references: Path) -> None:
     layout = ("parallel.dp_replicate=1", "parallel.dp_shard=2")
     train(tmp_path, *layout, last=9, on=pool_ranks())
     train(tmp_path, *layout, on=pool_ranks())
-    train_tiny(tmp_path / "well", pool_ranks(), *WORDS, *layout, "checkpoint.every=6 steps", before_step=settled())
+    expected = train_well(references, *layout)
     if rank == 0:
         assert started(tmp_path) == [(0, None), (8, "local")]
-        assert read_column(tmp_path / "run") == read_column(tmp_path / "well")
+        assert read_column(tmp_path / "run") == read_column(expected)
         assert list((tmp_path / "disk").iterdir()) == []
 
 
@@ -387,24 +439,27 @@ def own_disk(tmp_path: Path, rank: int) -> tuple[str, ...]:
     return (f"checkpoint.local_dir={tmp_path / f'disk-{rank}'}",)
 
 
-def on_two_disks(rank: int, tmp_path: Path, *more: str, between: Callable[[], None] = lambda: None) -> None:
-    """A run on two nodes with disks of their own dies after step 9, and goes on."""
+def on_two_disks(
+    rank: int, tmp_path: Path, expected: Path, *more: str, between: Callable[[], None] = lambda: None
+) -> None:
+    """A run on two nodes with disks of their own dies after step 9, and goes on; to what that has which is expected."""
     train(tmp_path, *more, *own_disk(tmp_path, rank), last=9, on=two_nodes())
     if rank == 0:
         between()
     dist.barrier()
     train(tmp_path, *more, *own_disk(tmp_path, rank), on=two_nodes())
-    train_tiny(tmp_path / "well", pool_ranks(), *WORDS, *more, "checkpoint.every=6 steps", before_step=settled())
+    dist.barrier()
     if rank == 0:
-        assert read_column(tmp_path / "run") == read_column(tmp_path / "well")
+        assert read_column(tmp_path / "run") == read_column(expected)
         assert [list((tmp_path / f"disk-{node}").glob("*")) for node in range(2)] == [[], []]
 
 
 @ranks(2)
-def test_files_of_another_node_are_fetched(rank: int, tmp_path: Path) -> None:
+def test_files_of_another_node_are_fetched(rank: int, tmp_path: Path, references: Path) -> None:
     """Replicated parameters lie partly on one node and partly on the other."""
+    expected = train_well(references, "parallel.dp_replicate=2")
     with mock.patch.object(local_tier, "make_transfers", wraps=local_tier.make_transfers) as made:
-        on_two_disks(rank, tmp_path, "parallel.dp_replicate=2")
+        on_two_disks(rank, tmp_path, expected, "parallel.dp_replicate=2")
     sent = [(each.name, each.sender, each.receiver) for call in made.call_args_list for each in call.args[1]]
     assert sent == [("tensors.json", 0, 1), ("rank-00000.bin", 0, 1), ("rank-00001.bin", 1, 0)]
     if rank == 0:
@@ -412,7 +467,7 @@ def test_files_of_another_node_are_fetched(rank: int, tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_two_nodes_may_be_on_one_machine(rank: int, tmp_path: Path) -> None:
+def test_two_nodes_may_be_on_one_machine(rank: int, tmp_path: Path, references: Path) -> None:
     """They see each other's folders, and both remove."""
     train(tmp_path, "parallel.dp_replicate=2", last=9, on=two_nodes())
     dist.barrier()
@@ -421,16 +476,19 @@ def test_two_nodes_may_be_on_one_machine(rank: int, tmp_path: Path) -> None:
         assert local_of(tmp_path).steps() == [6, 8]
     dist.barrier()
     train(tmp_path, "parallel.dp_replicate=2", on=two_nodes())
-    train_tiny(tmp_path / "well", pool_ranks(), *WORDS, "checkpoint.every=6 steps", before_step=settled())
+    expected = train_well(references, "parallel.dp_replicate=2")
     if rank == 0:
         assert started(tmp_path) == [(0, None), (8, "local")]
-        assert read_column(tmp_path / "run") == read_column(tmp_path / "well")
+        assert read_column(tmp_path / "run") == read_column(expected)
         assert list((tmp_path / "disk").iterdir()) == []
 
 
 @ranks(2)
-def test_a_node_that_lost_its_disk_brings_all_back_to_the_run_directory(rank: int, tmp_path: Path) -> None:
-    on_two_disks(rank, tmp_path, "parallel.dp_replicate=2", between=lambda: shutil.rmtree(tmp_path / "disk-1"))
+def test_a_node_that_lost_its_disk_brings_all_back_to_the_run_directory(
+    rank: int, tmp_path: Path, references: Path
+) -> None:
+    expected, lose = train_well(references, "parallel.dp_replicate=2"), lambda: shutil.rmtree(tmp_path / "disk-1")
+    on_two_disks(rank, tmp_path, expected, "parallel.dp_replicate=2", between=lose)
     if rank == 0:
         assert started(tmp_path) == [(0, None), (6, "shared")]
         (told,) = read_named(tmp_path / "run", "checkpoint_quarantined")
