@@ -83,6 +83,7 @@ def _server_config(folder: Path, shells: Mapping[str, str], ports: Mapping[str, 
         "PasswordAuthentication no",
         "KbdInteractiveAuthentication no",
         "PermitRootLogin yes",
+        f"SetEnv HOME={folder}",  # what a person's shell does when it starts is none of a test's
     ]
     for name, path in shells.items():
         lines += [f"Match LocalPort {ports[name]}", f'    ForceCommand exec {path} -c "$SSH_ORIGINAL_COMMAND"']
