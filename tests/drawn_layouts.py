@@ -107,13 +107,18 @@ def draw_layouts(count: int, seed: int = 20, worlds: tuple[int, ...] = WORLDS) -
 
 
 def pick_layouts(layouts: Sequence[Drawn]) -> list[Drawn]:
-    """As few of them, and on as few ranks, as have every trait of all: each joins whose traits are new for its cost."""
+    """As few of them, and on as few ranks, as have every trait of all: each joins whose traits are new for its cost,
+    and leaves again where those that came later have what it had."""
     missing = {trait for drawn in layouts for trait in traits_of(drawn)}
     picked = []
     while missing:
         best = max(layouts, key=lambda drawn: len(missing & traits_of(drawn)) / drawn.world)
         picked.append(best)
         missing -= traits_of(best)
+    for drawn in list(picked):
+        others = [each for each in picked if each is not drawn]
+        if traits_of(drawn) <= {trait for each in others for trait in traits_of(each)}:
+            picked = others
     return picked
 
 

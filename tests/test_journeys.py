@@ -20,7 +20,7 @@ TRACER = Path(__file__).parent / "journey_tracer.py"
 
 JOB = ("site.account=a", "site.walltime=1h", "site.ranks_per_node=4", "site.venv=none", "run.device=cuda")
 JOURNEYS = {
-    "train": ("train", "train.steps=2", "train.global_batch=2", "train.validation_samples=2"),
+    "train": ("train", "train.steps=2", "train.global_batch=2", "train.validation_samples=2", "run.telemetry=1h"),
     "submit": ("submit", "run.toml", "--on", "generic-slurm", "--dry-run", *JOB),
     "plan": ("plan", "run.toml", "--gpu", "h100"),
 }
@@ -55,5 +55,7 @@ def render(modules: list[str], goal: int) -> str:
 
 
 @pytest.mark.parametrize("name", JOURNEYS)
-def test_a_journey_is_what_is_listed(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_a_journey_is_what_is_listed(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path, warm_starts: None
+) -> None:
     check_part(request, "design.md", f"journey {name}", render(follow(JOURNEYS[name], tmp_path), GOALS[name]))

@@ -187,7 +187,11 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("case", picked_pairs(BROKEN, [((2, 1), "off"), ((1, 2), "1.0")]))
+@pytest.mark.parametrize(
+    "case",
+    picked_pairs(BROKEN, [((2, 1), "off"), ((1, 2), "1.0")]),
+    ids=lambda case: f"{case[0].__name__}, clip {case[1][1]}",
+)
 @ranks(2)
 def test_weights_that_are_no_numbers_are_not_saved(
     rank: int, tmp_path: Path, case: tuple[Callable[[torch.Tensor], torch.Tensor], tuple[tuple[int, int], str]]
