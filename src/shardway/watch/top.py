@@ -29,6 +29,7 @@ from textual.widgets import DataTable, Footer, RichLog, Static
 from shardway.errors import ShardwayError, legible
 from shardway.units import render_clock, render_count
 from shardway.watch.findings import Advice
+from shardway.watch.hosts import shorten_hosts
 from shardway.watch.live import LiveRow, Sparkline
 from shardway.watch.top_hardware import METRICS, GpuNow, HardwareUse
 from shardway.watch.top_runs import WatchedRun
@@ -182,7 +183,7 @@ def render_heat(use: HardwareUse, metric: str, width: int, height: int) -> list[
     block = _HOST + 4 * most + 1
     across = max(1, width // block) if len(nodes) > height else 1
     down = math.ceil(len(nodes) / across)
-    names = _shorten_hosts([*nodes])
+    names = shorten_hosts(nodes, _HOST - 1)
     rows = [Text() for _ in range(down)]
     for place, (host, gpus) in enumerate(nodes.items()):
         row = rows[place % down]
@@ -191,12 +192,6 @@ def render_heat(use: HardwareUse, metric: str, width: int, height: int) -> list[
             row.append(render_cell(gpu.now[metric], is_idle=gpu.is_used is False))
         row.append(" " * (4 * (most - len(gpus)) + 1))
     return rows
-
-
-def _shorten_hosts(hosts: Sequence[str]) -> dict[str, str]:
-    """Names without the domain; of a long one the end, by which nodes differ."""
-    short = {host: one_line(host.partition(".")[0] or host) for host in hosts}
-    return {host: name if len(name) < _HOST else f"~{name[2 - _HOST :]}" for host, name in short.items()}
 
 
 def describe_heat(use: HardwareUse, metric: str, now: float) -> str:

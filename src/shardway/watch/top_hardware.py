@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any
 
 from shardway.telemetry.store import DeviceInfo, NodeInfo, TelemetryFollower
 from shardway.watch.facts import whole
+from shardway.watch.hosts import order_of_host
 
 METRICS: Mapping[str, str] = {
     "use": "use_percent",
@@ -172,14 +172,6 @@ def _mean_of(values: Any) -> float:
     return float(known.mean()) if len(known) else math.nan
 
 
-def _in_order(name: str) -> list[tuple[bool, int, str]]:
-    """The key of an order in which n2 is before n10."""
-    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in _NUMBERS.split(name) if part]
-
-
-_NUMBERS = re.compile(r"(\d+)", re.ASCII)
-
-
 class HardwareTail:
     """Follows the telemetry of one run."""
 
@@ -192,7 +184,7 @@ class HardwareTail:
         """What it does now; None where no host has a sample."""
         self.error = ""
         try:
-            names = sorted(os.listdir(self._folder), key=_in_order)
+            names = sorted(os.listdir(self._folder), key=order_of_host)
         except FileNotFoundError:
             names = []
         except OSError as error:
@@ -211,7 +203,7 @@ class HardwareTail:
         return self._describe()
 
     def _describe(self) -> HardwareUse | None:
-        hosts = sorted(self._hosts.items(), key=lambda item: _in_order(item[0]))
+        hosts = sorted(self._hosts.items(), key=lambda item: order_of_host(item[0]))
         known = [host for _, host in hosts if host.info is not None and host.newest > 0]
         if not known:
             return None

@@ -92,7 +92,7 @@ def make_figures(events: Sequence[Event], progress: RunProgress) -> list[Figure]
     figures = [
         Figure("loss", "Loss", tuple(loss), log=True),
         Figure("speed", "Throughput", tuple(speed), unit, zero=True),
-        Figure("wait", "Time outside of steps", tuple(_waits(events)), "% of wall time", zero=True),
+        Figure("wait", "Waiting between steps", tuple(_waits(events)), "% of wall time", zero=True),
         Figure("bits", "Bits per byte", tuple(checked(lambda each: each.bits_per_byte))),
         Figure("accuracy", "Accuracy", tuple(checked(lambda each: _percent(each.accuracy))), "%"),
         Figure("grad", "Gradient norm", tuple(norm), log=True, is_main=False),
