@@ -222,7 +222,7 @@ def test_runs_are_selected_and_acted_upon(tmp_path: Path, monkeypatch: pytest.Mo
         assert re.search(r"^a +running +40/100 .* 1/2 40%", shown, re.MULTILINE)
         assert re.search(r"^n1 +80   0", shown, re.MULTILINE)
         await pilot.press("m")
-        await until(pilot, lambda: "memory in % of its size: lowest 50" in screen_text(app))
+        await until(pilot, lambda: "memory in % of its size: 50 to 50" in screen_text(app))
         await pilot.press("x")
         await until(pilot, lambda: "Ask a to stop?" in screen_text(app))
         await pilot.press("n")
@@ -354,7 +354,7 @@ def test_in_a_terminal_keys_are_answered_and_the_end_is_clean(
     plain = {"NO_COLOR": "1"} if colour == "vt100" else {}
     terminal = Terminal(words, tmp_path, columns, rows, TERM=colour, XDG_STATE_HOME=str(tmp_path), **plain)
     terminal.wait("1 run, 0 active")
-    terminal.wait("use in %: lowest 0, mean 40")
+    terminal.wait("use in %: 0 to 80, mean 40")
     terminal.press("m")
     terminal.wait("memory in % of its size")
     terminal.press("x")

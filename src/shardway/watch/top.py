@@ -31,8 +31,8 @@ from shardway.units import render_clock, render_count
 from shardway.watch.findings import Advice
 from shardway.watch.hosts import shorten_hosts
 from shardway.watch.live import LiveRow, Sparkline
-from shardway.watch.top_hardware import METRICS, GpuNow, HardwareUse
-from shardway.watch.top_runs import WatchedRun
+from shardway.watch.top_hardware import CORES, METRICS, GpuNow, HardwareUse
+from shardway.watch.top_runs import WatchedRun, render_age
 from shardway.watch.words import Severity, one_line, render_loss, render_share
 
 FIND_S = 5.0  # between two looks for runs that came or went
@@ -168,10 +168,24 @@ def render_cell(value: float, *, is_idle: bool) -> Text:
         return Text(f"{value:>3.0f} ", Style(bold=True, reverse=True, color="red"))
     shade = _SHADES[min(len(_SHADES) - 1, max(0, int(value / 100 * len(_SHADES))))]
     dark = shade in _SHADES[:4]
-    return Text(f"{value:>3.0f} ", Style(color="white" if dark else "black", bgcolor=shade))
+    return Text(f"{value:>3.0f} ", Style(color="#ffffff" if dark else "#000000", bgcolor=shade, dim=False))
 
 
 _HOST = 9  # columns of a host's name
+
+
+def render_cores(use: HardwareUse, width: int) -> list[Text]:
+    """Nodes one below another, each allowed core as a cell, as many on a line as fit."""
+    names = shorten_hosts((host for host, _ in use.cores), _HOST - 1)
+    across = max(1, (width - _HOST) // 4)
+    rows = []
+    for host, cores in use.cores:
+        for first in range(0, len(cores), across):
+            row = Text().append(f"{names[host] if not first else '':<{_HOST}}", "dim")
+            for value in cores[first : first + across]:
+                row.append(render_cell(value, is_idle=False))
+            rows.append(row)
+    return rows
 
 
 def render_heat(use: HardwareUse, metric: str, width: int, height: int) -> list[Text]:
@@ -196,15 +210,17 @@ def render_heat(use: HardwareUse, metric: str, width: int, height: int) -> list[
 
 def describe_heat(use: HardwareUse, metric: str, now: float) -> str:
     """The line above the map: what it shows, its range, how old it is."""
-    values = [gpu.now[metric] for gpu in use.gpus if not math.isnan(gpu.now[metric])]
-    what = {"memory": "memory in % of its size", "power": "power in % of its limit"}.get(metric, f"{metric} in %")
+    found = [each for _, cores in use.cores for each in cores] if metric == CORES else [g.now[metric] for g in use.gpus]
+    values = [value for value in found if not math.isnan(value)]
+    words = {"memory": "memory in % of its size", "power": "power in % of its limit", CORES: "cores in %"}
+    what = words.get(metric, f"{metric} in %")
     age = now - use.newest
-    old = f", {render_clock(age)} old" if age > _STALE_S else ""
+    old = f", {render_age(age)} old" if age > _STALE_S else ""
     if not values:
-        reason = next((why for name, why in use.missing.items() if METRICS[metric] in name), "")
+        reason = next((why for name, why in use.missing.items() if METRICS.get(metric, "core/") in name), "")
         return f"{what}: not sampled{f' ({one_line(reason)})' if reason else ''}"
     mean = sum(values) / len(values)
-    return f"{what}: lowest {min(values):.0f}, mean {mean:.0f}, highest {max(values):.0f}{old}"
+    return f"{what}: {min(values):.0f} to {max(values):.0f}, mean {mean:.0f}{old}"
 
 
 def list_alerts(run: WatchedRun) -> list[Text]:
@@ -231,9 +247,8 @@ class _RunDetail(Static):
         rows: list[RenderableType] = [Text(one_line(run.run.path.name), "bold", no_wrap=True, overflow="ellipsis")]
         words = [run.state]
         if summary is not None and summary.total_steps:
-            words.append(
-                f"step {summary.step}/{summary.total_steps} ({100 * summary.step / summary.total_steps:.0f} %)"
-            )
+            done = f"{_render_steps(summary.step)}/{_render_steps(summary.total_steps)}"
+            words.append(f"step {done} ({100 * summary.step / summary.total_steps:.0f} %)")
         rows.append(Text("  ".join(words), no_wrap=True))
         if summary is not None and summary.loss is not None:
             rows.append(
@@ -260,9 +275,14 @@ class _Heat(Static):
 
     def show(self, run: WatchedRun | None, metric: str, now: float) -> None:
         use = run.hardware if run is not None else None
-        if use is None or not use.gpus:
-            words = "no run is selected" if run is None else "no accelerator was sampled" if use else "no telemetry"
-            self.update(Text(words, "dim"))
+        if use is None:
+            self.update(Text("no run is selected" if run is None else "no telemetry", "dim"))
+            return
+        metric = metric if use.gpus else CORES
+        if metric == CORES:
+            head = Text(describe_heat(use, metric, now), no_wrap=True, overflow="ellipsis")
+            none = [] if use.gpus else [Text("no accelerator was sampled", "dim")]
+            self.update(Group(*none, head, *render_cores(use, self.size.width or 40)))
             return
         around = self.parent
         height = around.size.height if isinstance(around, VerticalScroll) else self.size.height
@@ -353,8 +373,8 @@ class TopApp(App[None]):
     #middle { height: 1fr; min-height: 5; border-top: solid $primary; }
     #heat-box { width: 1fr; }
     #heat { height: auto; }
-    #detail { width: 32; padding: 0 0 0 1; }
-    #alerts { height: 4; border-top: solid $primary; }
+    #detail { width: 40%; min-width: 32; max-width: 72; padding: 0 0 0 1; }
+    #alerts { height: 20%; min-height: 4; max-height: 10; border-top: solid $primary; }
     #message { height: auto; max-height: 2; display: none; }
     #confirm-box { width: 60; max-width: 90%; height: auto; border: round $warning; padding: 1 2; }
     #confirm-box { background: $surface; }
@@ -523,6 +543,7 @@ class TopApp(App[None]):
         if chosen is not None and chosen != self._selected:
             self._selected = chosen
             self._draw_selected()
+            self._look()  # it is judged now
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
         self.action_log()
@@ -535,7 +556,7 @@ class TopApp(App[None]):
             self.push_screen(_LogScreen(run))
 
     def action_metric(self) -> None:
-        names = [*METRICS]
+        names = [*METRICS, CORES]
         self._metric = names[(names.index(self._metric) + 1) % len(names)]
         self._draw_selected()
         self._draw_head()

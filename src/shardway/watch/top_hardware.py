@@ -30,6 +30,9 @@ METRICS: Mapping[str, str] = {
 }
 """Name of a metric of an accelerator -> its series. All are shown in percent: memory and power of their limits."""
 
+CORES = "cores"
+"""The metric that is of cores, not of accelerators: the use of each core that the job may use."""
+
 WINDOW_S = 600.0
 """Over so many seconds before the last sample use is averaged."""
 _NOW_S = 10.0  # the last seconds that a current value is the mean of
@@ -58,13 +61,15 @@ class GpuNow:
 @dataclass(frozen=True)
 class HardwareUse:
     """All accelerators of a run, in order of host and index, and the hosts' cores. `newest` is the time of the last
-    sample; `cpu_percent` the mean of the hosts' allowed cores, NaN where unknown; `missing`: series -> why not."""
+    sample; `cpu_percent` the mean of the hosts' allowed cores, NaN where unknown; `missing`: series -> why not;
+    `cores`: of each host the use of its allowed cores now in percent."""
 
     gpus: tuple[GpuNow, ...]
     newest: float
     cpu_percent: float = math.nan
     hosts: int = 0
     missing: Mapping[str, str] = field(default_factory=dict)
+    cores: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
     @property
     def used(self) -> int:
@@ -108,7 +113,7 @@ class _HostTail:
         self.info: NodeInfo | None = None
         self.newest = -math.inf
         self._devices: dict[int, DeviceInfo | None] = {}
-        self._shown: tuple[list[GpuNow], float] | None = None  # until there are new samples
+        self._shown: tuple[list[GpuNow], float, tuple[float, ...]] | None = None  # until there are new samples
 
     def refresh(self, window_s: float) -> None:
         for info, times, columns in self._follower.new_samples():
@@ -133,11 +138,14 @@ class _HostTail:
         found = [columns[series][times >= since] for times, columns in parts if series in columns]
         return np.concatenate(found) if found else np.empty(0, np.float32)
 
-    def describe(self, window_s: float) -> tuple[list[GpuNow], float]:
-        """Its accelerators, and the use of its cores now in percent."""
+    def describe(self, window_s: float) -> tuple[list[GpuNow], float, tuple[float, ...]]:
+        """Its accelerators, and the use of its cores now in percent: of all, and of each."""
         if self._shown is None:
             cpu = _mean_of(self.values("cpu/use_percent", self.newest - _NOW_S))
-            self._shown = self._list_gpus(window_s), cpu
+            allowed = self.info.allowed_cores if self.info else ()
+            since = self.newest - _NOW_S
+            each = tuple(_mean_of(self.values(f"core/{core}/use_percent", since)) for core in allowed)
+            self._shown = self._list_gpus(window_s), cpu, each
         return self._shown
 
     def _list_gpus(self, window_s: float) -> list[GpuNow]:
@@ -156,7 +164,11 @@ class _HostTail:
 
 
 def _is_shown(name: str) -> bool:
-    return name == "cpu/use_percent" or (name.startswith("gpu/") and name.rpartition("/")[2] in METRICS.values())
+    return (
+        name == "cpu/use_percent"
+        or name.startswith("core/")
+        or (name.startswith("gpu/") and name.rpartition("/")[2] in METRICS.values())
+    )
 
 
 def _scale(metric: str, device: DeviceInfo | None) -> float:
@@ -211,12 +223,15 @@ class HardwareTail:
         # A host that stopped long before the others belongs to an attempt that ended, as a run may go on elsewhere.
         known = [host for host in known if host.newest >= newest - self._window_s]
         described = [host.describe(self._window_s) for host in known]
-        cpu = [percent for _, percent in described]
-        gpus = [gpu for listed, _ in described for gpu in listed]
+        cpu = [percent for _, percent, _ in described]
+        gpus = [gpu for listed, _, _ in described for gpu in listed]
+        cores = tuple(
+            (host.info.host, each) for host, (_, _, each) in zip(known, described, strict=True) if host.info and each
+        )
         missing: dict[str, str] = {}
         for host in known:
             missing |= host.info.missing if host.info else {}
-        return HardwareUse(tuple(gpus), newest, _mean(cpu), len(known), missing)
+        return HardwareUse(tuple(gpus), newest, _mean(cpu), len(known), missing, cores)
 
 
 def look_at_hardware(folder: Path) -> HardwareUse | None:

@@ -191,6 +191,11 @@ class ReportContent:
         return bool(self.jobs) and not self.progress.attempts
 
     @property
+    def restarts(self) -> list[Event]:
+        """The events of ranks that started again within an attempt."""
+        return [event for event in self.events if event["event"] == "restarted"]
+
+    @property
     def wall_s(self) -> float:
         """Wall time of all attempts: by the jobs' records, else by the events or the samples."""
         if self.is_foreign and (known := [job.wall_s for job in self.jobs if job.wall_s]):
@@ -358,11 +363,9 @@ def _describe_end(content: ReportContent) -> tuple[Mood, str]:
     verb = _STATES.get(summary.state, f"is {summary.state}")
     if summary.state == "new" and not summary.attempts:
         return mood, "The run has not begun."
-    why = f" {one_line(summary.reason).rstrip('.')}." if summary.reason and summary.state != "finished" else ""
-    return (
-        mood,
-        f"The run {verb}: {done} in {render_time(summary.wall_s)}, {render_plural(summary.attempts, 'attempt')}.{why}",
-    )
+    why = f": {one_line(summary.reason).rstrip('.')}" if summary.reason and summary.state != "finished" else ""
+    pace = f"{done} in {render_time(summary.wall_s)}, {render_plural(summary.attempts, 'attempt')}"
+    return mood, f"The run {verb}{why}. {pace[0].upper()}{pace[1:]}." if why else f"The run {verb}: {pace}."
 
 
 _STATES = {
@@ -423,9 +426,8 @@ def _describe_gpus(content: ReportContent) -> list[tuple[Mood, str]]:
         found.append(("" if found else "good", f"{what}{'; ' + ', '.join(parts) if parts else ''}."))
     if content.energy_kwh is not None:
         sources = " and ".join(dict.fromkeys(gpu.energy_from for gpu in gpus if gpu.energy_from))
-        found.append(
-            ("", f"The GPUs took {content.energy_kwh:.3g} kWh in {render_value(content.gpu_hours or 0)} GPU-hours ({sources}).")
-        )
+        hours = render_value(content.gpu_hours or 0.0)
+        found.append(("", f"The GPUs took {content.energy_kwh:.3g} kWh in {hours} GPU-hours ({sources})."))
     return found
 
 
@@ -449,6 +451,11 @@ CROWDED = 1.3  # tasks a core, on average, from which it is said that tasks wait
 
 def _describe_work(content: ReportContent) -> list[tuple[Mood, str]]:
     summary, found = content.summary, list[tuple[Mood, str]]()
+    if content.restarts:
+        why = one_line(str(content.restarts[-1].get("reason", ""))).rstrip(".")
+        found.append(
+            ("unsure", f"{render_plural(len(content.restarts), 'restart')} of the ranks, the last one: {why}.")
+        )
     if (late := content.ranks.late) is not None:
         share, usual = (render_share(each, 1.0) for each in (late.outside_share or 0.0, content.ranks.usual_outside))
         place = f"Rank {late.rank} ({content.nodes.get(late.host, late.host)})"

@@ -118,6 +118,8 @@ def find_marks(events: Sequence[Event], progress: RunProgress) -> list[Mark]:
     checks = _some([event for event in events if event["event"] == "validation"])
     found += [Mark("validation", whole(event, "step") or 0, _time(event)) for event in checks]
     found += [Mark("resume", attempt.start.step, attempt.start.time) for attempt in progress.attempts[1:]]
+    for event in (event for event in events if event["event"] == "restarted"):
+        found.append(Mark("fault", whole(event, "step") or 0, _time(event), str(event.get("reason", ""))[:200]))
     for attempt in progress.attempts:
         for fault in attempt.faults:
             step = attempt.step if fault.step is None else fault.step

@@ -20,8 +20,8 @@ from typing import Any
 from shardway.drawing import colour_of, read_beside, render_document, render_table, render_tiles
 from shardway.rundir.directory import RunDir
 from shardway.units import render_clock
-from shardway.watch.facts import measured
-from shardway.watch.progress import RunProgress, RunSummary, TimeAccount
+from shardway.watch.facts import measured, number
+from shardway.watch.progress import RunSummary, TimeAccount
 from shardway.watch.report.content import ReportContent, describe, gather
 from shardway.watch.report.hardware import GROUPS
 from shardway.watch.report.lanes import render_curves, render_events, render_panel, render_value, script_data
@@ -49,19 +49,19 @@ def render_report(run: RunDir) -> str:
 
 def render_content(content: ReportContent) -> str:
     """The page of what was gathered."""
-    summary, progress = content.summary, content.progress
+    summary = content.summary
     tail, is_bad = _tail(content), describe(content)[0][0] == "bad"
     sections = [
         _advice(content),
         tail if is_bad else "",
         _timeline(content),
-        render_spent(summary.account) if summary.account is not None else "",
+        render_spent(summary.account) if content.progress.attempts else "",
         _gpus(content),
         _ranks(content),
         _traffic(content),
         _predicted(content.predicted),
-        _faults(progress),
-        _attempts(progress),
+        _faults(content),
+        _attempts(content),
         _jobs(content),
         _left_out(summary),
         f"<h2>Damaged data</h2><p>{escape(one_line(summary.damaged))}</p>" if summary.damaged else "",
@@ -82,10 +82,10 @@ def render_content(content: ReportContent) -> str:
 def _link(sections: Iterable[str]) -> list[str]:
     """The sections, with a line of links to them before the first."""
     linked, links = [], []
-    for number, section in enumerate(sections):
+    for place, section in enumerate(sections):
         title = section.removeprefix("<h2>").partition("</h2>")[0]
-        links.append(f'<a href="#part{number}">{title}</a>')
-        linked.append(section.replace("<h2>", f'<h2 id="part{number}">', 1))
+        links.append(f'<a href="#part{place}">{title}</a>')
+        linked.append(f'<i id="part{place}"></i>{section}')
     return [f'<nav class="soft">{" · ".join(links)}</nav>', *linked] if len(links) > 3 else linked
 
 
@@ -134,6 +134,7 @@ def _header(content: ReportContent) -> str:
         f"last sign of life {_render_date(last)}",
     ]
     facts += ["times are h:min:s"]
+    facts[:0] = [one_line(summary.reason)] if summary.reason and summary.state == "finished" else []
     return (
         f'<header><h1>{escape(summary.name)}<span class="state {escape(state.split()[0])}">{escape(state)}'
         f'</span></h1>{words}{command}<p class="soft">{escape(" · ".join(facts))}</p></header>'
@@ -172,9 +173,8 @@ def _hardware_tiles(content: ReportContent) -> list[tuple[str, ...]]:
             ("GPU use", mean, f"mean of {len(content.gpus)} GPUs on {render_plural(len(content.nodes), 'node')}")
         )
         if content.energy_kwh is not None:
-            tiles.append(
-                ("energy of the GPUs", f"{content.energy_kwh:.3g} kWh", f"{render_value(content.gpu_hours or 0)} GPU-hours")
-            )
+            hours = render_value(content.gpu_hours or 0.0)
+            tiles.append(("energy of the GPUs", f"{content.energy_kwh:.3g} kWh", f"{hours} GPU-hours"))
     elif content.cores is not None:
         cores = content.cores
         tiles.append(("core use", f"{cores.use:.0f} %", f"mean of {cores.allowed} cores"))
@@ -275,8 +275,10 @@ _CONCEPTS = {"productive_s": "train", "lost_s": "fault", "load_s": "resume"}
 """Row -> the concept whose colour it has; of the others, that of their name."""
 
 
-def render_spent(account: TimeAccount) -> str:
+def render_spent(account: TimeAccount | None) -> str:
     """The share of productive time, a bar, and a table of the rows that took any time."""
+    if account is None:
+        return f'<h2>{TITLE}</h2><p class="soft">It was not recorded.</p>'
     rows, bar = [], []
     for name, seconds in account.rows.items():
         if seconds > 0:
@@ -308,17 +310,21 @@ def _render_seconds(seconds: float) -> str:
 # --- tables
 
 
-def _attempts(progress: RunProgress) -> str:
+def _attempts(content: ReportContent) -> str:
+    progress, restarts = content.progress, iter(content.restarts)
     columns = ["attempt", "started", "steps", "ranks", "launcher", "device", "host", "torch", "Python", "time", "end"]
     rows = []
-    numbers = accumulate(int(not attempt.again) for attempt in progress.attempts)
-    for number, attempt in zip(numbers, progress.attempts, strict=True):
+    counts = accumulate(int(not attempt.again) for attempt in progress.attempts)
+    goes_on = [attempt.again for attempt in progress.attempts][1:] + [False] * bool(progress.attempts)
+    for count, attempt, restarted in zip(counts, progress.attempts, goes_on, strict=True):
         start, ending = attempt.start, attempt.ending
         end = f"{ending.state}: {ending.reason}" if ending and ending.reason else ending.state if ending else "open"
+        if restarted and (event := next(restarts, None)) is not None:
+            end = f"restarted: {event.get('reason', '')}"
         machine = (start.launcher, start.device, start.host, start.torch, start.python)
         rows.append(
             [
-                f"{number}, again" if attempt.again else str(number),
+                f"{count}, again" if attempt.again else str(count),
                 _render_date(start.time),
                 f"{start.step} to {attempt.step}",
                 *(str(each or UNKNOWN) for each in (start.world, *machine)),
@@ -353,8 +359,18 @@ def _predicted(found: Predicted | None) -> str:
     return f"<h2>Predicted and measured</h2>{_table(columns, rows)}"
 
 
-def _faults(progress: RunProgress) -> str:
-    rows = []
+def _faults(content: ReportContent) -> str:
+    progress = content.progress
+    rows = [
+        [
+            str(event.get("step", UNKNOWN)),
+            _render_date(number(event, "time")),
+            "restart",
+            "",
+            str(event.get("reason", "")),
+        ]
+        for event in content.restarts
+    ]
     for fault in (fault for attempt in progress.attempts for fault in attempt.faults):
         step, code = (UNKNOWN if value is None else str(value) for value in (fault.step, fault.exit_code))
         rows.append([step, _render_date(fault.time), fault.kind, code, fault.message])
