@@ -61,7 +61,7 @@ def test_every_section_and_no_raw_text(run: RunDir, monkeypatch: pytest.MonkeyPa
         "<th>tied</th><td>true</td>",
         "<th>hf</th><td>&quot;&quot;</td>",
         "<th>CPU</th><td>",
-        "done &lt;/script&gt; · ",
+        "done &lt;/script&gt;",
         "<span>validation bits/byte</span><b>2.885</b>",
         "<span>wall time</span><b>0:05</b><span>2 attempts</span>",
         "<span>checkpoints</span><b>1</b>",
