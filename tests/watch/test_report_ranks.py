@@ -109,7 +109,7 @@ def test_a_crowded_node_and_a_late_rank_are_in_the_verdict(tmp_path: Path) -> No
     words = " ".join(sentence for _, sentence in describe(content))
     assert "2 cores, which were 51 % busy (1 of them more than half of the time): 3.5 tasks wanted to run" in words
     assert "Rank 1 (n1) spent 50 % of its time outside of steps, the median rank 25 %" in words
-    assert "1 restart of the ranks, the last one: rank 1 was ended." in words
+    assert "The ranks restarted once: rank 1 was ended." in words
     page = render_content(content)
     assert "<td>restart</td>" in page
     assert 'id="lane-waiting"' in page

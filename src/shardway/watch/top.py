@@ -177,7 +177,8 @@ _HOST = 9  # columns of a host's name
 def render_cores(use: HardwareUse, width: int) -> list[Text]:
     """Nodes one below another, each allowed core as a cell, as many on a line as fit."""
     names = shorten_hosts((host for host, _ in use.cores), _HOST - 1)
-    across = max(1, (width - _HOST) // 4)
+    fit = max(1, (width - _HOST) // 4)
+    across = fit - fit % 8 or fit  # lines of eights are easier to count
     rows = []
     for host, cores in use.cores:
         for first in range(0, len(cores), across):
@@ -229,7 +230,7 @@ def list_alerts(run: WatchedRun) -> list[Text]:
     if run.reason and run.state not in ("running", "finished"):
         lines.append(Text(f"{run.state}: {one_line(run.reason)}", _STATE_STYLES.get(run.state, "")))
     for advice in run.advice[:3]:
-        lines.append(Text(f"{one_line(advice.evidence)} To do: {one_line(advice.do)}", "yellow"))
+        lines.append(Text(f"{one_line(advice.evidence).rstrip('.')}. To do: {one_line(advice.do)}", "yellow"))
     styles = {Severity.ERROR: "red", Severity.WARNING: "yellow"}
     lines += [Text(one_line(words), styles.get(weight, "")) for weight, words in reversed(run.alerts)]
     return lines or [Text("no alert", "dim")]
@@ -248,7 +249,7 @@ class _RunDetail(Static):
         words = [run.state]
         if summary is not None and summary.total_steps:
             done = f"{_render_steps(summary.step)}/{_render_steps(summary.total_steps)}"
-            words.append(f"step {done} ({100 * summary.step / summary.total_steps:.0f} %)")
+            words.append(f"step {done} ({100 * summary.step / summary.total_steps:.0f}%)")
         rows.append(Text("  ".join(words), no_wrap=True))
         if summary is not None and summary.loss is not None:
             rows.append(

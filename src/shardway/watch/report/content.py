@@ -453,9 +453,9 @@ def _describe_work(content: ReportContent) -> list[tuple[Mood, str]]:
     summary, found = content.summary, list[tuple[Mood, str]]()
     if content.restarts:
         why = one_line(str(content.restarts[-1].get("reason", ""))).rstrip(".")
-        found.append(
-            ("unsure", f"{render_plural(len(content.restarts), 'restart')} of the ranks, the last one: {why}.")
-        )
+        count = len(content.restarts)
+        times = "once" if count == 1 else f"{count} times, the last time"
+        found.append(("unsure", f"The ranks restarted {times}: {why}."))
     if (late := content.ranks.late) is not None:
         share, usual = (render_share(each, 1.0) for each in (late.outside_share or 0.0, content.ranks.usual_outside))
         place = f"Rank {late.rank} ({content.nodes.get(late.host, late.host)})"

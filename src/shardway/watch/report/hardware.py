@@ -190,7 +190,7 @@ def make_panels(hosts: Sequence[HostTelemetry], axis: TimeAxis) -> tuple[list[Pa
 
 
 @dataclass(frozen=True)
-class _Row:
+class _PanelRow:
     """A row of a panel: one or several neighbours, each by the pattern of its series."""
 
     label: str
@@ -199,7 +199,7 @@ class _Row:
     top: float | None
 
 
-def _find_rows(quantity: _Quantity, hosts: Sequence[HostTelemetry]) -> list[_Row]:
+def _find_rows(quantity: _Quantity, hosts: Sequence[HostTelemetry]) -> list[_PanelRow]:
     """The rows that have any samples."""
     names = shorten_hosts((host.host for host in hosts), _LONGEST_HOST)
     rows = []
@@ -219,7 +219,7 @@ def _find_rows(quantity: _Quantity, hosts: Sequence[HostTelemetry]) -> list[_Row
                     "core": f"core {span}" if len(hosts) == 1 else f"{name}:c{span}",
                     "rank": f"rank {span}",
                 }[quantity.of]
-                rows.append(_Row(label, host, patterns, quantity.top(host, device)))
+                rows.append(_PanelRow(label, host, patterns, quantity.top(host, device)))
     return rows
 
 
@@ -261,7 +261,7 @@ def _list_series(host: HostTelemetry, pattern: str) -> list[str]:
     return [name for name in host.series if re.fullmatch(pattern, name)]
 
 
-def _make_panel(group: str, quantity: _Quantity, found: Sequence[_Row], axis: TimeAxis) -> Panel:
+def _make_panel(group: str, quantity: _Quantity, found: Sequence[_PanelRow], axis: TimeAxis) -> Panel:
     """Rows of several neighbours show the largest of them; the strip and the mean are over all."""
     import numpy as np
 
