@@ -3,8 +3,8 @@
     python bench/watch/report.py [--hours 24] [--nodes 4] [--gpus 4] [--dir FOLDER]
 
 Writes a run as a trainer and the samplers of its nodes would have: two attempts, steps of 0.8 s, a sample a second of
-every node, one GPU that never works, one that slows down with heat; then makes its report. `write_run` is also what
-tests look at.
+every node, one GPU that never works, one that slows down with heat, a node whose ranks share four cores, a rank that
+waits for its data; then makes its report. `write_run` is also what tests look at.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def write_run(
         base = at_step - at_step % 500
         start = {"event": "started", "time": first, "step": base, "world": nodes * gpus, "device": "cuda", "host": "n1"}
         lines.append({**start, "total_steps": total, "tokens_per_step": 1 << 20, "samples_per_step": 256,
-                      "parameters": 7_241_732_096, "bytes_per_token": 4.2, "launcher": "slurm", "torch": "2.13.0",
+                      "parameters": 7_241_732_096, "bytes_per_token": 4.2, "launcher": "shardway", "torch": "2.13.0",
                       "python": "3.12.1", "machine": {"CPU": "2 x 32 cores", "accelerator": "4 x H100 SXM 64 GB"},
                       "spent": {"start": 40.0}})  # fmt: skip
         now, step, spent = first + 60, base, {"start": 60.0, "step": 0.0, "data": 0.0, "save": 0.0, "validate": 0.0}
@@ -150,7 +150,18 @@ def _sample(node: int, gpus: int, first: float, last: float, draw: Any, *, is_la
             f"gpu/{index}/nvlink_rx_bytes_per_s": np.where(on, 92e9 + noise(4e9), 0),
             f"gpu/{index}/nvlink_tx_bytes_per_s": np.where(on, 92e9 + noise(4e9), 0),
         }
+    for core in range(64):  # an eighth of them feeds the GPUs; node 2 of more is bound to four cores
+        busy = (core < 4) if node == 1 else core % 8 == 0
+        found[f"core/{core}/use_percent"] = np.clip(
+            np.where(works, (88 if busy else 7) + noise(4), 2 + noise(1)), 0, 100
+        )
+    for index in range(gpus):  # the last rank waits for its data
+        late = is_last and index == gpus - 1
+        draws = draw.random(count)
+        activity = np.where(draws < (0.25 if late else 0.012), 2, 3)
+        found[f"rank/{node * gpus + index}/activity"] = np.where(works, activity, np.where(begins, 6, 0))
     return found | {
+        "cpu/load": np.clip(np.where(works, (96 if node == 1 else 11) + noise(1), 1), 0, None),
         "cpu/use_percent": np.clip(np.where(works, 17 + noise(2), 3 + noise(0.5)), 0, 100),
         "cpu/job_cores": np.clip(np.where(works, 10 + noise(1), 2), 0, 64),
         "memory/job_bytes": (88 + 30 * (since / max(1.0, since[-1])) * (node == 1) + noise(0.5)) * _GIB,

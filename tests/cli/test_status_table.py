@@ -14,6 +14,7 @@ from shardway.launch.runs.find import Known, remember
 from shardway.rundir.attempts import AttemptStart, Ending, Result, Submission
 from shardway.rundir.directory import RunDir
 from shardway.telemetry.store import DeviceInfo, NodeInfo, TelemetryWriter
+from shardway.watch.top_runs import render_age
 
 
 def make_run(path: Path, *, state: str = "stopped", step: int = 40, ended: float = 0.0) -> RunDir:
@@ -200,4 +201,4 @@ def test_the_number_after_watch_is_its_seconds(shardway: Shardway, tmp_path: Pat
     ("seconds", "shown"), [(0, "0s"), (59.9, "59s"), (60, "1m"), (3600, "1h00m"), (90061, "1d1h"), (-5, "0s")]
 )
 def test_an_age_has_two_parts_at_most(seconds: float, shown: str) -> None:
-    assert status_verb.render_age(seconds) == shown
+    assert render_age(seconds) == shown

@@ -181,10 +181,13 @@ def test_a_run_that_is_sampled_already_is_not_sampled_twice(tmp_path: Path, monk
 
 
 def test_words_of_the_command_come_back() -> None:
-    told = SampledRun(Path("/runs/a b=c/telemetry"), 0.25, 77, node=3, job="12", attempt=2, marker="A=b=c")
+    told = SampledRun(Path("/runs/a b=c/telemetry"), 0.25, 77, node=3, job="12", attempt=2, marker="A=b=c",
+                      heartbeats=Path("/dev/shm/a:b"), first=4, ranks=2)  # fmt: skip
     options = parse_options(told.words()[3:])
     assert (options.into, options.every_s, options.top) == ("/runs/a b=c/telemetry", 0.25, 77)
     assert (options.node, options.job, options.attempt, options.marker, options.pipe) == (3, "12", 2, "A=b=c", True)
+    assert options.ranks == ("/dev/shm/a:b", 4, 2)
+    assert parse_options(SampledRun(Path("/t"), 1.0, 7).words()[3:]).ranks == ("", 0, 0)
 
 
 @pytest.mark.slow

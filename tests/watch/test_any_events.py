@@ -93,8 +93,8 @@ def test_summary(events: list[Event]) -> None:
 def test_report(events: list[Event]) -> None:
     with _run_with(events) as run:
         html = render_report(run)
-    titles = ("Over time", "Attempts", "Resolved run", "Machine")
-    assert [html.count(f"<h2>{title}</h2>") for title in titles] == [1] * 4
+    assert all(html.count(f"<h2>{title}</h2>") <= 1 for title in ("Over time", "Attempts", "Resolved run", "Machine"))
+    assert html.count("</main>") == 1
 
 
 @given(st.lists(any_event, max_size=12), st.integers(20, 120))

@@ -26,7 +26,7 @@ from shardway.rundir.attempts import AttemptStart, Ending, Result, Submission
 from shardway.rundir.directory import RunDir
 from shardway.telemetry.store import DeviceInfo, NodeInfo, TelemetryFollower, TelemetryWriter
 from shardway.watch.findings import Advice
-from shardway.watch.top import Board, TopApp, render_heat
+from shardway.watch.top import Board, TopApp, describe_heat, render_cores, render_heat
 from shardway.watch.top_hardware import HardwareTail
 from shardway.watch.top_runs import WatchedRun
 
@@ -222,7 +222,7 @@ def test_runs_are_selected_and_acted_upon(tmp_path: Path, monkeypatch: pytest.Mo
         assert re.search(r"^a +running +40/100 .* 1/2 40%", shown, re.MULTILINE)
         assert re.search(r"^n1 +80   0", shown, re.MULTILINE)
         await pilot.press("m")
-        await until(pilot, lambda: "memory in % of its size: lowest 50" in screen_text(app))
+        await until(pilot, lambda: "memory in % of its size: 50 to 50" in screen_text(app))
         await pilot.press("x")
         await until(pilot, lambda: "Ask a to stop?" in screen_text(app))
         await pilot.press("n")
@@ -354,7 +354,7 @@ def test_in_a_terminal_keys_are_answered_and_the_end_is_clean(
     plain = {"NO_COLOR": "1"} if colour == "vt100" else {}
     terminal = Terminal(words, tmp_path, columns, rows, TERM=colour, XDG_STATE_HOME=str(tmp_path), **plain)
     terminal.wait("1 run, 0 active")
-    terminal.wait("use in %: lowest 0, mean 40")
+    terminal.wait("use in %: 0 to 80, mean 40")
     terminal.press("m")
     terminal.wait("memory in % of its size")
     terminal.press("x")
@@ -365,3 +365,18 @@ def test_in_a_terminal_keys_are_answered_and_the_end_is_clean(
     terminal.wait("Metric")
     terminal.press("q")
     assert terminal.close() == 0
+
+
+def test_a_run_without_accelerators_shows_its_cores(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    info = NodeInfo("n1", 0, "17", 1, NOW, 1.0, 3, (0, 1, 2), None, None, (), {})
+    writer = TelemetryWriter(
+        run.telemetry_folder, info, ["cpu/use_percent", *(f"core/{n}/use_percent" for n in range(3))]
+    )
+    for second in range(20):
+        writer.append(NOW + second, [37.0, 99.0, 10.0, 2.0])
+    writer.flush()
+    use = HardwareTail(run.telemetry_folder).refresh()
+    assert use is not None
+    assert [row.plain for row in render_cores(use, 17)] == ["n1        99  10 ", "           2 "]
+    assert describe_heat(use, "cores", use.newest) == "cores in %: 2 to 99, mean 37"

@@ -495,6 +495,7 @@ def _render_table(shown: Sequence[_ShownRun]) -> list[str]:
 def _find_cells(each: _ShownRun) -> dict[str, str]:
     """The cells of a run's line; "" where something is not known."""
     from shardway.launch.runs.find import render_known
+    from shardway.watch.top_runs import render_age
     from shardway.watch.words import render_loss
 
     summary, known, use, job = each.summary, each.ledger.status, each.hardware, each.job
@@ -524,16 +525,6 @@ def _find_cells(each: _ShownRun) -> dict[str, str]:
         "age": render_age(time.time() - each.began) if each.began else "",
         "note": note if len(note) <= _NOTE else f"{note[: _NOTE - 3]}...",
     }
-
-
-def render_age(seconds: float) -> str:
-    """ "45s", "12m", "3h10m", "5d3h"."""
-    minutes, hours, days = int(seconds / 60), int(seconds / 3600), int(seconds / 86400)
-    if minutes < 1:
-        return f"{max(0, int(seconds))}s"
-    if hours < 1:
-        return f"{minutes}m"
-    return f"{hours}h{minutes % 60:02d}m" if days < 1 else f"{days}d{hours % 24}h"
 
 
 def _summary_lines(summary: RunSummary, statuses: Sequence[JobStatus]) -> list[str]:

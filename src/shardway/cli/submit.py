@@ -25,7 +25,6 @@ from shardway.errors import UserError
 if TYPE_CHECKING:
     from shardway.data.stage_forecast import StagingForecast
     from shardway.launch.hosts.base import Host
-    from shardway.launch.runs.job_status import LedgerEntry
     from shardway.launch.submission.prepare import Prepared, SubmitRequest
 
 COMMANDS = {"submit": CommandWithProgram}
@@ -204,17 +203,7 @@ def stop(
         asked, cancelled = ([entry.job for entry in entries] for entries in (done.asked, done.cancelled))
         print_json({"asked": asked, "cancelled": cancelled, "writer": done.writer, "states": states})
         return
-    asks, takes = "asked to stop after its current step", "killed" if kills else "taken out of the queue"
-    lines = [f"{what}: {_jobs(jobs)}" for what, jobs in ((asks, done.asked), (takes, done.cancelled)) if jobs]
-    if done.writer:
-        lines.append(f"{'no job, so not killed (Ctrl-C twice ends it)' if now else asks}: {done.writer}")
-    if done.unwritten:
-        lines.append(f"asked by a signal: {done.unwritten}")
-    for line in lines or [f"{run} has no job that waits or runs"]:
+    for line in done.list_lines(now=now, kills=kills) or [f"{run} has no job that waits or runs"]:
         typer.echo(line)
     for number, state in states.items():
         typer.echo(f"attempt {number}: {state}")
-
-
-def _jobs(entries: tuple[LedgerEntry, ...]) -> str:
-    return ", ".join(f"job {entry.job} (attempt {entry.number})" for entry in entries)

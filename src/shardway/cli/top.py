@@ -121,12 +121,8 @@ class _Actions:
         from shardway.launch.runs.stop import Stopper
 
         stopper = Stopper(find_host(""))
-        done = stopper.ask(read_ledger(stopper.host, run))
-        asked = [f"job {entry.job}" for entry in done.asked] + ([done.writer] if done.writer else [])
-        cancelled = [f"job {entry.job}" for entry in done.cancelled]
-        words = [f"asked to stop after its current step: {', '.join(asked)}"] if asked else []
-        words += [f"taken out of the queue: {', '.join(cancelled)}"] if cancelled else []
-        return f"{run.name}: {'; '.join(words) or 'no job waits or runs'}"
+        lines = stopper.ask(read_ledger(stopper.host, run)).list_lines()
+        return f"{run.name}: {'; '.join(lines)}" if lines else f"{run.name} has no job that waits or runs"
 
     def report(self, run: Path) -> str:
         import webbrowser

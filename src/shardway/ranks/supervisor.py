@@ -112,7 +112,7 @@ def run_on_node(
         report(f"{globally(hang).message}, and was resumed")
 
     is_watched = watched(launch.ranks, hang_timeout, report_resumed, share_s)
-    with is_watched as watch, sampled(_describe_sampled(run, launch)):
+    with is_watched as watch, sampled(_describe_sampled(run, launch, watch)):
 
         def look(failed: bool) -> bool:
             is_over = exchange(watch, failed)
@@ -126,19 +126,22 @@ def run_on_node(
     return LaunchOutcome(tuple(failures), globally(found) if found is not None else None, evidence.shift(first))
 
 
-def _describe_sampled(run: RunDir, launch: LocalLaunch) -> SampledRun | None:
-    """How this node is sampled while its ranks run; None if it is not."""
+def _describe_sampled(run: RunDir, launch: LocalLaunch, watch: HeartbeatWatch) -> SampledRun | None:
+    """How this node and its ranks are sampled while they run; None if they are not."""
     if launch.telemetry_s is None:
         return None
     attempt, place = find_attempt(os.environ), launch.assignment
-    return SampledRun(
+    return SampledRun.of_attempt(
+        attempt.path if attempt is not None else None,
         run.telemetry_folder,
         launch.telemetry_s,
         os.getpid(),
+        os.environ,
         node=place.node if place is not None else 0,
-        job=os.environ.get("SHARDWAY_JOB", ""),
-        attempt=attempt.number if attempt is not None and attempt.path.name.isdigit() else 0,
         events=run.events_path(0),
+        heartbeats=watch.folder,
+        first=place.first if place is not None else 0,
+        ranks=launch.ranks,
     )
 
 

@@ -12,6 +12,7 @@ end it, since ranks may save for minutes after them.
     until=PATH       a file that is there when the job has ended
     after=SIZE:PATH  nothing is written before this file has another size (-1: it was not there)
     pipe=yes         standard input is a pipe from the process that started it
+    ranks=FIRST:COUNT:FOLDER    heartbeats of the ranks of this node, the first of which is rank FIRST
 
 Invariants:
 - It imports the standard library and the accelerators' own library alone, runs at low priority, and writes nothing but
@@ -33,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
+from shardway.telemetry.activity import RankReader
 from shardway.telemetry.devices import NAN, DeviceState, DeviceThread
 from shardway.telemetry.host import HostReader
 from shardway.telemetry.store import NodeInfo, TelemetryWriter
@@ -62,11 +64,13 @@ class SamplerOptions:
     until: str = ""
     after: str = ""
     pipe: bool = False
+    ranks: tuple[str, int, int] = ("", 0, 0)  # the folder of their heartbeats, the first one, how many
 
 
 def parse_options(words: Iterable[str]) -> SamplerOptions:
     """Raises ValueError for a word that is no KEY=VALUE, or a number that is none."""
     given = dict(word.split("=", 1) for word in words)
+    first, count, folder = given.get("ranks", "0:0:").split(":", 2)
     return SamplerOptions(
         into=given["into"],
         every_s=max(0.02, float(given.get("every_s", 1.0))),
@@ -79,6 +83,7 @@ def parse_options(words: Iterable[str]) -> SamplerOptions:
         until=given.get("until", ""),
         after=given.get("after", ""),
         pipe=given.get("pipe") == "yes",
+        ranks=(folder, int(first), int(count)),
     )
 
 
@@ -88,6 +93,7 @@ class NodeSampler:
     def __init__(self, options: SamplerOptions) -> None:
         self._options = options
         self.host = HostReader(options.top, options.marker, options.job, leave_out=(os.getpid(),))
+        self._ranks = RankReader(*options.ranks)
         self._devices = DeviceThread(os.environ)
         self._devices.start(time.monotonic(), wait_s=HANGS_S / 2)
         self._started, state = time.time(), self._devices.state
@@ -103,7 +109,7 @@ class NodeSampler:
         devices, state = self._devices, self._devices.state
         if state.series:
             devices.ask(now, self.host.processes.pids)
-        unix_s, values = time.time(), self.host.read(now)
+        unix_s, values = time.time(), [*self.host.read(now), *self._ranks.read()]
         if state.series:
             hangs = devices.hangs_s(now)
             found = devices.collect(0.0 if hangs else self._options.every_s * MOST_SHARE)
@@ -123,6 +129,7 @@ class NodeSampler:
         """Write what waits; what the file system refuses is lost."""
         with contextlib.suppress(OSError):
             self._writer.close()
+        self._ranks.close()
         self._devices.end()
 
     def _note_failure(self, error: OSError, now: float) -> bool:
@@ -144,7 +151,7 @@ class NodeSampler:
         return state.version, hash(tuple(self._missing(state).items()))
 
     def _series(self, state: DeviceState) -> tuple[str, ...]:
-        return (*self.host.series, *state.series)
+        return (*self.host.series, *self._ranks.series, *state.series)
 
     def _info(self, state: DeviceState) -> NodeInfo:
         options, host = self._options, self.host

@@ -13,9 +13,10 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "SHARDWAY_TELEMETRY"
 """The folder into which this node is sampled."""
@@ -28,7 +29,8 @@ _NOT_OF_IT = ("SHARDWAY_JOB", "LD_PRELOAD")
 @dataclass(frozen=True)
 class SampledRun:
     """What is sampled. `folder`: where the file of this host is. `top`: the root of the job's processes here. `events`:
-    nothing is written before this file of the run grows; None for a run that has begun."""
+    nothing is written before this file of the run grows; None for a run that has begun. `heartbeats`: the folder of
+    those of `ranks` ranks, the first of which is rank `first`; None where they show none."""
 
     folder: Path
     every_s: float
@@ -38,6 +40,18 @@ class SampledRun:
     attempt: int = 0
     marker: str = ""
     events: Path | None = None
+    heartbeats: Path | None = None
+    first: int = 0
+    ranks: int = 0
+
+    @classmethod
+    def of_attempt(
+        cls, attempt: Path | None, folder: Path, every_s: float, top: int, environ: Mapping[str, str], **more: Any
+    ) -> SampledRun:
+        """What is sampled of a run by a process of it: the job by the variables of its script, the attempt by its
+        folder."""
+        number = int(attempt.name) if attempt is not None and attempt.name.isdigit() else 0
+        return cls(folder, every_s, top, job=environ.get("SHARDWAY_JOB", ""), attempt=number, **more)
 
     def words(self) -> list[str]:
         """The command of the process."""
@@ -54,6 +68,7 @@ class SampledRun:
             "marker": self.marker,
             "after": after,
             "pipe": "yes",
+            "ranks": "" if self.heartbeats is None else f"{self.first}:{self.ranks}:{self.heartbeats}",
         }
         words = [f"{name}={value}" for name, value in options.items() if value != ""]
         return [sys.executable, "-m", "shardway.telemetry.sampler", *words]

@@ -114,7 +114,7 @@ _STEPS = {
     "w": 0.1,
     "cores": 0.001,
     "load": 0.01,
-    **dict.fromkeys(("c", "mhz", "j", "bits", "errors", "kills", "threads", "processes"), 1.0),
+    **dict.fromkeys(("c", "mhz", "j", "bits", "errors", "kills", "threads", "processes", "activity"), 1.0),
 }
 
 

@@ -193,13 +193,13 @@ class Session:
         """How this node is sampled where no agent of ours does it: with its other ranks, which have the same parent."""
         placement, attempt = self.ranks.placement, self.attempt
         marker = "" if attempt is None else f"{VARIABLE}={os.environ.get(VARIABLE, '')}"
-        return SampledRun(
+        return SampledRun.of_attempt(
+            attempt.path if attempt is not None else None,
             self.directory.telemetry_folder,
             every_s,
             os.getppid() if placement.local_world > 1 else os.getpid(),
+            os.environ,
             node=placement.node or 0,
-            job=os.environ.get("SHARDWAY_JOB", ""),
-            attempt=int(attempt.path.name) if attempt is not None and attempt.path.name.isdigit() else 0,
             marker=marker,
         )
 

@@ -29,9 +29,10 @@ from textual.widgets import DataTable, Footer, RichLog, Static
 from shardway.errors import ShardwayError, legible
 from shardway.units import render_clock, render_count
 from shardway.watch.findings import Advice
+from shardway.watch.hosts import shorten_hosts
 from shardway.watch.live import LiveRow, Sparkline
-from shardway.watch.top_hardware import METRICS, GpuNow, HardwareUse
-from shardway.watch.top_runs import WatchedRun
+from shardway.watch.top_hardware import CORES, METRICS, GpuNow, HardwareUse
+from shardway.watch.top_runs import WatchedRun, render_age
 from shardway.watch.words import Severity, one_line, render_loss, render_share
 
 FIND_S = 5.0  # between two looks for runs that came or went
@@ -167,10 +168,25 @@ def render_cell(value: float, *, is_idle: bool) -> Text:
         return Text(f"{value:>3.0f} ", Style(bold=True, reverse=True, color="red"))
     shade = _SHADES[min(len(_SHADES) - 1, max(0, int(value / 100 * len(_SHADES))))]
     dark = shade in _SHADES[:4]
-    return Text(f"{value:>3.0f} ", Style(color="white" if dark else "black", bgcolor=shade))
+    return Text(f"{value:>3.0f} ", Style(color="#ffffff" if dark else "#000000", bgcolor=shade, dim=False))
 
 
 _HOST = 9  # columns of a host's name
+
+
+def render_cores(use: HardwareUse, width: int) -> list[Text]:
+    """Nodes one below another, each allowed core as a cell, as many on a line as fit."""
+    names = shorten_hosts((host for host, _ in use.cores), _HOST - 1)
+    fit = max(1, (width - _HOST) // 4)
+    across = fit - fit % 8 or fit  # lines of eights are easier to count
+    rows = []
+    for host, cores in use.cores:
+        for first in range(0, len(cores), across):
+            row = Text().append(f"{names[host] if not first else '':<{_HOST}}", "dim")
+            for value in cores[first : first + across]:
+                row.append(render_cell(value, is_idle=False))
+            rows.append(row)
+    return rows
 
 
 def render_heat(use: HardwareUse, metric: str, width: int, height: int) -> list[Text]:
@@ -182,7 +198,7 @@ def render_heat(use: HardwareUse, metric: str, width: int, height: int) -> list[
     block = _HOST + 4 * most + 1
     across = max(1, width // block) if len(nodes) > height else 1
     down = math.ceil(len(nodes) / across)
-    names = _shorten_hosts([*nodes])
+    names = shorten_hosts(nodes, _HOST - 1)
     rows = [Text() for _ in range(down)]
     for place, (host, gpus) in enumerate(nodes.items()):
         row = rows[place % down]
@@ -193,23 +209,19 @@ def render_heat(use: HardwareUse, metric: str, width: int, height: int) -> list[
     return rows
 
 
-def _shorten_hosts(hosts: Sequence[str]) -> dict[str, str]:
-    """Names without the domain; of a long one the end, by which nodes differ."""
-    short = {host: one_line(host.partition(".")[0] or host) for host in hosts}
-    return {host: name if len(name) < _HOST else f"~{name[2 - _HOST :]}" for host, name in short.items()}
-
-
 def describe_heat(use: HardwareUse, metric: str, now: float) -> str:
     """The line above the map: what it shows, its range, how old it is."""
-    values = [gpu.now[metric] for gpu in use.gpus if not math.isnan(gpu.now[metric])]
-    what = {"memory": "memory in % of its size", "power": "power in % of its limit"}.get(metric, f"{metric} in %")
+    found = [each for _, cores in use.cores for each in cores] if metric == CORES else [g.now[metric] for g in use.gpus]
+    values = [value for value in found if not math.isnan(value)]
+    words = {"memory": "memory in % of its size", "power": "power in % of its limit", CORES: "cores in %"}
+    what = words.get(metric, f"{metric} in %")
     age = now - use.newest
-    old = f", {render_clock(age)} old" if age > _STALE_S else ""
+    old = f", {render_age(age)} old" if age > _STALE_S else ""
     if not values:
-        reason = next((why for name, why in use.missing.items() if METRICS[metric] in name), "")
+        reason = next((why for name, why in use.missing.items() if METRICS.get(metric, "core/") in name), "")
         return f"{what}: not sampled{f' ({one_line(reason)})' if reason else ''}"
     mean = sum(values) / len(values)
-    return f"{what}: lowest {min(values):.0f}, mean {mean:.0f}, highest {max(values):.0f}{old}"
+    return f"{what}: {min(values):.0f} to {max(values):.0f}, mean {mean:.0f}{old}"
 
 
 def list_alerts(run: WatchedRun) -> list[Text]:
@@ -218,7 +230,7 @@ def list_alerts(run: WatchedRun) -> list[Text]:
     if run.reason and run.state not in ("running", "finished"):
         lines.append(Text(f"{run.state}: {one_line(run.reason)}", _STATE_STYLES.get(run.state, "")))
     for advice in run.advice[:3]:
-        lines.append(Text(f"{one_line(advice.evidence)} To do: {one_line(advice.do)}", "yellow"))
+        lines.append(Text(f"{one_line(advice.evidence).rstrip('.')}. To do: {one_line(advice.do)}", "yellow"))
     styles = {Severity.ERROR: "red", Severity.WARNING: "yellow"}
     lines += [Text(one_line(words), styles.get(weight, "")) for weight, words in reversed(run.alerts)]
     return lines or [Text("no alert", "dim")]
@@ -236,9 +248,8 @@ class _RunDetail(Static):
         rows: list[RenderableType] = [Text(one_line(run.run.path.name), "bold", no_wrap=True, overflow="ellipsis")]
         words = [run.state]
         if summary is not None and summary.total_steps:
-            words.append(
-                f"step {summary.step}/{summary.total_steps} ({100 * summary.step / summary.total_steps:.0f} %)"
-            )
+            done = f"{_render_steps(summary.step)}/{_render_steps(summary.total_steps)}"
+            words.append(f"step {done} ({100 * summary.step / summary.total_steps:.0f}%)")
         rows.append(Text("  ".join(words), no_wrap=True))
         if summary is not None and summary.loss is not None:
             rows.append(
@@ -265,9 +276,14 @@ class _Heat(Static):
 
     def show(self, run: WatchedRun | None, metric: str, now: float) -> None:
         use = run.hardware if run is not None else None
-        if use is None or not use.gpus:
-            words = "no run is selected" if run is None else "no accelerator was sampled" if use else "no telemetry"
-            self.update(Text(words, "dim"))
+        if use is None:
+            self.update(Text("no run is selected" if run is None else "no telemetry", "dim"))
+            return
+        metric = metric if use.gpus else CORES
+        if metric == CORES:
+            head = Text(describe_heat(use, metric, now), no_wrap=True, overflow="ellipsis")
+            none = [] if use.gpus else [Text("no accelerator was sampled", "dim")]
+            self.update(Group(*none, head, *render_cores(use, self.size.width or 40)))
             return
         around = self.parent
         height = around.size.height if isinstance(around, VerticalScroll) else self.size.height
@@ -358,8 +374,8 @@ class TopApp(App[None]):
     #middle { height: 1fr; min-height: 5; border-top: solid $primary; }
     #heat-box { width: 1fr; }
     #heat { height: auto; }
-    #detail { width: 32; padding: 0 0 0 1; }
-    #alerts { height: 4; border-top: solid $primary; }
+    #detail { width: 40%; min-width: 32; max-width: 72; padding: 0 0 0 1; }
+    #alerts { height: 20%; min-height: 4; max-height: 10; border-top: solid $primary; }
     #message { height: auto; max-height: 2; display: none; }
     #confirm-box { width: 60; max-width: 90%; height: auto; border: round $warning; padding: 1 2; }
     #confirm-box { background: $surface; }
@@ -528,6 +544,7 @@ class TopApp(App[None]):
         if chosen is not None and chosen != self._selected:
             self._selected = chosen
             self._draw_selected()
+            self._look()  # it is judged now
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
         self.action_log()
@@ -540,7 +557,7 @@ class TopApp(App[None]):
             self.push_screen(_LogScreen(run))
 
     def action_metric(self) -> None:
-        names = [*METRICS]
+        names = [*METRICS, CORES]
         self._metric = names[(names.index(self._metric) + 1) % len(names)]
         self._draw_selected()
         self._draw_head()

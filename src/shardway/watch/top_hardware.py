@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any
 
 from shardway.telemetry.store import DeviceInfo, NodeInfo, TelemetryFollower
 from shardway.watch.facts import whole
+from shardway.watch.hosts import order_of_host
 
 METRICS: Mapping[str, str] = {
     "use": "use_percent",
@@ -29,6 +29,9 @@ METRICS: Mapping[str, str] = {
     "tensor": "tensor_percent",
 }
 """Name of a metric of an accelerator -> its series. All are shown in percent: memory and power of their limits."""
+
+CORES = "cores"
+"""The metric that is of cores, not of accelerators: the use of each core that the job may use."""
 
 WINDOW_S = 600.0
 """Over so many seconds before the last sample use is averaged."""
@@ -58,13 +61,15 @@ class GpuNow:
 @dataclass(frozen=True)
 class HardwareUse:
     """All accelerators of a run, in order of host and index, and the hosts' cores. `newest` is the time of the last
-    sample; `cpu_percent` the mean of the hosts' allowed cores, NaN where unknown; `missing`: series -> why not."""
+    sample; `cpu_percent` the mean of the hosts' allowed cores, NaN where unknown; `missing`: series -> why not;
+    `cores`: of each host the use of its allowed cores now in percent."""
 
     gpus: tuple[GpuNow, ...]
     newest: float
     cpu_percent: float = math.nan
     hosts: int = 0
     missing: Mapping[str, str] = field(default_factory=dict)
+    cores: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
     @property
     def used(self) -> int:
@@ -108,7 +113,7 @@ class _HostTail:
         self.info: NodeInfo | None = None
         self.newest = -math.inf
         self._devices: dict[int, DeviceInfo | None] = {}
-        self._shown: tuple[list[GpuNow], float] | None = None  # until there are new samples
+        self._shown: tuple[list[GpuNow], float, tuple[float, ...]] | None = None  # until there are new samples
 
     def refresh(self, window_s: float) -> None:
         for info, times, columns in self._follower.new_samples():
@@ -133,11 +138,14 @@ class _HostTail:
         found = [columns[series][times >= since] for times, columns in parts if series in columns]
         return np.concatenate(found) if found else np.empty(0, np.float32)
 
-    def describe(self, window_s: float) -> tuple[list[GpuNow], float]:
-        """Its accelerators, and the use of its cores now in percent."""
+    def describe(self, window_s: float) -> tuple[list[GpuNow], float, tuple[float, ...]]:
+        """Its accelerators, and the use of its cores now in percent: of all, and of each."""
         if self._shown is None:
             cpu = _mean_of(self.values("cpu/use_percent", self.newest - _NOW_S))
-            self._shown = self._list_gpus(window_s), cpu
+            allowed = self.info.allowed_cores if self.info else ()
+            since = self.newest - _NOW_S
+            each = tuple(_mean_of(self.values(f"core/{core}/use_percent", since)) for core in allowed)
+            self._shown = self._list_gpus(window_s), cpu, each
         return self._shown
 
     def _list_gpus(self, window_s: float) -> list[GpuNow]:
@@ -156,7 +164,11 @@ class _HostTail:
 
 
 def _is_shown(name: str) -> bool:
-    return name == "cpu/use_percent" or (name.startswith("gpu/") and name.rpartition("/")[2] in METRICS.values())
+    return (
+        name == "cpu/use_percent"
+        or name.startswith("core/")
+        or (name.startswith("gpu/") and name.rpartition("/")[2] in METRICS.values())
+    )
 
 
 def _scale(metric: str, device: DeviceInfo | None) -> float:
@@ -172,14 +184,6 @@ def _mean_of(values: Any) -> float:
     return float(known.mean()) if len(known) else math.nan
 
 
-def _in_order(name: str) -> list[tuple[bool, int, str]]:
-    """The key of an order in which n2 is before n10."""
-    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in _NUMBERS.split(name) if part]
-
-
-_NUMBERS = re.compile(r"(\d+)", re.ASCII)
-
-
 class HardwareTail:
     """Follows the telemetry of one run."""
 
@@ -192,7 +196,7 @@ class HardwareTail:
         """What it does now; None where no host has a sample."""
         self.error = ""
         try:
-            names = sorted(os.listdir(self._folder), key=_in_order)
+            names = sorted(os.listdir(self._folder), key=order_of_host)
         except FileNotFoundError:
             names = []
         except OSError as error:
@@ -211,7 +215,7 @@ class HardwareTail:
         return self._describe()
 
     def _describe(self) -> HardwareUse | None:
-        hosts = sorted(self._hosts.items(), key=lambda item: _in_order(item[0]))
+        hosts = sorted(self._hosts.items(), key=lambda item: order_of_host(item[0]))
         known = [host for _, host in hosts if host.info is not None and host.newest > 0]
         if not known:
             return None
@@ -219,12 +223,15 @@ class HardwareTail:
         # A host that stopped long before the others belongs to an attempt that ended, as a run may go on elsewhere.
         known = [host for host in known if host.newest >= newest - self._window_s]
         described = [host.describe(self._window_s) for host in known]
-        cpu = [percent for _, percent in described]
-        gpus = [gpu for listed, _ in described for gpu in listed]
+        cpu = [percent for _, percent, _ in described]
+        gpus = [gpu for listed, _, _ in described for gpu in listed]
+        cores = tuple(
+            (host.info.host, each) for host, (_, _, each) in zip(known, described, strict=True) if host.info and each
+        )
         missing: dict[str, str] = {}
         for host in known:
             missing |= host.info.missing if host.info else {}
-        return HardwareUse(tuple(gpus), newest, _mean(cpu), len(known), missing)
+        return HardwareUse(tuple(gpus), newest, _mean(cpu), len(known), missing, cores)
 
 
 def look_at_hardware(folder: Path) -> HardwareUse | None:

@@ -204,6 +204,16 @@ class WatchedRun:
         return [legible(line) for line in shown[-most_lines:]] or ["nothing yet"]
 
 
+def render_age(seconds: float) -> str:
+    """ "45s", "12m", "3h10m", "5d3h"."""
+    minutes, hours, days = int(seconds / 60), int(seconds / 3600), int(seconds / 86400)
+    if minutes < 1:
+        return f"{max(0, int(seconds))}s"
+    if hours < 1:
+        return f"{minutes}m"
+    return f"{hours}h{minutes % 60:02d}m" if days < 1 else f"{days}d{hours % 24}h"
+
+
 def _read_end(path: Path) -> str:
     try:
         with open(path, "rb") as file:

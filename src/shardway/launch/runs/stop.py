@@ -49,6 +49,20 @@ class StopReport:
     writer: str = ""
     unwritten: str = ""
 
+    def list_lines(self, *, now: bool = False, kills: bool = False) -> list[str]:
+        """What was done, a sentence each. `now`: jobs were cancelled; `kills`: some of them ran."""
+        asks, takes = "asked to stop after its current step", "killed" if kills else "taken out of the queue"
+        lines = [f"{what}: {_name_jobs(jobs)}" for what, jobs in ((asks, self.asked), (takes, self.cancelled)) if jobs]
+        if self.writer:
+            lines.append(f"{'no job, so not killed (Ctrl-C twice ends it)' if now else asks}: {self.writer}")
+        if self.unwritten:
+            lines.append(f"asked by a signal: {self.unwritten}")
+        return lines
+
+
+def _name_jobs(entries: Sequence[LedgerEntry]) -> str:
+    return ", ".join(f"job {entry.job} (attempt {entry.number})" for entry in entries)
+
 
 @dataclass(frozen=True)
 class Stopper:

@@ -95,10 +95,12 @@ class TimeAxis:
 
 
 def render_since(seconds: float) -> str:
-    """ "0", "45 s", "30 min", "1 h 30", "2 d", "2 d 6 h": a round time since the start."""
+    """ "0", "45 s", "2:30 min", "30 min", "1 h 30", "2 d", "2 d 6 h": a round time since the start."""
     whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s" if whole else "0"
     if whole < 3600:
-        return "0" if whole == 0 else f"{whole} s" if whole % 60 else f"{whole // 60} min"
+        return f"{whole // 60}:{whole % 60:02d} min" if whole % 60 else f"{whole // 60} min"
     if whole < 86400:
         return f"{whole // 3600} h" + (f" {whole % 3600 // 60:02d}" if whole % 3600 else "")
     return f"{whole // 86400} d" + (f" {whole % 86400 // 3600} h" if whole % 86400 >= 3600 else "")

@@ -272,7 +272,7 @@ def render_comparison_page(found: Comparison) -> str:
     keys = [(name, *values) for name, values in found.keys.items()]
     parts = [
         f"<header><h1>{escape(' and '.join(found.labels))}</h1>",
-        *(render_text(f"{each[0].upper()}{each[1:]}.", "verdict") for each in found.verdicts),
+        *(render_text(f"{each}.", "verdict") for each in found.verdicts),
         "</header>",
         render_section("Results", render_table("", columns, _rows(found), words=words)),
         render_section("Over steps", *(render_curves(figure, axis, (), over_steps=True) for figure in figures))

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from shardway.errors import JobError
@@ -24,23 +23,26 @@ from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event, drop_undone
 from shardway.telemetry.store import HostTelemetry, read_telemetry
 from shardway.watch.advice import advise, judge_gpus
-from shardway.watch.facts import number
 from shardway.watch.findings import Advice
+from shardway.watch.hosts import order_of_host, shorten_hosts
 from shardway.watch.progress import RunProgress, RunSummary, fold_events, summarise_progress
 from shardway.watch.report.axis import TimeAxis, make_axis
 from shardway.watch.report.curves import Figure, Mark, find_marks, make_figures
 from shardway.watch.report.hardware import (
+    CoreTotals,
     GpuTotals,
     Panel,
     Traffic,
     list_missing,
     make_panels,
-    shorten_hosts,
+    total_cores,
     total_gpus,
     total_traffic,
 )
+from shardway.watch.report.lanes import render_value
 from shardway.watch.report.predicted import Predicted, predict
-from shardway.watch.words import one_line, render_account, render_plural, render_time, render_total
+from shardway.watch.report.ranks import RankTimes, find_rank_times
+from shardway.watch.words import one_line, render_account, render_plural, render_share, render_time, render_total
 
 # --- attempts as jobs, of any command
 
@@ -154,37 +156,6 @@ def _read_default_keys(path: Path) -> set[tuple[str, str]]:
     return found
 
 
-# --- ranks
-
-
-@dataclass(frozen=True)
-class RankPace:
-    """The step time of one rank over its last steps, in seconds."""
-
-    rank: int
-    steps: int
-    median_s: float
-    slow_s: float  # 95 of 100 steps were quicker
-
-
-_MOST_RANKS = 64
-
-
-def read_paces(run: RunDir) -> list[RankPace]:
-    """The pace of each rank that records its steps; none where only one does."""
-    paces = []
-    with contextlib.suppress(JobError):
-        ranks = run.ranks_with_events()
-        for rank in ranks[:_MOST_RANKS] if len(ranks) > 1 else []:
-            took = (number(event, "seconds") for event in run.last_events(rank) if event["event"] == "step")
-            known = sorted(each for each in took if each is not None and math.isfinite(each))
-            if known:
-                paces.append(
-                    RankPace(rank, len(known), median(known), known[min(len(known) - 1, len(known) * 95 // 100)])
-                )
-    return paces if len(paces) > 1 else []
-
-
 # --- all of it
 
 
@@ -203,12 +174,13 @@ class ReportContent:
     panels: list[Panel]
     still: list[str]
     gpus: list[GpuTotals]
+    cores: CoreTotals | None
     nodes: dict[str, str]
     traffic: list[Traffic]
     missing: dict[str, str]
     advice: list[Advice]
     jobs: list[JobAttempt]
-    paces: list[RankPace]
+    ranks: RankTimes
     settings: Settings
     predicted: Predicted | None
     tail: str
@@ -217,6 +189,11 @@ class ReportContent:
     def is_foreign(self) -> bool:
         """Whether a program that is not ours ran: submitted, and without an event."""
         return bool(self.jobs) and not self.progress.attempts
+
+    @property
+    def restarts(self) -> list[Event]:
+        """The events of ranks that started again within an attempt."""
+        return [event for event in self.events if event["event"] == "restarted"]
 
     @property
     def wall_s(self) -> float:
@@ -241,12 +218,14 @@ class ReportContent:
             "summary": self.summary.as_json(),
             "verdict": [words for _, words in describe(self)],
             "gpus": [gpu.as_json() for gpu in self.gpus],
+            "cores": asdict(self.cores) if self.cores else None,
             "advice": [each.as_json() for each in self.advice],
             "wall_s": self.wall_s,
             "gpu_hours": self.gpu_hours,
             "energy_kwh": self.energy_kwh,
             "jobs": [{**asdict(job), "wall_s": job.wall_s} for job in self.jobs],
-            "ranks": [asdict(pace) for pace in self.paces],
+            "ranks": [asdict(rank) for rank in self.ranks.ranks],
+            "ranks_missing": self.ranks.missing,
             "traffic": [asdict(each) for each in self.traffic],
             "predicted": self.predicted.as_json() if self.predicted else None,
             "settings": {"set": self.settings.chosen, "defaults": self.settings.defaults},
@@ -318,9 +297,9 @@ def gather(run: RunDir) -> ReportContent:
     summary = summarise_progress(run, progress)
     jobs = read_jobs(run)
     hosts = [host for host in read_telemetry(run.telemetry_folder) if len(host.times)]
+    hosts.sort(key=lambda host: order_of_host(host.host))
     axis = make_axis([*_find_spans(progress, jobs), *(span for host in hosts for span in _find_sampled(host))])
     panels, still = make_panels(hosts, axis) if axis and hosts else ([], [])
-    names = [host.host for host in hosts]
     return ReportContent(
         run=run,
         progress=progress,
@@ -332,12 +311,13 @@ def gather(run: RunDir) -> ReportContent:
         panels=panels,
         still=still,
         gpus=total_gpus(hosts, judge_gpus(hosts)),
-        nodes=dict(zip(names, shorten_hosts(names), strict=True)),
+        cores=total_cores(hosts),
+        nodes=shorten_hosts(host.host for host in hosts),
         traffic=total_traffic(hosts),
         missing=list_missing(hosts),
         advice=advise(run, hosts, written),
         jobs=jobs,
-        paces=read_paces(run),
+        ranks=find_rank_times(run, hosts, written, progress),
         settings=read_settings(run),
         predicted=predict(run, progress.attempts, drop_undone(iter(written))),
         tail=read_output_tail(run),
@@ -363,8 +343,10 @@ Mood = str  # "good", "bad", "unsure" or "": how a sentence is coloured
 
 
 def describe(content: ReportContent) -> list[tuple[Mood, str]]:
-    """The most important sentences first: how it ended, how the accelerators were used, what the time went to."""
-    return [_describe_end(content), *_describe_gpus(content), *_describe_work(content)]
+    """The most important sentences first: how it ended, what is wrong, then how GPUs and cores were used and what the
+    time went to."""
+    more = [*_describe_gpus(content), *_describe_cores(content), *_describe_work(content)]
+    return [_describe_end(content), *sorted(more, key=lambda each: ("bad", "unsure", "good", "").index(each[0]))]
 
 
 def _describe_end(content: ReportContent) -> tuple[Mood, str]:
@@ -379,10 +361,11 @@ def _describe_end(content: ReportContent) -> tuple[Mood, str]:
     done = f"{summary.step:,} of {summary.total_steps:,} steps" if summary.total_steps else f"{summary.step:,} steps"
     mood = {"finished": "good", "failed": "bad", "stopped": "unsure"}.get(summary.state, "")
     verb = _STATES.get(summary.state, f"is {summary.state}")
-    return (
-        mood,
-        f"The run {verb}: {done} in {render_time(summary.wall_s)}, {render_plural(summary.attempts, 'attempt')}.",
-    )
+    if summary.state == "new" and not summary.attempts:
+        return mood, "The run has not begun."
+    why = f": {one_line(summary.reason).rstrip('.')}" if summary.reason and summary.state != "finished" else ""
+    pace = f"{done} in {render_time(summary.wall_s)}, {render_plural(summary.attempts, 'attempt')}"
+    return mood, f"The run {verb}{why}. {pace[0].upper()}{pace[1:]}." if why else f"The run {verb}: {pace}."
 
 
 _STATES = {
@@ -409,7 +392,7 @@ def _describe_gpus(content: ReportContent) -> list[tuple[Mood, str]]:
     if not gpus:
         reason = next(iter(content.missing.values()), "")
         where = f" ({one_line(reason)})" if reason else ""
-        return [("", f"No accelerator was sampled{where}.")] if content.nodes or content.is_foreign else []
+        return [("", f"No GPU was sampled{where}.")] if content.nodes or content.is_foreign else []
     found: list[tuple[Mood, str]] = []
     for host, short in content.nodes.items():
         here = [gpu for gpu in gpus if gpu.host == host]
@@ -443,14 +426,41 @@ def _describe_gpus(content: ReportContent) -> list[tuple[Mood, str]]:
         found.append(("" if found else "good", f"{what}{'; ' + ', '.join(parts) if parts else ''}."))
     if content.energy_kwh is not None:
         sources = " and ".join(dict.fromkeys(gpu.energy_from for gpu in gpus if gpu.energy_from))
-        found.append(
-            ("", f"The GPUs took {content.energy_kwh:.3g} kWh in {content.gpu_hours or 0:.3g} GPU-hours ({sources}).")
-        )
+        hours = render_value(content.gpu_hours or 0.0)
+        found.append(("", f"The GPUs took {content.energy_kwh:.3g} kWh in {hours} GPU-hours ({sources})."))
     return found
+
+
+def _describe_cores(content: ReportContent) -> list[tuple[Mood, str]]:
+    cores = content.cores
+    if cores is None:
+        return []
+    of_all = f" of {cores.cores}" if cores.allowed < cores.cores else ""
+    where = f" on {len(content.nodes)} nodes" if len(content.nodes) > 1 else ""
+    words = f"The job may use {cores.allowed}{of_all} cores{where}, which were {cores.use:.0f} % busy"
+    if cores.busy is not None and 0 < cores.busy < cores.allowed:
+        words += f" ({cores.busy} of them more than half of the time)"
+    if cores.load is None or cores.load < CROWDED:
+        return [("", f"{words}.")]
+    node = f" of {content.nodes[cores.crowded]}" if len(content.nodes) > 1 else ""
+    return [("unsure", f"{words}: {cores.load:.1f} tasks wanted to run on each core{node}, so they waited.")]
+
+
+CROWDED = 1.3  # tasks a core, on average, from which it is said that tasks wait for each other
 
 
 def _describe_work(content: ReportContent) -> list[tuple[Mood, str]]:
     summary, found = content.summary, list[tuple[Mood, str]]()
+    if content.restarts:
+        why = one_line(str(content.restarts[-1].get("reason", ""))).rstrip(".")
+        count = len(content.restarts)
+        times = "once" if count == 1 else f"{count} times, the last time"
+        found.append(("unsure", f"The ranks restarted {times}: {why}."))
+    if (late := content.ranks.late) is not None:
+        share, usual = (render_share(each, 1.0) for each in (late.outside_share or 0.0, content.ranks.usual_outside))
+        place = f"Rank {late.rank} ({content.nodes.get(late.host, late.host)})"
+        words = f"{place} spent {share} of its time outside of steps, the median rank {usual}: the others wait for it."
+        found.append(("unsure", words))
     if summary.account is not None:
         found.append(("", f"Productive: {render_account(summary.account)}."))
     rate = summary.rate

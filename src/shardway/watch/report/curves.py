@@ -92,7 +92,7 @@ def make_figures(events: Sequence[Event], progress: RunProgress) -> list[Figure]
     figures = [
         Figure("loss", "Loss", tuple(loss), log=True),
         Figure("speed", "Throughput", tuple(speed), unit, zero=True),
-        Figure("wait", "Time outside of steps", tuple(_waits(events)), "% of wall time", zero=True),
+        Figure("wait", "Waiting between steps", tuple(_waits(events)), "% of wall time", zero=True),
         Figure("bits", "Bits per byte", tuple(checked(lambda each: each.bits_per_byte))),
         Figure("accuracy", "Accuracy", tuple(checked(lambda each: _percent(each.accuracy))), "%"),
         Figure("grad", "Gradient norm", tuple(norm), log=True, is_main=False),
@@ -118,6 +118,8 @@ def find_marks(events: Sequence[Event], progress: RunProgress) -> list[Mark]:
     checks = _some([event for event in events if event["event"] == "validation"])
     found += [Mark("validation", whole(event, "step") or 0, _time(event)) for event in checks]
     found += [Mark("resume", attempt.start.step, attempt.start.time) for attempt in progress.attempts[1:]]
+    for event in (event for event in events if event["event"] == "restarted"):
+        found.append(Mark("fault", whole(event, "step") or 0, _time(event), str(event.get("reason", ""))[:200]))
     for attempt in progress.attempts:
         for fault in attempt.faults:
             step = attempt.step if fault.step is None else fault.step

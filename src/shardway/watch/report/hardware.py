@@ -6,25 +6,30 @@ Invariants:
 - Energy is the difference of the device's own counter where there is one, otherwise the integral of power over sampled
   time; which of them is always stated. Both are of the accelerators alone.
 - A quantity that never moved is left out, and named among those left out; idle accelerators are always shown.
+- Rows are folded only where a busy one stays visible: a row of several cores or ranks shows the largest of them.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardway.telemetry.store import DeviceInfo, HostTelemetry
 from shardway.watch.evidence import find_rise, mean, quantile
+from shardway.watch.hosts import shorten_hosts
 from shardway.watch.report.axis import TimeAxis
+from shardway.watch.report.ranks import is_waiting
 
 if TYPE_CHECKING:
     from shardway.watch.findings import GpuVerdict
 
 BINS = 480  # maximum bins of a colour map over time
 CELLS = 40_000  # maximum cells of one colour map
+FOLDED_ROWS = 64  # maximum rows of cores or ranks, where there are no more nodes
+_LONGEST_HOST = 10  # letters of a host in a label
 _GIB, _MB, _GB = 2.0**30, 1e6, 1e9
 _KWH = 3.6e6
 
@@ -33,9 +38,10 @@ _KWH = 3.6e6
 
 @dataclass(frozen=True)
 class Panel:
-    """One quantity over rows (GPUs or nodes) and time. `means`: float64 (rows, bins), NaN for a gap; `least` and `most`
-    over all rows and samples of a bin, `middle` the mean over rows: (bins,). `row_means`: (rows,). `top`: end of the
-    scale, which begins at 0. `is_main`: shown openly."""
+    """One quantity over rows (GPUs, nodes, cores or ranks) and time. `means`: float64 (rows, bins), NaN for a gap;
+    `least` and `most` over all rows and samples of a bin, `middle` the mean over rows: (bins,). `row_means`: (rows,);
+    `mean`: of all. `top`: end of the scale of the map, `strip_top` of the strip over it; both begin at 0. `is_main`:
+    shown openly. `group`: what it belongs to, one of GROUPS."""
 
     name: str
     title: str
@@ -47,19 +53,19 @@ class Panel:
     middle: Any
     most: Any
     row_means: Any
+    mean: float
     top: float
+    strip_top: float
     is_main: bool
-
-    @property
-    def mean(self) -> float:
-        return _mean(self.row_means)
+    group: str
 
 
 @dataclass(frozen=True)
 class _Quantity:
-    """What a panel shows: of each "gpu" or "node", from series whose names match a pattern, added up. `top`: end of the
-    scale by a device or node (None: the largest value). `moved`: the smallest maximum that is worth a figure; None for
-    one that is always shown."""
+    """What a panel shows: of each "gpu", "node", "core" or "rank", from series whose names match a pattern, added up
+    and changed by `change`. `top`: end of the scale by a device or node (None: the largest value). `moved`: the
+    smallest maximum that is worth a figure, of samples or, for a share of time, of means over a row; None for one that
+    is always shown."""
 
     name: str
     title: str
@@ -71,6 +77,11 @@ class _Quantity:
     moved: float | None = 1e-9
     is_main: bool = True
     note: str = ""
+    change: Callable[[HostTelemetry, Any], Any] | None = None
+
+
+def _memory_gib(host: HostTelemetry, device: DeviceInfo | None) -> float | None:
+    return (host.info.memory_limit_bytes or host.info.memory_bytes or 0) / _GIB or None
 
 
 def _hundred(host: HostTelemetry, device: DeviceInfo | None) -> float:
@@ -81,59 +92,96 @@ THROTTLED = 0x04 | 0x08 | 0x20 | 0x40 | 0x80
 """Bits of `throttle_bits` that hold clocks back: power cap, slow-down by hardware, heat (software, hardware), power
 brake (NVML, clocks event reasons). Others are no loss: idle, a clock that was asked for, a display."""
 
-_QUANTITIES = (
-    _Quantity("use", "GPU use", "%", "gpu", "gpu/{i}/use_percent", top=_hundred, moved=None,
-              note="share of the time in which at least one kernel ran, however small"),
-    _Quantity("sm", "SM activity", "%", "gpu", "gpu/{i}/sm_percent", top=_hundred,
-              note="share of the multiprocessors that had work"),
-    _Quantity("tensor", "Tensor cores", "%", "gpu", "gpu/{i}/tensor_percent", top=_hundred,
-              note="share of the cycles in which the tensor cores worked; 40 to 60 % is good"),
-    _Quantity("memory", "GPU memory", "GiB", "gpu", "gpu/{i}/memory_bytes", 1 / _GIB,
-              lambda host, device: device.memory_bytes / _GIB if device and device.memory_bytes else None, None),
-    _Quantity("power", "GPU power", "W", "gpu", "gpu/{i}/power_w",
-              top=lambda host, device: device.power_limit_w if device else None, moved=None),
-    _Quantity("throttled", "Clocks held back", "% of the time", "gpu", "gpu/{i}/throttle_bits", top=_hundred,
-              moved=0.5, note="by the power cap, by heat or by the power supply"),
-    _Quantity("cpu", "CPU use", "%", "node", "cpu/use_percent", top=_hundred, moved=None,
-              note="of the cores that the job may use"),
-    _Quantity("job_memory", "Memory of the job", "GiB", "node", "memory/job_bytes", 1 / _GIB,
-              lambda host, device: (host.info.memory_limit_bytes or host.info.memory_bytes or 0) / _GIB or None, None),
-    _Quantity("read", "Read from storage", "MB/s", "node", "io/read_bytes_per_s", 1 / _MB, moved=0.05),
-    _Quantity("written", "Written to storage", "MB/s", "node", "io/write_bytes_per_s", 1 / _MB, moved=0.05),
-    _Quantity("network", "Network, in and out", "MB/s", "node", r"net/(?!lo/)[^/]+/[rt]x_bytes_per_s", 1 / _MB,
-              moved=0.05),
-    _Quantity("infiniband", "InfiniBand, in and out", "GB/s", "node", r"ib/[^/]+/[rt]x_bytes_per_s", 1 / _GB,
-              moved=1e-4),
-    _Quantity("lustre", "Lustre, read and written", "MB/s", "node", r"lustre/[^/]+/(read|write)_bytes_per_s", 1 / _MB,
-              moved=0.05),
-    _Quantity("dram", "GPU memory bandwidth", "%", "gpu", "gpu/{i}/dram_percent", top=_hundred, is_main=False),
-    _Quantity("occupancy", "Occupancy of the SMs", "%", "gpu", "gpu/{i}/occupancy_percent", top=_hundred,
-              is_main=False),
-    _Quantity("temperature", "GPU temperature", "°C", "gpu", "gpu/{i}/temperature_c", is_main=False),
-    _Quantity("clock", "SM clock", "MHz", "gpu", "gpu/{i}/sm_clock_mhz", is_main=False),
-    _Quantity("nvlink", "NVLink, in and out", "GB/s", "gpu", r"gpu/{i}/nvlink_[rt]x_bytes_per_s", 1 / _GB, moved=1e-3,
-              is_main=False),
-    _Quantity("pcie", "PCIe, in and out", "GB/s", "gpu", r"gpu/{i}/pcie_[rt]x_bytes_per_s", 1 / _GB, moved=1e-3,
-              is_main=False),
-    _Quantity("ecc", "ECC errors", "errors", "gpu", "gpu/{i}/ecc_errors", moved=0.5, is_main=False),
-    _Quantity("job_cores", "Cores busy with the job", "cores", "node", "cpu/job_cores",
-              top=lambda host, device: float(len(host.info.allowed_cores)) or None, is_main=False),
-    _Quantity("calls_read", "Read by calls, caches included", "MB/s", "node", "io/rchar_bytes_per_s", 1 / _MB,
-              moved=0.05, is_main=False),
-    _Quantity("opens", "Files opened on Lustre", "a second", "node", r"lustre/[^/]+/opens_per_s", moved=0.05,
-              is_main=False),
-)  # fmt: skip
+
+def _is_throttled(host: HostTelemetry, bits: Any) -> Any:
+    import numpy as np
+
+    return _share_of(bits, (np.nan_to_num(bits).astype(np.int64) & THROTTLED) != 0)
+
+
+def _waits(host: HostTelemetry, activities: Any) -> Any:
+    return _share_of(activities, is_waiting(activities))
+
+
+def _share_of(samples: Any, flags: Any) -> Any:
+    """100 where a flag is set, 0 where not, NaN where there is no sample."""
+    import numpy as np
+
+    return np.where(np.isfinite(samples), 100.0 * flags, np.nan)
+
+
+def _a_core(host: HostTelemetry, load: Any) -> Any:
+    return load / max(1, host.info.cores)
+
+
+_TIME = "% of the time"
+
+_QUANTITIES: Mapping[str, tuple[_Quantity, ...]] = {
+    "GPUs": (
+        _Quantity("use", "GPU use", "%", "gpu", "gpu/{i}/use_percent", top=_hundred, moved=None,
+                  note="share of the time in which at least one kernel ran, however small"),
+        _Quantity("sm", "SM activity", "%", "gpu", "gpu/{i}/sm_percent", top=_hundred,
+                  note="share of the multiprocessors that had work"),
+        _Quantity("tensor", "Tensor cores", "%", "gpu", "gpu/{i}/tensor_percent", top=_hundred,
+                  note="share of the cycles in which the tensor cores worked; 40 to 60 % is good"),
+        _Quantity("memory", "GPU memory", "GiB", "gpu", "gpu/{i}/memory_bytes", 1 / _GIB,
+                  lambda host, device: device.memory_bytes / _GIB if device and device.memory_bytes else None, None),
+        _Quantity("power", "GPU power", "W", "gpu", "gpu/{i}/power_w",
+                  top=lambda host, device: device.power_limit_w if device else None, moved=None),
+        _Quantity("throttled", "Clocks held back", _TIME, "gpu", "gpu/{i}/throttle_bits", top=_hundred,
+                  moved=0.1, note="by the power cap, by heat or by the power supply", change=_is_throttled),
+        _Quantity("dram", "GPU memory bandwidth", "%", "gpu", "gpu/{i}/dram_percent", top=_hundred, is_main=False),
+        _Quantity("occupancy", "Occupancy of the SMs", "%", "gpu", "gpu/{i}/occupancy_percent", top=_hundred,
+                  is_main=False),
+        _Quantity("temperature", "GPU temperature", "°C", "gpu", "gpu/{i}/temperature_c", is_main=False),
+        _Quantity("clock", "SM clock", "MHz", "gpu", "gpu/{i}/sm_clock_mhz", is_main=False),
+        _Quantity("nvlink", "NVLink, in and out", "GB/s", "gpu", r"gpu/{i}/nvlink_[rt]x_bytes_per_s", 1 / _GB,
+                  moved=1e-3, is_main=False),
+        _Quantity("pcie", "PCIe, in and out", "GB/s", "gpu", r"gpu/{i}/pcie_[rt]x_bytes_per_s", 1 / _GB,
+                  moved=1e-3, is_main=False),
+        _Quantity("ecc", "ECC errors", "errors", "gpu", "gpu/{i}/ecc_errors", moved=0.5, is_main=False),
+    ),
+    "Cores, memory and ranks": (
+        _Quantity("cores", "Use of each core", "%", "core", "core/{i}/use_percent", top=_hundred, moved=None,
+                  note="all bright: no core is free; few bright: bound to too few, or one thread works"),
+        _Quantity("cpu", "CPU use", "%", "node", "cpu/use_percent", top=_hundred, moved=None,
+                  is_main=False, note="of the cores that the job may use"),
+        _Quantity("load", "Load", "tasks a core", "node", "cpu/load", moved=1.2, change=_a_core,
+                  note="tasks that want to run, of the whole node; above 1 they wait for each other"),
+        _Quantity("waiting", "Ranks that wait for data", _TIME, "rank", "rank/{i}/activity", top=_hundred, moved=2.0,
+                  note="the others wait for such a rank inside their steps", change=_waits),
+        _Quantity("job_memory", "Memory of the job", "GiB", "node", "memory/job_bytes", 1 / _GIB, _memory_gib, None),
+        _Quantity("job_cores", "Cores busy with the job", "cores", "node", "cpu/job_cores",
+                  top=lambda host, device: float(len(host.info.allowed_cores)) or None, is_main=False),
+    ),
+    "Files and network": (
+        _Quantity("read", "Read from storage", "MB/s", "node", "io/read_bytes_per_s", 1 / _MB, moved=0.05),
+        _Quantity("written", "Written to storage", "MB/s", "node", "io/write_bytes_per_s", 1 / _MB, moved=0.05),
+        _Quantity("lustre", "Lustre, read and written", "MB/s", "node", r"lustre/[^/]+/(read|write)_bytes_per_s",
+                  1 / _MB, moved=0.05),
+        _Quantity("network", "Network, in and out", "MB/s", "node", r"net/(?!lo/)[^/]+/[rt]x_bytes_per_s", 1 / _MB,
+                  moved=0.05),
+        _Quantity("infiniband", "InfiniBand, in and out", "GB/s", "node", r"ib/[^/]+/[rt]x_bytes_per_s", 1 / _GB,
+                  moved=1e-4),
+        _Quantity("calls_read", "Read by calls, caches included", "MB/s", "node", "io/rchar_bytes_per_s", 1 / _MB,
+                  moved=0.05, is_main=False),
+        _Quantity("opens", "Files opened on Lustre", "a second", "node", r"lustre/[^/]+/opens_per_s", moved=0.05,
+                  is_main=False),
+    ),
+}  # fmt: skip
+GROUPS = tuple(_QUANTITIES)
+"""What panels belong to, in order."""
 
 
 def make_panels(hosts: Sequence[HostTelemetry], axis: TimeAxis) -> tuple[list[Panel], list[str]]:
     """The figures that there is something to see in, and the titles of quantities that were sampled and never moved."""
     panels, still = [], []
-    for quantity in _QUANTITIES:
-        found = list(_find_rows(quantity, hosts))
+    for group, quantity in ((group, each) for group, listed in _QUANTITIES.items() for each in listed):
+        found = _find_rows(quantity, hosts)
         if not found:
             continue
-        panel = _make_panel(quantity, found, axis)
-        highest = _largest(panel.most)
+        panel = _make_panel(group, quantity, found, axis)
+        highest = _largest(panel.row_means if quantity.unit == _TIME else panel.most)
         if quantity.moved is not None and not highest >= quantity.moved:
             still.append(quantity.title)
         elif math.isfinite(highest):
@@ -141,21 +189,48 @@ def make_panels(hosts: Sequence[HostTelemetry], axis: TimeAxis) -> tuple[list[Pa
     return panels, still
 
 
-def _find_rows(
-    quantity: _Quantity, hosts: Sequence[HostTelemetry]
-) -> Iterator[tuple[str, HostTelemetry, Any, float | None]]:
-    """Label, host, samples and end of the scale of each row that has any."""
-    names = shorten_hosts([host.host for host in hosts])
-    for host, name in zip(hosts, names, strict=True):
-        devices = list_devices(host) if quantity.of == "gpu" else [(None, None)]
-        for index, device in devices:
-            samples = _add_series(host, quantity.pattern.replace("{i}", str(index)))
-            if samples is None:
-                continue
-            if quantity.name == "throttled":
-                samples = _is_throttled(samples)
-            label = name if index is None else f"{name}:{index}"
-            yield label, host, samples * quantity.scale, quantity.top(host, device)
+@dataclass(frozen=True)
+class _PanelRow:
+    """A row of a panel: one or several neighbours, each by the pattern of its series."""
+
+    label: str
+    host: HostTelemetry
+    patterns: tuple[str, ...]
+    top: float | None
+
+
+def _find_rows(quantity: _Quantity, hosts: Sequence[HostTelemetry]) -> list[_PanelRow]:
+    """The rows that have any samples."""
+    names = shorten_hosts((host.host for host in hosts), _LONGEST_HOST)
+    rows = []
+    for host in hosts:
+        name, numbers = names[host.host], _list_numbers(quantity, host)
+        a_node = max(1, FOLDED_ROWS // len(hosts))
+        fold = max(1, -(-len(numbers) // a_node)) if quantity.of in ("core", "rank") else 1
+        for at in range(0, len(numbers), fold):
+            part = numbers[at : at + fold]
+            device = dict(list_devices(host)).get(part[0]) if quantity.of == "gpu" and part[0] is not None else None
+            patterns = tuple(quantity.pattern.replace("{i}", str(number)) for number in part)
+            if any(_list_series(host, pattern) for pattern in patterns):
+                span = "" if part[0] is None else str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}"
+                label = {
+                    "node": name,
+                    "gpu": f"{name}:{span}",
+                    "core": f"core {span}" if len(hosts) == 1 else f"{name}:c{span}",
+                    "rank": f"rank {span}",
+                }[quantity.of]
+                rows.append(_PanelRow(label, host, patterns, quantity.top(host, device)))
+    return rows
+
+
+def _list_numbers(quantity: _Quantity, host: HostTelemetry) -> list[int] | list[None]:
+    """The numbers of the devices, cores or ranks of a node; one None for the node itself."""
+    if quantity.of == "node":
+        return [None]
+    if quantity.of == "gpu":
+        return [index for index, _ in list_devices(host)]
+    matched = (re.match(rf"{quantity.of}/(\d+)/", name) for name in host.series)
+    return sorted({int(found[1]) for found in matched if found})
 
 
 def list_devices(host: HostTelemetry) -> list[tuple[int, DeviceInfo | None]]:
@@ -165,17 +240,11 @@ def list_devices(host: HostTelemetry) -> list[tuple[int, DeviceInfo | None]]:
     return [(index, known.get(index)) for index in sorted(known.keys() | named)]
 
 
-def shorten_hosts(names: Sequence[str]) -> list[str]:
-    """Without the domain, if the names differ without it."""
-    short = [name.partition(".")[0] for name in names]
-    return short if len(set(short)) == len(short) else list(names)
-
-
 def _add_series(host: HostTelemetry, pattern: str) -> Any:
     """The sum of series that match; NaN where none has a value, None where none matches."""
     import numpy as np
 
-    matched = [host.series[name] for name in host.series if name == pattern or re.fullmatch(pattern, name)]
+    matched = [host.series[name] for name in _list_series(host, pattern)]
     if not matched:
         return None
     if len(matched) == 1:
@@ -185,40 +254,58 @@ def _add_series(host: HostTelemetry, pattern: str) -> Any:
     return np.where(known.any(axis=0), np.where(known, stacked, 0).sum(axis=0), np.nan)
 
 
-def _is_throttled(bits: Any) -> Any:
+def _list_series(host: HostTelemetry, pattern: str) -> list[str]:
+    """The series of a node that match."""
+    if pattern in host.series:
+        return [pattern]
+    return [name for name in host.series if re.fullmatch(pattern, name)]
+
+
+def _make_panel(group: str, quantity: _Quantity, found: Sequence[_PanelRow], axis: TimeAxis) -> Panel:
+    """Rows of several neighbours show the largest of them; the strip and the mean are over all."""
     import numpy as np
 
-    known = np.isfinite(bits)
-    return np.where(known, 100.0 * ((np.where(known, bits, 0).astype(np.int64) & THROTTLED) != 0), np.nan)
-
-
-def _make_panel(
-    quantity: _Quantity, found: Sequence[tuple[str, HostTelemetry, Any, float | None]], axis: TimeAxis
-) -> Panel:
-    import numpy as np
-
-    every = max(host.info.every_s for _, host, _, _ in found)
+    every = max(row.host.info.every_s for row in found)
     bins = int(max(1, min(BINS, CELLS // len(found), axis.alive_s / max(2 * every, 1e-3))))
     edges = axis.time(np.linspace(0, 1, bins + 1))
     edges[-1] += 1e-3  # the last sample belongs to the last bin
-    parts = [bin_samples(host.times, samples, edges) for _, host, samples, _ in found]
+    parts, over_time, firsts = list[tuple[Any, Any, Any]](), list[float](), list[int]()
+    for row in found:
+        firsts.append(len(parts))
+        for pattern in row.patterns:
+            if (samples := _add_series(row.host, pattern)) is not None:
+                changed = samples if quantity.change is None else quantity.change(row.host, samples)
+                parts.append(bin_samples(row.host.times, changed * quantity.scale, edges))
+                over_time.append(_mean(changed) * quantity.scale)
     least, means, most = (np.array([part[which] for part in parts]) for which in range(3))
-    tops = [top for *_, top in found if top]
-    largest = _largest(most)
+    shown = np.fmax.reduceat(means, firsts, axis=0)
+    neighbours = max(len(row.patterns) for row in found)
+    folded = f"; a row shows the largest of up to {neighbours} neighbours" if neighbours > 1 else ""
+    top = max((row.top for row in found if row.top), default=0.0)
     return Panel(
         quantity.name,
         quantity.title,
         quantity.unit,
-        quantity.note,
-        tuple(label for label, *_ in found),
-        means,
-        _fold(np.fmin, least),
+        f"{quantity.note}{folded}",
+        tuple(row.label for row in found),
+        shown,
+        np.fmin.reduce(least, axis=0),
         _mean_over_rows(means),
-        _fold(np.fmax, most),
-        np.array([_mean(samples) for _, _, samples, _ in found]),
-        max(tops) if tops and max(tops) >= 0.98 * largest else max(largest, 1e-9) if math.isfinite(largest) else 1.0,
+        np.fmax.reduce(most, axis=0),
+        np.fmax.reduceat(over_time, firsts),
+        _mean(np.array(over_time)),
+        _find_top(top, _largest(shown)),
+        _find_top(top, _largest(most)),
         quantity.is_main,
+        group,
     )
+
+
+def _find_top(given: float, largest: float) -> float:
+    """The end of a scale: the given one, unless values lie beyond it or none is given."""
+    if not math.isfinite(largest):
+        return given or 1.0
+    return given if given and given >= 0.98 * largest else max(largest, 1e-9)
 
 
 def bin_samples(times: Any, samples: Any, edges: Any) -> tuple[Any, Any, Any]:
@@ -244,10 +331,6 @@ def bin_samples(times: Any, samples: Any, edges: Any) -> tuple[Any, Any, Any]:
     least[filled] = np.fmin.reduceat(np.where(found, values, np.nan), starts)
     most[filled] = np.fmax.reduceat(np.where(found, values, np.nan), starts)
     return least, means, most
-
-
-def _fold(function: Any, table: Any) -> Any:
-    return function.reduce(table, axis=0)
 
 
 def _mean_over_rows(table: Any) -> Any:
@@ -382,6 +465,36 @@ def _integrate(host: HostTelemetry, rate: Any) -> float:
     import numpy as np
 
     return float(np.where(np.isfinite(rate), rate * _intervals(host), 0.0).sum())
+
+
+@dataclass(frozen=True)
+class CoreTotals:
+    """The cores of all nodes: how many there are, and how many the job may use; their mean use in percent; how many of
+    them were busy more than half of the time; the mean load a core of the most loaded node, and which one it is."""
+
+    cores: int
+    allowed: int
+    use: float
+    busy: int | None
+    load: float | None
+    crowded: str
+
+
+def total_cores(hosts: Sequence[HostTelemetry]) -> CoreTotals | None:
+    """None where no node's cores were sampled."""
+    known = [(host, use) for host in hosts if (use := mean(host.series.get("cpu/use_percent"))) is not None]
+    if not known:
+        return None
+    allowed = [len(host.info.allowed_cores) for host, _ in known]
+    weights = allowed if all(allowed) else [1] * len(known)
+    use = math.fsum(each * weight for (_, each), weight in zip(known, weights, strict=True)) / sum(weights)
+    names = [(host, name) for host, _ in known for name in host.series if name.startswith("core/")]
+    busy = sum(_mean(host.series[name]) > 50 for host, name in names) if names else None
+    loads = [
+        (load / max(1, host.info.cores), host.host) for host, _ in known if (load := mean(host.series.get("cpu/load")))
+    ]
+    load, crowded = max(loads, default=(None, ""))
+    return CoreTotals(sum(host.info.cores for host, _ in known), sum(allowed), use, busy, load, crowded)
 
 
 @dataclass(frozen=True)

@@ -248,12 +248,12 @@ def render_panel(panel: Panel, axis: TimeAxis, marks: Sequence[Mark]) -> str:
     mean."""
     rows = len(panel.rows)
     height = max(_LOWEST, min(_TALLEST, _ROOM // rows))
-    top = panel.top
+    top, strip_top = panel.top, 1.04 * panel.strip_top  # a line at the end of the scale stays whole
     strip = (
         f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" aria-label="{escape(panel.title)}: '
         'smallest, mean and largest over time">'
-        f'<path class="band" d="{_band(panel, top)}"/><path class="curve" style="stroke:var(--teal)" '
-        f'd="{_steps(panel.middle, top)}"/></svg>'
+        f'<path class="band" d="{_band(panel, strip_top)}"/><path class="curve" style="stroke:var(--teal)" '
+        f'd="{_steps(panel.middle, strip_top)}"/></svg>'
     )
     shown = max(1, math.ceil(_LABELLED / height))
     labels = "".join(
@@ -262,16 +262,22 @@ def render_panel(panel: Panel, axis: TimeAxis, marks: Sequence[Mark]) -> str:
         if at % shown == 0
     )
     bars = "".join(_bar(float(value), top, at / rows, rows, height) for at, value in enumerate(panel.row_means))
+    hosts = [label.partition(":")[0] for label in panel.rows]
+    splits = "".join(
+        f'<i class="split" style="top:{100 * at / rows:.2f}%"></i>'
+        for at in range(1, rows)
+        if hosts[at] != hosts[at - 1] and len(set(hosts)) < rows
+    )
     picture = render_png(find_levels(panel.means, top))
     words = f"{panel.title} of {rows} rows over wall time, mean {render_value(panel.mean)} {panel.unit}"
     name = escape(panel.name)
     lines = [
-        f'<div class="labels"><span style="bottom:86%">{render_value(top)}</span></div>'
+        f'<div class="labels"><span style="bottom:86%">{render_value(panel.strip_top)}</span></div>'
         f'<div class="plot strip" data-strip="{name}">{strip}{render_marks(axis, marks)}{_CURSOR}</div>'
         '<div class="ends soft">mean</div>',
         f'<div class="labels rows">{labels}</div><div class="plot map" data-map="{name}" '
-        f'style="height:{rows * height}px"><img alt="{escape(words)}" src="{picture}">{render_marks(axis, marks)}'
-        f'{_CURSOR}</div><div class="bars" style="height:{rows * height}px">{bars}</div>',
+        f'style="height:{rows * height}px"><img alt="{escape(words)}" src="{picture}">{splits}'
+        f'{render_marks(axis, marks)}{_CURSOR}</div><div class="bars" style="height:{rows * height}px">{bars}</div>',
         _axis_row(axis),
     ]
     scale = (

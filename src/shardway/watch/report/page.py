@@ -2,7 +2,9 @@
 
 Invariants:
 - Every text passes `html.escape`, data cannot close its script element, and nothing is fetched.
-- What is missing is named. Figures over time come from `shardway.watch.report.lanes`; this module orders sections.
+- What is missing is named, and a section without content is left out.
+- The verdict comes first, then what to change, then evidence: figures over time (`shardway.watch.report.lanes`) and
+  tables.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from typing import Any
 from shardway.drawing import colour_of, read_beside, render_document, render_table, render_tiles
 from shardway.rundir.directory import RunDir
 from shardway.units import render_clock
-from shardway.watch.facts import measured
-from shardway.watch.progress import RunProgress, RunSummary, TimeAccount
+from shardway.watch.facts import measured, number
+from shardway.watch.progress import RunSummary, TimeAccount
 from shardway.watch.report.content import ReportContent, describe, gather
-from shardway.watch.report.hardware import GpuTotals
+from shardway.watch.report.hardware import GROUPS
 from shardway.watch.report.lanes import render_curves, render_events, render_panel, render_value, script_data
 from shardway.watch.report.predicted import Predicted
 from shardway.watch.report.proposal import COLUMNS, list_gpu_rows
@@ -47,26 +49,27 @@ def render_report(run: RunDir) -> str:
 
 def render_content(content: ReportContent) -> str:
     """The page of what was gathered."""
-    summary, progress = content.summary, content.progress
-    body = [
-        _header(content),
-        _tiles(content),
+    summary = content.summary
+    tail, is_bad = _tail(content), describe(content)[0][0] == "bad"
+    sections = [
         _advice(content),
+        tail if is_bad else "",
         _timeline(content),
-        render_spent(summary.account) if not content.is_foreign else "",
+        render_spent(summary.account) if content.progress.attempts else "",
         _gpus(content),
+        _ranks(content),
         _traffic(content),
-        _paces(content),
         _predicted(content.predicted),
-        _attempts(progress),
+        _faults(content),
+        _attempts(content),
         _jobs(content),
         _left_out(summary),
         f"<h2>Damaged data</h2><p>{escape(one_line(summary.damaged))}</p>" if summary.damaged else "",
-        _faults(progress),
         _settings(content),
         _machine(content),
-        _tail(content),
+        "" if is_bad else tail,
     ]
+    body = [_header(content), _tiles(content), *_link(section for section in sections if section)]
     scripts = ""
     if content.axis is not None and (content.figures or content.panels):
         scripts = render_script(script_data(content.axis, content.figures, content.panels))
@@ -74,6 +77,16 @@ def render_content(content: ReportContent) -> str:
     return render_document(
         title, "\n".join(part for part in body if part), style=render_report_style(), scripts=scripts
     )
+
+
+def _link(sections: Iterable[str]) -> list[str]:
+    """The sections, with a line of links to them before the first."""
+    linked, links = [], []
+    for place, section in enumerate(sections):
+        title = section.removeprefix("<h2>").partition("</h2>")[0]
+        links.append(f'<a href="#part{place}">{title}</a>')
+        linked.append(f'<i id="part{place}"></i>{section}')
+    return [f'<nav class="soft">{" · ".join(links)}</nav>', *linked] if len(links) > 3 else linked
 
 
 def render_report_style() -> str:
@@ -107,41 +120,52 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _header(content: ReportContent) -> str:
     summary = content.summary
     state = content.jobs[-1].state if content.is_foreign else summary.state
-    reason = f"<p>{escape(one_line(summary.reason))}</p>" if summary.reason else ""
     command = " ".join(content.jobs[-1].command) if content.jobs else ""
     command = f"<p><code>{escape(one_line(command))}</code></p>" if command else ""
-    words = "".join(
-        f'<p class="verdict {mood}">{escape(sentence)}</p>' if mood else f"<p>{escape(sentence)}</p>"
-        for mood, sentence in describe(content)
-    )
+    sentences = describe(content)
+    words = "".join(f'<p class="verdict {mood}">{escape(each)}</p>' for mood, each in sentences if mood)
+    rest = " ".join(each for mood, each in sentences if not mood)
+    words += f"<p>{escape(rest)}</p>" if rest else ""
     began = summary.started or (content.axis.start if content.axis else None)
     last = summary.updated or (content.axis.end if content.axis else None)
+    facts = [
+        str(content.run.path.absolute()),
+        f"started {_render_date(began)}",
+        f"last sign of life {_render_date(last)}",
+    ]
+    facts += ["times are h:min:s"]
+    facts[:0] = [one_line(summary.reason)] if summary.reason and summary.state == "finished" else []
     return (
         f'<header><h1>{escape(summary.name)}<span class="state {escape(state.split()[0])}">{escape(state)}'
-        f'</span></h1>{command}{reason}<p class="soft">{escape(str(summary.path))} · started '
-        f"{_render_date(began)} · last event {_render_date(last)}</p>{words}</header>"
+        f'</span></h1>{words}{command}<p class="soft">{escape(" · ".join(facts))}</p></header>'
     )
 
 
 def _tiles(content: ReportContent) -> str:
     summary = content.summary
+    hardware = _hardware_tiles(content)
+    if content.is_foreign:
+        wall = ("wall time", render_time(content.wall_s), render_plural(len(content.jobs), "attempt"))
+        return render_tiles([*hardware, wall])
+    rate = summary.rate
+    saved = f"last at step {summary.checkpoints[-1]:,}" if summary.checkpoints else "none kept"
+    saved += f", best at step {summary.best_checkpoint.step:,}" if summary.best_checkpoint else ""
+    tiles: list[tuple[str, ...]] = [
+        ("steps", f"{summary.step:,}", f"of {summary.total_steps:,}" if summary.total_steps else ""),
+        ("loss, recent mean", render_loss(summary.smooth_loss), f"last step {render_loss(summary.loss)}"),
+        *_validation_tile(summary),
+        (f"{summary.unit}/s", render_total(rate), "median of the last steps") if rate else (),
+        *hardware,
+        ("wall time", render_time(summary.wall_s), render_plural(summary.attempts, "attempt")),
+        ("checkpoints", f"{len(summary.checkpoints)}", saved),
+        ("parameters", render_total(summary.parameters)) if summary.parameters else (),
+        ("ranks", f"{summary.world}", f"on {summary.device}") if summary.world else (),
+    ]
+    return render_tiles(filter(None, tiles))
+
+
+def _hardware_tiles(content: ReportContent) -> list[tuple[str, ...]]:
     tiles: list[tuple[str, ...]] = []
-    if not content.is_foreign:
-        rate = summary.rate
-        saved = f"last at step {summary.checkpoints[-1]}" if summary.checkpoints else "none kept"
-        saved += f", best at step {summary.best_checkpoint.step}" if summary.best_checkpoint else ""
-        tiles += [
-            ("steps", f"{summary.step}", f"of {summary.total_steps or UNKNOWN}"),
-            ("loss, recent mean", render_loss(summary.smooth_loss), f"last step {render_loss(summary.loss)}"),
-            *_validation_tile(summary),
-            (f"{summary.unit}/s", render_total(rate), "median of the last steps"),
-            ("wall time", render_time(summary.wall_s), render_plural(summary.attempts, "attempt")),
-            ("checkpoints", f"{len(summary.checkpoints)}", saved),
-            ("parameters", render_total(summary.parameters)),
-            ("ranks", f"{summary.world or UNKNOWN}", f"on {summary.device or UNKNOWN}"),
-        ]
-    else:
-        tiles.append(("wall time", render_time(content.wall_s), render_plural(len(content.jobs), "attempt")))
     if content.gpus:
         uses = [gpu.use_mean for gpu in content.gpus if gpu.use_mean is not None]
         mean = f"{sum(uses) / len(uses):.0f} %" if uses else UNKNOWN
@@ -149,10 +173,12 @@ def _tiles(content: ReportContent) -> str:
             ("GPU use", mean, f"mean of {len(content.gpus)} GPUs on {render_plural(len(content.nodes), 'node')}")
         )
         if content.energy_kwh is not None:
-            tiles.append(
-                ("energy of the GPUs", f"{content.energy_kwh:.3g} kWh", f"{content.gpu_hours or 0:.3g} GPU-hours")
-            )
-    return render_tiles(tiles)
+            hours = render_value(content.gpu_hours or 0.0)
+            tiles.append(("energy of the GPUs", f"{content.energy_kwh:.3g} kWh", f"{hours} GPU-hours"))
+    elif content.cores is not None:
+        cores = content.cores
+        tiles.append(("core use", f"{cores.use:.0f} %", f"mean of {cores.allowed} cores"))
+    return tiles
 
 
 def _validation_tile(summary: RunSummary) -> list[tuple[str, ...]]:
@@ -198,18 +224,14 @@ def _timeline(content: ReportContent) -> str:
     has_steps = any(event["event"] == "step" for event in content.events)
     none = "" if has_steps or content.is_foreign else '<p class="soft">No step has been recorded yet.</p>'
     if axis is None or not (content.figures or content.panels):
-        nothing = '<p class="soft">Nothing was sampled or recorded.</p>'
-        return f"<h2>Over time</h2>{none or nothing}"
+        return f"<h2>Over time</h2>{none}" if none else ""
     count = sum(1 for each in content.events if each["event"] == "step" and not math.isfinite(measured(each, "loss")))
     broken = f"<p>The loss of {render_plural(count, 'step')} was not a finite number: a gap.</p>" if count else ""
-    lanes = [render_events(axis, content.marks)]
-    lanes += [render_curves(figure, axis, content.marks) for figure in content.figures if figure.is_main]
-    lanes += [render_panel(panel, axis, content.marks) for panel in content.panels if panel.is_main]
-    more = [render_curves(figure, axis, content.marks) for figure in content.figures if not figure.is_main]
-    more += [render_panel(panel, axis, content.marks) for panel in content.panels if not panel.is_main]
-    folded = (
-        f'<details class="print"><summary>{len(more)} more figures</summary>{"".join(more)}</details>' if more else ""
-    )
+    curves = [(figure.is_main, render_curves(figure, axis, content.marks)) for figure in content.figures]
+    lanes = render_events(axis, content.marks) + _group("Training", curves)
+    for group in GROUPS:
+        maps = [(each.is_main, each) for each in content.panels if each.group == group]
+        lanes += _group(group, [(is_main, render_panel(each, axis, content.marks)) for is_main, each in maps])
     notes = []
     if content.still:
         notes.append(f"Left out, because nothing happened: {', '.join(content.still)}.")
@@ -219,8 +241,19 @@ def _timeline(content: ReportContent) -> str:
     below = f'<p class="soft">{escape(" ".join(notes))}</p>' if notes else ""
     return (
         '<h2>Over time</h2><p class="soft">All figures share one axis: wall time since the start. Lines across them '
-        f"are resumes and faults.</p>{none}{broken}{''.join(lanes)}{folded}{below}"
+        f"are resumes and faults.</p>{none}{broken}{lanes}{below}"
     )
+
+
+def _group(title: str, lanes: Sequence[tuple[bool, str]]) -> str:
+    """Lanes under a title, those that are not main ones folded."""
+    if not lanes:
+        return ""
+    main, more = ("".join(lane for is_main, lane in lanes if is_main is wanted) for wanted in (True, False))
+    count = sum(not is_main for is_main, _ in lanes)
+    words = f"{render_plural(count, 'more figure')}: {title[0].lower() + title[1:] if title[1:2].islower() else title}"
+    folded = f'<details class="print"><summary>{escape(words)}</summary>{more}</details>' if more else ""
+    return f'<h3 class="group">{escape(title)}</h3>{main}{folded}'
 
 
 # --- time account
@@ -277,17 +310,21 @@ def _render_seconds(seconds: float) -> str:
 # --- tables
 
 
-def _attempts(progress: RunProgress) -> str:
+def _attempts(content: ReportContent) -> str:
+    progress, restarts = content.progress, iter(content.restarts)
     columns = ["attempt", "started", "steps", "ranks", "launcher", "device", "host", "torch", "Python", "time", "end"]
     rows = []
-    numbers = accumulate(int(not attempt.again) for attempt in progress.attempts)
-    for number, attempt in zip(numbers, progress.attempts, strict=True):
+    counts = accumulate(int(not attempt.again) for attempt in progress.attempts)
+    goes_on = [attempt.again for attempt in progress.attempts][1:] + [False] * bool(progress.attempts)
+    for count, attempt, restarted in zip(counts, progress.attempts, goes_on, strict=True):
         start, ending = attempt.start, attempt.ending
         end = f"{ending.state}: {ending.reason}" if ending and ending.reason else ending.state if ending else "open"
+        if restarted and (event := next(restarts, None)) is not None:
+            end = f"restarted: {event.get('reason', '')}"
         machine = (start.launcher, start.device, start.host, start.torch, start.python)
         rows.append(
             [
-                f"{number}, again" if attempt.again else str(number),
+                f"{count}, again" if attempt.again else str(count),
                 _render_date(start.time),
                 f"{start.step} to {attempt.step}",
                 *(str(each or UNKNOWN) for each in (start.world, *machine)),
@@ -295,8 +332,7 @@ def _attempts(progress: RunProgress) -> str:
                 end,
             ]
         )
-    table = _table(columns, rows) if rows else '<p class="soft">It has not been started.</p>'
-    return f"<h2>Attempts</h2>{table}"
+    return f"<h2>Attempts</h2>{_table(columns, rows)}" if rows else ""
 
 
 def _left_out(summary: RunSummary) -> str:
@@ -323,8 +359,18 @@ def _predicted(found: Predicted | None) -> str:
     return f"<h2>Predicted and measured</h2>{_table(columns, rows)}"
 
 
-def _faults(progress: RunProgress) -> str:
-    rows = []
+def _faults(content: ReportContent) -> str:
+    progress = content.progress
+    rows = [
+        [
+            str(event.get("step", UNKNOWN)),
+            _render_date(number(event, "time")),
+            "restart",
+            "",
+            str(event.get("reason", "")),
+        ]
+        for event in content.restarts
+    ]
     for fault in (fault for attempt in progress.attempts for fault in attempt.faults):
         step, code = (UNKNOWN if value is None else str(value) for value in (fault.step, fault.exit_code))
         rows.append([step, _render_date(fault.time), fault.kind, code, fault.message])
@@ -334,11 +380,19 @@ def _faults(progress: RunProgress) -> str:
 def _gpus(content: ReportContent) -> str:
     if not content.gpus:
         return ""
-    table = render_table("", ("node", "GPU", "verdict", *COLUMNS[2:]), _gpu_rows(content), words={2})
-    rows = [row for name, unit, scale in _SPREADS if (row := _spread(content.gpus, name, unit, scale))]
-    columns = ("over the GPUs", "lowest", "mean", "highest", "highest less lowest, of the mean")
-    spread = render_table("How evenly the GPUs worked", columns, rows) if len(content.gpus) > 1 and rows else ""
+    columns, rows = ("node", "GPU", "verdict", *COLUMNS[2:]), [*_gpu_rows(content)]
+    table = render_table("", columns, rows, words={2})
+    if len(rows) > MOST_GPU_ROWS:
+        odd = [row for row in rows if row[2] != "used"][:MOST_GPU_ROWS]
+        first = render_table("Those that are not well used", columns, odd, words={2}) if odd else ""
+        table = f'{first}<details class="print"><summary>All {len(rows)} GPUs</summary>{table}</details>'
+    spreads = [row for name, unit, scale in _SPREADS if (row := _spread(content, name, unit, scale))]
+    heads = ("over the GPUs", "lowest", "mean", "highest", "highest less lowest, of the mean")
+    spread = render_table("How evenly the GPUs worked", heads, spreads) if spreads else ""
     return f"<h2>GPUs</h2>{table}{spread}"
+
+
+MOST_GPU_ROWS = 32  # of more GPUs, those that are not well used are shown openly
 
 
 def _gpu_rows(content: ReportContent) -> Iterable[tuple[str, ...]]:
@@ -362,46 +416,87 @@ _LABELS = {
 }
 
 
-def _spread(gpus: Sequence[GpuTotals], name: str, unit: str, scale: float) -> tuple[str, ...]:
-    known = [(value * scale, gpu) for gpu in gpus if (value := getattr(gpu, name)) is not None]
+def _spread(content: ReportContent, name: str, unit: str, scale: float) -> tuple[str, ...]:
+    known = [(value * scale, gpu) for gpu in content.gpus if (value := getattr(gpu, name)) is not None]
     if len(known) < 2:
         return ()
     low, high = min(known, key=lambda each: each[0]), max(known, key=lambda each: each[0])
     mean = math.fsum(value for value, _ in known) / len(known)
-    share = f"{(high[0] - low[0]) / mean:.0%}" if mean > 0 else ""
-    ends = (f"{render_value(value)} {unit} ({gpu.host.partition('.')[0]}:{gpu.index})" for value, gpu in (low, high))
+    share = f"{100 * (high[0] - low[0]) / mean:.0f} %" if mean > 0 else ""
+    ends = (f"{render_value(value)} {unit} ({content.nodes[gpu.host]}:{gpu.index})" for value, gpu in (low, high))
     first, last = ends
     return _LABELS[name], first, f"{render_value(mean)} {unit}", last, share
 
 
-def _traffic(content: ReportContent) -> str:
-    if not content.traffic:
-        return ""
+def _ranks(content: ReportContent) -> str:
+    times = content.ranks
+    if not times.ranks:
+        return f'<h2>Ranks</h2><p class="soft">Step times by rank: n/a, {escape(times.missing)}.</p>' * bool(
+            times.missing
+        )
+    words = (
+        "All ranks end a step together. So a rank that is late shows in its time outside of steps: the others wait "
+        "inside theirs. How evenly the GPUs worked is shown above."
+    )
+    shown = sorted(times.ranks, key=lambda each: each.slowness, reverse=True)[:MOST_RANK_ROWS]
     rows = [
         (
-            content.nodes.get(each.host, each.host),
-            each.what,
-            render_size(each.read_bytes),
-            render_size(each.written_bytes),
-            f"{render_size(each.read_most)}/s",
-            f"{render_size(each.write_most)}/s",
+            f"rank {each.rank}",
+            content.nodes.get(each.host, UNKNOWN),
+            *(UNKNOWN if share is None else render_share(share, 1.0) for share in (each.data_share, each.script_share)),
+            UNKNOWN if each.step_share is None else render_share(each.step_share, 1.0),
+            *(
+                UNKNOWN if each_s is None else _render_step(each_s)
+                for each_s in (each.step_s, each.median_s, each.slow_s)
+            ),
         )
-        for each in content.traffic
+        for each in shown
     ]
-    columns = ("node", "of", "read or in", "written or out", "fastest in", "fastest out")
-    return f"<h2>Files and network</h2>{render_table('', columns, rows, words={1})}"
+    more = len(times.ranks) - len(rows)
+    columns = (
+        *("rank", "node", "waits for data", "in its script", "in steps"),
+        *("in a step, mean", "in a step, median", "95 of 100 below"),
+    )
+    keep = [at for at in range(len(columns)) if at < 2 or any(row[at] not in (UNKNOWN, "0 %") for row in rows)]
+    table = render_table(
+        "Most time outside of steps first",
+        [columns[at] for at in keep],
+        [[row[at] for at in keep] for row in rows],
+        words={1},
+    )
+    notes: list[str] = []
+    notes += [f"Not shown: {more} ranks with less time outside of steps."] if more > 0 else []
+    notes += ["Shares are of looks at the ranks, one a sample, between start and end."] if times.ranks[0].looks else []
+    below = f'<p class="soft">{escape(" ".join(notes))}</p>' if notes else ""
+    return f'<h2>Ranks</h2><p class="soft">{words}</p>{table}{below}'
 
 
-def _paces(content: ReportContent) -> str:
-    if not content.paces:
+MOST_RANK_ROWS = 16
+
+
+def _render_step(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _traffic(content: ReportContent) -> str:
+    """Of all nodes, by kind; a rate is the largest of one node, which is named."""
+    if not content.traffic:
         return ""
-    rows = [
-        (f"rank {each.rank}", f"{each.median_s:.4g} s", f"{each.slow_s:.4g} s", f"{each.steps:,}")
-        for each in sorted(content.paces, key=lambda each: -each.median_s)[:16]
-    ]
-    table = render_table("", ("the slowest first", "median step", "95 of 100 are quicker", "of steps"), rows)
-    note = '<p class="soft">Ranks wait for each other in a step, so times of a step hide which one is slow.</p>'
-    return f"<h2>Ranks</h2>{note}{table}"
+    rows = []
+    for what in dict.fromkeys(each.what for each in content.traffic):
+        here = [each for each in content.traffic if each.what == what]
+        ins, outs = max(here, key=lambda each: each.read_most), max(here, key=lambda each: each.write_most)
+        rows.append(
+            (
+                what,
+                render_size(math.fsum(each.read_bytes for each in here)),
+                render_size(math.fsum(each.written_bytes for each in here)),
+                f"{render_size(ins.read_most)}/s ({content.nodes.get(ins.host, ins.host)})",
+                f"{render_size(outs.write_most)}/s ({content.nodes.get(outs.host, outs.host)})",
+            )
+        )
+    columns = ("of all nodes", "read or in", "written or out", "fastest in of a node", "fastest out of a node")
+    return f"<h2>Files and network</h2>{render_table('', columns, rows)}"
 
 
 def _jobs(content: ReportContent) -> str:
@@ -429,7 +524,7 @@ def _settings(content: ReportContent) -> str:
     if settings.problem:
         return f"{title}<p>{escape(settings.problem)}</p>"
     if not settings.chosen and not settings.defaults:
-        return "" if content.is_foreign else f'{title}<p class="soft">There is no resolved run in this directory.</p>'
+        return ""
     count = sum(map(len, settings.defaults.values()))
     folded = f"<details><summary>{count} keys at their defaults</summary>{_sections(settings.defaults)}</details>"
     return f"{title}{_sections(settings.chosen)}{folded if count else ''}"
@@ -446,9 +541,7 @@ def _sections(sections: dict[str, dict[str, Any]]) -> str:
 def _machine(content: ReportContent) -> str:
     start, saves = content.progress.start, content.progress.saves
     if start is None or not start.machine:
-        return (
-            "" if content.is_foreign else '<h2>Machine</h2><p class="soft">Nothing was recorded about the machine.</p>'
-        )
+        return ""
     size = [("last checkpoint", render_size(saves[-1].size_bytes))] if saves else []
     return f"<h2>Machine</h2>{render_pairs(start.host or 'host', [*start.machine.items(), *size])}"
 
@@ -457,7 +550,7 @@ def _tail(content: ReportContent) -> str:
     if not content.tail:
         return ""
     is_open = " open" if content.is_foreign or content.summary.state == "failed" else ""
-    text = f"<pre>{escape(content.tail)}</pre>"
+    text = f'<div class="tail"><pre>{escape(content.tail)}</pre></div>'
     return f"<h2>Output</h2><details{is_open}><summary>The last lines</summary>{text}</details>"
 
 
