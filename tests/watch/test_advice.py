@@ -18,7 +18,7 @@ from shardway.rundir.directory import RunDir
 from shardway.telemetry.store import HostTelemetry
 from shardway.watch.advice import advise, advise_on, judge_gpus
 from shardway.watch.advice_rules import ADVICE_RULES
-from shardway.watch.evidence import gather
+from shardway.watch.evidence import MOST_STRETCHES, FoldedEvents, fold, gather
 from shardway.watch.findings import Advice
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench/watch"))
@@ -168,3 +168,41 @@ def test_the_page_has_every_rule(request: pytest.FixtureRequest) -> None:
     names = [rule.name for rule in ADVICE_RULES]
     assert len(set(names)) == len(names)
     assert {name for rule in ADVICE_RULES for name in rule.hides} <= set(names)
+
+
+def test_a_first_look_at_a_long_run_finds_what_all_events_show(tmp_path: Path) -> None:
+    """Most steps are left out, and memory does not grow with them."""
+    job = _job()
+    job.length_s, job.period_s, job.data, job.save_every_s = 3600, 0.1, 0.2, 120.0
+    run, hosts = scenarios.simulate(job, tmp_path / "run")
+    path = tmp_path / "run/events/rank-00000.jsonl"
+    read = list(run.follow_events().catch_up(most_steps=200))
+    assert 4 * len(read) < len(path.read_text().splitlines())
+    quick, whole = fold(read), fold(run.all_events())
+    shares = [gather(run, hosts, each).data_share for each in (quick, whole)]
+    periods = [gather(run, hosts, each).step_ms for each in (quick, whole)]
+    assert shares == pytest.approx([0.2, 0.2], abs=0.01)
+    assert periods == pytest.approx([100, 100], rel=0.02)
+    assert advise_on(gather(run, hosts, quick))[0].rule == "data-wait"
+    steps = FoldedEvents()
+    for number in range(1, 3 * MOST_STRETCHES):
+        steps.update({"event": "step", "step": number, "seconds": 0.8, "time": 1e9 + number})
+    found = steps.list_steps()
+    assert found is not None
+    assert len(found.count) <= MOST_STRETCHES
+    assert (found.last, found.period_s, found.between_share) == (1e9 + 3 * MOST_STRETCHES - 1, 1.0, pytest.approx(0.2))
+
+
+def test_a_job_that_ended_for_memory_is_no_news_once_the_next_one_runs(tmp_path: Path) -> None:
+    run, hosts = scenarios.simulate(_job(), tmp_path / "run")
+    attempt = tmp_path / "run/attempts/0001"
+    (attempt / "result.json").write_text(
+        json.dumps({"state": "out_of_memory", "reason": "", "job": "101", "ended": 9.0})
+    )
+    assert [each.rule for each in advise_on(gather(run, hosts))] == ["out-of-memory"]
+    following = tmp_path / "run/attempts/0002"
+    following.mkdir()
+    for name in ("submission.json", "started.json"):
+        assert advise_on(gather(run, hosts)) != []
+        (following / name).write_text((attempt / name).read_text())
+    assert advise_on(gather(run, hosts)) == []

@@ -25,15 +25,27 @@ from shardway.watch.advice_rules import (
     THROTTLE,
     WAITING_POWER,
 )
-from shardway.watch.evidence import Evidence, GpuEvidence, find_rise, gather, mean, quantile, share, view_hosts
+from shardway.watch.evidence import (
+    Evidence,
+    FoldedEvents,
+    GpuEvidence,
+    find_rise,
+    gather,
+    mean,
+    quantile,
+    share,
+    view_hosts,
+)
 from shardway.watch.findings import Advice, GpuVerdict
 
 
 def advise(
-    run: RunDir, hosts: Sequence[HostTelemetry] | None = None, events: Iterable[Event] | None = None
+    run: RunDir,
+    hosts: Sequence[HostTelemetry] | None = None,
+    events: Iterable[Event] | FoldedEvents | None = None,
 ) -> list[Advice]:
     """What is found wrong with a run, most important first; empty where there is nothing to change. `hosts` and
-    `events`: its telemetry, and every event of rank 0, where they were read already."""
+    `events`: its telemetry, and the events of rank 0, where they were read already."""
     return advise_on(gather(run, hosts, events))
 
 

@@ -167,9 +167,11 @@ def _out_of_memory(evidence: Evidence) -> Iterator[Advice]:
         first, last = quantile(kills, 0.0), quantile(kills, 1.0)
         if first is not None and last is not None and last > first:
             killed[host.host] = int(last - first)
-    results = [each.result for each in evidence.attempts if each.result is not None]
-    ended = bool(results) and results[-1].state == Ending.OUT_OF_MEMORY
-    of_device = _DEVICE_MEMORY.search(evidence.log + (results[-1].reason if results else ""))
+    begun = [each for each in evidence.attempts if each.started is not None or each.result is not None]
+    result = begun[-1].result if begun else None
+    ended = result is not None and result.state == Ending.OUT_OF_MEMORY
+    reason = result.reason if result is not None else ""
+    of_device = _DEVICE_MEMORY.search(evidence.log + reason)
     check = "run it again: the peak of the memory in the report stays below the limit"
     if killed:
         host = next(host for host in evidence.hosts if host.host in killed)
@@ -184,7 +186,7 @@ def _out_of_memory(evidence: Evidence) -> Iterator[Advice]:
             check,
         )
     elif of_device or ended:
-        what = f'the log has "{of_device[0]}"' if of_device else f"the attempt ended so: {results[-1].reason}"
+        what = f'the log has "{of_device[0]}"' if of_device else f"the attempt ended so: {reason or Ending.OUT_OF_MEMORY}"
         do = (
             'halve train.micro_batch (the global batch stays), or recompute.mode = "selective"'
             if evidence.has_events and of_device
@@ -212,8 +214,7 @@ def _hang(evidence: Evidence) -> Iterator[Advice]:
     if not evidence.hosts:
         return
     if steps is not None and progress is not None:
-        last = float(steps.ended[-1])
-        known = [last, *(save.time for save in progress.saves), *(each.time for each in progress.validations)]
+        known = [steps.last, *(save.time for save in progress.saves), *(each.time for each in progress.validations)]
         stalled_s = evidence.now - max(known)
         most_s = max(STALLED_S, STALLED_STEPS * (steps.period_s or 0.0))
         if progress.ending is not None or evidence.state in ("finished", "stopped") or stalled_s < most_s:

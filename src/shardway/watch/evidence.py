@@ -2,6 +2,7 @@
 
 Invariants:
 - Gathering never raises for what a run directory may hold; a fact that is not there is None or empty, never a guess.
+- Events are folded once, in bounded memory: of many steps an even choice is kept, each with its own time.
 - Only the newest start of the samplers counts (the one before it where the newest is too short), so that attempts on
   other nodes are not mixed.
 - `steady` samples leave out start-up, the first steps, saves, validations and the end. A foreign command has no events:
@@ -24,7 +25,7 @@ from shardway.rundir.attempts import Attempt, Result, Submission
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.telemetry.store import DeviceInfo, HostTelemetry, NodeInfo, read_telemetry
-from shardway.watch.facts import number, seconds
+from shardway.watch.facts import number, seconds, whole
 from shardway.watch.progress import RunProgress, TimeAccount
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ FEWEST_SAMPLES = 60
 SAME_START_S = 300.0  # samplers of one start begin within so many seconds of each other
 WARM_STEPS = 10  # steps that compile, warm up and allocate
 MARGIN_S = 2.0  # around saves and validations: clocks of two hosts, and the time of a sample
+MOST_STRETCHES = 8192  # of steps that are kept
 LOG_BYTES = 1 << 17  # of each end of a log that is searched
 
 
@@ -219,32 +221,107 @@ class AttemptEvidence:
 
 @dataclass(frozen=True)
 class StepEvidence:
-    """The steps of the last start: when each ended (Unix seconds), what it took by itself, and which of them stand for
-    a usual one (not among the first, no save or validation before it)."""
+    """The steps of the last start. `warm` and `last`: when the first steps, which compile and allocate, and the last
+    one ended (Unix seconds). Arrays of usual stretches of one or more steps (none of the first ones, no save or
+    validation inside): `count` of steps; `passed`, seconds from the end of the step before; `took`, of those, in
+    steps."""
 
-    ended: Any
+    warm: float
+    last: float
+    count: Any
+    passed: Any
     took: Any
-    usual: Any
-
-    @cached_property
-    def gaps(self) -> Any:
-        """Seconds from the end of the step before, of usual steps."""
-        import numpy as np
-
-        return np.diff(self.ended, prepend=self.ended[:1])[self.usual]
 
     @property
     def period_s(self) -> float | None:
         """Median seconds from step to step, usual ones."""
-        return quantile(self.gaps, 0.5)
+        return quantile(self.passed / self.count, 0.5)
 
     @property
     def between_share(self) -> float | None:
         """The share of usual steps' time that passes between steps: waiting for data, and a script's own work."""
-        total = float(self.gaps.sum())
-        if len(self.gaps) < WARM_STEPS or total <= 0:
+        total = float(self.passed.sum())
+        if self.count.sum() < WARM_STEPS or total <= 0:
             return None
-        return max(0.0, 1.0 - float(self.took[self.usual].sum()) / total)
+        return max(0.0, 1.0 - float(self.took.sum()) / total)
+
+
+Break = tuple[float, float]
+"""A save or a validation: its begin and end (Unix seconds)."""
+
+
+class FoldedEvents:
+    """What advice needs of a run's events, given in the order written. Some steps may be left out, as in a first look
+    at a long file: a step stands for those between it and the one before it."""
+
+    def __init__(self, progress: RunProgress | None = None) -> None:
+        self.progress = progress or RunProgress()
+        self.breaks: list[Break] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget the steps: a start begins, or the run goes back."""
+        self._first: list[tuple[int, float]] = []  # steps of this start until then, and when they ended
+        self._rows: list[tuple[float, float, int, float]] = []  # end of a stretch, seconds, steps, seconds in steps
+        self._stride, self._seen, self._steps = 1, 0, 0
+        self._last: tuple[int, float] | None = None
+
+    def update(self, event: Event) -> None:
+        """Add one event."""
+        self.progress.update(event)
+        name = event["event"]
+        if name in ("started", "rolled_back"):
+            self._begin()
+            return
+        at, spent_s = seconds(event, "time"), number(event, "seconds")
+        if at is None:
+            return
+        if name == "step":
+            if spent_s is not None:
+                self._add_step(whole(event, "step"), at, spent_s)
+        elif name in ("saved", "validation", "validation_stopped"):
+            self.breaks.append((at - (spent_s or 0.0), at))
+
+    def _add_step(self, step: int | None, at: float, spent_s: float) -> None:
+        last_step, last_at = self._last or (None, at)
+        count = step - last_step if step is not None and last_step is not None else 1
+        self._last = (step if step is not None else (last_step or 0) + 1, at)
+        if count < 1 or at < last_at:
+            return
+        self._steps += count
+        if len(self._first) < WARM_STEPS:
+            self._first.append((self._steps, at))
+        self._seen += 1
+        if last_step is None or self._seen % self._stride:
+            return
+        self._rows.append((at, at - last_at, count, spent_s * count))
+        if len(self._rows) == MOST_STRETCHES:
+            self._rows, self._stride = self._rows[1::2], 2 * self._stride
+
+    def list_steps(self) -> StepEvidence | None:
+        """The steps of the last start; None before the first."""
+        if self._last is None or not self._first:
+            return None
+        import numpy as np
+
+        warm_steps = min(WARM_STEPS, max(1, self._steps // 4))
+        warm = next((at for steps, at in self._first if steps >= warm_steps), self._first[-1][1])
+        ended, passed, count, took = np.array(self._rows or [(0.0, 0.0, 1, 0.0)], np.float64).T
+        usual = (ended > warm) & np.isfinite(took) & bool(self._rows)
+        for begin, end in self.breaks:
+            # Every step that it falls into, also where a save is written in the background.
+            first, last = np.searchsorted(ended, begin), np.searchsorted(ended - passed, end)
+            usual[first:last] = False
+        return StepEvidence(warm, self._last[1], count[usual], passed[usual], took[usual])
+
+
+def fold(events: Iterable[Event]) -> FoldedEvents:
+    """Events folded, as far as they can be read."""
+    folded = FoldedEvents()
+    with contextlib.suppress(ShardwayError, OSError):
+        for event in events:
+            folded.update(event)
+    return folded
 
 
 @dataclass(frozen=True)
@@ -365,11 +442,18 @@ def _estimate(evidence: Evidence, changed: Mapping[str, Any]) -> Any:
 
 
 def gather(
-    run: RunDir, hosts: Sequence[HostTelemetry] | None = None, events: Iterable[Event] | None = None
+    run: RunDir,
+    hosts: Sequence[HostTelemetry] | None = None,
+    events: Iterable[Event] | FoldedEvents | None = None,
 ) -> Evidence:
-    """All that is known of a run. `hosts` and `events`: its telemetry, and every event of rank 0, where they were read
-    already."""
-    progress, breaks, ended, took = _fold_events(run.all_events() if events is None else events)
+    """All that is known of a run. `hosts` and `events`: its telemetry, and the events of rank 0, where they were read
+    already. Else events are read as in a first look: all but most of the steps, which is many times faster."""
+    folded = (
+        events
+        if isinstance(events, FoldedEvents)
+        else fold(run.follow_events().catch_up() if events is None else events)
+    )
+    progress = folded.progress
     status = run.read_status()
     account = progress.book.account(status, None) if progress.attempts else None
     attempts: list[AttemptEvidence] = []
@@ -379,8 +463,8 @@ def gather(
     with contextlib.suppress(ShardwayError, OSError):
         values = run.read_resolved()
     telemetry = read_telemetry(run.telemetry_folder) if hosts is None else hosts
-    steps = _make_steps(ended, took, breaks)
-    found = view_hosts(telemetry, steps, breaks)
+    steps = folded.list_steps()
+    found = view_hosts(telemetry, steps, folded.breaks)
     ends = [float(host.times[-1]) for host in found]
     state = status.get("state")
     return Evidence(
@@ -395,43 +479,6 @@ def gather(
         state=state if isinstance(state, str) else "",
         run=run,
     )
-
-
-Break = tuple[float, float]
-"""A save or a validation: its begin and end."""
-
-
-def _fold_events(events: Iterable[Event]) -> tuple[RunProgress, list[Break], list[float], list[float]]:
-    """The progress, the breaks between steps, and the end and time of each step of the last start."""
-    progress, breaks = RunProgress(), list[Break]()
-    ended, took = list[float](), list[float]()
-    with contextlib.suppress(ShardwayError, OSError):
-        for event in events:
-            progress.update(event)
-            name, at, spent_s = event["event"], seconds(event, "time"), number(event, "seconds")
-            if name in ("started", "rolled_back"):
-                ended, took = [], []
-            elif at is None:
-                continue
-            elif name == "step" and spent_s is not None:
-                ended.append(at)
-                took.append(spent_s)
-            elif name in ("saved", "validation", "validation_stopped"):
-                breaks.append((at - (spent_s or 0.0), at))
-    return progress, breaks, ended, took
-
-
-def _make_steps(ended: list[float], took: list[float], breaks: Sequence[Break]) -> StepEvidence | None:
-    if not ended:
-        return None
-    import numpy as np
-
-    at, usual = np.array(ended), np.ones(len(ended), bool)
-    usual[: min(WARM_STEPS, max(1, len(ended) // 4))] = False
-    for begin, end in breaks:
-        first, last = np.searchsorted(at, [begin, end])
-        usual[first : last + 1] = False  # the step in which it falls, also where it is written in the background
-    return StepEvidence(at, np.array(took), usual & np.isfinite(at))
 
 
 def _read_attempt(attempt: Attempt) -> AttemptEvidence:
@@ -510,9 +557,8 @@ def _find_work(cut: Sequence[Cut], steps: StepEvidence | None) -> Break:
     """When the work began and ended: by the steps, or by the accelerators' use."""
     first = min(float(times[0]) for _, times, _ in cut)
     last = max(float(times[-1]) for _, times, _ in cut)
-    if steps is not None and len(steps.ended) and steps.ended[-1] > first:
-        warm = min(WARM_STEPS, max(1, len(steps.ended) // 4))
-        return float(steps.ended[warm - 1]), min(float(steps.ended[-1]), last)
+    if steps is not None and steps.last > first:
+        return steps.warm, min(steps.last, last)
     found = [each for each in (_find_use(times, series) for _, times, series in cut) if each is not None]
     if not found:
         return first + min(_QUIET_START_S, 0.2 * (last - first)), last
