@@ -27,6 +27,8 @@ from shardway.watch.words import render_size
 LOW_USE = 75.0  # percent; LLview and jobstats warn at 25 and 15, long after the money is gone
 FULL_USE = 85.0  # percent, from which an accelerator always has a kernel
 WAITING_POWER = 0.45  # of the power limit: a collective that spins draws 30 to 40 %
+LIKELY_POWER = 0.50  # up to here it may be waiting, or work that memory limits: a hint
+APART_POWER = 0.20  # of the limit, between a step's phases where samples are dense enough to show them
 STARVED_SM = 35.0  # percent of multiprocessors: a collective occupies some tens of 132, a small kernel too
 MEMORY_BOUND = 45.0  # percent of DRAM cycles: low power is then the memory's doing
 DATA_SHARE, SAVE_SHARE, VALIDATION_SHARE = 0.05, 0.05, 0.25
@@ -42,7 +44,7 @@ PHASE_SHARE, PHASE_S = 0.25, 900.0
 FREE_MEMORY = 0.5
 NO_TENSOR, TENSOR_SM = 1.0, 40.0  # percent of time
 HOT_SHARE, CAP_SHARE, CAPPED_CLOCK, LOWERED_LIMIT = 0.01, 0.5, 0.75, 0.85
-QUIET_IB, BUSY_NET = 1e6, 30e6  # bytes per second
+QUIET_IB, BUSY_NET, QUIET_LINK = 1e6, 30e6, 20e6  # bytes per second
 HOST_CORES = (0.7, 1.7)  # cores of the job an accelerator: one thread that launches kernels
 
 THROTTLE = {
@@ -122,6 +124,14 @@ def _power(gpus: Iterable[GpuEvidence]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+def _list_known(
+    gpus: Sequence[GpuEvidence], read: Callable[[GpuEvidence], float | None]
+) -> list[tuple[GpuEvidence, float]]:
+    """The accelerators with a value, if at least half of them have one: a series may be missing for some."""
+    found = [(gpu, value) for gpu in gpus if (value := read(gpu)) is not None]
+    return found if 2 * len(found) >= len(gpus) else []
+
+
 def _use(evidence: Evidence) -> float | None:
     return _average(evidence.used, "use_percent")
 
@@ -186,7 +196,9 @@ def _out_of_memory(evidence: Evidence) -> Iterator[Advice]:
             check,
         )
     elif of_device or ended:
-        what = f'the log has "{of_device[0]}"' if of_device else f"the attempt ended so: {reason or Ending.OUT_OF_MEMORY}"
+        what = (
+            f'the log has "{of_device[0]}"' if of_device else f"the attempt ended so: {reason or Ending.OUT_OF_MEMORY}"
+        )
         do = (
             'halve train.micro_batch (the global batch stays), or recompute.mode = "selective"'
             if evidence.has_events and of_device
@@ -623,8 +635,8 @@ def _find_odd_node(gpus: dict[str, list[GpuEvidence]]) -> tuple[str, str, float 
     def rows(read: Callable[[GpuEvidence], float | None]) -> dict[str, tuple[float, float]] | None:
         found = {}
         for host, each in gpus.items():
-            known = [value for gpu in each if (value := read(gpu)) is not None]
-            if len(known) < len(each) or not known:
+            known = [value for _, value in _list_known(each, read)]
+            if not known:
                 return None
             found[host] = (sum(known) / len(known), max(known) - min(known))
         return found
@@ -708,23 +720,25 @@ def _imbalance(evidence: Evidence) -> Iterator[Advice]:
     gpus = evidence.used
     if len(gpus) < 2 or len({gpu.device.name for gpu in gpus}) > 1:
         return
-    for what, values, unit in (
-        ("use", [gpu.use for gpu in gpus], "% use"),
-        ("power", [None if gpu.power_share is None else 100 * gpu.power_share for gpu in gpus], "% of the power limit"),
-    ):
-        known = [value for value in values if value is not None]
-        if len(known) < len(gpus):
+    readers: tuple[tuple[str, Callable[[GpuEvidence], float | None], float, str], ...] = (
+        ("use", lambda gpu: gpu.use, 1.0, "% use"),
+        ("power", lambda gpu: gpu.power_share, 100.0, "% of the power limit"),
+    )
+    for what, read, scale, unit in readers:
+        rows = [(gpu, scale * value) for gpu, value in _list_known(gpus, read)]
+        if len(rows) < 2:
             continue
+        known = [value for _, value in rows]
         high, low, middle = max(known), min(known), sum(known) / len(known)
         if middle <= 0 or (high - low) / middle <= APART * (1.0 if what == "use" else 1.25):
             continue
         if what == "power" and min(gpu.use or 0.0 for gpu in gpus) < LOW_USE:
             continue
-        top, bottom = gpus[known.index(high)], gpus[known.index(low)]
+        top, bottom = rows[known.index(high)][0], rows[known.index(low)][0]
         late = bottom if what == "use" else top
         yield Advice(
             "imbalance",
-            f"{top.place} shows {high:.0f} {unit}, {bottom.place} {low:.0f}; the mean of {len(gpus)} is {middle:.0f}: "
+            f"{top.place} shows {high:.0f} {unit}, {bottom.place} {low:.0f}; the mean of {len(rows)} is {middle:.0f}: "
             f"the others wait for {late.place}",
             _even_out(evidence),
             "shardway report: the rows of power and use are alike; the step is shorter",
@@ -851,23 +865,32 @@ def _host_bound(evidence: Evidence) -> Iterator[Advice]:
 @_rule(
     "communication",
     3,
-    when=f"several accelerators above {FULL_USE:.0f} % of use, but below {STARVED_SM:.0f} % of multiprocessors, or (if "
-    f"that is not measured) below {WAITING_POWER:.0%} of the power limit, without much memory traffic",
+    when=f"several accelerators above {FULL_USE:.0f} % of use, but below {STARVED_SM:.0f} % of multiprocessors with "
+    f"little memory traffic; where that is not measured: below {WAITING_POWER:.0%} of the power limit (a hint below "
+    f"{LIKELY_POWER:.0%}) or, where the phases of a step show, in most samples; and not without traffic between them",
     why="a collective that waits keeps a kernel on the device: full use, low power",
     do="fewer or larger messages: a larger train.micro_batch, parallel axes inside a node (shardway plan)",
     hides=("small-kernels", "small-micro-batch"),
 )
 def _communication(evidence: Evidence) -> Iterator[Advice]:
     gpus = evidence.used
-    if len(gpus) < 2 or not _is_starved(gpus):
+    if len(gpus) < 2 or _is_quiet(evidence):
         return
     use, power, sm = _use(evidence), _power(gpus), _average(gpus, "sm_percent")
+    sure = _is_starved(gpus)
+    waits = None if sure or sm is not None or use is None or use < FULL_USE else _find_waiting(gpus)
+    if waits is not None and waits <= 0.5:
+        return
+    likely = use is not None and use >= FULL_USE and sm is None and power is not None and power < LIKELY_POWER
+    if not (sure or waits or likely):
+        return
     traffic = _mean_of([host.total("ib/", "tx_bytes_per_s") for host in evidence.hosts])
     nvlink = _average(gpus, "nvlink_tx_bytes_per_s")
     words = f"{len(gpus)} accelerators show {_percent(use)} use"
     words += f" at {power:.0%} of the power limit" if power is not None else ""
     words += f", multiprocessors {_percent(sm)}" if sm is not None else ""
-    words += ": they wait in collectives"
+    words += f", and less than {WAITING_POWER:.0%} in {waits:.0%} of the samples" if waits is not None else ""
+    words += ": they wait in collectives" if sure or waits is not None else ": they may wait in collectives"
     words += f"; InfiniBand {traffic / 1e9:.2g} GB/s a node" if traffic is not None else ""
     words += f"; NVLink {nvlink / 1e9:.2g} GB/s each" if nvlink is not None else ""
     if evidence.has_events:
@@ -878,8 +901,40 @@ def _communication(evidence: Evidence) -> Iterator[Advice]:
     else:
         do = "fewer, larger messages: gradient accumulation (no_sync), a larger batch for each rank, fewer ranks"
     percent = 100 - sm if sm is not None else None if power is None else 100 * (1 - power)
+    found = _of_step(evidence, percent if waits is None else 100 * waits)
+    found |= {} if sure or waits is not None else {"severity": "hint"}
     check = "shardway profile: exposed communication; shardway report: power above half of the limit"
-    yield Advice("communication", words, do, check, **_of_step(evidence, percent))
+    yield Advice("communication", words, do, check, **found)
+
+
+def _is_quiet(evidence: Evidence) -> bool:
+    """Whether accelerators exchange nothing: by NVLink on a node, and by no network where there are several nodes."""
+    if not _list_known(evidence.used, lambda gpu: gpu.mean("nvlink_tx_bytes_per_s")):
+        return False
+    sent = [_average(evidence.used, "nvlink_tx_bytes_per_s") or 0.0]
+    if len(evidence.hosts) > 1:
+        found = [(host.total("ib/", "tx_bytes_per_s"), host.total("net/", "tx_bytes_per_s")) for host in evidence.hosts]
+        if any(None in each for each in found):
+            return False
+        sent += [value for each in found for value in each if value is not None]
+    return max(sent) < QUIET_LINK
+
+
+def _find_waiting(gpus: Sequence[GpuEvidence]) -> float | None:
+    """The share of samples at low power, where the phases of a step are long enough to show in the samples; else None.
+    The mean hides it: a third of a step at full power lifts it above that of waiting."""
+    import numpy as np
+
+    shares = []
+    for gpu in gpus:
+        power, limit = gpu.over("power_w", gpu.steady), gpu.power_limit_w
+        low, high = quantile(power, 0.1), quantile(power, 0.9)
+        if low is None or high is None or not limit:
+            continue
+        if low >= WAITING_POWER * limit or high - low < APART_POWER * limit:
+            return None
+        shares.append(share(power[np.isfinite(power)] < (low + high) / 2))
+    return _mean_of(shares)
 
 
 def _is_starved(gpus: Sequence[GpuEvidence]) -> bool:
@@ -898,18 +953,19 @@ def _is_starved(gpus: Sequence[GpuEvidence]) -> bool:
     "small-kernels",
     3,
     when=f"one accelerator above {FULL_USE:.0f} % of use, but below {STARVED_SM:.0f} % of multiprocessors (or "
-    f"{WAITING_POWER:.0%} of the power limit)",
+    f"{WAITING_POWER:.0%} of the power limit); or several that send each other nothing",
     why="use counts a kernel of one block like one that fills the device",
     do="a larger train.micro_batch, train.compile",
 )
 def _small_kernels(evidence: Evidence) -> Iterator[Advice]:
     gpus = evidence.used
-    if len(gpus) != 1 or not _is_starved(gpus):
+    if not gpus or not _is_starved(gpus) or (len(gpus) > 1 and not _is_quiet(evidence)):
         return
-    use, power, sm = gpus[0].use, gpus[0].power_share, gpus[0].mean("sm_percent")
-    words = f"{gpus[0].place} shows {_percent(use)} use"
-    words += f" at {power:.0%} of its power limit" if power is not None else ""
-    words += f", but {_percent(sm)} of its multiprocessors work" if sm is not None else ""
+    use, power, sm = _use(evidence), _power(gpus), _average(gpus, "sm_percent")
+    words = f"{_list_places(gpus)}: {_percent(use)} use"
+    words += f" at {power:.0%} of the power limit" if power is not None else ""
+    words += f", but {_percent(sm)} of the multiprocessors work" if sm is not None else ""
+    words += "; nothing is sent between them" if len(gpus) > 1 else ""
     micro = evidence.value("train", "micro_batch")
     do = (
         f'a larger train.micro_batch (now {micro}), train.compile = "model"'
@@ -1179,11 +1235,12 @@ def _small_micro_batch(evidence: Evidence) -> Iterator[Advice]:
         size = evidence.value("parallel", axis)
         split *= size if isinstance(size, int) else 1
     passes = start.samples_per_step * split / (start.world * micro)
-    peaks = [(gpu.memory_max, gpu.memory_bytes) for gpu in evidence.used]
-    if passes < 2 or any(not peak or not whole for peak, whole in peaks):
-        return
-    part = max(peak / whole for peak, whole in peaks if peak and whole)
-    if part >= FREE_MEMORY:
+    peaks = _list_known(
+        evidence.used,
+        lambda gpu: gpu.memory_max / gpu.memory_bytes if gpu.memory_max and gpu.memory_bytes else None,
+    )
+    part = max((share for _, share in peaks), default=1.0)
+    if passes < 2 or part >= FREE_MEMORY:
         return
     before, after = evidence.plan(), evidence.plan(micro_batch=2 * micro)
     percent = None
