@@ -19,7 +19,7 @@ from shardway.telemetry.store import HostTelemetry
 from shardway.watch.advice import advise, advise_on, judge_gpus
 from shardway.watch.advice_rules import ADVICE_RULES
 from shardway.watch.evidence import MOST_STRETCHES, FoldedEvents, fold, gather
-from shardway.watch.findings import Advice
+from shardway.watch.findings import Advice, describe_coverage
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench/watch"))
 import scenarios
@@ -206,3 +206,26 @@ def test_a_job_that_ended_for_memory_is_no_news_once_the_next_one_runs(tmp_path:
         assert advise_on(gather(run, hosts)) != []
         (following / name).write_text((attempt / name).read_text())
     assert advise_on(gather(run, hosts)) == []
+
+
+def test_a_verdict_is_about_one_start_and_names_it(tmp_path: Path) -> None:
+    """All four worked in the first start; in the second, one of them does."""
+    first, second = _job(1), _job(2)
+    second.idle = {(0, 1), (0, 2), (0, 3)}
+    found = []
+    for job, later_s in ((first, 0.0), (second, 5000.0)):
+        (host,) = scenarios.simulate(job, tmp_path / str(later_s))[1]
+        info = replace(host.info, started=host.info.started + later_s)
+        found.append(replace(host, infos=(info,), times=host.times + later_s))
+    names = found[0].series.keys() & found[1].series.keys()
+    series = {name: np.append(found[0].series[name], found[1].series[name]) for name in names}
+    infos, times = (*found[0].infos, *found[1].infos), np.append(found[0].times, found[1].times)
+    (alone, both) = (
+        judge_gpus([each]) for each in (found[1], replace(found[0], infos=infos, times=times, series=series))
+    )
+    assert [each.verdict for each in both] == ["used", "idle", "idle", "idle"]
+    assert [each.use_mean for each in both] == [each.use_mean for each in alone]
+    assert {(each.start, each.starts) for each in both} == {(2, 2)}
+    assert (both[0].since, both[0].until) == (found[1].times[0], found[1].times[-1])
+    assert describe_coverage(alone) == ""
+    assert describe_coverage(both) == "start 2 of 2, 14:59"

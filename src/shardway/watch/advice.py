@@ -29,8 +29,10 @@ from shardway.watch.evidence import (
     Evidence,
     FoldedEvents,
     GpuEvidence,
+    HostEvidence,
     find_rise,
     gather,
+    list_starts,
     mean,
     quantile,
     share,
@@ -67,14 +69,17 @@ def advise_on(evidence: Evidence) -> list[Advice]:
 
 
 def judge_gpus(hosts: Sequence[HostTelemetry]) -> list[GpuVerdict]:
-    """A verdict for each accelerator of the newest start, by its hardware's samples alone."""
+    """A verdict for each accelerator of the newest start (the one before it where the newest has too few samples), by
+    its hardware's samples alone."""
+    starts = list_starts(hosts)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        return [_judge(gpu) for host in view_hosts(hosts) for gpu in host.gpus]
+        return [_judge(gpu, host, starts) for host in view_hosts(hosts) for gpu in host.gpus]
 
 
-def _judge(gpu: GpuEvidence) -> GpuVerdict:
+def _judge(gpu: GpuEvidence, host: HostEvidence, starts: Sequence[Sequence[float]]) -> GpuVerdict:
     use = gpu.all("use_percent")
+    before = sum(max(group) < host.info.started for group in starts)
     return GpuVerdict(
         gpu.host,
         gpu.device.index,
@@ -84,6 +89,10 @@ def _judge(gpu: GpuEvidence) -> GpuVerdict:
         gpu.memory_max,
         mean(gpu.all("power_w")),
         find_rise(gpu.all("energy_j")),
+        start=before + 1,
+        starts=len(starts),
+        since=float(host.times[0]),
+        until=float(host.times[-1]),
     )
 
 

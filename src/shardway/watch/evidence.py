@@ -527,19 +527,23 @@ def view_hosts(
 Cut = tuple[NodeInfo, Any, Mapping[str, Any]]
 
 
-def _cut_to_start(telemetry: Sequence[HostTelemetry]) -> list[Cut]:
-    import numpy as np
-
-    starts = sorted({info.started for host in telemetry for info in host.infos}, reverse=True)
+def list_starts(telemetry: Iterable[HostTelemetry]) -> list[list[float]]:
+    """The starts of a run's samplers, the newest first: when those of each began on their hosts (Unix seconds)."""
     groups: list[list[float]] = []
-    for start in starts:
+    for start in sorted({info.started for host in telemetry for info in host.infos}, reverse=True):
         if groups and groups[-1][0] - start <= SAME_START_S:
             groups[-1].append(start)
         else:
             groups.append([start])
+    return groups
+
+
+def _cut_to_start(telemetry: Sequence[HostTelemetry]) -> list[Cut]:
+    import numpy as np
+
     found: list[Cut] = []
     until = np.inf
-    for group in groups[:2]:
+    for group in list_starts(telemetry)[:2]:
         begin, chosen = min(group), list[Cut]()
         for host in telemetry:
             info = next((each for each in reversed(host.infos) if each.started in group), None)
