@@ -96,6 +96,15 @@ def test_a_device_that_no_catalogue_knows_gets_no_guess(tmp_path: Path) -> None:
     assert _look(known, tmp_path / "known")[2][0].rule == "no-tensor-cores"
 
 
+def test_cores_that_others_keep_busy_are_not_too_few(tmp_path: Path) -> None:
+    job = _job()
+    job.bound, job.allowed, job.data, job.load = 2, 2, 0.4, 13.0
+    run, (host,) = scenarios.simulate(job, tmp_path / "run")
+    assert advise_on(gather(run, [host]))[0].rule == "too-few-cores"
+    shared = {**host.series, "cpu/job_cores": np.full(len(host.times), 0.3, np.float32)}
+    assert advise_on(gather(run, [replace(host, series=shared)]))[0].rule == "data-wait"
+
+
 def test_thermal_slowdown_counts_and_a_power_cap_at_full_clock_does_not(tmp_path: Path) -> None:
     run, hosts = scenarios.simulate(_job(), tmp_path / "run")
     bits = np.full(len(hosts[0].times), 4.0, np.float32)

@@ -81,3 +81,18 @@ def test_names_that_do_not_exist_are_found() -> None:
 def test_every_rule_has_a_scenario_that_it_is_right_for() -> None:
     drawn = {rule for scenario in scenarios.SCENARIOS for rule in scenario.right}
     assert drawn == {rule.name for rule in ADVICE_RULES}
+
+
+def test_a_rule_gives_advice_under_its_own_name() -> None:
+    """By this name other rules hide it."""
+    tree = ast.parse((FOLDER / "advice_rules.py").read_text(encoding="utf-8"))
+    checked = 0
+    for function in (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list):
+        (call,) = function.decorator_list
+        assert isinstance(call, ast.Call)
+        given = [
+            node for node in ast.walk(function) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Advice"
+        ]
+        assert {ast.unparse(node.args[0]) for node in given} == {ast.unparse(call.args[0])}
+        checked += 1
+    assert checked == len(ADVICE_RULES)

@@ -483,8 +483,8 @@ def _gpu_load(evidence: Evidence) -> float | None:
 @_rule(
     "too-few-cores",
     2,
-    when=f"the job's cores are {SATURATED:.0f} % busy, they are at most half of the node's (or more threads want to "
-    "run than there are cores), and accelerators wait",
+    when=f"the job's cores are {SATURATED:.0f} % busy, most of that with its own work, they are at most half of the "
+    "node's (or more threads want to run than there are cores), and accelerators wait",
     why="srun gives a task one core unless it is asked for more; loader processes then share it",
     do="--cpus-per-task, and export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before srun",
     hides=_LOW,
@@ -492,8 +492,11 @@ def _gpu_load(evidence: Evidence) -> float | None:
 def _too_few_cores(evidence: Evidence) -> Iterator[Advice]:
     for host in evidence.hosts:
         use, allowed = host.mean("cpu/use_percent"), len(host.info.allowed_cores)
+        own = host.mean("cpu/job_cores")
         if use is None or use < SATURATED or not allowed:
             continue
+        if own is not None and own < 0.5 * allowed * use / 100:
+            continue  # others keep these cores busy
         load, threads, cores = host.mean("cpu/load"), quantile(host.get("cpu/threads"), 0.5), host.info.cores
         gpus = [gpu for gpu in host.gpus if gpu.is_idle is False]
         if gpus:
