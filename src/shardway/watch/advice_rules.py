@@ -36,6 +36,7 @@ PROBLEM_PERCENT = 10.0  # of a step, from which a finding is a problem and not a
 APART = 0.20  # (max - min) / mean from which ranks are imbalanced; Open XDMoD's homogeneity
 SLOW_CLOCK = 0.90  # of the other nodes' clock
 SATURATED, BUSY_CORE, QUIET_CORE = 90.0, 85.0, 15.0  # percent of a core
+OWN_WORK = 0.2  # of what keeps the cores busy, below which it is the work of others
 LEAK_R2, LEAK_SHARE, LEAK_BYTES, LEAK_S = 0.9, 0.05, 256 * 2**20, 600.0
 TIME_NOTE, TIME_RED, TIME_LEFT_S = 0.60, 0.10, 1800.0  # used over asked; jobstats
 SHORT_S = 60.0
@@ -483,7 +484,7 @@ def _gpu_load(evidence: Evidence) -> float | None:
 @_rule(
     "too-few-cores",
     2,
-    when=f"the job's cores are {SATURATED:.0f} % busy, most of that with its own work, they are at most half of the "
+    when=f"the job's cores are {SATURATED:.0f} % busy, not by the work of others, they are at most half of the "
     "node's (or more threads want to run than there are cores), and accelerators wait",
     why="srun gives a task one core unless it is asked for more; loader processes then share it",
     do="--cpus-per-task, and export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before srun",
@@ -495,7 +496,7 @@ def _too_few_cores(evidence: Evidence) -> Iterator[Advice]:
         own = host.mean("cpu/job_cores")
         if use is None or use < SATURATED or not allowed:
             continue
-        if own is not None and own < 0.5 * allowed * use / 100:
+        if own is not None and own < OWN_WORK * allowed * use / 100:
             continue  # others keep these cores busy
         load, threads, cores = host.mean("cpu/load"), quantile(host.get("cpu/threads"), 0.5), host.info.cores
         gpus = [gpu for gpu in host.gpus if gpu.is_idle is False]
