@@ -17,8 +17,9 @@ from shardway.hardware.probe import find_other_cudnn
 from shardway.rundir.directory import RunDir
 from shardway.telemetry.store import HostTelemetry
 from shardway.watch.advice import advise, advise_on, judge_gpus
+from shardway.watch.advice_events import MOST_STRETCHES, FoldedEvents, fold
 from shardway.watch.advice_rules import ADVICE_RULES
-from shardway.watch.evidence import MOST_STRETCHES, FoldedEvents, fold, gather
+from shardway.watch.evidence import gather
 from shardway.watch.findings import Advice, describe_coverage
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench/watch"))

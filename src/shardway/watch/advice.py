@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.telemetry.store import HostTelemetry
+from shardway.watch.advice_events import FoldedEvents
 from shardway.watch.advice_rules import (
     ADVICE_RULES,
     FULL_USE,
@@ -27,7 +28,6 @@ from shardway.watch.advice_rules import (
 )
 from shardway.watch.evidence import (
     Evidence,
-    FoldedEvents,
     GpuEvidence,
     HostEvidence,
     find_rise,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from shardway.rundir.directory import RunDir
 from shardway.telemetry.store import read_telemetry
 from shardway.watch.advice import advise
-from shardway.watch.evidence import FoldedEvents
+from shardway.watch.advice_events import FoldedEvents
 from shardway.watch.findings import Advice
 
 EVERY_S = 60.0  # between two looks

@@ -2,7 +2,6 @@
 
 Invariants:
 - Gathering never raises for what a run directory may hold; a fact that is not there is None or empty, never a guess.
-- Events are folded once, in bounded memory: of many steps an even choice is kept, each with its own time.
 - Only the newest start of the samplers counts (the one before it where the newest is too short), so that attempts on
   other nodes are not mixed.
 - `steady` samples leave out start-up, the first steps, saves, validations and the end. A foreign command has no events:
@@ -25,7 +24,8 @@ from shardway.rundir.attempts import Attempt, Result, Submission
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.telemetry.store import DeviceInfo, HostTelemetry, NodeInfo, read_telemetry
-from shardway.watch.facts import number, seconds, whole
+from shardway.watch.advice_events import Break, FoldedEvents, StepEvidence, fold
+from shardway.watch.facts import number
 from shardway.watch.progress import RunProgress, TimeAccount
 
 if TYPE_CHECKING:
@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 FEWEST_SAMPLES = 60
 """With fewer samples of a start there are no verdicts on its hardware."""
 SAME_START_S = 300.0  # samplers of one start begin within so many seconds of each other
-WARM_STEPS = 10  # steps that compile, warm up and allocate
 MARGIN_S = 2.0  # around saves and validations: clocks of two hosts, and the time of a sample
-MOST_STRETCHES = 8192  # of steps that are kept
 LOG_BYTES = 1 << 17  # of each end of a log that is searched
 
 
@@ -196,7 +194,7 @@ def _between(name: str, start: str, end: str) -> bool:
     return name.startswith(start) and name.endswith(end)
 
 
-# --- one attempt, and the steps
+# --- one attempt
 
 
 @dataclass(frozen=True)
@@ -217,111 +215,6 @@ class AttemptEvidence:
         if self.result is None or not self.started or self.result.ended <= self.started:
             return None
         return self.result.ended - self.started
-
-
-@dataclass(frozen=True)
-class StepEvidence:
-    """The steps of the last start. `warm` and `last`: when the first steps, which compile and allocate, and the last
-    one ended (Unix seconds). Arrays of usual stretches of one or more steps (none of the first ones, no save or
-    validation inside): `count` of steps; `passed`, seconds from the end of the step before; `took`, of those, in
-    steps."""
-
-    warm: float
-    last: float
-    count: Any
-    passed: Any
-    took: Any
-
-    @property
-    def period_s(self) -> float | None:
-        """Median seconds from step to step, usual ones."""
-        return quantile(self.passed / self.count, 0.5)
-
-    @property
-    def between_share(self) -> float | None:
-        """The share of usual steps' time that passes between steps: waiting for data, and a script's own work."""
-        total = float(self.passed.sum())
-        if self.count.sum() < WARM_STEPS or total <= 0:
-            return None
-        return max(0.0, 1.0 - float(self.took.sum()) / total)
-
-
-Break = tuple[float, float]
-"""A save or a validation: its begin and end (Unix seconds)."""
-
-
-class FoldedEvents:
-    """What advice needs of a run's events, given in the order written. Some steps may be left out, as in a first look
-    at a long file: a step stands for those between it and the one before it."""
-
-    def __init__(self, progress: RunProgress | None = None) -> None:
-        self.progress = progress or RunProgress()
-        self.breaks: list[Break] = []
-        self._begin()
-
-    def _begin(self) -> None:
-        """Forget the steps: a start begins, or the run goes back."""
-        self._first: list[tuple[int, float]] = []  # steps of this start until then, and when they ended
-        self._rows: list[tuple[float, float, int, float]] = []  # end of a stretch, seconds, steps, seconds in steps
-        self._stride, self._seen, self._steps = 1, 0, 0
-        self._last: tuple[int, float] | None = None
-
-    def update(self, event: Event) -> None:
-        """Add one event."""
-        self.progress.update(event)
-        name = event["event"]
-        if name in ("started", "rolled_back"):
-            self._begin()
-            return
-        at, spent_s = seconds(event, "time"), number(event, "seconds")
-        if at is None:
-            return
-        if name == "step":
-            if spent_s is not None:
-                self._add_step(whole(event, "step"), at, spent_s)
-        elif name in ("saved", "validation", "validation_stopped"):
-            self.breaks.append((at - (spent_s or 0.0), at))
-
-    def _add_step(self, step: int | None, at: float, spent_s: float) -> None:
-        last_step, last_at = self._last or (None, at)
-        count = step - last_step if step is not None and last_step is not None else 1
-        self._last = (step if step is not None else (last_step or 0) + 1, at)
-        if count < 1 or at < last_at:
-            return
-        self._steps += count
-        if len(self._first) < WARM_STEPS:
-            self._first.append((self._steps, at))
-        self._seen += 1
-        if last_step is None or self._seen % self._stride:
-            return
-        self._rows.append((at, at - last_at, count, spent_s * count))
-        if len(self._rows) == MOST_STRETCHES:
-            self._rows, self._stride = self._rows[1::2], 2 * self._stride
-
-    def list_steps(self) -> StepEvidence | None:
-        """The steps of the last start; None before the first."""
-        if self._last is None or not self._first:
-            return None
-        import numpy as np
-
-        warm_steps = min(WARM_STEPS, max(1, self._steps // 4))
-        warm = next((at for steps, at in self._first if steps >= warm_steps), self._first[-1][1])
-        ended, passed, count, took = np.array(self._rows or [(0.0, 0.0, 1, 0.0)], np.float64).T
-        usual = (ended > warm) & np.isfinite(took) & bool(self._rows)
-        for begin, end in self.breaks:
-            # Every step that it falls into, also where a save is written in the background.
-            first, last = np.searchsorted(ended, begin), np.searchsorted(ended - passed, end)
-            usual[first:last] = False
-        return StepEvidence(warm, self._last[1], count[usual], passed[usual], took[usual])
-
-
-def fold(events: Iterable[Event]) -> FoldedEvents:
-    """Events folded, as far as they can be read."""
-    folded = FoldedEvents()
-    with contextlib.suppress(ShardwayError, OSError):
-        for event in events:
-            folded.update(event)
-    return folded
 
 
 @dataclass(frozen=True)

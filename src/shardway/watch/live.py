@@ -22,7 +22,7 @@ from rich.style import Style
 from rich.text import Text
 
 from shardway.rundir.events import Event
-from shardway.watch.evidence import FoldedEvents
+from shardway.watch.advice_events import FoldedEvents
 from shardway.watch.facts import ValidatedEvent, measured, read_ending, read_start
 from shardway.watch.findings import Advice
 from shardway.watch.progress import RunProgress
