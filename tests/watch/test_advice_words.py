@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench/watch"))
 import scenarios
 
 FOLDER = Path(watch.__file__).parent
-MODULES = sorted(FOLDER.glob("advice*.py"))
+MODULES = [*sorted(FOLDER.glob("advice*.py")), FOLDER / "trace/rules.py"]
 
 
 def _list_texts(path: Path) -> Iterator[str]:

@@ -334,7 +334,10 @@ def _faults(progress: RunProgress) -> str:
 def _gpus(content: ReportContent) -> str:
     if not content.gpus:
         return ""
-    table = render_table("", ("node", "GPU", "verdict", *COLUMNS[2:]), _gpu_rows(content), words={2})
+    judged = next((gpu for gpu in content.gpus if gpu.start is not None and (gpu.starts or 1) > 1), None)
+    about = f"verdict of start {judged.start} of {judged.starts}" if judged else "verdict"
+    title = "All columns but the verdict are over all starts" if judged else ""
+    table = render_table(title, ("node", "GPU", about, *COLUMNS[2:]), _gpu_rows(content), words={2})
     rows = [row for name, unit, scale in _SPREADS if (row := _spread(content.gpus, name, unit, scale))]
     columns = ("over the GPUs", "lowest", "mean", "highest", "highest less lowest, of the mean")
     spread = render_table("How evenly the GPUs worked", columns, rows) if len(content.gpus) > 1 and rows else ""
