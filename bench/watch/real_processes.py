@@ -3,7 +3,8 @@
     python bench/watch/real_processes.py [--seconds 12]
 
 A program reads files in the process that should launch kernels; eight threads share one of two cores; one of four
-devices works; a collective spins; a device is hot; nothing is wrong. Ten samples a second, so that each takes seconds.
+devices works; a collective spins; a model is small; a power limit was set; a device is hot; nothing is wrong. Ten
+samples a second, so that each takes seconds.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ threads = [threading.Thread(target=work) for _ in range(8)]
 QUIET = "import sys, time; time.sleep(float(sys.argv[1]))"
 
 
-def _device(number: int, use: Any, power: Any, **more: Any) -> dict[str, Any]:
+def _device(number: int, use: Any, power: Any, limit_w: int = 700, **more: Any) -> dict[str, Any]:
     values = {"use_percent": use, "power_w": power, "memory_bytes": 3e10, "sm_clock_mhz": 1900, **more}
     name = "NVIDIA H100 80GB HBM3"
     return {
         "name": name,
         "uuid": f"GPU-{number}",
         "memory_bytes": 8.5e10,
-        "power_limit_w": 700,
+        "power_limit_w": limit_w,
         "gpm": False,
         "mig": [],
         "pids": [],
@@ -70,6 +71,13 @@ CASES: dict[str, tuple[str, str, list[dict[str, Any]], list[str]]] = {
     "reads in its main process": ("data-wait", READS, [_device(0, {"wave": [35, 30, 1.0]}, 250)], []),
     "eight threads on one core": ("too-few-cores", THREADS, [_device(0, 25, 200)], ["taskset", "-c", "0"]),
     "a collective spins": ("communication", QUIET, [_device(n, 100, 240) for n in range(2)], []),
+    "a small model": ("small-kernels", QUIET, [_device(0, 97, 150)], []),
+    "a low power limit": (
+        "power-limit",
+        QUIET,
+        [_device(n, 98, 395, limit_w=400, throttle_bits=4, sm_clock_mhz=1300) for n in range(2)],
+        [],
+    ),
     "a hot device": (
         "throttling",
         QUIET,

@@ -67,6 +67,7 @@ class Job:
     clocks: dict[tuple[int, int], float] = field(default_factory=dict)
     idle: set[tuple[int, int]] = field(default_factory=set)
     hot: dict[tuple[int, int], float] = field(default_factory=dict)
+    cap: float = 1.0  # the power limit that was set, of the part's own
     ecc: tuple[int, int] | None = None
     memory: float = 0.75
     host_cores: float = 1.0  # of the job for each device that works
@@ -90,6 +91,7 @@ class Job:
     machine: dict[str, str] = field(default_factory=dict)
     log: str = ""
     sockets: bool = False
+    linked: bool = False  # whether traffic between devices is always measured
     read: float = 4e7
     result: str = "finished"
     passes: int = 1
@@ -137,10 +139,20 @@ def draw_healthy(rng: np.random.Generator) -> Job:
     job.asked_share = job.pick(None, job.between(0.65, 0.98))
     job.read = math.exp(rng.uniform(math.log(1e5), math.log(3e8)))
     job.values = {
-        "model": {"kind": "transformer", "vocab": 50304, "dim": 2048, "ffn_dim": 5632, "head_dim": 128, "hf": ""},
-        "train": {"micro_batch": 4, "global_batch": 4 * job.nodes * job.per_node},
-        "data": {"workers": job.pick(2, 4, 8)},
-        "parallel": {"tp": 1, "cp": 1, "pp": 1},
+        "model": {
+            "kind": "transformer",
+            "hf": "",
+            "layers": 16,
+            "dim": 2048,
+            "ffn_dim": 5632,
+            "heads": 16,
+            "kv_heads": 16,
+            "head_dim": 128,
+            "vocab": 50304,
+        },
+        "train": {"micro_batch": 4, "global_batch": 4 * job.nodes * job.per_node, "compile": "model"},
+        "data": {"workers": job.pick(2, 4, 8), "seq_len": 1024},
+        "parallel": {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "dp_replicate": 1},
         "checkpoint": {"every": "30 min", "background": job.pick(True, False)},
     }
     return job
@@ -213,12 +225,15 @@ def simulate(job: Job, folder: Path) -> tuple[RunDir, list[HostTelemetry]]:
                 compute, comm = np.zeros(count), np.zeros(count)
             hot = np.zeros(count, bool)
             if place in job.hot:
-                hot = (rng.random(count) < 0.02).cumsum() % 20 < 20 * job.hot[place]
+                hot = (rng.random(count) < max(0.02, 120 / count)).cumsum() % 20 < 20 * job.hot[place]
             speed = np.where(hot, job.between(0.55, 0.8), 1.0) * job.clocks.get(place, 1.0)
+            drawn = rest + (limit - rest) * (compute * job.intensity * speed + comm * job.spin)
+            capped = drawn > job.cap * limit  # a clock that is x times as high takes about x squared of the power
+            speed = np.where(capped, speed * np.sqrt((job.cap * limit - rest) / np.maximum(drawn - rest, 1.0)), speed)
             use = (100 * (compute + comm) + 1.5 * rng.standard_normal(count) * (compute + comm > 0.01)).clip(0, 100)
-            power = rest + (limit - rest) * (compute * job.intensity * speed + comm * job.spin)
+            power = np.minimum(drawn, job.cap * limit)
             power = np.convolve(power, [0.5, 0.3, 0.2])[:count] * job.between(0.97, 1.03)
-            power = (power + 0.01 * limit * rng.standard_normal(count)).clip(rest * 0.9, limit * 1.01)
+            power = (power + 0.01 * limit * rng.standard_normal(count)).clip(rest * 0.9, job.cap * limit * 1.01)
             series[start + "use_percent"] = use
             series[start + "power_w"] = power
             loaded = (t > job.lead_s + 0.5 * job.start_s) & (not is_idle)
@@ -226,7 +241,7 @@ def simulate(job: Job, folder: Path) -> tuple[RunDir, list[HostTelemetry]]:
             series[start + "temperature_c"] = 35 + 35 * power / limit + 15 * hot
             busy = compute + comm > 0.05
             series[start + "sm_clock_mhz"] = np.where(busy, mhz * speed * (1 - 0.01 * rng.random(count)), 0.3 * mhz)
-            bits = np.where(busy, np.where(power > 0.93 * limit, 4, 0), 1) | np.where(
+            bits = np.where(busy, np.where(power > 0.93 * job.cap * limit, 4, 0), 1) | np.where(
                 hot & busy, job.pick(0x20, 0x48), 0
             )
             series[start + "throttle_bits"] = bits
@@ -240,7 +255,7 @@ def simulate(job: Job, folder: Path) -> tuple[RunDir, list[HostTelemetry]]:
                 series[start + "sm_percent"] = compute * job.sm + comm * job.between(8, 22)
                 series[start + "tensor_percent"] = compute * job.tensor
                 series[start + "dram_percent"] = compute * job.dram + comm * job.between(1, 6)
-            if rng.random() < 0.7 and maker == "nvidia":
+            if (rng.random() < 0.7 or job.linked) and maker == "nvidia":
                 series[start + "nvlink_tx_bytes_per_s"] = comm * job.between(1e9, 1e11)
             uses.append(compute + comm)
         working = sum((node, gpu) not in job.idle for gpu in range(job.per_node))
@@ -281,7 +296,7 @@ def simulate(job: Job, folder: Path) -> tuple[RunDir, list[HostTelemetry]]:
         lost = rng.random(count) < 0.002
         kept = {name: np.where(lost, np.nan, values).astype(np.float32) for name, values in series.items()}
         devices = tuple(
-            DeviceInfo(gpu, job.kind, f"GPU-{node}-{gpu}", gib * GIB, float(limit), maker)
+            DeviceInfo(gpu, job.kind, f"GPU-{node}-{gpu}", gib * GIB, job.cap * limit, maker)
             for gpu in range(job.per_node)
         )
         host = f"node{node + 1:02d}"
@@ -318,7 +333,7 @@ def _write_run(
         "step": 0,
         "world": world,
         "device": "cuda",
-        "samples_per_step": 4 * world * job.passes,
+        "samples_per_step": job.values["train"]["micro_batch"] * world * job.passes,
         "tokens_per_step": 4096,
         "machine": job.machine,
         "numerics": {key: [value, "derived"] for key, value in job.numerics.items()},
@@ -353,7 +368,8 @@ def _write_run(
     (folder / "events/rank-00000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "status.json").write_text(json.dumps(status))
     toml = ["format = 1"]
-    for section, values in job.values.items():
+    sections = {**job.values, "parallel": {**job.values["parallel"], "dp_shard": world}}
+    for section, values in sections.items():
         toml += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
     (folder / "resolved.toml").write_text("\n".join(toml) + "\n")
     return run
@@ -542,14 +558,17 @@ def fp32_products(job: Job) -> None:
 def odd_vocabulary(job: Job) -> None:
     _own(job)
     job.kind = job.pick("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H200")
+    job.numerics["precision.compute"] = "bf16"
     job.values["model"]["vocab"] = job.pick(50257, 32001, 128257, 49155)
 
 
 @_scenario("small-micro-batch")
 def memory_left_free(job: Job) -> None:
+    _several(job)  # a device alone gains less than a percent, by the plan
     _own(job)
     job.passes, job.memory = job.pick(4, 8, 16), job.between(0.08, 0.4)
-    job.values["train"] |= {"micro_batch": 4, "global_batch": 4 * job.passes * job.nodes * job.per_node}
+    job.values["train"] |= {"micro_batch": 1, "global_batch": job.passes * job.nodes * job.per_node}
+    job.values["data"]["seq_len"] = 512
 
 
 @_scenario("throttling")
@@ -559,6 +578,39 @@ def hot_device(job: Job) -> None:
     place = job.pick(*job.places())
     job.hot = {place: job.between(0.15, 0.9)}
     job.late = {place: job.between(0.1, 0.4)}
+
+
+@_scenario("power-limit")
+def power_limit_set_low(job: Job) -> None:
+    job.kind = job.pick("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3", "NVIDIA H200")
+    job.numerics["precision.compute"] = "bf16"
+    job.cap, job.intensity = job.between(0.4, 0.7), job.between(0.85, 0.98)
+    job.comm = job.between(0.0, 0.08) * (job.nodes * job.per_node > 1)
+
+
+@_scenario("small-kernels")
+def small_kernels(job: Job) -> None:
+    job.nodes = job.per_node = 1
+    job.comm, job.data, job.host = 0.0, job.between(0, 0.01), job.between(0, 0.05)
+    job.sm, job.intensity = job.between(3, 25), job.between(0.05, 0.28)
+    job.tensor, job.dram = job.between(0, 5), job.between(1, 20)
+    job.values["train"]["global_batch"] = 4
+
+
+@_scenario("small-kernels")
+def a_small_model_on_each_device(job: Job) -> None:
+    """Programs that have nothing to do with each other, as in a search over settings."""
+    small_kernels(job)
+    job.foreign, job.per_node, job.linked = True, job.pick(2, 4, 8), True
+    job.kind = job.pick("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "Tesla V100-SXM2-32GB")
+
+
+@_scenario("low-use")
+def waits_for_another_program(job: Job) -> None:
+    """Such as a simulation that sends its results: no files, no busy core."""
+    job.foreign = True
+    _starve(job, 0.5, 0.8)
+    job.host_cores, job.loader_cores, job.read = job.between(0.1, 0.4), job.between(0, 0.1), job.between(1e4, 3e5)
 
 
 @_scenario("ecc-errors")
@@ -609,6 +661,21 @@ def asks_for_a_day(job: Job) -> None:
     job.length_s = max(job.length_s, 1200)
     _own(job) if not job.foreign else None
     job.asked_share = job.between(0.02, 0.4)
+
+
+@_scenario("short-job")
+def done_within_a_minute(job: Job) -> None:
+    job.length_s, job.asked_share = int(job.between(20, 58)), job.pick(None, job.between(0.01, 0.3))
+    job.period_s, job.start_s = job.between(0.05, 0.5), job.between(3, 8)
+
+
+@_scenario("validation-time")
+def validates_too_often(job: Job) -> None:
+    job.length_s = max(job.length_s, 1500)
+    _own(job)
+    job.start_s = min(job.start_s, 120)
+    job.validate_every_s = job.between(100, 250)
+    job.validation_s = job.between(0.42, 0.75) * job.validate_every_s
 
 
 @_scenario("save-stalls")

@@ -11,6 +11,7 @@ from command_line import Shardway
 
 from shardway.cli import status as status_verb
 from shardway.launch.runs.find import Known, remember
+from shardway.rundir import events as events_module
 from shardway.rundir.attempts import AttemptStart, Ending, Result, Submission
 from shardway.rundir.directory import RunDir
 from shardway.telemetry.store import DeviceInfo, NodeInfo, TelemetryWriter
@@ -102,6 +103,25 @@ def test_json_of_one_run_has_its_hardware(shardway: Shardway, tmp_path: Path) ->
     assert shown["hardware"]["use_percent"] == pytest.approx(45.0, abs=0.1)
     assert [gpu["index"] for gpu in shown["gpus"]] == [0, 1]
     assert isinstance(shown["advice"], list)
+
+
+def test_one_run_is_read_once_and_its_verdicts_name_their_start(
+    shardway: Shardway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, now, reads = make_run(tmp_path / "runs/a"), time.time(), list[str]()
+    write_telemetry(run, {"n1": [90, 90]}, now - 4000)
+    write_telemetry(run, {"n1": [90, 0]}, now)
+    opened = events_module._reading
+
+    def count(path: Path) -> object:
+        reads.append(path.name)
+        return opened(path)
+
+    monkeypatch.setattr(events_module, "_reading", count)
+    out = shardway("status", str(run.path)).out
+    assert reads == ["rank-00000.jsonl"]
+    assert "  gpus        1 used (mean 90 %), 1 idle (n1:1); start 2 of 2, 0:59\n" in out
+    assert "  advice      1 of 2 accelerators did nothing" in out
 
 
 def test_a_damaged_telemetry_file_hides_nothing_else(shardway: Shardway, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from runs import Died, die_at, lone_rank, train_tiny
+from commands import stalling, training_commands
+from runs import TINY, Died, die_at, lone_rank, train_tiny
 from shardway.errors import UserError
 from shardway.rundir import notify as module
 from shardway.rundir.directory import RunDir
@@ -76,6 +77,27 @@ def test_a_webhook_gets_one_message_an_event(server: list[tuple[dict[str, str], 
         assert part in texts[0]
 
 
+def test_each_start_of_a_long_run_has_its_own_message(
+    server: list[tuple[dict[str, str], bytes]], tmp_path: Path
+) -> None:
+    """The start is far from the end of the events; the status is older than the last step."""
+    run = make_run(tmp_path)
+    for epoch in (1, 2):
+        with run.event_writer(0) as writer:
+            writer.write("started", step=0, epoch=epoch)
+            for step in range(1, 3001):
+                writer.keep("step", step=100 * epoch + step, loss=0.75, seconds=0.1, filler="x" * 60)
+            writer.flush()
+        assert [event for event in run.last_events() if event["event"] == "started"] == []
+        assert [send(run), send(run)] == [[], []]
+    texts = [json.loads(body)["text"] for _, body in server]
+    assert [text.splitlines()[0] for text in texts] == [
+        "shardway: run speech failed at step 3100 of 100",
+        "shardway: run speech failed at step 3200 of 100",
+    ]
+    assert "loss       0.7500" in texts[0]
+
+
 def test_ntfy_gets_text_and_a_title(server: list[tuple[dict[str, str], bytes]], tmp_path: Path) -> None:
     assert send(make_run(tmp_path), form="ntfy") == []
     [(headers, body)] = server
@@ -135,6 +157,23 @@ def test_a_run_reports_its_end_and_its_failure(server: list[tuple[dict[str, str]
     assert first == ["shardway: run run failed at step 3 of 6", "shardway: run run finished at step 6 of 6"]
     for path in (tmp_path / "run").rglob("*"):
         assert not path.is_file() or b"s3cr3t" not in path.read_bytes(), path
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_hangs_is_reported_with_its_step(
+    server: list[tuple[dict[str, str], bytes]], tmp_path: Path
+) -> None:
+    """A real rank that waits for a batch which never comes: a message, and one more once the run has ended."""
+    words = ("--nproc", "1", "run.hang_timeout=2s", HOOK, *TINY, "train.steps=8")
+    with training_commands(tmp_path) as start:
+        command = start("run", *words, environ=stalling(0, 5, tmp_path / "stalled"))
+        command.finish()
+    texts = [json.loads(body)["text"].splitlines() for _, body in server]
+    assert [lines[0] for lines in texts] == [
+        "shardway: run run made no progress at step 5 of 8",
+        "shardway: run run finished at step 8 of 8",
+    ]
+    assert texts[0][1].startswith("rank 0 did nothing for 2.0 s while waiting for data after step 5")
 
 
 @pytest.mark.parametrize("word", ["notify.webhook=https://hooks.example.org/s3cr3t", "notify.mail=-oQ/tmp"])

@@ -17,9 +17,10 @@ from shardway.hardware.probe import find_other_cudnn
 from shardway.rundir.directory import RunDir
 from shardway.telemetry.store import HostTelemetry
 from shardway.watch.advice import advise, advise_on, judge_gpus
+from shardway.watch.advice_events import MOST_STRETCHES, FoldedEvents, fold
 from shardway.watch.advice_rules import ADVICE_RULES
 from shardway.watch.evidence import gather
-from shardway.watch.findings import Advice
+from shardway.watch.findings import Advice, describe_coverage
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench/watch"))
 import scenarios
@@ -96,6 +97,15 @@ def test_a_device_that_no_catalogue_knows_gets_no_guess(tmp_path: Path) -> None:
     assert _look(known, tmp_path / "known")[2][0].rule == "no-tensor-cores"
 
 
+def test_cores_that_others_keep_busy_are_not_too_few(tmp_path: Path) -> None:
+    job = _job()
+    job.bound, job.allowed, job.data, job.load = 2, 2, 0.4, 13.0
+    run, (host,) = scenarios.simulate(job, tmp_path / "run")
+    assert advise_on(gather(run, [host]))[0].rule == "too-few-cores"
+    shared = {**host.series, "cpu/job_cores": np.full(len(host.times), 0.3, np.float32)}
+    assert advise_on(gather(run, [replace(host, series=shared)]))[0].rule == "data-wait"
+
+
 def test_thermal_slowdown_counts_and_a_power_cap_at_full_clock_does_not(tmp_path: Path) -> None:
     run, hosts = scenarios.simulate(_job(), tmp_path / "run")
     bits = np.full(len(hosts[0].times), 4.0, np.float32)
@@ -168,3 +178,64 @@ def test_the_page_has_every_rule(request: pytest.FixtureRequest) -> None:
     names = [rule.name for rule in ADVICE_RULES]
     assert len(set(names)) == len(names)
     assert {name for rule in ADVICE_RULES for name in rule.hides} <= set(names)
+
+
+def test_a_first_look_at_a_long_run_finds_what_all_events_show(tmp_path: Path) -> None:
+    """Most steps are left out, and memory does not grow with them."""
+    job = _job()
+    job.length_s, job.period_s, job.data, job.save_every_s = 3600, 0.1, 0.2, 120.0
+    run, hosts = scenarios.simulate(job, tmp_path / "run")
+    path = tmp_path / "run/events/rank-00000.jsonl"
+    read = list(run.follow_events().catch_up(most_steps=200))
+    assert 4 * len(read) < len(path.read_text().splitlines())
+    quick, whole = fold(read), fold(run.all_events())
+    shares = [gather(run, hosts, each).data_share for each in (quick, whole)]
+    periods = [gather(run, hosts, each).step_ms for each in (quick, whole)]
+    assert shares == pytest.approx([0.2, 0.2], abs=0.01)
+    assert periods == pytest.approx([100, 100], rel=0.02)
+    assert advise_on(gather(run, hosts, quick))[0].rule == "data-wait"
+    steps = FoldedEvents()
+    for number in range(1, 3 * MOST_STRETCHES):
+        steps.update({"event": "step", "step": number, "seconds": 0.8, "time": 1e9 + number})
+    found = steps.list_steps()
+    assert found is not None
+    assert len(found.count) <= MOST_STRETCHES
+    assert (found.last, found.period_s, found.between_share) == (1e9 + 3 * MOST_STRETCHES - 1, 1.0, pytest.approx(0.2))
+
+
+def test_a_job_that_ended_for_memory_is_no_news_once_the_next_one_runs(tmp_path: Path) -> None:
+    run, hosts = scenarios.simulate(_job(), tmp_path / "run")
+    attempt = tmp_path / "run/attempts/0001"
+    (attempt / "result.json").write_text(
+        json.dumps({"state": "out_of_memory", "reason": "", "job": "101", "ended": 9.0})
+    )
+    assert [each.rule for each in advise_on(gather(run, hosts))] == ["out-of-memory"]
+    following = tmp_path / "run/attempts/0002"
+    following.mkdir()
+    for name in ("submission.json", "started.json"):
+        assert advise_on(gather(run, hosts)) != []
+        (following / name).write_text((attempt / name).read_text())
+    assert advise_on(gather(run, hosts)) == []
+
+
+def test_a_verdict_is_about_one_start_and_names_it(tmp_path: Path) -> None:
+    """All four worked in the first start; in the second, one of them does."""
+    first, second = _job(1), _job(2)
+    second.idle = {(0, 1), (0, 2), (0, 3)}
+    found = []
+    for job, later_s in ((first, 0.0), (second, 5000.0)):
+        (host,) = scenarios.simulate(job, tmp_path / str(later_s))[1]
+        info = replace(host.info, started=host.info.started + later_s)
+        found.append(replace(host, infos=(info,), times=host.times + later_s))
+    names = found[0].series.keys() & found[1].series.keys()
+    series = {name: np.append(found[0].series[name], found[1].series[name]) for name in names}
+    infos, times = (*found[0].infos, *found[1].infos), np.append(found[0].times, found[1].times)
+    (alone, both) = (
+        judge_gpus([each]) for each in (found[1], replace(found[0], infos=infos, times=times, series=series))
+    )
+    assert [each.verdict for each in both] == ["used", "idle", "idle", "idle"]
+    assert [each.use_mean for each in both] == [each.use_mean for each in alone]
+    assert {(each.start, each.starts) for each in both} == {(2, 2)}
+    assert (both[0].since, both[0].until) == (found[1].times[0], found[1].times[-1])
+    assert describe_coverage(alone) == ""
+    assert describe_coverage(both) == "start 2 of 2, 14:59"

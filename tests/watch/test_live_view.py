@@ -5,12 +5,17 @@ import math
 import time
 import timeit
 from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from watch_events import BEGIN, event, started, step
 
+from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
+from shardway.watch import advice_live
+from shardway.watch.advice_live import LiveAdvisor
+from shardway.watch.findings import Advice
 from shardway.watch.live import LiveView
 from shardway.watch.top_hardware import GpuNow, HardwareUse
 
@@ -177,3 +182,45 @@ def test_hardware_has_a_line_once_it_is_sampled() -> None:
     gpus = tuple(GpuNow("n1", index, None, {}, use_mean=use, use_max=use) for index, use in enumerate((80.0, 0.0)))
     view.show_hardware(HardwareUse(gpus, BEGIN, cpu_percent=12.0, hosts=1))
     assert "│ hardware    1/2 GPUs 40 %, cores 12 %  1 not used: shardway status runs/demo" in _text(view.render())
+
+
+def test_the_first_advice_has_what_was_found_what_to_change_and_how_to_check() -> None:
+    view = _view(_running(), now=70.0)
+    before = _text(view.render())
+    view.show_advice([])
+    assert _text(view.render()) == before
+    found = "40 % of the time between steps is spent waiting for data " + "(data.workers = 0) " * 9
+    first = Advice("data-wait", found, 'data.workers = "auto"', "shardway status: waiting for data below 1 %")
+    view.show_advice([first, first])
+    lines = _text(view.render()).splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("│ advice      40 % of the time"))
+    assert lines[at + 1].rstrip(" │").endswith("…"), "the rest of a long one is cut off"
+    assert lines[at + 2].rstrip(" │") == '│             to do: data.workers = "auto"'
+    assert (
+        lines[at + 3]
+        .rstrip(" │")
+        .startswith("│             check: shardway status: waiting for data below 1 % (1 more")
+    )
+    assert {len(line) for line in lines} == {100}
+    view.show_advice([])
+    assert _text(view.render()) == before
+
+
+def test_a_live_run_is_judged_at_times_from_the_events_that_the_view_got(tmp_path: Path) -> None:
+    """Once a minute, and more rarely where a look takes long; no event is read for it."""
+    run, now = RunDir(tmp_path / "run"), [0.0]
+    run.create()
+    view = _view([started(total_steps=200)], now=70.0)
+    advisor = LiveAdvisor(run, view.folded, clock=lambda: now[0])
+    for number in range(1, 101):  # half of each second passes in waiting for data
+        view.update(step(number, float(number), seconds=0.5))
+    spent = {"start": 0.0, "data": 50.0, "step": 50.0}
+    view.update(event("saved", 100, 100.0, name="step-000000100", bytes=1, seconds=0.0, spent=spent))
+    assert advisor.refresh() is None
+    now[0] = advice_live.EVERY_S
+    found = advisor.refresh()
+    assert found is not None
+    assert [each.rule for each in found] == ["data-wait"]
+    assert "50 % of the time between steps" in found[0].evidence
+    now[0] += advice_live.EVERY_S - 1
+    assert advisor.refresh() is None

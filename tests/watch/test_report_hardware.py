@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import BEGIN, make_host
 
+from shardway.watch.advice import judge_gpus
 from shardway.watch.report.axis import make_axis
 from shardway.watch.report.colour_map import MISSING, find_levels, render_png
 from shardway.watch.report.hardware import COUNTER, INTEGRAL, bin_samples, make_panels, total_gpus, total_traffic
@@ -70,6 +72,23 @@ def test_energy_is_of_the_counter_or_of_power() -> None:
     assert total_gpus([broken], [])[0].energy_j == pytest.approx(200.0)  # a gap takes no energy
     restarted = make_host({"gpu/0/energy_j": [100.0, 200.0, 10.0, 60.0]})
     assert total_gpus([restarted], [])[0].energy_j == 150.0
+
+
+def test_totals_are_over_all_starts_and_the_verdict_is_of_the_one_it_names() -> None:
+    early, late = (
+        make_host({"gpu/0/use_percent": [use] * 100}, started=BEGIN + at, gpus=1) for use, at in ((90.0, 0), (0.0, 999))
+    )
+    series = {"gpu/0/use_percent": np.append(early.series["gpu/0/use_percent"], late.series["gpu/0/use_percent"])}
+    both = replace(
+        early, infos=(*early.infos, *late.infos), times=np.append(early.times, late.times + 999), series=series
+    )
+    [gpu] = total_gpus([both], judge_gpus([both]))
+    assert (gpu.use_mean, gpu.verdict, gpu.start, gpu.starts) == (45.0, "idle", 2, 2)
+    elsewhere = replace(early, host="n2", infos=(replace(early.info, host="n2"),))
+    assert [(each.verdict, each.start) for each in total_gpus([both, elsewhere], judge_gpus([both, elsewhere]))] == [
+        ("idle", 2),
+        ("unknown", None),
+    ]
 
 
 def test_what_never_moved_is_left_out_and_idle_is_shown() -> None:

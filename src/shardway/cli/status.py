@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from shardway.launch.runs.job_status import JobStatus, Ledger
     from shardway.rundir.directory import RunDir
     from shardway.rundir.events import Event, EventFollower
+    from shardway.watch.advice_events import FoldedEvents
     from shardway.watch.findings import Advice, GpuVerdict
-    from shardway.watch.progress import RunProgress, RunSummary
+    from shardway.watch.progress import RunSummary
     from shardway.watch.top_hardware import HardwareTail, HardwareUse
 
 RunWord = Annotated[
@@ -89,6 +90,7 @@ class _ShownRun:
     statuses: Sequence[JobStatus]
     summary: RunSummary | None = None
     hardware: HardwareUse | None = None
+    folded: FoldedEvents | None = None
 
     @property
     def job(self) -> JobStatus | None:
@@ -233,7 +235,7 @@ class _Look:
     asked every ASK_S seconds."""
 
     def __init__(self) -> None:
-        self._progress: dict[Path, tuple[RunProgress, EventFollower]] = {}
+        self._folded: dict[Path, tuple[FoldedEvents, EventFollower]] = {}
         self._hardware: dict[Path, HardwareTail] = {}
         self._asked: dict[str, tuple[float, list[Ledger], list[list[JobStatus]]]] = {}
 
@@ -262,7 +264,8 @@ class _Look:
                     with _describe(alone=alone):
                         summary = None if known.host else self._summarise(ledger, attempts)
                         hardware = None if known.host else self._find_hardware(ledger.run)
-                        shown.append(_ShownRun(known, ledger, attempts, summary, hardware))
+                        folded, _ = self._folded.get(ledger.run.path, (None, None))
+                        shown.append(_ShownRun(known, ledger, attempts, summary, hardware, folded))
         return shown
 
     def _ask(self, name: str, runs: Sequence[Known]) -> tuple[list[Ledger], list[list[JobStatus]]]:
@@ -287,16 +290,17 @@ class _Look:
         """What the run recorded; its state is that of a job that continues it, or that has a reason the ranks could not
         record."""
         from shardway.rundir.attempts import FAILURES, Ending
-        from shardway.watch.progress import GONE, RunProgress, summarise_progress
+        from shardway.watch.advice_events import FoldedEvents
+        from shardway.watch.progress import GONE, summarise_progress
 
         if not ledger.run.exists():
             return None
-        progress, events = self._progress.get(ledger.run.path) or (RunProgress(), ledger.run.follow_events())
-        for event in events.new_events() if ledger.run.path in self._progress else events.catch_up():
-            progress.update(event)
-        if progress.attempts:
-            self._progress[ledger.run.path] = progress, events
-        summary = summarise_progress(ledger.run, progress)
+        folded, events = self._folded.get(ledger.run.path) or (FoldedEvents(), ledger.run.follow_events())
+        for event in events.new_events() if ledger.run.path in self._folded else events.catch_up():
+            folded.update(event)
+        if folded.progress.attempts:
+            self._folded[ledger.run.path] = folded, events
+        summary = summarise_progress(ledger.run, folded.progress)
         active = next((attempt for attempt in attempts if attempt.is_active), None)
         if active is not None and summary.state != "running":
             return replace(summary, state=active.word, reason="")
@@ -426,7 +430,7 @@ _MOST_ADVICE = 3
 
 
 def _judge(each: _ShownRun) -> tuple[Sequence[GpuVerdict], Sequence[Advice]]:
-    """The verdict of each accelerator over all samples, and what is advised."""
+    """The verdict of each accelerator in the newest start, and what is advised."""
     if each.known.host:
         return [], []
     from shardway.telemetry.store import read_telemetry
@@ -434,7 +438,7 @@ def _judge(each: _ShownRun) -> tuple[Sequence[GpuVerdict], Sequence[Advice]]:
 
     run = each.ledger.run
     hosts = read_telemetry(run.telemetry_folder) if each.hardware is not None else []
-    return judge_gpus(hosts), advise(run, hosts)
+    return judge_gpus(hosts), advise(run, hosts, each.folded)
 
 
 def _hardware_lines(each: _ShownRun) -> list[str]:
@@ -462,7 +466,10 @@ _MOST_NAMED = 4
 
 
 def _render_verdicts(verdicts: Sequence[GpuVerdict]) -> str:
-    """ "6 used (mean 91 %), 2 idle (n2:0, n2:1)": those that are not well used are named."""
+    """ "6 used (mean 91 %), 2 idle (n2:0, n2:1)": those that are not well used are named, and of several starts the
+    one that they are about."""
+    from shardway.watch.findings import describe_coverage
+
     parts = []
     for word in dict.fromkeys(("used", *(verdict.verdict for verdict in verdicts))):
         group = [verdict for verdict in verdicts if verdict.verdict == word]
@@ -476,7 +483,8 @@ def _render_verdicts(verdicts: Sequence[GpuVerdict]) -> str:
                 [f"and {len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
             )
         parts.append(f"{len(group)} {word}" + (f" ({', '.join(about)})" if about else ""))
-    return ", ".join(parts)
+    judged = describe_coverage(verdicts)
+    return ", ".join(parts) + (f"; {judged}" if judged else "")
 
 
 _COLUMNS = ("run", "state", "step", "loss", "speed", "left", "gpus", "job", "age", "note")

@@ -271,6 +271,7 @@ def run_displayed(run: RunDir, *, to_stderr: bool, plain: bool) -> Iterator[None
     from rich.console import Console
     from rich.live import Live
 
+    from shardway.watch.advice_live import LiveAdvisor
     from shardway.watch.live import LiveView
     from shardway.watch.progress import read_validations
     from shardway.watch.top_hardware import HardwareTail
@@ -300,6 +301,7 @@ def run_displayed(run: RunDir, *, to_stderr: bool, plain: bool) -> Iterator[None
             return
         view = LiveView(run.path.name, str(run.path), validations=validations)
         hardware, looked = HardwareTail(run.telemetry_folder), 0.0
+        advisor = LiveAdvisor(run, view.folded)
         with Live(view.render(), console=console, auto_refresh=False) as live:
             for found in list_new():
                 for event in found:
@@ -307,6 +309,8 @@ def run_displayed(run: RunDir, *, to_stderr: bool, plain: bool) -> Iterator[None
                 if time.monotonic() - looked >= HARDWARE_S:
                     looked = time.monotonic()
                     view.show_hardware(hardware.refresh())
+                    if (advice := advisor.refresh()) is not None:
+                        view.show_advice(advice)
                 live.update(view.render(), refresh=True)
 
     thread = threading.Thread(target=show, name="display", daemon=True)

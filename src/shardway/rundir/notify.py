@@ -87,6 +87,10 @@ def render_message(run: RunDir, kind: str, state: str, reason: str) -> RunMessag
     """What happened, how far the run is, and where to look."""
     status = run.read_status()
     step, total, loss = status.get("step", 0), status.get("total_steps"), status.get("loss")
+    # The status of a rank that hung or was killed is older than its last step.
+    last = next((event for event in reversed(run.last_events()) if event["event"] in ("step", "started")), {})
+    if isinstance(last.get("step"), int) and isinstance(step, int) and last["step"] > step:
+        step, loss = last["step"], last.get("loss", loss)
     place = f"step {step} of {total}" if isinstance(total, int) else f"step {step}"
     path = run.path.absolute()
     lines = [
@@ -152,6 +156,7 @@ def describe_failure(error: Exception) -> str:
 def _mark(run: RunDir, kind: str) -> bool:
     """Whether this process is the first to see this event of this start of the run."""
     started = [event for event in run.last_events() if event["event"] == "started"]
+    started = started or list(run.all_events(names=("started",)))  # of a long run it is far from the end
     epoch = started[-1].get("epoch", 0) if started else 0
     name = "ended" if kind in ("end", "failure") else kind
     folder: Path = run.notified

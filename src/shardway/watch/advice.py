@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.telemetry.store import HostTelemetry
+from shardway.watch.advice_events import FoldedEvents
 from shardway.watch.advice_rules import (
     ADVICE_RULES,
     FULL_USE,
@@ -25,15 +26,28 @@ from shardway.watch.advice_rules import (
     THROTTLE,
     WAITING_POWER,
 )
-from shardway.watch.evidence import Evidence, GpuEvidence, find_rise, gather, mean, quantile, share, view_hosts
+from shardway.watch.evidence import (
+    Evidence,
+    GpuEvidence,
+    HostEvidence,
+    find_rise,
+    gather,
+    list_starts,
+    mean,
+    quantile,
+    share,
+    view_hosts,
+)
 from shardway.watch.findings import Advice, GpuVerdict
 
 
 def advise(
-    run: RunDir, hosts: Sequence[HostTelemetry] | None = None, events: Iterable[Event] | None = None
+    run: RunDir,
+    hosts: Sequence[HostTelemetry] | None = None,
+    events: Iterable[Event] | FoldedEvents | None = None,
 ) -> list[Advice]:
     """What is found wrong with a run, most important first; empty where there is nothing to change. `hosts` and
-    `events`: its telemetry, and every event of rank 0, where they were read already."""
+    `events`: its telemetry, and the events of rank 0, where they were read already."""
     return advise_on(gather(run, hosts, events))
 
 
@@ -55,14 +69,17 @@ def advise_on(evidence: Evidence) -> list[Advice]:
 
 
 def judge_gpus(hosts: Sequence[HostTelemetry]) -> list[GpuVerdict]:
-    """A verdict for each accelerator of the newest start, by its hardware's samples alone."""
+    """A verdict for each accelerator of the newest start (the one before it where the newest has too few samples), by
+    its hardware's samples alone."""
+    starts = list_starts(hosts)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        return [_judge(gpu) for host in view_hosts(hosts) for gpu in host.gpus]
+        return [_judge(gpu, host, starts) for host in view_hosts(hosts) for gpu in host.gpus]
 
 
-def _judge(gpu: GpuEvidence) -> GpuVerdict:
+def _judge(gpu: GpuEvidence, host: HostEvidence, starts: Sequence[Sequence[float]]) -> GpuVerdict:
     use = gpu.all("use_percent")
+    before = sum(max(group) < host.info.started for group in starts)
     return GpuVerdict(
         gpu.host,
         gpu.device.index,
@@ -72,6 +89,10 @@ def _judge(gpu: GpuEvidence) -> GpuVerdict:
         gpu.memory_max,
         mean(gpu.all("power_w")),
         find_rise(gpu.all("energy_j")),
+        start=before + 1,
+        starts=len(starts),
+        since=float(host.times[0]),
+        until=float(host.times[-1]),
     )
 
 

@@ -27,6 +27,8 @@ from shardway.watch.words import render_size
 LOW_USE = 75.0  # percent; LLview and jobstats warn at 25 and 15, long after the money is gone
 FULL_USE = 85.0  # percent, from which an accelerator always has a kernel
 WAITING_POWER = 0.45  # of the power limit: a collective that spins draws 30 to 40 %
+LIKELY_POWER = 0.50  # up to here it may be waiting, or work that memory limits: a hint
+APART_POWER = 0.20  # of the limit, between a step's phases where samples are dense enough to show them
 STARVED_SM = 35.0  # percent of multiprocessors: a collective occupies some tens of 132, a small kernel too
 MEMORY_BOUND = 45.0  # percent of DRAM cycles: low power is then the memory's doing
 DATA_SHARE, SAVE_SHARE, VALIDATION_SHARE = 0.05, 0.05, 0.25
@@ -34,6 +36,7 @@ PROBLEM_PERCENT = 10.0  # of a step, from which a finding is a problem and not a
 APART = 0.20  # (max - min) / mean from which ranks are imbalanced; Open XDMoD's homogeneity
 SLOW_CLOCK = 0.90  # of the other nodes' clock
 SATURATED, BUSY_CORE, QUIET_CORE = 90.0, 85.0, 15.0  # percent of a core
+OWN_WORK = 0.2  # of what keeps the cores busy, below which it is the work of others
 LEAK_R2, LEAK_SHARE, LEAK_BYTES, LEAK_S = 0.9, 0.05, 256 * 2**20, 600.0
 TIME_NOTE, TIME_RED, TIME_LEFT_S = 0.60, 0.10, 1800.0  # used over asked; jobstats
 SHORT_S = 60.0
@@ -42,7 +45,7 @@ PHASE_SHARE, PHASE_S = 0.25, 900.0
 FREE_MEMORY = 0.5
 NO_TENSOR, TENSOR_SM = 1.0, 40.0  # percent of time
 HOT_SHARE, CAP_SHARE, CAPPED_CLOCK, LOWERED_LIMIT = 0.01, 0.5, 0.75, 0.85
-QUIET_IB, BUSY_NET = 1e6, 30e6  # bytes per second
+QUIET_IB, BUSY_NET, QUIET_LINK = 1e6, 30e6, 20e6  # bytes per second
 HOST_CORES = (0.7, 1.7)  # cores of the job an accelerator: one thread that launches kernels
 
 THROTTLE = {
@@ -122,6 +125,14 @@ def _power(gpus: Iterable[GpuEvidence]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+def _list_known(
+    gpus: Sequence[GpuEvidence], read: Callable[[GpuEvidence], float | None]
+) -> list[tuple[GpuEvidence, float]]:
+    """The accelerators with a value, if at least half of them have one: a series may be missing for some."""
+    found = [(gpu, value) for gpu in gpus if (value := read(gpu)) is not None]
+    return found if 2 * len(found) >= len(gpus) else []
+
+
 def _use(evidence: Evidence) -> float | None:
     return _average(evidence.used, "use_percent")
 
@@ -167,9 +178,11 @@ def _out_of_memory(evidence: Evidence) -> Iterator[Advice]:
         first, last = quantile(kills, 0.0), quantile(kills, 1.0)
         if first is not None and last is not None and last > first:
             killed[host.host] = int(last - first)
-    results = [each.result for each in evidence.attempts if each.result is not None]
-    ended = bool(results) and results[-1].state == Ending.OUT_OF_MEMORY
-    of_device = _DEVICE_MEMORY.search(evidence.log + (results[-1].reason if results else ""))
+    begun = [each for each in evidence.attempts if each.started is not None or each.result is not None]
+    result = begun[-1].result if begun else None
+    ended = result is not None and result.state == Ending.OUT_OF_MEMORY
+    reason = result.reason if result is not None else ""
+    of_device = _DEVICE_MEMORY.search(evidence.log + reason)
     check = "run it again: the peak of the memory in the report stays below the limit"
     if killed:
         host = next(host for host in evidence.hosts if host.host in killed)
@@ -184,7 +197,9 @@ def _out_of_memory(evidence: Evidence) -> Iterator[Advice]:
             check,
         )
     elif of_device or ended:
-        what = f'the log has "{of_device[0]}"' if of_device else f"the attempt ended so: {results[-1].reason}"
+        what = (
+            f'the log has "{of_device[0]}"' if of_device else f"the attempt ended so: {reason or Ending.OUT_OF_MEMORY}"
+        )
         do = (
             'halve train.micro_batch (the global batch stays), or recompute.mode = "selective"'
             if evidence.has_events and of_device
@@ -212,8 +227,7 @@ def _hang(evidence: Evidence) -> Iterator[Advice]:
     if not evidence.hosts:
         return
     if steps is not None and progress is not None:
-        last = float(steps.ended[-1])
-        known = [last, *(save.time for save in progress.saves), *(each.time for each in progress.validations)]
+        known = [steps.last, *(save.time for save in progress.saves), *(each.time for each in progress.validations)]
         stalled_s = evidence.now - max(known)
         most_s = max(STALLED_S, STALLED_STEPS * (steps.period_s or 0.0))
         if progress.ending is not None or evidence.state in ("finished", "stopped") or stalled_s < most_s:
@@ -470,8 +484,8 @@ def _gpu_load(evidence: Evidence) -> float | None:
 @_rule(
     "too-few-cores",
     2,
-    when=f"the job's cores are {SATURATED:.0f} % busy, they are at most half of the node's (or more threads want to "
-    "run than there are cores), and accelerators wait",
+    when=f"the job's cores are {SATURATED:.0f} % busy, not by the work of others, they are at most half of the "
+    "node's (or more threads want to run than there are cores), and accelerators wait",
     why="srun gives a task one core unless it is asked for more; loader processes then share it",
     do="--cpus-per-task, and export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before srun",
     hides=_LOW,
@@ -479,8 +493,11 @@ def _gpu_load(evidence: Evidence) -> float | None:
 def _too_few_cores(evidence: Evidence) -> Iterator[Advice]:
     for host in evidence.hosts:
         use, allowed = host.mean("cpu/use_percent"), len(host.info.allowed_cores)
+        own = host.mean("cpu/job_cores")
         if use is None or use < SATURATED or not allowed:
             continue
+        if own is not None and own < OWN_WORK * allowed * use / 100:
+            continue  # others keep these cores busy
         load, threads, cores = host.mean("cpu/load"), quantile(host.get("cpu/threads"), 0.5), host.info.cores
         gpus = [gpu for gpu in host.gpus if gpu.is_idle is False]
         if gpus:
@@ -622,8 +639,8 @@ def _find_odd_node(gpus: dict[str, list[GpuEvidence]]) -> tuple[str, str, float 
     def rows(read: Callable[[GpuEvidence], float | None]) -> dict[str, tuple[float, float]] | None:
         found = {}
         for host, each in gpus.items():
-            known = [value for gpu in each if (value := read(gpu)) is not None]
-            if len(known) < len(each) or not known:
+            known = [value for _, value in _list_known(each, read)]
+            if not known:
                 return None
             found[host] = (sum(known) / len(known), max(known) - min(known))
         return found
@@ -707,23 +724,25 @@ def _imbalance(evidence: Evidence) -> Iterator[Advice]:
     gpus = evidence.used
     if len(gpus) < 2 or len({gpu.device.name for gpu in gpus}) > 1:
         return
-    for what, values, unit in (
-        ("use", [gpu.use for gpu in gpus], "% use"),
-        ("power", [None if gpu.power_share is None else 100 * gpu.power_share for gpu in gpus], "% of the power limit"),
-    ):
-        known = [value for value in values if value is not None]
-        if len(known) < len(gpus):
+    readers: tuple[tuple[str, Callable[[GpuEvidence], float | None], float, str], ...] = (
+        ("use", lambda gpu: gpu.use, 1.0, "% use"),
+        ("power", lambda gpu: gpu.power_share, 100.0, "% of the power limit"),
+    )
+    for what, read, scale, unit in readers:
+        rows = [(gpu, scale * value) for gpu, value in _list_known(gpus, read)]
+        if len(rows) < 2:
             continue
+        known = [value for _, value in rows]
         high, low, middle = max(known), min(known), sum(known) / len(known)
         if middle <= 0 or (high - low) / middle <= APART * (1.0 if what == "use" else 1.25):
             continue
         if what == "power" and min(gpu.use or 0.0 for gpu in gpus) < LOW_USE:
             continue
-        top, bottom = gpus[known.index(high)], gpus[known.index(low)]
+        top, bottom = rows[known.index(high)][0], rows[known.index(low)][0]
         late = bottom if what == "use" else top
         yield Advice(
             "imbalance",
-            f"{top.place} shows {high:.0f} {unit}, {bottom.place} {low:.0f}; the mean of {len(gpus)} is {middle:.0f}: "
+            f"{top.place} shows {high:.0f} {unit}, {bottom.place} {low:.0f}; the mean of {len(rows)} is {middle:.0f}: "
             f"the others wait for {late.place}",
             _even_out(evidence),
             "shardway report: the rows of power and use are alike; the step is shorter",
@@ -850,23 +869,32 @@ def _host_bound(evidence: Evidence) -> Iterator[Advice]:
 @_rule(
     "communication",
     3,
-    when=f"several accelerators above {FULL_USE:.0f} % of use, but below {STARVED_SM:.0f} % of multiprocessors, or (if "
-    f"that is not measured) below {WAITING_POWER:.0%} of the power limit, without much memory traffic",
+    when=f"several accelerators above {FULL_USE:.0f} % of use, but below {STARVED_SM:.0f} % of multiprocessors with "
+    f"little memory traffic; where that is not measured: below {WAITING_POWER:.0%} of the power limit (a hint below "
+    f"{LIKELY_POWER:.0%}) or, where the phases of a step show, in most samples; and not without traffic between them",
     why="a collective that waits keeps a kernel on the device: full use, low power",
     do="fewer or larger messages: a larger train.micro_batch, parallel axes inside a node (shardway plan)",
     hides=("small-kernels", "small-micro-batch"),
 )
 def _communication(evidence: Evidence) -> Iterator[Advice]:
     gpus = evidence.used
-    if len(gpus) < 2 or not _is_starved(gpus):
+    if len(gpus) < 2 or _is_quiet(evidence):
         return
     use, power, sm = _use(evidence), _power(gpus), _average(gpus, "sm_percent")
+    sure = _is_starved(gpus)
+    waits = None if sure or sm is not None or use is None or use < FULL_USE else _find_waiting(gpus)
+    if waits is not None and waits <= 0.5:
+        return
+    likely = use is not None and use >= FULL_USE and sm is None and power is not None and power < LIKELY_POWER
+    if not (sure or waits or likely):
+        return
     traffic = _mean_of([host.total("ib/", "tx_bytes_per_s") for host in evidence.hosts])
     nvlink = _average(gpus, "nvlink_tx_bytes_per_s")
     words = f"{len(gpus)} accelerators show {_percent(use)} use"
     words += f" at {power:.0%} of the power limit" if power is not None else ""
     words += f", multiprocessors {_percent(sm)}" if sm is not None else ""
-    words += ": they wait in collectives"
+    words += f", and less than {WAITING_POWER:.0%} in {waits:.0%} of the samples" if waits is not None else ""
+    words += ": they wait in collectives" if sure or waits is not None else ": they may wait in collectives"
     words += f"; InfiniBand {traffic / 1e9:.2g} GB/s a node" if traffic is not None else ""
     words += f"; NVLink {nvlink / 1e9:.2g} GB/s each" if nvlink is not None else ""
     if evidence.has_events:
@@ -877,8 +905,40 @@ def _communication(evidence: Evidence) -> Iterator[Advice]:
     else:
         do = "fewer, larger messages: gradient accumulation (no_sync), a larger batch for each rank, fewer ranks"
     percent = 100 - sm if sm is not None else None if power is None else 100 * (1 - power)
+    found = _of_step(evidence, percent if waits is None else 100 * waits)
+    found |= {} if sure or waits is not None else {"severity": "hint"}
     check = "shardway profile: exposed communication; shardway report: power above half of the limit"
-    yield Advice("communication", words, do, check, **_of_step(evidence, percent))
+    yield Advice("communication", words, do, check, **found)
+
+
+def _is_quiet(evidence: Evidence) -> bool:
+    """Whether accelerators exchange nothing: by NVLink on a node, and by no network where there are several nodes."""
+    if not _list_known(evidence.used, lambda gpu: gpu.mean("nvlink_tx_bytes_per_s")):
+        return False
+    sent = [_average(evidence.used, "nvlink_tx_bytes_per_s") or 0.0]
+    if len(evidence.hosts) > 1:
+        found = [(host.total("ib/", "tx_bytes_per_s"), host.total("net/", "tx_bytes_per_s")) for host in evidence.hosts]
+        if any(None in each for each in found):
+            return False
+        sent += [value for each in found for value in each if value is not None]
+    return max(sent) < QUIET_LINK
+
+
+def _find_waiting(gpus: Sequence[GpuEvidence]) -> float | None:
+    """The share of samples at low power, where the phases of a step are long enough to show in the samples; else None.
+    The mean hides it: a third of a step at full power lifts it above that of waiting."""
+    import numpy as np
+
+    shares = []
+    for gpu in gpus:
+        power, limit = gpu.over("power_w", gpu.steady), gpu.power_limit_w
+        low, high = quantile(power, 0.1), quantile(power, 0.9)
+        if low is None or high is None or not limit:
+            continue
+        if low >= WAITING_POWER * limit or high - low < APART_POWER * limit:
+            return None
+        shares.append(share(power[np.isfinite(power)] < (low + high) / 2))
+    return _mean_of(shares)
 
 
 def _is_starved(gpus: Sequence[GpuEvidence]) -> bool:
@@ -897,18 +957,19 @@ def _is_starved(gpus: Sequence[GpuEvidence]) -> bool:
     "small-kernels",
     3,
     when=f"one accelerator above {FULL_USE:.0f} % of use, but below {STARVED_SM:.0f} % of multiprocessors (or "
-    f"{WAITING_POWER:.0%} of the power limit)",
+    f"{WAITING_POWER:.0%} of the power limit); or several that send each other nothing",
     why="use counts a kernel of one block like one that fills the device",
     do="a larger train.micro_batch, train.compile",
 )
 def _small_kernels(evidence: Evidence) -> Iterator[Advice]:
     gpus = evidence.used
-    if len(gpus) != 1 or not _is_starved(gpus):
+    if not gpus or not _is_starved(gpus) or (len(gpus) > 1 and not _is_quiet(evidence)):
         return
-    use, power, sm = gpus[0].use, gpus[0].power_share, gpus[0].mean("sm_percent")
-    words = f"{gpus[0].place} shows {_percent(use)} use"
-    words += f" at {power:.0%} of its power limit" if power is not None else ""
-    words += f", but {_percent(sm)} of its multiprocessors work" if sm is not None else ""
+    use, power, sm = _use(evidence), _power(gpus), _average(gpus, "sm_percent")
+    words = f"{_list_places(gpus)}: {_percent(use)} use"
+    words += f" at {power:.0%} of the power limit" if power is not None else ""
+    words += f", but {_percent(sm)} of the multiprocessors work" if sm is not None else ""
+    words += "; nothing is sent between them" if len(gpus) > 1 else ""
     micro = evidence.value("train", "micro_batch")
     do = (
         f'a larger train.micro_batch (now {micro}), train.compile = "model"'
@@ -1178,11 +1239,12 @@ def _small_micro_batch(evidence: Evidence) -> Iterator[Advice]:
         size = evidence.value("parallel", axis)
         split *= size if isinstance(size, int) else 1
     passes = start.samples_per_step * split / (start.world * micro)
-    peaks = [(gpu.memory_max, gpu.memory_bytes) for gpu in evidence.used]
-    if passes < 2 or any(not peak or not whole for peak, whole in peaks):
-        return
-    part = max(peak / whole for peak, whole in peaks if peak and whole)
-    if part >= FREE_MEMORY:
+    peaks = _list_known(
+        evidence.used,
+        lambda gpu: gpu.memory_max / gpu.memory_bytes if gpu.memory_max and gpu.memory_bytes else None,
+    )
+    part = max((share for _, share in peaks), default=1.0)
+    if passes < 2 or part >= FREE_MEMORY:
         return
     before, after = evidence.plan(), evidence.plan(micro_batch=2 * micro)
     percent = None

@@ -24,7 +24,8 @@ from shardway.rundir.attempts import Attempt, Result, Submission
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.telemetry.store import DeviceInfo, HostTelemetry, NodeInfo, read_telemetry
-from shardway.watch.facts import number, seconds
+from shardway.watch.advice_events import Break, FoldedEvents, StepEvidence, fold
+from shardway.watch.facts import number
 from shardway.watch.progress import RunProgress, TimeAccount
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 FEWEST_SAMPLES = 60
 """With fewer samples of a start there are no verdicts on its hardware."""
 SAME_START_S = 300.0  # samplers of one start begin within so many seconds of each other
-WARM_STEPS = 10  # steps that compile, warm up and allocate
 MARGIN_S = 2.0  # around saves and validations: clocks of two hosts, and the time of a sample
 LOG_BYTES = 1 << 17  # of each end of a log that is searched
 
@@ -194,7 +194,7 @@ def _between(name: str, start: str, end: str) -> bool:
     return name.startswith(start) and name.endswith(end)
 
 
-# --- one attempt, and the steps
+# --- one attempt
 
 
 @dataclass(frozen=True)
@@ -215,36 +215,6 @@ class AttemptEvidence:
         if self.result is None or not self.started or self.result.ended <= self.started:
             return None
         return self.result.ended - self.started
-
-
-@dataclass(frozen=True)
-class StepEvidence:
-    """The steps of the last start: when each ended (Unix seconds), what it took by itself, and which of them stand for
-    a usual one (not among the first, no save or validation before it)."""
-
-    ended: Any
-    took: Any
-    usual: Any
-
-    @cached_property
-    def gaps(self) -> Any:
-        """Seconds from the end of the step before, of usual steps."""
-        import numpy as np
-
-        return np.diff(self.ended, prepend=self.ended[:1])[self.usual]
-
-    @property
-    def period_s(self) -> float | None:
-        """Median seconds from step to step, usual ones."""
-        return quantile(self.gaps, 0.5)
-
-    @property
-    def between_share(self) -> float | None:
-        """The share of usual steps' time that passes between steps: waiting for data, and a script's own work."""
-        total = float(self.gaps.sum())
-        if len(self.gaps) < WARM_STEPS or total <= 0:
-            return None
-        return max(0.0, 1.0 - float(self.took[self.usual].sum()) / total)
 
 
 @dataclass(frozen=True)
@@ -365,11 +335,18 @@ def _estimate(evidence: Evidence, changed: Mapping[str, Any]) -> Any:
 
 
 def gather(
-    run: RunDir, hosts: Sequence[HostTelemetry] | None = None, events: Iterable[Event] | None = None
+    run: RunDir,
+    hosts: Sequence[HostTelemetry] | None = None,
+    events: Iterable[Event] | FoldedEvents | None = None,
 ) -> Evidence:
-    """All that is known of a run. `hosts` and `events`: its telemetry, and every event of rank 0, where they were read
-    already."""
-    progress, breaks, ended, took = _fold_events(run.all_events() if events is None else events)
+    """All that is known of a run. `hosts` and `events`: its telemetry, and the events of rank 0, where they were read
+    already. Else events are read as in a first look: all but most of the steps, which is many times faster."""
+    folded = (
+        events
+        if isinstance(events, FoldedEvents)
+        else fold(run.follow_events().catch_up() if events is None else events)
+    )
+    progress = folded.progress
     status = run.read_status()
     account = progress.book.account(status, None) if progress.attempts else None
     attempts: list[AttemptEvidence] = []
@@ -379,8 +356,8 @@ def gather(
     with contextlib.suppress(ShardwayError, OSError):
         values = run.read_resolved()
     telemetry = read_telemetry(run.telemetry_folder) if hosts is None else hosts
-    steps = _make_steps(ended, took, breaks)
-    found = view_hosts(telemetry, steps, breaks)
+    steps = folded.list_steps()
+    found = view_hosts(telemetry, steps, folded.breaks)
     ends = [float(host.times[-1]) for host in found]
     state = status.get("state")
     return Evidence(
@@ -395,43 +372,6 @@ def gather(
         state=state if isinstance(state, str) else "",
         run=run,
     )
-
-
-Break = tuple[float, float]
-"""A save or a validation: its begin and end."""
-
-
-def _fold_events(events: Iterable[Event]) -> tuple[RunProgress, list[Break], list[float], list[float]]:
-    """The progress, the breaks between steps, and the end and time of each step of the last start."""
-    progress, breaks = RunProgress(), list[Break]()
-    ended, took = list[float](), list[float]()
-    with contextlib.suppress(ShardwayError, OSError):
-        for event in events:
-            progress.update(event)
-            name, at, spent_s = event["event"], seconds(event, "time"), number(event, "seconds")
-            if name in ("started", "rolled_back"):
-                ended, took = [], []
-            elif at is None:
-                continue
-            elif name == "step" and spent_s is not None:
-                ended.append(at)
-                took.append(spent_s)
-            elif name in ("saved", "validation", "validation_stopped"):
-                breaks.append((at - (spent_s or 0.0), at))
-    return progress, breaks, ended, took
-
-
-def _make_steps(ended: list[float], took: list[float], breaks: Sequence[Break]) -> StepEvidence | None:
-    if not ended:
-        return None
-    import numpy as np
-
-    at, usual = np.array(ended), np.ones(len(ended), bool)
-    usual[: min(WARM_STEPS, max(1, len(ended) // 4))] = False
-    for begin, end in breaks:
-        first, last = np.searchsorted(at, [begin, end])
-        usual[first : last + 1] = False  # the step in which it falls, also where it is written in the background
-    return StepEvidence(at, np.array(took), usual & np.isfinite(at))
 
 
 def _read_attempt(attempt: Attempt) -> AttemptEvidence:
@@ -480,19 +420,23 @@ def view_hosts(
 Cut = tuple[NodeInfo, Any, Mapping[str, Any]]
 
 
-def _cut_to_start(telemetry: Sequence[HostTelemetry]) -> list[Cut]:
-    import numpy as np
-
-    starts = sorted({info.started for host in telemetry for info in host.infos}, reverse=True)
+def list_starts(telemetry: Iterable[HostTelemetry]) -> list[list[float]]:
+    """The starts of a run's samplers, the newest first: when those of each began on their hosts (Unix seconds)."""
     groups: list[list[float]] = []
-    for start in starts:
+    for start in sorted({info.started for host in telemetry for info in host.infos}, reverse=True):
         if groups and groups[-1][0] - start <= SAME_START_S:
             groups[-1].append(start)
         else:
             groups.append([start])
+    return groups
+
+
+def _cut_to_start(telemetry: Sequence[HostTelemetry]) -> list[Cut]:
+    import numpy as np
+
     found: list[Cut] = []
     until = np.inf
-    for group in groups[:2]:
+    for group in list_starts(telemetry)[:2]:
         begin, chosen = min(group), list[Cut]()
         for host in telemetry:
             info = next((each for each in reversed(host.infos) if each.started in group), None)
@@ -510,9 +454,8 @@ def _find_work(cut: Sequence[Cut], steps: StepEvidence | None) -> Break:
     """When the work began and ended: by the steps, or by the accelerators' use."""
     first = min(float(times[0]) for _, times, _ in cut)
     last = max(float(times[-1]) for _, times, _ in cut)
-    if steps is not None and len(steps.ended) and steps.ended[-1] > first:
-        warm = min(WARM_STEPS, max(1, len(steps.ended) // 4))
-        return float(steps.ended[warm - 1]), min(float(steps.ended[-1]), last)
+    if steps is not None and steps.last > first:
+        return steps.warm, min(steps.last, last)
     found = [each for each in (_find_use(times, series) for _, times, series in cut) if each is not None]
     if not found:
         return first + min(_QUIET_START_S, 0.2 * (last - first)), last

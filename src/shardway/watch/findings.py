@@ -6,8 +6,11 @@ helped. Ceilings are upper bounds of what one change can bring; they overlap, so
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+from shardway.units import render_clock
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,10 @@ class Advice:
 
 @dataclass(frozen=True)
 class GpuVerdict:
-    """How one accelerator was used; `use_mean` in percent, None where it was not sampled. `verdict`: "used", "low",
-    "idle", "waiting", "throttled" or "unknown"."""
+    """How one accelerator was used in one start of the samplers: what to change next follows from the newest, while
+    totals of a run are over all. `use_mean` in percent, None where it was not sampled. `verdict`: "used", "low",
+    "idle", "waiting", "throttled" or "unknown". `start` of `starts`, from 1: the one that is judged; `since` and
+    `until`: its first and last sample (Unix seconds)."""
 
     host: str
     index: int
@@ -40,6 +45,19 @@ class GpuVerdict:
     memory_max_bytes: float | None = None
     power_mean_w: float | None = None
     energy_j: float | None = None
+    start: int = 1
+    starts: int = 1
+    since: float | None = None
+    until: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def describe_coverage(verdicts: Sequence[GpuVerdict]) -> str:
+    """ "start 3 of 3, 9:25": which start verdicts are about; "" where there is one."""
+    first = next(iter(verdicts), None)
+    if first is None or first.starts < 2:
+        return ""
+    spans = [each.until - each.since for each in verdicts if each.since is not None and each.until is not None]
+    return f"start {first.start} of {first.starts}" + (f", {render_clock(max(spans))}" if spans else "")

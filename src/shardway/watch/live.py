@@ -7,6 +7,7 @@ folded when its event came. This module does not print; the owner of the termina
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,7 +22,9 @@ from rich.style import Style
 from rich.text import Text
 
 from shardway.rundir.events import Event
+from shardway.watch.advice_events import FoldedEvents
 from shardway.watch.facts import ValidatedEvent, measured, read_ending, read_start
+from shardway.watch.findings import Advice
 from shardway.watch.progress import RunProgress
 from shardway.watch.top_hardware import HardwareUse, render_use
 from shardway.watch.words import (
@@ -116,9 +119,34 @@ class LiveRow:
         yield Segment.line()
 
 
+_LABEL = 12  # columns of a label
+_ADVICE_LINES = 2  # of each part of a piece of advice
+
+
+class LiveAdvice:
+    """The first piece of advice: what was found, what to change and how to check it, two lines each at most."""
+
+    def __init__(self, advice: Advice, more: int) -> None:
+        rest = f" ({more} more: shardway status)" if more else ""
+        self._parts = (
+            ("advice", advice.evidence, "yellow"),
+            ("", f"to do: {advice.do}", "default"),
+            ("", f"check: {advice.check}{rest}", "dim"),
+        )
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = max(20, options.max_width - _LABEL)
+        dots = " ..." if options.ascii_only else " …"
+        for label, words, style in self._parts:
+            lines = textwrap.wrap(one_line(words), room, max_lines=_ADVICE_LINES, placeholder=dots)
+            for line in lines:
+                yield Text.assemble((f"{label:<{_LABEL}}", "dim"), (line, style), no_wrap=True, overflow="ellipsis")
+                label = ""
+
+
 class LiveView:
     """Folds events and renders the state of the run; `clock` gives Unix seconds, `validations` are those of attempts
-    before."""
+    before. `folded`: its events, for others that read them too."""
 
     def __init__(
         self,
@@ -130,13 +158,15 @@ class LiveView:
         self._name = one_line(name)
         self._directory = one_line(directory)
         self._clock = clock
-        self._progress = RunProgress(validations)
+        self.folded = FoldedEvents(RunProgress(validations))
+        self._progress = self.folded.progress
         self._losses = GrowingCurve()
         self._messages: deque[Text] = deque(maxlen=_MESSAGES)
         self._hardware: list[Words] = []
+        self._advice: LiveAdvice | None = None
 
     def update(self, event: Event) -> None:
-        self._progress.update(event)
+        self.folded.update(event)
         match event["event"]:
             case "step":
                 self._losses.add(self._progress.step, measured(event, "loss"))
@@ -165,6 +195,10 @@ class LiveView:
         self._hardware = [(words, "")]
         if unused:
             self._hardware.append((f"  {unused} not used: shardway status {self._directory}", "yellow"))
+
+    def show_advice(self, advice: Sequence[Advice]) -> None:
+        """From now on show the first of these, or none."""
+        self._advice = LiveAdvice(advice[0], len(advice) - 1) if advice else None
 
     def render(self) -> RenderableType:
         """The view at this moment; call it for every refresh."""
@@ -204,6 +238,7 @@ class LiveView:
             _fact("time", *self._time()),
             _fact("last save", *self._save()),
             *([_fact("hardware", *self._hardware)] if self._hardware else []),
+            *([self._advice] if self._advice else []),
         )
 
     def _validation(self) -> list[Words]:
@@ -238,4 +273,4 @@ class LiveView:
 
 
 def _fact(label: str, *words: Words) -> Text:
-    return Text.assemble((f"{label:<12}", "dim"), *words, no_wrap=True, overflow="ellipsis")
+    return Text.assemble((f"{label:<{_LABEL}}", "dim"), *words, no_wrap=True, overflow="ellipsis")

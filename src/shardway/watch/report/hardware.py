@@ -363,8 +363,9 @@ COUNTER, INTEGRAL = "the device's energy counter", "power integrated over the sa
 
 @dataclass(frozen=True)
 class GpuTotals:
-    """One accelerator over all samples; None where it was not sampled. `energy_from` states how the energy was found.
-    `sampled_s`: seconds that samples stand for. `verdict`: as `shardway.watch.findings.GpuVerdict`."""
+    """One accelerator over all samples of all starts; None where it was not sampled. `energy_from` states how the
+    energy was found. `sampled_s`: seconds that samples stand for. `verdict`: as `shardway.watch.findings.GpuVerdict`,
+    of the newest start: `start` of `starts`; "unknown" and None where it had no part in it."""
 
     host: str
     index: int
@@ -383,6 +384,8 @@ class GpuTotals:
     energy_j: float | None
     energy_from: str
     sampled_s: float
+    start: int | None = None
+    starts: int | None = None
 
     @property
     def energy_kwh(self) -> float | None:
@@ -394,15 +397,15 @@ class GpuTotals:
 
 def total_gpus(hosts: Sequence[HostTelemetry], verdicts: Sequence[GpuVerdict]) -> list[GpuTotals]:
     """Every accelerator of every node, by node and index."""
-    words = {(each.host, each.index): each.verdict for each in verdicts}
+    known = {(each.host, each.index): each for each in verdicts}
     return [
-        _total_gpu(host, index, device, words.get((host.host, index), "unknown"))
+        _total_gpu(host, index, device, known.get((host.host, index)))
         for host in hosts
         for index, device in list_devices(host)
     ]
 
 
-def _total_gpu(host: HostTelemetry, index: int, device: DeviceInfo | None, verdict: str) -> GpuTotals:
+def _total_gpu(host: HostTelemetry, index: int, device: DeviceInfo | None, judged: GpuVerdict | None) -> GpuTotals:
     def mean_of(name: str) -> float | None:
         return mean(host.series.get(f"gpu/{index}/{name}"))
 
@@ -414,7 +417,7 @@ def _total_gpu(host: HostTelemetry, index: int, device: DeviceInfo | None, verdi
         host.host,
         index,
         device.name if device else "",
-        verdict,
+        judged.verdict if judged else "unknown",
         mean_of("use_percent"),
         most_of("use_percent"),
         mean_of("sm_percent"),
@@ -428,6 +431,8 @@ def _total_gpu(host: HostTelemetry, index: int, device: DeviceInfo | None, verdi
         energy,
         source,
         find_sampled_s(host),
+        judged.start if judged else None,
+        judged.starts if judged else None,
     )
 
 

@@ -380,8 +380,11 @@ def _faults(content: ReportContent) -> str:
 def _gpus(content: ReportContent) -> str:
     if not content.gpus:
         return ""
-    columns, rows = ("node", "GPU", "verdict", *COLUMNS[2:]), [*_gpu_rows(content)]
-    table = render_table("", columns, rows, words={2})
+    judged = next((gpu for gpu in content.gpus if gpu.start is not None and (gpu.starts or 1) > 1), None)
+    about = f"verdict of start {judged.start} of {judged.starts}" if judged else "verdict"
+    title = "All columns but the verdict are over all starts" if judged else ""
+    columns, rows = ("node", "GPU", about, *COLUMNS[2:]), [*_gpu_rows(content)]
+    table = render_table(title, columns, rows, words={2})
     if len(rows) > MOST_GPU_ROWS:
         odd = [row for row in rows if row[2] != "used"][:MOST_GPU_ROWS]
         first = render_table("Those that are not well used", columns, odd, words={2}) if odd else ""

@@ -460,7 +460,7 @@ def find_fp32_products(seen: TraceEvidence) -> Iterator[Advice]:
             if fast and plain
             else "; the peaks are n/a"
         ),
-        'compute in bf16: `train.precision = "bf16"` or `torch.autocast("cuda", torch.bfloat16)`'
+        'compute in bf16: `precision.compute = "bf16"` or `torch.autocast("cuda", torch.bfloat16)`'
         + (
             " around these too (look for `.float()`)"
             if mixed
@@ -694,7 +694,7 @@ def find_recompute(seen: TraceEvidence) -> Iterator[Advice]:
     yield seen.advise(
         "recompute",
         f"{ms:.2f} ms of a step are forward operators that run again within backward (activation checkpointing)",
-        'if memory is free, recompute less: `parallel.recompute = "selective"` or "off", or every second block',
+        'if memory is free, recompute less: `recompute.mode = "selective"` or "off", or every second block',
         "trace again: the step is shorter; look at the peak of memory",
         ms,
     )
