@@ -19,6 +19,7 @@ import numpy as np
 from shardway.errors import UserError
 from shardway.hardware.catalogue import Accelerator, find_accelerator, load_accelerators
 from shardway.watch.findings import Advice
+from shardway.watch.trace.collectives import CollectiveCall, list_collectives, measure_arrival
 from shardway.watch.trace.operators import Operator, list_operators
 from shardway.watch.trace.quality import CaptureFault, judge_capture
 from shardway.watch.trace.reader import Trace, read_trace
@@ -52,8 +53,7 @@ class TraceAnalysis:
     """The share of the time of products that was computed on matrix units."""
     quality: tuple[CaptureFault, ...]
     advice: tuple[Advice, ...]
-    collectives: tuple[tuple[int, int, float, float], ...] = ()
-    """Step number, place in the step, start and end (microseconds, Unix or as the file counts) of each collective."""
+    collectives: tuple[CollectiveCall, ...] = ()
     busy_ms: float = 0.0
     """Computing and copies, without communication: what a rank itself needs for a step."""
 
@@ -122,30 +122,31 @@ def analyse_trace(path: Path, gpu: str | None = None) -> TraceAnalysis:
     faults = judge_capture(timeline, part, name)
     breakdown = timeline.break_down()
     operators = list_operators(timeline, part)
-    advice = advise_on_trace(timeline, breakdown, operators, part, processors or _known_processors(part), faults)
+    processors = processors or (part.multiprocessors if part else None)
+    advice = advise_on_trace(timeline, breakdown, operators, part, processors, faults)
     own = timeline.times(timeline.rows[~timeline.is_communication]) if timeline.on_device else timeline.compute
     return TraceAnalysis(
-        str(path),
-        _find_rank(trace),
-        name,
-        part.key if part else None,
-        len(timeline.kept),
-        len(timeline.steps),
-        timeline.marks,
-        timeline.step_ms,
-        tuple(step.ms for step in timeline.kept),
-        breakdown,
-        timeline.measure_capture(),
-        tuple(operators),
-        len(timeline.in_window(timeline.rows)) / len(timeline.kept),
-        describe_optimizer(timeline),
-        _list_attention(operators),
-        measure_recompute(timeline),
-        _share_of_matrix_units(operators),
-        tuple(faults),
-        tuple(advice),
-        _list_collectives(timeline),
-        timeline.overlap_ms(own),
+        path=str(path),
+        rank=_find_rank(trace),
+        gpu=name,
+        part=part.key if part else None,
+        steps=len(timeline.kept),
+        steps_seen=len(timeline.steps),
+        marks=timeline.marks,
+        step_ms=timeline.step_ms,
+        step_ms_each=tuple(step.ms for step in timeline.kept),
+        breakdown=breakdown,
+        capture=timeline.measure_capture(),
+        operators=tuple(operators),
+        kernels=len(timeline.in_window(timeline.rows)) / len(timeline.kept),
+        optimizer=describe_optimizer(timeline),
+        attention=_list_attention(operators),
+        recompute_ms=measure_recompute(timeline),
+        matrix_units=_share_of_matrix_units(operators),
+        quality=tuple(faults),
+        advice=tuple(advice),
+        collectives=list_collectives(timeline),
+        busy_ms=timeline.overlap_ms(own),
     )
 
 
@@ -167,25 +168,6 @@ def _find_device(trace: Trace, timeline: Timeline) -> tuple[str, int | None]:
     mine = next((row for row in rows if row.get("id") == timeline.device), rows[0] if rows else {})
     count = mine.get("numSms")
     return str(mine.get("name") or ""), count if isinstance(count, int) and count > 0 else None
-
-
-_PROCESSORS = {
-    "h100": 132,
-    "h200": 132,
-    "gh200": 132,
-    "a100": 108,
-    "mi300x": 304,
-    "mi250x": 110,
-    "v100": 80,
-    "b200": 148,
-}
-"""Of the parts as they are sold for training; the PCIe H100 has fewer and says so in its traces."""
-
-
-def _known_processors(part: Accelerator | None) -> int | None:
-    if part is None or "pcie" in part.key:
-        return None
-    return next((count for key, count in _PROCESSORS.items() if part.key.startswith(key)), None)
 
 
 def _find_rank(trace: Trace) -> int | None:
@@ -227,22 +209,6 @@ def _share_of_matrix_units(operators: Sequence[Operator]) -> float | None:
     return sum(each.ms * (each.matrix_units or 0.0) for each in known) / spent if spent > 0 else None
 
 
-def _list_collectives(timeline: Timeline) -> tuple[tuple[int, int, float, float], ...]:
-    if not timeline.on_device:
-        return ()
-    rows = timeline.rows[timeline.is_communication]
-    trace = timeline.trace
-    found = []
-    for place, step in enumerate(timeline.kept):
-        mine = rows[(trace.start[rows] >= step.low) & (trace.start[rows] < step.high)]
-        number = step.number if step.number is not None else place
-        found += [
-            (number, index, float(trace.start[row]) + trace.origin_us, float(trace.end[row]) + trace.origin_us)
-            for index, row in enumerate(mine)
-        ]
-    return tuple(found)
-
-
 # --- several ranks
 
 
@@ -272,12 +238,14 @@ def judge_ranks(ranks: Sequence[TraceAnalysis]) -> list[Advice]:
     late_ms = float(busy[slow]) - median
     step_ms = float(np.mean([each.step_ms for each in good]))
     found = []
-    spread = measure_arrival(good)
+    spread = measure_arrival([each.collectives for each in good])
     word = "rank" if all(each.rank is not None for each in good) else "file"
     name = good[slow].rank if word == "rank" else Path(good[slow].path).name
     if late_ms >= 0.03 * step_ms and late_ms > 0:
         waits = (
-            f"; matched collectives begin up to {spread[1]:.2f} ms apart, {spread[0]:.2f} ms a step" if spread else ""
+            f"; matched collectives begin up to {spread.most_ms:.2f} ms apart, {spread.per_step_ms:.2f} ms a step"
+            if spread
+            else ""
         )
         found.append(
             Advice(
@@ -295,23 +263,6 @@ def judge_ranks(ranks: Sequence[TraceAnalysis]) -> list[Advice]:
             )
         )
     return found
-
-
-def measure_arrival(ranks: Sequence[TraceAnalysis]) -> tuple[float, float] | None:
-    """How far apart ranks begin the same collectives: milliseconds a step, and the most of one. A collective ends at
-    about the same time everywhere, so differences of clocks are taken out by the ends. None where none is matched."""
-    tables = [{(step, index): (start, end) for step, index, start, end in each.collectives} for each in ranks]
-    shared = set.intersection(*(set(table) for table in tables)) if tables else set()
-    if not shared:
-        return None
-    waits: dict[int, float] = {}
-    most = 0.0
-    for step, index in shared:
-        lengths = [table[step, index][1] - table[step, index][0] for table in tables]
-        apart = (max(lengths) - min(lengths)) / 1e3
-        waits[step] = waits.get(step, 0.0) + apart
-        most = max(most, apart)
-    return float(np.mean(list(waits.values()))), most
 
 
 def merge_ranks(ranks: Sequence[TraceAnalysis]) -> dict[str, Any]:
@@ -336,7 +287,7 @@ def merge_ranks(ranks: Sequence[TraceAnalysis]) -> dict[str, Any]:
     )
     faults = tuple(replace(fault, what=f"{each.path}: {fault.what}") for each in ranks for fault in each.quality)
     advice = sorted([*judge_ranks(ranks), *slowest.advice], key=lambda each: -(each.ceiling_ms or 0.0))
-    spread = measure_arrival(ranks)
+    spread = measure_arrival([each.collectives for each in ranks])
     found = replace(
         slowest,
         step_ms=float(np.mean([each.step_ms for each in ranks])),
@@ -356,7 +307,14 @@ def merge_ranks(ranks: Sequence[TraceAnalysis]) -> dict[str, Any]:
         for each in ranks
     ]
     found["arrival_spread_ms"] = (
-        None if spread is None else {"per_step": round(spread[0], 4), "most": round(spread[1], 4)}
+        None
+        if spread is None
+        else {
+            "per_step": round(spread.per_step_ms, 4),
+            "most": round(spread.most_ms, 4),
+            "matched": spread.matched,
+            "matched_by_number": spread.by_number,
+        }
     )
     return found
 

@@ -50,6 +50,8 @@ class EventArgs(msgspec.Struct, frozen=True, gc=False):
     bytes: float | None = None
     collective: str | None = msgspec.field(default=None, name="Collective name")
     group: str | None = msgspec.field(default=None, name="Process Group Name")
+    group_ranks: msgspec.Raw = msgspec.field(default=_NO_RAW, name="Process Group Ranks")
+    sequence: int | str | None = msgspec.field(default=None, name="Seq")
     elements: float | None = msgspec.field(default=None, name="In msg nelems")
     label: str | None = msgspec.field(default=None, name="name")
     labels: str | None = None
@@ -159,7 +161,8 @@ class Trace:
 
     Columns with a code index a table: `name` names, `process` and `thread` the processes and threads as the file names
     them, `dims` and `types` and `extra` texts of JSON (shapes and types of an operator's inputs; `extra`: concrete
-    inputs of a convolution or attention, a kernel's grid, a collective's group). -1 stands for what an event lacks.
+    inputs of a convolution or attention, a kernel's grid, a collective's name, group, ranks and elements). `sequence`
+    is a collective's number in its group. -1 stands for what an event lacks.
     """
 
     path: str
@@ -176,6 +179,7 @@ class Trace:
     dims: np.ndarray
     types: np.ndarray
     extra: np.ndarray
+    sequence: np.ndarray
     bytes: np.ndarray
     names: list[str]
     processes: list[int | str]
@@ -548,7 +552,7 @@ def _old_external(value: int | None) -> int:
 
 
 def _ordinal(value: int | str) -> int:
-    """A stream or device; some releases of ROCm write "0x0"."""
+    """A stream, device or sequence number; some releases of ROCm write "0x0"."""
     if isinstance(value, int):
         return _small(value)
     try:
@@ -568,7 +572,7 @@ class _Columns:
         self.name, self.process, self.thread = array("i"), array("i"), array("i")
         self.dims, self.types, self.extra = array("i"), array("i"), array("i")
         self.device, self.stream = array("i"), array("i")
-        self.correlation, self.external = array("q"), array("q")
+        self.correlation, self.external, self.sequence = array("q"), array("q"), array("q")
         self.category = array("b")
         self.names, self.processes, self.threads, self.texts = Interned(), Interned(), Interned(), Interned()
         self.categories = _Categories()
@@ -603,6 +607,7 @@ class _Columns:
         )
         self.device.fromlist([-1 if (o := each.device) is None else _ordinal(o) for each in args])
         self.stream.fromlist([-1 if (o := each.stream) is None else _ordinal(o) for each in args])
+        self.sequence.fromlist([-1 if (n := each.sequence) is None else _ordinal(n) for each in args])
         self.bytes.fromlist([-1.0 if (size := each.bytes) is None else size for each in args])
         text = self._intern_raw
         self.dims.fromlist([-1 if (raw := each.dims) is _NO_RAW else text(raw) for each in args])
@@ -617,8 +622,8 @@ class _Columns:
         if args is _NO_ARGS:
             return -1
         if args.collective is not None:
-            said = json.dumps([args.collective, args.group or "", args.elements or 0.0])
-            return self.texts[said.encode()]
+            ranks = bytes(args.group_ranks).decode(errors="replace").strip('"')
+            return self.texts[json.dumps([args.collective, args.group or "", ranks, args.elements or 0.0]).encode()]
         if args.grid is not _NO_RAW:
             return self.texts[bytes(args.grid)]
         if args.concrete is not _NO_RAW and any(part in event.name for part in _WITH_CONCRETE):
@@ -664,6 +669,7 @@ class _Columns:
             dims=column(self.dims),
             types=column(self.types),
             extra=column(self.extra),
+            sequence=column(self.sequence),
             bytes=column(self.bytes),
             names=self.names.list_values(),
             processes=self.processes.list_values(),

@@ -89,6 +89,7 @@ def _render_ranks(facts: dict[str, Any]) -> list[str]:
     if spread:
         lines.append(
             f"  collectives begin {spread['per_step']:.2f} ms a step apart, one of them {spread['most']:.2f} ms"
+            f" ({spread['matched']:,} matched, {spread['matched_by_number']:,} by number, others by order)"
         )
     return lines
 

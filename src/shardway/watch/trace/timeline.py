@@ -280,12 +280,19 @@ class Timeline:
         )
 
     def measure_capture(self) -> dict[str, float]:
-        """The whole capture from the first device event to the last, as other tools count it; milliseconds."""
-        if not len(self.busy):
-            return {"span_ms": 0.0, "busy_ms": 0.0, "compute_ms": 0.0, "idle_ms": 0.0}
-        span = float(self.busy[-1, 1] - self.busy[0, 0])
-        busy, compute = intervals.measure(self.busy), intervals.measure(self.compute)
-        found = {"span_ms": span, "busy_ms": busy, "compute_ms": compute, "idle_ms": span - busy}
+        """The capture from its first device event to its last, in milliseconds: all marked steps, or the whole file
+        where there are fewer than two. What was queued before the first step or after the last belongs to neither."""
+        whole = self.marks != "ProfilerStep" or len(self.steps) < 2
+        low, high = (-np.inf, np.inf) if whole else (self.steps[0].low, self.steps[-1].high)
+        busy, compute = intervals.clip(self.busy, low, high), intervals.clip(self.compute, low, high)
+        span = float(busy[-1, 1] - busy[0, 0]) if len(busy) else 0.0
+        busy_us = intervals.measure(busy)
+        found = {
+            "span_ms": span,
+            "busy_ms": busy_us,
+            "compute_ms": intervals.measure(compute),
+            "idle_ms": span - busy_us,
+        }
         return {name: value / 1e3 for name, value in found.items()}
 
     def find_place(self, row: int) -> str:
