@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _PIECE = 1 << 20  # bytes of JSON that are decoded at once
+_BEGIN = 64 << 10  # what is looked at to name a file that is no trace
 _INPUT = 8 << 10  # compressed bytes at once: damage costs what is expanded with it
 _HEAD_MOST = 64 << 20  # no trace has more before its events
 _TAIL_MOST = 4 << 20  # what follows the events is a few names
@@ -247,7 +248,7 @@ class _Source:
 
     def __init__(self, stream: Any, path: Path) -> None:
         self.stream, self.path = stream, path
-        self.begin = stream.read(1 << 16)
+        self.begin = stream.read(_BEGIN)
         self.read_bytes = len(self.begin)
         self.json_bytes = 0
         self.ended = ""  # why the text ends before the file does
@@ -305,7 +306,7 @@ def _refuse(path: Path, source: _Source) -> UserError:
     begin = source.begin
     if source._inflate is not None:
         with suppress(zlib.error):
-            begin = zlib.decompressobj(31).decompress(begin, 1 << 16)
+            begin = zlib.decompressobj(31).decompress(begin, _BEGIN)
         if source.ended:
             return UserError(f"{path} is no trace: {source.ended}.\n  To do: copy it again.")
     stripped = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -315,6 +316,8 @@ def _refuse(path: Path, source: _Source) -> UserError:
         remedy = "a profiler with `schedule(...)` writes its trace in `on_trace_ready`: give it one"
     elif stripped[:1] == b"{":
         kind = 'JSON without "traceEvents"'
+        if len(begin) < _BEGIN and not _is_json(stripped):
+            kind, remedy = f"{kind}, and cut off or damaged", "copy it again, or name another file"
     else:
         kind, remedy = next(
             ((what, to_do) for mark, what, to_do in _KINDS if begin.startswith(mark) and _is_binary(begin)),
@@ -334,8 +337,28 @@ def _refuse(path: Path, source: _Source) -> UserError:
     )
 
 
+def _is_json(text: bytes) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
+
+
 def _is_binary(begin: bytes) -> bool:
     return begin[:2] in (b"PK", b"BZ") or b"\0" in begin[:512] or any(byte > 127 for byte in begin[:8])
+
+
+def may_be_trace(path: Path) -> bool:
+    """Whether a file's beginning is that of a trace: a folder holds other JSON files too. A file that cannot be read
+    may be one."""
+    try:
+        with path.open("rb") as stream:
+            begin = _Source(stream, path).next_piece()
+    except OSError:
+        return True
+    stripped = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
+    return bool(_EVENTS.search(stripped)) or bool(re.match(rb"\[\s*\{\s*\"(ph|name|cat|ts|pid)\"", stripped))
 
 
 # --- from text to events
@@ -478,6 +501,8 @@ def _read_slowly(text: bytes, columns: _Columns, *, is_last: bool = False, is_li
         if is_last and at == len(starts) - 1:
             if piece.strip():
                 columns.faults.truncated = columns.faults.truncated or "its last event is incomplete"
+            elif not is_list:
+                columns.faults.truncated = columns.faults.truncated or "the list of its events has no end"
             break
         columns.faults.malformed += 1
         columns.faults.sample = columns.faults.sample or legible(piece[:200].decode(errors="replace"))
