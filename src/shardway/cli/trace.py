@@ -6,6 +6,7 @@ Invariant: without torch; nothing is written. What a trace shows is found in `sh
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +46,8 @@ def trace(
         found = merge_ranks(ranks)
         print_json({**found, "against": comparison} if comparison is not None else found)
     else:
-        typer.echo(legible(render_analysis(ranks, comparison, operators=operators)))
+        width = min(shutil.get_terminal_size((120, 24)).columns, 120)
+        typer.echo(legible(render_analysis(ranks, comparison, operators=operators, width=width)))
 
 
 _WHERE = ("traces", ".", "plugins/profile/*")

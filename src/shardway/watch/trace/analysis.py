@@ -6,6 +6,7 @@ keep them.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Sequence
@@ -16,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from shardway.errors import UserError
+from shardway.errors import UserError, list_some
 from shardway.hardware.catalogue import Accelerator, find_accelerator, load_accelerators
 from shardway.watch.findings import Advice
 from shardway.watch.trace.collectives import CollectiveCall, list_collectives, measure_arrival
 from shardway.watch.trace.operators import Operator, list_operators
-from shardway.watch.trace.quality import CaptureFault, judge_capture
+from shardway.watch.trace.quality import CaptureFault, judge_capture, sort_faults
 from shardway.watch.trace.reader import Trace, read_trace
 from shardway.watch.trace.rules import advise_on_trace, describe_optimizer, measure_recompute
 from shardway.watch.trace.timeline import Breakdown, Timeline, build_timeline
@@ -56,6 +57,11 @@ class TraceAnalysis:
     collectives: tuple[CollectiveCall, ...] = ()
     busy_ms: float = 0.0
     """Computing and copies, without communication: what a rank itself needs for a step."""
+
+    @property
+    def name(self) -> str:
+        """What it is called among others."""
+        return Path(self.path).name if self.rank is None else f"rank {self.rank}"
 
     @property
     def on_device(self) -> bool:
@@ -151,14 +157,16 @@ def analyse_trace(path: Path, gpu: str | None = None) -> TraceAnalysis:
 
 
 def _find_key(gpu: str | None) -> Accelerator | None:
+    """A part by its key in the catalogue, or by the driver's name for it."""
     if gpu is None:
         return None
     known = load_accelerators()
-    if gpu in known:
-        return known[gpu]
-    raise UserError(
-        f'there is no GPU "{gpu}" (--gpu).\n  Allowed: {", ".join(known)}.\n  To do: name one, or leave it out.'
-    )
+    part = known.get(gpu.lower()) or find_accelerator(gpu)
+    if part is not None:
+        return part
+    near = [key for key in known if gpu.lower() in key] or difflib.get_close_matches(gpu.lower(), list(known), n=3)
+    remedy = f"did you mean {', '.join(near)}?" if near else "name one, or leave it out."
+    raise UserError(f'there is no GPU "{gpu}" (--gpu).\n  Allowed: {", ".join(known)}.\n  To do: {remedy}')
 
 
 def _find_device(trace: Trace, timeline: Timeline) -> tuple[str, int | None]:
@@ -179,23 +187,26 @@ def _find_rank(trace: Trace) -> int | None:
     return int(named[1]) if named else None
 
 
-_ATTENTION = re.compile(r"^aten::_scaled_dot_product_(\w+?)(_attention)?(_math)?(_for_cpu)?(_backward)?$")
+_ATTENTION_BACKENDS = {
+    "math": re.compile(r"_scaled_dot_product_attention_math"),
+    "flash": re.compile(r"flash_?attention|flash_fwd", re.IGNORECASE),
+    "cudnn": re.compile(r"cudnn_?attention", re.IGNORECASE),
+    "efficient": re.compile(r"efficient_?attention", re.IGNORECASE),
+}
+_ATTENTION_CALL = re.compile(r"^aten::scaled_dot_product_attention$|^autograd::")
+"""What calls a backend, whichever it is."""
 
 
 def _list_attention(operators: Sequence[Operator]) -> tuple[str, ...]:
-    """The backends of `scaled_dot_product_attention` that ran."""
+    """The backends of `scaled_dot_product_attention` that ran, and other attention by its operator."""
     found = []
     for each in operators:
-        if "_scaled_dot_product_attention_math" in each.name:
-            found.append("math")
-        elif "flash_attention" in each.name or "flash_fwd" in each.top_kernel:
-            found.append("flash")
-        elif "cudnn_attention" in each.name:
-            found.append("cudnn")
-        elif "efficient_attention" in each.name:
-            found.append("efficient")
-        elif each.kind == "attention":
-            found.append(each.name)
+        names = f"{each.name} {each.top_kernel}"
+        backend = next((word for word, pattern in _ATTENTION_BACKENDS.items() if pattern.search(names)), None)
+        if backend is None and each.kind == "attention" and not _ATTENTION_CALL.search(each.name):
+            backend = each.name
+        if backend is not None:
+            found.append(backend)
     return tuple(dict.fromkeys(found))
 
 
@@ -229,40 +240,65 @@ def analyse_ranks(paths: Sequence[Path], gpu: str | None = None) -> list[TraceAn
 def judge_ranks(ranks: Sequence[TraceAnalysis]) -> list[Advice]:
     """Stragglers: a rank whose own work takes longer than that of the others, and what they lose by waiting."""
     good = [each for each in ranks if not any(fault.severity == "fatal" for fault in each.quality)]
-    if len(good) < 2:
+    if len(good) < 2 or _find_repeated(good):
         return []
     busy = np.array([each.busy_ms for each in good])
-    median, slow = float(np.median(busy)), int(np.argmax(busy))
-    if len(good) == 2:
-        median = float(busy.min())
-    late_ms = float(busy[slow]) - median
-    step_ms = float(np.mean([each.step_ms for each in good]))
-    found = []
+    slow = int(np.argmax(busy))
+    median = float(np.median(busy)) if len(good) > 2 else float(busy.min())
+    late_ms, step_ms = float(busy[slow]) - median, float(np.mean([each.step_ms for each in good]))
+    if late_ms < 0.03 * step_ms or late_ms <= 0:
+        return []
     spread = measure_arrival([each.collectives for each in good])
-    word = "rank" if all(each.rank is not None for each in good) else "file"
-    name = good[slow].rank if word == "rank" else Path(good[slow].path).name
-    if late_ms >= 0.03 * step_ms and late_ms > 0:
-        waits = (
-            f"; matched collectives begin up to {spread.most_ms:.2f} ms apart, {spread.per_step_ms:.2f} ms a step"
-            if spread
-            else ""
+    waits = (
+        f"; matched collectives begin up to {spread.most_ms:.2f} ms apart, {spread.per_step_ms:.2f} ms a step"
+        if spread
+        else ""
+    )
+    return [
+        Advice(
+            "straggler",
+            f"{good[slow].name} works {busy[slow]:.2f} ms of a step of {step_ms:.2f} ms, the median of {len(good)}"
+            f" is {median:.2f} ms{waits}",
+            "balance what the ranks get (lengths of sequences, layers of a stage, experts); if it is always the same"
+            " device, look at its clocks, temperature and neighbours (`shardway report`, `shardway doctor --deep`), and"
+            " leave the node out",
+            "trace again on all ranks: their own work is alike",
+            round(late_ms, 4),
+            round(100 * late_ms / step_ms, 2),
+            "problem" if late_ms >= 0.1 * step_ms else "hint",
         )
+    ]
+
+
+def _find_repeated(ranks: Sequence[TraceAnalysis]) -> list[int]:
+    """The ranks that several traces are of."""
+    known = [each.rank for each in ranks if each.rank is not None]
+    return sorted({rank for rank in known if known.count(rank) > 1})
+
+
+def _gather_faults(ranks: Sequence[TraceAnalysis]) -> list[CaptureFault]:
+    """The faults of all traces, one of a kind, with the traces that have it."""
+    found = []
+    if repeated := _find_repeated(ranks):
         found.append(
-            Advice(
-                "straggler",
-                f"{word} {name} works {busy[slow]:.2f} ms of a step of {step_ms:.2f} ms, the median of {len(good)}"
-                f" is {median:.2f} ms{waits}",
-                "balance what the ranks get (lengths of sequences, layers of a stage, experts); if it is always the"
-                " same device, look at its"
-                " clocks, temperature and neighbours (`shardway report`, `shardway doctor --deep`), and leave the"
-                " node out",
-                "trace again on all ranks: their own work is alike",
-                round(late_ms, 4),
-                round(100 * late_ms / step_ms, 2),
-                "problem" if late_ms >= 0.1 * step_ms else "hint",
+            CaptureFault(
+                "repeated-rank",
+                f"several traces are of rank {', '.join(map(str, repeated))}: captures of one rank are not compared as"
+                " ranks",
+                "name one capture of each rank; compare two captures with `--against`",
+                "problem",
             )
         )
-    return found
+    kinds: dict[tuple[str, str], list[tuple[TraceAnalysis, CaptureFault]]] = {}
+    for each in ranks:
+        for fault in each.quality:
+            kinds.setdefault((fault.rule, fault.severity), []).append((each, fault))
+    for having in kinds.values():
+        first, fault = having[0]
+        others = [each.name for each, _ in having[1:]]
+        also = f" (also {list_some(others, 8)})" if others else ""
+        found.append(replace(fault, what=f"{first.name}: {fault.what}{also}"))
+    return sort_faults(found)
 
 
 def merge_ranks(ranks: Sequence[TraceAnalysis]) -> dict[str, Any]:
@@ -285,14 +321,13 @@ def merge_ranks(ranks: Sequence[TraceAnalysis]) -> dict[str, Any]:
             for cause in slowest.breakdown.idle_causes_ms
         },
     )
-    faults = tuple(replace(fault, what=f"{each.path}: {fault.what}") for each in ranks for fault in each.quality)
     advice = sorted([*judge_ranks(ranks), *slowest.advice], key=lambda each: -(each.ceiling_ms or 0.0))
     spread = measure_arrival([each.collectives for each in ranks])
     found = replace(
         slowest,
         step_ms=float(np.mean([each.step_ms for each in ranks])),
         breakdown=mean,
-        quality=faults,
+        quality=tuple(_gather_faults(ranks)),
         advice=tuple(advice),
     ).as_json()
     found["ranks"] = [

@@ -7,6 +7,7 @@ Invariants: this is judged before any advice; a "fatal" fault withholds breakdow
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -55,8 +56,13 @@ def judge_capture(timeline: Timeline, part: Accelerator | None, gpu: str) -> lis
         *_judge_steps(timeline),
         *_judge_profiler(timeline),
     ]
-    order = {"fatal": 0, "problem": 1, "note": 2}
-    return sorted(found, key=lambda fault: order[fault.severity])
+    return sort_faults(found)
+
+
+def sort_faults(faults: Iterable[CaptureFault]) -> list[CaptureFault]:
+    """The worst first."""
+    order = ("fatal", "problem", "note")
+    return sorted(faults, key=lambda fault: order.index(fault.severity))
 
 
 def _judge_file(timeline: Timeline) -> list[CaptureFault]:
@@ -75,12 +81,16 @@ def _judge_file(timeline: Timeline) -> list[CaptureFault]:
             f" {timeline.overlong_sample}"
         )
         found.append(CaptureFault("impossible-event", what, "profile again if there are more of them", "problem"))
-    if faults.unpaired:
+    if faults.unpaired and len(trace.start):
         what = f"{faults.unpaired:,} begin and end events are not read: torch's profiler writes none"
         found.append(CaptureFault("unpaired-events", what, "name a trace of torch's profiler", "note"))
     if not len(trace.start):
         do = "export in `on_trace_ready`, or after `prof.stop()`; with a `schedule`, call `prof.step()` after each step"
-        found.append(CaptureFault("no-events", "the trace holds no event with a duration", do, "fatal"))
+        what = "the trace holds no event with a duration"
+        if faults.unpaired:
+            what = f"{what}: it has pairs of begin and end events, as other tools than torch's profiler write them"
+            do = "name a trace of torch's profiler"
+        found.append(CaptureFault("no-events", what, do, "fatal"))
     elif set(np.unique(trace.category)) <= {OTHER, PROFILER}:
         what = (
             "no event has a category of torch's profiler: this is another tool's trace, and its events are not judged"

@@ -350,15 +350,17 @@ def _is_binary(begin: bytes) -> bool:
 
 
 def may_be_trace(path: Path) -> bool:
-    """Whether a file's beginning is that of a trace: a folder holds other JSON files too. A file that cannot be read
-    may be one."""
+    """Whether a file may be a trace by its beginning: a folder holds other JSON files too. A file that is empty, damaged
+    or cannot be read may be one."""
     try:
         with path.open("rb") as stream:
             begin = _Source(stream, path).next_piece()
     except OSError:
         return True
     stripped = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
-    return bool(_EVENTS.search(stripped)) or bool(re.match(rb"\[\s*\{\s*\"(ph|name|cat|ts|pid)\"", stripped))
+    if stripped[:1] == b"[":
+        return bool(re.match(rb"\[\s*(\{[^{}]*\"(ph|ts)\"|\]|$)", stripped))
+    return stripped[:1] != b"{" or bool(_EVENTS.search(stripped))
 
 
 # --- from text to events
