@@ -109,7 +109,7 @@ def test_captures_of_one_rank_are_not_compared_as_ranks(tmp_path: Path) -> None:
         for place, slow in enumerate((1.0, 1.4))
     ]
     found = merge_ranks(analyse_ranks(files))
-    assert [fault["rule"] for fault in found["quality"]][0] == "repeated-rank"
+    assert found["quality"][0]["rule"] == "repeated-rank"
     assert "straggler" not in [each["rule"] for each in found["advice"]]
 
 

@@ -21,9 +21,10 @@ from shardway.errors import UserError, list_some
 from shardway.hardware.catalogue import Accelerator, find_accelerator, load_accelerators
 from shardway.watch.findings import Advice
 from shardway.watch.trace.collectives import CollectiveCall, list_collectives, measure_arrival
+from shardway.watch.trace.columns import Trace
 from shardway.watch.trace.operators import Operator, list_operators
 from shardway.watch.trace.quality import CaptureFault, judge_capture, sort_faults
-from shardway.watch.trace.reader import Trace, read_trace
+from shardway.watch.trace.reader import read_trace
 from shardway.watch.trace.rules import advise_on_trace, describe_optimizer, measure_recompute
 from shardway.watch.trace.timeline import Breakdown, Timeline, build_timeline
 

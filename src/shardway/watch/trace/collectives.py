@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardway.watch.trace.reader import ANNOTATION, Trace
+from shardway.watch.trace.columns import ANNOTATION, Trace
 from shardway.watch.trace.timeline import Timeline
 
 _ON_CPU = re.compile(r"^(gloo|mpi|ucc|nccl|xccl):")

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardway.hardware.catalogue import Accelerator
 from shardway.watch.trace import intervals
-from shardway.watch.trace.reader import ANNOTATION, KERNEL, OP, OTHER, OVERHEAD, PROFILER, PYTHON, RUNTIME
+from shardway.watch.trace.columns import ANNOTATION, KERNEL, OP, OTHER, OVERHEAD, PROFILER, PYTHON, RUNTIME
 from shardway.watch.trace.timeline import Timeline, find_named
 
 PROFILE_AGAIN = (

@@ -20,9 +20,9 @@ import numpy as np
 from shardway.hardware.catalogue import Accelerator
 from shardway.watch.findings import Advice
 from shardway.watch.trace import intervals
+from shardway.watch.trace.columns import ANNOTATION, KERNEL, MEMCPY, OP
 from shardway.watch.trace.operators import Operator
 from shardway.watch.trace.quality import CaptureFault
-from shardway.watch.trace.reader import ANNOTATION, KERNEL, MEMCPY, OP
 from shardway.watch.trace.timeline import NEAR_US, Breakdown, Timeline, find_around, find_parents
 
 WORTH = 0.03

@@ -18,8 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from shardway.watch.trace import intervals
-from shardway.watch.trace.kernels import COMMUNICATION
-from shardway.watch.trace.reader import (
+from shardway.watch.trace.columns import (
     ANNOTATION,
     GPU_ANNOTATION,
     KERNEL,
@@ -31,6 +30,7 @@ from shardway.watch.trace.reader import (
     RUNTIME,
     Trace,
 )
+from shardway.watch.trace.kernels import COMMUNICATION
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _OPTIMIZER = re.compile(r"Optimizer\.step#")
