@@ -25,7 +25,8 @@ from shardway.watch.trace.columns import Trace
 from shardway.watch.trace.operators import Operator, list_operators
 from shardway.watch.trace.quality import CaptureFault, judge_capture, sort_faults
 from shardway.watch.trace.reader import read_trace
-from shardway.watch.trace.rules import advise_on_trace, describe_optimizer, measure_recompute
+from shardway.watch.trace.rules import advise_on_trace
+from shardway.watch.trace.rules_training import describe_optimizer, measure_recompute
 from shardway.watch.trace.timeline import Breakdown, Timeline, build_timeline
 
 MOST_OPERATORS = 40  # of a report in JSON
@@ -131,7 +132,6 @@ def analyse_trace(path: Path, gpu: str | None = None) -> TraceAnalysis:
     operators = list_operators(timeline, part)
     processors = processors or (part.multiprocessors if part else None)
     advice = advise_on_trace(timeline, breakdown, operators, part, processors, faults)
-    own = timeline.times(timeline.rows[~timeline.is_communication]) if timeline.on_device else timeline.compute
     return TraceAnalysis(
         path=str(path),
         rank=_find_rank(trace),
@@ -153,7 +153,7 @@ def analyse_trace(path: Path, gpu: str | None = None) -> TraceAnalysis:
         quality=tuple(faults),
         advice=tuple(advice),
         collectives=list_collectives(timeline),
-        busy_ms=timeline.overlap_ms(own),
+        busy_ms=timeline.overlap_ms(timeline.own_work),
     )
 
 

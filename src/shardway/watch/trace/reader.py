@@ -172,10 +172,10 @@ def _is_json(text: bytes) -> bool:
 def _is_binary(begin: bytes) -> bool:
     return begin[:2] in (b"PK", b"BZ") or b"\0" in begin[:512] or any(byte > 127 for byte in begin[:8])
 
-    """Whether a file may be a trace by its beginning: a folder holds other JSON files too. One that is empty, damaged or
-    cannot be read may be a trace."""
-    """Whether a file may be a trace by its beginning: a folder holds other JSON files too. A file that is empty, damaged
-    or cannot be read may be one."""
+
+def may_be_trace(path: Path) -> bool:
+    """Whether a file may be a trace by its beginning: a folder holds other JSON files too. One that is empty or damaged
+    may be, so that it is not passed over in silence."""
     try:
         with path.open("rb") as stream:
             begin = _Source(stream, path).next_piece()

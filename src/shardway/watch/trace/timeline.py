@@ -33,7 +33,7 @@ from shardway.watch.trace.columns import (
 from shardway.watch.trace.kernels import COMMUNICATION
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
-_OPTIMIZER = re.compile(r"Optimizer\.step#")
+OPTIMIZER_STEP = re.compile(r"Optimizer\.step#")
 _DATA = re.compile(
     r"enumerate\(DataLoader\)|dataloader_next|DataLoader.*__next__|get_next_batch|dataloader\.py\(\d+\): __next__"
 )
@@ -156,13 +156,24 @@ class Timeline:
     @cached_property
     def is_optimizer(self) -> np.ndarray:
         """For each row of `rows`: whether an optimizer's step launched it."""
-        spans = self.times(self.named(_OPTIMIZER, ANNOTATION))
+        spans = self.times(self.named(OPTIMIZER_STEP, ANNOTATION))
         launched = np.where(self.launch >= 0, self.trace.start[self.launch], -1.0)
         return np.asarray(intervals.measure_within(spans, launched, launched + 0.01) > 0.005)
 
     @cached_property
     def is_copy(self) -> np.ndarray:
         return np.isin(self.trace.category[self.rows], (MEMCPY, MEMSET))
+
+    @cached_property
+    def is_pageable(self) -> np.ndarray:
+        """For each row of `rows`: whether it copies to or from pageable memory of the host."""
+        names = np.array(["Pageable" in name for name in self.trace.names], dtype=bool)
+        return np.asarray((self.trace.category[self.rows] == MEMCPY) & names[self.trace.name[self.rows]])
+
+    @cached_property
+    def own_work(self) -> np.ndarray:
+        """Computing and copies, without communication."""
+        return self.times(self.rows[~self.is_communication]) if self.on_device else self.compute
 
     @cached_property
     def compute(self) -> np.ndarray:
@@ -206,9 +217,7 @@ class Timeline:
         rows = self.named(_SYNC, RUNTIME)
         if not self.on_device:
             return rows
-        names = np.array(["Pageable" in name for name in self.trace.names], dtype=bool)
-        copies = (self.trace.category[self.rows] == MEMCPY) & names[self.trace.name[self.rows]] & (self.launch >= 0)
-        return np.union1d(rows, self.launch[copies])
+        return np.union1d(rows, self.launch[self.is_pageable & (self.launch >= 0)])
 
     @cached_property
     def allocator_rows(self) -> np.ndarray:
@@ -454,7 +463,7 @@ def _find_steps(timeline: Timeline) -> None:
         numbers = [int(each[1]) for each in found if each]
         edges = [*trace.start[marks].tolist(), float(trace.end[marks].max())]
     else:
-        marks, word = find_named(trace, _OPTIMIZER, ANNOTATION), "Optimizer.step"
+        marks, word = find_named(trace, OPTIMIZER_STEP, ANNOTATION), "Optimizer.step"
         if len(marks) >= 2:
             edges = trace.end[marks].tolist()
             numbers = [None] * (len(edges) - 1)
