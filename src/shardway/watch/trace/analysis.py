@@ -27,7 +27,7 @@ from shardway.watch.trace.quality import CaptureFault, judge_capture, sort_fault
 from shardway.watch.trace.reader import read_trace
 from shardway.watch.trace.rules import advise_on_trace
 from shardway.watch.trace.rules_training import describe_optimizer, measure_recompute
-from shardway.watch.trace.timeline import Breakdown, Timeline, build_timeline
+from shardway.watch.trace.timeline import Breakdown, Timeline, average_breakdowns, build_timeline
 
 MOST_OPERATORS = 40  # of a report in JSON
 
@@ -70,7 +70,6 @@ class TraceAnalysis:
         return self.kernels > 0
 
     def as_json(self) -> dict[str, Any]:
-        parts = {name: round(float(getattr(self.breakdown, name)), 4) for name in BREAKDOWN}
         return {
             "file": self.path,
             "rank": self.rank,
@@ -81,7 +80,7 @@ class TraceAnalysis:
             "step_marks": self.marks or None,
             "step_ms": round(self.step_ms, 4),
             "step_ms_each": [round(each, 4) for each in self.step_ms_each],
-            "breakdown": parts,
+            "breakdown": self.breakdown.list_parts(),
             "comm_ms": round(self.breakdown.comm_ms, 4),
             "idle_causes_ms": {cause: round(ms, 4) for cause, ms in self.breakdown.idle_causes_ms.items()},
             "capture": {name: round(ms, 4) for name, ms in self.capture.items()},
@@ -94,9 +93,6 @@ class TraceAnalysis:
             "recompute_ms": None if self.recompute_ms is None else round(self.recompute_ms, 4),
             "tensor_core_share": None if self.matrix_units is None else round(self.matrix_units, 4),
         }
-
-
-BREAKDOWN = ("compute_ms", "comm_exposed_ms", "copy_ms", "idle_ms")
 
 
 def _operator_as_json(operator: Operator) -> dict[str, Any]:
@@ -307,27 +303,12 @@ def merge_ranks(ranks: Sequence[TraceAnalysis]) -> dict[str, Any]:
     if len(ranks) == 1:
         return ranks[0].as_json()
     slowest = max(ranks, key=lambda each: each.busy_ms)
-
-    def mean_of(name: str) -> float:
-        return float(np.mean([getattr(each.breakdown, name) for each in ranks]))
-
-    mean = Breakdown(
-        mean_of("compute_ms"),
-        mean_of("comm_exposed_ms"),
-        mean_of("copy_ms"),
-        mean_of("idle_ms"),
-        mean_of("comm_ms"),
-        {
-            cause: float(np.mean([each.breakdown.idle_causes_ms[cause] for each in ranks]))
-            for cause in slowest.breakdown.idle_causes_ms
-        },
-    )
     advice = sorted([*judge_ranks(ranks), *slowest.advice], key=lambda each: -(each.ceiling_ms or 0.0))
     spread = measure_arrival([each.collectives for each in ranks])
     found = replace(
         slowest,
         step_ms=float(np.mean([each.step_ms for each in ranks])),
-        breakdown=mean,
+        breakdown=average_breakdowns([each.breakdown for each in ranks]),
         quality=tuple(_gather_faults(ranks)),
         advice=tuple(advice),
     ).as_json()
@@ -338,7 +319,7 @@ def merge_ranks(ranks: Sequence[TraceAnalysis]) -> dict[str, Any]:
             "steps": each.steps,
             "step_ms": round(each.step_ms, 4),
             "busy_ms": round(each.busy_ms, 4),
-            "breakdown": {name: round(float(getattr(each.breakdown, name)), 4) for name in BREAKDOWN},
+            "breakdown": each.breakdown.list_parts(),
         }
         for each in ranks
     ]
@@ -373,18 +354,12 @@ def compare_traces(one: TraceAnalysis, other: TraceAnalysis) -> dict[str, Any]:
         ((key, before.get(key, 0.0), now.get(key, 0.0)) for key in {*now, *before}),
         key=lambda each: -abs(each[2] - each[1]),
     )
-    parts = {
-        name: {
-            "before": round(float(getattr(other.breakdown, name)), 4),
-            "now": round(float(getattr(one.breakdown, name)), 4),
-        }
-        for name in BREAKDOWN
-    }
+    was_parts, parts = other.breakdown.list_parts(), one.breakdown.list_parts()
     return {
         "file": other.path,
         "step_ms": {"before": round(other.step_ms, 4), "now": round(one.step_ms, 4)},
         "speedup": round(other.step_ms / one.step_ms, 4) if one.step_ms > 0 else None,
-        "breakdown": parts,
+        "breakdown": {name: {"before": was_parts[name], "now": parts[name]} for name in parts},
         "kernels_per_step": {"before": round(other.kernels, 2), "now": round(one.kernels, 2)},
         "operators": [
             {"name": key, "before_ms": round(was, 4), "now_ms": round(is_, 4)}
