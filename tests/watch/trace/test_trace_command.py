@@ -121,6 +121,17 @@ def test_a_fault_of_all_ranks_is_stated_once(tmp_path: Path) -> None:
     assert fault["what"].endswith("(also rank 1, rank 2)")
 
 
+def test_a_trace_that_cannot_be_relied_on_does_not_hide_the_others(tmp_path: Path) -> None:
+    files = [make_training(rank=rank, steps=4).write(tmp_path / f"rank{rank}.json") for rank in range(2)]
+    whole = merge_ranks(analyse_ranks(files))
+    (tmp_path / "rank2.json").write_text('{"traceEvents": []}')
+    found = merge_ranks(analyse_ranks([*files, tmp_path / "rank2.json"]))
+    assert found["step_ms"] == whole["step_ms"]
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    (fault,) = (fault for fault in found["quality"] if fault["rule"] == "no-events")
+    assert (fault["severity"], fault["what"][:6]) == ("problem", "rank 2")
+
+
 def test_lines_fit_the_terminal(tmp_path: Path) -> None:
     found = analyse_trace(make_training("fp32", steps=2).write(tmp_path / "t.json"))
     text = render_analysis([found], width=80)

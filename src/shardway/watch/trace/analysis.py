@@ -236,7 +236,7 @@ def analyse_ranks(paths: Sequence[Path], gpu: str | None = None) -> list[TraceAn
 
 def judge_ranks(ranks: Sequence[TraceAnalysis]) -> list[Advice]:
     """Stragglers: a rank whose own work takes longer than that of the others, and what they lose by waiting."""
-    good = [each for each in ranks if not any(fault.severity == "fatal" for fault in each.quality)]
+    good = _list_usable(ranks)
     if len(good) < 2 or _find_repeated(good):
         return []
     busy = np.array([each.busy_ms for each in good])
@@ -267,6 +267,11 @@ def judge_ranks(ranks: Sequence[TraceAnalysis]) -> list[Advice]:
     ]
 
 
+def _list_usable(ranks: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
+    """Those without a fatal fault."""
+    return [each for each in ranks if not any(fault.severity == "fatal" for fault in each.quality)]
+
+
 def _find_repeated(ranks: Sequence[TraceAnalysis]) -> list[int]:
     """The ranks that several traces are of."""
     known = [each.rank for each in ranks if each.rank is not None]
@@ -274,8 +279,9 @@ def _find_repeated(ranks: Sequence[TraceAnalysis]) -> list[int]:
 
 
 def _gather_faults(ranks: Sequence[TraceAnalysis]) -> list[CaptureFault]:
-    """The faults of all traces, one of a kind, with the traces that have it."""
-    found = []
+    """The faults of all traces, one of a kind, with the traces that have it. While others can be relied on, a trace
+    with a fatal fault is left out and that is a problem."""
+    found, left_out = [], bool(_list_usable(ranks))
     if repeated := _find_repeated(ranks):
         found.append(
             CaptureFault(
@@ -294,21 +300,26 @@ def _gather_faults(ranks: Sequence[TraceAnalysis]) -> list[CaptureFault]:
         first, fault = having[0]
         others = [each.name for each, _ in having[1:]]
         also = f" (also {list_some(others, 8)})" if others else ""
-        found.append(replace(fault, what=f"{first.name}: {fault.what}{also}"))
+        fault = replace(fault, what=f"{first.name}: {fault.what}{also}")
+        if fault.severity == "fatal" and left_out:
+            fault = replace(fault, what=f"{fault.what}; it is left out", severity="problem")
+        found.append(fault)
     return sort_faults(found)
 
 
 def merge_ranks(ranks: Sequence[TraceAnalysis]) -> dict[str, Any]:
-    """The JSON of one or several traces: of several, means of the ranks, faults of all, and advice for the slowest."""
+    """The JSON of one or several traces: of several, faults of all, means of those without a fatal one, and advice for
+    the slowest."""
     if len(ranks) == 1:
         return ranks[0].as_json()
-    slowest = max(ranks, key=lambda each: each.busy_ms)
-    advice = sorted([*judge_ranks(ranks), *slowest.advice], key=lambda each: -(each.ceiling_ms or 0.0))
-    spread = measure_arrival([each.collectives for each in ranks])
+    usable = _list_usable(ranks) or list(ranks)
+    slowest = max(usable, key=lambda each: each.busy_ms)
+    advice = sorted([*judge_ranks(usable), *slowest.advice], key=lambda each: -(each.ceiling_ms or 0.0))
+    spread = None if _find_repeated(usable) else measure_arrival([each.collectives for each in usable])
     found = replace(
         slowest,
-        step_ms=float(np.mean([each.step_ms for each in ranks])),
-        breakdown=average_breakdowns([each.breakdown for each in ranks]),
+        step_ms=float(np.mean([each.step_ms for each in usable])),
+        breakdown=average_breakdowns([each.breakdown for each in usable]),
         quality=tuple(_gather_faults(ranks)),
         advice=tuple(advice),
     ).as_json()
@@ -321,7 +332,7 @@ def merge_ranks(ranks: Sequence[TraceAnalysis]) -> dict[str, Any]:
             "busy_ms": round(each.busy_ms, 4),
             "breakdown": each.breakdown.list_parts(),
         }
-        for each in ranks
+        for each in usable
     ]
     found["arrival_spread_ms"] = (
         None

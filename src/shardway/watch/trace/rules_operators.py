@@ -324,6 +324,9 @@ def find_unfused(seen: TraceEvidence) -> Iterator[Advice]:
     )
 
 
+_NAMED_KINDS = ("product", "attention", "convolution", "elementwise", "reduction")
+
+
 def find_slow_operator(seen: TraceEvidence) -> Iterator[Advice]:
     """The operator that loses most against what the device could do with its shapes."""
     candidates = [
@@ -345,18 +348,15 @@ def find_slow_operator(seen: TraceEvidence) -> Iterator[Advice]:
     ms = worst.ms - worst.floor_ms if worst.floor_ms is not None else None
     if not seen.is_worth(ms if ms is not None else worst.ms):
         return
-    reason, do = _explain(worst, seen)
-    shares = [
-        f"{100 * worst.flop_share:.0f} % of the peak in {worst.dtype}" for _ in (0,) if worst.flop_share is not None
-    ]
-    shares += [
-        f"{100 * worst.byte_share:.0f} % of the memory's bandwidth" for _ in (0,) if worst.byte_share is not None
-    ]
+    reason, do = _explain(worst)
+    shares = []
+    if worst.flop_share is not None:
+        shares.append(f"{100 * worst.flop_share:.0f} % of the peak in {worst.dtype}")
+    if worst.byte_share is not None:
+        shares.append(f"{100 * worst.byte_share:.0f} % of the memory's bandwidth")
     seen.take([worst])
     yield seen.advise(
-        f"slow-{worst.kind}"
-        if worst.kind in ("product", "attention", "convolution", "elementwise", "reduction")
-        else "slow-operator",
+        f"slow-{worst.kind}" if worst.kind in _NAMED_KINDS else "slow-operator",
         f"{worst.name} {worst.render_shapes()} takes {worst.ms:.2f} ms of a step with"
         f" {', '.join(shares) or 'shares of peaks n/a'}: {reason}",
         do,
@@ -365,7 +365,7 @@ def find_slow_operator(seen: TraceEvidence) -> Iterator[Advice]:
     )
 
 
-def _explain(operator: Operator, seen: TraceEvidence) -> tuple[str, str]:
+def _explain(operator: Operator) -> tuple[str, str]:
     """Why an operator may be far from the peaks, and what to do."""
     shapes = [
         shape
