@@ -50,8 +50,9 @@ class Link:
 class Accelerator:
     """One device as a process sees it: a GPU, or one die of a module that shows its dies as devices.
 
-    `multiprocessors`: SMs of NVIDIA, compute units of AMD. `peak_flops` holds dense FLOP/s per dtype; `link` is a key of `load_links`; `device_names` are patterns of
-    the names that drivers give. `sources` maps a field, or "peak_flops.<dtype>", to its citation.
+    `multiprocessors`: SMs of NVIDIA, compute units of AMD. `peak_flops` holds dense FLOP/s per dtype; `link` is a key
+    of `load_links`; `device_names` are patterns of the names that drivers give. `sources` maps a field, or
+    "peak_flops.<dtype>", to its citation.
     """
 
     key: str
