@@ -1,11 +1,14 @@
 """Reading traces: `shardway trace`'s reader and whole analysis beside others on the same file, each in its own process.
 
     python bench/watch/trace.py FILE [--copies 8] [--python /venv/with/HTA/bin/python] [--rounds 3]
+    python bench/watch/trace.py --totals FILE... --python /venv/with/HTA/bin/python
 
 Prints CPU seconds, MB/s of JSON, the speed as a share of `orjson.loads`, and the peak of memory over the file's size
 (with the interpreter and all imports, and without them). `--copies` repeats the events of a file, so that a small one
 is measured like a large one. orjson and HolisticTraceAnalysis are looked for in the Python that is named; what it lacks
-is left out. Rounds are interleaved; medians are printed with the range.
+is left out. Rounds are interleaved; medians are printed with the range. `--totals` compares what is counted instead:
+span, computing and idle time of each file, as differences from HTA's (without its rounding to microseconds) in percent
+of the span.
 """
 
 from __future__ import annotations
@@ -77,13 +80,51 @@ def measure(name: str, path: Path, other: str) -> tuple[float, float, float] | N
     return spent, base, peak
 
 
+_TOTALS = """
+import json, logging, os, shutil, sys, tempfile, warnings
+warnings.filterwarnings("ignore")
+logging.disable(50)
+os.environ["HTA_DISABLE_NS_ROUNDING"] = "1"
+from hta.trace_analysis import TraceAnalysis
+for path in sys.argv[1:]:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = shutil.copy(path, folder)
+        found = TraceAnalysis(trace_files={0: copy}, include_last_profiler_step=True)
+        row = found.get_temporal_breakdown(visualize=False).iloc[0]
+        names = ("kernel_time(us)", "compute_time(us)", "idle_time(us)")
+        print(json.dumps([float(row[name]) / 1e3 for name in names]), flush=True)
+"""
+
+
+def compare_totals(files: list[Path], other: str) -> None:
+    """Print how far our totals of each file are from HTA's."""
+    from shardway.watch.trace.analysis import analyse_trace
+
+    print(f"{'percent of the span':60}{'span':>9}{'compute':>9}{'idle':>9}")
+    for file in files:
+        ended = subprocess.run([other, "-c", _TOTALS, str(file)], capture_output=True, text=True, check=False)
+        if ended.returncode:
+            print(f"{str(file)[-60:]:60} HTA: {ended.stderr.strip().splitlines()[-1][:60]}")
+            continue
+        theirs = json.loads(ended.stdout.splitlines()[-1])
+        ours = [analyse_trace(file).capture[name] for name in ("span_ms", "compute_ms", "idle_ms")]
+        apart = [100 * (mine - his) / theirs[0] for mine, his in zip(ours, theirs, strict=True)]
+        print(f"{str(file)[-60:]:60}{''.join(f'{each:9.3f}' for each in apart)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, nargs="?")
+    parser.add_argument("--totals", type=Path, nargs="+", metavar="FILE", help="compare totals with HTA's")
     parser.add_argument("--copies", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--python", default=sys.executable, help="one that has orjson and HolisticTraceAnalysis")
     options = parser.parse_args()
+    if options.totals:
+        compare_totals(options.totals, options.python)
+        return
+    if options.file is None:
+        parser.error("name a file")
     with tempfile.TemporaryDirectory() as folder:
         path = options.file
         if options.copies > 1 or path.suffix == ".gz":

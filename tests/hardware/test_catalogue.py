@@ -180,7 +180,7 @@ def test_fp8_is_twice_bf16_within_rounding(accelerator: Accelerator) -> None:
 
 @pytest.mark.parametrize("accelerator", ACCELERATORS, ids=lambda accelerator: accelerator.key)
 def test_every_stated_value_of_an_accelerator_has_a_source(accelerator: Accelerator) -> None:
-    fields = ("memory_bytes", "memory_bandwidth_bytes_per_s", "link", "power_w")
+    fields = ("memory_bytes", "memory_bandwidth_bytes_per_s", "link", "power_w", "multiprocessors")
     stated = {field for field in fields if getattr(accelerator, field) is not None}
     stated |= {f"peak_flops.{dtype}" for dtype in accelerator.peak_flops}
     whole_table = {path for path in stated if path.startswith("peak_flops.") and "peak_flops" in accelerator.sources}

@@ -5,12 +5,14 @@ Invariant: without torch; nothing is written. What a trace shows is found in `sh
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shardway.cli.options import JsonOption, complete_gpu, print_json
+from shardway.cli.options import JsonOption, complete_gpu, print_json, report
 from shardway.errors import UserError, legible
 
 
@@ -44,24 +46,49 @@ def trace(
         found = merge_ranks(ranks)
         print_json({**found, "against": comparison} if comparison is not None else found)
     else:
-        typer.echo(legible(render_analysis(ranks, comparison, operators=operators)))
+        width = min(shutil.get_terminal_size((120, 24)).columns, 120)
+        typer.echo(legible(render_analysis(ranks, comparison, operators=operators, width=width)))
+
+
+_WHERE = ("traces", ".", "plugins/profile/*")
+"""Where in a folder the traces are: of a run, of a folder of ranks, of TensorBoard's profile plugin."""
 
 
 def _find_files(paths: list[Path]) -> list[Path]:
     """The traces that are named, or that the folders hold. Raises UserError where there are none."""
     found = []
     for path in paths:
-        if not path.is_dir():
-            found.append(path)
-            continue
-        inside = sorted({*path.glob("*.json"), *path.glob("*.json.gz")}) or sorted(
-            {*path.glob("traces/*.json"), *path.glob("traces/*.json.gz")}
-        )
-        if not inside:
-            raise UserError(
-                f"{path} has no trace.\n  Allowed: a file .json or .json.gz, a folder of such files, or a run with"
-                " traces/.\n"
-                "  To do: `shardway profile`, or name the file that your profiler wrote."
-            )
-        found += inside
+        found += _find_inside(path) if path.is_dir() else [path]
     return list(dict.fromkeys(found))
+
+
+def _find_inside(folder: Path) -> list[Path]:
+    """The traces of a folder; of a run that was captured several times, those of the latest capture."""
+    for where in _WHERE:
+        found = _list_traces(folder, where)
+        captures = {path: re.match(r"(steps-\d+-\d+)-rank-\d+", path.name) for path in found}
+        if found and all(captures.values()):
+            latest = captures[max(found, key=lambda path: path.stat().st_mtime)]
+            found = [path for path, match in captures.items() if match and latest and match[1] == latest[1]]
+            if len(found) < len(captures):
+                report(
+                    f"{folder}: the latest capture, {found[0].name}, of {len(captures)} traces; name others to see them"
+                )
+        if found:
+            return found
+    below = next((path.parent for path in sorted(folder.glob("*/*.json*")) if path in _list_traces(path.parent)), None)
+    raise UserError(
+        f"{folder} has no trace.\n  Allowed: a file .json or .json.gz, a folder of such files, or a run with traces/.\n"
+        + (
+            f"  To do: name {below}, which has traces."
+            if below
+            else "  To do: `shardway profile`, or name the file that your profiler wrote."
+        )
+    )
+
+
+def _list_traces(folder: Path, where: str = ".") -> list[Path]:
+    from shardway.watch.trace.reader import may_be_trace
+
+    named = {*folder.glob(f"{where}/*.json"), *folder.glob(f"{where}/*.json.gz")}
+    return sorted(path for path in named if path.is_file() and may_be_trace(path))

@@ -50,8 +50,9 @@ class Link:
 class Accelerator:
     """One device as a process sees it: a GPU, or one die of a module that shows its dies as devices.
 
-    `peak_flops` holds dense FLOP/s per dtype; `link` is a key of `load_links`; `device_names` are patterns of
-    the names that drivers give. `sources` maps a field, or "peak_flops.<dtype>", to its citation.
+    `multiprocessors`: SMs of NVIDIA, compute units of AMD. `peak_flops` holds dense FLOP/s per dtype; `link` is a key
+    of `load_links`; `device_names` are patterns of the names that drivers give. `sources` maps a field, or
+    "peak_flops.<dtype>", to its citation.
     """
 
     key: str
@@ -64,6 +65,7 @@ class Accelerator:
     memory_bandwidth_bytes_per_s: float | None = None
     link: str | None = None
     power_w: float | None = None
+    multiprocessors: int | None = None
 
     def peak(self, dtype: Dtype) -> float | None:
         """Dense FLOP/s at `dtype`, or None where no source states it."""
@@ -132,7 +134,8 @@ def load_installed_accelerators() -> Mapping[str, Accelerator]:
     return MappingProxyType(found)
 
 
-_TEXT_FIELDS, _NUMBER_FIELDS = ("vendor", "name", "link"), ("memory_bytes", "memory_bandwidth_bytes_per_s", "power_w")
+_TEXT_FIELDS = ("vendor", "name", "link")
+_NUMBER_FIELDS = ("memory_bytes", "memory_bandwidth_bytes_per_s", "power_w", "multiprocessors")
 
 
 def _find_wrong(row: Mapping[str, Any], sources: Mapping[str, str]) -> Iterator[str]:

@@ -13,7 +13,8 @@ from made_traces import MadeTrace, make_training
 
 from shardway.errors import UserError
 from shardway.watch.trace import reader
-from shardway.watch.trace.reader import KERNEL, OP, Trace, read_trace
+from shardway.watch.trace.columns import KERNEL, OP, Trace
+from shardway.watch.trace.reader import read_trace
 
 
 def rows(trace: Trace) -> list[tuple[Any, ...]]:

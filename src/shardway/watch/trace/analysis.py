@@ -6,6 +6,7 @@ keep them.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Sequence
@@ -16,14 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from shardway.errors import UserError
+from shardway.errors import UserError, list_some
 from shardway.hardware.catalogue import Accelerator, find_accelerator, load_accelerators
 from shardway.watch.findings import Advice
+from shardway.watch.trace.collectives import CollectiveCall, list_collectives, measure_arrival
+from shardway.watch.trace.columns import Trace
 from shardway.watch.trace.operators import Operator, list_operators
-from shardway.watch.trace.quality import CaptureFault, judge_capture
-from shardway.watch.trace.reader import Trace, read_trace
-from shardway.watch.trace.rules import advise_on_trace, describe_optimizer, measure_recompute
-from shardway.watch.trace.timeline import Breakdown, Timeline, build_timeline
+from shardway.watch.trace.quality import CaptureFault, judge_capture, sort_faults
+from shardway.watch.trace.reader import read_trace
+from shardway.watch.trace.rules import advise_on_trace
+from shardway.watch.trace.rules_training import describe_optimizer, measure_recompute
+from shardway.watch.trace.timeline import Breakdown, Timeline, average_breakdowns, build_timeline
 
 MOST_OPERATORS = 40  # of a report in JSON
 
@@ -52,17 +56,20 @@ class TraceAnalysis:
     """The share of the time of products that was computed on matrix units."""
     quality: tuple[CaptureFault, ...]
     advice: tuple[Advice, ...]
-    collectives: tuple[tuple[int, int, float, float], ...] = ()
-    """Step number, place in the step, start and end (microseconds, Unix or as the file counts) of each collective."""
+    collectives: tuple[CollectiveCall, ...] = ()
     busy_ms: float = 0.0
     """Computing and copies, without communication: what a rank itself needs for a step."""
+
+    @property
+    def name(self) -> str:
+        """What it is called among others."""
+        return Path(self.path).name if self.rank is None else f"rank {self.rank}"
 
     @property
     def on_device(self) -> bool:
         return self.kernels > 0
 
     def as_json(self) -> dict[str, Any]:
-        parts = {name: round(float(getattr(self.breakdown, name)), 4) for name in BREAKDOWN}
         return {
             "file": self.path,
             "rank": self.rank,
@@ -73,7 +80,7 @@ class TraceAnalysis:
             "step_marks": self.marks or None,
             "step_ms": round(self.step_ms, 4),
             "step_ms_each": [round(each, 4) for each in self.step_ms_each],
-            "breakdown": parts,
+            "breakdown": self.breakdown.list_parts(),
             "comm_ms": round(self.breakdown.comm_ms, 4),
             "idle_causes_ms": {cause: round(ms, 4) for cause, ms in self.breakdown.idle_causes_ms.items()},
             "capture": {name: round(ms, 4) for name, ms in self.capture.items()},
@@ -86,9 +93,6 @@ class TraceAnalysis:
             "recompute_ms": None if self.recompute_ms is None else round(self.recompute_ms, 4),
             "tensor_core_share": None if self.matrix_units is None else round(self.matrix_units, 4),
         }
-
-
-BREAKDOWN = ("compute_ms", "comm_exposed_ms", "copy_ms", "idle_ms")
 
 
 def _operator_as_json(operator: Operator) -> dict[str, Any]:
@@ -122,42 +126,44 @@ def analyse_trace(path: Path, gpu: str | None = None) -> TraceAnalysis:
     faults = judge_capture(timeline, part, name)
     breakdown = timeline.break_down()
     operators = list_operators(timeline, part)
-    advice = advise_on_trace(timeline, breakdown, operators, part, processors or _known_processors(part), faults)
-    own = timeline.times(timeline.rows[~timeline.is_communication]) if timeline.on_device else timeline.compute
+    processors = processors or (part.multiprocessors if part else None)
+    advice = advise_on_trace(timeline, breakdown, operators, part, processors, faults)
     return TraceAnalysis(
-        str(path),
-        _find_rank(trace),
-        name,
-        part.key if part else None,
-        len(timeline.kept),
-        len(timeline.steps),
-        timeline.marks,
-        timeline.step_ms,
-        tuple(step.ms for step in timeline.kept),
-        breakdown,
-        timeline.measure_capture(),
-        tuple(operators),
-        len(timeline.in_window(timeline.rows)) / len(timeline.kept),
-        describe_optimizer(timeline),
-        _list_attention(operators),
-        measure_recompute(timeline),
-        _share_of_matrix_units(operators),
-        tuple(faults),
-        tuple(advice),
-        _list_collectives(timeline),
-        timeline.overlap_ms(own),
+        path=str(path),
+        rank=_find_rank(trace),
+        gpu=name,
+        part=part.key if part else None,
+        steps=len(timeline.kept),
+        steps_seen=len(timeline.steps),
+        marks=timeline.marks,
+        step_ms=timeline.step_ms,
+        step_ms_each=tuple(step.ms for step in timeline.kept),
+        breakdown=breakdown,
+        capture=timeline.measure_capture(),
+        operators=tuple(operators),
+        kernels=len(timeline.in_window(timeline.rows)) / len(timeline.kept),
+        optimizer=describe_optimizer(timeline),
+        attention=_list_attention(operators),
+        recompute_ms=measure_recompute(timeline),
+        matrix_units=_share_of_matrix_units(operators),
+        quality=tuple(faults),
+        advice=tuple(advice),
+        collectives=list_collectives(timeline),
+        busy_ms=timeline.overlap_ms(timeline.own_work),
     )
 
 
 def _find_key(gpu: str | None) -> Accelerator | None:
+    """A part by its key in the catalogue, or by the driver's name for it."""
     if gpu is None:
         return None
     known = load_accelerators()
-    if gpu in known:
-        return known[gpu]
-    raise UserError(
-        f'there is no GPU "{gpu}" (--gpu).\n  Allowed: {", ".join(known)}.\n  To do: name one, or leave it out.'
-    )
+    part = known.get(gpu.lower()) or find_accelerator(gpu)
+    if part is not None:
+        return part
+    near = [key for key in known if gpu.lower() in key] or difflib.get_close_matches(gpu.lower(), list(known), n=3)
+    remedy = f"did you mean {', '.join(near)}?" if near else "name one, or leave it out."
+    raise UserError(f'there is no GPU "{gpu}" (--gpu).\n  Allowed: {", ".join(known)}.\n  To do: {remedy}')
 
 
 def _find_device(trace: Trace, timeline: Timeline) -> tuple[str, int | None]:
@@ -169,25 +175,6 @@ def _find_device(trace: Trace, timeline: Timeline) -> tuple[str, int | None]:
     return str(mine.get("name") or ""), count if isinstance(count, int) and count > 0 else None
 
 
-_PROCESSORS = {
-    "h100": 132,
-    "h200": 132,
-    "gh200": 132,
-    "a100": 108,
-    "mi300x": 304,
-    "mi250x": 110,
-    "v100": 80,
-    "b200": 148,
-}
-"""Of the parts as they are sold for training; the PCIe H100 has fewer and says so in its traces."""
-
-
-def _known_processors(part: Accelerator | None) -> int | None:
-    if part is None or "pcie" in part.key:
-        return None
-    return next((count for key, count in _PROCESSORS.items() if part.key.startswith(key)), None)
-
-
 def _find_rank(trace: Trace) -> int | None:
     told = trace.properties.get("distributedInfo")
     rank = told.get("rank") if isinstance(told, dict) else None
@@ -197,23 +184,26 @@ def _find_rank(trace: Trace) -> int | None:
     return int(named[1]) if named else None
 
 
-_ATTENTION = re.compile(r"^aten::_scaled_dot_product_(\w+?)(_attention)?(_math)?(_for_cpu)?(_backward)?$")
+_ATTENTION_BACKENDS = {
+    "math": re.compile(r"_scaled_dot_product_attention_math"),
+    "flash": re.compile(r"flash_?attention|flash_fwd", re.IGNORECASE),
+    "cudnn": re.compile(r"cudnn_?attention", re.IGNORECASE),
+    "efficient": re.compile(r"efficient_?attention", re.IGNORECASE),
+}
+_ATTENTION_CALL = re.compile(r"^aten::scaled_dot_product_attention$|^autograd::")
+"""What calls a backend, whichever it is."""
 
 
 def _list_attention(operators: Sequence[Operator]) -> tuple[str, ...]:
-    """The backends of `scaled_dot_product_attention` that ran."""
+    """The backends of `scaled_dot_product_attention` that ran, and other attention by its operator."""
     found = []
     for each in operators:
-        if "_scaled_dot_product_attention_math" in each.name:
-            found.append("math")
-        elif "flash_attention" in each.name or "flash_fwd" in each.top_kernel:
-            found.append("flash")
-        elif "cudnn_attention" in each.name:
-            found.append("cudnn")
-        elif "efficient_attention" in each.name:
-            found.append("efficient")
-        elif each.kind == "attention":
-            found.append(each.name)
+        names = f"{each.name} {each.top_kernel}"
+        backend = next((word for word, pattern in _ATTENTION_BACKENDS.items() if pattern.search(names)), None)
+        if backend is None and each.kind == "attention" and not _ATTENTION_CALL.search(each.name):
+            backend = each.name
+        if backend is not None:
+            found.append(backend)
     return tuple(dict.fromkeys(found))
 
 
@@ -225,22 +215,6 @@ def _share_of_matrix_units(operators: Sequence[Operator]) -> float | None:
     ]
     spent = sum(each.ms for each in known)
     return sum(each.ms * (each.matrix_units or 0.0) for each in known) / spent if spent > 0 else None
-
-
-def _list_collectives(timeline: Timeline) -> tuple[tuple[int, int, float, float], ...]:
-    if not timeline.on_device:
-        return ()
-    rows = timeline.rows[timeline.is_communication]
-    trace = timeline.trace
-    found = []
-    for place, step in enumerate(timeline.kept):
-        mine = rows[(trace.start[rows] >= step.low) & (trace.start[rows] < step.high)]
-        number = step.number if step.number is not None else place
-        found += [
-            (number, index, float(trace.start[row]) + trace.origin_us, float(trace.end[row]) + trace.origin_us)
-            for index, row in enumerate(mine)
-        ]
-    return tuple(found)
 
 
 # --- several ranks
@@ -262,86 +236,91 @@ def analyse_ranks(paths: Sequence[Path], gpu: str | None = None) -> list[TraceAn
 
 def judge_ranks(ranks: Sequence[TraceAnalysis]) -> list[Advice]:
     """Stragglers: a rank whose own work takes longer than that of the others, and what they lose by waiting."""
-    good = [each for each in ranks if not any(fault.severity == "fatal" for fault in each.quality)]
-    if len(good) < 2:
+    good = _list_usable(ranks)
+    if len(good) < 2 or _find_repeated(good):
         return []
     busy = np.array([each.busy_ms for each in good])
-    median, slow = float(np.median(busy)), int(np.argmax(busy))
-    if len(good) == 2:
-        median = float(busy.min())
-    late_ms = float(busy[slow]) - median
-    step_ms = float(np.mean([each.step_ms for each in good]))
-    found = []
-    spread = measure_arrival(good)
-    word = "rank" if all(each.rank is not None for each in good) else "file"
-    name = good[slow].rank if word == "rank" else Path(good[slow].path).name
-    if late_ms >= 0.03 * step_ms and late_ms > 0:
-        waits = (
-            f"; matched collectives begin up to {spread[1]:.2f} ms apart, {spread[0]:.2f} ms a step" if spread else ""
+    slow = int(np.argmax(busy))
+    median = float(np.median(busy)) if len(good) > 2 else float(busy.min())
+    late_ms, step_ms = float(busy[slow]) - median, float(np.mean([each.step_ms for each in good]))
+    if late_ms < 0.03 * step_ms or late_ms <= 0:
+        return []
+    spread = measure_arrival([each.collectives for each in good])
+    waits = (
+        f"; matched collectives begin up to {spread.most_ms:.2f} ms apart, {spread.per_step_ms:.2f} ms a step"
+        if spread
+        else ""
+    )
+    return [
+        Advice(
+            "straggler",
+            f"{good[slow].name} works {busy[slow]:.2f} ms of a step of {step_ms:.2f} ms, the median of {len(good)}"
+            f" is {median:.2f} ms{waits}",
+            "balance what the ranks get (lengths of sequences, layers of a stage, experts); if it is always the same"
+            " device, look at its clocks, temperature and neighbours (`shardway report`, `shardway doctor --deep`), and"
+            " leave the node out",
+            "trace again on all ranks: their own work is alike",
+            round(late_ms, 4),
+            round(100 * late_ms / step_ms, 2),
+            "problem" if late_ms >= 0.1 * step_ms else "hint",
         )
+    ]
+
+
+def _list_usable(ranks: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
+    """Those without a fatal fault."""
+    return [each for each in ranks if not any(fault.severity == "fatal" for fault in each.quality)]
+
+
+def _find_repeated(ranks: Sequence[TraceAnalysis]) -> list[int]:
+    """The ranks that several traces are of."""
+    known = [each.rank for each in ranks if each.rank is not None]
+    return sorted({rank for rank in known if known.count(rank) > 1})
+
+
+def _gather_faults(ranks: Sequence[TraceAnalysis]) -> list[CaptureFault]:
+    """The faults of all traces, one of a kind, with the traces that have it. While others can be relied on, a trace
+    with a fatal fault is left out and that is a problem."""
+    found, left_out = [], bool(_list_usable(ranks))
+    if repeated := _find_repeated(ranks):
         found.append(
-            Advice(
-                "straggler",
-                f"{word} {name} works {busy[slow]:.2f} ms of a step of {step_ms:.2f} ms, the median of {len(good)}"
-                f" is {median:.2f} ms{waits}",
-                "balance what the ranks get (lengths of sequences, layers of a stage, experts); if it is always the"
-                " same device, look at its"
-                " clocks, temperature and neighbours (`shardway report`, `shardway doctor --deep`), and leave the"
-                " node out",
-                "trace again on all ranks: their own work is alike",
-                round(late_ms, 4),
-                round(100 * late_ms / step_ms, 2),
-                "problem" if late_ms >= 0.1 * step_ms else "hint",
+            CaptureFault(
+                "repeated-rank",
+                f"several traces are of rank {', '.join(map(str, repeated))}: captures of one rank are not compared as"
+                " ranks",
+                "name one capture of each rank; compare two captures with `--against`",
+                "problem",
             )
         )
-    return found
-
-
-def measure_arrival(ranks: Sequence[TraceAnalysis]) -> tuple[float, float] | None:
-    """How far apart ranks begin the same collectives: milliseconds a step, and the most of one. A collective ends at
-    about the same time everywhere, so differences of clocks are taken out by the ends. None where none is matched."""
-    tables = [{(step, index): (start, end) for step, index, start, end in each.collectives} for each in ranks]
-    shared = set.intersection(*(set(table) for table in tables)) if tables else set()
-    if not shared:
-        return None
-    waits: dict[int, float] = {}
-    most = 0.0
-    for step, index in shared:
-        lengths = [table[step, index][1] - table[step, index][0] for table in tables]
-        apart = (max(lengths) - min(lengths)) / 1e3
-        waits[step] = waits.get(step, 0.0) + apart
-        most = max(most, apart)
-    return float(np.mean(list(waits.values()))), most
+    kinds: dict[tuple[str, str], list[tuple[TraceAnalysis, CaptureFault]]] = {}
+    for each in ranks:
+        for fault in each.quality:
+            kinds.setdefault((fault.rule, fault.severity), []).append((each, fault))
+    for having in kinds.values():
+        first, fault = having[0]
+        others = [each.name for each, _ in having[1:]]
+        also = f" (also {list_some(others, 8)})" if others else ""
+        fault = replace(fault, what=f"{first.name}: {fault.what}{also}")
+        if fault.severity == "fatal" and left_out:
+            fault = replace(fault, what=f"{fault.what}; it is left out", severity="problem")
+        found.append(fault)
+    return sort_faults(found)
 
 
 def merge_ranks(ranks: Sequence[TraceAnalysis]) -> dict[str, Any]:
-    """The JSON of one or several traces: of several, means of the ranks, faults of all, and advice for the slowest."""
+    """The JSON of one or several traces: of several, faults of all, means of those without a fatal one, and advice for
+    the slowest."""
     if len(ranks) == 1:
         return ranks[0].as_json()
-    slowest = max(ranks, key=lambda each: each.busy_ms)
-
-    def mean_of(name: str) -> float:
-        return float(np.mean([getattr(each.breakdown, name) for each in ranks]))
-
-    mean = Breakdown(
-        mean_of("compute_ms"),
-        mean_of("comm_exposed_ms"),
-        mean_of("copy_ms"),
-        mean_of("idle_ms"),
-        mean_of("comm_ms"),
-        {
-            cause: float(np.mean([each.breakdown.idle_causes_ms[cause] for each in ranks]))
-            for cause in slowest.breakdown.idle_causes_ms
-        },
-    )
-    faults = tuple(replace(fault, what=f"{each.path}: {fault.what}") for each in ranks for fault in each.quality)
-    advice = sorted([*judge_ranks(ranks), *slowest.advice], key=lambda each: -(each.ceiling_ms or 0.0))
-    spread = measure_arrival(ranks)
+    usable = _list_usable(ranks) or list(ranks)
+    slowest = max(usable, key=lambda each: each.busy_ms)
+    advice = sorted([*judge_ranks(usable), *slowest.advice], key=lambda each: -(each.ceiling_ms or 0.0))
+    spread = None if _find_repeated(usable) else measure_arrival([each.collectives for each in usable])
     found = replace(
         slowest,
-        step_ms=float(np.mean([each.step_ms for each in ranks])),
-        breakdown=mean,
-        quality=faults,
+        step_ms=float(np.mean([each.step_ms for each in usable])),
+        breakdown=average_breakdowns([each.breakdown for each in usable]),
+        quality=tuple(_gather_faults(ranks)),
         advice=tuple(advice),
     ).as_json()
     found["ranks"] = [
@@ -351,12 +330,19 @@ def merge_ranks(ranks: Sequence[TraceAnalysis]) -> dict[str, Any]:
             "steps": each.steps,
             "step_ms": round(each.step_ms, 4),
             "busy_ms": round(each.busy_ms, 4),
-            "breakdown": {name: round(float(getattr(each.breakdown, name)), 4) for name in BREAKDOWN},
+            "breakdown": each.breakdown.list_parts(),
         }
-        for each in ranks
+        for each in usable
     ]
     found["arrival_spread_ms"] = (
-        None if spread is None else {"per_step": round(spread[0], 4), "most": round(spread[1], 4)}
+        None
+        if spread is None
+        else {
+            "per_step": round(spread.per_step_ms, 4),
+            "most": round(spread.most_ms, 4),
+            "matched": spread.matched,
+            "matched_by_number": spread.by_number,
+        }
     )
     return found
 
@@ -379,18 +365,12 @@ def compare_traces(one: TraceAnalysis, other: TraceAnalysis) -> dict[str, Any]:
         ((key, before.get(key, 0.0), now.get(key, 0.0)) for key in {*now, *before}),
         key=lambda each: -abs(each[2] - each[1]),
     )
-    parts = {
-        name: {
-            "before": round(float(getattr(other.breakdown, name)), 4),
-            "now": round(float(getattr(one.breakdown, name)), 4),
-        }
-        for name in BREAKDOWN
-    }
+    was_parts, parts = other.breakdown.list_parts(), one.breakdown.list_parts()
     return {
         "file": other.path,
         "step_ms": {"before": round(other.step_ms, 4), "now": round(one.step_ms, 4)},
         "speedup": round(other.step_ms / one.step_ms, 4) if one.step_ms > 0 else None,
-        "breakdown": parts,
+        "breakdown": {name: {"before": was_parts[name], "now": parts[name]} for name in parts},
         "kernels_per_step": {"before": round(other.kernels, 2), "now": round(one.kernels, 2)},
         "operators": [
             {"name": key, "before_ms": round(was, 4), "now_ms": round(is_, 4)}

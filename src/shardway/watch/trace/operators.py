@@ -78,11 +78,11 @@ class Operator:
     @property
     def dtype(self) -> str:
         """That of its first tensor of real numbers."""
-        return next((each for each in self.dtypes if each in _REAL), "")
+        return _find_real(self.dtypes)
 
     @property
     def low_precision(self) -> bool | None:
-        return self.dtype in ("fp16", "bf16", "fp8") if self.dtype else None
+        return _is_low(self.dtypes)
 
     @property
     def tflops(self) -> float | None:
@@ -244,9 +244,14 @@ def _read_grid(text: str) -> tuple[int, ...]:
     return tuple(found) if found and all(isinstance(each, int) for each in found) else ()
 
 
+def _find_real(dtypes: tuple[str, ...]) -> str:
+    """The first type that is one of real numbers."""
+    return next((each for each in dtypes if each in _REAL), "")
+
+
 def _is_low(dtypes: tuple[str, ...]) -> bool | None:
-    real = [each for each in dtypes if each in _REAL]
-    return real[0] in ("fp16", "bf16", "fp8") if real else None
+    dtype = _find_real(dtypes)
+    return dtype in ("fp16", "bf16", "fp8") if dtype else None
 
 
 def _is_shape(value: Any) -> bool:
@@ -267,7 +272,11 @@ def _rate(operator: Operator, part: Accelerator | None) -> Operator:
     if part is None or operator.ms <= 0:
         return rated
     peak, rate = _find_peak(operator, part), part.memory_bandwidth_bytes_per_s
-    floors = [flop / peak for _ in (0,) if flop and peak] + [traffic / rate for _ in (0,) if traffic and rate]
+    floors = []
+    if flop and peak:
+        floors.append(flop / peak)
+    if traffic and rate:
+        floors.append(traffic / rate)
     seconds = operator.ms / 1e3
     if floors and max(floors) > 1.1 * seconds:  # inputs that were read in part, or from a cache: no statement
         return rated
@@ -312,12 +321,10 @@ def count_work(operator: Operator) -> tuple[float | None, float | None]:
     ]
     if not tensors:
         return None, None
-    largest = max(tensors)
-    writes_nothing_new = operator.name.endswith("_") or "copy_" in operator.name
     inputs = sum(count * size for count, size in tensors)
-    return None, float(
-        inputs + (0 if "copy_" in operator.name else largest[0] * largest[1] if not writes_nothing_new else 0)
-    )
+    count, size = max(tensors)
+    writes_an_input = operator.name.endswith("_") or "copy_" in operator.name
+    return None, float(inputs if writes_an_input else inputs + count * size)
 
 
 def _size_of(dtype: str) -> int:

@@ -1,7 +1,7 @@
-"""A trace of torch's profiler (Kineto), or another file in Chrome's trace format, as columns.
+"""A trace of torch's profiler (Kineto), or another file in Chrome's trace format, from bytes to columns.
 
 Invariants:
-- The file is decoded in pieces of a few megabytes; what is kept of an event is one row of numbers, and each text once.
+- The file is decoded in pieces of about a megabyte, and of an event nothing is kept but its row of columns.
 - A piece that decodes as a list of events was cut between two events: JSON that is cut elsewhere does not balance.
 - Whatever a file holds, there is a `Trace`, with what was left out in `faults`, or a `UserError`: nothing else.
 """
@@ -10,194 +10,23 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import re
 import zlib
-from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from shardway.errors import UserError, legible
-
-if TYPE_CHECKING:
-    import numpy as np
+from shardway.watch.trace.columns import BareEvent, Trace, TraceColumns, TraceEvent, TraceFaults
 
 _PIECE = 1 << 20  # bytes of JSON that are decoded at once
+_BEGIN = 64 << 10  # what is looked at to name a file that is no trace
 _INPUT = 8 << 10  # compressed bytes at once: damage costs what is expanded with it
 _HEAD_MOST = 64 << 20  # no trace has more before its events
 _TAIL_MOST = 4 << 20  # what follows the events is a few names
-
-_NO_RAW = msgspec.Raw()
-
-
-class EventArgs(msgspec.Struct, frozen=True, gc=False):
-    """What is read of an event's `args`; profilers write about forty fields more."""
-
-    correlation: int | None = None
-    external: int | None = msgspec.field(default=None, name="External id")
-    old_external: int | None = msgspec.field(default=None, name="external id")
-    device: int | str | None = None
-    stream: int | str | None = None
-    dims: msgspec.Raw = msgspec.field(default=_NO_RAW, name="Input Dims")
-    types: msgspec.Raw = msgspec.field(default=_NO_RAW, name="Input type")
-    concrete: msgspec.Raw = msgspec.field(default=_NO_RAW, name="Concrete Inputs")
-    grid: msgspec.Raw = _NO_RAW
-    bytes: float | None = None
-    collective: str | None = msgspec.field(default=None, name="Collective name")
-    group: str | None = msgspec.field(default=None, name="Process Group Name")
-    elements: float | None = msgspec.field(default=None, name="In msg nelems")
-    label: str | None = msgspec.field(default=None, name="name")
-    labels: str | None = None
-
-
-_NO_ARGS = EventArgs()
-
-
-class TraceEvent(msgspec.Struct, gc=False):
-    """One event of a file. Times are microseconds; `ph` is its phase, "X" an event with a duration."""
-
-    ph: str
-    name: str = ""
-    cat: str = ""
-    ts: float = 0.0
-    dur: float = math.nan
-    pid: int | str = -1
-    tid: int | str = -1
-    args: EventArgs = _NO_ARGS
-
-
-class _BareEvent(msgspec.Struct, gc=False):
-    """An event whose `args` are not those of torch."""
-
-    ph: str
-    name: str = ""
-    cat: str = ""
-    ts: float = 0.0
-    dur: float = math.nan
-    pid: int | str = -1
-    tid: int | str = -1
-
-    @property
-    def args(self) -> EventArgs:
-        return _NO_ARGS
-
-
-_decode_events = msgspec.json.Decoder(list[TraceEvent], strict=False).decode
-_decode_event = msgspec.json.Decoder(TraceEvent, strict=False).decode
-_decode_bare = msgspec.json.Decoder(_BareEvent, strict=False).decode
-
-
-class Interned(dict[Any, int]):
-    """Values by the number of their first occurrence."""
-
-    def __missing__(self, value: Any) -> int:
-        self[value] = number = len(self)
-        return number
-
-    def list_values(self) -> list[Any]:
-        return list(self)
-
-
-@dataclass
-class TraceFaults:
-    """What is wrong with a file. `malformed`: events left out, `sample` the first of them."""
-
-    malformed: int = 0
-    sample: str = ""
-    truncated: str = ""
-    unpaired: int = 0
-    """Begin and end events, which this reader does not pair."""
-    odd_args: int = 0
-
-
-CATEGORIES = (
-    *("other", "cpu_op", "user_annotation", "python_function", "runtime", "kernel", "memcpy", "memset", "overhead"),
-    *("gpu_annotation", "profiler"),
-)
-OTHER, OP, ANNOTATION, PYTHON, RUNTIME, KERNEL, MEMCPY, MEMSET, OVERHEAD, GPU_ANNOTATION, PROFILER = range(11)
-
-_CATEGORY_OF = {
-    "cpu_op": OP,
-    "operator": OP,
-    "user_annotation": ANNOTATION,
-    "python_function": PYTHON,
-    "kernel": KERNEL,
-    "cuda_runtime": RUNTIME,
-    "cuda_driver": RUNTIME,
-    "runtime": RUNTIME,
-    "xpu_runtime": RUNTIME,
-    "hip_runtime": RUNTIME,
-    "xpu_driver": RUNTIME,
-    "privateuse1_runtime": RUNTIME,
-    "privateuse1_driver": RUNTIME,
-    "gpu_memcpy": MEMCPY,
-    "memcpy": MEMCPY,
-    "gpu_memset": MEMSET,
-    "memset": MEMSET,
-    "overhead": OVERHEAD,
-    "gpu_user_annotation": GPU_ANNOTATION,
-    "trace": PROFILER,
-    "concurrent_kernel": KERNEL,
-}
-
-
-class _Categories(Interned):
-    def __missing__(self, value: Any) -> int:
-        self[value] = number = _CATEGORY_OF.get(value.lower(), OTHER)
-        return number
-
-
-@dataclass(frozen=True)
-class Trace:
-    """Events with a duration, in columns of one length, in the order of their start. Times are microseconds from
-    `origin_us`.
-
-    Columns with a code index a table: `name` names, `process` and `thread` the processes and threads as the file names
-    them, `dims` and `types` and `extra` texts of JSON (shapes and types of an operator's inputs; `extra`: concrete
-    inputs of a convolution or attention, a kernel's grid, a collective's group). -1 stands for what an event lacks.
-    """
-
-    path: str
-    start: np.ndarray
-    duration: np.ndarray
-    name: np.ndarray
-    category: np.ndarray
-    process: np.ndarray
-    thread: np.ndarray
-    correlation: np.ndarray
-    external: np.ndarray
-    device: np.ndarray
-    stream: np.ndarray
-    dims: np.ndarray
-    types: np.ndarray
-    extra: np.ndarray
-    bytes: np.ndarray
-    names: list[str]
-    processes: list[int | str]
-    threads: list[int | str]
-    texts: list[str]
-    """The table of `dims`, `types` and `extra`."""
-    properties: Mapping[str, Any]
-    process_labels: Mapping[int | str, str]
-    file_bytes: int
-    json_bytes: int
-    origin_us: float
-    faults: TraceFaults = field(default_factory=TraceFaults)
-
-    @property
-    def end(self) -> np.ndarray:
-        return self.start + self.duration
-
-    def of(self, *categories: int) -> np.ndarray:
-        """The rows of these categories."""
-        import numpy as np
-
-        return np.flatnonzero(np.isin(self.category, categories))
 
 
 def read_trace(path: Path) -> Trace:
@@ -208,7 +37,7 @@ def read_trace(path: Path) -> Trace:
         raise UserError(
             f"{path} cannot be read: {error.strerror}.\n  To do: name a trace (.json or .json.gz)."
         ) from None
-    columns = _Columns()
+    columns = TraceColumns()
     with stream, _no_collection():
         source = _Source(stream, path)
         try:
@@ -220,7 +49,7 @@ def read_trace(path: Path) -> Trace:
         source.finish(columns.faults)
     if columns.properties is None:
         raise _refuse(path, source)
-    return columns.finish(path, source)
+    return columns.finish(path, source.json_bytes)
 
 
 @contextmanager
@@ -243,7 +72,7 @@ class _Source:
 
     def __init__(self, stream: Any, path: Path) -> None:
         self.stream, self.path = stream, path
-        self.begin = stream.read(1 << 16)
+        self.begin = stream.read(_BEGIN)
         self.read_bytes = len(self.begin)
         self.json_bytes = 0
         self.ended = ""  # why the text ends before the file does
@@ -301,7 +130,7 @@ def _refuse(path: Path, source: _Source) -> UserError:
     begin = source.begin
     if source._inflate is not None:
         with suppress(zlib.error):
-            begin = zlib.decompressobj(31).decompress(begin, 1 << 16)
+            begin = zlib.decompressobj(31).decompress(begin, _BEGIN)
         if source.ended:
             return UserError(f"{path} is no trace: {source.ended}.\n  To do: copy it again.")
     stripped = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -311,6 +140,8 @@ def _refuse(path: Path, source: _Source) -> UserError:
         remedy = "a profiler with `schedule(...)` writes its trace in `on_trace_ready`: give it one"
     elif stripped[:1] == b"{":
         kind = 'JSON without "traceEvents"'
+        if len(begin) < _BEGIN and not _is_json(stripped):
+            kind, remedy = f"{kind}, and cut off or damaged", "copy it again, or name another file"
     else:
         kind, remedy = next(
             ((what, to_do) for mark, what, to_do in _KINDS if begin.startswith(mark) and _is_binary(begin)),
@@ -330,18 +161,44 @@ def _refuse(path: Path, source: _Source) -> UserError:
     )
 
 
+def _is_json(text: bytes) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
+
+
 def _is_binary(begin: bytes) -> bool:
     return begin[:2] in (b"PK", b"BZ") or b"\0" in begin[:512] or any(byte > 127 for byte in begin[:8])
 
 
+def may_be_trace(path: Path) -> bool:
+    """Whether a file may be a trace by its beginning: a folder holds other JSON files too. One that is empty or damaged
+    may be, so that it is not passed over in silence."""
+    try:
+        with path.open("rb") as stream:
+            begin = _Source(stream, path).next_piece()
+    except OSError:
+        return True
+    stripped = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if stripped[:1] == b"[":
+        return bool(re.match(rb"\[\s*(\{[^{}]*\"(ph|ts)\"|\]|$)", stripped))
+    return stripped[:1] != b"{" or bool(_EVENTS.search(stripped))
+
+
 # --- from text to events
+
+_decode_events = msgspec.json.Decoder(list[TraceEvent], strict=False).decode
+_decode_event = msgspec.json.Decoder(TraceEvent, strict=False).decode
+_decode_bare = msgspec.json.Decoder(BareEvent, strict=False).decode
 
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
 _CLOSING = re.compile(rb"\}\s*\]")
 
 
-def _read_events(source: _Source, columns: _Columns) -> None:
+def _read_events(source: _Source, columns: TraceColumns) -> None:
     """Fill the columns. `columns.properties` stays None where no list of events is found."""
     text, is_list = _find_events(source, columns)
     if columns.properties is None:
@@ -368,7 +225,7 @@ def _read_events(source: _Source, columns: _Columns) -> None:
     _read_last(text, source, columns, is_list=is_list)
 
 
-def _find_events(source: _Source, columns: _Columns) -> tuple[bytes, bool]:
+def _find_events(source: _Source, columns: TraceColumns) -> tuple[bytes, bool]:
     """The text from the first event on, and whether the whole file is a list."""
     text = source.next_piece()
     stripped = text.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -406,7 +263,7 @@ def _last_cut(text: bytes) -> tuple[int, int] | None:
     return None
 
 
-def _read_last(text: bytes, source: _Source, columns: _Columns, *, is_list: bool) -> None:
+def _read_last(text: bytes, source: _Source, columns: TraceColumns, *, is_list: bool) -> None:
     """The last events, the end of the list, and the properties that follow it."""
     stripped = text.lstrip()
     if stripped[:1] == b"]":
@@ -425,7 +282,7 @@ def _read_last(text: bytes, source: _Source, columns: _Columns, *, is_list: bool
         _read_properties(tail, source, columns)
 
 
-def _read_properties(tail: bytes, source: _Source, columns: _Columns) -> None:
+def _read_properties(tail: bytes, source: _Source, columns: TraceColumns) -> None:
     """What follows the list of events: `, "key": value, ...}`."""
     while len(tail) < _TAIL_MOST and (more := source.next_piece()):
         tail += more
@@ -454,7 +311,7 @@ def _only_small(found: Any) -> dict[str, Any]:
     }
 
 
-def _read_slowly(text: bytes, columns: _Columns, *, is_last: bool = False, is_list: bool = False) -> bytes | None:
+def _read_slowly(text: bytes, columns: TraceColumns, *, is_last: bool = False, is_list: bool = False) -> bytes | None:
     """Events one by one, for text that does not decode as a whole. What follows the list's end, None if it goes on."""
     starts = [0, *(found.end() for found in _BETWEEN.finditer(text))]
     ends = [*(found.start() + 1 for found in _BETWEEN.finditer(text)), len(text)]
@@ -474,6 +331,8 @@ def _read_slowly(text: bytes, columns: _Columns, *, is_last: bool = False, is_li
         if is_last and at == len(starts) - 1:
             if piece.strip():
                 columns.faults.truncated = columns.faults.truncated or "its last event is incomplete"
+            elif not is_list:
+                columns.faults.truncated = columns.faults.truncated or "the list of its events has no end"
             break
         columns.faults.malformed += 1
         columns.faults.sample = columns.faults.sample or legible(piece[:200].decode(errors="replace"))
@@ -490,7 +349,7 @@ _MOST_NESTED = 100  # objects that follow each other inside one event
 
 def _decode_one(
     text: bytes, starts: list[int], ends: list[int], at: int, faults: TraceFaults
-) -> tuple[TraceEvent | _BareEvent | None, int]:
+) -> tuple[TraceEvent | BareEvent | None, int]:
     """The event that begins at a cut, and how many cuts it has in it."""
     for used in range(1, min(_MOST_NESTED, len(starts) - at) + 1):
         piece = text[starts[at] : ends[at + used - 1]]
@@ -501,7 +360,6 @@ def _decode_one(
         except msgspec.ValidationError:  # JSON, but no event as torch writes it
             with suppress(msgspec.DecodeError, UnicodeDecodeError):
                 event = _decode_bare(piece)
-                faults.odd_args += 1
                 return event, used
             return None, 1
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -520,159 +378,10 @@ def _is_event(piece: bytes) -> bool:
     return True
 
 
-def _decode_before_end(text: bytes, faults: TraceFaults) -> tuple[TraceEvent | _BareEvent | None, bytes | None]:
+def _decode_before_end(text: bytes, faults: TraceFaults) -> tuple[TraceEvent | BareEvent | None, bytes | None]:
     """The event before the end of the list, and what follows that end."""
     for found in list(_CLOSING.finditer(text[:_PIECE]))[:16]:
         event, _ = _decode_one(text, [0], [found.start() + 1], 0, faults)
         if event is not None:
             return event, text[found.end() :]
     return None, None
-
-
-# --- from events to columns
-
-_INT64 = 1 << 63
-
-
-def _long(value: int) -> int:
-    return value if -_INT64 <= value < _INT64 else -1
-
-
-def _small(value: int) -> int:
-    return value if 0 <= value < 1 << 31 else -1
-
-
-def _old_external(value: int | None) -> int:
-    """Until torch 1.13 a kernel has the number under this name."""
-    return -1 if value is None else _long(value)
-
-
-def _ordinal(value: int | str) -> int:
-    """A stream or device; some releases of ROCm write "0x0"."""
-    if isinstance(value, int):
-        return _small(value)
-    try:
-        return _small(int(value, 0))
-    except ValueError:
-        return -1
-
-
-_WITH_CONCRETE = ("conv", "attention", "flash", "_fused_adam", "_foreach")
-
-
-class _Columns:
-    """Columns while they grow."""
-
-    def __init__(self) -> None:
-        self.start, self.duration, self.bytes = array("d"), array("d"), array("d")
-        self.name, self.process, self.thread = array("i"), array("i"), array("i")
-        self.dims, self.types, self.extra = array("i"), array("i"), array("i")
-        self.device, self.stream = array("i"), array("i")
-        self.correlation, self.external = array("q"), array("q")
-        self.category = array("b")
-        self.names, self.processes, self.threads, self.texts = Interned(), Interned(), Interned(), Interned()
-        self.categories = _Categories()
-        self.labels: dict[int | str, str] = {}
-        self.properties: dict[str, Any] | None = None
-        self.is_object = False
-        self.faults = TraceFaults()
-
-    @property
-    def rows(self) -> int:
-        return len(self.start)
-
-    def add(self, events: list[Any]) -> None:
-        """Append events with a duration; read names of processes from the others."""
-        kept = [each for each in events if each.ph == "X"]
-        if len(kept) != len(events):
-            for each in events:
-                if each.ph == "M":
-                    self._add_label(each)
-                elif each.ph in ("B", "E"):
-                    self.faults.unpaired += 1
-        args = [each.args for each in kept]
-        self.start.fromlist([each.ts for each in kept])
-        self.duration.fromlist([each.dur for each in kept])
-        self.name.fromlist([*map(self.names.__getitem__, [each.name for each in kept])])
-        self.category.fromlist([*map(self.categories.__getitem__, [each.cat for each in kept])])
-        self.process.fromlist([*map(self.processes.__getitem__, [each.pid for each in kept])])
-        self.thread.fromlist([*map(self.threads.__getitem__, [each.tid for each in kept])])
-        self.correlation.fromlist([-1 if (n := each.correlation) is None else _long(n) for each in args])
-        self.external.fromlist(
-            [_long(n) if (n := each.external) is not None else _old_external(each.old_external) for each in args]
-        )
-        self.device.fromlist([-1 if (o := each.device) is None else _ordinal(o) for each in args])
-        self.stream.fromlist([-1 if (o := each.stream) is None else _ordinal(o) for each in args])
-        self.bytes.fromlist([-1.0 if (size := each.bytes) is None else size for each in args])
-        text = self._intern_raw
-        self.dims.fromlist([-1 if (raw := each.dims) is _NO_RAW else text(raw) for each in args])
-        self.types.fromlist([-1 if (raw := each.types) is _NO_RAW else text(raw) for each in args])
-        self.extra.fromlist([self._extra(each) for each in kept])
-
-    def _intern_raw(self, raw: msgspec.Raw) -> int:
-        return self.texts[bytes(raw)]
-
-    def _extra(self, event: Any) -> int:
-        args = event.args
-        if args is _NO_ARGS:
-            return -1
-        if args.collective is not None:
-            said = json.dumps([args.collective, args.group or "", args.elements or 0.0])
-            return self.texts[said.encode()]
-        if args.grid is not _NO_RAW:
-            return self.texts[bytes(args.grid)]
-        if args.concrete is not _NO_RAW and any(part in event.name for part in _WITH_CONCRETE):
-            return self.texts[bytes(args.concrete)]
-        return -1
-
-    def _add_label(self, event: Any) -> None:
-        if event.name in ("process_labels", "process_name"):
-            label = event.args.labels or event.args.label or ""
-            if event.name == "process_labels" or event.pid not in self.labels:
-                self.labels[event.pid] = label
-
-    def finish(self, path: Path, source: _Source) -> Trace:
-        import numpy as np
-
-        start, duration = np.frombuffer(self.start), np.frombuffer(self.duration)
-        good = np.isfinite(start) & np.isfinite(duration) & (duration >= 0)
-        order = np.flatnonzero(good)
-        if (bad := len(start) - len(order)) and not self.faults.sample:
-            first = int(np.flatnonzero(~good)[0])
-            name = self.names.list_values()[self.name[first]]
-            self.faults.sample = legible(f"{name[:80]}: start {start[first]:g}, duration {duration[first]:g}")
-        self.faults.malformed += bad
-        order = order[np.argsort(start[order], kind="stable")]
-        origin = float(start[order[0]]) if len(order) else 0.0
-
-        def column(values: array[Any]) -> np.ndarray:
-            found: np.ndarray = np.frombuffer(values, dtype=values.typecode)[order]
-            return found
-
-        return Trace(
-            path=str(path),
-            start=start[order] - origin,
-            duration=duration[order],
-            name=column(self.name),
-            category=column(self.category),
-            process=column(self.process),
-            thread=column(self.thread),
-            correlation=column(self.correlation),
-            external=column(self.external),
-            device=column(self.device),
-            stream=column(self.stream),
-            dims=column(self.dims),
-            types=column(self.types),
-            extra=column(self.extra),
-            bytes=column(self.bytes),
-            names=self.names.list_values(),
-            processes=self.processes.list_values(),
-            threads=self.threads.list_values(),
-            texts=[text.decode(errors="replace") for text in self.texts],
-            properties=self.properties or {},
-            process_labels=self.labels,
-            file_bytes=source.read_bytes,
-            json_bytes=source.json_bytes,
-            origin_us=origin,
-            faults=self.faults,
-        )

@@ -5,6 +5,7 @@ Invariants: the quality of the capture comes first; lines are plain ASCII; what 
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,17 +25,22 @@ _CAUSES = {
     "profiler": "the profiler's own",
     "unknown": "no cause found",
 }
+_CAUSES_ON_CPU = {**_CAUSES, "host_bound": "between operators (Python)"}
 
 
 def render_analysis(
-    ranks: Sequence[TraceAnalysis], comparison: dict[str, Any] | None = None, *, operators: int = 10
+    ranks: Sequence[TraceAnalysis],
+    comparison: dict[str, Any] | None = None,
+    *,
+    operators: int = 10,
+    width: int = 120,
 ) -> str:
-    """One or several traces, and what changed against another one."""
+    """One or several traces, and what changed against another one, in lines of `width` characters where that can be."""
     facts = merge_ranks(ranks)
-    lines = [*_render_head(facts, ranks), *_render_quality(facts)]
+    lines = [*_render_head(facts, ranks), *_render_quality(facts, width)]
     if facts["step_ms"] > 0 and not (any(fault["severity"] == "fatal" for fault in facts["quality"])):
         lines += [*_render_breakdown(facts), *_render_ranks(facts), *_render_facts(facts)]
-        lines += [*_render_operators(facts, operators), *_render_advice(facts)]
+        lines += [*_render_operators(facts, operators, width), *_render_advice(facts, width)]
     if comparison is not None:
         lines += _render_comparison(comparison)
     return "\n".join(lines)
@@ -53,12 +59,27 @@ def _render_head(facts: dict[str, Any], ranks: Sequence[TraceAnalysis]) -> list[
     ]
 
 
-def _render_quality(facts: dict[str, Any]) -> list[str]:
+def _wrap(text: str, width: int, indent: int, first: str = "") -> list[str]:
+    """A paragraph whose lines begin below each other; `first` stands before it."""
+    begin = first.ljust(indent)
+    room = max(width, indent + 30)
+    return textwrap.wrap(
+        text,
+        room,
+        initial_indent=begin,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _render_quality(facts: dict[str, Any], width: int) -> list[str]:
     if not facts["quality"]:
         return ["", "Capture: nothing is wrong with it"]
     lines = ["", "Capture"]
     for fault in facts["quality"]:
-        lines += [f"  {fault['severity']:8}{fault['rule']}: {fault['what']}", f"          to do: {fault['do']}"]
+        lines += _wrap(f"{fault['rule']}: {fault['what']}", width, 10, f"  {fault['severity']}")
+        lines += _wrap(f"to do: {fault['do']}", width, 10)
     return lines
 
 
@@ -68,9 +89,10 @@ def _render_breakdown(facts: dict[str, Any]) -> list[str]:
     for name, word in _PARTS.items():
         ms = facts["breakdown"][name]
         lines.append(f"  {word:38}{ms:10.2f}  {100 * ms / step:5.1f} %")
+    causes = _CAUSES if facts["kernels_per_step"] else _CAUSES_ON_CPU
     for cause, ms in sorted(facts["idle_causes_ms"].items(), key=lambda each: -each[1]):
         if ms >= 0.005 * step:
-            lines.append(f"    {_CAUSES[cause]:36}{ms:10.2f}  {100 * ms / step:5.1f} %")
+            lines.append(f"    {causes[cause]:36}{ms:10.2f}  {100 * ms / step:5.1f} %")
     return lines
 
 
@@ -89,8 +111,19 @@ def _render_ranks(facts: dict[str, Any]) -> list[str]:
     if spread:
         lines.append(
             f"  collectives begin {spread['per_step']:.2f} ms a step apart, one of them {spread['most']:.2f} ms"
+            f" ({spread['matched']:,} matched, {_how_matched(spread)})"
         )
     return lines
+
+
+def _how_matched(spread: dict[str, Any]) -> str:
+    if spread["matched_by_number"] == spread["matched"]:
+        return "by group and number"
+    return (
+        f"{spread['matched_by_number']:,} by group and number, others by order"
+        if spread["matched_by_number"]
+        else "by order"
+    )
 
 
 def _render_facts(facts: dict[str, Any]) -> list[str]:
@@ -113,17 +146,15 @@ def _render_facts(facts: dict[str, Any]) -> list[str]:
     return lines if len(lines) > 1 else []
 
 
-def _render_operators(facts: dict[str, Any], most: int) -> list[str]:
-    if not facts["operators"]:
+def _render_operators(facts: dict[str, Any], most: int, width: int) -> list[str]:
+    if not facts["operators"] or not most:
         return []
-    lines = [
-        "",
-        "Operators                                               ms    calls  TFLOP/s  of peak     TB/s  of peak",
-    ]
+    wide = min(48, max(width - 56, 16))
+    lines = ["", f"{'Operators':{wide + 2}}       ms    calls  TFLOP/s  of peak     TB/s  of peak"]
     for each in facts["operators"][:most]:
         name = f"{each['name']} {each['shapes']} {each['dtype'] or ''}".strip()
         lines.append(
-            f"  {name[:48]:48}{each['ms']:9.2f}{each['calls']:9.4g}"
+            f"  {name[:wide]:{wide}}{each['ms']:9.2f}{each['calls']:9.4g}"
             f"{_number(each['tflops']):>9}{_percent(each['flop_share']):>9}"
             f"{_number(each['tb_per_s']):>9}{_percent(each['byte_share']):>9}"
         )
@@ -138,9 +169,9 @@ def _percent(value: float | None) -> str:
     return "n/a" if value is None else f"{100 * value:.0f} %"
 
 
-def _render_advice(facts: dict[str, Any]) -> list[str]:
+def _render_advice(facts: dict[str, Any], width: int) -> list[str]:
     if not facts["advice"]:
-        return ["", "Advice: none; nothing costs 3 % of a step"]
+        return ["", "Advice: none: no rule finds a cost of 3 % of a step"]
     lines = ["", "Advice (each at most so much of a step; they overlap, do not add them up)"]
     for place, each in enumerate(facts["advice"], 1):
         most = (
@@ -148,12 +179,9 @@ def _render_advice(facts: dict[str, Any]) -> list[str]:
             if each["ceiling_ms"] is not None
             else ""
         )
-        lines += [
-            f"  {place}. {each['rule']}{most}",
-            f"     {each['evidence']}",
-            f"     do: {each['do']}",
-            f"     check: {each['check']}",
-        ]
+        lines += _wrap(f"{each['rule']}{most}", width, 5, f"  {place}.")
+        for text in (each["evidence"], f"do: {each['do']}", f"check: {each['check']}"):
+            lines += _wrap(text, width, 5)
     return lines
 
 

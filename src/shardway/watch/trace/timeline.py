@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -18,8 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from shardway.watch.trace import intervals
-from shardway.watch.trace.kernels import COMMUNICATION
-from shardway.watch.trace.reader import (
+from shardway.watch.trace.columns import (
     ANNOTATION,
     GPU_ANNOTATION,
     KERNEL,
@@ -31,9 +31,10 @@ from shardway.watch.trace.reader import (
     RUNTIME,
     Trace,
 )
+from shardway.watch.trace.kernels import COMMUNICATION
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
-_OPTIMIZER = re.compile(r"Optimizer\.step#")
+OPTIMIZER_STEP = re.compile(r"Optimizer\.step#")
 _DATA = re.compile(
     r"enumerate\(DataLoader\)|dataloader_next|DataLoader.*__next__|get_next_batch|dataloader\.py\(\d+\): __next__"
 )
@@ -77,6 +78,27 @@ class Breakdown:
     comm_ms: float
     """All of communication, hidden or not."""
     idle_causes_ms: dict[str, float]
+
+    def list_parts(self) -> dict[str, float]:
+        """The four parts that add up to the step."""
+        return {
+            "compute_ms": round(self.compute_ms, 4),
+            "comm_exposed_ms": round(self.comm_exposed_ms, 4),
+            "copy_ms": round(self.copy_ms, 4),
+            "idle_ms": round(self.idle_ms, 4),
+        }
+
+
+def average_breakdowns(breakdowns: Sequence[Breakdown]) -> Breakdown:
+    """The mean of each part."""
+    return Breakdown(
+        compute_ms=float(np.mean([each.compute_ms for each in breakdowns])),
+        comm_exposed_ms=float(np.mean([each.comm_exposed_ms for each in breakdowns])),
+        copy_ms=float(np.mean([each.copy_ms for each in breakdowns])),
+        idle_ms=float(np.mean([each.idle_ms for each in breakdowns])),
+        comm_ms=float(np.mean([each.comm_ms for each in breakdowns])),
+        idle_causes_ms={cause: float(np.mean([each.idle_causes_ms[cause] for each in breakdowns])) for cause in CAUSES},
+    )
 
 
 @dataclass
@@ -156,13 +178,24 @@ class Timeline:
     @cached_property
     def is_optimizer(self) -> np.ndarray:
         """For each row of `rows`: whether an optimizer's step launched it."""
-        spans = self.times(self.named(_OPTIMIZER, ANNOTATION))
+        spans = self.times(self.named(OPTIMIZER_STEP, ANNOTATION))
         launched = np.where(self.launch >= 0, self.trace.start[self.launch], -1.0)
         return np.asarray(intervals.measure_within(spans, launched, launched + 0.01) > 0.005)
 
     @cached_property
     def is_copy(self) -> np.ndarray:
         return np.isin(self.trace.category[self.rows], (MEMCPY, MEMSET))
+
+    @cached_property
+    def is_pageable(self) -> np.ndarray:
+        """For each row of `rows`: whether it copies to or from pageable memory of the host."""
+        names = np.array(["Pageable" in name for name in self.trace.names], dtype=bool)
+        return np.asarray((self.trace.category[self.rows] == MEMCPY) & names[self.trace.name[self.rows]])
+
+    @cached_property
+    def own_work(self) -> np.ndarray:
+        """Computing and copies, without communication."""
+        return self.times(self.rows[~self.is_communication]) if self.on_device else self.compute
 
     @cached_property
     def compute(self) -> np.ndarray:
@@ -206,9 +239,7 @@ class Timeline:
         rows = self.named(_SYNC, RUNTIME)
         if not self.on_device:
             return rows
-        names = np.array(["Pageable" in name for name in self.trace.names], dtype=bool)
-        copies = (self.trace.category[self.rows] == MEMCPY) & names[self.trace.name[self.rows]] & (self.launch >= 0)
-        return np.union1d(rows, self.launch[copies])
+        return np.union1d(rows, self.launch[self.is_pageable & (self.launch >= 0)])
 
     @cached_property
     def allocator_rows(self) -> np.ndarray:
@@ -280,12 +311,19 @@ class Timeline:
         )
 
     def measure_capture(self) -> dict[str, float]:
-        """The whole capture from the first device event to the last, as other tools count it; milliseconds."""
-        if not len(self.busy):
-            return {"span_ms": 0.0, "busy_ms": 0.0, "compute_ms": 0.0, "idle_ms": 0.0}
-        span = float(self.busy[-1, 1] - self.busy[0, 0])
-        busy, compute = intervals.measure(self.busy), intervals.measure(self.compute)
-        found = {"span_ms": span, "busy_ms": busy, "compute_ms": compute, "idle_ms": span - busy}
+        """The capture from its first device event to its last, in milliseconds: all marked steps, or the whole file
+        where there are fewer than two. What was queued before the first step or after the last belongs to neither."""
+        whole = self.marks != "ProfilerStep" or len(self.steps) < 2
+        low, high = (-np.inf, np.inf) if whole else (self.steps[0].low, self.steps[-1].high)
+        busy, compute = intervals.clip(self.busy, low, high), intervals.clip(self.compute, low, high)
+        span = float(busy[-1, 1] - busy[0, 0]) if len(busy) else 0.0
+        busy_us = intervals.measure(busy)
+        found = {
+            "span_ms": span,
+            "busy_ms": busy_us,
+            "compute_ms": intervals.measure(compute),
+            "idle_ms": span - busy_us,
+        }
         return {name: value / 1e3 for name, value in found.items()}
 
     def find_place(self, row: int) -> str:
@@ -436,47 +474,43 @@ def _drop_overlong(trace: Trace, rows: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _find_steps(timeline: Timeline) -> None:
+    """Fill in the steps: those of `prof.step()`, else from one optimizer step to the next, else the whole capture."""
     trace = timeline.trace
-    marks, word = find_named(trace, _STEP, ANNOTATION), "ProfilerStep"
-    timeline.step_processes = len(np.unique(trace.process[marks])) if len(marks) else 1
-    numbers: list[int | None] = []
-    if len(marks):
-        first_process = trace.process[marks[0]]
-        marks = marks[trace.process[marks] == first_process]
-        found = [_STEP.search(trace.names[trace.name[row]]) for row in marks]
-        numbers = [int(each[1]) for each in found if each]
-        edges = [*trace.start[marks].tolist(), float(trace.end[marks].max())]
-    else:
-        marks, word = find_named(trace, _OPTIMIZER, ANNOTATION), "Optimizer.step"
-        if len(marks) >= 2:
-            edges = trace.end[marks].tolist()
-            numbers = [None] * (len(edges) - 1)
-        else:
-            word, (low, high) = "", _span(trace, timeline.rows)
-            edges, numbers = [low, high], [None]
-            host = trace.of(OP, RUNTIME)
-            first = float(trace.start[host].min()) if len(host) else low
-            steps = [Step(None, low, max(high, low + 1e-3), min(first, low), max(high, low + 1e-3))]
-            timeline.steps = timeline.kept = steps
-            _count_empty(timeline)
-            return
-    timeline.marks = word
-    placed = _place_on_device(timeline, edges, whole=word != "Optimizer.step") if timeline.on_device else edges
+    marks, numbers, edges = _find_marks(timeline)
+    whole = marks == "ProfilerStep"
     steps = []
-    spans = zip(numbers, pairwise(placed), pairwise(edges), strict=False)
-    for number, (low, high), (host_low, host_high) in spans:
-        if high - low > 1.0:
-            steps.append(Step(number, low, high, host_low, host_high))
-        else:
-            timeline.zero_steps += 1
+    if marks:
+        placed = _place_on_device(timeline, edges, whole=whole) if timeline.on_device else edges
+        spans = list(zip(numbers, pairwise(placed), pairwise(edges), strict=False))
+        steps = [Step(number, *on_device, *on_host) for number, on_device, on_host in spans if _is_long(*on_device)]
+        timeline.zero_steps = len(spans) - len(steps)
     if not steps:
         low, high = _span(trace, timeline.rows)
         high = max(high, low + 1e-3)
-        steps, timeline.marks = [Step(None, low, high, low, high)], ""
-    timeline.steps = steps
-    drops = word == "ProfilerStep" and len(steps) >= 3
-    timeline.kept = steps[1:-1] if drops else steps
+        host = trace.of(OP, RUNTIME) if not marks else ()
+        steps, marks = [Step(None, low, high, min([low, *trace.start[host][:1]]), high)], ""
+    timeline.steps, timeline.marks = steps, marks
+    timeline.kept = steps[1:-1] if marks == "ProfilerStep" and len(steps) >= 3 else steps
     _count_empty(timeline)
+
+
+def _is_long(low: float, high: float) -> bool:
+    return high - low > 1.0
+
+
+def _find_marks(timeline: Timeline) -> tuple[str, list[int | None], list[float]]:
+    """What marks the steps, their numbers, and the edges between them on the host, one more than there are steps."""
+    trace = timeline.trace
+    marks = find_named(trace, _STEP, ANNOTATION)
+    if len(marks):
+        timeline.step_processes = len(np.unique(trace.process[marks]))
+        marks = marks[trace.process[marks] == trace.process[marks[0]]]
+        numbers = [int(found[1]) for row in marks if (found := _STEP.search(trace.names[trace.name[row]]))]
+        return "ProfilerStep", list(numbers), [*trace.start[marks].tolist(), float(trace.end[marks].max())]
+    marks = find_named(trace, OPTIMIZER_STEP, ANNOTATION)
+    if len(marks) >= 2:
+        return "Optimizer.step", [None] * (len(marks) - 1), trace.end[marks].tolist()
+    return "", [], []
 
 
 def _count_empty(timeline: Timeline) -> None:
