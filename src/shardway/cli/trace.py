@@ -12,6 +12,7 @@ import typer
 
 from shardway.cli.options import JsonOption, complete_gpu, print_json
 from shardway.errors import UserError, legible
+from shardway.rundir.directory import RunDir
 
 
 def trace(
@@ -54,14 +55,14 @@ def _find_files(paths: list[Path]) -> list[Path]:
         if not path.is_dir():
             found.append(path)
             continue
-        inside = sorted({*path.glob("*.json"), *path.glob("*.json.gz")}) or sorted(
-            {*path.glob("traces/*.json"), *path.glob("traces/*.json.gz")}
-        )
+        inside = sorted({*path.glob("traces/*.json"), *path.glob("traces/*.json.gz")})
+        if not inside and not RunDir(path).exists():  # a run has JSON files of its own
+            inside = sorted({*path.glob("*.json"), *path.glob("*.json.gz")})
         if not inside:
             raise UserError(
                 f"{path} has no trace.\n  Allowed: a file .json or .json.gz, a folder of such files, or a run with"
                 " traces/.\n"
-                "  To do: `shardway profile`, or name the file that your profiler wrote."
+                "  To do: `shardway profile`, `touch RUN/profile` in a live run, or name the file that your profiler wrote."
             )
         found += inside
     return list(dict.fromkeys(found))
