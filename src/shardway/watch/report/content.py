@@ -13,7 +13,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -317,6 +317,8 @@ def gather(run: RunDir) -> ReportContent:
     progress = fold_events(written)
     summary = summarise_progress(run, progress)
     jobs = read_jobs(run)
+    if jobs and not progress.attempts and summary.state == "new":  # a command, or a job that has not begun
+        summary = replace(summary, state=jobs[-1].state, reason=jobs[-1].reason)
     hosts = [host for host in read_telemetry(run.telemetry_folder) if len(host.times)]
     axis = make_axis([*_find_spans(progress, jobs), *(span for host in hosts for span in _find_sampled(host))])
     panels, still = make_panels(hosts, axis) if axis and hosts else ([], [])
