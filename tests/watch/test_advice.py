@@ -105,6 +105,16 @@ def test_cores_that_other_programs_keep_busy_are_not_the_jobs_threads(tmp_path: 
     assert advise_on(gather(run, [crowded]))[0].rule == "too-few-cores"
 
 
+def test_a_job_of_this_machine_waits_in_no_queue(tmp_path: Path) -> None:
+    job = _job()
+    job.asked_share = 0.05
+    run, hosts = scenarios.simulate(job, tmp_path / "run")
+    assert [each.rule for each in advise_on(gather(run, hosts))] == ["over-asked-time"]
+    written = run.attempt(1).path / "submission.json"
+    written.write_text(written.read_text().replace("slurm", "local"))
+    assert advise_on(gather(run, hosts)) == []
+
+
 def test_a_device_that_no_catalogue_knows_gets_no_guess(tmp_path: Path) -> None:
     job = _job(kind="NVIDIA Q77 Prototype")
     job.numerics |= {"precision.compute": "fp32", "precision.tf32": False}

@@ -35,7 +35,9 @@ def _write(path: Path, html: str, run: RunDir | None = None) -> None:
             path.write_text(html, encoding="utf-8")
     except OSError as error:
         elsewhere = "write the page elsewhere: --page FILE"
-        raise JobError(f"{path} cannot be written: {error.strerror}.\n  To do: {find_remedy(error, elsewhere)}.") from None
+        raise JobError(
+            f"{path} cannot be written: {error.strerror}.\n  To do: {find_remedy(error, elsewhere)}."
+        ) from None
 
 
 def report(

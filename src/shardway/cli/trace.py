@@ -62,7 +62,8 @@ def _find_files(paths: list[Path]) -> list[Path]:
             raise UserError(
                 f"{path} has no trace.\n  Allowed: a file .json or .json.gz, a folder of such files, or a run with"
                 " traces/.\n"
-                "  To do: `shardway profile`, `touch RUN/profile` in a live run, or name the file that your profiler wrote."
+                "  To do: `shardway profile`, `touch RUN/profile` in a live run, or name the file that your profiler"
+                " wrote."
             )
         found += inside
     return list(dict.fromkeys(found))

@@ -476,8 +476,8 @@ def _is_busy_with_others(host: HostEvidence) -> bool:
 @_rule(
     "too-few-cores",
     2,
-    when=f"the job's cores are {SATURATED:.0f} % busy, half of it or more by the job; they are at most half of the node's (or more threads want to "
-    "run than there are cores), and accelerators wait",
+    when=f"the job's cores are {SATURATED:.0f} % busy, half of it or more by the job; they are at most half of the "
+    "node's (or more threads want to run than there are cores), and accelerators wait",
     why="srun gives a task one core unless it is asked for more; loader processes then share it",
     do="--cpus-per-task, and export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before srun",
     hides=_LOW,
@@ -1255,7 +1255,7 @@ def _power_limit(evidence: Evidence) -> Iterator[Advice]:
 )
 def _over_asked_time(evidence: Evidence) -> Iterator[Advice]:
     last = evidence.attempts[-1] if evidence.attempts else None
-    if last is None or last.result is None or last.result.state != Ending.FINISHED:
+    if last is None or last.result is None or last.result.state != Ending.FINISHED or not last.is_queued:
         return
     asked, used = last.asked_s, last.used_s
     if not asked or not used or used >= TIME_NOTE * asked or asked - used < TIME_LEFT_S or used < SHORT_S:
@@ -1303,7 +1303,7 @@ def _validation_time(evidence: Evidence) -> Iterator[Advice]:
 )
 def _short_job(evidence: Evidence) -> Iterator[Advice]:
     last = evidence.attempts[-1] if evidence.attempts else None
-    if last is None or last.result is None or last.result.state != Ending.FINISHED:
+    if last is None or last.result is None or last.result.state != Ending.FINISHED or not last.is_queued:
         return
     if last.used_s is not None and last.used_s < SHORT_S:
         yield Advice(

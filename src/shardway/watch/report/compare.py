@@ -131,7 +131,11 @@ class Comparison:
         rows = zip(self.labels, self.contents, strict=True)
         without = [(label, each.settings.problem) for label, each in rows if not _has_keys(each)]
         reason = next((problem.splitlines()[0] for _, problem in without if problem), "no resolved.toml in the run")
-        return f"Keys are not known of {', '.join(label for label, _ in without)}: {reason.rstrip('.')}." if without else ""
+        return (
+            f"Keys are not known of {', '.join(label for label, _ in without)}: {reason.rstrip('.')}."
+            if without
+            else ""
+        )
 
     def as_json(self) -> dict[str, Any]:
         rows = []
@@ -178,7 +182,12 @@ def _find_keys(contents: Sequence[ReportContent]) -> dict[str, list[str]]:
             continue
         both = (content.settings.defaults, content.settings.chosen)
         flat.append(
-            {f"{name}.{key}": render_setting(value) for part in both for name, keys in part.items() for key, value in keys.items()}
+            {
+                f"{name}.{key}": render_setting(value)
+                for part in both
+                for name, keys in part.items()
+                for key, value in keys.items()
+            }
         )
     known = [each for each in flat if each is not None]
     names = sorted({name for each in known for name in each if len({every.get(name, "") for every in known}) > 1})
