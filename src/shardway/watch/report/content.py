@@ -378,6 +378,8 @@ def _describe_end(content: ReportContent) -> tuple[Mood, str]:
         mood = "good" if last.state == "finished" else "bad" if last.exit_code else ""
         why = f": {one_line(last.reason)}" if last.reason else ""
         return mood, f"The command {_STATES.get(last.state, f'is {last.state}')}{took}{code}{why}."
+    if summary.state == "new" and summary.reason:
+        return "unsure", f"Whether the run has begun is not recorded: {one_line(summary.reason)}."
     done = f"{summary.step:,} of {summary.total_steps:,} steps" if summary.total_steps else f"{summary.step:,} steps"
     mood = {"finished": "good", "failed": "bad", "stopped": "unsure"}.get(summary.state, "")
     verb = _STATES.get(summary.state, f"is {summary.state}")
