@@ -165,7 +165,7 @@ def test_keys_that_cannot_be_read_are_not_all_different(tmp_path: Path, monkeypa
     two = compare(contents[:2])
     assert two.keys == {}
     told = render_comparison(two)
-    assert told.splitlines()[-1] == "Keys are not known of b: no resolved.toml in the run."
+    assert told.splitlines()[-1] == "Keys are not known of b: the run has no record of them."
     assert "Keys are not known of b" in render_comparison_page(two)
     (tmp_path / "b/resolved.toml").write_text("[data\n")
     assert "b/resolved.toml is damaged" in compare([contents[0], gather(contents[1].run)]).keyless

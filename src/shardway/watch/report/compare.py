@@ -130,7 +130,7 @@ class Comparison:
         """The runs whose keys are not known, in a sentence; "" where all are."""
         rows = zip(self.labels, self.contents, strict=True)
         without = [(label, each.settings.problem) for label, each in rows if not _has_keys(each)]
-        reason = next((problem.splitlines()[0] for _, problem in without if problem), "no resolved.toml in the run")
+        reason = next((problem.splitlines()[0] for _, problem in without if problem), "the run has no record of them")
         return (
             f"Keys are not known of {', '.join(label for label, _ in without)}: {reason.rstrip('.')}."
             if without
