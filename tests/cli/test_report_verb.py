@@ -45,6 +45,21 @@ def test_a_run_is_found_by_its_job(shardway: Shardway, tmp_path: Path) -> None:
     assert (facts["gpus"], facts["jobs"][0]["job"]) == ([], "29084.server")
 
 
+def test_a_run_that_cannot_be_written_to_is_reported_elsewhere(shardway: Shardway, tmp_path: Path) -> None:
+    run = _train(tmp_path / "runs/a", 1.0)
+    run.report_path.mkdir()  # stands for a folder of others, which a test as root could write
+    ended = shardway("report", "runs/a")
+    assert ended.code == 4
+    assert "runs/a/report.html cannot be written" in ended.err
+    assert "--page FILE" in ended.err
+    facts = shardway("report", "runs/a", "--json")
+    assert (facts.code, json.loads(facts.out)["report"], json.loads(facts.out)["summary"]["step"]) == (0, None, 50)
+    assert "cannot be written" in facts.err
+    assert shardway("report", "runs/a", "--page", "mine.html").out == "mine.html\n"
+    assert (tmp_path / "mine.html").read_text().startswith("<!doctype html>")
+    assert shardway("report", "runs/a", "--page", "runs").code == 4
+
+
 def test_the_table_for_a_proposal_is_printed(shardway: Shardway, tmp_path: Path) -> None:
     _train(tmp_path / "runs/a", 1.0)
     ended = shardway("report", "runs/a", "--proposal")

@@ -51,6 +51,7 @@ def test_json_has_the_names_that_others_rely_on(shardway: Shardway, tmp_path: Pa
 def test_a_run_and_an_earlier_trace(shardway: Shardway, tmp_path: Path) -> None:
     (tmp_path / "run" / "traces").mkdir(parents=True)
     write_trace(tmp_path / "run" / "traces" / "a.json")
+    (tmp_path / "run" / "status.json").write_text("{}")  # every run has JSON that is no trace
     write_trace(tmp_path / "before.json", 1840.0)
     ended = shardway("trace", "run", "--against", "before.json", "--operators", "2")
     assert ended.code == 0
@@ -62,12 +63,15 @@ def test_a_run_and_an_earlier_trace(shardway: Shardway, tmp_path: Path) -> None:
     [
         (["nowhere.json"], "nowhere.json cannot be read: No such file"),
         (["empty"], "empty has no trace"),
+        (["run"], "run has no trace"),
         (["t.json", "--gpu", "h300"], 'there is no GPU "h300"'),
         (["notes.json"], 'it is JSON without "traceEvents"'),
     ],
 )
 def test_a_wrong_name(words: list[str], said: str, shardway: Shardway, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "run" / "events").mkdir(parents=True)
+    (tmp_path / "run" / "status.json").write_text("{}")
     (tmp_path / "notes.json").write_text('{"a": 1}')
     write_trace(tmp_path / "t.json")
     ended = shardway("trace", *words)

@@ -88,6 +88,34 @@ def test_the_slow_start_of_a_loader_is_no_waiting(tmp_path: Path) -> None:
     assert [each.rule for each in advise_on(gather(run, hosts))] == []
 
 
+def test_cores_that_other_programs_keep_busy_are_not_the_jobs_threads(tmp_path: Path) -> None:
+    """On a machine that others use as well, a job that sleeps in its loader is not one of too many threads."""
+    job = _job()
+    job.data, job.values["data"]["workers"] = 0.5, 0
+    run, hosts = scenarios.simulate(job, tmp_path / "run")
+    series = {name: values for name, values in hosts[0].series.items() if not name.startswith(("gpu/", "core/"))}
+    count = len(hosts[0].times)
+    series |= {"cpu/use_percent": np.full(count, 100.0), "cpu/load": np.full(count, 200.0)}
+    series |= {"cpu/job_cores": np.full(count, 0.5)}
+    host = replace(hosts[0], series=series, infos=(replace(hosts[0].info, devices=()),))
+    found = advise_on(gather(run, [host]))
+    assert found[0].rule == "data-wait"
+    assert "busy, mostly with other programs" in found[0].evidence
+    assert "workers" in found[0].do
+    crowded = replace(host, series=series | {"cpu/job_cores": np.full(count, 60.0)})
+    assert advise_on(gather(run, [crowded]))[0].rule == "too-few-cores"
+
+
+def test_a_job_of_this_machine_waits_in_no_queue(tmp_path: Path) -> None:
+    job = _job()
+    job.asked_share = 0.05
+    run, hosts = scenarios.simulate(job, tmp_path / "run")
+    assert [each.rule for each in advise_on(gather(run, hosts))] == ["over-asked-time"]
+    written = run.attempt(1).path / "submission.json"
+    written.write_text(written.read_text().replace("slurm", "local"))
+    assert advise_on(gather(run, hosts)) == []
+
+
 def test_a_device_that_no_catalogue_knows_gets_no_guess(tmp_path: Path) -> None:
     job = _job(kind="NVIDIA Q77 Prototype")
     job.numerics |= {"precision.compute": "fp32", "precision.tf32": False}

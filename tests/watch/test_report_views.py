@@ -48,6 +48,7 @@ def test_a_foreign_command_that_left_a_gpu_idle(tmp_path: Path) -> None:
         ("n1", 1, 0.0, "idle"),
     ]
     assert all({"rule", "evidence", "ceiling_ms", "do"} <= each.keys() for each in facts["advice"])
+    assert (facts["summary"]["state"], facts["summary"]["reason"]) == ("crashed", "exit code 3 </script>")
     assert facts["wall_s"] == 300
     assert facts["energy_kwh"] == pytest.approx(300 * 432 / 3.6e6)
 
@@ -150,6 +151,30 @@ def test_runs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "b<i>" not in page
     assert "b\\u003ci>" in page
     assert [trace["name"] for trace in figure_of(page, "loss")["traces"]] == ["a", "b<i>"]
+
+
+def test_keys_that_cannot_be_read_are_not_all_different(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = []
+    for name, text in (("a", "true"), ("b", ""), ("c", "false")):
+        run = RunDir(tmp_path / name)
+        write_events(monkeypatch, run, [started(), *(step(n, float(n), seconds=1.0) for n in range(1, 31))])
+        if text:
+            run.write_request("", f'format = 1\n[data]\npack = {text}\nskip = ["x", true]\n')
+        contents.append(gather(run))
+    assert compare(contents).keys == {"data.pack": ["true", "n/a", "false"]}
+    two = compare(contents[:2])
+    assert two.keys == {}
+    told = render_comparison(two)
+    assert told.splitlines()[-1] == "Keys are not known of b: the run has no record of them."
+    assert "Keys are not known of b" in render_comparison_page(two)
+    (tmp_path / "b/resolved.toml").write_text("[data\n")
+    assert "b/resolved.toml is damaged" in compare([contents[0], gather(contents[1].run)]).keyless
+
+
+def test_commands_are_compared_by_their_jobs(tmp_path: Path) -> None:
+    text = render_comparison(compare([gather(write_foreign(tmp_path / name)) for name in "ab"]))
+    assert "b and a: the steps of a command are not recorded, so no pace is compared." in text
+    assert ["state", "crashed", "crashed"] in [line.split() for line in text.splitlines()]
 
 
 @pytest.mark.slow

@@ -93,6 +93,19 @@ def test_run_without_events(run: RunDir) -> None:
     assert (summary.started, summary.attempts, summary.validation, summary.last_save) == (None, 0, None, None)
 
 
+def test_a_run_whose_records_are_lost_is_not_new(run: RunDir) -> None:
+    """Checkpoints show that it trained: nothing that is read calls it not begun."""
+    run.create()
+    run.events_path(0).write_bytes(b"\x00\xff no event")
+    run.status_path.write_bytes(b"\xff")
+    assert summarise(run).reason == ""
+    run.checkpoint_path(200).mkdir(parents=True)
+    summary = summarise(run)
+    assert (summary.state, summary.step) == ("new", 0)
+    assert summary.reason == "no event of it can be read, but it has a checkpoint of step 200"
+    assert "has not begun" not in render_report(run)
+
+
 def test_torn_last_line_is_skipped(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     write_events(monkeypatch, run, [started(), step(1, 1.0), step(2, 2.0)])
     [path] = run.path.glob("**/rank-00000.jsonl")

@@ -34,7 +34,10 @@ def _write(path: Path, html: str, run: RunDir | None = None) -> None:
         else:
             path.write_text(html, encoding="utf-8")
     except OSError as error:
-        raise JobError(f"{path} cannot be written: {error.strerror}.\n  To do: {find_remedy(error)}.") from None
+        elsewhere = "write the page elsewhere: --page FILE"
+        raise JobError(
+            f"{path} cannot be written: {error.strerror}.\n  To do: {find_remedy(error, elsewhere)}."
+        ) from None
 
 
 def report(
@@ -49,13 +52,17 @@ def report(
     proposal: Annotated[
         bool, typer.Option("--proposal", help="Print the table that a proposal for compute time needs.")
     ] = False,
+    page: Annotated[
+        Path | None, typer.Option("--page", metavar="FILE", help="Write it there, such as for a run of others.")
+    ] = None,
     as_json: JsonOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say where it would be written.")] = False,
 ) -> None:
     """Write the report of a run and print its path."""
     directory = _find(run)
+    path = page or directory.report_path
     if dry_run and not (as_json or proposal):
-        typer.echo(str(directory.report_path))
+        typer.echo(str(path))
         return
     from shardway.watch.report.content import gather
     from shardway.watch.report.page import render_content
@@ -68,12 +75,19 @@ def report(
         else:
             typer.echo(legible(render_proposal(content)))
         return
+    written: str | None = str(path)
     if not dry_run:
-        _write(directory.report_path, render_content(content), directory)
+        try:
+            _write(path, render_content(content), None if page else directory)
+        except JobError as error:  # the facts of a run of others can be read all the same
+            if page or not as_json:
+                raise
+            written = None
+            typer.echo(f"shardway: {error}", err=True)
     if as_json:
-        print_json({"report": str(directory.report_path), **content.as_json()})
+        print_json({"report": written, **content.as_json()})
     else:
-        typer.echo(str(directory.report_path))
+        typer.echo(written)
 
 
 def compare(

@@ -82,7 +82,8 @@ def _find_inside(folder: Path) -> list[Path]:
         + (
             f"  To do: name {below}, which has traces."
             if below
-            else "  To do: `shardway profile`, or name the file that your profiler wrote."
+            else "  To do: `shardway profile`, `touch RUN/profile` in a live run, or name the file that your profiler"
+            " wrote."
         )
     )
 

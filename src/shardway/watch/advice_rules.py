@@ -481,11 +481,17 @@ def _gpu_load(evidence: Evidence) -> float | None:
     return use if data is None else min(100 * (1 - data), 100.0 if use is None else use)
 
 
+def _is_busy_with_others(host: HostEvidence) -> bool:
+    """Whether the job itself does less than OWN_WORK of what keeps its allowed cores busy."""
+    use, own = host.mean("cpu/use_percent"), host.mean("cpu/job_cores")
+    return use is not None and own is not None and own < OWN_WORK * use / 100 * len(host.info.allowed_cores)
+
+
 @_rule(
     "too-few-cores",
     2,
-    when=f"the job's cores are {SATURATED:.0f} % busy, not by the work of others, they are at most half of the "
-    "node's (or more threads want to run than there are cores), and accelerators wait",
+    when=f"the job's cores are {SATURATED:.0f} % busy, {100 * OWN_WORK:.0f} % of it or more by the job; they are at "
+    "most half of the node's (or more threads want to run than there are cores), and accelerators wait",
     why="srun gives a task one core unless it is asked for more; loader processes then share it",
     do="--cpus-per-task, and export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before srun",
     hides=_LOW,
@@ -493,11 +499,8 @@ def _gpu_load(evidence: Evidence) -> float | None:
 def _too_few_cores(evidence: Evidence) -> Iterator[Advice]:
     for host in evidence.hosts:
         use, allowed = host.mean("cpu/use_percent"), len(host.info.allowed_cores)
-        own = host.mean("cpu/job_cores")
-        if use is None or use < SATURATED or not allowed:
+        if use is None or use < SATURATED or not allowed or _is_busy_with_others(host):
             continue
-        if own is not None and own < OWN_WORK * allowed * use / 100:
-            continue  # others keep these cores busy
         load, threads, cores = host.mean("cpu/load"), quantile(host.get("cpu/threads"), 0.5), host.info.cores
         gpus = [gpu for gpu in host.gpus if gpu.is_idle is False]
         if gpus:
@@ -782,11 +785,13 @@ def _data_wait(evidence: Evidence) -> Iterator[Advice]:
             return
         workers = evidence.value("data", "workers")
         cores = _mean_of([host.mean("cpu/use_percent") for host in evidence.hosts])
-        full = cores is not None and cores > SATURATED
+        others = any(_is_busy_with_others(host) for host in evidence.hosts)
+        full = cores is not None and cores > SATURATED and not others
         read = _mean_of([host.mean("io/rchar_bytes_per_s") for host in evidence.hosts])
         words = f"{_percent(100 * part)} of the time between steps is spent waiting for data"
         words += f" (data.workers = {workers})" if workers is not None else ""
         words += f"; the cores are {_percent(cores)} busy" if cores is not None else ""
+        words += ", mostly with other programs" if cores is not None and cores > SATURATED and others else ""
         words += f"; {read / 1e6:.0f} MB/s are read on a node" if read is not None else ""
         if full:
             do = "all cores are busy: prepare the data once (shardway data prepare) so that a step decodes nothing"
@@ -1061,7 +1066,7 @@ def _no_tensor_cores(evidence: Evidence) -> Iterator[Advice]:
     "memory-leak",
     3,
     when=f"the job's memory on a node grows along a line (R2 above {LEAK_R2}) over the second half, by "
-    f"{LEAK_SHARE:.0%} of its size and {LEAK_BYTES >> 20} MiB at least",
+    f"{LEAK_SHARE:.0%} of its size and {LEAK_BYTES >> 20} MiB at least, in {LEAK_S / 60:.0f} min of samples or more",
     why="at the limit the kernel kills the job",
     do="keep no tensors with their graph (losses.append(loss.item())), bounded caches; arrays in place of Python lists",
 )
@@ -1309,7 +1314,7 @@ def _power_limit(evidence: Evidence) -> Iterator[Advice]:
 )
 def _over_asked_time(evidence: Evidence) -> Iterator[Advice]:
     last = evidence.attempts[-1] if evidence.attempts else None
-    if last is None or last.result is None or last.result.state != Ending.FINISHED:
+    if last is None or last.result is None or last.result.state != Ending.FINISHED or not last.is_queued:
         return
     asked, used = last.asked_s, last.used_s
     if not asked or not used or used >= TIME_NOTE * asked or asked - used < TIME_LEFT_S or used < SHORT_S:
@@ -1357,7 +1362,7 @@ def _validation_time(evidence: Evidence) -> Iterator[Advice]:
 )
 def _short_job(evidence: Evidence) -> Iterator[Advice]:
     last = evidence.attempts[-1] if evidence.attempts else None
-    if last is None or last.result is None or last.result.state != Ending.FINISHED:
+    if last is None or last.result is None or last.result.state != Ending.FINISHED or not last.is_queued:
         return
     if last.used_s is not None and last.used_s < SHORT_S:
         yield Advice(

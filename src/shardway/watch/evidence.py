@@ -207,6 +207,11 @@ class AttemptEvidence:
     result: Result | None
 
     @property
+    def is_queued(self) -> bool:
+        """Whether a scheduler with a queue had it: a job of this machine begins at once, whatever it asks for."""
+        return self.submission is None or self.submission.scheduler != "local"
+
+    @property
     def asked_s(self) -> float | None:
         return number(self.submission.asked, "walltime_s") if self.submission else None
 

@@ -534,6 +534,8 @@ def summarise_progress(run: RunDir, progress: RunProgress) -> RunSummary:
         writer = run.find_writer()  # it may have started between the first look and the reading of its status
         state, reason = ("running", reason) if writer else ("failed", GONE)
     saved = run.checkpoint_steps()
+    if state == "new" and saved and saved[-1]:  # step 0 is of an import
+        reason = f"no event of it can be read, but it has a checkpoint of step {saved[-1]}"
     left_out: tuple[SkippedRange, ...] = ()
     with contextlib.suppress(JobError):  # a file that cannot be read: the run reports it when it continues
         left_out = run.left_out.read()

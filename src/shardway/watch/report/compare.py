@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
@@ -21,7 +22,7 @@ from shardway.watch.report.axis import TimeAxis
 from shardway.watch.report.content import ReportContent
 from shardway.watch.report.curves import Curve, CurvePoint, Figure, thin
 from shardway.watch.report.lanes import render_curves, script_data
-from shardway.watch.report.page import render_report_style, render_script
+from shardway.watch.report.page import render_report_style, render_script, render_setting
 from shardway.watch.words import UNKNOWN, align_cells, render_loss, render_time, render_total
 
 WARM_UP = 10  # first steps of an attempt that are left out, or a fifth of few
@@ -118,9 +119,23 @@ class Comparison:
     def verdicts(self) -> list[str]:
         """A sentence for each run but the first."""
         return [
-            render_verdict(label, self.labels[0], ratio)
-            for label, ratio in zip(self.labels[1:], self.ratios[1:], strict=True)
+            f"{label} and {self.labels[0]}: the steps of a command are not recorded, so no pace is compared"
+            if self.contents[0].is_foreign or content.is_foreign
+            else render_verdict(label, self.labels[0], ratio)
+            for label, content, ratio in zip(self.labels[1:], self.contents[1:], self.ratios[1:], strict=True)
         ]
+
+    @property
+    def keyless(self) -> str:
+        """The runs whose keys are not known, in a sentence; "" where all are."""
+        rows = zip(self.labels, self.contents, strict=True)
+        without = [(label, each.settings.problem) for label, each in rows if not _has_keys(each)]
+        reason = next((problem.splitlines()[0] for _, problem in without if problem), "the run has no record of them")
+        return (
+            f"Keys are not known of {', '.join(label for label, _ in without)}: {reason.rstrip('.')}."
+            if without
+            else ""
+        )
 
     def as_json(self) -> dict[str, Any]:
         rows = []
@@ -156,16 +171,31 @@ def _name(contents: Sequence[ReportContent]) -> tuple[str, ...]:
 
 
 def _find_keys(contents: Sequence[ReportContent]) -> dict[str, list[str]]:
-    """Keys whose values differ: a value for each run, "" where it has none."""
-    flat = []
+    """Keys whose values differ, of the runs whose keys are known: a value for each run, "" where it has none."""
+    flat: list[dict[str, str] | None] = []
     for content in contents:
+        if content.is_foreign:
+            flat.append({"command": shlex.join(content.jobs[-1].command)})
+            continue
+        if not _has_keys(content):
+            flat.append(None)
+            continue
         both = (content.settings.defaults, content.settings.chosen)
         flat.append(
-            {f"{name}.{key}": str(value) for part in both for name, keys in part.items() for key, value in keys.items()}
+            {
+                f"{name}.{key}": render_setting(value)
+                for part in both
+                for name, keys in part.items()
+                for key, value in keys.items()
+            }
         )
-    names = sorted({name for each in flat for name in each})
-    found = {name: [each.get(name, "") for each in flat] for name in names}
-    return {name: values for name, values in found.items() if len(set(values)) > 1}
+    known = [each for each in flat if each is not None]
+    names = sorted({name for each in known for name in each if len({every.get(name, "") for every in known}) > 1})
+    return {name: [UNKNOWN if each is None else each.get(name, "") for each in flat] for name in names}
+
+
+def _has_keys(content: ReportContent) -> bool:
+    return content.is_foreign or bool(content.settings.chosen or content.settings.defaults)
 
 
 def render_verdict(label: str, base: str, ratio: PaceRatio | None) -> str:
@@ -229,7 +259,8 @@ def render_comparison(found: Comparison) -> str:
             "",
             *results,
             "",
-            *(align_cells([("keys that differ", *found.labels), *keys]) if keys else ["No key differs."]),
+            *(align_cells([("keys that differ", *found.labels), *keys]) if keys else []),
+            *([found.keyless or "No key differs."] if found.keyless or not keys else []),
         ]
     )
 
@@ -279,7 +310,9 @@ def render_comparison_page(found: Comparison) -> str:
         if figures
         else "",
         render_section(
-            "Keys that differ", render_table("", columns, keys, words=words) if keys else render_text("None.")
+            "Keys that differ",
+            render_table("", columns, keys, words=words) if keys else "",
+            render_text(found.keyless or "None.") if found.keyless or not keys else "",
         ),
     ]
     scripts = render_script({**script_data(axis, figures, ()), "unit": "steps"}) if figures else ""

@@ -13,7 +13,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +296,8 @@ def gather(run: RunDir) -> ReportContent:
     progress = fold_events(written)
     summary = summarise_progress(run, progress)
     jobs = read_jobs(run)
+    if jobs and not progress.attempts and summary.state == "new":  # a command, or a job that has not begun
+        summary = replace(summary, state=jobs[-1].state, reason=jobs[-1].reason)
     hosts = [host for host in read_telemetry(run.telemetry_folder) if len(host.times)]
     hosts.sort(key=lambda host: order_of_host(host.host))
     axis = make_axis([*_find_spans(progress, jobs), *(span for host in hosts for span in _find_sampled(host))])
@@ -358,6 +360,8 @@ def _describe_end(content: ReportContent) -> tuple[Mood, str]:
         mood = "good" if last.state == "finished" else "bad" if last.exit_code else ""
         why = f": {one_line(last.reason)}" if last.reason else ""
         return mood, f"The command {_STATES.get(last.state, f'is {last.state}')}{took}{code}{why}."
+    if summary.state == "new" and summary.reason:
+        return "unsure", f"Whether the run has begun is not recorded: {one_line(summary.reason)}."
     done = f"{summary.step:,} of {summary.total_steps:,} steps" if summary.total_steps else f"{summary.step:,} steps"
     mood = {"finished": "good", "failed": "bad", "stopped": "unsure"}.get(summary.state, "")
     verb = _STATES.get(summary.state, f"is {summary.state}")

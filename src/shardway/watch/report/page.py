@@ -535,7 +535,7 @@ def _settings(content: ReportContent) -> str:
 
 def _sections(sections: dict[str, dict[str, Any]]) -> str:
     tables = (
-        render_pairs(name, ((key, _render_value(value)) for key, value in section.items()))
+        render_pairs(name, ((key, render_setting(value)) for key, value in section.items()))
         for name, section in sections.items()
     )
     return f'<section class="tables">{"".join(tables)}</section>'
@@ -557,12 +557,13 @@ def _tail(content: ReportContent) -> str:
     return f"<h2>Output</h2><details{is_open}><summary>The last lines</summary>{text}</details>"
 
 
-def _render_value(value: Any) -> str:
+def render_setting(value: Any) -> str:
+    """A value of a run file, without quotes."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list):
         return ", ".join(
-            f"[{_render_value(each)}]" if isinstance(each, list) else _render_value(each) for each in value
+            f"[{render_setting(each)}]" if isinstance(each, list) else render_setting(each) for each in value
         )
     return str(value) or '""'
 
