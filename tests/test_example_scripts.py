@@ -79,20 +79,25 @@ def losses(
     return read_column(directory)
 
 
-@pytest.fixture(name="alone", scope="module")
-def _alone(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
-    """The losses of a script on one rank."""
-    folder = tmp_path_factory.mktemp("alone")
-    return functools.cache(lambda name: losses(rank_pool, name, folder / name, *STEPS, MICRO))
+Curve = Callable[[str, str], list[float]]
+
+
+@pytest.fixture(name="curve", scope="module")
+def _curve(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    """The losses of a script in a layout; of none, on one rank."""
+
+    @functools.cache
+    def through(name: str, layout: str) -> list[float]:
+        return losses(rank_pool, name, tmp_path_factory.mktemp("curve") / "run", *STEPS, MICRO, layout=layout)
+
+    return through
 
 
 @thinned(("name", "layout"), [(name, layout) for name in PAIRS for layout in LAYOUTS[name]], every=5)
-def test_a_layout_gives_the_curve_of_one_rank(
-    rank_pool: RankPool, tmp_path: Path, alone: Callable[[str], list[float]], name: str, layout: str
-) -> None:
-    there = losses(rank_pool, name, tmp_path, *STEPS, MICRO, layout=layout)
+def test_a_layout_gives_the_curve_of_one_rank(curve: Curve, name: str, layout: str) -> None:
+    there = curve(name, layout)
     assert len(there) == 8
-    assert worst_difference(there, alone(name)) < 1e-4
+    assert worst_difference(there, curve(name, "")) < 1e-4
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -118,25 +123,22 @@ def test_the_page_of_the_own_loop_names_the_layouts(request: pytest.FixtureReque
 
 @pytest.mark.parametrize("case", picked(FIRST, *FIRST[::2]), ids=PAIRS)
 def test_a_script_that_died_goes_on_with_the_same_bits(
-    rank_pool: RankPool, tmp_path: Path, case: tuple[str, str]
+    rank_pool: RankPool, tmp_path: Path, curve: Curve, case: tuple[str, str]
 ) -> None:
     name, layout = case
-    words = (*STEPS, "checkpoint.every=3 steps")
-    through = losses(rank_pool, name, tmp_path / "through", *words, layout=layout)
+    words = (*STEPS, MICRO, "checkpoint.every=3 steps")
     losses(rank_pool, name, tmp_path / "died", *words, layout=layout, last=5)
     again = losses(rank_pool, name, tmp_path / "died", *words, layout=layout)
     assert [event["step"] for event in read_named(tmp_path / "died", "started")] == [0, 3]
-    assert again == through
+    assert again == curve(name, layout)
 
 
-def test_a_script_goes_on_in_another_layout(
-    rank_pool: RankPool, tmp_path: Path, alone: Callable[[str], list[float]]
-) -> None:
+def test_a_script_goes_on_in_another_layout(rank_pool: RankPool, tmp_path: Path, curve: Curve) -> None:
     words = (*STEPS, MICRO, "checkpoint.every=3 steps")
     for layout, last in (("tp=2", 5), ("pp=2", 7), ("dp_shard=2", None)):
         found = losses(rank_pool, "fsdp2", tmp_path / "moved", *words, layout=layout, last=last)
     assert [event["step"] for event in read_named(tmp_path / "moved", "started")] == [0, 3, 6]
-    assert worst_difference(found, alone("fsdp2")) < 1e-4
+    assert worst_difference(found, curve("fsdp2", "")) < 1e-4
 
 
 @pytest.mark.parametrize(("name", "layout"), FIRST[:2], ids=list(PAIRS)[:2])
@@ -151,16 +153,14 @@ def test_a_script_validates_alike_in_a_layout(rank_pool: RankPool, tmp_path: Pat
     assert all("accuracy" in event for event in there) == (name == "mnist")
 
 
-def test_a_run_file_sets_the_layout_of_a_script(
-    rank_pool: RankPool, tmp_path: Path, alone: Callable[[str], list[float]]
-) -> None:
+def test_a_run_file_sets_the_layout_of_a_script(rank_pool: RankPool, tmp_path: Path, curve: Curve) -> None:
     """What a word sets wins over it."""
     file = tmp_path / "two.toml"
     file.write_text("format = 1\n[train]\nsteps = 5\nmicro_batch = 4\n[parallel]\ntp = 2\n", encoding="utf-8")
     arguments = {"name": "fsdp2", "directory": tmp_path / "run", "alone": False, "last": None}
     rank_pool.run(run_on_ranks, 2, {**arguments, "words": (str(file), "train.steps=4")})
     assert len(read_column(tmp_path / "run")) == 4
-    assert worst_difference(read_column(tmp_path / "run"), alone("fsdp2")[:4]) < 1e-4
+    assert worst_difference(read_column(tmp_path / "run"), curve("fsdp2", "")[:4]) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -207,20 +207,24 @@ def finish(process: subprocess.Popen[str]) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "fsdp2" else [pytest.mark.exhaustive]) for name in PAIRS]
 )
-def test_a_user_starts_a_script_alone_and_with_torchrun(tmp_path: Path, name: str) -> None:
-    words = (*SHORT[name], *STEPS, MICRO, "run.threads=1")
-    finish(start_script(name, tmp_path, *words, "run.name=alone"))
-    finish(start_script(name, tmp_path, *words, "run.name=ranks", "parallel.dp_shard=2", world=2))
-    assert RunDir(tmp_path / "runs/ranks").read_status()["state"] == "finished"
-    alone, there = (read_column(tmp_path / "runs" / place) for place in ("alone", "ranks"))
-    assert len(alone) == 8
-    assert worst_difference(there, alone) < 1e-4
+def test_a_user_starts_a_script_with_torchrun(tmp_path: Path, curve: Curve, name: str) -> None:
+    finish(start_script(name, tmp_path, *SHORT[name], *STEPS, MICRO, "run.threads=1", "parallel.dp_shard=2", world=2))
+    assert RunDir(tmp_path / "runs" / name).read_status()["state"] == "finished"
+    assert worst_difference(read_column(tmp_path / "runs" / name), curve(name, "")) < 1e-4
 
 
-def test_a_killed_script_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
-    words = ("--epochs", "4", "--dim", "64", "checkpoint.every=5 steps", "run.threads=1")
+@pytest.mark.exhaustive  # one that is killed and started again is a part of `make test`
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_user_starts_a_script_alone(tmp_path: Path, curve: Curve, name: str) -> None:
+    finish(start_script(name, tmp_path, *SHORT[name], *STEPS, MICRO, "run.threads=1"))
+    assert RunDir(tmp_path / "runs" / name).read_status()["state"] == "finished"
+    assert worst_difference(read_column(tmp_path / "runs" / name), curve(name, "")) < 1e-4
+
+
+def test_a_killed_script_goes_on_when_it_is_started_again(rank_pool: RankPool, tmp_path: Path) -> None:
+    words = (*SHORT["fsdp2"], "train.steps=16", "checkpoint.every=5 steps", "run.threads=1")
     # Seconds from the first checkpoint to the end, in which it is killed.
-    process = start_script("fsdp2", tmp_path, *words, environ=pacing(0.2))
+    process = start_script("fsdp2", tmp_path, *words, environ=pacing(0.4))
     run = RunDir(tmp_path / "runs/fsdp2")
     deadline = time.monotonic() + 600
     while time.monotonic() < deadline and process.poll() is None and not run.checkpoint_steps():
@@ -229,8 +233,7 @@ def test_a_killed_script_goes_on_when_it_is_started_again(tmp_path: Path) -> Non
     process.communicate()
     killed_after = len(read_column(run.path))
     finish(start_script("fsdp2", tmp_path, *words))
-    finish(start_script("fsdp2", tmp_path, *words, "run.name=through"))
-    through = read_column(tmp_path / "runs/through")
+    through = losses(rank_pool, "fsdp2", tmp_path / "through", *words[len(SHORT["fsdp2"]) :])
     assert 5 <= killed_after < len(through)
     assert read_column(run.path) == through
 

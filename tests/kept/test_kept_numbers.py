@@ -25,8 +25,11 @@ from kept_folders import (
 )
 from still_machine import StillMachine
 
+SHOWN_BY_OTHERS = ("layout: replicate tp", "layout: three replicas")
+"""Whose axes, methods and kinds of recompute are each in another layout or in a resumed run too."""
+
 CASES = [
-    pytest.param(kept, name, id=f"{kept.name}: {name}")
+    pytest.param(kept, name, id=f"{kept.name}: {name}", marks=pytest.mark.exhaustive if name in SHOWN_BY_OTHERS else ())
     for kept in VERSIONS
     for name in read_json(kept / "numbers.json")
 ]
