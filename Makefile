@@ -26,7 +26,7 @@ run: $(READY)
 	$(BIN)/shardway train examples/default.toml
 
 # All tests run in two processes, each with files that take as long (tests/durations.txt).
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
 FAST := -m "not slow and not exhaustive" --hypothesis-profile brief
 SLOW := -m "slow and not exhaustive"
 
