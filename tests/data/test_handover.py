@@ -148,7 +148,7 @@ def can_mount() -> bool:
 def test_a_run_with_next_to_no_shared_memory_is_the_same_run(tmp_path: Path, kind: str) -> None:
     if not can_mount():
         pytest.skip("needs to mount a file system of its own (root)")
-    words = (*(TINY if kind == "tokens" else TINY_IMAGES), "data.workers=2")
+    words = (*(TINY if kind == "tokens" else TINY_IMAGES), "data.workers=1")
     assert train(tmp_path / "usual", *words).returncode == 0
     done = train(tmp_path / "small", *words, before=("unshare", "-m", "bash", "-c", SMALL_SHM, "x"))
     assert done.returncode == 0, done.stderr

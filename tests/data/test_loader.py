@@ -271,7 +271,7 @@ def test_a_dataset_that_cannot_be_sent_to_a_worker_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize(("world", "prefetch"), [(1, 1), (3, 4)])
+@pytest.mark.parametrize(("world", "prefetch"), [pytest.param(1, 1, marks=pytest.mark.exhaustive), (2, 4)])
 def test_workers_read_the_same_and_are_gone_when_the_iterator_is(world: int, prefetch: int) -> None:
     source, order, options = make_source(), SampleOrder(40, 1), LoaderOptions(workers=2, prefetch=prefetch)
     state = torch.get_rng_state()
@@ -375,7 +375,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "pass", "raise SystemExit(0)"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        *("os.kill(os.getpid(), signal.SIGKILL)", "pass"),
+        pytest.param("raise SystemExit(0)", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_no_worker_outlives_its_rank(tmp_path: Path, end: str) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK.format(folder=str(Path(__file__).parent), end=end))

@@ -28,6 +28,7 @@ from shardway.data.ledger import open_ledger
 from shardway.data.samplers import SnapshotPace
 from shardway.errors import UserError
 from shardway.rundir.directory import RunDir
+from speed import picked_pairs
 
 MODULE = '''
 import random
@@ -126,7 +127,7 @@ NAME = "dataset_of_a_run_test"
 HELD = (
     "data.kind=dataset",
     "data.record_ids=true",
-    "checkpoint.every=4 steps",
+    "checkpoint.every=100 steps",
     "train.steps=12",
     "optim.schedule=constant",
 )
@@ -135,6 +136,9 @@ TOKENS = (*HELD, f"data.dataset={NAME}:Counting", "data.validation_fraction=0.1"
 
 SHUFFLED = (*HELD, f"data.dataset={NAME}:Shuffled", "train.validate_every=6")
 STATEFUL = (*HELD, f"data.dataset={NAME}:Stateful")
+
+
+STREAMS = {"images": SHUFFLED, "tokens with a state": STATEFUL}
 
 
 def without_data(base: Sequence[str]) -> tuple[str, ...]:
@@ -256,12 +260,10 @@ def notes(folder: Path) -> list[str]:
     return [event["reason"] for event in read_named(folder, "data_order_noted")]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("kind", [SHUFFLED, STATEFUL], ids=["images", "tokens with a state"])
-def test_a_stream_goes_on_to_the_bit(
-    rank_pool: RankPool, module: Path, tmp_path: Path, kind: tuple[str, ...], world: int
-) -> None:
+@pytest.mark.parametrize("case", picked_pairs(STREAMS, [1, 2]), ids=lambda case: f"{case[0]}-{case[1]}")
+def test_a_stream_goes_on_to_the_bit(rank_pool: RankPool, module: Path, tmp_path: Path, case: tuple[str, int]) -> None:
     """Also after a stop at the beginning, in the first epoch and in the second."""
+    kind, world = STREAMS[case[0]], case[1]
     through, moved = tmp_path / "through", tmp_path / "moved"
     words = (*kind, *layout(world, 1), "data.workers=0")
     for directory, last in ((through, None), (moved, 1), (moved, 3), (moved, 7), (moved, None)):
@@ -276,7 +278,7 @@ def test_a_stream_goes_on_to_the_bit(
     assert len(losses_of_validation(through)) == (2 if kind is SHUFFLED else 0)
 
 
-@pytest.mark.parametrize("kind", [SHUFFLED, STATEFUL], ids=["images", "tokens with a state"])
+@pytest.mark.parametrize("kind", STREAMS.values(), ids=STREAMS)
 def test_a_stream_goes_on_with_another_number_of_ranks(
     rank_pool: RankPool, module: Path, tmp_path: Path, kind: tuple[str, ...]
 ) -> None:

@@ -48,7 +48,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 BASE = tuple(word for word in TINY if not word.startswith(("data.", "model.vocab")))
-GROUPED = (f"data.group_tokens={TOKENS}", f"data.seq_len={LENGTH}", "model.vocab=256", "train.steps=8")
+GROUPED = (
+    *(f"data.group_tokens={TOKENS}", f"data.seq_len={LENGTH}", "model.vocab=256"),
+    *("train.steps=8", "train.global_batch=4"),
+)
 
 
 def words_of(text: Path, *words: str) -> tuple[str, ...]:

@@ -152,13 +152,19 @@ def test_micro_batches_of_any_structure_are_the_batch(
     assert len(cut) == 4
 
 
+def train_first(rank: int, *arguments: Any, **options: Any) -> list[float]:
+    """`train` on rank 0 alone; every rank has its losses."""
+    return pool_ranks().gather(train(*arguments, **options) if rank == 0 else [])[0]
+
+
 @ranks(2)
 def test_two_ranks_take_any_structure_as_one_does(rank: int, tmp_path: Path) -> None:
     for number, (structure, (make, loss, collate)) in enumerate(STRUCTURES.items()):
-        alone = train(tmp_path / f"{number}-{rank}", lone_rank(), Made(make), loss, steps=2, collate_fn=collate)
+        given = {"steps": 2, "collate_fn": collate}
+        alone = train_first(rank, tmp_path / f"{number}", lone_rank(), Made(make), loss, **given)
         words = ("train.micro_batch=2", *layout(2, 1))
         folder = tmp_path / f"{number}-both"
-        both = train(folder, pool_ranks(), Made(make), loss, *words, steps=2, collate_fn=collate)
+        both = train(folder, pool_ranks(), Made(make), loss, *words, **given)
         if structure != "packed":
             assert both == pytest.approx(alone, rel=1e-5), structure
 
@@ -240,12 +246,12 @@ def with_order(name: str) -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_a_run_goes_on_in_the_order_of_its_sampler(name: str, tmp_path: Path, quiet_threads: None) -> None:
-    words = ("checkpoint.every=3 steps",)
-    for folder, lasts in (("through", [None]), ("killed", [7, None])):
+    for folder, every, lasts in (("through", "off", [None]), ("killed", "6 steps", [7, None])):
         for last in lasts:
             data, options = with_order(name)
+            words = f"checkpoint.every={every}"
             try:
-                train(tmp_path / folder, lone_rank(), data, mean_output, *words, steps=10, last=last, **options)
+                train(tmp_path / folder, lone_rank(), data, mean_output, words, steps=10, last=last, **options)
             except Died:
                 torch.rand(5)
     assert [event["step"] for event in read_named(tmp_path / "killed", "started")] == [0, 6]
@@ -258,7 +264,7 @@ def test_a_run_goes_on_in_the_order_of_its_sampler(name: str, tmp_path: Path, qu
 def test_two_ranks_share_the_order_of_a_sampler(rank: int, tmp_path: Path) -> None:
     for name in ORDERS:
         data, options = with_order(name)
-        alone = train(tmp_path / f"{name}-{rank}", lone_rank(), data, mean_output, steps=6, **options)
+        alone = train_first(rank, tmp_path / f"{name}-alone", lone_rank(), data, mean_output, steps=6, **options)
         data, options = with_order(name)
         both = train(tmp_path / name, pool_ranks(), data, mean_output, *layout(1, 2), steps=6, **options)
         assert both == pytest.approx(alone, rel=1e-5), name
@@ -345,11 +351,11 @@ def stream_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("make", [Stream, Sized, lambda: DataLoader(Stream(), batch_size=8)])
 def test_a_stream_is_trained_on_and_gone_on_with(make: Callable[[], Any], tmp_path: Path, quiet_threads: None) -> None:
-    words = ("checkpoint.every=3 steps",)
-    train(tmp_path / "through", lone_rank(), make(), stream_loss, *words, steps=12)
+    words = "checkpoint.every=6 steps"
+    train(tmp_path / "through", lone_rank(), make(), stream_loss, steps=12)
     with pytest.raises(Died):
-        train(tmp_path / "killed", lone_rank(), make(), stream_loss, *words, steps=12, last=7)
-    train(tmp_path / "killed", lone_rank(), make(), stream_loss, *words, steps=12)
+        train(tmp_path / "killed", lone_rank(), make(), stream_loss, words, steps=12, last=7)
+    train(tmp_path / "killed", lone_rank(), make(), stream_loss, words, steps=12)
     assert [event["step"] for event in read_named(tmp_path / "killed", "started")] == [0, 6]
     assert read_column(tmp_path / "killed") == read_column(tmp_path / "through")
     notes = read_named(tmp_path / "through", "data_order_noted")

@@ -62,17 +62,18 @@ def ids_of(folder: Path) -> list[list[int]]:
 # --- layouts
 
 
-def check_parity(rank: int, folder: Path, same: Sequence[str], split: Sequence[str]) -> None:
-    """A run on two ranks has the samples and the curve of one rank."""
-    train_alone(rank, folder / "alone", *WORDS, *same)
-    train_tiny(folder / "split", pool_ranks(), *WORDS, *same, *split)
+def check_parity(rank: int, folder: Path, alone: Path, same: Sequence[str], split: Sequence[str]) -> None:
+    """A run on two ranks has the samples and the curve of the one rank of `alone`, which is trained when it is first
+    asked for."""
+    train_alone(rank, alone, *WORDS, *same, once=True)
+    train_tiny(folder, pool_ranks(), *WORDS, *same, *split)
     if rank == 0:
         for column in ("loss", "grad_norm"):
-            found, expected = (read_column(folder / name, column) for name in ("split", "alone"))
+            found, expected = (read_column(each, column) for each in (folder, alone))
             assert worst_difference(found, expected) < 1e-4, column
         for column in ("position", "samples"):
-            assert read_column(folder / "split", column) == read_column(folder / "alone", column)
-        assert ids_of(folder / "split") == ids_of(folder / "alone")
+            assert read_column(folder, column) == read_column(alone, column)
+        assert ids_of(folder) == ids_of(alone)
 
 
 @pytest.mark.parametrize(
@@ -80,14 +81,14 @@ def check_parity(rank: int, folder: Path, same: Sequence[str], split: Sequence[s
     [
         layout(2, 1),
         (*layout(1, 2), "train.micro_batch=2"),
-        (*layout(1, 1), "parallel.tp=2", "train.micro_batch=3"),
+        (*layout(1, 1), "parallel.tp=2", "train.micro_batch=8"),
         (*layout(1, 1), "parallel.pp=2", "train.micro_batch=4", "parallel.pp_micro_batches=2"),
     ],
     ids=["replicate", "shard, accumulated", "tensor", "pipeline in passes"],
 )
 @ranks(2)
-def test_two_ranks_have_the_curve_of_one(rank: int, tmp_path: Path, words: tuple[str, ...]) -> None:
-    check_parity(rank, tmp_path, (), words)
+def test_two_ranks_have_the_curve_of_one(rank: int, tmp_path: Path, references: Path, words: tuple[str, ...]) -> None:
+    check_parity(rank, tmp_path / "split", references / "ramp", (), words)
     if rank == 0:
         assert read_column(tmp_path / "split", "position") == POSITIONS
         assert read_column(tmp_path / "split", "samples") == SIZES
@@ -95,10 +96,10 @@ def test_two_ranks_have_the_curve_of_one(rank: int, tmp_path: Path, words: tuple
 
 @pytest.mark.parametrize("words", [layout(1, 2), (*layout(1, 1), "parallel.pp=2")], ids=["shard", "pipeline"])
 @ranks(2)
-def test_dropout_follows_the_positions(rank: int, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_dropout_follows_the_positions(rank: int, tmp_path: Path, references: Path, words: tuple[str, ...]) -> None:
     """Where all layouts cut alike: a mask belongs to a micro-batch."""
     even = ("train.global_batch=[[0, 4], [10, 8], [40, 16]]", "train.micro_batch=2", "model.dropout=0.2")
-    check_parity(rank, tmp_path, even, words)
+    check_parity(rank, tmp_path / "split", references / "ramp-dropout", even, words)
 
 
 def attempt(rank: int, folder: Path, replicate: int, last: int | None) -> None:
@@ -107,12 +108,24 @@ def attempt(rank: int, folder: Path, replicate: int, last: int | None) -> None:
     train_tiny(folder, on, *WORDS, *layout(replicate, 1), before_step=before)
 
 
+def train_on_one(rank_pool: RankPool, references: Path) -> Path:
+    """The run on one rank of the pool, which is trained when it is first asked for."""
+    if not (folder := references / "ramp").exists():
+        rank_pool.run(attempt, 1, {"folder": folder, "replicate": 1, "last": None})
+    return folder
+
+
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_run_goes_on_to_the_bit(rank_pool: RankPool, tmp_path: Path, world: int) -> None:
+def test_a_run_goes_on_to_the_bit(rank_pool: RankPool, tmp_path: Path, references: Path, world: int) -> None:
     """Before the batch grows, when it has just grown, and after that."""
-    through, moved = tmp_path / "through", tmp_path / "moved"
-    for folder, last in ((through, None), (moved, 2), (moved, 3), (moved, 8), (moved, None)):
-        rank_pool.run(attempt, world, {"folder": folder, "replicate": world, "last": last})
+    moved = tmp_path / "moved"
+    if world == 1:
+        through = train_on_one(rank_pool, references)
+    else:
+        through = tmp_path / "through"
+        rank_pool.run(attempt, world, {"folder": through, "replicate": world, "last": None})
+    for last in (2, 3, 8, None):
+        rank_pool.run(attempt, world, {"folder": moved, "replicate": world, "last": last})
     assert [event["step"] for event in read_named(moved, "started")] == [0, 2, 3, 8]
     assert [event["samples_per_step"] for event in read_named(moved, "started")] == [4, 4, 7, 16]
     for column in ("position", "samples", "loss"):
@@ -121,13 +134,15 @@ def test_a_run_goes_on_to_the_bit(rank_pool: RankPool, tmp_path: Path, world: in
     assert read_weights(moved) == read_weights(through)
 
 
-def test_another_number_of_ranks_goes_on_with_the_same_samples(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_another_number_of_ranks_goes_on_with_the_same_samples(
+    rank_pool: RankPool, tmp_path: Path, references: Path
+) -> None:
+    alone = train_on_one(rank_pool, references)
     for world, last in ((1, 2), (3, 5), (2, None)):
         rank_pool.run(attempt, world, {"folder": tmp_path / "moved", "replicate": world, "last": last})
-    attempt(0, tmp_path / "alone", 1, None)
-    assert ids_of(tmp_path / "moved") == ids_of(tmp_path / "alone")
+    assert ids_of(tmp_path / "moved") == ids_of(alone)
     assert read_column(tmp_path / "moved", "position") == POSITIONS
-    assert worst_difference(read_column(tmp_path / "moved"), read_column(tmp_path / "alone")) < 1e-4
+    assert worst_difference(read_column(tmp_path / "moved"), read_column(alone)) < 1e-4
 
 
 # --- the parts of a step

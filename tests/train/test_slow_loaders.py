@@ -28,7 +28,7 @@ QUIET = (
     "run.device=cpu",
     "run.threads=1",
     "train.validate_every=off",
-    "checkpoint.every=10 steps",
+    "checkpoint.every=off",
     "checkpoint.background=false",
     "data.record_ids=true",
 )
@@ -39,9 +39,9 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     pin_cores(monkeypatch)
 
 
-def pin_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def pin_cores(monkeypatch: pytest.MonkeyPatch, cores: int = 2) -> None:
     """On a machine of many cores, a short run would be over before so many loader processes have started."""
-    monkeypatch.setattr(dataloader, "count_own_cores", lambda ranks: 2)
+    monkeypatch.setattr(dataloader, "count_own_cores", lambda ranks: cores)
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def train(
     seconds: float,
     *words: str,
     loss: Callable[..., Any] = slow_step,
-    steps: int = 60,
+    steps: int = 44,
     last: int | None = None,
     **loader: Any,
 ) -> list[float]:
@@ -109,18 +109,22 @@ def test_a_run_goes_on_with_loader_processes_and_computes_the_same(
     assert event["reason"].startswith(f"data.workers: auto took {event['workers']}: waiting for data fell from ")
     assert event["waits"] < event["waited"]
     monkeypatch.setattr(waiting, "START_S", 1e9)
-    assert found == train(tmp_path / "undisturbed", lone_rank(), 0.0, workers="auto")
+    assert found == train(tmp_path / "undisturbed", lone_rank(), 0.0, workers="auto", loss=mean_output)
     assert read_named(tmp_path / "undisturbed", "loader") == []
     assert read_column(tmp_path / "tuned", "ids") == read_column(tmp_path / "undisturbed", "ids")
-    assert found == train(tmp_path / "processes", lone_rank(), 0.0, workers=2)
+    assert found == train(tmp_path / "processes", lone_rank(), 0.0, workers=2, loss=mean_output)
 
 
 def test_a_run_that_died_resumes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
+    pin_cores(monkeypatch, 1)
     with pytest.raises(Died):
-        train(tmp_path / "killed", lone_rank(), 0.003, workers="auto", last=37)
-    train(tmp_path / "killed", lone_rank(), 0.003, workers="auto")
-    whole = train(tmp_path / "whole", lone_rank(), 0.0, workers=1)
+        train(tmp_path / "killed", lone_rank(), 0.003, "checkpoint.every=20 steps", workers="auto", steps=36, last=27)
+    assert read_named(tmp_path / "killed", "loader")
+    train(tmp_path / "killed", lone_rank(), 0.003, workers="auto", steps=36)
+    assert [event["step"] for event in read_named(tmp_path / "killed", "started")] == [0, 20]
+    monkeypatch.setattr(waiting, "START_S", 1e9)
+    whole = train(tmp_path / "whole", lone_rank(), 0.0, workers="auto", steps=36, loss=mean_output)
     assert read_column(tmp_path / "killed") == whole
     assert read_column(tmp_path / "killed", "ids") == read_column(tmp_path / "whole", "ids")
 
@@ -129,9 +133,10 @@ def check_two_ranks(rank: int, folder: Path) -> None:
     """Each decides by its own times: the data of one are slow."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         hurry(monkeypatch)
-        pin_cores(monkeypatch)
-        train(folder / "tuned", pool_ranks(), 0.003 * rank, workers="auto")
-        train(folder / "plain", pool_ranks(), 0.0, workers=1)
+        pin_cores(monkeypatch, 1)
+        train(folder / "tuned", pool_ranks(), 0.003 * rank, workers="auto", steps=30)
+        monkeypatch.setattr(waiting, "START_S", 1e9)
+        train(folder / "plain", pool_ranks(), 0.0, workers="auto", steps=30, loss=mean_output)
     for number in range(2):
         events = [
             [event["ids"] for event in RunDir(folder / name).events(number) if event["event"] == "step"]
@@ -161,7 +166,7 @@ def test_a_dataset_that_cannot_be_sent_is_read_by_the_rank(tmp_path: Path, monke
         pass
 
     train_line(
-        tmp_path, lone_rank(), Local(0.003), slow_step, base=QUIET, steps=40, last=None, batch_size=8, workers="auto"
+        tmp_path, lone_rank(), Local(0.003), slow_step, base=QUIET, steps=12, last=None, batch_size=8, workers="auto"
     )
     (event,) = read_named(tmp_path, "loader")
     assert event["workers"] == 0
@@ -170,7 +175,7 @@ def test_a_dataset_that_cannot_be_sent_is_read_by_the_rank(tmp_path: Path, monke
 
 def test_a_run_that_waits_long_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "WINDOW_S", 0.2)
-    train(tmp_path, lone_rank(), 0.003)
+    train(tmp_path, lone_rank(), 0.003, steps=24)
     (line,) = [event["reason"] for event in read_named(tmp_path, "data_slow")]
     assert line.startswith("data: ")
     assert line.endswith(

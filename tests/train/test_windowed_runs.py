@@ -47,6 +47,8 @@ from shardway.train import staging
 
 FILES, ROWS = 8, 40
 TOKENS = tuple(word for word in TINY if not word.startswith(("data.kind", "data.samples", "model.vocab")))
+OF_TOKENS = ["data.kind=tokens", "model.vocab=32", "data.seq_len=24"]
+"""A step of eight samples is a small part of the 22 that a file has."""
 IMAGES = tuple(word for word in TINY_IMAGES if not word.startswith(("data.kind", "data.samples", "data.shape")))
 WINDOWS = ("data.shuffle=windows", "data.record_ids=true", "optim.warmup=0 steps", "data.workers=0")
 
@@ -66,7 +68,7 @@ def write_tokens(folder: Path) -> list[str]:
         documents = [drawn.integers(0, 32, int(drawn.integers(20, 90))).astype(np.uint16) for _ in range(ROWS // 4)]
         facts.append(write_token_shard(folder / f"{number:05d}.shard", [(each, None) for each in documents], "uint16"))
     write_manifest(folder, "tokens", facts, {"vocab": 32})
-    return ["data.kind=tokens", f"data.path={folder}", "model.vocab=32"]
+    return [*OF_TOKENS, f"data.path={folder}"]
 
 
 def write_marked_tokens(folder: Path) -> list[str]:
@@ -75,7 +77,7 @@ def write_marked_tokens(folder: Path) -> list[str]:
         documents = [(drawn.integers(0, 32, 500).astype(np.uint16), np.arange(500) % 3 > 0 if number % 2 else None)]
         facts.append(write_token_shard(folder / f"{number:05d}.shard", documents, "uint16"))
     write_manifest(folder, "tokens", facts, {"vocab": 32})
-    return ["data.kind=tokens", f"data.path={folder}", "model.vocab=32"]
+    return [*OF_TOKENS, f"data.path={folder}"]
 
 
 def rows_of(number: int) -> list[dict[str, Any]]:
@@ -193,6 +195,16 @@ def small_windows(tmp_path: Path, write: Callable[[Path], list[str]], *more: str
     return [*words, f"data.window={2 * max(sizes)}B"], sizes
 
 
+def train_plain(references: Path, write: Callable[[Path], list[str]]) -> Path:
+    """A run over small windows of these data twice, read where they lie; trained when it is first asked for."""
+    folder = references / f"windowed-{write.__name__}"
+    if not folder.exists():
+        folder.mkdir()
+        words, _ = small_windows(folder, write, "train.steps=2 epochs")
+        train_tiny(folder / "run", lone_rank(), *words, base=base_of(write))
+    return folder / "run"
+
+
 def list_ids(directory: Path) -> list[list[int]]:
     return [event["ids"] for event in read_steps(directory)]
 
@@ -203,16 +215,18 @@ def list_ids(directory: Path) -> list[list[int]]:
     ids=lambda write: write.__name__.removeprefix("write_"),
 )
 def test_data_larger_than_the_disk_train_alike_and_each_file_is_copied_once_an_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_threads: None, write: Callable[[Path], list[str]]
+    tmp_path: Path,
+    references: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quiet_threads: None,
+    write: Callable[[Path], list[str]],
 ) -> None:
-    disk = tmp_path / "disk"
+    disk, plain = tmp_path / "disk", train_plain(references, write)
     words, sizes = small_windows(tmp_path, write, "train.steps=2 epochs")
-    train_tiny(tmp_path / "plain", lone_rank(), *words, base=base_of(write))
     small = Disk(monkeypatch, disk, 5 * max(sizes))
     train_tiny(tmp_path / "staged", lone_rank(), *words, f"data.stage={disk}", base=base_of(write))
-    assert read_column(tmp_path / "staged") == read_column(tmp_path / "plain")
-    ids = list_ids(tmp_path / "staged")
-    assert ids == list_ids(tmp_path / "plain")
+    assert read_column(tmp_path / "staged") == read_column(plain)
+    assert list_ids(tmp_path / "staged") == list_ids(plain)
     assert sorted(small.copied[:FILES]) == list(range(FILES))
     assert FILES < len(small.copied) <= 2 * FILES + 2  # and what the next step would read
     said = read_named(tmp_path / "staged", "staged")[0]["reason"]
@@ -223,7 +237,7 @@ def test_validation_reads_files_that_stay(tmp_path: Path, monkeypatch: pytest.Mo
     folder, disk, other = tmp_path / "data", tmp_path / "disk", tmp_path / "held-out.npy"
     folder.mkdir()
     np.save(other, np.arange(300).astype(np.uint16) % 32)
-    words = [*write_tokens(folder), *WINDOWS, "train.steps=1 epochs", "train.validate_every=7 steps"]
+    words = [*write_tokens(folder), *WINDOWS, "train.steps=1 epochs", "train.validate_every=7 steps", "data.seq_len=12"]
     sizes = sizes_of(folder)
     words.append(f"data.window={2 * max(sizes)}B")
     small = Disk(monkeypatch, disk, 6 * max(sizes))
@@ -239,6 +253,7 @@ def test_validation_reads_files_that_stay(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(small.copied) - whole <= FILES + 2  # and what the next step would read
 
 
+@pytest.mark.usefixtures("warm_starts")
 @pytest.mark.parametrize("write", [write_tokens, write_records])
 def test_loader_processes_find_the_files_of_their_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_threads: None, write: Callable[[Path], list[str]]
@@ -255,15 +270,10 @@ def test_loader_processes_find_the_files_of_their_window(
 
 
 def test_a_run_that_goes_on_stages_the_window_of_its_position_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_threads: None
+    tmp_path: Path, references: Path, monkeypatch: pytest.MonkeyPatch, quiet_threads: None
 ) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    words = [*write_tokens(folder), *WINDOWS, "data.validation_fraction=0.0", "train.steps=2 epochs"]
-    sizes = sizes_of(folder)
-    words.append(f"data.window={2 * max(sizes)}B")
-    train_tiny(tmp_path / "plain", lone_rank(), *words, base=TOKENS)
-    for last, place in ((20, "a"), (55, "b"), (70, "off"), (None, "c")):
+    words, sizes = small_windows(tmp_path, write_tokens, "train.steps=2 epochs")
+    for last, place in ((10, "a"), (27, "b"), (35, "off"), (None, "c")):
         with monkeypatch.context() as patched:
             small = Disk(patched, tmp_path / place, 5 * max(sizes))
             before = signal_at(last) if last is not None else None
@@ -273,22 +283,24 @@ def test_a_run_that_goes_on_stages_the_window_of_its_position_first(
             source = open_described(RunFile.model_validate(RunDir(tmp_path / "run").read_resolved())).train
             order = order_of(RunFile.model_validate(RunDir(tmp_path / "run").read_resolved()), source)
             assert isinstance(order, WindowOrder)
-            (window,) = order.windows_at(np.array([20 * 8]))
+            (window,) = order.windows_at(np.array([10 * 8]))
             assert set(order.blocks_of(window)) <= set(small.copied[:4])
-    assert read_column(tmp_path / "run") == read_column(tmp_path / "plain")
+    assert read_column(tmp_path / "run") == read_column(train_plain(references, write_tokens))
 
 
 # --- several ranks, of one node or of several
 
 
 @ranks(4)
-def test_ranks_of_a_node_share_the_copies_and_a_node_with_room_has_all(rank: int, tmp_path: Path) -> None:
+def test_ranks_of_a_node_share_the_copies_and_a_node_with_room_has_all(
+    rank: int, tmp_path: Path, references: Path
+) -> None:
     folder, node = tmp_path / "data", tmp_path / f"node{rank // 2}"
     if rank == 0:
         folder.mkdir()
         write_tokens(folder)
     pool_ranks().barrier()
-    words = ["data.kind=tokens", f"data.path={folder}", "model.vocab=32", *WINDOWS, "data.validation_fraction=0.0"]
+    words = [*OF_TOKENS, f"data.path={folder}", *WINDOWS, "data.validation_fraction=0.0"]
     sizes = sizes_of(folder)
     words += [f"data.window={2 * max(sizes)}B", "train.steps=2 epochs"]
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -297,8 +309,8 @@ def test_ranks_of_a_node_share_the_copies_and_a_node_with_room_has_all(rank: int
         train_tiny(tmp_path / "run", pool_ranks(), *words, *layout(4, 1), "data.stage=$NODE_DISK", base=TOKENS)
     copied = pool_ranks().gather(small.copied)
     if rank == 0:
-        train_tiny(tmp_path / "plain", lone_rank(), *words, base=TOKENS)
-        assert read_column(tmp_path / "run") == pytest.approx(read_column(tmp_path / "plain"), rel=1e-5)
+        plain = train_plain(references, write_tokens)
+        assert read_column(tmp_path / "run") == pytest.approx(read_column(plain), rel=1e-5)
         assert FILES < len(copied[0] + copied[1]) <= 2 * FILES + 2  # and what the next step would read
         assert sorted(copied[2] + copied[3]) == list(range(FILES))
         told = [event["reason"] for event in read_named(tmp_path / "run", "staged")]
@@ -312,7 +324,7 @@ def test_a_damaged_file_ends_the_run_when_it_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_threads: None
 ) -> None:
     disk = tmp_path / "disk"
-    words, sizes = write_files(tmp_path, write_tokens, "train.steps=1 epochs")
+    words, sizes = write_files(tmp_path, write_tokens, "train.steps=1 epochs", "data.seq_len=12")
     words += [f"data.window={2 * max(sizes)}B", f"data.stage={disk}"]
     Disk(monkeypatch, disk, 5 * max(sizes))
     damaged = tmp_path / "data/00003.shard"
