@@ -271,7 +271,7 @@ def test_a_dataset_that_cannot_be_sent_to_a_worker_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize(("world", "prefetch"), [(1, 1), (2, 4)])
+@pytest.mark.parametrize(("world", "prefetch"), [pytest.param(1, 1, marks=pytest.mark.exhaustive), (2, 4)])
 def test_workers_read_the_same_and_are_gone_when_the_iterator_is(world: int, prefetch: int) -> None:
     source, order, options = make_source(), SampleOrder(40, 1), LoaderOptions(workers=2, prefetch=prefetch)
     state = torch.get_rng_state()

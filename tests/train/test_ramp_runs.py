@@ -81,7 +81,7 @@ def check_parity(rank: int, folder: Path, alone: Path, same: Sequence[str], spli
     [
         layout(2, 1),
         (*layout(1, 2), "train.micro_batch=2"),
-        (*layout(1, 1), "parallel.tp=2", "train.micro_batch=3"),
+        (*layout(1, 1), "parallel.tp=2", "train.micro_batch=8"),
         (*layout(1, 1), "parallel.pp=2", "train.micro_batch=4", "parallel.pp_micro_batches=2"),
     ],
     ids=["replicate", "shard, accumulated", "tensor", "pipeline in passes"],

@@ -237,7 +237,7 @@ def test_validation_reads_files_that_stay(tmp_path: Path, monkeypatch: pytest.Mo
     folder, disk, other = tmp_path / "data", tmp_path / "disk", tmp_path / "held-out.npy"
     folder.mkdir()
     np.save(other, np.arange(300).astype(np.uint16) % 32)
-    words = [*write_tokens(folder), *WINDOWS, "train.steps=1 epochs", "train.validate_every=4 steps"]
+    words = [*write_tokens(folder), *WINDOWS, "train.steps=1 epochs", "train.validate_every=7 steps", "data.seq_len=12"]
     sizes = sizes_of(folder)
     words.append(f"data.window={2 * max(sizes)}B")
     small = Disk(monkeypatch, disk, 6 * max(sizes))
