@@ -176,6 +176,17 @@ def test_a_rank_that_hangs_is_reported_with_its_step(
     assert texts[0][1].startswith("rank 0 did nothing for 2.0 s while waiting for data after step 5")
 
 
+def test_a_run_that_cannot_send_states_it_when_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module.shutil, "which", lambda *_: None)
+    seen: list[str] = []
+    words = (HOOK, 'notify.mail="me@example.org"', "train.steps=6")
+    train_tiny(tmp_path, lone_rank(), *words, before_step=lambda run, step: seen.append(capsys.readouterr().err))
+    assert "notify.webhook: the variable TEAM_HOOK is not set here" in seen[0]
+    assert "notify.mail: this node has neither sendmail nor mail" in seen[0]
+
+
 @pytest.mark.parametrize("word", ["notify.webhook=https://hooks.example.org/s3cr3t", "notify.mail=-oQ/tmp"])
 def test_a_url_or_an_option_in_the_run_file_is_refused(word: str) -> None:
     with pytest.raises(UserError, match=r"notify\.") as error:

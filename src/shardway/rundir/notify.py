@@ -38,6 +38,7 @@ MOST_S = 8.0  # how long all messages of one event may take together
 ANSWER_S = 5.0  # how long a server may be silent
 MAILER_S = 7.0
 _MAILERS = ("sendmail", "/usr/sbin/sendmail", "/usr/lib/sendmail")
+_MAIL_COMMANDS = ("mail", "mailx")
 _WORDS = {"end": "", "failure": "failed", "no_progress": "made no progress"}
 
 
@@ -83,6 +84,19 @@ def notify(run: RunDir, section: NotifySection, kind: str, state: str, reason: s
     return failures
 
 
+def find_lacks(section: NotifySection, environ: Mapping[str, str]) -> list[str]:
+    """What this process lacks to send what [notify] asks for, a line for each way; looked for when a run begins, since
+    its end is too late to learn of it."""
+    lacks = []
+    if section.webhook and not environ.get(section.webhook, "").strip():
+        remedy = f"`export {section.webhook}=URL`, or a line of it in ~/.config/shardway/secrets.env for jobs"
+        what = f"notify.webhook: the variable {section.webhook} is not set here; no message can be sent"
+        lacks.append(f"{what}. To do: {remedy}")
+    if section.mail and not any(map(shutil.which, (*_MAILERS, *_MAIL_COMMANDS))):
+        lacks.append("notify.mail: this node has neither sendmail nor mail; no mail can be sent. To do: notify.webhook")
+    return lacks
+
+
 def render_message(run: RunDir, kind: str, state: str, reason: str) -> RunMessage:
     """What happened, how far the run is, and where to look."""
     status = run.read_status()
@@ -110,7 +124,7 @@ def send_mail(message: RunMessage, address: str, form: str, environ: Mapping[str
     if mailer is not None:
         head = f"To: {address}\nSubject: [shardway] {subject}\nContent-Type: text/plain; charset=utf-8\n\n"
         command, text = [mailer, "-i", "--", address], f"{head}{message.text}\n"
-    elif (mailer := shutil.which("mail") or shutil.which("mailx")) is not None:
+    elif (mailer := next((found for name in _MAIL_COMMANDS if (found := shutil.which(name))), None)) is not None:
         command, text = [mailer, "-s", f"[shardway] {subject}", "--", address], f"{message.text}\n"
     else:
         raise FileNotFoundError("this node has neither sendmail nor mail")

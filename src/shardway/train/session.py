@@ -64,7 +64,7 @@ from shardway.rundir.directory import OWN_NAMES, RunDir
 from shardway.rundir.file_io import list_missing, list_names, refusals
 from shardway.rundir.lease import HeldLease
 from shardway.rundir.names import ensure_run_id, find_local_run, find_run_id
-from shardway.rundir.notify import notify
+from shardway.rundir.notify import find_lacks, notify
 from shardway.runfile.load import DEFAULT
 from shardway.telemetry.start import SampledRun, sampled
 from shardway.train.engines import ENGINES
@@ -274,6 +274,9 @@ def hold_session(
         reported = None if ranks.placement.launcher == "shardway" else attempt
         every_rank = values.data.record_ids
         recorder = Recorder(directory, ranks, every_rank=every_rank, attempt=reported, progress=progress)
+        if ranks.is_first:
+            for lack in find_lacks(values.notify, os.environ):
+                logging.getLogger("shardway").warning(lack)
         stack.callback(_notify_owner, recorder, directory, ranks, resolved, attempt)
         stack.callback(recorder.close)
         mesh = build_mesh(ranks, values.parallel)
