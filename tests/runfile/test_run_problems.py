@@ -136,6 +136,7 @@ def test_an_array_of_sections(tmp_path: Path) -> None:
         ("model.vocab=0", "0 is too small", 'at least 1 or "auto"'),
         ("optim.clip=none", '"none" is not a number', 'a number or "off"'),
         ("model.channels=3", "3 is not a list", "a list such as [1, 2]"),
+        ("track.to=wandb,mlflow", '"wandb,mlflow" is not a list', 'a list such as ["wandb", "mlflow"]'),
         ("model.channels=[]", "[] has 0 entries", "at least 1 entries"),
         ("model.channels=[1, 'x']", '"x" is not an integer', "an integer"),
         ("optim.betas=[0.9]", "[0.9] has 1 entries", "at least 2 entries"),

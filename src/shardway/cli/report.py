@@ -110,11 +110,11 @@ def compare(
     from shardway.watch.report.content import gather
 
     found = compare_runs([gather(_find(word)) for word in runs])
+    if not as_json:  # before the page, which may have no place
+        typer.echo(legible(render_comparison(found)))
     if page is not None:
         _write(page, render_comparison_page(found))
     if as_json:
         print_json({**found.as_json(), "page": str(page) if page else None})
-    else:
-        typer.echo(legible(render_comparison(found)))
-        if page is not None:
-            typer.echo(f"\ncurves  {page}")
+    elif page is not None:
+        typer.echo(f"\ncurves  {page}")

@@ -444,6 +444,9 @@ def _describe(error: ErrorDetails) -> tuple[str, str]:
     shown = render_value(value) if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else f"{value}"
     if error["type"] == "literal_error":
         return f"{shown} is not one of the choices", str(context["expected"]).replace("'", '"')
+    if error["type"] == "list_type" and isinstance(value, str):
+        words = ", ".join(f'"{word.strip()}"' for word in value.split(","))
+        return f"{shown} is not a list", f"a list such as [{words}]"
     if error["type"] not in _WORDS:
         return error["msg"], ""
     bounds = {name: render_bound(bound) for name, bound in context.items()}
