@@ -235,14 +235,13 @@ _SOURCE = _CODE | frozenset(
 _SOURCE_NAMES = frozenset(("Makefile", "Dockerfile", "Containerfile", "LICENSE", "README"))
 _CACHES = frozenset(("__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".ipynb_checkpoints"))
 
-_SECRET_NAME = re.compile(
-    r"\.env(\..+)?|.+\.(pem|p12|pfx|kdbx)|id_\w+|\.netrc|\.pypirc|\.pgpass|\.git-credentials|credentials?(\..*)?"
-    r"|\.?secrets?(\..*)?",
-    re.IGNORECASE,
+_SECRET_NAME = (
+    r"(?i)\.env(\..+)?|.+\.(pem|p12|pfx|kdbx)|id_\w+|\.netrc|\.pypirc|\.pgpass|\.git-credentials|credentials?(\..*)?"
+    r"|\.?secrets?(\..*)?"
 )
 # Only as the last word of a name: "hf_token.txt" is a secret, "token-counts.txt" and "train_tokens.txt" are not.
-_SECRET_WORD = re.compile(r"(^|[._\- ])(api[._-]?key|token|credentials?)(\.[a-z0-9]+)?$", re.IGNORECASE)
-_EXAMPLE = re.compile(r"\.(example|sample|template|dist)$", re.IGNORECASE)
+_SECRET_WORD = r"(?i)(^|[._\- ])(api[._-]?key|token|credentials?)(\.[a-z0-9]+)?$"
+_EXAMPLE = r"(?i)\.(example|sample|template|dist)$"
 # Suffixes with which "token" means text for a model.
 _PLAIN_TOKEN = frozenset((".bin", ".npy", ".npz", ".pt", ".safetensors", ".idx", ".md"))
 
@@ -252,9 +251,9 @@ def is_secret(name: str) -> bool:
 
     `tokenizer.json`, `tokens.bin`, code about tokens and `.env.example` are no secrets."""
     ending = posixpath.splitext(name)[1].lower()
-    if ending in _CODE or _EXAMPLE.search(name):
+    if ending in _CODE or re.search(_EXAMPLE, name):
         return False
-    return bool(_SECRET_NAME.fullmatch(name) or (ending not in _PLAIN_TOKEN and _SECRET_WORD.search(name)))
+    return bool(re.fullmatch(_SECRET_NAME, name) or (ending not in _PLAIN_TOKEN and re.search(_SECRET_WORD, name)))
 
 
 def _is_cache(name: str) -> bool:

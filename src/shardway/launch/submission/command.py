@@ -544,7 +544,8 @@ _NO_OUTPUT = ("run directory", "environment", "installed packages", "leads out")
 """Reasons of links into which no program writes, or which the user has made on purpose."""
 
 
-_STARTS_RANKS = re.compile(
+# Compiled when a command is read: most submissions have none.
+_STARTS_RANKS = (
     r"(?<![\w./-])(?:\S*/)?(torchrun|ft_launcher|deepspeed|mpirun|mpiexec|srun|horovodrun|accelerate\s+launch"
     r"|-m\s+(?:torch\.distributed\.(?:run|launch)|accelerate\.commands\.launch|deepspeed\.launcher\.runner))(?![\w.-])"
 )
@@ -557,7 +558,7 @@ def find_launcher(text: str) -> str:
             kept = " ".join(shlex.split(line, comments=True))
         except ValueError:
             kept = line
-        if found := _STARTS_RANKS.search(kept):
+        if found := re.search(_STARTS_RANKS, kept):
             return " ".join(found[1].split())
     return ""
 
@@ -574,7 +575,7 @@ _LIBRARIES = frozenset(
 """Libraries that find their ranks themselves."""
 _TRAINERS = ("transformers.", "trl.")
 """Packages whose trainers find their ranks themselves; the rest of each package does not."""
-_SIGN = re.compile(
+_SIGN = (
     r"torch\.distributed|torch\s+import\s+distributed|init_process_group|DistributedDataParallel|fully_shard"
     r"|\b(?:LOCAL_)?RANK\b|\bWORLD_SIZE\b|OMPI_COMM_WORLD|\bPMI_RANK\b"
     r"|transformers\.\w*Trainer\b|jax\.distributed|tf\.distribute|tensorflow\.distribute"
@@ -635,7 +636,7 @@ def warn_of_copies(read: CommandRead, ranks: int, code: Code) -> Iterator[str]:
 
 def _mentions_ranks(text: str) -> bool:
     names = (name for scheduler in make_own("schedulers") for name in scheduler.place_variables)
-    return bool(_SIGN.search(text)) or any(name in text for name in names)
+    return bool(re.search(_SIGN, text)) or any(name in text for name in names)
 
 
 def _list_imports(text: str) -> list[str]:
