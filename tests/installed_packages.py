@@ -23,7 +23,13 @@ Install = Callable[..., Path]
 """install("shardway-x", {"shardway.optimizers": {"x": "x_module:X"}}, x_module="its code"); "x_module/x.toml" for more
 files. Returns the folder of packages."""
 
-_CACHES = (plugins._installed, plugins._load, catalogue.load_installed_accelerators, memory.optimizer_bytes)
+_CACHES = (
+    plugins._list_entries,
+    plugins._installed,
+    plugins._load,
+    catalogue.load_installed_accelerators,
+    memory.optimizer_bytes,
+)
 
 
 def installing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
