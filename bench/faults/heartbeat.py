@@ -19,8 +19,8 @@ from nvidia_resiliency_ext.fault_tolerance import FaultToleranceConfig, RankMoni
 
 from shardway.ranks.ft_launcher_client import MonitorHeartbeat, open_monitor
 from shardway.ranks.hang import HangTimeout
-from shardway.ranks.heartbeat import Activity
 from shardway.ranks.launcher import Placement
+from shardway.telemetry.activity import Activity
 
 TIMES = 2000
 STEP_S = 0.01

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardway.ranks.hang import ActivitySpan, HangTimeout, read_hang_timeout
-from shardway.ranks.heartbeat import Activity
 from shardway.runfile.schema import RunSection
+from shardway.telemetry.activity import Activity
 
 STEP, SAVE = ActivitySpan(Activity.STEP), ActivitySpan(Activity.SAVE)
 

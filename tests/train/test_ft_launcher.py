@@ -26,9 +26,9 @@ from shardway.launch.hosts.local import LocalHost
 from shardway.launch.launchers import MODULE
 from shardway.launch.schedulers.local import ThisMachine
 from shardway.ranks import ft_launcher_client
-from shardway.ranks.heartbeat import Activity
 from shardway.rundir.attempts import Ending, Result
 from shardway.rundir.directory import RunDir
+from shardway.telemetry.activity import Activity
 
 pytestmark = [
     pytest.mark.exhaustive,

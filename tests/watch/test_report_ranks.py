@@ -62,7 +62,7 @@ def test_the_reader_reads_what_a_rank_shows_its_agent(tmp_path: Path) -> None:
     from shardway.telemetry import activity
     from shardway.watch.report import ranks
 
-    assert activity.LAYOUT.format == heartbeat._LAYOUT.format
+    assert heartbeat.LAYOUT is activity.LAYOUT
     known = heartbeat.Activity
     assert (ranks.WAITING, ranks.SCRIPT) == ((known.DATA,), (known.SCRIPT,))
     assert ranks.STEPPING == (known.STEP, known.REPEAT)

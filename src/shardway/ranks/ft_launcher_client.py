@@ -20,8 +20,8 @@ from typing import Any
 
 from shardway.errors import SiteError
 from shardway.ranks.hang import ActivitySpan, HangTimeout
-from shardway.ranks.heartbeat import Activity
 from shardway.ranks.launcher import FT_LAUNCHER, Placement
+from shardway.telemetry.activity import Activity
 
 BEAT_S = 1.0
 """The least time between two heartbeats in the loop of steps; limits are longer than the hang timeout by it."""

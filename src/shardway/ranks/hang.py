@@ -33,13 +33,13 @@ from pathlib import Path
 from shardway.ranks.evidence import HangEvidence, ask_for_records, ask_for_stacks, group_stacks
 from shardway.ranks.heartbeat import (
     HEARTBEATS,
-    Activity,
     HeartbeatEntry,
     heartbeat_path,
     private_folder,
     read_heartbeat,
 )
 from shardway.runfile.schema import RunSection
+from shardway.telemetry.activity import Activity
 
 # --- hang timeouts, learnt from observations
 

@@ -24,37 +24,19 @@ import os
 import select
 import socket
 import stat
-import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol
 
 from shardway.ranks.evidence import answer_with_record, answer_with_stacks
 from shardway.rundir.attempts import Attempt, AttemptStart
 from shardway.rundir.lease import hold_folder, take_left_folder
+from shardway.telemetry.activity import LAYOUT, Activity
 
 # --- activities of a rank
-
-
-class Activity(IntEnum):
-    """What a rank can be busy with; the numbers are part of the heartbeat file and stay as they are. START lasts until
-    a checkpoint is looked for. DATA lasts from the end of a step until the next batch is there, and includes the record
-    of the step. REPEAT is a step that an earlier attempt had done. SCRIPT is the time of a script that owns its loop
-    between its batch and its step."""
-
-    START = 0
-    LOAD = 1
-    DATA = 2
-    STEP = 3
-    REPEAT = 4
-    VALIDATE = 5
-    SAVE = 6
-    END = 7
-    SCRIPT = 8
 
 
 class HeartbeatSink(Protocol):
@@ -153,9 +135,6 @@ def _uptime_s() -> float:
 # --- the heartbeat file
 
 VARIABLE = "SHARDWAY_PROGRESS"  # gives the ranks of an agent the folder of their heartbeats
-_LAYOUT = struct.Struct("<QqqqdQ")
-"""Count of changes, process id, activity, steps done, since when (seconds), count of changes again."""
-
 _ACTIVITIES = frozenset(Activity)
 
 
@@ -176,14 +155,14 @@ class HeartbeatWriter:
 
     def __init__(self, path: Path) -> None:
         with open(path, "a+b") as file:
-            file.truncate(_LAYOUT.size)
-            self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)
-        self._changes = int(_LAYOUT.unpack(self._memory[:])[0])
+            file.truncate(LAYOUT.size)
+            self._memory = mmap.mmap(file.fileno(), LAYOUT.size)
+        self._changes = int(LAYOUT.unpack(self._memory[:])[0])
 
     def write(self, activity: Activity, step: int, now: float) -> None:
         """Show an activity. A reader that comes in between sees two counts that differ."""
         self._changes += 1
-        _LAYOUT.pack_into(self._memory, 0, self._changes, os.getpid(), activity, step, now, self._changes)
+        LAYOUT.pack_into(self._memory, 0, self._changes, os.getpid(), activity, step, now, self._changes)
 
 
 def read_heartbeat(path: Path) -> HeartbeatEntry | None:
@@ -193,9 +172,9 @@ def read_heartbeat(path: Path) -> HeartbeatEntry | None:
             data = path.read_bytes()
         except OSError:
             return None
-        if len(data) != _LAYOUT.size:
+        if len(data) != LAYOUT.size:
             return None
-        first, pid, activity, step, since, last = _LAYOUT.unpack(data)
+        first, pid, activity, step, since, last = LAYOUT.unpack(data)
         if first == last and activity in _ACTIVITIES:
             return HeartbeatEntry(first, pid, Activity(activity), step, since) if first else None
     return None

@@ -92,7 +92,7 @@ def find_lacks(section: NotifySection, environ: Mapping[str, str]) -> list[str]:
         remedy = f"`export {section.webhook}=URL`, or a line of it in ~/.config/shardway/secrets.env for jobs"
         what = f"notify.webhook: the variable {section.webhook} is not set here; no message can be sent"
         lacks.append(f"{what}. To do: {remedy}")
-    if section.mail and not any(map(shutil.which, (*_MAILERS, *_MAIL_COMMANDS))):
+    if section.mail and not _find_program(*_MAILERS, *_MAIL_COMMANDS):
         lacks.append("notify.mail: this node has neither sendmail nor mail; no mail can be sent. To do: notify.webhook")
     return lacks
 
@@ -120,15 +120,19 @@ def render_message(run: RunDir, kind: str, state: str, reason: str) -> RunMessag
 def send_mail(message: RunMessage, address: str, form: str, environ: Mapping[str, str]) -> None:
     """Send by the node's own mailer. Raises FileNotFoundError where it has none, and what the mailer does."""
     subject = "".join(char if char.isprintable() else " " for char in message.subject)
-    mailer = next((found for name in _MAILERS if (found := shutil.which(name))), None)
-    if mailer is not None:
+    if mailer := _find_program(*_MAILERS):
         head = f"To: {address}\nSubject: [shardway] {subject}\nContent-Type: text/plain; charset=utf-8\n\n"
         command, text = [mailer, "-i", "--", address], f"{head}{message.text}\n"
-    elif (mailer := next((found for name in _MAIL_COMMANDS if (found := shutil.which(name))), None)) is not None:
+    elif mailer := _find_program(*_MAIL_COMMANDS):
         command, text = [mailer, "-s", f"[shardway] {subject}", "--", address], f"{message.text}\n"
     else:
         raise FileNotFoundError("this node has neither sendmail nor mail")
     subprocess.run(command, input=text.encode(), check=True, capture_output=True, timeout=MAILER_S)
+
+
+def _find_program(*names: str) -> str:
+    """The first of these programs that is here; "" for none."""
+    return next((found for name in names if (found := shutil.which(name))), "")
 
 
 def send_webhook(message: RunMessage, variable: str, form: str, environ: Mapping[str, str]) -> None:

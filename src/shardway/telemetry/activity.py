@@ -1,8 +1,8 @@
-"""What the ranks of a node are busy with, by the heartbeats that they show their agent (`ranks.heartbeat`).
+"""What a rank can be busy with, the entry of a heartbeat that shows it (`ranks.heartbeat`), and a reader for samples.
 
 Invariants:
 - One read of a kept descriptor a rank and sample; a rank that has no heartbeat yet, or is writing it, has no value.
-- The layout and the numbers of activities are those of `ranks.heartbeat`; a test compares them.
+- The numbers of activities and the layout are those of files and samples, and stay as they are.
 """
 
 from __future__ import annotations
@@ -10,6 +10,25 @@ from __future__ import annotations
 import os
 import struct
 from contextlib import suppress
+from enum import IntEnum
+
+
+class Activity(IntEnum):
+    """What a rank can be busy with; the numbers are part of the heartbeat file and stay as they are. START lasts until
+    a checkpoint is looked for. DATA lasts from the end of a step until the next batch is there, and includes the record
+    of the step. REPEAT is a step that an earlier attempt had done. SCRIPT is the time of a script that owns its loop
+    between its batch and its step."""
+
+    START = 0
+    LOAD = 1
+    DATA = 2
+    STEP = 3
+    REPEAT = 4
+    VALIDATE = 5
+    SAVE = 6
+    END = 7
+    SCRIPT = 8
+
 
 LAYOUT = struct.Struct("<QqqqdQ")
 """Count of changes, process id, activity, steps done, since when (seconds), count of changes again."""
@@ -26,7 +45,7 @@ class RankReader:
         self.series = tuple(f"rank/{first + local}/activity" for local in range(count))
 
     def read(self) -> list[float]:
-        """A number of `ranks.heartbeat.Activity` for each rank, NaN for none. Never raises OSError."""
+        """The `Activity` of each rank as a number, NaN for none. Never raises OSError."""
         return [self._read(local) for local in range(len(self._paths))]
 
     def _read(self, local: int) -> float:

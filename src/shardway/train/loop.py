@@ -26,10 +26,10 @@ from shardway.parallel.apply import ParallelModel
 from shardway.parallel.axes.replicate import average_buffers
 from shardway.parallel.precision import compute_scales
 from shardway.ranks.failure import AttemptEnd
-from shardway.ranks.heartbeat import Activity
 from shardway.ranks.stop import Interrupts
 from shardway.rundir.attempts import Ending
 from shardway.rundir.names import LOCAL, SkippedRange
+from shardway.telemetry.activity import Activity
 from shardway.train.blended import NUMBERS
 from shardway.train.by_hand import BackwardCall, GradientsByHand
 from shardway.train.cuda_graphs import GraphedPasses

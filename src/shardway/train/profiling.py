@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from shardway.errors import render_reason
-from shardway.ranks.heartbeat import Activity
 from shardway.rundir.directory import RunDir
 from shardway.runfile.capture import CaptureRange, parse_capture_request
+from shardway.telemetry.activity import Activity
 from shardway.train.cuda_graphs import GraphedPasses
 from shardway.train.session import Session
 from shardway.units import render_seconds

@@ -28,7 +28,7 @@ from faults.strike import (
     wait_for_mark,
     wait_for_some_step,
 )
-from shardway.ranks.heartbeat import Activity
+from shardway.telemetry.activity import Activity
 
 ENTERED_S = 0.5
 """In which a rank that waits for nothing else has come to the next collective."""

@@ -17,7 +17,7 @@ import psutil
 from commands import Command, injected
 from faults.processes import signal_rank
 from faults.strike import FIRST, LAST, Fault, Struck, any_rank, children, strike, wait_for, wait_for_some_step
-from shardway.ranks.heartbeat import Activity
+from shardway.telemetry.activity import Activity
 
 SLOW = "SHARDWAY_TEST_SLOW"
 """Seconds that each batch of a validation takes longer, for `inject/sitecustomize.py`."""

@@ -22,6 +22,7 @@ from typing import Any
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
+from shardway.telemetry.activity import Activity
 from shardway.telemetry.store import HostTelemetry
 from shardway.watch.facts import number
 from shardway.watch.progress import RunProgress
@@ -30,8 +31,7 @@ FEWEST_LOOKS = 30
 MUCH_LATER = 0.1
 """A rank kept the others waiting if its share of time outside of steps is larger than the median one by so much."""
 _MOST_RANKS = 64  # whose events are read
-WAITING, SCRIPT, STEPPING = (2,), (8,), (3, 4)
-"""Numbers of `ranks.heartbeat.Activity`: waiting for data, the script's own work, in a step or one that is repeated."""
+WAITING, SCRIPT, STEPPING = (Activity.DATA,), (Activity.SCRIPT,), (Activity.STEP, Activity.REPEAT)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _count_looks(hosts: Sequence[HostTelemetry]) -> dict[int, tuple[str, dict[in
     return {rank: each for rank, each in found.items() if sum(each[1].values()) >= FEWEST_LOOKS}
 
 
-_OUTSIDE_OF_TRAINING = (0, 1, 7)  # start, load, end
+_OUTSIDE_OF_TRAINING = (Activity.START, Activity.LOAD, Activity.END)
 
 
 def _share_in_steps(counts: dict[int, int]) -> float:

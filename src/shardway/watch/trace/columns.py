@@ -47,7 +47,7 @@ class EventArgs(msgspec.Struct, frozen=True, gc=False):
 _NO_ARGS = EventArgs()
 
 
-class TraceEvent(msgspec.Struct, gc=False):
+class _EventOfFile(msgspec.Struct, gc=False):
     """One event of a file. Times are microseconds; `ph` is its phase, "X" an event with a duration."""
 
     ph: str
@@ -57,19 +57,16 @@ class TraceEvent(msgspec.Struct, gc=False):
     dur: float = math.nan
     pid: int | str = -1
     tid: int | str = -1
+
+
+class TraceEvent(_EventOfFile, gc=False):
+    """An event with what torch writes about it."""
+
     args: EventArgs = _NO_ARGS
 
 
-class BareEvent(msgspec.Struct, gc=False):
+class BareEvent(_EventOfFile, gc=False):
     """An event whose `args` are not those of torch."""
-
-    ph: str
-    name: str = ""
-    cat: str = ""
-    ts: float = 0.0
-    dur: float = math.nan
-    pid: int | str = -1
-    tid: int | str = -1
 
     @property
     def args(self) -> EventArgs:
