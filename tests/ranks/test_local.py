@@ -24,7 +24,7 @@ PATIENCE_S = 120.0
 """Guards against a hang alone: each start imports torch."""
 
 RANK = """
-import contextlib, os, signal, sys, time
+import contextlib, os, resource, signal, sys, time
 from pathlib import Path
 import psutil
 
@@ -61,6 +61,14 @@ def killed():
         wait_for_start_of(folder / "pid-0")
         os.kill(os.getpid(), signal.SIGKILL)
     wait(60)
+
+def dumped():
+    if rank == 0:
+        sys.exit(3)
+    wait_for_end_of(folder / "pid-0")
+    time.sleep(0.5)  # several looks of the agent
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 def deaf():
     if rank == 1:
@@ -115,6 +123,8 @@ from shardway.ranks.local import run_local
 from shardway.ranks.local import LocalLaunch
 
 local.LATER_S = local.LOOK_EVERY_S = 0.1
+if sys.argv[1] == "dumped":  # as the kernel has it until the core dump of rank 1 is written
+    local._is_one_ending = lambda handlers: handlers[1].proc.poll() is None
 folder = Path(sys.argv[2])
 
 def on_stop():
@@ -229,6 +239,14 @@ def test_a_killed_rank_is_told_and_takes_the_others_with_it(launched: Launched) 
     ended = launched.run("killed")
     first, second = launched.pids()
     assert ended == Ended(0, [[1, second, -9, "SIGKILL"], [0, first, -15, "SIGTERM"]])
+    assert launched.alive() == []
+
+
+def test_a_core_dump_is_written_to_its_end(launched: Launched) -> None:
+    """Although the other rank, which lost contact, has ended before."""
+    ended = launched.run("dumped")
+    first, second = launched.pids()
+    assert ended == Ended(0, [[0, first, 3, None], [1, second, -11, "SIGSEGV"]])
     assert launched.alive() == []
 
 

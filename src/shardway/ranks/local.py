@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -177,6 +178,9 @@ POLL_S = 0.1
 LEAVE_S = 2.0
 """Time for ranks to end after another has failed: they lose contact, and may report it. Ranks that wait where no
 signal reaches them, as at the start, have nothing to report; torch would give them 30 s."""
+CORE_DUMP_S = 300.0
+"""Time for a rank that crashed to write its core dump and to end. Another may lose contact and end before it: without
+this wait the core dump would be cut, and the other rank's end be the cause."""
 
 
 class StopRequests:
@@ -260,33 +264,49 @@ def run_local(
     with requests.received():
         processes = start(launch, assignment)
         try:
-            handlers, passed = handlers_of(processes), False
+            handlers, passed, first_end = handlers_of(processes), False, math.inf
             while True:
                 if requests.passes_on and not passed:
                     passed = True
                     for handler in handlers.values():
                         handler.proc.send_signal(signal.SIGTERM)
                 requests.check()
-                failed = [local for local, handler in handlers.items() if handler.proc.poll() not in (None, 0)]
+                codes = {local: handler.proc.poll() for local, handler in handlers.items()}
+                failed = [local for local, code in codes.items() if code not in (None, 0)]
                 is_over = on_look(bool(failed))
                 if is_over or failed:
-                    processes.close(signal.SIGTERM, timeout=round(LEAVE_S))
-                if (ended := processes.wait(timeout=0)) is not None:
+                    first_end = min(first_end, time.monotonic())
+                    if time.monotonic() >= first_end + CORE_DUMP_S or not _is_one_ending(handlers):
+                        processes.close(signal.SIGTERM, timeout=round(LEAVE_S))
+                        break
+                elif None not in codes.values():
                     break
                 time.sleep(POLL_S)
-            causes = failed or ([] if is_over else list(ended.failures)[:1])
             failures = []
-            for local in ended.failures:
-                process, printed = handlers[local].proc, list[Path]()
+            for local, handler in handlers.items():
+                if not handler.proc.poll():
+                    continue
+                process, printed = handler.proc, list[Path]()
                 for path in map(Path, (processes.stdouts[local], processes.stderrs[local])):
                     with contextlib.suppress(OSError):  # as far as the file system answers now
                         if path.is_file() and path.stat().st_size > 0:
                             printed.append(path)
-                rank, by_agent = assignment.first + local, local not in causes
+                rank, by_agent = assignment.first + local, local not in failed
                 failures.append(RankFailure(rank, process.pid, process.returncode, tuple(printed), by_agent))
             return mark_oom(sorted(failures, key=lambda failure: failure.by_agent), oom_kills)
         finally:
             processes.close(signal.SIGKILL)
+
+
+def _is_one_ending(handlers: Mapping[int, SubprocessHandler]) -> bool:
+    """Whether a rank is about to end by itself: the kernel writes its core dump just now, or has taken its memory
+    already (proc(5): CoreDumping, since Linux 4.15, and VmSize)."""
+    for handler in handlers.values():
+        with contextlib.suppress(OSError):  # it has ended
+            status = Path(f"/proc/{handler.proc.pid}/status").read_text(errors="replace")
+            if "\nCoreDumping:\t1" in status or "\nVmSize:" not in status:
+                return True
+    return False
 
 
 # --- warm standbys
