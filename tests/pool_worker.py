@@ -80,13 +80,15 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     _die_with(settings["parent"])
     faulthandler.register(STACK_SIGNAL, file=settings["stacks_fd"], all_threads=True)
-    faulthandler.enable()  # a library that crashes leaves where Python was in the worker's output
     sys.path[:] = settings["sys_path"]
     connection = Connection(settings["connection_fd"])
     import torch
     import torch.distributed.nn  # its functions keep, as defaults, the default group that is there at its import
     import torch.distributed.tensor  # for `_forget_meshes`; it takes a second
 
+    # A library that crashes leaves in the worker's output where Python was, and then the native stacks of all threads.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
+    faulthandler.enable()  # the newer handler comes first
     torch.set_num_threads(1)
     stores: dict[int, Any] = {}
     if settings["serves_store"]:

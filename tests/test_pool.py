@@ -304,6 +304,7 @@ def test_a_rank_that_crashed_shows_where_it_was(own_pool: RankPool) -> None:
     text = fail_text(own_pool, body_crashes_on_1)
     assert "rank 1: killed by SIGSEGV\noutput:\nFatal Python error: Segmentation fault" in text
     assert re.search(r'File ".*test_pool.py", line \d+ in body_crashes_on_1', text)
+    assert re.search(r"SIGSEGV\(11\), PID: \d+, Thread \d+: *\n *frame #0: ", text), "nor its native stack"
 
 
 PARENT = """
