@@ -124,6 +124,20 @@ def test_one_run_is_read_once_and_its_verdicts_name_their_start(
     assert "  advice      1 of 2 accelerators did nothing" in out
 
 
+def test_what_is_odd_about_the_events_has_a_line(shardway: Shardway, tmp_path: Path) -> None:
+    run, now = make_run(tmp_path / "runs/a"), time.time()
+    with open(run.events_path(0), "a") as file:
+        for number in (41, 42):
+            print(json.dumps({"event": "step", "step": number, "time": now - 3600 + number}), file=file)
+    run.write_status(state="stopped", step=90, total_steps=100, reason="", time=now)
+    lines = shardway("status", "a").out.splitlines()
+    assert lines[1:3] == [
+        "  step        90/100 (90 %)",
+        "  events      end at step 42, the status at 90: what came after is not recorded",
+    ]
+    assert "  clock       dates in the events go back by 59:19 (a clock was set): times leave that out" in lines
+
+
 def test_a_damaged_telemetry_file_hides_nothing_else(shardway: Shardway, tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs/a")
     run.telemetry_folder.mkdir()

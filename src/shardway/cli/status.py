@@ -537,25 +537,29 @@ def _find_cells(each: _ShownRun) -> dict[str, str]:
 
 def _summary_lines(summary: RunSummary, statuses: Sequence[JobStatus]) -> list[str]:
     """`statuses`: the attempts that stand below, those that wait or never began with them."""
-    from shardway.watch.words import render_account, render_logged, render_skipped, render_validation
+    from shardway.watch import words
 
     total = f"/{summary.total_steps}" if summary.total_steps else ""
     share = f" ({100 * summary.step / summary.total_steps:.0f} %)" if summary.total_steps else ""
     rate = summary.rate
     save, ignored = summary.last_save, summary.local_checkpoints_ignored
-    validation = render_validation(summary.validation, summary.monitor) if summary.validation else ""
+    validation = words.render_validation(summary.validation, summary.monitor) if summary.validation else ""
+    events = words.render_events_end(summary.events_end, summary.step)
+    clock = words.render_set_back(summary.clock_back_s)
     lines = [
         f"{summary.path}  {summary.state}" + (f": {summary.reason}" if summary.reason else ""),
         f"  step        {summary.step}{total}{share}",
+        f"  events      {events}" if events else "",
         f"  loss        {summary.loss:.4f}" if summary.loss is not None else "",
         f"  validation  {validation}" if validation else "",
         _describe_best(summary),
-        f"  logged      {render_logged(summary.logged)}" if summary.logged else "",
+        f"  logged      {words.render_logged(summary.logged)}" if summary.logged else "",
         f"  speed       {render_count(rate)} {summary.unit}/s" if rate else "",
         f"  time left   {render_clock(summary.seconds_left)}" if summary.seconds_left else "",
         f"  last save   step {save.step}, {render_clock(time.time() - save.time)} ago" if save else "",
-        f"  productive  {render_account(summary.account)}" if summary.account else "",
-        *(f"  left out    {render_skipped(each)}" for each in summary.left_out),
+        f"  productive  {words.render_account(summary.account)}" if summary.account else "",
+        f"  clock       {clock}" if clock else "",
+        *(f"  left out    {words.render_skipped(each)}" for each in summary.left_out),
         f"  damaged     {summary.damaged}" if summary.damaged else "",
         f"  nodes       what they have saved is left out: two starts from step {ignored} failed" if ignored else "",
         f"  ranks       {summary.world} on {summary.device}" if summary.world else "",

@@ -94,6 +94,18 @@ def render_time(seconds: float | None) -> str:
     return UNKNOWN if seconds is None or not math.isfinite(seconds) else render_clock(seconds)
 
 
+def render_set_back(back_s: float) -> str:
+    """ "dates in the events go back by 1:00:00 (a clock was set): ...", or ""."""
+    if back_s <= 0:
+        return ""
+    return f"dates in the events go back by {render_time(back_s)} (a clock was set): times leave that out"
+
+
+def render_events_end(end: int | None, step: int) -> str:
+    """ "end at step 57, the status at 100: what came after is not recorded", or ""."""
+    return "" if end is None else f"end at step {end:,}, the status at {step:,}: what came after is not recorded"
+
+
 def render_size(size_bytes: float | None) -> str:
     """Three significant digits and a binary unit: 14889779 -> "14.2 MiB"."""
     if size_bytes is None or not math.isfinite(size_bytes):

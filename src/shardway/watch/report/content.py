@@ -42,7 +42,16 @@ from shardway.watch.report.hardware import (
 from shardway.watch.report.lanes import render_value
 from shardway.watch.report.predicted import Predicted, predict
 from shardway.watch.report.ranks import RankTimes, find_rank_times
-from shardway.watch.words import one_line, render_account, render_plural, render_share, render_time, render_total
+from shardway.watch.words import (
+    one_line,
+    render_account,
+    render_events_end,
+    render_plural,
+    render_set_back,
+    render_share,
+    render_time,
+    render_total,
+)
 
 # --- attempts as jobs, of any command
 
@@ -65,7 +74,9 @@ class JobAttempt:
 
     @property
     def wall_s(self) -> float | None:
-        return max(0.0, self.ended - self.started) if self.started and self.ended else None
+        if not self.started or not self.ended or self.ended < self.started:  # a clock was set back
+            return None
+        return self.ended - self.started
 
 
 def read_jobs(run: RunDir) -> list[JobAttempt]:
@@ -327,7 +338,7 @@ def gather(run: RunDir) -> ReportContent:
 
 
 def _find_spans(progress: RunProgress, jobs: Sequence[JobAttempt]) -> list[tuple[float, float]]:
-    spans = [(attempt.start.time, attempt.last_time) for attempt in progress.attempts]
+    spans = [attempt.span for attempt in progress.attempts]
     return spans + [(job.started, job.ended) for job in jobs if job.started and job.ended]
 
 
@@ -455,6 +466,10 @@ CROWDED = 1.3  # tasks a core, on average, from which it is said that tasks wait
 
 def _describe_work(content: ReportContent) -> list[tuple[Mood, str]]:
     summary, found = content.summary, list[tuple[Mood, str]]()
+    if words := render_events_end(summary.events_end, summary.step):
+        found.append(("unsure", f"The events {words}."))
+    if words := render_set_back(summary.clock_back_s):
+        found.append(("unsure", f"{words[0].upper()}{words[1:]}, and figures show that time twice."))
     if content.restarts:
         why = one_line(str(content.restarts[-1].get("reason", ""))).rstrip(".")
         count = len(content.restarts)

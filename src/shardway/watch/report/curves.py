@@ -92,7 +92,7 @@ def make_figures(events: Sequence[Event], progress: RunProgress) -> list[Figure]
     figures = [
         Figure("loss", "Loss", tuple(loss), log=True),
         Figure("speed", "Throughput", tuple(speed), unit, zero=True),
-        Figure("wait", "Waiting between steps", tuple(_waits(events)), "% of wall time", zero=True),
+        Figure("wait", "Waiting between steps", tuple(_waits(events, progress)), "% of wall time", zero=True),
         Figure("bits", "Bits per byte", tuple(checked(lambda each: each.bits_per_byte))),
         Figure("accuracy", "Accuracy", tuple(checked(lambda each: _percent(each.accuracy))), "%"),
         Figure("grad", "Gradient norm", tuple(norm), log=True, is_main=False),
@@ -142,7 +142,7 @@ def _percent(share: float | None) -> float | None:
 def _step_curves(events: Sequence[Event], key: str, name: str, concept: str, *, smoothed: bool = True) -> list[Curve]:
     """The values under `key` (a null is a gap, an absent key no point); if `smoothed`, drawn faintly behind their mean
     where there are enough of them."""
-    runs = list(_split_attempts(events, key))  # attempts one by one, so that no mean reaches over a gap
+    runs = list(_split_attempts(events, key))  # one by one, so that no mean reaches over a gap
     count = sum(map(len, runs))
     if not any(math.isfinite(point.value) for points in runs for point in points):
         return []
@@ -156,13 +156,18 @@ def _step_curves(events: Sequence[Event], key: str, name: str, concept: str, *, 
 
 
 def _split_attempts(events: Sequence[Event], key: str) -> Iterator[list[CurvePoint]]:
+    """The points of each attempt, or of each part of it where its clock was set back."""
     points: list[CurvePoint] = []
     for event in events:
         if event["event"] in ("started", "rolled_back") and points:
             yield points
             points = []
         elif event["event"] == "step" and key in event and (step := whole(event, "step")) is not None:
-            points.append(CurvePoint(step, measured(event, key), _time(event)))
+            at = _time(event)
+            if points and at < points[-1].time:
+                yield points
+                points = []
+            points.append(CurvePoint(step, measured(event, key), at))
     if points:
         yield points
 
@@ -181,11 +186,11 @@ def _join(runs: Sequence[Sequence[CurvePoint]], limit: int) -> tuple[CurvePoint,
 _LEAST_WAIT_S = 1.0
 
 
-def _waits(events: Sequence[Event]) -> list[Curve]:
+def _waits(events: Sequence[Event], progress: RunProgress) -> list[Curve]:
     """Of each stretch of wall time the share between steps, without saves and validations: waiting for data, recording,
     a script's own work."""
     shares, joined = list[CurvePoint](), list[CurvePoint]()
-    total = _last_time(events) - _first_time(events)
+    total = sum(attempt.wall_s for attempt in progress.attempts)
     least = max(_LEAST_WAIT_S, total / FEW_POINTS)
     begun: float | None = None
     busy = known = 0.0
@@ -201,7 +206,7 @@ def _waits(events: Sequence[Event]) -> list[Curve]:
                 known += max(0.0, seconds(event, "seconds") or 0.0)
             case "step":
                 took = number(event, "seconds")
-                if begun is None or took is None or not math.isfinite(took):
+                if begun is None or at < begun or took is None or not math.isfinite(took):
                     begun, busy, known = at, 0.0, 0.0
                     continue
                 busy += max(0.0, took)
@@ -212,14 +217,6 @@ def _waits(events: Sequence[Event]) -> list[Curve]:
                     begun, busy, known = at, 0.0, 0.0
     joined += shares
     return [Curve("waiting for data, and a script's own work", "data", tuple(joined))] if joined else []
-
-
-def _first_time(events: Sequence[Event]) -> float:
-    return next((at for event in events if (at := _time(event)) > 0), 0.0)
-
-
-def _last_time(events: Sequence[Event]) -> float:
-    return next((at for event in reversed(events) if (at := _time(event)) > 0), 0.0)
 
 
 def thin(points: Sequence[CurvePoint], limit: int) -> list[CurvePoint]:
