@@ -18,7 +18,7 @@ from shardway.errors import JobError, UserError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event, drop_undone
 from shardway.telemetry.store import read_telemetry
-from shardway.watch.trackers.base import Tracker, hand_over, make_trackers
+from shardway.watch.trackers.base import HARDWARE, Tracker, hand_over, make_trackers
 
 WINDOW_S = 60.0  # samples of the hardware are sent as their means over at least so long
 MOST_WINDOWS = 500  # of a host; a longer run has longer windows
@@ -123,7 +123,7 @@ def _windows(run: RunDir, events: Sequence[Event], after: float) -> Iterator[tup
                 kept = series[inside]
                 kept = kept[np.isfinite(kept)]
                 if len(kept) and not name.startswith("core/"):
-                    values[f"hardware/{host.host}/{name}"] = float(kept.mean())
+                    values[f"{HARDWARE}/{host.host}/{name}"] = float(kept.mean())
             at = bisect.bisect_right(times, end)
             if values:
                 found.append((end, steps[at - 1][1] if at else 0, values))
