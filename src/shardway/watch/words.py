@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,6 +72,31 @@ def align_cells(rows: Sequence[Sequence[str]], *, to_the_right: bool = False) ->
     sides = [str.rjust if to_the_right and place else str.ljust for place in range(len(widths))]
     lines = (zip(row, widths, sides, strict=True) for row in rows)
     return ["  ".join(side(cell, width) for cell, width, side in line).rstrip() for line in lines]
+
+
+def pack_parts(parts: Sequence[str], width: int, indent: str = "  ") -> list[str]:
+    """Parts side by side, two spaces apart, on as many lines as a width takes; one that is longer by itself is
+    folded."""
+    lines: list[str] = []
+    for part in filter(None, parts):
+        if lines and len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines += fold_line(f"{indent}{part}", width)
+    return lines
+
+
+_LABELLED = re.compile(r"  \S.{9} {2}(?=\S)")
+"""A label of 12 characters before what is said of it."""
+
+
+def fold_line(line: str, width: int) -> list[str]:
+    """A line in several that fit a width, the later ones below its text: that of a label where it has one."""
+    indent = len(line) - len(line.lstrip())
+    below = 14 if _LABELLED.match(line) or indent >= 14 else indent + 2
+    return textwrap.wrap(
+        line, max(width, 20), subsequent_indent=" " * min(below, width // 2), break_on_hyphens=False
+    ) or [line]
 
 
 def render_loss(loss: float | None) -> str:
