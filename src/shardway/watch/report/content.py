@@ -20,14 +20,16 @@ from typing import Any
 from shardway.errors import JobError
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
-from shardway.rundir.events import Event, drop_undone
+from shardway.rundir.events import Event
 from shardway.telemetry.store import HostTelemetry, read_telemetry
 from shardway.watch.advice import advise, judge_gpus
+from shardway.watch.advice_events import FoldedEvents
 from shardway.watch.findings import Advice
 from shardway.watch.hosts import order_of_host, shorten_hosts
-from shardway.watch.progress import RunProgress, RunSummary, fold_events, summarise_progress
+from shardway.watch.progress import RunProgress, RunSummary, summarise_progress
 from shardway.watch.report.axis import TimeAxis, make_axis
 from shardway.watch.report.curves import Figure, Mark, find_marks, make_figures
+from shardway.watch.report.event_log import EventLog
 from shardway.watch.report.hardware import (
     CoreTotals,
     GpuTotals,
@@ -178,7 +180,7 @@ class ReportContent:
     run: RunDir
     progress: RunProgress
     summary: RunSummary
-    events: Sequence[Event]
+    log: EventLog
     axis: TimeAxis | None
     figures: list[Figure]
     marks: list[Mark]
@@ -204,7 +206,7 @@ class ReportContent:
     @property
     def restarts(self) -> list[Event]:
         """The events of ranks that started again within an attempt."""
-        return [event for event in self.events if event["event"] == "restarted"]
+        return [event for event in self.log.others if event["event"] == "restarted"]
 
     @property
     def wall_s(self) -> float:
@@ -303,8 +305,11 @@ def _finite(value: Any) -> Any:
 
 def gather(run: RunDir) -> ReportContent:
     """Read everything. Raises JobError where status.json is damaged or the folder does not answer."""
-    written = list(run.all_events())
-    progress = fold_events(written)
+    log, folded = EventLog(), FoldedEvents()
+    for event in run.all_events():
+        log.add(event)
+        folded.update(event)
+    progress = folded.progress
     summary = summarise_progress(run, progress)
     jobs = read_jobs(run)
     if jobs and not progress.attempts and summary.state == "new":  # a command, or a job that has not begun
@@ -317,10 +322,10 @@ def gather(run: RunDir) -> ReportContent:
         run=run,
         progress=progress,
         summary=summary,
-        events=written,
+        log=log,
         axis=axis,
-        figures=make_figures(written, progress),
-        marks=find_marks(written, progress),
+        figures=make_figures(log, progress),
+        marks=find_marks(log.others, progress),
         panels=panels,
         still=still,
         gpus=total_gpus(hosts, judge_gpus(hosts)),
@@ -328,11 +333,11 @@ def gather(run: RunDir) -> ReportContent:
         nodes=shorten_hosts(host.host for host in hosts),
         traffic=total_traffic(hosts),
         missing=list_missing(hosts),
-        advice=advise(run, hosts, written),
+        advice=advise(run, hosts, folded),
         jobs=jobs,
-        ranks=find_rank_times(run, hosts, written, progress),
+        ranks=find_rank_times(run, hosts, log, progress),
         settings=read_settings(run),
-        predicted=predict(run, progress.attempts, drop_undone(iter(written))),
+        predicted=predict(run, progress.attempts, log),
         tail=read_output_tail(run),
     )
 
