@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -221,7 +220,8 @@ def measure(run: RunDir) -> None:
     html = render_report(run)
     took, busy = time.perf_counter() - begun, time.process_time() - busy
     run.write_report(html)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    # Not by getrusage: its largest size of a program includes that of the process that it was forked from.
+    peak = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024
     print(f"{len(html.encode()) / 1e6:.2f} MB, {took:.1f} s ({busy:.1f} s CPU), peak {peak:,.0f} MiB")
 
 
