@@ -18,7 +18,7 @@ from shardway.errors import JobError
 from shardway.rundir.attempts import AttemptStart, Ending, Result, Submission
 from shardway.rundir.directory import RunDir
 from shardway.telemetry.store import DeviceInfo, NodeInfo, TelemetryFollower, TelemetryWriter
-from shardway.watch.findings import Advice
+from shardway.watch.advice.findings import Advice
 from shardway.watch.top import Board, TopApp, describe_heat, render_cores, render_heat
 from shardway.watch.top_hardware import HardwareTail
 from shardway.watch.top_runs import WatchedRun

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from shardway.launch.runs.job_status import JobStatus, Ledger
     from shardway.rundir.directory import RunDir
     from shardway.rundir.events import Event, EventFollower
-    from shardway.watch.advice_events import FoldedEvents
-    from shardway.watch.findings import Advice, GpuVerdict
+    from shardway.watch.advice.events import FoldedEvents
+    from shardway.watch.advice.findings import Advice, GpuVerdict
     from shardway.watch.progress import RunSummary
     from shardway.watch.top_hardware import HardwareTail, HardwareUse
 
@@ -293,7 +293,7 @@ class _Look:
         """What the run recorded; its state is that of a job that continues it, or that has a reason the ranks could not
         record."""
         from shardway.rundir.attempts import FAILURES, Ending
-        from shardway.watch.advice_events import FoldedEvents
+        from shardway.watch.advice.events import FoldedEvents
         from shardway.watch.progress import GONE, summarise_progress
 
         if not ledger.run.exists():
@@ -459,7 +459,7 @@ def _judge(each: _ShownRun) -> tuple[Sequence[GpuVerdict], Sequence[Advice]]:
     if each.known.host:
         return [], []
     from shardway.telemetry.store import read_telemetry
-    from shardway.watch.advice import advise, judge_gpus
+    from shardway.watch.advice.advise import advise, judge_gpus
 
     run = each.ledger.run
     hosts = read_telemetry(run.telemetry_folder) if each.hardware is not None else []
@@ -493,7 +493,7 @@ _MOST_NAMED = 4
 def _render_verdicts(verdicts: Sequence[GpuVerdict]) -> str:
     """ "6 used (mean 91 %), 2 idle (n2:0, n2:1)": those that are not well used are named, and of several starts the
     one that they are about."""
-    from shardway.watch.findings import describe_coverage
+    from shardway.watch.advice.findings import describe_coverage
 
     parts = []
     for word in dict.fromkeys(("used", *(verdict.verdict for verdict in verdicts))):

@@ -22,9 +22,9 @@ from rich.style import Style
 from rich.text import Text
 
 from shardway.rundir.events import Event
-from shardway.watch.advice_events import FoldedEvents
+from shardway.watch.advice.events import FoldedEvents
+from shardway.watch.advice.findings import Advice
 from shardway.watch.facts import ValidatedEvent, measured, read_ending, read_start
-from shardway.watch.findings import Advice
 from shardway.watch.progress import RunProgress
 from shardway.watch.top_hardware import HardwareUse, render_use
 from shardway.watch.words import (

@@ -22,9 +22,9 @@ from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.telemetry.store import HostTelemetry, read_telemetry
-from shardway.watch.advice import advise, judge_gpus
-from shardway.watch.advice_events import FoldedEvents
-from shardway.watch.findings import Advice
+from shardway.watch.advice.advise import advise, judge_gpus
+from shardway.watch.advice.events import FoldedEvents
+from shardway.watch.advice.findings import Advice
 from shardway.watch.hosts import order_of_host, shorten_hosts
 from shardway.watch.progress import RunProgress, RunSummary, summarise_progress
 from shardway.watch.report.axis import TimeAxis, make_axis

@@ -24,7 +24,7 @@ from shardway.rundir.attempts import Attempt, Result, Submission
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.telemetry.store import DeviceInfo, HostTelemetry, NodeInfo, read_telemetry
-from shardway.watch.advice_events import Break, FoldedEvents, StepEvidence, fold
+from shardway.watch.advice.events import Break, FoldedEvents, StepEvidence, fold
 from shardway.watch.facts import number
 from shardway.watch.progress import RunProgress, TimeAccount
 
