@@ -21,7 +21,7 @@ from typing import Any
 
 from shardway.rundir.directory import RunDir
 from shardway.telemetry.store import read_telemetry
-from shardway.watch.advice import advise
+from shardway.watch.advice.advise import advise
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,6 +1,7 @@
-"""The report of a long run: its size and the time that it takes.
+"""The report of a long run: its size, and the time and memory that it takes, in a process of its own.
 
     python bench/watch/report.py [--hours 24] [--nodes 4] [--gpus 4] [--dir FOLDER]
+    python bench/watch/report.py --of RUN
 
 Writes a run as a trainer and the samplers of its nodes would have: two attempts, steps of 0.8 s, a sample a second of
 every node, one GPU that never works, one that slows down with heat, a node whose ranks share four cores, a rank that
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -199,21 +201,28 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--dir", type=Path, default=None)
+    parser.add_argument("--of", type=Path, default=None, help="the report of this run alone")
     options = parser.parse_args()
+    if options.of is not None:
+        measure(RunDir(options.of))
+        return
     with tempfile.TemporaryDirectory() as scratch:
         run = write_run(
             options.dir or Path(scratch) / "run", hours=options.hours, nodes=options.nodes, gpus=options.gpus
         )
-        begun, busy = time.perf_counter(), time.process_time()
-        html = render_report(run)
-        took, busy = time.perf_counter() - begun, time.process_time() - busy
-        run.write_report(html)
-        size = len(html.encode())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(
-        f"{options.hours:g} h, {options.nodes} x {options.gpus} GPUs at 1 Hz: {size / 1e6:.2f} MB, "
-        f"{took:.1f} s ({busy:.1f} s CPU), peak {peak:,.0f} MiB"
-    )
+        print(f"{options.hours:g} h, {options.nodes} x {options.gpus} GPUs at 1 Hz: ", end="", flush=True)
+        subprocess.run([sys.executable, __file__, "--of", str(run.path)], check=True)
+
+
+def measure(run: RunDir) -> None:
+    """Print what the report of a run takes."""
+    begun, busy = time.perf_counter(), time.process_time()
+    html = render_report(run)
+    took, busy = time.perf_counter() - begun, time.process_time() - busy
+    run.write_report(html)
+    # Not by getrusage: its largest size of a program includes that of the process that it was forked from.
+    peak = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024
+    print(f"{len(html.encode()) / 1e6:.2f} MB, {took:.1f} s ({busy:.1f} s CPU), peak {peak:,.0f} MiB")
 
 
 if __name__ == "__main__":

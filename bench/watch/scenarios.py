@@ -27,8 +27,8 @@ import numpy as np
 
 from shardway.rundir.directory import RunDir
 from shardway.telemetry.store import DeviceInfo, HostTelemetry, NodeInfo
-from shardway.watch.advice import advise_on
-from shardway.watch.evidence import gather
+from shardway.watch.advice.advise import advise_on
+from shardway.watch.advice.evidence import gather
 
 GIB = 2**30
 KINDS = {  # name: memory GiB, watts, watts at rest, MHz, whether GPM, maker

@@ -15,13 +15,20 @@ def test_a_profile_is_a_short_run_of_its_own(shardway: Shardway, tmp_path: Path)
     ended = shardway("profile", *TINY, "run.name=my", "--steps", "2", "--after", "3", "--json")
     assert ended.code == 0
     found = json.loads(ended.out)
-    assert found["traces"] == ["runs/my-profile/traces/steps-4-5-rank-0.json.gz"]
+    assert found["traces"] == ["runs/my-profile/traces/steps-4-7-rank-0.json.gz"]  # one more at either edge
     assert (tmp_path / found["traces"][0]).is_file()
     assert found["analysis"]["steps"] == 2
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["my-profile"]
     assert list((tmp_path / "runs/my-profile/checkpoints").iterdir()) == []
     [event] = found["events"]
-    assert (event["event"], event["step"]) == ("profiled", 5)
+    assert (event["event"], event["step"]) == ("profiled", 7)
+
+
+def test_fewer_steps_than_asked_have_their_reason(shardway: Shardway) -> None:
+    ended = shardway("profile", *TINY, "run.name=my", "train.steps=6", "--steps", "3", "--after", "2")
+    assert ended.code == 0
+    assert "2 steps, 2 at the edges left out" in ended.out
+    assert ended.out.splitlines()[-1] == "2 of 3 steps are analysed: the run ended with step 6 (train.steps)."
 
 
 def test_a_range_is_refused_in_words(shardway: Shardway) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from command_line import Shardway
 
+from screen_terminal import ScreenTerminal
 from shardway.cli import status as status_verb
 from shardway.launch.runs.find import Known, remember
 from shardway.rundir import events as events_module
@@ -16,6 +18,7 @@ from shardway.rundir.attempts import AttemptStart, Ending, Result, Submission
 from shardway.rundir.directory import RunDir
 from shardway.telemetry.store import DeviceInfo, NodeInfo, TelemetryWriter
 from shardway.watch.top_runs import render_age
+from shardway.watch.words import fold_line
 
 
 def make_run(path: Path, *, state: str = "stopped", step: int = 40, ended: float = 0.0) -> RunDir:
@@ -124,6 +127,20 @@ def test_one_run_is_read_once_and_its_verdicts_name_their_start(
     assert "  advice      1 of 2 accelerators did nothing" in out
 
 
+def test_what_is_odd_about_the_events_has_a_line(shardway: Shardway, tmp_path: Path) -> None:
+    run, now = make_run(tmp_path / "runs/a"), time.time()
+    with open(run.events_path(0), "a") as file:
+        for number in (41, 42):
+            print(json.dumps({"event": "step", "step": number, "time": now - 3600 + number}), file=file)
+    run.write_status(state="stopped", step=90, total_steps=100, reason="", time=now)
+    lines = shardway("status", "a").out.splitlines()
+    assert lines[1:3] == [
+        "  step        90/100 (90 %)",
+        "  events      end at step 42, the status at 90: what came after is not recorded",
+    ]
+    assert "  clock       dates in the events go back by 59:19 (a clock was set): times leave that out" in lines
+
+
 def test_a_damaged_telemetry_file_hides_nothing_else(shardway: Shardway, tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs/a")
     run.telemetry_folder.mkdir()
@@ -167,6 +184,81 @@ def test_several_words_are_several_runs(shardway: Shardway, tmp_path: Path) -> N
         "runs/a",
         "runs/c",
     ]
+
+
+# --- narrow terminals
+
+
+def test_a_table_that_is_too_wide(shardway: Shardway, tmp_path: Path) -> None:
+    """First the notes go below their runs; then a run is several lines. Nothing is cut."""
+    write_telemetry(make_run(tmp_path / "runs/a"), {"n1": [90, 0]}, time.time())
+    make_run(tmp_path / "runs/longer", state="failed")
+    shown = status_verb._Look().look(status_verb._choose([])[0])
+
+    def render(width: int | None) -> list[str]:
+        return status_verb._render(shown, [], all_runs=False, width=width).splitlines()
+
+    whole = render(None)
+    assert [line.split()[-1] for line in whole] == ["NOTE", "asked", "asked"]
+    assert render(max(map(len, whole))) == whole
+    below = render(max(map(len, whole)) - 1)
+    assert below[0].split() == whole[0].split()[:-1]
+    assert [line for line in below[1:] if line.startswith(" ")] == ["    as asked"] * 2
+    assert render(30) == [
+        "runs/a  stopped",
+        "  40/100  loss 2.5000",
+        "  51.2k tok/s  GPUs 1/4 45%",
+        "  1m",
+        "    as asked",
+        "runs/longer  failed",
+        "  40/100  loss 2.5000",
+        "  51.2k tok/s  GPUs ?/4  1m",
+        "    as asked",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "folded"),
+    [
+        ("  step        43/60 (72 %)", ["  step        43/60 (72 %)"]),
+        (
+            "  events      end at step 42, the status at 90: lost",
+            ["  events      end at step 42, the", "              status at 90: lost"],
+        ),
+        ("      to do: raise site.walltime and go on", ["      to do: raise site.walltime and", "        go on"]),
+        ("/scratch/a/name/longer/than/a/line/is  failed", ["/scratch/a/name/longer/than/a/line/i", "  s  failed"]),
+        ("", [""]),
+    ],
+)
+def test_a_line_is_folded_below_its_text(line: str, folded: list[str]) -> None:
+    assert fold_line(line, 36) == folded
+
+
+@pytest.mark.parametrize("words", [(), ("runs/a",)])
+def test_in_a_terminal_of_40_columns_nothing_is_cut(words: tuple[str, ...], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs/a", state="failed")
+    write_telemetry(run, {"n1": [90, 90, 0, 0]}, time.time())
+    make_run(tmp_path / "runs/b")
+    command = [sys.executable, "-m", "shardway", "status", *words, "--watch"]
+    terminal = ScreenTerminal(command, tmp_path, 40, 50, XDG_STATE_HOME=str(tmp_path / "state"))
+    try:
+        terminal.wait("2 idle" if words else "runs/b")
+    finally:
+        code = terminal.close()
+    text = terminal.text()
+    assert (code, "…" in text) == (0, False), text
+    said = " ".join(text.split())
+    wanted = ["runs/a failed", "40/100", "51.2k tok", "as asked"]
+    wanted += (
+        ["2 of 4 accelerators did nothing", "2 used (mean 90 %), 2 idle (n1:2, n1:3)"] if words else ["GPUs 2/4 45%"]
+    )
+    assert [each for each in wanted if each not in said] == []
+
+
+def test_a_screen_that_is_too_low_counts_what_it_leaves_out() -> None:
+    text = "\n".join(map(str, range(10)))
+    assert status_verb._fit_height(text, 11) == text
+    assert status_verb._fit_height(text, 6).splitlines() == ["0", "1", "2", "3", "and 6 more lines"]
 
 
 # --- --watch

@@ -24,7 +24,7 @@ EXCEPTIONS = {
     "sites/schema.py": "descriptions of keys, for people",
     "runfile/schema.py": "descriptions of keys, for people",
     "sites/problems.py": "names of site profiles",
-    "watch/advice_rules.py": "what a person may write in a job script",
+    "watch/advice/rules.py": "what a person may write in a job script",
     "launch/snapshot.py": "endings of files that people keep beside their code",
 }
 

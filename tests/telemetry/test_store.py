@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -154,6 +155,44 @@ def test_a_clock_that_was_set_back_or_far_ahead_loses_no_order(tmp_path: Path) -
     found = read_one(tmp_path)
     assert found.times.tolist() == [1e9 - 50, 1e9, 1e9 + 1, 1e9 + 1e7]
     assert found.series["cpu/load"].tolist() == [2.0, 0.0, 3.0, 4.0]  # of two at one time, the later
+
+
+def test_what_was_read_is_held_in_few_bytes(tmp_path: Path) -> None:
+    """A core's use is a byte a sample, percent and watts are two, a constant is none; floats would be four each."""
+    rng = random.Random(1)
+    names = ("core/0/use_percent", "core/1/use_percent", "gpu/0/use_percent", "gpu/0/power_w", "gpu/0/ecc_errors")
+    rows = [
+        [rng.randint(0, 200) / 2, rng.randint(0, 200) / 2, rng.randint(0, 1000) / 10, rng.randint(0, 7000) / 10, 3.0]
+        for _ in range(6000)
+    ]
+    writer = TelemetryWriter(tmp_path, INFO, names)
+    for number, row in enumerate(rows):
+        writer.append(1e9 + number, row)
+    writer.close()
+    read_one(tmp_path)
+    tracemalloc.start()
+    try:
+        found = read_one(tmp_path)
+        used = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert used < 6000 * (8 + 6 + 2)  # a time, five series, and what stands around them
+    for name, column in zip(names, zip(*rows, strict=True), strict=True):
+        assert found.series[name] == pytest.approx(np.array(column), abs=1e-4)
+    assert list(found.series) == list(names)
+    assert "cpu/load" not in found.series
+
+
+def test_series_of_samplers_with_other_names_have_gaps(tmp_path: Path) -> None:
+    for number, name in enumerate(("cpu/load", "memory/used_bytes", "cpu/load")):
+        writer = TelemetryWriter(tmp_path, replace(INFO, started=1e9 + number), (name,))
+        writer.append(1e9 + number, [float(number + 1)])
+        writer.close()
+    found = read_one(tmp_path)
+    assert {name: np.nan_to_num(values, nan=-1).tolist() for name, values in found.series.items()} == {
+        "cpu/load": [1.0, -1.0, 3.0],
+        "memory/used_bytes": [-1.0, 2.0, -1.0],
+    }
 
 
 def test_the_newest_blocks_alone_can_be_read(tmp_path: Path) -> None:

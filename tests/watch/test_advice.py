@@ -16,11 +16,11 @@ from page_tables import check_part
 from shardway.hardware.probe import find_other_cudnn
 from shardway.rundir.directory import RunDir
 from shardway.telemetry.store import HostTelemetry
-from shardway.watch.advice import advise, advise_on, judge_gpus
-from shardway.watch.advice_events import MOST_STRETCHES, FoldedEvents, fold
-from shardway.watch.advice_rules import ADVICE_RULES
-from shardway.watch.evidence import gather
-from shardway.watch.findings import Advice, describe_coverage
+from shardway.watch.advice.advise import advise, advise_on, judge_gpus
+from shardway.watch.advice.events import MOST_STRETCHES, FoldedEvents, fold
+from shardway.watch.advice.evidence import gather
+from shardway.watch.advice.findings import Advice, describe_coverage
+from shardway.watch.advice.rules import ADVICE_RULES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench/watch"))
 import scenarios
@@ -190,7 +190,9 @@ def _fail(_: object) -> Iterator[Advice]:
 
 def test_a_rule_that_fails_does_not_hide_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken: list[Callable[..., object]] = [_fail]
-    monkeypatch.setattr("shardway.watch.advice.ADVICE_RULES", [replace(ADVICE_RULES[0], find=broken[0]), *ADVICE_RULES])
+    monkeypatch.setattr(
+        "shardway.watch.advice.advise.ADVICE_RULES", [replace(ADVICE_RULES[0], find=broken[0]), *ADVICE_RULES]
+    )
     job = _job()
     job.idle = {(0, 3)}
     assert _look(job, tmp_path / "run")[2][0].rule == "idle-gpus"

@@ -15,13 +15,13 @@ from typer.main import get_command
 from shardway import watch
 from shardway.cli.main import VERBS, app
 from shardway.runfile.schema import RunFile
-from shardway.watch.advice import ADVICE_RULES
+from shardway.watch.advice.advise import ADVICE_RULES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench/watch"))
 import scenarios
 
 FOLDER = Path(watch.__file__).parent
-MODULES = [*sorted(FOLDER.glob("advice*.py")), FOLDER / "trace/rules.py"]
+MODULES = [*sorted(FOLDER.glob("advice/*.py")), FOLDER / "trace/rules.py"]
 
 
 def _list_texts(path: Path) -> Iterator[str]:
@@ -69,7 +69,7 @@ def test_every_key_and_command_that_advice_names_exists(module: str) -> None:
 
 
 def test_names_that_do_not_exist_are_found() -> None:
-    assert sum(bool(_KEY.search(text)) for text in TEXTS["advice_rules.py"]) > 30
+    assert sum(bool(_KEY.search(text)) for text in TEXTS["advice/rules.py"]) > 30
     assert _find_unknown_keys("a larger train.micro_batches, data.pack; torch.data.x") == ["train.micro_batches"]
     assert _find_unknown_commands("shardway stop --now; shardway profiles my.toml; shardway stop --never") == [
         "shardway profiles my.toml",
@@ -85,7 +85,7 @@ def test_every_rule_has_a_scenario_that_it_is_right_for() -> None:
 
 def test_a_rule_gives_advice_under_its_own_name() -> None:
     """By this name other rules hide it."""
-    tree = ast.parse((FOLDER / "advice_rules.py").read_text(encoding="utf-8"))
+    tree = ast.parse((FOLDER / "advice/rules.py").read_text(encoding="utf-8"))
     checked = 0
     for function in (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list):
         (call,) = function.decorator_list

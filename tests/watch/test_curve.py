@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardway.watch.live import GrowingCurve
 from shardway.watch.report.curves import CurvePoint, smooth, thin
+from shardway.watch.report.event_log import StepSeries
 
 values = st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), max_size=300)
 limits = st.integers(1, 20).map(lambda half: 2 * half)
@@ -45,17 +47,23 @@ def test_thin_leaves_a_short_curve_alone() -> None:
     assert thin(_points([3.0, 1.0, 2.0]), 4) == _points([3.0, 1.0, 2.0])
 
 
+def _series(numbers: list[float]) -> StepSeries:
+    steps = np.arange(1, len(numbers) + 1)
+    return StepSeries(steps, np.array(numbers), 10.0 * steps)
+
+
 @given(st.integers(2, 60), st.integers(0, 10))
 def test_smooth_does_not_lag_behind_a_straight_line(count: int, half_window: int) -> None:
-    line = _points([2.0 * step for step in range(count)])
+    line = _series([2.0 * step for step in range(count)])
     means = smooth(line, half_window)
-    assert [point.step for point in means] == [point.step for point in line]
-    assert [point.value for point in means] == pytest.approx([point.value for point in line])
+    assert means.step.tolist() == line.step.tolist()
+    assert means.value == pytest.approx(line.value)
 
 
 def test_smooth_means_over_the_window_and_skips_nan() -> None:
-    means = smooth(_points([0.0, 3.0, math.nan, 6.0, 0.0]), 1)
-    assert means == [CurvePoint(1, 0.0), CurvePoint(2, 3.0), CurvePoint(4, 3.0), CurvePoint(5, 0.0)]
+    means = smooth(_series([0.0, 3.0, math.nan, 6.0, 0.0]), 1)
+    assert (means.step.tolist(), means.value.tolist()) == ([1, 2, 4, 5], [0.0, 3.0, 3.0, 0.0])
+    assert means.time.tolist() == [10.0, 20.0, 40.0, 50.0]
 
 
 @given(st.integers(0, 2000), st.integers(1, 40))

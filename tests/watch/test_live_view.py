@@ -13,9 +13,9 @@ from watch_events import BEGIN, event, started, step
 
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
-from shardway.watch import advice_live
-from shardway.watch.advice_live import LiveAdvisor
-from shardway.watch.findings import Advice
+from shardway.watch.advice import live as advice_live
+from shardway.watch.advice.findings import Advice
+from shardway.watch.advice.live import LiveAdvisor
 from shardway.watch.live import LiveView
 from shardway.watch.top_hardware import GpuNow, HardwareUse
 

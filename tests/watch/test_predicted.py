@@ -10,6 +10,7 @@ import pytest
 from shardway.rundir.directory import RunDir
 from shardway.watch.progress import read_progress
 from shardway.watch.report import render_report
+from shardway.watch.report.event_log import EventLog
 from shardway.watch.report.predicted import predict
 
 RESOLVED = """
@@ -57,7 +58,7 @@ def run_with(folder: Path, device: str, resolved: str = RESOLVED, steps: int = 2
 
 def test_the_step_is_compared_without_its_first_ones(tmp_path: Path) -> None:
     run = run_with(tmp_path, "cuda")
-    found = predict(run, read_progress(run).attempts, run.events())
+    found = predict(run, read_progress(run).attempts, EventLog(run.all_events()))
     assert found is not None
     assert found.measured_seconds == pytest.approx(1.0)
     assert found.low < found.seconds < found.high
@@ -82,5 +83,5 @@ def test_the_step_is_compared_without_its_first_ones(tmp_path: Path) -> None:
 )
 def test_without_a_plan_there_is_none(tmp_path: Path, device: str, resolved: str, steps: int) -> None:
     run = run_with(tmp_path, device, resolved, steps)
-    assert predict(run, read_progress(run).attempts, run.events()) is None
+    assert predict(run, read_progress(run).attempts, EventLog(run.all_events())) is None
     assert "Predicted and measured" not in render_report(run)

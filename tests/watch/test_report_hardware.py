@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import BEGIN, make_host
 
-from shardway.watch.advice import judge_gpus
+from shardway.watch.advice.advise import judge_gpus
 from shardway.watch.report.axis import make_axis
 from shardway.watch.report.colour_map import MISSING, find_levels, render_png
 from shardway.watch.report.hardware import COUNTER, INTEGRAL, bin_samples, make_panels, total_gpus, total_traffic

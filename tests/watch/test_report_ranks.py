@@ -16,6 +16,7 @@ from shardway.watch.hosts import order_of_host, shorten_hosts
 from shardway.watch.progress import fold_events
 from shardway.watch.report.axis import make_axis
 from shardway.watch.report.content import describe, gather
+from shardway.watch.report.event_log import EventLog
 from shardway.watch.report.hardware import FOLDED_ROWS, make_panels, total_cores
 from shardway.watch.report.page import render_content
 from shardway.watch.report.ranks import find_rank_times
@@ -36,11 +37,11 @@ def _ranks(shares: dict[int, float], count: int = 200) -> HostTelemetry:
 def test_the_rank_that_keeps_the_others_waiting_is_named(tmp_path: Path) -> None:
     events = _events()
     run, hosts = RunDir(tmp_path), [_ranks({0: 0.02, 1: 0.02, 2: 0.42, 3: 0.02})]
-    times = find_rank_times(run, hosts, events, fold_events(events))
+    times = find_rank_times(run, hosts, EventLog(events), fold_events(events))
     assert (times.late.rank, times.late.data_share, times.late.looks) == (2, 0.42, 200)  # type: ignore[union-attr]
     assert times.usual_outside == pytest.approx(0.02)
     assert [round(rank.step_s, 3) for rank in times.ranks if rank.step_s] == [0.9, 0.9, 0.533, 0.9]
-    even = find_rank_times(run, [_ranks({0: 0.3, 1: 0.31, 2: 0.33})], events, fold_events(events))
+    even = find_rank_times(run, [_ranks({0: 0.3, 1: 0.31, 2: 0.33})], EventLog(events), fold_events(events))
     assert even.late is None
 
 
@@ -51,7 +52,7 @@ def test_the_rank_that_keeps_the_others_waiting_is_named(tmp_path: Path) -> None
 def test_without_times_of_ranks_the_reason_is_given(tmp_path: Path, world: int, launcher: str, reason: str) -> None:
     events = _events(world, launcher)
     few = [_ranks({0: 0.1, 1: 0.1}, count=20)]
-    times = find_rank_times(RunDir(tmp_path), few, events, fold_events(events))
+    times = find_rank_times(RunDir(tmp_path), few, EventLog(events), fold_events(events))
     assert times.ranks == []
     assert reason in times.missing
     assert bool(times.missing) is bool(reason)

@@ -24,6 +24,7 @@ from shardway.watch.report.compare import (
     render_verdict,
 )
 from shardway.watch.report.content import describe, gather, read_settings
+from shardway.watch.report.event_log import EventLog
 from shardway.watch.report.proposal import proposal_facts, render_proposal
 
 
@@ -127,7 +128,7 @@ def test_the_first_steps_of_each_attempt_do_not_count() -> None:
     events = [started(), *(step(n, n, seconds=9.0 if n <= 10 else 1.0) for n in range(1, 101))]
     events += [started(step=100, at=200.0)]
     events += [step(100 + n, 200 + n, seconds=9.0 if n <= 2 else 1.0) for n in range(1, 11)]
-    assert list_step_times(events) == [1.0] * 98
+    assert list_step_times(EventLog(events)) == [1.0] * 98
 
 
 def test_runs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

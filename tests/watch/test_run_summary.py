@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from watch_events import BEGIN, event, started, step, write_events
@@ -14,6 +15,7 @@ from shardway.rundir.directory import RunDir
 from shardway.rundir.names import SkippedRange
 from shardway.watch.progress import GONE, BestCheckpoint, find_best_checkpoint, find_runs, summarise
 from shardway.watch.report import render_report
+from shardway.watch.report.content import describe, gather
 from shardway.watch.words import render_skipped
 
 
@@ -229,7 +231,7 @@ def test_json_names_are_stable(run: RunDir) -> None:
         name path state reason step total_steps loss smooth_loss grad_norm lr unit tokens_per_s samples_per_s
         seconds_left validation best_validation last_save checkpoints world device host parameters started updated
         wall_s attempts writer account left_out local_checkpoints_ignored restarts monitor best_checkpoint logged
-        damaged
+        damaged clock_back_s events_end
     """
     assert list(summarise(run).as_json()) == names.split()
     assert summarise(run).as_json()["path"] == str(run.path)
@@ -301,3 +303,112 @@ def test_times_and_counts_that_are_none(run: RunDir, odd: float) -> None:
     assert summary.last_save is not None
     assert (summary.last_save.time, summary.last_save.size_bytes) == (0.0, None)
     assert json.loads(json.dumps(summary.as_json(), allow_nan=False))["loss"] == 1.0
+
+
+# --- clocks that are set, and events that are cut
+
+
+def _one_hour_back(at: float) -> float:
+    """The date of what happened `at` seconds after the begin, on a machine whose clock goes back after half an hour."""
+    return at if at < 1800 else at - 3600
+
+
+def _write_set_back(monkeypatch: pytest.MonkeyPatch, run: RunDir, **more: Any) -> None:
+    steps = [
+        step(number, _one_hour_back(24.0 * number), spent={"start": 4.0, "step": 24.0 * number - 4.0})
+        for number in range(1, 101)
+    ]
+    ends = [event("finished", 100, _one_hour_back(2401.0), spent={"start": 4.0, "step": 2396.0, "end": 1.0}, **more)]
+    write_events(monkeypatch, run, [started(total_steps=100, spent={"start": 0.0}), *steps, *ends])
+    run.write_status(state="finished", step=100, total_steps=100, reason="", time=BEGIN - 1199.0)
+
+
+def test_a_clock_that_is_set_back_takes_no_time_away(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What passes between the two events around the step is all that is not known."""
+    _write_set_back(monkeypatch, run)
+    summary = summarise(run)
+    assert summary.clock_back_s == pytest.approx(3576.0)  # an hour less the step in which it happened
+    assert summary.wall_s == pytest.approx(2401.0 - 24.0)
+    assert summary.account is not None
+    assert (summary.account.wall_s, summary.account.productive_s) == (pytest.approx(2401.0), pytest.approx(2396.0))
+    assert (summary.started, summary.updated) == (BEGIN, BEGIN - 1199.0)  # as they are written
+    content = gather(run)
+    assert content.wall_s == summary.wall_s
+    assert content.axis is not None
+    assert (content.axis.start, content.axis.end) == (BEGIN + 1800 - 3600, BEGIN + 1776)
+    words = "Dates in the events go back by 59:36 (a clock was set): times leave that out, and figures show that time "
+    words += "twice."
+    assert words in [sentence for _, sentence in describe(content)]
+    assert words in render_report(run)
+    loss = next(figure for figure in content.figures if figure.name == "loss")
+    gaps = [point.step for point in loss.curves[0].points if math.isnan(point.value)]
+    assert gaps == [75]  # no line leads back
+
+
+def test_the_pace_outlives_a_clock_that_is_set_back(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [step(number, _one_hour_back(24.0 * number)) for number in range(1, 101)]
+    write_events(monkeypatch, run, [started(total_steps=200), *steps])
+    lock = run.writer_lock()
+    lock.acquire()
+    try:
+        summary = summarise(run)
+    finally:
+        lock.release()
+    assert summary.seconds_left == pytest.approx(100 * 24.0 * 98 / 99)
+
+
+def test_later_attempts_are_dated_after_a_clock_that_was_set_back(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one starts ten minutes after the first has ended, by the clock that was set back."""
+    _write_set_back(monkeypatch, run)
+    again = [started(100, at=-599.0, spent={"start": 4.0}), event("finished", 100, -589.0, spent={"start": 14.0})]
+    write_events(monkeypatch, run, again)
+    account = summarise(run).account
+    assert account is not None
+    assert account.idle_s == pytest.approx(596.0)
+    assert account.wall_s == pytest.approx(2401.0 + 610.0)
+
+
+@pytest.mark.parametrize("odd", [-1e9, 5.0, 28.0, 1e9])
+def test_one_date_that_stands_out_moves_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch, odd: float) -> None:
+    dates = [10.0, 20.0, 30.0, odd, 50.0, 60.0]
+    steps = [step(number, at) for number, at in enumerate(dates, 1)]
+    write_events(monkeypatch, run, [started(), *steps])
+    assert (summarise(run).wall_s, summarise(run).clock_back_s) == (60.0, 0.0)
+
+
+def test_events_that_end_before_the_status(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [step(number, float(number)) for number in range(1, 101)]
+    write_events(monkeypatch, run, [started(total_steps=100), *steps, event("finished", 100, 101.0, reason="all")])
+    run.write_status(state="finished", step=100, total_steps=100, reason="all", time=BEGIN + 101.0)
+    assert summarise(run).events_end is None
+    lines = run.events_path(0).read_bytes().splitlines(keepends=True)
+    run.events_path(0).write_bytes(b"".join(lines[:58])[:-9])  # torn in the line of step 57
+    summary = summarise(run)
+    assert (summary.state, summary.step, summary.events_end) == ("finished", 100, 56)
+    words = "The events end at step 56, the status at 100: what came after is not recorded."
+    assert words in [sentence for _, sentence in describe(gather(run))]
+    assert words in render_report(run)
+    run.events_path(0).write_bytes(b"")
+    assert (summarise(run).step, summarise(run).events_end) == (100, 0)
+
+
+def test_a_status_that_is_older_than_the_events(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume goes back before the step of the last status, which is of the attempt before."""
+    run.create()
+    run.write_status(state="failed", step=80, total_steps=100, reason="", time=BEGIN + 80.0)
+    write_events(monkeypatch, run, [started(50, at=200.0), step(51, 201.0)])
+    assert (summarise(run).step, summarise(run).events_end) == (51, None)
+
+
+def test_events_that_are_read_before_the_status(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on writes a few more steps between the two; where minutes lie between, they cannot be written."""
+    write_events(monkeypatch, run, [started(), step(1, 1.0)])
+    lock = run.writer_lock()
+    lock.acquire()
+    try:
+        run.write_status(state="running", step=3, time=BEGIN + 3.0)
+        assert (summarise(run).step, summarise(run).events_end) == (1, None)
+        run.write_status(state="running", step=300, time=BEGIN + 300.0)
+        assert (summarise(run).step, summarise(run).events_end) == (300, 1)
+    finally:
+        lock.release()

@@ -4,12 +4,15 @@ after the fact."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from event_files import read_scalars
 from runs import lone_rank, train_tiny
@@ -190,6 +193,60 @@ def test_names_that_become_alike_stay_apart() -> None:
     assert text.count("# TYPE shardway_top_5 gauge") == 1
     assert 'shardway_top_5{run="a\\"b",name="top 5"} 2.0' in text
     assert 'shardway_step_{run="a\\"b",name="step"} 9.0' in text
+
+
+def test_hosts_and_devices_are_labels_of_one_metric() -> None:
+    values = {
+        "hardware/n1.cluster/gpu/0/use_percent": 90.0,
+        "hardware/n1.cluster/gpu/1/use_percent": 80.0,
+        "hardware/n2.cluster/gpu/0/use_percent": 70.0,
+        "hardware/n1.cluster/ib/mlx5_0:1/rx_bytes_per_s": 1e9,
+        "hardware/n1.cluster/cpu/use_percent": 5.0,
+        "hardware/odd": 1.0,
+    }
+    assert render_metrics("r", 7, values, running=True).splitlines()[6:] == [
+        "# HELP shardway_hardware_cpu_use_percent The newest value of a run.",
+        "# TYPE shardway_hardware_cpu_use_percent gauge",
+        'shardway_hardware_cpu_use_percent{run="r",host="n1.cluster"} 5.0',
+        "# HELP shardway_hardware_gpu_use_percent The newest value of a run.",
+        "# TYPE shardway_hardware_gpu_use_percent gauge",
+        'shardway_hardware_gpu_use_percent{run="r",host="n1.cluster",gpu="0"} 90.0',
+        'shardway_hardware_gpu_use_percent{run="r",host="n1.cluster",gpu="1"} 80.0',
+        'shardway_hardware_gpu_use_percent{run="r",host="n2.cluster",gpu="0"} 70.0',
+        "# HELP shardway_hardware_ib_rx_bytes_per_s The newest value of a run.",
+        "# TYPE shardway_hardware_ib_rx_bytes_per_s gauge",
+        'shardway_hardware_ib_rx_bytes_per_s{run="r",host="n1.cluster",ib="mlx5_0:1"} 1000000000.0',
+        "# HELP shardway_hardware_odd The newest value of a run.",
+        "# TYPE shardway_hardware_odd gauge",
+        'shardway_hardware_odd{run="r",name="hardware/odd"} 1.0',
+        "# EOF",
+    ]
+
+
+_LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\["\\n])*"'
+_SAMPLE = re.compile(rf"shardway_[a-zA-Z0-9_]*\{{{_LABEL}(?:,{_LABEL})*\}} \S+")
+"""A sample, as the text format of OpenMetrics has it (metricset, normalchar and escaped-char of its ABNF)."""
+
+
+@given(st.text(), st.dictionaries(st.text(), st.floats(), max_size=8), st.text(alphabet='"\\\n/a'))
+def test_whatever_a_script_logs_the_file_can_be_parsed(run: str, values: dict[str, float], odd: str) -> None:
+    more = {f"hardware/{odd}/gpu/{odd}/{odd}": 1.0, f"hardware/n1/{odd}/use": 2.0}
+    text = render_metrics(run, 3, {**values, **more}, running=False)
+    *lines, end = text.removesuffix("\n").split("\n")
+    assert (text[-1], end) == ("\n", "# EOF")
+    seen, family = set[str](), ""
+    for line in lines:
+        if line.startswith("# HELP "):
+            family = line.split(" ")[2]
+            assert family not in seen
+            seen.add(family)
+        elif line.startswith("#"):
+            assert line == f"# TYPE {family} gauge"
+        else:
+            assert _SAMPLE.fullmatch(line)
+            assert line.startswith(f"{family}{{")
+            assert line.rpartition("} ")[0] not in seen  # one value for a set of labels
+            seen.add(line.rpartition("} ")[0])
 
 
 # --- after the fact

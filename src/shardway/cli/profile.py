@@ -16,6 +16,10 @@ import typer
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, print_json, read_request
 from shardway.errors import legible
 from shardway.rundir.directory import RunDir
+from shardway.runfile.capture import MOST_STEPS
+
+_EDGES = 2
+"""The analysis leaves out the first and the last of the captured steps, so these are captured besides."""
 
 _WITHOUT = (
     *(
@@ -31,7 +35,9 @@ _WITHOUT = (
 
 def profile(
     words: Words = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, max=100, help="How many steps are captured.")] = 3,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, max=MOST_STEPS - _EDGES, help="How many steps are analysed.")
+    ] = 3,
     after: Annotated[
         int, typer.Option("--after", min=1, help="How many steps come before them: compilers settle in these.")
     ] = 10,
@@ -52,29 +58,28 @@ def profile(
         own = resolve_request(read_request(words, None), nproc or 1, nproc or 1).directory.path
         place = own.with_name(f"{own.name}-profile")
     of_rank = f", rank {rank}" if rank is not None else ""
-    asked = f"train.profile=steps {after + 1}-{after + steps}{of_rank}, then finish"
+    last = after + steps + _EDGES
+    asked = f"train.profile=steps {after + 1}-{last}{of_rank}, then finish"
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         train([*(words or []), *_WITHOUT, asked], nproc=nproc, directory=place, fresh=True)
     run = RunDir(place)
     found = list(run.all_events(0, ("profiled", "profile_failed")))
     files = [str(run.path / name) for event in found for name in event.get("files", [])]
-    analysis: Any = None
+    analysis, merged = list[Any](), dict[str, Any]()
     if files:
         from shardway.watch.trace.analysis import analyse_ranks, merge_ranks
         from shardway.watch.trace.text import render_analysis
 
         analysis = analyse_ranks([Path(file) for file in files])
+        merged = merge_ranks(analysis)
     if as_json:
-        print_json(
-            {
-                "directory": str(run.path),
-                "traces": files,
-                "events": found,
-                "analysis": merge_ranks(analysis) if analysis else None,
-            }
-        )
+        print_json({"directory": str(run.path), "traces": files, "events": found, "analysis": merged or None})
         return
     for file in files:
         typer.echo(f"trace          {file}")
     if analysis:
         typer.echo(legible(render_analysis(analysis)))
+        if merged["steps"] < steps:
+            ended = next((int(event["last"]) for event in found if "last" in event), last)
+            why = f"the run ended with step {ended} (train.steps)" if ended < last else "the others cannot be relied on"
+            typer.echo(f"\n{merged['steps']} of {steps} steps are analysed: {why}.")

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
     from shardway.launch.runs.job_status import JobStatus, Ledger
     from shardway.rundir.directory import RunDir
     from shardway.rundir.events import Event, EventFollower
-    from shardway.watch.advice_events import FoldedEvents
-    from shardway.watch.findings import Advice, GpuVerdict
+    from shardway.watch.advice.events import FoldedEvents
+    from shardway.watch.advice.findings import Advice, GpuVerdict
     from shardway.watch.progress import RunSummary
     from shardway.watch.top_hardware import HardwareTail, HardwareUse
 
@@ -167,7 +169,8 @@ def status(
     if as_json:
         print_json(_as_facts(shown, is_one=is_one))
         return
-    typer.echo(legible(_render(shown, words, all_runs=all_runs)))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    typer.echo(legible(_render(shown, words, all_runs=all_runs, width=width)))
 
 
 def _read_interval(text: str, words: Sequence[str]) -> float:
@@ -290,7 +293,7 @@ class _Look:
         """What the run recorded; its state is that of a job that continues it, or that has a reason the ranks could not
         record."""
         from shardway.rundir.attempts import FAILURES, Ending
-        from shardway.watch.advice_events import FoldedEvents
+        from shardway.watch.advice.events import FoldedEvents
         from shardway.watch.progress import GONE, summarise_progress
 
         if not ledger.run.exists():
@@ -350,7 +353,7 @@ def _watch(words: Sequence[str], every_s: float, *, all_runs: bool, as_json: boo
 
     console = Console(highlight=False)
     redraws = console.is_terminal and not as_json and not console.is_dumb_terminal
-    texts = _list_texts(words, all_runs=all_runs, as_json=as_json)
+    texts = _list_texts(words, all_runs=all_runs, as_json=as_json, width=console.width if console.is_terminal else None)
     try:
         if not redraws:
             for text, goes_on in texts:
@@ -362,14 +365,26 @@ def _watch(words: Sequence[str], every_s: float, *, all_runs: bool, as_json: boo
             for text, goes_on in texts:
                 now = time.strftime("%H:%M:%S")
                 head = f"{now}, every {every_s:g} s, Ctrl-C ends\n\n" if goes_on else ""
-                live.update(Text(head + text, no_wrap=True, overflow="ellipsis"), refresh=True)
+                shown = _fit_height(head + text, console.height)
+                live.update(Text(shown, no_wrap=True, overflow="ellipsis"), refresh=True)
                 if goes_on:
                     time.sleep(every_s)
     except KeyboardInterrupt:
         return
 
 
-def _list_texts(words: Sequence[str], *, all_runs: bool, as_json: bool) -> Iterator[tuple[str, bool]]:
+def _fit_height(text: str, rows: int) -> str:
+    """The first lines of a text that a screen has room for; the last one counts those that are left out."""
+    lines = text.rstrip("\n").split("\n")
+    if len(lines) < rows:
+        return text
+    kept = lines[: max(1, rows - 2)]
+    return "\n".join([*kept, f"and {len(lines) - len(kept)} more lines"])
+
+
+def _list_texts(
+    words: Sequence[str], *, all_runs: bool, as_json: bool, width: int | None
+) -> Iterator[tuple[str, bool]]:
     """The status at each look, and whether another is to follow. The first look raises what stands in the way; of a
     later one that is shown, and looked past."""
     look, is_first = _Look(), True
@@ -380,13 +395,17 @@ def _list_texts(words: Sequence[str], *, all_runs: bool, as_json: bool) -> Itera
             if as_json:
                 text = json.dumps(_as_facts(shown, is_one=is_one))
             else:
-                text = _render(shown, words, all_runs=all_runs) if chosen else f"no run in {(words or ['runs'])[0]} yet"
+                text = (
+                    _render(shown, words, all_runs=all_runs, width=width)
+                    if chosen
+                    else f"no run in {(words or ['runs'])[0]} yet"
+                )
                 text = f"{legible(text)}\n" if len(chosen) == 1 else legible(text)
             goes_on = any(each.is_active for each in shown)
         except ShardwayError as error:
             if is_first:
                 raise
-            text, goes_on = legible(f"shardway: {error}"), True
+            text, goes_on = "\n".join(_fold(legible(f"shardway: {error}").split("\n"), width)), True
         is_first = False
         yield text, goes_on
         if not goes_on:
@@ -396,14 +415,20 @@ def _list_texts(words: Sequence[str], *, all_runs: bool, as_json: bool) -> Itera
 # --- as text
 
 
-def _render(shown: Sequence[_ShownRun], words: Sequence[str], *, all_runs: bool) -> str:
-    """One run in full, several as a table."""
+def _render(shown: Sequence[_ShownRun], words: Sequence[str], *, all_runs: bool, width: int | None) -> str:
+    """One run in full, several as a table; `width`: of the terminal, in which every line then fits."""
     if len(shown) == 1:
-        return _render_in_full(shown[0])
+        return "\n".join(_fold(_render_in_full(shown[0]), width))
     old = [] if all_runs or words else [each for each in shown if _is_old(each)]
-    table = _render_table([each for each in shown if each not in old]) if len(old) < len(shown) else []
+    table = _render_table([each for each in shown if each not in old], width) if len(old) < len(shown) else []
     ends = [f"{len(old)} more ended over a week ago (--all)"] if old else []
     return "\n".join([*table, *ends])
+
+
+def _fold(lines: Sequence[str], width: int | None) -> Sequence[str]:
+    from shardway.watch.words import fold_line
+
+    return lines if width is None else [part for line in lines for part in fold_line(line, width)]
 
 
 def _is_old(run: _ShownRun) -> bool:
@@ -412,7 +437,7 @@ def _is_old(run: _ShownRun) -> bool:
     return is_elsewhere and not run.is_active and time.time() - run.updated > _OLD_S
 
 
-def _render_in_full(each: _ShownRun) -> str:
+def _render_in_full(each: _ShownRun) -> list[str]:
     from shardway.launch.runs.find import render_known
     from shardway.launch.runs.job_status import render_attempts
 
@@ -423,7 +448,7 @@ def _render_in_full(each: _ShownRun) -> str:
         total = f"/{known['total_steps']}" if known.get("total_steps") else ""
         head = [f"{render_known(each.known)}  {each.state}"]
         head += [f"  step        {known['step']}{total}"] if "step" in known else []
-    return "\n".join([*head, *_hardware_lines(each), *render_attempts(each.statuses)])
+    return [*head, *_hardware_lines(each), *render_attempts(each.statuses)]
 
 
 _MOST_ADVICE = 3
@@ -434,7 +459,7 @@ def _judge(each: _ShownRun) -> tuple[Sequence[GpuVerdict], Sequence[Advice]]:
     if each.known.host:
         return [], []
     from shardway.telemetry.store import read_telemetry
-    from shardway.watch.advice import advise, judge_gpus
+    from shardway.watch.advice.advise import advise, judge_gpus
 
     run = each.ledger.run
     hosts = read_telemetry(run.telemetry_folder) if each.hardware is not None else []
@@ -468,7 +493,7 @@ _MOST_NAMED = 4
 def _render_verdicts(verdicts: Sequence[GpuVerdict]) -> str:
     """ "6 used (mean 91 %), 2 idle (n2:0, n2:1)": those that are not well used are named, and of several starts the
     one that they are about."""
-    from shardway.watch.findings import describe_coverage
+    from shardway.watch.advice.findings import describe_coverage
 
     parts = []
     for word in dict.fromkeys(("used", *(verdict.verdict for verdict in verdicts))):
@@ -491,13 +516,33 @@ _COLUMNS = ("run", "state", "step", "loss", "speed", "left", "gpus", "job", "age
 _NOTE = 60  # characters of a note
 
 
-def _render_table(shown: Sequence[_ShownRun]) -> list[str]:
-    """A line a run; a column without any value is left out."""
-    from shardway.watch.words import align_cells, one_line
+_NARROW = {"loss": "loss {}", "left": "{} left", "gpus": "GPUs {}", "job": "job {}"}
+"""How a cell reads without the name of its column."""
+
+
+def _render_table(shown: Sequence[_ShownRun], width: int | None) -> list[str]:
+    """A line a run; a column without any value is left out. Where that is too wide, notes stand below their runs; where
+    it still is, a run is a few lines."""
+    from shardway.watch.words import align_cells, fold_line, one_line, pack_parts
 
     rows = [{name: one_line(cell) for name, cell in _find_cells(each).items()} for each in shown]
     columns = [name for name in _COLUMNS if name in ("run", "state") or any(row[name] for row in rows)]
-    return align_cells([[name.upper() for name in columns], *([row[name] for name in columns] for row in rows)])
+
+    def align(names: Sequence[str]) -> list[str]:
+        return align_cells([[name.upper() for name in names], *([row[name] for name in names] for row in rows)])
+
+    table = align(columns)
+    if width is None or max(map(len, table)) <= width:
+        return table
+    head, *table = align([name for name in columns if name != "note"])
+    notes = [fold_line(f"    {row['note']}", width) if row["note"] else [] for row in rows]
+    if max(map(len, (head, *table))) <= width:
+        return [head, *(line for run, note in zip(table, notes, strict=True) for line in (run, *note))]
+    lines = []
+    for row, note in zip(rows, notes, strict=True):
+        cells = [_NARROW.get(name, "{}").format(row[name]) for name in columns[2:] if name != "note" and row[name]]
+        lines += [*pack_parts([row["run"], row["state"]], width, ""), *pack_parts(cells, width), *note]
+    return lines
 
 
 def _find_cells(each: _ShownRun) -> dict[str, str]:
@@ -537,25 +582,29 @@ def _find_cells(each: _ShownRun) -> dict[str, str]:
 
 def _summary_lines(summary: RunSummary, statuses: Sequence[JobStatus]) -> list[str]:
     """`statuses`: the attempts that stand below, those that wait or never began with them."""
-    from shardway.watch.words import render_account, render_logged, render_skipped, render_validation
+    from shardway.watch import words
 
     total = f"/{summary.total_steps}" if summary.total_steps else ""
     share = f" ({100 * summary.step / summary.total_steps:.0f} %)" if summary.total_steps else ""
     rate = summary.rate
     save, ignored = summary.last_save, summary.local_checkpoints_ignored
-    validation = render_validation(summary.validation, summary.monitor) if summary.validation else ""
+    validation = words.render_validation(summary.validation, summary.monitor) if summary.validation else ""
+    events = words.render_events_end(summary.events_end, summary.step)
+    clock = words.render_set_back(summary.clock_back_s)
     lines = [
         f"{summary.path}  {summary.state}" + (f": {summary.reason}" if summary.reason else ""),
         f"  step        {summary.step}{total}{share}",
+        f"  events      {events}" if events else "",
         f"  loss        {summary.loss:.4f}" if summary.loss is not None else "",
         f"  validation  {validation}" if validation else "",
         _describe_best(summary),
-        f"  logged      {render_logged(summary.logged)}" if summary.logged else "",
+        f"  logged      {words.render_logged(summary.logged)}" if summary.logged else "",
         f"  speed       {render_count(rate)} {summary.unit}/s" if rate else "",
         f"  time left   {render_clock(summary.seconds_left)}" if summary.seconds_left else "",
         f"  last save   step {save.step}, {render_clock(time.time() - save.time)} ago" if save else "",
-        f"  productive  {render_account(summary.account)}" if summary.account else "",
-        *(f"  left out    {render_skipped(each)}" for each in summary.left_out),
+        f"  productive  {words.render_account(summary.account)}" if summary.account else "",
+        f"  clock       {clock}" if clock else "",
+        *(f"  left out    {words.render_skipped(each)}" for each in summary.left_out),
         f"  damaged     {summary.damaged}" if summary.damaged else "",
         f"  nodes       what they have saved is left out: two starts from step {ignored} failed" if ignored else "",
         f"  ranks       {summary.world} on {summary.device}" if summary.world else "",

@@ -19,7 +19,7 @@ from shardway.cli.options import complete_run
 from shardway.errors import SiteError, UserError
 
 if TYPE_CHECKING:
-    from shardway.watch.findings import Advice
+    from shardway.watch.advice.findings import Advice
 
 MOST_RUNS = 40
 """Of more runs, those that changed last are shown."""
@@ -144,6 +144,6 @@ class _Actions:
 
     def advise(self, run: Path) -> Sequence[Advice]:
         from shardway.rundir.directory import RunDir
-        from shardway.watch.advice import advise
+        from shardway.watch.advice.advise import advise
 
         return advise(RunDir(run))

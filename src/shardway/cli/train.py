@@ -271,7 +271,7 @@ def run_displayed(run: RunDir, *, to_stderr: bool, plain: bool) -> Iterator[None
     from rich.console import Console
     from rich.live import Live
 
-    from shardway.watch.advice_live import LiveAdvisor
+    from shardway.watch.advice.live import LiveAdvisor
     from shardway.watch.live import LiveView
     from shardway.watch.progress import read_validations
     from shardway.watch.top_hardware import HardwareTail

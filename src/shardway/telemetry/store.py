@@ -8,6 +8,7 @@ step of 1/8192, energy in joules (`_find_step`).
 
 Invariants:
 - Reading never raises for what a file may hold: a torn end or a damaged block costs the samples in it.
+- What was read is held as codes of few bytes, and one series at a time becomes floats: days of a node fit in memory.
 - A block that was written is never changed. Its format has a version, and blocks of later versions are skipped.
 - Writing needs the standard library alone.
 """
@@ -22,9 +23,10 @@ import struct
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
@@ -65,7 +67,8 @@ class NodeInfo:
 @dataclass(frozen=True)
 class HostTelemetry:
     """All samples of one host. `times`: Unix seconds, float64, increasing. `series`: name -> float32 array of the same
-    length, NaN where there is no value. `infos`: one a sampler, the newest last."""
+    length, NaN where there is no value; of a file it is made anew at each look. `infos`: one a sampler, the newest
+    last."""
 
     host: str
     infos: tuple[NodeInfo, ...]
@@ -318,6 +321,10 @@ class _Schema:
     series: tuple[str, ...]
     steps: tuple[float, ...]
 
+    @cached_property
+    def places(self) -> Mapping[str, int]:
+        return {name: place for place, name in enumerate(self.series)}
+
 
 def _read_host(path: str, since: float) -> HostTelemetry | None:
     import numpy as np
@@ -337,36 +344,116 @@ def _read_host(path: str, since: float) -> HostTelemetry | None:
                 schemas[key] = read
         elif kind == _SAMPLES and newest_ms >= since_ms:
             blocks.append((key, packed))
-    parts = []
-    for key, packed in blocks:
-        if (known := schemas.get(key)) is not None and (part := _read_samples(packed, known)) is not None:
-            parts.append((known, *part))
-    if not parts:
+    chunks, times = _read_chunks(blocks, schemas)
+    if not chunks:
         return None
-    times = np.concatenate([part[1] for part in parts])
     # Of two samples of one time the later one is kept, so that times increase; a clock may have been set back.
-    order = np.argsort(times, kind="stable")
-    ordered = times[order]
-    keep = np.append(ordered[1:] != ordered[:-1], True)
-    order = order[keep]
-    place = np.full(len(times), -1, np.int64)
-    place[order] = np.arange(len(order))
-    series: dict[str, Any] = {}
-    at = 0
-    for known, part_times, columns in parts:
-        to = place[at : at + len(part_times)]
-        at += len(part_times)
-        kept = to >= 0
-        to = to[kept]
-        for name, column in zip(known.series, columns, strict=True):
-            if name not in series:
-                series[name] = np.full(len(order), np.nan, np.float32)
-            series[name][to] = column[kept]
+    order = None
+    if not (times[1:] > times[:-1]).all():
+        order = np.argsort(times, kind="stable")
+        ordered = times[order]
+        order = order[np.append(ordered[1:] != ordered[:-1], True)]
+        times = times[order]
     newest: dict[int, NodeInfo] = {}  # of each sampler
     for (sampler, _), known in sorted(schemas.items(), key=lambda item: item[0][1]):
         newest[sampler] = known.info
     infos = tuple(sorted(newest.values(), key=lambda info: info.started))
-    return HostTelemetry(infos[-1].host, infos, times[order], MappingProxyType(series))
+    return HostTelemetry(infos[-1].host, infos, times, _PackedSeries(chunks, order))
+
+
+_CHUNK = 2048  # samples that are packed together
+_WIDTHS = ("<u1", "<u2", "<u4")
+
+
+class _Chunk:
+    """Consecutive samples of one schema. A series is a row of one of three tables, as codes above its smallest one in
+    as few bytes as they need, the largest number for no value; one that is the same all the time is that one code."""
+
+    def __init__(self, schema: _Schema, codes: Any) -> None:
+        """`codes`: int64 (series, samples)."""
+        import numpy as np
+
+        self.schema, self.count = schema, codes.shape[1]
+        none = codes == _NONE
+        high = np.where(none, _NONE, codes).max(axis=1)
+        self._low = low = np.where(none, np.iinfo(np.int64).max, codes).min(axis=1)
+        low[none.all(axis=1)] = _NONE
+        span = np.where((high == low) & ~none.any(axis=1) | (low == _NONE), -1, high - low)
+        self._table = table = np.searchsorted([0, 255, 65535, 2**32 - 1], span, side="right") - 1
+        self._row = np.zeros(len(codes), np.int64)
+        self._tables = []
+        for number, width in enumerate(_WIDTHS):
+            rows = np.flatnonzero(table == number)
+            self._row[rows] = np.arange(len(rows))
+            above = np.where(none[rows], np.iinfo(width).max, codes[rows] - low[rows, None])
+            self._tables.append(above.astype(width))
+
+    def unpack(self, name: str) -> Any:
+        """A series as float32."""
+        import numpy as np
+
+        place = self.schema.places.get(name)
+        if place is None:
+            return np.full(self.count, np.nan, np.float32)
+        step, table, low = self.schema.steps[place], int(self._table[place]), int(self._low[place])
+        if table < 0:
+            return np.full(self.count, _to_values(np.array([low]), step)[0])
+        above = self._tables[table][self._row[place]]
+        codes = np.where(above == np.iinfo(above.dtype).max, _NONE, above.astype(np.int64) + low)
+        return _to_values(codes, step)
+
+
+class _PackedSeries(Mapping[str, Any]):
+    """The series of a host by name, unpacked when they are looked at. `order`: which samples, in which order."""
+
+    def __init__(self, chunks: Sequence[_Chunk], order: Any) -> None:
+        self._chunks, self._order = chunks, order
+        self._names = dict.fromkeys(name for chunk in chunks for name in chunk.schema.series)
+
+    def __getitem__(self, name: str) -> Any:
+        import numpy as np
+
+        if name not in self._names:
+            raise KeyError(name)
+        values = np.concatenate([chunk.unpack(name) for chunk in self._chunks])
+        return values if self._order is None else values[self._order]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _read_chunks(
+    blocks: Iterable[tuple[tuple[int, int], memoryview]], schemas: Mapping[tuple[int, int], _Schema]
+) -> tuple[list[_Chunk], Any]:
+    """The samples of blocks, and their times."""
+    import numpy as np
+
+    chunks: list[_Chunk] = []
+    times: list[Any] = []
+    waiting: list[Any] = []
+    of: _Schema | None = None
+
+    def pack() -> None:
+        if of is not None and waiting:
+            chunks.append(_Chunk(of, np.concatenate(waiting, axis=1)))
+            waiting.clear()
+
+    for key, packed in blocks:
+        if (known := schemas.get(key)) is None or (part := _read_codes(packed, known)) is None:
+            continue
+        if known is not of or sum(codes.shape[1] for codes in waiting) + part[1].shape[1] > _CHUNK:
+            pack()
+            of = known
+        times.append(part[0])
+        waiting.append(part[1])
+    pack()
+    return chunks, np.concatenate(times) if times else np.empty(0)
 
 
 class TelemetryFollower:
@@ -413,9 +500,9 @@ class TelemetryFollower:
             if kind == _SCHEMA and (read := _read_schema(packed)) is not None:
                 self._schemas[key] = read
             elif kind == _SAMPLES and (known := self._schemas.get(key)) is not None:
-                part = _read_samples(packed, known)
+                part = _read_codes(packed, known)
                 if part is not None:
-                    samples.append((known.info, part[0], dict(zip(known.series, part[1], strict=True))))
+                    samples.append((known.info, part[0], _name_values(part[1], known)))
         self._rest = content[end:]
         return samples
 
@@ -468,8 +555,9 @@ def _read_info(given: Mapping[str, Any]) -> NodeInfo:
     return replace(_NO_INFO, **known)
 
 
-def _read_samples(packed: memoryview, schema: _Schema) -> tuple[Any, list[Any]] | None:
-    """Times, and a column for each series; None for a block that does not fit its schema."""
+def _read_codes(packed: memoryview, schema: _Schema) -> tuple[Any, Any] | None:
+    """Times, and the codes of each series, int64 (series, samples), _NONE where there is no value; None for a block
+    that does not fit its schema."""
     import numpy as np
 
     try:
@@ -489,15 +577,27 @@ def _read_samples(packed: memoryview, schema: _Schema) -> tuple[Any, list[Any]] 
     except (zlib.error, ValueError, struct.error):
         return None
     zigzag = np.ascontiguousarray(planes.T).view("<u4").reshape(-1, count).astype(np.int64)
-    codes = np.cumsum((zigzag >> 1) ^ -(zigzag & 1), axis=1)
-    all_codes = np.zeros((width, count), np.int64)
-    all_codes[constant] = constants[:, None]
-    all_codes[varies] = codes
-    steps = np.array(schema.steps)
-    values = np.full((width, count), np.nan, np.float32)
-    stepped = (steps > 0) & (kinds != _EMPTY)
-    of_steps = all_codes[stepped]
-    values[stepped] = np.where(of_steps == _NONE, np.nan, of_steps * steps[stepped][:, None])
-    floats = (steps == 0) & (kinds != _EMPTY)
-    values[floats] = (all_codes[floats] << _SHIFT).astype(np.uint32).view(np.float32)
-    return times, list(values)
+    codes = np.full((width, count), _NONE, np.int64)
+    codes[constant] = constants[:, None]
+    codes[varies] = np.cumsum((zigzag >> 1) ^ -(zigzag & 1), axis=1)
+    return times, codes.clip(_NONE, -_NONE)
+
+
+def _name_values(codes: Any, schema: _Schema) -> dict[str, Any]:
+    """The float32 values of each series."""
+    import numpy as np
+
+    steps, values = np.array(schema.steps), np.empty(codes.shape, np.float32)
+    for step in set(schema.steps):
+        values[steps == step] = _to_values(codes[steps == step], step)
+    return dict(zip(schema.series, values, strict=True))
+
+
+def _to_values(codes: Any, step: float) -> Any:
+    """The float32 values of codes."""
+    import numpy as np
+
+    if step:
+        return np.where(codes == _NONE, np.nan, codes * step).astype(np.float32)
+    values = (codes << _SHIFT).astype(np.uint32).view(np.float32)
+    return np.where(codes == _NONE, np.float32(np.nan), values)

@@ -22,9 +22,9 @@ from rich.style import Style
 from rich.text import Text
 
 from shardway.rundir.events import Event
-from shardway.watch.advice_events import FoldedEvents
+from shardway.watch.advice.events import FoldedEvents
+from shardway.watch.advice.findings import Advice
 from shardway.watch.facts import ValidatedEvent, measured, read_ending, read_start
-from shardway.watch.findings import Advice
 from shardway.watch.progress import RunProgress
 from shardway.watch.top_hardware import HardwareUse, render_use
 from shardway.watch.words import (
@@ -260,7 +260,8 @@ class LiveView:
     def _time(self) -> list[Words]:
         attempt, elapsed_s = self._progress.attempt, None
         if attempt is not None:
-            elapsed_s = attempt.wall_s if attempt.ending else max(0.0, self._clock() - attempt.start.time)
+            since_s = 0.0 if attempt.ending else max(0.0, self._clock() - attempt.last_time)
+            elapsed_s = attempt.wall_s + since_s
         left = "" if self._progress.ending else f"{render_time(self._progress.seconds_left)} left  "
         return [(left, ""), (f"{render_time(elapsed_s)} elapsed", "dim")]
 

@@ -6,6 +6,7 @@ Invariants:
 - The time account: rank 0 books each of its seconds on one activity (`shardway.ranks.heartbeat`) and reports the sums
   in its events and in status.json. The rows add up to `wall_s`, the time from the beginning of the first attempt to the
   last sign of life (or to now); times that a rank measured itself take precedence over differences of dates.
+- A clock that was set back makes no time negative: what passed between events is counted from each to the next.
 - The keys of `as_json` are stable; an unknown value is None. This module reads files only through a RunDir, and does
   not render for people.
 """
@@ -48,6 +49,39 @@ from shardway.watch.facts import (
     text,
     whole,
 )
+
+# --- dates
+
+
+class SteadyClock:
+    """The dates of events, given in the order written, as a time that goes on where a clock was set back. `back_s`: by
+    how much dates went back in all; `set_back`: the last such step, from one date to another. A single date that
+    stands out is damage and moves nothing, nor do steps of less than LEAST_S, by which clocks are kept right."""
+
+    LEAST_S = 10.0
+
+    def __init__(self) -> None:
+        self.back_s = 0.0
+        self.set_back: tuple[float, float] | None = None
+        self._before = self._last = self._odd = 0.0  # 0: none
+        self._now = 0.0
+
+    def read(self, date: float) -> float:
+        """The time of an event with this date (Unix seconds, 0 for none)."""
+        if not date:
+            return self._now
+        odd, self._odd = self._odd, 0.0
+        if odd and date < self._last:  # the next date agrees with it: the clock was set
+            self.back_s += self._last - odd
+            self.set_back = self._last, odd
+            self._before = self._last = odd
+        if self._last and date < min(self._before, self._last - self.LEAST_S):
+            self._odd = date
+            return self._now
+        self._before, self._last = self._last or date, date
+        self._now = date + self.back_s
+        return self._now
+
 
 # --- the time account: what the time of all attempts was spent on
 
@@ -141,10 +175,10 @@ class _AttemptTime:
     def begun(self) -> float:
         return self.records[0].time - math.fsum(self.records[0].spent.values()) if self.records else self.started
 
-    def add(self, source: Mapping[str, Any]) -> None:
-        """Add the times in an event or a status, if it has any and they are newer than the last record."""
-        spent, at = _read_spent(source), seconds(source, "time")
-        if at is None or spent is None or (self.records and at < self.records[-1].time):
+    def add(self, source: Mapping[str, Any], at: float) -> None:
+        """Add the times in an event or a status of `at`, if it has any and they are newer than the last record."""
+        spent = _read_spent(source)
+        if not at or spent is None or (self.records and at < self.records[-1].time):
             return
         spent = {name: max(0.0, each - self.before.get(name, 0.0)) for name, each in spent.items()}
         step = whole(source, "step")
@@ -170,28 +204,37 @@ class Book:
 
     def __init__(self) -> None:
         self._attempts: list[_AttemptTime] = []
+        self.clock = SteadyClock()
 
-    def update(self, event: Event) -> None:
-        at, base = seconds(event, "time") or 0.0, whole(event, "step") or 0
+    def update(self, event: Event) -> float:
+        """Book an event; returns its time by a clock that is never set back (Unix seconds, 0 where unknown)."""
         attempt = self._attempts[-1] if self._attempts else None
         if event["event"] == "started":
             before = event.get("before")
             if attempt is not None and isinstance(before, Mapping) and attempt.owner == _owner(before):
-                attempt.add(before)
+                attempt.add(before, self._place(before))
+        at, base = self.clock.read(seconds(event, "time") or 0.0), whole(event, "step") or 0
+        if event["event"] == "started":
             self._attempts.append(_AttemptTime(base, at, base, at, _owner(event)))
-            self._attempts[-1].add(event)
+            self._attempts[-1].add(event, at)
         elif attempt is not None:
             attempt.last_time = max(attempt.last_time, at)
             if event["event"] == "rolled_back":  # ends the attempt at the step reached, and begins another entry
-                attempt.add({**event, "step": attempt.step})
+                attempt.add({**event, "step": attempt.step}, at)
                 spent = event.get("spent")
                 before = {str(name): number(spent, name) or 0.0 for name in spent} if isinstance(spent, Mapping) else {}
                 self._attempts.append(_AttemptTime(base, at, base, at, attempt.owner, before=before))
-                self._attempts[-1].add(event)
+                self._attempts[-1].add(event, at)
             elif event["event"] == "step":
                 attempt.step = base or attempt.step
             elif "spent" in event:
-                attempt.add(event)
+                attempt.add(event, at)
+        return at
+
+    def _place(self, status: Mapping[str, Any]) -> float:
+        """The time of a status that was written after the events so far."""
+        date = seconds(status, "time")
+        return date + self.clock.back_s if date else 0.0
 
     def account(self, status: Mapping[str, Any], now: float | None = None) -> TimeAccount | None:
         """The account including the last status; up to `now` (Unix seconds) if the run goes on. None where no time was
@@ -199,10 +242,10 @@ class Book:
         attempts = [*self._attempts]
         if attempts and attempts[-1].owner == _owner(status):
             attempts[-1] = replace(attempts[-1], records=[*attempts[-1].records])
-            attempts[-1].add(status)
+            attempts[-1].add(status, self._place(status))
         if not any(attempt.records for attempt in attempts):
             return None
-        return _add_up(attempts, now)
+        return _add_up(attempts, now and now + self.clock.back_s)
 
 
 def _add_up(attempts: Sequence[_AttemptTime], now: float | None) -> TimeAccount:
@@ -254,12 +297,17 @@ RECENT_STEPS = 20  # steps over which speed and loss are smoothed
 
 @dataclass
 class AttemptProgress:
-    """One start of the run and its progress: `step` is the last step done, `last_time` that of any event. `again`: the
-    ranks restarted in place after a failure, as part of the attempt before."""
+    """One start of the run and its progress: `step` is the last step done, `last_time` the date of the last event.
+    `begun`, `now` and the times of steps are by a clock that is never set back; `set_back`: from the highest to the
+    lowest date at which it was. `again`: the ranks restarted in place after a failure, as part of the attempt
+    before."""
 
     start: Start
     step: int
     last_time: float
+    begun: float
+    now: float
+    set_back: tuple[float, float] | None = None
     first_step: int | None = None
     first_step_time: float = 0.0
     last_step_time: float = 0.0
@@ -270,7 +318,13 @@ class AttemptProgress:
     @property
     def wall_s(self) -> float:
         """Seconds from the start to the last event."""
-        return max(0.0, self.last_time - self.start.time)
+        return max(0.0, self.now - self.begun)
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """The first and the last date (Unix seconds)."""
+        high, low = self.set_back or (self.last_time, self.start.time)
+        return min(self.start.time, low), max(self.last_time, high)
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -295,25 +349,29 @@ class RunProgress:
 
     def update(self, event: Event) -> None:
         """Add one event; events of unknown names only count as a sign of life."""
-        self.book.update(event)
+        set_back = self.book.clock.set_back
+        at = self.book.update(event)
         if event["event"] == "started":
             # An attempt may end before its ranks have restarted; then the next one starts.
             last, self._restarted = self._restarted, None
             again = bool(self.attempts) and last is not None and last.get("agent") == event.get("agent")
             start = read_start(event)
-            self.attempts.append(AttemptProgress(start, start.step, start.time, again=again))
+            self.attempts.append(AttemptProgress(start, start.step, start.time, at, at, again=again))
             self._undo_after(start.step)
         elif not self.attempts:  # the event of the start was lost, or comes later
             start = read_start({"time": event.get("time")})
-            self.attempts.append(AttemptProgress(start, start.step, start.time))
+            self.attempts.append(AttemptProgress(start, start.step, start.time, at, at))
         attempt = self.attempts[-1]
-        attempt.last_time = seconds(event, "time") or attempt.last_time
+        attempt.last_time, attempt.now = seconds(event, "time") or attempt.last_time, at
+        if (found := self.book.clock.set_back) is not None and found is not set_back:
+            high, low = attempt.set_back or found
+            attempt.set_back = max(high, found[0]), min(low, found[1])
         match event["event"]:
             case "step":
                 attempt.step = whole(event, "step") or attempt.step
-                attempt.last_step_time = attempt.last_time
+                attempt.last_step_time = at
                 if attempt.first_step is None:
-                    attempt.first_step, attempt.first_step_time = attempt.step, attempt.last_time
+                    attempt.first_step, attempt.first_step_time = attempt.step, at
                 self.recent.append(event)
             case "rolled_back":
                 attempt.step, attempt.first_step = whole(event, "step") or 0, None
@@ -468,6 +526,8 @@ class RunSummary:
     data that the run skipped by itself. `best_validation` is the best by the metric `monitor`, `best_checkpoint` the
     best whose step is saved. `local_checkpoints_ignored`: the step from which two starts failed, so that the
     checkpoints on the nodes' disks were ignored. `damaged`: how many damaged samples the last attempt left out.
+    `clock_back_s`: by how much dates in the events go back; times leave that out. `events_end`: the step at which the
+    events end although status.json is of a later one; None where they are whole.
     """
 
     name: str
@@ -505,6 +565,8 @@ class RunSummary:
     best_checkpoint: ValidatedEvent | None = None
     logged: Logged | None = None
     damaged: str = ""
+    clock_back_s: float = 0.0
+    events_end: int | None = None
 
     @property
     def rate(self) -> float | None:
@@ -540,12 +602,13 @@ def summarise_progress(run: RunDir, progress: RunProgress) -> RunSummary:
     with contextlib.suppress(JobError):  # a file that cannot be read: the run reports it when it continues
         left_out = run.left_out.read()
     ignored = whole(status, "local_checkpoints_ignored")  # called tier_dropped until 2026-11
+    events_end = _find_events_end(progress, status, goes_on=state == "running")
     return RunSummary(
         name=run.path.resolve().name,
         path=run.path,
         state=state,
         reason=reason,
-        step=progress.step if start else whole(status, "step") or 0,
+        step=progress.step if start and events_end is None else whole(status, "step") or 0,
         total_steps=progress.total_steps or whole(status, "total_steps"),
         loss=progress.loss,
         smooth_loss=progress.smooth_loss,
@@ -576,7 +639,22 @@ def summarise_progress(run: RunDir, progress: RunProgress) -> RunSummary:
         local_checkpoints_ignored=ignored if ignored is not None else whole(status, "tier_dropped"),
         monitor=progress.monitor.metric,
         best_checkpoint=progress.find_best(saved),
+        clock_back_s=progress.book.clock.back_s,
+        events_end=events_end,
     )
+
+
+_BEHIND_S = 60.0
+"""While a run goes on, its events were read a moment before its status."""
+
+
+def _find_events_end(progress: RunProgress, status: Mapping[str, Any], *, goes_on: bool) -> int | None:
+    """The step at which the events end although a later status is of a later step: what followed was lost, or cannot be
+    written. None where they are whole."""
+    step, last = whole(status, "step") or 0, progress.attempts[-1].last_time if progress.attempts else 0.0
+    date = seconds(status, "time") or last
+    is_later = date >= last + _BEHIND_S if goes_on else date >= last
+    return progress.step if step > progress.step and is_later else None
 
 
 def find_runs(root: Path) -> list[RunDir]:

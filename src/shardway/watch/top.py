@@ -28,7 +28,7 @@ from textual.widgets import DataTable, Footer, RichLog, Static
 
 from shardway.errors import ShardwayError, legible
 from shardway.units import render_clock, render_count
-from shardway.watch.findings import Advice
+from shardway.watch.advice.findings import Advice
 from shardway.watch.hosts import shorten_hosts
 from shardway.watch.live import LiveRow, Sparkline
 from shardway.watch.top_hardware import CORES, METRICS, GpuNow, HardwareUse

@@ -18,8 +18,8 @@ from shardway.errors import ShardwayError, legible
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
+from shardway.watch.advice.findings import Advice
 from shardway.watch.facts import measured
-from shardway.watch.findings import Advice
 from shardway.watch.live import GrowingCurve
 from shardway.watch.progress import RunProgress, RunSummary, summarise_progress
 from shardway.watch.top_hardware import HardwareTail, HardwareUse, count_gpus

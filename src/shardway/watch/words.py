@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,6 +74,31 @@ def align_cells(rows: Sequence[Sequence[str]], *, to_the_right: bool = False) ->
     return ["  ".join(side(cell, width) for cell, width, side in line).rstrip() for line in lines]
 
 
+def pack_parts(parts: Sequence[str], width: int, indent: str = "  ") -> list[str]:
+    """Parts side by side, two spaces apart, on as many lines as a width takes; one that is longer by itself is
+    folded."""
+    lines: list[str] = []
+    for part in filter(None, parts):
+        if lines and len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines += fold_line(f"{indent}{part}", width)
+    return lines
+
+
+_LABELLED = re.compile(r"  \S.{9} {2}(?=\S)")
+"""A label of 12 characters before what is said of it."""
+
+
+def fold_line(line: str, width: int) -> list[str]:
+    """A line in several that fit a width, the later ones below its text: that of a label where it has one."""
+    indent = len(line) - len(line.lstrip())
+    below = 14 if _LABELLED.match(line) or indent >= 14 else indent + 2
+    return textwrap.wrap(
+        line, max(width, 20), subsequent_indent=" " * min(below, width // 2), break_on_hyphens=False
+    ) or [line]
+
+
 def render_loss(loss: float | None) -> str:
     """Four decimals, or four significant digits where that would hide a small loss."""
     if loss is None or not math.isfinite(loss):
@@ -92,6 +119,18 @@ def render_total(total: float | None) -> str:
 def render_time(seconds: float | None) -> str:
     """2:41, or n/a."""
     return UNKNOWN if seconds is None or not math.isfinite(seconds) else render_clock(seconds)
+
+
+def render_set_back(back_s: float) -> str:
+    """ "dates in the events go back by 1:00:00 (a clock was set): ...", or ""."""
+    if back_s <= 0:
+        return ""
+    return f"dates in the events go back by {render_time(back_s)} (a clock was set): times leave that out"
+
+
+def render_events_end(end: int | None, step: int) -> str:
+    """ "end at step 57, the status at 100: what came after is not recorded", or ""."""
+    return "" if end is None else f"end at step {end:,}, the status at {step:,}: what came after is not recorded"
 
 
 def render_size(size_bytes: float | None) -> str:

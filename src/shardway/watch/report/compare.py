@@ -16,11 +16,10 @@ from html import escape
 from typing import Any
 
 from shardway.drawing import render_document, render_section, render_table, render_text
-from shardway.rundir.events import Event
-from shardway.watch.facts import number
 from shardway.watch.report.axis import TimeAxis
 from shardway.watch.report.content import ReportContent
 from shardway.watch.report.curves import Curve, CurvePoint, Figure, thin
+from shardway.watch.report.event_log import EventLog
 from shardway.watch.report.lanes import render_curves, script_data
 from shardway.watch.report.page import render_report_style, render_script, render_setting
 from shardway.watch.words import UNKNOWN, align_cells, render_loss, render_time, render_total
@@ -55,18 +54,15 @@ class PaceRatio:
         return self.low > 1 or self.high < 1
 
 
-def list_step_times(events: Sequence[Event]) -> list[float]:
+def list_step_times(log: EventLog) -> list[float]:
     """Seconds of the steps after the warm-up of each attempt, in order."""
+    import numpy as np
+
     found: list[float] = []
-    attempt: list[float] = []
-    for event in [*events, {"event": "started"}]:
-        if event["event"] == "started":
-            found += attempt[min(WARM_UP, len(attempt) // 5) :]
-            attempt = []
-        elif event["event"] == "step":
-            took = number(event, "seconds")
-            if took is not None and math.isfinite(took) and took > 0:
-                attempt.append(took)
+    took, attempts = log.column("seconds"), log.list_parts("started")
+    for attempt in np.unique(attempts):
+        sound = took[(attempts == attempt) & np.isfinite(took) & (took > 0)]
+        found += sound[min(WARM_UP, len(sound) // 5) :].tolist()
     return found
 
 
@@ -160,7 +156,7 @@ class Comparison:
 
 def compare(contents: Sequence[ReportContent]) -> Comparison:
     """Compare runs with the first of them."""
-    times = [list_step_times(content.events) for content in contents]
+    times = [list_step_times(content.log) for content in contents]
     ratios: list[PaceRatio | None] = [None, *(find_ratio(times[0], each) for each in times[1:])]
     return Comparison(contents, _name(contents), _find_keys(contents), [find_pace(each) for each in times], ratios)
 

@@ -20,14 +20,16 @@ from typing import Any
 from shardway.errors import JobError
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
-from shardway.rundir.events import Event, drop_undone
+from shardway.rundir.events import Event
 from shardway.telemetry.store import HostTelemetry, read_telemetry
-from shardway.watch.advice import advise, judge_gpus
-from shardway.watch.findings import Advice
+from shardway.watch.advice.advise import advise, judge_gpus
+from shardway.watch.advice.events import FoldedEvents
+from shardway.watch.advice.findings import Advice
 from shardway.watch.hosts import order_of_host, shorten_hosts
-from shardway.watch.progress import RunProgress, RunSummary, fold_events, summarise_progress
+from shardway.watch.progress import RunProgress, RunSummary, summarise_progress
 from shardway.watch.report.axis import TimeAxis, make_axis
 from shardway.watch.report.curves import Figure, Mark, find_marks, make_figures
+from shardway.watch.report.event_log import EventLog
 from shardway.watch.report.hardware import (
     CoreTotals,
     GpuTotals,
@@ -42,7 +44,16 @@ from shardway.watch.report.hardware import (
 from shardway.watch.report.lanes import render_value
 from shardway.watch.report.predicted import Predicted, predict
 from shardway.watch.report.ranks import RankTimes, find_rank_times
-from shardway.watch.words import one_line, render_account, render_plural, render_share, render_time, render_total
+from shardway.watch.words import (
+    one_line,
+    render_account,
+    render_events_end,
+    render_plural,
+    render_set_back,
+    render_share,
+    render_time,
+    render_total,
+)
 
 # --- attempts as jobs, of any command
 
@@ -65,7 +76,9 @@ class JobAttempt:
 
     @property
     def wall_s(self) -> float | None:
-        return max(0.0, self.ended - self.started) if self.started and self.ended else None
+        if not self.started or not self.ended or self.ended < self.started:  # a clock was set back
+            return None
+        return self.ended - self.started
 
 
 def read_jobs(run: RunDir) -> list[JobAttempt]:
@@ -167,7 +180,7 @@ class ReportContent:
     run: RunDir
     progress: RunProgress
     summary: RunSummary
-    events: Sequence[Event]
+    log: EventLog
     axis: TimeAxis | None
     figures: list[Figure]
     marks: list[Mark]
@@ -193,7 +206,7 @@ class ReportContent:
     @property
     def restarts(self) -> list[Event]:
         """The events of ranks that started again within an attempt."""
-        return [event for event in self.events if event["event"] == "restarted"]
+        return [event for event in self.log.others if event["event"] == "restarted"]
 
     @property
     def wall_s(self) -> float:
@@ -292,8 +305,11 @@ def _finite(value: Any) -> Any:
 
 def gather(run: RunDir) -> ReportContent:
     """Read everything. Raises JobError where status.json is damaged or the folder does not answer."""
-    written = list(run.all_events())
-    progress = fold_events(written)
+    log, folded = EventLog(), FoldedEvents()
+    for event in run.all_events():
+        log.add(event)
+        folded.update(event)
+    progress = folded.progress
     summary = summarise_progress(run, progress)
     jobs = read_jobs(run)
     if jobs and not progress.attempts and summary.state == "new":  # a command, or a job that has not begun
@@ -306,10 +322,10 @@ def gather(run: RunDir) -> ReportContent:
         run=run,
         progress=progress,
         summary=summary,
-        events=written,
+        log=log,
         axis=axis,
-        figures=make_figures(written, progress),
-        marks=find_marks(written, progress),
+        figures=make_figures(log, progress),
+        marks=find_marks(log.others, progress),
         panels=panels,
         still=still,
         gpus=total_gpus(hosts, judge_gpus(hosts)),
@@ -317,17 +333,17 @@ def gather(run: RunDir) -> ReportContent:
         nodes=shorten_hosts(host.host for host in hosts),
         traffic=total_traffic(hosts),
         missing=list_missing(hosts),
-        advice=advise(run, hosts, written),
+        advice=advise(run, hosts, folded),
         jobs=jobs,
-        ranks=find_rank_times(run, hosts, written, progress),
+        ranks=find_rank_times(run, hosts, log, progress),
         settings=read_settings(run),
-        predicted=predict(run, progress.attempts, drop_undone(iter(written))),
+        predicted=predict(run, progress.attempts, log),
         tail=read_output_tail(run),
     )
 
 
 def _find_spans(progress: RunProgress, jobs: Sequence[JobAttempt]) -> list[tuple[float, float]]:
-    spans = [(attempt.start.time, attempt.last_time) for attempt in progress.attempts]
+    spans = [attempt.span for attempt in progress.attempts]
     return spans + [(job.started, job.ended) for job in jobs if job.started and job.ended]
 
 
@@ -455,6 +471,10 @@ CROWDED = 1.3  # tasks a core, on average, from which it is said that tasks wait
 
 def _describe_work(content: ReportContent) -> list[tuple[Mood, str]]:
     summary, found = content.summary, list[tuple[Mood, str]]()
+    if words := render_events_end(summary.events_end, summary.step):
+        found.append(("unsure", f"The events {words}."))
+    if words := render_set_back(summary.clock_back_s):
+        found.append(("unsure", f"{words[0].upper()}{words[1:]}, and figures show that time twice."))
     if content.restarts:
         why = one_line(str(content.restarts[-1].get("reason", ""))).rstrip(".")
         count = len(content.restarts)

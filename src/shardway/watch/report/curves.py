@@ -10,16 +10,16 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from shardway.drawing import colour_of
 from shardway.rundir.events import Event
-from shardway.watch.facts import measured, number, read_logged, read_validation, seconds, whole
+from shardway.watch.facts import read_logged, read_validation, seconds, whole
 from shardway.watch.progress import RunProgress
 from shardway.watch.report.axis import TimeAxis
+from shardway.watch.report.event_log import EventLog, StepSeries
 from shardway.watch.words import render_unit
 
 POINTS = 1000  # maximum points of one curve
@@ -75,24 +75,24 @@ class Mark:
     words: str = ""
 
 
-def make_figures(events: Sequence[Event], progress: RunProgress) -> list[Figure]:
+def make_figures(log: EventLog, progress: RunProgress) -> list[Figure]:
     """Every figure that the events, as written, have data for, with one for each name that a script has logged or
     returned from a validation."""
-    unit = render_unit(progress.start)
+    unit, events = render_unit(progress.start), log.others
     validations = [(read_validation(event), _time(event)) for event in events if event["event"] == "validation"]
 
     def checked(pick: Callable[[Any], float | None]) -> list[Curve]:
         points = [CurvePoint(each.step, value, at) for each, at in validations if (value := pick(each)) is not None]
         return [Curve("validation", "validation", tuple(thin(points, FEW_POINTS)), dotted=True)] if points else []
 
-    loss = _step_curves(events, "loss", "train", "train") + checked(lambda each: each.loss)
-    speed = _step_curves(events, unit.replace("/", "_per_"), unit, "speed")
-    norm = _step_curves(events, "grad_norm", "gradient norm", "gradients")
-    rate = _step_curves(events, "lr", "learning rate", "learning rate", smoothed=False)
+    loss = _step_curves(log, "loss", "train", "train") + checked(lambda each: each.loss)
+    speed = _step_curves(log, unit.replace("/", "_per_"), unit, "speed")
+    norm = _step_curves(log, "grad_norm", "gradient norm", "gradients")
+    rate = _step_curves(log, "lr", "learning rate", "learning rate", smoothed=False)
     figures = [
         Figure("loss", "Loss", tuple(loss), log=True),
         Figure("speed", "Throughput", tuple(speed), unit, zero=True),
-        Figure("wait", "Waiting between steps", tuple(_waits(events)), "% of wall time", zero=True),
+        Figure("wait", "Waiting between steps", tuple(_waits(log, progress)), "% of wall time", zero=True),
         Figure("bits", "Bits per byte", tuple(checked(lambda each: each.bits_per_byte))),
         Figure("accuracy", "Accuracy", tuple(checked(lambda each: _percent(each.accuracy))), "%"),
         Figure("grad", "Gradient norm", tuple(norm), log=True, is_main=False),
@@ -139,117 +139,110 @@ def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 
-def _step_curves(events: Sequence[Event], key: str, name: str, concept: str, *, smoothed: bool = True) -> list[Curve]:
+def _step_curves(log: EventLog, key: str, name: str, concept: str, *, smoothed: bool = True) -> list[Curve]:
     """The values under `key` (a null is a gap, an absent key no point); if `smoothed`, drawn faintly behind their mean
     where there are enough of them."""
-    runs = list(_split_attempts(events, key))  # attempts one by one, so that no mean reaches over a gap
+    import numpy as np
+
+    runs = log.list_series(key)  # one by one, so that no mean reaches over a gap
     count = sum(map(len, runs))
-    if not any(math.isfinite(point.value) for points in runs for point in points):
+    if not any(np.isfinite(series.value).any() for series in runs):
         return []
     raw = Curve(name, concept, _join(runs, POINTS))
     half_window = min(100, count // 100)
     if not smoothed or half_window == 0:
         return [raw]
-    means = [smooth(points, half_window) for points in runs]
+    means = [smooth(series, half_window) for series in runs]
     mean = Curve(f"mean of {2 * half_window + 1} steps", concept, _join(means, FEW_POINTS))
     return [Curve(raw.name, concept, raw.points, faint=True), mean]
 
 
-def _split_attempts(events: Sequence[Event], key: str) -> Iterator[list[CurvePoint]]:
-    points: list[CurvePoint] = []
-    for event in events:
-        if event["event"] in ("started", "rolled_back") and points:
-            yield points
-            points = []
-        elif event["event"] == "step" and key in event and (step := whole(event, "step")) is not None:
-            points.append(CurvePoint(step, measured(event, key), _time(event)))
-    if points:
-        yield points
-
-
-def _join(runs: Sequence[Sequence[CurvePoint]], limit: int) -> tuple[CurvePoint, ...]:
-    """Attempts as one line of about `limit` points, each thinned by itself so that the gaps between them stay."""
+def _join(runs: Sequence[StepSeries], limit: int) -> tuple[CurvePoint, ...]:
+    """Parts as one line of about `limit` points, each thinned by itself so that the gaps between them stay."""
     count = max(1, sum(map(len, runs)))
     joined: list[CurvePoint] = []
-    for points in filter(None, runs):
+    for series in filter(len, runs):
         if joined:
-            joined.append(CurvePoint(points[0].step, math.nan, points[0].time))
-        joined += thin(points, max(2, 2 * round(limit * len(points) / count / 2)))
+            joined.append(CurvePoint(int(series.step[0]), math.nan, float(series.time[0])))
+        joined += _list_points(series, max(2, 2 * round(limit * len(series) / count / 2)))
     return tuple(joined if len(joined) <= 2 * limit else thin(joined, limit))
+
+
+def _list_points(series: StepSeries, limit: int) -> list[CurvePoint]:
+    """A series, thinned."""
+    some = series.select(_choose(series.value, limit))
+    columns = some.step.tolist(), some.value.tolist(), some.time.tolist()
+    return [CurvePoint(int(step), value, time) for step, value, time in zip(*columns, strict=True)]
 
 
 _LEAST_WAIT_S = 1.0
 
 
-def _waits(events: Sequence[Event]) -> list[Curve]:
+def _waits(log: EventLog, progress: RunProgress) -> list[Curve]:
     """Of each stretch of wall time the share between steps, without saves and validations: waiting for data, recording,
     a script's own work."""
     shares, joined = list[CurvePoint](), list[CurvePoint]()
-    total = _last_time(events) - _first_time(events)
+    total = sum(attempt.wall_s for attempt in progress.attempts)
     least = max(_LEAST_WAIT_S, total / FEW_POINTS)
     begun: float | None = None
     busy = known = 0.0
-    for event in events:
-        at = _time(event)
-        match event["event"]:
-            case "started" | "rolled_back":
-                begun, busy, known = None, 0.0, 0.0
-                if shares:
-                    joined += [*shares, CurvePoint(whole(event, "step") or 0, math.nan, at)]
-                shares = []
-            case "saved" | "validation":
-                known += max(0.0, seconds(event, "seconds") or 0.0)
-            case "step":
-                took = number(event, "seconds")
-                if begun is None or took is None or not math.isfinite(took):
-                    begun, busy, known = at, 0.0, 0.0
-                    continue
-                busy += max(0.0, took)
-                passed = at - begun - known
-                if at - begun >= least and passed > 0:
-                    share = 100 * min(1.0, max(0.0, 1 - busy / passed))
-                    shares.append(CurvePoint(whole(event, "step") or 0, share, at))
-                    begun, busy, known = at, 0.0, 0.0
+    for before, number, at, took in log.walk():
+        for event in before:
+            match event["event"]:
+                case "started" | "rolled_back":
+                    begun, busy, known = None, 0.0, 0.0
+                    if shares:
+                        joined += [*shares, CurvePoint(whole(event, "step") or 0, math.nan, _time(event))]
+                    shares = []
+                case "saved" | "validation":
+                    known += max(0.0, seconds(event, "seconds") or 0.0)
+        if begun is None or at < begun or not math.isfinite(took):
+            begun, busy, known = at, 0.0, 0.0
+            continue
+        busy += max(0.0, took)
+        passed = at - begun - known
+        if at - begun >= least and passed > 0:
+            share = 100 * min(1.0, max(0.0, 1 - busy / passed))
+            shares.append(CurvePoint(int(number) if math.isfinite(number) else 0, share, at))
+            begun, busy, known = at, 0.0, 0.0
     joined += shares
     return [Curve("waiting for data, and a script's own work", "data", tuple(joined))] if joined else []
-
-
-def _first_time(events: Sequence[Event]) -> float:
-    return next((at for event in events if (at := _time(event)) > 0), 0.0)
-
-
-def _last_time(events: Sequence[Event]) -> float:
-    return next((at for event in reversed(events) if (at := _time(event)) > 0), 0.0)
 
 
 def thin(points: Sequence[CurvePoint], limit: int) -> list[CurvePoint]:
     """At most `limit` + 2 points (limit even): first, last, and the extremes of limit/2 buckets. A bucket without a
     finite value leaves one NaN, so that a gap stays a gap."""
-    if len(points) <= limit:
-        return list(points)
-    kept: list[int] = []
-    parts = limit // 2
+    import numpy as np
+
+    return [points[place] for place in _choose(np.array([point.value for point in points]), limit)]
+
+
+def _choose(values: Any, limit: int) -> list[int]:
+    """The places of what `thin` keeps."""
+    import numpy as np
+
+    count, parts, kept = len(values), limit // 2, list[int]()
+    if count <= limit:
+        return list(range(count))
+    finite = np.isfinite(values)
+    low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
     for part in range(parts):
-        bucket = range(len(points) * part // parts, len(points) * (part + 1) // parts)
-        finite = [at for at in bucket if math.isfinite(points[at].value)]
-        extremes = {pick(finite, key=lambda at: points[at].value) for pick in (min, max)} if finite else ()
-        kept += sorted(extremes) or [bucket[0]]
-    first = [0] if kept[0] != 0 else []
-    last = [len(points) - 1] if kept[-1] != len(points) - 1 else []
-    return [points[at] for at in (*first, *kept, *last)]
+        first, last = count * part // parts, count * (part + 1) // parts
+        extremes = {first + int(low[first:last].argmin()), first + int(high[first:last].argmax())}
+        kept += sorted(extremes) if finite[first:last].any() else [first]
+    return [*([0] if kept[0] != 0 else []), *kept, *([count - 1] if kept[-1] != count - 1 else [])]
 
 
-def smooth(points: Sequence[CurvePoint], half_window: int) -> list[CurvePoint]:
-    """At each finite point the mean of it and of `half_window` finite points on either side. Near the ends both sides
-    shrink equally, so that the mean does not lag behind a slope. Points that are not finite are left out."""
-    finite = [point for point in points if math.isfinite(point.value)]
-    sums = list(accumulate((point.value for point in finite), initial=0.0))
-    means = []
-    for index, point in enumerate(finite):
-        reach = min(half_window, index, len(finite) - 1 - index)
-        mean = (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
-        means.append(CurvePoint(point.step, mean, point.time))
-    return means
+def smooth(series: StepSeries, half_window: int) -> StepSeries:
+    """At each finite value the mean of it and of `half_window` finite ones on either side. Near the ends both sides
+    shrink equally, so that the mean does not lag behind a slope. Values that are not finite are left out."""
+    import numpy as np
+
+    finite = series.select(np.isfinite(series.value))
+    sums = np.concatenate([[0.0], np.cumsum(finite.value)])
+    at = np.arange(len(finite))
+    reach = np.minimum(half_window, np.minimum(at, at[::-1]))
+    return StepSeries(finite.step, (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1), finite.time)
 
 
 def place_points(curve: Curve, axis: TimeAxis) -> list[float]:

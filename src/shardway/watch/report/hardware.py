@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardway.telemetry.store import DeviceInfo, HostTelemetry
-from shardway.watch.evidence import find_rise, mean, quantile
+from shardway.watch.advice.evidence import find_rise, mean, quantile
 from shardway.watch.hosts import shorten_hosts
 from shardway.watch.report.axis import TimeAxis
 from shardway.watch.report.ranks import is_waiting
 
 if TYPE_CHECKING:
-    from shardway.watch.findings import GpuVerdict
+    from shardway.watch.advice.findings import GpuVerdict
 
 BINS = 480  # maximum bins of a colour map over time
 CELLS = 40_000  # maximum cells of one colour map
@@ -364,8 +364,9 @@ COUNTER, INTEGRAL = "the device's energy counter", "power integrated over the sa
 @dataclass(frozen=True)
 class GpuTotals:
     """One accelerator over all samples of all starts; None where it was not sampled. `energy_from` states how the
-    energy was found. `sampled_s`: seconds that samples stand for. `verdict`: as `shardway.watch.findings.GpuVerdict`,
-    of the newest start: `start` of `starts`; "unknown" and None where it had no part in it."""
+    energy was found. `sampled_s`: seconds that samples stand for. `verdict`: that of a
+    `shardway.watch.advice.findings.GpuVerdict`, of the newest start: `start` of `starts`; "unknown" and None where it
+    had no part in it."""
 
     host: str
     index: int

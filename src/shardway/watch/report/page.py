@@ -20,7 +20,7 @@ from typing import Any
 from shardway.drawing import colour_of, read_beside, render_document, render_table, render_tiles
 from shardway.rundir.directory import RunDir
 from shardway.units import render_clock
-from shardway.watch.facts import measured, number
+from shardway.watch.facts import number
 from shardway.watch.progress import RunSummary, TimeAccount
 from shardway.watch.report.content import ReportContent, describe, gather
 from shardway.watch.report.hardware import GROUPS
@@ -221,11 +221,12 @@ def _advice(content: ReportContent) -> str:
 
 def _timeline(content: ReportContent) -> str:
     axis = content.axis
-    has_steps = any(event["event"] == "step" for event in content.events)
-    none = "" if has_steps or content.is_foreign else '<p class="soft">No step has been recorded yet.</p>'
+    import numpy as np
+
+    none = "" if content.log.steps or content.is_foreign else '<p class="soft">No step has been recorded yet.</p>'
     if axis is None or not (content.figures or content.panels):
         return f"<h2>Over time</h2>{none}" if none else ""
-    count = sum(1 for each in content.events if each["event"] == "step" and not math.isfinite(measured(each, "loss")))
+    count = int((~np.isfinite(content.log.column("loss"))).sum())
     broken = f"<p>The loss of {render_plural(count, 'step')} was not a finite number: a gap.</p>" if count else ""
     curves = [(figure.is_main, render_curves(figure, axis, content.marks)) for figure in content.figures]
     lanes = render_events(axis, content.marks) + _group("Training", curves)

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from shardway.errors import ShardwayError
 from shardway.rundir.directory import RunDir
-from shardway.rundir.events import Event
 from shardway.runfile.schema import RunFile
 from shardway.watch.progress import AttemptProgress
+from shardway.watch.report.event_log import EventLog
 
 FEWEST_STEPS = 10  # with fewer steps in an attempt a median means little: the first steps compile and warm up
 
@@ -48,13 +48,11 @@ class Predicted:
         return {**asdict(self), "measured_mfu": self.measured_mfu, "held": self.held}
 
 
-def predict(run: RunDir, attempts: Sequence[AttemptProgress], events: Sequence[Event]) -> Predicted | None:
+def predict(run: RunDir, attempts: Sequence[AttemptProgress], log: EventLog) -> Predicted | None:
     """For the last attempt, in steps without the first ones; None on a CPU, where no site names accelerators, and for
     a model without a plan."""
-    starts = [number for number, event in enumerate(events) if event.get("event") == "started"]
-    steps = [event for event in events[starts[-1] if starts else 0 :] if event.get("event") == "step"]
-    rates = [event.get("samples_per_s") for event in steps]
-    sound = [float(each) for each in rates if isinstance(each, int | float) and math.isfinite(each) and each > 0]
+    rates = log.column("samples_per_s")[log.find_valid()].tolist()
+    sound = [each for each in rates if math.isfinite(each) and each > 0]
     if not attempts or attempts[-1].start.device.startswith("cpu") or len(sound) < FEWEST_STEPS:
         return None
     from shardway.plan.case import machine_of_site

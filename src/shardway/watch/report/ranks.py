@@ -26,6 +26,7 @@ from shardway.telemetry.activity import Activity
 from shardway.telemetry.store import HostTelemetry
 from shardway.watch.facts import number
 from shardway.watch.progress import RunProgress
+from shardway.watch.report.event_log import EventLog
 
 FEWEST_LOOKS = 30
 MUCH_LATER = 0.1
@@ -83,11 +84,9 @@ class RankTimes:
         return median([share for rank in self.ranks if (share := rank.outside_share) is not None] or [0.0])
 
 
-def find_rank_times(
-    run: RunDir, hosts: Sequence[HostTelemetry], events: Sequence[Event], progress: RunProgress
-) -> RankTimes:
+def find_rank_times(run: RunDir, hosts: Sequence[HostTelemetry], log: EventLog, progress: RunProgress) -> RankTimes:
     """The ranks of a run by heartbeats in its telemetry, and by events."""
-    steps = [took for event in events if event["event"] == "step" and (took := _seconds(event)) is not None]
+    steps = [took for took in log.column("seconds").tolist() if math.isfinite(took)]
     known = _count_looks(hosts)
     paces = _read_paces(run)
     first = known.get(0)
@@ -134,9 +133,10 @@ def _count_looks(hosts: Sequence[HostTelemetry]) -> dict[int, tuple[str, dict[in
 
     found: dict[int, tuple[str, dict[int, int]]] = {}
     for host in sorted(hosts, key=lambda each: float(each.times[-1])):
-        for name, values in host.series.items():
+        for name in host.series:
             if (match := re.fullmatch(r"rank/(\d+)/activity", name)) is None:
                 continue
+            values = host.series[name]
             numbers, counts = np.unique(values[np.isfinite(values)].astype(int), return_counts=True)
             rank = int(match[1])
             before = found.get(rank, ("", {}))[1]

@@ -19,7 +19,7 @@ import numpy as np
 
 from shardway.errors import UserError, list_some
 from shardway.hardware.catalogue import Accelerator, find_accelerator, load_accelerators
-from shardway.watch.findings import Advice
+from shardway.watch.advice.findings import Advice
 from shardway.watch.trace.collectives import CollectiveCall, list_collectives, measure_arrival
 from shardway.watch.trace.columns import Trace
 from shardway.watch.trace.operators import Operator, list_operators

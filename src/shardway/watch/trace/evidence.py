@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardway.hardware.catalogue import Accelerator
-from shardway.watch.findings import Advice
+from shardway.watch.advice.findings import Advice
 from shardway.watch.trace.operators import Operator
 from shardway.watch.trace.timeline import Breakdown, Timeline
 

@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 from shardway.hardware.catalogue import Accelerator
-from shardway.watch.findings import Advice
+from shardway.watch.advice.findings import Advice
 from shardway.watch.trace.evidence import Rule, TraceEvidence
 from shardway.watch.trace.operators import Operator
 from shardway.watch.trace.quality import CaptureFault

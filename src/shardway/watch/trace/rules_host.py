@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from shardway.watch.findings import Advice
+from shardway.watch.advice.findings import Advice
 from shardway.watch.trace import intervals
 from shardway.watch.trace.columns import ANNOTATION, KERNEL, OP
 from shardway.watch.trace.evidence import TraceEvidence

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from shardway.watch.findings import Advice
+from shardway.watch.advice.findings import Advice
 from shardway.watch.trace.evidence import TraceEvidence
 from shardway.watch.trace.operators import Operator
 

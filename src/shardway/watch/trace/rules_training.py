@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shardway.watch.findings import Advice
+from shardway.watch.advice.findings import Advice
 from shardway.watch.trace import intervals
 from shardway.watch.trace.columns import ANNOTATION, OP
 from shardway.watch.trace.evidence import PROBLEM, TraceEvidence

@@ -75,6 +75,8 @@ MOST_WAITING = 10_000  # events that may wait for a slow tracker; what comes the
 END_S = 15.0  # how long the end of a run waits for its trackers
 _ENDS = ("finished", "stopped", "fault")
 _TAKEN = frozenset(("started", "rolled_back", "step", "validation", "logged", *_ENDS))
+HARDWARE = "hardware"
+"""Samples of the hardware are sent as HARDWARE/<host>/<series>."""
 _NOT_TRACKED = ("event", "time", "step", "position", "samples", "ids", "losses", "skipped")
 
 

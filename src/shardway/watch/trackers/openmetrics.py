@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardway.places import expand_place
-from shardway.watch.trackers.base import Tracker
+from shardway.watch.trackers.base import HARDWARE, Tracker
 
 NAME = "metrics.prom"  # the file in the run directory, where the settings name no folder
 
@@ -60,17 +60,28 @@ class OpenMetricsFile(Tracker):
 
 
 def render_metrics(run: str, step: int, values: Mapping[str, float], *, running: bool) -> str:
-    """The text of the file."""
-    families: dict[str, list[tuple[str, float]]] = {"step": [("", step)], "running": [("", int(running))]}
+    """The text of the file. What a series of the hardware is of stands in labels: its host, and its device as gpu="0",
+    core="3", rank="7", net="eth0"; other values keep their name in a label, since a metric's name has fewer letters."""
+    families: dict[str, dict[str, float]] = {"step": {"": step}, "running": {"": int(running)}}
     for name, value in sorted(values.items()):
-        families.setdefault(_family(name), []).append((name, value))
+        family, labels = _split(name)
+        families.setdefault(family, {})["".join(f',{key}="{_escape(text)}"' for key, text in labels.items())] = value
     lines = []
     for family, samples in families.items():
         lines += [f"# HELP shardway_{family} The newest value of a run.", f"# TYPE shardway_{family} gauge"]
-        for name, value in samples:
-            labels = f'run="{_escape(run)}"' + (f',name="{_escape(name)}"' if name else "")
-            lines.append(f"shardway_{family}{{{labels}}} {_render(value)}")
+        lines += [f'shardway_{family}{{run="{_escape(run)}"{more}}} {_render(each)}' for more, each in samples.items()]
     return "\n".join((*lines, "# EOF", ""))
+
+
+def _split(name: str) -> tuple[str, dict[str, str]]:
+    """The family that a value belongs to, and its labels: "hardware/n1/gpu/0/use_percent" is hardware_gpu_use_percent
+    with host and gpu."""
+    start, *parts = name.split("/")
+    if start == HARDWARE and 3 <= len(parts) <= 4:
+        host, kind, *device, quantity = parts
+        if kind.isascii() and kind.isidentifier() and kind not in ("run", "host"):  # as those of the sampler are
+            return _family(f"{start}_{kind}_{quantity}"), {"host": host, **({kind: device[0]} if device else {})}
+    return _family(name), {"name": name}
 
 
 def _family(name: str) -> str:

@@ -18,7 +18,7 @@ from shardway.errors import JobError, UserError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event, drop_undone
 from shardway.telemetry.store import read_telemetry
-from shardway.watch.trackers.base import Tracker, hand_over, make_trackers
+from shardway.watch.trackers.base import HARDWARE, Tracker, hand_over, make_trackers
 
 WINDOW_S = 60.0  # samples of the hardware are sent as their means over at least so long
 MOST_WINDOWS = 500  # of a host; a longer run has longer windows
@@ -112,19 +112,24 @@ def _windows(run: RunDir, events: Sequence[Event], after: float) -> Iterator[tup
         first, last = float(host.times[0]), float(host.times[-1])
         length = max(WINDOW_S, (last - first) / MOST_WINDOWS)
         numbers = ((host.times - first) // length).astype(int)
-        for number in np.unique(numbers):
-            inside = numbers == number
-            end = float(host.times[inside][-1])
+        ends: dict[int, float] = {}
+        places: dict[int, slice] = {}
+        for number in np.unique(numbers).tolist():
+            places[number] = slice(*np.searchsorted(numbers, [number, number + 1]).tolist())
+            end = float(host.times[places[number]][-1])
             is_open = number == numbers[-1] and last - first < (number + 1) * length - length / 2 and number > 0
-            if end <= after or is_open:
-                continue
-            values = {}
-            for name, series in host.series.items():
-                kept = series[inside]
+            if end > after and not is_open:
+                ends[number] = end
+        values: dict[int, dict[str, float]] = {number: {} for number in ends}
+        for name in (name for name in host.series if not name.startswith("core/")):
+            series = host.series[name]
+            for number, means in values.items():
+                kept = series[places[number]]
                 kept = kept[np.isfinite(kept)]
-                if len(kept) and not name.startswith("core/"):
-                    values[f"hardware/{host.host}/{name}"] = float(kept.mean())
+                if len(kept):
+                    means[f"{HARDWARE}/{host.host}/{name}"] = float(kept.mean())
+        for number, end in ends.items():
             at = bisect.bisect_right(times, end)
-            if values:
-                found.append((end, steps[at - 1][1] if at else 0, values))
+            if values[number]:
+                found.append((end, steps[at - 1][1] if at else 0, values[number]))
     yield from sorted(found, key=lambda each: each[0])

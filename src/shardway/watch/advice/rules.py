@@ -18,8 +18,8 @@ from typing import Any
 from shardway.rundir.attempts import Ending
 from shardway.telemetry.store import NodeInfo
 from shardway.units import render_clock
-from shardway.watch.evidence import Evidence, GpuEvidence, HostEvidence, mean, quantile, share, spread
-from shardway.watch.findings import Advice
+from shardway.watch.advice.evidence import Evidence, GpuEvidence, HostEvidence, mean, quantile, share, spread
+from shardway.watch.advice.findings import Advice
 from shardway.watch.words import render_size
 
 # --- thresholds, each with its source

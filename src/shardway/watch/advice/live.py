@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 from shardway.rundir.directory import RunDir
 from shardway.telemetry.store import read_telemetry
-from shardway.watch.advice import advise
-from shardway.watch.advice_events import FoldedEvents
-from shardway.watch.findings import Advice
+from shardway.watch.advice.advise import advise
+from shardway.watch.advice.events import FoldedEvents
+from shardway.watch.advice.findings import Advice
 
 EVERY_S = 60.0  # between two looks
 WINDOW_S = 1800.0  # of samples that are judged

@@ -15,18 +15,8 @@ from collections.abc import Iterable, Sequence
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.telemetry.store import HostTelemetry
-from shardway.watch.advice_events import FoldedEvents
-from shardway.watch.advice_rules import (
-    ADVICE_RULES,
-    FULL_USE,
-    HOT_SHARE,
-    LOW_USE,
-    MEMORY_BOUND,
-    STARVED_SM,
-    THROTTLE,
-    WAITING_POWER,
-)
-from shardway.watch.evidence import (
+from shardway.watch.advice.events import FoldedEvents
+from shardway.watch.advice.evidence import (
     Evidence,
     GpuEvidence,
     HostEvidence,
@@ -38,7 +28,17 @@ from shardway.watch.evidence import (
     share,
     view_hosts,
 )
-from shardway.watch.findings import Advice, GpuVerdict
+from shardway.watch.advice.findings import Advice, GpuVerdict
+from shardway.watch.advice.rules import (
+    ADVICE_RULES,
+    FULL_USE,
+    HOT_SHARE,
+    LOW_USE,
+    MEMORY_BOUND,
+    STARVED_SM,
+    THROTTLE,
+    WAITING_POWER,
+)
 
 
 def advise(

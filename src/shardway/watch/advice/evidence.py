@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from shardway.rundir.attempts import Attempt, Result, Submission
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.telemetry.store import DeviceInfo, HostTelemetry, NodeInfo, read_telemetry
-from shardway.watch.advice_events import Break, FoldedEvents, StepEvidence, fold
+from shardway.watch.advice.events import Break, FoldedEvents, StepEvidence, fold
 from shardway.watch.facts import number
 from shardway.watch.progress import RunProgress, TimeAccount
 
@@ -178,7 +178,7 @@ class HostEvidence:
 
     def total(self, start: str, end: str) -> float | None:
         """The mean of the sum of all series whose names begin and end so; None where there is none."""
-        found = [mean(values[self.steady]) for name, values in self.series.items() if _between(name, start, end)]
+        found = [mean(self.get(name)) for name in self.series if _between(name, start, end)]
         known = [each for each in found if each is not None]
         return sum(known) if known else None
 
@@ -186,7 +186,7 @@ class HostEvidence:
     def core_use(self) -> list[float]:
         """Mean use of each allowed core, the busiest first."""
         names = (name for name in self.series if _between(name, "core/", "/use_percent"))
-        found = (mean(self.series[name][self.steady]) for name in names)
+        found = (mean(self.get(name)) for name in names)
         return sorted((each for each in found if each is not None), reverse=True)
 
 
@@ -425,6 +425,29 @@ def view_hosts(
 Cut = tuple[NodeInfo, Any, Mapping[str, Any]]
 
 
+class _SeriesPart(Mapping[str, Any]):
+    """Some samples of series, by a mask or a slice, and of those the ones whose names begin so. Nothing is copied until
+    a series is looked at."""
+
+    def __init__(self, series: Mapping[str, Any], inside: Any, start: str = "") -> None:
+        self._series, self._inside, self._start = series, inside, start
+        self._names = dict.fromkeys(name.removeprefix(start) for name in series if name.startswith(start))
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._series[f"{self._start}{name}"][self._inside]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def list_starts(telemetry: Iterable[HostTelemetry]) -> list[list[float]]:
     """The starts of a run's samplers, the newest first: when those of each began on their hosts (Unix seconds)."""
     groups: list[list[float]] = []
@@ -447,8 +470,7 @@ def _cut_to_start(telemetry: Sequence[HostTelemetry]) -> list[Cut]:
             info = next((each for each in reversed(host.infos) if each.started in group), None)
             inside = (host.times >= begin - 1) & (host.times < until)
             if info is not None and inside.any():
-                series = {name: values[inside] for name, values in host.series.items()}
-                chosen.append((info, host.times[inside], series))
+                chosen.append((info, host.times[inside], _SeriesPart(host.series, inside)))
         if max((len(times) for _, times, _ in chosen), default=0) >= FEWEST_SAMPLES:
             return chosen
         found, until = found or chosen, begin - 1
@@ -474,7 +496,7 @@ def _find_use(times: Any, series: Mapping[str, Any]) -> Break | None:
     """The first and the last time at which some accelerator's use, smoothed over half a minute, is lasting."""
     import numpy as np
 
-    uses = [values for name, values in series.items() if _between(name, "gpu/", "/use_percent")]
+    uses = [series[name] for name in series if _between(name, "gpu/", "/use_percent")]
     if not uses or len(times) < 3:
         return None
     top = np.nan_to_num(np.nanmax(np.where(np.isfinite(uses), uses, -1.0), axis=0)).clip(0)
@@ -504,7 +526,6 @@ def _view_host(
         steady = warm
     gpus = []
     for device in info.devices:
-        start = f"gpu/{device.index}/"
-        own = {name.removeprefix(start): values for name, values in series.items() if name.startswith(start)}
+        own = _SeriesPart(series, slice(None), f"gpu/{device.index}/")
         gpus.append(GpuEvidence(info.host, device, find_accelerator(device.name), own, warm, steady))
     return HostEvidence(info, times, series, warm, steady, tuple(gpus))
