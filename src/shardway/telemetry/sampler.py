@@ -49,7 +49,7 @@ HANGS_S = 10.0
 GIVE_UP_S = 600.0
 """After so long in which nothing could be written it ends."""
 PROCESSES_EACH, PROCESSES_S = 5, 5.0
-"""Processes are read with each so many-th sample, but every so many seconds where samples are seldom."""
+"""Processes are read with each so many-th sample, and at least so often (seconds), or with each sample."""
 MOST_SHARE = 0.8
 """How much of an interval may pass until devices have answered."""
 
@@ -97,7 +97,7 @@ class NodeSampler:
 
     def __init__(self, options: SamplerOptions) -> None:
         self._options = options
-        each = min(PROCESSES_EACH, round(PROCESSES_S / options.every_s))
+        each = min(PROCESSES_EACH, int(PROCESSES_S / options.every_s))
         self.host = HostReader(options.top, options.marker, options.job, leave_out=(os.getpid(),), processes_each=each)
         self._ranks = RankReader(*options.ranks)
         self._devices = DeviceThread(os.environ)
@@ -254,8 +254,10 @@ class _Watch:
             return False
         try:
             os.getpgid(top)
-        except OSError:
+        except ProcessLookupError:
             return False
+        except OSError:  # it is there, and something forbids to ask
+            return True
         return True
 
 
