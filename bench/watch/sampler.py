@@ -111,13 +111,13 @@ def show_cost(name: str, every_s: float, costs: Sequence[float]) -> None:
     print(f"    quartiles {low:.3f} and {high:.3f}, least {min(costs):.3f}, mean {statistics.mean(costs):.3f} ms")
 
 
-def count_calls(children: int, seconds: float = 30.0) -> tuple[float, float, float] | None:
+def count_calls(children: int, tree: str, seconds: float = 30.0) -> tuple[float, float, float] | None:
     """Calls of the kernel a sample at 1 Hz: all, reads, and files opened; None without strace."""
     strace = shutil.which("strace")
     if strace is None:
         return None
     with started_children(children), tempfile.TemporaryDirectory() as folder:
-        sampler = start_sampler(folder, 1.0, os.getpid())
+        sampler = start_sampler(folder, 1.0, os.getpid(), tree)
         time.sleep(11)
         command = [strace, "-c", "-f", "-o", f"{folder}/calls", "-p", str(sampler.pid)]
         tracer = subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -231,8 +231,10 @@ def main() -> None:
             shares = sorted(ours / theirs for ours, theirs in zip(*costs, strict=True))
             print(f"  this tree takes {statistics.median(shares):.2f} of the other's in the median of the turns")
         print(f"  {size:.0f} bytes a sample (host values of this machine alone)")
-    if (calls := count_calls(options.children)) is not None:
-        print("calls of the kernel a sample at 1 Hz: {:.1f}, of them {:.1f} reads, {:.1f} files opened".format(*calls))
+    for name, tree in zip(("this tree", options.against), trees, strict=False):
+        if (calls := count_calls(options.children, tree)) is not None:
+            print(f"calls of the kernel a sample at 1 Hz, {name}: ", end="")
+            print("{:.1f}, of them {:.1f} reads, {:.1f} files opened".format(*calls))
     size = measure_size()
     print(f"4 GPUs, 64 cores, drawn: {size:.0f} bytes a sample, {size * 86400 / 1e6:.1f} MB in 24 h at 1 Hz")
     if options.pairs:

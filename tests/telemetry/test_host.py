@@ -16,6 +16,7 @@ from shardway.telemetry.host import (
     HostReader,
     JobGroup,
     JobProcesses,
+    KeptFile,
     RateCounters,
     open_infiniband,
     open_lustre,
@@ -436,3 +437,23 @@ def test_a_counter_that_cannot_be_read_any_more_is_missing() -> None:
         raise OSError("gone")
 
     assert all(rate != rate for rate in RateCounters(("a", "b"), fail).rates(1.0))
+
+
+@pytest.mark.parametrize("pieces", [[900], [4090, 10], [3500, 4096, 3900, 200], [3900]])
+def test_a_file_of_lines_is_read_whole_and_not_asked_for_more_at_its_end(tmp_path: Path, pieces: list[int]) -> None:
+    """The kernel hands out lines of at most 1024 bytes while there is place in a page."""
+    content = bytes(at % 251 for at in range(sum(pieces)))
+    ends = np.cumsum(pieces).tolist()
+    lay_out(tmp_path, {"lines": ""})
+    file, asked = KeptFile(str(tmp_path / "lines")), list[int]()
+
+    def pread(descriptor: int, size: int, start: int) -> bytes:
+        asked.append(start)
+        return content[start : next((end for end in ends if end > start), start)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pread", pread)
+        assert file.read_records() == content
+    file.close()
+    last_is_full = pieces[-1] > os.sysconf("SC_PAGE_SIZE") - 1024
+    assert asked == [0, *ends[: None if last_is_full else -1]]
