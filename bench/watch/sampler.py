@@ -1,6 +1,6 @@
 """What sampling a node costs: CPU time of the process, bytes of its file, and how much it slows the steps of a job.
 
-    python bench/watch/sampler.py [--children 16] [--seconds 120] [--pairs 60] [--against TREE]
+    python bench/watch/sampler.py [--children 16] [--threads 1] [--seconds 120] [--pairs 60] [--against TREE]
 
 CPU time is that of the sampling process alone (/proc/PID/schedstat), without its start, so that the time of other
 programs on the machine does not count. They still make it larger: they empty its caches between two samples, and each
@@ -37,7 +37,12 @@ from shardway.telemetry.host import OF_PROCESSES
 from shardway.telemetry.sampler import PROCESSES_EACH
 from shardway.telemetry.store import DeviceInfo, NodeInfo, TelemetryWriter, read_telemetry
 
-CHILD = "import time\nwhile True: time.sleep(0.05)"
+CHILD = """
+import sys, threading, time
+for _ in range(int(sys.argv[1]) - 1):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+while True: time.sleep(0.05)
+"""
 WORK = """
 import sys, time
 import numpy as np
@@ -67,9 +72,9 @@ def cpu_s(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def started_children(count: int) -> Iterator[None]:
-    """So many processes that sleep most of the time."""
-    processes = [subprocess.Popen([sys.executable, "-c", CHILD]) for _ in range(count)]
+def started_children(count: int, threads: int) -> Iterator[None]:
+    """So many processes that sleep most of the time, with so many threads each."""
+    processes = [subprocess.Popen([sys.executable, "-c", CHILD, str(threads)]) for _ in range(count)]
     try:
         yield
     finally:
@@ -79,11 +84,11 @@ def started_children(count: int) -> Iterator[None]:
 
 
 def measure_cost(
-    children: int, every_s: float, seconds: float, trees: Sequence[str]
+    children: int, threads: int, every_s: float, seconds: float, trees: Sequence[str]
 ) -> tuple[list[list[float]], float]:
     """CPU milliseconds a sample in each turn, of the sampler of each tree; bytes a sample in the file of the first."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(started_children(children))
+        stack.enter_context(started_children(children, threads))
         folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in trees]
         samplers = []
         for folder, tree in zip(folders, trees, strict=True):
@@ -111,12 +116,12 @@ def show_cost(name: str, every_s: float, costs: Sequence[float]) -> None:
     print(f"    quartiles {low:.3f} and {high:.3f}, least {min(costs):.3f}, mean {statistics.mean(costs):.3f} ms")
 
 
-def count_calls(children: int, tree: str, seconds: float = 30.0) -> tuple[float, float, float] | None:
+def count_calls(children: int, threads: int, tree: str, seconds: float = 30.0) -> tuple[float, float, float] | None:
     """Calls of the kernel a sample at 1 Hz: all, reads, and files opened; None without strace."""
     strace = shutil.which("strace")
     if strace is None:
         return None
-    with started_children(children), tempfile.TemporaryDirectory() as folder:
+    with started_children(children, threads), tempfile.TemporaryDirectory() as folder:
         sampler = start_sampler(folder, 1.0, os.getpid(), tree)
         time.sleep(11)
         command = [strace, "-c", "-f", "-o", f"{folder}/calls", "-p", str(sampler.pid)]
@@ -217,13 +222,14 @@ def measure_slow_down(pairs: int, window_s: float, every_s: float) -> tuple[floa
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--children", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=1, help="of each child")
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--against", default="")
     options = parser.parse_args()
     trees = ["", options.against] if options.against else [""]
     for every_s in (1.0, 0.1):
-        costs, size = measure_cost(options.children, every_s, options.seconds, trees)
+        costs, size = measure_cost(options.children, options.threads, every_s, options.seconds, trees)
         print(f"every {every_s:g} s, {options.children} children, load {os.getloadavg()[0]:.1f}:")
         for name, each in zip(("this tree", options.against), costs, strict=False):
             show_cost(name, every_s, each)
@@ -232,7 +238,7 @@ def main() -> None:
             print(f"  this tree takes {statistics.median(shares):.2f} of the other's in the median of the turns")
         print(f"  {size:.0f} bytes a sample (host values of this machine alone)")
     for name, tree in zip(("this tree", options.against), trees, strict=False):
-        if (calls := count_calls(options.children, tree)) is not None:
+        if (calls := count_calls(options.children, options.threads, tree)) is not None:
             print(f"calls of the kernel a sample at 1 Hz, {name}: ", end="")
             print("{:.1f}, of them {:.1f} reads, {:.1f} files opened".format(*calls))
     size = measure_size()

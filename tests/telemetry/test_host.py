@@ -226,16 +226,18 @@ def test_threads_that_want_to_run_are_those_in_state_r(kernel: PretendedProcesse
     kernel.put(1000, 10, 10, 1, 1, threads="RSSS" * count)
     kernel.put(5000, 10, 10, 1, 1, threads="SD" * count)
     processes = JobProcesses(10, root=str(kernel.root))
-    found, turns = [], -(-6 * count // processes.MOST_THREADS)
+    others = 6 * count - 2  # the first of each is known by its process
+    found, turns = [], -(-others // processes.MOST_THREADS)
     with counted_calls() as calls:
         for turn in range(turns):
             processes.read(float(turn))
             found.append(processes.ready)
-    assert sum(found) / turns == pytest.approx(1 + count), "of many, all in turn"
+    assert sum(found) / turns == pytest.approx(1 + count), "all in turn"
     assert processes.threads == 2 + 6 * count  # 5 has one too
     threads = sum("/task/" in path for path in calls["open"])
-    assert threads == 6 * count
+    assert threads == others
     assert threads <= turns * processes.MOST_THREADS
+    assert sum(path.endswith("/task") for path in calls["listdir"]) <= 2, "named once while their number stays"
 
 
 @contextmanager

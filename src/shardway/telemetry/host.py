@@ -83,6 +83,7 @@ class _Process:
         "_before",
         "_folder",
         "_io",
+        "_others",
         "_stat",
         "_waited",
         "cpu",
@@ -102,6 +103,7 @@ class _Process:
             self._io = KeptFile(f"{self._folder}/io")
         self.cpu = self.rss = self.threads = self.parent = self._waited = 0
         self.is_ready = False  # whether its first thread runs or waits for a core
+        self._others: list[str] = []  # names of its other threads
         self.io: tuple[int, ...] | None = None
         self._before: tuple[int, tuple[int, ...]] = 0, _NO_IO
 
@@ -134,17 +136,19 @@ class _Process:
         return True
 
     def read_states(self, picked: range) -> list[bytes]:
-        """The state of the threads with these places among its threads; of none that has ended."""
+        """The state of the threads with these places among its threads but the first; of none that has ended."""
         states = list[bytes]()
-        with suppress(OSError):
-            names = os.listdir(f"{self._folder}/task")
+        try:
+            if len(self._others) != self.threads - 1:
+                self._others = [name for name in os.listdir(f"{self._folder}/task") if name != str(self.pid)]
             for at in picked:
-                with suppress(OSError, IndexError):
-                    thread = os.open(f"{self._folder}/task/{names[at]}/stat", os.O_RDONLY | os.O_CLOEXEC)
-                    try:
-                        states.append(os.read(thread, 512).rpartition(b")")[2].split(None, 1)[0])
-                    finally:
-                        os.close(thread)
+                thread = os.open(f"{self._folder}/task/{self._others[at]}/stat", os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    states.append(os.read(thread, 512).rpartition(b")")[2].split(None, 1)[0])
+                finally:
+                    os.close(thread)
+        except (OSError, IndexError):  # they have changed
+            self._others = []
         return states
 
     def close(self) -> None:
@@ -161,8 +165,9 @@ class JobProcesses:
     LOOK_EVERY_S, LIST_EVERY_S = 1.0, 60.0
     LATE = 8
     """So many of the numbers given last may belong to processes that cannot be seen yet."""
-    MOST_THREADS = 64
-    """So many threads of processes with several are looked at in a turn; where there are more, others each turn."""
+    MOST_THREADS = 16
+    """So many threads, besides the first of each process, are looked at in a turn; where there are more, others each
+    turn: their files are opened for it, which costs several times what a kept one does."""
 
     def __init__(self, top: int, marker: bytes = b"", root: str = "", leave_out: Collection[int] = ()) -> None:
         self._root, self._top, self._marker, self._leave_out = root, top, marker, frozenset(leave_out)
@@ -226,20 +231,19 @@ class JobProcesses:
 
     def _count_ready(self) -> float:
         """Threads that run or wait for a core now. NaN where the threads cannot be looked at."""
-        alone = sum(process.is_ready for process in self._known.values() if process.threads <= 1)
+        first = sum(process.is_ready for process in self._known.values())
         several = [process for process in self._known.values() if process.threads > 1]
-        total = sum(process.threads for process in several)
-        if not total:
-            return alone
-        step = -(-total // self.MOST_THREADS)
-        self._turn, at = self._turn + 1, self._turn % step  # of all threads in a row, each of a step's
+        if not several:
+            return first
+        step = -(-sum(process.threads - 1 for process in several) // self.MOST_THREADS)
+        self._turn, at = self._turn + 1, self._turn % step  # of all further threads in a row, each of a step's
         states = list[bytes]()
         for process in several:
-            picked = range(at, process.threads, step)
+            picked = range(at, process.threads - 1, step)
             if picked:
                 states += process.read_states(picked)
-            at += step * len(picked) - process.threads
-        return alone + states.count(b"R") * total / len(states) if states else NAN
+            at += step * len(picked) - process.threads + 1
+        return first + states.count(b"R") * step if states else NAN
 
     def _look(self, now: float) -> None:
         """Find the new processes of the job among the numbers that the kernel has given since the last time, or where
