@@ -1,31 +1,48 @@
 """What sampling a node costs: CPU time of the process, bytes of its file, and how much it slows the steps of a job.
 
-    python bench/watch/sampler.py [--children 16] [--seconds 60] [--pairs 60]
+    python bench/watch/sampler.py [--children 16] [--threads 1] [--seconds 120] [--pairs 60] [--against TREE]
 
-CPU time is that of the sampling process alone (/proc/PID/schedstat), without its start, so that other programs on the
-machine do not count. The slow-down is of pairs of windows of one program: in one window of each pair the sampler is
-stopped (SIGSTOP), in the other it goes on; which comes first is drawn. Steps are timed by the program's own clock, so
-that other programs make the interval wider. Goals: 0.1 % of a core at 1 Hz with 16 children, 1 % at 10 Hz; 40 MB in
-24 h of 4 GPUs at 1 Hz; 0.2 % of a step.
+CPU time is that of the sampling process alone (/proc/PID/schedstat), without its start, so that the time of other
+programs on the machine does not count. They still make it larger: they empty its caches between two samples, and each
+process that they start is looked at. So it is taken in turns of ten seconds, and their quartiles are printed, with the
+load. `--against` runs the sampler of another tree (its folder with `src`) beside, half an interval later, for a
+comparison of both in the same seconds. Calls of the kernel are counted where `strace` is installed: this figure does
+not depend on the machine's load, but for the processes that others start.
+
+The slow-down is of pairs of windows of one program: in one window of each pair the sampler is stopped (SIGSTOP), in the
+other it goes on; which comes first is drawn. Steps are timed by the program's own clock, so that other programs make
+the interval wider. Goals: 0.1 % of a core at 1 Hz with 16 children, 1 % at 10 Hz; 40 MB in 24 h of 4 GPUs at 1 Hz;
+0.2 % of a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from shardway.telemetry.devices import GPM, NVLINK, PCIE
-from shardway.telemetry.store import DeviceInfo, NodeInfo, TelemetryWriter
+from shardway.telemetry.devices import GPM, NAN, NVLINK, PCIE
+from shardway.telemetry.host import OF_PROCESSES
+from shardway.telemetry.sampler import PROCESSES_EACH
+from shardway.telemetry.store import DeviceInfo, NodeInfo, TelemetryWriter, read_telemetry
 
-CHILD = "import time\nwhile True: time.sleep(0.05)"
+CHILD = """
+import sys, threading, time
+for _ in range(int(sys.argv[1]) - 1):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+while True: time.sleep(0.05)
+"""
 WORK = """
 import sys, time
 import numpy as np
@@ -38,9 +55,14 @@ while True:
 """
 
 
-def start_sampler(folder: str, every_s: float, top: int) -> subprocess.Popen[bytes]:
+TURN_S = 10.0
+
+
+def start_sampler(folder: str, every_s: float, top: int, tree: str = "") -> subprocess.Popen[bytes]:
     words = [f"into={folder}/telemetry", f"every_s={every_s}", f"top={top}"]
-    return subprocess.Popen([sys.executable, "-m", "shardway.telemetry.sampler", *words], stdin=subprocess.DEVNULL)
+    environ = {**os.environ, "PYTHONPATH": f"{tree}/src"} if tree else None
+    command = [sys.executable, "-m", "shardway.telemetry.sampler", *words]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ)
 
 
 def cpu_s(pid: int) -> float:
@@ -49,22 +71,74 @@ def cpu_s(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-def measure_cost(children: int, every_s: float, seconds: float) -> tuple[float, float]:
-    """CPU milliseconds of a sample, and bytes of a sample in the file."""
-    processes = [subprocess.Popen([sys.executable, "-c", CHILD]) for _ in range(children)]
-    with tempfile.TemporaryDirectory() as folder:
-        sampler = start_sampler(folder, every_s, os.getpid())
-        time.sleep(5)
-        before, begun = cpu_s(sampler.pid), time.monotonic()
+@contextlib.contextmanager
+def started_children(count: int, threads: int) -> Iterator[None]:
+    """So many processes that sleep most of the time, with so many threads each."""
+    processes = [subprocess.Popen([sys.executable, "-c", CHILD, str(threads)]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def measure_cost(
+    children: int, threads: int, every_s: float, seconds: float, trees: Sequence[str]
+) -> tuple[list[list[float]], float]:
+    """CPU milliseconds a sample in each turn, of the sampler of each tree; bytes a sample in the file of the first."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(started_children(children, threads))
+        folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in trees]
+        samplers = []
+        for folder, tree in zip(folders, trees, strict=True):
+            samplers.append(start_sampler(folder, every_s, os.getpid(), tree))
+            time.sleep(every_s / len(trees))
+        time.sleep(11)  # the processes of the machine have then been looked at twice
+        costs: list[list[float]] = [[] for _ in trees]
+        for _ in range(max(1, round(seconds / TURN_S))):
+            before, begun = [cpu_s(sampler.pid) for sampler in samplers], time.monotonic()
+            time.sleep(TURN_S)
+            samples = (time.monotonic() - begun) / every_s
+            for cost, early, sampler in zip(costs, before, samplers, strict=True):
+                cost.append(1000 * (cpu_s(sampler.pid) - early) / samples)
+        for sampler in samplers:
+            sampler.kill()
+            sampler.wait()
+        telemetry = read_telemetry(Path(folders[0], "telemetry"))[0]
+        size = sum(path.stat().st_size for path in Path(folders[0], "telemetry").iterdir())
+    return costs, size / len(telemetry.times)
+
+
+def show_cost(name: str, every_s: float, costs: Sequence[float]) -> None:
+    low, middle, high = statistics.quantiles(costs, n=4) if len(costs) > 1 else [costs[0]] * 3
+    print(f"  {name}: {middle:.3f} ms CPU a sample, {middle / 10 / every_s:.3f} % of a core, in the median of turns;")
+    print(f"    quartiles {low:.3f} and {high:.3f}, least {min(costs):.3f}, mean {statistics.mean(costs):.3f} ms")
+
+
+def count_calls(children: int, threads: int, tree: str, seconds: float = 30.0) -> tuple[float, float, float] | None:
+    """Calls of the kernel a sample at 1 Hz: all, reads, and files opened; None without strace."""
+    strace = shutil.which("strace")
+    if strace is None:
+        return None
+    with started_children(children, threads), tempfile.TemporaryDirectory() as folder:
+        sampler = start_sampler(folder, 1.0, os.getpid(), tree)
+        time.sleep(11)
+        command = [strace, "-c", "-f", "-o", f"{folder}/calls", "-p", str(sampler.pid)]
+        tracer = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         time.sleep(seconds)
-        used, passed = cpu_s(sampler.pid) - before, time.monotonic() - begun
-        size = sum(path.stat().st_size for path in Path(folder, "telemetry").iterdir())
+        tracer.send_signal(signal.SIGINT)
+        tracer.wait()
         sampler.kill()
         sampler.wait()
-    for process in processes:
-        process.kill()
-        process.wait()
-    return 1000 * used / (passed / every_s), size / ((passed + 5) / every_s)
+        counts: Counter[str] = Counter()
+        for line in Path(folder, "calls").read_text().splitlines():
+            words = line.split()
+            if len(words) >= 5 and words[3].isdigit() and words[-1] != "total":
+                counts[words[-1]] = int(words[3])
+    if not counts:
+        return None
+    return counts.total() / seconds, counts["pread64"] / seconds, counts["openat"] / seconds
 
 
 def measure_size(gpus: int = 4, cores: int = 64, samples: int = 3600) -> float:
@@ -76,14 +150,14 @@ def measure_size(gpus: int = 4, cores: int = 64, samples: int = 3600) -> float:
     names += [f"gpu/{gpu}/{name}" for gpu in range(gpus) for name in (*parts, "job_processes")]
     ways = [f"{way}_bytes_per_s" for way in ("rx", "tx")]
     names += [f"net/eth0/{way}" for way in ways] + [f"ib/mlx5_{n}:1/{way}" for n in range(4) for way in ways]
-    names += ["cpu/use_percent", "cpu/job_cores", "cpu/threads", "cpu/load", "memory/used_bytes", "memory/job_bytes"]
-    names += [f"io/{kind}_bytes_per_s" for kind in ("read", "write", "rchar", "wchar")]
+    names += ["cpu/use_percent", "memory/used_bytes", "memory/job_bytes", *OF_PROCESSES]
     device = DeviceInfo(0, "NVIDIA H100", "GPU-0", 80 << 30, 700.0, "nvidia")
     info = NodeInfo("n1", 0, "1", 1, 1e9, 1.0, cores, tuple(range(cores)), 1 << 39, None, (device,) * gpus, {})
     with tempfile.TemporaryDirectory() as folder:
         writer = TelemetryWriter(Path(folder), info, names, block_s=3600)
         for second in range(samples):
-            writer.append(1e9 + second, [_draw(name, second, rng) for name in names])
+            unread = OF_PROCESSES if second % PROCESSES_EACH else ()
+            writer.append(1e9 + second, [NAN if name in unread else _draw(name, second, rng) for name in names])
             if second % 20 == 19:
                 writer.flush()
         writer.close()
@@ -100,6 +174,7 @@ def _draw(name: str, second: int, rng: random.Random) -> float:
     means |= {"memory_clock_mhz": (2619, 0), "throttle_bits": (4, 0), "ecc_errors": (0, 0), "job_processes": (1, 0)}
     means |= {
         "threads": (900, 2),
+        "runnable_threads": (40, 6),
         "load": (40, 1),
         "job_cores": (30, 2),
         "used_bytes": (2e11, 1e8),
@@ -147,20 +222,30 @@ def measure_slow_down(pairs: int, window_s: float, every_s: float) -> tuple[floa
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--children", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--threads", type=int, default=1, help="of each child")
+    parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--against", default="")
     options = parser.parse_args()
+    trees = ["", options.against] if options.against else [""]
     for every_s in (1.0, 0.1):
-        cost_ms, size = measure_cost(options.children, every_s, options.seconds)
-        share = cost_ms / 10 / every_s
-        print(
-            f"every {every_s:g} s, {options.children} children: {cost_ms:.3f} ms CPU a sample, {share:.3f} % of a core"
-        )
+        costs, size = measure_cost(options.children, options.threads, every_s, options.seconds, trees)
+        print(f"every {every_s:g} s, {options.children} children, load {os.getloadavg()[0]:.1f}:")
+        for name, each in zip(("this tree", options.against), costs, strict=False):
+            show_cost(name, every_s, each)
+        if options.against:
+            shares = sorted(ours / theirs for ours, theirs in zip(*costs, strict=True))
+            print(f"  this tree takes {statistics.median(shares):.2f} of the other's in the median of the turns")
         print(f"  {size:.0f} bytes a sample (host values of this machine alone)")
+    for name, tree in zip(("this tree", options.against), trees, strict=False):
+        if (calls := count_calls(options.children, options.threads, tree)) is not None:
+            print(f"calls of the kernel a sample at 1 Hz, {name}: ", end="")
+            print("{:.1f}, of them {:.1f} reads, {:.1f} files opened".format(*calls))
     size = measure_size()
     print(f"4 GPUs, 64 cores, drawn: {size:.0f} bytes a sample, {size * 86400 / 1e6:.1f} MB in 24 h at 1 Hz")
-    median, low, high = measure_slow_down(options.pairs, 2.0, 1.0)
-    print(f"a step at 1 Hz: {median:+.3f} % in the median of {options.pairs} pairs ({low:+.3f} to {high:+.3f} %)")
+    if options.pairs:
+        median, low, high = measure_slow_down(options.pairs, 2.0, 1.0)
+        print(f"a step at 1 Hz: {median:+.3f} % in the median of {options.pairs} pairs ({low:+.3f} to {high:+.3f} %)")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 
 from shardway.rundir.directory import RunDir
+from shardway.telemetry.host import OF_PROCESSES
+from shardway.telemetry.sampler import PROCESSES_EACH
 from shardway.telemetry.store import DeviceInfo, HostTelemetry, NodeInfo
 from shardway.watch.advice.advise import advise_on
 from shardway.watch.advice.evidence import gather
@@ -269,7 +271,8 @@ def simulate(job: Job, folder: Path) -> tuple[RunDir, list[HostTelemetry]]:
         series["cpu/use_percent"] = (100 * spent / job.allowed + 0.5 * rng.random(count)).clip(0, 100)
         load = job.load if job.load is not None else None
         series["cpu/load"] = (np.full(count, load) if load else demand.clip(0.01)) * (1 + 0.05 * rng.random(count))
-        series["cpu/threads"] = np.full(count, working * job.pick(30, 60, 120) + 5.0)
+        threads, ready = working * job.pick(30, 60, 120) + 5.0, demand if load is None else np.full(count, load)
+        series["cpu/runnable_threads"] = np.minimum(threads, ready.clip(0).round())
         if rng.random() < 0.8 or job.bound:
             shown = min(job.allowed, 32)
             for core in range(shown):
@@ -293,8 +296,11 @@ def simulate(job: Job, folder: Path) -> tuple[RunDir, list[HostTelemetry]]:
             series["net/eth0/tx_bytes_per_s"] = training * (job.between(1e8, 1e9) if job.sockets else 2e5)
         for name in [name for name in series if rng.random() < 0.02 and not name.endswith("use_percent")]:
             del series[name]
-        lost = rng.random(count) < 0.002
-        kept = {name: np.where(lost, np.nan, values).astype(np.float32) for name, values in series.items()}
+        lost, unread = rng.random(count) < 0.002, np.arange(count) % PROCESSES_EACH != node % PROCESSES_EACH
+        kept = {
+            name: np.where(lost | unread if name in OF_PROCESSES else lost, np.nan, values).astype(np.float32)
+            for name, values in series.items()
+        }
         devices = tuple(
             DeviceInfo(gpu, job.kind, f"GPU-{node}-{gpu}", gib * GIB, job.cap * limit, maker)
             for gpu in range(job.per_node)

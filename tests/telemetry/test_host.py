@@ -4,13 +4,23 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from shardway.telemetry.host import HostReader, JobGroup, JobProcesses, RateCounters, open_infiniband, open_lustre
+from shardway.telemetry.host import (
+    OF_PROCESSES,
+    HostReader,
+    JobGroup,
+    JobProcesses,
+    KeptFile,
+    RateCounters,
+    open_infiniband,
+    open_lustre,
+)
 
 
 @contextmanager
@@ -110,13 +120,19 @@ class PretendedProcesses:
         self.newest = max(self.newest, pid)
         lay_out(self.root, {"proc/loadavg": f"0.5 0.4 0.3 1/9 {self.newest}\n"})
 
-    def put(self, pid: int, parent: int, session: int, ticks: int, written: int) -> None:
-        stat = f"{pid} (a) b) S {parent} 1 {session} 0 -1 0 0 0 0 0 {ticks} 0 0 0 20 0 3 0 99 4096 7 0\n"
+    def put(
+        self, pid: int, parent: int, session: int, ticks: int, written: int, waited: int = 0, threads: str = "S"
+    ) -> None:
+        """`threads`: the state of each; the files of threads are there where it has several."""
+        times, count = f"{ticks} 0 {waited} 0", len(threads)
+        stat = f"{pid} (a) b) {threads[0]} {parent} 1 {session} 0 -1 0 0 0 0 0 {times} 20 0 {count} 0 99 4096 7 0\n"
         io = f"rchar: 0\nwchar: {written}\nsyscr: 0\nsyscw: 0\nread_bytes: 0\nwrite_bytes: {written}\n"
         io += "cancelled_write_bytes: 0\n"
         # written in place: a file of the kernel that is open shows what is there now
         status = f"Name:\ta\nTgid:\t{pid if session else parent}\nPid:\t{pid}\n"
         files = {"stat": stat, "io": io, "environ": "A=1\0", "status": status}
+        if count > 1:
+            files |= {f"task/{pid + at}/stat": f"{pid + at} (a) b) {state} 1\n" for at, state in enumerate(threads)}
         lay_out(self.root, {f"proc/{pid}/{name}": text for name, text in files.items()})
         self.note_newest(pid)
 
@@ -145,9 +161,27 @@ def read_sums(processes: JobProcesses, now: float) -> tuple[int, int]:
 def test_what_a_parent_has_taken_over_is_not_counted_twice(kernel: PretendedProcesses) -> None:
     processes = JobProcesses(10, root=str(kernel.root))
     assert read_sums(processes, 0) == (150, 1500)
-    kernel.put(10, 1, 10, 160, 1600)  # the kernel adds a child's to its parent
+    kernel.put(10, 1, 10, 110, 1600, waited=50)  # the kernel adds a child's to its parent
     kernel.end(5)
     assert read_sums(processes, 2) == (160, 1600)
+
+
+def test_a_parent_that_computes_has_not_taken_over_a_child(kernel: PretendedProcesses) -> None:
+    processes = JobProcesses(10, root=str(kernel.root))
+    assert read_sums(processes, 0) == (150, 1500)
+    kernel.put(10, 1, 10, 900, 9000)
+    kernel.end(5)
+    assert read_sums(processes, 2) == (950, 9500)
+
+
+def test_a_child_that_ends_with_its_parent_is_not_counted_twice(kernel: PretendedProcesses) -> None:
+    kernel.put(11, 5, 10, 7, 70)  # a child of the child
+    processes = JobProcesses(10, root=str(kernel.root))
+    assert read_sums(processes, 0) == (157, 1570)
+    kernel.put(10, 1, 10, 100, 1570, waited=60)
+    kernel.end(5)
+    kernel.end(11)
+    assert read_sums(processes, 5) == (160, 1570)
 
 
 def test_what_no_parent_has_taken_over_is_kept(kernel: PretendedProcesses) -> None:
@@ -173,6 +207,131 @@ def test_a_new_process_counts_whole_and_one_of_a_session_without_its_parent_too(
     assert read_sums(processes, 4) == (161, 1601)
     kernel.put(9000, 10, 10, 1, 1)  # too many numbers to look at each
     assert read_sums(processes, 6) == (162, 1602)
+
+
+def test_a_process_that_gets_its_own_program_late_is_looked_at_again(kernel: PretendedProcesses) -> None:
+    processes = JobProcesses(0, b"\0OF_JOB=12\0", root=str(kernel.root))
+    processes.read(0)
+    kernel.put(120, 1, 120, 7, 70)  # a daemon's child: the environment is still the daemon's
+    processes.read(5)
+    assert processes.pids == frozenset()
+    lay_out(kernel.root, {"proc/120/environ": "A=1\0OF_JOB=12\0"})
+    processes.read(10)
+    assert processes.pids == {120}
+
+
+@pytest.mark.parametrize("count", [1, 40, 100])
+def test_threads_that_want_to_run_are_those_in_state_r(kernel: PretendedProcesses, count: int) -> None:
+    kernel.put(10, 1, 10, 100, 1000, threads="R")
+    kernel.put(1000, 10, 10, 1, 1, threads="RSSS" * count)
+    kernel.put(5000, 10, 10, 1, 1, threads="SD" * count)
+    processes = JobProcesses(10, root=str(kernel.root))
+    others = 6 * count - 2  # the first of each is known by its process
+    found, turns = [], -(-others // processes.MOST_THREADS)
+    with counted_calls() as calls:
+        for turn in range(turns):
+            processes.read(float(turn))
+            found.append(processes.ready)
+    assert sum(found) / turns == pytest.approx(1 + count), "all in turn"
+    assert processes.threads == 2 + 6 * count  # 5 has one too
+    threads = sum("/task/" in path for path in calls["open"])
+    assert threads == others
+    assert threads <= turns * processes.MOST_THREADS
+    assert sum(path.endswith("/task") for path in calls["listdir"]) <= 2, "named once while their number stays"
+
+
+@contextmanager
+def counted_calls() -> Iterator[dict[str, list[str]]]:
+    """The files that are opened, listed and read anew while it is entered."""
+    calls: dict[str, list[str]] = {"open": [], "listdir": [], "pread": []}
+
+    def count(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def call(*values: object) -> object:
+            calls[name].append(str(values[0]))
+            return real(*values)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in calls:
+            patch.setattr(os, name, count(name, getattr(os, name)))
+        yield calls
+
+
+NET = "Inter-|\n face |\n  eth0: 100 0 0 0 0 0 0 0 200 0 0 0 0 0 0 0\n    lo: 1 0 0 0 0 0 0 0 1 0 0 0 0 0 0 0\n"
+
+
+@pytest.fixture
+def node(kernel: PretendedProcesses, monkeypatch: pytest.MonkeyPatch) -> PretendedProcesses:
+    """A node with a job under Slurm."""
+    group = "sys/fs/cgroup/job_12"
+    files = {"memory.current": "5000\n", "memory.stat": "inactive_file 1000\n", "memory.events": "oom_kill 0\n"}
+    lay_out(kernel.root, {f"{group}/{name}": text for name, text in files.items()})
+    lay_out(kernel.root, {"proc/10/cgroup": "0::/job_12\n", "proc/net/dev": NET})
+    lay_out(kernel.root, {"proc/meminfo": "MemTotal: 900 kB\nMemFree: 1 kB\nMemAvailable: 400 kB\n"})
+    note_cores(kernel.root, 100)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    return kernel
+
+
+def note_cores(root: Path, busy: int) -> None:
+    numbers = f"{busy} 0 0 1000 0 0 0 0 0 0"
+    lay_out(root, {"proc/stat": f"cpu  {numbers}\ncpu0 {numbers}\ncpu1 {numbers}\nintr 5\n"})
+
+
+def test_what_a_sample_reads_is_bounded(node: PretendedProcesses) -> None:
+    """What a sample costs is the files it reads: this is their number, for 16 children, of samples of five seconds."""
+    for child in range(11, 26):
+        node.put(child, 10, 10, 1, 1)
+    reader = HostReader(10, job="12", root=str(node.root), processes_each=5)
+    for second in range(6):  # what was there at the start has then been looked at twice
+        reader.read(float(second))
+    reads = []
+    for second in range(6, 16):
+        with counted_calls() as calls:
+            reader.read(float(second))
+        reads.append(len(calls["pread"]))
+        assert calls["open"] == calls["listdir"] == [], "nothing is opened where no process was started"
+    each = 6  # cores, memory, kills, two of the job's group, network
+    of_processes = 2 * 17 + 2  # two of each, and the load twice, for its value and for the number given last
+    assert reads == 2 * [each, each, each, each, each + of_processes]
+
+
+def test_what_is_not_read_is_missing_and_what_ended_last_is_not_lost(node: PretendedProcesses) -> None:
+    reader = HostReader(10, job="12", root=str(node.root), processes_each=5)
+    rows = []
+    for second in range(6):
+        note_cores(node.root, 100 + 1000 * second)
+        node.put(10, 1, 10, 100 + 60 * second, 1000 + 50 * second)
+        rows.append(dict(zip(reader.series, reader.read(float(second)), strict=True)))
+    assert rows[0]["cpu/threads"] == 2
+    for row in rows[1:5]:
+        assert all(np.isnan(row[name]) for name in OF_PROCESSES)
+        assert row["memory/job_bytes"] == 4000
+        assert row["core/1/use_percent"] == 100
+    assert rows[5]["cpu/job_cores"] == pytest.approx(0.6), "over the five seconds"
+    assert rows[5]["io/write_bytes_per_s"] == pytest.approx(50)
+    assert reader.read_last(5.2)[0] != 0
+    lay_out(node.root, {"sys/fs/cgroup/job_12/memory.events": "oom_kill 1\n"})
+    node.put(10, 1, 10, 600, 2250)
+    last = dict(zip(reader.series, reader.read_last(7.0), strict=True))
+    assert last["memory/oom_kills"] == 1
+    assert last["io/write_bytes_per_s"] == pytest.approx(500)
+    assert last["cpu/job_cores"] == pytest.approx(1.0)
+    assert np.isnan(last["core/0/use_percent"])
+    too_soon = dict(zip(reader.series, reader.read_last(7.1), strict=True))
+    assert np.isnan(too_soon["cpu/job_cores"])
+    assert too_soon["memory/oom_kills"] == 1
+
+
+def test_a_node_without_a_process_of_the_job_has_no_figures_of_it(node: PretendedProcesses) -> None:
+    node.end(5)
+    for name in ("stat", "io"):
+        (node.root / f"proc/10/{name}").write_text("")
+    reader = HostReader(10, root=str(node.root))
+    values = dict(zip(reader.series, reader.read(0.0), strict=True))
+    assert values["cpu/load"] == 0.5
+    assert all(np.isnan(values[name]) for name in ("cpu/job_cores", "cpu/threads", "memory/job_bytes"))
 
 
 def test_a_sampler_leaves_itself_out(kernel: PretendedProcesses) -> None:
@@ -280,3 +439,23 @@ def test_a_counter_that_cannot_be_read_any_more_is_missing() -> None:
         raise OSError("gone")
 
     assert all(rate != rate for rate in RateCounters(("a", "b"), fail).rates(1.0))
+
+
+@pytest.mark.parametrize("pieces", [[900], [4090, 10], [3500, 4096, 3900, 200], [3900]])
+def test_a_file_of_lines_is_read_whole_and_not_asked_for_more_at_its_end(tmp_path: Path, pieces: list[int]) -> None:
+    """The kernel hands out lines of at most 1024 bytes while there is place in a page."""
+    content = bytes(at % 251 for at in range(sum(pieces)))
+    ends = np.cumsum(pieces).tolist()
+    lay_out(tmp_path, {"lines": ""})
+    file, asked = KeptFile(str(tmp_path / "lines")), list[int]()
+
+    def pread(descriptor: int, size: int, start: int) -> bytes:
+        asked.append(start)
+        return content[start : next((end for end in ends if end > start), start)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pread", pread)
+        assert file.read_records() == content
+    file.close()
+    last_is_full = pieces[-1] > os.sysconf("SC_PAGE_SIZE") - 1024
+    assert asked == [0, *ends[: None if last_is_full else -1]]

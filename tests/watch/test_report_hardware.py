@@ -112,6 +112,22 @@ def test_traffic_is_summed_without_the_loop_back() -> None:
     assert (found.what, found.read_bytes, found.read_most) == ("network, in and out", 15_000.0, 1_500.0)
 
 
+def test_what_is_read_with_each_fifth_sample_has_no_gaps_and_its_whole_total() -> None:
+    rate = np.full(101, np.nan)
+    rate[::5] = 4e6
+    host = make_host({"io/read_bytes_per_s": rate, "cpu/load": [20.0] * 101})
+    [found] = total_traffic([host])
+    assert (found.what, found.read_bytes, found.read_most) == ("storage", pytest.approx(21 * 5 * 4e6), 4e6)
+    axis = make_axis([(BEGIN, BEGIN + 100)])
+    assert axis is not None
+    panels = {panel.name: panel for panel in make_panels([host], axis)[0]}
+    assert panels["read"].means.tolist() == [[4.0] * 10]
+    assert panels["load"].means.shape == (1, 50)
+    rate[40:80] = np.nan
+    [found] = total_traffic([make_host({"io/read_bytes_per_s": rate})])
+    assert found.read_bytes == pytest.approx(13 * 5 * 4e6), "a gap takes nothing"
+
+
 def test_a_colour_map_is_a_png_with_its_levels() -> None:
     levels = find_levels(np.array([[0.0, 50.0, 100.0], [float("nan"), 200.0, -1.0]]), 100.0)
     assert levels.tolist() == [[0, 127, 254], [MISSING, 254, 0]]

@@ -1,8 +1,9 @@
 """What a node and the processes of a job do, from /proc, /sys and control groups.
 
-Files that are read with every sample stay open and are read anew from their start (`os.pread`), which costs a fortieth
-of opening them through a library. New processes are looked for once a second at most, and only where the kernel has
-started any since.
+Files stay open and are read anew from their start (`os.pread`), which costs a fortieth of opening them through a
+library. Most of what a sample costs is one read of two files a process, each cold after a second of other work, so
+processes are read with every few samples only: their counters lose nothing by it. New ones are looked for at the same
+time, once a second at most, and only where the kernel has started any since.
 
 The job's processes are those below its root process, those in a session that one of them has made, and those with a
 variable in their environment that marks the job: ranks on other nodes have a daemon of the scheduler as their parent.
@@ -12,11 +13,14 @@ and what no process of the job has waited for is added here, as it was last seen
 Invariants:
 - A file that cannot be read costs its series, with the reason in `missing`, and never the sample.
 - A rate is over the time of a clock that is never set, and is never negative.
+- What was not read for a sample is NaN in it, never a value of before.
+- How many files a sample reads depends on the number of processes only where processes are read.
 
-Sources: proc_pid_stat(5), proc_pid_io(5), proc_stat(5), proc_meminfo(5), proc_loadavg(5); Linux,
-Documentation/admin-guide/cgroup-v2.rst (memory.current, memory.stat, memory.events), cgroup-v1/memory.rst; Linux,
-Documentation/ABI/stable/sysfs-class-infiniband (port_rcv_data counts words of 4 bytes); Lustre Operations Manual,
-"Monitoring Client Activity" (llite.*.stats).
+Sources: proc_pid_stat(5), proc_pid_io(5), proc_pid_task(5), proc_stat(5), proc_meminfo(5), proc_loadavg(5); Linux,
+kernel/sched/loadavg.c (the load is computed every 5 s), fs/seq_file.c (a read of lines ends early only where the next
+one does not fit into the page), Documentation/admin-guide/cgroup-v2.rst (memory.current, memory.stat, memory.events),
+cgroup-v1/memory.rst, Documentation/ABI/stable/sysfs-class-infiniband (port_rcv_data counts words of 4 bytes); Lustre
+Operations Manual, "Monitoring Client Activity" (llite.*.stats).
 """
 
 from __future__ import annotations
@@ -25,11 +29,15 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from operator import add, le
 from pathlib import Path
 
 NAN = float("nan")
+LEAST_S = 0.5
+"""No rate of the processes is over a shorter time at the end of a job: CPU time has steps of 10 ms."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_LONGEST_LINE = 1024
 
 
 class KeptFile:
@@ -49,9 +57,11 @@ class KeptFile:
         return content
 
     def read_records(self) -> bytes:
-        """All of a file that the kernel writes line by line, of which it may return less than is there."""
-        content = os.pread(self._descriptor, 65536, 0)
-        while more := os.pread(self._descriptor, 65536, len(content)):
+        """All of a file that the kernel writes line by line, of which it may return less than is there: what is left
+        of a page, in which the next line had no place."""
+        content = more = os.pread(self._descriptor, 65536, 0)
+        while len(more) > _PAGE - _LONGEST_LINE:
+            more = os.pread(self._descriptor, 65536, len(content))
             content += more
         return content
 
@@ -63,29 +73,50 @@ class KeptFile:
 
 # --- the processes of the job
 
+_NO_IO: tuple[int, ...] = (0, 0, 0, 0)
+
 
 class _Process:
     """One process, by files that stay open: its number may become another's, and these files then fail."""
 
-    __slots__ = ("_io", "_stat", "cpu", "io", "parent", "pid", "rss", "threads")
+    __slots__ = (
+        "_before",
+        "_folder",
+        "_io",
+        "_others",
+        "_stat",
+        "_waited",
+        "cpu",
+        "io",
+        "is_ready",
+        "parent",
+        "pid",
+        "rss",
+        "threads",
+    )
 
     def __init__(self, root: str, pid: int) -> None:
-        self.pid = pid
-        self._stat = KeptFile(f"{root}/proc/{pid}/stat")
+        self.pid, self._folder = pid, f"{root}/proc/{pid}"
+        self._stat = KeptFile(f"{self._folder}/stat")
         self._io: KeptFile | None = None
         with suppress(OSError):  # another user's
-            self._io = KeptFile(f"{root}/proc/{pid}/io")
-        self.cpu = self.rss = self.threads = self.parent = 0
-        self.io: tuple[int, int, int, int] | None = None
+            self._io = KeptFile(f"{self._folder}/io")
+        self.cpu = self.rss = self.threads = self.parent = self._waited = 0
+        self.is_ready = False  # whether its first thread runs or waits for a core
+        self._others: list[str] = []  # names of its other threads
+        self.io: tuple[int, ...] | None = None
+        self._before: tuple[int, tuple[int, ...]] = 0, _NO_IO
 
     def read(self) -> None:
         """Raises OSError where it is gone."""
-        fields = self._stat.read().rpartition(b")")[2].split()
-        # from field 3 on: 4 parent, 14-17 times of it and of children that ended, 20 threads, 24 pages
+        self._before = self._waited, self.io or _NO_IO
+        fields = self._stat.read().rpartition(b")")[2].split(None, 22)
+        # from field 3 on: 3 state, 4 parent, 14-17 times of it and of children it waited for, 20 threads, 24 pages
         if fields[0] in (b"X", b"x"):
             raise ProcessLookupError
-        self.parent = int(fields[1])
-        self.cpu = int(fields[11]) + int(fields[12]) + int(fields[13]) + int(fields[14])
+        self.parent, self.is_ready = int(fields[1]), fields[0] == b"R"
+        self._waited = int(fields[13]) + int(fields[14])
+        self.cpu = int(fields[11]) + int(fields[12]) + self._waited
         self.threads, self.rss = int(fields[17]), int(fields[21])
         if self._io is not None:
             try:
@@ -95,6 +126,31 @@ class _Process:
                 self._io.close()
                 self._io = None
 
+    def has_taken_over(self, cpu: int, io: tuple[int, ...]) -> bool:
+        """Whether its sums grew by as much with the last read, as they do when it waits for a child that has ended.
+        What it has taken over does not count for another child."""
+        waited, before = self._before[0] + cpu, tuple(map(add, self._before[1], io))
+        if waited > self._waited or (self.io is not None and not all(map(le, before, self.io))):
+            return False
+        self._before = waited, before
+        return True
+
+    def read_states(self, picked: range) -> list[bytes]:
+        """The state of the threads with these places among its threads but the first; of none that has ended."""
+        states = list[bytes]()
+        try:
+            if len(self._others) != self.threads - 1:
+                self._others = [name for name in os.listdir(f"{self._folder}/task") if name != str(self.pid)]
+            for at in picked:
+                thread = os.open(f"{self._folder}/task/{self._others[at]}/stat", os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    states.append(os.read(thread, 512).rpartition(b")")[2].split(None, 1)[0])
+                finally:
+                    os.close(thread)
+        except (OSError, IndexError):  # they have changed
+            self._others = []
+        return states
+
     def close(self) -> None:
         self._stat.close()
         if self._io is not None:
@@ -103,106 +159,118 @@ class _Process:
 
 class JobProcesses:
     """The processes of the job, and the sums of what they used: CPU in ticks, I/O in bytes (calls read, calls write,
-    storage read, storage write). Sums never fall. `refused`: whether the I/O of none may be read."""
+    storage read, storage write). Sums never fall. `ready`: how many of their threads run or wait for a core. `refused`:
+    whether the I/O of none may be read."""
 
     LOOK_EVERY_S, LIST_EVERY_S = 1.0, 60.0
-    MOST_PROBED = 200
-    """Where more numbers were given since the last time, all processes are listed."""
+    LATE = 8
+    """So many of the numbers given last may belong to processes that cannot be seen yet."""
+    MOST_THREADS = 16
+    """So many threads, besides the first of each process, are looked at in a turn; where there are more, others each
+    turn: their files are opened for it, which costs several times what a kept one does."""
 
     def __init__(self, top: int, marker: bytes = b"", root: str = "", leave_out: Collection[int] = ()) -> None:
         self._root, self._top, self._marker, self._leave_out = root, top, marker, frozenset(leave_out)
         self._known: dict[int, _Process] = {}
         self._others: set[int] = set()
         self._sessions: set[int] = set()
-        self._looked_at, self._whole_at, self._newest = -1e9, -1e9, 0
-        self._not_yet: Collection[int] = ()
+        self._looked_at, self._listed_at, self._listed, self._newest = -1e9, -1e9, 0, 0
+        self._again = frozenset[int]()
         self._last = KeptFile(f"{root}/proc/loadavg")
-        self._gone_cpu, self._gone_io = 0, [0, 0, 0, 0]
-        self.cpu, self.io, self.rss, self.threads = 0, [0, 0, 0, 0], 0, 0
+        self._gone_cpu, self._gone_io, self._turn = 0, _NO_IO, 0
+        self.cpu, self.io, self.rss, self.threads = 0, _NO_IO, 0, 0
+        self.ready = NAN
         self.refused = False
 
     @property
     def pids(self) -> frozenset[int]:
         return frozenset(self._known)
 
+    def is_known(self, pid: int) -> bool:
+        """Whether it was a process of the job when processes were last read."""
+        return pid in self._known
+
     def read(self, now: float) -> None:
         """Read every process, and look for new ones where the kernel has started some."""
         if now - self._looked_at >= self.LOOK_EVERY_S:
             self._looked_at = now
-            newest = int(self._last.read().split()[-1])  # the number that was given last
-            if now - self._whole_at >= self.LIST_EVERY_S or not 0 <= newest - self._newest <= self.MOST_PROBED:
-                self._look_at_all(now)
-            elif newest != self._newest or self._not_yet:
-                self._look_at_new(newest)
-            self._newest = newest
-        gone, jumps = list[_Process](), dict[int, tuple[int, Sequence[int]]]()
+            self._look(now)
+        gone = dict[int, _Process]()
         for pid, process in self._known.items():
-            before = process.cpu, process.io
             try:
                 process.read()
             except (OSError, ValueError, IndexError):
-                gone.append(process)
-                continue
-            jumps[pid] = process.cpu - before[0], _minus(process.io, before[1])
-        for process in gone:
-            self._bury(process, jumps)
-        cpu, rss, threads, io, any_io = self._gone_cpu, 0, 0, list(self._gone_io), False
+                gone[pid] = process
+        for pid in gone:
+            del self._known[pid]
+        for process in gone.values():
+            self._bury(process, gone)
+        cpu, rss, threads, io, any_io = self._gone_cpu, 0, 0, self._gone_io, False
         for process in self._known.values():
             cpu += process.cpu
             rss += process.rss
             threads += process.threads
             if process.io is not None:
-                any_io = True
-                for at, value in enumerate(process.io):
-                    io[at] += value
+                any_io, io = True, tuple(map(add, io, process.io))
         self.cpu, self.rss, self.threads = max(self.cpu, cpu), rss * _PAGE, threads
-        self.io = list(map(max, self.io, io))
+        self.io = tuple(map(max, self.io, io))
         self.refused = bool(self._known) and not any_io
+        self.ready = self._count_ready()
 
-    def _bury(self, process: _Process, jumps: dict[int, tuple[int, Sequence[int]]]) -> None:
-        """Keep what a process that ended had used, unless its parent has it: the parent waited for it if its own sums
-        grew by as much."""
-        del self._known[process.pid]
+    def _bury(self, process: _Process, gone: Mapping[int, _Process]) -> None:
+        """Keep what a process that ended had used, unless the nearest of its parents that lives has it: the kernel adds
+        it to the one that waits for it."""
         process.close()
-        used = process.io or (0, 0, 0, 0)
-        if (jump := jumps.get(process.parent)) is not None and process.parent in self._known:
-            cpu, io = jump
-            if cpu >= process.cpu and all(map(int.__ge__, io, used)):
-                jumps[process.parent] = cpu - process.cpu, _minus(io, used)
-                return
-        self._gone_cpu += process.cpu
-        self._gone_io = [total + more for total, more in zip(self._gone_io, used, strict=True)]
+        parent = process.parent
+        while parent in gone:
+            parent = gone[parent].parent
+        heir, io = self._known.get(parent), process.io or _NO_IO
+        if heir is None or not heir.has_taken_over(process.cpu, io):
+            self._gone_cpu += process.cpu
+            self._gone_io = tuple(map(add, self._gone_io, io))
 
-    def _look_at_new(self, newest: int) -> None:
-        """Find the processes of the numbers that were given since the last time. One that is not there is looked at
-        once more: a process has its number before it can be seen."""
-        absent = []
-        for pid in (*self._not_yet, *range(self._newest + 1, newest + 1)):
-            if pid not in self._known and pid not in self._leave_out and self._is_own(pid) is None:
-                absent.append(pid)
-        self._not_yet = [pid for pid in absent if pid > self._newest]
+    def _count_ready(self) -> float:
+        """Threads that run or wait for a core now. NaN where the threads cannot be looked at."""
+        first = sum(process.is_ready for process in self._known.values())
+        several = [process for process in self._known.values() if process.threads > 1]
+        if not several:
+            return first
+        step = -(-sum(process.threads - 1 for process in several) // self.MOST_THREADS)
+        self._turn, at = self._turn + 1, self._turn % step  # of all further threads in a row, each of a step's
+        states = list[bytes]()
+        for process in several:
+            picked = range(at, process.threads - 1, step)
+            if picked:
+                states += process.read_states(picked)
+            at += step * len(picked) - process.threads + 1
+        return first + states.count(b"R") * step if states else NAN
 
-    def _look_at_all(self, now: float) -> None:
-        """Find new processes where many were started. Numbers that were no process of the job are looked at again once
-        a minute: they may have been given anew."""
-        pids = {int(name) for name in os.listdir(f"{self._root}/proc") if name.isdigit()}
-        if now - self._whole_at >= self.LIST_EVERY_S:
+    def _look(self, now: float) -> None:
+        """Find the new processes of the job among the numbers that the kernel has given since the last time, or where
+        these are more than there were processes, among all processes: both cost the same for each. One that is not of
+        the job is looked at twice: its environment is its parent's before it has its own program."""
+        newest = int(self._last.read().split()[-1])  # the number that was given last
+        given, self._newest = newest - self._newest, newest
+        if given < 0:  # they began anew
             self._others.clear()
-            self._whole_at = now
-        self._others &= pids
-        self._not_yet = ()
-        new = sorted(pids - self._others - self._known.keys() - self._leave_out)
+        if now - self._listed_at >= self.LIST_EVERY_S or not 0 <= given <= self._listed:
+            new = {int(name) for name in os.listdir(f"{self._root}/proc") if name.isdigit()}
+            self._listed_at, self._listed = now, len(new)
+            self._others &= new
+            new -= self._others
+        else:
+            new = set(range(newest - given + 1, newest + 1)) | self._again
+        rest = sorted(new - self._known.keys() - self._leave_out)
         found = True
-        while found and new:  # a child may have a smaller number than its parent
-            found, rest = False, []
-            for pid in new:
-                is_own = self._is_own(pid)
-                if is_own:
-                    found = True
-                elif is_own is not None:
+        while found and rest:  # a child may have a smaller number than its parent
+            before, rest = rest, []
+            for pid in before:
+                if self._is_own(pid) is False:
                     rest.append(pid)
-            new = rest
-        self._others.update(new)
+            found = any(pid in self._known for pid in before)
+        self._others.update(self._again.intersection(rest))
+        late = range(newest - min(given, self.LATE) + 1, newest + 1)
+        self._again = frozenset((*rest, *late)) - self._others - self._known.keys()
 
     def _is_own(self, pid: int) -> bool | None:
         """Whether it is a process of the job, which is kept then; None for one that is not there."""
@@ -246,12 +314,6 @@ class JobProcesses:
         for process in self._known.values():
             process.close()
         self._last.close()
-
-
-def _minus(after: Sequence[int] | None, before: Sequence[int] | None) -> Sequence[int]:
-    if after is None:
-        return (0, 0, 0, 0)
-    return after if before is None else [late - early for late, early in zip(after, before, strict=True)]
 
 
 # --- the control group of the job
@@ -361,24 +423,23 @@ class RateCounters:
 def open_network(root: str = "") -> RateCounters | None:
     """Bytes of each interface that leads to other machines."""
     file = KeptFile(f"{root}/proc/net/dev")
-
-    def parse() -> dict[str, tuple[int, int]]:
-        found = {}
-        for line in file.read_records().splitlines()[2:]:
-            name, _, numbers = line.partition(b":")
-            words = numbers.split()
-            found[name.strip().decode(errors="replace")] = int(words[0]), int(words[8])
-        return found
-
-    names = [name for name in parse() if not _NOT_CARRIERS.match(name)][:_MOST_INTERFACES]
+    found = (line.partition(b":")[0].strip() for line in file.read_records().splitlines()[2:])
+    names = [name for name in found if not _NOT_CARRIERS.match(name.decode(errors="replace"))][:_MOST_INTERFACES]
     if not names:
         return None
+    wanted = frozenset(names)
 
     def read() -> list[float]:
-        found = parse()
-        return [value for name in names for value in found[name]]
+        counts = {}
+        for line in file.read_records().split(b"\n"):
+            name, _, numbers = line.partition(b":")
+            if (name := name.strip()) in wanted:
+                words = numbers.split(None, 9)
+                counts[name] = int(words[0]), int(words[8])
+        return [value for name in names for value in counts[name]]
 
-    series = [f"net/{name}/{way}_bytes_per_s" for name in names for way in ("rx", "tx")]
+    ways = ("rx_bytes_per_s", "tx_bytes_per_s")
+    series = [f"net/{name.decode(errors='replace')}/{way}" for name in names for way in ways]
     return RateCounters(series, read)
 
 
@@ -447,22 +508,27 @@ def _explain(error: Exception, path: str) -> str:
 
 
 class HostReader:
-    """Everything of a node that is no accelerator. `top` is the root process of the job (0: it is
-    elsewhere), `job` its id, `marker` a NAME=VALUE in the environment of its processes. `root` stands for "/" in
-    tests."""
+    """Everything of a node that is no accelerator. `top` is the root process of the job (0: it is elsewhere), `job` its
+    id, `marker` a NAME=VALUE in the environment of its processes. Processes and the load are read with each
+    `processes_each`-th sample; the others have NaN. `root` stands for "/" in tests."""
 
     def __init__(
-        self, top: int, marker: str = "", job: str = "", root: str = "", leave_out: Collection[int] = ()
+        self,
+        top: int,
+        marker: str = "",
+        job: str = "",
+        root: str = "",
+        leave_out: Collection[int] = (),
+        processes_each: int = 1,
     ) -> None:
         self.missing: dict[str, str] = {}
         self.processes = JobProcesses(top, f"\0{marker}\0".encode() if marker else b"", root, leave_out)
-        self._top = top
         self._group = JobGroup(top or os.getpid(), job, root)
         self.allowed_cores = tuple(sorted(_affinity(top)))
         self.cores = os.cpu_count() or len(self.allowed_cores)
         self._stat = KeptFile(f"{root}/proc/stat")
         self._memory, self._load = KeptFile(f"{root}/proc/meminfo"), KeptFile(f"{root}/proc/loadavg")
-        self.memory_bytes = _read_memory(self._memory.read())[0]
+        self.memory_bytes = _parse_memory(self._memory.read())[0]
         self.memory_limit_bytes = self._group.limit_bytes
         network = None
         try:
@@ -471,14 +537,18 @@ class HostReader:
             self.missing["net/*"] = _explain(error, "/proc/net/dev")
         parts = (network, open_infiniband(self.missing, root), open_lustre(self.missing, root))
         self._counters = [part for part in parts if part is not None]
+        self._lines = {f"cpu{core}".encode(): core for core in self.allowed_cores}
         self._busy: dict[int, tuple[int, int]] = {}
-        self._job_at: tuple[float, int, list[int]] | None = None
+        self._job_at: tuple[float, int, tuple[int, ...]] | None = None
+        self._processes_each, self._until_processes = max(1, processes_each), 0
+        group = ("memory/job_bytes",) if self._group.is_jobs_own else ()
+        of_processes = (*OF_PROCESSES, *(() if group else ("memory/job_bytes",)))
+        self._not_read = (NAN,) * len(of_processes)
         self.series = (
-            *("cpu/use_percent", "cpu/job_cores", "cpu/threads", "cpu/load"),
-            *("memory/used_bytes", "memory/job_bytes", "memory/oom_kills"),
-            *("io/read_bytes_per_s", "io/write_bytes_per_s", "io/rchar_bytes_per_s", "io/wchar_bytes_per_s"),
+            *("cpu/use_percent", "memory/used_bytes", "memory/oom_kills", *group),
             *(f"core/{core}/use_percent" for core in self.allowed_cores),
             *(name for part in self._counters for name in part.series),
+            *of_processes,
         )
         if self._group.oom_kills() != self._group.oom_kills():
             self.missing["memory/oom_kills"] = "there is no control group of memory that counts them"
@@ -487,39 +557,62 @@ class HostReader:
         """A value for each series. Never raises OSError."""
         cores = self._read_cores()
         known = [value for value in cores if value == value]
-        values = [sum(known) / len(known) if known else NAN, *self._read_job(now)]
-        values += cores
+        values = [sum(known) / len(known) if known else NAN, *self._read_memory(), *cores]
         for part in self._counters:
             values += part.rates(now)
+        if self._until_processes:
+            values += self._not_read
+        else:
+            self._until_processes = self._processes_each
+            values += self._read_processes(now)
+        self._until_processes -= 1
         return values
+
+    def read_last(self, now: float) -> list[float]:
+        """What would be lost at the end: memory, kills, and what processes did since they were read, where this is long
+        enough for a rate. The other series have NaN."""
+        memory = self._read_memory()
+        is_due = self._job_at is None or now - self._job_at[0] >= LEAST_S
+        processes = self._read_processes(now) if is_due else self._not_read
+        between = len(self.series) - 1 - len(memory) - len(processes)
+        return [NAN, *memory, *[NAN] * between, *processes]
 
     def _read_cores(self) -> list[float]:
         """Use of each allowed core since the last sample; NaN for one that is switched off."""
         busy: dict[int, tuple[int, int]] = {}
         with suppress(OSError, ValueError, IndexError):
             for line in self._stat.read().split(b"\n", self.cores + 2):
-                if line[:3] != b"cpu":
+                name, _, rest = line.partition(b" ")
+                if (core := self._lines.get(name)) is not None:
+                    # user nice system idle iowait irq softirq steal, guests in user
+                    numbers = list(map(int, rest.split(None, 8)[:8]))
+                    total = sum(numbers)
+                    busy[core] = total - numbers[3] - numbers[4], total
+                elif name[:3] != b"cpu":
                     break
-                if line[3:4] == b" ":
-                    continue
-                words = line.split(None, 9)  # user nice system idle iowait irq softirq steal, guests in user
-                numbers = list(map(int, words[1:9]))
-                total = sum(numbers)
-                busy[int(words[0][3:])] = total - numbers[3] - numbers[4], total
         before, self._busy = self._busy, busy
         return [_share(before.get(core), busy.get(core)) for core in self.allowed_cores]
 
-    def _read_job(self, now: float) -> list[float]:
-        processes, load, used = self.processes, NAN, NAN
+    def _read_memory(self) -> list[float]:
+        """What the node uses, kills, and what the job uses where its group has it."""
+        used = NAN
+        with suppress(OSError, ValueError):
+            total, available = _parse_memory(self._memory.read())
+            used = total - available if total is not None and available is not None else NAN
+        values = [used, self._group.oom_kills()]
+        return [*values, self._group.used_bytes()] if self._group.is_jobs_own else values
+
+    def _read_processes(self, now: float) -> list[float]:
+        """A value for each of `OF_PROCESSES`, then what the processes hold of memory unless their group has it; NaN
+        where no process of the job is seen."""
+        processes, load = self.processes, NAN
         with suppress(OSError, ValueError, IndexError):
             processes.read(now)
         with suppress(OSError, ValueError, IndexError):
             load = float(self._load.read().split(None, 1)[0])
-        with suppress(OSError, ValueError):
-            total, available = _read_memory(self._memory.read())
-            used = total - available if total is not None and available is not None else NAN
-        job_bytes = self._group.used_bytes() if self._group.is_jobs_own else float(processes.rss)
         before, self._job_at = self._job_at, (now, processes.cpu, processes.io)
+        if not processes.pids:
+            return [load, *self._not_read[1:]]
         cores, rates = NAN, [NAN] * 4
         if before is not None and now > before[0]:
             passed = now - before[0]
@@ -528,9 +621,14 @@ class HostReader:
                 rates = [(late - early) / passed for late, early in zip(processes.io, before[2], strict=True)]
         if processes.refused:
             self.missing["io/*"] = "the job's processes do not let others read their /proc/PID/io"
-        called_read, called_write, read, written = rates
-        of_memory = [used, job_bytes, self._group.oom_kills()]
-        return [cores, processes.threads, load, *of_memory, read, written, called_read, called_write]
+        values = [load, cores, processes.threads, processes.ready, *rates]
+        return values if self._group.is_jobs_own else [*values, float(processes.rss)]
+
+
+OF_PROCESSES = (
+    *("cpu/load", "cpu/job_cores", "cpu/threads", "cpu/runnable_threads"),
+    *("io/rchar_bytes_per_s", "io/wchar_bytes_per_s", "io/read_bytes_per_s", "io/write_bytes_per_s"),
+)
 
 
 def _share(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float:
@@ -543,7 +641,7 @@ _TOTAL = re.compile(rb"^MemTotal:\s+(\d+)", re.MULTILINE)
 _AVAILABLE = re.compile(rb"^MemAvailable:\s+(\d+)", re.MULTILINE)
 
 
-def _read_memory(content: bytes) -> tuple[int | None, int | None]:
+def _parse_memory(content: bytes) -> tuple[int | None, int | None]:
     """Bytes of the machine, and those that programs can still get."""
     total, available = _TOTAL.search(content), _AVAILABLE.search(content)
     return (int(total[1]) * 1024 if total else None), (int(available[1]) * 1024 if available else None)

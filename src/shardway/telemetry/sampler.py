@@ -18,21 +18,24 @@ Invariants:
 - It imports the standard library and the accelerators' own library alone, runs at low priority, and writes nothing but
   its file, and one line on standard error where that is not possible.
 - It never outlives the job by more than LOOK_S and one sample, nor fails it: its exit code is 0.
+- What a sample costs is bounded: the processes of the job are read with every few samples, of what else is read the
+  number of files does not grow with them.
 - A driver that hangs costs the accelerators' values, and host values go on (`devices.DeviceThread`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 
 from shardway.telemetry.activity import RankReader
 from shardway.telemetry.devices import NAN, DeviceState, DeviceThread
@@ -45,6 +48,8 @@ HANGS_S = 10.0
 """After so long a library of devices that does not answer is in `missing`."""
 GIVE_UP_S = 600.0
 """After so long in which nothing could be written it ends."""
+PROCESSES_EACH, PROCESSES_S = 5, 5.0
+"""Processes are read with each so many-th sample, and at least so often (seconds), or with each sample."""
 MOST_SHARE = 0.8
 """How much of an interval may pass until devices have answered."""
 
@@ -92,7 +97,8 @@ class NodeSampler:
 
     def __init__(self, options: SamplerOptions) -> None:
         self._options = options
-        self.host = HostReader(options.top, options.marker, options.job, leave_out=(os.getpid(),))
+        each = min(PROCESSES_EACH, int(PROCESSES_S / options.every_s))
+        self.host = HostReader(options.top, options.marker, options.job, leave_out=(os.getpid(),), processes_each=each)
         self._ranks = RankReader(*options.ranks)
         self._devices = DeviceThread(os.environ)
         self._devices.start(time.monotonic(), wait_s=HANGS_S / 2)
@@ -109,28 +115,37 @@ class NodeSampler:
         devices, state = self._devices, self._devices.state
         if state.series:
             devices.ask(now, self.host.processes.pids)
-        unix_s, values = time.time(), [*self.host.read(now), *self._ranks.read()]
+        unix_s, values = time.time(), self.host.read(now)
+        values += self._ranks.read()
         if state.series:
             hangs = devices.hangs_s(now)
             found = devices.collect(0.0 if hangs else self._options.every_s * MOST_SHARE)
             values += found if found is not None else [NAN] * len(state.series)
         try:
-            if (described := self._describe(state)) != self._described:
-                self._described = described
-                self._writer.describe(self._info(state), self._series(state))
-            self._writer.append(unix_s, values)
+            self._write(state, unix_s, values)
             if not self._writer.is_failing:
                 self._failing_since = None
         except OSError as error:
             return self._note_failure(error, now)
         return True
 
-    def close(self) -> None:
-        """Write what waits; what the file system refuses is lost."""
+    def close(self, now: float) -> None:
+        """Write what waits, and a last sample: what would be lost of the host, and no devices, which may hang. What the
+        file system refuses is lost."""
+        state, unix_s, values = self._devices.state, time.time(), self.host.read_last(now)
+        values += [NAN] * (len(self._ranks.series) + len(state.series))
+        with contextlib.suppress(OSError):
+            self._write(state, unix_s, values)
         with contextlib.suppress(OSError):
             self._writer.close()
         self._ranks.close()
         self._devices.end()
+
+    def _write(self, state: DeviceState, unix_s: float, values: Sequence[float]) -> None:
+        if (described := self._describe(state)) != self._described:
+            self._described = described
+            self._writer.describe(self._info(state), self._series(state))
+        self._writer.append(unix_s, values)
 
     def _note_failure(self, error: OSError, now: float) -> bool:
         self._failing_since = now if self._failing_since is None else self._failing_since
@@ -146,9 +161,9 @@ class NodeSampler:
             missing["gpu/*"] = "the accelerators' driver does not answer"
         return missing
 
-    def _describe(self, state: DeviceState) -> tuple[int, int]:
+    def _describe(self, state: DeviceState) -> tuple[int, int, bool]:
         """Changes with what is described."""
-        return state.version, hash(tuple(self._missing(state).items()))
+        return state.version, len(self.host.missing), self._devices.hangs_s(time.monotonic()) > HANGS_S
 
     def _series(self, state: DeviceState) -> tuple[str, ...]:
         return (*self.host.series, *self._ranks.series, *state.series)
@@ -198,41 +213,52 @@ def measure(path: str | Path) -> int:
 
 
 class _Watch:
-    """Why the process has to end, looked at between samples."""
+    """Why the process has to end, looked at between samples. No signal ends it: the job may still save."""
 
     def __init__(self, options: SamplerOptions, sampler: NodeSampler) -> None:
         self._options, self._sampler, self._parent = options, sampler, os.getppid()
-        self._asked = False
-        for name in ("SIGHUP", "SIGINT", "SIGUSR1", "SIGUSR2"):
+        self._input = select.poll()
+        if options.pipe:
+            self._input.register(0, select.POLLIN)
+        for name in ("SIGHUP", "SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._look_now)
-
-    def _look_now(self, number: int, frame: FrameType | None) -> None:
-        """A signal alone ends nothing: the job may still save. It makes the end be looked for at once."""
-        self._asked = True
 
     def sleep(self, until: float) -> bool:
         """Sleep until that time; returns whether to go on."""
-        while not self._is_over():
-            left = until - time.monotonic()
-            if left <= 0:
+        while True:
+            left = max(0.0, until - time.monotonic())
+            if self._input.poll(1000 * min(left, LOOK_S)) and self._is_input_closed():
+                return False
+            if self._is_over():
+                return False
+            if left <= LOOK_S:
                 return True
-            wait_s = min(left, LOOK_S)
-            if self._options.pipe:
-                with contextlib.suppress(OSError):
-                    if select.select([0], [], [], wait_s)[0] and not os.read(0, 64):
-                        return False
-            else:
-                time.sleep(wait_s)
-        return False
+
+    def _is_input_closed(self) -> bool:
+        try:
+            return not os.read(0, 64)
+        except OSError:
+            return True
 
     def _is_over(self) -> bool:
         options = self._options
         if os.getppid() != self._parent:
             return True
-        if options.top and options.top not in self._sampler.host.processes.pids:
+        if options.top and not self._is_alive(options.top):
             return True
         return bool(options.until) and os.path.exists(options.until)
+
+    def _is_alive(self, top: int) -> bool:
+        """By its number, which could be another's only until processes are read again."""
+        if not self._sampler.host.processes.is_known(top):
+            return False
+        try:
+            os.getpgid(top)
+        except ProcessLookupError:
+            return False
+        except OSError:  # it is there, and something forbids to ask
+            return True
+        return True
 
 
 def main(words: Iterable[str]) -> None:
@@ -248,12 +274,13 @@ def main(words: Iterable[str]) -> None:
     now = time.monotonic()
     goes_on, at = sampler.sample(now), now
     watch = _Watch(options, sampler)
+    gc.freeze()  # what is there now is not looked through again
     try:
         while goes_on:
             at = max(at + options.every_s, time.monotonic())  # what was missed, as while a machine slept, is left out
             goes_on = watch.sleep(at) and sampler.sample(time.monotonic())
     finally:
-        sampler.close()
+        sampler.close(time.monotonic())
 
 
 if __name__ == "__main__":

@@ -501,7 +501,7 @@ def _too_few_cores(evidence: Evidence) -> Iterator[Advice]:
         use, allowed = host.mean("cpu/use_percent"), len(host.info.allowed_cores)
         if use is None or use < SATURATED or not allowed or _is_busy_with_others(host):
             continue
-        load, threads, cores = host.mean("cpu/load"), quantile(host.get("cpu/threads"), 0.5), host.info.cores
+        load, threads, cores = host.mean("cpu/load"), host.mean("cpu/runnable_threads"), host.info.cores
         gpus = [gpu for gpu in host.gpus if gpu.is_idle is False]
         if gpus:
             busy = _gpu_load(evidence)
@@ -512,7 +512,7 @@ def _too_few_cores(evidence: Evidence) -> Iterator[Advice]:
         ):
             continue
         words = f"{allowed} of {cores} cores of {host.host} are allowed, and they are {_percent(use)} busy"
-        words += f" with {threads:.0f} threads" if threads is not None else ""
+        words += f" with {threads:.0f} threads that run or wait for a core" if threads is not None else ""
         words += f"; load {load:.0f}" if load is not None else ""
         words += f"; the accelerators show {_percent(_average(gpus, 'use_percent'))} use" if gpus else ""
         more = max(1, cores // max(1, len(host.info.devices)))

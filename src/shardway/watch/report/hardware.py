@@ -265,18 +265,18 @@ def _make_panel(group: str, quantity: _Quantity, found: Sequence[_PanelRow], axi
     """Rows of several neighbours show the largest of them; the strip and the mean are over all."""
     import numpy as np
 
-    every = max(row.host.info.every_s for row in found)
-    bins = int(max(1, min(BINS, CELLS // len(found), axis.alive_s / max(2 * every, 1e-3))))
-    edges = axis.time(np.linspace(0, 1, bins + 1))
-    edges[-1] += 1e-3  # the last sample belongs to the last bin
-    parts, over_time, firsts = list[tuple[Any, Any, Any]](), list[float](), list[int]()
+    series, firsts = list[tuple[HostTelemetry, Any]](), list[int]()
     for row in found:
-        firsts.append(len(parts))
+        firsts.append(len(series))
         for pattern in row.patterns:
             if (samples := _add_series(row.host, pattern)) is not None:
-                changed = samples if quantity.change is None else quantity.change(row.host, samples)
-                parts.append(bin_samples(row.host.times, changed * quantity.scale, edges))
-                over_time.append(_mean(changed) * quantity.scale)
+                series.append((row.host, samples if quantity.change is None else quantity.change(row.host, samples)))
+    every = max(find_pace_s(host, np.isfinite(samples)) for host, samples in series)
+    bins = int(max(1, min(BINS, CELLS // len(found), axis.alive_s / (2 * every))))
+    edges = axis.time(np.linspace(0, 1, bins + 1))
+    edges[-1] += 1e-3  # the last sample belongs to the last bin
+    parts = [bin_samples(host.times, samples * quantity.scale, edges) for host, samples in series]
+    over_time = [_mean(samples) * quantity.scale for _, samples in series]
     least, means, most = (np.array([part[which] for part in parts]) for which in range(3))
     shown = np.fmax.reduceat(means, firsts, axis=0)
     neighbours = max(len(row.patterns) for row in found)
@@ -441,18 +441,29 @@ def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _intervals(host: HostTelemetry) -> Any:
-    """Seconds that each sample stands for: since the one before it; one interval where that is more than five ago."""
+def find_pace_s(host: HostTelemetry, known: Any) -> float:
+    """Seconds from one value of a series to the next; `known`: whether a sample has one. Not each sample reads all."""
     import numpy as np
 
-    every = max(host.info.every_s, 1e-3)
-    passed = np.diff(host.times, prepend=host.times[0] - every) if len(host.times) else np.zeros(0)
-    return np.where((passed >= 0) & (passed <= 5 * every), passed, every)
+    places = np.flatnonzero(known)
+    return max(host.info.every_s, 1e-3) * (float(np.median(np.diff(places))) if len(places) > 1 else 1.0)
+
+
+def _intervals(host: HostTelemetry, known: Any) -> Any:
+    """Seconds that each known sample stands for: since the one before it; the series' pace where that is more than five
+    times as long ago."""
+    import numpy as np
+
+    times, pace = host.times[known], find_pace_s(host, known)
+    passed = np.diff(times, prepend=times[0] - pace) if len(times) else np.zeros(0)
+    return np.where((passed >= 0) & (passed <= 5 * pace), passed, pace)
 
 
 def find_sampled_s(host: HostTelemetry) -> float:
     """Seconds that the samples of a node stand for."""
-    return float(_intervals(host).sum())
+    import numpy as np
+
+    return float(_intervals(host, np.ones(len(host.times), bool)).sum())
 
 
 def _find_energy(host: HostTelemetry, index: int) -> tuple[float | None, str]:
@@ -470,7 +481,8 @@ def _find_energy(host: HostTelemetry, index: int) -> tuple[float | None, str]:
 def _integrate(host: HostTelemetry, rate: Any) -> float:
     import numpy as np
 
-    return float(np.where(np.isfinite(rate), rate * _intervals(host), 0.0).sum())
+    known = np.isfinite(rate)
+    return float((rate[known] * _intervals(host, known)).sum())
 
 
 @dataclass(frozen=True)
