@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -52,9 +53,12 @@ def shape_of(layers: int) -> TransformerShape:
 # --- operators
 
 VIEWS = frozenset(
-    "_reshape_alias _unsafe_view alias as_strided chunk detach device empty empty_like empty_strided expand "
-    "lift_fresh new_empty new_empty_strided permute reshape select slice split split_with_sizes squeeze t transpose "
-    "unbind unsqueeze view".split()
+    re.findall(
+        r"\w+",
+        "_reshape_alias _unsafe_view alias as_strided chunk detach device empty empty_like empty_strided expand "
+        "lift_fresh new_empty new_empty_strided permute reshape select slice split split_with_sizes squeeze t transpose "
+        "unbind unsqueeze view",
+    )
 )
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 CASTS = frozenset(("_to_copy", "clone", "convert_element_type"))
@@ -155,7 +159,7 @@ def norms_of_a_device() -> Iterator[None]:
         yield
 
 
-def count_eager(shape: TransformerShape, *, loss: bool = True) -> Eager:
+def count_eager(shape: TransformerShape, *, with_loss: bool = True) -> Eager:
     """One forward and backward pass, operator by operator; without the loss, from the gradient of the logits on."""
     with norms_of_a_device(), FakeTensorMode():
         model, counter = Transformer(shape), Eager()
@@ -163,7 +167,7 @@ def count_eager(shape: TransformerShape, *, loss: bool = True) -> Eager:
         with counter:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 logits = model(inputs)
-                total = losses.token_cross_entropy(logits, targets).total if loss else None
+                total = losses.token_cross_entropy(logits, targets).total if with_loss else None
             if total is None:
                 logits.backward(torch.empty_like(logits))
             else:
@@ -176,12 +180,13 @@ def count_eager(shape: TransformerShape, *, loss: bool = True) -> Eager:
 
 def count_compiled(layers: int) -> tuple[Traffic, Traffic]:
     """One forward and backward pass with compiled blocks and a compiled loss; and one block of it."""
-    (block,) = {id(each): each for each in [_count_block()]}.values()
-    ends = count_eager(shape_of(0), loss=False).traffic
+    block = _count_block()
+    ends = count_eager(shape_of(0), with_loss=False).traffic
     return ends.plus(_count_loss()).plus(block, layers), block
 
 
 def _count_block() -> Traffic:
+    """One graph serves all blocks."""
     shape, found = shape_of(1), Graphs()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = Transformer(shape)
@@ -196,9 +201,9 @@ def _count_block() -> Traffic:
 
 
 def _count_loss() -> Traffic:
-    shape, found = shape_of(0), Graphs()
+    found = Graphs()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        logits = torch.empty(BATCH, SEQ, shape.vocab, dtype=torch.bfloat16, requires_grad=True)
+        logits = torch.empty(BATCH, SEQ, shape_of(0).vocab, dtype=torch.bfloat16, requires_grad=True)
         targets = torch.empty(BATCH, SEQ, dtype=torch.int64)
         total, _ = torch.compile(losses._sum_cross_entropy, backend=found.backend)(logits, targets)
         total.backward()
@@ -268,7 +273,9 @@ def fuse(module: fx.GraphModule) -> Traffic:
         if name_of(node) in PRODUCTS:
             traffic.add(name_of(node), 0)
     for kernel in kernels:
-        others = {node: [use for use in uses[node] if use not in (fused if node in casts else kernel)] for node in kernel}
+        others = {
+            node: [use for use in uses[node] if use not in (fused if node in casts else kernel)] for node in kernel
+        }
         written = [node for node in kernel if node in returned or others[node]]
         read = {operand for node in kernel for operand in reads[node]} - kernel
         if written:
@@ -320,3 +327,65 @@ def _memory_of(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and is_view(name_of(node)) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
+
+
+# --- all of it
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What is counted of one step with so many blocks; of one block, what all of them have but for the ends."""
+
+    layers: int
+    eager: Eager
+    eager_ends: Traffic
+    compiled: Traffic
+    compiled_block: Traffic
+
+    def weight_casts(self, dtype: torch.dtype = torch.bfloat16) -> int:
+        """How often a matrix that products read is cast to bf16, or a gradient of one to fp32; one by one."""
+        with torch.device("meta"):
+            shapes = {tuple(each.shape) for each in Transformer(shape_of(1)).parameters() if each.dim() == 2}
+        return sum(count for (shape, to), count in self.eager.casts.items() if shape in shapes and to == dtype)
+
+    def rows(self) -> list[tuple[str, Traffic]]:
+        """What it is, and its traffic."""
+        blocks = self.eager.traffic.plus(self.eager_ends, -1)
+        block = Traffic(*(part // self.layers for part in (blocks.kernels, blocks.outside, blocks.products)))
+        return [
+            (f"{self.layers} blocks, one by one", self.eager.traffic),
+            ("one block of them", block),
+            (f"{self.layers} blocks, compiled", self.compiled),
+            ("one block, compiled", self.compiled_block),
+        ]
+
+
+def count_all(layers: int) -> Counts:
+    """Everything that is counted here."""
+    return Counts(layers, count_eager(shape_of(layers)), count_eager(shape_of(0)).traffic, *count_compiled(layers))
+
+
+def main() -> None:
+    """Print the table of `docs/numbers.md`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--max-eager", type=float, help="GB beside products and attention, one by one")
+    parser.add_argument("--max-compiled", type=float, help="GB beside products and attention, compiled")
+    parser.add_argument("--json", type=Path, help="file for the bytes by operator")
+    arguments = parser.parse_args()
+    counts = count_all(arguments.layers)
+    print("| step | products and attention | other kernels | GB that those move |\n|---|---:|---:|---:|")
+    for name, each in counts.rows():
+        print(f"| {name} | {each.products} | {each.kernels} | {each.outside / 1e9:.2f} |")
+    print(f"one by one, {counts.weight_casts()} casts of weights")
+    if arguments.json:
+        rows = {
+            name: {"kernels": each.kernels, "bytes": dict(each.by_name.most_common())} for name, each in counts.rows()
+        }
+        arguments.json.write_text(json.dumps(rows, indent=1))
+    limits = (arguments.max_eager, counts.eager.traffic), (arguments.max_compiled, counts.compiled)
+    sys.exit(any(limit is not None and each.outside > limit * 1e9 for limit, each in limits))
+
+
+if __name__ == "__main__":
+    main()

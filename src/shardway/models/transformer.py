@@ -114,7 +114,7 @@ class Attention(nn.Module):
         return self.wo(mixed.transpose(1, 2).flatten(2))
 
     def _project(self, x: torch.Tensor, turn: Rotation | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [batch, seq, heads, head_width], with however many heads this rank's columns make."""
+        """Queries, keys and values [batch, seq, heads, head_width], of however many heads this rank's columns make."""
         layers = self.wq, self.wk, self.wv
         joined, features = project_joined(x, *layers), [w.out_features for w in layers]
         if joined is not None and turn is not None and self.q_norm is None:
