@@ -1,5 +1,5 @@
-"""What one step of ours moves beside products and attention, its kernels, casts and waits for the device; counted on
-fake tensors, so no device is needed.
+"""What one step of ours moves beside products and attention, its kernels and its casts of weights; counted on fake
+tensors, so no device is needed.
 
     python bench/step_traffic.py [--layers 8] [--json FILE] [--max-eager GB] [--max-compiled GB]
 
@@ -9,7 +9,7 @@ tokens; weights in fp32, products in bf16 by autocast, one micro-batch. Exit cod
 How it is counted. Every tensor that a kernel reads or writes counts whole, once, at its size; views are free. RMSNorm
 is one kernel each way, as on a device. Compiled: each block's forward and backward graph as the compiler's partitioner
 leaves them, with what is between two products fused as far as one kernel may (`fuse`); the embedding, the last norm and
-the output layer as they are run, one by one; the loss as one graph. The compiler's own code may do better or worse.
+the output layer as they are run, one by one; the loss as one graph. The compiler's own code moves no less.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ VIEWS = frozenset(
     re.findall(
         r"\w+",
         "_reshape_alias _unsafe_view alias as_strided chunk detach device empty empty_like empty_strided expand "
-        "lift_fresh new_empty new_empty_strided permute reshape select slice split split_with_sizes squeeze t transpose "
-        "unbind unsqueeze view",
+        "lift_fresh new_empty new_empty_strided permute reshape select slice split split_with_sizes squeeze t "
+        "transpose unbind unsqueeze view",
     )
 )
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -351,7 +351,8 @@ class Counts:
     def rows(self) -> list[tuple[str, Traffic]]:
         """What it is, and its traffic."""
         blocks = self.eager.traffic.plus(self.eager_ends, -1)
-        block = Traffic(*(part // self.layers for part in (blocks.kernels, blocks.outside, blocks.products)))
+        kernels, outside, products = (part // self.layers for part in (blocks.kernels, blocks.outside, blocks.products))
+        block = Traffic(kernels, outside, products)
         return [
             (f"{self.layers} blocks, one by one", self.eager.traffic),
             ("one block of them", block),

@@ -4,8 +4,8 @@ reads and writes memory.
 Invariants:
 - Each function computes what the plain operators of its caller do, with at most as many roundings. It returns None
   where it does not apply: in other formats (fp32 keeps its bits), under a compiler (which fuses the plain operators),
-  and for a linear layer that is more than a product with its own whole weight (split over ranks, in float8, with hooks
-  of a script or an engine).
+  for few numbers (`FEWEST`), and for a linear layer that is more than a product with its own whole weight (split over
+  ranks, in float8, with hooks of a script or an engine).
 - Weights stay parameters of their own, by which gradients, optimizers and checkpoints know them. Joined copies are of
   fp32 weights only, which products copy into bf16 anyway: a copy of a gathered 16-bit weight would outlive it.
 - A node of the graph that has weights has one output: schedules that split the backward pass into that of inputs and
@@ -21,6 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+
+FEWEST = 2**22
+"""Numbers of a tensor from which on a device takes longer to move it than the host to issue a kernel: 8 MB in bf16. In
+Python these parts take the host a tenth longer than plain operators."""
 
 
 def project_joined(x: torch.Tensor, *layers: nn.Linear) -> torch.Tensor | None:
@@ -49,7 +53,7 @@ def split_rotated(
 def rotate_in_place(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
     """`rotate` in three kernels each way that move five times the size of x; its plain operators are four kernels that
     move nine times as much."""
-    if torch.compiler.is_compiling() or not (x.dtype == cos.dtype == torch.bfloat16):
+    if torch.compiler.is_compiling() or x.numel() < FEWEST or not x.dtype == cos.dtype == torch.bfloat16:
         return None
     rotated: torch.Tensor = _Rotate.apply(x, cos, sin)
     return rotated
@@ -64,8 +68,10 @@ def multiply_gated(x: torch.Tensor, gate: nn.Linear, up: nn.Linear) -> torch.Ten
 
 
 def _applies(x: torch.Tensor, *layers: nn.Linear) -> bool:
-    """Whether x is in bf16, all products of it are, and these layers are nothing but products."""
-    if torch.compiler.is_compiling() or x.dtype != torch.bfloat16 or not all(map(_is_plain, layers)):
+    """Whether x is large and in bf16, all products of it are, and these layers are nothing but products."""
+    if torch.compiler.is_compiling() or x.dtype != torch.bfloat16 or x.numel() < FEWEST:
+        return False
+    if not all(map(_is_plain, layers)):
         return False
     if all(layer.weight.dtype == torch.bfloat16 for layer in layers):
         return True
