@@ -9,7 +9,7 @@ Invariants:
 - Weights stay parameters of their own, by which gradients, optimizers and checkpoints know them. Joined copies are of
   fp32 weights only, which products copy into bf16 anyway: a copy of a gathered 16-bit weight would outlive it.
 - A node of the graph that has weights has one output: schedules that split the backward pass into that of inputs and
-  that of weights know no others.
+  that of weights take no others in earlier versions of torch.
 """
 
 from __future__ import annotations
