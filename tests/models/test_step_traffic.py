@@ -1,5 +1,5 @@
 """What a forward and backward pass of a transformer moves beside products and attention, counted on fake tensors: the
-kernels of a device without a device. The figures are those of `docs/numbers.md`, which stands for `BOUNDS`."""
+kernels of a device without a device. The bounds are the figures of `docs/numbers.md`."""
 
 from __future__ import annotations
 

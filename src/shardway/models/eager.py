@@ -50,7 +50,7 @@ def split_rotated(
     return q, k, v
 
 
-def rotate_in_place(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
+def rotate_by_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
     """`rotate` in three kernels each way that move five times the size of x; its plain operators are four kernels that
     move nine times as much."""
     if torch.compiler.is_compiling() or x.numel() < FEWEST or not x.dtype == cos.dtype == torch.bfloat16:
