@@ -25,6 +25,7 @@ from torch import nn
 
 from shardway.models.contract import ModelPlan, Split
 from shardway.models.documents import DocumentMarks, attend_within_documents
+from shardway.models.eager import multiply_gated, project_joined, rotate_by_halves, split_rotated
 from shardway.models.experts import MixtureOfExperts, MixtureShape, Router
 from shardway.models.initialise import fill_parameters
 
@@ -89,9 +90,9 @@ class BlockShape:
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al., arXiv:2305.13245); [batch, seq, dim] -> the same.
 
-    Queries, keys and values have a matrix each, so that each splits by heads; joined into one they were no faster
-    (measured on CPU, 2 threads, dim 128 to 256). Attention probabilities have no dropout: it would rule out the
-    fused kernel on CPU.
+    Queries, keys and values have a matrix each, so that each splits by heads; where passes in bf16 are not compiled,
+    one product takes all three (`models.eager`). In fp32 that was no faster (measured on CPU, 2 threads, dim 128 to
+    256). Attention probabilities have no dropout: it would rule out the fused kernel on CPU.
     """
 
     def __init__(self, shape: BlockShape) -> None:
@@ -108,15 +109,25 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, turn: Rotation | None, marks: torch.Tensor | None = None) -> torch.Tensor:
         """`turn` turns queries and keys; None where positions are not rotary. `marks`: `mark_documents`."""
-        # [batch, seq, heads, head_width], with however many heads this rank's columns make
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_width)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (y.transpose(1, 2) for y in self._project(x, turn))
+        mixed = self.core(q, k, v) if marks is None else self.core(q, k, v, marks)
+        return self.wo(mixed.transpose(1, 2).flatten(2))
+
+    def _project(self, x: torch.Tensor, turn: Rotation | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [batch, seq, heads, head_width], of however many heads this rank's columns make."""
+        layers = self.wq, self.wk, self.wv
+        joined, features = project_joined(x, *layers), [w.out_features for w in layers]
+        if joined is not None and turn is not None and self.q_norm is None:
+            parts = split_rotated(joined, features, *turn)
+            if parts is not None:
+                return parts
+        each = [w(x) for w in layers] if joined is None else joined.split(features, dim=-1)
+        q, k, v = (y.unflatten(-1, (-1, self.head_width)) for y in each)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if turn is not None:
             q, k = rotate(q, *turn), rotate(k, *turn)
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        mixed = self.core(q, k, v) if marks is None else self.core(q, k, v, marks)
-        return self.wo(mixed.transpose(1, 2).flatten(2))
+        return q, k, v
 
 
 class LatentAttention(nn.Module):
@@ -206,6 +217,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     Rolling by half a head brings each feature's partner to its place: about twice as fast as rotating two chunks of
     half the width and joining them (measured on CPU, 2 threads, heads of 32).
     """
+    rotated = rotate_by_halves(x, cos, sin)
+    if rotated is not None:
+        return rotated
     return (x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin).type_as(x)
 
 
@@ -225,6 +239,9 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(shape.ffn_dim, shape.dim, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gated = None if self.gate is None else multiply_gated(x, self.gate, self.up)
+        if gated is not None:
+            return self.down(gated)
         hidden = self.up(x)
         if self.gate is None:
             return self.down(F.gelu(hidden, approximate=self.approximate))
