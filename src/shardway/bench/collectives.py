@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 
 import torch
@@ -59,7 +60,7 @@ class CollectiveBuffers:
 
     def __init__(self, collective: str, size: int, place: GroupPlace, device: torch.device) -> None:
         self.collective, self.place = collective, place
-        self._table = PlaceTable(device)
+        self._table = make_table(device)
         self.size = round_size(collective, size, place.ranks)
         whole = self.size // ELEMENT_BYTES
         self._part = whole // place.ranks if collective in DIVIDED else whole
@@ -156,6 +157,12 @@ class PlaceTable:
         theirs, mod 2**64. Each element's bits count times an odd number."""
         weighed = values.view(torch.int32).long() * self._weights[: len(values)]
         return int(weighed.sum()) * (2 * _scramble(start // BLOCK) + 1) % 2**64
+
+
+@cache
+def make_table(device: torch.device) -> PlaceTable:
+    """The table of a device, which all sizes share."""
+    return PlaceTable(device)
 
 
 def _scramble(number: int) -> int:
