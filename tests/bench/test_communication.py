@@ -25,7 +25,7 @@ from shardway.bench.comm_report import CommReport, find_known_links, list_verdic
 from shardway.bench.communication import (
     CommBench,
     CommRequest,
-    HostClock,
+    HostTimer,
     RankPlaces,
     TimeBox,
     find_places,
@@ -271,7 +271,7 @@ def test_one_rank_is_refused() -> None:
 
 def test_calls_of_the_host_are_timed_after_the_alignment() -> None:
     done: list[str] = []
-    times = HostClock().seconds(lambda: done.append("call"), lambda: done.append("align"), 3)
+    times = HostTimer().seconds(lambda: done.append("call"), lambda: done.append("align"), 3)
     assert done == ["align", "call"] * 3
     assert len(times) == 3
     assert min(times) >= 0

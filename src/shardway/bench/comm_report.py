@@ -329,13 +329,19 @@ def _judge_rates(report: CommReport, known: KnownLinks) -> Iterator[str]:
         ]
         if not rated:
             unknown.append(_SCOPES[scope])
-        for fit, limit in rated:
-            share = fit.best.bus / limit.rate
-            little = ": this is little" if share < _LOW else ""
-            yield (
-                f"{_SCOPES[scope]}, {fit.collective} reaches {_render_rate(fit.best.bus)} GB/s of "
-                f"{_render_rate(limit.rate)} ({limit.name}), {share:.0%}{little}"
-            )
+            continue
+        found = [(fit.best.bus / limit.rate, fit.collective, fit.best.bus, limit) for fit, limit in rated]
+        shares = sorted(found, key=lambda each: each[:2])
+        (least, worst, *_), (most, best, *_) = shares[0], shares[-1]
+        span = f"{least:.0%} ({worst}) to {most:.0%} ({best})" if len(shares) > 1 else f"{least:.0%} ({worst})"
+        links = ", ".join(dict.fromkeys(limit.name for _, limit in rated))
+        yield f"{_SCOPES[scope]}: {span} of what the links should reach ({links})"
+        for share, name, bus, limit in shares:
+            if share < _LOW:
+                yield (
+                    f"this is little: {_SCOPES[scope]}, {name} reaches {_render_rate(bus)} GB/s of "
+                    f"{_render_rate(limit.rate)} ({limit.name})"
+                )
     if unknown:
         why = (
             "gloo sends over the host's memory and TCP, which no catalogue rates"

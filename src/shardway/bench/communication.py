@@ -92,18 +92,18 @@ def find_places(ranks: Ranks, host: str) -> RankPlaces:
 # --- clocks
 
 
-class CallClock(Protocol):
+class CallTimer(Protocol):
     """Times calls that may only be queued."""
 
     def seconds(self, call: Callable[[], None], align: Callable[[], None], count: int) -> list[float]:
         """The seconds of each of `count` calls, with `align` before each, which does not count."""
 
 
-class HostClock:
+class HostTimer:
     """Calls that have ended when they return."""
 
     def seconds(self, call: Callable[[], None], align: Callable[[], None], count: int) -> list[float]:
-        """As `CallClock`, by the clock of this process."""
+        """As `CallTimer`, by the clock of this process."""
         found = []
         for _ in range(count):
             align()
@@ -113,11 +113,11 @@ class HostClock:
         return found
 
 
-class DeviceClock:
+class DeviceTimer:
     """Calls that are queued on the current stream of a CUDA device; the host waits once, at the end."""
 
     def seconds(self, call: Callable[[], None], align: Callable[[], None], count: int) -> list[float]:
-        """As `CallClock`, by events in the stream."""
+        """As `CallTimer`, by events in the stream."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         for started, ended in events:
             align()
@@ -196,7 +196,7 @@ class CommBench:
     places: RankPlaces
     request: CommRequest
     box: TimeBox
-    clock: CallClock
+    clock: CallTimer
     calls: Mapping[str, Callable[[CollectiveBuffers], None]] = field(default_factory=lambda: CALLS)
 
     @property
@@ -412,7 +412,7 @@ def measure_communication(ranks: Ranks, host: str, request: CommRequest) -> Comm
     if ranks.world < 2:
         raise UserError(describe_lone_rank(ranks.world))
     places = find_places(ranks, host)
-    clock = DeviceClock() if ranks.device.type == "cuda" else HostClock()
+    clock = DeviceTimer() if ranks.device.type == "cuda" else HostTimer()
     return CommBench(ranks, places, request, TimeBox(ranks, request.seconds), clock).run()
 
 
