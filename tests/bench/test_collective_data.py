@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardway.bench.bandwidth import BUS_FACTORS
-from shardway.bench.collectives import BLOCK, CollectiveBuffers, GroupPlace, PlaceTable
+from shardway.bench.collectives import BLOCKS, CollectiveBuffers, GroupPlace, PlaceTable
 
 COLLECTIVES = sorted(BUS_FACTORS)
+BLOCK = BLOCKS["cpu"]
 SUMS = ("all_reduce", "reduce", "reduce_scatter")
 Sent = Sequence[torch.Tensor]
 

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from shardway.bench.bandwidth import DIVIDED, ELEMENT_BYTES, round_size
 from shardway.compat import library_collectives
 
-BLOCK = 2**16
-"""Data are made and checked in blocks of so many elements, which the caches of a processor hold."""
+BLOCKS = {"cpu": 2**16, "cuda": 2**22}
+"""Data are made and checked in blocks of so many elements by type of device: what the caches of a processor hold, and
+what keeps a GPU busy."""
 
 _VALUES = 256
 _EXACT = 2**24
@@ -76,7 +77,7 @@ class CollectiveBuffers:
             self.sent.zero_()
             return
         mark = self._mark(self.place.rank)
-        for start, part in _split(self.sent):
+        for start, part in self._table.split(self.sent):
             part.copy_(self._table.values(start, len(part), step) + mark)
 
     def check(self, step: int) -> WrongResult | None:
@@ -84,14 +85,14 @@ class CollectiveBuffers:
         if self.collective == "reduce" and self.place.rank > 0:
             return None
         found = expected = 0
-        for start, part in _split(self.received):
+        for start, part in self._table.split(self.received):
             found += self._table.checksum(part, start)
             expected += self._table.checksum(self._expect(start, len(part), step), start)
         return self._locate(step) if (found - expected) % 2**64 else None
 
     def _locate(self, step: int) -> WrongResult:
         count, first = 0, (-1, 0.0, 0.0)
-        for start, part in _split(self.received):
+        for start, part in self._table.split(self.received):
             expected = self._expect(start, len(part), step)
             wrong = (part != expected).nonzero().flatten()
             if len(wrong) and not count:
@@ -126,27 +127,27 @@ class CollectiveBuffers:
         return rank % max(1, min(self.place.ranks, _EXACT // self.place.ranks - _VALUES))
 
 
-def _split(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Blocks of a tensor, each with the place of its first element."""
-    for start in range(0, len(tensor), BLOCK):
-        yield start, tensor[start : start + BLOCK]
-
-
 class PlaceTable:
     """Numbers by the place of an element that look random and are the same on every rank: a table of one block, and a
     number for each block that is combined with it."""
 
     def __init__(self, device: torch.device) -> None:
+        self.block = BLOCKS.get(device.type, 2**16)
         drawn = torch.Generator().manual_seed(0)
-        self._values = torch.randint(0, _VALUES, (BLOCK,), dtype=torch.int32, generator=drawn).to(device)
-        self._weights = (torch.randint(-(2**62), 2**62, (BLOCK,), generator=drawn) * 2 + 1).to(device)
+        self._values = torch.randint(0, _VALUES, (self.block,), dtype=torch.int32, generator=drawn).to(device)
+        self._weights = (torch.randint(-(2**62), 2**62, (self.block,), generator=drawn) * 2 + 1).to(device)
+
+    def split(self, tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Blocks of a tensor, each with the place of its first element."""
+        for start in range(0, len(tensor), self.block):
+            yield start, tensor[start : start + self.block]
 
     def values(self, start: int, count: int, step: int) -> torch.Tensor:
         """Integers from 1 to 256 for the places from `start` on; those of two steps in a row differ everywhere."""
         pieces = []
         while count > 0:
-            block, within = divmod(start, BLOCK)
-            length = min(count, BLOCK - within)
+            block, within = divmod(start, self.block)
+            length = min(count, self.block - within)
             moved = (_scramble(block) + 37 * step) % _VALUES
             pieces.append(1 + ((self._values[within : within + length] + moved) & (_VALUES - 1)))
             start, count = start + length, count - length
@@ -156,7 +157,7 @@ class PlaceTable:
         """The checksum of fp32 elements of one block, whose first place `start` is; that of several is the sum of
         theirs, mod 2**64. Each element's bits count times an odd number."""
         weighed = values.view(torch.int32).long() * self._weights[: len(values)]
-        return int(weighed.sum()) * (2 * _scramble(start // BLOCK) + 1) % 2**64
+        return int(weighed.sum()) * (2 * _scramble(start // self.block) + 1) % 2**64
 
 
 @cache

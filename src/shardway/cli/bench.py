@@ -283,8 +283,11 @@ def _run_ranks(nproc: int | None, options: CommOptions) -> str:
         started.append(start_program(launch, assignment))
         return started[-1]
 
+    stops: list[str] = []
+
     def stop() -> None:
-        raise UserError("a signal")  # there is nothing to save: the ranks get the signal too
+        stops.append("a signal")
+        raise UserError("there is nothing to save")  # so the ranks get SIGTERM
 
     with tempfile.TemporaryDirectory(prefix="shardway-bench-") as folder:
         launch = LocalLaunch(
@@ -297,9 +300,7 @@ def _run_ranks(nproc: int | None, options: CommOptions) -> str:
             stop_timeout_s=options.seconds,
         )
         failures = run_local(launch, stop, start=start)
-        if any(failure.signal_name == "SIGTERM" for failure in failures) and not any(
-            failure.last_error() for failure in failures
-        ):
+        if stops:
             raise KeyboardInterrupt
         shown = Path(started[0].stdouts[0]).read_text(encoding="utf-8")
         if failures:
