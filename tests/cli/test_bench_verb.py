@@ -9,11 +9,15 @@ import pytest
 import torch
 from command_line import Ended, Shardway
 
+from comm_reports import make_report
 from shardway.bench.bandwidth import BUS_FACTORS
+from shardway.bench.comm_report import find_known_links
+from shardway.bench.site_ceilings import find_ceilings
 from shardway.cli import bench
 from shardway.cli.bench import _find_cause, parse_sizes
 from shardway.errors import JobError, LostContact, SiteError, UserError
 from shardway.ranks.failure import RankFailure
+from shardway.sites.load import load_site
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -67,6 +71,29 @@ def test_a_backend_that_is_not_there_is_refused(shardway: Shardway, monkeypatch:
         f"--backend (command line): nccl is not there: torch {torch.__version__} sees no CUDA device here",
         "allowed: gloo",
     )
+
+
+def test_what_cannot_be_saved_is_refused_at_the_start(shardway: Shardway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused(shardway("bench", "comm", "--save", "mine"), "--save (command line): needs --site")
+    saved = ("bench", "comm", "--site", "leonardo-booster", "--save")
+    refused(shardway(*saved, "jupiter"), '"jupiter" is the name of a shipped profile')
+    refused(shardway(*saved, "mine"), "what gloo sends over has no rated bandwidth", "allowed: with nccl")
+
+
+def test_measured_ceilings_are_a_site_that_a_plan_takes(shardway: Shardway, tmp_path: Path) -> None:
+    site = load_site("jupiter")
+    report = make_report(2, 4, ("all_reduce", "all_gather"), (2**10, 2**20, 2**28))
+    options = bench.CommOptions("nccl", None, (), 1.0, "jupiter", "", "mine")
+    assert bench._report(report, options) is None
+    kept = load_site("mine")
+    assert kept.measured == find_ceilings(report, find_known_links(report, site), site)
+    assert set(kept.measured) == {"link", "link_latency_s", "network", "network_latency_s"}
+    assert "over 8 ranks on 2 nodes (node1, node2)" in kept.sources["measured"].source
+    planned = shardway("plan", "llama3-8b", "--on", "mine", "--nodes", "4")
+    assert planned.code == 0, planned.err
+    assert "with what was measured on this site: link, link_latency_s, network, network_latency_s" in planned.out
+    refused(shardway("bench", "comm", "--site", "jupiter", "--save", "mine"), "is there and is not written over")
 
 
 def test_a_site_that_is_not_known_is_refused(shardway: Shardway) -> None:
@@ -162,7 +189,9 @@ def test_the_words_of_each_rank_say_all_that_was_asked(shardway: Shardway, monke
 
     monkeypatch.setattr(bench, "_run_ranks", read)
     words = ("--sizes", "1KiB:64KiB", "--collectives", "reduce,all-to-all", "--seconds", "7.5", "--json", "-")
-    assert shardway("bench", "comm", *words, "--site", "leonardo-booster", "--backend", "gloo").code == 0
+    assert (
+        shardway("bench", "comm", *words, "--site", "leonardo-booster", "--backend", "gloo", "--save", "mine").code == 0
+    )
     assert shardway(*bench._list_words(seen[0], "cpu")).code == 0
     assert seen[0] == seen[1]
     assert seen[0].collectives == ("reduce", "all_to_all")

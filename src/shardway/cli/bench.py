@@ -3,11 +3,12 @@
 Invariants:
 - Every mistake that can be found without torch is reported before torch is imported.
 - Started alone it starts ranks of its own, each of which is this verb again; in a launch it is one of the ranks. Rank 0
-  prints and writes; nothing is written but the file that --json names.
+  prints and writes; nothing is written but the file that --json names, and the profile that --save names.
 """
 
 from __future__ import annotations
 
+import datetime
 import math
 import os
 import socket
@@ -37,6 +38,7 @@ from shardway.hardware.limits import ensure_temporary
 from shardway.ranks.launcher import Placement, find_placement, is_in_terminal
 
 if TYPE_CHECKING:
+    from shardway.bench.comm_report import CommReport
     from shardway.ranks.failure import RankFailure
 
 app = typer.Typer(help="Measure this machine: what its links reach, and what they should reach.", no_args_is_help=True)
@@ -55,6 +57,7 @@ class CommOptions:
     seconds: float
     site: str | None
     json: str
+    save: str | None
 
 
 @app.command("comm")
@@ -85,13 +88,19 @@ def comm(
     to_json: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - prints it alone.")
     ] = None,
+    save: Annotated[
+        str | None,
+        typer.Option(
+            "--save", metavar="NAME", help="Keep what was measured as a site of your own that extends --site."
+        ),
+    ] = None,
 ) -> None:
     """Measure the collectives between ranks: bandwidths, latency, whether data arrive, and which pair is slow."""
     placement = find_placement(os.environ)
     by_hand = nproc is not None and (placement.world == 1 or (is_in_terminal(os.environ) and sys.stdin.isatty()))
     launched = placement.launcher != "none" and not by_hand
     try:
-        options = _read_options(sizes, collectives, seconds, backend, site, to_json)
+        options = _read_options(sizes, collectives, seconds, backend, site, to_json, save)
         if launched and nproc is not None:
             raise UserError(
                 f"--nproc {nproc} starts ranks, but this process is already rank {placement.rank} of "
@@ -118,10 +127,11 @@ def _read_options(
     backend: str | None,
     site: str | None,
     to_json: str | None,
+    save: str | None,
 ) -> CommOptions:
     """Raises UserError that names every mistake."""
     from shardway.bench.bandwidth import BUS_FACTORS
-    from shardway.sites.load import load_site
+    from shardway.sites.load import find_place, load_site
 
     problems: list[Problem] = []
     names = tuple(dict.fromkeys((collectives or ",".join(BUS_FACTORS)).replace("-", "_").replace(",", " ").split()))
@@ -145,10 +155,14 @@ def _read_options(
         if Path(to_json or "").is_dir() or not folder.is_dir():
             what = f"{to_json} is a folder" if folder.is_dir() else f"the folder {folder} does not exist"
             problems.append(Problem("--json", what, origin, "a file in a folder that exists, or -"))
+    if save is not None and site is None:
+        problems.append(Problem("--save", "needs --site: which site was measured", origin))
     check_no_problems("the command line", problems)
     if site is not None:
         load_site(site)
-    return CommOptions(backend, read, names, seconds, site, to_json or "")
+    if save is not None:
+        find_place(save)
+    return CommOptions(backend, read, names, seconds, site, to_json or "", save)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -185,10 +199,6 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 def _measure_as_rank(placement: Placement, options: CommOptions) -> None:
     """Join the other ranks and measure; rank 0 reports. Raises JobError where data did not arrive as they were sent."""
-    from shardway.bench.comm_report import find_known_links, render_facts, render_report
-    from shardway.rundir.file_io import write_json
-    from shardway.sites.load import load_site
-
     if placement.launcher == "shardway":
         from shardway.ranks.stop import stop_with_agent
 
@@ -200,18 +210,12 @@ def _measure_as_rank(placement: Placement, options: CommOptions) -> None:
 
     if placement.world < 2:
         raise UserError(describe_lone_rank(placement.world))
-    device = _choose_device(options.backend)
+    device = _choose_device(options)
     ranks = start_ranks(placement, StartOptions(device, _count_threads(), _START_S, options.seconds + _SILENT_S))
     request = CommRequest(options.collectives, options.sizes, options.seconds)
     report = measure_communication(ranks, socket.gethostname(), request)
     if ranks.is_first:
-        known = find_known_links(report, load_site(options.site) if options.site is not None else None)
-        if options.json == "-":
-            print_json(render_facts(report, known))
-        else:
-            typer.echo(legible(render_report(report, known)))
-        if options.json not in ("", "-"):
-            write_json(Path(options.json), render_facts(report, known), durable=False)
+        _report(report, options)
     is_wrong = bool(report.wrong)
     ranks.end()
     if is_wrong and not ranks.is_first:
@@ -225,6 +229,29 @@ def _measure_as_rank(placement: Placement, options: CommOptions) -> None:
         )
 
 
+def _report(report: CommReport, options: CommOptions) -> None:
+    """Print what was found and write what was asked for; a profile only where the data were right."""
+    from shardway.bench.comm_report import find_known_links, render_facts, render_report
+    from shardway.rundir.file_io import write_json
+    from shardway.sites.load import keep_profile, load_site
+
+    site = load_site(options.site) if options.site is not None else None
+    known = find_known_links(report, site)
+    if options.json == "-":
+        print_json(render_facts(report, known))
+    else:
+        typer.echo(legible(render_report(report, known)))
+    if options.json not in ("", "-"):
+        write_json(Path(options.json), render_facts(report, known), durable=False)
+    if options.save is not None and site is not None and not report.wrong:
+        from shardway.bench.site_ceilings import render_measured_profile
+
+        parent = str(Path(options.site or "").resolve()) if "/" in (options.site or "") else str(options.site)
+        text = render_measured_profile(options.save, site, parent, report, known, datetime.date.today())
+        path = keep_profile(options.save, text)
+        typer.echo(f"wrote {path}: `shardway plan ... --on {options.save}` takes it", err=options.json == "-")
+
+
 _START_S = 300.0
 _SILENT_S = 60.0
 """Waits for ranks that are still to begin, and for one that is silent."""
@@ -235,23 +262,23 @@ def _count_threads() -> int:
     return int(threads) if threads.isdecimal() and int(threads) else 1
 
 
-def _choose_device(backend: str | None) -> str:
-    """The device type of a backend, or of the best one here. Raises UserError where it is not there."""
+def _choose_device(options: CommOptions) -> str:
+    """The device type of a backend, or of the best one here. Raises UserError where it is not there, or has no rated
+    links that are to be saved."""
     import torch
 
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if backend is None:
-        return "cuda" if visible else "cpu"
-    if backend == "nccl" and not (visible and torch.distributed.is_nccl_available()):
-        why = (
-            f"torch {torch.__version__} sees no CUDA device here"
-            if not visible
-            else f"torch {torch.__version__} is built without it"
-        )
-        check_no_problems(
-            "the command line", [Problem("--backend", f"nccl is not there: {why}", "command line", "gloo")]
-        )
-    return _BACKENDS[backend]
+    problems = []
+    if options.backend == "nccl" and not (visible and torch.distributed.is_nccl_available()):
+        lacks = "is built without it" if visible else "sees no CUDA device here"
+        what = f"nccl is not there: torch {torch.__version__} {lacks}"
+        problems.append(Problem("--backend", what, "command line", "gloo"))
+    device = _BACKENDS[options.backend] if options.backend is not None else "cuda" if visible else "cpu"
+    if options.save is not None and device == "cpu":
+        what = "what gloo sends over has no rated bandwidth, of which a ceiling is a part"
+        problems.append(Problem("--save", what, "command line", "with nccl"))
+    check_no_problems("the command line", problems)
+    return device
 
 
 # --- with ranks of its own
@@ -268,7 +295,7 @@ def _run_ranks(nproc: int | None, options: CommOptions) -> str:
         from shardway.bench.communication import describe_lone_rank
         from shardway.ranks.local import LocalLaunch, RankAssignment, run_local, start_program
 
-    device = _choose_device(options.backend)
+    device = _choose_device(options)
     count = nproc or max(2, torch.cuda.device_count() if device == "cuda" else 0)
     if count < 2:
         raise UserError(describe_lone_rank(count))
@@ -317,6 +344,8 @@ def _list_words(options: CommOptions, device: str) -> Iterator[str]:
         yield from ("--sizes", ",".join(map(str, options.sizes)))
     if options.site is not None:
         yield from ("--site", options.site)
+    if options.save is not None:
+        yield from ("--save", options.save)
     if options.json:
         yield from ("--json", options.json)
 
