@@ -98,6 +98,18 @@ def test_a_program_runs_as_it_was_typed(typed: str, here: Path) -> None:
     assert (read.program, read.script) == (Program(tuple(words), python=False), AS_TYPED[typed])
 
 
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("shardway bench comm --seconds 5", ("-m", "shardway", "bench", "comm", "--seconds", "5")),
+        ("python -m shardway bench comm", ("-m", "shardway", "bench", "comm")),
+    ],
+)
+def test_a_verb_that_ranks_can_be_is_one_of_each_rank(typed: str, words: tuple[str, ...], here: Path) -> None:
+    read = read_command(typed.split(), here)
+    assert (read.program, read.module) == (Program(words), "shardway")
+
+
 def test_what_a_shell_runs_is_known(here: Path) -> None:
     texts = {
         typed: dict(read_command(typed, here).texts) for typed in [("./run.sh",), ("bash", "many.sh"), ("./a.out",)]

@@ -70,7 +70,7 @@ def read_program_words(ctx: Any) -> tuple[str, ...]:
 
 VERBS = (
     *("plan", "train", "init", "config", "data", "checkpoint", "sites", "image", "plugins", "submit", "stop", "resume"),
-    *("status", "top", "logs", "report", "trace", "compare", "profile", "track", "doctor", "rehearse"),
+    *("status", "top", "logs", "report", "trace", "compare", "profile", "track", "doctor", "bench", "rehearse"),
 )
 """In the order in which a newcomer reads them; each has a function of its name, or an `app` of verbs of its own, in the
 module of that name, if that is not another one:"""
@@ -84,7 +84,7 @@ _MODULES = {
     "rehearse": "doctor",
 }
 
-COMPUTING = ("train", "checkpoint", "rehearse", "profile")
+COMPUTING = ("train", "checkpoint", "rehearse", "profile", "bench")
 """These load torch, whose libraries end the process without a word of reason where the current folder was removed."""
 
 

@@ -6,6 +6,7 @@ This module must not touch a model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -136,6 +137,15 @@ def _grid(device: str, layout: Layout, dims: tuple[str, ...]) -> DeviceMesh:
     always = {EXPERT_SHARD, *([SHARD] if needs_sharding(layout) or layout.world == 1 else [])}
     needed = tuple(dim for dim in dims if layout.degree(dim) > 1 or dim in always) or (SHARD,)
     return init_device_mesh(device, tuple(layout.degree(dim) for dim in needed), mesh_dim_names=needed)
+
+
+def split_ranks(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """A process group of each of these parts, which share no rank; this rank's own, None where it is in no part.
+
+    Called on all ranks together, with the same parts.
+    """
+    group, _ = dist.new_subgroups_by_enumeration([list(part) for part in parts])
+    return group if any(dist.get_rank() in part for part in parts) else None
 
 
 def set_apart(ranks: Ranks) -> Ranks:

@@ -290,7 +290,8 @@ def _read_inner(words: Sequence[str], start: int, here: Path, nodes: int) -> Com
             remedy="name what its script starts: `-- python train.py`, `-- bash run.sh`",
         )
     if role is Role.OWN:
-        _refuse_own(inner[used:])
+        _check_own(inner[used:])
+        return CommandRead(Program(("-m", "shardway", *inner[used:])), module="shardway")
     if _PYTHON.fullmatch(os.path.basename(inner[0])):
         return _read_python(words, start, here, nodes)
     program = Program(tuple(inner), python=False)
@@ -332,8 +333,9 @@ def _read_python(words: Sequence[str], start: int, here: Path, nodes: int) -> Co
         _refuse(f"{quote_all(words)} names no script", allowed=allowed)
     if launcher := MODULES.get(module):
         if launcher == "shardway":
-            _refuse_own(rest)
-        _refuse_launcher(words, start, BY_NAME[launcher], used, nodes, python=inner[0])
+            _check_own(rest)
+        else:
+            _refuse_launcher(words, start, BY_NAME[launcher], used, nodes, python=inner[0])
     script = rest[0] if kind == "file" else ""
     if inner[0] in ("python", "python3"):  # that of the job's environment
         if used == 1 or inner[1:used] == ["-m", module]:
@@ -377,7 +379,10 @@ def _split_python(words: Sequence[str]) -> tuple[int, str, str]:
 # --- refusals, with the line to type instead
 
 
-def _refuse_own(words: Sequence[str]) -> NoReturn:
+def _check_own(words: Sequence[str]) -> None:
+    """Raise UserError for a verb that is no program of ranks: a job starts a training by itself."""
+    if words[:1] == ["bench"]:
+        return
     remedy = "name a run file in place of the command: `shardway submit my.toml`"
     if words[:1] == ["train"]:
         remedy = f"`shardway submit {quote_all(words[1:])}`".replace(" `", "`")
