@@ -150,7 +150,7 @@ def measure_size(gpus: int = 4, cores: int = 64, samples: int = 3600) -> float:
     names += [f"gpu/{gpu}/{name}" for gpu in range(gpus) for name in (*parts, "job_processes")]
     ways = [f"{way}_bytes_per_s" for way in ("rx", "tx")]
     names += [f"net/eth0/{way}" for way in ways] + [f"ib/mlx5_{n}:1/{way}" for n in range(4) for way in ways]
-    names += ["cpu/use_percent", "memory/used_bytes", "memory/job_bytes", *OF_PROCESSES]
+    names += ["cpu/use_percent", "memory/job_bytes", *OF_PROCESSES]
     device = DeviceInfo(0, "NVIDIA H100", "GPU-0", 80 << 30, 700.0, "nvidia")
     info = NodeInfo("n1", 0, "1", 1, 1e9, 1.0, cores, tuple(range(cores)), 1 << 39, None, (device,) * gpus, {})
     with tempfile.TemporaryDirectory() as folder:

@@ -163,9 +163,12 @@ class JobProcesses:
     whether the I/O of none may be read."""
 
     LOOK_EVERY_S, LIST_EVERY_S = 1.0, 60.0
+    FEW, MANY_EVERY_S = 32, 10.0
+    """Where more numbers than FEW were given since the last look, the next one waits until so long after it: other
+    programs of the machine start many, and each costs."""
     LATE = 8
     """So many of the numbers given last may belong to processes that cannot be seen yet."""
-    MOST_THREADS = 16
+    MOST_THREADS = 8
     """So many threads, besides the first of each process, are looked at in a turn; where there are more, others each
     turn: their files are opened for it, which costs several times what a kept one does."""
 
@@ -174,7 +177,8 @@ class JobProcesses:
         self._known: dict[int, _Process] = {}
         self._others: set[int] = set()
         self._sessions: set[int] = set()
-        self._looked_at, self._listed_at, self._listed, self._newest = -1e9, -1e9, 0, 0
+        self._looked_at, self._done_at, self._listed_at = -1e9, -1e9, -1e9
+        self._listed, self._newest = 0, 0
         self._again = frozenset[int]()
         self._last = KeptFile(f"{root}/proc/loadavg")
         self._gone_cpu, self._gone_io, self._turn = 0, _NO_IO, 0
@@ -250,7 +254,10 @@ class JobProcesses:
         these are more than there were processes, among all processes: both cost the same for each. One that is not of
         the job is looked at twice: its environment is its parent's before it has its own program."""
         newest = int(self._last.read().split()[-1])  # the number that was given last
-        given, self._newest = newest - self._newest, newest
+        given = newest - self._newest
+        if not 0 <= given <= self.FEW and now - self._done_at < self.MANY_EVERY_S:
+            return
+        self._done_at, self._newest = now, newest
         if given < 0:  # they began anew
             self._others.clear()
         if now - self._listed_at >= self.LIST_EVERY_S or not 0 <= given <= self._listed:
@@ -509,8 +516,8 @@ def _explain(error: Exception, path: str) -> str:
 
 class HostReader:
     """Everything of a node that is no accelerator. `top` is the root process of the job (0: it is elsewhere), `job` its
-    id, `marker` a NAME=VALUE in the environment of its processes. Processes and the load are read with each
-    `processes_each`-th sample; the others have NaN. `root` stands for "/" in tests."""
+    id, `marker` a NAME=VALUE in the environment of its processes. `OF_PROCESSES` are read with each `processes_each`-th
+    sample, and are NaN in the others. `root` stands for "/" in tests."""
 
     def __init__(
         self,
@@ -545,7 +552,7 @@ class HostReader:
         of_processes = (*OF_PROCESSES, *(() if group else ("memory/job_bytes",)))
         self._not_read = (NAN,) * len(of_processes)
         self.series = (
-            *("cpu/use_percent", "memory/used_bytes", "memory/oom_kills", *group),
+            *("cpu/use_percent", "memory/oom_kills", *group),
             *(f"core/{core}/use_percent" for core in self.allowed_cores),
             *(name for part in self._counters for name in part.series),
             *of_processes,
@@ -557,7 +564,7 @@ class HostReader:
         """A value for each series. Never raises OSError."""
         cores = self._read_cores()
         known = [value for value in cores if value == value]
-        values = [sum(known) / len(known) if known else NAN, *self._read_memory(), *cores]
+        values = [sum(known) / len(known) if known else NAN, *self._read_group(), *cores]
         for part in self._counters:
             values += part.rates(now)
         if self._until_processes:
@@ -569,9 +576,9 @@ class HostReader:
         return values
 
     def read_last(self, now: float) -> list[float]:
-        """What would be lost at the end: memory, kills, and what processes did since they were read, where this is long
-        enough for a rate. The other series have NaN."""
-        memory = self._read_memory()
+        """What would be lost at the end: kills, memory of the group, and what processes did since they were read, where
+        this is long enough for a rate. The other series have NaN."""
+        memory = self._read_group()
         is_due = self._job_at is None or now - self._job_at[0] >= LEAST_S
         processes = self._read_processes(now) if is_due else self._not_read
         between = len(self.series) - 1 - len(memory) - len(processes)
@@ -593,26 +600,25 @@ class HostReader:
         before, self._busy = self._busy, busy
         return [_share(before.get(core), busy.get(core)) for core in self.allowed_cores]
 
-    def _read_memory(self) -> list[float]:
-        """What the node uses, kills, and what the job uses where its group has it."""
-        used = NAN
-        with suppress(OSError, ValueError):
-            total, available = _parse_memory(self._memory.read())
-            used = total - available if total is not None and available is not None else NAN
-        values = [used, self._group.oom_kills()]
-        return [*values, self._group.used_bytes()] if self._group.is_jobs_own else values
+    def _read_group(self) -> list[float]:
+        """Kills, and the memory of the job where it has a group."""
+        kills = self._group.oom_kills()
+        return [kills, self._group.used_bytes()] if self._group.is_jobs_own else [kills]
 
     def _read_processes(self, now: float) -> list[float]:
         """A value for each of `OF_PROCESSES`, then what the processes hold of memory unless their group has it; NaN
         where no process of the job is seen."""
-        processes, load = self.processes, NAN
+        processes, load, used = self.processes, NAN, NAN
         with suppress(OSError, ValueError, IndexError):
             processes.read(now)
+        with suppress(OSError, ValueError):
+            total, available = _parse_memory(self._memory.read())
+            used = total - available if total is not None and available is not None else NAN
         with suppress(OSError, ValueError, IndexError):
             load = float(self._load.read().split(None, 1)[0])
         before, self._job_at = self._job_at, (now, processes.cpu, processes.io)
         if not processes.pids:
-            return [load, *self._not_read[1:]]
+            return [load, used, *self._not_read[2:]]
         cores, rates = NAN, [NAN] * 4
         if before is not None and now > before[0]:
             passed = now - before[0]
@@ -621,12 +627,12 @@ class HostReader:
                 rates = [(late - early) / passed for late, early in zip(processes.io, before[2], strict=True)]
         if processes.refused:
             self.missing["io/*"] = "the job's processes do not let others read their /proc/PID/io"
-        values = [load, cores, processes.threads, processes.ready, *rates]
+        values = [load, used, cores, processes.threads, processes.ready, *rates]
         return values if self._group.is_jobs_own else [*values, float(processes.rss)]
 
 
 OF_PROCESSES = (
-    *("cpu/load", "cpu/job_cores", "cpu/threads", "cpu/runnable_threads"),
+    *("cpu/load", "memory/used_bytes", "cpu/job_cores", "cpu/threads", "cpu/runnable_threads"),
     *("io/rchar_bytes_per_s", "io/wchar_bytes_per_s", "io/read_bytes_per_s", "io/write_bytes_per_s"),
 )
 
