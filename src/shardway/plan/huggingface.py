@@ -193,12 +193,11 @@ _ENCODER_HEADS: Mapping[str, Callable[[Keys], Head]] = {
     "ForSequenceClassification": lambda keys: (_count_classes(keys), True),
     "ForMultipleChoice": lambda _: (1, True),
     "ForTokenClassification": lambda keys: (_count_classes(keys), False),
-    "ForQuestionAnswering": lambda _: (2, False),  # where an answer begins, and where it ends
+    "ForQuestionAnswering": lambda keys: (_count_classes(keys), False),
 }
 
 _DECODER_HEADS: Mapping[str, Callable[[Keys], Head]] = {
-    name: _ENCODER_HEADS[name]
-    for name in ("Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+    name: _ENCODER_HEADS[name] for name in ("Model", "ForSequenceClassification", "ForTokenClassification")
 }
 
 

@@ -167,8 +167,9 @@ def list_inputs(model: nn.Module, config: Any, length: int) -> Iterator[dict[str
     takes, main = inspect.signature(model.forward).parameters, str(model.main_input_name)
 
     def made(name: str) -> torch.Tensor | None:
-        shape = _shape_of(name, config, length)
         integers = name in ("input_ids", "decoder_input_ids")
+        spans = length if main == "input_ids" else getattr(config, "max_target_positions", None) or length
+        shape = _shape_of(name, config, spans)
         dtype = torch.int64 if integers else next(p.dtype for p in model.parameters() if p.is_floating_point())
         return None if shape is None else torch.empty(shape, dtype=dtype, device="meta")
 
@@ -183,7 +184,7 @@ def list_inputs(model: nn.Module, config: Any, length: int) -> Iterator[dict[str
 def _shape_of(name: str, config: Any, length: int) -> tuple[int, ...] | None:
     """The shape of one sample; None for an input whose size no key states."""
     if name == "decoder_input_ids":
-        return 1, min(length, getattr(config, "max_target_positions", None) or length)
+        return 1, length
     if name == "input_ids":
         return 1, length
     if name in ("pixel_values", "pixel_values_videos"):
