@@ -141,7 +141,7 @@ def find_counted(config: Mapping[str, Any], name: str, announce: Callable[[str],
         counts = [count for path in reversed(found) if (count := _read(path))]
         if counts:
             return counts[0]
-        where = f" and take {kept}/{digest}-*.json along" if kept else ""
+        where = f", or take {kept}/{digest}-*.json along" if kept else ""
         raise UserError(
             f'{name}: the planner does not know all layers of a "{config.get("model_type")}" by itself. transformers '
             "counts any model that it builds, and is not installed here with torch.\n"
@@ -206,5 +206,5 @@ def _ask_child(config: Mapping[str, Any], name: str) -> CountedModel:
         what = json.loads(done.stdout)["error"]
     except (ValueError, TypeError, KeyError):
         last = (done.stderr.strip() or "nothing was written").splitlines()[-1]
-        what = f"the process that counts it ended with {done.returncode}: {last}"
+        what = f"the process that counts it with transformers ended with {done.returncode}: {last}"
     raise UserError(f"{name}: {what}")

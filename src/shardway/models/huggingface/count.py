@@ -236,6 +236,7 @@ def main() -> None:
     except UserError as error:
         text = json.dumps({"error": str(error)})
     answer.write(text)
+    answer.flush()
 
 
 if __name__ == "__main__":
