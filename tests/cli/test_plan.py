@@ -12,6 +12,7 @@ from command_line import Shardway
 from golden_files import Golden, golden_names
 from page_tables import check_block
 from shardway.hardware.catalogue import load_accelerators
+from shardway.plan import counted
 from shardway.plan.case import load_aliases, machine_of_part
 
 A100 = ("--gpu", "a100-sxm4-80gb")
@@ -211,6 +212,8 @@ REFUSED = {
     "no-such-format": ("llama3-8b", *A100, "--precision", "fp8"),
     "layout-that-is-none": ("llama3-8b", *A100, "--layout", "tp=4,dp=2,pp"),
     "layout-that-does-not-divide": ("llama3-8b", *A100, "--layout", "tp=3"),
+    "positions-that-are-too-few": ("gpt2", *A100, "--seq-len", "2048"),
+    "parts-that-no-axis-splits": ("resnet-50", *A100, "--layout", "tp=2", "--recompute", "full"),
     "heads-that-do-not-divide": ("gpt2-xl", *A100, "--layout", "tp=2"),
     "experts-of-a-dense-model": ("llama3-8b", *A100, "--layout", "ep=2"),
     "batch-that-no-layout-takes": ("llama3-8b", *A100, "--global-batch", "7", "--layout", "dp_shard=8"),
@@ -262,12 +265,107 @@ def test_what_cannot_be_is_told_in_a_sentence(shardway: Shardway, golden: Golden
     golden(f"$ shardway plan {' '.join(REFUSED[name])}\n{done.err}exit code {done.code}\n", f"plan/{name}.txt")
 
 
-def test_a_config_of_an_unknown_family(shardway: Shardway, golden: Golden) -> None:
+def test_a_config_of_an_unknown_family(
+    shardway: Shardway, golden: Golden, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(counted, "find_library", lambda: None)
     Path("m").mkdir()
     Path("m/config.json").write_text('{"model_type": "mamba2", "hidden_size": 8}', encoding="utf-8")
     done = shardway("plan", "./m", *A100)
     assert done.code == 2
-    golden(f"$ shardway plan ./m {' '.join(A100)}\n{done.err}exit code {done.code}\n", "plan/unknown-family.txt")
+    said = done.err.replace(str(tmp_path), "HOME")
+    golden(f"$ shardway plan ./m {' '.join(A100)}\n{said}exit code {done.code}\n", "plan/unknown-family.txt")
+
+
+MAMBA = {
+    "model_type": "mamba2",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_heads": 8,
+    "head_dim": 16,
+    "state_size": 8,
+    "n_groups": 1,
+    "vocab_size": 100,
+}
+PLAN = ("plan", "m", "--gpu", "h100", "--gpus", "8")
+
+
+def write_config(keys: dict[str, object]) -> None:
+    Path("m").mkdir(exist_ok=True)
+    Path("m/config.json").write_text(json.dumps(keys), encoding="utf-8")
+
+
+def test_a_model_of_another_family_is_counted_once_and_then_planned_without_torch(
+    shardway: Shardway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_config(MAMBA)
+    done = shardway(*PLAN, "--json")
+    assert done.code == 0
+    assert done.err.startswith("m is counted with transformers ")
+    facts = json.loads(done.out)
+    assert facts["plan"]["fits"]
+    assert "as Mamba2ForCausalLM, for samples of 4,096 tokens" in facts["plan"]["model"]["source"]
+    assert len(list((tmp_path / "cache/shardway/shapes").iterdir())) == 1
+
+    monkeypatch.setattr(counted, "_ask_child", lambda *_: pytest.fail("it is kept"))
+    assert json.loads(shardway(*PLAN, "--json").out) == facts
+    monkeypatch.setattr(counted, "find_library", lambda: None)
+    again = shardway(*PLAN, "--json")
+    assert (json.loads(again.out), again.err) == (facts, "")
+    longer = json.loads(shardway(*PLAN, "--seq-len", "8192", "--global-batch", "64", "--json").out)
+    assert "for samples of 8,192 tokens" in longer["plan"]["model"]["source"]
+    write_config({**MAMBA, "num_hidden_layers": 2})
+    assert shardway(*PLAN).code == 2
+    write_config({**MAMBA, "torch_dtype": "float16"})
+    assert json.loads(shardway(*PLAN, "--json").out)["plan"]["fits"]
+
+
+def test_a_model_known_by_its_parts_is_copied_or_sharded(shardway: Shardway) -> None:
+    found = json.loads(shardway("plan", "resnet-50", *A100, "--gpus", "8", "--json").out)["plan"]
+    assert found["model"]["parameters"] == 25_557_032
+    assert (found["layout"]["dp_replicate"], found["layout"]["dp_shard"]) == (8, 1)
+    words = ("--layout", "dp_shard=4", "--micro-batch", "16", "--global-batch", "1024")
+    kept = json.loads(shardway("plan", "resnet-50", *A100, "--gpus", "8", *words, "--json").out)["plan"]["layout"]
+    assert (kept["dp_replicate"], kept["dp_shard"], kept["micro_batch"], kept["micro_batches"]) == (2, 4, 16, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (
+            {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 100},
+            114_688,
+        ),
+        ({"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100}, 106_624),
+    ],
+)
+def test_a_run_of_a_family_with_older_names_of_keys(
+    shardway: Shardway, config: dict[str, object], parameters: int
+) -> None:
+    write_config(config)
+    Path("my.toml").write_text('[model]\nhf = "m"\n[data]\nkind = "synthetic"\nseq_len = 64\n', encoding="utf-8")
+    done = shardway("plan", "my.toml", *A100, "--gpus", "2", "--json")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out)["plan"]["model"]["parameters"] == parameters
+    if config["model_type"] == "gpt2":
+        longer = shardway("plan", "my.toml", "data.seq_len=256", *A100, "--gpus", "2")
+        assert longer.code == 2
+        assert "256 is more than the 128 positions that the model knows" in longer.err
+
+
+def test_a_run_of_a_family_that_is_counted_by_the_library(shardway: Shardway, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardway.models.huggingface.count import count_config
+
+    monkeypatch.setattr(counted, "_ask_child", lambda config, name: count_config(config))
+    monkeypatch.setattr("shardway.models.huggingface.count.LENGTHS", (64, 128, 192))
+    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    write_config({"model_type": "qwen3_next", **sizes})
+    Path("my.toml").write_text('[model]\nhf = "m"\n[data]\nkind = "synthetic"\nseq_len = 64\n', encoding="utf-8")
+    done = shardway("plan", "my.toml", *A100, "--gpus", "2", "--trace", "--json")
+    assert done.code == 0
+    assert "as Qwen3NextForCausalLM, for samples of 64 tokens" in json.loads(done.out)["plan"]["model"]["source"]
 
 
 def test_no_refusal_is_left_over() -> None:

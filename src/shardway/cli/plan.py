@@ -218,19 +218,34 @@ def _find_machine(words: list[str], on: str | None, gpu: str | None) -> tuple[Ma
 def _plan_named(
     words: list[str], options: PlanOptions, machine: Machine, terms_on: Callable[[int], JobTerms], *, traces: bool
 ) -> PlanResult | UnitPlanResult:
+    from shardway.plan.counted import CountedModel
     from shardway.plan.huggingface import find_shape
-    from shardway.plan.planner import describe_stray_key, make_plan, refuse, request_of
+    from shardway.plan.planner import assume_seq_len_of, describe_stray_key, make_plan, refuse, request_of
     from shardway.plan.shapes import Architecture
 
     name, *keys = words
     check_no_problems("the plan", [describe_stray_key(key) for key in keys])
     if traces:
         raise refuse("--trace", f'"{name}" is no run file', "the path of a run file (.toml) whose model is counted")
-    shape = find_shape(name)
-    if not isinstance(shape, Architecture):
-        raise refuse("model", f"{shape.name} is no transformer", "a transformer, or a run file with --trace")
-    request = request_of(options, shape, machine)
-    return make_plan(request, terms_on(request.nodes))
+    shape, seq_len, assumed = find_shape(name, partial(typer.echo, err=True)), 0, list[str]()
+    if isinstance(shape, Architecture):
+        request = request_of(options, shape, machine)
+        return make_plan(request, terms_on(request.nodes))
+    from shardway.plan.data_parallel_estimate import find_plan_of_units
+    from shardway.plan.planner import count_ranks
+
+    if isinstance(shape, CountedModel):
+        usual = assume_seq_len_of(shape.longest)
+        seq_len = (options.seq_len or usual.value) if shape.lengths else 0
+        assumed += [usual.note] if seq_len and not options.seq_len else []
+        if seq_len > shape.longest > 0:
+            assumed.append(f"more positions than the {shape.longest:,} that its config states")
+        shape = shape.at_length(name, seq_len)
+        assumed.append(shape.source)
+    if options.seq_len and not seq_len:
+        raise refuse("--seq-len", f"{shape.name} takes no sequences of tokens", "leave it out")
+    terms = terms_on(-(-count_ranks(options, machine) // machine.per_node))
+    return find_plan_of_units(options, shape, machine, terms, seq_len=seq_len, assumed=assumed)
 
 
 def _plan_run_file(
@@ -327,6 +342,14 @@ def _find_shape(resolved: Resolved, path: Path) -> tuple[Shape, str, int | None]
     traced = find_traced(values, path)
     if traced:
         return *traced, None
+    if values.model.hf and resolved.circumstances.shape is None:
+        from shardway.plan.counted import CountedModel
+        from shardway.plan.huggingface import find_shape
+
+        found = find_shape(values.model.hf, partial(typer.echo, err=True))
+        if isinstance(found, CountedModel):
+            counted = found.at_length(values.model.hf, values.data.seq_len)
+            return counted, counted.source, None
     if takes_of(values.model.kind) == "tokens" or values.model.hf:
         return shape_of_run(values, resolved.circumstances.shape), "", None
     # An image model has the image size of the data.

@@ -15,21 +15,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardway.errors import UserError
 from shardway.models.contract import find_plan, match_modules
-from shardway.plan.shapes import Measured, Unit
+from shardway.plan.shapes import Measured, Unit, merge_units
 
 Inputs = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 """What `forward` takes: one tensor, several in order, or by name; values do not matter, and "meta" will do."""
@@ -45,13 +44,20 @@ def trace_module(module: nn.Module, inputs: Inputs, *, name: str = "") -> Measur
     Units are the blocks of the module's plan, or else what its outermost `nn.ModuleList`s hold, or else its children.
     Raises UserError where the forward pass fails, or needs the values of a tensor.
     """
-    named: dict[str, torch.Tensor] = {}
-    if isinstance(inputs, torch.Tensor):
-        given = [inputs]
-    elif isinstance(inputs, Mapping):
-        named, given = dict(inputs), list(inputs.values())
-    else:
-        given = list(inputs)
+    units = count_units(module, inputs)
+    shown = (f"{str(x.dtype).removeprefix('torch.')} [{', '.join(map(str, x.shape))}]" for x in _list_tensors(inputs))
+    return Measured(
+        name=name or type(module).__name__,
+        units=merge_units(units),
+        source=f"traced with {', '.join(shown)}",
+        value_bytes=next((p.element_size() for p in module.parameters() if p.is_floating_point()), 4),
+    )
+
+
+def count_units(module: nn.Module, inputs: Inputs, *, alike: bool = False) -> tuple[Unit, ...]:
+    """The counts of `trace_module`, one entry a unit. With `alike`, of units that are alike and get inputs of the same
+    shapes only the first runs: right for layers that do nothing but turn what they are given into what they return."""
+    given = _list_tensors(inputs)
     if not given or given[0].dim() == 0:
         what = "no inputs" if not given else "a first input without samples"
         raise UserError(f"the model cannot be counted: it was given {what}.\n  To do: give what `forward` takes")
@@ -66,13 +72,15 @@ def trace_module(module: nn.Module, inputs: Inputs, *, name: str = "") -> Measur
     tally = _Tally([REST, *units])
     for unit_name, unit in units.items():
         tally.watch(unit_name, unit)
+        if alike:
+            tally.run_once(unit_name, unit)
     with torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         # Parameters and buffers, a shared one once: `functional_call` finds its other names.
         state = {each: _imitate(tensor) for each, tensor in (*module.named_parameters(), *module.named_buffers())}
         try:
-            arguments = () if named else tuple(map(_imitate, given))
+            named = inputs if isinstance(inputs, Mapping) else {}
             keywords = {each: _imitate(tensor) for each, tensor in named.items()}
-            tally.run(module, state, arguments, keywords)
+            tally.run(module, state, () if named else tuple(map(_imitate, given)), keywords)
         except Exception as error:
             raise _explain(module, error, tally.inside[-1]) from error
 
@@ -90,18 +98,13 @@ def trace_module(module: nn.Module, inputs: Inputs, *, name: str = "") -> Measur
                 fixed_bytes=counts.fixed / batch,
             )
             counted.append(each_of)
-    merged = []  # units that follow one another and are alike in all numbers
-    for _, group in groupby(counted, key=lambda unit: replace(unit, name="")):
-        alike = list(group)
-        label = alike[0].name if len(alike) == 1 else f"{alike[0].name} to {alike[-1].name}"
-        merged.append(replace(alike[0], name=label, count=len(alike)))
-    shown = (f"{str(x.dtype).removeprefix('torch.')} [{', '.join(map(str, x.shape))}]" for x in given)
-    return Measured(
-        name=name or type(module).__name__,
-        units=tuple(merged),
-        source=f"traced with {', '.join(shown)}",
-        value_bytes=next((p.element_size() for p in module.parameters() if p.is_floating_point()), 4),
-    )
+    return tuple(counted)
+
+
+def _list_tensors(inputs: Inputs) -> list[torch.Tensor]:
+    if isinstance(inputs, torch.Tensor):
+        return [inputs]
+    return list(inputs.values()) if isinstance(inputs, Mapping) else list(inputs)
 
 
 def _imitate(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,6 +129,42 @@ def _find_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module
             yield from _find_lists(child, f"{prefix}{name}.")
 
 
+@dataclass(frozen=True)
+class _Ran:
+    """A unit that ran: its counts, what it returned, and which of the tensors that it returned it had been given."""
+
+    flops: int
+    kept: list[tuple[int, int, bool]]
+    """Of each storage: its address, its bytes, and whether it holds floating-point numbers."""
+    outputs: Any
+    places: Mapping[int, int]
+    """Identity of a tensor that was given -> its place among the inputs."""
+    given: Sequence[Any]  # held, so that no identity is given out twice
+
+
+_PLACES = ("layer_idx", "layer_id", "layer_index", "layer_number", "idx")
+"""Attributes in which modules of libraries keep their place among others that are alike."""
+
+
+def _describe_unit(unit: nn.Module) -> Hashable:
+    """What two units have to have in common to be alike: classes, plain attributes, and shapes of tensors."""
+    found: list[Hashable] = []
+    for name, module in unit.named_modules():
+        plain = sorted((k, repr(v)) for k, v in vars(module).items() if k not in _PLACES and type(v) in _PLAIN)
+        found.append((name, type(module), *plain))
+    tensors = (*unit.named_parameters(remove_duplicate=False), *unit.named_buffers(remove_duplicate=False))
+    return (*found, *((name, _describe_value(each)) for name, each in tensors))
+
+
+_PLAIN = (bool, int, float, str, type(None), tuple, list)
+
+
+def _describe_value(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.requires_grad
+    return type(value), repr(value) if type(value) in _PLAIN else ""
+
+
 @dataclass
 class _Counts:
     flops: int = 0
@@ -144,6 +183,8 @@ class _Tally:
         self._seen: dict[int, torch.UntypedStorage] = {}
         self._given: dict[int, tuple[torch.UntypedStorage, set[str]]] = {}
         self._saved_in: dict[int, str] = {}
+        self._ran: dict[Hashable, _Ran] = {}
+        self._keeping: list[tuple[int, int, bool]] = []  # what `_Ran.kept` of the unit that runs will be
         self._counter = FlopCounterMode(display=False, custom_mapping=_UNKNOWN_TO_COUNTER)
         self._counted = 0
 
@@ -176,6 +217,39 @@ class _Tally:
         unit.register_forward_pre_hook(enter, with_kwargs=True)
         unit.register_forward_hook(leave)
 
+    def run_once(self, name: str, unit: nn.Module) -> None:
+        """Of units that are alike, run the first. The others return empty tensors, and have its counts, but for what it
+        kept of tensors that they were given as well."""
+        kind, whole = _describe_unit(unit), unit.forward
+
+        def forward(*args: Any, **keywords: Any) -> Any:
+            given, form = tree_flatten((args, keywords))
+            key = (kind, str(form), *map(_describe_value, given))
+            if key not in self._ran:
+                self._settle()
+                counts, self._keeping = self.counts[name], []
+                before = counts.flops
+                outputs = whole(*args, **keywords)
+                self._settle()
+                places = {id(each): place for place, each in enumerate(given) if isinstance(each, torch.Tensor)}
+                self._ran[key] = _Ran(counts.flops - before, self._keeping, outputs, places, given)
+                return outputs
+            ran, counts = self._ran[key], self.counts[name]
+            here = {each.untyped_storage()._cdata for each in given if isinstance(each, torch.Tensor)}
+            kept = [each for each in ran.kept if each[0] not in here]
+            counts.flops += ran.flops
+            counts.saved += sum(size for _, size, _ in kept)
+            counts.fixed += sum(size for _, size, floats in kept if not floats)
+
+            def repeat(output: Any) -> Any:
+                if id(output) in ran.places:
+                    return given[ran.places[id(output)]]
+                return _imitate(output) if isinstance(output, torch.Tensor) else output
+
+            return tree_map(repeat, ran.outputs)
+
+        unit.forward = forward
+
     def _settle(self) -> None:
         """Give the FLOPs since the last call to the unit that is inside."""
         total = self._counter.get_total_flops()
@@ -187,6 +261,7 @@ class _Tally:
             storage, unit = tensor.untyped_storage(), self.inside[-1]
             counts = self.counts[unit]
             counts.saved += storage.nbytes()
+            self._keeping.append((storage._cdata, storage.nbytes(), tensor.is_floating_point()))
             if tensor.is_floating_point():
                 self._saved_in[storage._cdata] = unit
             else:

@@ -11,8 +11,9 @@ section 3.3.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from shardway.batch_ramp import BatchRamp
 from shardway.errors import Problem, check_no_problems
@@ -20,7 +21,18 @@ from shardway.plan import text, time
 from shardway.plan.case import Machine, Precision, ceilings_of
 from shardway.plan.economy import JobTerms, RunEstimate, list_warnings, price_run
 from shardway.plan.memory import StageMemory, load_overheads, optimizer_bytes
-from shardway.plan.planner import holds
+from shardway.plan.planner import (
+    MOST_MICRO_BATCH,
+    NEAR,
+    PlanOptions,
+    assume_images,
+    assume_nodes,
+    assume_sequences,
+    assume_tokens_of,
+    count_ranks,
+    find_problems,
+    holds,
+)
 from shardway.plan.shapes import Measured
 from shardway.plan.time import CollectiveGroup, StepTime, Wires
 from shardway.units import Scale, Span
@@ -164,6 +176,68 @@ def plan_units(
         run, note = price_run(length, scale, seconds, parameters, world, machine, terms)
         assumed = (*assumed, note)
     return UnitPlanResult(shown, terms, run, assumed, list_warnings(terms, -(-world // machine.per_node)))
+
+
+_OTHERS = ("engine", "recompute", "schedule", "zero", "attention", "compiled", "offload")
+"""Options about what happens inside of layers, or between stages of a pipeline."""
+
+
+def find_plan_of_units(
+    options: PlanOptions, model: Measured, machine: Machine, terms: JobTerms, *, seq_len: int, assumed: Sequence[str]
+) -> UnitPlanResult:
+    """The fastest copies or shards of a model that fit, with its whole run; `seq_len` tokens of a sample, 0 for samples
+    that are no text. Raises UserError with all problems of the options."""
+    problems = list(find_problems(options, machine))
+    for name in (each for each in _OTHERS if getattr(options, each) not in (None, "", False)):
+        what = f"has no effect on {model.name}, of which the planner knows the parts alone"
+        problems.append(Problem(f"--{name}", what, remedy="leave it out"))
+    if others := [axis for axis in options.layout if axis not in ("dp_replicate", "dp_shard")]:
+        what = f"{', '.join(others)}: {model.name} is known by its parts alone, which no other axis can split"
+        problems.append(Problem("--layout", what, allowed="dp_replicate, dp_shard"))
+    if len(options.precisions) > 1:
+        problems.append(Problem("--precision", "several formats are named", allowed="one of them"))
+    check_no_problems("the plan", problems)
+    ranks, notes = count_ranks(options, machine), [*machine.assumed, *assume_nodes(options), *assumed]
+    active = min(model.parameters, round(model.forward_flops_per_sample / (2 * max(1, seq_len))))
+    each = ranks * (options.micro_batch or 1)
+    batch = assume_sequences(active, seq_len, each) if seq_len else assume_images(each)
+    length = options.length
+    notes += [] if options.global_batch else [batch.note]
+    if length is None and seq_len:
+        tokens = assume_tokens_of(active)
+        length = Span(float(tokens.value), "tokens")
+        notes.append(tokens.note)
+    usual: Precision = "bf16" if machine.accelerator.peak("bf16") else "fp16"
+    copies = options.layout.get("dp_replicate", 0)
+    shards = [options.layout.get("dp_shard") or (ranks // copies if copies else 0)]
+    base = UnitCase(
+        model=model,
+        global_batch=options.global_batch or batch.value,
+        micro_batch=options.micro_batch or 1,
+        dp_replicate=ranks,
+        precision=cast(Precision, options.precisions[0]) if options.precisions else usual,
+        optimizer=options.optimizer or "adamw",
+    )
+    share = base.global_batch // ranks
+    sizes = [options.micro_batch or 2**power for power in range(MOST_MICRO_BATCH.bit_length())]
+    found = [
+        estimate_units(replace(base, dp_replicate=ranks // shard, dp_shard=shard, micro_batch=size), machine)
+        for shard in (shards if shards[0] else sorted({1, min(ranks, machine.domain), ranks}))
+        for size in dict.fromkeys(sizes)
+        if ranks % shard == 0 and share % size == 0
+    ]
+    fitting = [one for one in found if one.fits]
+    if fitting:
+        best = min(one.time.seconds for one in fitting)
+        # Of those that are as fast, the one with fewest shards and passes
+        near = [one for one in fitting if one.time.seconds <= best * (1 + NEAR)]
+        shown = min(near, key=lambda one: (one.case.dp_shard, one.case.micro_batches))
+    else:
+        shown = min(found, key=lambda one: one.peak.device)
+    per_sample = max(1, seq_len)
+    return plan_units(
+        shown.case, machine, ranks, terms, length=length, tokens_per_sample=per_sample, assumed=tuple(notes)
+    )
 
 
 def render_units(result: UnitPlanResult) -> str:

@@ -1,11 +1,15 @@
 """The shape of a model by its name: one known by name, or a Hugging Face model from its config.json; without torch.
 
+Families whose layers are known here can be split in any way. Any other config, and heads that are not known here, are
+counted by the library itself (`plan.counted`).
+
 Invariants:
 - Reading goes on after a wrong key, so that all problems are reported at once. `check` must be called before values are
   used; nothing is built from keys that are missing or invalid.
 - Parameters are those that the library builds for the same config, which a test compares for every family; absent keys
   have the library's defaults.
-- An unknown family, or a key that is missing or invalid, is an error and never guessed.
+- A shape is that of the class that `architectures` names. An unknown family or class, or a key that is missing or
+  invalid, is an error and never guessed.
 - Every named model has a source, and its shape follows from the keys of its config.json like that of any other.
 
 Sources: the modeling files of huggingface/transformers 5.23, one a family.
@@ -20,11 +24,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from shardway.errors import Problem, UserError, check_no_problems, list_some, render_problems
-from shardway.hfconfig import CONFIG, locate_model, read_config
+from shardway.hfconfig import CONFIG, TOKENIZER_FILES, ModelFacts, locate_model, read_config
 from shardway.places import expand_home
+from shardway.plan.counted import CountedModel, find_counted
 from shardway.plan.shapes import (
     LARGEST,
     MOST_LAYERS,
@@ -93,6 +99,13 @@ class Keys:
             return tuple(value)
         self.refuse(name, "is missing" if value is None else f"{value!r} is no list of sizes", "a list of sizes")
         return (1,)
+
+    def fill(self, **defaults: Any) -> Keys:
+        """The same keys, with the library's values for those that are missing."""
+        given = {key: value for key, value in self.config.items() if value is not None}
+        filled = Keys({**defaults, **given}, self.name, self._origin)
+        filled.problems = self.problems
+        return filled
 
     def words(self, name: str, count: int, allowed: Mapping[str, Any]) -> tuple[str, ...]:
         """A list of `count` words; empty if it is missing."""
@@ -168,6 +181,45 @@ def read_windows(keys: Keys, layers: int, *, whole_every: int = 0) -> tuple[int,
     return tuple(0 if whole_every and (layer + 1) % whole_every == 0 else window for layer in range(layers))
 
 
+# --- heads that `architectures` names
+
+_CLASSES = 2  # the library's number of classes if a config names no labels
+
+Head = tuple[int, bool]
+"""Outputs, 0 for none, and whether it is used once per sample."""
+
+_ENCODER_HEADS: Mapping[str, Callable[[Keys], Head]] = {
+    "Model": lambda _: (0, True),
+    "ForSequenceClassification": lambda keys: (_count_classes(keys), True),
+    "ForMultipleChoice": lambda _: (1, True),
+    "ForTokenClassification": lambda keys: (_count_classes(keys), False),
+    "ForQuestionAnswering": lambda keys: (_count_classes(keys), False),
+}
+
+_DECODER_HEADS: Mapping[str, Callable[[Keys], Head]] = {
+    name: _ENCODER_HEADS[name] for name in ("Model", "ForSequenceClassification", "ForTokenClassification")
+}
+
+
+def _count_classes(keys: Keys) -> int:
+    labels = keys.config.get("id2label")
+    return len(labels) if isinstance(labels, Mapping) and labels else keys.size("num_labels", default=_CLASSES)
+
+
+def _named_head(keys: Keys, usual: tuple[str, ...], heads: Mapping[str, Callable[[Keys], Head]]) -> Head | None:
+    """The head of the class that the config names; None for the `usual` ones, or where it names none."""
+    named = keys.config.get("architectures")
+    name = named[0] if isinstance(named, list) and named else named
+    if not name or str(name).endswith(usual):
+        return None
+    for ending, head in heads.items():
+        if str(name).endswith(ending) and not str(name).endswith(("HeadsModel", "EncoderModel")):
+            return head(keys)
+    allowed = ", ".join((*usual, *heads))
+    keys.refuse("architectures", f'"{name}" has a head whose sizes are not known', f"a class that ends in {allowed}")
+    return None
+
+
 # --- the families
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -218,6 +270,7 @@ class DecoderFamily:
         windows = self.windows(keys, sizes.layers) if self.windows else ()
         experts = self.experts(keys, sizes) if self.experts else None
         mixed = self.sparse(keys, sizes.layers) if self.sparse else ()
+        head = _named_head(keys, ("ForCausalLM", "LMHeadModel"), _DECODER_HEADS)
         if experts is not None and experts.per_token > experts.count:
             what = f"{experts.per_token} is more than there are experts, {experts.count}"
             keys.refuse("num_experts_per_tok", what, f"1 to {experts.count}")
@@ -247,7 +300,7 @@ class DecoderFamily:
             for number in range(sizes.layers)
         ]
         norm = own.norm_vectors * sizes.hidden * (2 if own.norm_bias else 1)
-        return Architecture(
+        language = Architecture(
             name=keys.name,
             hidden=sizes.hidden,
             # Equal neighbours are one run.
@@ -259,6 +312,10 @@ class DecoderFamily:
             final_norm_parameters=norm if own.final_norm else 0,
             extra_parameters=norm if own.embedding_norm else 0,
         )
+        if head is None:
+            return language
+        outputs, pooled = head
+        return replace(language, outputs=outputs, pooled=pooled, tied=False, head_bias=not pooled)
 
 
 _GPT = DecoderFamily(gated=False, norm_bias=True, bias=True, output_bias=True, ffn_bias=True, bias_key=None, tied=True)
@@ -319,14 +376,15 @@ def _opt(keys: Keys) -> Architecture:
     if keys.count("word_embed_proj_dim", default=sizes.hidden) != sizes.hidden:
         what = f"{keys.config['word_embed_proj_dim']}: an embedding narrower than the layers is not counted"
         keys.refuse("word_embed_proj_dim", what, f"hidden_size, {sizes.hidden}")
-    return replace(
+    decoder = replace(
         _GPT,
         bias_key=("enable_bias", True),
         biases=_ALL_BIASES,
         norm_vectors=int(keys.flag("layer_norm_elementwise_affine", True)),
         positions=keys.size("max_position_embeddings") + _OPT_OFFSET,
         final_norm=keys.flag("do_layer_norm_before", True) and not keys.flag("_remove_final_layer_norm"),
-    )(keys, sizes)
+    )
+    return replace(decoder(keys, sizes), unused_positions=_OPT_OFFSET)
 
 
 def _mpt(keys: Keys) -> Architecture:
@@ -356,15 +414,45 @@ def _phi(keys: Keys) -> Architecture:
 
 
 def _gemma3_text(keys: Keys) -> Architecture:
+    keys = keys.fill(
+        vocab_size=262_208,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        sliding_window=4096,
+    )
     every = keys.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
     return DecoderFamily(norms=4, qk_norm=True, tied=True, windows=_windows_but_each(every))(keys)
 
 
 def _gemma3(keys: Keys) -> Architecture:
-    """The language model of a multimodal one; its vision tower is not counted."""
-    text = keys.table("text_config")
-    text.name = f"{keys.name}, its language model alone"
-    return _gemma3_text(text)
+    """A language model, and a vision tower with parameters alone: samples are text, which it does not see."""
+    _named_head(keys, ("ForConditionalGeneration",), {})
+    text, tower = keys.table("text_config"), _siglip_parameters(keys.table("vision_config"))
+    text.config = {key: value for key, value in text.config.items() if key != "architectures"}
+    text.name = f"{keys.name}, for text alone"
+    language = _gemma3_text(text)
+    seen = keys.table("vision_config").size("hidden_size", default=_SIGLIP_WIDTH)
+    projector = seen * language.hidden + seen  # a matrix, and the norm before it
+    return replace(language, extra_parameters=tower + projector)
+
+
+_SIGLIP_WIDTH = 768
+
+
+def _siglip_parameters(keys: Keys) -> int:
+    """Parameters of a SigLIP vision tower (arXiv:2303.15343, as modeling_siglip.py builds it) without its head."""
+    width, ffn = keys.size("hidden_size", default=_SIGLIP_WIDTH), keys.size("intermediate_size", default=3072)
+    layers, heads = keys.size("num_hidden_layers", default=12), keys.size("num_attention_heads", default=12)
+    image, patch = keys.size("image_size", default=224), keys.size("patch_size", default=16)
+    if keys.flag("vision_use_head", True):
+        keys.refuse("vision_use_head", "true (or missing): the head of a vision tower is not counted", "false")
+    layer = _biased_layer(width, heads, max(1, width // heads), ffn)
+    patches = keys.size("num_channels", default=3) * patch**2 * width + width
+    return patches + (image // patch) ** 2 * width + layers * layer.parameters + 2 * width
 
 
 _MISTRAL = DecoderFamily(bias_key=None, windows=read_windows)
@@ -375,18 +463,19 @@ _QWEN3 = DecoderFamily(qk_norm=True, windows=_qwen_windows)
 # --- families that are no text decoders: BERT, T5, vision transformers, residual networks
 
 _T5_BUCKETS = 32
-_CLASSES = 2  # the library's number of classes if a config names no labels
 
 
 def _bert(keys: Keys) -> Architecture:
-    """As a masked language model: no pooler, a dense layer with a norm before the tied head, which has a bias."""
+    """A masked language model has a dense layer with a norm before the tied head, which has a bias. BERT's numbers of
+    classes follow a dense layer over one position (the pooler), those of each position follow nothing."""
     sizes = read_sizes(keys)
     positions, kinds = keys.size("max_position_embeddings"), keys.size("type_vocab_size", default=2)
     tied, causal = keys.flag("tie_word_embeddings", True), keys.flag("is_decoder")
+    head = _named_head(keys, ("ForMaskedLM", "LMHeadModel", "ForCausalLM"), _ENCODER_HEADS)
     keys.check()
     hidden, norm = sizes.hidden, 2 * sizes.hidden
     layer = _biased_layer(hidden, sizes.heads, sizes.head_dim, sizes.ffn, causal=causal)
-    return Architecture(
+    masked = Architecture(
         name=keys.name,
         hidden=hidden,
         runs=(LayerRun(layer, sizes.layers),),
@@ -398,6 +487,18 @@ def _bert(keys: Keys) -> Architecture:
         extra_parameters=kinds * hidden + norm,
         before_head=(Matrix("head_transform", "head", hidden, hidden, bias=True),),
     )
+    if head is None:
+        return masked
+    outputs, pooled = head
+    pooler = masked.before_head if pooled else ()
+    return replace(
+        masked, outputs=outputs, pooled=pooled, tied=False, head_bias=True, before_head=pooler, final_norm_parameters=0
+    )
+
+
+def _roberta(keys: Keys) -> Architecture:
+    """Positions begin behind the number of padding (modeling_roberta.py, RobertaEmbeddings)."""
+    return replace(_bert(keys), unused_positions=keys.count("pad_token_id", default=1) + 1)
 
 
 def _biased_layer(
@@ -410,6 +511,7 @@ def _biased_layer(
 
 def _t5(keys: Keys) -> Architecture:
     """An encoder, and a decoder that attends to it; the first layer of each has a table of relative positions."""
+    _named_head(keys, ("ForConditionalGeneration", "T5WithLMHeadModel"), {})
     hidden, heads, layers = keys.size("d_model"), keys.size("num_heads"), keys.size("num_layers", most=MOST_LAYERS)
     width, ffn, vocab = keys.size("d_kv"), keys.size("d_ff"), keys.size("vocab_size")
     decoders = keys.size("num_decoder_layers", default=layers)
@@ -439,7 +541,10 @@ def _vit(keys: Keys) -> Architecture:
     channels = keys.size("num_channels", default=3)
     hidden, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
     ffn, layers = keys.size("intermediate_size"), keys.size("num_hidden_layers", most=MOST_LAYERS)
-    biased, classes = keys.flag("qkv_bias", True), _count_classes(keys)
+    biased = keys.flag("qkv_bias", True)
+    # A model without classes has a pooler.
+    bare = _named_head(keys, ("ForImageClassification",), {"Model": lambda _: (0, True)})
+    classes = 0 if bare else _count_classes(keys)
     if hidden % heads:
         keys.refuse("num_attention_heads", f"{heads} does not divide {hidden}", "a divisor of hidden_size")
     keys.check()
@@ -448,10 +553,13 @@ def _vit(keys: Keys) -> Architecture:
         name=keys.name,
         hidden=hidden,
         runs=(LayerRun(layer, layers),),
-        vocab=classes,
+        vocab=max(1, classes),
+        outputs=classes,
         tied=False,
         positions=(image // patch) ** 2 + 1,
         patch_features=channels * patch**2,
+        pooled=True,
+        before_head=(Matrix("pooler", "head", hidden, hidden, bias=True),) if bare else (),
         head_bias=True,
         final_norm_parameters=2 * hidden,
         extra_parameters=hidden,
@@ -462,6 +570,7 @@ def _resnet(keys: Keys) -> Measured:
     depths, widths = keys.sizes("depths"), keys.sizes("hidden_sizes")
     if len(depths) != len(widths):
         keys.refuse("hidden_sizes", f"{len(widths)} widths of {len(depths)} stages", "one a stage")
+    _named_head(keys, ("ForImageClassification",), {})
     kind = keys.text("layer_type", "bottleneck")
     if kind not in ("basic", "bottleneck"):
         keys.refuse("layer_type", f'"{kind}" is not known', "basic, bottleneck")
@@ -483,11 +592,6 @@ def _resnet(keys: Keys) -> Measured:
     )
 
 
-def _count_classes(keys: Keys) -> int:
-    labels = keys.config.get("id2label")
-    return len(labels) if isinstance(labels, Mapping) and labels else keys.size("num_labels", default=_CLASSES)
-
-
 # --- every family
 
 FAMILIES: Mapping[str, Callable[[Keys], Shape]] = {
@@ -496,6 +600,7 @@ FAMILIES: Mapping[str, Callable[[Keys], Shape]] = {
     "bloom": replace(_GPT, embedding_norm=True, ffn_factor=4),
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
+    "kimi_k2": _deepseek,  # DeepSeek's layers under a name of its own (arXiv:2507.20534, section 2.3)
     "falcon": _falcon,
     "gemma": DecoderFamily(tied=True),
     # norms before and after attention and feed-forward; every second layer sees all positions
@@ -542,7 +647,7 @@ FAMILIES: Mapping[str, Callable[[Keys], Shape]] = {
         _QWEN3, experts=lambda keys, _: _read_experts(keys, keys.size("moe_intermediate_size")), sparse=_sparse_layers
     ),
     "resnet": _resnet,
-    "roberta": _bert,
+    "roberta": _roberta,
     "smollm3": DecoderFamily(ffn_bias_key="mlp_bias", tied=True, windows=_qwen_windows),
     "starcoder2": replace(_GPT, bias_key=("use_bias", True), biases=_ALL_BIASES, windows=read_windows),
     "t5": _t5,
@@ -560,6 +665,37 @@ def read_shape(hf: str) -> Shape:
     return shape_of_config(read_config(folder), hf, str(folder / CONFIG))
 
 
+def facts_of_config(folder: Path) -> ModelFacts | None:
+    """The facts of a decoder-only model from the shape that the planner has for it; None for any other model."""
+    config = read_config(folder)
+    try:
+        shape = shape_of_config(config, str(folder), str(folder / CONFIG))
+    except UserError:
+        return None
+    if not isinstance(shape, Architecture) or shape.patch_features or shape.outputs is not None:
+        return None
+    layer = shape.layers[0]
+    if any(run.side == "encoder" or not run.layer.attention.causal for run in shape.runs) or layer.attention.latent:
+        return None
+    experts, tokenizer = layer.experts, folder / TOKENIZER_FILES[0]
+    return ModelFacts(
+        family=str(config["model_type"]),
+        vocab=shape.vocab,
+        dim=shape.hidden,
+        layers=shape.depth,
+        heads=layer.attention.heads,
+        kv_heads=layer.attention.kv_heads,
+        head_dim=layer.attention.head_dim,
+        ffn_dim=layer.ffn,
+        max_positions=shape.longest or LARGEST,
+        tied=shape.tied,
+        experts=experts.count if experts else 0,
+        experts_per_token=experts.per_token if experts else 0,
+        expert_dim=experts.dim if experts else 0,
+        tokenizer=str(tokenizer) if tokenizer.is_file() else "",
+    )
+
+
 def shape_of_config(config: Mapping[str, Any], name: str, origin: str = CONFIG) -> Shape:
     """The shape of a model called `name`, whose config was read from `origin`. Raises UserError."""
     family = config.get("model_type")
@@ -569,7 +705,6 @@ def shape_of_config(config: Mapping[str, Any], name: str, origin: str = CONFIG) 
             "model_type",
             "is missing" if family is None else f'"{family}" is a family whose layers are not known',
             allowed=", ".join(FAMILIES),
-            remedy="let the model itself be counted: `shardway plan run.toml --trace`",
         )
         raise UserError(render_problems(origin, [problem]))
     return read(Keys(config, name, origin))
@@ -620,13 +755,28 @@ def find_named(name: str) -> Shape:
     return shape_of_config(model.config, model.name, f"named.toml, {model.name}")
 
 
-def find_shape(name: str) -> Shape:
-    """The shape of a folder or a config.json, of a hub name, or of a model known by name."""
+def find_shape(name: str, announce: Callable[[str], None] = lambda _: None) -> Shape | CountedModel:
+    """The shape of a folder or a config.json, of a hub name, or of a model known by name; of a config whose layers or
+    head are not known here, what the library counts. `announce` gets a sentence before that begins. Raises UserError.
+    """
     path = expand_home(name)
     is_config = path.is_file() and path.name == CONFIG
     if not (is_config or path.is_dir() or "/" in name):
         return find_named(name)
-    return read_shape(str(path.parent) if is_config else name)
+    hf = str(path.parent) if is_config else name
+    folder = locate_model(hf, weights=False)
+    config = read_config(folder)
+    try:
+        return shape_of_config(config, hf, str(folder / CONFIG))
+    except UserError as error:
+        if not isinstance(config.get("model_type"), str):
+            raise
+        try:
+            return find_counted(config, hf, announce)
+        except UserError as refused:
+            if config["model_type"] not in FAMILIES:
+                raise
+            raise UserError(f"{error}\n{refused}", error.problems) from refused
 
 
 def name_problems(name: str) -> list[Problem]:

@@ -464,8 +464,8 @@ def loss_bytes(case: Case) -> float:
     per_logit = 2 * case.value_bytes if case.fuses_loss else engine.logit_bytes
     if split and engine.splits_loss and not case.fuses_loss:
         per_logit += engine.split_logit_bytes
-    positions = case.micro_batch if case.model.patch_features else case.tokens
-    logits = positions * case.model.vocab * per_logit / (case.degrees.tp if engine.splits_loss else 1)
+    positions = case.micro_batch if case.model.pooled else case.tokens
+    logits = positions * case.model.head.outputs * per_logit / (case.degrees.tp if engine.splits_loss else 1)
     return logits + (2 * positions * case.model.hidden * case.value_bytes if case.stream_split > 1 else 0)
 
 

@@ -548,19 +548,32 @@ class Assumed:
 def assume_seq_len(model: Architecture) -> Assumed:
     """The sequence length of a text model; for an image model its number of patches."""
     if model.patch_features:
-        length = model.positions or 197
+        length = model.longest or 197
         return Assumed(length, f"{length:,} patches an image, as many as the model has positions for")
-    length = min(USUAL_SEQ, model.positions or USUAL_SEQ)
+    return assume_seq_len_of(model.longest)
+
+
+def assume_seq_len_of(longest: int) -> Assumed:
+    """The sequence length of a text model with so many positions, 0 for any number."""
+    length = min(USUAL_SEQ, longest or USUAL_SEQ)
     reason = "all that the model has positions for" if length < USUAL_SEQ else "usual for pre-training"
     return Assumed(length, f"sequences of {length:,} tokens, {reason} (--seq-len)")
 
 
 def assume_batch(model: Architecture, seq_len: int, ranks: int) -> Assumed:
     """A usual batch in sequences, a multiple of the ranks if it is large enough."""
-    if model.patch_features:
-        batch = _split_over(USUAL_IMAGES, ranks)
-        return Assumed(batch, f"a global batch of {batch:,} images, about {USUAL_IMAGES:,} (--global-batch)")
-    sizes = (tokens for parameters, tokens in BATCH_TOKENS if model.active_parameters <= parameters)
+    return assume_images(ranks) if model.patch_features else assume_sequences(model.active_parameters, seq_len, ranks)
+
+
+def assume_images(ranks: int) -> Assumed:
+    """A usual batch of samples that are no text."""
+    batch = _split_over(USUAL_IMAGES, ranks)
+    return Assumed(batch, f"a global batch of {batch:,} images, about {USUAL_IMAGES:,} (--global-batch)")
+
+
+def assume_sequences(active: int, seq_len: int, ranks: int) -> Assumed:
+    """A usual batch in sequences for a model with so many parameters that a token meets."""
+    sizes = (tokens for parameters, tokens in BATCH_TOKENS if active <= parameters)
     tokens = next(sizes, LARGE_BATCH_TOKENS)
     batch = _split_over(tokens / seq_len, ranks)
     note = f"a global batch of {batch:,} sequences, near the {tokens / 1e6:g} M tokens that GPT-3 had at this size"
@@ -580,7 +593,12 @@ def _split_over(batch: float, ranks: int) -> int:
 
 def assume_tokens(model: Architecture) -> Assumed:
     """The least tokens that a model of this size should see."""
-    tokens = TOKENS_PER_PARAMETER * model.active_parameters
+    return assume_tokens_of(model.active_parameters)
+
+
+def assume_tokens_of(active: int) -> Assumed:
+    """The least tokens for so many parameters that a token meets."""
+    tokens = TOKENS_PER_PARAMETER * active
     note = f"{render_count(tokens)} tokens, {TOKENS_PER_PARAMETER} for each parameter that a token meets"
     return Assumed(tokens, f"{note} (Hoffmann et al.; --tokens)")
 
@@ -726,7 +744,8 @@ def find_doubles(options: PlanOptions) -> list[Problem]:
 
 def request_of(options: PlanOptions, model: Architecture, machine: Machine) -> PlanRequest:
     """The request of these options. Raises UserError with all problems."""
-    check_no_problems("the plan", list(find_problems(options, machine)))
+    too_long = find_excess(options, model.longest, "image" if model.patch_features else "sequence")
+    check_no_problems("the plan", [*find_problems(options, machine), *too_long])
     ranks, assumed = count_ranks(options, machine), [*machine.assumed, *assume_nodes(options)]
     seq = assume_seq_len(model)
     seq_len = options.seq_len or seq.value
@@ -769,6 +788,14 @@ def request_of(options: PlanOptions, model: Architecture, machine: Machine) -> P
     fixed = {name for name in (*SETTINGS, "offload") if getattr(options, name) is not None} | {*options.layout}
     formats = cast(tuple[Precision, ...], options.precisions)
     return PlanRequest(case, machine, ranks, frozenset(fixed), formats, length=length, assumed=tuple(assumed))
+
+
+def find_excess(options: PlanOptions, longest: int, sample: str) -> Iterator[Problem]:
+    """The problem of samples that are longer than a table of learned positions."""
+    if options.seq_len and longest and options.seq_len > longest:
+        what = f"{options.seq_len:,} is more than the {longest:,} positions that the model has learned vectors for"
+        remedy = "for a model with more: change that key in a config.json and name it"
+        yield Problem("--seq-len", what, allowed=f"a {sample} of at most {longest:,}", remedy=remedy)
 
 
 def count_ranks(options: PlanOptions, machine: Machine) -> int:

@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -251,7 +251,7 @@ class LayerRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A transformer: tokens (or patches) in, layers, and a head over `vocab` entries (or classes).
+    """A transformer: tokens (or patches) in, layers, and a head over `vocab` entries (or `outputs` classes).
 
     Raises UserError that names every invalid size.
     """
@@ -262,13 +262,16 @@ class Architecture:
     vocab: int
     tied: bool = True
     positions: int = 0  # rows of a table of learned positions
-    patch_features: int = 0  # numbers in a patch; if above 0 the input is patches, and the head is used once per sample
+    unused_positions: int = 0  # rows of that table that no token uses
+    patch_features: int = 0  # numbers in a patch; if above 0 the input is patches
+    outputs: int | None = None  # of the head: classes; None: as many as `vocab`, 0: there is no head
+    pooled: bool = False  # the head is used once per sample
     head_bias: bool = False
     final_norm_parameters: int = 0
     extra_parameters: int = 0
     """Parameters of the input beside its tables: a norm, kinds of tokens, a class token, relative positions."""
     before_head: tuple[Matrix, ...] = ()
-    """Products of every position between the last layer and the head: BERT has one (google-research/bert,
+    """Products between the last layer and the head, of as many positions: BERT has one (google-research/bert,
     run_pretraining.py, get_masked_lm_output)."""
     encoder_seq: int = 0  # positions of the encoder, if there is one; 0 = as many as the decoder has
 
@@ -302,17 +305,22 @@ class Architecture:
         return sum(run.count for run in self.runs)
 
     @property
+    def longest(self) -> int:  # tokens that a sample may have; 0: any number
+        return self.positions - self.unused_positions
+
+    @property
     def embedding_parameters(self) -> int:  # parameters that turn tokens or patches into features, including positions
         table = self.patch_features * self.hidden + self.hidden if self.patch_features else self.vocab * self.hidden
         return table + self.positions * self.hidden + self.extra_parameters
 
     @cached_property
     def head(self) -> Matrix:  # the output layer; a tied one shares its weight with the embedding
-        return Matrix("head", "head", self.hidden, self.vocab, "outputs", self.head_bias)
+        outputs = self.vocab if self.outputs is None else self.outputs
+        return Matrix("head", "head", self.hidden, outputs, "outputs", self.head_bias)
 
     @property
     def head_parameters(self) -> int:  # parameters of the output layer and of the part before it, without shared ones
-        own = (self.vocab if self.head_bias else 0) if self.tied else self.head.parameters
+        own = (self.head.outputs if self.head_bias else 0) if self.tied else self.head.parameters
         return own + sum(each.parameters for each in self.before_head)
 
     @cached_property
@@ -338,7 +346,7 @@ class Architecture:
             total += run.count * per_token * length / seq
         patches = 2 * self.patch_features * self.hidden
         head = sum(each.flops_per_token for each in (*self.before_head, self.head))
-        return total + patches + head / (seq if self.patch_features else 1)
+        return total + patches + head / (seq if self.pooled else 1)
 
     def flops_per_token(self, seq: int, *, causal: bool) -> float:
         return 3 * self.forward_flops_per_token(seq, causal=causal)
@@ -366,6 +374,16 @@ class Unit:
     saved_bytes: float
     count: int = 1
     fixed_bytes: float = 0.0  # the part of `saved_bytes` that does not follow the format of activations: masks, indices
+
+
+def merge_units(units: Sequence[Unit]) -> tuple[Unit, ...]:
+    """The same units, those that follow one another and are alike in all numbers as one."""
+    merged = []
+    for _, group in groupby(units, key=lambda unit: replace(unit, name="", count=1)):
+        alike = list(group)
+        label = alike[0].name if len(alike) == 1 else f"{alike[0].name} to {alike[-1].name}"
+        merged.append(replace(alike[0], name=label, count=sum(unit.count for unit in alike)))
+    return tuple(merged)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -661,6 +679,7 @@ def _vit(model: ModelSection, sample: tuple[int, ...]) -> Architecture:
         tied=False,
         positions=(height // model.patch) * (width // model.patch) + classified,
         patch_features=channels * model.patch**2,
+        pooled=True,
         head_bias=True,
         final_norm_parameters=model.dim * (2 if block.norm_bias else 1),
         extra_parameters=classified * model.dim,

@@ -321,10 +321,12 @@ class StepPricer:
     def _head(self) -> Items:
         """The output layer and the loss."""
         case, tp = self.case, self.case.degrees.tp
-        tokens = case.micro_batch if case.model.patch_features else case.tokens
+        if case.model.head.outputs == 0:
+            return {}
+        tokens = case.micro_batch if case.model.pooled else case.tokens
         product = self.product(case.model.head, tokens)
         moves = FUSED_LOSS_BYTES if case.fuses_loss else LOSS_BYTES
-        logits = tokens * case.model.vocab / (tp if case.engine.splits_loss else 1)
+        logits = tokens * case.model.head.outputs / (tp if case.engine.splits_loss else 1)
         items = {PRODUCTS: product.forward + product.backward, MOVES: logits * moves / self.bandwidth}
         if case.zero == 3 and case.degrees.shards > 1:
             messages = self._shard_seconds(case.model.head.parameters / tp, 0.0)

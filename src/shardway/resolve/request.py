@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from shardway.errors import Problem, ShardwayError, UserError, check_no_problems
 from shardway.hardware import probe
 from shardway.hardware.catalogue import facts_of_cuda, facts_of_part, load_accelerators
-from shardway.hfconfig import locate_model, read_facts
+from shardway.hfconfig import ModelFacts, locate_model, read_facts
 from shardway.places import expand_place, list_unset
 from shardway.resolve.draft import (
     WEIGHT_KEYS,
@@ -363,7 +363,7 @@ def resolve_loaded(
         usable_cores=machine.usable_cores,
         accelerators=planned.per_node if planned else len(machine.accelerators),
         site=site.name,
-        hf=read_facts(locate_model(hf, weights=False)) if hf else None,
+        hf=_find_facts(hf) if hf else None,
         machine=known,
         shape=shape,
         own_model=request.own_model,
@@ -372,6 +372,20 @@ def resolve_loaded(
         before=before,
     )
     return Resolution(request, loaded, resolve(loaded, circumstances))
+
+
+def _find_facts(hf: str) -> ModelFacts:
+    """The facts of model.hf, where its config.json has other names for them too. Raises UserError."""
+    folder = locate_model(hf, weights=False)
+    try:
+        return read_facts(folder)
+    except UserError:
+        from shardway.plan.huggingface import facts_of_config
+
+        facts = facts_of_config(folder)
+        if facts is None:
+            raise
+        return facts
 
 
 def read_before(run: RunDir, values: RunFile) -> dict[str, Any]:

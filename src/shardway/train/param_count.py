@@ -16,9 +16,10 @@ from torch import nn
 
 from shardway.data.open import find_sample
 from shardway.errors import UserError
-from shardway.hfconfig import locate_model
+from shardway.hfconfig import locate_model, read_config
 from shardway.models.build import build_model
 from shardway.models.trace import trace_module
+from shardway.plan.counted import find_counted
 from shardway.plan.shapes import Measured
 from shardway.resolve.draft import takes_of
 from shardway.runfile.schema import RunFile
@@ -37,9 +38,14 @@ def count_model(values: RunFile, own: str = "") -> Measured:
         return trace_module(module, sample if inputs is None else inputs, name=own)
     if section.hf:
         from shardway.models.huggingface.model import build_meta, load_config
+        from shardway.models.huggingface.weights import FAMILIES
 
-        module = build_meta(load_config(locate_model(section.hf, weights=False)))
-        return trace_module(module, sample, name=section.hf)
+        folder = locate_model(section.hf, weights=False)
+        config = load_config(folder)
+        if config.model_type not in FAMILIES:  # as the library computes it
+            counted = find_counted(read_config(folder), section.hf, lambda _: None)
+            return counted.at_length(section.hf, values.data.seq_len)
+        return trace_module(build_meta(config), sample, name=section.hf)
     vocab = section.vocab if isinstance(section.vocab, int) else find_sample(values)[1]
     module = build_model(section, vocab=vocab, sample_shape=tuple(sample.shape[1:]))
     return trace_module(module, sample, name=section.kind)

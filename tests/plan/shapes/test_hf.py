@@ -56,7 +56,6 @@ def test_an_unknown_family_is_told_with_those_that_are_known() -> None:
     assert told.startswith("1 problem in model/config.json\n")
     assert '  model_type: "mamba" is a family whose layers are not known' in told
     assert all(family in told for family in FAMILIES)
-    assert "`shardway plan run.toml --trace`" in told
     assert "  model_type: is missing" in refusal({})
     assert "is a family whose layers are not known" in refusal({"model_type": ["llama"]})
 
@@ -148,8 +147,15 @@ def test_experts_are_in_the_layers_that_have_them() -> None:
 
 
 def test_the_language_model_of_one_that_sees() -> None:
-    seeing = shape_of_config({"model_type": "gemma3", "text_config": LLAMA, "vision_config": {}}, "seeing")
-    assert seeing.parameters == shape(model_type="gemma3_text").parameters
-    assert seeing.name == "seeing, its language model alone"
+    tower = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tower |= {"image_size": 8, "patch_size": 4, "vision_use_head": False}
+    config = {"model_type": "gemma3", "text_config": LLAMA, "vision_config": tower}
+    seeing = shape_of_config(config, "seeing")
+    layer = 4 * (64 + 8) + 2 * 16 * 8 + 16 + 8 + 2 * 16
+    patches, projector = 3 * 16 * 8 + 8 + 4 * 8, 8 * 32 + 8
+    more = patches + 2 * layer + 16 + projector
+    assert seeing.parameters == shape(model_type="gemma3_text").parameters + more
+    assert seeing.name == "seeing, for text alone"
+    assert "vision_use_head: true" in refusal({**config, "vision_config": {}})
     told = refusal({"model_type": "gemma3", "text_config": {**LLAMA, "hidden_size": 0}})
     assert "hidden_size: 0 is no size" in told

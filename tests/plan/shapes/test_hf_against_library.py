@@ -79,8 +79,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
 
 
 def test_every_family_has_a_case() -> None:
-    # The language model of gemma3 is gemma3_text.
-    assert set(CASES) == set(FAMILIES) - {"gemma3"}
+    # The language model of gemma3 is gemma3_text; kimi_k2 has DeepSeek's layers, and is not in the library.
+    assert set(CASES) == set(FAMILIES) - {"gemma3", "kimi_k2"}
 
 
 @pytest.mark.parametrize("family", CASES)

@@ -180,7 +180,7 @@ def _list_config_problems(config: Any, seq_len: int, data_vocab: int) -> Iterato
         yield Problem("rope_parameters.rope_type", what, allowed=", ".join(_STATIC_ROPE))
     kinds = getattr(config, "layer_types", None)  # a window may be written but not used
     window = getattr(config, "sliding_window", None) if kinds is None or "sliding_attention" in kinds else None
-    limits = {"max_position_embeddings": config.max_position_embeddings, "sliding_window": window}
+    limits = {"max_position_embeddings": getattr(config, "max_position_embeddings", None), "sliding_window": window}
     for key, limit in limits.items():
         if limit is not None and seq_len > limit:
             what = f"{limit} is less than data.seq_len = {seq_len}"

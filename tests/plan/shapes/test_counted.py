@@ -1,0 +1,119 @@
+"""Counts of the library: between lengths, on disk, and what is said where nothing is kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardway.errors import UserError
+from shardway.plan import counted
+from shardway.plan.counted import CountedModel, CountedUnit, counted_from_json, digest_of_config, find_counted
+from shardway.plan.huggingface import find_shape
+
+BLOCK = CountedUnit(
+    name="layers.0 to layers.3",
+    count=4,
+    parameters=10,
+    forward_flops=(30.0, 80.0, 150.0),  # of length n / 8: n^2 + 2n over 1, 2 ... times 10
+    saved_bytes=(8.0, 16.0, 24.0),
+    fixed_bytes=(1.0, 1.0, 1.0),
+)
+REST = CountedUnit(name="rest", parameters=7, forward_flops=(4.0,) * 3, saved_bytes=(0.0,) * 3, fixed_bytes=(0.0,) * 3)
+COUNT = CountedModel(
+    model="SomeForCausalLM",
+    library="transformers 5.0.0",
+    takes="input_ids int64 [1, 8]",
+    longest=64,
+    lengths=(8, 16, 24),
+    units=(BLOCK, REST),
+    value_bytes=2,
+)
+CONFIG = {"model_type": "some", "hidden_size": 8}
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of kept counts, on a machine without the libraries."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(counted, "find_library", lambda: None)
+    folder = tmp_path / "shardway" / "shapes"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def keep(folder: Path, count: CountedModel, version: str, config: Any = CONFIG) -> None:
+    (folder / f"{digest_of_config(config)}-{version}.json").write_text(count.to_json(), encoding="utf-8")
+
+
+def test_another_length_follows_from_three() -> None:
+    found = COUNT.at_length("some", 80)
+    assert [unit.name for unit in found.units] == ["layers.0 to layers.3", "rest"]
+    assert found.units[0].forward_flops == 10 * (10**2 + 2 * 10)
+    assert (found.units[0].saved_bytes, found.units[0].fixed_bytes) == (80.0, 1.0)
+    assert found.units[1].forward_flops == 4.0
+    assert (found.parameters, COUNT.parameters, found.value_bytes) == (47, 47, 2)
+    assert found.source == "counted by transformers 5.0.0 as SomeForCausalLM, for samples of 80 tokens"
+
+
+def test_a_model_without_a_length_has_one_count() -> None:
+    unit = replace(BLOCK, forward_flops=(5.0,), saved_bytes=(3.0,), fixed_bytes=(0.0,))
+    images = replace(COUNT, lengths=(), units=(unit,), takes="pixel_values bfloat16 [1, 3, 8, 8]")
+    found = images.at_length("some", 0)
+    assert found.forward_flops_per_sample == 20.0
+    assert found.source.endswith("for samples of pixel_values bfloat16 [1, 3, 8, 8]")
+
+
+def test_a_forward_pass_that_was_not_followed_is_not_planned() -> None:
+    with pytest.raises(
+        UserError, match=r"some has 47 parameters .* numbers: it looks at values\n  To do: give its inp"
+    ):
+        replace(COUNT, failure="it looks at values").at_length("some", 8)
+
+
+def test_a_file_is_read_back_and_what_is_none_is_not() -> None:
+    assert counted_from_json(COUNT.to_json()) == COUNT
+    table = json.loads(COUNT.to_json())
+    for broken in ("", "[]", "{}", '{"format": 1}', json.dumps({**table, "format": 2}), json.dumps({**table, "x": 1})):
+        assert counted_from_json(broken) is None
+
+
+def test_without_the_libraries_the_newest_count_of_the_config_is_used(kept: Path) -> None:
+    with pytest.raises(UserError, match=r'layers of a "some" by itself'):
+        find_counted(CONFIG, "m", print)
+    for version in ("5.9.1", "5.23.0", "4.57.0"):
+        keep(kept, replace(COUNT, library=f"transformers {version}"), version)
+    assert find_counted(CONFIG, "m", print).library == "transformers 5.23.0"
+    assert find_counted({**CONFIG, "transformers_version": "4.0"}, "m", print).library == "transformers 5.23.0"
+    with pytest.raises(UserError, match="by itself"):
+        find_counted({**CONFIG, "hidden_size": 16}, "m", print)
+    (kept / f"{digest_of_config(CONFIG)}-5.23.0.json").write_text("torn", encoding="utf-8")
+    assert find_counted(CONFIG, "m", print).library == "transformers 5.9.1"
+
+
+def test_with_the_libraries_a_count_of_another_version_is_not_used(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counted, "find_library", lambda: "5.23.0")
+    monkeypatch.setattr(counted, "_ask_child", lambda *_: COUNT)
+    keep(kept, replace(COUNT, longest=1), "5.9.1")
+    said: list[str] = []
+    assert find_counted(CONFIG, "m", said.append) == COUNT
+    assert find_counted(CONFIG, "m", said.append) == COUNT
+    assert said == ["m is counted with transformers 5.23.0, once"]
+
+
+def test_a_known_family_with_a_head_of_its_own_is_counted(kept: Path, tmp_path: Path) -> None:
+    """And where it cannot be, both reasons are given."""
+    folder = tmp_path / "m"
+    folder.mkdir()
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 100}
+    config["architectures"] = ["GPT2DoubleHeadsModel"]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(UserError) as told:
+        find_shape(str(folder))
+    assert 'architectures: "GPT2DoubleHeadsModel" has a head whose sizes are not known' in str(told.value)
+    assert "To do: run this once where they are" in str(told.value)
+    keep(kept, COUNT, "5.23.0", config)
+    assert find_shape(str(folder)) == COUNT
