@@ -117,11 +117,19 @@ def test_time_is_kept_and_what_is_left_out_is_named() -> None:
     assert any("left out for lack of time (--seconds): send_recv over all ranks of" in line for line in verdict)
 
 
+class FewCalls(HostTimer):
+    """Times three calls, whatever number is asked for."""
+
+    def seconds(self, call: Callable[[], None], align: Callable[[], None], count: int) -> list[float]:
+        return (super().seconds(call, align, min(count, 3)) * count)[:count]
+
+
 @ranks(2)
 def test_all_seven_run_and_their_data_are_right(rank: int) -> None:
-    request = CommRequest(sizes=(1, 1024, 300_000), seconds=1.0)
-    report = measure_communication(pool_ranks(), "a", request)
-    assert {each.collective for each in report.times} == set(BUS_FACTORS)
+    own = pool_ranks()
+    whole = bench(own, find_places(own, "h"), lambda clock: 0.0, CommRequest(sizes=(1, 1024, 300_000), seconds=1e6))
+    report = replace(whole, clock=FewCalls()).run()
+    assert [each.collective for each in report.times] == [name for name in BUS_FACTORS for _ in range(3)]
     assert report.wrong == []
     assert all(0 < each.p10_s <= each.median_s <= each.p99_s for each in report.times)
     assert [(pair.first, pair.second, pair.kind) for pair in report.pairs] == [(0, 1, "within")]

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("warm_starts")
 
 
 def test_ranks_of_its_own_measure_and_rank_0_reports(shardway: Shardway, tmp_path: Path) -> None:
-    words = ("bench", "comm", "--nproc", "2", "--sizes", "4KiB,64KiB", "--seconds", "1")
+    words = ("bench", "comm", "--nproc", "2", "--sizes", "4KiB,64KiB", "--seconds", "10")
     ended = shardway(*words, "--collectives", "all-reduce,send_recv", "--json", "links.json")
     assert (ended.code, ended.err) == (0, ""), ended
     lines = ended.out.splitlines()
@@ -71,6 +71,15 @@ def test_a_backend_that_is_not_there_is_refused(shardway: Shardway, monkeypatch:
         f"--backend (command line): nccl is not there: torch {torch.__version__} sees no CUDA device here",
         "allowed: gloo",
     )
+
+
+def test_ranks_without_a_gpu_each_are_refused_over_nccl(shardway: Shardway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    for visible, words, allowed in ((1, (), "2 or more over gloo: --backend gloo"), (4, ("--nproc", "5"), "2 to 4")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=visible: count)
+        ended = shardway("bench", "comm", "--backend", "nccl", *words)
+        refused(ended, f"ranks need a GPU each, and torch sees {visible}", f"allowed: {allowed}")
 
 
 def test_what_cannot_be_saved_is_refused_at_the_start(shardway: Shardway, monkeypatch: pytest.MonkeyPatch) -> None:

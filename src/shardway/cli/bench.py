@@ -79,7 +79,7 @@ def comm(
     ] = None,
     seconds: Annotated[float, typer.Option("--seconds", help="About how long it may take.")] = 20.0,
     backend: Annotated[
-        str | None, typer.Option("--backend", help="gloo or nccl (default: nccl where there are GPUs).")
+        str | None, typer.Option("--backend", help="gloo or nccl (default: nccl where each rank has a GPU).")
     ] = None,
     site: Annotated[
         str | None,
@@ -295,15 +295,16 @@ def _run_ranks(nproc: int | None, options: CommOptions) -> str:
         from shardway.bench.communication import describe_lone_rank
         from shardway.ranks.local import LocalLaunch, RankAssignment, run_local, start_program
 
-    device = _choose_device(options)
-    count = nproc or max(2, torch.cuda.device_count() if device == "cuda" else 0)
+    device, visible = _choose_device(options), torch.cuda.device_count()
+    if options.backend is None and visible < 2:
+        device = "cpu"  # over nccl each rank needs a GPU of its own
+    count = nproc or max(2, visible if device == "cuda" else 0)
     if count < 2:
         raise UserError(describe_lone_rank(count))
-    visible = torch.cuda.device_count()
     if device == "cuda" and visible < count:
         what = f"{count} ranks need a GPU each, and torch sees {visible}"
-        remedy = "leave --nproc out, or measure gloo: --backend gloo"
-        check_no_problems("the command line", [Problem("--nproc", what, "command line", f"up to {visible}", remedy)])
+        allowed = f"2 to {visible}" if visible >= 2 else "2 or more over gloo: --backend gloo"
+        check_no_problems("the command line", [Problem("--nproc", what, "command line", allowed)])
     started: list[PContext] = []
 
     def start(launch: LocalLaunch, assignment: RankAssignment) -> PContext:
