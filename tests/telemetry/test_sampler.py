@@ -81,7 +81,6 @@ def test_it_samples_until_a_file_is_there_and_no_signal_ends_it(
     assert len(host.times) >= 8
     assert np.all(host.series["gpu/0/use_percent"][:-1] == 42)
     assert np.isnan(host.series["gpu/0/use_percent"][-1]), "the last sample is of the host, since a driver may hang"
-    assert host.series["cpu/load"][-1] >= 0
     assert host.info.missing["gpu/0/power_w"] == "the driver lets administrators alone read it"
 
 
