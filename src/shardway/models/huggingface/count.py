@@ -55,8 +55,8 @@ def count_config(keys: Mapping[str, Any]) -> CountedModel:
     library = import_extra("transformers")
     config = make_config(library, keys)
     kind = find_class(library, config)
-    if not isinstance(config, kind.config_class) and isinstance(config.get_text_config(), kind.config_class):
-        config = config.get_text_config()  # its language model is named
+    if not isinstance(config, kind.config_class) and isinstance(_text_of(config), kind.config_class):
+        config = _text_of(config)  # its language model is named
     model = build_on_meta(kind, config, torch.bfloat16)
     longest, failures = find_longest(model, config), list[str]()
     lengths = LENGTHS if longest == 0 or longest >= LENGTHS[-1] else tuple(longest * part // 4 for part in (1, 2, 3))
@@ -146,9 +146,17 @@ def _refuse(library: Any, what: str, error: Exception) -> UserError:
     )
 
 
+def _text_of(config: Any) -> Any:
+    """The config of the language model; the whole where there are several."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return config
+
+
 def find_longest(model: nn.Module, config: Any) -> int:
     """The positions that a config states; 0 if it states none. Some tables begin behind the number of padding."""
-    text = config.get_text_config()
+    text = _text_of(config)
     names = ("max_position_embeddings", "n_positions", "max_target_positions")
     stated = next((value for name in names if type(value := getattr(text, name, None)) is int), 0)
     padded = [
