@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import functools
-import io
 import itertools
 import json
 import os
@@ -40,6 +39,7 @@ from shardway.data.formats.base import (
     check_ids,
     describe_file,
 )
+from shardway.data.formats.npy import parse_npy
 from shardway.data.formats.shard_file import (
     DamagedShard,
     ShardFacts,
@@ -463,11 +463,6 @@ _ABSENT = object()
 """Stands for a field that a record lacks."""
 
 
-def _load_npy(blob: bytes) -> npt.NDArray[Any]:
-    array: npt.NDArray[Any] = np.load(io.BytesIO(blob), allow_pickle=False)
-    return array
-
-
 def _decode_text(blob: bytes) -> str:
     return blob.decode("utf-8", "surrogatepass")
 
@@ -475,7 +470,7 @@ def _decode_text(blob: bytes) -> str:
 _DECODERS: dict[int, Callable[[bytes], Any]] = {
     shard_file.TEXT: _decode_text,
     shard_file.JSON: lambda blob: json.loads(_decode_text(blob)),
-    shard_file.NPY: _load_npy,
+    shard_file.NPY: parse_npy,
 }
 
 

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from shardway.data.content import DataPath, data_error, fingerprint
 from shardway.data.formats.base import DamagedData, Record, Records, need_library
 from shardway.data.formats.image_folder import IMAGE_SUFFIXES, ImageFolder
+from shardway.data.formats.npy import MAGIC, parse_npy
 from shardway.data.order import Words, derive_keys
 from shardway.data.sources.base import Arrays, DataRequest, FileBlocks, Hold, Ids, SourceFacts
 from shardway.data.sources.dali import DaliDecoder, import_dali
@@ -47,7 +48,6 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _BILINEAR = 2
 """`PIL.Image.Resampling.BILINEAR`."""
 _JPEG_MAGIC = b"\xff\xd8\xff"
-_NUMPY_MAGIC = b"\x93NUMPY"
 _TRANSFORM_KEYS = 2**63 + 2**61
 """The counter of the keys of transforms, apart from those of orders."""
 _GAP = 3.0
@@ -231,10 +231,10 @@ class DecodedSamples:
         if isinstance(value, bytes):
             if not value:
                 raise self._damaged(number, "it is empty")
-            if not value.startswith(_NUMPY_MAGIC):
+            if not value.startswith(MAGIC):
                 return value
             try:
-                return np.lib.format.read_array(io.BytesIO(value), allow_pickle=False)
+                return parse_npy(value)
             except (ValueError, EOFError) as error:
                 raise self._damaged(number, f"it is not a NumPy array that can be read: {error}") from error
         if isinstance(value, list):
@@ -404,7 +404,7 @@ def _check_first(records: Records, place: DataPath, samples: DecodedSamples) -> 
     if isinstance(value, str):
         what = f'"{samples.inputs}" is text'
         raise data_error("data.inputs", what, allowed="a field with images or arrays: " + _list(records.fields))
-    if isinstance(value, dict) or (isinstance(value, bytes) and not value.startswith(_NUMPY_MAGIC)):
+    if isinstance(value, dict) or (isinstance(value, bytes) and not value.startswith(MAGIC)):
         need_library("PIL.Image", place, "image")
         shape = samples.shape
         if not samples.transform and (len(shape) != 3 or shape[0] not in MODES):
