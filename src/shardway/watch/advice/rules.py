@@ -260,6 +260,8 @@ def _mean_of(values: Iterable[float | None]) -> float | None:
 
 def _foreign_hang(evidence: Evidence) -> Iterator[Advice]:
     """Full use at low power without any change, from some minute to the end, of accelerators that changed before."""
+    if not evidence.used:
+        return
     import numpy as np
 
     begun = 0.0
@@ -572,6 +574,8 @@ def _bad_binding(evidence: Evidence) -> Iterator[Advice]:
     hides=("straggler-node", "imbalance", "communication", "power-limit"),
 )
 def _throttling(evidence: Evidence) -> Iterator[Advice]:
+    if not evidence.gpus:
+        return
     import numpy as np
 
     hot: list[tuple[float, GpuEvidence, str, float | None]] = []
@@ -1277,6 +1281,8 @@ def _small_micro_batch(evidence: Evidence) -> Iterator[Advice]:
     do="nothing in the run; ask the centre, count it in when you compare with other machines",
 )
 def _power_limit(evidence: Evidence) -> Iterator[Advice]:
+    if not evidence.used:
+        return
     import numpy as np
 
     for gpu in evidence.used:
