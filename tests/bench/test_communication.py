@@ -124,6 +124,7 @@ class FewCalls(HostTimer):
         return (super().seconds(call, align, min(count, 3)) * count)[:count]
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_all_seven_run_and_their_data_are_right(rank: int) -> None:
     own = pool_ranks()
@@ -135,6 +136,7 @@ def test_all_seven_run_and_their_data_are_right(rank: int) -> None:
     assert [(pair.first, pair.second, pair.kind) for pair in report.pairs] == [(0, 1, "within")]
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_nodes_are_measured_within_and_between(rank: int) -> None:
     own = pool_ranks()

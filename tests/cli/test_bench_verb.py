@@ -22,6 +22,7 @@ from shardway.sites.load import load_site
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
 
+@pytest.mark.slow
 def test_ranks_of_its_own_measure_and_rank_0_reports(shardway: Shardway, tmp_path: Path) -> None:
     words = ("bench", "comm", "--nproc", "2", "--sizes", "4KiB,64KiB", "--seconds", "10")
     ended = shardway(*words, "--collectives", "all-reduce,send_recv", "--json", "links.json")

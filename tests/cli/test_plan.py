@@ -295,6 +295,7 @@ def write_config(keys: dict[str, object]) -> None:
     Path("m/config.json").write_text(json.dumps(keys), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_model_of_another_family_is_counted_once_and_then_planned_without_torch(
     shardway: Shardway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -353,6 +354,7 @@ def test_a_run_of_a_family_with_older_names_of_keys(
         assert "256 is more than the 128 positions that the model knows" in longer.err
 
 
+@pytest.mark.slow
 def test_a_run_of_a_family_that_is_counted_by_the_library(shardway: Shardway, monkeypatch: pytest.MonkeyPatch) -> None:
     from shardway.models.huggingface.count import count_config
 
