@@ -46,7 +46,8 @@ def test_every_node_of_a_command_is_sampled(sampled: Submitted) -> None:
         assert len(host.times) >= 10
         assert [device.uuid for device in host.info.devices] == ["GPU-0", "GPU-1"]
         busy, idle = host.series["gpu/0/use_percent"], host.series["gpu/1/use_percent"]
-        assert np.isfinite(busy[:-1]).all() and np.isfinite(idle[:-1]).all()  # the last sample, at the end, has none
+        assert np.isfinite(busy[:-1]).all()  # the last sample, at the end, has none
+        assert np.isfinite(idle[:-1]).all()
         assert np.nanmean(busy) == pytest.approx(96, abs=1)
         assert np.nanmax(idle) == 0
         assert 0.2 < np.nanmean(host.series["cpu/job_cores"][3:]) < 2  # one busy process, read with each fifth sample
