@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import io
+import re
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,24 +25,27 @@ def written(array: npt.NDArray[Any], version: tuple[int, int] | None = None) -> 
     return stream.getvalue()
 
 
-def read_by_numpy(content: bytes) -> npt.NDArray[Any] | str:
-    """The array, or the kind of the error and its words."""
+def outcome(read: Callable[[bytes], npt.NDArray[Any]], content: bytes) -> npt.NDArray[Any] | str:
+    """The array, or the kind of the error and its words, without addresses of objects. Errors of NumPy of other kinds
+    than these two are to be a ValueError that has their words."""
     try:
-        array: npt.NDArray[Any] = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of headers that Python 2 wrote
+            return read(content)
     except (ValueError, EOFError) as error:
-        return f"{type(error).__name__}: {error}"
+        words = f"{type(error).__name__}: {error}"
+    except Exception as error:
+        words = f"ValueError: {type(error).__name__}: {error}"
+    return re.sub("0x[0-9a-f]+", "", words)
+
+
+def read_by_numpy(content: bytes) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
     return array
 
 
-def read_here(content: bytes) -> npt.NDArray[Any] | str:
-    try:
-        return parse_npy(content)
-    except (ValueError, EOFError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def assert_as_numpy(content: bytes) -> None:
-    ours, theirs = read_here(content), read_by_numpy(content)
+    ours, theirs = outcome(parse_npy, content), outcome(read_by_numpy, content)
     if isinstance(theirs, str) or isinstance(ours, str):
         assert ours == theirs
         return
@@ -61,6 +67,13 @@ DTYPES = st.one_of(hnp.scalar_dtypes(), hnp.unicode_string_dtypes(), hnp.byte_st
 @example(np.zeros((0, 3), "<f4"), True, (1, 0))
 def test_an_array_is_what_numpy_reads(array: npt.NDArray[Any], fortran: bool, version: tuple[int, int]) -> None:
     assert_as_numpy(written(np.asfortranarray(array) if fortran else array, version))
+
+
+def test_a_header_that_is_cut_is_damage() -> None:
+    content = bytearray(written(np.arange(3, dtype="<i4")))
+    content[8:10] = (3).to_bytes(2, "little")  # the length of its header
+    with pytest.raises(ValueError, match="TokenError"):
+        parse_npy(bytes(content))
 
 
 @given(st.data())

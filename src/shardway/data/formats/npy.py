@@ -1,7 +1,8 @@
 """The bytes of a `.npy` file as an array, without Python's parser.
 
-Invariant: what is returned or raised is what `numpy.lib.format.read_array` returns or raises with `allow_pickle=False`.
-Headers as NumPy writes them are read here, all others by it.
+Invariant: what is returned or raised is what `numpy.lib.format.read_array` returns or raises with `allow_pickle=False`;
+a damaged header, for which NumPy raises many kinds of errors, is a ValueError. Headers as NumPy writes them are read
+here, all others by it.
 
 NumPy reads the header with `ast.literal_eval`. In a thread that reads ahead that may fail: while CPython 3.11 makes a
 syntax tree, another thread that makes one too disturbs its count of depths ("AST constructor recursion depth
@@ -13,14 +14,17 @@ from __future__ import annotations
 import io
 import math
 import re
+import tokenize
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 MAGIC = b"\x93NUMPY"
+_LENGTH = rb"(?:0|[1-9][0-9]*)"
 _HEADER = re.compile(
-    rb"\{'descr': '([<>|][biufcSU][0-9]+)', 'fortran_order': (False|True), 'shape': \(([0-9, ]*)\), \} *\n"
+    rb"\{'descr': '([<>|][biufcSU][1-9][0-9]*)', 'fortran_order': (False|True), "
+    rb"'shape': \((|%b,|%b(?:, %b)+)\), \} *\n" % (_LENGTH, _LENGTH, _LENGTH)
 )
 """NEP 1: a literal of a dict with sorted keys, padded with spaces; a structured type has a list as its `descr`."""
 _LENGTH_BYTES = {(1, 0): 2, (2, 0): 4, (3, 0): 4}
@@ -43,18 +47,21 @@ def _find_header(content: bytes) -> tuple[re.Match[bytes], int] | None:
 
 
 def _take(content: bytes, header: re.Match[bytes], start: int) -> npt.NDArray[Any]:
-    dtype = np.dtype(header[1].decode())
     try:
+        dtype = np.dtype(header[1].decode())
         shape = tuple(int(length) for length in header[3].replace(b" ", b"").split(b",") if length)
-    except ValueError:
+    except (TypeError, ValueError):  # no such type; a number of thousands of digits
         return _parse_any(content)
     count = math.prod(shape)
-    if not dtype.itemsize or start + count * dtype.itemsize > len(content):
+    if start + count * dtype.itemsize > len(content):
         return _parse_any(content)
     values = np.frombuffer(content, dtype, count, start).copy()
     return values.reshape(shape[::-1]).transpose() if header[2] == b"True" else values.reshape(shape)
 
 
 def _parse_any(content: bytes) -> npt.NDArray[Any]:
-    array: npt.NDArray[Any] = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    try:
+        array: npt.NDArray[Any] = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    except (tokenize.TokenError, TypeError, OverflowError, MemoryError, RecursionError) as error:  # a damaged header
+        raise ValueError(f"{type(error).__name__}: {error}") from error
     return array
