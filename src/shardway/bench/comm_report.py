@@ -7,7 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -201,6 +201,10 @@ class KnownLinks:
             return _name_limit(inside, self.inside)
         return _name_limit(together, self.outside)
 
+    def limit_of(self, fit: CollectiveFit) -> LinkLimit | None:
+        """What the collective of a fit should reach."""
+        return self.limit(fit.scope, fit.collective, fit.times[0].ranks)
+
     def pair_limit(self, kind: str) -> LinkLimit | None:
         """What an exchange of two ranks should reach."""
         return self.limit(kind, "send_recv", 2)
@@ -255,7 +259,9 @@ def render_report(report: CommReport, known: KnownLinks) -> str:
     """The table, the fits and the verdict, without a newline at the end."""
     ranks, hosts = render_plural(len(report.nodes), "rank"), render_plural(report.node_count, "node")
     head = f"{ranks} on {hosts}, {report.backend}, {report.device}; {report.seconds:.1f} s"
-    blocks = [[head], _list_times(report), _list_fit_lines(report, known), ["Verdict", *list_verdict(report, known)]]
+    fits = report.list_fits()
+    verdict = ["Verdict", *_list_verdict(report, known, fits)]
+    blocks = [[head], _list_times(report), _list_fit_lines(report, known, fits), verdict]
     return "\n".join("\n".join([*block, ""]) for block in blocks).rstrip("\n")
 
 
@@ -284,12 +290,12 @@ def _name(report: CommReport, scope: str, collective: str) -> str:
     return collective if alone else f"{collective}, {_SCOPES[scope]}"
 
 
-def _list_fit_lines(report: CommReport, known: KnownLinks) -> list[str]:
+def _list_fit_lines(report: CommReport, known: KnownLinks, fits: Sequence[CollectiveFit]) -> list[str]:
     """Latency and bandwidth of time = latency + bytes / bandwidth, beside what the link is rated at."""
     titles = ["collective", "latency us", "busbw GB/s", "left-out error", "should be GB/s", "reached"]
     rows = []
-    for fit in report.list_fits():
-        limit = known.limit(fit.scope, fit.collective, fit.times[0].ranks)
+    for fit in fits:
+        limit = known.limit_of(fit)
         cells = (
             fit.cost and f"{fit.cost.alpha_s * 1e6:.1f}",
             fit.bus and _render_rate(fit.bus),
@@ -307,7 +313,12 @@ def _render_rate(rate: float) -> str:
 
 def list_verdict(report: CommReport, known: KnownLinks) -> list[str]:
     """Sentences: whether the data were right, what was reached, which pair is slow, what was left out."""
-    return [*_judge_data(report), *_judge_rates(report, known), *_judge_pairs(report, known), *_list_left_out(report)]
+    return _list_verdict(report, known, report.list_fits())
+
+
+def _list_verdict(report: CommReport, known: KnownLinks, fits: Sequence[CollectiveFit]) -> list[str]:
+    rates, pairs = _judge_rates(report, known, fits), _judge_pairs(report, known)
+    return [*_judge_data(report), *rates, *pairs, *_list_left_out(report)]
 
 
 def _judge_data(report: CommReport) -> Iterator[str]:
@@ -319,14 +330,10 @@ def _judge_data(report: CommReport) -> Iterator[str]:
         yield f"the data of {render_plural(names, 'collective')} were right on every rank at every size"
 
 
-def _judge_rates(report: CommReport, known: KnownLinks) -> Iterator[str]:
+def _judge_rates(report: CommReport, known: KnownLinks, fits: Sequence[CollectiveFit]) -> Iterator[str]:
     unknown = []
     for scope in dict.fromkeys(each.scope for each in report.times):
-        rated = [
-            (fit, limit)
-            for fit in report.list_fits()
-            if fit.scope == scope and (limit := known.limit(scope, fit.collective, fit.times[0].ranks)) is not None
-        ]
+        rated = [(fit, limit) for fit in fits if fit.scope == scope and (limit := known.limit_of(fit)) is not None]
         if not rated:
             unknown.append(_SCOPES[scope])
             continue
@@ -406,9 +413,9 @@ def _list_left_out(report: CommReport) -> Iterator[str]:
 
 def render_facts(report: CommReport, known: KnownLinks) -> Mapping[str, Any]:
     """Everything as JSON; times in seconds, rates in bytes per second, None for what is not known."""
-    fits = []
-    for fit in report.list_fits():
-        limit = known.limit(fit.scope, fit.collective, fit.times[0].ranks)
+    found, fits = report.list_fits(), []
+    for fit in found:
+        limit = known.limit_of(fit)
         fits.append(
             {
                 "scope": fit.scope,
@@ -440,7 +447,7 @@ def render_facts(report: CommReport, known: KnownLinks) -> Mapping[str, Any]:
         "slow_pairs": [{**_list_pair(pair), "times_usual": times} for pair, times in report.find_slow_pairs()],
         "left_out": [{"scope": scope, "collective": name, "size": size} for scope, name, size in report.left_out],
         "pairs_left_out": report.pairs_left_out,
-        "verdict": list_verdict(report, known),
+        "verdict": _list_verdict(report, known, found),
     }
 
 

@@ -49,7 +49,7 @@ def _find_fits(report: CommReport, known: KnownLinks, scope: str) -> list[tuple[
 
 
 def _rate(fit: CollectiveFit, known: KnownLinks) -> tuple[float, float] | None:
-    limit = known.limit(fit.scope, fit.collective, fit.times[0].ranks)
+    limit = known.limit_of(fit)
     return None if limit is None or fit.bus is None or fit.cost is None else (fit.bus / limit.rate, fit.cost.alpha_s)
 
 

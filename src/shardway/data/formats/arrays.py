@@ -17,7 +17,6 @@ import gzip
 import io
 import math
 import struct
-import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ import numpy.typing as npt
 from shardway.data.content import DataPath
 from shardway.data.formats.base import DataFile, Extent, FileParts, Offsets, Record, Records, check_ids, describe_file
 from shardway.data.formats.indexes import read_sums
+from shardway.data.formats.npy import read_header
 from shardway.errors import UserError
 
 Array = npt.NDArray[Any]
@@ -222,9 +222,6 @@ class ArrayRecords(_ColumnRecords):
 
 # --- .npy files and .npz archives
 
-_HEADER_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-_HEADER_ERRORS = (ValueError, KeyError, SyntaxError, tokenize.TokenError)
-
 
 def list_npy(place: DataPath) -> dict[str, ArrayColumn]:
     """The arrays of the .npy files of a folder by their names without ending, sorted; numbered in this order."""
@@ -250,8 +247,8 @@ def read_npy(place: DataPath, path: Path, number: int = 0) -> ArrayColumn:
 
 def _read_header(place: DataPath, stream: IO[bytes], name: str, number: int = 0) -> ArrayColumn:
     try:
-        shape, fortran, dtype = _HEADER_READERS[np.lib.format.read_magic(stream)](stream)
-    except _HEADER_ERRORS as error:
+        shape, fortran, dtype = read_header(stream)
+    except ValueError as error:
         what = f"holds {name}, which is not a NumPy file: its header cannot be read"
         raise place.error(what, remedy="copy the file again") from error
     if dtype.hasobject or dtype.kind not in _KINDS:
@@ -264,8 +261,7 @@ def _read_header(place: DataPath, stream: IO[bytes], name: str, number: int = 0)
 
 
 def _is_fortran(content: bytes) -> bool:
-    stream = io.BytesIO(content)
-    return bool(_HEADER_READERS[np.lib.format.read_magic(stream)](stream)[1])
+    return read_header(io.BytesIO(content))[1]
 
 
 def refuse_npz(place: DataPath) -> UserError:

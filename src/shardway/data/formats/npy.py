@@ -15,7 +15,7 @@ import io
 import math
 import re
 import tokenize
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,19 @@ _HEADER = re.compile(
 )
 """NEP 1: a literal of a dict with sorted keys, padded with spaces; a structured type has a list as its `descr`."""
 _LENGTH_BYTES = {(1, 0): 2, (2, 0): 4, (3, 0): 4}
+_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+_DAMAGE = (KeyError, SyntaxError, tokenize.TokenError, TypeError, OverflowError, MemoryError, RecursionError)
+"""What NumPy raises for a damaged header, besides ValueError and EOFError."""
+
+
+def read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether in Fortran's order, and type of the `.npy` file at the position of a stream, which is left where
+    the numbers begin. Raises ValueError where it is none."""
+    try:
+        shape, fortran, dtype = _READERS[np.lib.format.read_magic(stream)](stream)
+    except _DAMAGE as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return shape, fortran, dtype
 
 
 def parse_npy(content: bytes) -> npt.NDArray[Any]:
@@ -62,6 +75,6 @@ def _take(content: bytes, header: re.Match[bytes], start: int) -> npt.NDArray[An
 def _parse_any(content: bytes) -> npt.NDArray[Any]:
     try:
         array: npt.NDArray[Any] = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
-    except (tokenize.TokenError, TypeError, OverflowError, MemoryError, RecursionError) as error:  # a damaged header
+    except _DAMAGE as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     return array

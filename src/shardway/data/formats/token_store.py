@@ -11,7 +11,6 @@ Invariants:
 from __future__ import annotations
 
 import os
-import tokenize
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,6 +22,7 @@ import numpy.typing as npt
 
 from shardway.data.content import DataPath, fingerprint_arrays
 from shardway.data.formats.base import BLOCK_BYTES, FileParts, Offsets, describe_file, move_parts
+from shardway.data.formats.npy import read_header
 from shardway.errors import Bug
 from shardway.hardware.limits import read_cgroup_limits
 
@@ -61,10 +61,6 @@ class TokenFile:
         return np.frombuffer(content, self.dtype).copy()
 
 
-HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-"""What reads the header of a .npy file, by the version of the format."""
-
-
 def read_raw_tokens(place: DataPath, dtype: str) -> TokenFile:
     """A file that contains only tokens; raises UserError if its size is not a multiple of theirs."""
     size, width = place.path.stat().st_size, np.dtype(dtype).itemsize
@@ -83,9 +79,9 @@ def read_npy_tokens(place: DataPath) -> TokenFile:
     size = place.path.stat().st_size
     try:
         with place.path.open("rb") as stream:
-            shape, _, dtype = HEADERS[np.lib.format.read_magic(stream)](stream)
+            shape, _, dtype = read_header(stream)
             start = stream.tell()
-    except (ValueError, KeyError, SyntaxError, tokenize.TokenError) as error:
+    except ValueError as error:
         raise place.error("is not a NumPy file: its header cannot be read", remedy="copy the file again") from error
     if len(shape) != 1 or dtype.kind not in "iu":
         raise place.error(f"holds {dtype.name} of shape {list(shape)}", allowed="one row of integers")

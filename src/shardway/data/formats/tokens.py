@@ -7,7 +7,6 @@ Invariants:
 
 from __future__ import annotations
 
-import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -17,9 +16,10 @@ import numpy as np
 from shardway.data.content import DataPath
 from shardway.data.formats.base import Extent, FileParts, Offsets, Record, Records, check_ids, describe_file
 from shardway.data.formats.indexes import read_sums
+from shardway.data.formats.npy import read_header
 from shardway.data.formats.shard_manifest import ShardManifest, find_shard_kind
 from shardway.data.formats.shards import ShardParts, ShardRecords, ShardTokens, open_token_shards
-from shardway.data.formats.token_store import HEADERS, TokenFile, TokenStore, read_npy_tokens, read_raw_tokens
+from shardway.data.formats.token_store import TokenFile, TokenStore, read_npy_tokens, read_raw_tokens
 
 RAW_DTYPE = "uint16"
 """What a raw .bin file holds unless data.token_dtype says another type."""
@@ -66,8 +66,8 @@ class TokenRecords(Records):
             return not path.with_suffix(".idx").exists()
         try:
             with path.open("rb") as stream:
-                shape, _, dtype = HEADERS[np.lib.format.read_magic(stream)](stream)
-        except (OSError, ValueError, KeyError, SyntaxError, tokenize.TokenError):
+                shape, _, dtype = read_header(stream)
+        except (OSError, ValueError):
             return False
         return len(shape) == 1 and dtype.kind in "iu"
 

@@ -191,9 +191,7 @@ def list_inputs(model: nn.Module, config: Any, length: int) -> Iterator[dict[str
 
 def _shape_of(name: str, config: Any, length: int) -> tuple[int, ...] | None:
     """The shape of one sample; None for an input whose size no key states."""
-    if name == "decoder_input_ids":
-        return 1, length
-    if name == "input_ids":
+    if name in ("input_ids", "decoder_input_ids"):
         return 1, length
     if name in ("pixel_values", "pixel_values_videos"):
         of_images = getattr(config, "vision_config", None) or getattr(config, "backbone_config", None) or config
