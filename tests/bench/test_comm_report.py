@@ -28,7 +28,7 @@ from shardway.sites.load import load_site
 def test_the_page_shows_what_is_printed(request: pytest.FixtureRequest) -> None:
     report = slow_down(make_report(2, 4, ("all_reduce", "all_gather"), (2**10, 2**20, 2**30)), 5, 6, 9.0)
     lines = render_report(report, find_known_links(report)).splitlines()
-    check_block(request, "bench.md", "example", "text", [line.rstrip() for line in lines])
+    check_block(request, "bench-comm.md", "example", "text", [line.rstrip() for line in lines])
 
 
 def test_a_fit_gives_back_latency_and_share_of_the_link() -> None:

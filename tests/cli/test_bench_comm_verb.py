@@ -13,8 +13,8 @@ from comm_reports import make_report
 from shardway.bench.bandwidth import BUS_FACTORS
 from shardway.bench.comm_report import find_known_links
 from shardway.bench.site_ceilings import find_ceilings
-from shardway.cli import bench
-from shardway.cli.bench import _find_cause, parse_sizes
+from shardway.cli import bench_comm
+from shardway.cli.bench_comm import _find_cause, parse_sizes
 from shardway.errors import JobError, LostContact, SiteError, UserError
 from shardway.ranks.failure import RankFailure
 from shardway.sites.load import load_site
@@ -94,8 +94,8 @@ def test_what_cannot_be_saved_is_refused_at_the_start(shardway: Shardway, monkey
 def test_measured_ceilings_are_a_site_that_a_plan_takes(shardway: Shardway, tmp_path: Path) -> None:
     site = load_site("jupiter")
     report = make_report(2, 4, ("all_reduce", "all_gather"), (2**10, 2**20, 2**28))
-    options = bench.CommOptions("nccl", None, (), 1.0, "jupiter", "", "mine")
-    assert bench._report(report, options) is None
+    options = bench_comm.CommOptions("nccl", None, (), 1.0, "jupiter", "", "mine")
+    assert bench_comm._report(report, options) is None
     kept = load_site("mine")
     assert kept.measured == find_ceilings(report, find_known_links(report, site), site)
     assert set(kept.measured) == {"link", "link_latency_s", "network", "network_latency_s"}
@@ -191,17 +191,17 @@ def test_the_cause_among_ranks_that_failed_is_told(tmp_path: Path) -> None:
 
 def test_the_words_of_each_rank_say_all_that_was_asked(shardway: Shardway, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is given to the ranks is read by them as it was read here."""
-    seen: list[bench.CommOptions] = []
+    seen: list[bench_comm.CommOptions] = []
 
-    def read(nproc: int | None, options: bench.CommOptions) -> str:
+    def read(nproc: int | None, options: bench_comm.CommOptions) -> str:
         seen.append(options)
         return ""
 
-    monkeypatch.setattr(bench, "_run_ranks", read)
+    monkeypatch.setattr(bench_comm, "_run_ranks", read)
     words = ("--sizes", "1KiB:64KiB", "--collectives", "reduce,all-to-all", "--seconds", "7.5", "--json", "-")
     assert (
         shardway("bench", "comm", *words, "--site", "leonardo-booster", "--backend", "gloo", "--save", "mine").code == 0
     )
-    assert shardway(*bench._list_words(seen[0], "cpu")).code == 0
+    assert shardway(*bench_comm._list_words(seen[0], "cpu")).code == 0
     assert seen[0] == seen[1]
     assert seen[0].collectives == ("reduce", "all_to_all")
