@@ -6,7 +6,8 @@ CPU time is that of the sampling process alone (/proc/PID/schedstat), without it
 programs on the machine does not count. They still make it larger: they empty its caches between two samples, and each
 process that they start is looked at. So it is taken in turns of ten seconds, and their quartiles are printed, with the
 load. `--against` runs the sampler of another tree (its folder with `src`) beside, half an interval later, for a
-comparison of both in the same seconds. Calls of the kernel are counted where `strace` is installed: this figure does
+comparison of both in the same seconds. Beside them a Python process sleeps as long and does nothing else: what waking
+costs on this machine. Calls of the kernel are counted where `strace` is installed: this figure does
 not depend on the machine's load, but for the processes that others start.
 
 The slow-down is of pairs of windows of one program: in one window of each pair the sampler is stopped (SIGSTOP), in the
@@ -43,6 +44,7 @@ for _ in range(int(sys.argv[1]) - 1):
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 while True: time.sleep(0.05)
 """
+SLEEP = "import sys, time\nwhile True: time.sleep(float(sys.argv[1]))"
 WORK = """
 import sys, time
 import numpy as np
@@ -86,16 +88,18 @@ def started_children(count: int, threads: int) -> Iterator[None]:
 def measure_cost(
     children: int, threads: int, every_s: float, seconds: float, trees: Sequence[str]
 ) -> tuple[list[list[float]], float]:
-    """CPU milliseconds a sample in each turn, of the sampler of each tree; bytes a sample in the file of the first."""
+    """CPU milliseconds a sample in each turn, of the sampler of each tree and of a process that only wakes; bytes a
+    sample in the file of the first."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(started_children(children, threads))
         folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in trees]
         samplers = []
         for folder, tree in zip(folders, trees, strict=True):
             samplers.append(start_sampler(folder, every_s, os.getpid(), tree))
-            time.sleep(every_s / len(trees))
+            time.sleep(every_s / (len(trees) + 1))
+        samplers.append(subprocess.Popen([sys.executable, "-c", SLEEP, str(every_s)]))
         time.sleep(11)  # the processes of the machine have then been looked at twice
-        costs: list[list[float]] = [[] for _ in trees]
+        costs: list[list[float]] = [[] for _ in samplers]
         for _ in range(max(1, round(seconds / TURN_S))):
             before, begun = [cpu_s(sampler.pid) for sampler in samplers], time.monotonic()
             time.sleep(TURN_S)
@@ -231,10 +235,12 @@ def main() -> None:
     for every_s in (1.0, 0.1):
         costs, size = measure_cost(options.children, options.threads, every_s, options.seconds, trees)
         print(f"every {every_s:g} s, {options.children} children, load {os.getloadavg()[0]:.1f}:")
-        for name, each in zip(("this tree", options.against), costs, strict=False):
+        *of_trees, of_waking = costs
+        for name, each in zip(("this tree", options.against), of_trees, strict=False):
             show_cost(name, every_s, each)
+        show_cost("a process that only sleeps", every_s, of_waking)
         if options.against:
-            shares = sorted(ours / theirs for ours, theirs in zip(*costs, strict=True))
+            shares = sorted(ours / theirs for ours, theirs in zip(*of_trees, strict=True))
             print(f"  this tree takes {statistics.median(shares):.2f} of the other's in the median of the turns")
         print(f"  {size:.0f} bytes a sample (host values of this machine alone)")
     for name, tree in zip(("this tree", options.against), trees, strict=False):
