@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -281,6 +281,10 @@ class StepRequests:
 
     def as_numbers(self) -> list[float]:
         return [float(wish) for wish in astuple(self)]
+
+
+VOID = [each.name for each in fields(StepRequests)].index("void")
+"""The place of `void` among the numbers."""
 
 
 @dataclass(frozen=True)

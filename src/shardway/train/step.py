@@ -43,8 +43,9 @@ from shardway.parallel.axes.replicate import Compression, find_compression, own_
 from shardway.parallel.axes.tensor import sum_partial_gradients
 from shardway.parallel.precision import compute_scales
 from shardway.ranks.start import Ranks
-from shardway.ranks.stop import Decision, StepRequests, read_decision
+from shardway.ranks.stop import VOID, Decision, StepRequests, read_decision
 from shardway.train.loss import LossScale
+from shardway.train.optim.base import LocalOptimizer
 from shardway.train.passes import SUMS, Loss, Passes
 
 # --- what the passes of a step change beside gradients, kept so that they can be repeated as if for the first time
@@ -124,17 +125,31 @@ class GuardChecks:
     probe: bool = False
 
 
-@dataclass(frozen=True)
 class Tried:
     """The numbers of one run of the passes: this rank's, and the vector that is summed over all ranks."""
 
-    own: torch.Tensor
-    summed: torch.Tensor
+    def __init__(self, own: torch.Tensor, summed: torch.Tensor) -> None:
+        self.own, self.summed = own, summed
+        self._arriving: tuple[torch.Tensor, torch.cuda.Event] | None = None
+
+    def send_to_host(self) -> None:
+        """Let the summed vector leave the device before what that is given next, so that its reader waits for nothing
+        else."""
+        if self.summed.is_cuda:
+            here = torch.empty(self.summed.shape, dtype=self.summed.dtype, pin_memory=True)
+            here.copy_(self.summed, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+            self._arriving = here, arrived
 
     @cached_property
     def numbers(self) -> list[float]:
         """The summed vector, read once: the host waits for the device here."""
-        found: list[float] = self.summed.tolist()
+        vector = self.summed
+        if self._arriving is not None:
+            vector, arrived = self._arriving
+            arrived.synchronize()
+        found: list[float] = vector.tolist()
         return found
 
 
@@ -259,7 +274,8 @@ class StepResult:
 def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, context: StepContext) -> StepResult:
     """Forward, backward and update for this rank's share of a global batch.
 
-    The host waits for the device once, before the update, which the device does while the host goes on.
+    The host waits for the device once, for the numbers of the passes. An optimizer that can leave an update out on the
+    device is given the update before that, so the device has it to do while the host goes on; any other one after it.
 
     `batch` is a pair (inputs, targets), for which `loss_fn(model(inputs), targets)` is called, or any other tree (see
     `data.batch_tree`), for which `loss_fn(model, batch)` is. Raises JobError where an fp16 loss cannot be scaled,
@@ -286,11 +302,18 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, con
 
     with parts.ranks.contact("during a step"):
         before = parts.mutable_parts.remember(batch)
+        is_updated = False
         try:
-            watched = Watched(run()) if context.watch is None else _run_watched(parts, run, context.watch, before)
+            tried = run()
+            if _can_queue(parts, context, tried):
+                is_updated = _queue_update(parts, context, tried)
+            watched = Watched(tried)
+            if context.watch is not None and not is_updated:
+                watched = _watch(parts, run, tried, context.watch, before)
         except BaseException:  # in a notebook the run may go on from here
-            before.put_back()
-            parts.clear_gradients()
+            if not context.has_begun:
+                before.put_back()
+                parts.clear_gradients()
             raise
         context.has_begun = True
         numbers = watched.tried.numbers
@@ -301,12 +324,14 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, con
         per_target = _samples_per_target(parts, targets) / factor
         norm = math.sqrt(squares) * per_target
         # A mean over no targets has no gradient; momentum and weight decay would move the weights all the same.
-        if not (overflow or refused) and targets:
+        if not (overflow or refused or is_updated) and targets:
             scale_gradients(parts.parameters(), per_target * _clipping(parts, norm))
             if parts.needs_closure:
                 _step_with_closure(parts, run, total / targets)
             else:
                 parts.optimizer.step()
+            is_updated = True
+        if is_updated:
             for parallel in passes.parallels:
                 compute_scales(parallel.module, passes.precision.float8)
         parts.clear_gradients()
@@ -323,6 +348,54 @@ def take_step(parts: StepParts, model: nn.Module, batch: Any, loss_fn: Loss, con
         loss_scale=scale.after(overflow) if scale is not None and not decision.void else scale,
         watched=watched if context.watch is not None else None,
     )
+
+
+QUEUED_ON = ("cuda",)
+"""Devices that work while the host goes on."""
+
+
+def _can_queue(parts: StepParts, context: StepContext, tried: Tried) -> bool:
+    """Whether the update may be given to the device before its numbers are read: the optimizer can leave it out there,
+    as torch's fused ones do for a gradient scaler, and gradients are scaled there with the bits that the host gives."""
+    can_leave_out = getattr(parts.optimizer, "_step_supports_amp_scaling", False) and not parts.needs_closure
+    is_plain = context.loss_scale is None and (context.watch is None or not context.watch.probe)
+    if not (can_leave_out and is_plain and tried.summed.device.type in QUEUED_ON):
+        return False
+    gradients = [parameter.grad for parameter in parts.parameters() if parameter.grad is not None]
+    return all(gradient.dtype is torch.float32 and not gradient.is_sparse for gradient in gradients)
+
+
+@torch.no_grad()
+def _queue_update(parts: StepParts, context: StepContext, tried: Tried) -> bool:
+    """Give the device the update, which it leaves out by the numbers of the passes, and then read those.
+
+    Returns whether it was made. The device computes what `take_step` computes, in the same order in float64.
+    """
+    tried.send_to_host()
+    repeats = context.watch is not None and context.watch.repeat
+    total, targets, squares, void = (tried.summed[at] for at in (0, 1, SUMS, SUMS + 1 + VOID))
+    counts = targets > 0
+    factor = torch.where(counts, parts.passes.batch_split.global_batch / targets, 0.0)
+    if parts.clip is not None:
+        factor = factor * (parts.clip / (squares.sqrt() * factor + 1e-6)).clamp(max=1.0)
+    refused = ~counts | (void > 0)
+    if repeats:
+        refused |= ~(squares.isfinite() & total.isfinite())
+    optimizer: Any = parts.optimizer
+    optimizer.found_inf = refused.float()
+    context.has_begun = True
+    try:
+        scale_gradients(parts.parameters(), factor)
+        optimizer.step()
+    finally:
+        del optimizer.found_inf
+    numbers = tried.numbers
+    is_refused = read_decision(numbers[SUMS + 1 :]).void or not numbers[1] or (repeats and not is_finite(tried))
+    if is_refused:
+        context.has_begun = False
+        if isinstance(optimizer, LocalOptimizer):
+            optimizer.take_back()
+    return not is_refused
 
 
 def _step_with_closure(parts: StepParts, run: Callable[[], Tried], loss: float) -> None:
@@ -354,10 +427,10 @@ def _samples_per_target(parts: StepParts, targets: float) -> float:
     return parts.passes.batch_split.global_batch / targets if targets > 0 else 0.0
 
 
-def _run_watched(
-    parts: StepParts, run: Callable[[], Tried], watch: GuardChecks, before: RngAndBufferSnapshot
+def _watch(
+    parts: StepParts, run: Callable[[], Tried], tried: Tried, watch: GuardChecks, before: RngAndBufferSnapshot
 ) -> Watched:
-    """The passes of a step, repeated if `watch` asks for it; `before` is the state without them.
+    """The passes that have given `tried`, repeated if `watch` asks for it; `before` is the state without them.
 
     Raises UserError if a probe cannot repeat them.
     """
@@ -381,7 +454,6 @@ def _run_watched(
         own, rest = (hashlib.blake2b(repr(each).encode(), digest_size=16).hexdigest() for each in numbers)
         return ranks.gather((own, rest))
 
-    tried = run()
     if watch.probe:
         if not can_repeat():
             raise UserError(

@@ -394,9 +394,11 @@ def own_squares(parameters: Sequence[nn.Parameter], mesh: Mesh, device: torch.de
 
 
 @torch.no_grad()
-def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    """Multiply every gradient by a factor."""
-    if factor == 1.0:
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | torch.Tensor) -> None:
+    """Multiply every gradient by a factor: a number, or one on the device (0-dim) where gradients are fp32."""
+    if isinstance(factor, torch.Tensor):
+        factor = factor.float()  # as a number is rounded; kernels of one launch take only their own format
+    elif factor == 1.0:
         return  # a pass over all gradients less
     held = [held_by_rank(p.grad) for p in parameters if p.grad is not None]
     grads = [grad._values() if grad.is_sparse else grad for grad in held]

@@ -108,7 +108,12 @@ class LocalOptimizer(torch.optim.Optimizer):
     """Steps on the local tensors of parameters. A subclass names its elementwise states and has a kernel for them.
 
     Every parameter has the state `step` besides: its number of updates, fp32 on the CPU.
+
+    `found_inf`, where it is set, is as torch's fused optimizers have it for a gradient scaler: where it is 1 on the
+    device (0-dim, fp32), `step` changes no weight and no state, and the host calls `take_back` once it has read that.
     """
+
+    found_inf: torch.Tensor | None = None
 
     def __init__(self, groups: Groups, defaults: dict[str, Any], numerics: Numerics) -> None:
         super().__init__(groups, defaults)
@@ -124,6 +129,11 @@ class LocalOptimizer(torch.optim.Optimizer):
         """Change parameters and states of the parts in place; states come in the order of `state_names`."""
         raise NotImplementedError
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:  # by this name torch asks its own
+        """Whether `step` heeds `found_inf`."""
+        return self._numerics.kernel != "foreach" and type(self) in (AdamW, SGD)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; what the closure returns."""
@@ -136,6 +146,20 @@ class LocalOptimizer(torch.optim.Optimizer):
             if used:
                 self.advance(group, used)
         return loss
+
+    def take_back(self) -> None:
+        """Count the last step as not taken; its gradients are still there."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["step"] -= 1
+                    if not state["step"]:
+                        del self.state[parameter]
+
+    def is_left_out(self) -> bool:
+        """Whether `found_inf` says so, for kernels that cannot ask it on the device: the host waits."""
+        return self.found_inf is not None and bool(self.found_inf)
 
     def advance(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
         """Update parameters of a group that have gradients."""
@@ -222,6 +246,8 @@ class AdamW(LocalOptimizer):
 
     def update(self, group: dict[str, Any], parts: Sequence[ParameterPart]) -> None:
         fused = self.can_fuse(parts)
+        if not fused and self.is_left_out():
+            return
         # Fused kernels want the steps beside the parameters: one copy carries all of them there.
         device = parts[0].parameter.device if fused else torch.device("cpu")
         steps = send([part.step - 1.0 for part in parts], torch.float32, device).unbind()
@@ -235,6 +261,7 @@ class AdamW(LocalOptimizer):
             list(steps),
             foreach=not fused,
             fused=fused,
+            found_inf=self.found_inf if fused else None,
             amsgrad=False,
             beta1=first,
             beta2=second,
@@ -253,12 +280,15 @@ class SGD(LocalOptimizer):
 
     def update(self, group: dict[str, Any], parts: Sequence[ParameterPart]) -> None:
         fused = self.can_fuse(parts)
+        if not fused and self.is_left_out():
+            return
         sgd(
             [part.parameter for part in parts],
             [part.gradient for part in parts],
             [part.states[0] if part.states else None for part in parts],
             foreach=not fused,
             fused=fused,
+            found_inf=self.found_inf if fused else None,
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
             lr=group["lr"],
