@@ -25,6 +25,7 @@ from shardway.ranks.start import Ranks, StartOptions, start_ranks
 from shardway.resolve.request import ResolveRequest
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import ParallelSection
+from shardway.train import step
 from shardway.train.loss import compiling_losses, token_cross_entropy
 from shardway.train.run import train
 
@@ -52,6 +53,13 @@ def _nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     ranks = start_ranks(find_placement(os.environ), StartOptions("cuda", threads=torch.get_num_threads()))
     yield ranks
     ranks.end()
+
+
+def test_a_queued_update_has_the_bits_of_one_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("run.device=cuda", "train.deterministic=true", "optim.clip=0.1")
+    queued = curve(tmp_path / "queued", *words)
+    monkeypatch.setattr(step, "QUEUED_ON", ())
+    assert queued == curve(tmp_path / "waiting", *words)
 
 
 def test_fp32_has_the_losses_of_a_cpu(tmp_path: Path) -> None:
