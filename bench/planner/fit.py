@@ -1,9 +1,12 @@
-"""Fit the planner's efficiency factors to published rows: python bench/planner/fit.py ROWS.csv [--hold SOURCE ...]
+"""Fit the planner's efficiency factors to published rows.
 
-Writes src/shardway/plan/ceilings.toml. With --hold it writes nothing and prints the score of the sources that were
-left out; with --hold-each it does so for every source in its turn, and prints the table of score.py for rows of which
-each was predicted by factors that never saw its source. Every factor moves between bounds that its meaning sets,
-belongs to a kind of part, and is fitted only where ten rows or more depend on it. Needs numpy and scipy.
+    python bench/planner/fit.py ROWS.csv [--only GENERATION ...] [--hold SOURCE ...]
+
+Writes src/shardway/plan/ceilings.toml; with --only all factors but those of the named generations of accelerators stay
+as they are in it. With --hold it writes nothing and prints the score of the sources that were left out; with
+--hold-each it does so for every source in its turn, and prints the table of score.py for rows of which each was
+predicted by factors that never saw its source. Every factor moves between bounds that its meaning sets, belongs to a
+kind of part, and is fitted only where ten rows or more depend on it. Needs numpy and scipy.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ import collections
 import csv
 import math
 import pathlib
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from types import MappingProxyType
 
 import answers
 import measured
@@ -98,6 +103,7 @@ GENERAL = (
     Factor("hop_s", 5e-6, 1e-6, 15e-6),
     Factor("half_bytes", 1e6, 2e5, 4e6),
     Factor("overlap", 0.6, 0.0, 0.95),
+    Factor("tensor_contention", 0.3, 0.0, 0.8),
     Factor("optimizer_passes", 1.2, 0.9, 3),
     Factor("step_s", 0.004, 0.001, 0.015),
 )
@@ -108,7 +114,6 @@ STARTS = Ceilings(
     flash1=0.3,
     flash2=0.45,
     flash3=0.45,
-    async_tensor=0.6,
     link=0.7,
     low=0.85,
     high=1.15,
@@ -143,6 +148,7 @@ def main() -> None:
     """Read, fit, write or score."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows")
+    parser.add_argument("--only", nargs="*", default=[], choices=(*BY_GENERATION, "general"))
     parser.add_argument("--hold", nargs="*", default=[])
     parser.add_argument("--hold-each", action="store_true")
     parser.add_argument("--rounds", type=int, default=2)
@@ -154,7 +160,7 @@ def main() -> None:
         print("\n".join(score.render(hold(samples, arguments.rounds, arguments.hold))))
     else:
         used = [sample for sample in samples if is_used(sample)]
-        values = fit(used, arguments.rounds)
+        values = fit(used, arguments.rounds, read_shipped(arguments.only) if arguments.only else {})
         errors = errors_of([sample for sample in samples if score.is_core(sample.row)], values)
         print(f"core rows: {score.describe_errors(errors)}")
         write(values, used, interval_of(errors))
@@ -220,19 +226,26 @@ def is_used(sample: Sample) -> bool:
     return not vague and "limited" not in row["gpu"] and int(row["number"]) % SPARSE.get(row["source_id"], 1) == 0
 
 
-def fit(samples: Sequence[Sample], rounds: int) -> Values:
-    """Factors that make the logarithms of predicted over measured small; open cases are chosen anew each round."""
-    factors = factors_for(samples)
-    values = {key: factor.start for key, factor in factors.items()}
+def read_shipped(moving: Sequence[str]) -> Values:
+    """Factors as they are shipped, but those of the generations in `moving`."""
+    table = tomllib.loads(TARGET.read_text(encoding="utf-8"))
+    return {(kind, name): value for kind in table if kind not in moving for name, value in table[kind].items()}
+
+
+def fit(samples: Sequence[Sample], rounds: int, kept: Values = MappingProxyType({})) -> Values:
+    """Factors that make the logarithms of predicted over measured small; open cases are chosen anew each round. Those
+    in `kept` stay."""
+    factors = {key: factor for key, factor in factors_for(samples).items() if key not in kept}
+    values: Values = {key: factor.start for key, factor in factors.items()}
     for _ in range(rounds):
-        fitted = Fitted(values)
+        fitted = Fitted({**kept, **values})
         fixed = [(sample, chosen_case(sample, fitted)) for sample in samples]
-        values = _fit_fixed(fixed, factors, values)
-    return values
+        values = _fit_fixed(fixed, factors, values, kept)
+    return {**kept, **values}
 
 
-def _fit_fixed(fixed: Sequence[Fixed], factors: Mapping[Key, Factor], values: Values) -> Values:
-    problem = _Problem(fixed, factors)
+def _fit_fixed(fixed: Sequence[Fixed], factors: Mapping[Key, Factor], values: Values, kept: Values) -> Values:
+    problem = _Problem(fixed, factors, kept)
     first = [min(0.999, max(0.001, _to_unit(factors[key], value))) for key, value in values.items()]
     robust = {"loss": "soft_l1", "f_scale": 0.05}
     solved = least_squares(problem.residuals, first, jac=problem.slopes, bounds=(0, 1), max_nfev=14, **robust)
@@ -242,8 +255,8 @@ def _fit_fixed(fixed: Sequence[Fixed], factors: Mapping[Key, Factor], values: Va
 class _Problem:
     """Weighted errors as a function of factors in units of their bounds."""
 
-    def __init__(self, fixed: Sequence[Fixed], factors: Mapping[Key, Factor]) -> None:
-        self.fixed, self.factors = fixed, factors
+    def __init__(self, fixed: Sequence[Fixed], factors: Mapping[Key, Factor], kept: Values) -> None:
+        self.fixed, self.factors, self.kept = fixed, factors, kept
         counts = collections.Counter(sample.row["source_id"] for sample, _ in fixed)
         self.weights = np.array(
             [
@@ -280,7 +293,7 @@ class _Problem:
         return slopes
 
     def _errors(self, units: Sequence[float], places: Sequence[int]) -> np.ndarray:
-        at = Fitted(self.values_at(units))
+        at = Fitted({**self.kept, **self.values_at(units)})
         return np.array([_error(*self.fixed[place], at) for place in places])
 
 

@@ -49,6 +49,17 @@ GPUS = {
 BALANCED = 2024
 """Since when DeepSpeed's pipelines no longer fill up all stages but the last (its pull request 4312)."""
 
+CORE = 2023
+"""Since when Megatron is Megatron-Core. Its users share optimizer states, split the stream by sequence beside a tensor
+axis, and send micro-batches of one sequence through a pipeline: 89 of the 92 rows that state their size."""
+
+BESIDE = 2024
+"""Since when NeMo's own recipes let messages of the tensor axis travel beside its products."""
+
+GROUPED = 2026
+"""Since when torchtitan leaves keys and values as they are (its pull request 2259); before they were repeated for every
+query head."""
+
 NETWORK = {"v100": 12.5e9, "a100": 25e9, "h": 50e9, "gh200": 25e9, "b": 50e9, "gb": 100e9, "mi": 50e9}
 """Bytes per second and accelerator of the vendor's own node of that generation, where a row does not say."""
 
@@ -178,7 +189,14 @@ class _Reader:
         return self.number("etp", 1) if self.number("n_experts", 0) else 1
 
     def zero(self) -> int:
-        return min(3, self.number("zero_stage", 0, least=0))
+        told = self.row.get("zero_stage", "")
+        return min(3, self.number("zero_stage", 0, least=0)) if told or not self.of_core() else 1
+
+    def of_core(self) -> bool:
+        """Whether the engine is Megatron-Core, or stands on it."""
+        framework = self.row.get("framework", "").lower()
+        named = any(word in framework for word in ("megatron", "nemo", "mlperf", "bridge"))
+        return named and "deepspeed" not in framework and self.number("year", 2024) >= CORE
 
     def engine(self) -> EngineTraits:
         framework, year = self.row.get("framework", "").lower(), self.number("year", 2024)
@@ -194,13 +212,21 @@ class _Reader:
         if "fsdp1" in framework:
             return find_engine("fsdp1")
         if "torchtitan" in framework:
-            return find_engine("torchtitan")
+            # Without scales per row torchao gathers in float8, as do FSDP's weights in all runs that were published.
+            one_scale = "row" not in self.row.get("precision", "").lower()
+            return replace(
+                find_engine("torchtitan"),
+                repeats_keys=year < GROUPED,
+                gathers_low_bits=one_scale,
+                shards_low_bits=one_scale,
+            )
         if "fsdp2" in framework or "fsdp" in framework or "litgpt" in framework or "olmo" in framework:
             return find_engine("fsdp2")
         if "nanotron" in framework:
             return find_engine("nanotron")
         if "nemo" in framework or "mlperf" in framework or "bridge" in framework:
-            return find_engine("nemo")
+            engine = find_engine("nemo")
+            return engine if year >= BESIDE else replace(engine, overlaps_tensor=False)
         return guess_engine(framework, year, self.zero())
 
     def _kernels(self, engine: EngineTraits) -> EngineTraits:
@@ -281,23 +307,27 @@ class _Reader:
         told = self.number("gbs", 0)
         if told:
             return told
-        sums = self.number("grad_accum", 4 * degrees.pp if degrees.pp > 1 else 1)
-        batch = degrees.data * self.number("mbs", 1) * sums
+        local, passes = self.number("mbs", 1), self.engine().passes_per_stage * degrees.pp
+        usual = 4 * degrees.pp if degrees.pp > 1 else 1
+        if degrees.pp > 1 and passes:  # the engine itself cuts a local batch for a pass, if that is large enough
+            usual = 1 if local >= passes else passes
+        batch = degrees.data * local * self.number("grad_accum", usual)
         self.assumed.append(f"a global batch of {batch}")
         return batch
 
     def case(self) -> Case:
         degrees = self.degrees()
         batch = self.batch(degrees)
-        if not self.row.get("mbs"):
+        if not self.row.get("mbs") and not (self.of_core() and degrees.pp > 1):
             self.open.append("micro_batch")
         micro = self.number("mbs", 1)
         schedule = str(self.extra.get("schedule", "")).lower()
         if degrees.pp > 1 and not self.row.get("vpp") and not schedule and not self.row.get("mbs"):
             self.open.append("stages_per_rank")
         stages = self.number("vpp", 2 if "interleaved" in schedule else 1) if degrees.pp > 1 else 1
-        if degrees.pp > 1 and not self.row.get("mbs") and self.engine().passes_per_stage:
-            self.open.remove("micro_batch")
+        unsaid = not self.row.get("mbs") or not (self.row.get("gbs") or self.row.get("grad_accum"))
+        if degrees.pp > 1 and unsaid and self.engine().passes_per_stage:
+            self.open = [name for name in self.open if name != "micro_batch"]
             micro = max(1, batch // degrees.data // (degrees.pp * stages))
             self.assumed.append("as many micro-batches as there are stages")
         year = self.number("year", 2024)
@@ -309,7 +339,7 @@ class _Reader:
         if batch % (degrees.data * micro):
             batch = max(1, round(batch / (degrees.data * micro))) * degrees.data * micro
             self.assumed.append(f"a global batch of {batch}")
-        sequence = self.row.get("sp", "") == "1"
+        sequence = self.row["sp"] == "1" if self.row.get("sp") else self.of_core() and degrees.tp > 1
         return Case(
             model=model,
             seq_len=self.seq(),
@@ -328,7 +358,7 @@ class _Reader:
             schedule="interleaved" if stages > 1 else "1f1b",
             stages_per_rank=stages,
             fused_loss=bool(self.extra.get("ce_fusion", False)),
-            async_tensor="async" in self.row.get("overlap", "").lower(),
+            async_tensor=any(word in self.row.get("overlap", "").lower() for word in ("async", "tensor")),
         )
 
     def machine(self) -> Machine:

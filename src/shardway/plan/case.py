@@ -72,6 +72,21 @@ class EngineTraits:
     """The tensor axis keeps the whole input of a region, where others gather it again in the backward pass. With
     results of products kept, each rank's summands beside their sum; and keys and values that their heads do not
     split."""
+    overlaps_tensor: bool = False
+    """Unless products are in four bits, messages of the tensor axis travel beside the products that need or make them,
+    which are cut into as many parts as there are ranks (Wang et al., ASPLOS 2023), if it splits the stream by
+    sequence."""
+    joins_inputs: bool = False  # products that read one tensor (queries, keys and values; gate and up) are one
+    gathers_low_bits: bool = False  # the tensor axis gathers inputs of products in the format of these
+    shards_low_bits: bool = False  # with products in eight bits shared weights are gathered in eight bits
+    stops_recompute: bool = False  # recompute of a whole layer leaves out its last product, whose result nothing reads
+    gathers_keys: bool = False
+    """The context axis gathers all keys and values at once; otherwise parts go round a ring, each beside the
+    computation on the one before."""
+    repeats_keys: bool = False  # keys and values are repeated for every query head before the context axis sends them
+    rotation_moves: int = 2
+    """How often queries and keys pass through memory when they are rotated: forward, and as often backward (4 at
+    least). Compiled code has 2."""
     by_parameter: bool = False  # shards are gathered and gradients scattered per parameter, not in buckets or layers
     overlaps_gradients: bool = True
     overlaps_parameters: bool = True
@@ -266,6 +281,21 @@ class Case:
     @cached_property
     def stream_bytes(self) -> int:  # bytes of a number of the residual stream
         return 4 if self.casts_weights and self._has_wide_stream else self.value_bytes
+
+    @cached_property
+    def hides_tensor(self) -> bool:  # whether messages of the tensor axis travel beside its products
+        wanted = self.async_tensor or (self.engine.overlaps_tensor and self.precision != "fp4")
+        return wanted and self.sequence and self.degrees.tp > 1
+
+    @cached_property
+    def gathered_bytes(self) -> float:  # bytes of a number that the tensor axis gathers for products
+        if not (self.low_bits and self.engine.gathers_low_bits):
+            return self.value_bytes
+        return 0.5 if self.precision == "fp4" else 1
+
+    @cached_property
+    def shared_bytes(self) -> int:  # bytes of a number of a layer's weights that are gathered before they are used
+        return 1 if self.low_bits and self.engine.shards_low_bits else self.value_bytes
 
     @property
     def fuses_loss(self) -> bool:
@@ -539,8 +569,7 @@ class Ceilings:
     hop_s: float  # added by one more rank in a ring over the network
     half_bytes: float  # message size of one rank that reaches half of the network's bandwidth
     overlap: float  # part of the computation behind which messages hide
-    async_tensor: float
-    """Part of a tensor axis' messages that decomposed products hide (not fitted: Wang et al., ASPLOS 2023)."""
+    tensor_contention: float  # slowdown of products by messages of the tensor axis beside them, of the messages' time
     optimizer_passes: float  # traffic of the update over the least possible
     step_s: float  # host time of a step beside its passes
     low: float  # factors of the interval that holds four of five measured steps

@@ -12,15 +12,16 @@ carry its messages over all of their adapters (NVIDIA, Doubling all2all performa
 attention: Dao, arXiv:2307.08691, sections 3.1 and 4 (its backward pass has 2.5 times the forward FLOPs, since scores
 are computed again); products are slower if rows are no multiples of 16 bytes: NVIDIA, Matrix Multiplication Background
 User's Guide, section 3.1; moves of norms and activations follow from their definitions; the tensor axis' messages:
-Shoeybi et al., arXiv:1909.08053, section 3, and Korthikanti et al., arXiv:2205.05198, section 4.2.2; shards: Zhao et
-al., arXiv:2304.11277, section 3.3; context: Liu et al., arXiv:2310.01889; experts: Lepikhin et al., arXiv:2006.16668,
-section 3.2; bubbles: Narayanan et al., arXiv:2104.04473, section 2.2; zero bubble: Qi et al., arXiv:2401.10241, section
-2 and 6; what is sent once a step: Rajbhandari et al., arXiv:1910.02054, section 7.
+Shoeybi et al., arXiv:1909.08053, section 3, and Korthikanti et al., arXiv:2205.05198, section 4.2.2; beside products:
+Wang et al., ASPLOS 2023, doi:10.1145/3567955.3567959; shards: Zhao et al., arXiv:2304.11277, section 3.3; context: Liu
+et al., arXiv:2310.01889; experts: Lepikhin et al., arXiv:2006.16668, section 3.2; bubbles: Narayanan et al.,
+arXiv:2104.04473, section 2.2; zero bubble: Qi et al., arXiv:2401.10241, section 2 and 6; what is sent once a step:
+Rajbhandari et al., arXiv:1910.02054, section 7.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -77,7 +78,13 @@ class Wires:
 
     def send(self, size: float, stride: int) -> float:
         """Seconds of one message to the rank `stride` further on."""
-        leaves = self.machine.spans_nodes(2, stride)
+        return self._message(size, self.machine.spans_nodes(2, stride))
+
+    def turn(self, size: float, group: CollectiveGroup) -> float:
+        """Seconds in which each rank of a ring sends a message to the next: those of the slowest link."""
+        return self._message(size, self.machine.spans_nodes(group.ranks, group.stride))
+
+    def _message(self, size: float, leaves: bool) -> float:
         rate = self.machine.network * self.ceilings.network if leaves else self._link_rate(2)
         return size / rate + (self.ceilings.network_latency_s if leaves else self.ceilings.link_latency_s)
 
@@ -171,6 +178,22 @@ class PassTimes:
         return PassTimes(self.forward + other.forward, self.backward + other.backward)
 
 
+def sum_passes(passes: Iterable[PassTimes]) -> PassTimes:
+    """Seconds of passes one after the other."""
+    return sum(passes, PassTimes(0.0, 0.0))
+
+
+def product_ramp(ceilings: Ceilings, m: int, n: int, k: int) -> float:
+    """How many times as long a product takes as at the rate of a large one."""
+    return (1 + ceilings.matmul_ramp / k) * (1 + ceilings.narrow_ramp / min(m, n))
+
+
+def span_ramp(ceilings: Ceilings, span: float) -> float:
+    """How many times as long fused attention takes as at the rate of a long sequence, if a position is scored with
+    `span` others on average."""
+    return 1 + ceilings.flash_ramp / span
+
+
 def machine_bandwidth(machine: Machine) -> float:
     """Bytes per second of an accelerator's memory on paper."""
     return machine.accelerator.memory_bandwidth_bytes_per_s or 1e12
@@ -203,6 +226,7 @@ class StepPricer:
         self.case, self.machine, self.ceilings = case, machine, ceilings
         self.wires = Wires(machine, ceilings, case.engine.rails)
         self.groups = groups_of(case)
+        self.hides_tensor = case.hides_tensor and not machine.spans_nodes(case.degrees.tp)
         self._layers: dict[tuple[int, str], Items] = {}
         self.bandwidth = machine_bandwidth(machine) * ceilings.memory  # bytes per second of memory-bound operators
         # FLOP/s of large products in a format of eight bits or less, and in the wider one
@@ -239,11 +263,11 @@ class StepPricer:
             return self._layers[key]
         case, layer, tokens = self.case, run.layer, self.case.side_tokens(run.side)
         seq = case.model.side_seq(run.side, case.seq_len)
-        products, attention, moves = PassTimes(0.0, 0.0), PassTimes(0.0, 0.0), self._moves(layer, tokens)
-        for matrix in layer.matrices:
-            products = products + self.product(matrix, tokens)
-        for each in layer.attentions:
-            attention = attention + self._attention(each, tokens, seq)
+        attention, moves = PassTimes(0.0, 0.0), self._moves(layer, tokens)
+        each = [(matrix, self.product(matrix, tokens)) for matrix in layer.matrices]
+        products = sum_passes(times for _, times in each)
+        for shape in layer.attentions:
+            attention = attention + self._attention(shape, tokens, seq)
         # Parts of a forward pass that the backward pass computes again: of products, attention, moves.
         again = {
             "none": (0.0, 0.0, 0.0),
@@ -252,17 +276,18 @@ class StepPricer:
             "operators": (every_second(layer) if case.recompute == "operators" else 0.0, 0.0, 1.0),
             "full": (1.0, 1.0, 1.0),
         }[case.recompute]
+        skipped = each[-1][1].forward if self._stops_early(layer) else 0.0
         summed = 0.0
         if case.zero in (1, 2) and case.engine.sums_apart:
             # Gradients of a pass are added to sums in memory, for all weights of a rank.
             moved = sum(count_layer(layer, case)) * (case.value_bytes + 2 * case.gradient_bytes)
             summed = self.ceilings.sums * moved / self.bandwidth
         items = {
-            PRODUCTS: (1 + again[0]) * products.forward + products.backward,
+            PRODUCTS: (1 + again[0]) * products.forward - skipped + products.backward,
             ATTENTION: (1 + again[1]) * attention.forward + attention.backward,
             MOVES: (1 + again[2]) * moves.forward + moves.backward + summed,
         }
-        items |= self._exchanged(run, attention)
+        items |= self._exchanged(run, attention, each)
         busy = sum(items.values())
         # Host time to start every operator; the device waits for it if it is faster.
         kernels = COMPILED_KERNELS if case.compiled else EAGER_KERNELS if case.engine.eager else FUSED_KERNELS
@@ -282,31 +307,72 @@ class StepPricer:
         self._layers[key] = items
         return items
 
-    def _exchanged(self, run: LayerRun, attention: PassTimes) -> Items:
+    def _stops_early(self, layer: LayerShape) -> bool:
+        """Whether recompute of a layer leaves out its last product, and the message after that."""
+        return self.case.recompute == "full" and self.case.engine.stops_recompute and layer.experts is None
+
+    def _exchanged(self, run: LayerRun, attention: PassTimes, products: Sequence[tuple[Matrix, PassTimes]]) -> Items:
         """Messages of the tensor, context and expert axes in a layer."""
         case, wires, groups, items = self.case, self.wires, self.groups, Items()
         degrees, again = case.degrees, 1 if case.recompute == "full" else 0
-        stream = case.side_tokens(run.side) * run.layer.hidden * case.value_bytes
-        if degrees.tp > 1:
-            # Two collectives forward and two backward. Split by sequence, the backward pass gathers its inputs once
-            # more, unless they were kept whole.
-            if case.sequence:
-                gathers = (4 if case.engine.whole_regions else 6) + 2 * again
-                seconds = wires.seconds("all_gather", stream, groups["tp"]) * gathers
-                seconds += wires.seconds("reduce_scatter", stream, groups["tp"]) * (4 + 2 * again)
-            else:
-                seconds = wires.seconds("all_reduce", stream, groups["tp"]) * (4 + 2 * again)
-            items[TENSOR] = seconds * (1 - self.ceilings.async_tensor * case.async_tensor)
+        numbers = case.side_tokens(run.side) * run.layer.hidden
+        stream = numbers * case.value_bytes
+        if degrees.tp > 1 and case.sequence:
+            items[TENSOR] = self._tensor_seconds(run.layer, numbers, products)
+        elif degrees.tp > 1:
+            items[TENSOR] = wires.seconds("all_reduce", stream, groups["tp"]) * (4 + 2 * again)
         if degrees.cp > 1:
-            # Keys and values travel round the ring, in the backward pass with their gradients.
-            kv = case.side_tokens(run.side) * run.layer.attention.kv_width * case.value_bytes / degrees.tp
-            ring = (degrees.cp - 1) * wires.send(kv, groups["cp"].stride)
-            forward = max(0.0, ring - HIDDEN_RING * attention.forward)
-            items[CONTEXT] = (1 + again) * forward + max(0.0, 2 * ring - HIDDEN_RING * attention.backward)
+            items[CONTEXT] = self._context_seconds(run, attention)
         if run.layer.experts is not None and degrees.ep > 1:
             rows = stream * run.layer.experts.per_token / (degrees.tp if degrees.etp == 1 else 1)
             items[EXPERTS] = wires.seconds("all_to_all", rows, groups["ep"]) * (4 + 2 * again)
         return items
+
+    def _tensor_seconds(self, layer: LayerShape, numbers: int, products: Sequence[tuple[Matrix, PassTimes]]) -> float:
+        """Messages of a layer whose stream of `numbers` the tensor axis splits by sequence. Attention and the
+        feed-forward layer each gather their input and scatter their sums; the backward pass does the reverse, and
+        gathers inputs once more unless they were kept whole."""
+        case, engine, group = self.case, self.case.engine, self.groups["tp"]
+        gather = self.wires.seconds("all_gather", numbers * case.gathered_bytes, group)
+        scatter = self.wires.seconds("reduce_scatter", numbers * case.value_bytes, group)
+        gathers = 2 if case.recompute == "full" or (case.recompute == "operators" and engine.whole_regions) else 1
+        parts, total = (self.case.degrees.tp - 1) / self.case.degrees.tp, 0.0
+        for part in ("attention", "ffn"):
+            first = sum_passes(times for matrix, times in products if matrix.part == part and matrix.split == "outputs")
+            second = sum_passes(times for matrix, times in products if matrix.part == part and matrix.split == "inputs")
+            scatters = 2 if case.recompute == "full" and not (part == "ffn" and self._stops_early(layer)) else 1
+            # Beside a product in parts: a part is computed while the next one travels, the first or last one alone.
+            total += gathers * self._beside(gather, parts * first.forward)
+            total += scatters * self._beside(scatter, parts * second.forward)
+            # Of a backward pass half is for gradients of inputs, half for those of weights.
+            total += self._beside(gather, parts * second.backward / 2)
+            total += 0.0 if engine.whole_regions else self._beside(gather, first.backward / 2)
+            # Gradients of an input that several products read are summed before they travel.
+            joined = engine.joins_inputs or (part == "ffn" and not layer.gated)
+            total += self._beside(scatter, first.backward / 2 if joined else 0.0)
+        return total
+
+    def _beside(self, messages: float, product: float) -> float:
+        """Seconds of messages of the tensor axis beside a product, and of what they slow it down."""
+        hidden = min(messages, product) if self.hides_tensor else 0.0
+        return messages - hidden + self.ceilings.tensor_contention * hidden
+
+    def _context_seconds(self, run: LayerRun, attention: PassTimes) -> float:
+        """Keys and values of a layer between ranks of the context axis, in the backward pass with their gradients."""
+        case, wires, group = self.case, self.wires, self.groups["cp"]
+        shape, again = run.layer.attention, 1 if case.recompute == "full" else 0
+        width = 2 * shape.qk_width if case.engine.repeats_keys else shape.kv_width
+        own = case.side_tokens(run.side) * width * case.value_bytes / case.degrees.tp  # bytes of a rank's part
+        turns = group.ranks - 1
+        if not case.engine.gathers_keys:
+            ring = turns * wires.turn(own, group)
+            forward = max(0.0, ring - HIDDEN_RING * attention.forward)
+            return (1 + again) * forward + max(0.0, 2 * ring - HIDDEN_RING * attention.backward)
+        # Beside the gather a rank computes on its own part alone. Gradients go round a ring, summed in fp32.
+        gather, part = wires.seconds("all_gather", group.ranks * own, group), HIDDEN_RING / group.ranks
+        gradients = turns * wires.turn(own * 4 / case.value_bytes, group)
+        forward, backward = (max(0.0, gather - part * each) for each in (attention.forward, attention.backward))
+        return (1 + again) * forward + backward + max(0.0, gradients - (HIDDEN_RING - part) * attention.backward)
 
     def _shard_seconds(self, dense: float, experts: float) -> float:
         """Gather before use (and again before the backward pass), scatter the gradient, in every micro-batch."""
@@ -314,7 +380,7 @@ class StepPricer:
         gathers = 2 if case.reshard else 1 / case.micro_batches
         scatters = 1 if case.reshard else 1 / case.micro_batches
         for elements, group in ((dense, self.groups["dp_shard"]), (experts, self.groups["expert_shards"])):
-            total += gathers * self.wires.seconds("all_gather", elements * case.value_bytes, group)
+            total += gathers * self.wires.seconds("all_gather", elements * case.shared_bytes, group)
             total += scatters * self.wires.seconds("reduce_scatter", elements * case.gradient_bytes, group)
         return total
 
@@ -358,8 +424,7 @@ class StepPricer:
 
     def _gemm(self, m: int, n: int, k: int, low: bool) -> float:
         c, wide = self.ceilings, self.case.value_bytes
-        ramp = (1 + c.matmul_ramp / k) * (1 + c.narrow_ramp / min(m, n))
-        arithmetic = 2.0 * m * n * k / (self.low_rate if low else self.rate) * ramp
+        arithmetic = 2.0 * m * n * k / (self.low_rate if low else self.rate) * product_ramp(c, m, n, k)
         traffic = (1 if low else wide) * (m * k + k * n) + wide * m * n
         return max(arithmetic, traffic / self.bandwidth)
 
@@ -371,7 +436,7 @@ class StepPricer:
         case, c = self.case, self.ceilings
         if case.flash:
             flops = tokens * attention.core_flops_per_token(seq, causal=True) / case.degrees.tp
-            ramp = 1 + c.flash_ramp / attention.mean_span(seq, True)
+            ramp = span_ramp(c, attention.mean_span(seq, True))
             ramp *= 1 + HEAD_LOSS * max(0.0, HEAD_WIDTH / (attention.qk_width / attention.heads) - 1)
             part: float = getattr(c, case.attention_kernel)
             forward = flops * ramp / (self.wide_peak * part)
@@ -395,6 +460,7 @@ class StepPricer:
         # Gates of the feed-forward layer or of experts, rotations of heads, tokens that are routed
         gate = (3 if case.engine.fused_activations or case.compiled else 5) if layer.gated else 2
         heads = sum(2 * (each.qk_width + each.kv_width) for each in layer.attentions)
+        turned = sum(each.qk_width + each.kv_width / 2 for each in layer.attentions) / tp  # queries and keys
         if layer.experts is None:
             gates = (gate * layer.ffn + heads) / tp
         else:
@@ -415,8 +481,10 @@ class StepPricer:
                 split = matrix.split == "inputs" and matrix.part != "experts"
                 read += matrix.met * (matrix.inputs / (matrix_split(matrix, case.degrees) if split else 1))
             moved += c.gates * size * tokens * read
-        forward = moved / self.bandwidth
-        return PassTimes(forward, 2 * forward)
+        forward, turns = moved / self.bandwidth, 0.0 if case.compiled else case.engine.rotation_moves
+        turned *= tokens * size * c.gates / self.bandwidth
+        # Counted so far: 2 moves of what is rotated forward, 4 backward.
+        return PassTimes(forward + max(0.0, turns - 2) * turned, 2 * forward + max(0.0, turns - 4) * turned)
 
     # --- once a step
 

@@ -193,7 +193,7 @@ def kernel_settings(case: Case) -> Settings:
     return {
         "attention_backend": _ATTENTION.get(case.attention, "flash"),
         **_RECOMPUTE.get(case.recompute, {}),
-        "tp_comm_overlap": case.async_tensor and case.sequence and case.degrees.tp > 1,
+        "tp_comm_overlap": case.hides_tensor,
         "cross_entropy_loss_fusion": case.fused_loss,
         "attention_dropout": rate,
         "hidden_dropout": rate,
