@@ -28,9 +28,24 @@ DERIVATIONS: list[Derives] = [
         False,
         "weights are not sharded",
     ),
+    Derives(
+        "what_is_measured_at_the_start_says_so",
+        ("train.tune=auto",),
+        "train.micro_batch",
+        16,
+        "16 samples / 1 data-parallel ranks; measured at the start (train.tune)",
+    ),
 ]
 
 REFUSALS: list[Refuses] = [
+    Refuses(
+        "a_model_that_is_measured_can_be_built_again",
+        ("train.tune=auto",),
+        '  train.tune (command line): "auto": a script builds its model itself, and measuring needs one for each try\n'
+        '      allowed: "off"\n'
+        "      to do: set train.compile and train.micro_batch in turn, and compare: `shardway compare RUN RUN`",
+        {"own_model": True},
+    ),
     Refuses(
         "what_nodes_save_has_a_folder",
         ("checkpoint.local_every=10 steps",),

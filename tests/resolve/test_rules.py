@@ -29,6 +29,7 @@ ONLY_DERIVE = {
     "bytes_have_256_values",
     "arrays_are_called_x_and_y",
     "what_is_only_gathered_needs_no_loader_process",
+    "what_is_measured_at_the_start_says_so",
 }
 DERIVE_TOO = {
     "data_are_staged_to_a_whole_path",

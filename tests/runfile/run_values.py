@@ -99,6 +99,7 @@ _BY_KEY: dict[str, st.SearchStrategy[Any]] = {
     "train.profile": st.sampled_from(["", "steps 50-53", "step 7", "steps 2 - 4, rank 3, then finish"]),
     "train.compile": st.sampled_from(["auto", "off", "blocks", "model"]),
     "train.compile_cache": texts(min_size=1),
+    "train.tune": st.sampled_from(["off", "auto"]),
     "optim.name": st.sampled_from(["adamw", "sgd", "adafactor", "adamw8bit", "muon"]),
     "optim.kernel": st.sampled_from(["auto", "fused", "foreach"]),
     "optim.state_dtype": st.sampled_from(["fp32", "bf16"]),

@@ -181,8 +181,8 @@ def name_choice(value: object) -> str:
 
 # --- circumstances, data facts, the resolved run
 
-DERIVED = "derived: "
-"""The start of the origin of a value that a rule has settled."""
+DERIVED, MEASURED = "derived: ", "measured: "
+"""The starts of the origin of a value that nothing sets: a rule has settled it, or `train.tune` has."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,8 @@ class Circumstances:
     devices: tuple[DeviceFacts, ...] = ()
     """The abilities of the ranks' accelerators, each kind once; empty if unknown."""
     before: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that follow the device -> values of earlier attempts of this run; empty for a new run."""
+    """Keys that follow the device -> values of earlier attempts of this run; empty for a new run. If train.tune could
+    choose the micro-batch, that and the degrees too."""
     settled: Mapping[str, Settled] = field(default_factory=dict)
     """Keys that follow the device -> values that the script with its own model has settled."""
 
@@ -258,7 +259,7 @@ class Resolved:
     derived: Derived
 
     def is_derived(self, dotted: str) -> bool:
-        return self.origins[dotted].startswith(DERIVED)
+        return self.origins[dotted].startswith((DERIVED, MEASURED))
 
     def with_values(self, settled: Mapping[str, Settled]) -> Resolved:
         """The same run with other values for open keys."""
@@ -308,7 +309,7 @@ class Draft:
         return not self.is_set(dotted) or bool(self.get(dotted) == "auto")
 
     def is_derived(self, dotted: str) -> bool:
-        return self.origins[dotted].startswith(DERIVED)
+        return self.origins[dotted].startswith((DERIVED, MEASURED))
 
     def derive(self, dotted: str, value: Any, reason: str) -> None:
         """Settle an open key."""

@@ -23,6 +23,7 @@ from shardway.errors import Problem, ShardwayError, UserError, check_no_problems
 from shardway.hardware import probe
 from shardway.hardware.catalogue import facts_of_cuda, facts_of_part, load_accelerators
 from shardway.hfconfig import ModelFacts, locate_model, read_facts
+from shardway.layout import AXES
 from shardway.places import expand_place, list_unset
 from shardway.resolve.draft import (
     WEIGHT_KEYS,
@@ -188,7 +189,7 @@ FIXED_AT_RESUME = (
 """Keys whose change would alter the meaning of the saved weights, optimizer state or data position."""
 
 FREE_AT_RESUME = (
-    *("parallel", "recompute", "run", "site", "track", "notify", "train.micro_batch"),
+    *("parallel", "recompute", "run", "site", "track", "notify", "train.micro_batch", "train.tune"),
     *("train.compile_cache", "train.profile", "data.workers", "data.prefetch", "data.cache", "data.stage"),
 )
 """Sections and keys that change where a run continues, and nothing that it computes."""
@@ -397,6 +398,10 @@ def read_before(run: RunDir, values: RunFile) -> dict[str, Any]:
     for section, name in (key.split(".") for key in DEVICE_KEYS):
         value = saved.get(section, {}).get(name, "auto")
         found |= {f"{section}.{name}": value} if value != "auto" else {}
+    if saved.get("train", {}).get("tune", "off") == "auto":
+        keys = (("train", "micro_batch"), *(("parallel", axis) for axis in AXES))
+        whole = ((f"{section}.{name}", saved.get(section, {}).get(name)) for section, name in keys)
+        found |= {key: value for key, value in whole if isinstance(value, int)}
     return found
 
 

@@ -678,6 +678,11 @@ class TrainSection(Section):
         "cache folder.",
         min_length=1,
     )
+    tune: Literal["off", "auto"] = key(
+        "off",
+        "auto = measure at the start, for at most 90 s, which of compile, micro_batch and float8 is fastest where "
+        "nothing sets them, and keep what passes a check of its losses; off = take what they are without.",
+    )
     cuda_graphs: bool = key(
         True,
         "Replay the passes of a step as CUDA graphs where the host is found to be slower than the device: on one rank, "

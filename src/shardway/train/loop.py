@@ -124,6 +124,7 @@ class Loop:
             session.resolved.values.train.profile or None,
             [each.replays for each in passes if each is not None and isinstance(each.replays, GraphedPasses)],
             self._stopping.profile_file_read,
+            lambda: [each for engine in engines for group in engine.groups for each in group["params"]],
         )
         self._phase = LoopPhase.RESTORE
         self._open_step: OpenStep | None = None
@@ -356,6 +357,8 @@ class Loop:
             numerics=describe_numerics(session.resolved),
             agent=session.agent or None,
         )
+        if session.tuned is not None:
+            self._recorder.event("tuned", step=self.counters.step, **session.tuned)
         if self._plan.blend is not None:
             facts = self._plan.blend.as_facts(self.counters.position)
             self._recorder.event("blend", step=self.counters.step, **facts)

@@ -25,12 +25,15 @@ import shutil
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardway.errors import render_reason
+from shardway.models.contract import held_by_rank
 from shardway.rundir.directory import RunDir
 from shardway.runfile.capture import CaptureRange, parse_capture_request
 from shardway.telemetry.activity import Activity
@@ -156,7 +159,8 @@ class TraceCapture:
 
 class Profiling:
     """The captures of one attempt, on one rank. `asked`: the range of the run file, None for none; `replays`: what
-    replays passes as CUDA graphs, if something does. `file_obeyed` is called when the file has been read."""
+    replays passes as CUDA graphs, if something does. `file_obeyed` is called when the file has been read. `updated`
+    lists what optimizers update."""
 
     def __init__(
         self,
@@ -164,8 +168,10 @@ class Profiling:
         asked: CaptureRange | None,
         replays: Sequence[GraphedPasses],
         file_obeyed: Callable[[], None],
+        updated: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
         self._session, self._asked, self._replays, self._file_obeyed = session, asked, replays, file_obeyed
+        self._updated = updated
         self._capture: TraceCapture | None = None
         self._range: CaptureRange | None = None
         self._before: deque[float] = deque(maxlen=STEPS_BEFORE)
@@ -324,8 +330,11 @@ class Profiling:
         """Facts of the run for the trace, without names of places or persons."""
         session, values = self._session, self._session.resolved.values
         degrees = {axis: session.mesh.degree(axis) for axis in ("dp_replicate", "pp", "dp_shard", "cp", "tp", "ep")}
+        updated = [held_by_rank(each) for each in self._updated()]
         return {
             "shardway_rank": session.ranks.rank,
+            "shardway_updated": sum(each.numel() for each in updated),
+            "shardway_updated_bytes": sum(each.numel() * each.element_size() for each in updated),
             "shardway_world": session.ranks.world,
             "shardway_layout": " ".join(f"{axis}={degree}" for axis, degree in degrees.items()),
             "shardway_compile": values.train.compile,

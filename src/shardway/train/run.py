@@ -470,7 +470,7 @@ class Run:
                 "  To do: call it before run.steps."
             )
 
-    def _make_engine(self, held: HeldOptimizer) -> Engine:
+    def _make_engine(self, held: HeldOptimizer, note: Callable[[str], None] | None = None) -> Engine:
         session, values, derived = self._session, self.resolved.values, self.resolved.derived
         train, clip = values.train, values.optim.clip
         first, further, beside = self._held.around(held)
@@ -487,7 +487,7 @@ class Run:
             further=further,
             beside=beside,
             own_model=session.own_model,
-            note=partial(session.record_reason, "passes_replayed"),
+            note=note or partial(session.record_reason, "passes_replayed"),
         )
         return ENGINES[train.engine].make(parts)
 
@@ -675,14 +675,16 @@ def train_run(run: Run) -> RunOutcome:
     """Train what the run file of an open run describes."""
     # The data are opened by rank 0 first, which prepares the files for the others.
     data = run.session.ranks.first_then_all(lambda: open_described(run.resolved.values))
+    if run.resolved.values.train.tune == "auto":
+        from shardway.train.tune import tune  # what is not measured need not be there
+
+        tune(run.session, data, _build_timed)
     run.session.settle(data.facts)
     values = run.resolved.values
     if values.data.stage != "off":
         data = stage_for_node(run.session, data)
     wants = takes_of(values.model.kind)
-    model = run.shard(_build(run, data))
-    peak_lr = run.resolved.derived.peak_lr
-    run.optimizer(lambda parameters: build_optimizer(values.optim, model, peak_lr), model)
+    model = _assemble(run, data)
     validation = run.validation(data.validation, LOSSES[wants]) if data.validation is not None else None
     for batch in run.steps(run.loader(data.train), validation=validation):
         run.step(model, batch, LOSSES[wants])
@@ -692,8 +694,24 @@ def train_run(run: Run) -> RunOutcome:
     )
 
 
-def _build(run: Run, data: Data) -> nn.Module:
-    """The model of the run file, on the meta device."""
+def _assemble(run: Run, data: Data, *, timed: bool = False) -> nn.Module:
+    """The model of the run file, parallel, and with its optimizer; `timed`: it is thrown away after some steps."""
+    values, peak_lr = run.resolved.values, run.resolved.derived.peak_lr
+    model = run.shard(_build(run, data, timed=timed))
+    run.optimizer(lambda parameters: build_optimizer(values.optim, model, peak_lr), model)
+    return model
+
+
+def _build_timed(session: Session, data: Data) -> tuple[nn.Module, Engine, Callable[..., LossSum]]:
+    """A model that train.tune trains for some steps, its engine and its loss."""
+    run = Run(session)
+    model = _assemble(run, data, timed=True)
+    engine = run._make_engine(run._held.optimizers[0], note=lambda text: None)
+    return model, engine, LOSSES[takes_of(session.resolved.values.model.kind)]
+
+
+def _build(run: Run, data: Data, *, timed: bool = False) -> nn.Module:
+    """The model of the run file, on the meta device; one that is only `timed` gets random weights."""
     section, facts, session = run.resolved.values.model, data.train.facts, run.session
     if not section.hf:
         return build_model(section, vocab=facts.vocab, sample_shape=facts.sample_shape)
@@ -702,11 +720,12 @@ def _build(run: Run, data: Data) -> nn.Module:
     folder = session.ranks.first_then_all(lambda: locate_model(section.hf, weights=section.hf_weights))
     # Whether the run has a checkpoint, and whether that ties the output layer to the embedding.
     has_checkpoint, tied = session.ranks.ask_first(lambda: (bool(session.list_saved()), find_tie(session.directory)))
-    looks = section.hf_weights and (not has_checkpoint or tied is None)  # else they are random, or in the checkpoint
+    # Else they are random, or in the checkpoint.
+    looks = section.hf_weights and not timed and (not has_checkpoint or tied is None)
     size = int(facts.vocab or 0)
     model = build_huggingface(folder, vocab=size, seq_len=facts.sample_shape[0], weights=looks, tied=tied)
     if has_checkpoint:
         model.fit = None
-    for note in model.notes if run.is_first and not has_checkpoint else ():
+    for note in model.notes if run.is_first and not has_checkpoint and not timed else ():
         logging.getLogger("shardway").warning(note)
     return model

@@ -115,6 +115,8 @@ class Session:
     """The loader processes that data.workers = "auto" has chosen on this rank, once it has."""
     damage: DamageFound = field(default_factory=DamageFound)
     """The damaged samples that this rank has left out."""
+    tuned: dict[str, Any] | None = None
+    """What the event `tuned` says, if train.tune has measured."""
     windows: StagedWindows | None = None
     """What stages the data while the run trains, if some node does."""
 

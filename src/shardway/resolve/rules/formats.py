@@ -99,7 +99,7 @@ def what_is_left_to_the_device_is_what_it_does_fast(draft: Draft) -> None:
         if draft.get(key) != "auto":
             continue
         usual = choose_for(key, (A_CPU,) if on_cpu else facts.devices)
-        chosen, before = _find_needed(draft, key, usual), facts.before.get(key, usual.value)
+        chosen, before = find_needed(draft, key, usual), facts.before.get(key, usual.value)
         if chosen is None and before != usual.value and _may_keep(draft, key, before):
             chosen = Settled(before, f"{BEFORE} (a new run: {render_value(usual.value)}, {usual.reason})")
         chosen = chosen or usual
@@ -110,17 +110,20 @@ def _may_keep(draft: Draft, key: str, value: Any) -> bool:
     """Whether the value of earlier attempts is possible here and no rule refuses it."""
     on_cpu = draft.get("run.device") == "cpu"
     if key == COMPUTE:
-        return value in ("fp32", "bf16", "fp16")
+        kept = ("fp32", "bf16", "fp16")
+        return value in kept or (value == "float8" and draft.get("train.tune") == "auto" and not on_cpu)
     if key == TF32:
         return isinstance(value, bool) and not (value and on_cpu)
     if value == "off":
         return True
     splits = draft.get("parallel.pp") > 1 or draft.get("train.engine") == "deepspeed"
-    can_compile = not on_cpu and not any(device.no_compiler for device in draft.circumstances.devices)
+    tried = draft.get("train.tune") == "auto"  # on a CPU nothing else compiles
+    can_compile = (tried or not on_cpu) and not any(device.no_compiler for device in draft.circumstances.devices)
     return can_compile and value in (("blocks",) if splits else ("blocks", "model"))
 
 
-def _find_needed(draft: Draft, key: str, usual: Settled) -> Settled | None:
+def find_needed(draft: Draft, key: str, usual: Settled) -> Settled | None:
+    """What other keys or the script require in place of the usual value of a device."""
     deepspeed = draft.get("train.engine") == "deepspeed"
     if key == COMPUTE and draft.get("precision.weights") == "bf16" and not deepspeed:
         return Settled("bf16", 'precision.weights = "bf16" is multiplied as it is')
@@ -164,7 +167,7 @@ def _find_no_gain(draft: Draft) -> Iterator[str]:
     if span.unit in ("steps", "samples"):  # the length does not depend on the data
         steps = span.in_steps(Scale(batch_of(draft), tokens_per_sample=1, samples_per_epoch=1))
         if steps < SHORT_RUN:
-            yield _describe_short(steps)
+            yield describe_short(steps)
 
 
 def find_replay_obstacle(values: RunFile) -> str:
@@ -195,10 +198,10 @@ def leave_short_runs_uncompiled(resolved: Resolved) -> Resolved:
     is_long = steps >= SHORT_RUN or resolved.values.train.compile == "off"
     if not is_open or is_long or COMPILE in facts.before or COMPILE in facts.settled:
         return resolved
-    return resolved.with_values({COMPILE: Settled("off", _describe_short(steps))})
+    return resolved.with_values({COMPILE: Settled("off", describe_short(steps))})
 
 
-def _describe_short(steps: int) -> str:
+def describe_short(steps: int) -> str:
     return f"compiling takes longer than it saves in {steps} steps"
 
 

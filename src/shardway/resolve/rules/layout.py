@@ -34,6 +34,7 @@ from shardway.resolve.draft import (
     share_of,
 )
 from shardway.resolve.rules.deepspeed import adds_gradients_in_bf16
+from shardway.resolve.rules.formats import BEFORE
 from shardway.runfile.load import render_value
 
 if TYPE_CHECKING:
@@ -380,7 +381,10 @@ def a_micro_batch_is_a_part_of_a_rank_share(draft: Draft) -> None:
     about two rounds of micro-batches if there are enough samples, and a number of them that the schedule takes."""
     replicas, batch, share = replicas_of(draft), batch_of(draft).largest, share_of(draft)
     micro, pp, facts = draft.get("train.micro_batch"), draft.get("parallel.pp"), draft.circumstances
-    if micro == "auto" and pp > 1:
+    before = facts.before.get("train.micro_batch", 0)
+    if (micro == "auto" or draft.is_derived("train.micro_batch")) and _keeps_micro_batch(draft, before):
+        draft.derive("train.micro_batch", before, BEFORE)
+    elif micro == "auto" and pp > 1:
         size = nearest_where(_takes(draft), max(1, share // (2 * pp)), share)
         draft.derive("train.micro_batch", size, f"{share} samples of a rank's share for a pipeline of {pp}")
     elif micro == "auto":
@@ -396,6 +400,13 @@ def a_micro_batch_is_a_part_of_a_rank_share(draft: Draft) -> None:
     elif micro > share:
         what = f"{micro} is more than a rank's share of {share} (train.global_batch {batch} / {replicas} ranks)"
         draft.refuse("train.micro_batch", what, f"1 to {share}")
+
+
+def _keeps_micro_batch(draft: Draft, before: int) -> bool:
+    """Whether earlier attempts chose this micro-batch in the same layout, and it still is a part of a rank's share."""
+    names, known = [f"parallel.{axis}" for axis in AXES], draft.circumstances.before
+    is_same = all(draft.get(name) == known.get(name) for name in names)
+    return 0 < before <= share_of(draft) and is_same and (draft.get("parallel.pp") == 1 or _takes(draft)(before))
 
 
 @of_what_is_described
