@@ -1,11 +1,12 @@
 #!/bin/bash
-# bench/gpu.sh [tests] [steps] [faults] [figures]
+# bench/gpu.sh [tests] [device] [steps] [faults] [figures] [roofline]
 # What a machine with a CUDA device can show, part by part, and all of it where no part is named; each part says how
 # long it took. PYTHON (python3) has torch and what Shardway needs; nothing is installed.
 #
 # ONLY   faults whose names fit this expression (pytest -k)
 # JOBS   so many faults at a time (6); they share the device
-# JSON   file for the rows of `steps` in full
+# JSON   file for the rows of `steps` in full; those of `device` are beside it in device-NAME, of `roofline` with -roofline
+#        in its name
 # LIMIT  seconds that one command may take (550)
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -21,6 +22,12 @@ try() {
 
 tests() {
     try "$PYTHON" -m pytest tests/gpu -rs
+}
+
+device() {
+    local file=
+    [ -n "${JSON:-}" ] && file=$(dirname "$JSON")/device-$(basename "$JSON")
+    try "$PYTHON" -m shardway bench device --disk "${TMPDIR:-/tmp}" ${file:+--json "$file"}
 }
 
 faults() {
@@ -44,6 +51,15 @@ figures() {
     try "$PYTHON" bench/vigilance.py --agent-seconds 10 --agent-ranks 1 run.device=cuda "${small[@]}"
 }
 
-for part in "${@:-tests steps faults figures}"; do
+roofline() {
+    local place
+    place=$(mktemp -d)
+    try "$PYTHON" -m shardway bench step run.device=cuda model.dim=768 model.layers=12 model.heads=12 model.vocab=50304 \
+        data.kind=synthetic data.samples=4096 data.seq_len=1024 train.global_batch=16 --dir "$place/124m" \
+        ${JSON:+--json "${JSON%.json}-roofline.json"}
+    rm -r "$place"
+}
+
+for part in "${@:-tests device steps faults figures roofline}"; do
     for each in $part; do "$each"; done
 done

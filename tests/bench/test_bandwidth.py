@@ -20,6 +20,7 @@ from shardway.bench.bandwidth import (
     find_slow,
     find_slow_ranks,
     fit_cost,
+    format_rate,
     left_out_error,
     list_rounds,
     list_sizes,
@@ -168,3 +169,8 @@ def test_kinds_are_not_compared_with_each_other_and_few_with_none() -> None:
     between = [PairTime(a, b, "between", 4, 1e-4) for a, b in ((0, 2), (1, 3), (0, 3))]
     assert find_slow([*within, *between]) == []
     assert find_slow([PairTime(0, 1, "within", 4, 1.0), PairTime(2, 3, "within", 4, 1e-6)]) == []
+
+
+def test_rates_have_three_digits_and_no_power_of_ten() -> None:
+    assert [format_rate(rate) for rate in (1.234e6, 42.49e9, 99.96e9, 1800e9)] == ["0.00123", "42.5", "100", "1800"]
+    assert format_rate(494.6e12, 1e12) == "495"

@@ -268,7 +268,7 @@ def test_a_size_that_memory_does_not_hold_is_refused_on_every_rank(rank: int) ->
     finally:
         communication.read_memory_left = real
     text = str(caught.value)
-    assert "--sizes" in text
+    assert "--sizes (command line)" in text
     assert "256MiB needs about 768MiB a rank, and rank 1 (small) has about 512MiB left" in text
     assert "allowed: up to 170MiB" in text
 

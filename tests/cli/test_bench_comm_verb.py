@@ -14,7 +14,8 @@ from shardway.bench.bandwidth import BUS_FACTORS
 from shardway.bench.comm_report import find_known_links
 from shardway.bench.site_ceilings import find_ceilings
 from shardway.cli import bench_comm
-from shardway.cli.bench_comm import _find_cause, parse_sizes
+from shardway.cli.bench_comm import _find_cause
+from shardway.cli.bench_options import BenchOutputs, parse_sizes
 from shardway.errors import JobError, LostContact, SiteError, UserError
 from shardway.ranks.failure import RankFailure
 from shardway.sites.load import load_site
@@ -88,14 +89,18 @@ def test_what_cannot_be_saved_is_refused_at_the_start(shardway: Shardway, monkey
     refused(shardway("bench", "comm", "--save", "mine"), "--save (command line): needs --site")
     saved = ("bench", "comm", "--site", "leonardo-booster", "--save")
     refused(shardway(*saved, "jupiter"), '"jupiter" is the name of a shipped profile')
-    refused(shardway(*saved, "mine"), "what gloo sends over has no rated bandwidth", "allowed: with nccl")
+    refused(
+        shardway(*saved, "mine"),
+        "what gloo sends over has no rated bandwidth",
+        "allowed: over nccl, with a GPU for each rank",
+    )
 
 
 def test_measured_ceilings_are_a_site_that_a_plan_takes(shardway: Shardway, tmp_path: Path) -> None:
     site = load_site("jupiter")
     report = make_report(2, 4, ("all_reduce", "all_gather"), (2**10, 2**20, 2**28))
-    options = bench_comm.CommOptions("nccl", None, (), 1.0, "jupiter", "", "mine")
-    assert bench_comm._report(report, options) is None
+    options = bench_comm.CommOptions("nccl", None, (), 1.0, BenchOutputs("jupiter", save="mine"))
+    bench_comm._report(report, options)
     kept = load_site("mine")
     assert kept.measured == find_ceilings(report, find_known_links(report, site), site)
     assert set(kept.measured) == {"link", "link_latency_s", "network", "network_latency_s"}

@@ -66,6 +66,11 @@ def bus_bandwidth(collective: str, size: float, seconds: float, ranks: int) -> f
     return algorithm_bandwidth(size, seconds) * BUS_FACTORS[collective](ranks)
 
 
+def format_rate(rate: float, unit: float = 1e9) -> str:
+    """A rate in a unit (GB/s) with three digits, from 100 on without any after the point."""
+    return f"{rate / unit:.3g}" if rate < 100 * unit else f"{rate / unit:.0f}"
+
+
 # --- cost by size
 
 

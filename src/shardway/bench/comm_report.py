@@ -22,6 +22,7 @@ from shardway.bench.bandwidth import (
     find_slow,
     find_slow_ranks,
     fit_cost,
+    format_rate,
     left_out_error,
     usual_seconds,
 )
@@ -260,9 +261,9 @@ def render_report(report: CommReport, known: KnownLinks) -> str:
     ranks, hosts = render_plural(len(report.nodes), "rank"), render_plural(report.node_count, "node")
     head = f"{ranks} on {hosts}, {report.backend}, {report.device}; {report.seconds:.1f} s"
     fits = report.list_fits()
-    verdict = ["Verdict", *_list_verdict(report, known, fits)]
+    verdict = ["Verdict", *list_verdict(report, known, fits)]
     blocks = [[head], _list_times(report), _list_fit_lines(report, known, fits), verdict]
-    return "\n".join("\n".join([*block, ""]) for block in blocks).rstrip("\n")
+    return "\n\n".join(map("\n".join, blocks))
 
 
 def _list_times(report: CommReport) -> list[str]:
@@ -275,8 +276,8 @@ def _list_times(report: CommReport) -> list[str]:
             str(each.count),
             f"{each.median_s * 1e6:.1f}",
             f"{each.p99_s * 1e6:.1f}",
-            _render_rate(each.algorithm),
-            _render_rate(each.bus),
+            format_rate(each.algorithm),
+            format_rate(each.bus),
             "WRONG" if (each.scope, each.collective, each.size) in wrong else "right",
         ]
         for each in report.times
@@ -298,26 +299,19 @@ def _list_fit_lines(report: CommReport, known: KnownLinks, fits: Sequence[Collec
         limit = known.limit_of(fit)
         cells = (
             fit.cost and f"{fit.cost.alpha_s * 1e6:.1f}",
-            fit.bus and _render_rate(fit.bus),
+            fit.bus and format_rate(fit.bus),
             None if fit.error is None else f"{fit.error:.0%}",
-            limit and _render_rate(limit.rate),
+            limit and format_rate(limit.rate),
             limit and f"{fit.best.bus / limit.rate:.0%}",
         )
         rows.append([_name(report, fit.scope, fit.collective), *(cell or "n/a" for cell in cells)])
     return align_cells([titles, *rows], to_the_right=True)
 
 
-def _render_rate(rate: float) -> str:
-    return f"{rate / 1e9:.3g}" if rate < 1e11 else f"{rate / 1e9:.0f}"
-
-
-def list_verdict(report: CommReport, known: KnownLinks) -> list[str]:
-    """Sentences: whether the data were right, what was reached, which pair is slow, what was left out."""
-    return _list_verdict(report, known, report.list_fits())
-
-
-def _list_verdict(report: CommReport, known: KnownLinks, fits: Sequence[CollectiveFit]) -> list[str]:
-    rates, pairs = _judge_rates(report, known, fits), _judge_pairs(report, known)
+def list_verdict(report: CommReport, known: KnownLinks, fits: Sequence[CollectiveFit] | None = None) -> list[str]:
+    """Sentences: whether the data were right, what was reached, which pair is slow, what was left out. `fits` are the
+    report's, where they are there already."""
+    rates, pairs = _judge_rates(report, known, fits or report.list_fits()), _judge_pairs(report, known)
     return [*_judge_data(report), *rates, *pairs, *_list_left_out(report)]
 
 
@@ -346,8 +340,8 @@ def _judge_rates(report: CommReport, known: KnownLinks, fits: Sequence[Collectiv
         for share, name, bus, limit in shares:
             if share < _LOW:
                 yield (
-                    f"this is little: {_SCOPES[scope]}, {name} reaches {_render_rate(bus)} GB/s of "
-                    f"{_render_rate(limit.rate)} ({limit.name})"
+                    f"this is little: {_SCOPES[scope]}, {name} reaches {format_rate(bus)} GB/s of "
+                    f"{format_rate(limit.rate)} ({limit.name})"
                 )
     if unknown:
         why = (
@@ -366,7 +360,7 @@ def _judge_pairs(report: CommReport, known: KnownLinks) -> Iterator[str]:
         yield f"slow: rank {rank} ({report.hosts[rank]}) with every rank that it was paired with"
     named = [(pair, times) for pair, times in slow if not {pair.first, pair.second} & set(bad_ranks)]
     for pair, times in named[:_SHOWN_PAIRS]:
-        rate = _render_rate(pair.bandwidth)
+        rate = format_rate(pair.bandwidth)
         yield (
             f"slow pair: {_render_pair(report, pair)} at {rate} GB/s each way, {times:.1f} times the time of a usual "
             f"pair{_render_limit(known, pair)}"
@@ -381,7 +375,7 @@ def _judge_pairs(report: CommReport, known: KnownLinks) -> Iterator[str]:
         none = "" if slow or few else f"; none is slow (over {SLOW:g} times that, also when measured alone)"
         yield (
             f"{place}, {render_plural(len(alike), 'pair')} exchanged {render_bytes(size)} in {usual * 1e6:.0f} us "
-            f"({_render_rate(size / usual)} GB/s each way) at the median{few}{none}"
+            f"({format_rate(size / usual)} GB/s each way) at the median{few}{none}"
         )
 
 
@@ -394,7 +388,7 @@ def _render_pair(report: CommReport, pair: PairTime) -> str:
 
 def _render_limit(known: KnownLinks, pair: PairTime) -> str:
     limit = known.pair_limit(pair.kind)
-    return "" if limit is None else f", {pair.bandwidth / limit.rate:.0%} of {_render_rate(limit.rate)} ({limit.name})"
+    return "" if limit is None else f", {pair.bandwidth / limit.rate:.0%} of {format_rate(limit.rate)} ({limit.name})"
 
 
 def _list_left_out(report: CommReport) -> Iterator[str]:
@@ -447,7 +441,7 @@ def render_facts(report: CommReport, known: KnownLinks) -> Mapping[str, Any]:
         "slow_pairs": [{**_list_pair(pair), "times_usual": times} for pair, times in report.find_slow_pairs()],
         "left_out": [{"scope": scope, "collective": name, "size": size} for scope, name, size in report.left_out],
         "pairs_left_out": report.pairs_left_out,
-        "verdict": _list_verdict(report, known, found),
+        "verdict": list_verdict(report, known, found),
     }
 
 

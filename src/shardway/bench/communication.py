@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from shardway.bench.bandwidth import PairTime, find_slow, list_rounds, list_sizes, percentile, round_size, usual_seconds
 from shardway.bench.collectives import CALLS, CollectiveBuffers, GroupPlace, exchange
 from shardway.bench.comm_report import CallTimes, CommReport, RankLink, WrongData
+from shardway.bench.kernels import CallTimer, DeviceTimer, HostTimer
 from shardway.errors import LostContact, Problem, UserError, check_no_problems
 from shardway.hardware.limits import read_memory_left
 from shardway.hardware.probe import list_ports
@@ -87,45 +87,6 @@ def find_places(ranks: Ranks, host: str) -> RankPlaces:
         keys = [name for _, name in found]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     return RankPlaces(tuple(numbers[key] for key in keys), tuple(name for _, name in found))
-
-
-# --- clocks
-
-
-class CallTimer(Protocol):
-    """Times calls that may only be queued."""
-
-    def seconds(self, call: Callable[[], None], align: Callable[[], None], count: int) -> list[float]:
-        """The seconds of each of `count` calls, with `align` before each, which does not count."""
-
-
-class HostTimer:
-    """Calls that have ended when they return."""
-
-    def seconds(self, call: Callable[[], None], align: Callable[[], None], count: int) -> list[float]:
-        """As `CallTimer`, by the clock of this process."""
-        found = []
-        for _ in range(count):
-            align()
-            started = time.perf_counter()
-            call()
-            found.append(time.perf_counter() - started)
-        return found
-
-
-class DeviceTimer:
-    """Calls that are queued on the current stream of a CUDA device; the host waits once, at the end."""
-
-    def seconds(self, call: Callable[[], None], align: Callable[[], None], count: int) -> list[float]:
-        """As `CallTimer`, by events in the stream."""
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-        for started, ended in events:
-            align()
-            started.record()
-            call()
-            ended.record()
-        torch.cuda.synchronize()
-        return [max(1e-9, started.elapsed_time(ended) / 1e3) for started, ended in events]  # its steps are 0.5 us
 
 
 # --- the time that may be used
@@ -248,7 +209,8 @@ class CommBench:
                     f"{self.ranks.rank} ({self.places.hosts[self.ranks.rank]}) has about "
                     f"{render_bytes(left // 2**20 * 2**20)} left"
                 )
-                check_no_problems("the command line", [Problem("--sizes", what, allowed=f"up to {shown}")])
+                origin = "command line" if self.request.sizes else "default"
+                check_no_problems("the command line", [Problem("--sizes", what, origin, f"up to {shown}")])
 
         self.ranks.together(check)
 

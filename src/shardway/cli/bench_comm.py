@@ -8,8 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-import datetime
-import math
 import os
 import socket
 import sys
@@ -21,8 +19,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardway.cli.bench_options import (
+    ORIGIN,
+    SIZES_METAVAR,
+    BenchOutputs,
+    JsonFileOption,
+    SaveOption,
+    SecondsOption,
+    SiteOption,
+    find_wrong_names,
+    find_wrong_time,
+    join_ranks,
+    read_sizes,
+    reported_once,
+    split_names,
+)
 from shardway.cli.main import uncollected
-from shardway.cli.options import complete_site, print_json
 from shardway.errors import (
     ERRORS_BY_NAME,
     JobError,
@@ -32,7 +44,6 @@ from shardway.errors import (
     SiteError,
     UserError,
     check_no_problems,
-    legible,
 )
 from shardway.hardware.limits import ensure_temporary
 from shardway.ranks.launcher import Placement, find_placement, is_in_terminal
@@ -53,9 +64,7 @@ class CommOptions:
     sizes: tuple[int, ...] | None
     collectives: tuple[str, ...]
     seconds: float
-    site: str | None
-    json: str
-    save: str | None
+    outputs: BenchOutputs
 
 
 def comm(
@@ -67,37 +76,27 @@ def comm(
         str | None,
         typer.Option(
             "--sizes",
-            metavar="FIRST:LAST[:FACTOR] | SIZE,...",
+            metavar=SIZES_METAVAR,
             help="Bytes (default: 1KiB:16MiB, 1KiB:1GiB on GPUs; factor 4).",
         ),
     ] = None,
     collectives: Annotated[
         str | None, typer.Option("--collectives", metavar="NAME,...", help="Which of the seven (default: all).")
     ] = None,
-    seconds: Annotated[float, typer.Option("--seconds", help="About how long it may take.")] = 20.0,
+    seconds: SecondsOption = 20.0,
     backend: Annotated[
         str | None, typer.Option("--backend", help="gloo or nccl (default: nccl where each rank has a GPU).")
     ] = None,
-    site: Annotated[
-        str | None,
-        typer.Option("--site", help="Profile whose links are compared with.", autocompletion=complete_site),
-    ] = None,
-    to_json: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - prints it alone.")
-    ] = None,
-    save: Annotated[
-        str | None,
-        typer.Option(
-            "--save", metavar="NAME", help="Keep what was measured as a site of your own that extends --site."
-        ),
-    ] = None,
+    site: SiteOption = None,
+    to_json: JsonFileOption = None,
+    save: SaveOption = None,
 ) -> None:
     """Measure the collectives between ranks: bandwidths, latency, whether data arrive, and which pair is slow."""
     placement = find_placement(os.environ)
     by_hand = nproc is not None and (placement.world == 1 or (is_in_terminal(os.environ) and sys.stdin.isatty()))
     launched = placement.launcher != "none" and not by_hand
-    try:
-        options = _read_options(sizes, collectives, seconds, backend, site, to_json, save)
+    with reported_once(placement.rank if launched else 0):
+        options = _read_options(sizes, collectives, seconds, backend, BenchOutputs(site, to_json, save=save))
         if launched and nproc is not None:
             raise UserError(
                 f"--nproc {nproc} starts ranks, but this process is already rank {placement.rank} of "
@@ -107,88 +106,23 @@ def comm(
         if launched:
             _measure_as_rank(placement, options)
             return
-    except UserError as error:  # which every rank finds alike
-        if placement.rank == 0 or not launched:
-            raise
-        raise typer.Exit(error.exit_code) from None
     typer.echo(_run_ranks(nproc, options), nl=False)
 
 
-# --- what the options say
-
-
 def _read_options(
-    sizes: str | None,
-    collectives: str | None,
-    seconds: float,
-    backend: str | None,
-    site: str | None,
-    to_json: str | None,
-    save: str | None,
+    sizes: str | None, collectives: str | None, seconds: float, backend: str | None, outputs: BenchOutputs
 ) -> CommOptions:
     """Raises UserError that names every mistake."""
     from shardway.bench.bandwidth import BUS_FACTORS
-    from shardway.sites.load import find_place, load_site
 
-    problems: list[Problem] = []
-    names = tuple(dict.fromkeys((collectives or ",".join(BUS_FACTORS)).replace("-", "_").replace(",", " ").split()))
-    origin = "command line"
-    if unknown := [name for name in names if name not in BUS_FACTORS]:
-        what = f"{', '.join(unknown)} {'is no collective' if len(unknown) == 1 else 'are no collectives'}"
-        problems.append(Problem("--collectives", what, origin, ", ".join(BUS_FACTORS)))
-    if not names:
-        problems.append(Problem("--collectives", "names none", origin, ", ".join(BUS_FACTORS)))
-    if not (math.isfinite(seconds) and seconds > 0):
-        problems.append(Problem("--seconds", f"{seconds:g} is no time to measure in", origin, "a number above 0"))
+    names = tuple(BUS_FACTORS) if collectives is None else split_names(collectives.replace("-", "_"))
+    problems = [*find_wrong_names("--collectives", names, BUS_FACTORS, "collective")]
     if backend is not None and backend not in _BACKENDS:
-        problems.append(Problem("--backend", f'"{backend}" is no backend', origin, " or ".join(_BACKENDS)))
-    read: tuple[int, ...] | None = None
-    try:
-        read = None if sizes is None else parse_sizes(sizes)
-    except ValueError as error:
-        problems.append(Problem("--sizes", str(error), origin))
-    if to_json not in (None, "-"):
-        folder = Path(to_json or "").parent
-        if Path(to_json or "").is_dir() or not folder.is_dir():
-            what = f"{to_json} is a folder" if folder.is_dir() else f"the folder {folder} does not exist"
-            problems.append(Problem("--json", what, origin, "a file in a folder that exists, or -"))
-    if save is not None and site is None:
-        problems.append(Problem("--save", "needs --site: which site was measured", origin))
-    check_no_problems("the command line", problems)
-    if site is not None:
-        load_site(site)
-    if save is not None:
-        find_place(save)
-    return CommOptions(backend, read, names, seconds, site, to_json or "", save)
-
-
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """Bytes from "1KiB:16MiB", "1KiB:1GiB:2" (each twice the one before; else 4 times) or "4KiB,1MiB". Raises
-    ValueError with a sentence."""
-    from shardway.bench.bandwidth import list_sizes
-    from shardway.units import parse_bytes, render_bytes
-
-    first, *more = text.split(":")
-    if not more:
-        found = tuple(parse_bytes(each) for each in text.split(","))
-    else:
-        low, high = parse_bytes(first), parse_bytes(more[0])
-        factor = 4.0
-        if more[1:]:
-            try:
-                factor = float(more[1])
-            except ValueError:
-                factor = math.nan
-        if len(more) > 2 or not 1.1 <= factor <= 1e6:
-            raise ValueError(
-                f'"{text}" has no factor from one size to the next; allowed: FIRST:LAST:FACTOR, from 1.1 on'
-            )
-        if low > high:
-            raise ValueError(f'"{text}" is empty: {render_bytes(low)} is more than {render_bytes(high)}')
-        found = list_sizes(low, high, factor) if low else (0,)
-    if min(found) < 1:
-        raise ValueError(f'"{text}" has a size of 0; allowed: 1 byte and more')
-    return found
+        problems.append(Problem("--backend", f'"{backend}" is no backend', ORIGIN, " or ".join(_BACKENDS)))
+    read = read_sizes(sizes, 1, problems)
+    check_no_problems("the command line", [*problems, *find_wrong_time(seconds), *outputs.find_wrong()])
+    outputs.check_profiles()
+    return CommOptions(backend, read, names, seconds, outputs)
 
 
 # --- as one of the ranks
@@ -200,15 +134,12 @@ def _measure_as_rank(placement: Placement, options: CommOptions) -> None:
         from shardway.ranks.stop import stop_with_agent
 
         stop_with_agent(os.environ)
-    ensure_temporary()
     with uncollected():
         from shardway.bench.communication import CommRequest, describe_lone_rank, measure_communication
-        from shardway.ranks.start import StartOptions, start_ranks
 
     if placement.world < 2:
         raise UserError(describe_lone_rank(placement.world))
-    device = _choose_device(options)
-    ranks = start_ranks(placement, StartOptions(device, _count_threads(), _START_S, options.seconds + _SILENT_S))
+    ranks = join_ranks(placement, _choose_device(options), 1, options.seconds)
     request = CommRequest(options.collectives, options.sizes, options.seconds)
     report = measure_communication(ranks, socket.gethostname(), request)
     if ranks.is_first:
@@ -229,34 +160,14 @@ def _measure_as_rank(placement: Placement, options: CommOptions) -> None:
 def _report(report: CommReport, options: CommOptions) -> None:
     """Print what was found and write what was asked for; a profile only where the data were right."""
     from shardway.bench.comm_report import find_known_links, render_facts, render_report
-    from shardway.rundir.file_io import write_json
-    from shardway.sites.load import keep_profile, load_site
+    from shardway.bench.site_ceilings import render_links_profile
 
-    site = load_site(options.site) if options.site is not None else None
-    known = find_known_links(report, site)
-    if options.json == "-":
-        print_json(render_facts(report, known))
-    else:
-        typer.echo(legible(render_report(report, known)))
-    if options.json not in ("", "-"):
-        write_json(Path(options.json), render_facts(report, known), durable=False)
-    if options.save is not None and site is not None and not report.wrong:
-        from shardway.bench.site_ceilings import render_measured_profile
-
-        parent = str(Path(options.site or "").resolve()) if "/" in (options.site or "") else str(options.site)
-        text = render_measured_profile(options.save, site, parent, report, known, datetime.date.today())
-        path = keep_profile(options.save, text)
-        typer.echo(f"wrote {path}: `shardway plan ... --on {options.save}` takes it", err=options.json == "-")
-
-
-_START_S = 300.0
-_SILENT_S = 60.0
-"""Waits for ranks that are still to begin, and for one that is silent."""
-
-
-def _count_threads() -> int:
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    return int(threads) if threads.isdecimal() and int(threads) else 1
+    known = find_known_links(report, options.outputs.load_site())
+    options.outputs.write(lambda: render_report(report, known), lambda: render_facts(report, known))
+    if not report.wrong:
+        options.outputs.keep(
+            lambda name, site, parent, day: render_links_profile(name, site, parent, day, report, known)
+        )
 
 
 def _choose_device(options: CommOptions) -> str:
@@ -269,11 +180,11 @@ def _choose_device(options: CommOptions) -> str:
     if options.backend == "nccl" and not (visible and torch.distributed.is_nccl_available()):
         lacks = "is built without it" if visible else "sees no CUDA device here"
         what = f"nccl is not there: torch {torch.__version__} {lacks}"
-        problems.append(Problem("--backend", what, "command line", "gloo"))
+        problems.append(Problem("--backend", what, ORIGIN, "gloo"))
     device = _BACKENDS[options.backend] if options.backend is not None else "cuda" if visible else "cpu"
-    if options.save is not None and device == "cpu":
+    if options.outputs.save is not None and device == "cpu":
         what = "what gloo sends over has no rated bandwidth, of which a ceiling is a part"
-        problems.append(Problem("--save", what, "command line", "with nccl"))
+        problems.append(Problem("--save", what, ORIGIN, "over nccl, with a GPU for each rank"))
     check_no_problems("the command line", problems)
     return device
 
@@ -301,7 +212,7 @@ def _run_ranks(nproc: int | None, options: CommOptions) -> str:
     if device == "cuda" and visible < count:
         what = f"{count} ranks need a GPU each, and torch sees {visible}"
         allowed = f"2 to {visible}" if visible >= 2 else "2 or more over gloo: --backend gloo"
-        check_no_problems("the command line", [Problem("--nproc", what, "command line", allowed)])
+        check_no_problems("the command line", [Problem("--nproc", what, ORIGIN, allowed)])
     started: list[PContext] = []
 
     def start(launch: LocalLaunch, assignment: RankAssignment) -> PContext:
@@ -340,12 +251,10 @@ def _list_words(options: CommOptions, device: str) -> Iterator[str]:
     yield from ("--backend", next(name for name, kind in _BACKENDS.items() if kind == device))
     if options.sizes is not None:
         yield from ("--sizes", ",".join(map(str, options.sizes)))
-    if options.site is not None:
-        yield from ("--site", options.site)
-    if options.save is not None:
-        yield from ("--save", options.save)
-    if options.json:
-        yield from ("--json", options.json)
+    outputs = options.outputs
+    for name, value in (("--site", outputs.site), ("--save", outputs.save), ("--json", outputs.json)):
+        if value is not None:
+            yield from (name, value)
 
 
 def _find_cause(failures: Sequence[RankFailure]) -> ShardwayError:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,6 +51,58 @@ def profile(
     as_json: JsonOption = False,
 ) -> None:
     """Train a few steps of a run file in a directory of their own, and capture the last ones with a profiler."""
+    found = capture_steps(words, steps, after, rank, nproc, directory, "profile", to_stderr=as_json)
+    run, files = found.run, found.files
+    analysis, merged = list[Any](), dict[str, Any]()
+    if files:
+        from shardway.watch.trace.analysis import analyse_ranks, merge_ranks
+        from shardway.watch.trace.text import render_analysis
+
+        analysis = analyse_ranks(files)
+        merged = merge_ranks(analysis)
+    if as_json:
+        traces = [str(file) for file in files]
+        print_json({"directory": str(run.path), "traces": traces, "events": found.events, "analysis": merged or None})
+        return
+    for file in files:
+        typer.echo(f"trace          {file}")
+    if analysis:
+        typer.echo(legible(render_analysis(analysis)))
+        if merged["steps"] < steps:
+            typer.echo(f"\n{merged['steps']} of {steps} steps are analysed: {found.explain_fewer()}.")
+
+
+@dataclass(frozen=True)
+class CapturedSteps:
+    """The run of its own in which steps were captured, up to step `last` if its length allows; its traces, and its
+    events about them."""
+
+    run: RunDir
+    last: int
+    files: Sequence[Path]
+    events: Sequence[dict[str, Any]]
+
+    def explain_fewer(self) -> str:
+        """Why fewer steps can be analysed than were asked for."""
+        ended = next((int(event["last"]) for event in self.events if "last" in event), self.last)
+        return (
+            f"the run ended with step {ended} (train.steps)" if ended < self.last else "the others cannot be relied on"
+        )
+
+
+def capture_steps(
+    words: list[str] | None,
+    steps: int,
+    after: int,
+    rank: int | None,
+    nproc: int | None,
+    directory: Path | None,
+    suffix: str,
+    *,
+    to_stderr: bool,
+) -> CapturedSteps:
+    """Train in a directory of its own (that of the run with `suffix`, if none is given) and capture `steps` after
+    `after` others. Raises as `shardway train`."""
     from shardway.cli.train import train
 
     place = directory
@@ -56,30 +110,12 @@ def profile(
         from shardway.resolve.request import resolve_request
 
         own = resolve_request(read_request(words, None), nproc or 1, nproc or 1).directory.path
-        place = own.with_name(f"{own.name}-profile")
+        place = own.with_name(f"{own.name}-{suffix}")
     of_rank = f", rank {rank}" if rank is not None else ""
     last = after + steps + _EDGES
     asked = f"train.profile=steps {after + 1}-{last}{of_rank}, then finish"
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+    with contextlib.redirect_stdout(sys.stderr) if to_stderr else contextlib.nullcontext():
         train([*(words or []), *_WITHOUT, asked], nproc=nproc, directory=place, fresh=True)
     run = RunDir(place)
-    found = list(run.all_events(0, ("profiled", "profile_failed")))
-    files = [str(run.path / name) for event in found for name in event.get("files", [])]
-    analysis, merged = list[Any](), dict[str, Any]()
-    if files:
-        from shardway.watch.trace.analysis import analyse_ranks, merge_ranks
-        from shardway.watch.trace.text import render_analysis
-
-        analysis = analyse_ranks([Path(file) for file in files])
-        merged = merge_ranks(analysis)
-    if as_json:
-        print_json({"directory": str(run.path), "traces": files, "events": found, "analysis": merged or None})
-        return
-    for file in files:
-        typer.echo(f"trace          {file}")
-    if analysis:
-        typer.echo(legible(render_analysis(analysis)))
-        if merged["steps"] < steps:
-            ended = next((int(event["last"]) for event in found if "last" in event), last)
-            why = f"the run ended with step {ended} (train.steps)" if ended < last else "the others cannot be relied on"
-            typer.echo(f"\n{merged['steps']} of {steps} steps are analysed: {why}.")
+    events = list(run.all_events(0, ("profiled", "profile_failed")))
+    return CapturedSteps(run, last, [run.path / name for event in events for name in event.get("files", [])], events)

@@ -36,7 +36,8 @@ class Link:
     """What joins two accelerators of a node, or two nodes; rates are one direction.
 
     `bandwidth_bytes_per_s` is that of one endpoint (all links of an accelerator, or one network adapter),
-    `peer_bandwidth_bytes_per_s` that between two neighbours. `sources` maps a field to its citation.
+    `peer_bandwidth_bytes_per_s` that between two neighbours, `links` the number of links of an accelerator. `sources`
+    maps a field to its citation.
     """
 
     key: str
@@ -44,6 +45,7 @@ class Link:
     bandwidth_bytes_per_s: float | None
     peer_bandwidth_bytes_per_s: float | None
     sources: Mapping[str, str]
+    links: int | None = None
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ def load_links() -> Mapping[str, Link]:
     links = {}
     for key, row in table["links"].items():
         total, peer = row.get("bandwidth_bytes_per_s"), row.get("peer_bandwidth_bytes_per_s")
-        links[key] = Link(key, row["name"], total, peer, _cite(row, table))
+        links[key] = Link(key, row["name"], total, peer, _cite(row, table), row.get("links"))
     return MappingProxyType(links)
 
 

@@ -427,7 +427,7 @@ _KINDS: Mapping[str, tuple[Words, Severity, StepLabel]] = {
     "validation_stopped": (_reason("the validation was broken off: "), _WARNING, _RUN),
     "validation_failed": (_reason("the validation failed: "), _WARNING, _RUN),
     "passes_replayed": (_reason(), Severity.NEWS, _RUN),
-    "blend": (_reason(), Severity.NEWS, _NONE),
+    **dict.fromkeys(("tuned", "blend"), (_reason(), Severity.NEWS, _NONE)),
     "batch_ramp": (_reason(), Severity.NEWS, _NONE),
     "batch_changed": (_reason(), Severity.NEWS, _RUN),
     "loader": (_reason(), Severity.NEWS, _RUN),

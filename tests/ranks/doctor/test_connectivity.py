@@ -37,6 +37,7 @@ from shardway.ranks.doctor.world import (
     judge_meeting,
     list_ranks,
 )
+from shardway.sites.load import load_site
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -333,3 +334,22 @@ def test_processes_of_which_one_may_never_come(ranks: tuple[int, ...], tmp_path:
     assert rows["world.meeting"]["verdict"] == "fail"
     assert rows["world.meeting"]["found"].startswith("rank 1 of 2 did not come")
     assert answers[0]["missing"] == [1]
+
+
+def test_the_doctor_compares_with_what_the_site_measured() -> None:
+    """Half of the rated products of H100, 0.9 of their memory; a site without these, and one that no plan takes."""
+    site = load_site("dgx-slurm")
+    measured = site.model_copy(update={"measured": {"matmul": 0.5, "memory": 0.9}})
+    tflops, copied = visit._find_measured(measured)
+    assert tflops == pytest.approx(989.5 / 2, rel=1e-2)
+    assert copied == pytest.approx(3350 * 0.9, rel=1e-2)
+    assert visit._find_measured(site) == (None, None)
+    assert visit._find_measured(site.model_copy(update={"measured": {"link": 0.5}})) == (None, None)
+    assert visit._find_measured(load_site("generic-slurm").model_copy(update={"measured": {"matmul": 0.5}})) == (
+        None,
+        None,
+    )
+    probes = {0: {"tflops": 400.0, "format": "bf16", "copy_gbs": 3000.0}}
+    verdicts = visit._judge_probes(make(site=measured, deep=True), probes, {0: "n0"}, "cuda")
+    check(verdicts["torch.matmul"], "warn", "were measured on this site; rank 0 (n0) 400")
+    check(verdicts["torch.copy"], "ok", "were measured on this site")

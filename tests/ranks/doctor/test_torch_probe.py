@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from shardway.bench import kernels
+from shardway.bench.kernels import CopyTimes, KernelTimes, LayerTimes
+from shardway.hardware.catalogue import Dtype
 from shardway.hardware.command import CommandResult
 from shardway.ranks.doctor import torch_probe
 from shardway.ranks.doctor.torch_probe import Task, measure
@@ -56,3 +60,30 @@ def test_what_the_process_left_tells_where_it_stopped(
 
     monkeypatch.setattr(torch_probe, "run_command", run)
     assert measure(TASK, 100.0) == found
+
+
+def test_a_gpu_is_measured_as_bench_device_measures_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a driver that is pretended: the second of three devices, which does not reach the third."""
+    times, device = KernelTimes(9, 0.01, 0.01), torch.device("cuda", 1)
+
+    def time_layer(where: torch.device, name: Dtype, seconds: float) -> LayerTimes:
+        assert (where, name) == (device, "bf16")
+        return LayerTimes(name, ((1000, 1000, 1000),), times)
+
+    def time_copy(where: torch.device, size: int, seconds: float) -> CopyTimes:
+        if is_full:
+            raise torch.OutOfMemoryError
+        return CopyTimes(size, times)
+
+    monkeypatch.setattr(kernels, "list_formats", lambda where: ("fp32", "bf16", "fp16"))
+    monkeypatch.setattr(kernels, "time_layer", time_layer)
+    monkeypatch.setattr(kernels, "time_copy", time_copy)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: there == 0)
+    is_full = False
+    found = torch_probe._measure_device(1)
+    assert (found["apart"], found["others"], found["format"]) == ([2], 2, "bf16")
+    assert found["tflops"] == pytest.approx(2 * 1000**3 / 0.01 / 1e12, rel=1e-12)
+    assert found["copy_gbs"] == pytest.approx(2 * 2**30 / 0.01 / 1e9, rel=1e-12)
+    is_full = True
+    assert set(torch_probe._measure_device(1)) == {"apart", "others", "format", "tflops"}

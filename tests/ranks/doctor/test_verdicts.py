@@ -38,6 +38,7 @@ from shardway.ranks.doctor.surroundings import (
 from shardway.ranks.doctor.world import (
     ClockOffset,
     judge_clocks,
+    judge_copy,
     judge_import,
     judge_master,
     judge_matmul,
@@ -138,6 +139,20 @@ def test_times_of_torch() -> None:
 def test_slow_gpus_are_those_below_their_peers(rates: tuple[float, ...], verdict: str, words: str) -> None:
     check(judge_matmul({rank: {"tflops": rate} for rank, rate in enumerate(rates)}, HOSTS), verdict, words)
     check(judge_matmul({0: END}, HOSTS), "n/a")
+
+
+def test_slow_gpus_are_those_below_what_the_site_measured() -> None:
+    probes: dict[int, dict[str, Any]] = {
+        0: {"tflops": 640.0, "format": "fp16", "copy_gbs": 2900.0},
+        1: {"tflops": 600.0, "copy_gbs": 2600.0},
+    }
+    found = judge_matmul(probes, HOSTS, 700.0)
+    check(found, "warn", "620 TFLOP/s in fp16, the median of 2; 700 were measured on this site; rank 1 (n1) 600")
+    assert "rank 0" not in found.found
+    check(judge_matmul(probes, HOSTS, 660.0), "ok", "660 were measured on this site")
+    check(judge_copy(probes, HOSTS, 3000.0), "warn", "3000 were measured on this site; rank 1 (n1) 2600")
+    check(judge_copy(probes, HOSTS), "ok", "2750 GB/s read and written, the median of 2")
+    check(judge_copy({0: END}, HOSTS), "n/a")
 
 
 def test_gpus_that_do_not_reach_each_other() -> None:

@@ -25,7 +25,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from shardway.errors import ShardwayError, list_some
+from shardway.errors import ShardwayError, UserError, list_some
 from shardway.ranks.doctor import checks, world
 from shardway.ranks.doctor.checks import find_existing
 from shardway.ranks.doctor.surroundings import (
@@ -43,6 +43,7 @@ from shardway.ranks.doctor.torch_probe import Task, measure
 from shardway.ranks.doctor.world import Answer, CheckPortTaken, ConnectivityCheck, attend, find_point
 from shardway.resolve.request import Resolution
 from shardway.runfile.schema import RunFile
+from shardway.sites.schema import SiteProfile
 
 # --- the table of checks
 
@@ -110,7 +111,7 @@ CHECKS: Mapping[str, DoctorCheck] = {
 
 WORLD_CHECKS = (
     *("world.port", "world.meeting", "world.nodes", "world.versions", "world.master", "world.clock", "world.visible"),
-    *("torch.start", "torch.import", "torch.allreduce", "torch.peers", "torch.matmul"),
+    *("torch.start", "torch.import", "torch.allreduce", "torch.peers", "torch.matmul", "torch.copy"),
 )
 """Names of what ranks find out together; docs/doctor.md has the question of each."""
 
@@ -344,8 +345,32 @@ def _judge_probes(
         verdicts["torch.allreduce"] = world.judge_sum(probes, device)
     if around.deep:
         verdicts["torch.peers"] = world.judge_peers(probes, hosts)
-        verdicts["torch.matmul"] = world.judge_matmul(probes, hosts)
+        tflops, copy_gbs = _find_measured(around.site)
+        verdicts["torch.matmul"] = world.judge_matmul(probes, hosts, tflops)
+        verdicts["torch.copy"] = world.judge_copy(probes, hosts, copy_gbs)
     return verdicts
+
+
+def _find_measured(site: SiteProfile) -> tuple[float | None, float | None]:
+    """TFLOP/s of 16-bit products and GB/s of a copy that were measured on a site, by its profile; None where it has
+    none."""
+    from shardway.plan.case import ceilings_of, machine_of_site
+    from shardway.plan.time import machine_bandwidth
+
+    if not {"matmul", "memory"} & set(site.measured):
+        return None, None
+    try:
+        machine = machine_of_site(site)
+        peak = machine.peak("fp16")
+    except UserError:  # what a plan refuses there is no matter of this node
+        return None, None
+    ceilings = ceilings_of(machine)
+    rate = peak * machine.power_share**ceilings.power * ceilings.matmul
+    copied = machine_bandwidth(machine) * ceilings.memory
+    return (
+        rate / 1e12 if "matmul" in site.measured else None,
+        copied / 1e9 if "memory" in site.measured else None,
+    )
 
 
 # --- the summary

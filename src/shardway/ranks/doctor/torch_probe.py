@@ -6,6 +6,7 @@ file is the only thing it leaves. Run as `python -m shardway.ranks.doctor.torch_
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -113,23 +114,26 @@ def _measure(task: Task, note: Callable[..., None]) -> None:
     note(stage="end")
 
 
+_PRODUCTS_S, _COPIES_S = 2.0, 0.5
+
+
 def _measure_device(index: int) -> dict[str, Any]:
-    """Rate of a bf16 matrix product over about two seconds, and which other devices this one reaches directly."""
+    """Rates of the products of a layer in 16 bits and of a copy through the memory, as `shardway bench device` measures
+    them (none where its memory is in use), and which other devices this one reaches directly."""
     import torch
 
-    size, device = 8192, torch.device("cuda", index)
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    torch.matmul(a, b)
-    torch.accelerator.synchronize(device)
-    start, products = time.monotonic(), 0
-    while time.monotonic() - start < 2.0:
-        for _ in range(10):
-            torch.matmul(a, b)
-        torch.accelerator.synchronize(device)
-        products += 10
+    from shardway.bench.kernels import PEAK_COPY, list_formats, time_copy, time_layer
+
+    device = torch.device("cuda", index)
     others = [other for other in range(torch.cuda.device_count()) if other != index]
     apart = [other for other in others if not torch.cuda.can_device_access_peer(index, other)]
-    return {"tflops": products * 2 * size**3 / (time.monotonic() - start) / 1e12, "apart": apart, "others": len(others)}
+    found: dict[str, Any] = {"apart": apart, "others": len(others)}
+    with contextlib.suppress(torch.OutOfMemoryError):
+        layer = time_layer(device, next(name for name in list_formats(device) if name in ("bf16", "fp16")), _PRODUCTS_S)
+        found |= {"tflops": layer.flops_per_s / 1e12, "format": layer.format}
+        torch.cuda.empty_cache()
+        found["copy_gbs"] = time_copy(device, PEAK_COPY["cuda"], _COPIES_S).bytes_per_s / 1e9
+    return found
 
 
 if __name__ == "__main__":

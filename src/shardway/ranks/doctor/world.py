@@ -495,14 +495,33 @@ def judge_sum(probes: Probes, device: str) -> CheckResult:
     )
 
 
-def judge_matmul(probes: Probes, hosts: Mapping[int, str]) -> CheckResult:
-    """A GPU below 80 % of the median is slow, below 60 % defective."""
+SLOW_OF_SITE = 0.9
+"""A GPU below this part of what was measured on the site is slow."""
+
+
+def judge_matmul(probes: Probes, hosts: Mapping[int, str], of_site: float | None = None) -> CheckResult:
+    """TFLOP/s of each GPU, beside its peers and beside what the site's profile has as measured."""
     rates = {rank: float(found["tflops"]) for rank, found in probes.items() if "tflops" in found}
+    number_format = next((str(found["format"]) for found in probes.values() if "format" in found), "bf16")
+    return _judge_rates(rates, hosts, f"TFLOP/s in {number_format}", of_site)
+
+
+def judge_copy(probes: Probes, hosts: Mapping[int, str], of_site: float | None = None) -> CheckResult:
+    """GB/s that each GPU reads and writes in a copy, beside its peers and what the site's profile has as measured."""
+    rates = {rank: float(found["copy_gbs"]) for rank, found in probes.items() if "copy_gbs" in found}
+    return _judge_rates(rates, hosts, "GB/s read and written", of_site)
+
+
+def _judge_rates(rates: Mapping[int, float], hosts: Mapping[int, str], unit: str, of_site: float | None) -> CheckResult:
+    """A GPU below 80 % of the median or 90 % of the site's rate is slow, one below 60 % of the median defective."""
     if not rates:
         return unknown("no GPU was measured")
     usual = median(rates.values())
-    slow = [f"rank {rank} ({hosts.get(rank, 'n/a')}) {rate:.0f}" for rank, rate in rates.items() if rate < 0.8 * usual]
-    said = f"{usual:.0f} TFLOP/s in bf16, the median of {len(rates)}"
+    least = max(0.8 * usual, SLOW_OF_SITE * (of_site or 0.0))
+    slow = [f"rank {rank} ({hosts.get(rank, 'n/a')}) {rate:.0f}" for rank, rate in rates.items() if rate < least]
+    said = f"{usual:.0f} {unit}, the median of {len(rates)}"
+    if of_site:
+        said += f"; {of_site:.0f} were measured on this site"
     if slow:
         remedy = "one slow GPU slows all ranks: leave its node out and tell the site's support"
         judge = bad if min(rates.values()) < 0.6 * usual else poor

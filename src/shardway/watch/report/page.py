@@ -547,7 +547,10 @@ def _machine(content: ReportContent) -> str:
     if start is None or not start.machine:
         return ""
     size = [("last checkpoint", render_size(saves[-1].size_bytes))] if saves else []
-    return f"<h2>Machine</h2>{render_pairs(start.host or 'host', [*start.machine.items(), *size])}"
+    tuned = [("train.tune", str(event.get("reason", ""))) for event in content.log.others if event["event"] == "tuned"][
+        -1:
+    ]
+    return f"<h2>Machine</h2>{render_pairs(start.host or 'host', [*start.machine.items(), *size, *tuned])}"
 
 
 def _tail(content: ReportContent) -> str:

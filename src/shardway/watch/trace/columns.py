@@ -41,6 +41,7 @@ class EventArgs(msgspec.Struct, frozen=True, gc=False):
     group: str | None = msgspec.field(default=None, name="Process Group Name")
     group_ranks: msgspec.Raw = msgspec.field(default=_NO_RAW, name="Process Group Ranks")
     sequence: int | str | None = msgspec.field(default=None, name="Seq")
+    node: int | None = msgspec.field(default=None, name="Sequence number")
     elements: float | None = msgspec.field(default=None, name="In msg nelems")
 
 
@@ -129,7 +130,8 @@ class Trace:
     Columns with a code index a table: `name` names, `process` and `thread` the processes and threads as the file names
     them, `dims` and `types` and `extra` texts of JSON (shapes and types of an operator's inputs; `extra`: concrete
     inputs of a convolution or attention, a kernel's grid, a collective's name, group, ranks and elements). `sequence`
-    is a collective's number in its group. -1 stands for what an event lacks.
+    is a collective's number in its group; `node` the number of the autograd node that a forward operator makes, and
+    that its backward operators have. -1 stands for what an event lacks.
     """
 
     path: str
@@ -147,6 +149,7 @@ class Trace:
     types: np.ndarray
     extra: np.ndarray
     sequence: np.ndarray
+    node: np.ndarray
     bytes: np.ndarray
     names: list[str]
     processes: list[int | str]
@@ -202,7 +205,7 @@ _WITH_CONCRETE = ("conv", "attention", "flash", "_fused_adam", "_foreach")
 
 _COLUMNS = {
     **dict.fromkeys(("start", "duration", "bytes"), "d"),
-    **dict.fromkeys(("correlation", "external"), "q"),
+    **dict.fromkeys(("correlation", "external", "node"), "q"),
     **dict.fromkeys(("name", "process", "thread", "device", "stream", "sequence", "dims", "types", "extra"), "i"),
     "category": "b",
 }
@@ -246,6 +249,7 @@ class TraceColumns:
             "device": [-1 if (o := each.device) is None else _ordinal(o) for each in args],
             "stream": [-1 if (o := each.stream) is None else _ordinal(o) for each in args],
             "sequence": [-1 if (n := each.sequence) is None else _ordinal(n) for each in args],
+            "node": [-1 if (n := each.node) is None else _long(n) for each in args],
             "bytes": [-1.0 if (size := each.bytes) is None else size for each in args],
             "dims": [-1 if (raw := each.dims) is _NO_RAW else text(raw) for each in args],
             "types": [-1 if (raw := each.types) is _NO_RAW else text(raw) for each in args],

@@ -81,6 +81,12 @@ class Operator:
         return _find_real(self.dtypes)
 
     @property
+    def format(self) -> str:
+        """The format that a product computes in: as `dtype`, and "tf32" where its kernel shows that."""
+        rounded = self.dtype == "fp32" and re.search(r"tf32|s1688|xf32", self.top_kernel)
+        return "tf32" if rounded else self.dtype
+
+    @property
     def low_precision(self) -> bool | None:
         return _is_low(self.dtypes)
 
@@ -95,7 +101,7 @@ class Operator:
     @property
     def product(self) -> tuple[int, int, int, int] | None:
         """Batches, M, N and K of a product of matrices."""
-        return _product_shape(self.name, self.shapes) if self.kind == "product" else None
+        return product_shape(self.name, self.shapes) if self.kind == "product" else None
 
     def render_shapes(self) -> str:
         """The shapes of its tensors, as "4096x1024 1024x50257"."""
@@ -146,7 +152,7 @@ def _of_device(timeline: Timeline) -> list[Operator]:
     for group, row in enumerate(first):
         mine = members[edges[group] : edges[group + 1]]
         calls = len(np.unique(op[mine])) if known[row] else len(mine)
-        dtypes = _read_types(_text(timeline, types[row]))
+        dtypes = read_types(_text(timeline, types[row]))
         low_precision = _is_low(dtypes)
         codes, which = np.unique(trace.name[rows[mine]], return_inverse=True)
         spent = np.bincount(which, trace.duration[rows[mine]])
@@ -163,7 +169,7 @@ def _of_device(timeline: Timeline) -> list[Operator]:
             Operator(
                 op_name,
                 kind,
-                _read_shapes(_text(timeline, dims[row])),
+                read_shapes(_text(timeline, dims[row])),
                 dtypes,
                 calls / steps,
                 timeline.per_step(float(total[group])),
@@ -208,8 +214,8 @@ def _of_host(timeline: Timeline) -> list[Operator]:
             Operator(
                 name,
                 kind,
-                _read_shapes(_text(timeline, trace.dims[row])),
-                _read_types(_text(timeline, trace.types[row])),
+                read_shapes(_text(timeline, trace.dims[row])),
+                read_types(_text(timeline, trace.types[row])),
                 counts[group] / steps,
                 timeline.per_step(float(total[group])),
                 0.0,
@@ -225,7 +231,8 @@ def _text(timeline: Timeline, code: int) -> str:
 
 
 @cache
-def _read_shapes(text: str) -> tuple[Any, ...]:
+def read_shapes(text: str) -> tuple[Any, ...]:
+    """The shapes of an operator's inputs, as the profiler writes them; empty for none."""
     try:
         found = json.loads(text) if text else []
     except ValueError:
@@ -234,13 +241,14 @@ def _read_shapes(text: str) -> tuple[Any, ...]:
 
 
 @cache
-def _read_types(text: str) -> tuple[str, ...]:
-    found = _read_shapes(text)
+def read_types(text: str) -> tuple[str, ...]:
+    """The formats of its inputs, "" for what is no tensor of a known one."""
+    found = read_shapes(text)
     return tuple(read[0] if isinstance(word, str) and (read := read_dtype(word)) else "" for word in found)
 
 
 def _read_grid(text: str) -> tuple[int, ...]:
-    found = _read_shapes(text)
+    found = read_shapes(text)
     return tuple(found) if found and all(isinstance(each, int) for each in found) else ()
 
 
@@ -289,11 +297,8 @@ def _rate(operator: Operator, part: Accelerator | None) -> Operator:
 
 
 def _find_peak(operator: Operator, part: Accelerator) -> float | None:
-    dtype = operator.dtype
-    if dtype == "fp32" and re.search(r"tf32|s1688|xf32", operator.top_kernel):
-        dtype = "tf32"
     known: dict[str, Dtype] = {"fp32": "fp32", "tf32": "tf32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
-    return part.peak(known[dtype]) if dtype in known else None
+    return part.peak(known[operator.format]) if operator.format in known else None
 
 
 def count_work(operator: Operator) -> tuple[float | None, float | None]:
@@ -312,26 +317,101 @@ def count_work(operator: Operator) -> tuple[float | None, float | None]:
         return _count_convolution(operator, shapes, item)
     if "moe" in operator.name.lower() and (counted := _count_experts(shapes, item)):
         return counted
-    if operator.kind in ("other", "communication"):
+    if operator.kind == "communication" or (operator.kind == "other" and not operator.name.startswith("aten::")):
         return None, None
+    return None, count_traffic(operator.name, operator.shapes, operator.dtypes)
+
+
+_MOVES_NOTHING = frozenset(
+    re.findall(
+        r"\w+",
+        "_reshape_alias _unsafe_view alias as_strided as_strided_ chunk contiguous cross_entropy_loss detach "
+        "detach_ diagonal dropout empty empty_like empty_strided expand expand_as flatten full is_nonzero item "
+        "lift_fresh movedim narrow new_empty new_empty_strided nll_loss nll_loss2d nll_loss_nd ones ones_like "
+        "permute ravel real reshape resize_ resolve_conj resolve_neg result_type select set_ slice split "
+        "split_with_sizes squeeze squeeze_ swapaxes t to transpose type_as unbind unflatten unfold unsqueeze "
+        "unsqueeze_ view view_as zeros zeros_like",
+    )
+)
+"""Operators that make a view or memory that is not yet written, or have others do the work."""
+_REDUCES = re.compile(
+    r"^_?(sum|nansum|mean|amax|amin|max|min|prod|norm|linalg_vector_norm|all|any|argmax|argmin|var|std|logsumexp"
+    r"|count_nonzero|\w*pool\d?d(_with_indices)?)$"
+)
+_COMPARES = re.compile(r"^(eq|ne|lt|le|gt|ge|isnan|isinf|isfinite|logical_\w+)$")
+_GATHERS = {"index_select": (0, 2), "embedding": (0, 1), "gather": (0, 2), "index": (0, 1)}
+"""The places of the table and of the indices among the inputs of an operator that reads a part of a table."""
+
+
+def count_traffic(name: str, shapes: tuple[Any, ...], dtypes: tuple[str, ...]) -> float | None:
+    """Bytes that an operator beside products and attention reads and writes, each tensor once; None where the shapes
+    do not show them. The result of a reduction is left out, and so is what a cache saves or lets be read twice."""
+    bare, place = name.rpartition("::")[2], name.startswith("aten::")
     tensors = [
-        (math.prod(shape), size)
-        for shape, size in zip(operator.shapes, sizes, strict=False)
-        if _is_shape(shape) and shape and size
+        (shape, size)
+        for shape, dtype in zip(shapes, dtypes, strict=False)
+        if _is_shape(shape) and (size := _size_of(dtype))
     ]
-    if not tensors:
-        return None, None
-    inputs = sum(count * size for count, size in tensors)
-    count, size = max(tensors)
-    writes_an_input = operator.name.endswith("_") or "copy_" in operator.name
-    return None, float(inputs if writes_an_input else inputs + count * size)
+    if not tensors or (place and bare in _MOVES_NOTHING):
+        return 0.0 if place and bare in _MOVES_NOTHING else None
+    sizes = [math.prod(shape) * size for shape, size in tensors]
+    (first, width), whole = tensors[0], float(sum(sizes))
+    if bare in ("zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_"):
+        return float(sizes[0])
+    if bare == "copy_" or name.startswith("triton_") or (not place and "copy_" in name):
+        return whole  # a compiled kernel's inputs and results
+    if bare in ("_to_copy", "clone"):
+        return 2.0 * sizes[0]
+    if bare in ("cat", "stack"):
+        return 2.0 * whole
+    if bare == "nll_loss_forward":  # one logit of each row, and its target
+        return float(sum(sizes[1:]) + math.prod(first[:-1]) * width)
+    if bare == "nll_loss_backward":  # zeros but for one of each row
+        return float(max(sizes))
+    if bare in ("embedding_dense_backward", "embedding_backward"):
+        return whole
+    if bare in _GATHERS and len(first) and (index := _find_index(_GATHERS[bare], shapes, dtypes)):
+        rows = math.prod(index[0]) * (math.prod(first[1:]) if bare != "gather" else 1)
+        return float(2 * rows * width + math.prod(index[0]) * index[1])
+    if _REDUCES.search(bare):
+        return float(sizes[0])
+    if bare.endswith("_") and not bare.endswith("__"):
+        return whole + sizes[0]
+    result = _broadcast([shape for shape, _ in tensors])
+    wide = max([size for shape, size in tensors if shape] or [width])  # numbers without a dimension widen nothing
+    wide = 1 if _COMPARES.search(bare) else wide
+    if bare.endswith(("rms_norm_backward", "layer_norm_backward")):
+        result = [math.prod(first)]  # the gradient of the gain is small
+    return whole + math.prod(result) * wide
+
+
+def _find_index(
+    places: tuple[int, int], shapes: tuple[Any, ...], dtypes: tuple[str, ...]
+) -> tuple[list[int], int] | None:
+    place = places[1]
+    if place >= len(shapes) or place >= len(dtypes) or not _is_shape(shapes[place]):
+        return None
+    return shapes[place], _size_of(dtypes[place])
+
+
+def _broadcast(shapes: list[list[int]]) -> list[int]:
+    """The shape that tensors of these shapes have together; the largest where they do not fit."""
+    found: list[int] = []
+    for shape in shapes:
+        longer, shorter = (shape, found) if len(shape) > len(found) else (found, shape)
+        padded = [1] * (len(longer) - len(shorter)) + shorter
+        if any(one != other and 1 not in (one, other) for one, other in zip(longer, padded, strict=True)):
+            return max(shapes, key=math.prod)
+        found = [max(one, other) for one, other in zip(longer, padded, strict=True)]
+    return found
 
 
 def _size_of(dtype: str) -> int:
     return next((size for name, size in (*_DTYPES.values(), ("fp8", 1)) if name == dtype), 0)
 
 
-def _product_shape(name: str, shapes: tuple[Any, ...]) -> tuple[int, int, int, int] | None:
+def product_shape(name: str, shapes: tuple[Any, ...]) -> tuple[int, int, int, int] | None:
+    """Batches, M, N and K of a product by its inputs; None where they are not those of one."""
     tensors = [shape for shape in shapes if _is_shape(shape) and len(shape) >= 1]
     if "addmm" in name or "baddbmm" in name or "addmv" in name:
         tensors = tensors[1:]
@@ -364,13 +444,13 @@ def _count_attention(operator: Operator, shapes: list[Any], item: int) -> tuple[
     query, key = four[1:3] if backward and "_scaled_dot" in operator.name else four[:2]
     if re.search(r"_flash_attention_(forward|backward)|_efficient_attention", operator.name):
         batch, length, heads, width = query
-        keys = key[1]
+        keys, key_heads = key[1:3]
     else:
         batch, heads, length, width = query
-        keys = key[2]
+        key_heads, keys = key[1:3]
     causal = bool(re.search(r"[Tt]rue", operator.concrete))
     flop = 4.0 * batch * heads * length * keys * width * (0.5 if causal and length == keys else 1.0)
-    traffic = item * batch * width * heads * (2 * length + 2 * keys)
+    traffic = item * batch * width * (2 * heads * length + 2 * key_heads * keys)
     return (2.5 * flop, 2.0 * traffic) if backward else (flop, float(traffic))
 
 
@@ -382,8 +462,8 @@ def _count_convolution(operator: Operator, shapes: list[Any], item: int) -> tupl
     space = len(image) - 2
     if space < 1 or len(weight) != len(image):
         return None, None
-    stride, padding, dilation, transposed = _read_convolution(operator.concrete, space)
-    if re.search(r"(cudnn|miopen)_convolution", operator.name) and "transpose" not in operator.name:
+    stride, padding, dilation, transposed = _read_convolution(operator.concrete, space, backward=backward)
+    if re.search(r"(cudnn|miopen|mkldnn)_convolution", operator.name) and "transpose" not in operator.name:
         stride, padding = [max(each, 1) for each in padding], stride  # these name the padding first
     if transposed:
         out = [
@@ -401,13 +481,15 @@ def _count_convolution(operator: Operator, shapes: list[Any], item: int) -> tupl
         flop = 2.0 * image[0] * math.prod(out) * weight[0] * weight[1] * math.prod(weight[2:])
         out_channels = weight[0]
     traffic = item * (math.prod(image) + math.prod(weight) + image[0] * out_channels * math.prod(out))
-    return (2 * flop, 2.0 * traffic) if backward else (flop, float(traffic))
+    wanted = 2 - operator.concrete.count("[False, ")  # a first layer's input needs no gradient
+    return (wanted * flop, float(wanted * traffic)) if backward else (flop, float(traffic))
 
 
-def _read_convolution(concrete: str, space: int) -> tuple[list[int], list[int], list[int], bool]:
+def _read_convolution(concrete: str, space: int, *, backward: bool) -> tuple[list[int], list[int], list[int], bool]:
     """Stride, padding, dilation and whether it is transposed, of the order of `aten::convolution`; 1, 0, 1, False where
-    they are not recorded."""
-    lists, words = [], _read_shapes(concrete)
+    they are not recorded. Backward the sizes of the bias stand before them."""
+    lists, words = [], read_shapes(concrete)
+    words = words[:3] + words[4:] if backward else words
     for word in words:
         numbers = [int(each) for each in re.findall(r"-?\d+", str(word))] if re.match(r"[\[(]", str(word)) else []
         if numbers:

@@ -43,7 +43,7 @@ _ALLOCATOR = re.compile(
     r"^(cuda|hip)(Malloc|Free|HostAlloc|FreeHost|MallocHost|HostFree|MallocManaged)$|^cuMem(Create|Map|Unmap|Release)"
 )
 _LAUNCH = re.compile(r"Launch|Memcpy|Memset|cuLaunch", re.ASCII)
-_CPU_COMMUNICATION = re.compile(r"^(gloo|mpi|ucc|nccl):|^c10d::|record_param_comms")
+CPU_COMMUNICATION = re.compile(r"^(gloo|mpi|ucc|nccl):|^c10d::|record_param_comms")
 
 NEAR_US = 20.0
 """A wait that ends so shortly before a gap has emptied the device's queue."""
@@ -207,14 +207,14 @@ class Timeline:
     @cached_property
     def host_ops(self) -> np.ndarray:
         """Operators of a trace without a device, but for those of collectives."""
-        wrong = self.named(_CPU_COMMUNICATION, OP)
+        wrong = self.named(CPU_COMMUNICATION, OP)
         return np.setdiff1d(self.trace.of(OP), wrong)
 
     @cached_property
     def communication(self) -> np.ndarray:
         if self.on_device:
             return self.times(self.rows[self.is_communication])
-        return self.times(self.named(_CPU_COMMUNICATION, ANNOTATION, OP))
+        return self.times(self.named(CPU_COMMUNICATION, ANNOTATION, OP))
 
     @cached_property
     def copies(self) -> np.ndarray:
