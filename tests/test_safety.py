@@ -13,6 +13,7 @@ SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "PASSWORD", "SO
 SENTINEL = "hunter2-4711"
 
 REMOVERS = {
+    "bench/disk.py": "the file that it writes to measure a disk, as soon as it is open",
     "checkpoint/manager.py": "checkpoints by their names, unfinished ones too",
     "checkpoint/writer.py": "the unfinished folder of this step",
     "checkpoint/export.py": "the hidden, unfinished neighbour of the folder that it writes, and a file in it",
@@ -42,6 +43,7 @@ REMOVERS = {
     "rundir/names.py": "what this run, by its id, has saved on the disk of a node",
     "train/profiling.py": "the unfinished files of a trace that it writes",
     "train/run_weights.py": "the hidden, unfinished neighbour of the run directory that it makes",
+    "train/tune.py": "the note of what this run was trying, in the user's cache folder",
     "train/session.py": "empty folders that it made for a start that was refused",
     "rundir/directory.py": "a mark that it has just made, and the stop file",
 }

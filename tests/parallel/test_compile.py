@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -141,6 +143,16 @@ def test_auto_leaves_what_torchs_variable_says(monkeypatch: pytest.MonkeyPatch) 
 
 def test_auto_is_in_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    set_compile_cache("auto")
+    assert os.environ[CACHE] == str(tmp_path / "shardway" / "compiled")
+
+
+def test_the_folder_that_torch_sets_by_itself_is_no_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CACHE, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache_dir()  # as an import of torch.distributed.pipelining does
+    assert os.environ[CACHE].startswith(str(tmp_path / "node"))
     set_compile_cache("auto")
     assert os.environ[CACHE] == str(tmp_path / "shardway" / "compiled")
 

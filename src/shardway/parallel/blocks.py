@@ -89,12 +89,15 @@ _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 def set_compile_cache(configured: str) -> None:
     """Keep compiled code in train.compile_cache; "auto" is the folder that torch's own variable names, or else
     `compiled` in shardway's part of the user's cache folder. Files are keyed by content and written whole, so ranks
-    and runs may share the folder.
+    and runs may share the folder. torch sets its variable itself when parts of it are imported, to a folder of the
+    node's that a job loses: that is no choice of the user's.
 
     torch has no other door to this than an environment variable, which compile workers inherit. Raises UserError
     where "auto" finds no folder or the folder cannot be made.
     """
-    if configured == "auto" and os.environ.get(_CACHE):
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if configured == "auto" and os.environ.get(_CACHE, "") not in ("", default_cache_dir()):
         return
     if configured != "auto":
         folder = expand_place(configured)

@@ -163,7 +163,7 @@ def keep_profile(name: str, text: str) -> Path:
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise UserError(
-            f"cannot write {path}: {reason}\n  to do: write the profile elsewhere: without --write"
+            f"cannot write {path}: {reason}\n  to do: make the folder writable, or set XDG_CONFIG_HOME to one that is"
         ) from error
     if not is_new:
         raise _refuse(path)
@@ -187,7 +187,7 @@ def find_place(name: str) -> Path:
     folder = own_folder()
     if folder is None:
         raise UserError(
-            "this account has no home folder for profiles\n  to do: set XDG_CONFIG_HOME, or leave out --write"
+            "this account has no home folder for profiles\n  to do: set XDG_CONFIG_HOME to a folder that you may write"
         )
     path = folder / f"{name}.toml"
     if os.path.lexists(path):
