@@ -349,7 +349,7 @@ def test_a_process_at_the_wrong_socket_is_named() -> None:
     away = node_of(*devices, numa=numa, bound=frozenset(range(8)), own=3)
     found = only(judge_topology(away), "wrong")
     assert found.what == "this process may use CPUs of NUMA 0, and GPU3 is at NUMA 1"
-    assert found.remedy.startswith("numactl --cpunodebind=1 --membind=1 ...; Slurm: --cpu-bind=map_ldom:0,0,1,1 ")
+    assert found.remedy.startswith("numactl --cpunodebind=1 --membind=1 ...; srun --cpu-bind=map_ldom:0,0,1,1 ")
     assert judge_topology(replace(away, own=1)).findings == ()
     assert judge_topology(replace(away, bound=None)).findings == ()
     outside = only(judge_topology(replace(away, own=None)), "note")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,10 @@ def shardway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
     def run(*words: str) -> Ended:
         capsys.readouterr()
+        for handler in logging.getLogger("transformers").handlers:
+            if isinstance(handler, logging.StreamHandler):  # it has the stream of the test that imported the library
+                handler.stream = sys.stderr
+                monkeypatch.setattr(handler, "flush", sys.stderr.flush)
         code = run_guarded(lambda: app(list(words), standalone_mode=False, prog_name="shardway"))
         said = capsys.readouterr()
         assert "Traceback" not in said.err

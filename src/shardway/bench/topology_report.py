@@ -658,14 +658,14 @@ def _judge_binding(topology: NodeTopology) -> Iterator[LinkFinding]:
         f"this process may use CPUs of NUMA {', '.join(map(str, here))}, and {_name_devices([d.index for d in away])} "
         f"{'is' if len(away) == 1 else 'are'} at NUMA {', '.join(dict.fromkeys(str(d.numa) for d in away))}",
         "CPUs and memory of the device's NUMA node",
-        f"numactl --cpunodebind={node} --membind={node} ...; Slurm: --cpu-bind=map_ldom:{_list_numa(topology)} "
+        f"numactl --cpunodebind={node} --membind={node} ...; srun --cpu-bind=map_ldom:{_list_numa(topology)} "
         "(--gpu-bind=closest hides the neighbours' GPUs from a rank)",
         devices=tuple(device.index for device in away),
     )
 
 
 def _list_numa(topology: NodeTopology) -> str:
-    """The NUMA node of each device, as Slurm takes them for the ranks of a node."""
+    """The NUMA node of each device, as srun takes them for the ranks of a node."""
     return ",".join("0" if device.numa is None else str(device.numa) for device in topology.devices)
 
 
