@@ -86,6 +86,14 @@ def with_torch(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
+class Scaled(torch.optim.AdamW):
+    """As of a library that sets the flag of torch's fused ones, and looks at `found_inf` in its own way."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert not hasattr(self, "found_inf")
+        return super().step(closure)
+
+
 def check_same(one: Trained, other: Trained) -> None:
     """To the bit."""
     numbers = [[(each.loss, each.grad_norm, each.skipped, each.decision) for each in of.results] for of in (one, other)]
@@ -166,10 +174,11 @@ def test_without_a_guard_weights_change_whatever_the_numbers_are() -> None:
         (of(name="adafactor"), guarded),
         (of(name="adamw", kernel="foreach"), guarded),
         (lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2), guarded),
+        (lambda model: Scaled(model.parameters(), lr=1e-2, fused=True), guarded),
         (of(name="adamw"), lambda: StepContext(loss_scale=LossScale())),
         (of(name="adamw"), lambda: StepContext(watch=GuardChecks(repeat=True, probe=True))),
     ],
-    ids=["muon", "adafactor", "foreach", "torch's foreach", "a loss scale", "a probe"],
+    ids=["muon", "adafactor", "foreach", "torch's foreach", "a library's", "a loss scale", "a probe"],
 )
 def test_what_cannot_be_left_out_on_the_device_waits(
     make: Callable[[torch.nn.Module], torch.optim.Optimizer], context: Callable[[], StepContext]

@@ -18,7 +18,7 @@ from shardway.bench.device_report import DeviceReport
 from shardway.errors import UserError, list_some
 from shardway.hardware.catalogue import find_accelerator, load_accelerators
 from shardway.plan.case import ceilings_of, generation_of, load_ceilings, machine_of_site
-from shardway.plan.time import FLASH_BACKWARD_FLOPS, product_ramp, span_ramp
+from shardway.plan.time import FLASH_BACKWARD_FLOPS, clock_share, product_ramp, span_ramp
 from shardway.runfile.load import render_value
 from shardway.sites.schema import FORMAT, SiteProfile
 from shardway.watch.words import render_plural
@@ -98,7 +98,7 @@ def find_device_ceilings(report: DeviceReport, site: SiteProfile) -> Mapping[str
     UserError for a site that cannot be planned on."""
     machine = machine_of_site(site)
     shipped, part = ceilings_of(machine), machine.accelerator
-    clock = machine.power_share**shipped.power
+    clock = clock_share(machine, shipped)
     found: dict[str, float] = {}
     layers = {layer.format: layer for layer in report.layers}
     wide = layers.get("bf16", layers.get("fp16"))

@@ -21,6 +21,7 @@ from shardway.errors import Problem, ShardwayError, UserError, check_no_problems
 from shardway.hardware.catalogue import DTYPES, Accelerator, Dtype, find_accelerator
 from shardway.plan.case import Case, ceilings_of, machine_of_site
 from shardway.plan.huggingface import read_shape
+from shardway.plan.time import product_rate
 from shardway.resolve.planned import case_of, precision_of, shape_of_run
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import RunFile
@@ -91,10 +92,7 @@ def read_site_ceilings(name: str) -> RoofCeilings:
         remedy = "leave out --site: the ceilings are then measured here"
         check_no_problems("the command line", [Problem("--site", what, "command line", remedy=remedy)])
     factors = ceilings_of(machine)
-    shares: Mapping[str, float] = {"fp8": factors.matmul_low, "fp4": factors.matmul_fp4}
-    products = {
-        str(dtype): peak * shares.get(dtype, factors.matmul) for dtype, peak in machine.accelerator.peak_flops.items()
-    }
+    products = {str(dtype): product_rate(machine, factors, dtype) for dtype in machine.accelerator.peak_flops}
     return RoofCeilings(
         products, factors.memory * (rate or 0.0), f"[measured] of the site {name}", machine.accelerator.key
     )

@@ -114,9 +114,22 @@ def _list_saved(layer: LayerShape, case: Case) -> list[SavedActivation]:
     norm_size = 4 if case.casts_each else size
     casts_each = case.casts_each and not case.compiled
     region = "none" if engine.whole_regions else "stream"  # what splits the input of a region of the tensor axis
+    adapter = layer.adapter
 
     def add(name: str, kept: float, split: str = "stream", product: float = 0.0, second: float = 0.0) -> None:
         found.append(SavedActivation(name, kept, split, product, second))
+
+    def add_input(name: str, features: float, readers: int, of: tuple[str, ...], split: str) -> None:
+        """What `readers` products multiply, which their weights' gradients need: one tensor, or a copy of each in 16
+        bits. A frozen product needs none, and each product of an adapter beside one its own."""
+        copies = readers if casts_each else 1
+        if adapter is not None:
+            reading = adapter.count_readers(*of)
+            copies = reading if casts_each or adapter.dropout else min(1, reading)
+            if adapter.dropout:
+                add(f"masks of dropout of {name}", reading * features * MASK_BYTES, split)
+            add(f"products of an adapter with {name}", reading * adapter.rank * size, split)
+        add(name, copies * features * input_size, split)
 
     def add_norm(name: str, product: float = 0.0) -> None:
         """The input of a norm; an unfused one also keeps a copy in fp32, and the result before its gain."""
@@ -136,12 +149,15 @@ def _list_saved(layer: LayerShape, case: Case) -> list[SavedActivation]:
         add("input of the activation", copies * wide * features * size, "tensor", product=1, second=1 / wide)
         if layer.gated and not (engine.fused_activations or case.compiled):
             add("gate after its function", copies * features * size, "tensor")
-        add("output of the activation", copies * features * input_size, "tensor")
+        if adapter is None or layer.experts is not None:
+            add("output of the activation", copies * features * input_size, "tensor")
+        else:
+            add_input("output of the activation", features, 1, ("ffn_down",), "tensor")
 
     for attention in layer.attentions:
         add_norm("input of attention's norm", case.stream_bytes / norm_size)
-        copies = attention.input_products if casts_each else 1
-        add("input of queries, keys, values", copies * width * input_size, region)
+        readers = ("q", "kv", "q_down", "kv_down")
+        add_input("input of queries, keys, values", width, attention.input_products, readers, region)
         latent = attention.latent
         if latent is not None:
             latents = 2 * (latent.q_rank + latent.kv_rank) * size
@@ -161,13 +177,17 @@ def _list_saved(layer: LayerShape, case: Case) -> list[SavedActivation]:
             if case.dropout:
                 add("scores after dropout, and its mask", scores * (size + MASK_BYTES), "tensor")
         add("output of attention", attention.value_width * size, "tensor", product=1, second=1)
+        if adapter is not None and (casts_each or adapter.dropout):  # attention keeps its own
+            add_input("copy of attention's output", attention.value_width, 0, ("o",), "tensor")
+        elif adapter is not None:
+            add("products of an adapter", adapter.count_readers("o") * adapter.rank * size)
         add_result("attention's last product", 0)
         if case.dropout:
             add("mask of dropout after attention", width * MASK_BYTES)
     mixture = layer.experts
     if mixture is None:
         add_norm("input of feed-forward's norm")
-        add("input of feed-forward", (layer.gate_products if casts_each else 1) * width * input_size, region)
+        add_input("input of feed-forward", width, layer.gate_products, ("ffn_up",), region)
         add_activation(layer.ffn, 1)
         add_result("feed-forward's last product", 1)
         if case.dropout:
@@ -192,6 +212,16 @@ def _list_saved(layer: LayerShape, case: Case) -> list[SavedActivation]:
 
 
 @dataclass(frozen=True)
+class AdapterElements:
+    """Elements of an adapter on a rank (they are also among those of layers and ends), those of one layer, and elements
+    of the frozen matrices, which are held in the format of products. No axis but that of data splits these models."""
+
+    trained: float
+    of_layer: float
+    frozen: float
+
+
+@dataclass(frozen=True)
 class LocalParameters:
     """Elements on a rank: of layers, of experts, of the two ends; `largest` is the most of one layer."""
 
@@ -200,6 +230,7 @@ class LocalParameters:
     ends: float
     largest_dense: float
     largest_experts: float
+    adapter: AdapterElements | None = None
 
     @property
     def layers(self) -> float:  # those of layers, experts included
@@ -212,6 +243,14 @@ class LocalParameters:
     def shared(self, degrees: Degrees) -> float:
         """A rank's share, if states are sharded."""
         return (self.dense + self.ends) / degrees.shards + self.experts / degrees.expert_shards
+
+    @property
+    def trained(self) -> float:  # those that have a gradient
+        return self.total if self.adapter is None else self.adapter.trained
+
+    def trained_share(self, degrees: Degrees) -> float:
+        """A rank's share of these, if states are sharded."""
+        return self.shared(degrees) if self.adapter is None else self.adapter.trained / degrees.shards
 
 
 def count_local(case: Case, stage: StageLayers) -> LocalParameters:
@@ -228,6 +267,19 @@ def count_local(case: Case, stage: StageLayers) -> LocalParameters:
         ends=embedding + head + copied,
         largest_dense=max((dense for dense, _, _ in layers), default=0.0),
         largest_experts=max((experts for _, experts, _ in layers), default=0.0),
+        adapter=_count_adapter(case, stage) if model.adapter is not None else None,
+    )
+
+
+def _count_adapter(case: Case, stage: StageLayers) -> AdapterElements:
+    head, runs = case.model.head, stage.layers
+    matrices = [(matrix, run.count) for run in runs for matrix in run.layer.matrices]
+    if not case.model.tied:  # a tied one is the embedding's table
+        matrices.append((head, 1))
+    return AdapterElements(
+        trained=sum(run.layer.trained_parameters * run.count for run in runs) + head.trained,
+        of_layer=max(run.layer.trained_parameters for run in runs),
+        frozen=sum((matrix.parameters - matrix.trained) * count for matrix, count in matrices),
     )
 
 
@@ -376,15 +428,18 @@ def _estimate_stage(case: Case, stage: StageLayers, overheads: Overheads) -> Sta
 
     # States: a rank keeps its share of what ZeRO shards. Sharded weights (zero 3) are the copy that the optimizer
     # updates; otherwise products may read another one.
-    share = local.shared(degrees)
+    share, trained_share, adapter = local.shared(degrees), local.trained_share(degrees), local.adapter
     if case.zero == 3:
         weights = share * case.kept_weight_bytes
     else:
         weights = local.total * (size if case.splits_copy else case.kept_weight_bytes)
+    if adapter is not None:
+        held = adapter.frozen / (degrees.shards if case.zero == 3 else 1)
+        weights -= held * (case.kept_weight_bytes - size)
     gradient_bytes = case.gradient_bytes + (case.engine.spare_gradient_bytes if size == 2 else 0)
-    gradients = (share if case.zero >= 2 else local.total) * gradient_bytes
+    gradients = (trained_share if case.zero >= 2 else local.trained) * gradient_bytes
     copy = case.kept_weight_bytes if case.splits_copy and case.zero < 3 else 0
-    optimizer = (share if case.zero >= 1 else local.total) * (optimizer_bytes(case.optimizer) + copy)
+    optimizer = (trained_share if case.zero >= 1 else local.trained) * (optimizer_bytes(case.optimizer) + copy)
     host = 0.0
     if case.offload:  # optimizer states lie in the host's memory, sharded weights and their gradients too
         host, optimizer = optimizer, 0.0
@@ -397,13 +452,17 @@ def _estimate_stage(case: Case, stage: StageLayers, overheads: Overheads) -> Sta
     a_pass += tokens * (hidden if stage.first and case.dropout else 0) / case.stream_split
     if case.casts_weights:
         head = case.model.head.parameters / degrees.tp if stage.last else 0.0
-        a_pass += size * (head + (local.layers if case.recompute == "none" else 0.0))
+        copied = local.layers
+        if adapter is not None:  # frozen matrices need none, but for a tied head: its table keeps its format
+            head, copied = head if case.model.tied else 0.0, adapter.trained
+        a_pass += size * (head + (copied if case.recompute == "none" else 0.0))
     # The inputs of the last norm and the head: of one micro-batch (its backward pass follows at once), or all in GPipe.
     by_head = 0.0
     if stage.last:
         norm = 4 if case.casts_each else size
         head_split = 1 if case.engine.whole_regions else case.stream_split
-        by_head = tokens * hidden * (norm / case.stream_split + size / head_split)
+        read = 0 if case.model.head.frozen and not case.model.head.adapter else size
+        by_head = tokens * hidden * (norm / case.stream_split + read / head_split)
         by_head *= case.micro_batches if case.schedule == "gpipe" and degrees.pp > 1 else 1
     kept = kept_micro_batches(case, stage.rank)
 
@@ -412,18 +471,20 @@ def _estimate_stage(case: Case, stage: StageLayers, overheads: Overheads) -> Sta
     if stage.last:
         # Copies of weights that autocast caches until the loss is computed, beyond those kept for the backward pass.
         cached = case.casts_weights and degrees.pp == 1 and case.recompute != "none"
-        working = max(working, loss_bytes(case) + (size * local.layers if cached else 0.0))
+        copies = local.layers if adapter is None else adapter.trained
+        working = max(working, loss_bytes(case) + (size * copies if cached else 0.0))
 
     # Weights of the layer in use and of the next, and one layer's gradient; the ends are gathered separately. Without
     # resharding all weights stay gathered, and in a pipeline all gradients until its last micro-batch.
     gathered = 0.0
     if case.zero == 3 and degrees.shards > 1:
         layer = local.largest_dense + (local.largest_experts if degrees.expert_shards > 1 else 0.0)
+        summed = layer if adapter is None else adapter.of_layer
         if case.reshard:
-            gathered = layer * (3 * size + SUMMED_BYTES) + local.ends * size
+            gathered = 2 * layer * size + summed * (size + SUMMED_BYTES) + local.ends * size
         else:
-            summed = local.total * SUMMED_BYTES if degrees.pp > 1 else layer * (size + SUMMED_BYTES)
-            gathered = local.total * size + summed
+            added = local.total * SUMMED_BYTES if degrees.pp > 1 else summed * (size + SUMMED_BYTES)
+            gathered = local.total * size + added
 
     # Receive and send buffers of stages: two of the stream each way, or one each way per micro-batch.
     messages = 0.0
@@ -487,8 +548,12 @@ def estimate_between_steps(case: Case, peak: StageMemory) -> BetweenSteps:
     kept = peak.weights + peak.optimizer
     stage = list_stages(case)[peak.rank]
     local = count_local(case, stage)
+    saved = kept + peak.host
+    if local.adapter is not None:  # frozen weights are in no checkpoint
+        share = local.trained_share(case.degrees) if case.zero == 3 else local.trained
+        saved = share * (case.kept_weight_bytes + optimizer_bytes(case.optimizer))
     matrices = [
         matrix.parameters / matrix_split(matrix, case.degrees) for run in stage.layers for matrix in run.layer.matrices
     ]
     largest = max([*matrices, local.ends]) / (case.degrees.shards if case.zero == 3 else 1)
-    return BetweenSteps(kept, kept + peak.host, kept + largest * case.kept_weight_bytes)
+    return BetweenSteps(kept, saved, kept + largest * case.kept_weight_bytes)

@@ -26,6 +26,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -55,14 +56,82 @@ class Matrix:
     copies: int = 1
     met: int = 1
     kv_heads: int = 0  # heads of keys or values in the outputs; the tensor axis splits no further than these
+    frozen: bool = False  # only an adapter beside it is trained
+    adapter: int = 0  # parameters of the adapter
 
     @property
     def parameters(self) -> int:
-        return self.copies * (self.inputs * self.outputs + (self.outputs if self.bias else 0))
+        own = self.copies * (self.inputs * self.outputs + (self.outputs if self.bias else 0))
+        return own + self.adapter
+
+    @property
+    def trained(self) -> int:  # parameters that have a gradient
+        return self.adapter if self.frozen else self.parameters
 
     @property
     def flops_per_token(self) -> int:  # forward
-        return 2 * self.met * self.inputs * self.outputs
+        return 2 * (self.met * self.inputs * self.outputs + self.adapter)
+
+    @property
+    def frozen_flops_per_token(self) -> int:  # of the product whose backward pass has no gradient of weights
+        return 2 * self.met * self.inputs * self.outputs if self.frozen else 0
+
+
+# --- an adapter: LoRA (Hu et al., arXiv:2106.09685)
+
+ALL_LINEAR, OF_ATTENTION = "all-linear", "attention"
+"""Words of model.lora_targets that stand for several layers."""
+
+LORA_LAYERS: Mapping[str, tuple[tuple[str, int, int], ...]] = {
+    "q_proj": (("q", 1, 1),),
+    "k_proj": (("kv", 1, 2),),
+    "v_proj": (("kv", 1, 2),),
+    "o_proj": (("o", 1, 1),),
+    "qkv_proj": (("q", 1, 1), ("kv", 0, 1)),
+    "gate_proj": (("ffn_up", 1, 2),),
+    "up_proj": (("ffn_up", 1, 2),),
+    "gate_up_proj": (("ffn_up", 1, 1),),
+    "down_proj": (("ffn_down", 1, 1),),
+    "lm_head": (("head", 1, 1),),
+}
+"""Linear layer of the Hugging Face library -> the matrices here that it is, or a part of: name, whether its inputs are
+counted there, and in how many equal parts the matrix's outputs are cut."""
+
+_USUAL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The layers of a block; fused ones count only where they are named."""
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """Two matrices of `rank` beside each of the `layers` (names of `LORA_LAYERS`), of every block."""
+
+    rank: int
+    layers: tuple[str, ...]
+    dropout: bool = False
+
+    def count_beside(self, matrix: Matrix) -> int:
+        """Parameters beside a matrix."""
+        parts = [part for layer in self.layers for part in LORA_LAYERS[layer] if part[0] == matrix.name]
+        return sum(self.rank * (matrix.inputs * inputs + matrix.outputs // cuts) for _, inputs, cuts in parts)
+
+    def count_readers(self, *names: str) -> int:
+        """How many of its layers read the input of these matrices."""
+        return sum(any(part[0] in names and part[1] for part in LORA_LAYERS[layer]) for layer in self.layers)
+
+
+def find_adapter(section: ModelSection, experts: bool) -> AdapterShape | None:
+    """The adapter of a resolved [model]; None without one. Of a pattern the last part counts, whatever blocks the
+    others choose. Beside experts it is for attention alone."""
+    if section.adapter == "none":
+        return None
+    attention = _USUAL[:4]
+    known = {ALL_LINEAR: attention if experts else _USUAL, OF_ATTENTION: attention}
+    chosen: list[str] = []
+    for word in section.lora_targets:
+        leaf = word.rpartition(".")[2]
+        named = [name for name in LORA_LAYERS if name == leaf or (name in _USUAL and fnmatchcase(name, leaf))]
+        chosen += [name for name in known.get(word, named) if not experts or name in (*attention, "lm_head")]
+    return AdapterShape(section.lora_rank, tuple(dict.fromkeys(chosen)), section.lora_dropout > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +239,7 @@ class LayerShape:
     ffn_bias: bool = False
     norms: int = 2
     norm_bias: bool = False
+    adapter: AdapterShape | None = None  # all else is frozen
 
     def __hash__(self) -> int:
         return self._hash
@@ -190,14 +260,19 @@ class LayerShape:
         mixture = self.experts
         if mixture is None:
             add_products("ffn", self.ffn, self.ffn_bias)
-            return tuple(found)
+            return self._beside_adapter(found)
         found.append(Matrix("router", "router", self.hidden, mixture.count, bias=mixture.bias))
         add_products("experts", mixture.dim, mixture.bias, mixture.count, mixture.per_token)
         if mixture.shared_dim:
             add_products("shared", mixture.shared_dim)
         if mixture.shared_gate:
             found.append(Matrix("shared_gate", "router", self.hidden, 1))
-        return tuple(found)
+        return self._beside_adapter(found)
+
+    def _beside_adapter(self, matrices: Sequence[Matrix]) -> tuple[Matrix, ...]:
+        if (adapter := self.adapter) is None:
+            return tuple(matrices)
+        return tuple([replace(each, frozen=True, adapter=adapter.count_beside(each)) for each in matrices])
 
     @property
     def gate_products(self) -> int:  # products that read the input of the feed-forward layer: up, and the gate
@@ -215,6 +290,10 @@ class LayerShape:
     @property
     def parameters(self) -> int:  # all parameters, including experts that a token does not meet
         return sum(each.parameters for each in self.matrices) + self.norm_parameters
+
+    @property
+    def trained_parameters(self) -> int:  # those that have a gradient
+        return self.parameters if self.adapter is None else sum(each.trained for each in self.matrices)
 
     @property
     def active_parameters(self) -> int:  # parameters that one token meets
@@ -274,6 +353,8 @@ class Architecture:
     """Products between the last layer and the head, of as many positions: BERT has one (google-research/bert,
     run_pretraining.py, get_masked_lm_output)."""
     encoder_seq: int = 0  # positions of the encoder, if there is one; 0 = as many as the decoder has
+    adapter: AdapterShape | None = None
+    """What is trained beside a model that is frozen (`beside`)."""
 
     def __post_init__(self) -> None:
         problems = [] if self.runs else [Problem("model.layers", "there is no layer", allowed="at least 1")]
@@ -316,11 +397,14 @@ class Architecture:
     @cached_property
     def head(self) -> Matrix:  # the output layer; a tied one shares its weight with the embedding
         outputs = self.vocab if self.outputs is None else self.outputs
-        return Matrix("head", "head", self.hidden, outputs, "outputs", self.head_bias)
+        head = Matrix("head", "head", self.hidden, outputs, "outputs", self.head_bias)
+        if self.adapter is None:
+            return head
+        return replace(head, frozen=True, adapter=self.adapter.count_beside(head))
 
     @property
     def head_parameters(self) -> int:  # parameters of the output layer and of the part before it, without shared ones
-        own = (self.head.outputs if self.head_bias else 0) if self.tied else self.head.parameters
+        own = (self.head.outputs if self.head_bias else 0) + self.head.adapter if self.tied else self.head.parameters
         return own + sum(each.parameters for each in self.before_head)
 
     @cached_property
@@ -349,7 +433,22 @@ class Architecture:
         return total + patches + head / (seq if self.pooled else 1)
 
     def flops_per_token(self, seq: int, *, causal: bool) -> float:
-        return 3 * self.forward_flops_per_token(seq, causal=causal)
+        """FLOPs of a token forward and backward; the backward pass has no gradients of frozen weights."""
+        left_out = sum(run.count * each.frozen_flops_per_token for run in self.runs for each in run.layer.matrices)
+        left_out += self.head.frozen_flops_per_token
+        return 3 * self.forward_flops_per_token(seq, causal=causal) - left_out
+
+    @cached_property
+    def trained_parameters(self) -> int:  # those that have a gradient
+        layers = sum(run.count * run.layer.trained_parameters for run in self.runs)
+        return self.parameters if self.adapter is None else layers + self.head.trained
+
+    def beside(self, adapter: AdapterShape | None) -> Architecture:
+        """The same model frozen, with an adapter; itself without one."""
+        if adapter is None:
+            return self
+        runs = tuple([replace(run, layer=replace(run.layer, adapter=adapter)) for run in self.runs])
+        return replace(self, runs=runs, adapter=adapter)
 
     def side_seq(self, side: Side, seq: int) -> int:
         return (self.encoder_seq or seq) if side == "encoder" else seq
@@ -503,6 +602,8 @@ def find_traced(values: RunFile, run_file: Path) -> tuple[Measured, str] | None:
 def digest_of(values: RunFile) -> str:
     """Digest of what a sample and the model are made from; by the first names of keys, so that earlier counts hold."""
     later = set() if values.model.settings else {"settings"}
+    if values.model.adapter == "none":
+        later |= {name for name in type(values.model).model_fields if name == "adapter" or name.startswith("lora_")}
     text = values.model.model_dump_json(exclude=later) + str((values.data.seq_len, values.data.shape))
     for first, today in EARLIER_KEYS.items():
         text = text.replace(f'"{today.removeprefix("model.")}":', f'"{first.removeprefix("model.")}":')

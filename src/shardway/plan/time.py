@@ -141,6 +141,7 @@ FLASH_BACKWARD_FLOPS = 2.5
 HEAD_WIDTH = 128  # width of a head for which fused kernels are made; narrower heads use their tiles less well
 HEAD_LOSS = 0.3
 PADDED_TO = 128  # a padded vocabulary is a multiple of this
+ADAPTER_MOVES = 5  # of a result: it is read and written with the factor; both summands are read, the sum is written
 CAST_BYTES = 6  # bytes moved to copy a number from fp32 to 16 bits, or back
 ALIGNED_BYTES = 16  # bytes that tensor cores read at once; rows of other multiples take slower kernels
 LOSS_BYTES, FUSED_LOSS_BYTES = 40, 10
@@ -151,6 +152,7 @@ EAGER_KERNELS, FUSED_KERNELS, COMPILED_KERNELS = 45, 28, 24
 """Operators of a layer's forward pass, counted in eager GPT blocks, in blocks of fused modules, and compiled."""
 SCORE_KERNELS, TENSOR_KERNELS, EXPERT_KERNELS, CAST_KERNELS = 8, 4, 30, 20
 """Operators added by unfused attention, the tensor axis, experts and casts to eight bits."""
+ADAPTER_KERNELS = 6  # of one layer's adapter: two casts, two products, the factor, the sum
 BACKWARD_KERNELS = 2  # operators of a backward pass per forward one
 
 HIDDEN_RING = 0.8  # part of attention behind which a ring's messages hide
@@ -194,6 +196,17 @@ def span_ramp(ceilings: Ceilings, span: float) -> float:
     return 1 + ceilings.flash_ramp / span
 
 
+def clock_share(machine: Machine, ceilings: Ceilings) -> float:
+    """The part of its rated clock that an accelerator keeps within the node's power limit."""
+    return float(machine.power_share**ceilings.power)
+
+
+def product_rate(machine: Machine, ceilings: Ceilings, precision: str) -> float:
+    """FLOP/s that large products reach. Raises UserError if the machine has no rate for the precision."""
+    shares = {"fp8": ceilings.matmul_low, "fp4": ceilings.matmul_fp4}
+    return machine.peak(precision) * shares.get(precision, ceilings.matmul) * clock_share(machine, ceilings)
+
+
 def machine_bandwidth(machine: Machine) -> float:
     """Bytes per second of an accelerator's memory on paper."""
     return machine.accelerator.memory_bandwidth_bytes_per_s or 1e12
@@ -230,13 +243,13 @@ class StepPricer:
         self._layers: dict[tuple[int, str], Items] = {}
         self.bandwidth = machine_bandwidth(machine) * ceilings.memory  # bytes per second of memory-bound operators
         # FLOP/s of large products in a format of eight bits or less, and in the wider one
-        clock, self.low_rate = float(machine.power_share**ceilings.power), 0.0
-        if case.precision == "fp4" and machine.accelerator.peak("fp4"):
-            self.low_rate = machine.peak("fp4") * ceilings.matmul_fp4 * clock
-        elif case.low_bits:
-            self.low_rate = machine.peak("fp8") * ceilings.matmul_low * clock
-        wide = machine.peak("bf16" if case.low_bits else case.precision)
-        self.rate, self.wide_peak = wide * ceilings.matmul * clock, wide * clock
+        self.low_rate = 0.0
+        if case.low_bits:
+            low = "fp4" if case.precision == "fp4" and machine.accelerator.peak("fp4") else "fp8"
+            self.low_rate = product_rate(machine, ceilings, low)
+        wide = "bf16" if case.low_bits else case.precision
+        self.rate = product_rate(machine, ceilings, wide)
+        self.wide_peak = machine.peak(wide) * clock_share(machine, ceilings)
 
     def stages(self, stages: Iterable[StageLayers]) -> list[Items]:
         """Items of one micro-batch in each stage, priced once for equal stages."""
@@ -295,11 +308,12 @@ class StepPricer:
         kernels += TENSOR_KERNELS if case.degrees.tp > 1 else 0
         kernels += EXPERT_KERNELS if layer.experts is not None else 0
         kernels += CAST_KERNELS if case.low_bits else 0
+        kernels += ADAPTER_KERNELS * len(layer.adapter.layers) if layer.adapter is not None else 0
         passes = 1 + (1 if case.recompute in ("full", "operators", "products") else 0) + BACKWARD_KERNELS
         items[HOST] = 0.0 if case.replays else max(0.0, self.ceilings.kernel_s * kernels * passes - busy)
         if case.zero == 3 and case.degrees.shards > 1:
             # a layer's weights are gathered, its gradients scattered, beside the computation that hides most of it.
-            messages = self._shard_seconds(*count_layer(layer, case))
+            messages = self._shard_seconds(*count_layer(layer, case), layer.trained_parameters)
             if case.engine.by_parameter:
                 messages += 3 * len(layer.matrices) * self.wires.start(self.groups["dp_shard"])
             hidden = min(messages, self.ceilings.overlap * busy)
@@ -374,14 +388,19 @@ class StepPricer:
         forward, backward = (max(0.0, gather - part * each) for each in (attention.forward, attention.backward))
         return (1 + again) * forward + backward + max(0.0, gradients - (HIDDEN_RING - part) * attention.backward)
 
-    def _shard_seconds(self, dense: float, experts: float) -> float:
-        """Gather before use (and again before the backward pass), scatter the gradient, in every micro-batch."""
+    def _shard_seconds(self, dense: float, experts: float, trained: float) -> float:
+        """Gather before use (and again before the backward pass), scatter the gradient, in every micro-batch; beside an
+        adapter only its `trained` elements have one."""
         case, total = self.case, 0.0
         gathers = 2 if case.reshard else 1 / case.micro_batches
         scatters = 1 if case.reshard else 1 / case.micro_batches
         for elements, group in ((dense, self.groups["dp_shard"]), (experts, self.groups["expert_shards"])):
             total += gathers * self.wires.seconds("all_gather", elements * case.shared_bytes, group)
-            total += scatters * self.wires.seconds("reduce_scatter", elements * case.gradient_bytes, group)
+            if case.model.adapter is None:
+                total += scatters * self.wires.seconds("reduce_scatter", elements * case.gradient_bytes, group)
+        if case.model.adapter is not None:
+            size = trained * case.gradient_bytes
+            total += scatters * self.wires.seconds("reduce_scatter", size, self.groups["dp_shard"])
         return total
 
     def _head(self) -> Items:
@@ -395,7 +414,7 @@ class StepPricer:
         logits = tokens * case.model.head.outputs / (tp if case.engine.splits_loss else 1)
         items = {PRODUCTS: product.forward + product.backward, MOVES: logits * moves / self.bandwidth}
         if case.zero == 3 and case.degrees.shards > 1:
-            messages = self._shard_seconds(case.model.head.parameters / tp, 0.0)
+            messages = self._shard_seconds(case.model.head.parameters / tp, 0.0, case.model.head.trained)
             items[SHARDS] = (1 - self.ceilings.overlap) * messages
         return items
 
@@ -419,8 +438,20 @@ class StepPricer:
         low = case.low_bits and matrix.part not in ("router", "head")
         if not self._aligned(inputs, outputs):
             copies *= 1 + self.ceilings.misaligned
-        back = self._gemm(rows, inputs, outputs, low) + self._gemm(inputs, outputs, rows, low)
-        return PassTimes(copies * self._gemm(rows, outputs, inputs, low), copies * back)
+        back = self._gemm(rows, inputs, outputs, low)
+        back += 0.0 if matrix.frozen else self._gemm(inputs, outputs, rows, low)
+        beside = self._adapter(matrix, rows)
+        return PassTimes(copies * self._gemm(rows, outputs, inputs, low), copies * back) + beside
+
+    def _adapter(self, matrix: Matrix, rows: int) -> PassTimes:
+        """The two products of an adapter beside a matrix; of several together, as one of their ranks' sum."""
+        if not matrix.adapter:
+            return PassTimes(0.0, 0.0)
+        rank = max(1, round(matrix.adapter / (matrix.inputs + matrix.outputs)))
+        pairs = ((matrix.inputs, rank), (rank, matrix.outputs))
+        forward = sum(self._gemm(rows, outputs, inputs, False) for inputs, outputs in pairs)
+        to_inputs = sum(self._gemm(rows, inputs, outputs, False) for inputs, outputs in pairs)
+        return PassTimes(forward, to_inputs + sum(self._gemm(*pair, rows, False) for pair in pairs))
 
     def _gemm(self, m: int, n: int, k: int, low: bool) -> float:
         c, wide = self.ceilings, self.case.value_bytes
@@ -473,8 +504,11 @@ class StepPricer:
             inputs = sum(each.input_products for each in layer.attentions) + layer.gate_products
             casts += tokens * inputs * layer.hidden
         if case.casts_weights and not case.compiled:
-            casts += sum(count_layer(layer, case))
+            casts += sum(count_layer(layer, case)) if layer.adapter is None else layer.trained_parameters
         moved = tokens * (stream + size * c.gates * gates) + CAST_BYTES * casts
+        if layer.adapter is not None and not case.compiled:  # the factor and the sum pass over results
+            added = sum(matrix.outputs for matrix in layer.matrices if matrix.adapter)
+            moved += ADAPTER_MOVES * size * c.gates * tokens * added
         if case.low_bits:  # read in 16 bits, write in 8, as it is and transposed
             read = 0.0
             for matrix in layer.matrices:
@@ -507,7 +541,7 @@ class StepPricer:
         kind: Kind = "reduce_scatter" if case.zero else "all_reduce"
         summed = exchange(kind, case.gradient_bytes) if case.zero < 3 else 0.0
         shared = case.degrees.shards if case.zero >= 2 else 1
-        summed += self.wires.seconds("all_reduce", local.total * case.gradient_bytes / shared, groups["dp_replicate"])
+        summed += self.wires.seconds("all_reduce", local.trained * case.gradient_bytes / shared, groups["dp_replicate"])
         gathered = exchange("all_gather", case.value_bytes) if case.zero in (1, 2) else 0.0
         return {
             GRADIENTS: exposed(summed, cover if engine.overlaps_gradients else 0.0),
@@ -517,7 +551,7 @@ class StepPricer:
 
     def _update(self, local: LocalParameters) -> float:
         case = self.case
-        elements = local.shared(case.degrees) if case.zero else local.total
+        elements = local.trained_share(case.degrees) if case.zero else local.trained
         if not case.offload:
             return self.ceilings.optimizer_passes * elements * UPDATE_BYTES / self.bandwidth
         # Gradients go to the host, which updates (Ren et al., arXiv:2101.06840, section 4), and weights come back: once

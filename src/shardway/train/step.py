@@ -355,9 +355,12 @@ QUEUED_ON = ("cuda",)
 
 
 def _can_queue(parts: StepParts, context: StepContext, tried: Tried) -> bool:
-    """Whether the update may be given to the device before its numbers are read: the optimizer can leave it out there,
-    as torch's fused ones do for a gradient scaler, and gradients are scaled there with the bits that the host gives."""
-    can_leave_out = getattr(parts.optimizer, "_step_supports_amp_scaling", False) and not parts.needs_closure
+    """Whether the update may be given to the device before its numbers are read: the optimizer is one of ours or of
+    torch's that leaves it out there, as fused ones do for a gradient scaler, and gradients are scaled there with the
+    bits that the host gives. An optimizer of another library may set the flag and mean something else by it."""
+    optimizer = parts.optimizer
+    is_known = isinstance(optimizer, LocalOptimizer) or type(optimizer).__module__.startswith("torch.optim.")
+    can_leave_out = is_known and getattr(optimizer, "_step_supports_amp_scaling", False) and not parts.needs_closure
     is_plain = context.loss_scale is None and (context.watch is None or not context.watch.probe)
     if not (can_leave_out and is_plain and tried.summed.device.type in QUEUED_ON):
         return False

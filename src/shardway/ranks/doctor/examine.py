@@ -149,7 +149,7 @@ def count_kept_for_ever(values: RunFile) -> int:
 
 
 def _estimate_checkpoint(values: RunFile, resolution: Resolution) -> float | None:
-    """Bytes of one checkpoint: weights and optimizer states of the whole model; None where unknown."""
+    """Bytes of one checkpoint: trained weights of the whole model and their states; None where unknown."""
     from shardway.plan.memory import optimizer_bytes
     from shardway.resolve.planned import shape_of_run
 
@@ -158,7 +158,7 @@ def _estimate_checkpoint(values: RunFile, resolution: Resolution) -> float | Non
     except ShardwayError:
         return None
     weights = 2 if values.precision.weights == "bf16" else 4
-    return float(shape.parameters) * (weights + optimizer_bytes(values.optim.name))
+    return float(shape.trained_parameters) * (weights + optimizer_bytes(values.optim.name))
 
 
 # --- checks side by side, each within its own time
@@ -355,17 +355,16 @@ def _find_measured(site: SiteProfile) -> tuple[float | None, float | None]:
     """TFLOP/s of 16-bit products and GB/s of a copy that were measured on a site, by its profile; None where it has
     none."""
     from shardway.plan.case import ceilings_of, machine_of_site
-    from shardway.plan.time import machine_bandwidth
+    from shardway.plan.time import machine_bandwidth, product_rate
 
     if not {"matmul", "memory"} & set(site.measured):
         return None, None
     try:
         machine = machine_of_site(site)
-        peak = machine.peak("fp16")
+        ceilings = ceilings_of(machine)
+        rate = product_rate(machine, ceilings, "fp16")
     except UserError:  # what a plan refuses there is no matter of this node
         return None, None
-    ceilings = ceilings_of(machine)
-    rate = peak * machine.power_share**ceilings.power * ceilings.matmul
     copied = machine_bandwidth(machine) * ceilings.memory
     return (
         rate / 1e12 if "matmul" in site.measured else None,
