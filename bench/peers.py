@@ -1,4 +1,4 @@
-"""Our loops against Accelerate, Lightning Fabric and DeepSpeed on the same model, weights, data and ranks.
+"""Our loops against Accelerate, Lightning, transformers' Trainer and DeepSpeed on the same model, weights and data.
 
     bench/peers.sh /tmp/peers                                  # a virtual environment with these libraries
     /tmp/peers/bin/python bench/peers.py [--rounds 100] [--ranks 2] [--only NAME ...] [--json FILE] [KEY=VALUE ...]
@@ -30,6 +30,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "ours, dp_replicate": "plain_loops:our_ddp",
             "Accelerate DDP": "peer_loops:accelerate_ddp",
             "Fabric DDP": "peer_loops:fabric_ddp",
+            "Trainer DDP": "peer_loops:trainer_ddp",
+            "Lightning DDP": "peer_loops:lightning_ddp",
             "DeepSpeed ZeRO 1": "peer_loops:deepspeed_1",
             "DeepSpeed ZeRO 2": "peer_loops:deepspeed_2",
         },
@@ -38,12 +40,13 @@ GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "ours, dp_shard": "plain_loops:our_fsdp2",
             "Accelerate FSDP2": "peer_loops:accelerate_fsdp2",
             "Fabric FSDP2": "peer_loops:fabric_fsdp2",
+            "Lightning FSDP2": "peer_loops:lightning_fsdp2",
             "DeepSpeed ZeRO 3": "peer_loops:deepspeed_3",
         },
     }
 )
 """The first of each group is what losses are compared with, the second is ours."""
-LIBRARIES = ("torch", "accelerate", "lightning-fabric", "deepspeed")
+LIBRARIES = ("torch", "accelerate", "lightning-fabric", "pytorch-lightning", "transformers", "deepspeed")
 
 
 @dataclass(frozen=True)

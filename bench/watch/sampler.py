@@ -4,11 +4,13 @@
 
 CPU time is that of the sampling process alone (/proc/PID/schedstat), without its start, so that the time of other
 programs on the machine does not count. They still make it larger: they empty its caches between two samples, and each
-process that they start is looked at. So it is taken in turns of ten seconds, and their quartiles are printed, with the
-load. `--against` runs the sampler of another tree (its folder with `src`) beside, half an interval later, for a
-comparison of both in the same seconds. Beside them a Python process sleeps as long and does nothing else: what waking
-costs on this machine. Calls of the kernel are counted where `strace` is installed: this figure does
-not depend on the machine's load, but for the processes that others start.
+process that they start is looked at. A core that has halted in between makes it larger too, on a virtual machine by
+several times: its host gives the core to others. So turns of ten seconds follow each other in which loops of the lowest
+priority keep the cores awake, as a job does, and in which nothing does; quartiles of both are printed, with the load.
+`--against` runs the sampler of another tree (its folder with `src`) beside, half an interval later, for a comparison of
+both in the same seconds. Beside them a Python process sleeps as long and does nothing else: what waking costs on this
+machine. Calls of the kernel are counted where `strace` is installed: this figure does not depend on the machine's load,
+but for the processes that others start.
 
 The slow-down is of pairs of windows of one program: in one window of each pair the sampler is stopped (SIGSTOP), in the
 other it goes on; which comes first is drawn. Steps are timed by the program's own clock, so that other programs make
@@ -44,6 +46,7 @@ for _ in range(int(sys.argv[1]) - 1):
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 while True: time.sleep(0.05)
 """
+LOOP = "import os\nos.nice(19)\nwhile True: pass"
 SLEEP = "import sys, time\nwhile True: time.sleep(float(sys.argv[1]))"
 WORK = """
 import sys, time
@@ -85,11 +88,25 @@ def started_children(count: int, threads: int) -> Iterator[None]:
             process.wait()
 
 
+@contextlib.contextmanager
+def started_loops() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A stopped process of the lowest priority for each core, which computes without an end once it goes on."""
+    loops = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in os.sched_getaffinity(0)]
+    for loop in loops:
+        loop.send_signal(signal.SIGSTOP)
+    try:
+        yield loops
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
 def measure_cost(
     children: int, threads: int, every_s: float, seconds: float, trees: Sequence[str]
-) -> tuple[list[list[float]], float]:
-    """CPU milliseconds a sample in each turn, of the sampler of each tree and of a process that only wakes; bytes a
-    sample in the file of the first."""
+) -> tuple[dict[bool, list[list[float]]], float]:
+    """CPU milliseconds a sample in each turn, of the sampler of each tree and of a process that only wakes, while cores
+    are kept awake and while they are not; bytes a sample in the file of the first."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(started_children(children, threads))
         folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in trees]
@@ -99,12 +116,15 @@ def measure_cost(
             time.sleep(every_s / (len(trees) + 1))
         samplers.append(subprocess.Popen([sys.executable, "-c", SLEEP, str(every_s)]))
         time.sleep(11)  # the processes of the machine have then been looked at twice
-        costs: list[list[float]] = [[] for _ in samplers]
-        for _ in range(max(1, round(seconds / TURN_S))):
+        loops = stack.enter_context(started_loops())
+        costs: dict[bool, list[list[float]]] = {awake: [[] for _ in samplers] for awake in (True, False)}
+        for awake in (True, False) * max(1, round(seconds / TURN_S)):
+            for loop in loops:
+                loop.send_signal(signal.SIGCONT if awake else signal.SIGSTOP)
             before, begun = [cpu_s(sampler.pid) for sampler in samplers], time.monotonic()
             time.sleep(TURN_S)
             samples = (time.monotonic() - begun) / every_s
-            for cost, early, sampler in zip(costs, before, samplers, strict=True):
+            for cost, early, sampler in zip(costs[awake], before, samplers, strict=True):
                 cost.append(1000 * (cpu_s(sampler.pid) - early) / samples)
         for sampler in samplers:
             sampler.kill()
@@ -112,6 +132,17 @@ def measure_cost(
         telemetry = read_telemetry(Path(folders[0], "telemetry"))[0]
         size = sum(path.stat().st_size for path in Path(folders[0], "telemetry").iterdir())
     return costs, size / len(telemetry.times)
+
+
+def show_costs(every_s: float, costs: Sequence[Sequence[float]], against: str) -> None:
+    """A line for each tree, and one for what only sleeps."""
+    *of_trees, of_waking = costs
+    for name, each in zip(("this tree", against), of_trees, strict=False):
+        show_cost(name, every_s, each)
+    show_cost("a process that only sleeps", every_s, of_waking)
+    if against:
+        shares = sorted(ours / theirs for ours, theirs in zip(*of_trees, strict=True))
+        print(f"  this tree takes {statistics.median(shares):.2f} of the other's in the median of the turns")
 
 
 def show_cost(name: str, every_s: float, costs: Sequence[float]) -> None:
@@ -227,21 +258,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--children", type=int, default=16)
     parser.add_argument("--threads", type=int, default=1, help="of each child")
-    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--seconds", type=float, default=120, help="of each kind of turn")
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--against", default="")
     options = parser.parse_args()
     trees = ["", options.against] if options.against else [""]
     for every_s in (1.0, 0.1):
         costs, size = measure_cost(options.children, options.threads, every_s, options.seconds, trees)
-        print(f"every {every_s:g} s, {options.children} children, load {os.getloadavg()[0]:.1f}:")
-        *of_trees, of_waking = costs
-        for name, each in zip(("this tree", options.against), of_trees, strict=False):
-            show_cost(name, every_s, each)
-        show_cost("a process that only sleeps", every_s, of_waking)
-        if options.against:
-            shares = sorted(ours / theirs for ours, theirs in zip(*of_trees, strict=True))
-            print(f"  this tree takes {statistics.median(shares):.2f} of the other's in the median of the turns")
+        for awake, how in ((True, "kept awake"), (False, "that halt in between")):
+            print(f"every {every_s:g} s, {options.children} children, cores {how}, load {os.getloadavg()[0]:.1f}:")
+            show_costs(every_s, costs[awake], options.against)
         print(f"  {size:.0f} bytes a sample (host values of this machine alone)")
     for name, tree in zip(("this tree", options.against), trees, strict=False):
         if (calls := count_calls(options.children, options.threads, tree)) is not None:
