@@ -68,8 +68,21 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+INTERLEAVED_OF_THREE = {
+    "model.layers": 8,
+    "precision.weights": "fp32",
+    "data.seq_len": 8192,
+    "parallel.cpu_offload": False,
+    "parallel.dp_replicate": 2,
+    "parallel.pp_schedule": "interleaved",
+    "parallel.reshard_after_forward": True,
+    "recompute.mode": "none",
+}
+
+
 @given(st.fixed_dictionaries({}, optional=VALUES), st.sampled_from([1, 2, 6, 8, 12, 16]))
 @example({"model.heads": 6, "parallel.dp_replicate": 1}, 2)  # the hint on ranks once asked the planner
+@example(INTERLEAVED_OF_THREE, 12)  # 16 samples, which were priced as 24
 @settings(max_examples=40, deadline=None)
 def test_what_is_found_is_taken_where_it_is_written_out(values: dict[str, Any], ranks: int) -> None:
     words = [*SMALL, *(f"{key}={render_value(value)}" for key, value in values.items())]

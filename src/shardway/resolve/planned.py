@@ -18,7 +18,7 @@ from shardway.errors import Problem, UserError, render_problems
 from shardway.layout import AXES, stages_of_schedule
 from shardway.plan.case import Case, Degrees, Machine, Precision, Recompute, attention_of, divisors, find_engine
 from shardway.plan.planner import NEAR, SETTINGS, Estimate, PlanRequest, SearchResult, estimate, search
-from shardway.plan.shapes import Architecture, Shape, shape_of_section
+from shardway.plan.shapes import Architecture, Shape, find_adapter, shape_of_section
 from shardway.resolve.draft import Draft, Rule, Settled, batch_of, ceil_div, count_of, has_effect, takes_of
 from shardway.resolve.rules.formats import find_replay_obstacle
 from shardway.runfile.schema import PrecisionSection, RecomputeSection, RunFile
@@ -50,7 +50,7 @@ def shape_of_run(values: RunFile, hf: Shape | None = None, sample: tuple[int, ..
             model = model.model_copy(update={"vocab": ASSUMED_VOCAB})
         shape = shape_of_section(model, sample or tuple(values.data.shape))
     if isinstance(shape, Architecture):
-        return shape
+        return shape.beside(find_adapter(values.model, any(run.layer.experts for run in shape.runs)))
     where, name = ("model.hf", model.hf) if model.hf else ("model.kind", model.kind)
     what = f'"{name}" has no layers that the planner knows how to split'
     raise _refusal(where, what, "a transformer that it knows")
@@ -176,6 +176,8 @@ def list_assumptions(values: RunFile) -> tuple[str, ...]:
         assumed.append("all blocks keep what they compute, since recompute.every leaves some out")
     if recompute.mode == "budget":
         assumed.append("results of products and of attention are what the compiler keeps within recompute.budget")
+    if values.model.adapter != "none" and any("." in word for word in values.model.lora_targets):
+        assumed.append("every block has an adapter beside the layers whose names end as model.lora_targets do")
     narrows = has_effect("optim.state_dtype", "optim.name", values.optim.name)
     if "bf16" in (values.precision.weights, values.optim.state_dtype) and narrows:
         assumed.append("moments are kept in fp32")
@@ -391,7 +393,7 @@ def _ask(wish: OpenLayout, ranks: int, loose: frozenset[str], changes: Mapping[s
 
 def _adapt(wish: OpenLayout, loose: frozenset[str]) -> Callable[[Case], Case | None]:
     """A function: a layout as the run's engine runs it; None if a rule refuses it or it is not what the user set."""
-    draft = wish.draft
+    draft, samples = wish.draft, batch_of(wish.draft).largest
     free = {key for name in loose for key in KEYS[name]}
     set_keys = (key for keys in KEYS.values() for key in keys if not draft.is_open(key))
     kept = {key: draft.get(key) for key in set_keys if key not in free}
@@ -408,7 +410,10 @@ def _adapt(wish: OpenLayout, loose: frozenset[str]) -> Callable[[Case], Case | N
             return None
         if not draft.on_ranks(case.degrees.world, tried).passes(wish.rules):
             return None
-        return replace(case, degrees=split_experts(case.degrees, case.model))
+        # Of a batch that was rounded up for the search: the micro-batches of the rank with most samples.
+        each = case.micro_batch * case.degrees.data
+        batch = ceil_div(samples * sequences_of(draft.values), each) * each
+        return replace(case, degrees=split_experts(case.degrees, case.model), global_batch=batch)
 
     return as_run
 
