@@ -1,21 +1,26 @@
 """Finds a Hugging Face model and reads its config.json, without torch and transformers.
 
 Invariant: works on a login node: huggingface_hub is imported only for a download, nothing else beyond the standard
-library. A hub name is taken from the cache if it is there, and HF_HUB_OFFLINE is obeyed. No weights are read.
+library. A hub name is what `shardway prefetch` brought of it, which no hub is asked for, or what the hub's library has
+in its cache or fetches; HF_HUB_OFFLINE is obeyed. No weights are read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
-from collections.abc import Mapping
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from shardway.errors import Problem, UserError, check_no_problems, render_problems
-from shardway.places import expand_place, list_unset
+from shardway.places import expand_home, expand_place, list_unset
 
 CONFIG = "config.json"
 TOKENIZER_FILES = (
@@ -39,7 +44,10 @@ _NEEDED = (
     "intermediate_size",
     "max_position_embeddings",
 )
-_DOWNLOADED = (CONFIG, "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
+MODEL_FILES = (CONFIG, "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
+"""Patterns of the files of a repository that make a model which is trained."""
+NOT_FETCHED = ("original/*", "consolidated*.safetensors", "*/consolidated*.safetensors", "onnx/*", "openvino/*")
+"""Patterns of the same weights once more, in the form of another library."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +85,14 @@ def locate_model(hf: str, *, weights: bool = True) -> Path:
         raise hf_error(hf, f"${unset[0]} is not set here", "a folder with a config.json, or a hub name")
     if hf.startswith(("/", ".", "~")) or hf.count("/") > 1 or folder.exists():
         raise hf_error(hf, "is no folder", "a folder with a config.json, or a hub name such as Qwen/Qwen3-0.6B")
-    hub = import_extra("huggingface_hub")
     name, _, revision = hf.partition("@")
-    patterns = _DOWNLOADED if weights else (CONFIG, TOKENIZER_FILES[0])
+    if prefetched := _find_prefetched(name, revision, weights=weights):
+        return prefetched
+    hub = import_extra("huggingface_hub")
+    patterns = MODEL_FILES if weights else (CONFIG, TOKENIZER_FILES[0])
+    wanted = {"allow_patterns": list(patterns), "ignore_patterns": list(NOT_FETCHED)}
     try:
-        found = Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=list(patterns)))
+        found = Path(hub.snapshot_download(name, revision=revision or None, **wanted))
     except Exception as error:  # the client's errors share no base: OSError, ValueError and those of HTTP clients
         raise _explain(hf, error) from error
     if weights and next(found.glob("*.safetensors"), None) is None:
@@ -89,6 +100,40 @@ def locate_model(hf: str, *, weights: bool = True) -> Path:
         remedy = "convert it once with transformers: from_pretrained(...), then save_pretrained(folder)"
         raise hf_error(hf, what, "weights as safetensors", remedy)
     return found
+
+
+OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+"""What keeps the libraries of a job from asking the hub; a library that has one of them may not look at the others."""
+HUB_CACHES = {"HF_HUB_CACHE": "", "HUGGINGFACE_HUB_CACHE": "", "HF_HOME": "hub", "XDG_CACHE_HOME": "huggingface/hub"}
+"""Variables that decide where the hub's cache is, the first that is set, and the folder below their value."""
+COMMIT = re.compile(r"[0-9a-f]{40}")
+RECORDS = "shardway"
+"""Folder of a repository in the cache with what prefetch fetched of each commit."""
+
+
+def _find_prefetched(name: str, revision: str, *, weights: bool) -> Path | None:
+    """The snapshot that prefetch brought, if it has all of it still, and the weights if they are wanted: a machine
+    without a network may wait minutes for an answer of the hub."""
+    variable = next((each for each in HUB_CACHES if os.environ.get(each)), "")
+    base = os.path.expandvars(str(expand_home(os.environ.get(variable) or "~/.cache/huggingface/hub")))
+    repo = Path(base) / HUB_CACHES.get(variable, "") / f"models--{name.replace('/', '--')}"
+    try:
+        commit = revision if COMMIT.fullmatch(revision) else (repo / "refs" / (revision or "main")).read_text().strip()
+        recorded = json.loads((repo / RECORDS / f"{commit}.json").read_text(encoding="utf-8"))["files"]
+        snapshot = repo / "snapshots" / commit
+        has_weights = any(path.endswith(".safetensors") for path in recorded)
+        return (
+            snapshot if (has_weights or not weights) and all((snapshot / path).is_file() for path in recorded) else None
+        )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def parse_snapshot(path: str) -> tuple[str, str, str] | None:
+    """Kind, repository and commit of a snapshot's folder in a cache of the hub, by the names of its folders: ("model",
+    "org/name", COMMIT); None for another folder."""
+    found = re.search(r"(?:^|/)(model|dataset)s--([^/]+)/snapshots/([0-9a-f]{40})/?$", path)
+    return (found[1], found[2].replace("--", "/", 1), found[3]) if found else None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -146,24 +191,40 @@ def import_extra(package: str, extra: str = "hf") -> ModuleType:
         ) from error
 
 
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """While entered, libraries warn of nothing: peft and transformers import torchao where that is installed, whose
+    kernels that it lacks are no matter of a model that does not use them."""
+    import logging  # what runs on a login node does without it
+
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
 def hf_error(hf: str, what: str, allowed: str = "", remedy: str = "") -> UserError:
     """An error about what `model.hf` names."""
     problem = Problem("model.hf", f'"{hf}" {what}', allowed=allowed, remedy=remedy)
-    return UserError(render_problems("the model", [problem]))
+    return UserError(render_problems("the model", [problem]), [problem])
 
 
 def _explain(hf: str, error: Exception) -> UserError:
     """The error by its class names, so that no version of the hub's client has to be imported."""
     kinds = {cls.__name__ for cls in type(error).__mro__}
-    fetch = f"`hf download {hf.partition('@')[0]}` where there is a connection, with the same HF_HOME"
-    for kind, (what, remedy) in _REFUSALS.items():
+    fetch = f"`shardway prefetch --model {hf}` where there is a connection, with the same HF_HOME"
+    for kind, (what, remedy) in HUB_REFUSALS.items():
         if kind in kinds:
             return hf_error(hf, what, remedy=remedy or fetch)
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return hf_error(hf, f"could not be fetched from the hub: {first}", remedy=f"try again later, or {fetch}")
 
 
-_REFUSALS: Mapping[str, tuple[str, str]] = {
+HUB_REFUSALS: Mapping[str, tuple[str, str]] = {
     "GatedRepoError": (
         "is gated: its owners have to grant access",
         "accept its conditions on its page, then `hf auth login` or set HF_TOKEN",
@@ -180,3 +241,5 @@ _REFUSALS: Mapping[str, tuple[str, str]] = {
     "IncompleteSnapshotError": ("is in the local cache in part alone, and the hub cannot be reached", ""),
     "LocalEntryNotFoundError": ("is not in the local cache, and the hub cannot be reached", ""),
 }
+"""Class names of the hub's errors, the narrower first -> what is wrong with the name, and what to do; "" is to fetch it
+where there is a connection."""

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 from shardway.errors import Problem, ShardwayError, UserError, check_no_problems
 from shardway.hardware import probe
 from shardway.hardware.catalogue import facts_of_cuda, facts_of_part, load_accelerators
-from shardway.hfconfig import ModelFacts, locate_model, read_facts
+from shardway.hfconfig import ModelFacts, locate_model, parse_snapshot, read_facts
 from shardway.layout import AXES
 from shardway.places import expand_place, list_unset
 from shardway.resolve.draft import (
+    ADAPTER_KEYS,
     WEIGHT_KEYS,
     Circumstances,
     DataFacts,
@@ -180,7 +181,7 @@ def scale_of(resolved: Resolved, facts: DataFacts) -> Scale:
 # --- continuing a run with a changed run file
 
 FIXED_AT_RESUME = (
-    *(f"model.{name}" for name in WEIGHT_KEYS),
+    *(f"model.{name}" for name in (*WEIGHT_KEYS, *ADAPTER_KEYS)),
     *(f"data.{name}" for name in ("kind", "tokenizer", "include", "seq_len", "pack", "group_tokens", "shuffle")),
     *("data.window", "data.validation_fraction"),
     *("train.engine", "train.seed", "deepspeed.stage", "deepspeed.offload_optimizer", "optim.name"),
@@ -204,9 +205,28 @@ def find_changes(saved: Mapping[str, Any], resolved: Resolved) -> dict[str, list
     for section, table in resolved.values.model_dump(mode="json").items():
         before = saved.get(section, {}) if section not in FREE_AT_RESUME else {}
         for name in table.keys() & before.keys() if isinstance(table, dict) else ():
-            if f"{section}.{name}" not in FREE_AT_RESUME and table[name] != before[name]:
+            if table[name] == before[name] or f"{section}.{name}" in FREE_AT_RESUME:
+                continue
+            if (section, name) != ("model", "hf") or not _is_same_model(before[name], table[name]):
                 changes[f"{section}.{name}"] = [before[name], table[name]]
     return dict(sorted(changes.items()))
+
+
+def _is_same_model(before: Any, after: Any) -> bool:
+    """Whether one of two values of model.hf is a hub name and the other the folder of its snapshot, or both are folders
+    of one snapshot: a job gets the folder for the name."""
+    texts = [value for value in (before, after) if isinstance(value, str) and value]
+    if len(texts) < 2:
+        return False
+    named = [parse_snapshot(text) for text in texts]
+    if named == [None, None]:
+        return False
+    if None not in named:
+        return named[0] == named[1]
+    (folder,) = filter(None, named)
+    repo, _, revision = texts[named.index(None)].partition("@")
+    kind, name, commit = folder
+    return kind == "model" and repo == name and (not revision or len(revision) < len(commit) or revision == commit)
 
 
 def check_same_run(saved: Mapping[str, Any], resolved: Resolved, directory: str, ways_out: str = WAYS_OUT) -> None:
@@ -217,6 +237,8 @@ def check_same_run(saved: Mapping[str, Any], resolved: Resolved, directory: str,
     for dotted in FIXED_AT_RESUME:
         section, name = dotted.split(".")
         before, after = saved.get(section, {}).get(name), now[section][name]
+        if dotted == "model.hf" and before != after and _is_same_model(before, after):
+            continue
         if before not in (None, "auto") and after != "auto" and before != after:
             what = f"{after!r}, but the run in {directory} was started with {before!r}"
             problems.append(Problem(dotted, what, resolved.origins[dotted], repr(before)))

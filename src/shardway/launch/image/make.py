@@ -160,8 +160,8 @@ def find_runtime(request: ImageRequest, host: Host) -> ImageRequest:
             return replace(request, runtime=runtime, command=command)
     raise UserError(
         f"{host.name or 'this machine'} has neither enroot nor apptainer, so it cannot make an image.\n"
-        "  To do: run this where one of them is (often compute nodes alone have it), or see with\n"
-        "  --dry-run --runtime enroot (or apptainer) what would run."
+        "  To do: run this where one of them is (often compute nodes alone have it), or see what\n"
+        "  would run with `shardway image`, --dry-run and --runtime enroot (or apptainer)."
     )
 
 

@@ -379,9 +379,13 @@ def _split_python(words: Sequence[str]) -> tuple[int, str, str]:
 # --- refusals, with the line to type instead
 
 
+_PROGRAMS_OF_RANKS = (["bench"], ["generate"], ["evaluate"])
+"""Verbs of which each rank of a job is one process."""
+
+
 def _check_own(words: Sequence[str]) -> None:
     """Raise UserError for a verb that is no program of ranks: a job starts a training by itself."""
-    if words[:1] == ["bench"]:
+    if words[:1] in _PROGRAMS_OF_RANKS:
         return
     remedy = "name a run file in place of the command: `shardway submit my.toml`"
     if words[:1] == ["train"]:

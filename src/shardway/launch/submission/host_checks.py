@@ -195,14 +195,15 @@ def _list_data(request: JobRequest) -> Iterator[tuple[str, str]]:
 
 
 def _look_for_shared(request: JobRequest) -> Iterator[HostCheck]:
-    """Paths that all nodes must see: data, and the run directory, through which nodes and jobs exchange state. They are
-    wrong by the file system types of the folder and of its parents, as far as they exist."""
+    """Paths that all nodes must see: data, a model in a cache, and the run directory, through which nodes and jobs
+    exchange state. They are wrong by the file system types of the folder and of its parents, as far as they exist."""
     if request.scheduler.this_machine:
         return
     storage = request.profile.storage
     named = ", ".join(place for place in (storage.scratch, storage.project, storage.home) if place)
     remedy = "choose a folder on a shared file system" + (f": {named}" if named else "")
-    for key, path in (("run.root", str(request.run)), *_list_data(request)):
+    models = [("model.hf", str(folder)) for folder in request.hub_repos if folder.name.startswith("models--")]
+    for key, path in (("run.root", str(request.run)), *models, *_list_data(request)):
         if key != "run.root" and not path.startswith("/"):
             continue
         above = _find_local_folder(request, path)

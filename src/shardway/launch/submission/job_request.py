@@ -19,13 +19,14 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from shardway.errors import Problem, UserError
 from shardway.hardware.catalogue import facts_of_part, load_accelerators
+from shardway.hfconfig import OFFLINE_VARIABLES
 from shardway.inherited import find_family, name_key
 from shardway.launch.containers import all_mounts
 from shardway.launch.hosts.base import Host
@@ -83,7 +84,8 @@ class JobRequest:
     interpreter where the job finds it. `project`: the folder
     that a snapshot was taken of, if links in the snapshot lead back to it. `source`: the folder that `workdir` is a
     snapshot of, if it is on the host of the job. `code`: the snapshot that provides the code of the run's working
-    folder; see `JobEnvironment`.
+    folder; see `JobEnvironment`. `hub_repos`: the parts of the hub's cache from which the run reads its model and
+    data. `hub_variables`: where the submitting shell has the caches of the hub, if the job's host has them too.
     """
 
     loaded: LoadedRunFile
@@ -100,6 +102,8 @@ class JobRequest:
     project: Path | None = None
     source: Path | None = None
     code: Path | None = None
+    hub_repos: tuple[Path, ...] = ()
+    hub_variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def section(self) -> SiteSection:
@@ -199,13 +203,15 @@ class JobRequest:
         section, profile, internet = self.section, self.profile, self.profile.internet
         expanded: dict[str, str] = {}
         if internet.nodes == "none":  # else libraries try for minutes to reach hosts that these nodes cannot reach
-            names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
-            expanded = {**dict.fromkeys(names, "1"), "WANDB_MODE": "offline"}
+            expanded = {**dict.fromkeys(OFFLINE_VARIABLES, "1"), "WANDB_MODE": "offline"}
+        elif internet.nodes is None and self.hub_repos:  # what the run needs of the hub is in its folder
+            expanded = dict.fromkeys(OFFLINE_VARIABLES, "1")
         elif internet.nodes == "proxy" and internet.proxy:
             expanded |= {"http_proxy": internet.proxy, "https_proxy": internet.proxy}
             expanded |= {"no_proxy": internet.no_proxy} if internet.no_proxy else {}
         whole = self.shape.accelerators_per_node >= (profile.node.accelerators_per_node or 0)
         expanded |= {name: v for name, v in profile.environment.items() if whole or name not in _DEVICE_LISTS}
+        literal = {name: v for name, v in self.hub_variables.items() if name not in expanded and self.runtime == "none"}
         venv = "" if section.venv == "none" else section.venv
         if venv == "auto":
             venv = self.here if self.runtime == "none" else ""
@@ -217,7 +223,7 @@ class JobRequest:
             modules=(*profile.modules.load, *section.modules),
             purge_modules=profile.modules.purge,
             expanded=expanded,
-            literal={name: str(value) for name, value in section.environment.items()},
+            literal={**literal, **{name: str(value) for name, value in section.environment.items()}},
             secret_names=self.secret_names,
         )
 
@@ -291,10 +297,12 @@ def _use_container(request: JobRequest) -> ContainerUse:
     part = load_accelerators().get(profile.node.accelerator or CPU)
     mounts = map(parse_mount, (*profile.containers.mounts, *request.section.mounts))
     project = (ContainerMount(str(request.project), str(request.project)),) if request.project else ()
+    # all of a repository: the files of a snapshot are links to its blobs
+    repos = [ContainerMount(str(folder), str(folder), read_only=True) for folder in request.hub_repos]
     return ContainerUse(
         runtime=runtime,
         image=_name_image(runtime, request.section.image),
-        mounts=(*project, *filter(None, mounts)),
+        mounts=(*project, *repos, *filter(None, mounts)),
         rules=profile.containers if runtime == profile.container else type(profile.containers)(),
         vendor=part.vendor.lower() if part else "",
     )

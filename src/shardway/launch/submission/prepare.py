@@ -208,6 +208,17 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
         with findings.of("the command"):
             read = read_command(request.command, request.here, loaded.values.site.nodes)
         program = read.program
+    hub = None
+    if not request.command and _names_files_of_models(loaded):
+        from shardway.launch.submission.hub_files import find_hub_files
+
+        in_image = bool(loaded.values.site.image) and loaded.values.site.container != "none"
+        hub = find_hub_files(loaded, profile, host, in_image=in_image)
+        loaded = hub.loaded
+        findings.problems += hub.problems
+        warnings += hub.warnings
+        if hub.override:
+            run_request = replace(run_request, overrides=(*run_request.overrides, hub.override))
     # where the ranks work: a training in the snapshot, any other program in the run's folder for its outputs; without a
     # snapshot in the submitting folder or, if that is on another host, in the run directory
     workdir = run if host.name else request.here
@@ -228,13 +239,17 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
         secret_names=secrets.names,
         python="python3" if host.name else sys.executable,
         here=sys.prefix if not host.name and sys.prefix != sys.base_prefix else "",
+        hub_repos=hub.repos if hub else (),
+        hub_variables={} if host.name or find_scheduler(profile.scheduler).this_machine else _list_cache_variables(),
     )
     code = Code(request.here, snapshot, is_there=snapshot is not None or not host.name)
     findings.problems += secrets.list_problems()
     findings.problems += list_site_problems(job_request)
     if read is not None:
         findings.problems += list_local_problems(read, job_request.shape.ranks_per_node, code)
-    elif not {"site.nodes", "site.ranks_per_node"} & {problem.where for problem in findings.problems}:
+    elif not (hub and hub.hides_rest) and not {"site.nodes", "site.ranks_per_node"} & {
+        p.where for p in findings.problems
+    }:
         # a run file is checked for the ranks that the job will have
         with findings.of(str(run_request.run_file or "the run")):
             resolved = check_run(run_request, request.site, job_request)
@@ -275,6 +290,22 @@ def _load(request: SubmitRequest) -> tuple[LoadedRunFile, SiteProfile]:
     for key, value in profile.defaults.items():
         loaded = loaded.with_default(f"site.{key}", value, f"site {profile.name}, defaults.{key}")
     return loaded, profile
+
+
+def _names_files_of_models(loaded: LoadedRunFile) -> bool:
+    """Whether a run names a model, a tokenizer or a chat template by a name or path, or data of a hub's cache."""
+    model, data = loaded.values.model, loaded.values.data
+    paths = (data.path, data.validation, *(part.path for part in data.blend))
+    own = bool(model.hf) or data.tokenizer != "bytes" or data.chat_template != "chatml"
+    return own or any("/snapshots/" in path for path in paths)
+
+
+_OF_CACHES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "HF_DATASETS_CACHE", "HF_ASSETS_CACHE")
+
+
+def _list_cache_variables() -> dict[str, str]:
+    """Where this shell has the caches of the hub, for a job that does not get them from elsewhere."""
+    return {name: os.path.abspath(os.environ[name]) for name in _OF_CACHES if os.environ.get(name)}
 
 
 def _find_places(request: SubmitRequest, loaded: LoadedRunFile, host: Host) -> tuple[Path, PurePosixPath]:
