@@ -17,7 +17,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -260,6 +260,22 @@ def make_entries(table: TensorTable) -> list[TensorEntry]:
         item = 1 if row.dtype == "bool" else max(1, int(bits.group()) // 8) if bits else 0
         entries.append(TensorEntry(name, row.shape, row.dtype, math.prod(row.shape) * item))
     return sorted(entries, key=lambda entry: entry.name)
+
+
+# --- frozen weights that a checkpoint leaves out
+
+BASE = "base"
+"""The number of a checkpoint that holds the fingerprint of frozen weights which it leaves out."""
+
+
+def check_base(numbers: Mapping[str, Any], today: str, place: str, changed: str, otherwise: str = "") -> None:
+    """Raise UserError if a checkpoint was saved beside other frozen weights than those of `place` today."""
+    if (saved := str(numbers.get(BASE, ""))) != today:
+        raise UserError(
+            f'the weights of model.hf = "{place}" are not those that the adapter was trained beside: their '
+            f"fingerprint is {today or 'none'}, that of step {numbers['step']} is {saved or 'none'}.\n"
+            f"  {changed}. To do: restore the files of the model{f', or {otherwise}' if otherwise else ''}."
+        )
 
 
 # --- quarantine of damaged and undone checkpoints

@@ -36,6 +36,7 @@ from shardway.checkpoint.reader import TensorReader
 from shardway.checkpoint.state import Tensors, dtype_name, find_dtype, memory_of
 from shardway.errors import JobError, LostContact, UserError
 from shardway.hfconfig import CONFIG, TOKENIZER_FILES
+from shardway.models.huggingface.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardway.models.huggingface.model import Form
 from shardway.models.huggingface.weights import INDEX, SINGLE, Names, Shape, WeightPiece
 from shardway.ranks.start import Ranks
@@ -256,13 +257,47 @@ def write_state_dicts(found: FoundCheckpoint, folder: Path, dtype: torch.dtype |
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
-            why = error.strerror or str(error)
-            raise JobError(
-                f"the weights could not be written to {folder}: {why}.\n  Nothing was left there. To do: "
-                f"{find_remedy(why, 'name another folder')}; then run the same command again."
-            ) from error
+            raise _unwritten(folder, error) from error
         raise
     return Written(sum((each.files for each in written), ()), sum((each.left_out for each in written), ()))
+
+
+def write_adapter(
+    found: FoundCheckpoint, folder: Path, names: Mapping[str, str], config: Mapping[str, Any], dtype: torch.dtype
+) -> Written:
+    """Write an adapter of a checkpoint as `PeftModel.from_pretrained` reads it: its tensors (name in the checkpoint ->
+    name in the file) in `dtype`, and its config. Raises as `write_state_dicts`."""
+    reader = TensorReader(found.folder)
+    if missing := sorted(names.keys() - reader.entries.keys()):
+        raise UserError(
+            f"{found.folder} lacks {len(missing)} tensors of its run's adapter, such as {missing[0]}.\n"
+            "  To do: export the run that saved it."
+        )
+    partial = folder.with_name(f".{folder.name}.unfinished")
+    begin_folder(folder, partial)
+    try:
+        ordered = sorted(names, key=reader.place)
+        with open(partial / ADAPTER_WEIGHTS, "xb") as file:
+            file.write(render_header([(names[name], dtype, reader.entries[name].shape) for name in ordered]))
+            for name in ordered:
+                file.write(memory_of(reader.read(name).to(dtype).contiguous()))
+            _sync(file)
+        _write_json(partial / ADAPTER_CONFIG, config)
+        finish_folder(partial, folder)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise _unwritten(folder, error) from error
+        raise
+    return Written((ADAPTER_WEIGHTS, ADAPTER_CONFIG))
+
+
+def _unwritten(folder: Path, error: OSError) -> JobError:
+    why = error.strerror or str(error)
+    return JobError(
+        f"the weights could not be written to {folder}: {why}.\n  Nothing was left there. To do: "
+        f"{find_remedy(why, 'name another folder')}; then run the same command again."
+    )
 
 
 def find_models(entries: Sequence[TensorEntry]) -> dict[str, list[TensorEntry]]:

@@ -46,6 +46,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardway.checkpoint.file_format import Special, TensorPart, TensorTable
 from shardway.errors import Bug, SiteError, UserError
+from shardway.models.contract import find_base
 
 # --- tensors of special classes
 
@@ -295,7 +296,8 @@ class CheckpointState:
 
 @dataclass(frozen=True)
 class Trained(CheckpointState):
-    """The parts of a run that have tensors; the optimizer is None if only the model counts. It has no files. `further`
+    """The parts of a run that have tensors; the optimizer is None if only the model counts. It has no files. Of a model
+    with frozen weights that come again from elsewhere (`find_base`), what is trained is saved. `further`
     are models beside the first, by name: each is saved as a part of its own ("model-NAME"). `others` are optimizers
     beside the first, saved as "optimizer-NAME". An optimizer may cover several models."""
 
@@ -315,7 +317,7 @@ class Trained(CheckpointState):
 
     def collect(self) -> Tensors:
         """The tensors of models and optimizers. Raises UserError if an optimizer keeps anything else."""
-        tensors: Tensors = {part: get_model_state_dict(model) for part, model in self.models.items()}
+        tensors: Tensors = {part: _collect_model(model) for part, model in self.models.items()}
         for part, optimizer in self.optimizers.items():
             # Settings of parameter groups are none of its tensors, and how many groups there are depends on the layout.
             values = [value for state in optimizer.state.values() for value in state.values()]
@@ -330,7 +332,7 @@ class Trained(CheckpointState):
 
     def template(self, table: TensorTable) -> Tensors:
         """The same as `collect`, with states also for parameters that have not been updated yet."""
-        tensors: Tensors = {part: get_model_state_dict(model) for part, model in self.models.items()}
+        tensors: Tensors = {part: _collect_model(model) for part, model in self.models.items()}
         for part, optimizer in self.optimizers.items():
             if structure_name(part) in table.values:
                 room = make_room(table, f"{part}.values.")
@@ -349,7 +351,8 @@ class Trained(CheckpointState):
         only weights, the optimizer starts anew: its states were made up for the template."""
         for part, model in self.models.items():
             if part in tensors:
-                set_model_state_dict(model, tensors[part])
+                options = StateDictOptions(strict=not find_base(model))
+                set_model_state_dict(model, tensors[part], options=options)
         # Not strict: a parameter that no batch has used yet has no state.
         options = StateDictOptions(strict=False)
         for part, optimizer in self.optimizers.items():
@@ -396,6 +399,10 @@ class Trained(CheckpointState):
             begin = f"{name.partition('.')[0]}." if own else name[:colon]
             renamed[begins[begin] + name[len(begin) :]] = state
         return renamed
+
+
+def _collect_model(model: nn.Module) -> Tensors:
+    return get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=bool(find_base(model))))
 
 
 _PLAIN = (type(None), bool, int, float, str)

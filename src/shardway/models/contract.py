@@ -5,6 +5,8 @@ Every `nn.Module` whose `forward` takes the inputs and returns logits can be tra
     def plan(self) -> ModelPlan             which modules form units, how weights split, where it may be cut
     def init_weights(self, seed: int)       fill every parameter and buffer, needed when it is built on meta
 
+and an attribute of the class, `base_fingerprint`: see `find_base`.
+
 Invariant: a plan names modules by pattern and never holds a module, so it holds for the model on the meta device and
 for a sharded one. This module must not change a model.
 """
@@ -130,6 +132,12 @@ def find_init_weights(model: nn.Module) -> Callable[[int], None] | None:
     """The model's own `init_weights(seed)`, or None; without one it cannot be built on the meta device."""
     method = getattr(model, "init_weights", None)
     return method if callable(getattr(type(model), "init_weights", None)) else None
+
+
+def find_base(model: nn.Module) -> str:
+    """The fingerprint of frozen weights that the model's `init_weights` brings again, so that checkpoints leave them
+    out; "" for a model whose checkpoints hold all of it."""
+    return str(getattr(model, "base_fingerprint", "")) if hasattr(type(model), "base_fingerprint") else ""
 
 
 def match_modules(model: nn.Module, patterns: Iterable[str]) -> list[tuple[str, nn.Module]]:

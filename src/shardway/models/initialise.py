@@ -69,12 +69,18 @@ def constant_(tensor: torch.Tensor, value: float, *, name: str) -> None:
 
 
 def fill_parameters(
-    model: nn.Module, seed: int, std: Callable[[str, nn.Parameter], float], zeros: tuple[str, ...] = ("bias",)
+    model: nn.Module,
+    seed: int,
+    std: Callable[[str, nn.Parameter], float],
+    zeros: tuple[str, ...] = ("bias",),
+    name_of: Callable[[str], str] = canonical_name,
 ) -> None:
     """Fill every parameter of a model: matrices with the standard deviation `std` of a name, vectors with 1, or with 0
-    where their names end with one of `zeros`. The values depend on seed and name alone."""
-    for name, parameter in model.named_parameters():
-        name = canonical_name(name)
+    where their names end with one of `zeros`. The values depend on seed and name alone. `name_of` gives that name; a
+    parameter for which it is "" is left alone."""
+    for own_name, parameter in model.named_parameters():
+        if not (name := name_of(own_name)):
+            continue
         if parameter.dim() < 2:
             constant_(parameter, 0.0 if name.endswith(zeros) else 1.0, name=name)
         else:

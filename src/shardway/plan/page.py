@@ -99,6 +99,8 @@ def _render_headline(result: PlanResult) -> str:
 def _tiles(result: PlanResult) -> Iterator[tuple[str, ...]]:
     shown, model, time, run = result.shown, result.shown.case.model, result.shown.time, result.run
     met = (f"{count(model.active_parameters)} for each token",) if model.active_parameters != model.parameters else ()
+    if model.adapter is not None:
+        met = (*met, f"{count(model.trained_parameters)} trained (LoRA)")
     yield ("parameters", count(model.parameters), *met, f"{model.depth:,} layers")
     interval = f"{duration(time.low)} to {duration(time.high)}: four of five measured steps"
     yield "one step", duration(time.seconds), interval

@@ -125,7 +125,7 @@ class Estimate:
                 again += run.count * every_second(run.layer) * run.layer.matmul_flops_per_token
         if case.recompute == "full":
             again = forward - model.head.flops_per_token
-        return self.mfu(causal=causal) * (1 + again / (3 * forward))
+        return self.mfu(causal=causal) * (1 + again / model.flops_per_token(case.seq_len, causal=causal))
 
 
 def holds(machine: Machine, peak: StageMemory, ranks: int) -> bool:
@@ -876,7 +876,7 @@ def make_plan(request: PlanRequest, terms: JobTerms | None = None) -> PlanResult
     changes = tuple(change for change in changes if change.estimate.case != shown.case)
     warnings, assumed, run, case = list_warnings(terms, request.nodes), request.assumed, None, shown.case
     if found.best and request.length:
-        scale, parameters = Scale(BatchRamp.of(case.global_batch), case.seq_len, 1), case.model.parameters
+        scale, parameters = Scale(BatchRamp.of(case.global_batch), case.seq_len, 1), case.model.trained_parameters
         step = shown.time.seconds
         try:
             run, note = price_run(request.length, scale, step, parameters, request.world, shown.machine, terms)

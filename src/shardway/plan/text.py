@@ -124,6 +124,8 @@ def render_plan(result: PlanResult) -> str:
     active = "" if model.active_parameters == model.parameters else f" ({count(model.active_parameters)} for a token)"
     full, causal = (f"{model.flops_per_token(case.seq_len, causal=each) / 1e9:,.4g}" for each in (False, True))
     size = f"{count(model.parameters)} parameters{active}, {model.depth} layers"
+    if model.adapter is not None:
+        size += f"; {count(model.trained_parameters)} of them are trained (LoRA of rank {model.adapter.rank})"
     batch = f"{case.global_batch:,} sequences of {case.seq_len:,} = {count(case.tokens_per_step)} tokens"
     batch = f"{batch}; {case.precision}"
     if model.patch_features:
@@ -293,6 +295,8 @@ def _explain_memory(result: PlanResult) -> Iterator[str]:
         f"  a parameter as {engine.name} keeps it: weight {weights} bytes, gradient {case.gradient_bytes}, "
         f"{case.optimizer}{copy}"
     )
+    if case.model.adapter is not None:
+        yield f"  of a frozen matrix {case.value_bytes} bytes alone: it has neither gradient nor optimizer state"
     shared = ("nothing", "the optimizer", "optimizer and gradients", "weights, gradients and optimizer")[case.zero]
     yield f"  shared by {case.degrees.shards} ranks: {shared} (ZeRO {case.zero})"
     yield f"  micro-batches whose activations are kept at once: {peak.in_flight:g} ({case.schedule})"
@@ -451,6 +455,7 @@ def _estimate_facts(shown: Estimate, *, brief: bool = False) -> dict[str, Any]:
             "name": model.name,
             "parameters": model.parameters,
             "active_parameters": model.active_parameters,
+            "trained_parameters": model.trained_parameters,
             "layers": model.depth,
             "flops_per_token_full": model.flops_per_token(case.seq_len, causal=False),
             "flops_per_token_causal": model.flops_per_token(case.seq_len, causal=True),

@@ -56,12 +56,18 @@ _IMAGES = ("channels", "hidden", "patch", "pooling", "classes")
 WEIGHT_KEYS = ("kind", "hf", "vocab", *_SIZES, *_BLOCKS, *_DECODER, *_MIXTURE, *_LATENT, *_IMAGES, "settings")
 """Keys of [model] about its weights or their meaning."""
 
+ADAPTER_KEYS = ("adapter", "lora_rank", "lora_alpha", "lora_targets")
+"""Keys of [model] about weights that are trained beside frozen ones."""
+
 _BALANCING = ("bias_update_rate", "balance_weight", "capacity_factor")
 SHAPE_KEYS = (*(name for name in WEIGHT_KEYS if name not in ("kind", "hf")), *_BALANCING, "dropout")
 """Keys of [model] that describe a reference model; with model.hf its config.json decides them."""
 
 _OF_TORCH = ("static_graph", "compress", "powersgd_rank", "reshard_after_forward", "prefetch", "cpu_offload")
 """Keys of [parallel] about PyTorch's copies and shards."""
+
+SAMPLE_KEYS = ("train.sample_prompts", "train.sample_tokens")
+"""What has an effect where train.sample_every is a span."""
 
 _OF_ROLL_BACK = ("spike_steps", "spike_margin", "max_left_out", "max_roll_backs")
 """Keys of [guard] about rewinding before a spike."""
@@ -74,6 +80,7 @@ def _model(names: tuple[str, ...], *choices: str) -> dict[str, tuple[str, ...]]:
 OWNERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "model.positions": {"model.rope_theta": ("rope",), "model.max_positions": ("learned",)},
     "model.experts": _model((*_MIXTURE, "bias_update_rate", "balance_weight", "capacity_factor"), ABOVE_ZERO),
+    "model.adapter": _model((*ADAPTER_KEYS[1:], "lora_dropout"), "lora"),
     "model.balance": {"model.bias_update_rate": ("bias",), "model.balance_weight": ("loss",)},
     "model.kv_rank": {
         **_model(_LATENT, ABOVE_ZERO),
@@ -143,10 +150,12 @@ def applies(dotted: str, values: RunFile) -> bool:
     """Whether a key has an effect in this run."""
     if values.model.hf and dotted in (f"model.{name}" for name in SHAPE_KEYS):
         return False
-    if dotted == "model.hf_weights" and not values.model.hf:
+    if dotted in ("model.hf_weights", "model.adapter") and not values.model.hf:
         return False
     if dotted == "track.settings":
         return bool(values.track.to)
+    if dotted in SAMPLE_KEYS:
+        return bool(values.train.sample_every != "off")
     if dotted == "data.path" and values.data.blend:
         return False
     for selector in DOORS:

@@ -537,6 +537,22 @@ class ModelSection(Section):
     pooling: Literal["class", "mean"] = key("class", "Classify by a token of its own, or by the mean patch (vit).")
     classes: PositiveInt = key(10, "Number of classes (convnet, mlp, vit).")
     settings: SettingsField = key({}, "Settings of a model of another package, such as {width = 64}.")
+    adapter: Literal["none", "lora"] = key(
+        "none",
+        "lora = train small matrices beside the linear layers of model.hf (arXiv:2106.09685), with the library peft "
+        "(shardway[lora]), and leave its own weights as they are; none = train all weights.",
+    )
+    lora_rank: PositiveInt = key(16, "Rank of the matrices beside a layer (adapter = lora).")
+    lora_alpha: PositiveFloat | Auto = auto(
+        "What they compute counts by the factor lora_alpha / lora_rank; auto = twice the rank."
+    )
+    lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = key(0.0, "Dropout of their inputs.")
+    lora_targets: list[str] = key(
+        ["all-linear"],
+        'Layers that get them: names, or ends of names, such as ["q_proj", "v_proj"]; * stands for any part. '
+        '"all-linear" = all in the blocks (with experts: in attention), "attention" = those of attention.',
+        min_length=1,
+    )
 
 
 STDLIB = "python:stdlib"
@@ -658,6 +674,15 @@ class TrainSection(Section):
     validation_samples: PositiveInt = key(512, "At most so many samples are validated on.")
     patience: PositiveInt | Off = off(
         'The run is finished after so many validations in a row without a better checkpoint.monitor; "off" = never.'
+    )
+    sample_every: SpanOrOff = off(
+        "How often the model in training continues sample_prompts, into the events of the run; off = never."
+    )
+    sample_prompts: list[Annotated[str, Field(min_length=1)]] = key(
+        [], 'Texts that sample_every has continued, such as ["Once upon a time"].'
+    )
+    sample_tokens: PositiveInt = key(
+        64, "Tokens that each of sample_prompts is continued by, always the likeliest (greedy)."
     )
     deterministic: bool = flag(
         "Choose operations whose result is the same in every run, and refuse those that have none. On a CPU the same "

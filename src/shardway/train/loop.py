@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardway.checkpoint.catalog import BASE
 from shardway.checkpoint.local_tier import open_tier
 from shardway.checkpoint.manager import CheckpointManager, SavePoint
 from shardway.checkpoint.state import CheckpointState, Together, Trained
@@ -59,6 +60,7 @@ from shardway.train.restore import (
     restore,
     settle_restored,
 )
+from shardway.train.samples import continue_prompts, read_prompts
 from shardway.train.session import Session, describe_numerics, machine_facts
 from shardway.train.step import Generators, MutableParts, RngAndBufferSnapshot, StepContext
 from shardway.train.stops import StopAgreement, TrainingStream
@@ -130,6 +132,8 @@ class Loop:
         self._open_step: OpenStep | None = None
         self._interrupts, self._is_broken = Interrupts(), False
         self._owes_validation, self._has_validated, self._began = False, False, 0
+        self._prompts = read_prompts(session) if plan.sample_every is not None else None
+        self._owes_samples = False
         self._rests = False  # the run was finished before: there is nothing to do
         self._left_out: tuple[SkippedRange, ...] = ()
         self._samples: int | None = None  # of the last step, over all ranks
@@ -141,6 +145,7 @@ class Loop:
             LoopPhase.GO_BACK: (Activity.LOAD, self._go_back),
             LoopPhase.VALIDATE: (Activity.VALIDATE, self._validate),
             LoopPhase.SAVE: (Activity.SAVE, self._save),
+            LoopPhase.SAMPLE: (Activity.SAMPLE, self._sample),
             LoopPhase.STOP: (Activity.END, lambda: self._end("stopped", self._stopping.find_end())),
             LoopPhase.FINISH: (Activity.END, self._finish),
         }
@@ -154,7 +159,8 @@ class Loop:
                 yield from self._step()
             if self._phase is LoopPhase.END:
                 return  # the script has closed the run
-            is_repeated = self._phase is LoopPhase.VALIDATE  # slow work, which an interrupt may break off
+            # Slow work, which an interrupt may break off.
+            is_repeated = self._phase in (LoopPhase.VALIDATE, LoopPhase.SAMPLE)
             with contextlib.nullcontext() if is_repeated else self._interrupts.held():
                 act()
                 self._phase = LoopPhase.END if self._rests else next_phase(self._phase, self._facts())
@@ -312,6 +318,7 @@ class Loop:
             goes_back=self._guard.must_go_back,
             save_owed=self._save_owed,
             result_save_due=self._monitoring.save_due,
+            sample_due=self._owes_samples,
             save_due=stop or self._stopping.decision.save or asked or (ends_early and step > self._began),
         )
 
@@ -319,6 +326,10 @@ class Loop:
         step, every = self.counters.step, self._plan.validate_every
         due, validation = every is not None and (self._is_done or step % every == 0), self._validation
         return due and validation is not None and step not in validation.results
+
+    def _samples_here(self) -> bool:
+        every = self._plan.sample_every
+        return every is not None and (self._is_done or self.counters.step % every == 0)
 
     # --- states
 
@@ -557,6 +568,24 @@ class Loop:
             self.save()
             raise UserError(self._monitoring.unknown)
 
+    def _sample(self) -> None:
+        """Write how the model continues the prompts into the events, unless a stop breaks it off; training state is
+        left as it was."""
+        self._owes_samples = False
+        if self._prompts is None:
+            raise Bug("samples are due and there are no prompts")
+        started, passes, generators = time.perf_counter(), self._engine.passes, Generators()
+        with self._recorder.failure_noted("samples_failed", self.counters.step), evaluating(passes.parallel.call):
+            try:
+                texts = continue_prompts(passes, self._prompts, self._agree)
+            finally:
+                generators.put_back()
+        let_go(passes.parallel)
+        if texts is None:
+            return  # all ranks stop
+        samples = [{"prompt": prompt, "text": text} for prompt, text in zip(self._prompts.texts, texts, strict=True)]
+        self._recorder.event("sampled", step=self.counters.step, samples=samples, seconds=time.perf_counter() - started)
+
     def _heed_results(self) -> None:
         """Do next what the results up to this step ask for."""
         self._monitoring.look(self.counters.step, finished=self._finishes)
@@ -593,6 +622,8 @@ class Loop:
         numbers = {**self.counters.as_numbers(), "data": plan.data_fingerprint, **self._guard.as_numbers()}
         if plan.blend is not None:
             numbers[NUMBERS] = plan.blend.as_numbers()
+        if plan.base_fingerprint:
+            numbers[BASE] = plan.base_fingerprint
         if self._left_out:
             numbers["left_out"] = [each.as_json() for each in self._left_out]
         if self._finishes and not self._monitoring.finish_reason:  # the results give that reason
@@ -668,7 +699,7 @@ class Loop:
             self._by_hand.close(step, self.counters.step + 1)
         before = self.counters
         self.counters = before.after(step.batch.samples, result.targets, step.batch.next_position)
-        self._owes_validation = self._validates_here()
+        self._owes_validation, self._owes_samples = self._validates_here(), self._samples_here()
         seconds = time.perf_counter() - step.started
         if self._stopping.deadline is not None:
             self._stopping.deadline.took_step(seconds)

@@ -16,6 +16,8 @@ RESTORE ─► STEP ─► SAVE ─► VALIDATE ─► STEP ...        (SAVE and
 
 VALIDATE ─► SAVE ─► STEP ...                           (the result asks for a checkpoint: it is one of the best)
 
+... ─► SAMPLE ─► STEP or FINISH                        (after all else of a step; a stop breaks it off)
+
 STEP or RESTORE ─► GO_BACK ─► as after RESTORE         (a spike: nothing of it is validated or saved)
 
 A save comes before the validation of its step, so that an error in a validation costs no work. A validation that a stop
@@ -127,6 +129,7 @@ class LoopPhase(Enum):
     GO_BACK = auto()
     VALIDATE = auto()
     SAVE = auto()
+    SAMPLE = auto()
     STOP = auto()
     FINISH = auto()
     END = auto()
@@ -138,7 +141,8 @@ class Facts:
 
     `validate_due`: a validation belongs after the last step, and was not made. `goes_back`: the last steps were a spike
     that the run goes back before. `save_owed`: the run directory lacks the step where the run resumed.
-    `result_save_due`: the validation of this step asks for a checkpoint of it in the run directory.
+    `result_save_due`: the validation of this step asks for a checkpoint of it in the run directory. `sample_due`:
+    samples belong after the last step, and were not generated.
     """
 
     done: bool
@@ -148,6 +152,7 @@ class Facts:
     goes_back: bool = False
     save_owed: bool = False
     result_save_due: bool = False
+    sample_due: bool = False
 
 
 def next_phase(phase: LoopPhase, facts: Facts) -> LoopPhase:
@@ -156,16 +161,19 @@ def next_phase(phase: LoopPhase, facts: Facts) -> LoopPhase:
         return LoopPhase.END
     if phase in (LoopPhase.RESTORE, LoopPhase.STEP) and facts.goes_back:
         return LoopPhase.GO_BACK
-    if (phase is LoopPhase.STEP or (phase is LoopPhase.VALIDATE and facts.stop)) and facts.save_due:
+    breakable = (LoopPhase.VALIDATE, LoopPhase.SAMPLE)
+    if (phase is LoopPhase.STEP or (phase in breakable and facts.stop)) and facts.save_due:
         return LoopPhase.SAVE
     if phase in (LoopPhase.RESTORE, LoopPhase.GO_BACK, LoopPhase.VALIDATE) and facts.result_save_due:
         return LoopPhase.SAVE
     if phase is LoopPhase.RESTORE and facts.save_owed and (facts.done or facts.stop):
         return LoopPhase.SAVE
-    if phase is not LoopPhase.VALIDATE and facts.validate_due and not facts.stop:
+    if phase not in breakable and facts.validate_due and not facts.stop:
         return LoopPhase.VALIDATE
     if facts.stop and not (facts.done and not facts.validate_due):
         return LoopPhase.STOP
+    if phase is not LoopPhase.SAMPLE and facts.sample_due and not facts.stop:
+        return LoopPhase.SAMPLE
     return LoopPhase.FINISH if facts.done else LoopPhase.STEP
 
 
@@ -175,7 +183,10 @@ def next_phase(phase: LoopPhase, facts: Facts) -> LoopPhase:
 class LoopPlan:
     """Lengths and cadences of a run from its resolved values, in steps unless named otherwise; None: never."""
 
-    def __init__(self, session: Session, facts: DataFacts, fingerprint: str, blend: Blended | None = None) -> None:
+    def __init__(
+        self, session: Session, facts: DataFacts, fingerprint: str, blend: Blended | None = None, base: str = ""
+    ) -> None:
+        """`fingerprint`: of the data; `base`: of frozen weights that are in no checkpoint."""
         values, derived = session.resolved.values, session.resolved.derived
         saves, precision, margin = values.checkpoint, values.precision, values.run.stop_margin
         self.scale = scale = scale_of(session.resolved, facts)
@@ -191,7 +202,9 @@ class LoopPlan:
 
         self.total_steps, self.batch = derived.total_steps, values.train.batch
         self.tokens_per_sample, self.data_fingerprint, self.blend = facts.tokens_per_sample, fingerprint, blend
+        self.base_fingerprint = base
         self.validate_every = in_steps(values.train.validate_every)
+        self.sample_every = in_steps(values.train.sample_every)
         self.save_every, self.save_every_s = cadence(saves.every)
         self.save_at_end = saves.every != "off" or saves.local_every != "off"
         self.keep = RetentionPolicy(saves.keep, in_steps(saves.keep_every), saves.keep_best)

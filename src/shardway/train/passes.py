@@ -186,6 +186,14 @@ class Passes:
             (micro,) = cut(batch, 1, rows)
             return self._add_up([(self._forward(model, micro, loss_fn), micro.weight)])
 
+    @torch.no_grad()
+    def predict(self, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        """What the model gives for inputs that all ranks have alike, in the number formats of training; no axis may
+        cut the model or its inputs into parts."""
+        with self.precision.autocast(self.device):
+            found: torch.Tensor = model(inputs)
+        return found
+
     def count_averaged(self, model: nn.Module) -> int:
         """The number of ranks that gradients are averaged over: DDP does so, all else in torch sums."""
         if self.further or self.beside:

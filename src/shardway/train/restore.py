@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from shardway.checkpoint.catalog import CorruptCheckpoint, PassedOver, manifest_of_step, quarantine
+from shardway.checkpoint.catalog import CorruptCheckpoint, PassedOver, check_base, manifest_of_step, quarantine
 from shardway.checkpoint.file_format import Damaged, Manifest
 from shardway.checkpoint.local_tier import (
     LocalTier,
@@ -135,6 +135,7 @@ def _check_goes_on(session: Session, plan: LoopPlan, counters: Counters, numbers
             "  The position in the data would mean other samples, so nothing was trained. To do: restore the data, "
             f"{elsewhere}or {start_over}."
         )
+    check_base(numbers, plan.base_fingerprint, session.resolved.values.model.hf, "Nothing was trained", start_over)
     if step > plan.total_steps:
         raise UserError(
             f"{step} steps are done, and train.steps asks for {plan.total_steps}.\n"

@@ -42,9 +42,10 @@ from shardway.checkpoint.writer import check_savable
 from shardway.data.open import Data, open_described
 from shardway.data.sources.base import ConcatSource, DataSource
 from shardway.errors import JobError, UserError
-from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
+from shardway.models.contract import find_base
 from shardway.parallel.apply import ApplyOptions, apply_parallelism
+from shardway.prefetch.check import locate_whole_model
 from shardway.ranks.start import is_out_of_memory
 from shardway.ranks.stop import find_shell, report_errors, restore_hook, script_hook
 from shardway.resolve import DataFacts, Resolved
@@ -309,6 +310,7 @@ class Run:
                 describe_blend(session.resolved.values, loader.samples)
                 if isinstance(loader.samples, ConcatSource)
                 else None,
+                find_base(held.models[0].parallel.module),
             ),
             list(self._engines.values()),
             partial(training_batches, session, loader, state),
@@ -715,16 +717,22 @@ def _build(run: Run, data: Data, *, timed: bool = False) -> nn.Module:
     section, facts, session = run.resolved.values.model, data.train.facts, run.session
     if not section.hf:
         return build_model(section, vocab=facts.vocab, sample_shape=facts.sample_shape)
+    from shardway.models.huggingface.lora import read_lora
     from shardway.models.huggingface.model import build_huggingface  # needs the extra `hf`
 
-    folder = session.ranks.first_then_all(lambda: locate_model(section.hf, weights=section.hf_weights))
+    folder = session.ranks.first_then_all(lambda: locate_whole_model(section.hf, weights=section.hf_weights))
     # Whether the run has a checkpoint, and whether that ties the output layer to the embedding.
     has_checkpoint, tied = session.ranks.ask_first(lambda: (bool(session.list_saved()), find_tie(session.directory)))
-    # Else they are random, or in the checkpoint.
-    looks = section.hf_weights and not timed and (not has_checkpoint or tied is None)
+    # Else they are random, or in the checkpoint, which lacks those beside an adapter.
+    lora = read_lora(section)
+    looks = section.hf_weights and not timed and (lora is not None or not has_checkpoint or tied is None)
     size = int(facts.vocab or 0)
     model = build_huggingface(folder, vocab=size, seq_len=facts.sample_shape[0], weights=looks, tied=tied)
-    if has_checkpoint:
+    if lora is not None:
+        seed = run.resolved.values.train.seed
+        model.base_fingerprint = session.ranks.ask_first(lambda: model.fingerprint_base(seed))
+        model.add_lora(lora, session.precision.autocast_dtype)
+    elif has_checkpoint:
         model.fit = None
     for note in model.notes if run.is_first and not has_checkpoint and not timed else ():
         logging.getLogger("shardway").warning(note)

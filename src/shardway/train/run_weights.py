@@ -23,7 +23,9 @@ import torch
 from torch import nn
 
 from shardway.checkpoint.catalog import (
+    FoundCheckpoint,
     PassedOver,
+    check_base,
     copy_checkpoint,
     find_checkpoint,
     find_checkpoints,
@@ -32,17 +34,32 @@ from shardway.checkpoint.catalog import (
     list_newest,
     verify_checkpoint,
 )
-from shardway.checkpoint.export import find_models, no_weights, save_weights, write_state_dicts
+from shardway.checkpoint.export import (
+    Written,
+    find_models,
+    no_weights,
+    save_weights,
+    write_adapter,
+    write_state_dicts,
+)
 from shardway.checkpoint.file_format import Damaged
 from shardway.checkpoint.import_weights import ForeignSource, Match, OwnSource, has_own_head, match_source, open_source
 from shardway.checkpoint.local_tier import ShardStore
 from shardway.checkpoint.reader import load_from, load_latest, nothing_whole
-from shardway.checkpoint.state import Trained, count_bytes
+from shardway.checkpoint.state import MODEL, Trained, count_bytes
 from shardway.checkpoint.writer import Content, shared_place, write_checkpoint
 from shardway.data.open import open_described
-from shardway.errors import JobError, Problem, UserError, check_no_problems
+from shardway.errors import Bug, JobError, Problem, UserError, check_no_problems
 from shardway.hfconfig import locate_model
 from shardway.models.build import build_model
+from shardway.models.contract import find_base
+from shardway.models.huggingface.lora import (
+    is_of_adapter,
+    merge_lora,
+    name_in_files,
+    read_lora,
+    render_lora_config,
+)
 from shardway.models.huggingface.model import build_huggingface, form_of
 from shardway.parallel.apply import ApplyOptions, apply_parallelism
 from shardway.parallel.mesh import build_mesh
@@ -103,13 +120,19 @@ def _build(
     sample_shape: tuple[int, ...],
     find_tied: Callable[[], bool | None],
 ) -> nn.Module:
-    """The model of a run on the meta device; its values come later."""
-    section = values.model
+    """The model of a run on the meta device; its values come later, but for those beside an adapter, which its
+    `init_weights` brings."""
+    section, lora = values.model, read_lora(values.model)
     if not section.hf:
         return build_model(section, vocab=vocab, sample_shape=sample_shape)
-    folder = ranks.first_then_all(lambda: locate_model(section.hf, weights=False))
+    reads = lora is not None and section.hf_weights
+    folder = ranks.first_then_all(lambda: locate_model(section.hf, weights=reads))
     tied = ranks.ask_first(find_tied)
-    return build_huggingface(folder, vocab=int(vocab or 0), seq_len=sample_shape[0], weights=False, tied=tied)
+    model = build_huggingface(folder, vocab=int(vocab or 0), seq_len=sample_shape[0], weights=reads, tied=tied)
+    if lora is not None:
+        model.base_fingerprint = ranks.ask_first(lambda: model.fingerprint_base(values.train.seed))
+        model.add_lora(lora, None)
+    return model
 
 
 # --- the export
@@ -163,10 +186,12 @@ def export_run(
     environ: Mapping[str, str],
     *,
     own_names: bool = False,
+    merge: bool = False,
     which: Which = NEWEST,
 ) -> Exported | None:
     """Write a checkpoint of a run: as a Hugging Face folder, or, for the model of a script and with `own_names`, as
-    `model.safetensors` and `model.pt`; None on a rank that has nothing to do.
+    `model.safetensors` and `model.pt`; None on a rank that has nothing to do. An adapter is written as peft reads it,
+    or with `merge` as the whole model with the adapter in its weights.
 
     Raises UserError for a run without a checkpoint and for a model that the library has no form for, JobError if it
     cannot be written.
@@ -175,7 +200,13 @@ def export_run(
     if not run.checkpoint_steps():
         raise _no_checkpoint(run)
     if own_names or "model" not in run.read_resolved():  # a script trained its own model here: no [model] is known
+        _check_merges(merge, "the weights are written as the checkpoint holds them")
         return export_state_dicts(run, folder, dtype, which) if placement.rank == 0 else None
+    saved = run.read_resolved()["model"]
+    if saved.get("adapter", "none") == "none":
+        _check_merges(merge, "the run has no adapter (model.adapter), and its weights are whole")
+    elif not merge:
+        return _export_adapter(run, folder, dtype, which, placement) if placement.rank == 0 else None
     resolution = _resolve(run, placement.world, placement.local_world)
     ranks = _start(resolution, placement)
     exported = export_on(ranks, resolution, run, folder, dtype or "fp32", which)
@@ -183,14 +214,42 @@ def export_run(
     return exported
 
 
+def _check_merges(merge: bool, why_not: str) -> None:
+    if merge:
+        raise UserError(f"--merge: {why_not}.\n  To do: leave it out.")
+
+
+def _export_adapter(run: RunDir, folder: Path, dtype: str | None, which: Which, placement: Placement) -> Exported:
+    """The adapter alone, as `PeftModel.from_pretrained` reads it; of the model its config is enough."""
+    values = _resolve(run, placement.world, placement.local_world).resolved.values
+    section, lora = values.model, read_lora(values.model)
+    model = build_huggingface(
+        locate_model(section.hf, weights=False), vocab=0, seq_len=values.data.seq_len, weights=False, tied=None
+    )
+    if lora is None:
+        raise Bug("an adapter is exported of a run that has none")
+    model.add_lora(lora, None)
+    config = render_lora_config(model, model.targets, lora, section.hf)
+    names = {f"{MODEL}.{name}": name_in_files(name) for name, _ in model.named_parameters() if is_of_adapter(name)}
+    return _export_first(
+        run, folder, which, lambda found: write_adapter(found, folder, names, config, DTYPES[dtype or "fp32"])
+    )
+
+
 def export_state_dicts(run: RunDir, folder: Path, dtype: str | None, which: Which = NEWEST) -> Exported:
     """Write a checkpoint under the names of its models, in `dtype` or as it was saved; nothing else is needed."""
+    kept = DTYPES[dtype] if dtype is not None else None
+    return _export_first(run, folder, which, lambda found: write_state_dicts(found, folder, kept))
+
+
+def _export_first(run: RunDir, folder: Path, which: Which, write: Callable[[FoundCheckpoint], Written]) -> Exported:
+    """What `write` makes of the chosen checkpoint, or of the newest that is whole."""
     passed_over: list[PassedOver] = []
     chosen = which.choose(run)
     for found in find_checkpoints(run.path) if chosen is None else [find_in_run(run, chosen)]:
         step = found.step or 0
         try:
-            written = write_state_dicts(found, folder, DTYPES[dtype] if dtype is not None else None)
+            written = write(found)
         except Damaged as damage:
             passed_over.append(PassedOver(step, "; ".join(damage.reasons)))
         else:
@@ -213,7 +272,8 @@ def export_on(
         raise UserError(
             f"{error}\n  `--own-names` writes its weights as model.safetensors and model.pt under its own names."
         ) from None
-    options = ApplyOptions(values.parallel, read_precision(PrecisionSection(weights=values.precision.weights)))
+    precision = read_precision(PrecisionSection(weights=values.precision.weights))
+    options = ApplyOptions(values.parallel, precision, seed=values.train.seed)
     parallel = apply_parallelism(model, build_mesh(ranks, values.parallel), ranks.device, options)
 
     def check_has_weights() -> None:
@@ -232,7 +292,11 @@ def export_on(
         if isinstance(found, PassedOver):
             raise _damaged(found)
         loaded = found
-    weights = {name: parameter.detach() for name, parameter in parallel.module.named_parameters()}
+    if (lora := read_lora(values.model)) is not None:
+        check_base(loaded.numbers, find_base(parallel.module), values.model.hf, "Nothing was written")
+        weights = merge_lora(parallel.module, lora)
+    else:
+        weights = {name: parameter.detach() for name, parameter in parallel.module.named_parameters()}
     save_weights(weights, form, folder, ranks, dtype=DTYPES[dtype])
     return Exported(str(folder), loaded.step, loaded.passed_over)
 
@@ -307,6 +371,11 @@ def resolve_import(request: ResolveRequest, ranks: int, ranks_per_node: int) -> 
         raise UserError(
             f'train.engine ({asked.origins["train.engine"]}): "{engine}" keeps a state of its own, into which nothing '
             'can be imported.\n      allowed: "torch"'
+        )
+    if (adapter := asked.values.model.adapter) != "none":
+        raise UserError(
+            f'model.adapter ({asked.origins["model.adapter"]}): "{adapter}" begins beside the weights of model.hf, and '
+            'nothing is imported for it.\n  To do: name the model in model.hf and train, or import with "none".'
         )
     return resolve_loaded(request, lay_evenly(asked), ranks, ranks_per_node)
 

@@ -12,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,17 @@ import torch
 from torch import nn
 
 from shardway.errors import Problem, UserError, check_no_problems
-from shardway.hfconfig import CONFIG, hf_error, import_extra, read_config
-from shardway.models.contract import ModelPlan, Split, matches
+from shardway.hfconfig import CONFIG, hf_error, import_extra, read_config, without_warnings
+from shardway.models.contract import ModelPlan, Split, canonical_name, matches
 from shardway.models.documents import DocumentMarks
 from shardway.models.experts import Experts
+from shardway.models.huggingface.lora import (
+    LoraShape,
+    apply_lora,
+    base_name,
+    fill_lora,
+    fingerprint_weights,
+)
 from shardway.models.huggingface.own import names_of_transformer, to_huggingface_config
 from shardway.models.huggingface.weights import (
     EMBEDDING,
@@ -151,9 +157,8 @@ def load_config(folder: Path) -> Any:
 def build_meta(config: Any) -> HuggingFaceModel:
     """A model of this config on the meta device, in float32."""
     library = import_extra("transformers")
-    library.AttentionInterface.register(_ATTENTION, _mix_positions)
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with torch.device("meta"), without_warnings():
+        library.AttentionInterface.register(_ATTENTION, _mix_positions)
         built = library.AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION, dtype=torch.float32)
     return HuggingFaceModel(built)
 
@@ -286,6 +291,12 @@ class HuggingFaceModel(nn.Module):
     """The folder that the model came from."""
     notes: tuple[str, ...] = ()
     """What a person is to know of how that folder was read."""
+    lora: LoraShape | None = None
+    """The adapter that is trained in place of the model's own weights."""
+    targets: tuple[str, ...] = ()
+    """The layers that have one."""
+    base_fingerprint: str = ""
+    """Of the weights beside it, which `init_weights` brings again (`models.contract.find_base`)."""
 
     def __init__(self, library: Any) -> None:
         """Takes the modules of a causal language model that was built with `_ATTENTION`."""
@@ -322,17 +333,31 @@ class HuggingFaceModel(nn.Module):
 
     def init_weights(self, seed: int) -> None:
         """Fill every parameter and buffer: from the files of the model, or, where it has a config alone, with values
-        that depend on seed and name alone, of the standard deviation that the config names."""
+        that depend on seed and name alone, of the standard deviation that the config names. An adapter begins as one
+        that changes nothing."""
         # Frequencies of the rotary positions, which no file holds and the meta device has lost.
         rotary = self.model.rotary_emb
         with torch.device("cpu"):
             fresh = type(rotary)(rotary.config)
         for name, buffer in rotary.named_buffers():
             buffer.copy_(fresh.get_buffer(name))
+        name_of = canonical_name if self.lora is None else base_name
         if self.fit is not None:
-            load_weights(self, self.fit)
+            load_weights(self, self.fit, name_of)
         else:
-            fill_parameters(self, seed, lambda name, weight: self.config.initializer_range)
+            fill_parameters(self, seed, lambda name, weight: self.config.initializer_range, name_of=name_of)
+        if self.lora is not None:
+            fill_lora(self, seed)
+
+    def add_lora(self, lora: LoraShape, dtype: torch.dtype | None) -> None:
+        """Freeze the model and train an adapter beside its weights, which are held in `dtype` where they are matrices
+        (None: as they are). On the meta device. Raises UserError if a target names no layer, or peft is missing."""
+        self.targets = apply_lora(self, self._plan, lora, dtype)
+        self.lora = lora
+
+    def fingerprint_base(self, seed: int) -> str:
+        """The fingerprint of what `init_weights(seed)` fills a model with, beside an adapter."""
+        return fingerprint_weights(self.fit.files) if self.fit is not None else f"drawn with train.seed = {seed}"
 
     def plan(self) -> ModelPlan:
         """The library's own plans for tensor and pipeline parallelism, in Shardway's words."""

@@ -364,13 +364,16 @@ def find_misfit(fit: Fit, spare: Iterable[str] = ()) -> Misfit:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, fit: Fit) -> None:
-    """Fill every parameter that this rank holds, in any sharding, converted to the parameter's number format."""
+def load_weights(model: nn.Module, fit: Fit, name_of: Callable[[str], str] = canonical_name) -> None:
+    """Fill every parameter that this rank holds, in any sharding, converted to the parameter's number format.
+    `name_of` gives the name by which the fit knows a parameter; one for which it is "" is left alone."""
     with fit.files.open() as reader:
         for name, parameter in model.named_parameters():
+            if not (known := name_of(name)):
+                continue
             held = held_part(parameter, name)
             own = TensorRegion(held.offset, tuple(held.local.shape))
-            for piece in fit.arrangements[canonical_name(name)]:
+            for piece in fit.arrangements[known]:
                 wanted = own.meet(piece.region)
                 if not wanted.is_empty:
                     target = held.local[wanted.seen_from(held.offset).slices]

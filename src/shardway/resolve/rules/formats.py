@@ -161,6 +161,8 @@ def _find_no_gain(draft: Draft) -> Iterator[str]:
         yield "the ring of parallel.cp cuts each block into several graphs"
     if draft.get("model.dropout") and not draft.get("model.hf") and not draft.circumstances.own_model:
         yield DROPS
+    if draft.get("model.adapter") != "none" and draft.get("model.lora_dropout"):
+        yield DROPS
     if draft.get("precision.compute") == "float8" and draft.get("precision.float8_engine") != "torchao":
         yield "Transformer Engine has kernels of its own"
     span = draft.get("train.steps")
@@ -279,6 +281,13 @@ def float8_needs_a_device_that_has_it(draft: Draft) -> None:
         draft.refuse("precision.compute", what, allowed)
     elif draft.get("precision.float8_recipe") == "blockwise":
         draft.refuse("precision.float8_recipe", '"blockwise" is not emulated', "any other recipe")
+
+
+@of_what_is_described
+def an_adapter_multiplies_in_wider_formats(draft: Draft) -> None:
+    if _is_float8(draft) and draft.get("model.adapter") != "none":
+        what = '"float8" converts plain linear layers, and model.adapter = "lora" puts others in their place'
+        draft.refuse("precision.compute", what, '"bf16"')
 
 
 def transformer_engine_knows_other_recipes(draft: Draft) -> None:

@@ -161,6 +161,17 @@ def a_pipeline_takes_samples_of_one_shape(draft: Draft) -> None:
         draft.refuse("parallel.pp", what, "1", remedy)
 
 
+def samples_are_generated_where_a_rank_has_whole_sequences(draft: Draft) -> None:
+    """A pass for samples has one sequence of another length on all ranks, which these axes cut into parts or stages."""
+    every = draft.get("train.sample_every")
+    cuts = [axis for axis in ("tp", "pp", "cp") if draft.get(f"parallel.{axis}") not in (1, "auto")]
+    if every != "off" and cuts:
+        cut = " and ".join(f"parallel.{axis} = {draft.get(f'parallel.{axis}')}" for axis in cuts)
+        what = f'"{every}", and {cut} cuts the model or its sequences into parts'
+        remedy = "split over dp_shard and dp_replicate, or generate from the checkpoints"
+        draft.refuse("train.sample_every", what, '"off"', remedy)
+
+
 def experts_split_over_the_ranks_that_share_the_states(draft: Draft) -> None:
     ep, shard, cp = (draft.get(f"parallel.{axis}") for axis in ("ep", "dp_shard", "cp"))
     if shard != "auto" and shard * cp % ep:
@@ -187,6 +198,28 @@ def experts_drop_tokens_of_whole_sequences(draft: Draft) -> None:
     if draft.get("model.experts") and factor and cp > 1:
         what = f"{factor} drops tokens by their place in a sequence, and parallel.cp = {cp} splits sequences"
         draft.refuse("model.capacity_factor", what, "0, or parallel.cp = 1")
+
+
+@of_what_is_described
+def an_adapter_is_split_like_data_alone(draft: Draft) -> None:
+    """Its layers hold whole matrices beside whole ones; shards of them, and parts of a sequence, change nothing."""
+    if draft.get("model.adapter") == "none":
+        return
+    for axis, what in _NOT_WITH_ADAPTERS.items():
+        if (degree := draft.get(f"parallel.{axis}")) > 1:
+            remedy = "split over parallel.dp_replicate, parallel.dp_shard or parallel.cp"
+            draft.refuse(f"parallel.{axis}", f'{degree}: model.adapter = "lora" {what}', "1", remedy)
+    if draft.get("train.engine") == "deepspeed":
+        what = '"deepspeed": its files of a checkpoint would hold the frozen weights of model.adapter = "lora" too'
+        draft.refuse("train.engine", what, '"torch"')
+
+
+_NOT_WITH_ADAPTERS = {
+    "tp": "does not cut its matrices with those of their layers",
+    "pp": "is not cut into stages",
+    "ep": "has not been tried with experts that ranks share",
+}
+"""Axis -> why an adapter is not split along it."""
 
 
 def gathered_weights_are_kept_over_a_part_of_the_ranks(draft: Draft) -> None:

@@ -11,6 +11,7 @@ from shardway.plugins import GROUPS, load_plugin
 from shardway.resolve.draft import (
     DOORS,
     OWNERS,
+    SAMPLE_KEYS,
     SHAPE_KEYS,
     Draft,
     Rule,
@@ -114,17 +115,35 @@ def a_sample_fits_the_positions_of_a_hugging_face_model(draft: Draft) -> None:
 def a_hugging_face_model_brings_its_tokenizer(draft: Draft) -> None:
     """Token ids must have the meaning with which the weights were trained."""
     facts = draft.circumstances.hf
-    reads_text = draft.get("model.hf") and "text" in draft.data_kinds
-    if not reads_text or facts is None or draft.is_set("data.tokenizer"):
+    reads = any("data.tokenizer" in fact_of("data.kind", kind, "keys") for kind in draft.data_kinds)
+    if not draft.get("model.hf") or not reads or facts is None or draft.is_set("data.tokenizer"):
         return
     if facts.tokenizer:
         draft.derive("data.tokenizer", facts.tokenizer, f"tokenizer of {draft.get('model.hf')}")
-    else:
+    elif "text" in draft.data_kinds:  # records may hold tokens
         what = (
             f'"{draft.get("data.tokenizer")}" is not what the model was trained with, and there is no tokenizer.json '
             "beside its config"
         )
         draft.refuse("data.tokenizer", what, 'a tokenizer.json or .model file; "bytes" where that is meant')
+
+
+# --- adapters: weights that are trained beside frozen ones
+
+
+def an_adapter_goes_beside_a_hugging_face_model(draft: Draft) -> None:
+    if draft.get("model.adapter") == "none":
+        return
+    if draft.circumstances.own_model:
+        what = '"lora": a script brings its own model'
+        remedy = "call peft.get_peft_model(model, config) in the script, and give run.shard what it returns"
+        draft.refuse("model.adapter", what, '"none"', remedy)
+    elif not draft.get("model.hf"):
+        what = '"lora" leaves the weights of a model as they are, and a reference model has none to start from'
+        remedy = "name a model in model.hf; `shardway checkpoint export` writes one of a run's own transformer"
+        draft.refuse("model.adapter", what, '"none"; or model.hf', remedy)
+    if draft.get("model.lora_alpha") == "auto":
+        draft.derive("model.lora_alpha", 2.0 * draft.get("model.lora_rank"), "2 x lora_rank")
 
 
 # --- what [model] and [data] describe
@@ -388,6 +407,31 @@ def the_best_is_found_by_validating(draft: Draft) -> None:
         draft.refuse("checkpoint.keep_best", f"{best} is of steps with the best validation, and {off}", "0", remedy)
     if (patience := draft.get("train.patience")) != "off":
         draft.refuse("train.patience", f"{patience} is a number of validations, and {off}", '"off"', remedy)
+
+
+# --- texts that the model in training continues
+
+
+def samples_continue_prompts_of_text(draft: Draft) -> None:
+    every, prompts = draft.get("train.sample_every"), "train.sample_prompts"
+    if every == "off":
+        for dotted in SAMPLE_KEYS:
+            if draft.is_set(dotted) and not draft.is_set("train.sample_every"):
+                remedy = 'set it, such as train.sample_every = "500 steps"; or remove the key'
+                draft.refuse(dotted, "has no effect without train.sample_every", "", remedy)
+        return
+    kinds = draft.data_kinds
+    if draft.circumstances.own_model:
+        what = f'"{every}": Shardway does not know how a model of a script is asked for text'
+        draft.refuse("train.sample_every", what, '"off"', "generate in the script, between two batches")
+    elif takes_of(draft.get("model.kind")) != "tokens":
+        draft.refuse("train.sample_every", f'"{every}": the model takes images', '"off"')
+    elif not any(has_effect("data.tokenizer", "data.kind", kind) for kind in kinds):
+        what = f'"{every}": data of kind {" and ".join(kinds)} name no tokenizer, and prompts are text'
+        draft.refuse("train.sample_every", what, '"off"', 'train on text or records, with data.tokenizer; or set "off"')
+    elif not draft.get(prompts):
+        what = f"names none, and train.sample_every is {every}"
+        draft.refuse(prompts, what, "texts that the model continues", f'{prompts} = ["Once upon a time"]')
 
 
 RULES: tuple[Rule, ...] = list_rules(globals())

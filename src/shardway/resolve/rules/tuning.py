@@ -69,7 +69,8 @@ def _explain_micro_batch(draft: Draft, hf: bool) -> str:
     reasons = {
         BEFORE: draft.origins[MICRO].startswith(f"{DERIVED}{BEFORE}"),
         "a rank has one sample of a step": share_of(draft) == 1,
-        "masks of dropout follow the micro-batch": draft.get("model.dropout") > 0 and not hf,
+        "masks of dropout follow the micro-batch": (draft.get("model.dropout") > 0 and not hf)
+        or (draft.get("model.adapter") != "none" and draft.get("model.lora_dropout") > 0),
         "experts are balanced in each micro-batch": draft.get("model.experts") > 0 and not hf,
         "batch norms look at one micro-batch": draft.get("model.kind") == "convnet" and not hf,
     }
@@ -87,6 +88,8 @@ def _explain_compile(draft: Draft, steps: int) -> str:
 
 
 def _explain_float8(draft: Draft) -> str:
+    if draft.get("model.adapter") != "none":
+        return "the layers of an adapter are not converted"
     devices = (A_CPU,) if draft.get("run.device") == "cpu" else draft.circumstances.devices
     for device in devices:  # a part of the catalogue has no capability
         if device.kind != "cuda" or (device.capability or FLOAT8_CAPABILITY) < FLOAT8_CAPABILITY:
