@@ -9,6 +9,7 @@ import typer
 
 from shardway.cli.bench_comm import comm
 from shardway.cli.bench_device import device
+from shardway.cli.bench_infer import app as infer
 from shardway.cli.bench_step import step
 from shardway.cli.bench_topology import topology
 
@@ -17,3 +18,4 @@ app.command("comm")(comm)
 app.command("device")(device)
 app.command("topology")(topology)
 app.command("step")(step)
+app.add_typer(infer, name="infer")

@@ -289,10 +289,14 @@ def export(
     own_names: Annotated[
         bool, typer.Option("--own-names", help="model.safetensors and model.pt under the model's own names.")
     ] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of an adapter: the whole model, with the adapter added to its weights.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint (by default the newest) as a folder that `from_pretrained` reads; of a script's model, as
-    `model.safetensors` and `model.pt` (a `state_dict`) under its own names.
+    """Write a checkpoint (by default the newest) as a folder that `from_pretrained` reads; of an adapter, as peft's
+    `PeftModel.from_pretrained` does; of a script's model, as `model.safetensors` and `model.pt` (a `state_dict`) under
+    its own names.
 
     A model that one process cannot hold is exported by several: `torchrun --nproc-per-node 8 -m shardway checkpoint
     export ...`.
@@ -305,7 +309,10 @@ def export(
         raise UserError(f"--best and --step {step} name two checkpoints.\n  To do: leave one of them out.")
     which = Which(step, best)
     exported = export_run(
-        RunDir(find_place(run)), folder, dtype and dtype.value, os.environ, own_names=own_names, which=which
+        *(RunDir(find_place(run)), folder, dtype and dtype.value, os.environ),
+        own_names=own_names,
+        merge=merge,
+        which=which,
     )
     if exported is None or find_placement(os.environ).rank != 0:
         return

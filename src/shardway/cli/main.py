@@ -34,8 +34,7 @@ from typer.main import get_group
 from shardway import __version__
 from shardway.errors import Bug, JobError, ShardwayError, SiteError, UserError, legible
 from shardway.places import folder_is_gone
-from shardway.ranks.outputs import outputs_put_back
-from shardway.ranks.stop import Shutdown, flush_output
+from shardway.ranks.outputs import Shutdown, flush_output, outputs_put_back
 from shardway.refusals import FORBIDDEN, UNWRITABLE, find_remedy
 from shardway.rundir.file_io import UNREADABLE, unanswered
 
@@ -69,8 +68,9 @@ def read_program_words(ctx: Any) -> tuple[str, ...]:
 # --- the verbs by name
 
 VERBS = (
-    *("plan", "train", "init", "config", "data", "checkpoint", "sites", "image", "plugins", "submit", "stop", "resume"),
-    *("status", "top", "logs", "report", "trace", "compare", "profile", "track", "doctor", "bench", "rehearse"),
+    *("plan", "train", "init", "config", "data", "prefetch", "checkpoint", "sites", "image", "plugins", "submit"),
+    *("stop", "resume", "status", "top", "logs", "report", "trace", "compare", "profile", "track"),
+    *("generate", "chat", "evaluate", "doctor", "bench", "rehearse"),
 )
 """In the order in which a newcomer reads them; each has a function of its name, or an `app` of verbs of its own, in the
 module of that name, if that is not another one:"""
@@ -84,7 +84,7 @@ _MODULES = {
     "rehearse": "doctor",
 }
 
-COMPUTING = ("train", "checkpoint", "rehearse", "profile", "bench")
+COMPUTING = ("train", "checkpoint", "rehearse", "profile", "bench", "generate", "chat", "evaluate")
 """These load torch, whose libraries end the process without a word of reason where the current folder was removed."""
 
 

@@ -227,7 +227,7 @@ def _plan_named(
     check_no_problems("the plan", [describe_stray_key(key) for key in keys])
     if traces:
         raise refuse("--trace", f'"{name}" is no run file', "the path of a run file (.toml) whose model is counted")
-    shape, seq_len, assumed = find_shape(name, partial(typer.echo, err=True)), 0, list[str]()
+    shape, seq_len, assumed = find_shape(name, _announce), 0, list[str]()
     if isinstance(shape, Architecture):
         request = request_of(options, shape, machine)
         return make_plan(request, terms_on(request.nodes))
@@ -331,6 +331,10 @@ def _plan_run_file(
     return make_plan(request, terms), staging
 
 
+def _announce(sentence: str) -> None:
+    typer.echo(f"shardway: {sentence}", err=True)
+
+
 def _find_shape(resolved: Resolved, path: Path) -> tuple[Shape, str, int | None]:
     """The traced shape if there is one, else that of the run file's model section; its origin if that is not the run
     file, and the samples of an epoch if the data can be opened."""
@@ -339,6 +343,8 @@ def _find_shape(resolved: Resolved, path: Path) -> tuple[Shape, str, int | None]
     from shardway.resolve.planned import shape_of_run
 
     values = resolved.values
+    if values.model.adapter != "none":  # what is counted says nothing of what is frozen
+        return shape_of_run(values, resolved.circumstances.shape), "", None
     traced = find_traced(values, path)
     if traced:
         return *traced, None
@@ -346,7 +352,7 @@ def _find_shape(resolved: Resolved, path: Path) -> tuple[Shape, str, int | None]
         from shardway.plan.counted import CountedModel
         from shardway.plan.huggingface import find_shape
 
-        found = find_shape(values.model.hf, partial(typer.echo, err=True))
+        found = find_shape(values.model.hf, _announce)
         if isinstance(found, CountedModel):
             counted = found.at_length(values.model.hf, values.data.seq_len)
             return counted, counted.source, None
@@ -373,6 +379,11 @@ def _trace(values: RunFile, path: Path, module: str) -> tuple[Shape, str]:
     from shardway.data.open import are_there
     from shardway.plan.shapes import digest_of, traced_path
 
+    if values.model.adapter != "none":
+        raise UserError(
+            "--trace counts a model of which all weights are trained, and model.adapter freezes them.\n"
+            "  To do: leave --trace out; the planner knows the layers of model.hf."
+        )
     counted, stored = count_model(values, module), traced_path(path)
     counted = replace(counted, source=f"{counted.source}; of {digest_of(values)}")
     try:

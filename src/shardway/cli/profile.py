@@ -30,7 +30,8 @@ _WITHOUT = (
         'checkpoint.keep_every="off"',
         "checkpoint.keep_best=0",
     ),
-    *('train.validate_every="off"', 'train.patience="off"', "track.to=[]", "track.settings={}"),
+    *('train.validate_every="off"', 'train.patience="off"', 'train.sample_every="off"'),
+    *("track.to=[]", "track.settings={}"),
 )
 """What a run of a few steps does without."""
 

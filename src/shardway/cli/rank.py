@@ -14,7 +14,8 @@ from pathlib import Path
 from shardway.cli.main import leave, run_guarded, uncollected
 from shardway.hardware.limits import ensure_temporary
 from shardway.ranks.heartbeat import bind_to_cores, join_agent, wait_at_gate
-from shardway.ranks.stop import Shutdown, SignalWatch, stop_with_agent
+from shardway.ranks.outputs import Shutdown
+from shardway.ranks.stop import SignalWatch, stop_with_agent
 from shardway.resolve.request import ResolveRequest
 
 

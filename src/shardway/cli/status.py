@@ -599,6 +599,14 @@ def _summary_lines(summary: RunSummary, statuses: Sequence[JobStatus]) -> list[s
         f"  validation  {validation}" if validation else "",
         _describe_best(summary),
         f"  logged      {words.render_logged(summary.logged)}" if summary.logged else "",
+        f"  sample      {words.render_sampled(summary.sampled)} (step {summary.sampled.step})"
+        if summary.sampled
+        else "",
+        *(
+            f"  evaluated   {words.render_evaluation(each)} "
+            f"({', '.join(filter(None, (f'step {each.step}', words.render_extent(each))))})"
+            for each in summary.evaluations[-3:]
+        ),
         f"  speed       {render_count(rate)} {summary.unit}/s" if rate else "",
         f"  time left   {render_clock(summary.seconds_left)}" if summary.seconds_left else "",
         f"  last save   step {save.step}, {render_clock(time.time() - save.time)} ago" if save else "",

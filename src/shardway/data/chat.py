@@ -94,6 +94,10 @@ class ChatTemplate:
             if message["role"] == ASSISTANT
         ]
 
+    def render_prompt(self, messages: Sequence[Message]) -> str:
+        """The text of a conversation up to where the assistant is to write. Raises ValueError as `render` does."""
+        return _take_marks(self._render(messages, prompt=True))[0]
+
     def _find_turn(self, messages: Sequence[Message], number: int, whole: str) -> tuple[int, int]:
         before = self._render(messages[:number], prompt=True)
         after = whole if number + 1 == len(messages) else self._render(messages[: number + 1])

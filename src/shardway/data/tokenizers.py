@@ -58,6 +58,9 @@ class Tokenizer(Protocol):
     def encode_spans(self, texts: Sequence[str], spans: Sequence[Spans]) -> list[Marked]:
         """The tokens of each text, and which of them belong to its spans."""
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens, special ones included; U+FFFD for what is no UTF-8."""
+
     @property
     def names(self) -> dict[str, str]:
         """ "bos_token" and "eos_token", as a chat template refers to them; "" where they are not known."""
@@ -86,6 +89,9 @@ class ByteTokenizer:
                 marked[first : first + len(text[start:stop].encode())] = True
             made.append((tokens, marked))
         return made
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < self.vocab).decode(errors="replace")
 
     @property
     def names(self) -> dict[str, str]:
@@ -124,6 +130,9 @@ class JsonTokenizer:
                 marked[np.searchsorted(stops, start, side="right") : np.searchsorted(starts, stop, side="left")] = True
             made.append((tokens, marked))
         return made
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.inner.decode(list(tokens), skip_special_tokens=False))
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -168,6 +177,9 @@ class SentencePiece:
                 marked += [number % 2 == 1] * (len(tokens) - before)
             made.append((np.array(tokens, np.int64), np.array(marked, np.bool_)))
         return made
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.inner.decode([token for token in tokens if token < self.vocab]))
 
     @cached_property
     def _control_ids(self) -> dict[str, int]:

@@ -6,7 +6,7 @@ This module must not touch a model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -137,6 +137,11 @@ def _grid(device: str, layout: Layout, dims: tuple[str, ...]) -> DeviceMesh:
     always = {EXPERT_SHARD, *([SHARD] if needs_sharding(layout) or layout.world == 1 else [])}
     needed = tuple(dim for dim in dims if layout.degree(dim) > 1 or dim in always) or (SHARD,)
     return init_device_mesh(device, tuple(layout.degree(dim) for dim in needed), mesh_dim_names=needed)
+
+
+def build_grid(device: str, degrees: Mapping[str, int]) -> DeviceMesh:
+    """All ranks as a grid of these dims, for a library that lays a model out by its own plan."""
+    return init_device_mesh(device, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 
 
 def split_ranks(parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:

@@ -109,7 +109,8 @@ _ACTIVITIES = {
     Activity.REPEAT: (3, "in a step"),
     Activity.VALIDATE: (4, "in a validation"),
     Activity.SAVE: (5, "in a save"),
-    Activity.END: (6, "while ending"),
+    Activity.SAMPLE: (6, "while generating samples"),
+    Activity.END: (7, "while ending"),
 }
 """Order of activities at the same number of steps, and each in words. Only rank 0 can tell that a step is repeated. A
 script comes before its step and once more after it: a rank in its script may keep others waiting in the step."""

@@ -3,11 +3,14 @@
 What is printed to a closed output is lost; the run is not. A full pipe, whose reader is busy, is waited for while the
 run trains, and for a few seconds when it ends.
 
+How a process ends, after its outputs have what was printed, is decided here as well.
+
 Invariant: a run never ends because its output is not read. What is printed is decided elsewhere.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import math
@@ -146,3 +149,35 @@ def outputs_put_back() -> Iterator[None]:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         sys.stdout, sys.stderr = before
+
+
+# --- the end of the process
+
+
+class Shutdown:
+    """Created before any other exit handler is registered, so that it runs last. It skips C++ destructors. Those of
+    torch have ended a rank with SIGABRT after all its work was done, when another rank of its group had left a moment
+    before (torch 2.13, gloo, "terminate called without an active exception")."""
+
+    def __init__(self) -> None:
+        self._code: int | None = None
+        atexit.register(self._leave)
+
+    def leave_with(self, code: int) -> None:
+        self._code = code
+
+    def _leave(self) -> None:
+        if self._code is not None and "torch" in sys.modules:
+            with contextlib.suppress(OSError):
+                flush_output()
+            import ctypes  # most processes end without it
+
+            ctypes.CDLL(None).fflush(None)  # the buffers of C libraries
+            os._exit(self._code)
+
+
+def flush_output() -> None:
+    """Flush Python's output; a stream may be closed. Raises OSError."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()

@@ -38,6 +38,7 @@ from typing import Any
 
 from shardway.errors import Bug, ShardwayError, legible
 from shardway.rank_variables import AGENT_VARIABLE
+from shardway.ranks.outputs import flush_output
 
 # --- stop signals
 
@@ -435,9 +436,9 @@ def restore_hook() -> None:
 
 def _end_before_destructors(frame: FrameType) -> None:
     """From now on a script that runs to its end leaves after all exit handlers of libraries and the script, and before
-    C++ destructors (see `Shutdown`); called in the main thread. Only if the outermost frame has returned is the exit
-    code known to be 0 before the interpreter ends. A script that ends by `sys.exit` or by an error ends as usual in
-    Python, but without those destructors (where the C library has `on_exit`, which receives the code)."""
+    C++ destructors (see `Shutdown` in outputs); called in the main thread. Only if the outermost frame has returned is
+    the exit code known to be 0 before the interpreter ends. A script that ends by `sys.exit` or by an error ends as
+    usual in Python, but without those destructors (where the C library has `on_exit`, which receives the code)."""
     while frame.f_back is not None:
         frame = frame.f_back
     library = ctypes.CDLL(None)
@@ -459,33 +460,6 @@ def _end_before_destructors(frame: FrameType) -> None:
     with contextlib.suppress(AttributeError):  # newest first: flush the output, then end the process with its code
         library.on_exit(library._exit, None)
         library.__cxa_atexit(library.fflush, None, None)
-
-
-class Shutdown:
-    """Created before any other exit handler is registered, so that it runs last. It skips C++ destructors. Those of
-    torch have ended a rank with SIGABRT after all its work was done, when another rank of its group had left a moment
-    before (torch 2.13, gloo, "terminate called without an active exception")."""
-
-    def __init__(self) -> None:
-        self._code: int | None = None
-        atexit.register(self._leave)
-
-    def leave_with(self, code: int) -> None:
-        self._code = code
-
-    def _leave(self) -> None:
-        if self._code is not None and "torch" in sys.modules:
-            with contextlib.suppress(OSError):
-                flush_output()
-            ctypes.CDLL(None).fflush(None)  # the buffers of C libraries
-            os._exit(self._code)
-
-
-def flush_output() -> None:
-    """Flush Python's output; a stream may be closed. Raises OSError."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
 
 
 def leave_now(words: str, code: int) -> None:

@@ -9,7 +9,9 @@ import contextlib
 import json
 import os
 import re
+import time
 import tomllib
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,6 +60,7 @@ OWN_NAMES = frozenset(
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
         *("run-id", "lease", "logs", "attempts", "report.html", "stop", "left_out.json", "line.json", "work"),
         *("cache", "trackers.json", "tensorboard", "telemetry", "profile", "traces", "notified"),
+        "evaluations",
         *("wandb", "mlflow.db", "mlruns", "metrics.prom"),
     )
 )
@@ -305,6 +308,33 @@ class RunDir:
     def _write_trackers(self, **parts: Any) -> None:
         known = {part: found for part in ("ids", "sent") if (found := self._read_trackers(part))}
         write_json(self.path / "trackers.json", {"format": FORMAT, **known, **parts}, durable=False)
+
+    # --- evaluations
+
+    evaluations_folder = PathBelow("evaluations")
+
+    def write_evaluation(self, step: int, kind: str, facts: Mapping[str, Any]) -> Path:
+        """Keep the result of an evaluation of a checkpoint in a file of its own; returns it. Several may write at once,
+        also while the run goes on. Raises OSError."""
+        self.evaluations_folder.mkdir(parents=True, exist_ok=True)
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        path = self.evaluations_folder / f"{step_name(step)}-{kind}-{stamp}-{uuid.uuid4().hex[:8]}.json"
+        write_json(path, {"format": FORMAT, "step": step, "kind": kind, **facts})
+        return path
+
+    def read_evaluations(self) -> list[dict[str, Any]]:
+        """The kept results, the oldest first; without those whose file is damaged."""
+        found = []
+        with contextlib.suppress(OSError, JobError):
+            for name in list_names(self.evaluations_folder):
+                with contextlib.suppress(ValueError, RecursionError, OSError):
+                    content = json.loads((self.evaluations_folder / name).read_text(encoding="utf-8"))
+                    found += [content] if name.endswith(".json") and isinstance(content, dict) else []
+
+        def made(content: Mapping[str, Any]) -> float:
+            return float(content["time"]) if isinstance(content.get("time"), int | float) else 0.0
+
+        return sorted(found, key=made)
 
     # --- stopping
 

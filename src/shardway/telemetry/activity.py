@@ -17,7 +17,7 @@ class Activity(IntEnum):
     """What a rank can be busy with; the numbers are part of the heartbeat file and stay as they are. START lasts until
     a checkpoint is looked for. DATA lasts from the end of a step until the next batch is there, and includes the record
     of the step. REPEAT is a step that an earlier attempt had done. SCRIPT is the time of a script that owns its loop
-    between its batch and its step."""
+    between its batch and its step. SAMPLE is the time in which the model in training continues prompts."""
 
     START = 0
     LOAD = 1
@@ -28,6 +28,7 @@ class Activity(IntEnum):
     SAVE = 6
     END = 7
     SCRIPT = 8
+    SAMPLE = 9
 
 
 LAYOUT = struct.Struct("<QqqqdQ")

@@ -180,6 +180,52 @@ def read_logged(event: Mapping[str, Any]) -> Logged:
 
 
 @dataclass(frozen=True)
+class SampledEvent:
+    """How the model in training continued prompts after a step: pairs (prompt, continuation)."""
+
+    step: int
+    samples: tuple[tuple[str, str], ...]
+
+
+def read_sampled(event: Mapping[str, Any]) -> SampledEvent:
+    """The facts of a `sampled` event."""
+    found = event.get("samples")
+    known = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    return SampledEvent(whole(event, "step") or 0, tuple((text(each, "prompt"), text(each, "text")) for each in known))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One result of `shardway evaluate` in a run directory: of which kind, on what, and its numbers by name. `step` is
+    that of the checkpoint, `time` when it was made; `errors` has standard errors of some numbers. `samples`
+    of `seq_len` tokens, or `questions`: of how much of the data it is."""
+
+    step: int
+    time: Time
+    kind: str
+    data: str
+    results: Mapping[str, float]
+    errors: Mapping[str, float]
+    samples: int | None = None
+    seq_len: int | None = None
+    questions: int | None = None
+
+
+def read_evaluation(content: Mapping[str, Any]) -> Evaluation:
+    """The facts of a file of `RunDir.read_evaluations`."""
+
+    def numbers(key: str) -> dict[str, float]:
+        found = content.get(key)
+        known = found if isinstance(found, dict) else {}
+        return {str(name): measured(known, name) for name in known}
+
+    time = seconds(content, "time") or 0.0
+    kind, data = text(content, "kind"), text(content, "data")
+    sizes = (whole(content, name) for name in ("samples", "seq_len", "questions"))
+    return Evaluation(whole(content, "step") or 0, time, kind, data, numbers("results"), numbers("errors"), *sizes)
+
+
+@dataclass(frozen=True)
 class Save:
     """One complete checkpoint; `tier` is the run directory or the nodes' own disks."""
 

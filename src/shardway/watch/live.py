@@ -38,6 +38,7 @@ from shardway.watch.words import (
     render_number,
     render_numerics,
     render_rate,
+    render_sampled,
     render_size,
     render_start,
     render_time,
@@ -234,6 +235,7 @@ class LiveView:
         return Group(
             LiveRow(words, Sparkline(self._losses), Text()),
             _fact("validation", *self._validation()),
+            *([_fact("sample", (render_sampled(self._progress.sampled), ""))] if self._progress.sampled else []),
             _fact("speed", *self._speed()),
             _fact("time", *self._time()),
             _fact("last save", *self._save()),

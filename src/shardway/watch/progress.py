@@ -32,16 +32,20 @@ from shardway.units import LOSS, Monitor
 from shardway.watch.facts import (
     MOST_SECONDS,
     EndedEvent,
+    Evaluation,
     FaultEvent,
     Logged,
+    SampledEvent,
     Save,
     Start,
     ValidatedEvent,
     measured,
     number,
     read_ending,
+    read_evaluation,
     read_fault,
     read_logged,
+    read_sampled,
     read_save,
     read_start,
     read_validation,
@@ -86,10 +90,11 @@ class SteadyClock:
 # --- the time account: what the time of all attempts was spent on
 
 _WORK = ("step", "repeat")
-_ROWS = {"validate": "validation_s"} | {
+_ROWS = {"validate": "validation_s", "sample": "validation_s"} | {
     name: f"{name}_s" for name in ("start", "load", "data", "save", "script", "end")
 }
-"""Activity of rank 0 -> row of the account. Steps are split between two rows; an unknown activity is unaccounted."""
+"""Activity of rank 0 -> row of the account. Steps are split between two rows; samples count as validation; an unknown
+activity is unaccounted."""
 
 
 @dataclass(frozen=True)
@@ -343,6 +348,7 @@ class RunProgress:
         self.validations = list(validations)
         self.saves: list[Save] = []
         self.logged: Logged | None = None
+        self.sampled: SampledEvent | None = None
         self.recent: deque[Event] = deque(maxlen=RECENT_STEPS)
         self.book = Book()
         self._restarted: Event | None = None
@@ -380,6 +386,8 @@ class RunProgress:
                 self.validations.append(read_validation(event))
             case "logged":
                 self.logged = read_logged(event)
+            case "sampled":
+                self.sampled = read_sampled(event)
             case "saved":
                 self.saves.append(read_save(event))
             case "fault":
@@ -394,6 +402,7 @@ class RunProgress:
         self.validations = [validation for validation in self.validations if validation.step <= step]
         self.saves = [save for save in self.saves if save.step <= step]
         self.logged = self.logged if self.logged is not None and self.logged.step <= step else None
+        self.sampled = self.sampled if self.sampled is not None and self.sampled.step <= step else None
 
     # --- current state: that of the attempt that runs, or of the last one
 
@@ -527,7 +536,8 @@ class RunSummary:
     best whose step is saved. `local_checkpoints_ignored`: the step from which two starts failed, so that the
     checkpoints on the nodes' disks were ignored. `damaged`: how many damaged samples the last attempt left out.
     `clock_back_s`: by how much dates in the events go back; times leave that out. `events_end`: the step at which the
-    events end although status.json is of a later one; None where they are whole.
+    events end although status.json is of a later one; None where they are whole. `sampled`: the last samples of the
+    model in training; `evaluations`: results of `shardway evaluate`, the oldest first.
     """
 
     name: str
@@ -567,6 +577,8 @@ class RunSummary:
     damaged: str = ""
     clock_back_s: float = 0.0
     events_end: int | None = None
+    sampled: SampledEvent | None = None
+    evaluations: tuple[Evaluation, ...] = ()
 
     @property
     def rate(self) -> float | None:
@@ -641,6 +653,8 @@ def summarise_progress(run: RunDir, progress: RunProgress) -> RunSummary:
         best_checkpoint=progress.find_best(saved),
         clock_back_s=progress.book.clock.back_s,
         events_end=events_end,
+        sampled=progress.sampled,
+        evaluations=tuple(map(read_evaluation, run.read_evaluations())),
     )
 
 

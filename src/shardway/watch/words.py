@@ -25,13 +25,16 @@ from shardway.rundir.names import LOCAL, SkippedRange
 from shardway.units import render_clock, render_count
 from shardway.watch.facts import (
     EndedEvent,
+    Evaluation,
     Logged,
+    SampledEvent,
     Save,
     Start,
     ValidatedEvent,
     number,
     read_ending,
     read_fault,
+    read_sampled,
     read_save,
     read_start,
     text,
@@ -403,6 +406,39 @@ def _render_fault(event: Mapping[str, Any]) -> str:
     return f"fault {one_line(fault.kind)}: {one_line(fault.message)}"
 
 
+MOST_SAMPLE = 200
+"""Characters of a sample in a line."""
+
+
+def render_sampled(sampled: SampledEvent) -> str:
+    """The first prompt and how the model has continued it, and how many others there are, in one line."""
+    if not sampled.samples:
+        return "none"
+    prompt, made = sampled.samples[0]
+    made = made if len(made) <= MOST_SAMPLE else f"{made[:MOST_SAMPLE]}..."
+    more = len(sampled.samples) - 1
+    shown = " -> ".join(one_line(f'"{text}"') for text in (prompt, made))  # in quotes: spaces at the ends are kept
+    return shown + (f" (and {more} more)" if more else "")
+
+
+def render_evaluation(evaluation: Evaluation) -> str:
+    """ "perplexity on data.txt: loss 2.4012, perplexity 11.0360", in one line."""
+    numbers = [
+        f"{one_line(name)} {render_number(value, '.4f')}"
+        + (f" +- {render_number(evaluation.errors[name], '.4f')}" if name in evaluation.errors else "")
+        for name, value in evaluation.results.items()
+    ]
+    return f"{one_line(evaluation.kind)} on {one_line(evaluation.data)}: {', '.join(numbers)}"
+
+
+def render_extent(evaluation: Evaluation) -> str:
+    """Of how much of the data a result is, by which results on the same data differ: "96 samples of 128 tokens"."""
+    if evaluation.samples is not None:
+        of = "" if evaluation.seq_len is None else f" of {render_plural(evaluation.seq_len, 'token')}"
+        return f"{render_plural(evaluation.samples, 'sample')}{of}"
+    return "" if evaluation.questions is None else render_plural(evaluation.questions, "question")
+
+
 def _render_failed_save(event: Mapping[str, Any]) -> str:
     retry = render_time(number(event, "retry_s"))
     return f"not saved: {one_line(text(event, 'reason'))}; the next try is in {retry}"
@@ -426,6 +462,8 @@ _KINDS: Mapping[str, tuple[Words, Severity, StepLabel]] = {
     "validation_skipped": (_reason("no validation, which would not end in time: "), _WARNING, _RUN),
     "validation_stopped": (_reason("the validation was broken off: "), _WARNING, _RUN),
     "validation_failed": (_reason("the validation failed: "), _WARNING, _RUN),
+    "sampled": (lambda event: f"sample  {render_sampled(read_sampled(event))}", Severity.NEWS, _RUN),
+    "samples_failed": (_reason("no samples: "), _WARNING, _RUN),
     "passes_replayed": (_reason(), Severity.NEWS, _RUN),
     **dict.fromkeys(("tuned", "blend"), (_reason(), Severity.NEWS, _NONE)),
     "batch_ramp": (_reason(), Severity.NEWS, _NONE),

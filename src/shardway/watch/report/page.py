@@ -27,6 +27,7 @@ from shardway.watch.report.hardware import GROUPS
 from shardway.watch.report.lanes import render_curves, render_events, render_panel, render_value, script_data
 from shardway.watch.report.predicted import Predicted
 from shardway.watch.report.proposal import COLUMNS, list_gpu_rows
+from shardway.watch.report.results import render_evaluations, render_samples
 from shardway.watch.words import (
     ACCOUNT_WORDS,
     REMEDIES,
@@ -55,6 +56,8 @@ def render_content(content: ReportContent) -> str:
         _advice(content),
         tail if is_bad else "",
         _timeline(content),
+        render_evaluations(content.summary.evaluations),
+        render_samples(content.log.others),
         render_spent(summary.account) if content.progress.attempts else "",
         _gpus(content),
         _ranks(content),

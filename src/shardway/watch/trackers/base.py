@@ -26,6 +26,7 @@ from shardway.errors import UserError, render_reason
 from shardway.plugins import HasSettings, load_plugin
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
+from shardway.watch.facts import read_sampled
 
 
 class Tracker(HasSettings):
@@ -66,6 +67,10 @@ class Tracker(HasSettings):
         """Values of a step: of its training (loss, lr ...), of a validation ("validation/loss"), or what `run.log` was
         given; `time` is in Unix seconds. Values that are not finite come too."""
 
+    def log_text(self, step: int, texts: Mapping[str, str], time: float) -> None:
+        """Texts of a step by name, such as what the model in training made of a prompt; a tracker that shows no text
+        leaves this out."""
+
     @abstractmethod
     def finish(self, state: str) -> None:
         """The attempt ends: "finished", "stopped" (it may go on later) or "fault"."""
@@ -74,7 +79,7 @@ class Tracker(HasSettings):
 MOST_WAITING = 10_000  # events that may wait for a slow tracker; what comes then is left out
 END_S = 15.0  # how long the end of a run waits for its trackers
 _ENDS = ("finished", "stopped", "fault")
-_TAKEN = frozenset(("started", "rolled_back", "step", "validation", "logged", *_ENDS))
+_TAKEN = frozenset(("started", "rolled_back", "step", "validation", "logged", "sampled", *_ENDS))
 HARDWARE = "hardware"
 """Samples of the hardware are sent as HARDWARE/<host>/<series>."""
 _NOT_TRACKED = ("event", "time", "step", "position", "samples", "ids", "losses", "skipped")
@@ -191,5 +196,9 @@ def hand_over(event: Event, name: str, tracker: Tracker) -> None:
         tracker.rewind(int(event["step"]))
     elif event["event"] in _ENDS:
         tracker.finish(event["event"])
+    elif event["event"] == "sampled":
+        sampled = read_sampled(event)
+        texts = {f"sample/{number}": f"{prompt}{made}" for number, (prompt, made) in enumerate(sampled.samples)}
+        tracker.log_text(sampled.step, texts, float(event.get("time", math.nan)))
     elif values := values_of(event):
         tracker.log(int(event["step"]), values, float(event.get("time", math.nan)))

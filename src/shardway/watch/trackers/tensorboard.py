@@ -53,6 +53,16 @@ class TensorBoard(Tracker):
         )
         self._write(_event(time, step, _bytes(5, rows)))
 
+    def log_text(self, step: int, texts: Mapping[str, str], time: float) -> None:
+        # Summary.Value: the metadata name the plugin "text"; a tensor of dtype 7 (string) and shape [1] holds it.
+        plugin, shape = _bytes(9, _bytes(1, _bytes(1, b"text"))), _bytes(2, _bytes(2, _varint(1 << 3) + _varint(1)))
+        kind = _varint(1 << 3) + _varint(7)
+        rows = b"".join(
+            _bytes(1, _bytes(1, name.encode()) + _bytes(8, kind + shape + _bytes(8, text.encode())) + plugin)
+            for name, text in texts.items()
+        )
+        self._write(_event(time, step, _bytes(5, rows)))
+
     def finish(self, state: str) -> None:
         self._file.close()
 
