@@ -160,6 +160,20 @@ GROUPS: Mapping[str, PluginGroup] = {
             **_all_in("shardway.watch.trackers.services", wandb="WeightsAndBiases", mlflow="MLflow", trackio="Trackio"),
         },
     ),
+    "inference_backends": PluginGroup(
+        "inference backend",
+        "bench infer --backend",
+        "shardway.bench.inference.backends:InferenceBackend",
+        {
+            **_all_in(
+                "shardway.bench.inference.engines",
+                transformers="TransformersBackend",
+                vllm="VllmBackend",
+                sglang="SglangBackend",
+            ),
+            "scripted": "shardway.bench.inference.backends:ScriptedBackend",
+        },
+    ),
     "accelerators": PluginGroup(
         "catalogue of accelerators",
         "node.accelerator of a site profile",
