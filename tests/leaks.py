@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_SET_BY_OTHERS = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"})
+_SET_BY_OTHERS = frozenset(
+    {
+        "PYTEST_CURRENT_TEST",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR",
+        "TRITON_PTXAS_PATH",
+        "PYTORCH_NVML_BASED_CUDA_CHECK",  # DeepSpeed, which accelerate imports, which transformers looks for
+    }
+)
 THREADS_END_S = 10.0
 """How long a thread that is about to end may take, on a machine that is busy."""
 

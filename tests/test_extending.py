@@ -26,6 +26,8 @@ CONTRACTS = {
     "an opened source": "shardway.data.sources.base:DataSource",
     "contract of a tracker": GROUPS["trackers"].contract,
     "contract of a model": GROUPS["models"].contract,
+    "contract of an inference backend": GROUPS["inference_backends"].contract,
+    "an opened engine": "shardway.bench.inference.backends:OpenedEngine",
 }
 
 

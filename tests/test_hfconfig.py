@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import logging
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
 
+from hub_server import fill_cache
 from shardway import hfconfig
 from shardway.errors import UserError
-from shardway.hfconfig import ModelFacts, import_extra, locate_model, read_config, read_facts
+from shardway.hfconfig import ModelFacts, import_extra, locate_model, read_config, read_facts, without_warnings
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -181,9 +185,9 @@ def test_a_model_without_safetensors_is_refused(tmp_path: Path, monkeypatch: pyt
         ("RepositoryNotFoundError", "is neither a folder nor a name of the hub", "correct the name"),
         ("RevisionNotFoundError", "names a revision that the hub does not have", "behind the @"),
         ("HFValidationError", "is neither a folder nor a name of the hub", "such as Qwen/Qwen3-0.6B"),
-        ("LocalEntryNotFoundError", "is not in the local cache, and the hub", "`hf download org/name`"),
-        ("IncompleteSnapshotError", "is in the local cache in part alone", "`hf download org/name`"),
-        ("SomethingNew", "could not be fetched from the hub: because", "`hf download org/name`"),
+        ("LocalEntryNotFoundError", "is not in the local cache, and the hub", "`shardway prefetch --model org/name"),
+        ("IncompleteSnapshotError", "is in the local cache in part alone", "`shardway prefetch --model org/name"),
+        ("SomethingNew", "could not be fetched from the hub: because", "`shardway prefetch --model org/name"),
     ],
 )
 def test_what_the_hub_refuses_is_explained(monkeypatch: pytest.MonkeyPatch, kind: str, what: str, remedy: str) -> None:
@@ -196,9 +200,11 @@ def test_what_the_hub_refuses_is_explained(monkeypatch: pytest.MonkeyPatch, kind
 def test_the_errors_have_the_names_that_the_client_gives_them() -> None:
     """A gated repository is also one that is not found, so the order of the explanations counts."""
     errors = importlib.import_module("huggingface_hub.errors")
-    assert all(hasattr(errors, kind) for kind in hfconfig._REFUSALS)
+    assert all(hasattr(errors, kind) for kind in hfconfig.HUB_REFUSALS)
     assert issubclass(errors.GatedRepoError, errors.RepositoryNotFoundError)
-    assert list(hfconfig._REFUSALS).index("GatedRepoError") < list(hfconfig._REFUSALS).index("RepositoryNotFoundError")
+    assert list(hfconfig.HUB_REFUSALS).index("GatedRepoError") < list(hfconfig.HUB_REFUSALS).index(
+        "RepositoryNotFoundError"
+    )
 
 
 def test_offline_the_cache_alone_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +222,41 @@ def test_offline_the_cache_alone_is_asked(tmp_path: Path, monkeypatch: pytest.Mo
     assert locate_model("org/name") == stored / "snapshots" / commit
 
 
+def test_what_was_prefetched_is_asked_of_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = fetched(monkeypatch, OSError("the hub was asked"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    source = write_config(tmp_path / "source", CONFIG)
+    (source / "model.safetensors").write_text("weights")
+    snapshot = fill_cache(tmp_path / "cache", "org/name", source)
+    assert locate_model("org/name") == locate_model(f"org/name@{snapshot.name}") == snapshot
+    assert asked == []
+    (snapshot / "model.safetensors").unlink()
+    for weights in (True, False):  # where a file is gone, the hub's library may bring it again
+        with pytest.raises(UserError):
+            locate_model("org/name", weights=weights)
+    fill_cache(tmp_path / "cache", "org/other", write_config(tmp_path / "config", CONFIG))
+    assert locate_model("org/other", weights=False).is_dir()
+    with pytest.raises(UserError):
+        locate_model("org/other")  # its weights were not prefetched
+
+
+def test_a_refusal_of_the_hub_stands_in_a_list_of_others() -> None:
+    refused = hfconfig.hf_error("org/x", "is not there", remedy="fetch it")
+    (problem,) = refused.problems
+    assert (problem.where, problem.what, problem.remedy) == ("model.hf", '"org/x" is not there', "fetch it")
+
+
 def test_a_missing_package_names_the_extra() -> None:
     with pytest.raises(UserError, match=r'To do: pip install "shardway\[hf\]"'):
         import_extra("no_such_package_of_anyone")
+
+
+def test_libraries_warn_of_nothing_while_they_are_imported() -> None:
+    with warnings.catch_warnings(record=True) as came:
+        warnings.simplefilter("always")
+        for around in (without_warnings(), contextlib.nullcontext()):
+            with around:
+                shown = logging.getLogger("a library").isEnabledFor(logging.WARNING)
+                warnings.warn("deprecated", stacklevel=1)
+                assert shown == isinstance(around, contextlib.nullcontext)
+    assert len(came) == 1

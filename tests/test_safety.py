@@ -25,6 +25,7 @@ REMOVERS = {
     "data/formats/indexes.py": "an index or temporary file of its own",
     "data/formats/megatron.py": "the unfinished files that it writes",
     "data/formats/mds.py": "a temporary copy of its own",
+    "prefetch/hub.py": "a damaged or unfinished file of the cache, whose bytes are not those that the hub lists",
     "data/formats/shard_file.py": "a temporary shard of its own",
     "data/formats/shard_repair.py": "a temporary file of its own",
     "data/prepare.py": "shards of a smaller token type and unfinished ones that it wrote itself",

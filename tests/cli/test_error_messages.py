@@ -239,7 +239,23 @@ RUN_DIRECTORIES = [
     Case("init-without-folder", ("init", "gone/my.toml")),
 ]
 
-CASES = [*RUN_FILE, *RULES, *DATA, *RUN_DIRECTORIES]
+QUESTION = {"question": "q", "choices": ["a", "b"], "answer": 0}
+
+EVALUATIONS = [
+    Case("evaluate-options", ("evaluate", "runs/x", "model.dim=3", "--task-path", "no", "--out", "no/way.json")),
+    Case("evaluate-no-model", ("evaluate", "no"), folder("no")),
+    Case(
+        "evaluate-wrong-questions",
+        ("evaluate", "runs/x", "--choices", "q.jsonl"),
+        file(
+            "q.jsonl", "\n".join(map(json.dumps, (QUESTION, {**QUESTION, "answer": 2}, {**QUESTION, "choices": []}, 3)))
+        ),
+    ),
+    Case("samples-without-prompts", ("train", "train.sample_every=9 steps")),
+    Case("samples-and-tensor", ("train", "train.sample_every=9 steps", 'train.sample_prompts=["a"]', "parallel.tp=2")),
+]
+
+CASES = [*RUN_FILE, *RULES, *DATA, *RUN_DIRECTORIES, *EVALUATIONS]
 
 
 def tell(words: tuple[str, ...], err: str, code: int) -> str:

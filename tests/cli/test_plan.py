@@ -302,7 +302,7 @@ def test_a_model_of_another_family_is_counted_once_and_then_planned_without_torc
     write_config(MAMBA)
     done = shardway(*PLAN, "--json")
     assert done.code == 0
-    assert done.err.startswith("m is counted with transformers ")
+    assert done.err.startswith("shardway: m is counted with transformers ")
     facts = json.loads(done.out)
     assert facts["plan"]["fits"]
     assert "as Mamba2ForCausalLM, for samples of 4,096 tokens" in facts["plan"]["model"]["source"]

@@ -66,7 +66,10 @@ def test_init_from_an_example(name: str, shardway: Shardway, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--from", "gpt"), 'there is no example "gpt".\n      allowed: chat, default, mnist, webdataset, wikitext2'),
+        (
+            ("--from", "gpt"),
+            'there is no example "gpt".\n      allowed: chat, default, lora, mnist, webdataset, wikitext2',
+        ),
         (("--from", "../x"), "there is no example"),
         (("--from", "mnist", "--minimal"), "allowed: one of them"),
     ],

@@ -103,6 +103,8 @@ def test_a_program_runs_as_it_was_typed(typed: str, here: Path) -> None:
     [
         ("shardway bench comm --seconds 5", ("-m", "shardway", "bench", "comm", "--seconds", "5")),
         ("python -m shardway bench comm", ("-m", "shardway", "bench", "comm")),
+        ("shardway evaluate /runs/x --best", ("-m", "shardway", "evaluate", "/runs/x", "--best")),
+        ("shardway generate runs/x --file a.txt", ("-m", "shardway", "generate", "runs/x", "--file", "a.txt")),
     ],
 )
 def test_a_verb_that_ranks_can_be_is_one_of_each_rank(typed: str, words: tuple[str, ...], here: Path) -> None:

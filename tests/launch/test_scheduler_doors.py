@@ -18,7 +18,9 @@ from shardway.launch.schedulers.base import Scheduler, find_scheduler, list_owne
 from shardway.plugins import GROUPS, load_plugin, make_own
 
 ROOT = Path(shardway.__file__).parent
-NAMES = re.compile(r"slurm|pbs|[sq]batch|qsub|squeue|scontrol|scancel|qdel|qstat|sinfo|sacct|salloc", re.IGNORECASE)
+NAMES = re.compile(
+    r"slurm|pbs|(?<![a-z])[sq]batch|qsub|squeue|scontrol|scancel|qdel|qstat|sinfo|sacct|salloc", re.IGNORECASE
+)
 EXCEPTIONS = {
     "plugins.py": "the door itself",
     "sites/schema.py": "descriptions of keys, for people",

@@ -9,20 +9,17 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from measured_memory import Measured, measure
 
-from kept_tensors import KeptTensors
 from pool import RankPool
 from runs import COMMON, open_tiny, pool_ranks
 from shardway.plan.memory import StageMemory, estimate_memory, load_overheads
 from shardway.resolve.planned import case_of, shape_of_run
 from shardway.runfile.schema import RunFile
-from shardway.train.memory import count_held
-from shardway.train.run import Run, train_run
 from speed import picked, thinned
 
 BASE = (
@@ -43,21 +40,6 @@ BASE = (
 )
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Bytes on one rank: of its states after a step, and the most that forward passes kept."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-
-    @property
-    def states(self) -> int:
-        """What stays from step to step."""
-        return self.parameters + self.gradients + self.optimizer
-
-
 Pairs = Sequence[tuple[Measured, StageMemory]]
 """What every rank of a run held, and what the plan says of it."""
 
@@ -74,28 +56,6 @@ def leave_memory(rank: int, words: tuple[str, ...], folder: Path) -> None:
 def plan(values: RunFile) -> tuple[StageMemory, ...]:
     """What the planner says of a resolved run."""
     return estimate_memory(case_of(values, shape_of_run(values)), load_overheads())
-
-
-def measure(run: Run) -> Measured:
-    """Train the run and look at it: gradients when the optimizer takes them, the rest afterwards."""
-    kept, gradients, take = KeptTensors(), [], run.step
-
-    def step(*arguments: Any) -> float:
-        parallel = run._held.models[0].parallel
-        for model in [each.module for each in parallel.pipeline.stages] if parallel.pipeline else [parallel.module]:  # type: ignore[union-attr]
-            kept.watch(model)
-        run._held.optimizers[0].optimizer.register_step_pre_hook(lambda *_: gradients.append(held(run)["gradients"]))
-        return take(*arguments)
-
-    run.step = step  # type: ignore[method-assign]
-    with kept.counting():
-        train_run(run)
-    states = held(run)
-    return Measured(states["parameters"], gradients[-1], states["optimizer state"], kept.peak)
-
-
-def held(run: Run) -> Mapping[str, int]:
-    return count_held(run._held.models[0].parallel.module, run._held.optimizers[0].optimizer, "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def test_others_end_as_always(line: str, code: int) -> None:
 
 LAST = """
 import atexit, ctypes, sys
-from shardway.ranks.stop import Shutdown
+from shardway.ranks.outputs import Shutdown
 last = Shutdown()
 sys.modules["torch"] = sys  # whose destructors they are
 library = ctypes.CDLL(None)

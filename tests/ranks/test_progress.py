@@ -70,6 +70,6 @@ def test_a_record_tells_of_a_step_under_way() -> None:
 
 def test_the_numbers_of_activities_stay() -> None:
     assert [activity.name for activity in sorted(Activity)] == (
-        ["START", "LOAD", "DATA", "STEP", "REPEAT", "VALIDATE", "SAVE", "END", "SCRIPT"]
+        ["START", "LOAD", "DATA", "STEP", "REPEAT", "VALIDATE", "SAVE", "END", "SCRIPT", "SAMPLE"]
     )
-    assert [int(activity) for activity in Activity] == list(range(9))
+    assert [int(activity) for activity in Activity] == list(range(10))

@@ -369,6 +369,41 @@ REFUSALS: list[Refuses] = [
         "      allowed: false, or model.experts_per_token above 1",
     ),
     Refuses(
+        "samples_continue_prompts_of_text",
+        ('train.sample_prompts=["a"]',),
+        "  train.sample_prompts (command line): has no effect without train.sample_every\n"
+        '      to do: set it, such as train.sample_every = "500 steps"; or remove the key',
+    ),
+    Refuses(
+        "samples_continue_prompts_of_text",
+        (*CONVNET, "data.kind=synthetic", "train.sample_every=9 steps"),
+        '  train.sample_every (command line): "9 steps": the model takes images\n      allowed: "off"',
+    ),
+    Refuses(
+        "samples_continue_prompts_of_text",
+        ("data.kind=synthetic", "train.sample_every=9 steps"),
+        '  train.sample_every (command line): "9 steps": data of kind synthetic name no tokenizer, and prompts are '
+        "text\n"
+        '      allowed: "off"\n'
+        '      to do: train on text or records, with data.tokenizer; or set "off"',
+    ),
+    Refuses(
+        "samples_continue_prompts_of_text",
+        ("train.sample_every=9 steps",),
+        "  train.sample_prompts (default): names none, and train.sample_every is 9 steps\n"
+        "      allowed: texts that the model continues\n"
+        '      to do: train.sample_prompts = ["Once upon a time"]',
+    ),
+    Refuses(
+        "samples_are_generated_where_a_rank_has_whole_sequences",
+        ("train.sample_every=9 steps", 'train.sample_prompts=["a"]', "parallel.tp=2"),
+        '  train.sample_every (command line): "9 steps", and parallel.tp = 2 cuts the model or its sequences into '
+        "parts\n"
+        '      allowed: "off"\n'
+        "      to do: split over dp_shard and dp_replicate, or generate from the checkpoints",
+        {"ranks": 2},
+    ),
+    Refuses(
         "experts_drop_tokens_of_whole_sequences",
         ("model.experts=4", "model.capacity_factor=1.5", "parallel.cp=2"),
         "  model.capacity_factor (command line): 1.5 drops tokens by their place in a sequence, and parallel.cp = 2 "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from resolving import refusal_of, resolve_words, value_of
@@ -131,3 +132,80 @@ def test_what_splits_it_is_told_without_keys_that_its_config_decides() -> None:
         "  parallel.tp (command line): 2 does not divide model.vocab = 151935\n"
         "      allowed: a divisor of it, such as 1"
     )
+
+
+# --- adapters
+
+LORA = (*HF, "model.adapter=lora")
+
+
+def test_the_factor_of_an_adapter_follows_its_rank() -> None:
+    resolved = resolve_words(*LORA, "model.lora_rank=8", hf=DENSE)
+    assert value_of(resolved, "model.lora_alpha") == 16.0
+    assert resolved.origins["model.lora_alpha"] == "derived: 2 x lora_rank"
+    assert value_of(resolve_words(*LORA, "model.lora_alpha=3.0", hf=DENSE), "model.lora_alpha") == 3.0
+
+
+@pytest.mark.parametrize("words", [("parallel.dp_shard=2",), ("parallel.cp=2",), ("parallel.dp_replicate=2",)])
+def test_an_adapter_is_split_like_data(words: tuple[str, ...]) -> None:
+    assert value_of(resolve_words(*LORA, *words, hf=DENSE, ranks=2), "model.adapter") == "lora"
+
+
+@pytest.mark.parametrize(
+    ("words", "circumstances", "told"),
+    [
+        (
+            ("model.adapter=lora",),
+            {},
+            '  model.adapter (command line): "lora" leaves the weights of a model as they are, and a reference model '
+            "has none to start from\n"
+            '      allowed: "none"; or model.hf\n'
+            "      to do: name a model in model.hf; `shardway checkpoint export` writes one of a run's own transformer",
+        ),
+        (
+            ("model.adapter=lora",),
+            {"own_model": True},
+            '  model.adapter (command line): "lora": a script brings its own model\n'
+            '      allowed: "none"\n'
+            "      to do: call peft.get_peft_model(model, config) in the script, and give run.shard what it returns",
+        ),
+        (
+            (*LORA, "parallel.tp=2"),
+            {"ranks": 2, "hf": DENSE},
+            '  parallel.tp (command line): 2: model.adapter = "lora" does not cut its matrices with those of their '
+            "layers\n"
+            "      allowed: 1\n"
+            "      to do: split over parallel.dp_replicate, parallel.dp_shard or parallel.cp",
+        ),
+        (
+            (*LORA, "parallel.pp=2"),
+            {"ranks": 2, "hf": replace(DENSE, tied=False)},
+            '  parallel.pp (command line): 2: model.adapter = "lora" is not cut into stages\n'
+            "      allowed: 1\n"
+            "      to do: split over parallel.dp_replicate, parallel.dp_shard or parallel.cp",
+        ),
+        (
+            (*LORA, "train.engine=deepspeed"),
+            {"hf": DENSE},
+            '  train.engine (command line): "deepspeed": its files of a checkpoint would hold the frozen weights of '
+            'model.adapter = "lora" too\n'
+            '      allowed: "torch"',
+        ),
+        (
+            (*LORA, "precision.compute=float8", "precision.float8_emulate=true"),
+            {"hf": DENSE},
+            '  precision.compute (command line): "float8" converts plain linear layers, and model.adapter = "lora" '
+            "puts others in their place\n"
+            '      allowed: "bf16"',
+        ),
+        (
+            (*HF, "model.lora_rank=8"),
+            {"hf": DENSE},
+            '  model.lora_rank (command line): has no effect with model.adapter = "none"\n'
+            "      allowed: only with model.adapter = lora\n"
+            "      to do: remove the key",
+        ),
+    ],
+)
+def test_an_adapter_is_refused_where_it_does_not_hold(words: tuple[str, ...], circumstances: Any, told: str) -> None:
+    assert refusal_of(*words, **circumstances) == f"1 problem in the run\n{told}"

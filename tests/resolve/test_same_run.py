@@ -10,7 +10,7 @@ from resolving import resolve_words
 from shardway.errors import UserError
 from shardway.resolve import check_same_run, find_changes
 from shardway.resolve.draft import applies
-from shardway.resolve.request import FIXED_AT_RESUME, FREE_AT_RESUME
+from shardway.resolve.request import FIXED_AT_RESUME, FREE_AT_RESUME, _is_same_model
 from shardway.runfile.schema import RunFile, all_keys, sections
 
 CHANGES = {
@@ -186,3 +186,26 @@ def test_where_a_run_goes_on_is_no_change_of_it() -> None:
     assert find_changes(saved_of(), resolve_words(*words, ranks=2)) == {}
     assert find_changes({}, resolve_words("optim.lr=0.5")) == {}
     assert set(FREE_AT_RESUME) <= {*all_keys(), *sections()}
+
+
+COMMIT = "0123456789" * 4
+SNAPSHOT = f"/cache/models--org--name/snapshots/{COMMIT}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        ("org/name", SNAPSHOT, True),  # a job gets the folder of what a run file names
+        (SNAPSHOT, "org/name", True),
+        (f"org/name@{COMMIT}", SNAPSHOT, True),
+        ("org/name@main", SNAPSHOT, True),
+        (SNAPSHOT, SNAPSHOT.replace("/cache", "/moved"), True),
+        (f"org/name@{COMMIT[::-1]}", SNAPSHOT, False),
+        ("org/other", SNAPSHOT, False),
+        (SNAPSHOT, SNAPSHOT.replace("0123", "3210"), False),
+        ("org/name", "org/other", False),
+        ("/a/model", "/b/model", False),
+    ],
+)
+def test_a_hub_name_is_the_folder_of_its_snapshot(before: str, after: str, same: bool) -> None:
+    assert _is_same_model(before, after) == same

@@ -1,4 +1,4 @@
-"""The examples of images from tar shards and of conversations train, on data made here."""
+"""The examples of images from tar shards, of conversations and of an adapter train, on data made here."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from shardway.data.convert import WRITERS
 from shardway.data.formats import parquet
 from shardway.data.open import open_described
 from shardway.resolve.request import ResolveRequest, resolve_request
+from shardway.runfile.load import load_run
 from shardway.train.run import Run, train_run
 from shardway.train.session import hold_session
+from tiny_hf import save_tiny
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUICK = ("train.validate_every=off", "checkpoint.every=off", "optim.warmup=2 steps", "optim.schedule=constant")
@@ -62,6 +64,32 @@ def test_conversations_are_learnt(rank: int, tmp_path: Path) -> None:
     answers = bytes(batch["targets"][counted].astype(np.uint8)).decode()
     assert set(answers.split("<|im_end|>")[:-1]) <= {f"It is {number}." for number in range(9)}
     assert b"<|im_start|>user" in bytes(batch["inputs"][~counted].astype(np.uint8))
+
+
+@ranks(1)
+def test_conversations_are_learnt_by_an_adapter(rank: int, tmp_path: Path) -> None:
+    """The loss counts what the assistant says; the tokenizer is the model's."""
+    write_conversations(tmp_path / "chat.jsonl")
+    base = save_tiny(tmp_path / "base", "llama", vocab_size=300, max_position_embeddings=128)
+    save_byte_tokenizer(base)
+    words = (f"model.hf={base}", f"data.path={tmp_path / 'chat.jsonl'}", f"data.cache={tmp_path / 'cache'}")
+    # The output layer too: weights here are random, and a frozen one of these says little.
+    small = ("data.seq_len=128", "optim.lr=3e-2", 'model.lora_targets=["all-linear", "lm_head"]')
+    losses = train_example("lora.toml", tmp_path / "run", *words, *small, "train.steps=40 steps")
+    assert np.mean(losses[-5:]) < 0.5 * losses[0]
+    resolved = load_run(tmp_path / "run" / "resolved.toml").values
+    assert resolved.data.tokenizer == str(base / "tokenizer.json")
+
+
+def save_byte_tokenizer(folder: Path) -> None:
+    """A tokenizer.json of single bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: number for number, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def write_images(kind: str, folder: Path, count: int) -> None:

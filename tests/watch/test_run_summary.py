@@ -231,7 +231,7 @@ def test_json_names_are_stable(run: RunDir) -> None:
         name path state reason step total_steps loss smooth_loss grad_norm lr unit tokens_per_s samples_per_s
         seconds_left validation best_validation last_save checkpoints world device host parameters started updated
         wall_s attempts writer account left_out local_checkpoints_ignored restarts monitor best_checkpoint logged
-        damaged clock_back_s events_end
+        damaged clock_back_s events_end sampled evaluations
     """
     assert list(summarise(run).as_json()) == names.split()
     assert summarise(run).as_json()["path"] == str(run.path)

@@ -51,6 +51,13 @@ def test_documents_are_tokenised_and_joined_by_the_end_token(words: Path, tmp_pa
     assert source.facts.description == f"0.0 MB of text, 2 files in {tmp_path}, tokenizer {words} (5 tokens)"
 
 
+def test_tokens_become_text_again(words: Path) -> None:
+    opened, plain = open_tokenizer(str(words)), open_tokenizer("bytes")
+    assert opened.decode([1, 2, 4]) == "the cat </s>"  # special tokens too
+    assert plain.decode(list("naïve €".encode())) == "naïve €"
+    assert plain.decode([97, 0xE2, 0x82, 300]) == "a\ufffd"  # a part of a character, and no byte at all
+
+
 def test_another_tokenizer_prepares_anew(words: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("the cat sat")
     first = read(tmp_path, words, cache=str(tmp_path / "cache"))
@@ -87,7 +94,7 @@ def test_a_sentencepiece_model_is_read(tmp_path: Path) -> None:
     assert (opened.vocab, opened.end) == (15, 2)
     source = read(text, tmp_path / "tiny.model", cache=str(tmp_path / "cache"))
     tokens = source.file.open().tolist()
-    assert opened.inner.decode(tokens) == " ".join(["the cat sat on the mat"] * 50)
+    assert opened.inner.decode(tokens) == opened.decode([*tokens, 99]) == " ".join(["the cat sat on the mat"] * 50)
     assert source.facts.vocab == 15
 
 

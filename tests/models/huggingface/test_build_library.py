@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,20 @@ def test_a_config_alone_gives_random_weights_that_no_layout_changes(tmp_path: Pa
     assert torch.equal(whole["model.norm.weight"], torch.ones(32))
     frequencies = models[1].model.rotary_emb.inv_freq
     assert frequencies[:2].tolist() == pytest.approx([1.0, 10000 ** (-2 / 8)])
+
+
+def test_the_library_warns_of_nothing_while_it_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    build, shown = AutoModelForCausalLM.from_config, list[bool]()
+
+    def watch(*given: Any, **options: Any) -> Any:
+        shown.append(logging.getLogger("torchao").isEnabledFor(logging.WARNING))
+        return build(*given, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", watch)
+    build_huggingface(write_config(tmp_path), vocab=50, seq_len=16)
+    assert shown == [False]
 
 
 def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
