@@ -4,9 +4,9 @@
 
 CPU time is that of the sampling process alone (/proc/PID/schedstat), without its start, so that the time of other
 programs on the machine does not count. They still make it larger: they empty its caches between two samples, and each
-process that they start is looked at. A core that has halted in between makes it larger too, on a virtual machine by
-several times: its host gives the core to others. So turns of ten seconds follow each other in which loops of the lowest
-priority keep the cores awake, as a job does, and in which nothing does; quartiles of both are printed, with the load.
+process that they start is looked at. A core that has halted in between may make it larger too. So turns of ten seconds
+follow each other in which loops of the lowest priority keep the cores awake, and in which nothing does; quartiles of
+both are printed, with the load.
 `--against` runs the sampler of another tree (its folder with `src`) beside, half an interval later, for a comparison of
 both in the same seconds. Beside them a Python process sleeps as long and does nothing else: what waking costs on this
 machine. Calls of the kernel are counted where `strace` is installed: this figure does not depend on the machine's load,
