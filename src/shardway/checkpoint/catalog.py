@@ -38,6 +38,7 @@ from shardway.errors import JobError, UserError
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import fsync_folder
 from shardway.rundir.names import find_run_id, step_of_checkpoint
+from shardway.watch.progress import find_best_checkpoint
 
 # --- the checkpoints of a run, or one by its own folder
 
@@ -260,6 +261,21 @@ def make_entries(table: TensorTable) -> list[TensorEntry]:
         item = 1 if row.dtype == "bool" else max(1, int(bits.group()) // 8) if bits else 0
         entries.append(TensorEntry(name, row.shape, row.dtype, math.prod(row.shape) * item))
     return sorted(entries, key=lambda entry: entry.name)
+
+
+# --- the best one
+
+
+def choose_best(run: RunDir) -> int:
+    """The step of the best checkpoint by `checkpoint.monitor`. Raises UserError if none is of a validated step."""
+    found = find_best_checkpoint(run)
+    if found is None:
+        raise UserError(
+            f"no checkpoint in {run.path} is of a step that was validated, so none is the best.\n"
+            "  To do: leave out --best for the newest, or name one by --step; checkpoint.keep_best in the run file "
+            "keeps the best ones."
+        )
+    return found.step
 
 
 # --- frozen weights that a checkpoint leaves out

@@ -16,7 +16,6 @@ import io
 import json
 import logging
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from shardway.checkpoint.catalog import (
     CheckpointHead,
     FoundCheckpoint,
     check_base,
+    choose_best,
     find_checkpoint,
     find_checkpoints,
     find_tie,
@@ -40,7 +40,7 @@ from shardway.checkpoint.reader import TensorReader
 from shardway.data.kinds import MANIFEST as DATA_MANIFEST
 from shardway.data.tokenizers import BYTES
 from shardway.errors import Bug, JobError, SiteError, UserError, list_some
-from shardway.hfconfig import CONFIG, import_extra, locate_model, read_config
+from shardway.hfconfig import CONFIG, import_extra, locate_model, read_config, without_warnings
 from shardway.infer.tokenizer import ModelTokenizer, open_data_tokenizer, open_library_tokenizer
 from shardway.models.build import build_model
 from shardway.models.contract import canonical_name
@@ -48,6 +48,7 @@ from shardway.models.huggingface.lora import ADAPTER_CONFIG, LoraShape, names_be
 from shardway.models.huggingface.model import Form, HuggingFaceModel, build_huggingface, form_of, load_config
 from shardway.models.huggingface.weights import Fit, Shape, WeightPiece
 from shardway.parallel.mesh import build_grid
+from shardway.parallel.precision import FORMATS
 from shardway.places import expand_place
 from shardway.ranks.launcher import variables_for_libraries
 from shardway.ranks.start import Ranks
@@ -55,12 +56,8 @@ from shardway.rundir.directory import RunDir
 from shardway.rundir.names import step_of_checkpoint
 from shardway.runfile.load import load_run
 from shardway.runfile.schema import RunFile
-from shardway.watch.progress import find_best_checkpoint
 
 T = TypeVar("T")
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Name of a number format -> torch's."""
 
 QUANTIZE = ("off", "fp8", "int8", "int4")
 """Number formats of weights that `ModelRequest.quantize` may ask for."""
@@ -257,7 +254,7 @@ def _open_run(request: ModelRequest, place: Path, device: torch.device, ranks: R
     library = import_extra("transformers")
     config = library.CONFIG_MAPPING[source.form.config["model_type"]].from_dict(dict(source.form.config))
     kind = library.AutoModelForCausalLM._model_mapping[type(config)]
-    dtype = _choose_dtype(request, device, DTYPES.get(str(values.precision.weights)))
+    dtype = _choose_dtype(request, device, FORMATS.get(str(values.precision.weights)))
     passed_over: list[str] = []
     for found in chosen:
         try:
@@ -299,13 +296,7 @@ def _find_checkpoints(request: ModelRequest, place: Path) -> tuple[RunDir, list[
             )
         return RunDir(place.resolve().parent.parent), [find_checkpoint(place)]
     if request.best:
-        best = find_best_checkpoint(run)
-        if best is None:
-            raise UserError(
-                f"no checkpoint in {run.path} is of a step that was validated, so none is the best.\n"
-                "  To do: leave out --best for the newest, or name one by --step."
-            )
-        return run, [find_checkpoint(place, best.step)]
+        return run, [find_checkpoint(place, choose_best(run))]
     if request.step is not None:
         return run, [find_checkpoint(place, request.step)]
     if not run.checkpoint_steps():
@@ -614,14 +605,10 @@ def _quiet() -> Iterator[None]:
     shown, level = library.utils.logging.is_progress_bar_enabled(), library.utils.logging.get_verbosity()
     library.utils.logging.disable_progress_bar()
     library.utils.logging.set_verbosity(logging.CRITICAL)
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # of torchao and torch, which the library imports to look for quantized weights
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with without_warnings(), contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
-        logging.disable(disabled)
         library.utils.logging.set_verbosity(level)
         if shown:
             library.utils.logging.enable_progress_bar()
@@ -703,7 +690,7 @@ def _choose_device(request: ModelRequest, ranks: Ranks | None) -> torch.device:
 def _choose_dtype(request: ModelRequest, device: torch.device, saved: Any) -> torch.dtype:
     """The number format of weights; `saved` is that of the files, where it is known."""
     if request.dtype != "auto":
-        return DTYPES[request.dtype]
+        return FORMATS[request.dtype]
     if device.type == "cpu":
         return torch.float32
     if torch.cuda.is_bf16_supported(including_emulation=False):

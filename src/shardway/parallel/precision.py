@@ -38,7 +38,8 @@ _COMPUTE = {"auto": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.fl
 """Format of products; with float8 that of everything which is not a converted linear layer. "auto" is of a section that
 was not resolved, for weights that are read or written and not trained."""
 
-_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Name of a number format of weights -> torch's."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Precision:
 
 def read_precision(section: PrecisionSection) -> Precision:
     """The formats that a resolved run file names."""
-    reduce, weights = _FORMATS[section.reduce], _FORMATS[section.weights]
+    reduce, weights = FORMATS[section.reduce], FORMATS[section.weights]
     return Precision(_COMPUTE[section.compute], reduce, weights, section if section.compute == "float8" else None)
 
 

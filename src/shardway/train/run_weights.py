@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardway.checkpoint.catalog import (
     FoundCheckpoint,
     PassedOver,
     check_base,
+    choose_best,
     copy_checkpoint,
     find_checkpoint,
     find_checkpoints,
@@ -63,7 +63,7 @@ from shardway.models.huggingface.lora import (
 from shardway.models.huggingface.model import build_huggingface, form_of
 from shardway.parallel.apply import ApplyOptions, apply_parallelism
 from shardway.parallel.mesh import build_mesh
-from shardway.parallel.precision import read_precision
+from shardway.parallel.precision import FORMATS, read_precision
 from shardway.ranks.launcher import Placement, find_placement
 from shardway.ranks.start import Ranks, StartOptions, start_ranks
 from shardway.refusals import find_remedy
@@ -76,7 +76,6 @@ from shardway.rundir.names import ensure_run_id
 from shardway.runfile.load import DEFAULT, LoadedRunFile, load_run
 from shardway.runfile.schema import PrecisionSection, RunFile
 from shardway.train.loop_state import Counters
-from shardway.watch.progress import find_best_checkpoint
 
 # --- the layout over ranks that do not train
 
@@ -137,9 +136,6 @@ def _build(
 
 # --- the export
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Name of a number format of weights -> torch's."""
-
 
 @dataclass(frozen=True)
 class Which:
@@ -152,14 +148,7 @@ class Which:
         """Its step; None for the newest. Raises UserError if there is no such checkpoint."""
         if not self.best:
             return find_checkpoint(run.path, self.step).step if self.step is not None else None
-        found = find_best_checkpoint(run)
-        if found is None:
-            raise UserError(
-                f"no checkpoint in {run.path} is of a step that was validated, so none is the best.\n"
-                "  To do: leave out --best for the newest, or name one by --step; checkpoint.keep_best in the run file "
-                "keeps the best ones."
-            )
-        return found.step
+        return choose_best(run)
 
 
 NEWEST = Which()
@@ -232,13 +221,13 @@ def _export_adapter(run: RunDir, folder: Path, dtype: str | None, which: Which, 
     config = render_lora_config(model, model.targets, lora, section.hf)
     names = {f"{MODEL}.{name}": name_in_files(name) for name, _ in model.named_parameters() if is_of_adapter(name)}
     return _export_first(
-        run, folder, which, lambda found: write_adapter(found, folder, names, config, DTYPES[dtype or "fp32"])
+        run, folder, which, lambda found: write_adapter(found, folder, names, config, FORMATS[dtype or "fp32"])
     )
 
 
 def export_state_dicts(run: RunDir, folder: Path, dtype: str | None, which: Which = NEWEST) -> Exported:
     """Write a checkpoint under the names of its models, in `dtype` or as it was saved; nothing else is needed."""
-    kept = DTYPES[dtype] if dtype is not None else None
+    kept = FORMATS[dtype] if dtype is not None else None
     return _export_first(run, folder, which, lambda found: write_state_dicts(found, folder, kept))
 
 
@@ -297,7 +286,7 @@ def export_on(
         weights = merge_lora(parallel.module, lora)
     else:
         weights = {name: parameter.detach() for name, parameter in parallel.module.named_parameters()}
-    save_weights(weights, form, folder, ranks, dtype=DTYPES[dtype])
+    save_weights(weights, form, folder, ranks, dtype=FORMATS[dtype])
     return Exported(str(folder), loaded.step, loaded.passed_over)
 
 

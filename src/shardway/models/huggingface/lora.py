@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -32,12 +31,10 @@ from shardway.models.contract import ModelPlan, canonical_name, match_modules
 from shardway.models.experts import Experts
 from shardway.models.huggingface.weights import TensorFiles, TensorRegion
 from shardway.models.initialise import constant_, held_part, normal_
+from shardway.plan.shapes import ALL_LINEAR, OF_ATTENTION
 from shardway.runfile.schema import ModelSection
 
 # --- what an adapter is
-
-ALL, ATTENTION = "all-linear", "attention"
-"""Words of model.lora_targets for layers that need not be named."""
 
 _NAME = "default"
 """What peft calls the one adapter of a model; the word is in the names of its parameters, and in no file of its own."""
@@ -108,8 +105,7 @@ def apply_lora(model: nn.Module, plan: ModelPlan, shape: LoraShape, dtype: torch
     config = peft.LoraConfig(
         r=shape.rank, lora_alpha=shape.alpha, lora_dropout=shape.dropout, target_modules=list(targets), bias="none"
     )
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with torch.device("meta"), without_warnings():
         peft.inject_adapter_in_model(config, model, adapter_name=_NAME, low_cpu_mem_usage=True)
     made = [name for name, module in model.named_modules() if _is_adapted(module)]
     if sorted(made) != sorted(targets):
@@ -148,14 +144,14 @@ def list_targets(model: nn.Module, plan: ModelPlan, words: Sequence[str]) -> tup
     if plan.experts:
         linears = [name for name in linears if name in attention or not name.startswith(blocks)]
     inside = [name for name in linears if name.startswith(blocks)]
-    known: Mapping[str, Sequence[str]] = {ALL: inside, ATTENTION: attention}
+    known: Mapping[str, Sequence[str]] = {ALL_LINEAR: inside, OF_ATTENTION: attention}
     chosen: set[str] = set()
     problems = []
     for word in words:
         found = known[word] if word in known else [name for name in linears if _ends_with(name, word)]
         if not found:
             ends = list(dict.fromkeys(name.rpartition(".")[2] for name in inside))
-            allowed = f'"{ALL}", "{ATTENTION}", or ends of names, such as {list_some(ends, 8)}'
+            allowed = f'"{ALL_LINEAR}", "{OF_ATTENTION}", or ends of names, such as {list_some(ends, 8)}'
             what = f'"{word}" is the end of no name of a linear layer that may have an adapter'
             problems.append(Problem("model.lora_targets", what, "", allowed))
         chosen.update(found)
