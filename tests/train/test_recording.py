@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -76,3 +78,67 @@ def test_what_waits_has_a_limit(tmp_path: Path, quiet_threads: None, monkeypatch
     with pytest.raises(JobError, match="does not take more writing"):
         train_on(Disk(3, 8), tmp_path, monkeypatch)
     assert RunDir(tmp_path).read_status()["step"] <= 5
+
+
+class SlowStatus:
+    """A writer of statuses that takes as long as a test wants."""
+
+    def __init__(self) -> None:
+        self.began, self.may_end = threading.Event(), threading.Event()
+        self.written: list[int] = []
+
+    def write(self, facts: dict[str, Any]) -> None:
+        """As Recorder writes one."""
+        self.began.set()
+        if not self.may_end.wait(30.0):
+            raise OSError(errno.EIO, "the test has forgotten it")
+        self.written.append(facts["step"])
+
+
+def test_a_step_waits_for_no_status_and_the_newest_is_written() -> None:
+    disk = SlowStatus()
+    thread = record.StatusThread(disk.write)
+    thread.take({"step": 1})
+    assert disk.began.wait(30.0)
+    for step in range(2, 50):
+        thread.take({"step": step})  # none of them waits, or the test would hang here
+    assert disk.written == []
+    disk.may_end.set()
+    while len(disk.written) < 2:
+        time.sleep(0.001)
+    thread.close()
+    assert disk.written == [1, 49]
+
+
+def test_no_status_follows_one_that_was_wanted_now() -> None:
+    disk = SlowStatus()
+    thread = record.StatusThread(disk.write)
+    thread.take({"step": 1})
+    assert disk.began.wait(30.0)
+    thread.take({"step": 2})
+    threading.Timer(0.05, disk.may_end.set).start()
+    thread.settle()
+    assert disk.written == [1]
+    thread.take({"step": 3})
+    while len(disk.written) < 2:
+        time.sleep(0.001)
+    thread.close()
+    assert disk.written == [1, 3]
+    assert "shardway-status" not in {each.name for each in threading.enumerate()}
+
+
+def test_a_status_that_fails_ends_neither_thread_nor_run(tmp_path: Path) -> None:
+    written: list[int] = []
+
+    def write(facts: dict[str, Any]) -> None:
+        written.append(facts["step"])
+        if facts["step"] == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    thread = record.StatusThread(write)
+    for step in (1, 2):
+        thread.take({"step": step})
+        while len(written) < step:
+            time.sleep(0.001)
+    thread.close()
+    assert written == [1, 2]

@@ -101,6 +101,8 @@ def train(folder: Path, *words: str, environ: Mapping[str, str] | None = None) -
 
 def test_the_account_of_a_run_that_was_killed_is_its_wall_time(tmp_path: Path) -> None:
     """SIGKILL between two saves, a pause, and on from the last one: within a second by a clock outside of it."""
+    start = [sys.executable, "-m", "shardway", "--version"]
+    subprocess.run(start, check=True, stdout=subprocess.DEVNULL)  # what warm processes are forked from is there now
     folder, words = tmp_path / "run", ("train.steps=4000", "checkpoint.every=100 steps", "checkpoint.keep=1")
     began = time.time()  # psutil's create_time counts from a boot that the kernel tells in whole seconds
     first = train(folder, *words, environ=stalling(0, 160, tmp_path / "stands"))  # before the next save

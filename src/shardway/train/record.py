@@ -7,6 +7,8 @@ Invariants:
 - Recording never changes the run. What the file system refuses during the run is kept and written later; at the start
   and at the end of an attempt it becomes one JobError with what to do. A run that no longer holds its directory writes
   nothing (Fenced). Rank 0 writes one event per step; every event file states where an attempt began.
+- A step waits for no status: one thread writes those of a running attempt, the newest only; what a caller wants written
+  `now` is written by the caller, and no older status follows it.
 - A file system that hangs does not keep the process from its end: the last report has a few seconds, then the process
   ends without it. What was saved is not touched.
 """
@@ -72,6 +74,57 @@ _WITH_TIMES = frozenset(("started", "saved", "rolled_back", "stopped", "finished
 """Events that state how rank 0 has spent its time until then: enough to describe a killed attempt."""
 
 
+class StatusThread:
+    """Writes the newest status that it was given, in a thread that begins with the first: a step does not wait for a
+    file system, which takes milliseconds to replace a file. What it refuses is tried again with the next status."""
+
+    def __init__(self, write: Callable[[dict[str, Any]], None]) -> None:
+        self._write, self._newest, self._is_writing, self._ends = write, dict[str, Any](), False, False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def take(self, facts: dict[str, Any]) -> None:
+        """A status in place of one that waits; returns at once."""
+        with self._changed:
+            self._newest = facts
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="shardway-status", daemon=True)
+            self._thread.start()
+
+    def settle(self) -> None:
+        """Drop a status that waits, and wait for one that is being written."""
+        with self._changed:
+            self._newest = {}
+            self._changed.wait_for(lambda: not self._is_writing)
+
+    def close(self) -> None:
+        """As `settle`, and the thread ends."""
+        self.settle()
+        if self._thread is None:
+            return
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._thread, self._ends = None, False
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._newest) or self._ends)
+                if self._ends:
+                    return
+                facts, self._newest, self._is_writing = self._newest, {}, True
+            try:
+                with contextlib.suppress(OSError, JobError):  # where it may not write, the next event raises
+                    self._write(facts)
+            finally:
+                with self._changed:
+                    self._is_writing = False
+                    self._changed.notify_all()
+
+
 class Recorder:
     """Events and status of one rank, and the result of the attempt that it is a part of.
 
@@ -94,6 +147,7 @@ class Recorder:
         self._writer: EventWriter | None = None
         self._status: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "world": ranks.world}
         self._status_at = 0.0
+        self._status_thread = StatusThread(lambda facts: self._write_status(facts, durable=False))
         self._trouble: OSError | None = None
         self.is_open = False
         self.show: Callable[[Event], None] | None = None
@@ -180,18 +234,24 @@ class Recorder:
             raise
 
     def status(self, *, now: bool = False, **facts: Any) -> None:
-        """Update status.json on rank 0; at most once a second unless `now`, and then durably."""
+        """Update status.json on rank 0: beside the training and at most once a second, or `now` and durably."""
         self._status.update(facts)
         if not self._ranks.is_first or (not now and time.monotonic() - self._status_at < STATUS_EVERY_S):
             return
         self._status_at = time.monotonic()
+        facts = {**self._status, **self._progress.as_facts(), "time": time.time()}
+        if not now:
+            self._status_thread.take(facts)
+            return
+        self._status_thread.settle()
         try:
-            self._directory.check_writer()
-            facts = {**self._status, **self._progress.as_facts(), "time": time.time()}
-            self._directory.write_status(durable=now, **facts)
+            self._write_status(facts, durable=True)
         except OSError as error:
-            if now:
-                raise refused(self._directory.path, error) from error
+            raise refused(self._directory.path, error) from error
+
+    def _write_status(self, facts: dict[str, Any], *, durable: bool) -> None:
+        self._directory.check_writer()
+        self._directory.write_status(durable=durable, **facts)
 
     def keep(self, **facts: Any) -> None:
         """Facts that later statuses keep, although they are not passed again."""
@@ -220,7 +280,8 @@ class Recorder:
                 report_end(self._attempt, result)
 
     def close(self) -> None:
-        """Close the event file, and wait for the trackers."""
+        """Close the event file, and wait for the trackers and for a status that is being written."""
+        self._status_thread.close()
         if self.trackers is not None:
             self.trackers.close()
             self.trackers = None
