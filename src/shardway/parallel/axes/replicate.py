@@ -331,8 +331,8 @@ def accumulating(model: nn.Module, *, last: bool) -> Iterator[None]:
         yield
     if not last or copies.static_graph:
         return
-    idle = [name for name, p in copies.module.named_parameters() if p.requires_grad and p.grad is None]
-    if idle:
+    if any(p.requires_grad and p.grad is None for p in copies._module_parameters):  # walks through no modules
+        idle = [name for name, p in copies.module.named_parameters() if p.requires_grad and p.grad is None]
         raise UserError(
             f"parameters of {type(copies.module).__name__} took no part in the loss: {list_some(idle, 6)}. Replicas "
             "(parallel.dp_replicate) wait for the gradients of all.\n"
