@@ -182,8 +182,8 @@ def has_meaning(wish: str, case: Case) -> bool:
         return case.zero == 3 and degrees.shards > 1
     if wish == "sequence":
         return degrees.tp > 1
-    if wish == "async_tensor":
-        return degrees.tp > 1
+    if wish == "async_tensor":  # an engine may hide these messages whatever the plan wishes
+        return degrees.tp > 1 and not replace(case, async_tensor=False).hides_tensor
     if wish == "schedule":
         return degrees.pp > 1 and case.stages_per_rank == 1
     return wish != "zero" or degrees.shards > 1
