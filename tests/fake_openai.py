@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,9 @@ class FakeServer:
     port: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     connections: int = 0
+    written_s: dict[str, list[float]] = field(default_factory=dict)
+    """When each piece of output was handed to the kernel, by `user` of the request: `time.perf_counter`, which on Linux
+    is one clock for all processes. GET /written has it."""
 
     @property
     def url(self) -> str:
@@ -83,6 +87,8 @@ class _Talk(asyncio.Protocol):
             self.transport.abort()
         elif delays.key and headers.get("authorization") != f"bearer {delays.key}".lower():
             self.reply(401, {"error": {"message": "Incorrect API key provided"}})
+        elif path == "/written":
+            self.reply(200, self.server.written_s)
         elif method == "GET":
             if delays.fault == "no list":
                 self.reply(404, {"detail": "Not Found"})
@@ -107,6 +113,8 @@ class _Talk(asyncio.Protocol):
             self.reply(404, {"detail": "Not Found"})
         elif fault == "strict" and "ignore_eos" in body:
             self.reply(400, {"error": {"message": "Unrecognized request argument supplied: ignore_eos"}})
+        elif fault == "text only" and not isinstance(body.get("prompt", ""), str):
+            self.reply(400, {"detail": "prompt must be a string."})
         elif fault == "broken later" and number > 1:
             self.reply(500, {"error": {"message": "CUDA out of memory"}})
         elif fault == "some broken" and number % 3 == 0:
@@ -133,24 +141,27 @@ class _Talk(asyncio.Protocol):
                 loop.call_at(due, self.event, {"error": {"message": "the engine died"}})
                 loop.call_at(due, self.finish, body, tokens)
                 return
-            loop.call_at(due, self.piece, path, body if piece == pieces - 1 else None, tokens)
+            loop.call_at(due, self.piece, path, body, tokens, piece == pieces - 1)
 
-    def piece(self, path: str, ended: dict[str, Any] | None, tokens: int) -> None:
+    def piece(self, path: str, body: dict[str, Any], tokens: int, is_last: bool) -> None:
         text = self.delays.text * self.delays.per_piece
-        end = "length" if ended is not None else None
+        end = "length" if is_last else None
+        if "user" in body:
+            self.server.written_s.setdefault(body["user"], []).append(time.perf_counter())
         if "chat" in path:
             choice = {"delta": {"content": text}, "finish_reason": end}
             self.event({"object": "chat.completion.chunk", "choices": [choice]})
         else:
             self.event({"object": "text_completion", "choices": [{"text": text, "finish_reason": end}]})
-        if ended is not None:
-            self.finish(ended, tokens)
+        if is_last:
+            self.finish(body, tokens)
 
     def finish(self, body: dict[str, Any], tokens: int) -> None:
         fault = self.delays.fault
         if body.get("stream_options", {}).get("include_usage") and fault != "no usage":
-            prompt = body.get("prompt") or body["messages"][0]["content"].split()
-            usage = {"prompt_tokens": len(prompt), "completion_tokens": tokens}
+            prompt = body.get("prompt") or body["messages"][0]["content"]
+            read = len(prompt.split() if isinstance(prompt, str) else prompt)
+            usage = {"prompt_tokens": read, "completion_tokens": tokens}
             self.event({"object": "text_completion", "choices": [], "usage": usage})
         if fault != "no done":
             self.write(b"data: [DONE]\n\n")

@@ -3,16 +3,22 @@
     python bench/infer/clients.py [--streams 256] [--requests 512] [--tokens 64] [--first-ms 500] [--step-ms 50]
                                   [--rounds 3] [--aiperf PATH]
 
-Each round ours and, where `--aiperf` names the program of an environment of its own, aiperf measure the same server in
-turn. Printed: median and p99 of TTFT and ITL beside what the server does, requests lost, and CPU seconds of the
-client's processes for 10,000 tokens, all of them with their start. Requests arrive at a rate that lets so many streams
-be under way, for what a server answers to a burst at one moment is its own queue.
+How exact: the server notes when it hands each piece of output to the kernel, by a clock that on Linux is one for all
+processes. So its own lateness, which is large where it shares its cores, is not taken for the client's. Printed are
+TTFT and ITL as the client has them beside what they truly were, and how late the stamps of pieces are. The same load is
+measured in turn with the stamps of the kernel and with those of the client's own reads (`own`), once at a rate that
+lets so many streams be under way and once all at one moment.
+
+How cheap: CPU seconds of the whole program for 10,000 tokens, with its start; where `--aiperf` names the program of an
+environment of its own, aiperf measures the same load in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -22,6 +28,19 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
+
+from shardway.bench.inference.client import (
+    ENDPOINTS,
+    StreamClient,
+    StreamRequest,
+    list_models,
+    parse_address,
+    send_load,
+)
+from shardway.bench.inference.load import draw_arrivals, draw_prompts
+from shardway.bench.inference.results import ServedRequest, interpolate
+from shardway.bench.inference.stamped_socket import StampedSocket
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +68,64 @@ def run_measured(command: list[str], environ: dict[str, str]) -> tuple[float, st
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, ended.stdout
 
 
+# --- how exact
+
+
+async def send_known(
+    url: str, given: argparse.Namespace, rate: float, name: str
+) -> tuple[list[ServedRequest], list[list[float]]]:
+    """The requests of a load as the client saw them, and when the server wrote each piece of theirs."""
+    client = StreamClient(parse_address(url))
+    (model,) = await list_models(client)
+    names = [f"{name}-{number}" for number in range(given.requests)]
+    prompts = draw_prompts([32] * given.requests, 10_000, 0)
+    bodies = [
+        StreamRequest(model, ENDPOINTS[0], extra={"user": user}).render_body(prompt, given.tokens)
+        for user, prompt in zip(names, prompts, strict=True)
+    ]
+    await client.open_idle(given.streams)
+    requests = [(client.render("POST", ENDPOINTS[0], body), 32) for body in bodies]
+    found = await send_load(client, requests, draw_arrivals(given.requests, rate, 1.0, 0), given.streams)
+    written = json.loads((await client.send(client.render("GET", "/written"))).body)
+    client.close()
+    return list(found.requests), [written[user] for user in names]
+
+
+def measure_error(url: str, given: argparse.Namespace, rate: float, name: str) -> None:
+    """Print what the client made of a load beside what it was."""
+    served, written = asyncio.run(send_known(url, given, rate, name))
+    lost = sum(bool(each.error) for each in served)
+    pairs = [(each, truth) for each, truth in zip(served, written, strict=True) if len(each.arrivals_s) == len(truth)]
+    late = [1e3 * (a - w) for each, truth in pairs for a, w in zip(each.arrivals_s, truth, strict=True)]
+    first = [(1e3 * each.ttft_s, 1e3 * (truth[0] - each.sent_s)) for each, truth in pairs]
+    gaps = [
+        (1e3 * gap, 1e3 * (after - before))
+        for each, truth in pairs
+        for gap, (before, after) in zip(each.itl_s, itertools.pairwise(truth), strict=True)
+    ]
+    print(
+        f"{name:<18} lost {lost}; stamps late by {interpolate(late, 50):.3f} (p99 {interpolate(late, 99):.2f}, "
+        f"most {max(late):.2f}) ms; " + compare("TTFT", first) + "; " + compare("ITL", gaps),
+        flush=True,
+    )
+
+
+def compare(name: str, pairs: list[tuple[float, float]]) -> str:
+    """A latency as measured beside the truth (ms), the error of median and p99, and the p99 of the errors of each."""
+    seen, true = [each[0] for each in pairs], [each[1] for each in pairs]
+    shown = []
+    for percent in (50, 99):
+        known = interpolate(true, percent)
+        shown.append(
+            f"p{percent} {interpolate(seen, percent):.2f} of {known:.2f}, {interpolate(seen, percent) / known - 1:+.2%}"
+        )
+    single = interpolate([abs(a - b) / max(b, 1e-3) for a, b in pairs], 99)
+    return f"{name} {', '.join(shown)}, single p99 {single:.2%}"
+
+
+# --- how cheap
+
+
 def main() -> None:
     """Measure in turn and print a line for each."""
     parser = argparse.ArgumentParser()
@@ -69,6 +146,11 @@ def main() -> None:
         if given.aiperf:
             make_tokenizer(Path(folder) / "tokenizer")
         for number in range(given.rounds):
+            for kind, way in (("rate", 1.3 * rate), ("burst", float("inf"))):
+                measure_error(url, given, way, f"{kind} kernel {number}")
+                with mock.patch.object(StampedSocket, "ask_for_stamps"):
+                    measure_error(url, given, way, f"{kind} own {number}")
+            print(f"load of the machine: {os.getloadavg()[0]:.1f}", flush=True)
             sizes = ["--num-prompts", str(given.requests), "--input-len", "32", "--output-len", str(given.tokens)]
             load = ["--max-concurrency", str(given.streams), "--request-rate", f"{1.3 * rate:g}"]
             command = [sys.executable, "-m", "shardway", "bench", "infer", "serve", "--base-url", url, *sizes, *load]

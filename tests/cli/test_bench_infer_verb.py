@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from shardway.bench.inference.backends import EngineFacts
 from shardway.bench.inference.results import FIELDS
 from shardway.bench.inference.utilisation import Peaks
 from shardway.bench.roofline import RoofCeilings
-from shardway.cli.bench_infer import PeakWords
+from shardway.cli.bench_infer import PeakWords, stdout_as_stderr
 from shardway.errors import UserError
 
 PAGE = Path(__file__).parents[2] / "docs" / "bench-infer.md"
@@ -92,7 +94,7 @@ def test_results_of_other_programs_stand_in_one_table(shardway: Shardway) -> Non
     assert (ended.code, ended.err) == (0, "")
     assert {"Static batches", "Offline throughput", "Serving"} <= set(ended.out.splitlines())
     facts = facts_of(shardway("bench", "infer", "compare", *files, "--json", "-"))
-    assert len(facts) == 7
+    assert len(facts) == 8
     refused(shardway("bench", "infer", "compare", "gone"), "gone: No such file or directory")
 
 
@@ -145,9 +147,56 @@ def test_mistakes_are_refused_all_at_once(shardway: Shardway, tmp_path: Path) ->
         "--extra-request-body (command line): is no object",
         '--metric-percentiles (command line): "101" is none\n      allowed: numbers above 0, up to 100',
     )
+    refused(
+        shardway(
+            *("bench", "infer", "serve", "--endpoint", "/v1/chat/completions", "--prompts", "ids"),
+            *("--goodput", "ttft:200", "--goodput", "ttft:100", "--api-key-env", "NOT_THERE"),
+            *("--extra-request-body", '{"stream": false, "n": 2, "seed": 1, "max_tokens": null}'),
+        ),
+        "4 problems in the command line",
+        "--prompts (command line): a chat has no ids",
+        "--goodput (command line): ttft has two limits, 200 and 100 ms",
+        '--extra-request-body (command line): has "stream" (always true: TTFT and ITL are of a stream), "n" (1: ',
+        "--api-key-env (command line): $NOT_THERE is not set",
+    )
+    ended = shardway("bench", "infer", "serve", "--api-key-env", "sk-12345")
+    refused(ended, "--api-key-env (command line): is no name of an environment variable")
+    assert "sk-12345" not in ended.err  # it was the key itself
+    idle = ("--model", "m", "--dtype", "bf16", "--device", "cpu", "--quantize", "int8", "--load-format", "auto")
+    refused(
+        shardway("bench", "infer", "throughput", *QUICK, *idle, "--enable-prefix-caching", "--trust-remote-code"),
+        "7 problems in the command line",
+        "--model (command line): has no effect: the backend scripted opens no model",
+        "--quantize (command line): has no effect",
+    )
     wrong = ("--setting", "slots=x", "--setting", "speed=3")
     refused(shardway("bench", "infer", "one-batch", *QUICK, *wrong), "slots = 'x' is no int", 'no setting "speed"')
     assert not list(tmp_path.glob("*.html"))
+
+
+def test_what_an_engine_writes_to_stdout_is_no_result(capfd: pytest.CaptureFixture[str]) -> None:
+    with stdout_as_stderr():
+        print("of this process", flush=True)
+        engine = subprocess.Popen(["sh", "-c", "read line; echo of its process"], stdin=subprocess.PIPE)
+    print("a result", flush=True)
+    engine.communicate(b"go\n")
+    found = capfd.readouterr()
+    assert found.out == "a result\n"
+    assert found.err.splitlines() == ["of this process", "of its process"]
+
+
+def test_what_is_left_out_is_no_json(shardway: Shardway, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = backends.ScriptedEngine.__init__
+
+    def shorten(self: Any, delays: Any) -> None:
+        init(self, delays)
+        self.facts = replace(self.facts, positions=16)
+
+    monkeypatch.setattr(backends.ScriptedEngine, "__init__", shorten)
+    sizes = ("--input-len", "8,80", "--output-len", "2", "--json", "-")
+    ended = shardway("bench", "infer", "one-batch", *QUICK, *sizes)
+    assert [row["input_len"] for row in facts_of(ended)] == [8]
+    assert "left out: batch 1, 80 + 2 tokens: the model has 16 positions" in ended.err
 
 
 def test_an_engine_that_is_not_there_and_a_model_that_is_not_named(

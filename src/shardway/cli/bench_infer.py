@@ -9,10 +9,11 @@ Invariants:
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,6 +41,7 @@ _DTYPES = ("auto", "fp32", "bf16", "fp16")
 _DEVICES = ("auto", "cpu", "cuda")
 _QUANTIZE = ("off", "fp8", "int8", "int4")
 _LOADS = ("dummy", "auto")
+_KEY_VARIABLE = "OPENAI_API_KEY"
 
 BackendOption = Annotated[
     str, typer.Option("--backend", metavar="NAME", help="transformers, vllm, sglang, scripted, or a plugin's.")
@@ -114,6 +116,10 @@ class InferOutputs:
         if self.json != "-":
             typer.echo(legible(text))
 
+    def note(self, text: str) -> None:
+        """Print what is no result, in any case."""
+        typer.echo(legible(text), err=self.json == "-")
+
     def finish(self, rows: Sequence[Row]) -> None:
         """Write the facts and the page of what was measured."""
         if not rows:
@@ -148,6 +154,21 @@ def _find_other(option: str, value: str, allowed: Sequence[str]) -> Iterable[Pro
         yield Problem(option, f'"{value}" is not known', ORIGIN, ", ".join(allowed))
 
 
+@contextlib.contextmanager
+def stdout_as_stderr() -> Iterator[None]:
+    """While entered, what this process writes to stdout goes to stderr, and what it starts keeps it so: engines write
+    their logs to stdout, from processes of their own, and stdout is for results."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 @dataclass(frozen=True)
 class EngineWords:
     """The words of the command line about an engine."""
@@ -177,11 +198,28 @@ class EngineWords:
             return
         from shardway.bench.inference.backends import parse_settings
 
+        if not self._load().opens_model:
+            yield from self._find_idle()
         try:
             parse_settings(self.settings, self._load())
         except ValueError as error:
             what, _, allowed = str(error).partition("; allowed: ")
             yield Problem("--setting", what, ORIGIN, allowed)
+
+    def _find_idle(self) -> Iterable[Problem]:
+        """The options about a model that were given to a backend without one."""
+        for option, given in (
+            ("--model", self.model is not None),
+            ("--load-format", self.load != "dummy"),
+            ("--dtype", self.dtype != "auto"),
+            ("--device", self.device != "auto"),
+            ("--quantize", self.quantize != "off"),
+            ("--enable-prefix-caching", self.prefix_caching),
+            ("--trust-remote-code", self.trusts),
+        ):
+            if given:
+                what = f"has no effect: the backend {self.backend} opens no model"
+                yield Problem(option, what, ORIGIN, remedy="leave it out, or name another --backend")
 
     def _load(self) -> type[InferenceBackend]:
         found: type[InferenceBackend] = load_plugin("inference_backends", self.backend)
@@ -194,7 +232,7 @@ class EngineWords:
         backend = self._load()
         if lack := backend.describe_lack():
             raise UserError(f"--backend {self.backend}: {lack}")
-        with uncollected():
+        with uncollected(), stdout_as_stderr():
             return backend().open(self._request(parse_settings(self.settings, backend)))
 
     def _request(self, settings: Mapping[str, Any]) -> EngineRequest:
@@ -336,7 +374,7 @@ def one_batch(
     try:
         conditions = words.describe(engine, run_name, "the first combination, at most 32 outputs")
         found = peaks.find(engine, ceilings)
-        for row in measure_batches(engine, sweep, conditions, found, lambda why: outputs.show(f"left out: {why}")):
+        for row in measure_batches(engine, sweep, conditions, found, lambda why: outputs.note(f"left out: {why}")):
             outputs.append(row)
             if not rows:
                 outputs.show("\n".join([*render_conditions(row), render_peaks(row)]))
@@ -425,6 +463,9 @@ def serve(
     range_ratio: Annotated[
         float, typer.Option("--range-ratio", min=0.0, max=1.0, help="Lengths from so much of these on; 1: all alike.")
     ] = 1.0,
+    prompts: Annotated[
+        str, typer.Option("--prompts", help="ids, or words for a server that takes only text; auto: words in a chat.")
+    ] = "auto",
     request_rate: Annotated[
         str, typer.Option("--request-rate", metavar="RATE,...", help="Requests a second; inf: all at once.")
     ] = "inf",
@@ -450,7 +491,7 @@ def serve(
     ] = None,
     api_key_env: Annotated[
         str, typer.Option("--api-key-env", metavar="NAME", help="Environment variable that holds the key.")
-    ] = "OPENAI_API_KEY",
+    ] = _KEY_VARIABLE,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds for one request, at most.")] = 600.0,
     seed: SeedOption = 42,
     run_name: RunNameOption = "default",
@@ -462,10 +503,13 @@ def serve(
     import asyncio
 
     from shardway.bench.inference.client import ENDPOINTS, StreamClient, StreamRequest, parse_address
-    from shardway.bench.inference.service import ServiceLoad, list_rates, parse_goodput
+    from shardway.bench.inference.service import ServiceLoad, list_rates, parse_body, parse_goodput
 
     outputs = InferOutputs(result_filename, to_html, to_json)
     problems = [*outputs.find_wrong(), *_find_other("--endpoint", endpoint, ENDPOINTS)]
+    problems += _find_other("--prompts", prompts, ("auto", "ids", "words"))
+    if prompts == "ids" and endpoint == ENDPOINTS[1]:
+        problems.append(Problem("--prompts", "a chat has no ids", ORIGIN, "words, or --endpoint /v1/completions"))
 
     def read(option: str, parse: Any, *given: Any) -> Any:
         try:
@@ -479,7 +523,12 @@ def serve(
     limits = read("--goodput", parse_goodput, goodput or ())
     rates = read("--request-rate", _parse_numbers, request_rate, math.inf)
     percents = read("--metric-percentiles", _parse_numbers, percentiles, 100.0)
-    extra = read("--extra-request-body", _parse_body, extra_request_body)
+    extra = read("--extra-request-body", parse_body, extra_request_body)
+    if not api_key_env.isidentifier():  # it may be the key itself, so it is not shown
+        what = "is no name of an environment variable"
+        problems.append(Problem("--api-key-env", what, ORIGIN, "a name: a key on a command line is seen by others"))
+    elif api_key_env != _KEY_VARIABLE and api_key_env not in os.environ:
+        problems.append(Problem("--api-key-env", f"${api_key_env} is not set", ORIGIN, f"export {api_key_env}=..."))
     for option, value in (("--burstiness", burstiness), ("--timeout", timeout)):
         if not (math.isfinite(value) and value > 0):
             problems.append(Problem(option, f"{value:g} is too little", ORIGIN, "a number above 0"))
@@ -494,6 +543,7 @@ def serve(
         warmups=num_warmups,
         seed=seed,
         run_name=run_name,
+        words=prompts == "words",
     )
     loads = list_rates(asked, rates)
     client = StreamClient(address, os.environ.get(api_key_env, ""), timeout)
@@ -571,16 +621,3 @@ def _parse_numbers(text: str, most: float) -> tuple[float, ...]:
     if not found:
         raise ValueError("names none; allowed: numbers above 0")
     return tuple(found)
-
-
-def _parse_body(text: str | None) -> dict[str, Any]:
-    """A JSON object. Raises ValueError with a sentence."""
-    if text is None:
-        return {}
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"is no JSON: {error}; allowed: an object, such as {{}}") from None
-    if not isinstance(found, dict):
-        raise ValueError("is no object; allowed: an object, such as {}")
-    return found

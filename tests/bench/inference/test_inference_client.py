@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
+import sys
 import threading
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 
 from fake_openai import Delays, serving
 from ports import free_port
-from shardway.bench.inference import client
+from shardway.bench.inference import client, service
 from shardway.bench.inference.client import (
     ENDPOINTS,
     CompletionExchange,
@@ -25,7 +27,8 @@ from shardway.bench.inference.client import (
     send_load,
 )
 from shardway.bench.inference.results import Row
-from shardway.bench.inference.service import ServiceLoad, choose_model, measure_service, parse_goodput
+from shardway.bench.inference.service import ServiceLoad, choose_model, measure_service, parse_body, parse_goodput
+from shardway.bench.inference.stamped_socket import StampedSocket
 from shardway.errors import JobError, UserError
 
 
@@ -69,6 +72,37 @@ def test_tokens_are_counted_and_nothing_comes_before_it_is_due(endpoint: str) ->
     assert row["backend"] == ("openai" if endpoint == ENDPOINTS[0] else "openai-chat")
 
 
+def test_a_row_states_which_clock_stamped_its_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measure(Delays())["arrivals_stamped_by"] == ("kernel" if sys.platform == "linux" else "client")
+    monkeypatch.setattr(StampedSocket, "ask_for_stamps", lambda _: None)
+    row = measure(Delays(first_s=0.02))
+    assert (row["arrivals_stamped_by"], row["completed"]) == ("client", 6)
+    assert row["median_ttft_ms"] >= 20.0
+
+
+def test_a_load_of_more_connections_than_files_is_refused_before_it_begins() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = min(soft, 1000) if soft != resource.RLIM_INFINITY else 1000
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        service._allow_connections(lowest)  # the soft limit is raised as far as needed
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (lowest + 64, hard)
+        if hard != resource.RLIM_INFINITY:
+            with pytest.raises(UserError, match=f"To do: --max-concurrency {hard - 64}, or a higher"):
+                service._allow_connections(hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_body_may_not_change_what_the_result_states() -> None:
+    assert parse_body(None) == {}
+    extra = parse_body('{"seed": 1, "max_tokens": null, "max_completion_tokens": 4}')
+    body = json.loads(StreamRequest("m", ENDPOINTS[1], extra=extra).render_body("words", 9))
+    assert ("max_tokens" in body, body["max_completion_tokens"], body["seed"], body["stream"]) == (False, 4, 1, True)
+    with pytest.raises(ValueError, match=r'has "prompt" \(--prompts and --input-len\), "ignore_eos" \(--disable-'):
+        parse_body('{"prompt": "x", "ignore_eos": false}')
+
+
 def test_256_streams_at_a_time_lose_nothing() -> None:
     row = measure(Delays(first_s=0.4, step_s=0.05), count=300, most=256)
     assert (row["completed"], row["failed"], row["max_concurrent_requests"]) == (300, 0, 256)
@@ -104,11 +138,10 @@ def test_arrivals_and_concurrency_are_kept() -> None:
                 client.close()
 
         result = asyncio.run(run())
-    sent = [each.sent_s for each in result.requests]
     assert [each.error for each in result.requests] == [""] * 5
     for before, after in zip(result.requests, result.requests[1:], strict=False):
         assert after.sent_s >= before.arrivals_s[-1]  # one at a time
-    assert sent[4] - sent[0] >= 0.1
+    assert result.duration_s >= 0.1  # from its begin: the first is due then, and sent a moment later
     assert server.connections == 1  # which is kept
     assert json.loads(json.dumps(server.bodies[0]))["stream_options"] == {"include_usage": True}
 
@@ -134,6 +167,9 @@ def test_faults_of_a_server_are_one_sentence() -> None:
     assert "HTTP 404 X: Not Found.\n  To do: --endpoint /v1/chat/completions" in failure(Delays(fault="no endpoint"))
     assert "ignore_eos.\n  To do: --disable-ignore-eos" in failure(Delays(fault="strict"))
     assert measure(Delays(fault="strict"), ignore_eos=False)["completed"] == 6
+    assert "HTTP 400 X: prompt must be a string.\n  To do: --prompts words" in failure(Delays(fault="text only"))
+    row = measure(Delays(fault="text only"), words=True)
+    assert (row["completed"], row["prompts"], row["total_input_tokens"]) == (6, "random words", 42)
     cut = failure(Delays(fault="cut"))
     assert "the server closed the connection before its answer was whole (3 pieces had come)" in cut
     assert "the server reported: the engine died" in failure(Delays(fault="error event"))

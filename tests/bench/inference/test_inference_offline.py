@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardway.bench.inference import backends, offline
 from shardway.bench.inference.backends import (
@@ -224,10 +225,19 @@ def folder(tmp_path: Path) -> Path:
 
 
 class FakeLLMEngine:
-    """What of vLLM's LLMEngine is used: a step gives each request one more token."""
+    """What of vLLM's LLMEngine is used: a step gives each request one more token. It computes in another format than
+    config.json has, and its core begins with what is there as soon as it is not held, as the real one does."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
+        if arguments.get("gpu_memory_utilization", 0) > 1:
+            raise ValueError("Input should be less than or\nequal to 1")
+        if arguments.get("max_num_seqs") == 1:
+            raise RuntimeError("Engine core initialization failed")
         self.arguments = arguments
+        self.model_config = types.SimpleNamespace(dtype="torch.float16", max_model_len=64, enforce_eager=False)
+        scheduler = types.SimpleNamespace(max_num_seqs=128, max_num_batched_tokens=2048)
+        self.vllm_config = types.SimpleNamespace(scheduler_config=scheduler, model_config=self.model_config)
+        self.is_held, self.begun_with = False, list[int]()
         self.waiting: dict[str, list[int]] = {}  # tokens so far, tokens at most
 
     @classmethod
@@ -238,6 +248,20 @@ class FakeLLMEngine:
         assert prompt["prompt_token_ids"]
         assert (sampling["temperature"], sampling["detokenize"]) == (0.0, False)
         self.waiting[name] = [0, sampling["max_tokens"]]
+        self._begin()
+
+    def sleep(self, level: int, mode: str) -> None:
+        assert (level, mode) == (0, "keep")
+        self.is_held = True
+
+    def wake_up(self, tags: list[str]) -> None:
+        assert tags == ["scheduling"]
+        self.is_held = False
+        self._begin()
+
+    def _begin(self) -> None:
+        if not self.is_held:
+            self.begun_with.append(len(self.waiting))
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting)
@@ -256,7 +280,7 @@ class FakeLLMEngine:
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     module = types.ModuleType("vllm")
-    vars(module).update(EngineArgs=dict, SamplingParams=dict, LLMEngine=FakeLLMEngine)
+    vars(module).update(EngineArgs=dict, SamplingParams=dict, LLMEngine=FakeLLMEngine, __version__="0.32.0")
     monkeypatch.setitem(sys.modules, "vllm", module)
     return module
 
@@ -267,11 +291,29 @@ def test_vllm_is_stepped_by_hand(folder: Path) -> None:
     made = engine._engine.arguments  # type: ignore[attr-defined]
     assert (made["load_format"], made["skip_tokenizer_init"], made["enable_prefix_caching"]) == ("dummy", True, False)
     assert (made["max_num_seqs"], "max_num_batched_tokens" in made) == (8, False)
-    assert (engine.facts.vocabulary, engine.facts.dtype) == (128256, "bf16")
+    assert (engine.facts.vocabulary, engine.facts.dtype, engine.facts.positions) == (128256, "fp16", 64)
+    assert (engine.facts.settings["max_num_batched_tokens"], engine.facts.engine) == (2048, "vllm 0.32.0")
     assert len(engine.run_batch([[1, 2], [3, 4]], 5).decode_s) == 4
+    assert engine._engine.begun_with == [2]  # type: ignore[attr-defined] # not with the first prompt alone
     served = engine.run_requests([[1], [2, 3]], [2, 4])
     assert [(each.input_tokens, each.output_tokens, len(each.arrivals_s)) for each in served] == [(1, 2, 2), (2, 4, 4)]
     engine.close()
+
+
+@pytest.mark.usefixtures("vllm")
+def test_what_vllm_refuses_is_a_mistake_and_what_fails_in_it_is_not(folder: Path) -> None:
+    with pytest.raises(UserError, match="vLLM refuses: Input should be less than or equal to 1\n  To do: another"):
+        VllmBackend().open(EngineRequest(str(folder), settings={"gpu_memory_utilization": 5.0}))
+    with pytest.raises(JobError, match="vLLM failed: Engine core initialization failed\n  To do: see what vLLM wrote"):
+        VllmBackend().open(EngineRequest(str(folder), settings={"max_num_seqs": 1}))
+    other = "cpu" if torch.cuda.is_available() else "cuda"
+    with pytest.raises(UserError, match=f"--device {other} is for the backend transformers; vLLM is on"):
+        VllmBackend().open(EngineRequest(str(folder), device=other))
+    with pytest.raises(UserError, match="has no weights"):
+        VllmBackend().open(EngineRequest(str(folder), random_weights=False))
+    (folder / CONFIG).unlink()
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        VllmBackend().open(EngineRequest(str(folder)))
 
 
 class FakeSglangEngine:
@@ -295,6 +337,7 @@ def test_sglang_streams(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("sglang")
     vars(module).update(Engine=FakeSglangEngine)
     monkeypatch.setitem(sys.modules, "sglang", module)
+    (folder / "model.safetensors").touch()
     engine = SglangBackend().open(EngineRequest(str(folder), prefix_caching=True, random_weights=False))
     made = engine._engine.arguments  # type: ignore[attr-defined]
     assert (made["load_format"], made["disable_radix_cache"], made["stream_interval"]) == ("auto", False, 1)

@@ -63,6 +63,7 @@ def test_every_recorded_file_has_the_columns_of_ours(ours: Path) -> None:
         "SGLang one_batch",
         "SGLang one_batch",
         "SGLang bench_serving",
+        "SGLang bench_serving",
         "vLLM bench latency",
         "vLLM bench serve",
         "vLLM bench throughput",
@@ -84,20 +85,35 @@ def test_offline_files_state_input_and_output_apart_or_not_at_all() -> None:
     ]
     (vllm,) = read("vllm-throughput.json")
     # vLLM's file has the sum alone, also as its rate.
-    assert [vllm.figures[name] for name in FIELDS[THROUGHPUT]] == [1000, 16.0, None, None, 62.5, None, None, 25000.0]
+    found = dict(vllm.figures)
+    assert [found.pop(name) for name in ("total_input_tokens", "total_output_tokens")] == [None, None]
+    assert [found.pop(name) for name in ("input_throughput", "output_throughput")] == [None, None]
+    assert found["successful_requests"] == 32
+    assert found["request_throughput"] == pytest.approx(32 / found["total_latency"])
+    assert found["total_throughput"] == pytest.approx(3074 / found["total_latency"])  # 2050 read, 1024 written
 
 
 def test_serving_files_have_the_same_names_for_the_same_latencies() -> None:
-    (vllm,), (sglang,) = read("vllm-serve.json"), read("sglang-serving.jsonl")
-    assert (vllm.figures["median_e2el_ms"], sglang.figures["median_e2el_ms"]) == (730.0, 880.0)
-    assert (vllm.figures["request_rate"], sglang.figures["request_rate"]) == ("inf", "inf")
-    assert (vllm.figures["failed"], sglang.figures["failed"]) == (1, None)
-    assert (vllm.label, vllm.figures["request_goodput"]) == ("vllm-tp1", 11.0)
+    """Of one load: 64 requests at 20 a second, at most 8 at a time, 64 tokens each and 32 to write."""
+    (vllm,), (sglang, other) = read("vllm-serve.json"), read("sglang-serving.jsonl")
+    assert [each.row["backend"] for each in (vllm, sglang, other)] == ["vllm", "sglang-oai", "vllm"]
+    for each in (vllm, sglang, other):
+        found = each.figures
+        assert (found["request_rate"], found["max_concurrency"], found["completed"]) == (20.0, 8, 64)
+        assert found["total_output_tokens"] == 2048
+        assert found["output_throughput"] == pytest.approx(2048 / found["duration"])
+        assert found["mean_e2el_ms"] == pytest.approx(found["mean_ttft_ms"] + 31 * found["mean_tpot_ms"], rel=0.01)
+    assert (vllm.figures["total_input_tokens"], sglang.figures["total_input_tokens"]) == (4098, 4096)
+    assert (vllm.figures["failed"], sglang.figures["failed"]) == (0, None)
+    assert (vllm.figures["p90_ttft_ms"], vllm.figures["request_goodput"] is None) == (None, False)
+    assert sglang.figures["median_e2el_ms"] == sglang.row["median_e2e_latency_ms"]
+    assert (vllm.label, sglang.label) == ("vllm-serve", "sglang-serving")
 
 
 def test_a_latency_file_of_vllm_has_no_prefill() -> None:
     (found,) = read("vllm-latency.json")
-    assert {name: value for name, value in found.figures.items() if value is not None} == {"total_latency": 1.25}
+    known = {name: value for name, value in found.figures.items() if value is not None}
+    assert known == {"total_latency": pytest.approx(sum(found.row["latencies"]) / len(found.row["latencies"]))}
 
 
 def test_the_table_and_the_page_show_what_the_files_have(ours: Path) -> None:

