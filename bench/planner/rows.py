@@ -56,6 +56,14 @@ axis, and send micro-batches of one sequence through a pipeline: 89 of the 92 ro
 BESIDE = 2024
 """Since when NeMo's own recipes let messages of the tensor axis travel beside its products."""
 
+RENEWED = 2025
+"""Since when containers have cuDNN's attention of 9.5 and later, which Transformer Engine prefers on Hopper
+(NeMo's pull
+request 9188)."""
+
+EIGHT = 2024
+"""Since when recipes of NeMo gather weights in eight bits (`fp8_params`, later `fp8_param_gather`)."""
+
 GROUPED = 2026
 """Since when torchtitan leaves keys and values as they are (its pull request 2259); before they were repeated for every
 query head."""
@@ -225,9 +233,14 @@ class _Reader:
         if "nanotron" in framework:
             return find_engine("nanotron")
         if "nemo" in framework or "mlperf" in framework or "bridge" in framework:
-            engine = find_engine("nemo")
-            return engine if year >= BESIDE else replace(engine, overlaps_tensor=False)
-        return guess_engine(framework, year, self.zero())
+            recipes = "mlperf" not in framework  # submissions have settings of their own
+            return replace(
+                find_engine("nemo"),
+                overlaps_tensor=year >= BESIDE,
+                early_attention=year < RENEWED,
+                shards_low_bits=recipes and year >= EIGHT,
+            )
+        return replace(guess_engine(framework, year, self.zero()), early_attention=year < RENEWED)
 
     def _kernels(self, engine: EngineTraits) -> EngineTraits:
         """Gated models came with unfused norms and activations, unless the row says that they had kernels."""

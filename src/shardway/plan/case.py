@@ -78,7 +78,7 @@ class EngineTraits:
     sequence."""
     joins_inputs: bool = False  # products that read one tensor (queries, keys and values; gate and up) are one
     gathers_low_bits: bool = False  # the tensor axis gathers inputs of products in the format of these
-    shards_low_bits: bool = False  # with products in eight bits shared weights are gathered in eight bits
+    shards_low_bits: bool = False  # with products in eight bits weights are gathered from shards in eight bits
     stops_recompute: bool = False  # recompute of a whole layer leaves out its last product, whose result nothing reads
     gathers_keys: bool = False
     """The context axis gathers all keys and values at once; otherwise parts go round a ring, each beside the
@@ -112,6 +112,7 @@ class EngineTraits:
     newest_attention: Literal["", "torch", "own"] = ""
     """Whose is its attention, if it is the fastest kernel that Hopper and Blackwell have. torch's is for 16 bits, and
     for sequences that are not split over ranks."""
+    early_attention: bool = False  # that kernel is as fast as cuDNN's was before 9.5 (late 2024)
 
 
 @cache
@@ -553,6 +554,7 @@ class Ceilings:
     flash1: float  # of the 16-bit peak, for the forward pass of fused attention: first version; then later ones
     flash2: float
     flash3: float
+    early_flash3: float  # the same in cuDNN before 9.5
     flash_ramp: float  # mean span of scores at which the time of fused attention doubles
     flash_backward: float  # the rate of its backward pass over that of its forward pass
     memory: float  # of the memory's bandwidth, for operators that only move numbers
@@ -584,7 +586,10 @@ def load_ceilings(accelerator: Accelerator) -> Ceilings:
 
 def ceilings_of(machine: Machine) -> Ceilings:
     """The factors for a machine: those measured on it, else the shipped ones for its accelerator."""
-    return replace(load_ceilings(machine.accelerator), **machine.measured)
+    measured = dict(machine.measured)
+    if "flash3" in measured:  # the kernel of this machine, whatever its version
+        measured["early_flash3"] = measured["flash3"]
+    return replace(load_ceilings(machine.accelerator), **measured)
 
 
 def generation_of(key: str) -> str:

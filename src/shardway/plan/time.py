@@ -469,7 +469,8 @@ class StepPricer:
             flops = tokens * attention.core_flops_per_token(seq, causal=True) / case.degrees.tp
             ramp = span_ramp(c, attention.mean_span(seq, True))
             ramp *= 1 + HEAD_LOSS * max(0.0, HEAD_WIDTH / (attention.qk_width / attention.heads) - 1)
-            part: float = getattr(c, case.attention_kernel)
+            kernel = case.attention_kernel
+            part: float = getattr(c, "early_flash3" if kernel == "flash3" and case.engine.early_attention else kernel)
             forward = flops * ramp / (self.wide_peak * part)
             return PassTimes(forward, forward * FLASH_BACKWARD_FLOPS / c.flash_backward)
         # Batched products that ignore the mask, and passes over the scores in memory
@@ -542,7 +543,7 @@ class StepPricer:
         summed = exchange(kind, case.gradient_bytes) if case.zero < 3 else 0.0
         shared = case.degrees.shards if case.zero >= 2 else 1
         summed += self.wires.seconds("all_reduce", local.trained * case.gradient_bytes / shared, groups["dp_replicate"])
-        gathered = exchange("all_gather", case.value_bytes) if case.zero in (1, 2) else 0.0
+        gathered = exchange("all_gather", case.shared_bytes) if case.zero in (1, 2) else 0.0
         return {
             GRADIENTS: exposed(summed, cover if engine.overlaps_gradients else 0.0),
             WEIGHTS: exposed(gathered, cover / 2 if engine.overlaps_parameters else 0.0),
