@@ -231,9 +231,12 @@ def test_what_was_prefetched_is_asked_of_no_hub(tmp_path: Path, monkeypatch: pyt
     assert locate_model("org/name") == locate_model(f"org/name@{snapshot.name}") == snapshot
     assert asked == []
     (snapshot / "model.safetensors").unlink()
-    for weights in (True, False):  # where a file is gone, the hub's library may bring it again
-        with pytest.raises(UserError):
-            locate_model("org/name", weights=weights)
+    assert locate_model("org/name", weights=False) == snapshot
+    with pytest.raises(UserError):  # where a file is gone, the hub's library may bring it again
+        locate_model("org/name")
+    (snapshot / "config.json").unlink()
+    with pytest.raises(UserError):
+        locate_model("org/name", weights=False)
     fill_cache(tmp_path / "cache", "org/other", write_config(tmp_path / "config", CONFIG))
     assert locate_model("org/other", weights=False).is_dir()
     with pytest.raises(UserError):

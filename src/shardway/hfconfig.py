@@ -112,8 +112,8 @@ RECORDS = "shardway"
 
 
 def _find_prefetched(name: str, revision: str, *, weights: bool) -> Path | None:
-    """The snapshot that prefetch brought, if it has all of it still, and the weights if they are wanted: a machine
-    without a network may wait minutes for an answer of the hub."""
+    """The snapshot that prefetch brought, if all of it is still there; without `weights` only what `read_facts` reads:
+    a machine without a network may wait minutes for an answer of the hub."""
     variable = next((each for each in HUB_CACHES if os.environ.get(each)), "")
     base = os.path.expandvars(str(expand_home(os.environ.get(variable) or "~/.cache/huggingface/hub")))
     repo = Path(base) / HUB_CACHES.get(variable, "") / f"models--{name.replace('/', '--')}"
@@ -121,10 +121,10 @@ def _find_prefetched(name: str, revision: str, *, weights: bool) -> Path | None:
         commit = revision if COMMIT.fullmatch(revision) else (repo / "refs" / (revision or "main")).read_text().strip()
         recorded = json.loads((repo / RECORDS / f"{commit}.json").read_text(encoding="utf-8"))["files"]
         snapshot = repo / "snapshots" / commit
-        has_weights = any(path.endswith(".safetensors") for path in recorded)
-        return (
-            snapshot if (has_weights or not weights) and all((snapshot / path).is_file() for path in recorded) else None
-        )
+        if weights and not any(path.endswith(".safetensors") for path in recorded):
+            return None
+        read = [path for path in recorded if weights or path in (CONFIG, TOKENIZER_FILES[0])]
+        return snapshot if read and all((snapshot / path).is_file() for path in read) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

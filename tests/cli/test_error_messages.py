@@ -255,7 +255,54 @@ EVALUATIONS = [
     Case("samples-and-tensor", ("train", "train.sample_every=9 steps", 'train.sample_prompts=["a"]', "parallel.tp=2")),
 ]
 
-CASES = [*RUN_FILE, *RULES, *DATA, *RUN_DIRECTORIES, *EVALUATIONS]
+# These are refused before a model is opened, so none has to be there.
+ALL_OUT_OF_RANGE = ("--temperature", "-1", "--top-p", "0", "--top-k", "-3", "--max-tokens", "0", "--stop", "")
+WRONG_FILES = ("--template", "none.jinja", "--tokenizer", "none.json")
+PROMPTS = '{"prompt": "one"}\n{"prompt": 3}\n\n{"text": "x"}\n{"messages": []}\n'
+
+INFERENCE = [
+    Case("generate-out-of-range", ("generate", "x", "--prompt", "a", *ALL_OUT_OF_RANGE)),
+    Case(
+        "generate-options",
+        (
+            *("generate", "x", "--prompt", "a", "--file", "b.txt", "--system", "c", "--top-k", "3", "--top-p", "0.5"),
+            *("--best", "--step", "3", "--quantize", "int8", "--nproc", "2", "--out", "no/way.jsonl", *WRONG_FILES),
+        ),
+    ),
+    Case("generate-without-file", ("generate", "x", "--prompt", "a", "--out", "b", "--batch", "4"), file("b", "")),
+    Case("generate-no-file", ("generate", "x", "--file", "none.txt")),
+    Case("generate-empty-file", ("generate", "x", "--file", "a.txt"), file("a.txt", "\n \n")),
+    Case("generate-binary-file", ("generate", "x", "--file", "a.txt"), file("a.txt", b"a\xff\xfe\x00")),
+    Case("generate-wrong-prompts", ("generate", "x", "--file", "a.jsonl"), file("a.jsonl", PROMPTS)),
+    Case(
+        "generate-wrong-prompts-and-options",
+        ("generate", "x", "--file", "a.jsonl", "--out", "a.jsonl"),
+        file("a.jsonl", PROMPTS),
+    ),
+    Case("generate-no-model", ("generate", "no", "--prompt", "a"), folder("no")),
+    Case("generate-no-words", ("generate", "", "--prompt", "a")),
+    Case("generate-no-weights", ("generate", "m", "--prompt", "a"), file("m/config.json", '{"model_type": "llama"}')),
+    Case("generate-damaged-config", ("generate", "m", "--prompt", "a"), file("m/config.json", '{"model_type')),
+    Case(
+        "chat-options",
+        ("chat", "x", "--temperature", "0", "--top-p", "0.5", "--history", "none.jsonl", *WRONG_FILES),
+    ),
+    Case("chat-half-a-history", ("chat", "x", "--history", "h"), file("h", '[{"role": "user", "content": "a"}]')),
+    Case("chat-no-history", ("chat", "x", "--history", "h"), file("h", "hello\n")),
+    Case(
+        "evaluate-files",
+        (
+            *("evaluate", "x", "--data", "none.txt", "--choices", "none.jsonl", "--tokenizer", "t"),
+            *("--out", "t", "--task", "arc_easy", "--nproc", "2"),
+        ),
+        folder("t"),
+    ),
+    Case("evaluate-wrong-key", ("evaluate", "x", "data.seq_len=soon", "data.none=3"), nothing),
+    Case("evaluate-no-data", ("evaluate", "m"), file("m/config.json", "{}")),
+    Case("evaluate-questions-and-options", ("evaluate", "x", "--choices", "q", "--out", "q"), file("q", "[]\n{}\n")),
+]
+
+CASES = [*RUN_FILE, *RULES, *DATA, *RUN_DIRECTORIES, *EVALUATIONS, *INFERENCE]
 
 
 def tell(words: tuple[str, ...], err: str, code: int) -> str:

@@ -96,15 +96,19 @@ def test_the_cache_is_that_of_the_job(hub: HubServer, shardway: Shardway, tmp_pa
     assert not (tmp_path / "hf").exists()
 
 
-def test_what_is_whole_needs_no_hub(hub: HubServer, shardway: Shardway, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_whole_needs_no_hub(
+    hub: HubServer, shardway: Shardway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert shardway("prefetch", *WORDS).code == 0
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     ended = shardway("prefetch", *WORDS)
     assert (ended.code, "is whole in the cache; the hub was not asked" in ended.err) == (0, True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert shardway("prefetch", *WORDS).code == 0
+    (tmp_path / "org" / "other").mkdir(parents=True)
     ended = shardway("prefetch", "--model", "org/other")
     assert ended.code == 2
+    assert "./org/other is here, needs no prefetch and is used as it is; org/other means the hub's" in ended.err
     assert "the hub is not asked: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set here" in ended.err
     assert "`shardway prefetch --model org/other`, without these variables, where the hub" in ended.err
 
@@ -281,3 +285,33 @@ def test_the_same_run_without_a_route(hub: HubServer, shardway: Shardway, tmp_pa
     done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "finished at step 2" in done.stdout + done.stderr
+
+
+def test_a_plan_names_what_the_cache_lacks(
+    shardway: Shardway, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a line, without a failure; nothing is claimed of a site whose scheduler is not here."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = fill_cache(tmp_path / "hub", "org/tiny", folder)
+    (tmp_path / "text.txt").write_text("To be, or not to be. " * 200)
+    (tmp_path / "my.toml").write_text('[model]\nhf = "org/tiny"\n')
+    plan = (
+        "plan",
+        "my.toml",
+        *(word for word in WORDS[1:] if "device" not in word),
+        "--gpu",
+        "a100-sxm4-40gb",
+        "--gpus",
+        "1",
+    )
+    whole = shardway(*plan)
+    assert (whole.code, "not whole" in whole.err) == (0, False), whole.err
+    next(snapshot.glob("model-00001*")).unlink()
+    lacks = shardway(*plan)
+    assert (lacks.code, lacks.out) == (0, whole.out), lacks.err
+    assert f"model.hf: org/tiny is not whole in the cache {tmp_path}/hub of this machine (model-00001-of" in lacks.err
+    assert "is missing" in lacks.err
+    assert "before the job: `shardway prefetch my.toml`" in lacks.err
+    elsewhere = shardway(*plan, "site.name=jupiter")
+    assert (elsewhere.code, "not whole" in elsewhere.err) == (0, False), elsewhere.err

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from shardway.infer.generate import Prompt, Sampling
+from shardway.infer.generate import Sampling
+from shardway.infer.inputs import Prompt
 from tiny_hf import load_reference, save_tiny
 
 FAMILIES: dict[str, dict[str, Any]] = {

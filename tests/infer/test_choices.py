@@ -13,7 +13,8 @@ from pool import ranks
 from runs import pool_ranks
 from shardway.data.tokenizers import ByteTokenizer
 from shardway.errors import UserError
-from shardway.infer.choices import Question, encode_answer, judge_choices, read_questions, score_choices
+from shardway.infer.choices import encode_answer, judge_choices, score_choices
+from shardway.infer.inputs import Question, read_questions
 from shardway.infer.lm_eval import _read_results, run_tasks
 from shardway.infer.model import ModelRequest, OpenedModel, open_model
 from shardway.infer.tokenizer import open_data_tokenizer

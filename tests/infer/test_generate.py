@@ -24,7 +24,8 @@ from runs import pool_ranks
 from shardway.data.chat import CHATML, open_template
 from shardway.data.tokenizers import ByteTokenizer
 from shardway.errors import UserError
-from shardway.infer.generate import Generator, Prompt, Sampling, make_prompt, read_prompts
+from shardway.infer.generate import Generator, Sampling, need_tokenizer
+from shardway.infer.inputs import Prompt, make_prompt, read_prompts
 from shardway.infer.model import ModelRequest, OpenedModel, open_model
 from shardway.infer.tokenizer import DataTokenizer, Pieces, open_library_tokenizer
 from tiny_hf import load_reference
@@ -107,7 +108,7 @@ def generate_text(opened: OpenedModel, *stop: str, count: int = 30) -> tuple[str
     """The text that follows "abc", its pieces as they came, why it ended, and how many tokens it has."""
     came: list[str] = []
     sampling = Sampling(temperature=1.0, seed=5, max_tokens=count, stop=stop)
-    (made,) = Generator(opened).generate([make_prompt(opened, "abc")], sampling, came.append)
+    (made,) = Generator(opened).generate([make_prompt("abc").encode(need_tokenizer(opened))], sampling, came.append)
     return made.text, came, made.finish, len(made.tokens)
 
 
@@ -176,20 +177,22 @@ def test_a_prompt_that_does_not_fit_is_refused(llama: OpenedModel, ids: Sequence
 def test_prompts_of_a_file(llama: OpenedModel, tmp_path: Path) -> None:
     lines = tmp_path / "prompts.txt"
     lines.write_text("one\n\ntwo ä\n", encoding="utf-8")
-    assert [each.given for each in read_prompts(llama, lines)] == [{"prompt": "one"}, {"prompt": "two ä"}]
+    assert [each.given for each in read_prompts(lines)] == [{"prompt": "one"}, {"prompt": "two ä"}]
     objects = tmp_path / "prompts.jsonl"
     objects.write_text('{"prompt": "one", "id": 7}\n{"prompt": 3}\nno\n{"text": "x"}\n')
     with pytest.raises(UserError) as refused:
-        read_prompts(llama, objects)
+        read_prompts(objects)
     assert [each.where for each in refused.value.problems] == ["line 2", "line 3", "line 4"]
     objects.write_text('{"prompt": "one", "id": 7}\n')
-    (found,) = read_prompts(llama, objects)
+    (found,) = read_prompts(objects)
     assert found.given == {"prompt": "one", "id": 7}
-    assert found.ids == make_prompt(llama, "one").ids
-    for content, what in (("", "holds no prompt"), ("\udcff", "is not text")):
+    tokenizer = need_tokenizer(llama)
+    assert found.encode(tokenizer).ids == make_prompt("one").encode(tokenizer).ids == tuple(tokenizer.encode("one"))
+    assert found.encode(tokenizer).line == 1
+    for content, what in (("", "is empty"), ("\udcff", "is not text")):
         lines.write_text(content, encoding="utf-8", errors="surrogateescape")
         with pytest.raises(UserError, match=what):
-            read_prompts(llama, lines)
+            read_prompts(lines)
 
 
 # --- conversations as tokens
@@ -223,7 +226,7 @@ def test_a_conversation_in_a_file_is_a_prompt(llama: OpenedModel, tmp_path: Path
     messages = [{"role": "user", "content": "hello"}]
     path.write_text(json.dumps({"messages": messages}) + "\n")
     opened = open_model(ModelRequest(llama.name, device="cpu", template=CHATML))
-    (found,) = read_prompts(opened, path)
     assert opened.tokenizer is not None
+    found = read_prompts(path)[0].encode(opened.tokenizer)
     assert list(found.ids) == opened.tokenizer.render_chat(messages)
     assert load_reference(Path(llama.name)).config.vocab_size > max(found.ids)

@@ -12,10 +12,11 @@ from small_models import FAMILIES, GREEDY, continue_folder, list_prompts, save_f
 
 from pool import ranks
 from runs import COMMON, TINY_IMAGES, lone_rank, pool_ranks, train_tiny
+from shardway.checkpoint.catalog import FoundCheckpoint
 from shardway.checkpoint.reader import TensorReader
 from shardway.errors import JobError, SiteError, UserError
 from shardway.infer.generate import Generator
-from shardway.infer.model import ModelRequest, open_model
+from shardway.infer.model import ModelRequest, _RunModel, open_model
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
 from shardway.train.run_weights import export_run
@@ -50,14 +51,10 @@ def test_greedy_tokens_are_those_of_the_library(families: Reference, name: str) 
 
 def check_split(families: Reference) -> None:
     for name, (folder, expected) in families.items():
-        request = ModelRequest(str(folder), device="cpu")
-        if name == "gpt2":
-            with pytest.raises(UserError, match="no tensor-parallel plan for a GPT2LMHeadModel"):
-                open_model(request, pool_ranks())
-            continue
-        opened = open_model(request, pool_ranks())
-        weight = opened.model.model.layers[0].self_attn.q_proj.weight
-        assert weight.to_local().shape[0] * pool_ranks().world == weight.shape[0]
+        opened = open_model(ModelRequest(str(folder), device="cpu"), pool_ranks())
+        weights = dict(opened.model.named_parameters())
+        split = next(each for key, each in weights.items() if key.endswith(("q_proj.weight", "c_attn.weight")))
+        assert split.to_local().numel() * pool_ranks().world == split.numel()
         generator = Generator(opened, pool_ranks())
         assert [generator.generate([each], GREEDY)[0].tokens for each in list_prompts()] == expected, name
 
@@ -213,6 +210,26 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(runs: Path, tmp_path: Pat
         open_model(ModelRequest(str(run)))
 
 
+def test_checkpoints_that_are_pruned_meanwhile_are_passed_over(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run in training writes a newer one, and prunes all that were there when its model was about to be opened."""
+    run, newest = tmp_path / "run", tmp_path / "newest"
+    shutil.copytree(runs / "tensor", run)
+    shutil.move(RunDir(run).checkpoint_path(2), newest)
+    list_tensors = _RunModel.list_tensors
+
+    def train_on(model: _RunModel, found: FoundCheckpoint) -> Any:
+        if newest.exists():
+            shutil.rmtree(RunDir(run).checkpoint_path(1))
+            shutil.move(newest, RunDir(run).checkpoint_path(2))
+        return list_tensors(model, found)
+
+    monkeypatch.setattr(_RunModel, "list_tensors", train_on)
+    opened = open_model(ModelRequest(str(run)))
+    assert (opened.step, opened.notes) == (2, ())
+
+
 # --- what cannot be opened
 
 ONE_STEP = ("train.steps=1", "optim.warmup=1 steps", "checkpoint.every=1 steps")
@@ -248,6 +265,15 @@ def test_a_damaged_folder_is_a_sentence(tmp_path: Path, families: Reference) -> 
     weights.write_bytes(weights.read_bytes()[:5000])
     with pytest.raises(JobError, match="transformers cannot open"):
         open_model(ModelRequest(str(folder)))
+    shutil.copy(families["qwen3"][0] / weights.name, weights)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 48', '"intermediate_size": 40'))
+    with pytest.raises(JobError, match=r"6 tensors of other sizes than its config.json states: .* is \[32, 48\], and"):
+        open_model(ModelRequest(str(folder)))
+    shutil.copy(families["qwen3"][0] / config.name, config)
+    (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(UserError, match="has 'x' as a token that ends or pads a text"):
+        list_greedy(folder)
 
 
 @pytest.mark.parametrize(
@@ -292,14 +318,21 @@ def test_random_weights_are_the_same_over_ranks(rank: int, families: Reference) 
     assert list_greedy(word, pool_ranks(), random_weights=True, seed=3) == alone
 
 
-def test_weights_in_fewer_bits(families: Reference) -> None:
-    word = str(families["llama"][0])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_weights_in_fewer_bits(families: Reference, name: str) -> None:
+    word = str(families[name][0])
     plain, quantized = (open_model(ModelRequest(word, quantize=kind)) for kind in ("off", "int8"))
     tokens = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         exact, found = (each.model(tokens).logits for each in (plain, quantized))
-    assert type(quantized.model.model.layers[0].mlp.up_proj.weight.data).__name__ != "Tensor"
+    weights = dict(quantized.model.named_parameters())
+    attention = next(each for key, each in weights.items() if key.endswith(("q_proj.weight", "c_attn.weight")))
+    assert type(attention.data).__name__ != "Tensor"
     assert 0 < (exact - found).norm() / exact.norm() < 0.03  # 8 bits a weight: 1 / 254 of the largest of a row
+    if name == "mixtral":
+        assert "of the weights are in no linear layers and not quantized to int8: model.layers.0" in quantized.notes[0]
+    else:
+        assert quantized.notes == ()
     for kind in ("fp8", "int4"):
         with pytest.raises(SiteError, match="needs a GPU"):
             open_model(ModelRequest(word, quantize=kind))

@@ -170,6 +170,13 @@ def test_an_adapter_is_split_like_data(words: tuple[str, ...]) -> None:
             "      to do: call peft.get_peft_model(model, config) in the script, and give run.shard what it returns",
         ),
         (
+            (*LORA, f"model.lora_rank={DENSE.dim + 1}"),
+            {"hf": DENSE},
+            f"  model.lora_rank (command line): {DENSE.dim + 1} is more than {DENSE.dim}, the width of "
+            f"{HF[0].partition('=')[2]}: no layer there has such a rank\n"
+            f"      allowed: 1 to {DENSE.dim}",
+        ),
+        (
             (*LORA, "parallel.tp=2"),
             {"ranks": 2, "hf": DENSE},
             '  parallel.tp (command line): 2: model.adapter = "lora" does not cut its matrices with those of their '

@@ -57,6 +57,7 @@ ELSEWHERE = {
     "a_sample_fits_the_positions_of_a_hugging_face_model",
     "a_hugging_face_model_brings_its_tokenizer",
     "an_adapter_goes_beside_a_hugging_face_model",
+    "the_rank_of_an_adapter_is_below_the_width_of_the_model",
     "an_adapter_is_split_like_data_alone",
     "an_adapter_multiplies_in_wider_formats",
     "zero_shards_over_copies_alone",

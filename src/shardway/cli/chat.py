@@ -6,6 +6,7 @@ input ends the chat. A turn that is refused is reported and changes nothing.
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,7 @@ from shardway.cli.infer_options import (
     BestOption,
     CacheKind,
     CacheOption,
+    CommandMistakes,
     DeviceKind,
     DeviceOption,
     Dtype,
@@ -28,6 +30,7 @@ from shardway.cli.infer_options import (
     QuantizeOption,
     RemoteCodeOption,
     ReplyInterrupt,
+    SamplingOptions,
     SeedOption,
     StepOption,
     StopOption,
@@ -37,7 +40,6 @@ from shardway.cli.infer_options import (
     TopPOption,
     model_opened,
     print_piece,
-    read_sampling,
     render_end,
 )
 from shardway.cli.options import print_line, report
@@ -45,7 +47,8 @@ from shardway.errors import UserError, legible
 
 if TYPE_CHECKING:
     from shardway.infer.chat import Conversation
-    from shardway.infer.generate import Generator, Prompt, Sampling
+    from shardway.infer.generate import Generator, Sampling
+    from shardway.infer.inputs import Prompt
     from shardway.ranks.start import Ranks
 
 
@@ -58,7 +61,7 @@ def chat(
     max_tokens: MaxTokensOption = 512,
     temperature: Annotated[float, typer.Option("--temperature", help="0: always the likeliest token.")] = 0.7,
     top_k: TopKOption = 0,
-    top_p: TopPOption = 0.95,
+    top_p: TopPOption = None,
     seed: SeedOption = 0,
     stop: StopOption = None,
     step: StepOption = None,
@@ -73,20 +76,30 @@ def chat(
     trust_remote_code: RemoteCodeOption = False,
 ) -> None:
     """Hold a conversation; a turn is a line, and /help lists the commands."""
-    sampling = read_sampling(temperature, top_k, top_p, seed, max_tokens, stop)
-    words = (model, step, best, nproc, dtype.value, device.value, quantize.value, cache.value)
-    with model_opened(ModelOptions(*words, tokenizer, template, trust_remote_code)) as (opened, ranks):
+    mistakes = CommandMistakes()
+    draws = SamplingOptions(temperature, top_k, top_p, seed, max_tokens, tuple(stop or ()), usual_top_p=0.95)
+    draws.look(mistakes)
+    mistakes.add_unless_text("--system", system)
+
+    def read() -> Conversation:
         from shardway.infer.chat import Conversation, read_conversation
+
+        found = mistakes.read(history, lambda: read_conversation(history)) if history is not None else None
+        conversation = found or Conversation()
+        conversation.system = system or conversation.system
+        return conversation
+
+    words = (model, step, best, nproc, dtype.value, device.value, quantize.value, cache.value)
+    options = ModelOptions(*words, tokenizer, template, trust_remote_code)
+    with model_opened(options, mistakes, read) as (opened, ranks, conversation):
         from shardway.infer.generate import Generator, need_tokenizer
 
-        generator = Generator(opened, ranks, cache.value)
+        generator, sampling = Generator(opened, ranks, cache.value), draws.make_sampling()
         if ranks is not None and not ranks.is_first:
             _follow(generator, ranks, sampling)
             return
         dialogue = _Dialogue(generator, ranks, sampling)
         try:
-            conversation = Conversation(system) if history is None else read_conversation(history)
-            conversation.system = system or conversation.system
             need_tokenizer(opened).render_chat(conversation.list_messages("?"))  # so that it is refused now
             dialogue.hold(conversation)
         finally:
@@ -105,6 +118,8 @@ class _Dialogue:
     def __init__(self, generator: Generator, ranks: Ranks | None, sampling: Sampling) -> None:
         self._generator, self._ranks, self._sampling = generator, ranks, sampling
         self._is_person = sys.stdin.isatty()
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no text is refused alone
 
     def end(self) -> None:
         """Let the other ranks end."""
@@ -131,6 +146,7 @@ class _Dialogue:
             if not line.strip():
                 continue
             try:
+                _check_text(line)
                 if line.startswith("/"):
                     _obey(conversation, line.strip())
                 else:
@@ -166,6 +182,14 @@ class _Dialogue:
         """Give the other ranks the prompt."""
         if self._ranks is not None:
             self._ranks.gather(prompt)
+
+
+def _check_text(line: str) -> None:
+    """Raise UserError for a line with bytes that are no text, which Python reads as lone surrogates."""
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        raise UserError("this line holds bytes that are no text in UTF-8, and was left out.") from None
 
 
 def _obey(conversation: Conversation, line: str) -> None:

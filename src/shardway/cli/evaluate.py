@@ -1,7 +1,7 @@
 """`shardway evaluate`: perplexity, multiple choice and tasks of lm-evaluation-harness, of a run or another model.
 
 Invariants:
-- Options that do not go together, and mistakes in a file of questions, are reported before the model is opened.
+- Options that do not go together, and mistakes in the files that they name, are reported before the model is opened.
 - Of a run, its result is kept in its directory, in a file of its own, also while the run goes on; nothing else of it is
   written. Rank 0 prints and writes.
 """
@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from shardway import __version__
 from shardway.cli.bench_options import reported_once
 from shardway.cli.infer_options import (
     BestOption,
+    CommandMistakes,
     DeviceKind,
     DeviceOption,
     Dtype,
@@ -32,30 +34,32 @@ from shardway.cli.infer_options import (
     RemoteCodeOption,
     StepOption,
     TokenizerOption,
+    look_at_new_file,
     model_opened,
 )
 from shardway.cli.main import uncollected
-from shardway.cli.options import JsonOption, print_json
-from shardway.errors import JobError, Problem, UserError, check_no_problems, legible
+from shardway.cli.options import JsonOption, find_place, print_json
+from shardway.errors import JobError, UserError, legible
+from shardway.ranks.launcher import find_placement
 from shardway.refusals import find_remedy
 from shardway.rundir.file_io import write_json
 
 if TYPE_CHECKING:
-    from shardway.infer.choices import Question
     from shardway.infer.evaluate import TokenData
+    from shardway.infer.inputs import Question
     from shardway.infer.model import OpenedModel
     from shardway.ranks.start import Ranks
 
 T = TypeVar("T")
-ORIGIN = "command line"
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """What is evaluated: keys of [data] as words of the command line, a file of questions, tasks of the harness and a
-    folder with more of them; and how. None: not asked for, or chosen."""
+    """What is evaluated: keys of [data] as words of the command line, among them what --data names (`data`), a file of
+    questions, tasks of the harness and a folder with more of them; and how. None: not asked for, or chosen."""
 
     words: tuple[str, ...]
+    data: str | None
     choices: Path | None
     tasks: tuple[str, ...]
     task_path: Path | None
@@ -106,14 +110,28 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Measure perplexity on data, multiple choice, or tasks of lm-evaluation-harness; a run keeps the result."""
-    options = _read_options(words, data, choices, task, task_path, limit, batch, out, tokenizer)
-    questions: list[Question] = []
-    if options.choices is not None:
-        with uncollected():
-            from shardway.infer.choices import read_questions
-        questions = read_questions(options.choices)[:limit]
+    mistakes = CommandMistakes()
+    options = _read_options(mistakes, words, data, choices, task, task_path, limit, batch, tokenizer)
+    if options.tasks and max(nproc or 1, find_placement(os.environ).world) > 1:
+        mistakes.add("--task", "works on one rank alone", remedy="leave out --nproc, and start it without a launcher")
+
+    def read() -> list[Question]:
+        look_at_new_file(mistakes, "--out", out)
+        _look_at_data(mistakes, model, options)
+        found: list[Question] = []
+        if choices is not None:
+            from shardway.infer.inputs import read_questions
+
+            found = mistakes.read(choices, lambda: read_questions(choices)) or []
+        if options.tasks and not mistakes:
+            with uncollected():
+                from shardway.infer.lm_eval import find_tasks
+            find_tasks(options.tasks, options.task_path)
+        return found[:limit]
+
     named = (model, step, best, nproc, dtype.value, device.value, quantize.value, "auto", tokenizer, "")
-    with model_opened(ModelOptions(*named, trust_remote_code), whole=True) as (opened, ranks):
+    chosen = ModelOptions(*named, trust_remote_code)
+    with model_opened(chosen, mistakes, read, whole=True) as (opened, ranks, questions):
         with reported_once(ranks.rank if ranks is not None else 0):
             found = list(_evaluate(opened, ranks, options, questions))
         if ranks is None or ranks.is_first:
@@ -121,6 +139,7 @@ def evaluate(
 
 
 def _read_options(
+    mistakes: CommandMistakes,
     words: list[str] | None,
     data: str | None,
     choices: Path | None,
@@ -128,32 +147,59 @@ def _read_options(
     task_path: Path | None,
     limit: int | None,
     batch: int | None,
-    out: Path | None,
     tokenizer: str,
 ) -> EvaluateOptions:
-    """Raises UserError that names every mistake."""
-    given, problems = list(words or []), list[Problem]()
+    """What the options ask for; mistakes are noted."""
+    given = list(words or [])
     for word in given:
         if not word.startswith("data.") or "=" not in word:
-            problems.append(Problem(word, "is no key of [data]", ORIGIN, "data.KEY=VALUE, such as data.seq_len=512"))
+            mistakes.add(word, "is no key of [data]", "data.KEY=VALUE, such as data.seq_len=512")
     if data is not None:
         given.append(f"data.path={json.dumps(data)}")
         if any(word.startswith("data.path=") for word in words or ()):
-            problems.append(Problem("--data", "and data.path name two paths", ORIGIN, "one of the two"))
+            mistakes.add("--data", "and data.path name two paths", "one of the two")
     if tokenizer and given and not any(word.startswith("data.tokenizer=") for word in given):
         given.append(f"data.tokenizer={json.dumps(tokenizer)}")
     tasks = tuple(dict.fromkeys((task or "").replace(",", " ").split()))
     if task is not None and not tasks:
-        problems.append(Problem("--task", "names none", ORIGIN, "names such as hellaswag,arc_easy"))
+        mistakes.add("--task", "names none", "names such as hellaswag,arc_easy")
     if task_path is not None and not tasks:
-        problems.append(Problem("--task-path", "has no effect without --task", ORIGIN, "--task NAME --task-path PATH"))
+        mistakes.add("--task-path", "has no effect without --task", "--task NAME --task-path PATH")
     if task_path is not None and not task_path.is_dir():
-        problems.append(Problem("--task-path", f"{task_path} is no folder", ORIGIN, "a folder with tasks as YAML"))
-    if out is not None and (out.exists() or not out.parent.is_dir()):
-        what = f"{out} exists" if out.exists() else f"the folder {out.parent} does not exist"
-        problems.append(Problem("--out", what, ORIGIN, "a new file in a folder that is there"))
-    check_no_problems("the command line", problems)
-    return EvaluateOptions(tuple(given), choices, tasks, task_path, limit, batch)
+        mistakes.add("--task-path", f"{task_path} is no folder", "a folder with tasks as YAML")
+    return EvaluateOptions(tuple(given), data, choices, tasks, task_path, limit, batch)
+
+
+def _look_at_data(mistakes: CommandMistakes, model: str, options: EvaluateOptions) -> None:
+    """Note what is wrong with keys of [data] and with the path, and where nothing names data, before the model is
+    opened."""
+    from shardway.data.content import DataPath
+    from shardway.data.detect import detect_kind
+    from shardway.launch.runs.find import is_run
+    from shardway.runfile.load import load_run
+
+    names = {word.partition("=")[0].strip() for word in options.words}
+    if options.wants_perplexity and "data.path" not in names:
+        place = find_place(Path(model))
+        is_name = not os.path.lexists(place) and not place.parent.is_dir()
+        if is_name or ((place / "config.json").is_file() and not is_run(place)):
+            mistakes.add("--data", f"is not given, and {model} is no run, which alone holds data out", _DATA)
+    keys = tuple([word for word in options.words if word.startswith("data.") and "=" in word])  # others were noted
+    try:
+        load_run(None, keys)
+    except UserError as error:
+        for each in error.problems:
+            mistakes.add(_name_as_typed(each.where, options), each.what, each.allowed, each.remedy)
+    if options.data is not None and "data.kind" not in names:
+        mistakes.look("--data", lambda: detect_kind(DataPath("--data", options.data or "")))
+
+
+_DATA = "a text or tokens, such as --data held-out.txt; or questions with --choices"
+
+
+def _name_as_typed(text: str, options: EvaluateOptions) -> str:
+    """A message that names a key, with the option that was typed."""
+    return text.replace("data.path", "--data") if options.data is not None else text
 
 
 # --- what is measured, as facts
@@ -171,12 +217,6 @@ def _evaluate(
         "ranks": world,
         "shardway": __version__,
     }
-    if options.tasks and world > 1:
-        raise UserError(f"--task works on one rank, and here are {world}.\n  To do: leave out --nproc.")
-    if options.tasks:
-        from shardway.infer.lm_eval import import_harness
-
-        import_harness()  # before the rest takes its time
     if options.wants_perplexity:
         yield {**_measure_perplexity(opened, ranks, options), **common, "time": time.time()}
     if options.choices is not None:
@@ -201,7 +241,10 @@ def _measure_perplexity(opened: OpenedModel, ranks: Ranks | None, options: Evalu
 
     from shardway.infer.evaluate import measure_perplexity
 
-    tokens = _first_then_all(ranks, lambda: _open_data(opened, options.words))
+    try:
+        tokens = _first_then_all(ranks, lambda: _open_data(opened, options.words))
+    except UserError as error:
+        raise UserError(_name_as_typed(str(error), options)) from error
     if options.limit is not None and options.limit < tokens.samples:
         tokens = replace(tokens, samples=options.limit, tail=False)
     found = measure_perplexity(opened, tokens, ranks, options.rows)

@@ -16,10 +16,10 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardway.cli.infer_options import (
-    ORIGIN,
     BestOption,
     CacheKind,
     CacheOption,
+    CommandMistakes,
     DeviceKind,
     DeviceOption,
     Dtype,
@@ -32,6 +32,7 @@ from shardway.cli.infer_options import (
     QuantizeOption,
     RemoteCodeOption,
     ReplyInterrupt,
+    SamplingOptions,
     SeedOption,
     StepOption,
     StopOption,
@@ -39,17 +40,22 @@ from shardway.cli.infer_options import (
     TokenizerOption,
     TopKOption,
     TopPOption,
+    look_at_new_file,
     model_opened,
     print_piece,
-    read_sampling,
     render_end,
 )
 from shardway.cli.options import JsonOption, print_json, print_line
-from shardway.errors import Problem, UserError, check_no_problems
+from shardway.errors import UserError
 
 if TYPE_CHECKING:
-    from shardway.infer.generate import Generated, Generator, Prompt, Sampling
+    from shardway.infer.generate import Generated, Generator, Sampling
+    from shardway.infer.inputs import Prompt, PromptText
     from shardway.infer.model import OpenedModel
+
+
+BATCH = 8
+"""Prompts of a file that are continued at once, where no other number is asked for."""
 
 
 def generate(
@@ -64,13 +70,15 @@ def generate(
     out: Annotated[
         Path | None, typer.Option("--out", help="Where --file's lines go; a new file (else stdout).")
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="How many of --file's prompts at once.")] = 8,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=1, help=f"How many of --file's prompts at once ({BATCH}).")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="The text is a user's turn: apply the chat template.")] = False,
     system: Annotated[str, typer.Option("--system", help="The system prompt before it; with --chat.")] = "",
     max_tokens: MaxTokensOption = 256,
     temperature: Annotated[float, typer.Option("--temperature", help="0: always the likeliest token.")] = 0.0,
     top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
+    top_p: TopPOption = None,
     seed: SeedOption = 0,
     stop: StopOption = None,
     step: StepOption = None,
@@ -86,56 +94,77 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text as it comes, or the prompts of a file; greedily unless --temperature is above 0."""
-    _check_words(prompt, file, out, chat, system)
-    sampling = read_sampling(temperature, top_k, top_p, seed, max_tokens, stop)
-    _check_draws(sampling)
+    mistakes = CommandMistakes()
+    draws = SamplingOptions(temperature, top_k, top_p, seed, max_tokens, tuple(stop or ()))
+    draws.look(mistakes)
+    _look_at_words(mistakes, prompt, file, out, batch, chat, system)
+
+    def read() -> list[PromptText]:
+        from shardway.infer.inputs import make_prompt, read_prompts
+
+        look_at_new_file(mistakes, "--out", out)
+        if file is not None:
+            return mistakes.read(file, lambda: read_prompts(file, chat=chat, system=system)) or []
+        text = prompt if prompt is not None else _read_stdin(mistakes)
+        return [make_prompt(text, chat=chat, system=system)]
+
     words = (model, step, best, nproc, dtype.value, device.value, quantize.value, cache.value)
-    with model_opened(ModelOptions(*words, tokenizer, template, trust_remote_code)) as (opened, ranks):
-        from shardway.infer.generate import Generator, make_prompt, read_prompts
+    options = ModelOptions(*words, tokenizer, template, trust_remote_code)
+    with model_opened(options, mistakes, read) as (opened, ranks, texts):
+        from shardway.infer.generate import Generator, need_tokenizer
 
-        def read() -> list[Prompt]:
-            if file is not None:
-                return read_prompts(opened, file, chat=chat, system=system)
-            text = prompt if prompt is not None else sys.stdin.read()
-            return [make_prompt(opened, text, chat=chat, system=system)]
+        def encode() -> list[Prompt]:
+            return [each.encode(need_tokenizer(opened)) for each in texts]
 
-        prompts = ranks.ask_first(read) if ranks is not None else read()
-        generator = Generator(opened, ranks, cache.value)
+        prompts = ranks.ask_first(encode) if ranks is not None else encode()
+        generator, sampling = Generator(opened, ranks, cache.value), draws.make_sampling()
         leads = ranks is None or ranks.is_first
         if file is not None:
-            _generate_file(generator, prompts, sampling, batch, out, leads=leads, as_json=as_json)
+            _generate_file(generator, prompts, sampling, batch or BATCH, out, leads=leads, as_json=as_json)
             return
         _generate_one(generator, prompts, sampling, leads=leads, split=ranks is not None, as_json=as_json)
 
 
-def _check_words(prompt: str | None, file: Path | None, out: Path | None, chat: bool, system: str) -> None:
-    """Raise UserError where options do not go together."""
+def _look_at_words(
+    mistakes: CommandMistakes,
+    prompt: str | None,
+    file: Path | None,
+    out: Path | None,
+    batch: int | None,
+    chat: bool,
+    system: str,
+) -> None:
+    """Note options that do not go together."""
     if prompt is not None and file is not None:
-        raise UserError("--prompt and --file name two things to continue.\n  To do: leave one of them out.")
+        mistakes.add("--prompt", "and --file name two things to continue", "one of the two")
     if out is not None and file is None:
-        raise UserError("--out is for the lines of --file.\n  To do: leave it out, or redirect stdout: > FILE")
+        mistakes.add("--out", "is for the lines of --file", remedy="leave it out, or redirect stdout: > FILE")
+    if batch is not None and file is None:
+        mistakes.add("--batch", "is for the prompts of --file", remedy="leave it out")
+    for option, given in (("--prompt", prompt), ("--system", system)):
+        mistakes.add_unless_text(option, given or "")
     if system and not chat:
-        raise UserError("--system is part of a conversation.\n  To do: give --chat as well.")
-    if out is not None and out.exists():
-        raise UserError(f"--out: {out} exists, and is not overwritten.\n  To do: name a new file, or move it away.")
+        mistakes.add("--system", "is part of a conversation", remedy="give --chat as well")
     if prompt is None and file is None and sys.stdin.isatty():
-        raise UserError(
-            "there is nothing to continue.\n  To do: --prompt TEXT, --file FILE, or a text on stdin: echo TEXT | ...; "
-            "`shardway chat` holds a conversation."
+        mistakes.add(
+            "--prompt",
+            "is not given: there is nothing to continue",
+            "--prompt TEXT, --file FILE, or a text on stdin: echo TEXT | shardway generate MODEL",
+            "`shardway chat` holds a conversation",
         )
 
 
-def _check_draws(sampling: Sampling) -> None:
-    """Raise UserError where options of drawing are given and nothing is drawn."""
-    given = (("--top-k", sampling.top_k, sampling.top_k > 0), ("--top-p", sampling.top_p, sampling.top_p < 1))
-    check_no_problems(
-        "the command line",
-        [
-            Problem(name, f"{value} has no effect at temperature 0", ORIGIN, remedy="add --temperature, such as 0.8")
-            for name, value, changes in given
-            if changes and sampling.temperature == 0
-        ],
-    )
+def _read_stdin(mistakes: CommandMistakes) -> str:
+    """What stdin holds; not waited for where the command is refused anyway."""
+    if mistakes:
+        return ""
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        mistakes.add("stdin", f"is not text in UTF-8: {error.reason} at byte {error.start}")
+        return ""
+    mistakes.add_unless_text("stdin", text)
+    return text
 
 
 def _generate_one(
@@ -175,8 +204,7 @@ def _generate_file(
     as_json: bool,
 ) -> None:
     """Continue the prompts of a file, several at once; a line of JSON for each, in their order."""
-    for prompt in prompts:
-        generator.check_fits([prompt], sampling.max_tokens)
+    generator.check_fits(prompts, sampling.max_tokens)
     target: IO[str] | None = None
     if leads and out is not None:
         try:

@@ -1,7 +1,7 @@
 """What `shardway generate` and `shardway chat` share: options, the model that they name, and the ranks that it is on.
 
-Invariants: every mistake in the options is reported before torch is imported. Rank 0 reads and prints, the others only
-compute. A model is opened once, and stderr states which.
+Invariants: all mistakes in the options, and in the files that they name, are reported at once, before torch is
+imported. Rank 0 reads and prints, the others only compute. A model is opened once, and stderr states which.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import os
 import signal
 import sys
 import unicodedata
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shardway.ranks.start import Ranks
 
 ORIGIN = "command line"
+T = TypeVar("T")
 
 
 class Dtype(StrEnum):
@@ -96,12 +97,81 @@ RemoteCodeOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that the model's folder holds.")
 ]
 TopKOption = Annotated[int, typer.Option("--top-k", help="Draw from so many likeliest tokens (0: all).")]
-TopPOption = Annotated[float, typer.Option("--top-p", help="Draw from those that have this probability together.")]
+TopPOption = Annotated[
+    float | None, typer.Option("--top-p", help="Draw from those that have this probability together.")
+]
 SeedOption = Annotated[int, typer.Option("--seed", help="What is drawn follows from it.")]
 MaxTokensOption = Annotated[int, typer.Option("--max-tokens", help="The most tokens of an answer.")]
 StopOption = Annotated[
     list[str] | None, typer.Option("--stop", metavar="TEXT", help="End at this text; may be given again.")
 ]
+
+
+class CommandMistakes:
+    """What is wrong with a command line and the files that it names, so that all of it is reported at once."""
+
+    def __init__(self) -> None:
+        self._problems: list[Problem] = []
+        self._files: list[tuple[str, UserError]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._problems or self._files)
+
+    def add(self, option: str, what: str, allowed: str = "", remedy: str = "") -> None:
+        """Note what is wrong with an option."""
+        self._problems.append(Problem(option, what, ORIGIN, allowed, remedy))
+
+    def add_unless_text(self, option: str, text: str) -> None:
+        """Note a text that holds bytes which are no UTF-8, as Python takes them from a command line or stdin."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            self.add(option, f"is not text in UTF-8: a byte that is none at character {error.start + 1}")
+
+    def look(self, option: str, work: Callable[[], object]) -> None:
+        """Note what `work` finds wrong with the value of an option, which it may know by another name."""
+        try:
+            work()
+        except UserError as error:
+            first, *rest = str(error).splitlines()
+            for each in error.problems or [Problem("", first, remedy=" ".join(rest).partition("o do: ")[2])]:
+                self.add(option, each.what, each.allowed, each.remedy)
+
+    def read(self, path: Path, work: Callable[[], T]) -> T | None:
+        """What `work` reads of a file; None with what is wrong noted."""
+        try:
+            return work()
+        except UserError as error:
+            self._files.append((str(path), error))
+            return None
+
+    def check(self) -> None:
+        """Raise one UserError with all that was noted; of several ranks the first alone states it."""
+        if self and find_placement(os.environ).rank > 0:
+            raise typer.Exit(UserError.exit_code)
+        if not self._problems and len(self._files) == 1:
+            raise self._files[0][1]
+        of_files = [
+            replace(each, where=f"{path}, {each.where}") if not each.origin else each
+            for path, error in self._files
+            for each in error.problems
+        ]
+        check_no_problems("the command line", [*self._problems, *of_files])
+
+
+def look_at_new_file(mistakes: CommandMistakes, option: str, path: Path | None) -> None:
+    """Note why a file that is to be written cannot be a new one."""
+    if path is None:
+        return
+    what = ""
+    if os.path.lexists(path):
+        what = f"{path} exists, and is not overwritten"
+    elif not path.parent.is_dir():
+        what = f"the folder {path.parent} does not exist"
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        what = f"the folder {path.parent} cannot be written"
+    if what:
+        mistakes.add(option, what, "a new file in a folder that you may write")
 
 
 @dataclass(frozen=True)
@@ -119,6 +189,25 @@ class ModelOptions:
     tokenizer: str
     template: str
     trust_remote_code: bool
+
+    def look(self, mistakes: CommandMistakes) -> None:
+        """Note what is wrong with them, as far as it shows without the model."""
+        from shardway.data.chat import open_template
+        from shardway.data.tokenizers import ByteTokenizer
+        from shardway.infer.tokenizer import check_tokenizer
+
+        if not self.word.strip():
+            mistakes.add("MODEL", '"" names no model', "a run directory, a folder with a config.json, or a hub name")
+        if self.best and self.step is not None:
+            mistakes.add("--best", f"and --step {self.step} name two checkpoints", "one of the two")
+        if self.quantize != "off" and (self.nproc or 1) > 1:
+            mistakes.add(
+                "--quantize", f"{self.quantize} works on one rank, and --nproc is {self.nproc}", "one of the two"
+            )
+        if self.tokenizer:
+            mistakes.look("--tokenizer", lambda: check_tokenizer(self.tokenizer))
+        if self.template:
+            mistakes.look("--template", lambda: open_template(self.template, ByteTokenizer()))
 
     def make_request(self) -> ModelRequest:
         """The request for `open_model`; a run may be named as elsewhere."""
@@ -142,9 +231,19 @@ class ModelOptions:
 
 
 @contextlib.contextmanager
-def model_opened(options: ModelOptions, *, whole: bool = False) -> Iterator[tuple[OpenedModel, Ranks | None]]:
-    """The model, on this process, on ranks that are started here, or on those of a launch; and these ranks. They split
-    it, or each has the `whole` of it. Raises what `open_model` raises."""
+def model_opened(
+    options: ModelOptions, mistakes: CommandMistakes, read: Callable[[], T], *, whole: bool = False
+) -> Iterator[tuple[OpenedModel, Ranks | None, T]]:
+    """The model, on this process, on ranks that are started here, or on those of a launch; these ranks; and what `read`
+    reads before on the first of them, which notes mistakes beside those of the options. They split the model, or each
+    has the `whole` of it. Raises what `open_model` raises."""
+
+    def read_checked() -> T:
+        options.look(mistakes)
+        found = read()
+        mistakes.check()
+        return found
+
     placement = find_placement(os.environ)
     by_hand = options.nproc is not None and is_in_terminal(os.environ) and sys.stdin.isatty()
     launched = placement.launcher != "none" and placement.world > 1 and not by_hand
@@ -155,6 +254,9 @@ def model_opened(options: ModelOptions, *, whole: bool = False) -> Iterator[tupl
             f"{placement.world}, started by {placement.launcher}: each of these would start {options.nproc}.\n"
             "  To do: leave out --nproc."
         )
+    if launched:
+        mistakes.check()
+    read_once = read_checked if launched else _keep(read_checked())
     ensure_temporary()
     with contextlib.ExitStack() as stack:
         if not launched and (options.nproc or 1) > 1:
@@ -167,19 +269,35 @@ def model_opened(options: ModelOptions, *, whole: bool = False) -> Iterator[tupl
             from shardway.infer.model import open_model
         ranks = _join(placement, options) if launched else None
         try:
-            if whole and ranks is not None:
-                opened = ranks.first_then_all(lambda: open_model(options.make_request()))
-            else:
-                opened = open_model(options.make_request(), ranks)
+            found = ranks.ask_first(read_once) if ranks is not None else read_once()
+            request = options.make_request()
+            opened = _open_on_each(request, ranks) if whole and ranks is not None else open_model(request, ranks)
             if placement.rank == 0:
                 _report(opened, placement.world if launched else 1, whole=whole)
-            yield opened, ranks
+            yield opened, ranks, found
         except UserError as error:
             if placement.rank != 0:  # rank 0 reports what all of them found
                 raise typer.Exit(error.exit_code) from None
             raise
         if ranks is not None:
             ranks.end()
+
+
+def _keep(value: T) -> Callable[[], T]:
+    return lambda: value
+
+
+def _open_on_each(request: ModelRequest, ranks: Ranks) -> OpenedModel:
+    """The whole model on every rank, of a run the checkpoint that the first rank has opened: others may find a newer
+    one."""
+    from shardway.infer.model import open_model
+
+    first = ranks.together(lambda: open_model(request) if ranks.is_first else None)
+    run = first.run if first is not None else None
+    folder = ranks.gather(str(run.checkpoint_path(first.step)) if run is not None and first is not None else "")[0]
+    if first is not None:
+        return first
+    return open_model(replace(request, word=folder, step=None, best=False) if folder else request)
 
 
 def _check_devices(options: ModelOptions) -> None:
@@ -218,27 +336,47 @@ def _report(opened: OpenedModel, world: int, *, whole: bool) -> None:
         print_line(legible(note))
 
 
-def read_sampling(
-    temperature: float, top_k: int, top_p: float, seed: int, max_tokens: int, stop: list[str] | None
-) -> Sampling:
-    """How tokens are chosen. Raises UserError that names every value out of range."""
-    problems = [
-        *_list_out_of_range("--temperature", temperature, 0 <= temperature <= 100, "0 (greedy) to 100"),
-        *_list_out_of_range("--top-k", top_k, top_k >= 0, "0 (all tokens) and more"),
-        *_list_out_of_range("--top-p", top_p, 0 < top_p <= 1, "above 0, to 1 (all tokens)"),
-        *_list_out_of_range("--seed", seed, 0 <= seed < 2**63, "0 to 2**63 - 1"),
-        *_list_out_of_range("--max-tokens", max_tokens, max_tokens >= 1, "1 and more"),
-        *([Problem("--stop", '"" is no text', ORIGIN, "at least one character")] if "" in (stop or ()) else []),
-    ]
-    check_no_problems("the command line", problems)
-    with uncollected():
+@dataclass(frozen=True)
+class SamplingOptions:
+    """The options of one command line that choose tokens. `top_p` is None where it is not given: `usual_top_p`."""
+
+    temperature: float
+    top_k: int
+    top_p: float | None
+    seed: int
+    max_tokens: int
+    stop: tuple[str, ...]
+    usual_top_p: float = 1.0
+
+    def look(self, mistakes: CommandMistakes) -> None:
+        """Note every value out of range, and those without an effect."""
+        top_p = self.usual_top_p if self.top_p is None else self.top_p
+        for name, value, holds, allowed in (
+            ("--temperature", self.temperature, 0 <= self.temperature <= 100, "0 (greedy) to 100"),
+            ("--top-k", self.top_k, self.top_k >= 0, "0 (all tokens) and more"),
+            ("--top-p", top_p, 0 < top_p <= 1, "above 0, to 1 (all tokens)"),
+            ("--seed", self.seed, 0 <= self.seed < 2**63, "0 to 2**63 - 1"),
+            ("--max-tokens", self.max_tokens, self.max_tokens >= 1, "1 and more"),
+        ):
+            if not holds:
+                mistakes.add(name, f"{value} is out of range", allowed)
+        for text in self.stop:
+            mistakes.add_unless_text("--stop", text)
+        if "" in self.stop:
+            mistakes.add("--stop", '"" is no text', "at least one character")
+        for name, value, changes in (
+            ("--top-k", self.top_k, self.top_k > 0),
+            ("--top-p", top_p, self.top_p is not None and 0 < self.top_p < 1),
+        ):
+            if changes and self.temperature == 0:
+                mistakes.add(name, f"{value} has no effect at temperature 0", remedy="add --temperature, such as 0.8")
+
+    def make_sampling(self) -> Sampling:
+        """How tokens are chosen."""
         from shardway.infer.generate import Sampling
 
-    return Sampling(temperature, top_k, top_p, seed, max_tokens, tuple(stop or ()))
-
-
-def _list_out_of_range(name: str, value: Any, holds: bool, allowed: str) -> list[Problem]:
-    return [] if holds else [Problem(name, f"{value} is out of range", ORIGIN, allowed)]
+        top_p = self.usual_top_p if self.top_p is None else self.top_p
+        return Sampling(self.temperature, self.top_k, top_p, self.seed, self.max_tokens, self.stop)
 
 
 class ReplyInterrupt:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardway.cli.options import JsonOption, complete_gpu, complete_site, print_json
-from shardway.errors import SiteError, UserError, check_no_problems
+from shardway.errors import SiteError, UserError, check_no_problems, legible
 from shardway.units import Scale, Span
 
 if TYPE_CHECKING:
@@ -124,6 +124,7 @@ def plan(
     if model[0].endswith(".toml"):
         result, staging = _plan_run_file(model, options, machine, terms_on, traces=traces, module=module)
         more = {} if staging is None else {"staging": staging.as_json()}
+        _warn_of_uncached(model, on)
     else:
         result = _plan_named(model, options, machine, terms_on, traces=traces)
     if not isinstance(result, PlanResult):
@@ -161,6 +162,25 @@ def plan(
     if emit:
         texts.append(_emit(result, emit, out))
     typer.echo("\n".join(texts), nl=False)
+
+
+def _warn_of_uncached(words: list[str], on: str | None) -> None:
+    """A line on stderr where the cache of this machine lacks files of the model that a run file names."""
+    from shardway.launch.submission.hub_files import describe_uncached
+    from shardway.resolve.request import parse_words
+    from shardway.runfile.load import load_run
+    from shardway.sites.load import load_site
+
+    run = parse_words(words)
+    loaded = load_run(run.run_file, run.overrides)
+    if not loaded.values.model.hf:
+        return
+    try:
+        profile = load_site(on or loaded.values.site.name)
+    except UserError:
+        return  # --on names a machine without a profile
+    if what := describe_uncached(loaded, profile):
+        typer.echo(legible(f"{what}; before the job: `shardway prefetch {words[0]}`"), err=True)
 
 
 def _emit(result: PlanResult, library: str, folder: Path | None) -> str:

@@ -82,6 +82,10 @@ def _list_wanted(
     from shardway.runfile.load import load_run
     from shardway.sites.load import load_site
 
+    for text in dict.fromkeys([*models, *tokenizers, *datasets]):
+        if os.path.lexists(expand_place(text)):
+            shown = text if text.startswith(("/", ".", "~")) else f"./{text}"
+            report(f"{legible(shown)} is here, needs no prefetch and is used as it is; {legible(text)} means the hub's")
     repos = list_named(models, tokenizers, datasets)
     of_run = WantedThings()
     if words:

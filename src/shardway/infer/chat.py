@@ -9,13 +9,12 @@ Invariants:
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardway.data.chat import ASSISTANT, read_messages
-from shardway.errors import UserError
-from shardway.infer.generate import Prompt
+from shardway.errors import Problem, UserError, check_no_problems
+from shardway.infer.inputs import COMMAND_LINE, Prompt, read_lines
 from shardway.infer.tokenizer import Message, ModelTokenizer
 
 LEAST_ROOM_TOKENS = 16
@@ -77,7 +76,9 @@ class Conversation:
             del self.turns[:2]
 
     def save(self, path: Path) -> None:
-        """Write it to a new file. Raises UserError."""
+        """Write it to a new file. Raises UserError, also where there is nothing yet."""
+        if not self.list_messages():
+            raise UserError("there is no exchange yet that could be saved.")
         try:
             with open(path, "x", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": self.list_messages()}, ensure_ascii=False) + "\n")
@@ -88,20 +89,22 @@ class Conversation:
 
 
 def read_conversation(path: Path) -> Conversation:
-    """The conversation of a file that `save` wrote, its last message an answer. Raises UserError."""
+    """The conversation of a file that `save` wrote, its last message an answer. Raises UserError about --history."""
+    remedy = "name a file that /save has written"
+    lines = read_lines("--history", path, remedy)
+    what, allowed, messages = "", "", list[Message]()
     try:
-        messages: Sequence[Message] = read_messages(path.read_text(encoding="utf-8").strip())
-    except OSError as error:
-        raise UserError(f"--history: {path} cannot be read: {error.strerror}.") from None
+        messages = list(read_messages("\n".join(line for _, line in lines)))
     except ValueError as error:
-        raise UserError(f"--history: {path} {error}.") from None
+        what = f"{path} {error}"
     system = ""
-    if messages[0]["role"] == "system":
+    if messages and messages[0]["role"] == "system":
         system, messages = str(messages[0]["content"]), messages[1:]
-    roles = [each["role"] for each in messages]
-    if roles != ["user", ASSISTANT] * (len(roles) // 2):
-        raise UserError(
-            f"--history: {path} has turns of {', '.join(roles)}.\n"
-            "      allowed: turns of user and assistant in exchange, the last one the assistant's"
-        )
-    return Conversation(system, list(messages))
+    roles = [str(each["role"]) for each in messages]
+    if not what and roles != ["user", ASSISTANT] * (len(roles) // 2):
+        what = f"{path} has turns of {', '.join(roles)}"
+        allowed = "turns of user and assistant in exchange, the last one the assistant's"
+    if what:
+        problem = Problem("--history", what, COMMAND_LINE, allowed, "" if allowed else remedy)
+        check_no_problems("the command line", [problem])
+    return Conversation(system, messages)

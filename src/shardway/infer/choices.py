@@ -13,79 +13,23 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardway.errors import Problem, UserError, check_no_problems
 from shardway.infer.evaluate import choose_rows, compute_logits
+from shardway.infer.inputs import Question
 from shardway.infer.model import OpenedModel
 from shardway.infer.tokenizer import ModelTokenizer
 from shardway.ranks.start import Ranks
 
 DELIMITER = " "
 """Between a question and an answer: the harness's `target_delimiter`."""
-
-# --- the file of questions
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question of a file, with its line there: answers to choose from, and the number of the right one."""
-
-    line: int
-    text: str
-    choices: tuple[str, ...]
-    answer: int
-
-
-def read_questions(path: Path) -> list[Question]:
-    """The questions of a file of JSON lines: {"question" (or "prompt"): text, "choices": [text, ...], "answer": number
-    from 0}. Raises UserError with every line that is no such question, and where there is none."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error.reason})"
-        raise UserError(f"--choices: {path} cannot be read: {why}.\n  To do: name a file of JSON lines.") from None
-    found, problems = list[Question](), list[Problem]()
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            what, question = _read_question(number, line)
-            problems += [Problem(f"line {number}", what, allowed=_ALLOWED)] if question is None else []
-            found += [] if question is None else [question]
-    check_no_problems(str(path), problems)
-    if not found:
-        raise UserError(f"--choices: {path} is empty.\n  To do: write one question a line: {_ALLOWED}")
-    return found
-
-
-_ALLOWED = '{"question": "...", "choices": ["...", "..."], "answer": 0}'
-
-
-def _read_question(number: int, line: str) -> tuple[str, Question | None]:
-    """What is wrong with a line, or its question."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return f"is no JSON: {error}", None
-    if not isinstance(entry, dict):
-        return "is no JSON object", None
-    text = entry.get("question", entry.get("prompt"))
-    choices, answer = entry.get("choices"), entry.get("answer")
-    if not isinstance(text, str) or not text.strip():
-        return 'has no text under "question" or "prompt"', None
-    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
-        return 'has no list of texts under "choices"', None
-    if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
-        return f'has "answer" {json.dumps(answer)}, and {len(choices)} choices: 0 to {len(choices) - 1}', None
-    return "", Question(number, text, tuple(choices), answer)
-
 
 # --- tokens of a question with one answer
 

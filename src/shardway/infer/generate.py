@@ -10,18 +10,16 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardway.data.chat import read_messages
 from shardway.errors import JobError, Problem, UserError, check_no_problems
+from shardway.infer.inputs import Prompt
 from shardway.infer.model import OpenedModel
 from shardway.infer.tokenizer import ModelTokenizer, Pieces
 from shardway.ranks.start import Ranks, is_out_of_memory
@@ -57,65 +55,6 @@ class Generated:
 
 
 # --- prompts
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt: its tokens, and what it was made of ({"prompt": ...} or {"messages": ...}, and other keys of its
-    line)."""
-
-    ids: tuple[int, ...]
-    given: Mapping[str, Any] = field(default_factory=dict)
-
-
-def make_prompt(opened: OpenedModel, text: str, *, chat: bool = False, system: str = "") -> Prompt:
-    """The prompt of a text; with `chat`, of a user's turn with it. Raises UserError."""
-    tokenizer = need_tokenizer(opened)
-    if not chat:
-        return Prompt(tuple(tokenizer.encode(text)), {"prompt": text})
-    messages = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": text}]
-    return Prompt(tuple(tokenizer.render_chat(messages)), {"messages": messages})
-
-
-def read_prompts(opened: OpenedModel, path: Path, *, chat: bool = False, system: str = "") -> list[Prompt]:
-    """The prompts of a file: a line of text each, or of a .jsonl file an object with "prompt" or "messages" each; empty
-    lines are left out. Raises UserError that lists what is wrong with which line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise UserError(f"--file: {path} is not text: {error.reason} at byte {error.start}.") from None
-    except OSError as error:
-        raise UserError(f"--file: {path} cannot be read: {error.strerror}.") from None
-    prompts, problems = [], []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            if path.suffix == ".jsonl":
-                prompts.append(_read_object(opened, line, chat, system))
-            else:
-                prompts.append(make_prompt(opened, line, chat=chat, system=system))
-        except ValueError as error:
-            problems.append(Problem(f"line {number}", str(error), allowed='{"prompt": TEXT} or {"messages": [...]}'))
-    check_no_problems(str(path), problems)
-    if not prompts:
-        raise UserError(f"--file: {path} holds no prompt.\n  To do: write one on each line.")
-    return prompts
-
-
-def _read_object(opened: OpenedModel, line: str, chat: bool, system: str) -> Prompt:
-    """The prompt of a line of JSON. Raises ValueError with a sentence, UserError."""
-    try:
-        given = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"is not JSON: {error}") from None
-    if not isinstance(given, dict) or not {"prompt", "messages"} & given.keys():
-        raise ValueError('is no object with "prompt" or "messages"')
-    if "messages" in given:
-        return Prompt(tuple(need_tokenizer(opened).render_chat(read_messages(given["messages"]))), given)
-    if not isinstance(given["prompt"], str):
-        raise ValueError('has a "prompt" that is no text')
-    return Prompt(make_prompt(opened, given["prompt"], chat=chat, system=system).ids, given)
 
 
 def need_tokenizer(opened: OpenedModel) -> ModelTokenizer:
@@ -186,7 +125,7 @@ class Generator:
         limit, vocab = self.opened.positions, int(self.opened.model.config.get_text_config().vocab_size)
         problems = []
         for number, prompt in enumerate(prompts, 1):
-            where = "the prompt" if len(prompts) == 1 else f"prompt {number}"
+            where = f"line {prompt.line}" if prompt.line else "the prompt" if len(prompts) == 1 else f"prompt {number}"
             if not prompt.ids:
                 problems.append(Problem(where, "is empty, and this tokenizer begins no text by a token of its own"))
             elif limit is not None and len(prompt.ids) >= limit:
@@ -202,6 +141,11 @@ class Generator:
         """The tokens that end a text, and one to pad with."""
         own = self.opened.model.generation_config
         known = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+        if odd := [each for each in (*known, own.pad_token_id) if not isinstance(each, int | None)]:
+            raise UserError(
+                f"generation_config.json or config.json of {self.opened.name} has {odd[0]!r} as a token that ends or "
+                "pads a text.\n  To do: write the number of a token there, or fetch the model again."
+            )
         ends = frozenset(int(each) for each in known if each is not None)
         ends |= self.opened.tokenizer.ends if self.opened.tokenizer is not None else frozenset()
         pad = own.pad_token_id if own.pad_token_id is not None else min(ends, default=0)

@@ -42,6 +42,22 @@ def import_harness() -> ModuleType:
         ) from error
 
 
+def find_tasks(names: Sequence[str], folder: Path | None) -> tuple[Any, list[str]]:
+    """The harness's manager of tasks, with those of `folder`, and the tasks that these names mean. Raises UserError for
+    an unknown one, and where the harness is not installed."""
+    harness = import_harness()
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager = importlib.import_module("lm_eval.tasks").TaskManager(include_path=None if folder is None else str(folder))
+    unknown = [name for name in names if not manager.match_tasks([name])]
+    if unknown:
+        own = "" if folder is None else f" or in {folder}"
+        raise UserError(
+            f"--task: {list_some(unknown, 5)}: no such task in lm_eval {_find_version(harness)}{own}.\n"
+            "  To do: `lm_eval ls tasks` lists them; --task-path names a folder of tasks of your own."
+        )
+    return manager, list(manager.match_tasks(list(names)))
+
+
 def run_tasks(
     opened: OpenedModel, names: Sequence[str], *, folder: Path | None = None, limit: int | None = None, rows: int = 8
 ) -> TaskScores:
@@ -54,16 +70,7 @@ def run_tasks(
             f"{opened.name} has no tokenizer, and tasks are text.\n"
             '  To do: name one: --tokenizer FOLDER, a tokenizer.json, or "bytes".'
         )
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = importlib.import_module("lm_eval.tasks").TaskManager(include_path=None if folder is None else str(folder))
-    known = manager.match_tasks(list(names))
-    unknown = [name for name in names if not manager.match_tasks([name])]
-    if unknown:
-        own = "" if folder is None else f" or in {folder}"
-        raise UserError(
-            f"--task: {list_some(unknown, 5)}: no such task in lm_eval {_find_version(harness)}{own}.\n"
-            "  To do: `lm_eval ls tasks` lists them; --task-path names a folder of tasks of your own."
-        )
+    manager, known = find_tasks(names, folder)
     try:
         adapter = importlib.import_module("lm_eval.models.huggingface").HFLM(
             pretrained=opened.model,

@@ -5,8 +5,7 @@ Invariants:
   run, tensors go from the checkpoint into the model, under the names that an export would write, and no folder is made.
 - Every byte of a checkpoint that is used is compared with its checksum. A damaged checkpoint is passed over only if
   the user did not choose it, and then this is a note.
-- Split over ranks, the library's own plan splits the model; each rank keeps its part. No rank waits for one that
-  failed.
+- Split over ranks, each keeps its part. No rank waits for one that failed.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from shardway.data.kinds import MANIFEST as DATA_MANIFEST
 from shardway.data.tokenizers import BYTES
 from shardway.errors import Bug, JobError, SiteError, UserError, list_some
 from shardway.hfconfig import CONFIG, import_extra, locate_model, read_config, without_warnings
+from shardway.infer.split import split_class, split_options
 from shardway.infer.tokenizer import ModelTokenizer, open_data_tokenizer, open_library_tokenizer
 from shardway.models.build import build_model
 from shardway.models.contract import canonical_name
 from shardway.models.huggingface.lora import ADAPTER_CONFIG, LoraShape, names_beside, read_lora
 from shardway.models.huggingface.model import Form, HuggingFaceModel, build_huggingface, form_of, load_config
 from shardway.models.huggingface.weights import Fit, Shape, WeightPiece
-from shardway.parallel.mesh import build_grid
 from shardway.parallel.precision import FORMATS
 from shardway.places import expand_place
 from shardway.ranks.launcher import variables_for_libraries
@@ -191,7 +190,8 @@ def _open_folder(request: ModelRequest, device: torch.device, ranks: Ranks | Non
     origin = f"hub {request.word}" if is_hub else f"folder {request.word}"
     if request.random_weights:
         origin += f", weights drawn by seed {request.seed}"
-    return OpenedModel(_finish(model, request, device), tokenizer, request.word, origin, device, dtype)
+    model, notes = _finish(model, request, device)
+    return OpenedModel(model, tokenizer, request.word, origin, device, dtype, notes)
 
 
 @contextlib.contextmanager
@@ -211,7 +211,12 @@ def _locate(request: ModelRequest, ranks: Ranks | None) -> Path:
         try:
             return locate_model(request.word, weights=not request.random_weights)
         except UserError as error:
+            if place.is_file() and is_run(place.parent):
+                raise UserError(
+                    f"{request.word} is a file of the run {place.parent}.\n  To do: name the run: {place.parent}"
+                ) from error
             beside = sorted(each.name for each in place.parent.iterdir()) if place.parent.is_dir() else []
+            beside = [] if place.is_file() else beside
             if place.parent != Path() and beside:
                 raise UserError(
                     f"there is no {request.word}; {place.parent} holds {list_some(beside, 8)}.\n"
@@ -248,15 +253,16 @@ def _find_class(library: Any, config: Any, folder: Path, request: ModelRequest) 
 
 
 def _open_run(request: ModelRequest, place: Path, device: torch.device, ranks: Ranks | None) -> OpenedModel:
-    run, chosen = _find_checkpoints(request, place)
+    run, waiting = _ask_first(ranks, lambda: _find_checkpoints(request, place))
     values = _read_values(run, place)
     source = _RunModel(run, values)
     library = import_extra("transformers")
     config = library.CONFIG_MAPPING[source.form.config["model_type"]].from_dict(dict(source.form.config))
     kind = library.AutoModelForCausalLM._model_mapping[type(config)]
     dtype = _choose_dtype(request, device, FORMATS.get(str(values.precision.weights)))
-    passed_over: list[str] = []
-    for found in chosen:
+    passed_over: dict[FoundCheckpoint, str] = {}
+    while waiting:
+        found = waiting.pop(0)
         try:
             if request.random_weights:
                 model = _draw(kind, config, dtype, device, request, ranks)
@@ -268,19 +274,20 @@ def _open_run(request: ModelRequest, place: Path, device: torch.device, ranks: R
                     lambda given=given: _load(kind, given, dtype, device, ranks, request),  # type: ignore[misc]
                 )
         except Damaged as damage:
-            passed_over.append(f"{found.folder.name}: {'; '.join(damage.reasons)}")
+            passed_over[found] = f"{found.folder.name}: {'; '.join(damage.reasons)}"
+            waiting = waiting or _ask_first(ranks, lambda: _find_later(request, place, passed_over))
             continue
         break
     else:
-        raise _nothing_whole(request, run, passed_over)
-    notes = tuple(f"passed over the damaged checkpoint {each}" for each in passed_over)
+        raise _nothing_whole(request, run, list(passed_over.values()))
+    still_there = [text for each, text in passed_over.items() if each.folder.is_dir()]  # others were pruned meanwhile
+    notes = tuple(f"passed over the damaged checkpoint {each}" for each in still_there)
     tokenizer = _choose_tokenizer(request, source.open_tokenizer)
     origin = f"run {run.path}, step {found.step}"
     if request.random_weights:
         origin = f"run {run.path}, weights drawn by seed {request.seed}"
-    return OpenedModel(
-        _finish(model, request, device), tokenizer, run.path.name, origin, device, dtype, notes, run, found.step or 0
-    )
+    model, more = _finish(model, request, device)
+    return OpenedModel(model, tokenizer, run.path.name, origin, device, dtype, (*notes, *more), run, found.step or 0)
 
 
 def _find_checkpoints(request: ModelRequest, place: Path) -> tuple[RunDir, list[FoundCheckpoint]]:
@@ -307,6 +314,18 @@ def _find_checkpoints(request: ModelRequest, place: Path) -> tuple[RunDir, list[
     return run, find_checkpoints(place)
 
 
+def _find_later(request: ModelRequest, place: Path, tried: Mapping[FoundCheckpoint, str]) -> list[FoundCheckpoint]:
+    """The checkpoints that a run in training has written since, the newest first; none where one was chosen. While a
+    model is opened, those that were found may be pruned."""
+    if request.step is not None or request.best or len(tried) > _MOST_TRIED or not RunDir(place).checkpoint_steps():
+        return []
+    return [found for found in find_checkpoints(place) if found not in tried]
+
+
+_MOST_TRIED = 20
+"""Checkpoints that are tried at most, so that a run that prunes them ever faster ends the search."""
+
+
 def _read_values(run: RunDir, place: Path) -> RunFile:
     """The resolved run file. Raises UserError where there is none, or no model of a run file was trained."""
     resolved = run.read_resolved()
@@ -328,6 +347,19 @@ def _nothing_whole(request: ModelRequest, run: RunDir, damages: list[str]) -> Jo
     few = len(run.checkpoint_steps()) <= len(damages)
     remedy = "restore the files" if few else "choose another step; `shardway checkpoint verify` lists which are whole"
     return JobError(f"no checkpoint of {request.word} that may be opened is whole:\n{lines}\n  To do: {remedy}.")
+
+
+def open_run_tokenizer(place: Path) -> Any:
+    """The tokenizer of a run, with its chat template, as the library has it, for `save_pretrained`. Raises UserError
+    where the run names none, or none that the library can have."""
+    run = RunDir(place)
+    tokenizer = _RunModel(run, _read_values(run, place)).open_tokenizer()
+    if tokenizer is None:
+        raise UserError(
+            f"{place} was trained on prepared tokens, and nothing there names their tokenizer.\n"
+            "  To do: export it without --tokenizer, and copy the files of its tokenizer into the folder."
+        )
+    return tokenizer.as_library()
 
 
 class _RunModel:
@@ -503,6 +535,11 @@ class _SavedTensor:
 # --- loading
 
 
+def _ask_first(ranks: Ranks | None, work: Callable[[], T]) -> T:
+    """The result of `work` on the first rank: what others see of a folder may be newer."""
+    return ranks.ask_first(work) if ranks is not None and ranks.grouped else work()
+
+
 def _agree(ranks: Ranks | None, work: Callable[[], T]) -> T:
     """Run `work` on every rank; damage that one rank finds is raised on all of them."""
     if ranks is None or not ranks.grouped:
@@ -535,12 +572,11 @@ def _load(
     request: ModelRequest,
 ) -> Any:
     """The model with its weights; split where there are several ranks. Raises UserError, JobError."""
-    options: dict[str, Any] = {**given, "dtype": dtype}
+    options: dict[str, Any] = {**given, "dtype": dtype, "ignore_mismatched_sizes": True}  # they are an error below
     around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if ranks is not None and ranks.world > 1:
-        config = given["config"]
-        _check_splits(kind, config, ranks.world, request)
-        kind, options["distributed_config"] = _split_class(kind, device), _split_config(ranks.world)
+        options |= split_options(kind, given["config"], ranks.world, request.word)
+        kind = split_class(kind, device)
         around = variables_for_libraries(ranks.placement, {})
     try:
         with around:
@@ -557,6 +593,13 @@ def _load(
             f"transformers cannot open {request.word}: {type(error).__name__}: {' '.join(str(error).split())}\n"
             "  To do: fetch the model again if a file is damaged; install what is missing."
         ) from error
+    if other := sorted(info["mismatched_keys"]):
+        name, has, wanted = other[0]
+        raise JobError(
+            f"{request.word} has {len(other)} tensors of other sizes than its {CONFIG} states: {name} is "
+            f"{list(has)}, and {list(wanted)} by the config.\n"
+            "  To do: fetch the model again; its weights and its config are not of one model."
+        )
     missing = sorted(info["missing_keys"])
     if missing:
         raise JobError(
@@ -588,14 +631,12 @@ def _draw(
     )
 
 
-def _finish(model: Any, request: ModelRequest, device: torch.device) -> Any:
-    """The model on its device, to be used and not trained; quantized where that is asked for."""
+def _finish(model: Any, request: ModelRequest, device: torch.device) -> tuple[Any, tuple[str, ...]]:
+    """The model on its device, to be used and not trained, quantized where that is asked for; and notes on this."""
     model = model.eval().requires_grad_(False)
     if getattr(model, "_tp_size", None) is None:
         model = model.to(device)
-    if request.quantize != "off":
-        _apply_quantization(model, request.quantize)
-    return model
+    return model, (_apply_quantization(model, request.quantize) if request.quantize != "off" else ())
 
 
 @contextlib.contextmanager
@@ -612,62 +653,6 @@ def _quiet() -> Iterator[None]:
         library.utils.logging.set_verbosity(level)
         if shown:
             library.utils.logging.enable_progress_bar()
-
-
-# --- split over ranks
-
-
-def _split_config(world: int) -> Any:
-    from transformers.distributed import DistributedConfig
-
-    return DistributedConfig(tp_size=world)
-
-
-def _split_class(kind: Any, device: torch.device) -> Any:
-    """The class, which opens its part of the model on this rank.
-
-    The library places the parts by a device map, for which it needs accelerate. On CPUs there is nothing to place, so
-    none is given, and nothing more has to be installed; the grid is one of CPUs, whatever devices torch was built for.
-    """
-    if device.type != "cpu":
-        import_extra("accelerate", "hf")
-        return kind
-
-    def prepare(config: Any, device_map: Any = None) -> tuple[Any, None, Any]:
-        from transformers.distributed.utils import TransformersDeviceMesh
-
-        around = {"pp": 1, "dp_replicate": 1}
-        dense = build_grid("cpu", {**around, "fsdp": 1, "tp": config.tp_size})
-        experts = build_grid("cpu", {**around, "efsdp": config.tp_size, "ep": 1})
-        return config, None, TransformersDeviceMesh(dense, experts)
-
-    return type(
-        kind.__name__, (kind,), {"prepare_distribute_model": staticmethod(prepare), "__module__": kind.__module__}
-    )
-
-
-def _check_splits(kind: Any, config: Any, world: int, request: ModelRequest) -> None:
-    """Raise UserError if the library cannot split this model over so many ranks."""
-    with torch.device("meta"):
-        model = kind(config)
-    if not model.tp_plan:
-        raise UserError(
-            f"{request.word} cannot be split over {world} ranks: transformers has no tensor-parallel plan for a "
-            f"{kind.__name__}.\n  To do: use one rank."
-        )
-    text = config.get_text_config()
-    sizes = {
-        name: size
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
-        if isinstance(size := getattr(text, name, None), int) and size % world
-    }
-    if sizes:
-        found = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-        fits = [each for each in range(1, world) if not any(size % each for size in sizes.values())]
-        raise UserError(
-            f"{request.word} cannot be split over {world} ranks, by which {found} cannot be divided.\n"
-            f"      allowed: {', '.join(map(str, fits))}, and other common divisors"
-        )
 
 
 # --- device and number formats
@@ -722,8 +707,9 @@ def _check_quantize(request: ModelRequest, device: torch.device, world: int) -> 
         )
 
 
-def _apply_quantization(model: nn.Module, kind: str) -> None:
-    """Quantize the weights of linear layers in place, but for the output layer. Raises SiteError."""
+def _apply_quantization(model: nn.Module, kind: str) -> tuple[str, ...]:
+    """Quantize the weights of linear layers in place, but for the output layer; what people are to know of the rest.
+    Raises SiteError."""
     from torchao import quantization as library
 
     configs: dict[str, Callable[[], Any]] = {
@@ -735,6 +721,14 @@ def _apply_quantization(model: nn.Module, kind: str) -> None:
     def is_quantized(module: nn.Module, name: str) -> bool:
         return isinstance(module, nn.Linear) and not name.endswith("lm_head")
 
+    _make_linear(model)
+    kept = {id(each) for module in model.modules() if isinstance(module, nn.Embedding) for each in module.parameters()}
+    others = {
+        name: each.numel()
+        for path, module in model.named_modules()
+        for name, each in module.named_parameters(path, recurse=False)
+        if each.ndim > 1 and not is_quantized(module, path) and not path.endswith("lm_head") and id(each) not in kept
+    }
     try:
         library.quantize_(model, configs[kind](), filter_fn=is_quantized)
     except (ImportError, AttributeError, RuntimeError, NotImplementedError, AssertionError) as error:
@@ -742,6 +736,23 @@ def _apply_quantization(model: nn.Module, kind: str) -> None:
             f"torchao cannot quantize this model to {kind} here: {type(error).__name__}: "
             f"{' '.join(str(error).split())}\n  To do: leave out --quantize, or install what is missing."
         ) from error
+    if not others:
+        return ()
+    share, names = sum(others.values()) / sum(each.numel() for each in model.parameters()), list_some(sorted(others), 2)
+    return (f"{share:.0%} of the weights are in no linear layers and not quantized to {kind}: {names}",)
+
+
+def _make_linear(model: nn.Module) -> None:
+    """Put linear layers in the place of Conv1D, GPT-2's, whose weights are (in, out)."""
+    from transformers.pytorch_utils import Conv1D
+
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, Conv1D):
+                linear = nn.Linear(child.nx, child.nf, device="meta")
+                linear.weight = nn.Parameter(child.weight.T.contiguous(), requires_grad=False)
+                linear.bias = nn.Parameter(child.bias, requires_grad=False)
+                setattr(module, name, linear)
 
 
 def _choose_tokenizer(request: ModelRequest, find: Callable[[], ModelTokenizer | None]) -> ModelTokenizer | None:

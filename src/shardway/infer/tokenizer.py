@@ -18,6 +18,7 @@ from shardway.data.chat import ChatTemplate, open_template, read_messages
 from shardway.data.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, open_tokenizer
 from shardway.errors import UserError
 from shardway.hfconfig import TOKENIZER_FILES, import_extra
+from shardway.places import expand_place
 
 Message = Mapping[str, Any]
 """A turn of a conversation: "role" and "content"."""
@@ -135,7 +136,7 @@ class LibraryTokenizer(ModelTokenizer):
 
 def open_library_tokenizer(folder: Path, *, trust_remote_code: bool) -> LibraryTokenizer | None:
     """The tokenizer of a folder; None if it holds none. Raises UserError if it is damaged or needs a package."""
-    if not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES if not pattern.startswith("chat")):
+    if not _has_tokenizer(folder):
         return None
     library = import_extra("transformers")
     try:
@@ -149,6 +150,18 @@ def open_library_tokenizer(folder: Path, *, trust_remote_code: bool) -> LibraryT
         ) from error
     ends = {inner.eos_token_id, *_read_ends(folder / "generation_config.json"), *_read_ends(folder / "config.json")}
     return LibraryTokenizer(inner, frozenset(int(each) for each in ends if isinstance(each, int)))
+
+
+def check_tokenizer(name: str) -> None:
+    """Raise UserError if a name on the command line is no tokenizer: "bytes", a file, or a folder that has one."""
+    place = expand_place(name)
+    if not (place.is_dir() and _has_tokenizer(place)):
+        open_tokenizer(name)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds what transformers reads a tokenizer from."""
+    return any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES if not pattern.startswith("chat"))
 
 
 def _read_ends(path: Path) -> list[Any]:
@@ -202,6 +215,12 @@ class DataTokenizer(ModelTokenizer):
         return self._template is not None
 
     def as_library(self) -> Any:
+        made = self._make_library()
+        if self._template is not None:
+            made.chat_template = self._template.source
+        return made
+
+    def _make_library(self) -> Any:
         fast = import_extra("transformers").PreTrainedTokenizerFast
         if isinstance(self._inner, ByteTokenizer):
             return _wrap_bytes(fast)

@@ -68,6 +68,19 @@ def test_every_word_without_a_layer_is_named(folders: dict[str, Path]) -> None:
     assert "such as q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj" in str(caught.value)
 
 
+def test_a_rank_above_the_smaller_side_of_a_layer_is_refused(folders: dict[str, Path]) -> None:
+    """Keys and values of two heads have 16 outputs, queries of four have 32."""
+    with pytest.raises(UserError) as caught:
+        build(folders["llama"]).add_lora(LoraShape(17, 8.0, 0.0, ("all-linear",)), None)
+    assert str(caught.value) == (
+        "1 problem in the adapter (model.adapter)\n"
+        "  model.lora_rank: 17 is more than 16, the smaller side of model.layers.0.self_attn.k_proj (16 x 32)\n"
+        "      allowed: 1 to 16\n"
+        "      to do: a smaller rank, or model.lora_targets without that layer"
+    )
+    build(folders["llama"]).add_lora(LoraShape(17, 8.0, 0.0, ("q_proj",)), None)
+
+
 def test_names() -> None:
     base, adapter = "model.layers.0.mlp.up_proj.base_layer.weight", "model.layers.0.mlp.up_proj.lora_A.default.weight"
     assert (base_name(base), base_name(adapter)) == ("model.layers.0.mlp.up_proj.weight", "")

@@ -64,6 +64,9 @@ class EngineFacts:
 class InferenceBackend(HasSettings, ABC):
     """The contract of an engine. Its settings are those that `--setting NAME=VALUE` takes."""
 
+    opens_model: ClassVar[bool] = True
+    """Whether it opens a model; of one that does not, options about a model are refused."""
+
     @classmethod
     @abstractmethod
     def describe_lack(cls) -> str:
@@ -112,6 +115,7 @@ class ScriptedBackend(InferenceBackend):
     prompts. Prefill of a request takes `prefill_ms` and `prefill_token_ms` for each of its tokens, a step `decode_ms`;
     every `slow_every`-th step (0: none) takes `slow_ms` more."""
 
+    opens_model = False
     settings: ClassVar[Mapping[str, Any]] = {
         "prefill_ms": 20.0,
         "prefill_token_ms": 0.0,

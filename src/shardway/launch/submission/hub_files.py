@@ -6,20 +6,23 @@ Invariants:
   look up; without such a snapshot its run file is unchanged.
 - What is damaged is a problem on every site: libraries take what is in the cache as it is. What is missing is one where
   the nodes have no network, a warning where the profile does not state that, and nothing where they have one.
-- Where the files are on another host nothing is looked at, and that is a warning.
+- Where the files are on another host, that host looks at its cache, and the run file is unchanged; where it cannot
+  look, that is a warning.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardway.errors import Problem, ShardwayError, list_some
+from shardway.errors import Problem, ShardwayError, UserError, list_some
 from shardway.hfconfig import CONFIG
 from shardway.launch.hosts.base import Host
 from shardway.launch.schedulers.base import find_scheduler
+from shardway.launch.submission.hub_on_host import look_on_host
 from shardway.places import expand_place, list_unset
 from shardway.prefetch.cache import HubName, find_cache, find_hub_name, is_offline, name_of_snapshot
 from shardway.prefetch.check import FileFault, ModelNeeds, check_cached, check_model, check_named_file, check_snapshot
@@ -52,14 +55,11 @@ def find_hub_files(loaded: LoadedRunFile, profile: SiteProfile, host: Host, *, i
     not here."""
     found, values = HubFiles(loaded), loaded.values
     name = find_hub_name(values.model.hf)
+    needs = ModelNeeds(weights=values.model.hf_weights)
     if host.name:
         if name and profile.internet.nodes != "direct":
-            found.warnings.append(
-                f"whether {name} is whole in the cache on {host.name} was not looked at; there, "
-                f"`shardway prefetch --check --model {name}` shows it"
-            )
+            _look_on_host(found, name, profile, host, needs)
         return found
-    needs = ModelNeeds(weights=values.model.hf_weights)
     if name:
         _look_into_cache(found, name, profile, needs)
     elif values.model.hf and not list_unset(values.model.hf):
@@ -108,6 +108,51 @@ def _look_into_cache(found: HubFiles, name: HubName, profile: SiteProfile, needs
         [*kept, *(fault for fault in model.faults if fault.doubtful)],
         str(name),
     )
+
+
+def describe_uncached(loaded: LoadedRunFile, profile: SiteProfile) -> str:
+    """What the cache of this machine lacks of the model that a run names; "" where nothing is missing, it cannot be
+    looked at, or the site is another machine (its scheduler is not here), of which nothing is known. Only reads."""
+    name, scheduler = find_hub_name(loaded.values.model.hf), find_scheduler(profile.scheduler)
+    if name is None or not (scheduler.this_machine or shutil.which(scheduler.submit("job", "log", "")[0])):
+        return ""
+    try:
+        cache = find_cache(variables_of_job(loaded, profile))
+    except ShardwayError:
+        return ""
+    faults = [
+        fault
+        for fault in check_cached(name, cache, ModelNeeds(weights=loaded.values.model.hf_weights)).faults
+        if not fault.doubtful
+    ]
+    if not faults:
+        return ""
+    what = list_some([str(fault) for fault in faults], 3)
+    return f"model.hf: {name} is not whole in the cache {cache.folder} of this machine ({what})"
+
+
+def _look_on_host(found: HubFiles, name: HubName, profile: SiteProfile, host: Host, needs: ModelNeeds) -> None:
+    """Note what the cache of another host lacks. Raises HostUnreachable."""
+    variables = variables_of_job(found.loaded, profile)
+    venv = found.loaded.values.site.venv
+    try:
+        model = look_on_host(host, name, needs, variables, venv)
+    except UserError:
+        model = None  # a path that the host does not know is a problem of its own
+    if model is None:
+        found.warnings.append(
+            f"whether {name} is whole in the cache on {host.name} could not be looked at; there, "
+            f"`shardway prefetch --check --model {name}` shows it"
+        )
+        return
+    nodes, origin = profile.internet.nodes, found.loaded.origins["model.hf"]
+    offline = nodes == "none" or is_offline(variables)
+    for fault in model.faults:
+        what = str(fault) if fault.file == str(name) else f'"{name}": {fault} in {model.cache}'
+        if fault.doubtful or (fault.missing and not offline):
+            found.warnings.append(f"model.hf: {what} on {host.name}, for this shell; {fault.remedy}")
+        else:
+            found.problems.append(Problem("model.hf", f"{what} on {host.name}", origin, remedy=fault.remedy))
 
 
 def _add(found: HubFiles, key: str, folder: Path, faults: list[FileFault], name: str = "") -> None:

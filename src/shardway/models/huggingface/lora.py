@@ -98,10 +98,11 @@ def apply_lora(model: nn.Module, plan: ModelPlan, shape: LoraShape, dtype: torch
     """Put an adapter onto a model on the meta device, in place, and freeze everything else; the names of the layers
     that have one. `dtype`: the format of products, in which frozen matrices are held; None leaves theirs.
 
-    Raises UserError if a target names no layer, or peft is missing.
+    Raises UserError if a target names no layer or has a side smaller than the rank, or peft is missing.
     """
     peft = import_peft()
     targets = list_targets(model, plan, shape.targets)
+    _check_rank(model, targets, shape.rank)
     config = peft.LoraConfig(
         r=shape.rank, lora_alpha=shape.alpha, lora_dropout=shape.dropout, target_modules=list(targets), bias="none"
     )
@@ -116,6 +117,21 @@ def apply_lora(model: nn.Module, plan: ModelPlan, shape: LoraShape, dtype: torch
         for module in model.modules():
             _hold_in(module, dtype)
     return targets
+
+
+def _check_rank(model: nn.Module, targets: Sequence[str], rank: int) -> None:
+    """Raise UserError if a product of two matrices of this rank has a higher one than a layer's weight can."""
+    sides = {
+        canonical_name(name): (module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    smallest = min(targets, key=lambda name: min(sides[name]))
+    most, (inputs, outputs) = min(sides[smallest]), sides[smallest]
+    if rank > most:
+        what = f"{rank} is more than {most}, the smaller side of {smallest} ({outputs} x {inputs})"
+        remedy = "a smaller rank, or model.lora_targets without that layer"
+        check_no_problems("the adapter (model.adapter)", [Problem("model.lora_rank", what, "", f"1 to {most}", remedy)])
 
 
 def _hold_in(module: nn.Module, dtype: torch.dtype) -> None:

@@ -146,6 +146,15 @@ def an_adapter_goes_beside_a_hugging_face_model(draft: Draft) -> None:
         draft.derive("model.lora_alpha", 2.0 * draft.get("model.lora_rank"), "2 x lora_rank")
 
 
+def the_rank_of_an_adapter_is_below_the_width_of_the_model(draft: Draft) -> None:
+    """Every linear layer has the width on one side, so no change of its weight has a higher rank. The layers that are
+    chosen may have a smaller side, which `apply_lora` compares."""
+    facts, rank = draft.circumstances.hf, draft.get("model.lora_rank")
+    if draft.get("model.adapter") != "none" and facts is not None and rank > facts.dim:
+        what = f"{rank} is more than {facts.dim}, the width of {draft.get('model.hf')}: no layer there has such a rank"
+        draft.refuse("model.lora_rank", what, f"1 to {facts.dim}")
+
+
 # --- what [model] and [data] describe
 
 
