@@ -71,7 +71,7 @@ def test_it_has_no_descriptors_but_those_it_was_given(tmp_path: Path) -> None:
 def test_cold_and_warm_say_the_same(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TELL)
-    varying = {"pid", "warm", "open", "environ"}
+    varying = {"pid", "warm", "open", "environ", "shardway"}  # of the last, see below
     for words in (("-c", TELL, "x"), (str(script), "x"), ("script.py",), ("-m", "script", "x"), ("-u", "script.py")):
         told = tell(*words, cwd=tmp_path, env={**os.environ, "COLOUR": "blue"})
         cold = tell(*words, cwd=tmp_path, env={**os.environ, "COLOUR": "blue", warm.COLD: "1"})
@@ -80,6 +80,57 @@ def test_cold_and_warm_say_the_same(tmp_path: Path) -> None:
         assert {name: told[name] for name in told.keys() - varying} == {
             name: cold[name] for name in cold.keys() - varying
         }
+
+
+OWN = f"""
+import json, sys
+early = [name for name in {warm.NOT_OWN} if name in sys.modules]
+kept = "shardway.runfile.load" in sys.modules
+import shardway.runfile.load as load, shardway.train.run as run, shardway
+print(json.dumps([early, kept, load.__file__, run.__file__, shardway.train.run is run, load.load_run.__module__]))
+"""
+
+
+def test_shardway_is_imported_by_then_and_what_is_asked_for_by_name_is_not(tmp_path: Path) -> None:
+    script, own = tmp_path / "script.py", Path(__file__).parents[1] / "src" / "shardway"
+    script.write_text(OWN)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    files = [str(own / "runfile" / "load.py"), str(own / "train" / "run.py")]
+    assert json.loads(done.stdout) == [[], True, *files, True, "shardway.runfile.load"], done.stderr
+
+
+def test_what_is_put_into_shardway_before_it_is_imported_is_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import shardway.errors as errors\nerrors.UserError = type('Injected', (errors.UserError,), {})\n"
+    )
+    (tmp_path / "user.py").write_text("import shardway.cli.main as main\nprint(main.UserError.__name__)\n")
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "user.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+    )
+    assert done.stdout == "Injected\n", done.stderr
+
+
+@pytest.mark.parametrize("where", ["beside the program", "in PYTHONPATH"])
+def test_another_shardway_is_imported_where_python_would(where: str, tmp_path: Path) -> None:
+    here, beside = tmp_path / "other", where == "beside the program"
+    (here / "shardway").mkdir(parents=True)
+    (here / "shardway" / "__init__.py").write_text("")
+    (here / "shardway" / "__main__.py").write_text("print('another')")
+    environ = dict(os.environ) if beside else {**os.environ, "PYTHONPATH": str(here)}
+    done = subprocess.run(
+        [sys.executable, "-m", "shardway"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=here if beside else tmp_path,
+        env=environ,
+    )
+    assert done.stdout == "another\n", done.stderr
 
 
 def test_what_it_starts_is_its_child_and_warm_as_well() -> None:

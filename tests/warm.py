@@ -3,8 +3,10 @@
     with warm.starts():
         subprocess.run([sys.executable, "-m", "shardway", "train", ...])
 
-What a command pays for again and again is the import of torch and of its compiler. A template imports them once and is
-forked for each start; shardway itself is imported anew each time, so what a test injects into it works as ever.
+What a command pays for again and again is the import of torch and of its compiler, and of shardway: three quarters of
+what is left of a short run then. A template imports them once and is forked for each start. Where something may be put
+before shardway or into it (a folder of PYTHONPATH with a `sitecustomize`, a `shardway` beside the program, code of `-c`
+that looks at what is imported) it is imported anew, so what a test injects into it works as ever.
 
 Invariant: a process that starts warm is what exec would have made of it: the child of its launcher, with its own id,
 session, descriptors, folder, variables, command line (also as /proc shows them), and a fresh `__main__`. Processes
@@ -60,6 +62,12 @@ PRELOADED = (
     ),
 )
 """What a rank imports until its first step, but for shardway; a folder of tests must not be among it."""
+
+OWN = ("shardway.train.run", "shardway.cli.train")
+"""What of shardway a short run imports, with all that these import."""
+NOT_OWN = ("shardway.train.run", "shardway.cli.train")
+"""Modules of which shardway asks whether they are imported, or that are no more than a verb: imported when needed."""
+_REPLACING = frozenset({"shardway", "sitecustomize", "usercustomize"})
 
 _READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OPENBLAS_", "MKL_", "KMP_", "TORCH_LOGS", "PYTORCH_")
 """Beginnings of variables that are read when a process starts or imports; where one differs, the start is cold."""
@@ -307,6 +315,30 @@ def _become(order: _Start, path: Sequence[str]) -> None:
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else len(os.sched_getaffinity(0)))
 
 
+def _keeps_own(order: _Start) -> bool:
+    """Whether shardway as the template has imported it is what this process would import."""
+    program = _program_of(order.argv[1:])
+    if program[0] == "-c":
+        return program[1].startswith("from multiprocessing.")
+    first = order.folder if program[0] == "-m" else os.path.dirname(os.path.realpath(program[0]))
+    folders = [first, *order.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    folders = [folder for folder in folders if folder and folder not in _template_path and os.path.isdir(folder)]
+    return not any(entry.partition(".")[0] in _REPLACING for folder in folders for entry in os.listdir(folder))
+
+
+def _forget(names: Sequence[str]) -> None:
+    """Let these modules be imported anew. They stay in memory: to take them apart would copy it."""
+    for name in names:
+        module, (parent, _, last) = sys.modules.pop(name), name.rpartition(".")
+        _kept.append(module)
+        if parent in sys.modules:
+            vars(sys.modules[parent]).pop(last, None)
+
+
+def _list_own() -> list[str]:
+    return sorted((name for name in sys.modules if name.partition(".")[0] == "shardway"), reverse=True)
+
+
 def _open_text(number: int, unbuffered: bool, errors: str) -> io.TextIOWrapper:
     """A standard stream as Python opens it."""
     binary = open(number, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
@@ -334,6 +366,7 @@ def _show(argv: Sequence[str], environ: Mapping[str, str]) -> None:
 
 
 _kept: list[Any] = []
+_template_path: list[str] = []
 
 
 def _fork_template() -> socket.socket | None:
@@ -426,8 +459,10 @@ def serve(descriptor: int) -> None:
     wire.sendall(_CAN_START)
     atexit.register(_end_at_once)  # first of all, and so the last that is called
     gc.disable()
-    for name in PRELOADED:
+    for name in (*PRELOADED, *OWN):
         importlib.import_module(name)
+    _forget(NOT_OWN)
+    _template_path[:] = path
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -440,6 +475,8 @@ def serve(descriptor: int) -> None:
         wire = _fork_template()
         if wire is None:
             break
+    if not _keeps_own(order):
+        _forget(_list_own())
     _import_customization()
     with _noted_end():
         _run_program(order.argv)
