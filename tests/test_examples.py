@@ -25,7 +25,7 @@ def test_an_example_resolves_and_says_where_its_data_comes_from(
     base = tmp_path / "models" / "base"  # what lora.toml adapts
     base.mkdir(parents=True)
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    config = {"model_type": "llama", "max_position_embeddings": 512, **dict.fromkeys(sizes, 8), "head_dim": 4}
+    config = {"model_type": "llama", "max_position_embeddings": 512, **dict.fromkeys(sizes, 16), "head_dim": 4}
     (base / "config.json").write_text(json.dumps(config), encoding="utf-8")
     resolved = resolve_request(ResolveRequest(path)).resolved
     assert resolved.values.run.name == path.stem

@@ -27,6 +27,7 @@ CONTRACTS = {
     "contract of a tracker": GROUPS["trackers"].contract,
     "contract of a model": GROUPS["models"].contract,
     "contract of an inference backend": GROUPS["inference_backends"].contract,
+    "contract of an inference server": GROUPS["inference_servers"].contract,
     "an opened engine": "shardway.bench.inference.backends:OpenedEngine",
 }
 

@@ -33,6 +33,7 @@ REMOVERS = {
     "data/remote.py": "the copy that it made of remote data",
     "data/stage.py": "staged copies of this user that no process holds",
     "launch/hosts/local.py": "a temporary folder of its own",
+    "launch/serving/watcher.py": "temporary files and an unfinished export of its own, and its earlier key",
     "launch/snapshot.py": "the snapshot that it could not finish",
     "ranks/heartbeat.py": "pages and gates of this user that an agent which was killed has left in memory",
     "ranks/evidence.py": "an earlier answer of a rank, in the agent's own folder in memory",

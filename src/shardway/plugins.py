@@ -83,6 +83,7 @@ GROUPS: Mapping[str, PluginGroup] = {
             mpirun="Mpirun",
             agent="Agent",
             ft_launcher="FtLauncher",
+            one_process="OneProcess",
         ),
     ),
     "containers": PluginGroup(
@@ -173,6 +174,17 @@ GROUPS: Mapping[str, PluginGroup] = {
             ),
             "scripted": "shardway.bench.inference.backends:ScriptedBackend",
         },
+    ),
+    "inference_servers": PluginGroup(
+        "inference server",
+        "submit --serve",
+        "shardway.launch.serving.servers:InferenceServer",
+        _all_in(
+            "shardway.launch.serving.servers",
+            vllm="VllmServer",
+            sglang="SglangServer",
+            transformers="TransformersServer",
+        ),
     ),
     "accelerators": PluginGroup(
         "catalogue of accelerators",

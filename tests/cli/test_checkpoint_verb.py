@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import TINY, Shardway, write_text
+from transformers import AutoTokenizer
 
 from drawn_layouts import SMALL
 from pool import ranks
@@ -113,6 +114,10 @@ def test_export_says_what_it_wrote(shardway: Shardway, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     after = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
     assert after == before
+    assert shardway("checkpoint", "export", "runs/a", "served", "--tokenizer").code == 0
+    read = AutoTokenizer.from_pretrained(str(tmp_path / "served"))
+    assert read("def é")["input_ids"] == list("def é".encode())
+    assert read.decode(list("def é".encode())) == "def é"
 
 
 def test_a_scripts_own_model_goes_out_under_its_own_names(shardway: Shardway, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from command_line import Shardway
 
 from shardway.launch import hosts
 from shardway.launch.hosts.local import LocalHost
+from shardway.rundir.directory import RunDir
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/submit.md", "docs/workshops.md")
@@ -47,11 +48,18 @@ def test_a_documented_submission_is_accepted_as_it_is_printed(
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)
     monkeypatch.setattr(hosts, "find_host", lambda name: Login() if name else LocalHost())
-    (tmp_path / "train.py").write_text("import torch.distributed\n", encoding="utf-8")
+    for name in ("train.py", "compare.py"):
+        (tmp_path / name).write_text("import torch.distributed\n", encoding="utf-8")
     words = shlex.split(command)
     for name in (word for word in words if word.endswith(".toml")):
         assert shardway("init", name).code == 0
+    if "--after" in words:
+        run = RunDir(tmp_path / "runs" / words[words.index("--after") + 1])
+        run.create(empty=True)
+        run.write_status(state="finished")
     at = words.index("--") if "--" in words else len(words)
     ended = shardway(*words[:at], *([] if "--dry-run" in words else ["--dry-run"]), *words[at:])
-    assert (ended.code, ended.err) == (0, "")
+    said = [line for line in ended.err.splitlines() if not line.startswith("shardway: then ")]
+    assert (ended.code, said) == (0, [])
+    assert len(ended.err.splitlines()) == words.count("--then")
     assert ended.out.startswith("#!/bin/bash\n")

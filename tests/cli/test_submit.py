@@ -80,6 +80,13 @@ NUMBERS = [
     Case("image-and-no-container", (*JUPITER, "site.container=none", "site.image=/i.sqsh")),
     Case("container-and-no-image", (*JUPITER, "site.container=apptainer")),
     Case("pyxis-of-pbs", (*PBS, "site.container=pyxis", "site.image=/i.sqsh")),
+    Case(
+        "server-with-all-mistakes",
+        (
+            *("submit", "--serve", "vlm", "/gone", "--nodes", "2", "--port", "80", "--until-done", "--dry-run"),
+            *("--on", "jupiter", "site.account=proj1", "--walltime", "1h", "site.launcher=srun"),
+        ),
+    ),
     Case("margin-over-walltime", (*JUPITER, "--walltime", "10min", "run.stop_margin=20min")),
 ]
 WORDS = [

@@ -179,3 +179,14 @@ def test_a_chain_goes_on_after_a_crash_of_a_node_and_after_preemption(busy_alice
     is_out_of_the_queue(run)
     is_out_of_the_queue(gives)
     cluster.boot("n2")
+
+
+def test_what_follows_is_submitted_by_the_job_that_finishes(busy_alice: Person) -> None:
+    """By sbatch in a job of a chain; the second one follows the first."""
+    alice = busy_alice
+    run = alice.train("followed", *ONE, "train.steps=5 steps", "--then", "report", "--then", "checkpoint verify")
+    assert run.ended(1, 300).state == "finished"
+    for name in ("followed-report", "followed-checkpoint-verify"):
+        path = run.path.with_name(name)
+        wait_for(f"the end of {name}", lambda path=path: "finished" in alice.told("status", path), timeout_s=300)
+    assert [each["state"] for each in alice.facts("status", run.path)["followers"]] == ["finished"]

@@ -195,7 +195,7 @@ def test_what_a_line_leaves_out_is_told(here: Path) -> None:
         (". venv/bin/activate", ". is a word of the shell", "bash -c"),
         ("sbatch job.sh", "sbatch submits a job of its own", "name what its script starts"),
         ("shardway train my.toml --nproc 2", "it begins with shardway", "`shardway submit my.toml --nproc 2`"),
-        ("python -m shardway report", "it begins with shardway", "`shardway submit my.toml`"),
+        ("python -m shardway status", "it begins with shardway", "`shardway submit my.toml`"),
         ("env -i python x.py", "takes from each rank what says which rank it is", "leave -i out"),
         ("python", "python names no script", ""),
         ("python -", "names no script", ""),

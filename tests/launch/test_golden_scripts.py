@@ -59,6 +59,8 @@ def special_jobs() -> dict[str, Job]:
         "special-until-done": chained(replace(slurm, program=OWN, warn_s=0.0)),
         "special-second-link": chained(replace(slurm, program=OWN, warn_s=0.0)).successor(),
         "special-ahead": chained(replace(pbs, program=OWN, warn_s=0.0), most=3, ahead=True),
+        "special-follows": replace(slurm, program=OWN, follows=Path("/scratch/runs/my")),
+        "special-follows-pbs": replace(pbs, program=OWN, follows=Path("/scratch/runs/my")),
         "special-surroundings": replace(slurm, around=around),
         "special-surroundings-pbs": replace(pbs, around=around, preflight=OWN),
         "special-mounts": make_job("slurm", "srun", "podman", container=replace(by_pbs, runtime="podman")),

@@ -292,6 +292,9 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Of an adapter: the whole model, with the adapter added to its weights.")
     ] = False,
+    tokenizer: Annotated[
+        bool, typer.Option("--tokenizer", help="With the tokenizer of the run's data, as servers of models need it.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint (by default the newest) as a folder that `from_pretrained` reads; of an adapter, as peft's
@@ -308,6 +311,11 @@ def export(
     if best and step is not None:
         raise UserError(f"--best and --step {step} name two checkpoints.\n  To do: leave one of them out.")
     which = Which(step, best)
+    beside = None
+    if tokenizer:
+        from shardway.infer.model import open_run_tokenizer
+
+        beside = open_run_tokenizer(find_place(run))
     exported = export_run(
         *(RunDir(find_place(run)), folder, dtype and dtype.value, os.environ),
         own_names=own_names,
@@ -316,6 +324,8 @@ def export(
     )
     if exported is None or find_placement(os.environ).rank != 0:
         return
+    if beside is not None:
+        beside.save_pretrained(str(folder))
     for damaged in exported.passed_over:
         typer.echo(f"step {damaged.step} is damaged and was passed over: {damaged.reason}", err=True)
     for why in exported.left_out:

@@ -31,7 +31,9 @@ from shardway.units import render_clock, render_count
 
 if TYPE_CHECKING:
     from shardway.launch.runs.find import Known
+    from shardway.launch.runs.followers import RowOfRuns
     from shardway.launch.runs.job_status import JobStatus, Ledger
+    from shardway.launch.serving.state import ServerAccess
     from shardway.rundir.directory import RunDir
     from shardway.rundir.events import Event, EventFollower
     from shardway.watch.advice.events import FoldedEvents
@@ -93,6 +95,8 @@ class _ShownRun:
     summary: RunSummary | None = None
     hardware: HardwareUse | None = None
     folded: FoldedEvents | None = None
+    row: RowOfRuns | None = None
+    access: ServerAccess | None = None
 
     @property
     def job(self) -> JobStatus | None:
@@ -173,6 +177,24 @@ def status(
     typer.echo(legible(_render(shown, words, all_runs=all_runs, width=width)))
 
 
+def _find_access(known: Known, ledger: Ledger) -> ServerAccess | None:
+    """How the server of a run's last attempt is reached; None for a run that serves nothing. One whose job has ended
+    without a word has ended too."""
+    from shardway.launch.hosts import find_host
+    from shardway.launch.schedulers.base import find_scheduler
+    from shardway.launch.serving.state import ServerAccess, read_serving
+
+    last = ledger.last
+    if last is None or last.submission is None or (not known.host and not is_there(last.attempt.serving_path)):
+        return None
+    serving = read_serving(find_host(known.host), last.attempt)
+    if serving is None:
+        return None
+    if last.result is not None and serving.state != "ended":
+        serving = replace(serving, state="ended", healthy=False, reason=last.result.reason)
+    return ServerAccess(serving, known.host, find_scheduler(last.submission.scheduler).this_machine)
+
+
 def _read_interval(text: str, words: Sequence[str]) -> float:
     """The seconds of `--watch`. Raises UserError for what may be meant for a job."""
     if not _SECONDS.fullmatch(text):
@@ -226,8 +248,11 @@ def _as_facts(shown: Sequence[_ShownRun], *, is_one: bool) -> Any:
     if not (is_one and len(facts) == 1):
         return facts
     verdicts, advice = _judge(shown[0])
+    row = shown[0].row
     return {
         **facts[0],
+        **(row.as_json() if row is not None else {}),
+        **({"serving": shown[0].access.as_json()} if shown[0].access else {}),
         "gpus": [verdict.as_json() for verdict in verdicts],
         "advice": [each.as_json() for each in advice],
     }
@@ -240,6 +265,7 @@ class _Look:
     def __init__(self) -> None:
         self._folded: dict[Path, tuple[FoldedEvents, EventFollower]] = {}
         self._hardware: dict[Path, HardwareTail] = {}
+        self._rows: dict[Known, tuple[float, RowOfRuns | None]] = {}
         self._asked: dict[str, tuple[float, list[Ledger], list[list[JobStatus]]]] = {}
 
     def look(self, chosen: Sequence[Known], *, alone: bool | None = None) -> list[_ShownRun]:
@@ -268,7 +294,9 @@ class _Look:
                         summary = None if known.host else self._summarise(ledger, attempts)
                         hardware = None if known.host else self._find_hardware(ledger.run)
                         folded, _ = self._folded.get(ledger.run.path, (None, None))
-                        shown.append(_ShownRun(known, ledger, attempts, summary, hardware, folded))
+                        row = self._look_at_row(known, ledger) if alone else None
+                        access = _find_access(known, ledger) if alone else None
+                        shown.append(_ShownRun(known, ledger, attempts, summary, hardware, folded, row, access))
         return shown
 
     def _ask(self, name: str, runs: Sequence[Known]) -> tuple[list[Ledger], list[list[JobStatus]]]:
@@ -288,6 +316,17 @@ class _Look:
         statuses = read_standings(host, now)
         self._asked[name] = time.monotonic(), now, statuses
         return now, statuses
+
+    def _look_at_row(self, known: Known, ledger: Ledger) -> RowOfRuns:
+        """What the run waits for and what follows it."""
+        from shardway.launch.hosts import find_host
+        from shardway.launch.runs.followers import read_row
+
+        asked, row = self._rows.get(known, (-math.inf, None))
+        if row is None or not known.host or time.monotonic() - asked >= ASK_S:
+            row = read_row(find_host(known.host), ledger)
+            self._rows[known] = time.monotonic(), row
+        return row
 
     def _summarise(self, ledger: Ledger, attempts: Sequence[JobStatus]) -> RunSummary | None:
         """What the run recorded; its state is that of a job that continues it, or that has a reason the ranks could not
@@ -418,7 +457,10 @@ def _list_texts(
 def _render(shown: Sequence[_ShownRun], words: Sequence[str], *, all_runs: bool, width: int | None) -> str:
     """One run in full, several as a table; `width`: of the terminal, in which every line then fits."""
     if len(shown) == 1:
-        return "\n".join(_fold(_render_in_full(shown[0]), width))
+        # what is to be pasted is not folded
+        access = shown[0].access.list_lines() if shown[0].access else []
+        served = [f"  {label:<12}{text}" for label, text in access]
+        return "\n".join([*_fold(_render_in_full(shown[0]), width), *served])
     old = [] if all_runs or words else [each for each in shown if _is_old(each)]
     table = _render_table([each for each in shown if each not in old], width) if len(old) < len(shown) else []
     ends = [f"{len(old)} more ended over a week ago (--all)"] if old else []
@@ -448,7 +490,8 @@ def _render_in_full(each: _ShownRun) -> list[str]:
         total = f"/{known['total_steps']}" if known.get("total_steps") else ""
         head = [f"{render_known(each.known)}  {each.state}"]
         head += [f"  step        {known['step']}{total}"] if "step" in known else []
-    return [*head, *_hardware_lines(each), *render_attempts(each.statuses)]
+    row = each.row.list_lines() if each.row is not None else []
+    return [*head, *_hardware_lines(each), *render_attempts(each.statuses), *row]
 
 
 _MOST_ADVICE = 3

@@ -12,26 +12,68 @@ Invariants:
 from __future__ import annotations
 
 import json
+import re
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardway.cli.main import CommandWithProgram, read_program_words
 from shardway.cli.options import DirOption, JsonOption, RunName, Words, print_json, read_request, report
-from shardway.errors import UserError
+from shardway.cli.then import (
+    AfterOption,
+    ThenOption,
+    describe_place,
+    describe_then,
+    find_after,
+    plan_then,
+    submit_then,
+)
+from shardway.errors import JobError, UserError
 
 if TYPE_CHECKING:
     from shardway.data.stage_forecast import StagingForecast
     from shardway.launch.hosts.base import Host
+    from shardway.launch.serving.state import ServerAccess
     from shardway.launch.submission.prepare import Prepared, SubmitRequest
+    from shardway.launch.submission.serve import ServeOptions, Serving
+    from shardway.launch.submission.submit import SentSubmission
 
-COMMANDS = {"submit": CommandWithProgram}
+WAIT_S = 1800.0
+"""How long `--wait` waits for a server where no seconds are named."""
+
+
+class CommandWithWait(CommandWithProgram):
+    """`--wait` may stand alone, or have seconds after it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        for place in reversed([at for at, word in enumerate(args[:end]) if word == "--wait"]):
+            if not re.fullmatch(r"\d+(\.\d+)?", (args[place + 1 : end] or [""])[0]):
+                args = [*args[: place + 1], f"{WAIT_S:g}", *args[place + 1 :]]
+        return super().parse_args(ctx, args)
+
+
+COMMANDS = {"submit": CommandWithWait}
 
 MostOption = Annotated[int, typer.Option("--max-attempts", min=0, help="Most jobs of --until-done (0: no limit).")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the job script, and do nothing.")]
 LibraryOption = Annotated[bool, typer.Option("--lib", help="With --dry-run: print lib.sh, the script's functions.")]
+ServeOption = Annotated[
+    str,
+    typer.Option("--serve", metavar="SERVER", help="Start vllm, sglang or transformers for the MODEL that follows."),
+]
+ExposeOption = Annotated[
+    bool, typer.Option("--expose", help="The server listens on all interfaces of its node, not on loopback alone.")
+]
+WaitOption = Annotated[
+    float | None,
+    typer.Option("--wait", metavar="[SECONDS]", min=0.1, help="Wait until the server is ready, then print its URL."),
+]
+_KEY = re.compile(r"[a-z_]+\.[A-Za-z_][\w.]*\s*=")
 OnOption = Annotated[str, typer.Option("--on", metavar="[USER@HOST:]SITE", help="The site (default: site.name).")]
 
 
@@ -44,11 +86,20 @@ def submit(
     until_done: Annotated[bool, typer.Option("--until-done", help="Go on in further jobs until it is done.")] = False,
     max_attempts: MostOption = 0,
     directory: DirOption = None,
+    then: ThenOption = None,
+    after: AfterOption = "",
+    serve: ServeOption = "",
+    tp: Annotated[int, typer.Option("--tp", min=0, help="Tensor parallel degree of the server (0: what fits).")] = 0,
+    port: Annotated[int, typer.Option("--port", min=0, help="Port of the server (0: a free one).")] = 0,
+    model_name: Annotated[str, typer.Option("--model-name", help="What requests to the server call the model.")] = "",
+    expose: ExposeOption = False,
+    wait: WaitOption = None,
     dry_run: DryRunOption = False,
     library: LibraryOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Submit a run file, or with `-- COMMAND...` any script that torchrun can run."""
+    """Submit a run file, or with `-- COMMAND...` any script that torchrun can run, or with --serve an inference
+    server."""
     from shardway.launch.hosts import find_host, parse_target
     from shardway.launch.submission.prepare import SubmitRequest
 
@@ -60,6 +111,18 @@ def submit(
             raise UserError(f"--{name} {value} and {twice} say the same thing.\n  To do: leave one of them out.")
         words = [*words, f"site.{name}={json.dumps(value)}"]
     command = read_program_words(ctx)
+    server = None
+    if serve:
+        from shardway.launch.submission.serve import ServeOptions
+
+        if then:
+            raise UserError(f"--then {then[0]!r}: a server is never finished; it runs until it is stopped.")
+        server, words = _read_server(serve, words, ServeOptions(serve, "", port, tp, model_name, expose))
+        command = (serve, *command)
+    else:
+        given = {"--tp": tp, "--port": port, "--model-name": model_name, "--expose": expose, "--wait": wait}
+        if alone := ", ".join(name for name, value in given.items() if value):
+            raise UserError(f"{alone}: for an inference server.\n  To do: name one: shardway submit --serve vllm MODEL")
     script = next((word for word in words if word.endswith((".py", ".sh")) and "=" not in word), "")
     if script and not command:  # it would be read as a run file
         starts = "python " if script.endswith(".py") else "bash "
@@ -73,8 +136,29 @@ def submit(
     if max_attempts and not until_done:
         raise UserError("--max-attempts says how long a chain may grow; it goes with --until-done.")
     site = target.site if target else ""
-    request = SubmitRequest(run, site=site, command=command, until_done=until_done, max_attempts=max_attempts)
-    _carry_out(request, find_host(target.host if target else ""), dry_run=dry_run, library=library, as_json=as_json)
+    request = SubmitRequest(run, site, command, until_done, max_attempts, serve=server)
+    host = find_host(target.host if target else "")
+    if after:
+        request = replace(request, follows=find_after(after, host))
+    _carry_out(request, host, then or (), dry_run=dry_run, library=library, as_json=as_json, wait_s=wait)
+
+
+def _read_server(name: str, words: list[str], options: ServeOptions) -> tuple[ServeOptions, list[str]]:
+    """The server with its model, which is the first word that is no key, and the other words."""
+    at = next((at for at, word in enumerate(words) if not _KEY.match(word)), None)
+    if at is None:
+        raise UserError(
+            f"--serve {name}: no model is named.\n"
+            "      allowed: a name of the hub, a folder, a run directory or one checkpoint of it\n"
+            f"  To do: shardway submit --serve {name} MODEL"
+        )
+    rest = [*words[:at], *words[at + 1 :]]
+    if more := next((word for word in rest if not _KEY.match(word)), ""):
+        raise UserError(
+            f"--serve {name}: two models are named, {words[at]} and {more}.\n"
+            "  To do: leave one of them out; options of the server stand behind `--`."
+        )
+    return replace(options, model=words[at]), rest
 
 
 def resume(
@@ -102,10 +186,20 @@ def resume(
         _carry_out(request, host, dry_run=dry_run, library=library, as_json=as_json)
 
 
-def _carry_out(request: SubmitRequest, host: Host, *, dry_run: bool, library: bool, as_json: bool) -> None:
+def _carry_out(
+    request: SubmitRequest,
+    host: Host,
+    then: Sequence[str] = (),
+    *,
+    dry_run: bool,
+    library: bool,
+    as_json: bool,
+    wait_s: float | None = None,
+) -> None:
     """Submit a request and say how to watch it, or print its job script, or the functions of that."""
     if library and not dry_run:
         raise UserError("--lib prints the functions of a job script; it goes with --dry-run.")
+    followers = plan_then(request, host, then)
     if dry_run:
         from shardway.launch.job_script import render_library
         from shardway.launch.submission.prepare import prepare
@@ -113,26 +207,84 @@ def _carry_out(request: SubmitRequest, host: Host, *, dry_run: bool, library: bo
         prepared = prepare(request, host)
         for warning in (*prepared.warnings, *filter(None, [_forecast_staging(prepared, host)])):
             report(str(warning))
+        for line in describe_then(followers):
+            report(line)
         typer.echo(render_library(prepared.job.scheduler) if library else prepared.script, nl=False)
         return
     from shardway.launch.script import quote
     from shardway.launch.submission.submit import Submitter, submit_run
 
-    sent = submit_run(request, host, Submitter(host, tell=report))
+    submitter = Submitter(host, tell=report)
+    sent = submit_run(request, host, submitter)
+    behind = submit_then(followers, host, submitter, sent)
     staging = _forecast_staging(sent.prepared, host)
     for warning in (*sent.prepared.warnings, *filter(None, [staging])):
         report(str(warning))
+    serving = sent.prepared.serving
     if as_json:
-        print_json({**sent.as_json(), **({"staging": staging.as_json()} if staging is not None else {})})
+        access = _wait_for_server(sent, host, wait_s) if serving and wait_s else None
+        more: dict[str, Any] = {"staging": staging.as_json()} if staging is not None else {}
+        more |= {"then": [each.as_json() for each in behind]} if then else {}
+        more |= {"serving": access.as_json() if access else None} if serving else {}
+        print_json({**sent.as_json(), **more})
         return
     job, where = sent.prepared.job, f" on {sent.host}" if sent.host else ""
     found = " (it had got through before)" if sent.found else ""
-    typer.echo(f"job            {sent.job}{where}, attempt {job.attempt}{found}")
+    if sent.waits_for:
+        typer.echo(f"waits for      {sent.waits_for}{where}, whose job submits it when it is finished")
+    else:
+        typer.echo(f"job            {sent.job}{where}, attempt {job.attempt}{found}")
     typer.echo(f"run directory  {job.run}")
     if job.around.code is not None:
         typer.echo(f"works in       {job.around.workdir}, for all attempts: what it writes there, the next one finds")
+    for each in behind:
+        typer.echo(f"then           {describe_place(each)}")
     reference = quote(sent.reference)
+    if serving is not None:
+        typer.echo(f"model          {serving.path}, tensor parallel {serving.tp}")
+        typer.echo(f"reached by     {_describe_reach(serving)}")
     typer.echo(f"to watch       shardway status {reference}   shardway logs -f {reference}")
+    if serving is not None and wait_s:
+        access = _wait_for_server(sent, host, wait_s)
+        for label, text in access.list_lines() if access else []:
+            typer.echo(f"{label:<15}{text}")
+    if serving is not None:
+        typer.echo(f"to end it      shardway stop {reference}")
+
+
+def _describe_reach(serving: Serving) -> str:
+    """From where the server can be reached."""
+    keyed = serving.server is not None and serving.server.checks_keys
+    place = "every interface of its node" if serving.options.expose else "the loopback address of its node alone"
+    return f"{place}, {'with a key that the job makes' if keyed else 'without a key'}"
+
+
+def _wait_for_server(sent: SentSubmission, host: Host, wait_s: float) -> ServerAccess:
+    """The server once it is ready. Raises JobError where it has ended, or is not ready in time."""
+    from shardway.launch.runs.job_status import read_ledger, read_standings
+    from shardway.launch.schedulers.base import find_scheduler
+    from shardway.launch.serving.state import ServerAccess, read_serving
+
+    job, until = sent.prepared.job, time.monotonic() + wait_s
+    pause_s = 2.0 if host.name else 0.2
+    while True:
+        state = read_serving(host, job.folder)
+        if state is not None and state.state == "ready":
+            return ServerAccess(state, host.name, find_scheduler(job.scheduler).this_machine)
+        if state is not None and state.state == "ended":
+            said = "".join(f"\n    {line}" for line in state.lines[-5:])
+            raise JobError(f"{state.reason}{said}\n  To do: shardway logs {sent.reference}")
+        ledger = read_ledger(host, job.run)
+        if state is None and ledger.last is not None and ledger.last.result is not None:
+            raise JobError(f"the job has ended: {ledger.last.result.reason}\n  To do: shardway logs {sent.reference}")
+        if time.monotonic() >= until:
+            standings = read_standings(host, [ledger])[0]
+            where = f"the server is {state.state}" if state else f"its job is {standings[-1].word}"
+            raise JobError(
+                f"the server is not ready after {wait_s:g} s: {where}.\n"
+                f"  It goes on. To do: shardway status {sent.reference}, or shardway stop {sent.reference}"
+            )
+        time.sleep(pause_s)
 
 
 def _forecast_staging(prepared: Prepared, host: Host) -> StagingForecast | None:
@@ -171,7 +323,8 @@ def stop(
 ) -> None:
     """Stop a run: its ranks finish their step and save, and what waits in the queue is taken out."""
     from shardway.launch.hosts import find_host
-    from shardway.launch.runs.find import find_known
+    from shardway.launch.runs.find import find_known, forget
+    from shardway.launch.runs.followers import read_followers, withdraw
     from shardway.launch.runs.job_status import read_ledger
     from shardway.launch.runs.stop import Stopper
     from shardway.rundir.directory import RunDir
@@ -181,6 +334,12 @@ def stop(
     if not known.host:
         RunDir(Path(known.run)).check_readable()
     ledger = read_ledger(stopper.host, Path(known.run))
+    waiting = [each for each in read_followers(stopper.host, ledger.run.path) if each.waits]
+    followed = withdraw(stopper.host, ledger)
+    if followed is not None:
+        ledger = read_ledger(stopper.host, ledger.run.path)
+        if not ledger.entries and not ledger.status:
+            forget(replace(known, run=str(Path(known.run).absolute()) if not known.host else known.run))
     kills = now and stopper.find_running(ledger) != ()
     if kills:
         step = ledger.status.get("step")
@@ -201,9 +360,14 @@ def stop(
     states = {str(standing.entry.number): standing.word for standing in ends}
     if as_json:
         asked, cancelled = ([entry.job for entry in entries] for entries in (done.asked, done.cancelled))
-        print_json({"asked": asked, "cancelled": cancelled, "writer": done.writer, "states": states})
+        behind = {"followed": str(followed or ""), "followers": [str(each.run) for each in waiting]}
+        print_json({"asked": asked, "cancelled": cancelled, "writer": done.writer, "states": states, **behind})
         return
-    for line in done.list_lines(now=now, kills=kills) or [f"{run} has no job that waits or runs"]:
+    lines = [f"taken out of what follows {followed}"] if followed is not None else []
+    lines += done.list_lines(now=now, kills=kills)
+    for line in lines or [f"{run} has no job that waits or runs"]:
         typer.echo(line)
+    for each in waiting:
+        typer.echo(f"still listed, for when the run is finished: {each.run} (`shardway stop {each.run}` takes it out)")
     for number, state in states.items():
         typer.echo(f"attempt {number}: {state}")

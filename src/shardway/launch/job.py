@@ -105,13 +105,15 @@ class Program:
 
     `interpreter`: the Python that such a program is, where it is another one than the environment's.
     `meets_by_itself`: it finds its rank and the others in the variables of any launcher (Shardway's own verbs do);
-    other programs get torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+    other programs get torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. `serves`: it is one process
+    that starts an inference server (`launch.serving`).
     """
 
     words: tuple[str, ...]
     python: bool = True
     meets_by_itself: bool = False
     interpreter: str = ""
+    serves: bool = False
 
     @property
     def is_training(self) -> bool:
@@ -183,7 +185,7 @@ class Job:
     `warn_s`: how long before the end of the wall-time the script asks the program to stop; 0: the program looks itself.
     `preflight`: what looks at the nodes before the program starts. `elastic`: it goes on with fewer nodes where one is
     lost. `telemetry_s`: how often the script has each node's hardware sampled, with `python`; 0: the program does that
-    itself, or it is not wanted.
+    itself, or it is not wanted. `follows`: the directory of the run that has to be finished before this one begins.
     """
 
     name: str
@@ -207,6 +209,7 @@ class Job:
     again: Again = Again()
     telemetry_s: float = 0.0
     python: str = "python3"
+    follows: Path | None = None
 
     @property
     def one_agent_a_node(self) -> bool:

@@ -123,6 +123,10 @@ def _begin(job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
         ("begin_attempt", "which job this is; one job alone has an attempt"),
         (chained and "check_chain", "whether the attempt before has left work to do"),
         ("check_stop", "a person may have asked for a stop while it waited"),
+        (
+            job.follows is not None and f"check_followed {quote(str(job.follows))}",
+            "the run before it, which has to be finished",
+        ),
         (chained and not job.chain.ahead and "queue_next", "the next attempt, which waits until this job has ended"),
         ("check_nodes", "ranks on no node fail nowhere"),
         ("heed_signals", "signals become the stop file"),

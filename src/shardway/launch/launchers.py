@@ -1,4 +1,4 @@
-"""The class of a launcher, and ours: torchrun, ft_launcher, our agent, srun and mpirun.
+"""The class of a launcher, and ours: torchrun, ft_launcher, our agent, srun and mpirun, and one process for servers.
 
 Invariants:
 - The words of a program stay separate words, never joined into text that a shell reads again.
@@ -52,6 +52,8 @@ class Launcher(ABC):
 
     one_agent_a_node: ClassVar[bool] = False
     """The scheduler starts one process on each node, which starts the ranks there."""
+    modules: ClassVar[tuple[str, ...]] = ()
+    """Python packages that it needs where the ranks run."""
     works_with_container_of_scheduler: ClassVar[bool] = True
     """Ranks can be in a container that the scheduler's own commands start (`Container.of_launcher`)."""
 
@@ -87,6 +89,7 @@ class Agent(Launcher):
     """Our own agent."""
 
     one_agent_a_node = True
+    modules = ("torch",)
 
     def start(self, job: Job, scheduler: Scheduler) -> LaunchCommand:
         each_node = scheduler.each_node(job)
@@ -103,6 +106,7 @@ class Torchrun(Launcher):
     """torch's launcher."""
 
     one_agent_a_node = True
+    modules = ("torch",)
 
     def start(self, job: Job, scheduler: Scheduler) -> LaunchCommand:
         return start_module(job, scheduler, "torch.distributed.run")
@@ -145,6 +149,7 @@ class FtLauncher(Launcher):
     """NVIDIA's launcher, with a monitor for each rank."""
 
     one_agent_a_node = True
+    modules = ("torch", "nvidia_resiliency_ext")
 
     def start(self, job: Job, scheduler: Scheduler) -> LaunchCommand:
         again = job.again
@@ -154,6 +159,20 @@ class FtLauncher(Launcher):
         looks = f"--max-restarts={again.restarts} --ft-workload-check-interval=1"
         looks += "" if job.shape.accelerators_per_node else " --ft-enable-nic-monitor=false"
         return start_module(job, scheduler, MODULE, looks, limits)
+
+
+class OneProcess(Launcher):
+    """One process on each node, which starts what it needs itself: that of an inference server (`launch.serving`)."""
+
+    one_agent_a_node = True
+
+    def goes_with(self, scheduler: Scheduler) -> bool:
+        """Never by choice: `shardway submit --serve` takes it for each scheduler."""
+        return False
+
+    def start(self, job: Job, scheduler: Scheduler) -> LaunchCommand:
+        words = ("python3", *job.program.words) if job.program.python else job.program.words
+        return LaunchCommand(scheduler.each_node(job).words, tuple(map(quote, words)))
 
 
 # --- srun and mpirun: one process per rank

@@ -7,6 +7,9 @@
       submission.json   written at submission: scheduler, token, job id
       started.json      written by the job when it starts: job id, nodes, deadline
       result.json       written once: by rank 0, else by the job script, else by the next command that looks
+      handover/         of a run that follows another one: it is being handed to the scheduler, by one claimant
+      serve.py serve.json  of a job that serves: the program that watches the server, and what it is to do;
+                        serving.json, its state; api_key and server_key, readable by their owner alone
       log/ code/        output of the job and of its ranks; the snapshot of the code
       replaced/         a foreign program's changes in its working directory that newer code replaced
     attempts/in_work    the attempt whose code that folder has
@@ -83,7 +86,8 @@ class Submission:
     `token` is unique and part of the request, so that a submission whose answer was lost can be found again. `job` is
     empty until the scheduler has answered. `asked` holds the requested resources, for messages (keys of
     `schedulers.records.Asked`); a link of a chain that its job submitted requests the same as the one before it.
-    `claim` identifies the process that is submitting, so that others can check whether it still is.
+    `claim` identifies the process that is submitting, so that others can check whether it still is. `follows` is the
+    run directory whose end it waits for; the job that finishes that run submits it.
     """
 
     scheduler: str
@@ -94,6 +98,7 @@ class Submission:
     submitted: float = 0.0
     asked: Mapping[str, Any] = field(default_factory=dict)
     claim: str = ""
+    follows: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,14 @@ class Attempt:
     site_file = PathBelow("site.toml")
     submission_path = PathBelow("submission.json")
     started_path = PathBelow("started.json")
+    handover = PathBelow("handover")  # a folder: the claim of what hands a follower to the scheduler
+    serve_program = PathBelow("serve.py")
+    serve_request = PathBelow("serve.json")
+    serving_path = PathBelow("serving.json")  # state, port and model of an inference server
+    api_key = PathBelow("api_key")
+    server_key = PathBelow("server_key")  # the same key as a file of options of the server
+    server_log = PathBelow("log/server.out")
+    export_log = PathBelow("log/export.out")
 
     def node_log_folder(self, node: int) -> Path:
         return self.log_folder / f"node-{node}"

@@ -60,7 +60,7 @@ OWN_NAMES = frozenset(
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
         *("run-id", "lease", "logs", "attempts", "report.html", "stop", "left_out.json", "line.json", "work"),
         *("cache", "trackers.json", "tensorboard", "telemetry", "profile", "traces", "notified"),
-        "evaluations",
+        *("evaluations", "followers"),
         *("wandb", "mlflow.db", "mlruns", "metrics.prom"),
     )
 )
@@ -409,6 +409,7 @@ class RunDir:
 
     # --- checkpoints
 
+    exports = PathBelow("exports")  # checkpoints as folders that `from_pretrained` reads, for servers
     checkpoints = PathBelow("checkpoints")
 
     def checkpoint_path(self, step: int) -> Path:
@@ -459,6 +460,7 @@ class RunDir:
     # --- attempts
 
     attempts_folder = PathBelow("attempts")  # one folder a submission
+    followers_folder = PathBelow("followers")  # a file each run that is submitted when this one is finished
 
     def attempt(self, number: int) -> Attempt:
         """The attempt of that number, whether it exists or not."""

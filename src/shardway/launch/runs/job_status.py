@@ -235,11 +235,11 @@ class JobStatus:
 
     @property
     def word(self) -> str:
-        """In one word: prepared, queued, running, an ending, or unknown."""
+        """In one word: prepared, waits (for another run), queued, running, an ending, or unknown."""
         if self.result is not None:
             return str(self.result.state)
         if self.entry.is_unsent:
-            return "prepared"
+            return "waits" if self.entry.submission is not None and self.entry.submission.follows else "prepared"
         if self.record is None or self.record.phase is JobPhase.UNKNOWN:
             return "unknown"
         return str(self.record.phase)
@@ -368,6 +368,8 @@ def render_attempts(standings: Sequence[JobStatus]) -> list[str]:
     for standing in standings:
         entry, started, result, why = standing.entry, standing.entry.started, standing.result, standing.why
         facts = [f"job {entry.job}" if entry.job else ""]
+        if standing.word == "waits" and entry.submission is not None:
+            facts.append(f"for {entry.submission.follows}")
         below = []
         if result is None and started is not None:
             facts.append(f"on {started.nodes}" if started.nodes else "")
@@ -398,6 +400,7 @@ def attempts_as_json(standings: Sequence[JobStatus]) -> list[dict[str, Any]]:
                 "attempt": entry.number,
                 "state": standing.word,
                 "job": entry.job,
+                "follows": entry.submission.follows if entry.submission else "",
                 "scheduler": entry.submission.scheduler if entry.submission else "",
                 "nodes": started.nodes if started else "",
                 "started": started.started if started else None,

@@ -136,4 +136,5 @@ def _commands(function: str, jobs: Sequence[str], *first: str) -> tuple[tuple[st
 def _record(match: re.Match[str]) -> JobRecord:
     if match["word"] == "runs":
         return JobRecord(match["job"], JobPhase.RUNNING, state="runs")
-    return JobRecord(match["job"], JobPhase.QUEUED, state="waits", reason=f"attempt {match['after'] or 'before it'}")
+    reason = "the run that it follows" if match["after"] == "0000" else f"attempt {match['after'] or 'before it'}"
+    return JobRecord(match["job"], JobPhase.QUEUED, state="waits", reason=reason)

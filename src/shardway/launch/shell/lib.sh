@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034,SC2154
 # The functions of a job script of Shardway, the same for every job. A script sets what is of its run (run, attempt, after,
 # last_attempt, scheduler, token, walltime, counts_steps, runtime, here), reads this file, and calls in order: begin_attempt,
-# check_chain, check_stop, queue_next, check_nodes, heed_signals, read_secrets, meet, enter_work, wait_for, finish.
+# check_chain, check_stop, check_followed, queue_next, check_nodes, heed_signals, read_secrets, meet, enter_work, wait_for, finish.
 # The scheduler's own functions are at the end: begin, ask_ending, submit_after, cancel_job.
 
 # what it was asked by a signal, and how it ended
@@ -320,6 +320,7 @@ leave() {
   write_result "$attempt" not_needed "$1"
   say "nothing to do: $1"
   cancel_later "$1"
+  [ "$(state_of_run "$run")" != finished ] || submit_followers # the job that finished it may have died before it had
   exit 0
 }
 
@@ -335,6 +336,48 @@ cancel_later() {
     write_result "$number" not_needed "attempt $attempt: $1" null "" "$id"
     say "took job $id (attempt $number) out of the queue"
   done
+}
+
+# --- what follows a run
+
+#: submit_followers: the runs that follow this one, which is finished; the claim `handover` leaves each to one submitter
+submit_followers() {
+  local entry entries folder id
+  mapfile -t entries < <(ls -1 "$run/followers" 2> /dev/null) # a pattern without a match fails where a person's shell has failglob
+  for entry in "${entries[@]}"; do
+    folder=$(field "$run/followers/$entry" attempt)
+    [ -e "$folder/job.sh" ] && [ ! -e "$folder/result.json" ] && [ -z "$(field "$folder/submission.json" job)" ] || continue
+    mkdir "$folder/handover" 2> /dev/null || continue
+    if id=$(submit_after "$folder/job.sh") && [ -n "$id" ]; then
+      sed "s|^ \"job\": \"\"| \"job\": \"$id\"|" "$folder/submission.json" | whole "$folder/submission.json" ||
+        say "the id of job $id could not be noted in $folder"
+      say "queued what follows, ${folder%/attempts/*}, as job $id"
+    else
+      rmdir "$folder/handover"
+      say "${folder%/attempts/*} follows and could not be queued from here: \`shardway resume ${folder%/attempts/*}\` queues it"
+    fi
+  done
+}
+
+#: check_followed RUN: what follows a run begins only where that is finished; it may have been queued before it was
+check_followed() {
+  local state
+  [ "$after" = 0000 ] || return 0 # a later link of a chain that has begun
+  state=$(state_of_run "$1")
+  [ "$state" = finished ] || leave "$1, which it follows, is not finished${state:+: $state}"
+}
+
+#: state_of_run RUN: of its newest attempt that had work to do, or of one without attempts; nothing where that has no end yet
+state_of_run() {
+  local number numbers state found=""
+  mapfile -t numbers < <(ls -1 "$1/attempts" 2> /dev/null)
+  for number in "${numbers[@]}"; do
+    case $number in *[!0-9]*) continue ;; esac
+    state=$(field "$1/attempts/$number/result.json" state)
+    [ "$state" = not_needed ] || found=${state:-open}
+  done
+  [ "$found" != open ] || return 0
+  printf '%s' "${found:-$(field "$1/status.json" state)}"
 }
 
 # --- the code, in the working folder of the run
@@ -649,7 +692,10 @@ finish() {
   [ -z "$state" ] || say "attempt $attempt: $state: $(field "$here/result.json" reason)"
   state=${state:-$unwritten}
   case $state in
-    finished) cancel_later "$state" ;;
+    finished)
+      cancel_later "$state"
+      submit_followers
+      ;;
     stopped)
       [ "$(field "$here/result.json" failure)" = signal ] || cancel_later "$state"
       say_next

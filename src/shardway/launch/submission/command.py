@@ -379,13 +379,24 @@ def _split_python(words: Sequence[str]) -> tuple[int, str, str]:
 # --- refusals, with the line to type instead
 
 
-_PROGRAMS_OF_RANKS = (["bench"], ["generate"], ["evaluate"])
+PROGRAMS_OF_RANKS = ("bench", "generate", "evaluate")
 """Verbs of which each rank of a job is one process."""
+
+PROGRAMS_OF_ONE = ("checkpoint", "report", "track")
+"""Verbs that are one process, and do something with a run that another job has trained."""
+
+
+def list_rank_problems(program: Program, ranks: int) -> Iterator[Problem]:
+    """A verb of one process in a job of several ranks would do its work several times at once."""
+    is_one = program.words[:2] == ("-m", "shardway") and "".join(program.words[2:3]) in PROGRAMS_OF_ONE
+    if is_one and ranks > 1:
+        what = f"shardway {program.words[2]} is one process, and the job would have {ranks}"
+        yield Problem("the command", what, remedy="site.nodes=1 site.ranks_per_node=1")
 
 
 def _check_own(words: Sequence[str]) -> None:
     """Raise UserError for a verb that is no program of ranks: a job starts a training by itself."""
-    if words[:1] in _PROGRAMS_OF_RANKS:
+    if words[:1] and words[0] in (*PROGRAMS_OF_RANKS, *PROGRAMS_OF_ONE):
         return
     remedy = "name a run file in place of the command: `shardway submit my.toml`"
     if words[:1] == ["train"]:

@@ -111,8 +111,7 @@ def _look_for_modules(request: JobRequest, code: Code) -> Iterator[HostCheck]:
     if module and python.startswith("/"):
         gone = command_problem(f"there is no module {module} in the code or for {python}", remedy)
         yield HostCheck(gone, ("timeout", "10", python, "-c", _FIND, module), is_wrong=partial(_is_missing, module))
-    names = ["torch"] if own or make_plugin("launchers", request.launcher).one_agent_a_node else []
-    names += ["nvidia_resiliency_ext"] if request.launcher == "ft_launcher" else []
+    names = list(dict.fromkeys((*(("torch",) if own else ()), *make_plugin("launchers", request.launcher).modules)))
     names += ["shardway"] if own else []
     names += [module] if module and not python else []
     # it is asked first, the environment's Python only if a module is missing there

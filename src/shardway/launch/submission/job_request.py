@@ -86,6 +86,7 @@ class JobRequest:
     snapshot of, if it is on the host of the job. `code`: the snapshot that provides the code of the run's working
     folder; see `JobEnvironment`. `hub_repos`: the parts of the hub's cache from which the run reads its model and
     data. `hub_variables`: where the submitting shell has the caches of the hub, if the job's host has them too.
+    `follows`: the run on that host which has to be finished before this one begins.
     """
 
     loaded: LoadedRunFile
@@ -104,6 +105,7 @@ class JobRequest:
     code: Path | None = None
     hub_repos: tuple[Path, ...] = ()
     hub_variables: Mapping[str, str] = field(default_factory=dict)
+    follows: Path | None = None
 
     @property
     def section(self) -> SiteSection:
@@ -151,6 +153,8 @@ class JobRequest:
     @cached_property
     def launcher(self) -> str:
         """As requested, or our own agent for a training, or the site's, or the first that works with its scheduler."""
+        if self.program.serves:
+            return "one_process"
         if self.section.launcher != "auto":
             return self.section.launcher
         if self.is_elastic or (self.program.is_training and self.scheduler.agent_by_default):
@@ -285,6 +289,7 @@ def build_job(request: JobRequest, attempt: int) -> Job:
         again=again,
         telemetry_s=0.0 if program.meets_by_itself or run.telemetry == "off" else run.telemetry,
         python=request.python,
+        follows=request.follows,
         # a program that does not watch the clock is warned a tenth before its end, one to ten minutes
         warn_s=0.0 if program.meets_by_itself else min(max(60.0, walltime / 10), 600.0, walltime / 2),
     )
@@ -397,7 +402,7 @@ def _check_launcher_and_container(request: JobRequest) -> Iterator[Problem]:
     """The launcher of a scheduler needs that scheduler, an image a runtime, and a runtime an image."""
     section, launcher, runtime, walltime = request.section, request.launcher, request.runtime, request.walltime_s
     possible = list_launchers(request.scheduler)
-    if launcher not in possible:
+    if launcher not in possible and not request.program.serves:
         what = f'"{launcher}" does not go with the scheduler {request.profile.scheduler}'
         yield request.problem("launcher", what, ", ".join(possible))
     if launcher == "agent" and not request.program.is_training:

@@ -16,9 +16,10 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 from shardway.errors import Bug, Problem, UserError, check_no_problems
 from shardway.inherited import describe_options, find_account
@@ -33,6 +34,7 @@ from shardway.launch.submission.command import (
     Code,
     CommandRead,
     list_local_problems,
+    list_rank_problems,
     read_command,
     warn_of_copies,
     warn_of_own_files,
@@ -50,12 +52,15 @@ from shardway.launch.submission.job_request import (
 from shardway.places import expand_place
 from shardway.resolve.draft import Resolved
 from shardway.resolve.request import ResolveRequest
-from shardway.rundir.attempts import Attempt
+from shardway.rundir.attempts import Attempt, Ending
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import read_fields
 from shardway.runfile.load import COMMAND_LINE, DEFAULT, LoadedRunFile, load_run, render_run, render_value
 from shardway.sites.load import find_profile, flatten_profile, load_site
 from shardway.sites.schema import SiteProfile
+
+if TYPE_CHECKING:  # a submission that serves nothing needs none of it
+    from shardway.launch.submission.serve import ServeOptions, Serving
 
 # --- problems of several sources as one list
 
@@ -137,7 +142,9 @@ def read_secrets(host: Host, path: PurePosixPath) -> Secrets:
 class SubmitRequest:
     """What the verb was given: a run file or a command, where to run it, and how often.
 
-    `site` is that of --on, `command` the words after `--`. `max_attempts` 0: as many as the work needs.
+    `site` is that of --on, `command` the words after `--`. `max_attempts` 0: as many as the work needs. `follows`: the
+    run directory, on the host, of the run that has to be finished first. `serve`: a server to start; `command` is then
+    its name and its own options.
     """
 
     run_request: ResolveRequest
@@ -146,12 +153,14 @@ class SubmitRequest:
     until_done: bool = False
     max_attempts: int = 0
     here: Path = field(default_factory=Path.cwd)
+    follows: Path | None = None
+    serve: ServeOptions | None = None
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A prepared submission. `files`: those of the attempt's folder beside its script. `ledger`: the run's attempts so
-    far. `resolved`: what a run file comes to for the job; None for a command."""
+    far. `resolved`: what a run file comes to for the job; None for a command. `serving`: the server that it starts."""
 
     request: JobRequest
     job: Job
@@ -160,6 +169,7 @@ class Prepared:
     warnings: tuple[str, ...]
     ledger: Ledger
     resolved: Resolved | None = None
+    serving: Serving | None = None
 
     @property
     def script(self) -> str:
@@ -187,7 +197,7 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
     snapshot = None
     with findings.of("the code"):
         try:
-            snapshot = plan_snapshot(request.here, links=not host.name)
+            snapshot = None if request.serve else plan_snapshot(request.here, links=not host.name)
         except UserError as error:
             if request.command:
                 raise
@@ -201,9 +211,19 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
     secrets = read_secrets(host, secrets_path)
     if secrets.is_open:
         warnings.append(f"others can read {SECRETS}; close it: `chmod 600 {SECRETS}`")
-    read, resolved = None, None
+    read, resolved, served = None, None, dict[Path, str]()
     program = Program(("-m", "shardway", "train", str(folder.run_file), "--dir", str(run)), meets_by_itself=True)
-    if request.command:
+    serving = None
+    if request.serve is not None:
+        from shardway.launch.submission.serve import find_served, program_of
+
+        python = "python3" if host.name else sys.executable
+        serving = find_served(request.serve, loaded, profile, host, python)
+        program = program_of(folder)
+        read = CommandRead(program, module=serving.server.module if serving.server else "")
+        if request.until_done:
+            serving.add("--until-done goes on with work until it is done, and a server never is", remedy="leave it out")
+    elif request.command:
         read = CommandRead(Program(("-m", "torch")))  # in place of a refused command, so that the rest can be checked
         with findings.of("the command"):
             read = read_command(request.command, request.here, loaded.values.site.nodes)
@@ -221,7 +241,7 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
             run_request = replace(run_request, overrides=(*run_request.overrides, hub.override))
     # where the ranks work: a training in the snapshot, any other program in the run's folder for its outputs; without a
     # snapshot in the submitting folder or, if that is on another host, in the run directory
-    workdir = run if host.name else request.here
+    workdir = run if host.name or request.serve else request.here
     if snapshot is not None:
         workdir = snapshot.start_folder(RunDir(run).work if request.command else folder.code)
     job_request = JobRequest(
@@ -239,14 +259,22 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
         secret_names=secrets.names,
         python="python3" if host.name else sys.executable,
         here=sys.prefix if not host.name and sys.prefix != sys.base_prefix else "",
-        hub_repos=hub.repos if hub else (),
+        follows=request.follows,
+        hub_repos=hub.repos if hub else serving.repos if serving else (),
         hub_variables={} if host.name or find_scheduler(profile.scheduler).this_machine else _list_cache_variables(),
     )
     code = Code(request.here, snapshot, is_there=snapshot is not None or not host.name)
     findings.problems += secrets.list_problems()
     findings.problems += list_site_problems(job_request)
-    if read is not None:
+    if serving is not None:
+        from shardway.launch.submission.serve import plan_server
+
+        served = plan_server(serving, job_request, folder, request.command[1:])
+        findings.problems += serving.problems
+        warnings += serving.warnings
+    elif read is not None:
         findings.problems += list_local_problems(read, job_request.shape.ranks_per_node, code)
+        findings.problems += list_rank_problems(read.program, job_request.shape.ranks)
     elif not (hub and hub.hides_rest) and not {"site.nodes", "site.ranks_per_node"} & {
         p.where for p in findings.problems
     }:
@@ -265,12 +293,12 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
     asked |= {"site.account": terms.account, "site.queue": terms.partition, "site.walltime": f"{terms.walltime_s:g} s"}
     warnings += describe_options(options, asked)
     warnings += list_site_warnings(job_request)
-    if read is not None:
+    if read is not None and serving is None:
         warnings += warn_of_copies(read, job_request.shape.ranks, code)
         warnings += warn_of_python(job_request) if code.is_there and read.program.python else ()
         warnings += [*warn_of_own_files(read, code), *_describe_other_command(request, host, ledger)]
-    files = _list_files(request, loaded, folder)
-    return Prepared(job_request, job, files, snapshot, tuple(warnings), ledger, resolved)
+    files = {**_list_files(request, loaded, folder), **served}
+    return Prepared(job_request, job, files, snapshot, tuple(warnings), ledger, resolved, serving)
 
 
 def _load(request: SubmitRequest) -> tuple[LoadedRunFile, SiteProfile]:
@@ -320,6 +348,8 @@ def _find_places(request: SubmitRequest, loaded: LoadedRunFile, host: Host) -> t
     name, command = values.run.name, request.command
     if name == "auto":  # that of the file, script or module
         module = command[command.index("-m") + 1 :][:1] if "-m" in command else ()
+        if request.serve is not None:
+            command = (f"serve-{Path(request.serve.model).name}",)
         named = [word for word in command if word.endswith(".py")] or [word.rpartition(".")[2] for word in module]
         named = named or list(command[:1])
         name = Path(named[0]).stem if named else (loaded.path.stem if loaded.path else "default")
@@ -327,9 +357,9 @@ def _find_places(request: SubmitRequest, loaded: LoadedRunFile, host: Host) -> t
 
 
 def _plan_chain(request: SubmitRequest, profile: SiteProfile, number: int) -> Chain:
-    if not request.until_done:
-        return Chain(max_attempts=number)
     ahead = profile.request.submit_from_nodes is False
+    if not request.until_done:
+        return Chain(max_attempts=number, ahead=ahead)
     # Where each link submits the next, none waits in vain.
     most = request.max_attempts or (min(profile.request.max_jobs or 5, 5) if ahead else 100)
     return Chain(until_done=True, max_attempts=number + most - 1, ahead=ahead)
@@ -371,7 +401,8 @@ def _describe_other_command(request: SubmitRequest, host: Host, ledger: Ledger) 
 
 @dataclass(frozen=True, kw_only=True)
 class _RecordedRequest:
-    """The fields of `order.json`; all but the run file, which lies beside it, are required."""
+    """The fields of `order.json`; all but the run file, which lies beside it, and the run that it follows, are
+    required."""
 
     run_file: str = ""
     overrides: tuple[str, ...]
@@ -380,6 +411,8 @@ class _RecordedRequest:
     until_done: bool
     max_attempts: int
     here: str
+    follows: str = ""
+    serve: Mapping[str, Any] = field(default_factory=dict)
 
 
 def render_order(request: SubmitRequest) -> str:
@@ -393,6 +426,8 @@ def render_order(request: SubmitRequest) -> str:
         until_done=request.until_done,
         max_attempts=request.max_attempts,
         here=str(request.here),
+        follows=str(request.follows or ""),
+        serve=asdict(request.serve) if request.serve is not None else {},
     )
     return json.dumps({"format": 1, **asdict(recorded)}, indent=1) + "\n"
 
@@ -407,7 +442,23 @@ def _parse_order(text: str, run: Path, run_file: Path | None) -> SubmitRequest |
     if known is None:
         return None
     run_request = ResolveRequest(run_file, () if run_file else known.overrides, run)
-    return SubmitRequest(run_request, known.site, known.command, known.until_done, known.max_attempts, Path(known.here))
+    serve = None
+    if known.serve:
+        from shardway.launch.submission.serve import ServeOptions
+
+        serve = read_fields(ServeOptions, dict(known.serve))
+        if serve is None:
+            return None
+    return SubmitRequest(
+        run_request,
+        known.site,
+        known.command,
+        known.until_done,
+        known.max_attempts,
+        Path(known.here),
+        Path(known.follows) if known.follows else None,
+        serve,
+    )
 
 
 @contextlib.contextmanager
@@ -417,7 +468,8 @@ def read_last_request(host: Host, run: Path) -> Iterator[SubmitRequest]:
 
     Raises UserError where nothing says how the run was started, or its record is damaged.
     """
-    attempts = [entry.attempt for entry in read_ledger(host, run).entries]
+    ledger = read_ledger(host, run)
+    attempts = [entry.attempt for entry in ledger.entries]
     texts = host.read_files([PurePosixPath(p) for attempt in attempts for p in (attempt.order_path, attempt.run_file)])
     last = next((a for a in reversed(attempts) if PurePosixPath(a.order_path) in texts), None)
     if last is None:
@@ -439,6 +491,9 @@ def read_last_request(host: Host, run: Path) -> Iterator[SubmitRequest]:
             raise UserError(
                 f"{last.order_path} is damaged.\n  To do: submit the run with `shardway submit --dir {run}`."
             )
+        result = ledger.last.result if ledger.last is not None else None
+        if ledger.last is None or not (ledger.last.is_unsent or (result and result.state is Ending.NOT_NEEDED)):
+            request = replace(request, follows=None)  # it has begun, and goes on whatever became of that run
         yield request
 
 

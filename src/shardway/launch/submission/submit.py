@@ -32,10 +32,20 @@ from shardway.launch.hosts.base import Host, HostUnreachable
 from shardway.launch.job import Job
 from shardway.launch.job_script import render_job_script, render_library
 from shardway.launch.runs.find import Known, forget, remember, render_known
+from shardway.launch.runs.followers import (
+    PlaceInRow,
+    check_not_waiting,
+    find_followed,
+    find_place,
+    is_finished,
+    list_follower,
+    unlist_follower,
+)
 from shardway.launch.runs.job_status import (
     LedgerEntry,
     check_free_for_job,
     read_again,
+    read_ledger,
     render_submission,
     write_submission,
 )
@@ -53,13 +63,15 @@ from shardway.rundir.lease import Identity, is_alive, own_identity
 @dataclass(frozen=True)
 class SentSubmission:
     """A submission that the scheduler has taken. `found`: an earlier try had got through after all. `further`: the
-    other links of a chain whose jobs may not submit jobs."""
+    other links of a chain whose jobs may not submit jobs. `waits_for`: the run whose end hands it over, so
+    that it has no job yet."""
 
     prepared: Prepared
     job: str
     host: str = ""
     found: bool = False
     further: tuple[str, ...] = ()
+    waits_for: str = ""
 
     @property
     def reference(self) -> str:
@@ -80,18 +92,26 @@ class SentSubmission:
             "work": str(job.around.workdir),
             "found": self.found,
             "further": list(self.further),
+            "waits_for": self.waits_for,
         }
 
 
 def submit_run(request: SubmitRequest, host: Host, submitter: Submitter | None = None) -> SentSubmission:
     """Submit the next attempt of a run, or go on with one whose submission was interrupted.
 
-    Raises UserError where something is wrong or refused, SiteError where the scheduler does not answer.
+    A run that follows another one gets no job before that is finished, unless jobs there may not submit jobs: it then
+    waits in the queue for the last job of that run. Raises UserError where something is wrong or refused, SiteError
+    where the scheduler does not answer.
     """
     submitter = submitter or Submitter(host)
     prepared = prepare(request, host, look=True)
     job, last = prepared.job, prepared.ledger.last
     check_free_for_job(host, prepared.ledger, submitter.tell)
+    check_not_waiting(host, prepared.ledger)
+    if last is not None and find_followed(prepared.ledger) is not None:
+        submitter.check_given_up(last)
+        host.run(("mkdir", str(last.attempt.handover)))  # no job hands it over while this settles it
+    place = find_place(host, job) if job.follows is not None else PlaceInRow()
     known = Known(str(job.run), host.name, job.site)
     if last is not None and last.is_unsent and (found := submitter.recover(job, last)):
         remember(known)
@@ -106,13 +126,20 @@ def submit_run(request: SubmitRequest, host: Host, submitter: Submitter | None =
             _bring_snapshot(host, prepared.snapshot, attempt)
 
     try:
-        submitted = submitter.submit(job, prepared.files, fill=fill)
+        if place.is_listed:
+            submitted = submitter.submit_when_finished(job, prepared.files, fill)
+        else:
+            submitted = submitter.submit(job, prepared.files, after=place.after, fill=fill)
     except BaseException:
         with contextlib.suppress(ShardwayError):
             left = host.run(("test", "-e", known.run)) if is_new else None
             if left is not None and left.code == 1 and not left.timed_out:  # refused, and nothing of it is left
                 forget(known)
         raise
+    if job.follows is not None and not place.is_listed:
+        list_follower(host, job.follows, job.folder, job.token)
+    if not submitted.job:
+        return SentSubmission(prepared, "", host.name, waits_for=str(job.follows))
     further = [submitted.job]
     while job.chain.until_done and job.chain.ahead and job.attempt < job.chain.max_attempts:
         job = job.successor()
@@ -195,10 +222,49 @@ class Submitter:
 
         Raises UserError if the folder exists or the scheduler refuses, SiteError if it does not answer.
         """
+        return self._submit(job, files, fill, lambda submission: self._hand_over(job, submission), after)
+
+    def submit_when_finished(
+        self, job: Job, files: dict[Path, str], fill: Callable[[Attempt], None] = lambda attempt: None
+    ) -> Submitted:
+        """Prepare an attempt as `submit` does, for the job that finishes the run that it follows. Where that run is
+        finished by now, the first to make the folder `handover` submits it; the job is "" while it waits."""
+        return self._submit(job, files, fill, lambda submission: self._list(job, submission))
+
+    def _list(self, job: Job, submission: Submission) -> Submitted:
+        run = job.follows or job.run
+        try:
+            list_follower(self.host, run, job.folder, job.token)
+        except UserError:
+            self.remove(job.folder)
+            raise
+        # Its job writes the result before it reads the list, and this reads the result after the list is written.
+        if not is_finished(read_ledger(self.host, run)):
+            return Submitted("")
+        if self.host.run(("mkdir", str(job.folder.handover))).ok:
+            try:
+                return self._hand_over(job, submission)
+            except UserError:  # refused
+                unlist_follower(self.host, run, job.folder, job.token)
+                raise
+        now = read_again(self.host, LedgerEntry(job.folder))
+        return Submitted(now.job)
+
+    def _submit(
+        self,
+        job: Job,
+        files: dict[Path, str],
+        fill: Callable[[Attempt], None],
+        hand_over: Callable[[Submission], Submitted],
+        after: str = "",
+    ) -> Submitted:
         attempt, asked, claim = job.folder, asdict(_list_requested(job)), render_claim(own_identity())
         made = self._make_folder(attempt)
         try:
-            submission = Submission(job.scheduler, job.token, "", self.host.name, after, time.time(), asked, claim)
+            submission = Submission(
+                *(job.scheduler, job.token, "", self.host.name, after, time.time(), asked, claim),
+                follows=str(job.follows or ""),
+            )
             texts = {
                 attempt.submission_path: render_submission(submission),  # the claim, before anything else
                 attempt.job_script: render_job_script(job),
@@ -211,10 +277,10 @@ class Submitter:
                 submission = replace(submission, submitted=time.time())  # filling may take long
                 write_submission(self.host, attempt, submission)
             except BaseException:
-                self._remove(attempt)
+                self.remove(attempt)
                 raise
             try:
-                return self._hand_over(job, submission)
+                return hand_over(submission)
             except UserError:
                 raise  # and the folder is gone
             except BaseException:
@@ -242,7 +308,7 @@ class Submitter:
         if failed is None:
             return new
         if mine.ok:
-            self._remove(attempt)
+            self.remove(attempt)
         self._sweep(new)
         if "File exists" in mine.err:
             raise UserError(
@@ -288,7 +354,7 @@ class Submitter:
                 return self._note(job, submission, taken)
             refusal = scheduler.explain_refusal(done, replace(_list_requested(job), host=self.host.name))
             if refusal.hopeless:
-                self._remove(job.folder)
+                self.remove(job.folder)
                 # without its client here it saw no job
                 missing = refusal.code in ("not_installed", "not_configured")
                 outcome = f"the job did not reach {where}" if missing else f"{where} refused the job"
@@ -309,7 +375,7 @@ class Submitter:
         or was submitted since the entry was read.
         """
         submission = entry.submission
-        self._check_given_up(entry)
+        self.check_given_up(entry)
         now = read_again(self.host, entry)  # its submitter may have succeeded meanwhile
         if not now.is_unsent:
             raise UserError(
@@ -320,10 +386,10 @@ class Submitter:
             named = replace(job, attempt=entry.number, token=submission.token)
             if found := self._find(find_scheduler(job.scheduler), named):
                 return self._note(named, submission, found, found=True)
-        self._remove(entry.attempt)
+        self.remove(entry.attempt)
         return None
 
-    def _check_given_up(self, entry: LedgerEntry) -> None:
+    def check_given_up(self, entry: LedgerEntry) -> None:
         """Raise UserError if another submitter may be at work on an attempt. A process on this machine is looked up;
         for any other the age of its record decides."""
         submission, head = entry.submission, f"attempt {entry.number} of {entry.attempt.run_path}"
@@ -369,7 +435,7 @@ class Submitter:
             ) from None
         return Submitted(taken, found)
 
-    def _remove(self, attempt: Attempt) -> None:
+    def remove(self, attempt: Attempt) -> None:
         """Remove a folder that no job will ever use, and its parents if they are empty then."""
         around = [("rmdir", str(folder)) for folder in (attempt.path.parent, attempt.run_path)]
         self.host.run_many([("rm", "-rf", str(attempt.path)), *around])
