@@ -73,8 +73,8 @@ def test_only_a_defect_asks_for_a_report(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_base_of_usage_errors_is_clicks() -> None:
     """Found by its place, since releases of typer differ in whose click they use."""
-    assert main._ClickException.__name__ == "ClickException"
-    assert issubclass(typer.BadParameter, main._ClickException)
+    assert main.CLICK_ERROR.__name__ == "ClickException"
+    assert issubclass(typer.BadParameter, main.CLICK_ERROR)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def _express(error: UnicodeError) -> tuple[str | bytes, int]:
 
 EXIT_KILLED = 130
 
-_ClickException: Any = typer.BadParameter.__mro__[2]
+CLICK_ERROR: Any = typer.BadParameter.__mro__[2]
 """Base of typer's usage errors. Newer releases of typer carry a click of their own, whose classes are no others'."""
 
 app = typer.Typer(
@@ -223,7 +223,7 @@ def run_guarded(work: Callable[[], object]) -> int:
                 flush_output()  # an OSError where it cannot be written
         if result == EXIT_KILLED:  # what typer makes of a KeyboardInterrupt
             raise KeyboardInterrupt
-    except _ClickException as error:
+    except CLICK_ERROR as error:
         error.show()
         return 2
     except ShardwayError as error:

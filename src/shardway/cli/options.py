@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,19 @@ from shardway.rundir.file_io import render_json
 if TYPE_CHECKING:
     from shardway.resolve.request import ResolveRequest
     from shardway.rundir.directory import RunDir
+
+
+# --- options whose seconds may be left out
+
+
+def fill_seconds(args: list[str], names: Sequence[str], form: re.Pattern[str], default_s: float) -> list[str]:
+    """The words of a command with `default_s` behind each option of these names that no word of this form follows; the
+    words after `--` are a program's."""
+    end = args.index("--") if "--" in args else len(args)
+    for place in reversed(range(end)):
+        if args[place] in names and not form.fullmatch((args[place + 1 : end] or [""])[0]):
+            args = [*args[: place + 1], f"{default_s:g}", *args[place + 1 :]]
+    return args
 
 
 # --- shell completion: each function lists what may stand where so much is written

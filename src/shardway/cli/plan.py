@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shardway.plan.planner import JobTerms, PlanOptions, PlanResult
     from shardway.plan.shapes import Shape
     from shardway.resolve.draft import Resolved
+    from shardway.runfile.load import LoadedRunFile
     from shardway.runfile.schema import RunFile
     from shardway.sites.schema import SiteProfile
 
@@ -122,9 +123,9 @@ def plan(
     terms_on = partial(terms_of, site, queue, paid)
     traces, more = trace or bool(module), dict[str, Any]()
     if model[0].endswith(".toml"):
-        result, staging = _plan_run_file(model, options, machine, terms_on, traces=traces, module=module)
+        result, staging, loaded = _plan_run_file(model, options, machine, terms_on, traces=traces, module=module)
         more = {} if staging is None else {"staging": staging.as_json()}
-        _warn_of_uncached(model, on)
+        _warn_of_uncached(loaded, model[0], on)
     else:
         result = _plan_named(model, options, machine, terms_on, traces=traces)
     if not isinstance(result, PlanResult):
@@ -164,15 +165,11 @@ def plan(
     typer.echo("\n".join(texts), nl=False)
 
 
-def _warn_of_uncached(words: list[str], on: str | None) -> None:
+def _warn_of_uncached(loaded: LoadedRunFile, run_file: str, on: str | None) -> None:
     """A line on stderr where the cache of this machine lacks files of the model that a run file names."""
     from shardway.launch.submission.hub_files import describe_uncached
-    from shardway.resolve.request import parse_words
-    from shardway.runfile.load import load_run
     from shardway.sites.load import load_site
 
-    run = parse_words(words)
-    loaded = load_run(run.run_file, run.overrides)
     if not loaded.values.model.hf:
         return
     try:
@@ -180,7 +177,7 @@ def _warn_of_uncached(words: list[str], on: str | None) -> None:
     except UserError:
         return  # --on names a machine without a profile
     if what := describe_uncached(loaded, profile):
-        typer.echo(legible(f"{what}; before the job: `shardway prefetch {words[0]}`"), err=True)
+        typer.echo(legible(f"{what}; before the job: `shardway prefetch {run_file}`"), err=True)
 
 
 def _emit(result: PlanResult, library: str, folder: Path | None) -> str:
@@ -276,10 +273,10 @@ def _plan_run_file(
     *,
     traces: bool,
     module: str,
-) -> tuple[PlanResult | UnitPlanResult, StagingForecast | None]:
-    """The plan of a run file on a machine, and what it copies to each node; `terms_on` so many nodes. `traces`: count
-    its model with torch; `module` ("file.py:function") makes it where the run file does not. Raises UserError with all
-    problems."""
+) -> tuple[PlanResult | UnitPlanResult, StagingForecast | None, LoadedRunFile]:
+    """The plan of a run file on a machine, what it copies to each node, and the file as it was loaded; `terms_on` so
+    many nodes. `traces`: count its model with torch; `module` ("file.py:function") makes it where the run file does
+    not. Raises UserError with all problems."""
     from shardway.plan.planner import (
         AXES,
         SETTINGS,
@@ -297,7 +294,8 @@ def _plan_run_file(
 
     check_no_problems("the plan", [*find_problems(options, machine), *find_doubles(options)])
     ranks = count_ranks(options, machine)
-    resolved = resolve_request(parse_words(words), ranks, min(ranks, machine.per_node), machine).resolved
+    resolution = resolve_request(parse_words(words), ranks, min(ranks, machine.per_node), machine)
+    resolved = resolution.resolved
     values, path, samples = resolved.values, Path(words[0]), None
     if traces:
         shape, note = _trace(values, path, module)
@@ -345,10 +343,10 @@ def _plan_run_file(
         )
         tokens = values.data.seq_len if takes_of(values.model.kind) == "tokens" or values.model.hf else 1
         more = {"length": length, "tokens_per_sample": tokens, "assumed": (*assumed, *describe_ramp(values))}
-        return plan_units(case, machine, ranks, terms, **more), staging  # type: ignore[arg-type]
+        return plan_units(case, machine, ranks, terms, **more), staging, resolution.loaded  # type: ignore[arg-type]
     fixed, notes = frozenset((*AXES, *SETTINGS, "offload", "sequence")), (*assumed, *list_assumptions(values))
     request = PlanRequest(case_of(values, shape, machine=machine), machine, ranks, fixed, length=length, assumed=notes)
-    return make_plan(request, terms), staging
+    return make_plan(request, terms), staging, resolution.loaded
 
 
 def _announce(sentence: str) -> None:

@@ -24,7 +24,7 @@ import typer
 from typer.core import TyperCommand
 
 from shardway.cli import options
-from shardway.cli.options import JsonOption, complete_run, find_run, print_json
+from shardway.cli.options import JsonOption, complete_run, fill_seconds, find_run, print_json
 from shardway.errors import ShardwayError, UserError, legible
 from shardway.rundir.file_io import is_there
 from shardway.units import render_clock, render_count
@@ -76,10 +76,7 @@ class CommandWithWatch(TyperCommand):
     """`--watch` may stand alone, or have seconds after it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for place, word in reversed([*enumerate(args)]):
-            if word in ("--watch", "-w") and not _SECONDS.fullmatch((args[place + 1 :] or [""])[0]):
-                args = [*args[: place + 1], f"{WATCH_S:g}", *args[place + 1 :]]
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, fill_seconds(args, ("--watch", "-w"), _SECONDS, WATCH_S))
 
 
 COMMANDS = {"status": CommandWithWatch}

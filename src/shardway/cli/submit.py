@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardway.cli.main import CommandWithProgram, read_program_words
-from shardway.cli.options import DirOption, JsonOption, RunName, Words, print_json, read_request, report
+from shardway.cli.options import DirOption, JsonOption, RunName, Words, fill_seconds, print_json, read_request, report
 from shardway.cli.then import (
     AfterOption,
     ThenOption,
@@ -45,16 +45,14 @@ if TYPE_CHECKING:
 WAIT_S = 1800.0
 """How long `--wait` waits for a server where no seconds are named."""
 
+_SECONDS = re.compile(r"\d+(\.\d+)?")
+
 
 class CommandWithWait(CommandWithProgram):
     """`--wait` may stand alone, or have seconds after it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        end = args.index("--") if "--" in args else len(args)
-        for place in reversed([at for at, word in enumerate(args[:end]) if word == "--wait"]):
-            if not re.fullmatch(r"\d+(\.\d+)?", (args[place + 1 : end] or [""])[0]):
-                args = [*args[: place + 1], f"{WAIT_S:g}", *args[place + 1 :]]
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, fill_seconds(args, ("--wait",), _SECONDS, WAIT_S))
 
 
 COMMANDS = {"submit": CommandWithWait}
@@ -245,8 +243,7 @@ def _carry_out(
         typer.echo(f"reached by     {_describe_reach(serving)}")
     typer.echo(f"to watch       shardway status {reference}   shardway logs -f {reference}")
     if serving is not None and wait_s:
-        access = _wait_for_server(sent, host, wait_s)
-        for label, text in access.list_lines() if access else []:
+        for label, text in _wait_for_server(sent, host, wait_s).list_lines():
             typer.echo(f"{label:<15}{text}")
     if serving is not None:
         typer.echo(f"to end it      shardway stop {reference}")

@@ -35,8 +35,6 @@ AfterOption = Annotated[
 MOST_WALLTIME_S = 3600.0
 """The wall-time of what follows, unless the run has less or its words say otherwise."""
 
-_UsageError: Any = typer.BadParameter.__mro__[1]
-
 
 @dataclass(frozen=True)
 class ThenWords:
@@ -89,14 +87,14 @@ def _list_verbs() -> Iterator[tuple[str, ...]]:
 
 
 def _check_options(text: str, verb: Sequence[str], rest: Sequence[str]) -> None:
-    from shardway.cli.main import app
+    from shardway.cli.main import CLICK_ERROR, app
 
     command: Any = get_group(app)
     for name in verb:
         command = command.get_command(None, name)
     try:
         context = command.make_context(" ".join(("shardway", *verb)), ["RUN", *rest])
-    except _UsageError as error:
+    except CLICK_ERROR as error:
         raise UserError(
             f"--then {text!r}: {error.format_message()}\n"
             f"  Nothing was submitted. To do: see `shardway {' '.join(verb)} --help`; RUN is put in by itself."
