@@ -5,4 +5,4 @@ Invariant: equal to the version in pyproject.toml, which a test compares. This m
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -31,6 +31,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
+from shardway.plain_arrays import find_arrays
+
 # --- what is read
 
 
@@ -327,7 +329,7 @@ class _Schema:
 
 
 def _read_host(path: str, since: float) -> HostTelemetry | None:
-    import numpy as np
+    np = find_arrays()
 
     try:
         with open(path, "rb") as file:
@@ -371,7 +373,7 @@ class _Chunk:
 
     def __init__(self, schema: _Schema, codes: Any) -> None:
         """`codes`: int64 (series, samples)."""
-        import numpy as np
+        np = find_arrays()
 
         self.schema, self.count = schema, codes.shape[1]
         none = codes == _NONE
@@ -390,7 +392,7 @@ class _Chunk:
 
     def unpack(self, name: str) -> Any:
         """A series as float32."""
-        import numpy as np
+        np = find_arrays()
 
         place = self.schema.places.get(name)
         if place is None:
@@ -411,7 +413,7 @@ class _PackedSeries(Mapping[str, Any]):
         self._names = dict.fromkeys(name for chunk in chunks for name in chunk.schema.series)
 
     def __getitem__(self, name: str) -> Any:
-        import numpy as np
+        np = find_arrays()
 
         if name not in self._names:
             raise KeyError(name)
@@ -432,7 +434,7 @@ def _read_chunks(
     blocks: Iterable[tuple[tuple[int, int], memoryview]], schemas: Mapping[tuple[int, int], _Schema]
 ) -> tuple[list[_Chunk], Any]:
     """The samples of blocks, and their times."""
-    import numpy as np
+    np = find_arrays()
 
     chunks: list[_Chunk] = []
     times: list[Any] = []
@@ -558,7 +560,7 @@ def _read_info(given: Mapping[str, Any]) -> NodeInfo:
 def _read_codes(packed: memoryview, schema: _Schema) -> tuple[Any, Any] | None:
     """Times, and the codes of each series, int64 (series, samples), _NONE where there is no value; None for a block
     that does not fit its schema."""
-    import numpy as np
+    np = find_arrays()
 
     try:
         content = _unpack(packed)
@@ -585,7 +587,7 @@ def _read_codes(packed: memoryview, schema: _Schema) -> tuple[Any, Any] | None:
 
 def _name_values(codes: Any, schema: _Schema) -> dict[str, Any]:
     """The float32 values of each series."""
-    import numpy as np
+    np = find_arrays()
 
     steps, values = np.array(schema.steps), np.empty(codes.shape, np.float32)
     for step in set(schema.steps):
@@ -595,7 +597,7 @@ def _name_values(codes: Any, schema: _Schema) -> dict[str, Any]:
 
 def _to_values(codes: Any, step: float) -> Any:
     """The float32 values of codes."""
-    import numpy as np
+    np = find_arrays()
 
     if step:
         return np.where(codes == _NONE, np.nan, codes * step).astype(np.float32)

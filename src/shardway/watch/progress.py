@@ -466,6 +466,14 @@ class RunProgress:
         best = self.monitor.find_best({step: each.metrics for step, each in by_step.items()})
         return by_step[best.step] if best is not None else None
 
+    def find_value(self, monitor: Monitor) -> tuple[float, int] | None:
+        """The best validation by a metric, else what the program logged last under its name; with its step."""
+        best = monitor.find_best({event.step: event.metrics for event in self.validations})
+        if best is not None:
+            return float(best.metrics[monitor.metric]), best.step
+        logged = self.logged.values.get(monitor.metric) if self.logged else None
+        return (logged, self.logged.step) if self.logged and logged is not None else None
+
     @property
     def seconds_left(self) -> float | None:
         """Seconds until the last step at this attempt's pace; None where unknown."""

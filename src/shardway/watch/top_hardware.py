@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardway.plain_arrays import find_arrays
 from shardway.telemetry.store import DeviceInfo, NodeInfo, TelemetryFollower
 from shardway.watch.facts import whole
 from shardway.watch.hosts import order_of_host
@@ -132,7 +133,7 @@ class _HostTail:
 
     def values(self, series: str, since: float) -> Any:
         """The values of a series since a time, of which some may be NaN."""
-        import numpy as np
+        np = find_arrays()
 
         parts = [part for part in self._parts if part[0][-1] >= since]  # of the others all is older
         found = [columns[series][times >= since] for times, columns in parts if series in columns]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardway.errors import ShardwayError
+from shardway.plain_arrays import find_arrays
 from shardway.rundir.events import Event
 from shardway.watch.facts import number, seconds, whole
 from shardway.watch.progress import RunProgress
@@ -38,7 +39,7 @@ class StepEvidence:
     @property
     def period_s(self) -> float | None:
         """Median seconds from step to step, usual ones."""
-        import numpy as np
+        np = find_arrays()
 
         return float(np.median(self.passed / self.count)) if len(self.count) else None
 
@@ -107,7 +108,7 @@ class FoldedEvents:
         """The steps of the last start; None before the first."""
         if self._last is None or not self._first:
             return None
-        import numpy as np
+        np = find_arrays()
 
         warm_steps = min(WARM_STEPS, max(1, self._steps // 4))
         warm = next((at for steps, at in self._first if steps >= warm_steps), self._first[-1][1])

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardway.errors import ShardwayError
 from shardway.hardware.catalogue import Accelerator, find_accelerator
+from shardway.plain_arrays import find_arrays
 from shardway.rundir.attempts import Attempt, Result, Submission
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
@@ -58,7 +59,7 @@ def share(flags: Any) -> float:
 
 def quantile(values: Any, q: float) -> float | None:
     """A quantile of the values that are there: 0 the least, 1 the largest."""
-    import numpy as np
+    np = find_arrays()
 
     known = _known(values)
     return None if known is None else float(np.quantile(known, q))
@@ -67,14 +68,14 @@ def quantile(values: Any, q: float) -> float | None:
 def find_rise(counter: Any) -> float | None:
     """How much a counter rose over its samples; steps back (a driver that was loaded again) count as zero. None without
     a value."""
-    import numpy as np
+    np = find_arrays()
 
     known = _known(counter)
     return None if known is None else float(np.diff(known).clip(0).sum())
 
 
 def _known(values: Any) -> Any:
-    import numpy as np
+    np = find_arrays()
 
     if values is None or not len(values):
         return None
@@ -460,7 +461,7 @@ def list_starts(telemetry: Iterable[HostTelemetry]) -> list[list[float]]:
 
 
 def _cut_to_start(telemetry: Sequence[HostTelemetry]) -> list[Cut]:
-    import numpy as np
+    np = find_arrays()
 
     found: list[Cut] = []
     until = np.inf
@@ -494,7 +495,7 @@ _QUIET_START_S = 120.0  # of a job whose accelerators never work, left out as it
 
 def _find_use(times: Any, series: Mapping[str, Any]) -> Break | None:
     """The first and the last time at which some accelerator's use, smoothed over half a minute, is lasting."""
-    import numpy as np
+    np = find_arrays()
 
     uses = [series[name] for name in series if _between(name, "gpu/", "/use_percent")]
     if not uses or len(times) < 3:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from shardway.plain_arrays import find_arrays
 from shardway.rundir.attempts import Ending
 from shardway.telemetry.store import NodeInfo
 from shardway.units import render_clock
@@ -262,7 +263,7 @@ def _foreign_hang(evidence: Evidence) -> Iterator[Advice]:
     """Full use at low power without any change, from some minute to the end, of accelerators that changed before."""
     if not evidence.used:
         return
-    import numpy as np
+    np = find_arrays()
 
     begun = 0.0
     for gpu in evidence.used:
@@ -576,7 +577,7 @@ def _bad_binding(evidence: Evidence) -> Iterator[Advice]:
 def _throttling(evidence: Evidence) -> Iterator[Advice]:
     if not evidence.gpus:
         return
-    import numpy as np
+    np = find_arrays()
 
     hot: list[tuple[float, GpuEvidence, str, float | None]] = []
     for gpu in evidence.gpus:
@@ -936,7 +937,7 @@ def _is_quiet(evidence: Evidence) -> bool:
 def _find_waiting(gpus: Sequence[GpuEvidence]) -> float | None:
     """The share of samples at low power, where the phases of a step are long enough to show in the samples; else None.
     The mean hides it: a third of a step at full power lifts it above that of waiting."""
-    import numpy as np
+    np = find_arrays()
 
     shares = []
     for gpu in gpus:
@@ -1102,7 +1103,7 @@ def _memory_leak(evidence: Evidence) -> Iterator[Advice]:
 
 def _fit_growth(host: HostEvidence) -> tuple[float, float, float] | None:
     """Bytes per second, R2 and the last level of the job's memory over the second half; None where it does not grow."""
-    import numpy as np
+    np = find_arrays()
 
     values = host.series.get("memory/job_bytes")
     if values is None:
@@ -1283,7 +1284,7 @@ def _small_micro_batch(evidence: Evidence) -> Iterator[Advice]:
 def _power_limit(evidence: Evidence) -> Iterator[Advice]:
     if not evidence.used:
         return
-    import numpy as np
+    np = find_arrays()
 
     for gpu in evidence.used:
         bits, clock = gpu.over("throttle_bits", gpu.steady), gpu.over("sm_clock_mhz", gpu.steady)

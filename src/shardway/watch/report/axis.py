@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardway.plain_arrays import find_arrays
+
 GAP_SHARE = 0.025  # a wait between two spans is drawn at most this wide, as a share of the time alive
 GAPS_SHARE = 0.25  # all of them together
 _JOINED_S = 30.0  # spans that are no further apart are one
@@ -62,13 +64,13 @@ class TimeAxis:
 
     def place(self, times: Any) -> Any:
         """The places of times (a number or an array); those outside are at the ends."""
-        import numpy as np
+        np = find_arrays()
 
         return np.interp(times, *self.knots)
 
     def time(self, places: Any) -> Any:
         """The times at places."""
-        import numpy as np
+        np = find_arrays()
 
         times, knots = self.knots
         return np.interp(places, knots, times)

@@ -12,6 +12,8 @@ import zlib
 from functools import cache
 from typing import Any
 
+from shardway.plain_arrays import find_arrays
+
 MISSING = 255  # the level of no value; others are 0 to 254
 _ANCHORS = ("1d2150", "2a4b9b", "2c86a8", "3fae8c", "a9cb4f", "fbeea0")
 
@@ -33,7 +35,7 @@ def _palette() -> bytes:
 
 def find_levels(values: Any, top: float) -> Any:
     """Values from 0 to `top` as levels, uint8; MISSING for NaN."""
-    import numpy as np
+    np = find_arrays()
 
     known = np.isfinite(values)
     scaled = np.clip(np.where(known, values, 0.0) / top, 0, 1) * (MISSING - 1)

@@ -16,6 +16,7 @@ from html import escape
 from typing import Any
 
 from shardway.drawing import render_document, render_section, render_table, render_text
+from shardway.plain_arrays import find_arrays
 from shardway.watch.report.axis import TimeAxis
 from shardway.watch.report.content import ReportContent
 from shardway.watch.report.curves import Curve, CurvePoint, Figure, thin
@@ -56,7 +57,7 @@ class PaceRatio:
 
 def list_step_times(log: EventLog) -> list[float]:
     """Seconds of the steps after the warm-up of each attempt, in order."""
-    import numpy as np
+    np = find_arrays()
 
     found: list[float] = []
     took, attempts = log.column("seconds"), log.list_parts("started")
@@ -69,7 +70,7 @@ def list_step_times(log: EventLog) -> list[float]:
 def draw_means(times: Sequence[float], seed: int) -> Any:
     """Means of DRAWS samples with replacement of blocks of consecutive steps; the blocks are about the cube root of
     their number times two long (Hall, Horowitz and Jing 1995)."""
-    import numpy as np
+    np = find_arrays()
 
     values = np.asarray(times)
     count = len(values)
@@ -81,7 +82,7 @@ def draw_means(times: Sequence[float], seed: int) -> Any:
 
 def find_pace(times: Sequence[float], seed: int = 1) -> StepPace | None:
     """The pace; None for fewer than 8 steps."""
-    import numpy as np
+    np = find_arrays()
 
     if len(times) < 8:
         return None
@@ -91,7 +92,7 @@ def find_pace(times: Sequence[float], seed: int = 1) -> StepPace | None:
 
 def find_ratio(base: Sequence[float], other: Sequence[float]) -> PaceRatio | None:
     """How many times faster the other run's steps are; None for fewer than 8 steps of either."""
-    import numpy as np
+    np = find_arrays()
 
     if len(base) < 8 or len(other) < 8:
         return None

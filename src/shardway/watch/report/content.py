@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardway.errors import JobError
+from shardway.plain_arrays import find_arrays
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
@@ -270,7 +271,7 @@ class ReportContent:
 
 
 def _panel_facts(panel: Panel, axis: TimeAxis) -> dict[str, Any]:
-    import numpy as np
+    np = find_arrays()
 
     edges = axis.time(np.linspace(0, 1, len(panel.middle) + 1))
     return {
@@ -348,7 +349,7 @@ def _find_spans(progress: RunProgress, jobs: Sequence[JobAttempt]) -> list[tuple
 
 
 def _find_sampled(host: HostTelemetry) -> list[tuple[float, float]]:
-    import numpy as np
+    np = find_arrays()
 
     apart = max(120.0, 10 * host.info.every_s)
     cuts = np.flatnonzero(np.diff(host.times) > apart) + 1

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardway.drawing import colour_of
+from shardway.plain_arrays import find_arrays
 from shardway.rundir.events import Event
 from shardway.watch.facts import read_logged, read_validation, seconds, whole
 from shardway.watch.progress import RunProgress
@@ -142,7 +143,7 @@ def _percent(share: float | None) -> float | None:
 def _step_curves(log: EventLog, key: str, name: str, concept: str, *, smoothed: bool = True) -> list[Curve]:
     """The values under `key` (a null is a gap, an absent key no point); if `smoothed`, drawn faintly behind their mean
     where there are enough of them."""
-    import numpy as np
+    np = find_arrays()
 
     runs = log.list_series(key)  # one by one, so that no mean reaches over a gap
     count = sum(map(len, runs))
@@ -212,14 +213,14 @@ def _waits(log: EventLog, progress: RunProgress) -> list[Curve]:
 def thin(points: Sequence[CurvePoint], limit: int) -> list[CurvePoint]:
     """At most `limit` + 2 points (limit even): first, last, and the extremes of limit/2 buckets. A bucket without a
     finite value leaves one NaN, so that a gap stays a gap."""
-    import numpy as np
+    np = find_arrays()
 
     return [points[place] for place in _choose(np.array([point.value for point in points]), limit)]
 
 
 def _choose(values: Any, limit: int) -> list[int]:
     """The places of what `thin` keeps."""
-    import numpy as np
+    np = find_arrays()
 
     count, parts, kept = len(values), limit // 2, list[int]()
     if count <= limit:
@@ -236,7 +237,7 @@ def _choose(values: Any, limit: int) -> list[int]:
 def smooth(series: StepSeries, half_window: int) -> StepSeries:
     """At each finite value the mean of it and of `half_window` finite ones on either side. Near the ends both sides
     shrink equally, so that the mean does not lag behind a slope. Values that are not finite are left out."""
-    import numpy as np
+    np = find_arrays()
 
     finite = series.select(np.isfinite(series.value))
     sums = np.concatenate([[0.0], np.cumsum(finite.value)])

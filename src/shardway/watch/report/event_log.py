@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
+from shardway.plain_arrays import find_arrays
 from shardway.rundir.events import Event
 from shardway.watch.facts import measured, seconds, whole
 
@@ -96,14 +97,14 @@ class EventLog:
 
     def list_parts(self, *names: str) -> Any:
         """For every step, how many events of these names were written before it."""
-        import numpy as np
+        np = find_arrays()
 
         return np.array([0, *accumulate(event["event"] in names for event in self.others)])[self.places]
 
     def list_series(self, name: str) -> list[StepSeries]:
         """A number of the steps that state it, null included, in parts within which time goes on and steps follow each
         other: attempts, and what lies between two steps of a clock."""
-        import numpy as np
+        np = find_arrays()
 
         if name not in self._columns:
             return []
@@ -116,7 +117,7 @@ class EventLog:
 
     def find_valid(self) -> Any:
         """A mask of the steps of the last start that no rollback undid."""
-        import numpy as np
+        np = find_arrays()
 
         starts = [place for place, event in enumerate(self.others) if event["event"] == "started"]
         numbers = np.nan_to_num(self.numbers)
@@ -129,6 +130,6 @@ class EventLog:
 
 
 def _view(column: array[Any]) -> Any:
-    import numpy as np
+    np = find_arrays()
 
     return np.frombuffer(column, column.typecode) if column else np.empty(0, column.typecode)

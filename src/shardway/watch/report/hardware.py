@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardway.plain_arrays import find_arrays
 from shardway.telemetry.store import DeviceInfo, HostTelemetry
 from shardway.watch.advice.evidence import find_rise, mean, quantile
 from shardway.watch.hosts import shorten_hosts
@@ -94,7 +95,7 @@ brake (NVML, clocks event reasons). Others are no loss: idle, a clock that was a
 
 
 def _is_throttled(host: HostTelemetry, bits: Any) -> Any:
-    import numpy as np
+    np = find_arrays()
 
     return _share_of(bits, (np.nan_to_num(bits).astype(np.int64) & THROTTLED) != 0)
 
@@ -105,7 +106,7 @@ def _waits(host: HostTelemetry, activities: Any) -> Any:
 
 def _share_of(samples: Any, flags: Any) -> Any:
     """100 where a flag is set, 0 where not, NaN where there is no sample."""
-    import numpy as np
+    np = find_arrays()
 
     return np.where(np.isfinite(samples), 100.0 * flags, np.nan)
 
@@ -242,7 +243,7 @@ def list_devices(host: HostTelemetry) -> list[tuple[int, DeviceInfo | None]]:
 
 def _add_series(host: HostTelemetry, pattern: str) -> Any:
     """The sum of series that match; NaN where none has a value, None where none matches."""
-    import numpy as np
+    np = find_arrays()
 
     matched = [host.series[name] for name in _list_series(host, pattern)]
     if not matched:
@@ -263,7 +264,7 @@ def _list_series(host: HostTelemetry, pattern: str) -> list[str]:
 
 def _make_panel(group: str, quantity: _Quantity, found: Sequence[_PanelRow], axis: TimeAxis) -> Panel:
     """Rows of several neighbours show the largest of them; the strip and the mean are over all."""
-    import numpy as np
+    np = find_arrays()
 
     series, firsts = list[tuple[HostTelemetry, Any]](), list[int]()
     for row in found:
@@ -310,7 +311,7 @@ def _find_top(given: float, largest: float) -> float:
 
 def bin_samples(times: Any, samples: Any, edges: Any) -> tuple[Any, Any, Any]:
     """Smallest, mean and largest sample of each bin between two edges; NaN for a bin without a value."""
-    import numpy as np
+    np = find_arrays()
 
     count = len(edges) - 1
     empty = np.full(count, np.nan)
@@ -334,7 +335,7 @@ def bin_samples(times: Any, samples: Any, edges: Any) -> tuple[Any, Any, Any]:
 
 
 def _mean_over_rows(table: Any) -> Any:
-    import numpy as np
+    np = find_arrays()
 
     known = np.isfinite(table)
     numbers = known.sum(axis=0)
@@ -343,14 +344,14 @@ def _mean_over_rows(table: Any) -> Any:
 
 
 def _mean(samples: Any) -> float:
-    import numpy as np
+    np = find_arrays()
 
     known = samples[np.isfinite(samples)]
     return float(known.mean(dtype=np.float64)) if len(known) else math.nan
 
 
 def _largest(samples: Any) -> float:
-    import numpy as np
+    np = find_arrays()
 
     known = samples[np.isfinite(samples)]
     return float(known.max()) if len(known) else math.nan
@@ -443,7 +444,7 @@ def _known(value: float) -> float | None:
 
 def find_pace_s(host: HostTelemetry, known: Any) -> float:
     """Seconds from one value of a series to the next; `known`: whether a sample has one. Not each sample reads all."""
-    import numpy as np
+    np = find_arrays()
 
     places = np.flatnonzero(known)
     return max(host.info.every_s, 1e-3) * (float(np.median(np.diff(places))) if len(places) > 1 else 1.0)
@@ -452,7 +453,7 @@ def find_pace_s(host: HostTelemetry, known: Any) -> float:
 def _intervals(host: HostTelemetry, known: Any) -> Any:
     """Seconds that each known sample stands for: since the one before it; the series' pace where that is more than five
     times as long ago."""
-    import numpy as np
+    np = find_arrays()
 
     times, pace = host.times[known], find_pace_s(host, known)
     passed = np.diff(times, prepend=times[0] - pace) if len(times) else np.zeros(0)
@@ -461,14 +462,14 @@ def _intervals(host: HostTelemetry, known: Any) -> Any:
 
 def find_sampled_s(host: HostTelemetry) -> float:
     """Seconds that the samples of a node stand for."""
-    import numpy as np
+    np = find_arrays()
 
     return float(_intervals(host, np.ones(len(host.times), bool)).sum())
 
 
 def _find_energy(host: HostTelemetry, index: int) -> tuple[float | None, str]:
     """Joules, and how they were found; steps back of the counter (a driver that was loaded again) count as zero."""
-    import numpy as np
+    np = find_arrays()
 
     if joules := find_rise(host.series.get(f"gpu/{index}/energy_j")):
         return joules, COUNTER
@@ -479,7 +480,7 @@ def _find_energy(host: HostTelemetry, index: int) -> tuple[float | None, str]:
 
 
 def _integrate(host: HostTelemetry, rate: Any) -> float:
-    import numpy as np
+    np = find_arrays()
 
     known = np.isfinite(rate)
     return float((rate[known] * _intervals(host, known)).sum())

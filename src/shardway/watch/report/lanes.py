@@ -147,7 +147,7 @@ def render_curves(figure: Figure, axis: TimeAxis, marks: Sequence[Mark], *, over
     for curve in figure.curves:
         last = next((point.value for point in reversed(curve.points) if math.isfinite(point.value)), None)
         if last is not None and not curve.faint:
-            ends.append(f'<b style="color:var(--{curve.colour})">{escape(render_value(last))}</b>')
+            ends.append(f'<b style="border-bottom:3px solid var(--{curve.colour})">{escape(render_value(last))}</b>')
     named = len(figure.curves) > 1 or figure.curves[0].name not in (figure.title.lower(), figure.unit, "train")
     key = "".join(
         f'<li><i style="background:var(--{curve.colour});opacity:{0.45 if curve.faint else 1}"></i>'

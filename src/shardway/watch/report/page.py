@@ -18,6 +18,7 @@ from itertools import accumulate
 from typing import Any
 
 from shardway.drawing import colour_of, read_beside, render_document, render_table, render_tiles
+from shardway.plain_arrays import find_arrays
 from shardway.rundir.directory import RunDir
 from shardway.units import render_clock
 from shardway.watch.facts import number
@@ -224,7 +225,7 @@ def _advice(content: ReportContent) -> str:
 
 def _timeline(content: ReportContent) -> str:
     axis = content.axis
-    import numpy as np
+    np = find_arrays()
 
     none = "" if content.log.steps or content.is_foreign else '<p class="soft">No step has been recorded yet.</p>'
     if axis is None or not (content.figures or content.panels):

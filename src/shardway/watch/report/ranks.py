@@ -20,6 +20,7 @@ from statistics import fmean, median
 from typing import Any
 
 from shardway.errors import JobError
+from shardway.plain_arrays import find_arrays
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
 from shardway.telemetry.activity import Activity
@@ -129,7 +130,7 @@ def _find_reason(progress: RunProgress, is_looked_at: bool) -> str:
 
 def _count_looks(hosts: Sequence[HostTelemetry]) -> dict[int, tuple[str, dict[int, int]]]:
     """Rank -> its last host, and how often it was seen in each activity of training: starts and ends are left out."""
-    import numpy as np
+    np = find_arrays()
 
     found: dict[int, tuple[str, dict[int, int]]] = {}
     for host in sorted(hosts, key=lambda each: float(each.times[-1])):
@@ -174,6 +175,6 @@ def _read_paces(run: RunDir) -> dict[int, tuple[float, float]]:
 
 def is_waiting(activities: Any) -> Any:
     """Of each sample: whether the rank waits for data."""
-    import numpy as np
+    np = find_arrays()
 
     return np.isin(activities, WAITING)

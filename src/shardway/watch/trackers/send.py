@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardway.errors import JobError, UserError
+from shardway.plain_arrays import find_arrays
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event, drop_undone
 from shardway.telemetry.store import read_telemetry
@@ -107,7 +108,7 @@ def _windows(run: RunDir, events: Sequence[Event], after: float) -> Iterator[tup
     for host in read_telemetry(run.telemetry_folder):
         if not len(host.times):
             continue
-        import numpy as np
+        np = find_arrays()
 
         first, last = float(host.times[0]), float(host.times[-1])
         length = max(WINDOW_S, (last - first) / MOST_WINDOWS)
