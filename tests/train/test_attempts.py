@@ -30,7 +30,7 @@ from shardway.resolve.request import ResolveRequest
 from shardway.rundir.attempts import VARIABLE, Attempt, AttemptStart, Ending, Result, Submission
 from shardway.rundir.directory import RunDir
 from shardway.train import loop, session, stops
-from shardway.train.run import Run, start, train_run
+from shardway.train.run import LiveRun, start, train_run
 from shardway.train.session import open_session
 
 SHORT = ("train.steps=8", "optim.warmup=0 steps", "model.dropout=0.1")
@@ -54,10 +54,10 @@ def result_of(attempt: Attempt) -> Result:
     return result
 
 
-def end_of_time_at(last: int, attempt: Attempt) -> Callable[[Run, int], None]:
+def end_of_time_at(last: int, attempt: Attempt) -> Callable[[LiveRun, int], None]:
     """For `before_step`: while step `last` is under way, the clock of rank 0 comes near the deadline."""
 
-    def look(run: Run, step: int) -> None:
+    def look(run: LiveRun, step: int) -> None:
         watch = run._loop._stopping.deadline  # type: ignore[union-attr]
         if step == last and watch is not None:
             watch._clock = lambda: watch._at - 1.0
@@ -125,7 +125,7 @@ def test_a_validation_that_would_not_end_in_time_is_not_begun(rank: int, tmp_pat
     """On all ranks, by the clock of rank 0; the next one is."""
     on, words = pool_ranks(), (*SHORT, "train.validate_every=2 steps")
 
-    def slow_at_4(run: Run, step: int) -> None:
+    def slow_at_4(run: LiveRun, step: int) -> None:
         watch = run._loop._stopping.deadline  # type: ignore[union-attr]
         if watch is not None and step in (4, 5):
             watch._validation_s = 7200.0 if step == 4 else 0.1
@@ -157,7 +157,7 @@ def test_the_stop_file_names_the_end(
 ) -> None:
     monkeypatch.setattr(stops, "LOOK_EVERY_S", 0.0)
 
-    def ask(run: Run, step: int) -> None:
+    def ask(run: LiveRun, step: int) -> None:
         if step == 3:
             run.directory.request_stop(words)
 
@@ -184,7 +184,7 @@ def test_the_end_of_the_time_is_no_message_where_the_chain_goes_on(
     following.make()
     following.write_submission(Submission("slurm", "a1b2c3", job="102" if queued else ""))
 
-    def ask(run: Run, step: int) -> None:
+    def ask(run: LiveRun, step: int) -> None:
         if step == 2:
             run.directory.request_stop(words)
 
@@ -215,7 +215,7 @@ def test_a_signal_is_a_stop_and_what_the_job_script_knows_of_it_wins(tmp_path: P
     train_tiny(tmp_path, lone_rank(), *SHORT, before_step=signal_at(2), attempt=one)
     assert (result_of(one).state, result_of(one).reason) == (Ending.STOPPED, "a signal asked for a stop")
 
-    def preempt(run: Run, step: int) -> None:
+    def preempt(run: LiveRun, step: int) -> None:
         signal_at(4)(run, step)
         if step == 4:
             run.directory.request_stop("preempted")
@@ -240,7 +240,7 @@ def test_what_ended_a_rank_is_the_result(tmp_path: Path, quiet_threads: None) ->
 def test_memory_that_is_gone_is_told_apart(tmp_path: Path, quiet_threads: None) -> None:
     attempt = begin(tmp_path)
 
-    def run_out(run: Run, step: int) -> None:
+    def run_out(run: LiveRun, step: int) -> None:
         if step == 2:
             raise MemoryError
 
@@ -255,7 +255,7 @@ def test_the_rank_with_the_cause_speaks(rank: int, tmp_path: Path) -> None:
     on = pool_ranks()
     attempt = begin(tmp_path, on=on)
 
-    def fail(run: Run, step: int) -> None:
+    def fail(run: LiveRun, step: int) -> None:
         if step == 3 and rank == 0:
             raise LostContact("rank 0 lost contact with another rank during a step: closed")
         if step == 3:
@@ -278,7 +278,7 @@ def test_the_same_failure_of_two_attempts_compares_equal(
     for number in (1, 2):
         attempt = begin(tmp_path, number)
 
-        def fail(run: Run, step: int, number: int = number) -> None:
+        def fail(run: LiveRun, step: int, number: int = number) -> None:
             raise JobError(f"the file /scratch/{number}/x at 0x{number}f is {number} bytes long")
 
         with pytest.raises(JobError):

@@ -18,7 +18,7 @@ from shardway.data.formats import parquet
 from shardway.data.open import open_described
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.runfile.load import load_run
-from shardway.train.run import Run, train_run
+from shardway.train.run import LiveRun, train_run
 from shardway.train.session import hold_session
 from tiny_hf import save_tiny
 
@@ -30,7 +30,7 @@ def train_example(name: str, folder: Path, *words: str) -> list[float]:
     """Train an example with further words; its losses."""
     resolution = resolve_request(ResolveRequest(EXAMPLES / name, (*QUICK, *words), folder, False), 1, 1)
     with hold_session(resolution, lone_rank(), None) as session:
-        run = Run(session)
+        run = LiveRun(session)
         outcome = train_run(run)
         run.close()
     assert outcome.state == "finished"

@@ -34,7 +34,7 @@ from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import load_run
 from shardway.runfile.schema import GuardSection
-from shardway.train.run import Run
+from shardway.train.run import LiveRun
 from trained import assert_same_bits, whole_state
 
 BATCH, SAMPLES, STEPS = 4, 400, 40
@@ -81,10 +81,10 @@ def train(
     folder: Path,
     *words: str,
     poisoned: Any = POISONED,
-    before_step: Callable[[Run, int], None] | None = None,
+    before_step: Callable[[LiveRun, int], None] | None = None,
     alone: bool = False,
     kind: Callable[[], nn.Module] = Net,
-    validates: Callable[[Run], float] | None = None,
+    validates: Callable[[LiveRun], float] | None = None,
 ) -> dict[str, torch.Tensor]:
     """A script's own loop; the state at its end."""
     on = lone_rank() if alone or not torch.distributed.is_initialized() else pool_ranks()
@@ -184,7 +184,7 @@ def test_what_was_validated_in_the_spike_is_no_best_one(tmp_path: Path, quiet_th
     """The validation of step 33 is the best of all, until the run goes back before it; the second one of it is not."""
     seen: list[int] = []
 
-    def find(run: Run) -> float:
+    def find(run: LiveRun) -> float:
         seen.append(run.step_number)
         is_spike = run.step_number == 33 and seen.count(33) == 1
         return 1.0 if is_spike else 50.0 - run.step_number + 9 * (run.step_number > 30)
@@ -204,7 +204,7 @@ def test_what_was_validated_in_the_spike_is_no_best_one(tmp_path: Path, quiet_th
     assert [event["name"] for event in read_named(tmp_path, "checkpoint_quarantined")] == ["step-000000033"]
 
 
-def wait_until_step_33_is_saved(run: Run, step: int) -> None:
+def wait_until_step_33_is_saved(run: LiveRun, step: int) -> None:
     """Which steps are saved must not depend on how soon one is written; that of step 33 is under way in step 34."""
     if step != 34:
         run._loop._checkpoints.settle()  # type: ignore[union-attr]
@@ -274,7 +274,7 @@ def test_a_checkpoint_that_turns_out_to_be_damaged_is_passed_over(
 ) -> None:
     """The span is that of the decision; the steps between the older checkpoint and it are taken again."""
 
-    def damage(run: Run, step: int) -> None:
+    def damage(run: LiveRun, step: int) -> None:
         file = run.directory.checkpoint_path(30) / "rank-00000.bin"
         if step == 34 and file.exists():
             file.write_bytes(file.read_bytes()[:-1] + b"x")
@@ -361,7 +361,7 @@ def test_what_nodes_saved_in_the_spike_is_not_taken(
     if dies:
         with pytest.raises(Died), pytest.MonkeyPatch.context() as patch:
 
-            def look(run: Run, step: int) -> None:
+            def look(run: LiveRun, step: int) -> None:
                 if step == 34:
                     die_in(patch, "before anything is set aside")
 
@@ -378,7 +378,7 @@ class Second:
     def __init__(self, step: int) -> None:
         self.step, self.times = step, 0
 
-    def __call__(self, run: Run, step: int) -> None:
+    def __call__(self, run: LiveRun, step: int) -> None:
         self.times += step == self.step
         if self.times == 2:
             raise Died
@@ -405,7 +405,7 @@ def test_a_way_back_to_what_other_ranks_saved_is_that_of_a_new_process(rank: int
 class Draws(dict[int, float]):
     """For `before_step`: what a script draws at random between two steps, by the step; the last time counts."""
 
-    def __call__(self, run: Run, step: int) -> None:
+    def __call__(self, run: LiveRun, step: int) -> None:
         self[step] = torch.rand(()).item() + np.random.rand() + random.random()
 
 
@@ -421,7 +421,7 @@ class Late(Net):
 
 
 def test_a_parameter_that_was_first_used_in_the_span_has_no_state_again(tmp_path: Path, quiet_threads: None) -> None:
-    def look(run: Run, step: int) -> None:
+    def look(run: LiveRun, step: int) -> None:
         opened, net = run._loop._open_step, run._held.models[0].parallel.module  # type: ignore[union-attr]
         assert isinstance(net, Late)
         net.is_late = opened is not None and opened.batch.position in range(120, 136)

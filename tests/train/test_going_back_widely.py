@@ -15,7 +15,7 @@ from commands import training_commands
 from pool import ranks
 from runs import Died, die_at, layout, pool_ranks, read_column, read_named, train_tiny
 from shardway.rundir.directory import RunDir
-from shardway.train.run import Run
+from shardway.train.run import LiveRun
 
 LAYOUTS = {
     "shards": layout(1, 2),
@@ -45,7 +45,7 @@ class Spoiler:
     def __init__(self) -> None:
         self.handle: RemovableHandle | None = None
 
-    def __call__(self, run: Run, step: int) -> None:
+    def __call__(self, run: LiveRun, step: int) -> None:
         if self.handle is not None:
             self.handle.remove()
         opened, model = run._loop._open_step, run._held.models[0].parallel.module  # type: ignore[union-attr]

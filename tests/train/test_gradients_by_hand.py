@@ -29,7 +29,7 @@ from shardway.ranks import stop as stop_rules
 from shardway.ranks.start import Ranks
 from shardway.train import by_hand as by_hand_rules
 from shardway.train import run as door
-from shardway.train.run import Run
+from shardway.train.run import LiveRun
 from speed import picked, picked_pairs, thinned
 from trained import whole
 
@@ -46,7 +46,7 @@ LAYOUTS = [(2, 1), (1, 2)]
 NAMES = ["replicas", "shards"]
 WIDE = [(4, 1), (1, 4), (2, 2)]
 
-Body = Callable[[Run, nn.Module, torch.optim.Optimizer, Any], Any]
+Body = Callable[[LiveRun, nn.Module, torch.optim.Optimizer, Any], Any]
 """What a script does with a batch."""
 
 
@@ -103,13 +103,13 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def by_hand(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+def by_hand(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
     run.backward(loss_of(model, batch))
     optimizer.step()
     optimizer.zero_grad()
 
 
-def by_step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+def by_step(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
     run.step(model, batch, F.mse_loss)
 
 
@@ -129,7 +129,7 @@ def test_a_loop_by_hand_takes_the_steps_of_run_step(tmp_path: Path, quiet_thread
     assert len(hand) == 4
 
 
-def halves(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+def halves(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
     rows = len(batch[0]) // 2
     for part in (slice(None, rows), slice(rows, None)):
         run.backward(loss_of(model, [each[part] for each in batch]), samples=len(batch[0][part]))
@@ -138,7 +138,7 @@ def halves(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: 
     optimizer.zero_grad()
 
 
-def two_losses(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+def two_losses(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
     """Of one graph; each leaves one head out."""
     one, other = model.both(batch[0])  # type: ignore[operator]
     run.backward(F.mse_loss(one, batch[1]), retain_graph=True)
@@ -147,7 +147,7 @@ def two_losses(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, bat
     optimizer.zero_grad()
 
 
-def two_graphs(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+def two_graphs(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
     """Both passes forward, then both backward; each leaves one head out."""
     one, other = model.both(batch[0])[0], model.both(batch[0] + 0.1)[1]  # type: ignore[operator]
     run.backward(F.mse_loss(one, batch[1]))
@@ -157,21 +157,21 @@ def two_graphs(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, bat
     optimizer.zero_grad()
 
 
-def beside_forward(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+def beside_forward(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
     """A method beside forward, and a parameter that gets no gradient."""
     run.backward(model.encode(batch[0]).square().mean())  # type: ignore[operator]
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
 
 
-def called_twice(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+def called_twice(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
     run.backward(F.mse_loss(model(batch[0]), model(batch[0] + 0.1)) + loss_of(model, batch))
     run.clip(optimizer, 0.5)
     optimizer.step()
     optimizer.zero_grad()
 
 
-def targets_counted(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+def targets_counted(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
     """A mean over targets of which each sample has another number."""
     counted = (batch[1] > 0.4).float()
     total = ((model(batch[0]) - batch[1]).square() * counted).sum()
@@ -180,13 +180,13 @@ def targets_counted(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer
     optimizer.zero_grad()
 
 
-def partly_frozen(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+def partly_frozen(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
     """The script changes what is frozen while it goes on."""
     model.body.requires_grad_(run.step_number % 2 == 0)  # type: ignore[union-attr,operator]
     by_hand(run, model, optimizer, batch)
 
 
-def accumulated(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+def accumulated(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
     """An update after every second batch."""
     run.backward(loss_of(model, batch) / 2)
     if run.step_number % 2:
@@ -195,7 +195,7 @@ def accumulated(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, ba
         optimizer.zero_grad()
 
 
-def in_turns(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+def in_turns(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
     """By hand in every second batch."""
     (by_hand if run.step_number % 2 else by_step)(run, model, optimizer, batch)
 
@@ -291,7 +291,7 @@ def test_a_rank_without_samples_counts_for_nothing(rank: int, shape: tuple[int, 
     """Of a batch of one, the first of two ranks has none: whatever its loss is."""
     batches = [[0, 1, 2, 3, 4], [5], [6, 7, 8], [9]]
 
-    def body(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    def body(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         alone = len(batches[run.step_number]) == 1
         has_none = alone and run.session.ranks.world == 2 and run.session.ranks.rank == 0
         loss = loss_of(model, batch)
@@ -325,7 +325,7 @@ def tokens(counted: Callable[[int], int]) -> TensorDataset:
 @pytest.mark.parametrize("shape", picked(LAYOUTS, (1, 2)), ids=NAMES)
 @ranks(2)
 def test_a_mean_over_targets_is_one_over_all_ranks(rank: int, shape: tuple[int, int], tmp_path: Path) -> None:
-    def body(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    def body(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         run.backward(shardway.token_cross_entropy(model(batch[0]), batch[1]))
         optimizer.step()
         optimizer.zero_grad()
@@ -339,7 +339,7 @@ def test_a_mean_over_targets_is_one_over_all_ranks(rank: int, shape: tuple[int, 
 def test_a_rank_without_targets_makes_no_nan(rank: int, shape: tuple[int, int], tmp_path: Path) -> None:
     """A mean over no targets at all is 0 / 0."""
 
-    def body(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    def body(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         run.backward(F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=-100))
         optimizer.step()
         optimizer.zero_grad()
@@ -361,7 +361,7 @@ def test_clipping_is_that_of_torch_on_one_rank(rank: int, shape: tuple[int, int]
     norms: dict[str, list[float]] = {"run": [], "torch": [], "none": []}
 
     def body(kind: str) -> Body:
-        def step(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        def step(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
             run.backward(loss_of(model, batch))
             if kind == "torch":
                 norm = nn.utils.clip_grad_norm_(model.parameters(), 0.2)
@@ -444,7 +444,7 @@ class Normed(nn.Module):
 def stopped_in(step: int, body: Body, rank: int = 0) -> Body:
     """One rank is signalled in that step."""
 
-    def signalled(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    def signalled(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         if run.step_number + 1 == step and run.session.ranks.rank == rank:
             run.session.signals = Signalled()  # type: ignore[assignment]
         body(run, model, optimizer, batch)
@@ -639,7 +639,7 @@ def test_gradients_that_are_not_finite_change_nothing(
         return
     bad, weights = 1, list[list[torch.Tensor]]()
 
-    def body(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    def body(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         weights.append([whole(each) for each in model.parameters()])
         if run.step_number == bad and rank == shape[0] * shape[1] - 1:
             batch = [batch[0].clone(), batch[1].clone()]
@@ -658,7 +658,7 @@ def test_gradients_that_are_not_finite_change_nothing(
 
 
 def test_without_the_guard_weights_that_are_no_numbers_end_the_run(tmp_path: Path, quiet_threads: None) -> None:
-    def body(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    def body(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         run.backward(loss_of(model, batch) * math.inf)
         optimizer.step()
 
@@ -673,7 +673,7 @@ def test_a_run_that_one_rank_has_stopped_is_finished(rank: int, shape: tuple[int
     if shape == (1, 1) and rank:
         return
 
-    def body(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    def body(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         by_hand(run, model, optimizer, batch)
         if run.step_number == 1 and rank == shape[0] * shape[1] - 1:
             run.stop("no gain")
@@ -694,10 +694,10 @@ def notes(folder: Path) -> list[str]:
 def test_a_script_is_told_what_it_may_not_mean(
     tmp_path: Path, quiet_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    def never(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         run.backward(loss_of(model, batch))
 
-    def kept(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    def kept(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         run.backward(loss_of(model, batch))
         optimizer.step()
 
@@ -722,7 +722,7 @@ def test_a_script_is_told_what_it_may_not_mean(
 
 
 def test_gradients_that_are_never_cleared_go_on_with_the_same_bits(tmp_path: Path, quiet_threads: None) -> None:
-    def kept(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    def kept(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         run.backward(loss_of(model, batch))
         optimizer.step()
 
@@ -738,17 +738,17 @@ def test_a_gan_that_was_stopped_ends_with_the_same_bits(tmp_path: Path, quiet_th
     assert same(train_gan(tmp_path / "stopped", lone_rank()), expected)
 
 
-def plain_backward(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+def plain_backward(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
     loss_of(model, batch).backward()
     optimizer.step()
 
 
-def both_kinds(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+def both_kinds(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
     by_hand(run, model, optimizer, batch)
     by_step(run, model, optimizer, batch)
 
 
-def both_kinds_turned(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+def both_kinds_turned(run: LiveRun, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
     by_step(run, model, optimizer, batch)
     by_hand(run, model, optimizer, batch)
 

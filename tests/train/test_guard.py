@@ -28,7 +28,7 @@ from runs import (
 from shardway.errors import JobError, UserError
 from shardway.rundir.directory import RunDir
 from shardway.train.guard import Spikes, read_spikes
-from shardway.train.run import Run
+from shardway.train.run import LiveRun
 from speed import picked
 from trained import assert_same_bits, whole_state
 
@@ -62,15 +62,15 @@ def harm_once(module: nn.Module, how: Harm, *, backward: bool) -> None:
     handle = module.register_forward_hook(harm)
 
 
-def first_model(run: Run) -> nn.Module:
+def first_model(run: LiveRun) -> nn.Module:
     """The first model that the run trains."""
     return run._held.models[0].parallel.module
 
 
-def fault_at(step: int, how: Harm = to_nan, *, rank: int = 1, backward: bool = True) -> Callable[[Run, int], None]:
+def fault_at(step: int, how: Harm = to_nan, *, rank: int = 1, backward: bool = True) -> Callable[[LiveRun, int], None]:
     """For `before_step`: one rank computes something wrong, once, in a step."""
 
-    def look(run: Run, coming: int) -> None:
+    def look(run: LiveRun, coming: int) -> None:
         if coming == step and run.session.ranks.rank == rank:
             linear = next(module for module in first_model(run).modules() if isinstance(module, nn.Linear))
             harm_once(linear, how, backward=backward)
@@ -96,7 +96,7 @@ def mean_square(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def train_net(
     folder: Path,
     words: tuple[str, ...],
-    before_step: Callable[[Run, int], None] | None = None,
+    before_step: Callable[[LiveRun, int], None] | None = None,
     bad_samples: tuple[int, ...] = (),
     seen: list[dict[str, torch.Tensor]] | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -227,7 +227,7 @@ def test_the_run_stops_at_the_first_where_that_is_asked_for(tmp_path: Path, quie
 def test_a_script_that_asks_for_nothing_has_its_passes_run_once(tmp_path: Path, quiet_threads: None) -> None:
     calls: list[int] = []
 
-    def count(run: Run, step: int) -> None:
+    def count(run: LiveRun, step: int) -> None:
         if step == 1:
             first_model(run).register_forward_pre_hook(lambda *_: calls.append(step))
 
@@ -306,10 +306,10 @@ def test_three_results_of_three_runs_end_the_run(tmp_path: Path, quiet_threads: 
 # --- copies of weights
 
 
-def flip_weight_at(step: int, rank: int) -> Callable[[Run, int], None]:
+def flip_weight_at(step: int, rank: int) -> Callable[[LiveRun, int], None]:
     """For `before_step`: one bit of one weight of one rank changes."""
 
-    def look(run: Run, coming: int) -> None:
+    def look(run: LiveRun, coming: int) -> None:
         if coming == step and run.session.ranks.rank == rank:
             norm = next(p for name, p in run._held.models[0].parallel.module.named_parameters() if "norm" in name)
             held = norm.to_local() if hasattr(norm, "to_local") else norm

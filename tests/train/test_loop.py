@@ -36,7 +36,7 @@ from shardway.ranks.stop import StepRequests
 from shardway.rundir.directory import RunDir
 from shardway.train import stops
 from shardway.train.loss import IGNORED, LossSum, token_cross_entropy
-from shardway.train.run import Run
+from shardway.train.run import LiveRun
 from shardway.train.validate import Validation, validate
 from speed import picked, picked_pairs
 from trained import apply_shape, make_passes
@@ -55,7 +55,7 @@ def read_strictly(text: str) -> Any:
 
 
 def touch_stop_at(last: int) -> Any:
-    def look(run: Run, step: int) -> None:
+    def look(run: LiveRun, step: int) -> None:
         if step == last and run.is_first:
             run.directory.request_stop()
 

@@ -20,7 +20,7 @@ from shardway.errors import UserError
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
 from shardway.train.loss import LossSum
-from shardway.train.run import Run
+from shardway.train.run import LiveRun
 from shardway.train.validate import MetricLog
 
 QUIET = ("run.device=cpu", "run.threads=1", "checkpoint.background=false", "train.validate_every=2 steps")
@@ -254,7 +254,7 @@ def log_run(folder: Path, on: Ranks, *words: str, last: int | None = None, steps
             log_of(run, x, y, metric)
 
 
-def log_of(run: Run, x: torch.Tensor, y: torch.Tensor, metric: Any) -> None:
+def log_of(run: LiveRun, x: torch.Tensor, y: torch.Tensor, metric: Any) -> None:
     run.log(level=x.mean(), right=metric)
     run.log({"rows": len(x), "y max": 0}, reduce="sum")
     run.log({"y max": y.max()}, reduce="max")

@@ -39,7 +39,7 @@ from shardway.resolve.rules import formats as decided
 from shardway.resolve.rules.formats import KEYS
 from shardway.rundir.directory import RunDir
 from shardway.runfile.schema import ModelSection, RunFile
-from shardway.train.run import Run
+from shardway.train.run import LiveRun
 from shardway.train.session import RankReport, agree, look_here, read_tf32_of_script
 from shardway.watch.words import PlainLines
 
@@ -480,7 +480,7 @@ def test_of_several_models_each_is_computed_as_it_is_made(tmp_path: Path, monkey
 def test_what_a_model_is_made_for_stays_however_long_the_run_is(tmp_path: Path) -> None:
     """The length that `run.steps` says comes after the model."""
 
-    def train(run: Run) -> None:
+    def train(run: LiveRun) -> None:
         model = run.shard(nn.Linear(4, 4).double())
         run.optimizer(torch.optim.SGD, model, lr=0.1)
         for batch in run.steps(run.loader(points(), batch_size=8), length=6):

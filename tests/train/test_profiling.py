@@ -19,7 +19,7 @@ from shardway.rundir.directory import RunDir
 from shardway.runfile.capture import CaptureRange, parse_capture_range, parse_capture_request
 from shardway.train import profiling
 from shardway.train.profiling import RankCapture, find_slowest, list_traces
-from shardway.train.run import Run
+from shardway.train.run import LiveRun
 
 SHORT = ("train.steps=8",)
 
@@ -32,10 +32,10 @@ def read_trace(path: Path) -> tuple[list[str], list[dict[str, Any]], dict[str, A
     return [event["name"] for event in sorted(steps, key=lambda event: float(event["ts"]))], events, trace
 
 
-def asking(at: int, text: str, directory: Path) -> Callable[[Run, int], None]:
+def asking(at: int, text: str, directory: Path) -> Callable[[LiveRun, int], None]:
     """For `before_step`: write the file before step `at`, and let rank 0 look for it at each step."""
 
-    def before(run: Run, step: int) -> None:
+    def before(run: LiveRun, step: int) -> None:
         run._loop._stopping._looked_at = -1e9  # type: ignore[union-attr]
         if step == at and run.is_first:
             RunDir(directory).profile_path.write_text(text)
@@ -70,7 +70,7 @@ def test_the_file_is_obeyed_by_all_ranks_and_the_slowest_writes_too(rank: int, t
     train_tiny(tmp_path / "plain", pool_ranks(), *words)
     ask = asking(3, "", tmp_path / "run")
 
-    def before(run: Run, step: int) -> None:
+    def before(run: LiveRun, step: int) -> None:
         ask(run, step)
         time.sleep(0.03 * rank)  # rank 1 is late, so rank 0 waits
 
@@ -162,7 +162,7 @@ def test_a_profiler_that_fails_on_one_rank_ends_nothing(
 
 
 def test_a_trace_that_cannot_be_written_is_an_event(tmp_path: Path) -> None:
-    def before(run: Run, step: int) -> None:
+    def before(run: LiveRun, step: int) -> None:
         if step == 1:
             run.directory.traces.write_text("in the way")
 

@@ -14,7 +14,7 @@ from runs import lone_rank, read_column, train_tiny
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
 from shardway.train import record
-from shardway.train.run import Run
+from shardway.train.run import LiveRun
 
 SHORT = ("train.steps=8", "optim.warmup=0 steps", "checkpoint.every=off")
 WRITE = os.write
@@ -27,7 +27,7 @@ class Disk:
         self._refused = range(first, last + 1)
         self._step = 0
 
-    def look(self, run: Run, step: int) -> None:
+    def look(self, run: LiveRun, step: int) -> None:
         """Before a step."""
         self._step = step
 

@@ -31,7 +31,7 @@ from shardway.checkpoint.state import Trained
 from shardway.errors import UserError
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
-from shardway.train.run import Run
+from shardway.train.run import LiveRun
 from shardway.train.validate import Validation
 from speed import picked
 from trained import assert_same_bits, whole, whole_state
@@ -136,7 +136,7 @@ def test_one_rank_trains_with_the_bits_of_a_plain_loop(
 def test_a_script_without_a_launcher(tmp_path: Path, quiet_threads: None) -> None:
     """`shardway.start()` itself, as in the README."""
     with shardway.start(None, *SCRIPT, directory=tmp_path) as run:
-        assert isinstance(run, shardway.Run)
+        assert isinstance(run, shardway.LiveRun)
         assert run.is_first
         assert run.device == torch.device("cpu")
         assert run.directory.path == tmp_path
@@ -215,7 +215,7 @@ def test_a_batch_is_what_the_dataset_collates_to(tmp_path: Path, quiet_threads: 
     assert found == expected
 
 
-def walk(run: Run, data: Any = None, batch_size: int | None = 8, **options: Any) -> int:
+def walk(run: LiveRun, data: Any = None, batch_size: int | None = 8, **options: Any) -> int:
     """Take all steps; how many there were."""
     net = run.shard(seeded())
     run.optimizer(torch.optim.SGD, net, lr=0.1)
@@ -276,7 +276,7 @@ def test_the_resolved_run_names_no_model_or_data_that_were_not_used(tmp_path: Pa
 
 
 def test_a_loop_without_a_step_is_refused(tmp_path: Path, quiet_threads: None) -> None:
-    def act(run: Run) -> None:
+    def act(run: LiveRun) -> None:
         run.optimizer(torch.optim.SGD, run.shard(seeded()), lr=0.1)
         for _ in run.steps(run.loader(Points(), 8)):
             continue
@@ -289,7 +289,7 @@ def test_a_loop_without_a_step_is_refused(tmp_path: Path, quiet_threads: None) -
 
 
 def test_two_steps_for_one_batch_are_refused(tmp_path: Path, quiet_threads: None) -> None:
-    def act(run: Run) -> None:
+    def act(run: LiveRun) -> None:
         net = run.shard(seeded())
         run.optimizer(torch.optim.SGD, net, lr=0.1)
         for batch in run.steps(run.loader(Points(), 8)):
@@ -321,7 +321,7 @@ def test_a_loop_that_is_left_early_is_saved_and_goes_on(rank: int, tmp_path: Pat
 
 
 def test_a_loader_of_torch_is_refused(tmp_path: Path, quiet_threads: None) -> None:
-    def act(run: Run) -> None:
+    def act(run: LiveRun) -> None:
         run.optimizer(torch.optim.SGD, run.shard(seeded()), lr=0.1)
         run.steps(DataLoader(Points(), batch_size=8))  # type: ignore[arg-type]
 
@@ -331,7 +331,7 @@ def test_a_loader_of_torch_is_refused(tmp_path: Path, quiet_threads: None) -> No
     )
 
 
-def refused(folder: Path, act: Callable[[Run], object]) -> str:
+def refused(folder: Path, act: Callable[[LiveRun], object]) -> str:
     with pytest.raises(UserError) as failure, open_tiny(folder, lone_rank(), base=SCRIPT) as run:
         act(run)
     return str(failure.value)

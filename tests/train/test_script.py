@@ -95,7 +95,7 @@ def test_a_run_that_is_open_is_closed_with_the_error(hooks: list[BaseException])
     assert script_hook().closes == []
 
 
-def train(run: shardway.Run, most: int = 9) -> None:
+def train(run: shardway.LiveRun, most: int = 9) -> None:
     model = run.shard(torch.nn.Linear(2, 2))
     run.optimizer(torch.optim.SGD, model, lr=0.1)
     for step, batch in enumerate(run.steps(run.loader([torch.ones(2)] * 8, batch_size=2))):

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from pool import ranks
 from runs import lone_rank, open_tiny, pool_ranks, read_column, read_named
 from shardway.errors import JobError, UserError
-from shardway.train.run import Run
+from shardway.train.run import LiveRun
 from speed import picked
 
 WORDS = (
@@ -40,11 +40,11 @@ def net() -> nn.Module:
     return nn.Linear(4, 1)
 
 
-Setup = Callable[[Run], Iterator[None]]
+Setup = Callable[[LiveRun], Iterator[None]]
 """A script: what it makes, and after each `yield` what it does after a step."""
 
 
-def drive(folder: Path, make: Callable[[Run], Callable[[int], Any]], *words: str, until: int = 8) -> list[Any]:
+def drive(folder: Path, make: Callable[[LiveRun], Callable[[int], Any]], *words: str, until: int = 8) -> list[Any]:
     """Run a script until it is done, or leave its loop after step `until`; what it has noted after each step."""
     notes = []
     with open_tiny(folder, lone_rank(), *words, base=WORDS) as run:
@@ -57,7 +57,7 @@ def drive(folder: Path, make: Callable[[Run], Callable[[int], Any]], *words: str
 
 
 def whole_and_stopped(
-    folder: Path, make: Callable[[Run], Callable[[Any], Any]], *words: str, stops: tuple[int, ...] = (4, 8)
+    folder: Path, make: Callable[[LiveRun], Callable[[Any], Any]], *words: str, stops: tuple[int, ...] = (4, 8)
 ) -> tuple[list[Any], list[Any]]:
     """The notes of a run, and those of the same run in several attempts."""
     whole = drive(folder / "whole", make, *words)
@@ -69,10 +69,10 @@ def whole_and_stopped(
 
 def scheduled(
     factory: Callable[..., Any], *, by_run: bool = False, metric: bool = False, every: int = 1, **options: Any
-) -> Callable[[Run], Callable[[Any], Any]]:
+) -> Callable[[LiveRun], Callable[[Any], Any]]:
     """A script that steps a scheduler of torch."""
 
-    def make(run: Run) -> Callable[[Any], Any]:
+    def make(run: LiveRun) -> Callable[[Any], Any]:
         model = run.shard(net())
         optimizer = run.optimizer(torch.optim.SGD, model, lr=0.1, momentum=0.9)
         made = run.scheduler(factory, optimizer, **options) if by_run else factory(optimizer, **options)
@@ -125,7 +125,7 @@ def test_a_scheduler_of_the_script_counts_and_goes_on(
 def test_schedulers_of_every_kind_go_on_beside_each_other(tmp_path: Path, quiet_threads: None) -> None:
     """Each with a model of its own, by hand and by the run in turns."""
 
-    def make(run: Run) -> Callable[[Any], Any]:
+    def make(run: LiveRun) -> Callable[[Any], Any]:
         beside = [Beside(run, f"m{number}") for number in range(len(SCHEDULERS))]
         pairs = enumerate(zip(SCHEDULERS.values(), beside, strict=True))
         steps = [script(bool(number % 2))(one) for number, (script, one) in pairs]  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def test_schedulers_of_every_kind_go_on_beside_each_other(tmp_path: Path, quiet_
 class Beside:
     """A run as one of several scripts has it: its model, optimizer and scheduler have a name."""
 
-    def __init__(self, run: Run, name: str) -> None:
+    def __init__(self, run: LiveRun, name: str) -> None:
         self.run, self.name = run, name
 
     @property
@@ -160,7 +160,7 @@ class Beside:
 
 
 def test_a_learning_rate_that_a_script_sets_by_hand_counts(tmp_path: Path, quiet_threads: None) -> None:
-    def make(run: Run) -> Callable[[Any], Any]:
+    def make(run: LiveRun) -> Callable[[Any], Any]:
         model = run.shard(net())
         optimizer = run.optimizer(torch.optim.SGD, model, lr=0.1)
 
@@ -177,10 +177,10 @@ def test_a_learning_rate_that_a_script_sets_by_hand_counts(tmp_path: Path, quiet
     assert read_column(tmp_path / "whole", "lr") == whole
 
 
-def settings_changed(change: Callable[[torch.optim.Optimizer, int], None]) -> Callable[[Run], Callable[[Any], Any]]:
+def settings_changed(change: Callable[[torch.optim.Optimizer, int], None]) -> Callable[[LiveRun], Callable[[Any], Any]]:
     """A script that changes settings of its optimizer after a step, once."""
 
-    def make(run: Run) -> Callable[[Any], Any]:
+    def make(run: LiveRun) -> Callable[[Any], Any]:
         model = run.shard(net())
         optimizer = run.optimizer(torch.optim.AdamW, model, lr=0.05)
 
@@ -227,7 +227,7 @@ def two_parts() -> nn.Module:
 def test_a_group_that_is_added_during_the_run_is_there_after_a_resume(tmp_path: Path, quiet_threads: None) -> None:
     """Gradual unfreezing: the body is frozen, and joins the optimizer after the second step."""
 
-    def make(run: Run) -> Callable[[Any], Any]:
+    def make(run: LiveRun) -> Callable[[Any], Any]:
         model = run.shard(two_parts())
         model[0].requires_grad_(False)
         optimizer = run.optimizer(
@@ -251,7 +251,7 @@ def test_a_group_that_is_added_during_the_run_is_there_after_a_resume(tmp_path: 
 
 
 def test_what_is_frozen_and_what_evaluates_holds(tmp_path: Path, quiet_threads: None) -> None:
-    def make(run: Run) -> Callable[[Any], Any]:
+    def make(run: LiveRun) -> Callable[[Any], Any]:
         torch.manual_seed(9)
         model = run.shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)))
         run.optimizer(torch.optim.Adam, model, lr=0.1)
@@ -297,7 +297,7 @@ class Shadow:
 
 @pytest.mark.parametrize("kind", ["both kept", "found", "foreach"])
 def test_an_average_of_the_weights_goes_on(tmp_path: Path, quiet_threads: None, kind: str) -> None:
-    def make(run: Run) -> Callable[[Any], Any]:
+    def make(run: LiveRun) -> Callable[[Any], Any]:
         model = run.shard(net())
         run.optimizer(torch.optim.SGD, model, lr=0.1)
         shadow = Shadow(model, 0.9)
@@ -328,7 +328,7 @@ def test_an_average_of_the_weights_goes_on(tmp_path: Path, quiet_threads: None, 
 # --- what cannot be told apart or stored is refused before it trains
 
 
-def refused(folder: Path, make: Callable[[Run], Callable[[Any], Any]], *words: str) -> str:
+def refused(folder: Path, make: Callable[[LiveRun], Callable[[Any], Any]], *words: str) -> str:
     with pytest.raises(UserError) as failure:
         drive(folder, make, *words)
     assert read_column(folder) == []
@@ -336,7 +336,7 @@ def refused(folder: Path, make: Callable[[Run], Callable[[Any], Any]], *words: s
 
 
 def test_two_schedulers_of_a_kind_are_refused_unless_they_have_names(tmp_path: Path, quiet_threads: None) -> None:
-    def make(run: Run) -> Callable[[Any], Any]:
+    def make(run: LiveRun) -> Callable[[Any], Any]:
         model = run.shard(net())
         optimizer = run.optimizer(torch.optim.SGD, model, lr=0.1)
         both = [schedules.StepLR(optimizer, 3), schedules.StepLR(optimizer, 2)]
@@ -349,7 +349,7 @@ def test_two_schedulers_of_a_kind_are_refused_unless_they_have_names(tmp_path: P
         "under its name; or let go of those that are not used."
     )
 
-    def named(run: Run) -> Callable[[Any], Any]:
+    def named(run: LiveRun) -> Callable[[Any], Any]:
         model = run.shard(net())
         optimizer = run.optimizer(torch.optim.SGD, model, lr=0.1)
         both = [run.scheduler(schedules.StepLR, optimizer, name=f"s{k}", step_size=k) for k in (2, 3)]
@@ -367,7 +367,7 @@ def test_two_schedulers_of_a_kind_are_refused_unless_they_have_names(tmp_path: P
 
 
 def test_two_averages_are_refused_unless_they_have_names(tmp_path: Path, quiet_threads: None) -> None:
-    def make(run: Run) -> Callable[[Any], Any]:
+    def make(run: LiveRun) -> Callable[[Any], Any]:
         model = run.shard(net())
         run.optimizer(torch.optim.SGD, model, lr=0.1)
         both = [AveragedModel(model), AveragedModel(model)]
@@ -419,7 +419,7 @@ def test_names_are_plain_and_unique(tmp_path: Path, quiet_threads: None, name: A
 
 
 def test_a_schedule_of_the_run_file_and_one_of_the_script_are_refused(tmp_path: Path, quiet_threads: None) -> None:
-    def make(run: Run) -> Callable[[Any], Any]:
+    def make(run: LiveRun) -> Callable[[Any], Any]:
         model = run.shard(net())
         optimizer = run.optimizer(torch.optim.SGD, model, lr=0.1)
 
@@ -447,8 +447,8 @@ def told_changes(folder: Path) -> dict[str, Any]:
 def test_another_argument_holds_and_is_told(
     tmp_path: Path, quiet_threads: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def make(lr: float, gamma: float) -> Callable[[Run], Callable[[Any], Any]]:
-        def script(run: Run) -> Callable[[Any], Any]:
+    def make(lr: float, gamma: float) -> Callable[[LiveRun], Callable[[Any], Any]]:
+        def script(run: LiveRun) -> Callable[[Any], Any]:
             model = run.shard(net())
             optimizer = run.optimizer(torch.optim.SGD, model, lr=lr, weight_decay=0.1)
             made = run.scheduler(schedules.StepLR, optimizer, step_size=2, gamma=gamma)
@@ -477,8 +477,8 @@ def test_another_argument_holds_and_is_told(
 def test_what_the_script_no_longer_keeps_is_told_and_no_error(
     tmp_path: Path, quiet_threads: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def make(*names: str) -> Callable[[Run], Callable[[Any], Any]]:
-        def script(run: Run) -> Callable[[Any], Any]:
+    def make(*names: str) -> Callable[[LiveRun], Callable[[Any], Any]]:
+        def script(run: LiveRun) -> Callable[[Any], Any]:
             model = run.shard(net())
             run.optimizer(torch.optim.SGD, model, lr=0.1)
             for name in names:
@@ -498,7 +498,7 @@ def test_what_the_script_no_longer_keeps_is_told_and_no_error(
 def test_an_object_that_is_kept_later_takes_what_waits_for_it(tmp_path: Path, quiet_threads: None) -> None:
     """Stochastic weight averaging begins late: what the script makes within its loop is found and goes on as well."""
 
-    def make(run: Run) -> Callable[[Any], Any]:
+    def make(run: LiveRun) -> Callable[[Any], Any]:
         model = run.shard(net())
         run.optimizer(torch.optim.SGD, model, lr=0.1)
         made: list[AveragedModel] = []
@@ -579,8 +579,8 @@ def test_a_scheduler_beside_a_schedule_of_the_run_file_is_refused(tmp_path: Path
 def test_what_was_not_made_again_yet_is_saved_on(tmp_path: Path, quiet_threads: None) -> None:
     """A run that is saved between a resume and the moment at which its script makes an object again loses nothing."""
 
-    def make(at: int) -> Callable[[Run], Callable[[Any], Any]]:
-        def script(run: Run) -> Callable[[Any], Any]:
+    def make(at: int) -> Callable[[LiveRun], Callable[[Any], Any]]:
+        def script(run: LiveRun) -> Callable[[Any], Any]:
             model = run.shard(net())
             run.optimizer(torch.optim.SGD, model, lr=0.1)
             made: list[Holder] = []
@@ -614,7 +614,7 @@ def test_the_number_of_a_step_is_known_in_the_loop_alone(tmp_path: Path, quiet_t
 def test_lbfgs_trains_as_in_torch_and_goes_on(tmp_path: Path, quiet_threads: None, search: str | None) -> None:
     options: dict[str, Any] = {"lr": 0.5, "max_iter": 4, "history_size": 3, "line_search_fn": search}
 
-    def make(run: Run) -> Callable[[Any], Any]:
+    def make(run: LiveRun) -> Callable[[Any], Any]:
         model = run.shard(two_parts())
         run.optimizer(torch.optim.LBFGS, model, **options)
 
@@ -642,8 +642,8 @@ def test_lbfgs_trains_as_in_torch_and_goes_on(tmp_path: Path, quiet_threads: Non
 
 
 def test_another_optimizer_than_the_saved_one_is_told(tmp_path: Path, quiet_threads: None) -> None:
-    def make(factory: Any) -> Callable[[Run], Callable[[Any], Any]]:
-        def script(run: Run) -> Callable[[Any], Any]:
+    def make(factory: Any) -> Callable[[LiveRun], Callable[[Any], Any]]:
+        def script(run: LiveRun) -> Callable[[Any], Any]:
             model = run.shard(net())
             run.optimizer(factory, model, lr=0.1)
             return lambda batch: run.step(model, batch, F.mse_loss)
@@ -662,7 +662,7 @@ def test_an_average_of_another_run_of_the_process_is_left_alone(tmp_path: Path, 
     """As in a notebook whose cell is run again: what the first run has left is none of the second."""
     left: list[AveragedModel] = []
 
-    def make(run: Run) -> Callable[[Any], Any]:
+    def make(run: LiveRun) -> Callable[[Any], Any]:
         model = run.shard(net())
         run.optimizer(torch.optim.SGD, model, lr=0.1)
         left.append(AveragedModel(model))
@@ -677,7 +677,7 @@ def test_an_average_of_another_run_of_the_process_is_left_alone(tmp_path: Path, 
 def test_an_object_that_can_no_longer_be_stored_costs_no_save(
     tmp_path: Path, quiet_threads: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def make(run: Run) -> Callable[[Any], Any]:
+    def make(run: LiveRun) -> Callable[[Any], Any]:
         model = run.shard(net())
         run.optimizer(torch.optim.SGD, model, lr=0.1)
         thing, fine = run.keep("thing", Holder(0)), run.keep("fine", Holder(0))

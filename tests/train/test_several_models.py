@@ -21,7 +21,7 @@ from shardway.checkpoint.catalog import PARTS, find_checkpoint
 from shardway.checkpoint.reader import TensorReader, find_differences
 from shardway.errors import UserError
 from shardway.ranks.start import Ranks
-from shardway.train.run import Run
+from shardway.train.run import LiveRun
 from speed import picked, picked_pairs
 from trained import whole
 
@@ -47,7 +47,7 @@ def layers(*sizes: int) -> nn.Sequential:
 
 
 Step = Callable[[Any], None]
-Make = Callable[[Run], tuple[Step, dict[str, Any]]]
+Make = Callable[[LiveRun], tuple[Step, dict[str, Any]]]
 """A script: what it does with a batch, and the models and objects whose tensors a test compares."""
 
 
@@ -59,7 +59,7 @@ def noise(batch: Any) -> torch.Tensor:
 def gan(critic_steps: int = 1) -> Make:
     """A generator and what judges it; the judge may take several steps for each of the generator."""
 
-    def make(run: Run) -> tuple[Step, dict[str, Any]]:
+    def make(run: LiveRun) -> tuple[Step, dict[str, Any]]:
         torch.manual_seed(11)
         generator, judge = run.shard(layers(2, 8, 4)), run.shard(layers(4, 8, 1), name="judge")
         of_generator = run.optimizer(torch.optim.Adam, generator, lr=0.02)
@@ -83,7 +83,7 @@ def gan(critic_steps: int = 1) -> Make:
     return make
 
 
-def autoencoder(run: Run) -> tuple[Step, dict[str, Any]]:
+def autoencoder(run: LiveRun) -> tuple[Step, dict[str, Any]]:
     """Encoder and decoder apart, one optimizer over both."""
     torch.manual_seed(12)
     encoder, decoder = run.shard(layers(4, 6, 2)), run.shard(layers(2, 6, 4))
@@ -116,7 +116,7 @@ class Shadow:
 
 
 def averaged(kind: str) -> Make:
-    def make(run: Run) -> tuple[Step, dict[str, Any]]:
+    def make(run: LiveRun) -> tuple[Step, dict[str, Any]]:
         torch.manual_seed(13)
         model = run.shard(layers(4, 6, 4))
         run.optimizer(torch.optim.SGD, model, lr=0.1, momentum=0.9)
@@ -131,7 +131,7 @@ def averaged(kind: str) -> Make:
     return make
 
 
-def distilled(run: Run) -> tuple[Step, dict[str, Any]]:
+def distilled(run: LiveRun) -> tuple[Step, dict[str, Any]]:
     """A teacher that is the student's average and has no optimizer: a model that is only run."""
     torch.manual_seed(14)
     student, teacher = run.shard(layers(4, 6, 4)), run.shard(layers(4, 6, 4), name="teacher")
@@ -296,7 +296,7 @@ def test_a_gan_trains_as_torch_alone_trains_it(tmp_path: Path, quiet_threads: No
 
 def test_what_differs_in_a_further_model_or_a_kept_object_is_a_difference(tmp_path: Path, quiet_threads: None) -> None:
     def make(scale: float) -> Make:
-        def script(run: Run) -> tuple[Step, dict[str, Any]]:
+        def script(run: LiveRun) -> tuple[Step, dict[str, Any]]:
             step, held = gan()(run)
             shadow = run.keep("ema", Shadow(held["judge"]))
             shadow.updates = int(scale)
@@ -316,14 +316,14 @@ def test_what_differs_in_a_further_model_or_a_kept_object_is_a_difference(tmp_pa
     assert {entry.part for entry in readers["one"].entries.values()} == set(PARTS) - of_data
 
 
-def refused(folder: Path, act: Callable[[Run], object], *words: str) -> str:
+def refused(folder: Path, act: Callable[[LiveRun], object], *words: str) -> str:
     with pytest.raises(UserError) as failure, open_tiny(folder, lone_rank(), *words, base=WORDS) as run:
         act(run)
     return str(failure.value)
 
 
 def test_a_step_that_could_mean_two_optimizers_is_refused(tmp_path: Path, quiet_threads: None) -> None:
-    def act(run: Run) -> None:
+    def act(run: LiveRun) -> None:
         model = run.shard(layers(4, 4))
         for name in ("fast", "slow"):
             run.optimizer(torch.optim.SGD, model, name=name, lr=0.1)
@@ -337,7 +337,7 @@ def test_a_step_that_could_mean_two_optimizers_is_refused(tmp_path: Path, quiet_
 
 
 def test_what_is_made_after_the_loop_has_begun_is_refused(tmp_path: Path, quiet_threads: None) -> None:
-    def act(run: Run) -> None:
+    def act(run: LiveRun) -> None:
         model = run.shard(layers(4, 4))
         run.optimizer(torch.optim.SGD, model, lr=0.1)
         for batch in run.steps(run.loader(points(), batch_size=8)):
@@ -395,7 +395,7 @@ def test_a_copy_of_a_sharded_model_is_refused(rank: int, tmp_path: Path) -> None
 # --- what a script freezes and frees
 
 
-def gradual(run: Run) -> tuple[Step, dict[str, Any]]:
+def gradual(run: LiveRun) -> tuple[Step, dict[str, Any]]:
     """The body is frozen at first, joins after the second step, and the head is frozen after the fourth."""
     torch.manual_seed(15)
     model = layers(4, 6, 4)
@@ -434,7 +434,7 @@ def test_what_is_frozen_and_freed_trains_as_on_one_rank(
 def test_replicas_of_a_model_that_was_all_frozen_are_refused_when_it_is_to_be_trained(
     rank: int, tmp_path: Path
 ) -> None:
-    def make(run: Run) -> tuple[Step, dict[str, Any]]:
+    def make(run: LiveRun) -> tuple[Step, dict[str, Any]]:
         model = run.shard(layers(4, 4).requires_grad_(False))
         run.optimizer(torch.optim.SGD, model, lr=0.1)
         model.requires_grad_(True)
@@ -452,7 +452,7 @@ def test_replicas_of_a_model_that_was_all_frozen_are_refused_when_it_is_to_be_tr
 # --- an optimizer that evaluates the loss itself
 
 
-def lbfgs(run: Run) -> tuple[Step, dict[str, Any]]:
+def lbfgs(run: LiveRun) -> tuple[Step, dict[str, Any]]:
     torch.manual_seed(16)
     model = run.shard(layers(4, 5, 4))
     run.optimizer(torch.optim.LBFGS, model, lr=0.3, max_iter=3, history_size=4, line_search_fn="strong_wolfe")

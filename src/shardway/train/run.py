@@ -50,7 +50,7 @@ from shardway.ranks.start import is_out_of_memory
 from shardway.ranks.stop import find_shell, report_errors, restore_hook, script_hook
 from shardway.resolve import DataFacts, Resolved
 from shardway.resolve.draft import takes_of
-from shardway.resolve.request import ResolveRequest, parse_words
+from shardway.resolve.request import ResolveRequest, parse_words, read_keys_variable
 from shardway.rundir.attempts import VARIABLE as ATTEMPT
 from shardway.rundir.directory import RunDir
 from shardway.rundir.events import Event
@@ -88,7 +88,7 @@ OWN_MODEL_KEYS = ("data.shuffle", "data.workers", "data.prefetch", "data.record_
 """Of [model] and [data], what has an effect on a script that brings its own model and data."""
 
 
-class Run:
+class LiveRun:
     """One run as its script sees it; made by `start`."""
 
     def __init__(self, session: Session) -> None:
@@ -98,7 +98,7 @@ class Run:
         self._engines: dict[int, Engine] = {}
         self._by_hand: GradientsByHand | None = None
         self._probes_loss = False
-        self._opened: OpenedRun[Run] | None = None
+        self._opened: OpenedRun[LiveRun] | None = None
         self._display: ScriptDisplay | None = None
 
     @property
@@ -425,7 +425,7 @@ class Run:
         else:
             self.leave()
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> LiveRun:
         return self
 
     def __exit__(
@@ -494,13 +494,14 @@ class Run:
         return ENGINES[train.engine].make(parts)
 
 
-def start(*words: str | Path | None, directory: str | Path | None = None, fresh: bool = False) -> Run:
+def start(*words: str | Path | None, directory: str | Path | None = None, fresh: bool = False) -> LiveRun:
     """Join whatever started this process (nothing, torchrun, srun, mpirun, PBS) and open the run directory.
 
     `words` are those of `shardway train`: a run file, and `key.path=value` to set over it; None is passed over.
     `directory` is the run directory where they set no run.root or run.name; `fresh` sets what an earlier run left
-    there aside. The run ends with the block of a `with`, by `run.close()`, or with the script. Raises ShardwayError on
-    every rank alike; one that is not caught ends the script with its message and its exit code.
+    there aside. Keys in the variable SHARDWAY_KEYS (a JSON list) override all others. The run ends with the block of a
+    `with`, by `run.close()`, or with the script. Raises ShardwayError on every rank alike; one that is not caught ends
+    the script with its message and its exit code.
     """
     report_errors()
     earlier = getattr(find_shell(), _OPENED, None)
@@ -508,6 +509,7 @@ def start(*words: str | Path | None, directory: str | Path | None = None, fresh:
         logging.getLogger("shardway").warning("the run that was still open is closed; this one begins.")
         earlier.close()
     request = parse_words([str(word) for word in words if word is not None])
+    request = replace(request, overrides=(*request.overrides, *read_keys_variable(os.environ)))
     place = Path(directory) if directory is not None else None
     opened = OpenedRun(open_run(replace(request, directory=place, fresh=fresh, own_model=True)))
     opened.run._opened, opened.run._display = opened, open_display(opened.run.session)
@@ -515,10 +517,10 @@ def start(*words: str | Path | None, directory: str | Path | None = None, fresh:
 
 
 @contextlib.contextmanager
-def open_run(request: ResolveRequest) -> Iterator[Run]:
+def open_run(request: ResolveRequest) -> Iterator[LiveRun]:
     """The run of a request, open on this rank."""
     with open_session(request, os.environ) as session:
-        run = Run(session)
+        run = LiveRun(session)
         try:
             with script_explained():
                 yield run
@@ -643,7 +645,7 @@ def open_display(session: Session) -> ScriptDisplay | None:
     return display
 
 
-# --- the run that a run file describes: as a script would train it, in the loop of `Run.steps`
+# --- the run that a run file describes: as a script would train it, in the loop of `LiveRun.steps`
 
 LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], LossSum]] = {
     "tokens": token_cross_entropy,
@@ -673,7 +675,7 @@ def train(request: ResolveRequest) -> RunOutcome:
     return outcome
 
 
-def train_run(run: Run) -> RunOutcome:
+def train_run(run: LiveRun) -> RunOutcome:
     """Train what the run file of an open run describes."""
     # The data are opened by rank 0 first, which prepares the files for the others.
     data = run.session.ranks.first_then_all(lambda: open_described(run.resolved.values))
@@ -696,7 +698,7 @@ def train_run(run: Run) -> RunOutcome:
     )
 
 
-def _assemble(run: Run, data: Data, *, timed: bool = False) -> nn.Module:
+def _assemble(run: LiveRun, data: Data, *, timed: bool = False) -> nn.Module:
     """The model of the run file, parallel, and with its optimizer; `timed`: it is thrown away after some steps."""
     values, peak_lr = run.resolved.values, run.resolved.derived.peak_lr
     model = run.shard(_build(run, data, timed=timed))
@@ -706,13 +708,13 @@ def _assemble(run: Run, data: Data, *, timed: bool = False) -> nn.Module:
 
 def _build_timed(session: Session, data: Data) -> tuple[nn.Module, Engine, Callable[..., LossSum]]:
     """A model that train.tune trains for some steps, its engine and its loss."""
-    run = Run(session)
+    run = LiveRun(session)
     model = _assemble(run, data, timed=True)
     engine = run._make_engine(run._held.optimizers[0], note=lambda text: None)
     return model, engine, LOSSES[takes_of(session.resolved.values.model.kind)]
 
 
-def _build(run: Run, data: Data, *, timed: bool = False) -> nn.Module:
+def _build(run: LiveRun, data: Data, *, timed: bool = False) -> nn.Module:
     """The model of the run file, on the meta device; one that is only `timed` gets random weights."""
     section, facts, session = run.resolved.values.model, data.train.facts, run.session
     if not section.hf:

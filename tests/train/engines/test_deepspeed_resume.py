@@ -17,7 +17,7 @@ from runs import Died, die_at, pool_ranks, read_column, read_named, train_tiny
 from shardway.checkpoint.catalog import verify_checkpoint
 from shardway.errors import JobError, UserError
 from shardway.rundir.directory import RunDir
-from shardway.train.run import Run
+from shardway.train.run import LiveRun
 from speed import picked
 
 pytestmark = needs_deepspeed
@@ -50,7 +50,7 @@ def test_settings_of_the_optimizer_are_those_of_today(rank: int, tmp_path: Path,
     train(tmp_path, *stage(number), last=3)
     seen: list[dict[str, Any]] = []
 
-    def look(run: Run, step: int) -> None:
+    def look(run: LiveRun, step: int) -> None:
         seen.append(
             {
                 name: value
@@ -77,7 +77,7 @@ def convert(checkpoint: Path, out: Path) -> None:
 def test_the_tool_of_deepspeed_reads_a_checkpoint(rank: int, tmp_path: Path, number: int) -> None:
     weights: list[dict[str, torch.Tensor]] = []
 
-    def look(run: Run, step: int) -> None:
+    def look(run: LiveRun, step: int) -> None:
         weights[:] = [run._held.models[0].parallel.module.state_dict()]
 
     train_tiny(tmp_path / "torch", pool_ranks(), *RUN, base=UNEVEN, before_step=look)

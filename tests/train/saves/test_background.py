@@ -17,7 +17,7 @@ from shardway.checkpoint import manager
 from shardway.checkpoint.writer import write_checkpoint
 from shardway.errors import JobError
 from shardway.rundir.directory import RunDir
-from shardway.train.run import Run
+from shardway.train.run import LiveRun
 
 SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.keep=9", "checkpoint.background=true")
 USAGE = shutil.disk_usage
@@ -49,7 +49,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made.open.set()
 
 
-def wait_for_save(run: Run, step: int) -> None:
+def wait_for_save(run: LiveRun, step: int) -> None:
     """For `before_step`: nothing is under way."""
     run._loop._checkpoints.settle()  # type: ignore[union-attr]
 
@@ -91,7 +91,7 @@ def test_the_curve_is_that_of_saves_that_are_waited_for(tmp_path: Path, quiet_th
 def test_one_that_is_due_while_another_is_under_way_is_left_out(
     tmp_path: Path, quiet_threads: None, gate: Gate
 ) -> None:
-    def look(run: Run, step: int) -> None:
+    def look(run: LiveRun, step: int) -> None:
         if step == 5:
             assert RunDir(tmp_path).checkpoint_steps() == []
             gate.open.set()
@@ -107,7 +107,7 @@ def test_one_that_is_due_while_another_is_under_way_is_left_out(
 def test_the_last_save_waits_for_the_one_under_way(tmp_path: Path, quiet_threads: None, gate: Gate) -> None:
     timer = threading.Timer(0.3, gate.open.set)
 
-    def look(run: Run, step: int) -> None:
+    def look(run: LiveRun, step: int) -> None:
         if step == 6:
             timer.start()
 
@@ -122,7 +122,7 @@ def test_a_full_disk_costs_no_step(tmp_path: Path, quiet_threads: None, monkeypa
     full = [True]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: USAGE(path)._replace(free=100 if full[0] else 2**40))
 
-    def look(run: Run, step: int) -> None:
+    def look(run: LiveRun, step: int) -> None:
         wait_for_save(run, step)
         full[0] = step < 5
 
@@ -137,7 +137,7 @@ def test_a_full_disk_costs_no_step(tmp_path: Path, quiet_threads: None, monkeypa
 
 
 def test_a_run_that_ends_badly_waits_for_what_is_under_way(tmp_path: Path, quiet_threads: None, gate: Gate) -> None:
-    def look(run: Run, step: int) -> None:
+    def look(run: LiveRun, step: int) -> None:
         if step == 4:
             threading.Timer(0.3, gate.open.set).start()
             raise Died
@@ -153,7 +153,7 @@ def test_it_does_not_wait_for_ever(
 ) -> None:
     monkeypatch.setattr(manager, "LEAVE_S", 0.05)
 
-    def look(run: Run, step: int) -> None:
+    def look(run: LiveRun, step: int) -> None:
         if step == 4:
             raise Died
 

@@ -14,7 +14,7 @@ from shardway.checkpoint.manager import LeastCost
 from shardway.errors import JobError
 from shardway.plan.economy import GPU_MTBF_SECONDS
 from shardway.rundir.directory import RunDir
-from shardway.train.run import Run
+from shardway.train.run import LiveRun
 
 SHORT = ("train.steps=6", "optim.warmup=0 steps", "checkpoint.every=2 steps")
 USAGE = shutil.disk_usage
@@ -31,7 +31,7 @@ class Disk:
         """As shutil.disk_usage."""
         return USAGE(path)._replace(free=100) if self.full else USAGE(path)
 
-    def look(self, run: Run, step: int) -> None:
+    def look(self, run: LiveRun, step: int) -> None:
         """Before a step; a save that is due after it happens before the next."""
         self.full = step + 1 in self.full_before
 

@@ -23,7 +23,7 @@ from shardway.ranks.launcher import Placement
 from shardway.ranks.start import Ranks
 from shardway.rundir.directory import RunDir
 from shardway.rundir.names import SHARED, LocalRun, find_local_run, find_run_id, read_line
-from shardway.train.run import Run
+from shardway.train.run import LiveRun
 
 WORDS = ("train.steps=12", "optim.warmup=0 steps", "checkpoint.background=true", "model.dropout=0.1")
 
@@ -42,10 +42,10 @@ def local_of(folder: Path) -> LocalRun:
     return find_local_run(str(folder / "disk"), find_run_id(folder / "run"))
 
 
-def settled(then: Callable[[Run, int], None] = lambda run, step: None) -> Callable[[Run, int], None]:
+def settled(then: Callable[[LiveRun, int], None] = lambda run, step: None) -> Callable[[LiveRun, int], None]:
     """For `before_step`: nothing is under way before a step, so that what is saved does not depend on time."""
 
-    def look(run: Run, step: int) -> None:
+    def look(run: LiveRun, step: int) -> None:
         run._loop._checkpoints.settle()  # type: ignore[union-attr]
         then(run, step)
 
@@ -283,7 +283,7 @@ def test_saves_by_the_clock(tmp_path: Path, quiet_threads: None, monkeypatch: py
 
 
 def test_what_the_clock_asks_for_in_the_run_directory_is_copied_once(tmp_path: Path, quiet_threads: None) -> None:
-    def look(run: Run, step: int) -> None:
+    def look(run: LiveRun, step: int) -> None:
         if step == 3:
             run._loop._checkpoints._cadences[SHARED]._tried_at -= 7200.0  # type: ignore[union-attr]
 
@@ -322,7 +322,7 @@ class FullDisk:
         self._folder, self._full_before, self._usage = folder, full_before, shutil.disk_usage
         self.full = False
 
-    def look(self, run: Run, step: int) -> None:
+    def look(self, run: LiveRun, step: int) -> None:
         self.full = step + 1 in self._full_before
 
     def usage(self, path: Any) -> Any:
@@ -379,7 +379,7 @@ def test_nodes_save_on_while_a_slow_file_system_is_written(
 
     monkeypatch.setattr(manager, "replicate_checkpoint", wait_first)
 
-    def look(run: Run, step: int) -> None:
+    def look(run: LiveRun, step: int) -> None:
         if (save := run._loop._checkpoints._saving) is not None:  # type: ignore[union-attr]
             save.join()
         if step == 11:
@@ -404,7 +404,7 @@ def test_what_is_due_while_nodes_still_write_is_copied_right_after(
 
     monkeypatch.setattr(manager, "write_checkpoint", wait_first)
 
-    def look(run: Run, step: int) -> None:
+    def look(run: LiveRun, step: int) -> None:
         if step == 8:
             gate.set()
         if step >= 8:
