@@ -54,15 +54,21 @@ members() {
   [ "${#all[@]}" = 0 ] || printf '%s\n' "${all[@]}" | sort -nu
 }
 
-#: start_job SCRIPT BEFORE LOG: in a session of its own, to follow the job BEFORE; prints its id
-start_job() {
+#: start_job SCRIPT BEFORE LOG: to follow the job BEFORE; prints its id
+start_job() { start_words "$3" "$1" ${2:+"$2"}; }
+
+#: start_words LOG SCRIPT ARGUMENT...: in a session of its own; prints its id
+start_words() {
   local line fields
   # it prints its identity first: a job that ends at once has run all the same
   line=$(setsid bash -c 'IFS= read -r -d "" line < /proc/$$/stat; printf %s "$line" >&3
-    unset SHARDWAY_JOB; exec bash "$@" 3>&-' start "$1" ${2:+"$2"} 3>&1 > "$3" 2>&1 < /dev/null &)
+    unset SHARDWAY_JOB; exec bash "$@" 3>&-' start "${@:2}" 3>&1 > "$1" 2>&1 < /dev/null &)
   read -ra fields <<< "${line##*) }"
   [ -n "$line" ] && echo "${line%% *}.${fields[19]}"
 }
+
+#: on_node NODE COMMAND...: there is one
+on_node() { exec "${@:2}"; }
 
 #: submit_after SCRIPT: starts when this job has ended; prints the job id
 submit_after() (

@@ -38,14 +38,32 @@ submit_as_program() {
 
 #: submit_after SCRIPT: to start when this job has ended, however it ends; prints the job id
 submit_after() {
-  local id
-  id=$(drop_variables "${of_ranks[@]}" "${of_jobs[@]}" && submit_as_program "$1" -W "depend=afterany:$job" 2>&1) ||
+  local id before=$job
+  [[ $job != *\[* ]] || before=${job%%\[*}[]${job#*\]} # nothing may depend on one task of an array, but on all of them
+  id=$(drop_variables "${of_ranks[@]}" "${of_jobs[@]}" && submit_as_program "$1" -W "depend=afterany:$before" 2>&1) ||
     { say "qsub: $id" >&2; return 1; }
   echo "${id##*$'\n'}"
 }
 
 #: cancel_job JOB
 cancel_job() { qdel "$1"; }
+
+#: on_node NODE COMMAND...: on a node of $job by ssh, as a part of the job where PBS has pbs_attach there; in a terminal where
+# `terminal` is set
+on_node() {
+  local node=$1 word line=""
+  shift
+  # shellcheck disable=SC2016 # for the shell of the node
+  set -- bash -c 'PBS_EXEC=$(sed -n "s/^PBS_EXEC=//p" "${PBS_CONF_FILE:-/etc/pbs.conf}" 2> /dev/null)
+    PATH=$PATH:$PBS_EXEC/bin
+    ! command -v pbs_attach > /dev/null || exec pbs_attach -j "$0" "$@"
+    exec "$@"' "$job" "$@"
+  [ "${node%%.*}" != "$(uname -n | cut -d. -f1)" ] || exec "$@"
+  for word; do
+    line+=" '${word//\'/\'\\\'\'}'" # as every login shell reads it
+  done
+  exec ssh ${terminal:+-t} -- "$node" "exec$line"
+}
 
 #: on_each_node COMMAND: at once on every node, in this folder, with the variables of `carried`; ends as one of them fails
 # PBS hands what it prints to the job's own output, whatever this shell redirects; `prints` names another file. Where the

@@ -2,6 +2,7 @@
 begin() {
   local end
   job=$SLURM_JOB_ID
+  [ -z "${SLURM_ARRAY_TASK_ID-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
   export SLURM_EXPORT_ENV=ALL # steps have the variables of this job, whatever --export or SBATCH_EXPORT said to sbatch
   [ -z "${SLURM_MEM_PER_NODE-}" ] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU # of a shell of salloc; srun takes one alone
   # of a step in which sbatch was typed: all ranks would be on its cores
@@ -48,3 +49,12 @@ submit_after() {
 
 #: cancel_job JOB
 cancel_job() { scancel "$1"; }
+
+#: on_node NODE COMMAND...: on a node of $job, beside what runs there and with all that the job has of it; in a terminal where
+# `terminal` is set; `options` are further ones of srun
+on_node() {
+  local node=$1 shared=()
+  shift
+  ! srun --help 2> /dev/null | grep -q -e '--overlap' || shared=(--overlap) # before 20.11 steps share without being asked
+  exec srun --jobid="$job" --nodelist="$node" --nodes=1 --ntasks=1 --mem=0 "${shared[@]}" ${terminal:+--pty} "${options[@]}" "$@"
+}
