@@ -7,8 +7,12 @@
 # make cluster tests on a real Slurm of several hosts on this machine; needs root and Debian, installs what is missing
 # make chaos [TIMES=20] [FIRST=0]   each fault at so many random moments, of seeds from FIRST on, and the table of what
 #              came of it (docs/faults.md)
+# make docs    build the site of the documentation into site/, which a browser opens without a server
 # make bench   measure the loop against a hand-written one
 # make bench-planner [ROWS=file]   predict published runs and print how far off the planner was
+
+# make dist [EXTRAS=[torch]]   wheel and sdist in dist/, checked, and the bill of materials of what is installed with them
+#              (docs/release.md)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,7 +22,7 @@ READY := $(VENV)/.ready
 # Tests that are kept compiled are collected in half the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test exhaustive durations check gpu cluster chaos bench bench-planner clean
+.PHONY: run test exhaustive durations check gpu cluster chaos docs bench bench-planner dist clean
 
 ROWS ?= tests/data/planner/rows.csv
 
@@ -63,8 +67,16 @@ chaos: $(READY)
 	SHARDWAY_CHAOS_TIMES=$(TIMES) SHARDWAY_CHAOS_FIRST=$(FIRST) SHARDWAY_CHAOS_NOTES="$$notes" $(BIN)/python -m pytest tests/chaos; \
 	code=$$?; $(BIN)/python tests/chaos/table.py "$$notes"; exit $$code
 
+docs: $(READY)
+	$(BIN)/python tools/docs_site/build.py site
+
 bench: $(READY)
 	$(BIN)/python bench/loop_overhead.py
+
+EXTRAS ?=
+
+dist:
+	tools/dist.sh "$(PYTHON)" "$(EXTRAS)"
 
 bench-planner: $(READY)
 	@found=$$(mktemp) && trap 'rm -f "$$found"' EXIT && \
@@ -79,4 +91,4 @@ $(READY): pyproject.toml constraints.txt tools/make_venv.sh
 	@touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .dist-tools dist

@@ -39,7 +39,7 @@ from shardway.resolve.request import ResolveRequest
 from shardway.train.loss import token_cross_entropy
 from shardway.train.optim.base import decay_groups
 from shardway.train.optim.kinds import build_optimizer
-from shardway.train.run import Run, open_run
+from shardway.train.run import LiveRun, open_run
 
 WARM_UP = 10
 
@@ -56,7 +56,7 @@ class Figures:
     pairs: int
 
 
-def build(run: Run, source: DataSource) -> torch.nn.Module:
+def build(run: LiveRun, source: DataSource) -> torch.nn.Module:
     """A model of the run file with the same initial weights every time."""
     values = run.resolved.values
     model = build_model(values.model, vocab=source.facts.vocab, sample_shape=source.facts.sample_shape)
@@ -65,7 +65,7 @@ def build(run: Run, source: DataSource) -> torch.nn.Module:
     return model
 
 
-def our_loop(run: Run, source: DataSource) -> Iterator[None]:
+def our_loop(run: LiveRun, source: DataSource) -> Iterator[None]:
     """One step of ours at each `next`."""
     values = run.resolved.values
     model = run.shard(build(run, source))
@@ -75,7 +75,7 @@ def our_loop(run: Run, source: DataSource) -> Iterator[None]:
         yield
 
 
-def hand_written_loop(run: Run, source: DataSource) -> Iterator[None]:
+def hand_written_loop(run: LiveRun, source: DataSource) -> Iterator[None]:
     """One step of a loop such as people write, at each `next`."""
     values = run.resolved.values
     model = build(run, source)

@@ -33,6 +33,8 @@ WHY = {
     "tests/train/test_processes.py::test_what_was_killed_goes_on_with_the_same": "two kills and five starts",
     "tests/train/test_nodes.py::": "agents wait for a lost node as long as it may take",
     "tests/cli/test_followers.py::test_a_": "jobs of this machine that start torch, one after the other",
+    "tests/learn/test_lessons_run.py::": "what a learner types in a lesson: ten or more processes, one after the other",
+    "tests/docs_site/test_site_pages.py::": "the whole site is built, once for all of its tests",
     "tests/train/test_takeover.py::": "a run that is stopped is overtaken once its lease has run out, and then goes on",
 }
 """Why a test may take LONG_S or more, by what its name begins with."""

@@ -75,8 +75,8 @@ def run_script(name: str, directory: Path, on: Ranks, *words: str, last: int | N
 
 
 def dying_after(last: int) -> Callable[..., float]:
-    """`Run.step` that does not survive the step after `last`."""
-    step = door.Run.step
+    """`LiveRun.step` that does not survive the step after `last`."""
+    step = door.LiveRun.step
 
     def take(run: door.Run, *arguments: object) -> float:
         if run._loop.counters.step >= last:  # type: ignore[union-attr]

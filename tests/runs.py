@@ -26,7 +26,7 @@ from shardway.ranks.start import Ranks
 from shardway.resolve.request import ResolveRequest, resolve_request
 from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
-from shardway.train.run import Run, RunOutcome, train_run
+from shardway.train.run import LiveRun, RunOutcome, train_run
 from shardway.train.session import hold_session
 
 COMMON = (
@@ -85,11 +85,11 @@ def open_tiny(
     base: Sequence[str] = TINY,
     fresh: bool = False,
     attempt: Attempt | None = None,
-) -> Iterator[Run]:
+) -> Iterator[LiveRun]:
     """A tiny run, open on these ranks; in a job, where there is an attempt."""
     request = ResolveRequest(None, (*base, *overrides), directory, fresh)
     with hold_session(resolve_request(request, ranks.world, ranks.world), ranks, attempt) as session:
-        run = Run(session)
+        run = LiveRun(session)
         yield run
         run.close()
 
@@ -99,7 +99,7 @@ def train_tiny(
     ranks: Ranks,
     *overrides: str,
     base: Sequence[str] = TINY,
-    before_step: Callable[[Run, int], None] | None = None,
+    before_step: Callable[[LiveRun, int], None] | None = None,
     attempt: Attempt | None = None,
 ) -> RunOutcome:
     """Train a tiny run until it is finished or stopped; `before_step` is told each step (1 is the first) to come."""
@@ -109,7 +109,7 @@ def train_tiny(
         return train_run(run)
 
 
-def tell_steps(run: Run, before_step: Callable[[Run, int], None]) -> None:
+def tell_steps(run: LiveRun, before_step: Callable[[LiveRun, int], None]) -> None:
     """Tell `before_step` of each step of an open run."""
     take = run.step
 
@@ -124,10 +124,10 @@ class Died(Exception):
     """What ends a run in the middle of a step, as a death would."""
 
 
-def die_at(last: int) -> Callable[[Run, int], None]:
+def die_at(last: int) -> Callable[[LiveRun, int], None]:
     """For `before_step`: end all ranks before the step after `last`."""
 
-    def look(run: Run, step: int) -> None:
+    def look(run: LiveRun, step: int) -> None:
         if step > last:
             raise Died
 
@@ -166,10 +166,10 @@ class Signalled:
     killed: bool = False
 
 
-def signal_at(last: int, rank: int = 0) -> Callable[[Run, int], None]:
+def signal_at(last: int, rank: int = 0) -> Callable[[LiveRun, int], None]:
     """For `before_step`: one rank is signalled during step `last`."""
 
-    def look(run: Run, step: int) -> None:
+    def look(run: LiveRun, step: int) -> None:
         if step == last and run.session.ranks.rank == rank:
             run.session.signals = Signalled()  # type: ignore[assignment]
 

@@ -140,8 +140,11 @@ def test_only_ranks_reads_what_launchers_say() -> None:
         (r"(.*\.)?deepspeed\.initialize", "train/engines/deepspeed.py"),
         (r"(.*\.)?(EventWriter|WriterLock)", "rundir/"),
         (r"fcntl\.\w+", "rundir/|data/stage.py|prefetch/hub.py"),  # one writer of a run, of data on a disk, of a blob
-        # the watcher is a program of its own in a job
-        (r"print|(typer|click)\.(echo|secho)|sys\.std(out|err)\.write", "cli/|launch/serving/watcher.py"),
+        # the watcher, and what calls a function, are programs of their own in a job
+        (
+            r"print|(typer|click)\.(echo|secho)|sys\.std(out|err)\.write",
+            "cli/|launch/serving/watcher.py|launch/calls/program.py",
+        ),
     ],
 )
 def test_only_one_room_calls(callee: str, room: str) -> None:
@@ -153,7 +156,8 @@ def test_only_the_command_line_ends_the_process() -> None:
     # owns its loop may not wait for peers that are gone, and a verb ends last of all. A thread of the sampler may hang
     # in a driver.
     others = outside("cli/", "data/workers.py", "ranks/stop.py", "ranks/outputs.py", "telemetry/sampler.py")
-    others = [module for module in others if module.name != "launch/serving/watcher.py"]  # a program of its own
+    programs = ("launch/serving/watcher.py", "launch/calls/program.py")  # of their own in a job
+    others = [module for module in others if module.name not in programs]
     assert find_calls(others, r"(sys|os)\._?exit|exit|quit|SystemExit|(typer|click)\.Exit") == []
     assert find(others, lambda node: isinstance(node, ast.Raise) and "SystemExit" in ast.unparse(node)) == []
 

@@ -101,3 +101,9 @@ def test_the_table_keeps_what_was_not_measured() -> None:
         "fast 0.30 elsewhere",
         "slow 1.00 elsewhere::one",
     ]
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports them by their name alone: two in one part of a run end it."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert [name for name in sorted(set(names)) if names.count(name) > 1] == []

@@ -29,7 +29,7 @@ from shardway.checkpoint.local_tier import replicate_checkpoint
 from shardway.checkpoint.manager import AsyncSave
 from shardway.checkpoint.writer import write_checkpoint
 from shardway.train.loop import Loop
-from shardway.train.run import Run
+from shardway.train.run import LiveRun
 from shardway.train.step import take_step
 
 HOME = str(Path(shardway.__file__).parent)
@@ -93,7 +93,7 @@ def train_on_node(folder: Path) -> None:
     """A run that saves on the disk of its node, and copies from there."""
     words = ("checkpoint.local_every=1 steps", f"checkpoint.local_dir={folder / 'disk'}")
 
-    def settle(run: Run, step: int) -> None:
+    def settle(run: LiveRun, step: int) -> None:
         """So that no save is left out."""
         run._loop._checkpoints.settle()  # type: ignore[union-attr]
 
@@ -112,7 +112,7 @@ class Journey:
     most: int
 
 
-STEP, UPDATE = Run.step, is_step_of_optimizer
+STEP, UPDATE = LiveRun.step, is_step_of_optimizer
 SAVE, BYTES = Loop.batches, is_shard_written
 JOURNEYS = {
     "loop to bytes, waited for": Journey(train(), SAVE, write_checkpoint, BYTES, 10),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +15,11 @@ import shardway
 def test_the_public_names() -> None:
     assert shardway.__all__ == [
         "Bug",
+        "Executor",
+        "FunctionJob",
         "JobError",
         "LengthGroupedBatches",
+        "LiveRun",
         "LossSum",
         "Run",
         "ShardwayError",
@@ -24,7 +28,10 @@ def test_the_public_names() -> None:
         "__version__",
         "causal_lm_loss",
         "class_cross_entropy",
+        "notebook_launch",
+        "open_job",
         "start",
+        "submit",
         "token_cross_entropy",
     ]
     for name in shardway.__all__:
@@ -33,6 +40,15 @@ def test_the_public_names() -> None:
 
 def test_the_version_is_that_of_the_package() -> None:
     assert shardway.__version__ == version("shardway")
+
+
+def test_what_states_the_version_agrees() -> None:
+    root = Path(__file__).parents[1]
+    cited = dict(line.split(": ", 1) for line in (root / "CITATION.cff").read_text().splitlines() if ": " in line)
+    heading = next(line for line in (root / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
+    assert heading == f"## {shardway.__version__} ({cited['date-released']})"
+    assert cited["version"] == shardway.__version__
+    assert f"This is version {shardway.__version__.rpartition('.')[0]} " in (root / "README.md").read_text()
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -16,7 +16,7 @@ from runs import pool_ranks, read_column, train_alone, train_tiny, worst_differe
 from saved_tensors import read_whole, save_checkpoint
 from shardway.checkpoint.state import Trained
 from shardway.rundir.directory import RunDir
-from shardway.train.run import Run
+from shardway.train.run import LiveRun
 
 SAVED, ALL = 2, 4
 STEPS = (f"train.steps={ALL}", "optim.schedule=constant", "optim.warmup=1 steps", "checkpoint.every=100 steps")
@@ -52,7 +52,7 @@ def only_checkpoint(directory: Path) -> Path:
     return run.checkpoint_path(run.checkpoint_steps()[0])
 
 
-def save_at_start(copy: Path, run: Run, step: int) -> None:
+def save_at_start(copy: Path, run: LiveRun, step: int) -> None:
     """Before the first step after a resume: save what was loaded, elsewhere."""
     if step == SAVED + 1:
         directory = RunDir(copy)
@@ -66,7 +66,7 @@ def save_at_start(copy: Path, run: Run, step: int) -> None:
         )
 
 
-def stop_after_save(run: Run, step: int) -> None:
+def stop_after_save(run: LiveRun, step: int) -> None:
     """Ask for a stop, and so for a save, in the last step of the first part."""
     if step == SAVED and run.is_first:
         run.directory.request_stop("test")

@@ -302,7 +302,13 @@ INFERENCE = [
     Case("evaluate-questions-and-options", ("evaluate", "x", "--choices", "q", "--out", "q"), file("q", "[]\n{}\n")),
 ]
 
-CASES = [*RUN_FILE, *RULES, *DATA, *RUN_DIRECTORIES, *EVALUATIONS, *INFERENCE]
+LESSONS = [
+    Case("learn-no-such-lesson", ("learn", "11")),
+    Case("learn-check-of-nothing", ("learn", "check")),
+    Case("learn-two-lessons", ("learn", "1", "2")),
+]
+
+CASES = [*LESSONS, *RUN_FILE, *RULES, *DATA, *RUN_DIRECTORIES, *EVALUATIONS, *INFERENCE]
 
 
 def tell(words: tuple[str, ...], err: str, code: int) -> str:

@@ -24,6 +24,7 @@ from shardway.launch.runs.find import registry_path
 from shardway.launch.submission import submit
 from shardway.launch.submission.prepare import read_last_request
 from shardway.plugins import GROUPS
+from shardway.rundir.attempts import Ending, Result, Submission
 from shardway.rundir.directory import RunDir
 from shardway.runfile.load import load_run
 from shardway.sites.load import list_sites, load_site
@@ -163,6 +164,30 @@ PLACES = [
         ("submit", "--on", "jupiter", "site.account=proj1", "site.venv=none", "--dir", "/tmp/x/run"),
     ),
 ]
+MINI = 'format = 1\nname = "mini"\ntitle = "Mini"\nscheduler = "local"\n[node]\ncores = 4\n[defaults]\nbudget = 50\n'
+
+
+def ended_run(folder: Path) -> None:
+    """A run whose job has ended."""
+    attempt = RunDir(folder / "runs/over").attempt(1)
+    attempt.make()
+    attempt.write_submission(Submission("local", "a1b2c3", "12.34"))
+    attempt.write_result(Result(Ending.FINISHED, ended=1.0))
+
+
+INTERACTIVE = [
+    Case("over-budget", ("submit", "--on", "./mini.toml", "--until-done", "--", "true"), file("mini.toml", MINI)),
+    Case("when-and-soonest", ("submit", "--when", "--soonest", "--", "true")),
+    Case(
+        "soonest-of-pbs", ("submit", "--on", "aspire2a-plus", "site.account=proj1", "--soonest", "--", "true"), code=3
+    ),
+    Case("gpus-of-a-laptop", ("shell", "--gpus", "1")),
+    Case("more-gpus-than-a-node", ("shell", "--on", "leonardo-booster", "--gpus", "9", "site.account=proj1")),
+    Case("shell-of-pbs-without-a-terminal", ("shell", "--on", "aspire2a-plus", "site.account=proj1")),
+    Case("exec-without-a-command", ("exec", "runs/over"), ended_run),
+    Case("exec-in-two-places", ("exec", "runs/over", "--all", "--rank", "1", "--", "true"), ended_run),
+    Case("exec-of-a-run-that-ended", ("exec", "runs/over", "--", "true"), ended_run),
+]
 ORDERS = [
     Case("no-command", (*JUPITER, "--")),
     Case("empty-command", (*JUPITER, "--", "")),
@@ -197,7 +222,7 @@ ORDERS = [
         file("mine.toml", 'format = 1\nname = "mine"\ntitle = "M"\nscheduler = "lsf"\n[node]\ncores = 0\n'),
     ),
 ]
-CASES = {case.name: case for case in (*NUMBERS, *WORDS, *PLACES, *ORDERS)}
+CASES = {case.name: case for case in (*NUMBERS, *INTERACTIVE, *WORDS, *PLACES, *ORDERS)}
 REFUSALS = ("refused-account", "no-sbatch", "still-queued")
 
 
@@ -271,6 +296,10 @@ SUBMIT = ("submit", "--on", "./tiny.toml", "site.venv=none", "run.device=cpu", "
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return make_slurm(tmp_path, monkeypatch)
+
+
+def make_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with sbatch and squeue, first on the PATH, and a profile of this Slurm."""
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -394,6 +423,11 @@ for line in json.loads(sys.argv[1]):
 )
 
 
+def without_costs(said: str) -> str:
+    """What a dry run reports besides what the job may cost."""
+    return re.sub(r"(?m)^shardway: costs at most .*\n", "", said)
+
+
 def words_for(site: str, runtime: str) -> list[str]:
     image = [] if runtime == "none" else [f"site.container={runtime}", "site.image=/images/torch.sqsh"]
     scheduler = load_site(site).scheduler
@@ -408,7 +442,7 @@ def test_dry_runs_of_every_site_and_container_need_no_torch(tmp_path: Path) -> N
         line for site in list_sites() for runtime in GROUPS["containers"].own if (line := words_for(site, runtime))
     ]
     done, _ = run_python(tmp_path, ALL, json.dumps(lines))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, without_costs(done.stderr)) == (0, "")
     assert done.stdout.count("#!/bin/bash\n") == len(lines) > 60
 
 
@@ -417,7 +451,7 @@ def test_a_dry_run_is_quick(site: str, runtime: str, tmp_path: Path) -> None:
     tries, libraries = list[float](), list[float]()
     while len(tries) < TRIES and not is_quick(tries, libraries, LIMIT):
         done, used_s = run_python(tmp_path, CODE, *words_for(site, runtime))
-        assert (done.returncode, done.stderr) == (0, "")
+        assert (done.returncode, without_costs(done.stderr)) == (0, "")
         tries.append(used_s)
         libraries.append(run_python(tmp_path, LIBRARIES)[1])
     assert is_quick(tries, libraries, LIMIT)
@@ -432,7 +466,7 @@ def test_secrets_that_others_can_read_are_told(mode: int, told: str, shardway: S
     secrets.write_text("HF_TOKEN=hf_x\n")
     secrets.chmod(mode)
     ended = shardway(*JUPITER)
-    assert (ended.code, told in ended.err, bool(ended.err)) == (0, True, bool(told))
+    assert (ended.code, told in ended.err, bool(without_costs(ended.err))) == (0, True, bool(told))
     assert "hf_x" not in ended.out + ended.err
 
 
@@ -535,3 +569,36 @@ def test_the_account_of_the_shell_is_taken_and_told(shardway: Shardway, monkeypa
 def test_threads_are_counted_where_the_job_has_them(shardway: Shardway, words: tuple[str, ...], cpus: int) -> None:
     done = shardway(*JUWELS, "site.account=proj1", "site.launcher=srun", *words)
     assert f"#SBATCH --cpus-per-task={cpus}\n" in done.out, done.err
+
+
+# --- the dry run as facts
+
+
+def test_the_facts_of_a_dry_run_have_its_cost_and_a_digest(shardway: Shardway, tmp_path: Path) -> None:
+    """Of JUPITER's nodes of four GPUs: 2 nodes x 4 GPUs x 3 h x 2 attempts. The digest is that of what would run."""
+    job = (*JUPITER, "--json", "--nodes", "2", "--until-done", "--max-attempts", "2", "run.root=/p/project1/runs")
+
+    def facts(*words: str) -> dict[str, Any]:
+        ended = shardway(*job, *words)
+        assert (ended.code, ended.err) == (0, "")
+        return dict(json.loads(ended.out))
+
+    first = facts("--walltime", "3h")
+    counted = {name: first[name] for name in ("nodes", "gpus", "walltime_s", "attempts", "gpu_hours")}
+    assert counted == {"nodes": 2, "gpus": 8, "walltime_s": 10800.0, "attempts": 2, "gpu_hours": 48.0}
+    assert first["script"].startswith("#!/bin/bash\n")
+    assert facts("--walltime", "3h")["digest"] == first["digest"]
+    others = [facts("--walltime", "4h"), facts("--walltime", "3h", "optim.lr=1e-4")]
+    (tmp_path / "train.py").write_text("import torch.distributed\n")
+    command = ("--walltime", "3h", "--", "python", "train.py")
+    others.append(facts(*command))
+    (tmp_path / "train.py").write_text("import torch.distributed as dist\n")
+    others.append(facts(*command))
+    assert len({each["digest"] for each in (first, *others)}) == 5
+
+
+def test_a_model_of_a_foreign_command_is_sized_before_the_queue(shardway: Shardway, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch.distributed\n")
+    ended = shardway(*LEONARDO, "--walltime", "1h", "--", "python", "train.py", "--model", "Qwen/Qwen3-32B")
+    assert ended.code == 0
+    assert "if this trains Qwen/Qwen3-32B (model), it does not fit 4 x" in ended.err

@@ -180,7 +180,32 @@ def test_config_explain(shardway: Shardway) -> None:
 
 
 def test_config_schema(shardway: Shardway) -> None:
-    assert facts(shardway("config", "schema")) == RunFile.model_json_schema()
+    found = facts(shardway("config", "schema"))
+    assert found.pop("$schema") == "http://json-schema.org/draft-07/schema#"
+    assert found == RunFile.model_json_schema()
+    assert facts(shardway("config", "schema", "run")) == {"$schema": "http://json-schema.org/draft-07/schema#", **found}
+
+
+@pytest.mark.parametrize("kind", ["run", "site"])
+def test_the_published_schema_is_current(kind: str, shardway: Shardway) -> None:
+    """Else: `shardway config schema KIND > docs/schema/KIND.json`."""
+    published = Path(__file__).parents[2] / "docs" / "schema" / f"{kind}.json"
+    assert shardway("config", "schema", kind).out == published.read_text()
+
+
+def test_init_names_a_schema_that_is_there(shardway: Shardway, tmp_path: Path) -> None:
+    shardway("init", "my.toml", "--minimal")
+    first = (tmp_path / "my.toml").read_text().splitlines()[0]
+    schema = json.loads(Path(first.removeprefix("#:schema file://")).read_text())
+    assert schema == facts(shardway("config", "schema"))
+
+
+def test_init_without_a_cache_has_no_schema(
+    shardway: Shardway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    assert shardway("init", "my.toml", "--minimal").code == 0
+    assert (tmp_path / "my.toml").read_text().startswith("# A Shardway run file")
 
 
 # --- train

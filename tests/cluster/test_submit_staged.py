@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,16 +10,11 @@ import pytest
 from real_cluster import Cluster
 from submitting import Person, settle_in
 
-from shardway.data.joint_copy import PATIENCE_S
-from shardway.data.stage_peers import PART_BYTES
-from shardway.units import format_bytes, parse_bytes, parse_seconds
+from shardway.units import format_bytes
 
 NODES = ("n1", "n2", "n3", "n4")
 TOKENS = 150_000_000
 """Several parts of a file, so that each node reads some of it."""
-REPORT = re.compile(
-    r"(.*) of data copied to disks of nodes in (\S+): (.*) from where they lie, (.*) from other nodes", re.ASCII
-)
 WORDS = ("train.global_batch=8", "site.nodes=4", "site.ranks_per_node=2")
 
 
@@ -54,15 +48,10 @@ def test_the_nodes_read_the_data_once_together_and_the_next_job_none_of_it(alice
     assert first.ended().state == "finished"
     assert first.losses() == pytest.approx(plain.losses(), rel=1e-5)
     (told,) = [event for event in first.directory.events(0) if event["event"] == "staged"]
-    copied = REPORT.fullmatch(told["reason"])
-    assert copied is not None, told["reason"]
-    whole, took, shared, fetched = copied.groups()
-    assert whole == format_bytes(len(NODES) * size)
-    # bytes read from the shared side / bytes of the data: 1.00, unless a node of this machine was so late that others
-    # did not wait for its parts
-    late = parse_bytes(shared) - size
-    assert parse_bytes(shared) + parse_bytes(fetched) == len(NODES) * size
-    assert late == 0 if parse_seconds(took) < PATIENCE_S else late in range(0, size, PART_BYTES)
+    assert told["reason"].startswith(f"{format_bytes(len(NODES) * size)} of data copied")
+    # bytes read from the shared side / bytes of the data: 1.00
+    shares = f": {format_bytes(size)} from where they lie, {format_bytes((len(NODES) - 1) * size)} from other nodes"
+    assert told["reason"].endswith(shares)
     assert [find_staged(alice, node, disk) for node in NODES] == [[str(size)]] * len(NODES)
     second = alice.submit(*words, "run.name=second", "site.ranks_per_node=1")
     assert second.ended().state == "finished"

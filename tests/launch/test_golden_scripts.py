@@ -15,7 +15,12 @@ from golden_files import Golden, golden_names
 from shardway.hardware.probe import LocalMachine
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.job import ContainerMount, ContainerUse, Job, JobEnvironment, Meeting
-from shardway.launch.job_script import render_job_script, render_library
+from shardway.launch.job_script import (
+    render_enter_script,
+    render_job_script,
+    render_library,
+    render_shell_script,
+)
 from shardway.launch.script import read_blocks
 from shardway.launch.submission import prepare
 from shardway.launch.submission.prepare import SubmitRequest
@@ -155,6 +160,8 @@ def test_every_kept_script_is_of_a_case() -> None:
 def all_scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     jobs = {name: make_job(*case) for name, case in COMBINATIONS.items()}
     scripts = {name: render_job_script(job) for name, job in {**jobs, **SPECIAL}.items()}
+    scripts |= {f"enter-{name}": render_enter_script(job) for name, job in jobs.items()}
+    scripts |= {f"shell-{name}": render_shell_script(job, Path("/s")) for name, job in jobs.items()}
     scripts |= {f"chain-{name}": render_job_script(chained(job)) for name, job in jobs.items() if name.endswith("none")}
     return scripts | {f"site-{site}": prepare_for_site(site, monkeypatch) for site in list_sites()}
 
@@ -182,8 +189,13 @@ def test_shellcheck_has_nothing_to_say(tmp_path: Path) -> None:
     jobs = {name: make_job(name) for name in ("slurm", "pbs", "local")}
     jobs["enroot"] = make_job("pbs", "mpirun", "enroot", program=OWN)
     jobs["working-folder"] = SPECIAL["special-working-folder"]
-    paths = write_scripts(tmp_path, {name: render_job_script(chained(job)) for name, job in jobs.items()})
-    assert complaints(paths, "SC1091", "SC2034", "SC2154") == ""  # its functions read and set what it does not
+    scripts = {name: render_job_script(chained(job)) for name, job in jobs.items()}
+    scripts |= {f"enter-{name}": render_enter_script(job) for name, job in jobs.items()}
+    scripts |= {f"shell-{name}": render_shell_script(job, Path("/s")) for name, job in jobs.items()}
+    paths = write_scripts(tmp_path, scripts)
+    known = ("SC1091", "SC2034", "SC2154")  # its functions read and set what it does not
+    names = ("SC2089", "SC2090")  # `declare -p` takes names of variables, and no values
+    assert complaints(paths, *known, *names) == ""
     assert complaints(write_scripts(tmp_path / "libraries", all_libraries())) == ""
 
 
@@ -191,6 +203,7 @@ def test_every_function_is_called_and_says_what_it_does() -> None:
     """A function that no script and no other function calls is dead."""
     scripts = [render_job_script(chained(make_job(s, launcher))) for s, launcher, _ in COMBINATIONS.values()]
     scripts += [render_job_script(job) for job in SPECIAL.values()]
+    scripts += [render_enter_script(make_job("slurm")), render_shell_script(make_job("slurm"), Path("/s"))]
     blocks = [read_blocks(name) for name in ("lib", *(scheduler.shell for scheduler in make_own("schedulers")))]
     purposes = {name: block.purpose for each in blocks for name, block in each.items()}
     texts = [block.text.partition("() ")[2] for each in blocks for block in each.values()]

@@ -139,6 +139,10 @@ class Desk:
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    return make_desk(tmp_path, monkeypatch)
+
+
+def make_desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
     """Fakes first on the PATH, nothing of the person who tests."""
     cluster = Cluster.make(tmp_path / "cluster")
     (cluster.path / "bin/stat").write_text(STAT)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kept_tensors import KeptTensors
 from shardway.train.memory import count_held
-from shardway.train.run import Run, train_run
+from shardway.train.run import LiveRun, train_run
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Measured:
         return self.parameters + self.gradients + self.optimizer
 
 
-def measure(run: Run) -> Measured:
+def measure(run: LiveRun) -> Measured:
     """Train the run and look at it: gradients when the optimizer takes them, the rest afterwards."""
     kept, gradients, take = KeptTensors(), [], run.step
 
@@ -44,5 +44,5 @@ def measure(run: Run) -> Measured:
     return Measured(states["parameters"], gradients[-1], states["optimizer state"], kept.peak)
 
 
-def held(run: Run) -> Mapping[str, int]:
+def held(run: LiveRun) -> Mapping[str, int]:
     return count_held(run._held.models[0].parallel.module, run._held.optimizers[0].optimizer, "cpu")

@@ -86,7 +86,7 @@ def test_an_unknown_key_is_answered_with_the_nearest() -> None:
     assert str(told.value) == (
         "there is no key checkpoint.evry; did you mean checkpoint.every or checkpoint.keep_every or "
         "checkpoint.local_every?\n  allowed: a section (model, data, train, optim, parallel, deepspeed, "
-        "precision, recompute, checkpoint, guard, track, notify, run, site) or section.key."
+        "precision, recompute, checkpoint, guard, track, notify, pipeline, run, site) or section.key."
     )
 
 
@@ -95,7 +95,7 @@ def test_a_name_that_is_like_no_other() -> None:
         explain_key("zzz")
     assert str(told.value) == (
         "there is no key zzz; allowed: a section (model, data, train, optim, parallel, deepspeed, precision, "
-        "recompute, checkpoint, guard, track, notify, run, site) or section.key."
+        "recompute, checkpoint, guard, track, notify, pipeline, run, site) or section.key."
     )
 
 

@@ -16,8 +16,8 @@ OPTIM = (
 )
 CHECKPOINT = "every, keep, keep_every, keep_best, monitor, background, local_every, local_dir"
 TOP = (
-    "model, data, train, optim, parallel, deepspeed, precision, recompute, checkpoint, guard, track, notify, run, "
-    "site, format"
+    "model, data, train, optim, parallel, deepspeed, precision, recompute, checkpoint, guard, track, notify, "
+    "pipeline, run, site, format"
 )
 
 

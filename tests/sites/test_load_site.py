@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +20,7 @@ from shardway.hardware.catalogue import load_accelerators, load_links
 from shardway.hardware.probe import Device, LocalMachine
 from shardway.sites.load import list_shipped, list_sites, load_site
 from shardway.sites.problems import GENERIC_SITES, list_problems
-from shardway.sites.schema import SiteProfile
+from shardway.sites.schema import DETECTABLE, SiteProfile
 
 GIB = 2**30
 MACHINE = LocalMachine("here", "CPU 1", 8, 6, 30 * GIB, (), "3.12.0", "Linux 6.1 x86_64")
@@ -444,3 +447,32 @@ def test_each_finding_is_one_problem_whatever_the_table_holds(table: dict[str, o
     problems = list_problems(caught.value)
     assert len(problems) == caught.value.error_count()
     assert all(problem.where and problem.what for problem in problems)
+
+
+def test_every_shipped_profile_and_run_file_is_valid_by_its_schema() -> None:
+    """As an editor checks it; a profile that this schema refuses would be marked in an editor."""
+    import jsonschema
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [plain(each) for each in value]
+        return value if isinstance(value, str | int | float | bool) else str(value)
+
+    root = Path(__file__).parents[2]
+    cases = {"site": sorted(root.glob("src/shardway/sites/*.toml")), "run": sorted(root.glob("examples/*.toml"))}
+    for kind, paths in cases.items():
+        schema = json.loads((root / "docs/schema" / f"{kind}.json").read_text())
+        jsonschema.Draft7Validator.check_schema(schema)
+        check = jsonschema.Draft7Validator(schema)
+        for file in paths:
+            table = plain(tomllib.loads(file.read_text()))
+            assert [error.message for error in check.iter_errors(table)] == [], file
+            assert not check.is_valid({**table, "formt": 1})
+
+
+def test_facts_that_can_be_detected_are_those_of_the_schema() -> None:
+    from shardway.sites.load import _DETECTORS
+
+    assert {*DETECTABLE} == {*_DETECTORS}

@@ -23,7 +23,6 @@ from shardway.errors import Problem, UserError, legible
 from shardway.hardware.limits import ensure_temporary
 from shardway.ranks.launcher import Placement
 from shardway.rundir.file_io import write_json, write_whole
-from shardway.sites.load import find_place, keep_profile, load_site
 
 if TYPE_CHECKING:
     from shardway.ranks.start import Ranks
@@ -143,10 +142,14 @@ class BenchOutputs:
         """Raise UserError for a site that cannot be read, and for a profile that cannot be kept under its name."""
         self.load_site()
         if self.save is not None:
+            from shardway.sites.load import find_place
+
             find_place(self.save)
 
     def load_site(self) -> SiteProfile | None:
         """The profile of --site. Raises UserError where it cannot be read."""
+        from shardway.sites.load import load_site
+
         return load_site(self.site) if self.site is not None else None
 
     def write(
@@ -167,6 +170,8 @@ class BenchOutputs:
         """Keep measured ceilings, if --save names a profile, and say what it is for. `render` makes its text of its
         name, the site, what it extends (the site's name, or its path from everywhere), and the day. Raises UserError
         where there are none, or they cannot be written."""
+        from shardway.sites.load import keep_profile
+
         site = self.load_site()
         if self.save is None or self.site is None or site is None:
             return

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardway.cli.options import DirOption, JsonOption, Words, find_place, print_json, read_request
-from shardway.errors import JobError, SiteError, UserError, legible, list_some
+from shardway.cli.options import DirOption, JsonOption, Words, complete_run, find_place, print_json, read_request
+from shardway.errors import JobError, UserError, legible, list_some
+from shardway.installed import check_torch
 
 if TYPE_CHECKING:
     from shardway.checkpoint.catalog import CheckpointHead, TensorEntry
@@ -31,7 +32,10 @@ app = typer.Typer(
 )
 
 CheckpointArgument = Annotated[
-    Path, typer.Argument(help="A run directory, or the folder of one checkpoint.", show_default=False)
+    Path,
+    typer.Argument(
+        help="A run directory, or the folder of one checkpoint.", show_default=False, autocompletion=complete_run
+    ),
 ]
 StepOption = Annotated[int | None, typer.Option("--step", min=0, help="The step (default: the newest).")]
 
@@ -116,13 +120,7 @@ def diff(
     Every byte of both is compared with its checksum first. Random states are a part: of runs with other numbers of
     ranks, compare `--part model --part optimizer`.
     """
-    try:
-        import torch  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise SiteError(
-            f"tensors cannot be compared here: {error}.\n"
-            "  To do: run it where torch is installed; `shardway checkpoint inspect` needs none."
-        ) from None
+    check_torch("`shardway checkpoint diff`")
     from shardway.checkpoint.catalog import find_checkpoint, verify_found
     from shardway.checkpoint.reader import TensorReader, find_differences, find_other_files
     from shardway.rundir.file_io import render_json
@@ -276,7 +274,7 @@ class Format(StrEnum):
 
 @app.command("export")
 def export(
-    run: Annotated[Path, typer.Argument(help="The run directory.")],
+    run: Annotated[Path, typer.Argument(help="The run directory.", autocompletion=complete_run)],
     folder: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
     dtype: Annotated[
         Format | None,

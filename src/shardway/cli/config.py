@@ -2,7 +2,8 @@
 the doc of a key, the JSON Schema.
 
 Invariants:
-- `init` never overwrites a file; its template is the schema, its examples are those of the project.
+- `init` never overwrites a file; its template is the schema, its examples are those of the project. Its first line
+  names the schema for editors (Taplo, Even Better TOML), as a file in the cache, since no network is needed then.
 - What `show` prints is a run file that runs as it stands, with --mesh a picture of the ranks that it would run on, with
   --deepspeed the ds_config.json that DeepSpeed would be started with.
 """
@@ -10,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +29,8 @@ from shardway.cli.options import (
     read_request,
 )
 from shardway.errors import UserError
+from shardway.places import find_own_folder
+from shardway.rundir.file_io import render_json, write_whole
 
 if TYPE_CHECKING:
     from shardway.resolve.request import Resolution
@@ -118,12 +122,48 @@ def explain(
         typer.echo("\n\n".join(each.render() for each in found))
 
 
-@app.command("schema")
-def schema() -> None:
-    """Print the JSON Schema of run files, for editors that complete and check TOML."""
-    from shardway.runfile.schema import RunFile
+class SchemaKind(StrEnum):
+    """The files that have a schema."""
 
-    print_json(RunFile.model_json_schema())
+    run = "run"
+    site = "site"
+
+
+@app.command("schema")
+def schema(
+    kind: Annotated[SchemaKind, typer.Argument(help="Of run files, or of site profiles.")] = SchemaKind.run,
+) -> None:
+    """Print the JSON Schema of run files or of site profiles, for editors that complete and check TOML."""
+    print_json(schema_of(kind))
+
+
+def schema_of(kind: SchemaKind) -> dict[str, Any]:
+    """The schema, in words that draft 7 has too, which editors of TOML read; names of plugins are those that are
+    installed here."""
+    if kind is SchemaKind.run:
+        from shardway.runfile.schema import RunFile
+
+        found = RunFile.model_json_schema()
+    else:
+        from shardway.sites.schema import profile_schema
+
+        found = profile_schema()
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **found}
+
+
+def _keep_schema(*, dry: bool) -> str:
+    """The URL of a copy of the run file's schema in the cache, written there unless `dry`; "" where there is none."""
+    folder = find_own_folder("CACHE")
+    if folder is None:
+        return ""
+    path = folder / "schema" / "run.json"
+    if not dry:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, render_json(schema_of(SchemaKind.run), indent=1), durable=False)
+        except OSError:
+            return ""
+    return path.as_uri()
 
 
 def resolution_facts(resolution: Resolution) -> dict[str, Any]:
@@ -196,9 +236,12 @@ def init(
         chosen = {"data.kind": "text", "data.path": "python:stdlib", "train.steps": "800 steps"}
         text = render_commented(RunFile(), chosen)
     if dry_run:
-        typer.echo(text, nl=False)
+        url = _keep_schema(dry=True)
+        typer.echo(f"#:schema {url}\n{text}" if url else text, nl=False)
         return
     try:
+        if not path.exists() and (url := _keep_schema(dry=False)):
+            text = f"#:schema {url}\n{text}"
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:

@@ -27,6 +27,8 @@ from shardway.cli.options import (
     JsonOption,
     NprocOption,
     Words,
+    complete_site,
+    complete_words,
     print_json,
     print_line,
     read_request,
@@ -34,6 +36,7 @@ from shardway.cli.options import (
     report,
 )
 from shardway.errors import JobError, SiteError, UserError, check_no_problems
+from shardway.installed import check_torch
 from shardway.refusals import find_remedy
 
 if TYPE_CHECKING:
@@ -44,7 +47,10 @@ if TYPE_CHECKING:
 
 def doctor(
     words: Words = None,
-    site: Annotated[str | None, typer.Option("--site", help="Profile to compare with (default: the run's).")] = None,
+    site: Annotated[
+        str | None,
+        typer.Option("--site", help="Profile to compare with (default: the run's).", autocompletion=complete_site),
+    ] = None,
     directory: Annotated[Path | None, typer.Option("--dir", help="The run directory (default: the run's).")] = None,
     as_json: JsonOption = False,
     deep: Annotated[bool, typer.Option("--deep", help="Also measure GPUs, their links and the file system.")] = False,
@@ -104,6 +110,7 @@ RehearsalWords = Annotated[
         metavar="[RUN_FILE] [KEY=VALUE]... | -- COMMAND...",
         help="A run file, and keys to set over it; or a command that torchrun could run.",
         show_default=False,
+        autocompletion=complete_words,
     ),
 ]
 
@@ -162,6 +169,7 @@ def _read_piece(
 
     words = [*words, f"train.steps={steps}"] if steps else words
     root = resolve_request(read_request(words, None), nproc or 1, nproc or 1).directory.path.parent
+    check_torch("`shardway rehearse`")
     ranks = ["--nproc", str(nproc)] if nproc else []
     train = [sys.executable, "-m", "shardway", "train", *words, *ranks, "--dir"]
     return RehearsedProgram(lambda folder: [*train, str(folder)], deadline_s, steps is not None), root

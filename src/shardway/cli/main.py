@@ -33,6 +33,7 @@ from typer.main import get_group
 
 from shardway import __version__
 from shardway.errors import Bug, JobError, ShardwayError, SiteError, UserError, legible
+from shardway.installed import describe_missing, find_missing
 from shardway.places import folder_is_gone
 from shardway.ranks.outputs import Shutdown, flush_output, outputs_put_back
 from shardway.refusals import FORBIDDEN, UNWRITABLE, find_remedy
@@ -69,14 +70,17 @@ def read_program_words(ctx: Any) -> tuple[str, ...]:
 
 VERBS = (
     *("plan", "train", "init", "config", "data", "prefetch", "checkpoint", "sites", "image", "plugins", "submit"),
-    *("stop", "resume", "status", "top", "logs", "report", "trace", "compare", "profile", "track"),
-    *("generate", "chat", "evaluate", "doctor", "bench", "rehearse"),
+    *("sweep", "scale", "shell", "exec", "stop", "resume", "status", "top", "logs", "report", "trace", "compare"),
+    *("profile", "track"),
+    *("generate", "chat", "evaluate", "doctor", "bench", "rehearse", "learn"),
+    *("mcp", "completion"),
 )
 """In the order in which a newcomer reads them; each has a function of its name, or an `app` of verbs of its own, in the
 module of that name, if that is not another one:"""
 
 _MODULES = {
     "init": "config",
+    "exec": "shell",
     "stop": "submit",
     "resume": "submit",
     "compare": "report",
@@ -155,6 +159,7 @@ app = typer.Typer(
     help="Carries a PyTorch training job from a laptop to a supercomputer without rewriting it.",
     epilog="A first run: `shardway train`. A run file of your own: `shardway init my.toml`.",
     no_args_is_help=True,
+    add_completion=False,  # `shardway completion` has scripts of its own
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -187,8 +192,13 @@ def main() -> None:
     """Entry point of the command `shardway`."""
     ensure_utf8_mode()
     print_anything()
+    if sys.argv[1:4] == ["completion", "--answer", "--"]:
+        from shardway.cli.completion import print_answer
+
+        print_answer(sys.argv[4:])
+        return
     last = Shutdown()
-    if sys.argv[1:2] != ["train"]:  # whose garbage may hold memory of a device
+    if sys.argv[1:2] and sys.argv[1] not in COMPUTING:  # whose garbage may hold memory of a device
         # Python's own threshold has a tenth of the time of a short verb go into looking for garbage in its imports.
         gc.set_threshold(50_000)
     code = run_guarded(lambda: app(standalone_mode=False))
@@ -241,6 +251,11 @@ def run_guarded(work: Callable[[], object]) -> int:
 
         if why := explain_limit(error):
             return report_error(SiteError(why))
+        if package := find_missing(error):
+            verb = "".join(sys.argv[1:2])
+            if verb in COMPUTING:
+                package = "torch"  # which brings numpy
+            return report_error(UserError(describe_missing(package, f"`shardway {verb}`")))
         if isinstance(error, OSError) and (refusal := _explain(error)):
             return report_error(refusal)
         with contextlib.suppress(OSError):

@@ -43,17 +43,37 @@ def fill_seconds(args: list[str], names: Sequence[str], form: re.Pattern[str], d
 
 
 def complete_words(incomplete: str) -> list[str]:
-    """Of `[RUN_FILE] [KEY=VALUE]...`: keys up to their "=", and run files and folders on the way to one."""
-    from shardway.runfile.schema import all_keys
+    """Of `[RUN_FILE] [KEY=VALUE]...`: keys up to their "=", their values, and run files and folders on the way to
+    one."""
+    from shardway.cli.completion import load_table
 
-    return [*_list_begun((f"{key}=" for key in all_keys()), incomplete), *_list_paths(incomplete, ".toml")]
+    table = load_table()
+    key, has_value, begun = incomplete.partition("=")
+    if has_value and key in table["keys"]:
+        values = table["sites"] if key == "site.name" else table["keys"][key]
+        if values[-1:] == [None]:
+            values = [*values[:-1], *complete_path(begun)]
+        return [f"{key}={value}" for value in _list_begun(values, begun)]
+    return [*_list_begun((f"{key}=" for key in table["keys"]), incomplete), *_list_paths(incomplete, ".toml")]
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """A model that is known by its name, then as `complete_words`."""
+    from shardway.cli.completion import load_table
+
+    return [*_list_begun(load_table()["models"], incomplete), *complete_words(incomplete)]
 
 
 def complete_key(incomplete: str) -> list[str]:
     """A key, or a section."""
-    from shardway.runfile.schema import all_keys
+    from shardway.cli.completion import load_table
 
-    return _list_begun((name for key in all_keys() for name in (key.partition(".")[0], key)), incomplete)
+    return _list_begun((name for key in load_table()["keys"] for name in (key.partition(".")[0], key)), incomplete)
+
+
+def complete_path(incomplete: str) -> list[str]:
+    """A file or a folder."""
+    return list(_list_paths(incomplete, ""))
 
 
 def complete_run(incomplete: str) -> list[str]:
@@ -82,10 +102,12 @@ def complete_example(incomplete: str) -> list[str]:
 
 
 def complete_site(incomplete: str) -> list[str]:
-    """A site profile."""
-    from shardway.sites.load import list_sites
+    """A site profile, by its name or as a file; behind HOST: too."""
+    from shardway.cli.completion import load_table
 
-    return _list_begun(list_sites(), incomplete)
+    host, colon, name = incomplete.rpartition(":")
+    found = [f"{host}{colon}{site}" for site in _list_begun(load_table()["sites"], name)]
+    return [*found, *([] if colon else _list_paths(incomplete, ".toml"))]
 
 
 def complete_gpu(incomplete: str) -> list[str]:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardway.cli.options import JsonOption, complete_gpu, complete_site, print_json
+from shardway.cli.options import JsonOption, complete_gpu, complete_model, complete_site, print_json
 from shardway.errors import SiteError, UserError, check_no_problems, legible
+from shardway.installed import describe_missing, is_installed
 from shardway.units import Scale, Span
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ Model = Annotated[
         metavar="MODEL [KEY=VALUE]...",
         help="A model by name (llama3-8b), a Hugging Face name or folder, or a run file and keys to set over it.",
         show_default=False,
+        autocompletion=complete_model,
     ),
 ]
 
@@ -387,15 +389,15 @@ def _find_shape(resolved: Resolved, path: Path) -> tuple[Shape, str, int | None]
 
 def _trace(values: RunFile, path: Path, module: str) -> tuple[Shape, str]:
     """The model of the run file, counted with torch and kept for the next plan; a note on that."""
-    try:
-        from shardway.train.param_count import count_model
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"--trace builds the model, and {error.name} is not installed here.\n"
-            "  To do: run it once where PyTorch is, and take the file of the shape along."
-        ) from error
-    from shardway.data.open import are_there
     from shardway.plan.shapes import digest_of, traced_path
+
+    if not is_installed("torch"):
+        raise UserError(
+            f"{describe_missing('torch', '`shardway plan --trace`')}\n"
+            f"  Or count it once where PyTorch is, and take {traced_path(path)} along."
+        )
+    from shardway.data.open import are_there
+    from shardway.train.param_count import count_model
 
     if values.model.adapter != "none":
         raise UserError(

@@ -18,22 +18,10 @@ import typer
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, print_json, read_request
 from shardway.errors import legible
 from shardway.rundir.directory import RunDir
-from shardway.runfile.capture import MOST_STEPS
+from shardway.runfile.capture import MOST_STEPS, WITHOUT_EXTRAS
 
 _EDGES = 2
 """The analysis leaves out the first and the last of the captured steps, so these are captured besides."""
-
-_WITHOUT = (
-    *(
-        'checkpoint.every="off"',
-        'checkpoint.local_every="off"',
-        'checkpoint.keep_every="off"',
-        "checkpoint.keep_best=0",
-    ),
-    *('train.validate_every="off"', 'train.patience="off"', 'train.sample_every="off"'),
-    *("track.to=[]", "track.settings={}"),
-)
-"""What a run of a few steps does without."""
 
 
 def profile(
@@ -116,7 +104,7 @@ def capture_steps(
     last = after + steps + _EDGES
     asked = f"train.profile=steps {after + 1}-{last}{of_rank}, then finish"
     with contextlib.redirect_stdout(sys.stderr) if to_stderr else contextlib.nullcontext():
-        train([*(words or []), *_WITHOUT, asked], nproc=nproc, directory=place, fresh=True)
+        train([*(words or []), *WITHOUT_EXTRAS, asked], nproc=nproc, directory=place, fresh=True)
     run = RunDir(place)
     events = list(run.all_events(0, ("profiled", "profile_failed")))
     return CapturedSteps(run, last, [run.path / name for event in events for name in event.get("files", [])], events)

@@ -90,17 +90,37 @@ def report(
         typer.echo(written)
 
 
+def _list_members(word: str) -> list[str]:
+    """The runs of a sweep that have begun; any other word as it is."""
+    from shardway.launch.sweep.record import find_sweep
+    from shardway.rundir.directory import RunDir
+
+    found = find_sweep(word)
+    if found is None:
+        return [word]
+    if found.host.name:
+        raise UserError(f"{word} is on another host, {found.host.name}.\n  To do: run the same command there.")
+    begun = [found.folder / member.name for member in found.record.members]
+    begun = [path for path in begun if RunDir(path).exists()]
+    if len(begun) < 2:
+        raise UserError(f"{word}: {len(begun)} of its {len(found.record.members)} runs have begun.\n  To do: wait.")
+    return [str(path) for path in begun]
+
+
 def compare(
     runs: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN RUN...", help="Runs, as for report; the first is the base.", autocompletion=complete_run
+            metavar="RUN RUN...",
+            help="Runs, as for report, or a sweep; the first is the base.",
+            autocompletion=complete_run,
         ),
     ],
     page: Annotated[Path | None, typer.Option("--page", metavar="FILE", help="Write their curves as HTML.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare runs: keys that differ, losses, pace with its interval."""
+    """Compare runs, or those of a sweep: keys that differ, losses, pace with its interval."""
+    runs = [name for word in runs for name in _list_members(word)]
     if len(runs) < 2:
         raise UserError(
             f"one run ({runs[0]}) cannot be compared.\n  To do: name two or more: `shardway compare RUN RUN`."

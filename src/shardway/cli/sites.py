@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardway.cli.options import JsonOption, print_json, print_table
+from shardway.cli.options import JsonOption, complete_site, print_json, print_table
 from shardway.errors import UserError, legible
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ def list_known(as_json: JsonOption = False) -> None:
 
 @app.command("show")
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A site, or the path of a profile.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A site, or the path of a profile.", autocompletion=complete_site)
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Show every fact of a site with its source and date; a ? marks unverified ones."""

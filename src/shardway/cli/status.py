@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -34,8 +34,11 @@ if TYPE_CHECKING:
     from shardway.launch.runs.followers import RowOfRuns
     from shardway.launch.runs.job_status import JobStatus, Ledger
     from shardway.launch.serving.state import ServerAccess
+    from shardway.launch.sweep.progress import MemberResult
+    from shardway.launch.sweep.record import FoundSweep
     from shardway.rundir.directory import RunDir
     from shardway.rundir.events import Event, EventFollower
+    from shardway.units import Monitor
     from shardway.watch.advice.events import FoldedEvents
     from shardway.watch.advice.findings import Advice, GpuVerdict
     from shardway.watch.progress import RunSummary
@@ -151,14 +154,19 @@ def status(
             help=f"Look again every SECONDS (default: {WATCH_S:g}) until it has ended, or Ctrl-C.",
         ),
     ] = None,
+    metric: Annotated[
+        str, typer.Option("--metric", help='Of a sweep: what its best run is chosen by, such as "max accuracy".')
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Say where runs stand: one in full, several as a table."""
+    """Say where runs stand: one in full, several as a table, a sweep with its values and its best."""
     words = run or []
     if all_runs and words:
         raise UserError(f"--all and {words[0]} say two things.\n  To do: leave one of them out.")
+    if metric and _find_sweep(words) is None:
+        raise UserError(f"--metric {metric}: it chooses the best run of a sweep.\n  To do: name one sweep alone.")
     if watch is not None:
-        _watch(words, _read_interval(watch, words), all_runs=all_runs, as_json=as_json)
+        _watch(words, _read_interval(watch, words), all_runs=all_runs, as_json=as_json, metric=metric)
         return
     chosen, is_one = _choose(words)
     if not chosen and not as_json:
@@ -168,10 +176,17 @@ def status(
         return
     shown = _Look().look(chosen)
     if as_json:
-        print_json(_as_facts(shown, is_one=is_one))
+        print_json(_as_facts(shown, words, is_one=is_one, metric=metric))
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    typer.echo(legible(_render(shown, words, all_runs=all_runs, width=width)))
+    typer.echo(legible(_render(shown, words, all_runs=all_runs, width=width, metric=metric)))
+
+
+def _find_sweep(words: Sequence[str]) -> FoundSweep | None:
+    """The one sweep that is named, alone."""
+    from shardway.launch.sweep.record import find_sweep
+
+    return find_sweep(words[0]) if len(words) == 1 else None
 
 
 def _find_access(known: Known, ledger: Ledger) -> ServerAccess | None:
@@ -208,12 +223,16 @@ def _read_interval(text: str, words: Sequence[str]) -> float:
 def _choose(words: Sequence[str]) -> tuple[list[Known], bool]:
     """The runs that are meant, each once, and whether one run was named and not a folder. Raises UserError."""
     from shardway.launch.runs.find import Known, find_all, find_known, find_run_around, is_folder_of_runs, list_runs
+    from shardway.launch.sweep.record import find_sweep
 
     if not words:
         return find_all(Path("runs")), False
     chosen: list[Known] = []
     named = 0
     for word in words:
+        if (sweep := find_sweep(word)) is not None:
+            chosen += [Known(str(sweep.folder / each.name), sweep.host.name) for each in sweep.record.members]
+            continue
         if not is_folder_of_runs(word):
             named += 1
             chosen.append(find_known(word))
@@ -226,9 +245,11 @@ def _choose(words: Sequence[str]) -> tuple[list[Known], bool]:
     return list(dict.fromkeys(chosen)), len(words) == named == 1
 
 
-def _as_facts(shown: Sequence[_ShownRun], *, is_one: bool) -> Any:
+def _as_facts(shown: Sequence[_ShownRun], words: Sequence[str], *, is_one: bool, metric: str = "") -> Any:
     from shardway.launch.runs.job_status import attempts_as_json
 
+    if (sweep := _find_sweep(words)) is not None:
+        return _SweepTable.make(sweep, shown, metric).as_json(_as_facts(shown, (), is_one=False))
     facts = []
     for each in shown:
         said = each.summary.as_json() if each.summary else {**each.ledger.status, "path": each.known.run}
@@ -381,7 +402,7 @@ def _describe(*, alone: bool) -> Iterator[None]:
 # --- again and again
 
 
-def _watch(words: Sequence[str], every_s: float, *, all_runs: bool, as_json: bool) -> None:
+def _watch(words: Sequence[str], every_s: float, *, all_runs: bool, as_json: bool, metric: str) -> None:
     """Show the status until every run has ended, or Ctrl-C: redrawn on a terminal, as blocks elsewhere."""
     from rich.console import Console
     from rich.live import Live
@@ -389,7 +410,8 @@ def _watch(words: Sequence[str], every_s: float, *, all_runs: bool, as_json: boo
 
     console = Console(highlight=False)
     redraws = console.is_terminal and not as_json and not console.is_dumb_terminal
-    texts = _list_texts(words, all_runs=all_runs, as_json=as_json, width=console.width if console.is_terminal else None)
+    width = console.width if console.is_terminal else None
+    texts = _list_texts(words, all_runs=all_runs, as_json=as_json, width=width, metric=metric)
     try:
         if not redraws:
             for text, goes_on in texts:
@@ -419,7 +441,7 @@ def _fit_height(text: str, rows: int) -> str:
 
 
 def _list_texts(
-    words: Sequence[str], *, all_runs: bool, as_json: bool, width: int | None
+    words: Sequence[str], *, all_runs: bool, as_json: bool, width: int | None, metric: str = ""
 ) -> Iterator[tuple[str, bool]]:
     """The status at each look, and whether another is to follow. The first look raises what stands in the way; of a
     later one that is shown, and looked past."""
@@ -429,10 +451,10 @@ def _list_texts(
             chosen, is_one = _choose(words)
             shown = look.look(chosen)
             if as_json:
-                text = json.dumps(_as_facts(shown, is_one=is_one))
+                text = json.dumps(_as_facts(shown, words, is_one=is_one, metric=metric))
             else:
                 text = (
-                    _render(shown, words, all_runs=all_runs, width=width)
+                    _render(shown, words, all_runs=all_runs, width=width, metric=metric)
                     if chosen
                     else f"no run in {(words or ['runs'])[0]} yet"
                 )
@@ -451,8 +473,12 @@ def _list_texts(
 # --- as text
 
 
-def _render(shown: Sequence[_ShownRun], words: Sequence[str], *, all_runs: bool, width: int | None) -> str:
+def _render(
+    shown: Sequence[_ShownRun], words: Sequence[str], *, all_runs: bool, width: int | None, metric: str = ""
+) -> str:
     """One run in full, several as a table; `width`: of the terminal, in which every line then fits."""
+    if (sweep := _find_sweep(words)) is not None:
+        return "\n".join(_fold(_SweepTable.make(sweep, shown, metric).list_lines(), width))
     if len(shown) == 1:
         # what is to be pasted is not folded
         access = shown[0].access.list_lines() if shown[0].access else []
@@ -618,6 +644,97 @@ def _find_cells(each: _ShownRun) -> dict[str, str]:
         "age": render_age(time.time() - each.began) if each.began else "",
         "note": note if len(note) <= _NOTE else f"{note[: _NOTE - 3]}...",
     }
+
+
+@dataclass(frozen=True)
+class _SweepTable:
+    """The runs of a sweep by the names of its members, and the best of them by a metric."""
+
+    sweep: FoundSweep
+    runs: Mapping[str, _ShownRun]
+    monitor: Monitor
+    results: Sequence[MemberResult]
+    by_validation: bool
+
+    @classmethod
+    def make(cls, sweep: FoundSweep, shown: Sequence[_ShownRun], metric: str) -> _SweepTable:
+        """`metric`: as `checkpoint.monitor` has it; "" for that of the runs. Where none has a validation, the loss in
+        training stands in for theirs. Raises UserError for no metric."""
+        from shardway.launch.sweep.progress import MemberResult
+        from shardway.units import LOSS, parse_monitor
+
+        runs = {Path(each.known.run).name: each for each in shown}
+        progress = {name: each.folded.progress for name, each in runs.items() if each.folded}
+        own = [each.monitor for each in progress.values() if each.attempts]
+        try:
+            monitor = parse_monitor(metric) if metric else own[0] if own else LOSS
+        except ValueError as error:
+            raise UserError(f"--metric {metric}: {error}") from None
+        found = {name: each.find_value(monitor) for name, each in progress.items()}
+        results = [MemberResult(name, *value) for name, value in found.items() if value is not None]
+        by_validation = bool(results)
+        if not results and monitor.metric == "loss":
+            results = [MemberResult(name, each.smooth_loss, each.step) for name, each in progress.items()]
+        return cls(sweep, runs, monitor, results, by_validation)
+
+    @property
+    def best(self) -> MemberResult | None:
+        """The best member; None where none has a value."""
+        from shardway.launch.sweep.progress import find_best
+
+        return find_best(self.results, self.monitor)
+
+    def list_lines(self) -> list[str]:
+        """The table, and what it comes to."""
+        from shardway.launch.sweep.progress import list_cells, shorten_keys
+        from shardway.watch.words import align_cells, one_line, render_loss
+
+        record, best, name = self.sweep.record, self.best, f"best {self.monitor.metric}"
+        rows = {member: _find_cells(each) for member, each in self.runs.items()}
+        for each in self.results if self.by_validation else ():
+            rows[each.name][name] = render_loss(each.value)
+        columns = ("state", "step", "loss", name, "left", "job", "note")
+        table = list_cells(record, rows, columns, best.name if best else "")
+        states = [each.state for each in self.runs.values()]
+        counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+        lines = [*align_cells([[one_line(cell) for cell in cells] for cells in table]), "", f"{record.name}  {counts}"]
+        if best is not None:
+            member, short = record.find_member(best.name), shorten_keys(record.keys)
+            values = ", ".join(f"{short[key]} {text}" for key, text in (member.values if member else {}).items())
+            source = "" if self.by_validation else " in training: there is no validation yet"
+            reached = f"{self.monitor.metric} {render_loss(best.value)} at step {best.step}{source}"
+            lines.append(f"best  {best.name} ({values}): {reached}")
+        unfinished = [each for each in self.runs.values() if not each.is_active and each.state != "finished"]
+        if unfinished:
+            lines.append(f"to do: shardway resume {self.sweep.folder} ({len(unfinished)} are not finished)")
+        return lines
+
+    def as_json(self, facts: Sequence[Any]) -> dict[str, Any]:
+        """As plain data; `facts`: of the runs."""
+        values = {each.name: each for each in self.results}
+        known = {
+            Path(name).name: each
+            for name, each in zip((each.known.run for each in self.runs.values()), facts, strict=True)
+        }
+        best, record = self.best, self.sweep.record
+        members = [
+            {
+                "name": member.name,
+                "values": dict(member.values),
+                "state": self.runs[member.name].state if member.name in self.runs else "unknown",
+                "value": values[member.name].value if member.name in values else None,
+                **({"run": known[member.name]} if member.name in known else {}),
+            }
+            for member in record.members
+        ]
+        return {
+            "sweep": str(self.sweep.folder),
+            "search": record.search,
+            "metric": str(self.monitor),
+            "by_validation": self.by_validation,
+            "best": best.name if best is not None else None,
+            "members": members,
+        }
 
 
 def _summary_lines(summary: RunSummary, statuses: Sequence[JobStatus]) -> list[str]:

@@ -4,7 +4,7 @@
 Invariants:
 - It returns as soon as the scheduler has taken the job.
 - What --dry-run prints is the script that would be submitted, byte for byte except for the token in its name; with
-  --lib, the functions that would lie beside it.
+  --lib, the functions that would lie beside it; with --json, what it would cost, and a digest of all of it.
 - Resuming is a submission like any other, of the request that the last attempt recorded.
 - Nothing is killed without --now, and with it only after the user was shown what is lost.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,14 +22,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardway.cli.main import CommandWithProgram, read_program_words
-from shardway.cli.options import DirOption, JsonOption, RunName, Words, fill_seconds, print_json, read_request, report
+from shardway.cli.options import (
+    DirOption,
+    JsonOption,
+    RunName,
+    Words,
+    complete_site,
+    fill_seconds,
+    print_json,
+    print_table,
+    read_request,
+    report,
+)
 from shardway.cli.then import (
     AfterOption,
     ThenOption,
     describe_place,
     describe_then,
     find_after,
+    plan_before,
     plan_then,
+    submit_before,
     submit_then,
 )
 from shardway.errors import JobError, UserError
@@ -38,8 +51,10 @@ if TYPE_CHECKING:
     from shardway.data.stage_forecast import StagingForecast
     from shardway.launch.hosts.base import Host
     from shardway.launch.serving.state import ServerAccess
+    from shardway.launch.submission.budget import RunCost
     from shardway.launch.submission.prepare import Prepared, SubmitRequest
     from shardway.launch.submission.serve import ServeOptions, Serving
+    from shardway.launch.submission.start_times import QueueStart
     from shardway.launch.submission.submit import SentSubmission
 
 WAIT_S = 1800.0
@@ -72,7 +87,17 @@ WaitOption = Annotated[
     typer.Option("--wait", metavar="[SECONDS]", min=0.1, help="Wait until the server is ready, then print its URL."),
 ]
 _KEY = re.compile(r"[a-z_]+\.[A-Za-z_][\w.]*\s*=")
-OnOption = Annotated[str, typer.Option("--on", metavar="[USER@HOST:]SITE", help="The site (default: site.name).")]
+YesOption = Annotated[bool, typer.Option("--yes", help="Submit it though it may cost more than site.budget.")]
+WhenOption = Annotated[
+    bool, typer.Option("--when", help="Print when it would start in each queue, and submit nothing.")
+]
+SoonestOption = Annotated[bool, typer.Option("--soonest", help="Submit it to the queue that starts it first.")]
+OnOption = Annotated[
+    str,
+    typer.Option(
+        "--on", metavar="[USER@HOST:]SITE", help="The site (default: site.name).", autocompletion=complete_site
+    ),
+]
 
 
 def submit(
@@ -92,6 +117,9 @@ def submit(
     model_name: Annotated[str, typer.Option("--model-name", help="What requests to the server call the model.")] = "",
     expose: ExposeOption = False,
     wait: WaitOption = None,
+    when: WhenOption = False,
+    soonest: SoonestOption = False,
+    yes: YesOption = False,
     dry_run: DryRunOption = False,
     library: LibraryOption = False,
     as_json: JsonOption = False,
@@ -138,7 +166,56 @@ def submit(
     host = find_host(target.host if target else "")
     if after:
         request = replace(request, follows=find_after(after, host))
-    _carry_out(request, host, then or (), dry_run=dry_run, library=library, as_json=as_json, wait_s=wait)
+    if when or soonest:
+        from shardway.launch.submission.start_times import choose_soonest, list_starts, with_queue
+
+        if when and soonest:
+            raise UserError("--when submits nothing, and --soonest submits.\n  To do: leave one of them out.")
+        rows = list_starts(request, host)
+        if when:
+            _print_starts(rows, as_json=as_json)
+            return
+        first = choose_soonest(rows)
+        report(f"{first.queue or 'it'} starts it soonest: {first.words}")
+        request = with_queue(request, first.queue)
+    before, behind = _read_pipeline(request)
+    _carry_out(
+        *(request, host, [*behind, *(then or ())], before),
+        dry_run=dry_run,
+        library=library,
+        as_json=as_json,
+        wait_s=wait,
+        agreed=yes,
+    )
+
+
+def _read_pipeline(request: SubmitRequest) -> tuple[Sequence[str], Sequence[str]]:
+    """What the run file has before and after its training; nothing for a command or a server, and for a run file that
+    cannot be read: that is reported with all other problems."""
+    run = request.run_request
+    is_named = run.run_file is not None or any(word.lstrip().startswith("pipeline.") for word in run.overrides)
+    if request.command or request.serve or not is_named:
+        return (), ()
+    from shardway.runfile.load import load_run
+
+    try:
+        pipeline = load_run(run.run_file, run.overrides).values.pipeline
+    except UserError:
+        return (), ()
+    return pipeline.before, pipeline.then
+
+
+def _print_starts(rows: Sequence[QueueStart], *, as_json: bool) -> None:
+    """The queues as a table, with the reasons of those without a time below it."""
+    if as_json:
+        print_json([row.as_json() for row in rows])
+        return
+    columns = ("queue", "starts", "limits", "chosen by")
+    values = [(row.queue or "-", row.words, row.limits or "-", row.key or "-") for row in rows]
+    print_table(columns, [dict(zip(columns, row, strict=True)) for row in values])
+    for row in rows:
+        for reason in row.list_reasons():
+            typer.echo(f"{row.queue or 'it'}: {reason}")
 
 
 def _read_server(name: str, words: list[str], options: ServeOptions) -> tuple[ServeOptions, list[str]]:
@@ -164,6 +241,7 @@ def resume(
     keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to set anew.")] = None,
     until_done: Annotated[bool | None, typer.Option("--until-done/--once", help="As a chain, or once.")] = None,
     max_attempts: MostOption = 0,
+    yes: YesOption = False,
     dry_run: DryRunOption = False,
     library: LibraryOption = False,
     as_json: JsonOption = False,
@@ -172,7 +250,15 @@ def resume(
     from shardway.launch.hosts import find_host
     from shardway.launch.runs.find import find_known
     from shardway.launch.submission.prepare import read_last_request
+    from shardway.launch.sweep.record import find_sweep
 
+    if (sweep := find_sweep(run)) is not None:
+        from shardway.cli.sweep import resume_sweep
+
+        if library:
+            raise UserError(f"--lib: {run} is a sweep.\n  To do: name one of its runs.")
+        resume_sweep(sweep, keys or (), until_done, max_attempts, dry_run=dry_run, as_json=as_json, agreed=yes)
+        return
     known = find_known(run)
     host = find_host(known.host)
     with read_last_request(host, Path(known.run)) as last:
@@ -181,39 +267,68 @@ def resume(
         request = replace(
             last, run_request=run_request, until_done=chain, max_attempts=max_attempts or last.max_attempts
         )
-        _carry_out(request, host, dry_run=dry_run, library=library, as_json=as_json)
+        _carry_out(request, host, dry_run=dry_run, library=library, as_json=as_json, agreed=yes)
 
 
 def _carry_out(
     request: SubmitRequest,
     host: Host,
     then: Sequence[str] = (),
+    before: Sequence[str] = (),
     *,
     dry_run: bool,
     library: bool,
     as_json: bool,
     wait_s: float | None = None,
+    agreed: bool = False,
 ) -> None:
     """Submit a request and say how to watch it, or print its job script, or the functions of that."""
     if library and not dry_run:
         raise UserError("--lib prints the functions of a job script; it goes with --dry-run.")
+    steps, follows = plan_before(request, host, before)
+    request = replace(request, follows=follows)
     followers = plan_then(request, host, then)
     if dry_run:
         from shardway.launch.job_script import render_library
+        from shardway.launch.submission.budget import check_budget, estimate_cost
         from shardway.launch.submission.prepare import prepare
 
         prepared = prepare(request, host)
+        if as_json and not library:
+            from shardway.launch.submission.dry_run import describe_prepared
+
+            before_and_after = [[describe_prepared(each.prepared, host) for each in row] for row in (steps, followers)]
+            print_json(
+                {**describe_prepared(prepared, host), **dict(zip(("before", "then"), before_and_after, strict=True))}
+            )
+            return
         for warning in (*prepared.warnings, *filter(None, [_forecast_staging(prepared, host)])):
             report(str(warning))
-        for line in describe_then(followers):
+        for line in (*describe_then(steps, "first"), *describe_then(followers)):
             report(line)
+        chain = [*(each.prepared for each in steps), prepared, *(each.prepared for each in followers)]
+        for line in _describe_costs(chain):
+            report(f"costs {line}")
+        try:
+            check_budget([estimate_cost(each) for each in chain], agreed=agreed)
+        except UserError as error:
+            report(f"without --dry-run it would be refused: {error}")
         typer.echo(render_library(prepared.job.scheduler) if library else prepared.script, nl=False)
         return
     from shardway.launch.script import quote
     from shardway.launch.submission.submit import Submitter, submit_run
 
     submitter = Submitter(host, tell=report)
-    sent = submit_run(request, host, submitter)
+    if steps:
+        from shardway.launch.submission.budget import check_budget, estimate_cost
+        from shardway.launch.submission.prepare import prepare
+
+        # What is wrong with it, and what all of it costs, is reported before its steps are submitted.
+        chain = [*(each.prepared for each in (*steps, *followers)), prepare(request, host, look=True)]
+        check_budget([estimate_cost(each) for each in chain], agreed=agreed)
+        agreed = True
+    first = submit_before(steps, host, submitter)
+    sent = submit_run(request, host, submitter, behind=[each.prepared for each in followers], agreed=agreed)
     behind = submit_then(followers, host, submitter, sent)
     staging = _forecast_staging(sent.prepared, host)
     for warning in (*sent.prepared.warnings, *filter(None, [staging])):
@@ -222,17 +337,23 @@ def _carry_out(
     if as_json:
         access = _wait_for_server(sent, host, wait_s) if serving and wait_s else None
         more: dict[str, Any] = {"staging": staging.as_json()} if staging is not None else {}
+        more |= {"before": [each.as_json() for each in first]} if before else {}
+        more |= {"cost": [cost.as_json() for cost in _list_costs([each.prepared for each in (*first, sent, *behind)])]}
         more |= {"then": [each.as_json() for each in behind]} if then else {}
         more |= {"serving": access.as_json() if access else None} if serving else {}
         print_json({**sent.as_json(), **more})
         return
     job, where = sent.prepared.job, f" on {sent.host}" if sent.host else ""
+    for each in first:
+        typer.echo(f"first          {describe_place(each)}")
     found = " (it had got through before)" if sent.found else ""
     if sent.waits_for:
         typer.echo(f"waits for      {sent.waits_for}{where}, whose job submits it when it is finished")
     else:
         typer.echo(f"job            {sent.job}{where}, attempt {job.attempt}{found}")
     typer.echo(f"run directory  {job.run}")
+    for line in _describe_costs([each.prepared for each in (*first, sent, *behind)]):
+        typer.echo(f"costs          {line}")
     if job.around.code is not None:
         typer.echo(f"works in       {job.around.workdir}, for all attempts: what it writes there, the next one finds")
     for each in behind:
@@ -247,6 +368,20 @@ def _carry_out(
             typer.echo(f"{label:<15}{text}")
     if serving is not None:
         typer.echo(f"to end it      shardway stop {reference}")
+
+
+def _list_costs(prepared: Sequence[Prepared]) -> list[RunCost]:
+    from shardway.launch.submission.budget import estimate_cost
+
+    return [estimate_cost(each) for each in prepared]
+
+
+def _describe_costs(prepared: Sequence[Prepared]) -> Iterator[str]:
+    """What each of these submissions may cost, a line each; nothing for this machine, unless it has a budget."""
+    for each, cost in zip(prepared, _list_costs(prepared), strict=True):
+        if cost.limit is not None or not each.request.scheduler.this_machine:
+            budget = "" if cost.limit is None else f" (site.budget: {cost.limit:g})"
+            yield f"at most {cost.describe()}{budget}"
 
 
 def _describe_reach(serving: Serving) -> str:
@@ -324,8 +459,17 @@ def stop(
     from shardway.launch.runs.followers import read_followers, withdraw
     from shardway.launch.runs.job_status import read_ledger
     from shardway.launch.runs.stop import Stopper
+    from shardway.launch.sweep.record import find_sweep
     from shardway.rundir.directory import RunDir
 
+    if (sweep := find_sweep(run)) is not None:
+        from shardway.cli.sweep import stop_sweep
+
+        def agrees(running: str) -> bool:
+            return _may_kill(f"{run}: {running}", "", yes=yes)
+
+        stop_sweep(sweep, now=now, agrees=agrees, wait_s=wait, as_json=as_json)
+        return
     known = find_known(run)
     stopper = Stopper(find_host(known.host))
     if not known.host:
@@ -341,13 +485,7 @@ def stop(
     if kills:
         step = ledger.status.get("step")
         saved = f" (it is at step {step})" if step else ""
-        typer.echo(WARNING.format(run=ledger.run.path, saved=saved), err=True)
-        try:
-            agrees = yes or typer.confirm("Kill them?", err=True)
-        except typer.Abort:  # no answer is possible
-            typer.echo(err=True)
-            agrees = False
-        if not agrees:
+        if not _may_kill(str(ledger.run.path), saved, yes=yes):
             raise UserError(
                 f"{ledger.run.path}: nothing was killed.\n"
                 "  To do: leave out --now, so that it saves and leaves in order, or add --yes where no terminal is."
@@ -368,3 +506,13 @@ def stop(
         typer.echo(f"still listed, for when the run is finished: {each.run} (`shardway stop {each.run}` takes it out)")
     for number, state in states.items():
         typer.echo(f"attempt {number}: {state}")
+
+
+def _may_kill(runs: str, saved: str, *, yes: bool) -> bool:
+    """Whether the user agrees, having read what is lost."""
+    typer.echo(WARNING.format(run=runs, saved=saved), err=True)
+    try:
+        return yes or typer.confirm("Kill them?", err=True)
+    except typer.Abort:  # no answer is possible
+        typer.echo(err=True)
+        return False

@@ -23,6 +23,7 @@ from shardway.cli.main import uncollected
 from shardway.cli.options import DirOption, JsonOption, NprocOption, Words, print_json, print_line, read_request, report
 from shardway.errors import JobError, SiteError, UserError
 from shardway.hardware.limits import ensure_temporary
+from shardway.installed import check_torch
 from shardway.ranks.launcher import NodeSpec, find_placement, is_in_terminal, parse_host, was_started_before
 from shardway.ranks.outputs import enduring_outputs, leave_outputs
 from shardway.ranks.stop import SignalWatch
@@ -128,6 +129,7 @@ def _train(
         _check_free(resolution)
     if compares:
         _check_unchanged(resolution)
+    check_torch("`shardway train`")
     agent = _import_agent() if nodes is not None else None
     written = resolution.directory.read_status()
     with ExitStack() as stack:
@@ -165,6 +167,9 @@ def _resolve(request: ResolveRequest, ranks: int, ranks_per_node: int, *, report
     try:
         resolution = resolve_request(request, ranks, ranks_per_node)
         check_variables(resolution.loaded)
+        pipeline = resolution.resolved.values.pipeline
+        if reports and _is_by_hand() and (pipeline.before or pipeline.then):
+            report("[pipeline] is left out: its steps run with `shardway submit`")
         return resolution
     except UserError as error:
         if reports:

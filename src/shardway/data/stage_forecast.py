@@ -20,6 +20,7 @@ from shardway.data.kinds import MANIFEST
 from shardway.data.read_rate import THREADS, measure_read_rate
 from shardway.errors import UserError
 from shardway.hardware.mounts import find_mount, read_mounts
+from shardway.installed import is_installed
 from shardway.places import expand_place, list_unset
 from shardway.plugins import load_plugin
 from shardway.runfile.schema import RunFile
@@ -101,16 +102,19 @@ def forecast_staging(
         return None
     if data_here and not chosen and not _are_shared([path for _, path in paths]):
         return None
-    files = _list_files(paths, takes_tokens=takes_tokens) if data_here else None
+    counts = is_installed("numpy")  # a login node may lack it
+    files = _list_files(paths, takes_tokens=takes_tokens) if data_here and counts else None
     needed = None if files is None else sum(size for _, size in files)
     shared = "" if data_here else "lie on a file system that nodes share and "
     condition = "" if chosen else f", if they {shared}fit there"
     room = None
-    if disk_here and not list_unset(section.stage):
+    if disk_here and counts and not list_unset(section.stage):
         from shardway.data.stage import StageFolder
 
         room = StageFolder.below(expand_place(section.stage)).find_room()
     rate, why = None, "the data are not on this machine" if not data_here else "their size is not known here"
+    if data_here and not counts:
+        why = "numpy, which counts them, is not installed here"
     if files is not None:
         try:
             rate, why = measure_read_rate(files, threads=min(THREADS, ranks_per_node)), ""

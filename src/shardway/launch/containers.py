@@ -68,6 +68,10 @@ class Container(ABC):
         """Lines after the ranks."""
         return ()
 
+    def setup_beside(self, job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
+        """Lines before one more command in the container of a job that runs, whose `setup` was done."""
+        return self.setup(job, scheduler)
+
     def name_image(self, image: Reference) -> str | None:
         """An image of a registry as this runtime names it; None where it takes the words as they are."""
         return None
@@ -162,17 +166,15 @@ class Enroot(Container):
         )
 
     def setup(self, job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
-        rules = job.container.rules
-        path = f"export ENROOT_DATA_PATH={quote_expanding(rules.data_path)}" if rules.data_path else ""
         shell, *enroot = _enroot(job)
         alive = f"alive=$({scheduler.own_jobs} | tr -cs 0-9 ' ')" if scheduler.own_jobs else ""
         if alive:
             shell = "bash -c \"alive='$alive';$cleared$named\""
         words = (shell, *enroot, "create --name", _name(job), quote_place(job.container.image))
         create = wrap_command((*scheduler.each_node(job).words, *words))
-        by_script = not rules.by_scheduler
+        by_script = not job.container.rules.by_scheduler
         return script_lines(
-            (path, "where this job's containers are, on the node's own disk"),
+            (_export_data_path(job), _OWN_DISK),
             (by_script and alive, "jobs that are not over: containers of others are removed"),
             (
                 by_script and f"{create} || fail 'the container could not be created' create",
@@ -185,6 +187,19 @@ class Enroot(Container):
             return ()
         words = (*scheduler.each_node(job).words, *_enroot(job), "remove --force", _name(job))
         return (ScriptLine(wrap_command(words), "the container is not needed any more"),)
+
+    def setup_beside(self, job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
+        """The job's container is there, under its name."""
+        return script_lines((_export_data_path(job), _OWN_DISK))
+
+
+_OWN_DISK = "where this job's containers are, on the node's own disk"
+
+
+def _export_data_path(job: Job) -> str:
+    """Shell that sets the folder of a job's containers; "" where the site names none."""
+    path = job.container.rules.data_path
+    return f"export ENROOT_DATA_PATH={quote_expanding(path)}" if path else ""
 
 
 def _enroot(job: Job) -> tuple[str, ...]:

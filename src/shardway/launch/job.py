@@ -106,7 +106,7 @@ class Program:
     `interpreter`: the Python that such a program is, where it is another one than the environment's.
     `meets_by_itself`: it finds its rank and the others in the variables of any launcher (Shardway's own verbs do);
     other programs get torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. `serves`: it is one process
-    that starts an inference server (`launch.serving`).
+    that starts an inference server (`launch.serving`). `calls`: it calls a Python function (`launch.calls`).
     """
 
     words: tuple[str, ...]
@@ -114,6 +114,7 @@ class Program:
     meets_by_itself: bool = False
     interpreter: str = ""
     serves: bool = False
+    calls: bool = False
 
     @property
     def is_training(self) -> bool:

@@ -1,4 +1,5 @@
-"""The text of a job script, and of the functions beside it: scheduler, launcher and container runtime combined.
+"""The text of a job script, and of the functions beside it: scheduler, launcher and container runtime combined; and of
+the scripts behind which a person sits, which make a job's environment with the same lines.
 
 Each of the three is a class that is found by its name; their product is never written out. The script is bash for
 people to read, a page in the order of execution: directives, settings of this run, environment, ranks, end. It can be
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 from shardway.inherited import list_patterns
 from shardway.launch.containers import Container
@@ -30,6 +32,7 @@ from shardway.launch.script import (
     quote_expanding,
     quote_place,
     quote_shell,
+    read_blocks,
     read_shell,
     render_function,
     render_script,
@@ -73,6 +76,137 @@ def render_job_script(job: Job) -> str:
     return render_script(parts, behind=True)
 
 
+def render_enter_script(job: Job) -> str:
+    """The text of `enter.sh`: a command on a node of a running attempt of this run, in what its ranks find.
+
+    It is called as `enter.sh ATTEMPT_FOLDER JOB NODE RANK TERMINAL COMMAND...` where the scheduler's commands are. NODE
+    "here" is this node, RANK and TERMINAL may be "". A later link of a chain, which a job has submitted, has the same.
+    """
+    scheduler, runtime = find_scheduler(job.scheduler), make_plugin("containers", job.container.runtime)
+    options, inside = runtime.of_launcher(job, scheduler), _list_prepared(job)
+    again = '"$0" "$here" "$job" here "$rank" "" "$@"'
+    goes_on = wrap_command(("on_node", '"$node"', *((*inside, '"$@"') if options else ("bash", again))))
+    reach = script_lines(
+        (f'[ -z "$rank" ] || [ "$node" = here ] || place_rank "$rank" {job.shape.ranks_per_node}', "where a rank is"),
+        (f'if [ "$node" != here ]; then\n  {goes_on}\nfi', "there"),
+    )
+    # by that name a command on this machine would be a part of the job, which lasts as long as one of its processes
+    named = "SHARDWAY_JOB=$job" if scheduler.this_machine else "export SHARDWAY_JOB=$job"
+    leaves = ("env", "-u", "SHARDWAY_JOB") if scheduler.this_machine and inside else ()
+    named_rank = (
+        'if [ -n "$rank" ]; then\n'
+        '  pid=$(find_rank "$rank")\n'
+        '  [ -n "$pid" ] || fail "rank $rank has no process on $(uname -n): it has ended, or not begun"\n'
+        '  set -- "${@//\\{pid\\}/$pid}"\n'
+        "fi"
+    )
+    command = wrap_command((*runtime.wrap(job, scheduler), *inside, *leaves, '"$@"'))
+    workdir = quote(str(job.around.workdir))
+    around = (
+        ScriptLine('drop_variables "${of_ranks[@]}"', "what a shell of another job has left"),
+        ScriptLine(named),
+        *_set_environment(job),
+        ScriptLine(f"cd {workdir} || fail 'there is no folder to run in'", "where the ranks work"),
+        *runtime.setup_beside(job, scheduler),
+        *script_lines((named_rank, "its process in place of the word {pid}"), (f"exec {command}", "the command")),
+    )
+    names = (
+        ScriptLine(f"run={quote(str(job.run))} runtime={job.container.runtime}", "the run"),
+        ScriptLine("here=$1 job=$2 node=$3 rank=$4 terminal=$5", "this attempt, and where the command is to run"),
+        ScriptLine("shift 5"),
+        ScriptLine(
+            wrap_command(("options=(", *options, ")")), "options of what reaches the node: a container that it makes"
+        ),
+        ScriptLine("export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop", "what the ranks read and write"),
+        *script_lines(*_lend(job)),
+        ScriptLine('. "$here/lib.sh"', "the functions that every job has"),
+    )
+    head = f"# Written by Shardway {__version__}: `shardway exec` runs a command on a node of the job with it"
+    main = (ScriptSection("to the node", reach), ScriptSection("there", around))
+    return _render_behind_person(head, names, main, functions=("place_rank", "find_rank"))
+
+
+def render_shell_script(job: Job, folder: Path) -> str:
+    """The text of the script of `shardway shell`, which lies in `folder` beside `lib.sh`: what a job's ranks find, and
+    then a shell."""
+    scheduler, runtime = find_scheduler(job.scheduler), make_plugin("containers", job.container.runtime)
+    options, inside = runtime.of_launcher(job, scheduler), _list_prepared(job)
+    names = " ".join(name for name in job.variables if name not in job.around.secret_names)
+    of_host = 'PATH LD_LIBRARY_PATH PYTHONPATH VIRTUAL_ENV CONDA_PREFIX "${loaded[@]}" '
+    found = of_host if job.container.runtime == "none" else ""
+    keep = f'declare -p {found}{names} > "$here/environment.sh" 2> /dev/null'
+    begin = ("begin_here",) if scheduler.this_machine else ("begin", "export SHARDWAY_JOB=$job")
+    place = ("on_node", '"${nodes[0]}"') if options else runtime.wrap(job, scheduler)
+    main = (
+        ScriptSection(
+            "begin",
+            (
+                ScriptLine('drop_variables "${of_ranks[@]}"', "what a shell of another job has left"),
+                *map(ScriptLine, begin),
+            ),
+        ),
+        ScriptSection(
+            "what the ranks of a job find", (*_set_environment(job), _meet(job), ScriptLine(_enter_folder(job)))
+        ),
+        ScriptSection(
+            "the shell",
+            (
+                ScriptLine(keep, "for a container, and for a shell that ~/.bashrc may have changed"),
+                *runtime.setup(job, scheduler),
+                *([ScriptLine(wrap_command(("options=(", *options, ")")), "the container")] if options else []),
+                ScriptLine(wrap_command(("open_shell", *place, *inside))),
+                *runtime.teardown(job, scheduler),
+                ScriptLine('echo "$status" > "$here/exit_code"'),
+                ScriptLine('exit "$status"'),
+            ),
+        ),
+    )
+    heading = (
+        ScriptLine(
+            f"run={quote(str(job.run))} here={quote(str(folder))}", "the run directory, and this shell's folder"
+        ),
+        ScriptLine(f"scheduler={job.scheduler} walltime={round(job.terms.walltime_s)} runtime={job.container.runtime}"),
+        ScriptLine("options=() terminal="),
+        ScriptLine("[ ! -t 0 ] || [ ! -t 1 ] || terminal=yes"),
+        *script_lines(*_lend(job)),
+        ScriptLine('. "$here/lib.sh"', "the functions that every job has"),
+    )
+    head = f"# Written by Shardway {__version__} for {quote_comment(job.site)}: `shardway shell` starts it"
+    functions = ("begin_here", "open_shell") if scheduler.this_machine else ("open_shell",)
+    return _render_behind_person(head, heading, main, scheduler.shell_lines(job), functions)
+
+
+def render_bashrc(job: Job, folder: Path) -> str:
+    """What bash reads in that shell: the person's own ~/.bashrc, after which the job's variables hold again."""
+    environment = quote(str(folder / "environment.sh"))
+    return (
+        "[ ! -r ~/.bashrc ] || . ~/.bashrc\n"
+        f". {environment}\n"
+        f"cd {quote(str(job.around.workdir))} || exit\n"
+        f'PS1="({job.name}) ${{PS1-\\\\w\\\\$ }}"\n'
+    )
+
+
+def _render_behind_person(
+    head: str,
+    names: tuple[ScriptLine, ...],
+    main: tuple[ScriptSection, ...],
+    before: tuple[ScriptLine, ...] = (),
+    functions: tuple[str, ...] = (),
+) -> str:
+    """A script that a person sits behind: what it reports goes to the person, and no attempt ends with it."""
+    blocks = read_blocks("interactive")
+    replaced = tuple(blocks[name] for name in ("say", "fail", *functions))
+    parts = (
+        ScriptSection("", script_lines(("#!/bin/bash", ""), (head, ""))),
+        ScriptSection("this run", names),
+        ScriptSection("functions in place of those for a log, and others", replaced),
+        ScriptSection("where it begins", before),
+        ScriptSection("in order", (render_function("main", main), ScriptLine('main "$@"'))),
+    )
+    return render_script(parts)
+
+
 def render_library(scheduler: str) -> str:
     """The text of `lib.sh`: the functions of every job, and those of the scheduler."""
     heading = 'variables that mean something for another job or rank (docs/environment.md), and "!...", which stay'
@@ -104,15 +238,17 @@ def _names(job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
         (f"runtime={job.container.runtime}", "what starts the container of the ranks"),
         ("here=$run/attempts/$attempt", "the folder of this attempt"),
         ("export SHARDWAY_ATTEMPT_DIR=$here SHARDWAY_STOP_FILE=$run/stop", "what the ranks read and write"),
-        (
-            job.container.runtime != "none" and f"export {LENT}=$run/cache",
-            "prepared data, where the home in the container ends with it",
-        ),
+        *_lend(job),
         (to_log and 'exec >> "$here/log/job.out" 2>&1', "what this job prints"),
         (f'[ -r "$here/lib.sh" ] || {{ {missing}; exit 1; }}', ""),
         ('. "$here/lib.sh"', "the functions that every job has"),
         (to_log and _by_function(job, scheduler) and "prints=$here/log/job.out", "for tasks on other nodes"),
     )
+
+
+def _lend(job: Job) -> tuple[tuple[object, str], ...]:
+    shell = job.container.runtime != "none" and f"export {LENT}=$run/cache"
+    return ((shell, "prepared data, where the home in the container ends with it"),)
 
 
 def _begin(job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
@@ -135,6 +271,17 @@ def _begin(job: Job, scheduler: Scheduler) -> tuple[ScriptLine, ...]:
 
 
 def _around(job: Job) -> tuple[ScriptLine, ...]:
+    enter = ScriptLine(_enter_folder(job), "the code that was submitted")
+    return (*_set_environment(job), _meet(job), enter)
+
+
+def _meet(job: Job) -> ScriptLine:
+    words = f"meet {quote(job.meeting.host_suffix)} {'yes' if job.meeting.resolve else 'no'}"
+    return ScriptLine(words, "where the ranks meet; the site's suffix of names on the network for computing")
+
+
+def _set_environment(job: Job) -> tuple[ScriptLine, ...]:
+    """Modules, Python, variables and secrets: the same lines for the ranks of a job and for a person beside them."""
     around, cores = job.around, job.shape.cores_per_rank
     modules = ("load_modules", *(["--purge"] if around.purge_modules else []), *map(quote, around.modules))
     venv = ""
@@ -148,7 +295,6 @@ def _around(job: Job) -> tuple[ScriptLine, ...]:
         (f"export {name}={quote_expanding(value)}", "variables of the site") for name, value in around.expanded.items()
     ]
     literal = [(f"export {name}={quote(value)}", "variables of the run") for name, value in around.literal.items()]
-    resolve = "yes" if job.meeting.resolve else "no"
     return script_lines(
         (len(modules) > 1 and wrap_command(modules), "software of the site"),
         (venv, "Python and its packages"),
@@ -157,11 +303,6 @@ def _around(job: Job) -> tuple[ScriptLine, ...]:
         *expanded,
         *literal,
         (f"read_secrets {quote_expanding(around.secrets_file)}", "passwords and tokens, of a file of yours"),
-        (
-            f"meet {quote(job.meeting.host_suffix)} {resolve}",
-            "where the ranks meet; the site's suffix of names on the network for computing",
-        ),
-        (_enter_folder(job), "the code that was submitted"),
     )
 
 
@@ -257,12 +398,16 @@ def _by_function(job: Job, scheduler: Scheduler) -> bool:
 def _command(job: Job, scheduler: Scheduler, runtime: Container) -> str:
     """The command that starts the program on every rank: launcher, container, environment, program."""
     started = make_plugin("launchers", job.launcher).start(job, scheduler)
-    inside = job.container.runtime != "none"
-    # files that set the job's variables and, in a container, the virtual environment, if it was made with the image's
-    # Python
-    files = ['"$here/environment.sh"'] if inside or job.launcher == "mpirun" else []
-    if inside and job.around.venv and not job.around.venv.startswith("conda:"):
-        files.append(quote_place(f"{job.around.venv}/bin/activate"))
-    prepared = (word for file in files for word in ("bash", "-c", quote('. "$0" && exec "$@"'), file))
+    prepared = _list_prepared(job, by_name=job.launcher == "mpirun")
     outside = (*started.outside, *runtime.of_launcher(job, scheduler), *runtime.wrap(job, scheduler))
     return wrap_command((*outside, *prepared, *started.inside))
+
+
+def _list_prepared(job: Job, *, by_name: bool = False) -> tuple[str, ...]:
+    """Words before a command in a container, or where variables come `by_name`: the job's variables are set and, in a
+    container, the virtual environment, if it was made with the image's Python."""
+    inside = job.container.runtime != "none"
+    files = ['"$here/environment.sh"'] if inside or by_name else []
+    if inside and job.around.venv and not job.around.venv.startswith("conda:"):
+        files.append(quote_place(f"{job.around.venv}/bin/activate"))
+    return tuple(word for file in files for word in ("bash", "-c", quote('. "$0" && exec "$@"'), file))

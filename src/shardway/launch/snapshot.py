@@ -349,7 +349,8 @@ class _Sorter:
         if folder not in self._stops:
             path = Path(self._root, folder)
             stopped = self._is_stopped(posixpath.dirname(folder)) or path.is_symlink()
-            if not stopped and (os.path.isfile(RunDir(path).resolved_path) or RunDir(path).attempts()):
+            run = RunDir(path)
+            if not stopped and (os.path.isfile(run.resolved_path) or run.attempts() or run.has_shells()):
                 self._link(folder, "run directory")
                 stopped = True
             self._stops[folder] = stopped

@@ -133,19 +133,16 @@ def counted_from_json(text: str) -> CountedModel | None:
 def find_counted(config: Mapping[str, Any], name: str, announce: Callable[[str], None]) -> CountedModel:
     """The count of a config: the kept one, or one that a child process takes and that is then kept. `announce` gets a
     sentence before that begins. Raises UserError if it is not kept and the libraries are not here, or they refuse."""
-    version, folder = find_library(), find_own_folder("CACHE")
-    digest = digest_of_config(config)
-    kept = folder / "shapes" if folder else None
+    version, digest = find_library(), digest_of_config(config)
+    kept = _kept_folder()
     if version is None:
-        found = sorted(kept.glob(f"{digest}-*.json"), key=_version_of) if kept else []
-        counts = [count for path in reversed(found) if (count := _read(path))]
-        if counts:
-            return counts[0]
+        if count := find_kept(config):
+            return count
         where = f", or take {kept}/{digest}-*.json along" if kept else ""
         raise UserError(
             f'{name}: the planner does not know all layers of a "{config.get("model_type")}" by itself. transformers '
             "counts any model that it builds, and is not installed here with torch.\n"
-            f'  To do: run this once where they are (pip install "shardway[hf]"), with the same home{where}'
+            f'  To do: run this once where they are (pip install "shardway[torch,hf]"), with the same home{where}'
         )
     path = kept / f"{digest}-{version}.json" if kept else None
     if path and (count := _read(path)):
@@ -159,6 +156,18 @@ def find_counted(config: Mapping[str, Any], name: str, announce: Callable[[str],
         except OSError:  # it is counted again next time
             pass
     return count
+
+
+def find_kept(config: Mapping[str, Any]) -> CountedModel | None:
+    """The kept count of a config, by the newest version of the library; None where it was not counted."""
+    kept = _kept_folder()
+    found = sorted(kept.glob(f"{digest_of_config(config)}-*.json"), key=_version_of) if kept else []
+    return next((count for path in reversed(found) if (count := _read(path))), None)
+
+
+def _kept_folder() -> Path | None:
+    folder = find_own_folder("CACHE")
+    return folder / "shapes" if folder else None
 
 
 def find_library() -> str | None:

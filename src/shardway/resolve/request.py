@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -190,7 +191,7 @@ FIXED_AT_RESUME = (
 """Keys whose change would alter the meaning of the saved weights, optimizer state or data position."""
 
 FREE_AT_RESUME = (
-    *("parallel", "recompute", "run", "site", "track", "notify", "train.micro_batch", "train.tune"),
+    *("parallel", "recompute", "run", "site", "track", "notify", "pipeline", "train.micro_batch", "train.tune"),
     *("train.compile_cache", "train.profile", "data.workers", "data.prefetch", "data.cache", "data.stage"),
 )
 """Sections and keys that change where a run continues, and nothing that it computes."""
@@ -274,6 +275,29 @@ def parse_words(words: Sequence[str]) -> ResolveRequest:
             "  allowed: at most one path, and section.key=value for each key to set, such as train.steps=500"
         )
     return ResolveRequest(Path(files[0]) if files else None, tuple(overrides))
+
+
+KEYS_VARIABLE = "SHARDWAY_KEYS"
+"""Keys over all others of a script that `shardway.start` opens, as a JSON list of "key=value": for what starts a script
+of the user's, several times beside one another, and must not edit it."""
+
+
+def read_keys_variable(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The keys in that variable; none where it is not set. Raises UserError for anything but a list of words."""
+    text = environ.get(KEYS_VARIABLE, "")
+    if not text:
+        return ()
+    try:
+        words = json.loads(text)
+    except (ValueError, RecursionError):
+        words = None
+    if not isinstance(words, list) or not all(isinstance(word, str) and "=" in word for word in words):
+        raise UserError(
+            f"{KEYS_VARIABLE} is {text!r}.\n"
+            """  allowed: a JSON list of keys, such as ["run.name=b", "train.steps=40"]\n"""
+            f"  To do: unset {KEYS_VARIABLE}, or correct it."
+        )
+    return tuple(words)
 
 
 def find_folder(path: str | Path) -> Path:

@@ -1,7 +1,8 @@
 """One attempt of a run: its folder, and the records of its submission, start and end.
 
     attempts/0001/
-      job.sh lib.sh     the job script, as it was submitted, and the functions that it reads
+      job.sh lib.sh     the job script, as it was submitted, and the functions that it reads; enter.sh, which runs a
+                        command on a node of the running job
       order.json        the user's request, in the words of the command; run.toml, the run file of that request;
                         site.toml, the site's profile if it is the user's own
       submission.json   written at submission: scheduler, token, job id
@@ -10,6 +11,8 @@
       handover/         of a run that follows another one: it is being handed to the scheduler, by one claimant
       serve.py serve.json  of a job that serves: the program that watches the server, and what it is to do;
                         serving.json, its state; api_key and server_key, readable by their owner alone
+      call.py call.json of a job that calls a function: the program, and the pickled call;
+                        returned/, what each rank returned or raised
       log/ code/        output of the job and of its ranks; the snapshot of the code
       replaced/         a foreign program's changes in its working directory that newer code replaced
     attempts/in_work    the attempt whose code that folder has
@@ -87,7 +90,9 @@ class Submission:
     empty until the scheduler has answered. `asked` holds the requested resources, for messages (keys of
     `schedulers.records.Asked`); a link of a chain that its job submitted requests the same as the one before it.
     `claim` identifies the process that is submitting, so that others can check whether it still is. `follows` is the
-    run directory whose end it waits for; the job that finishes that run submits it.
+    run directory whose end it waits for; the job that finishes that run submits it. `array` is the name of the array of
+    jobs of which this one is the task `task`; "" for a job of its own. `workdir` is the folder of its ranks, "" where a
+    job submitted it.
     """
 
     scheduler: str
@@ -99,6 +104,9 @@ class Submission:
     asked: Mapping[str, Any] = field(default_factory=dict)
     claim: str = ""
     follows: str = ""
+    array: str = ""
+    task: int = 0
+    workdir: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,7 @@ class Attempt:
 
     job_script = PathBelow("job.sh")
     job_library = PathBelow("lib.sh")
+    enter_script = PathBelow("enter.sh")  # a command on a node of the running job
     log_folder = PathBelow("log")
     job_log = PathBelow("log/job.out")  # output of the job script and everything that it started
     code = PathBelow("code")
@@ -143,6 +152,9 @@ class Attempt:
     serve_program = PathBelow("serve.py")
     serve_request = PathBelow("serve.json")
     serving_path = PathBelow("serving.json")  # state, port and model of an inference server
+    call_program = PathBelow("call.py")
+    call_path = PathBelow("call.json")
+    returned_folder = PathBelow("returned")
     api_key = PathBelow("api_key")
     server_key = PathBelow("server_key")  # the same key as a file of options of the server
     server_log = PathBelow("log/server.out")
@@ -150,6 +162,10 @@ class Attempt:
 
     def node_log_folder(self, node: int) -> Path:
         return self.log_folder / f"node-{node}"
+
+    def returned_path(self, rank: int) -> Path:
+        """What a rank of a call returned or raised."""
+        return self.returned_folder / f"rank-{rank:05d}.json"
 
     @property
     def record_paths(self) -> tuple[Path, ...]:

@@ -60,13 +60,14 @@ OWN_NAMES = frozenset(
         *("run.toml", "resolved.toml", "ds_config.json", "events", "checkpoints", "status.json", "writer.lock"),
         *("run-id", "lease", "logs", "attempts", "report.html", "stop", "left_out.json", "line.json", "work"),
         *("cache", "trackers.json", "tensorboard", "telemetry", "profile", "traces", "notified"),
-        *("evaluations", "followers"),
+        *("evaluations", "followers", "shells"),
         *("wandb", "mlflow.db", "mlruns", "metrics.prom"),
     )
 )
 """Names that belong to a run directory."""
 
 _ATTEMPT = re.compile(r"\d{4,}")
+_SHELL = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
 _EVENTS = re.compile(r"rank-(\d{5,})\.jsonl")
 
 
@@ -460,7 +461,12 @@ class RunDir:
     # --- attempts
 
     attempts_folder = PathBelow("attempts")  # one folder a submission
+    shells_folder = PathBelow("shells")  # a folder each interactive shell: its script, its copy of the code
     followers_folder = PathBelow("followers")  # a file each run that is submitted when this one is finished
+
+    def has_shells(self) -> bool:
+        """Whether there is a folder of an interactive shell, also where nothing was trained."""
+        return any(_SHELL.fullmatch(name) for name in list_names(self.shells_folder))
 
     def attempt(self, number: int) -> Attempt:
         """The attempt of that number, whether it exists or not."""

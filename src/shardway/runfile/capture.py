@@ -17,6 +17,18 @@ RANGE_ALLOWED = (
 )
 REQUEST_ALLOWED = 'nothing, "steps 5", "rank 2", or both'
 
+WITHOUT_EXTRAS = (
+    *(
+        'checkpoint.every="off"',
+        'checkpoint.local_every="off"',
+        'checkpoint.keep_every="off"',
+        "checkpoint.keep_best=0",
+    ),
+    *('train.validate_every="off"', 'train.patience="off"', 'train.sample_every="off"'),
+    *("track.to=[]", "track.settings={}"),
+)
+"""Keys of a run of a few steps that are looked at: no saves, validations, samples and trackers."""
+
 _RANGE = re.compile(r"steps?\s+(\d{1,12})(?:\s*-\s*(\d{1,12}))?(?:\s*,?\s*rank\s+(\d{1,7}))?(\s*,?\s*then finish)?")
 _REQUEST = re.compile(r"(?:steps?\s+(\d{1,12}))?\s*,?\s*(?:rank\s+(\d{1,7}))?")
 

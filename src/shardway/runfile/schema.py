@@ -402,6 +402,19 @@ class NotifySection(Section):
 # --- [run] and [site]
 
 
+class PipelineSection(Section):
+    """What `shardway submit` runs before and after the training, each as a run of its own."""
+
+    before: list[str] = key(
+        [],
+        'Steps in order, each after the one before is finished: words of a verb ("data prepare {here}/corpus.txt --out '
+        '{here}/tokens") or "-- COMMAND"; {here} is the folder of the command, {run} the run directory.',
+    )
+    then: list[str] = key(
+        [], 'Steps in order once the run is finished, as --then takes them: "evaluate", "report" or "-- COMMAND".'
+    )
+
+
 class RunSection(Section):
     """The process: where it writes, on what it runs, how long it waits."""
 
@@ -452,6 +465,10 @@ class SiteSection(Section):
     account: str = key("", "Account, project or budget that is charged.")
     accelerator_type: str = key(
         "", 'Type of accelerator, where a partition has several: "a100" asks Slurm for gpu:a100:N; empty = the site\'s.'
+    )
+    budget: PositiveFloat | Off = off(
+        "Most GPU-hours (core-hours where a node has no GPUs) of all attempts of a submission; above it, "
+        "`shardway submit` wants --yes."
     )
     memory: BytesField | Auto = auto("Memory of a node; auto = all of it where the site wants it said.")
     launcher: Annotated[str, PluginName("launchers", ("auto",))] = auto(
@@ -917,6 +934,7 @@ class RunFile(Section):
     guard: GuardSection = Field(default_factory=GuardSection)
     track: TrackSection = Field(default_factory=TrackSection)
     notify: NotifySection = Field(default_factory=NotifySection)
+    pipeline: PipelineSection = Field(default_factory=PipelineSection)
     run: RunSection = Field(default_factory=RunSection)
     site: SiteSection = Field(default_factory=SiteSection)
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from shardway.hardware.catalogue import load_accelerators, load_links
 from shardway.plugins import PluginName
@@ -24,6 +24,9 @@ FORMAT = 1
 
 CPU = "cpu"
 """The accelerator of a node that has none."""
+
+DETECTABLE = ("cores", "memory", "accelerator", "accelerators_per_node")
+"""Facts of a node whose value in a file may be "detect": that of the machine that reads it."""
 
 
 def _parsed(parse: Callable[[str], float]) -> BeforeValidator:
@@ -58,10 +61,20 @@ def _check_option(value: Any) -> Any:
     return value
 
 
-Bytes = Annotated[int, Field(strict=True, gt=0), _parsed(parse_bytes)]
+Bytes = Annotated[
+    int,
+    Field(strict=True, gt=0),
+    _parsed(parse_bytes),
+    WithJsonSchema({"type": ["string", "integer"], "examples": ["512GiB"]}),
+]
 """A size: "512GiB" in the profile, bytes in Python."""
 
-Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), _parsed(parse_seconds)]
+Seconds = Annotated[
+    float,
+    Field(strict=True, gt=0, allow_inf_nan=False),
+    _parsed(parse_seconds),
+    WithJsonSchema({"type": ["string", "number"], "examples": ["24h"]}),
+]
 """A time: "24h" in the profile, seconds in Python."""
 
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -300,3 +313,33 @@ class SiteProfile(_Table):
         if twice:
             raise ValueError(f"queues has {', '.join(twice)} more than once; allowed: each name once")
         return self
+
+
+def profile_schema() -> dict[str, Any]:
+    """The JSON Schema of a profile's file, for editors. A file has no null, and one that extends another may leave out
+    what is required of the whole; keys of parts and links are those of the catalogues."""
+    found = SiteProfile.model_json_schema()
+    tables = [found, *found["$defs"].values()]
+    for table in tables:
+        table["properties"] = {name: _without_null(rule) for name, rule in table["properties"].items()}
+    found.pop("required", None)
+    parts = {
+        "Node": {"accelerator": [*load_accelerators(), CPU], "link": [*load_links()]},
+        "Network": {"link": [*load_links()]},
+    }
+    for table, keys in parts.items():
+        for name, allowed in keys.items():
+            found["$defs"][table]["properties"][name]["enum"] = allowed
+    node = found["$defs"]["Node"]["properties"]
+    for name in DETECTABLE:
+        rule = node[name]
+        about = {key: rule.pop(key) for key in ("title", "description") if key in rule}
+        node[name] = {**about, "anyOf": [rule, {"const": "detect", "type": "string"}]}
+    return found
+
+
+def _without_null(rule: Mapping[str, Any]) -> dict[str, Any]:
+    """A rule without its null, which stands for a key that is not there."""
+    kept = [each for each in rule.get("anyOf", []) if each != {"type": "null"}]
+    plain = {key: value for key, value in rule.items() if key != "anyOf" and not (key == "default" and value is None)}
+    return {**plain, **(kept[0] if len(kept) == 1 else {"anyOf": kept} if kept else {})}

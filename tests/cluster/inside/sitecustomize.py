@@ -30,7 +30,7 @@ def _import_and_patch(name: str, *words: Any, **named: Any) -> Any:
     module = sys.modules.get("shardway.train.run")
     if module is not None and hasattr(module, "open_run"):
         builtins.__import__ = _import
-        module.Run.step = _disturbed(module.Run.step)
+        module.LiveRun.step = _disturbed(module.LiveRun.step)
     return found
 
 

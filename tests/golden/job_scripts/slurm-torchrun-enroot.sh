@@ -59,7 +59,7 @@ main() {
   # variables of the job, for ranks that do not inherit them; no secrets
   declare -p SHARDWAY_ATTEMPT_DIR SHARDWAY_STOP_FILE SHARDWAY_JOB SHARDWAY_NODES MASTER_ADDR MASTER_PORT OMP_NUM_THREADS PYTHONUNBUFFERED SHARDWAY_LENT_CACHE > "$here/environment.sh" 2> /dev/null
   # jobs that are not over: containers of others are removed
-  alive=$(squeue --all --noheader --user="$(id -un)" --format=%A 2> /dev/null | tr -cs 0-9 ' ')
+  alive=$(squeue --all --noheader --user="$(id -un)" --format=%F 2> /dev/null | tr -cs 0-9 ' ')
   # the container of this job, on every node
   srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 --kill-on-bad-exit=1 \
     bash -c "alive='$alive';$cleared$named" "shardway-$SHARDWAY_JOB" enroot create --name -- \

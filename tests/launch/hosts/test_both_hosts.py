@@ -53,6 +53,15 @@ def pure(path: Path) -> PurePosixPath:
     return PurePosixPath(path)
 
 
+def test_an_attached_command_has_its_words_its_input_and_its_code(host: Host) -> None:
+    words = host.attach(["bash", "-c", 'cat; printf "%s\\0" "$@"; exit 7', "bash", *ODD], terminal=False)
+    done = subprocess.run(words, input="typed\n", capture_output=True, text=True, check=False)
+    assert done.stdout.removeprefix("typed\n").split("\0")[:-1] == ODD
+    assert (done.returncode, done.stderr) == (7, "")
+    if host.name:
+        assert "-t" in host.attach(["true"], terminal=True)
+
+
 def test_words_arrive_unchanged(host: Host) -> None:
     done = host.run(["printf", "%s\\0", *ODD])
     assert done.out.split("\0")[:-1] == ODD

@@ -18,7 +18,7 @@ from pool import RankPool
 from runs import open_tiny, pool_ranks
 from shardway.models.contract import held_by_rank
 from shardway.resolve import Resolved
-from shardway.train.run import Run, train_run
+from shardway.train.run import LiveRun, train_run
 from speed import picked
 
 CASES: Mapping[str, Case] = {
@@ -68,7 +68,7 @@ def leave_bytes(rank: int, name: str, folder: Path) -> None:
         (folder / f"{rank}.pickle").write_bytes(pickle.dumps((held, estimate(run.resolved, rank))))
 
 
-def parameters_of(run: Run) -> list[torch.nn.Parameter]:
+def parameters_of(run: LiveRun) -> list[torch.nn.Parameter]:
     return list(run._held.models[0].parallel.module.parameters())
 
 

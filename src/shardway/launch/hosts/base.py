@@ -58,6 +58,10 @@ class Host(Protocol):
     def follow(self, words: Sequence[str]) -> Iterator[str]:
         """Run a command and yield its output line by line as it comes, until it ends or the iterator is closed."""
 
+    def attach(self, words: Sequence[str], *, terminal: bool) -> list[str]:
+        """The words by which this machine runs a command there with its own input, output and, where wanted, terminal;
+        the code with which they end is the command's."""
+
     def read_files(self, paths: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
         """The text of each of these files that is there and can be read, in one exchange; bytes that are no UTF-8 are
         replaced."""

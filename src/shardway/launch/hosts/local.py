@@ -83,6 +83,10 @@ class LocalHost(Host):
             _end_group(process)
             _let_go(process)
 
+    def attach(self, words: Sequence[str], *, terminal: bool) -> list[str]:
+        """The same words: a process of this machine inherits them."""
+        return list(words)
+
     def read_options(self) -> dict[str, str]:
         return list_options(os.environ)
 

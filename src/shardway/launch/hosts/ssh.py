@@ -21,6 +21,7 @@ Required on the host: bash and the usual tar, gzip, sed and mv; no Python.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import gzip
 import hashlib
@@ -274,13 +275,16 @@ BOOTSTRAP = "exec bash --norc -s"
 _KILLED = (124, 137)
 """Exit codes of coreutils' `timeout`: command ended, or killed."""
 
-_PROLOGUE = """\
-mark={mark}
-{functions}
+_LOGIN = """\
 # Commands of a scheduler stand in PATH only after a login. A profile may print, read or run what it likes: only the
 # variables that it leaves are taken.
 eval "$(bash --login -c 'echo; echo '$mark'; export -p' </dev/null 2>/dev/null | sed "1,/$mark/d")" 2>/dev/null
-left_out=$(for name in $(compgen -e); do
+"""
+
+_PROLOGUE = """\
+mark={mark}
+{functions}
+{login}left_out=$(for name in $(compgen -e); do
   case $name in {options}) printf '%s=%s\\n' "$name" "${{!name//$'\\n'/ }}" ;; esac
 done)
 drop_variables {patterns}
@@ -297,10 +301,11 @@ class Exchange:
     def __init__(self, commands: Sequence[str], limit_s: float) -> None:
         mark = f"shardway-{secrets.token_hex(16)}"
         self.marks = re.compile(mark.encode() + rb":\d+:(\d+):(\d+):")
-        drop = read_block("lib", "drop_variables").text
-        words = " ".join(quote_shell(pattern) for ranks in (True, False) for pattern in list_patterns(of_ranks=ranks))
         options, limit = "|".join(list_option_patterns()), math.ceil(limit_s)
-        prologue = _PROLOGUE.format(mark=mark, limit_s=limit, options=options, functions=drop, patterns=words)
+        drop, patterns = _read_drop()
+        prologue = _PROLOGUE.format(
+            mark=mark, limit_s=limit, options=options, functions=drop, patterns=patterns, login=_LOGIN
+        )
         lines = [f"{command}\nends {number}" for number, command in enumerate(commands, 1)]
         # After the script, only its commands read the input.
         self.script = "\n".join([prologue + "{", *lines, "exit 0", "}", ""]).encode("utf-8", "surrogateescape")
@@ -312,6 +317,12 @@ class Exchange:
     def describe(self, err: bytes) -> str:
         """What ssh, a profile or a login shell printed outside the commands."""
         return _text(self.marks.sub(b"", err))
+
+
+def _read_drop() -> tuple[str, str]:
+    """The shell function that drops variables of other jobs, and its words."""
+    patterns = (quote_shell(pattern) for ranks in (True, False) for pattern in list_patterns(of_ranks=ranks))
+    return read_block("lib", "drop_variables").text, " ".join(patterns)
 
 
 # --- the host
@@ -377,6 +388,16 @@ class SshHost(Host):
             messages.seek(0)
             said = exchange.describe(messages.read())
             raise self.connection.lost("the connection broke while it was followed", said)
+
+    def attach(self, words: Sequence[str], *, terminal: bool) -> list[str]:
+        """As base64, which every login shell reads alike; the input stays the person's. A code of 255 is ssh's own."""
+        drop, patterns = _read_drop()
+        mark = f"shardway-{secrets.token_hex(16)}"
+        script = f"mark={mark}\n{_LOGIN}{drop}\ndrop_variables {patterns}\nexec {quote_all(words)}\n"
+        packed = base64.b64encode(script.encode("utf-8", "surrogateescape")).decode()
+        command = self.connection.command([f"exec bash --norc -c 'eval \"$(echo {packed} | base64 -d)\"'"])
+        cut = command.index("--")
+        return [*command[:cut], *(["-t"] if terminal else []), *command[cut:]]
 
     def read_files(self, paths: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
         done = self.run_many([["cat", "--", str(path)] for path in paths])

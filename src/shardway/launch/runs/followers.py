@@ -207,8 +207,11 @@ def explain_waiting(host: Host, ledger: Ledger) -> tuple[str, str]:
         return f"{run} does not list it: its submission was interrupted", again
     if is_finished(followed):
         return f"{run} is finished, and its job ended before it handed this over", again
-    if not any(standing.is_active for standing in read_standing(host, followed)) and find_followed(followed) is None:
-        return f"waits for {run}, which has no job now (shardway resume {run})", ""
+    standings = read_standing(host, followed)
+    if not any(standing.is_active for standing in standings) and find_followed(followed) is None:
+        ended = next((each.result for each in reversed(standings) if each.result is not None), None)
+        how = f": {ended.state}, {ended.reason}" if ended is not None else ""
+        return f"waits for {run}, which has no job now{how} (shardway resume {run})", ""
     return f"waits for {run}", ""
 
 

@@ -109,6 +109,27 @@ class Stopper:
         self._note(ledger, active, "killed by `shardway stop --now`")
         return StopReport(cancelled=active, writer=writer)
 
+    def stop_many(self, runs: Sequence[tuple[Ledger, Sequence[JobStatus]]], *, now: bool = False) -> StopReport:
+        """Stop several runs, whose statuses were read: jobs that wait leave the queue first, all at once, so that none
+        begins in the place of one that ends. Raises SiteError where the scheduler refuses."""
+        waiting, running = list[LedgerEntry](), list[LedgerEntry]()
+        for ledger, statuses in runs:
+            for status in statuses:
+                if status.is_active:
+                    waits = status.record is not None and status.record.phase is JobPhase.QUEUED
+                    (waiting if waits else running).append(status.entry)
+            if not now and any(status.is_active for status in statuses):
+                self._write_stop(ledger, ASKED)
+        self._cancel(waiting)
+        killed = tuple(reversed(running)) if now else ()
+        self._cancel(killed)
+        for ledger, _ in runs:
+            own = [entry for entry in waiting if entry.attempt.run_path == ledger.run.path]
+            self._note(ledger, own, "taken out of the queue by `shardway stop`")
+            own = [entry for entry in killed if entry.attempt.run_path == ledger.run.path]
+            self._note(ledger, own, "killed by `shardway stop --now`")
+        return StopReport(tuple(running), tuple(waiting))
+
     def wait(self, ledger: Ledger, timeout_s: float) -> list[JobStatus]:
         """The attempts once none of them is active and no process trains by hand here, or when the time is over."""
         end, polls = time.monotonic() + timeout_s, iter(POLLS_S)

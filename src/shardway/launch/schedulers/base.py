@@ -173,6 +173,20 @@ class EachRank:
 
 
 @dataclass(frozen=True)
+class QueueState:
+    """A queue as its scheduler describes it now. `closed`: why it takes no job, "" where it takes some. `accounts`:
+    those that may use it, () for every one. `nodes`: how many there are, None where that is not stated."""
+
+    name: str
+    closed: str = ""
+    accounts: Words = ()
+    max_walltime_s: float | None = None
+    max_nodes: int | None = None
+    min_nodes: int | None = None
+    nodes: int | None = None
+
+
+@dataclass(frozen=True)
 class OptionProblem:
     """What is wrong with an option, after its name: what it is, what is allowed, what to do."""
 
@@ -226,6 +240,9 @@ class Scheduler(ABC):
     a script to start when this job has ended, and prints its id. `cancel_job JOB` removes one."""
     own_jobs: ClassVar[str] = ""
     """Shell that prints the ids of the person's jobs that wait or run, one a line; "" where none was tried."""
+    reaches_nodes: ClassVar[bool] = False
+    """Its shell functions have `on_node NODE COMMAND...`, which runs a command on a node of `$job`, in place of the
+    script and beside the ranks; in a terminal where `terminal` is set. The array `options` is for its launcher."""
     launcher: ClassVar[str] = ""
     """The launcher that belongs to this scheduler, as `shardway.launchers` names it: `srun`."""
     launcher_variables: ClassVar[Words] = ()
@@ -253,6 +270,18 @@ class Scheduler(ABC):
         """How one command runs for every rank of the job; None for a scheduler without a launcher of its own."""
         return None
 
+    def open_shell(self, job: Job, script: str, *, terminal: bool) -> Words | None:
+        """The words that run a script on the first node of a new allocation, joined to this terminal, or to what they
+        read and print; None where there is no way. They end with the script's exit code."""
+        return None
+
+    def shell_lines(self, job: Job) -> tuple[ScriptLine, ...]:
+        """Lines at the head of that script, for a scheduler that starts it elsewhere than on the node."""
+        return ()
+
+    shell_needs_terminal: ClassVar[bool] = False
+    """It opens a shell at a terminal alone."""
+
     def mpirun_lines(self, job: Job) -> tuple[ScriptLine, ...]:
         """Lines that tell Open MPI's mpirun (`mpirun_options`) what it does not find out by itself."""
         return ()
@@ -262,6 +291,21 @@ class Scheduler(ABC):
     @abstractmethod
     def submit(self, script: str, log: str, after: str) -> Words:
         """The words that submit a script, to start when the job `after` has ended ("": at once)."""
+
+    start_command: ClassVar[Words] = ()
+    """A command that reads a job script and answers when it would start, submitting nothing."""
+    why_no_start: ClassVar[str] = "its scheduler has no answer that Shardway reads before a job is queued"
+    """Where there is none: why, after the name of a queue."""
+    queues_command: ClassVar[Words] = ()
+    """A command that describes the queues as they are now, whose limits an answer of `start_command` may leave out."""
+
+    def parse_queues(self, text: str) -> tuple[QueueState, ...]:
+        """The queues in its answer."""
+        return ()
+
+    def read_start(self, done: Done) -> float | None:
+        """The start in the answer of `start_command`, Unix seconds; None where there is none."""
+        return None
 
     @abstractmethod
     def read_job_id(self, text: str) -> str:
@@ -294,6 +338,34 @@ class Scheduler(ABC):
     @abstractmethod
     def parse_found(self, answers: Sequence[Done]) -> tuple[str, ...]:
         """Ids of the jobs of a name, oldest first. Raises SchedulerSilent where that is not known."""
+
+    # --- many jobs as one array
+
+    array_index: ClassVar[str] = ""
+    """Shell: the number of a task in its array, from 0; "" for a scheduler whose jobs are submitted one by one."""
+
+    def array_directives(self, job: Job, tasks: int, at_once: int, logs: str) -> tuple[ScriptLine, ...]:
+        """The head of the script of an array of so many `tasks` that ask for what `job` asks for, of which at most
+        `at_once` run at one time (0: no limit). `logs`: the folder for what a task prints before its job does, "" for
+        none."""
+        return ()
+
+    def array_lines(self, at_once: int, folder: str) -> tuple[ScriptLine, ...]:
+        """What a task does before its job begins; `folder` is the array's own."""
+        return ()
+
+    def submit_array(self, script: str, logs: str, jobs: Sequence[str], after: str) -> Words:
+        """The words that submit the script of an array of `jobs`, which are scripts too, as `submit` does one."""
+        return self.submit(script, logs, after)
+
+    def read_task_ids(self, text: str, tasks: int) -> tuple[str, ...]:
+        """The ids of all tasks in the output of a submission, in their order; () if there are none."""
+        array = self.read_job_id(text)
+        return tuple(self.name_task(array, index) for index in range(tasks)) if array else ()
+
+    def name_task(self, array: str, index: int) -> str:
+        """The id of one task of the array with this id."""
+        return array
 
     # --- sentences about refusals, waiting and ends
 

@@ -30,7 +30,7 @@ from shardway.launch.schedulers.base import (
     describe_silence,
     read_lines,
 )
-from shardway.launch.script import ScriptLine, quote_comment, read_blocks
+from shardway.launch.script import ScriptLine, quote, quote_comment, read_block, read_blocks
 
 if TYPE_CHECKING:  # each rank that a scheduler has started imports this module
     from shardway.launch.hosts.base import Done
@@ -47,6 +47,8 @@ class ThisMachine(Scheduler):
     forgets = True
     by_hand = "bash THIS_FILE"
     shell = "local"
+    array_index = "$1"
+    reaches_nodes = True
     generic_site = "laptop"
 
     # --- the job script
@@ -62,6 +64,9 @@ class ThisMachine(Scheduler):
     def each_node(self, job: Job) -> EachNode:
         return EachNode((), "0")
 
+    def open_shell(self, job: Job, script: str, *, terminal: bool) -> tuple[str, ...]:
+        return ("bash", script)
+
     # --- commands, and what they print
 
     def submit(self, script: str, log: str, after: str) -> tuple[str, ...]:
@@ -69,6 +74,25 @@ class ThisMachine(Scheduler):
 
     def read_job_id(self, text: str) -> str:
         return text.strip() if _JOB.fullmatch(text.strip()) else ""
+
+    def array_directives(self, job: Job, tasks: int, at_once: int, logs: str) -> tuple[ScriptLine, ...]:
+        """Each task is a process that gets its number, the script of its job, and the job that all of them follow."""
+        return (ScriptLine(f"# local {job.scheduler_name}"),)
+
+    def array_lines(self, at_once: int, folder: str) -> tuple[ScriptLine, ...]:
+        if not at_once:
+            return ()
+        return (
+            read_block("local_jobs", "take_slot"),
+            ScriptLine(f"take_slot {quote(folder)} {at_once}", "no more of them than this run at once"),
+        )
+
+    def submit_array(self, script: str, logs: str, jobs: Sequence[str], after: str) -> tuple[str, ...]:
+        return _command("start_tasks", script, logs, after, *jobs)
+
+    def read_task_ids(self, text: str, tasks: int) -> tuple[str, ...]:
+        found = tuple(line.strip() for line in text.splitlines() if _JOB.fullmatch(line.strip()))
+        return found if len(found) == tasks else ()
 
     def cancel(self, jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         """End jobs with all that they started, and wait until it is gone: SIGTERM, and SIGKILL after `GRACE_S`."""
@@ -102,7 +126,7 @@ class ThisMachine(Scheduler):
         )
 
     def explain_pending(self, record: JobRecord, asked: RequestedResources = NOTHING_ASKED) -> Explanation | None:
-        """A job of this machine waits for nothing but the one before it."""
+        """A job of this machine waits for the one before it, or for its turn in an array."""
         if record.phase is not JobPhase.QUEUED:
             return None
         return Explanation("dependency", f"It starts after {record.reason or 'the job before it'}.", "wait")
@@ -114,7 +138,7 @@ class ThisMachine(Scheduler):
 # --- shell that looks at processes
 
 _JOB = re.compile(r"(\d+)\.(\d+)")
-_ANSWER = re.compile(r"(?P<job>\d+\.\d+) (?P<word>runs|waits)(?: (?P<after>\d+))?")
+_ANSWER = re.compile(r"(?P<job>\d+\.\d+) (?P<word>runs|waits)(?: (?P<after>\d+|in line))?")
 
 GRACE_S = 10
 """How long a job that is ended may take to leave by itself; then it is killed."""
@@ -123,7 +147,7 @@ GRACE_S = 10
 def _command(function: str, *words: str) -> tuple[str, ...]:
     """Shell that uses the functions of a job script, so that both see a job in the same way."""
     blocks = read_blocks("local") | read_blocks("local_jobs")
-    texts = [blocks[name].text for name in ("began", "members", "signal_job", function)]
+    texts = [blocks[name].text for name in ("began", "members", "signal_job", "start_words", function)]
     return ("bash", "-c", "\n".join([*texts, f'{function} "$@"']), "local", *words)
 
 
@@ -136,5 +160,7 @@ def _commands(function: str, jobs: Sequence[str], *first: str) -> tuple[tuple[st
 def _record(match: re.Match[str]) -> JobRecord:
     if match["word"] == "runs":
         return JobRecord(match["job"], JobPhase.RUNNING, state="runs")
+    if match["after"] == "in line":
+        return JobRecord(match["job"], JobPhase.QUEUED, state="waits", reason="others of its array")
     reason = "the run that it follows" if match["after"] == "0000" else f"attempt {match['after'] or 'before it'}"
     return JobRecord(match["job"], JobPhase.QUEUED, state="waits", reason=reason)

@@ -26,6 +26,7 @@ import datetime
 import json
 import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +68,9 @@ class Pbs(Scheduler):
     agent_by_default = False  # it was never tested under PBS on a real machine
     by_hand = "make the folder of -o, qsub THIS_FILE"
     shell = "pbs"
+    reaches_nodes = True
     rules = OWN_FILES / "pbs.toml"
+    array_index = "$PBS_ARRAY_INDEX"
     own_jobs = 'qselect -u "$(id -un)" 2> /dev/null'
     launcher_variables = ("PBS_*", "NODE")
     node_variables = ("NODE",)
@@ -134,14 +137,37 @@ class Pbs(Scheduler):
         """Its nodes, and a remote shell for an mpirun without support for PBS."""
         return (ScriptLine("mpirun_on_pbs", "the nodes, and what starts its daemons there"),)
 
+    shell_needs_terminal = True
+
+    def open_shell(self, job: Job, script: str, *, terminal: bool) -> tuple[str, ...]:
+        """`qsub -I -- SCRIPT` ends with 0 whatever the script does, which writes its exit code beside itself."""
+        lines = [shlex.split(line.text.removeprefix("#PBS ")) for line in self.directives(job)]
+        words = [word for line in lines if line[0] not in _OF_BATCH for word in line]
+        code = f"{script.rpartition('/')[0]}/exit_code"
+        return ("bash", "-c", _INTERACTIVE, code, "-I", *words, "--", "/bin/bash", "-l", script)
+
     # --- commands, and what they print
 
     def submit(self, script: str, log: str, after: str) -> tuple[str, ...]:
         shell = f'{read_block("pbs", "submit_as_program").text}\nsubmit_as_program "$@"'
         return ("bash", "-c", shell, "qsub", script, *(["-W", f"depend=afterany:{after}"] if after else []))
 
+    why_no_start = "PBS estimates the start of jobs that are queued alone (qstat -T), and of none before"
+
     def read_job_id(self, text: str) -> str:
         return parse_job_id(_TAKEN, text)
+
+    def array_directives(self, job: Job, tasks: int, at_once: int, logs: str) -> tuple[ScriptLine, ...]:
+        """PBS takes an array only if its jobs may run again (Reference Guide, "Job Arrays"): a task whose node is lost
+        is queued again by PBS, and goes on from the last checkpoint. A limit (%) is known since PBS 2020.1."""
+        left_out = ("#PBS -r ", "#PBS -o ")
+        one = [line for line in self.directives(job) if not line.text.startswith(left_out)]
+        array = f"#PBS -J 0-{tasks - 1}{f'%{at_once}' if at_once else ''}"
+        purpose = "the numbers of the runs in `jobs`, and how many at once"
+        return (*one, ScriptLine("#PBS -o /dev/null"), ScriptLine(array, purpose))
+
+    def name_task(self, array: str, index: int) -> str:
+        return array.replace("[]", f"[{index}]", 1)
 
     def cancel(self, jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         return tuple(("qdel", job) for job in jobs)
@@ -210,6 +236,12 @@ class Pbs(Scheduler):
         from shardway.launch.schedulers.surveys import survey_pbs
 
         return survey_pbs(ask, self.survey_command)
+
+
+_OF_BATCH = ("-r", "-S", "-j", "-k", "-o", "-e")
+"""Options of qsub that mean nothing where a person sits at the shell."""
+
+_INTERACTIVE = 'qsub "$@"; code=$?; [ "$code" != 0 ] || code=$(cat "$0" 2> /dev/null || echo 0); exit "$code"'
 
 
 # --- queries and answers

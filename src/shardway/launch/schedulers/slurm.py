@@ -22,6 +22,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -36,6 +37,7 @@ from shardway.launch.schedulers.base import (
     JobPhase,
     JobRecord,
     OptionProblem,
+    QueueState,
     Scheduler,
     SchedulerEnding,
     SchedulerSilent,
@@ -98,8 +100,10 @@ class Slurm(Scheduler):
     warns = True
     by_hand = "make the folder of --output, sbatch THIS_FILE"
     shell = "slurm"
+    reaches_nodes = True
     rules = OWN_FILES / "slurm.toml"
-    own_jobs = 'squeue --all --noheader --user="$(id -un)" --format=%A 2> /dev/null'
+    own_jobs = 'squeue --all --noheader --user="$(id -un)" --format=%F 2> /dev/null'
+    array_index = "$SLURM_ARRAY_TASK_ID"
     launcher = "srun"
     launcher_variables = ("SLURM_*", "PMI_*", "PMIX_*")
     rank_variables = (
@@ -186,13 +190,65 @@ class Slurm(Scheduler):
         binding = (f"--cpu-bind={quote(job.start.bind)}",) if job.start.bind else ()
         return EachRank((*_srun(job, job.shape.ranks_per_node), "--label", *binding), place)
 
+    def open_shell(self, job: Job, script: str, *, terminal: bool) -> tuple[str, ...]:
+        """salloc with the options of a job script, and that script as its command, here."""
+        return ("salloc", *_list_allocation_options(self.directives(job)), "bash", script)
+
+    def shell_lines(self, job: Job) -> tuple[ScriptLine, ...]:
+        """Under salloc it is not on a node, and not in a step; its step shares all with those that the shell starts."""
+        first = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
+        step = f'[ -n "${{SLURM_STEP_ID-}}" ] || {{ job=$SLURM_JOB_ID; on_node {first} bash "$0"; }}'
+        return script_lines(
+            ("options=(--preserve-env)", "what srun in the shell takes for the shape of the job"),
+            (step, "salloc starts this where it was typed: it goes on on the first node"),
+        )
+
     # --- commands, and what they print
 
     def submit(self, script: str, log: str, after: str) -> tuple[str, ...]:
         return ("sbatch", "--parsable", *([f"--dependency=afterany:{after}"] if after else []), script)
 
+    start_command = ("env", "SLURM_TIME_FORMAT=%s", "sbatch", "--test-only")
+    queues_command = ("scontrol", "show", "partition")
+
+    def parse_queues(self, text: str) -> tuple[QueueState, ...]:
+        """`sbatch --test-only` names a start also for a partition that is down, for another's accounts, or of less time
+        than the job has, where the site has EnforcePartLimits=NO (seen with 22.05)."""
+        from shardway.launch.schedulers.surveys import parse_partitions, parse_time
+
+        return tuple(
+            QueueState(
+                name=words["PartitionName"],
+                closed="" if (state := words.get("State", "UP")) == "UP" else f"its state is {state}",
+                accounts=() if (named := words.get("AllowAccounts", "ALL")) in ("ALL", "") else tuple(named.split(",")),
+                max_walltime_s=parse_time(words.get("MaxTime", "")),
+                max_nodes=read_count(words.get("MaxNodes", "")),
+                min_nodes=read_count(words.get("MinNodes", "")),
+                nodes=read_count(words.get("TotalNodes", "")),
+            )
+            for words in parse_partitions(text)
+            if words.get("RootOnly") != "YES"
+        )
+
+    def read_start(self, done: Done) -> float | None:
+        found = _STARTS.search(f"{done.err}\n{done.out}")
+        return _parse_time(found[1]) if found else None
+
     def read_job_id(self, text: str) -> str:
         return parse_job_id(_TAKEN, text)
+
+    def array_directives(self, job: Job, tasks: int, at_once: int, logs: str) -> tuple[ScriptLine, ...]:
+        one = [line for line in self.directives(job) if not line.text.startswith("#SBATCH --output=")]
+        output = f"#SBATCH --output={f'{logs}/task-%a.out' if logs else '/dev/null'}"
+        array = f"#SBATCH --array=0-{tasks - 1}{f'%{at_once}' if at_once else ''}"
+        return (
+            *one,
+            ScriptLine(output),
+            ScriptLine(array, "the runs, by their numbers in `jobs`, and how many at once"),
+        )
+
+    def name_task(self, array: str, index: int) -> str:
+        return f"{array}_{index}"
 
     def cancel(self, jobs: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         return (("scancel", *jobs),)
@@ -341,6 +397,21 @@ def _srun(job: Job, tasks_per_node: int) -> tuple[str, ...]:
     )
 
 
+_OF_SBATCH = frozenset(
+    (
+        *("requeue", "no-requeue", "open-mode", "output", "o", "error", "e", "input", "i", "array", "a", "parsable"),
+        *("export", "export-file", "wrap", "wait", "W", "test-only", "signal"),
+    )
+)
+"""Options of sbatch that salloc does not know, or that mean nothing where a person sits at the shell."""
+
+
+def _list_allocation_options(directives: Sequence[ScriptLine]) -> list[str]:
+    """The options of #SBATCH lines, as words, that say what an allocation is."""
+    lines = [shlex.split(line.text.removeprefix("#SBATCH ")) for line in directives]
+    return [word for words in lines if words[0].lstrip("-").partition("=")[0] not in _OF_SBATCH for word in words]
+
+
 def _texts(value: Any) -> list[str]:
     return list(map(str, value if isinstance(value, list | tuple) else [value]))
 
@@ -371,6 +442,10 @@ _JOB = re.compile(r"\d+(_(\d+|\[[-\d,:%]+\]))?")
 
 _TAKEN = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S+)?\s*$", re.MULTILINE)
 """With or without --parsable, sbatch(1): "12", "12;cluster", "Submitted batch job 12"."""
+
+
+_STARTS = re.compile(r"\bto start at (\S+)")
+"""sbatch --test-only: "sbatch: Job 12 to start at 1795915509 using 4 processors on nodes n1 in partition batch"."""
 
 
 def _squeue(*which: str) -> tuple[str, ...]:

@@ -382,8 +382,8 @@ def _split_python(words: Sequence[str]) -> tuple[int, str, str]:
 PROGRAMS_OF_RANKS = ("bench", "generate", "evaluate")
 """Verbs of which each rank of a job is one process."""
 
-PROGRAMS_OF_ONE = ("checkpoint", "report", "track")
-"""Verbs that are one process, and do something with a run that another job has trained."""
+PROGRAMS_OF_ONE = ("checkpoint", "report", "track", "data", "prefetch")
+"""Verbs that are one process: they do something with a run that another job has trained, or bring what one needs."""
 
 
 def list_rank_problems(program: Program, ranks: int) -> Iterator[Problem]:

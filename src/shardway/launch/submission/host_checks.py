@@ -89,6 +89,8 @@ _OTHER = 'found=$(timeout 10 "$0" "${@:4}") && [ -z "$found" ] || exec "$@"'
 def _look_for_program(request: JobRequest, host: Host) -> Iterator[HostCheck]:
     """The program by its path, or by its name on the PATH if nothing in the job changes the PATH."""
     word, where, venv = request.program.words[0], host.name or "this machine", request.venv_folder
+    if request.program.calls:  # it comes with the attempt
+        return
     for path in dict.fromkeys((word, request.read.script if request.read is not None else "")):
         if path.startswith("/"):
             yield HostCheck(command_problem(f"there is no {path} on {where}", "correct its path"), ("test", "-e", path))
@@ -112,15 +114,16 @@ def _look_for_modules(request: JobRequest, code: Code) -> Iterator[HostCheck]:
         gone = command_problem(f"there is no module {module} in the code or for {python}", remedy)
         yield HostCheck(gone, ("timeout", "10", python, "-c", _FIND, module), is_wrong=partial(_is_missing, module))
     names = list(dict.fromkeys((*(("torch",) if own else ()), *make_plugin("launchers", request.launcher).modules)))
-    names += ["shardway"] if own else []
+    names += ["shardway"] if own else ["cloudpickle"] if request.program.calls else []
     names += [module] if module and not python else []
     # it is asked first, the environment's Python only if a module is missing there
     first = ("bash", "-c", _OTHER, python) if python else ()
     words = (*first, "timeout", "10", AT, "-c", _FIND, *names)  # seconds; a slow file system ends the check
     for name in dict.fromkeys(names) if venv else ():
         missing = command_problem(f"there is no module {name} in the code or in {venv}", remedy)
-        if name in ("torch", "shardway", "nvidia_resiliency_ext"):
-            install = f"`{venv}/bin/pip install {name.replace('_', '-')}`, or name another environment"
+        if name in ("torch", "shardway", "nvidia_resiliency_ext", "cloudpickle"):
+            package = '"shardway[torch]"' if own and name in ("torch", "shardway") else name.replace("_", "-")
+            install = f"`{venv}/bin/pip install {package}`, or name another environment"
             missing = request.problem("venv", f"{venv} has no {name}", remedy=install)
         yield HostCheck(missing, words, f"{venv}/bin/python3", partial(_is_missing, name))
 
@@ -186,6 +189,8 @@ def _needed(request: JobRequest, host: Host, key: str, path: str, remedy: str) -
 def _list_data(request: JobRequest) -> Iterator[tuple[str, str]]:
     """Keys and paths of the files that a run file reads."""
     data = request.loaded.values.data
+    if request.follows is not None and request.loaded.values.pipeline.before:
+        return  # a step of the pipeline may make them
     if request.program.meets_by_itself and (data.blend or load_plugin("data_sources", data.kind).reads_files()):
         blended = [("data.blend", part.path) for part in data.blend]
         for key, path in (*(blended or [("data.path", data.path)]), ("data.validation", data.validation)):

@@ -152,11 +152,14 @@ class JobRequest:
 
     @cached_property
     def launcher(self) -> str:
-        """As requested, or our own agent for a training, or the site's, or the first that works with its scheduler."""
+        """As requested, or our own agent for a training, or the site's, or the first that works with its scheduler. One
+        process for a server, and for a function that is called once."""
         if self.program.serves:
             return "one_process"
         if self.section.launcher != "auto":
             return self.section.launcher
+        if self.program.calls and self.section.nodes == 1 and self.section.ranks_per_node == 1:
+            return "one_process"  # a rank alone needs no launcher, and so no torch
         if self.is_elastic or (self.program.is_training and self.scheduler.agent_by_default):
             return "agent"
         possible = list_launchers(self.scheduler)
@@ -402,7 +405,7 @@ def _check_launcher_and_container(request: JobRequest) -> Iterator[Problem]:
     """The launcher of a scheduler needs that scheduler, an image a runtime, and a runtime an image."""
     section, launcher, runtime, walltime = request.section, request.launcher, request.runtime, request.walltime_s
     possible = list_launchers(request.scheduler)
-    if launcher not in possible and not request.program.serves:
+    if launcher not in possible and launcher != "one_process":
         what = f'"{launcher}" does not go with the scheduler {request.profile.scheduler}'
         yield request.problem("launcher", what, ", ".join(possible))
     if launcher == "agent" and not request.program.is_training:

@@ -59,7 +59,8 @@ from shardway.runfile.load import COMMAND_LINE, DEFAULT, LoadedRunFile, load_run
 from shardway.sites.load import find_profile, flatten_profile, load_site
 from shardway.sites.schema import SiteProfile
 
-if TYPE_CHECKING:  # a submission that serves nothing needs none of it
+if TYPE_CHECKING:  # a submission that neither serves nor calls needs none of it
+    from shardway.launch.calls.packing import FunctionCall
     from shardway.launch.submission.serve import ServeOptions, Serving
 
 # --- problems of several sources as one list
@@ -144,7 +145,9 @@ class SubmitRequest:
 
     `site` is that of --on, `command` the words after `--`. `max_attempts` 0: as many as the work needs. `follows`: the
     run directory, on the host, of the run that has to be finished first. `serve`: a server to start; `command` is then
-    its name and its own options.
+    its name and its own options. `call`: a function to call; `command` is then its name. `shell`: the folder's name of
+    an interactive shell, for which no attempt is prepared; `workdir`: the folder of the host that it works in, None for
+    a copy of the code as it is now.
     """
 
     run_request: ResolveRequest
@@ -155,12 +158,16 @@ class SubmitRequest:
     here: Path = field(default_factory=Path.cwd)
     follows: Path | None = None
     serve: ServeOptions | None = None
+    call: FunctionCall | None = None
+    shell: str = ""
+    workdir: Path | None = None
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared submission. `files`: those of the attempt's folder beside its script. `ledger`: the run's attempts so
-    far. `resolved`: what a run file comes to for the job; None for a command. `serving`: the server that it starts."""
+    """A prepared submission. `asked`: the request. `files`: those of the attempt's folder beside its script. `ledger`:
+    the run's attempts so far. `options`: those of the host's shell for schedulers. `resolved`: what a run file comes to
+    for the job; None for a command. `serving`: the server that it starts."""
 
     request: JobRequest
     job: Job
@@ -168,6 +175,8 @@ class Prepared:
     snapshot: SnapshotPlan | None
     warnings: tuple[str, ...]
     ledger: Ledger
+    asked: SubmitRequest
+    options: Mapping[str, str]
     resolved: Resolved | None = None
     serving: Serving | None = None
 
@@ -177,38 +186,52 @@ class Prepared:
         return render_job_script(self.job)
 
 
-def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepared:
+def prepare(
+    request: SubmitRequest,
+    host: Host,
+    *,
+    look: bool = False,
+    like: Prepared | None = None,
+    ledger: Ledger | None = None,
+) -> Prepared:
     """Everything of the next attempt, or of the newest again if its submission was interrupted.
 
-    `look`: check on the host what the job will need. Raises UserError with every problem that can be found,
-    HostUnreachable.
+    `look`: check on the host what the job will need. `like`: another one to the same host, prepared before: what both
+    share (profile, snapshot, secrets, what the host has) is not looked for again. `ledger`: that of the run, read
+    already. Raises UserError with every problem that can be found, HostUnreachable.
     """
     findings, run_request, warnings = ProblemCollector(), request.run_request, list[str]()
-    loaded, profile = _load(request)
+    loaded, profile = load_request(request, like)
+    if like is not None and (like.asked.here, bool(like.asked.command)) != (request.here, bool(request.command)):
+        like = None
     inherited = find_scheduler(profile.scheduler).inherited
     heads = tuple(family.options for family in inherited if family.options)
-    options = {name: value for name, value in host.read_options().items() if name.startswith(heads)} if heads else {}
+    known = like.options if like is not None else host.read_options() if heads else {}
+    options = {name: value for name, value in known.items() if name.startswith(heads)} if heads else {}
     name, account = find_account(inherited, options)
     if account and not loaded.values.site.account:
         loaded = loaded.with_default("site.account", account, f"{name} of the shell")
-    run, secrets_path = _find_places(request, loaded, host)
+    run, secrets_path = _find_places(request, loaded, host, known=like is not None)
     if run_request.directory is not None:
         loaded = loaded.with_origin("run.root", "--dir")
-    snapshot = None
+    snapshot = like.snapshot if like else None
     with findings.of("the code"):
         try:
-            snapshot = None if request.serve else plan_snapshot(request.here, links=not host.name)
+            if request.serve or request.workdir:
+                snapshot = None
+            elif like is None:
+                snapshot = plan_snapshot(request.here, links=not host.name)
         except UserError as error:
-            if request.command:
+            if request.command and request.call is None:
                 raise
             warnings.append(f"no snapshot of the code was made: {str(error).splitlines()[0]}")
         if snapshot and not request.command and snapshot.revision is None:
             snapshot = None  # a run file needs no code; that of a folder which is no repository is not copied for it
         warnings += snapshot.notes if snapshot else ()
-    ledger = read_ledger(host, run)
+    ledger = ledger or read_ledger(host, run)
     number = ledger.next_number
     folder = RunDir(run).attempt(number)
-    secrets = read_secrets(host, secrets_path)
+    secrets = Secrets(like.request.secret_names) if like else read_secrets(host, secrets_path)
     if secrets.is_open:
         warnings.append(f"others can read {SECRETS}; close it: `chmod 600 {SECRETS}`")
     read, resolved, served = None, None, dict[Path, str]()
@@ -223,6 +246,12 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
         read = CommandRead(program, module=serving.server.module if serving.server else "")
         if request.until_done:
             serving.add("--until-done goes on with work until it is done, and a server never is", remedy="leave it out")
+    elif request.call is not None:
+        program = Program((str(folder.call_program), str(folder.call_path)), calls=True)
+        read = CommandRead(program)
+    elif request.shell:
+        program = Program(("bash",), python=False)
+        read = CommandRead(program)
     elif request.command:
         read = CommandRead(Program(("-m", "torch")))  # in place of a refused command, so that the rest can be checked
         with findings.of("the command"):
@@ -235,14 +264,17 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
         in_image = bool(loaded.values.site.image) and loaded.values.site.container != "none"
         hub = find_hub_files(loaded, profile, host, in_image=in_image)
         loaded = hub.loaded
-        findings.problems += hub.problems
-        warnings += hub.warnings
+        if not request.shell:  # in a shell, files of a model may be what is looked for
+            findings.problems += hub.problems
+            warnings += hub.warnings
         if hub.override:
             run_request = replace(run_request, overrides=(*run_request.overrides, hub.override))
     # where the ranks work: a training in the snapshot, any other program in the run's folder for its outputs; without a
     # snapshot in the submitting folder or, if that is on another host, in the run directory
-    workdir = run if host.name or request.serve else request.here
-    if snapshot is not None:
+    workdir = request.workdir or (run if host.name or request.serve else request.here)
+    if snapshot is not None and request.shell:
+        workdir = snapshot.start_folder(Attempt(RunDir(run).shells_folder / request.shell).code)
+    elif snapshot is not None:
         workdir = snapshot.start_folder(RunDir(run).work if request.command else folder.code)
     job_request = JobRequest(
         loaded=loaded,
@@ -254,7 +286,7 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
         read=read,
         chain=_plan_chain(request, profile, number),
         project=snapshot.root if snapshot and snapshot.links else None,
-        source=request.here if snapshot and not host.name else None,
+        source=request.here if snapshot and not host.name and not request.shell else None,
         token=os.urandom(3).hex(),
         secret_names=secrets.names,
         python="python3" if host.name else sys.executable,
@@ -272,6 +304,9 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
         served = plan_server(serving, job_request, folder, request.command[1:])
         findings.problems += serving.problems
         warnings += serving.warnings
+    elif request.call is not None:
+        served = _plan_call(request.call, job_request, folder, snapshot)
+        findings.problems += _list_problems_of_call(request.call, job_request)
     elif read is not None:
         findings.problems += list_local_problems(read, job_request.shape.ranks_per_node, code)
         findings.problems += list_rank_problems(read.program, job_request.shape.ranks)
@@ -284,7 +319,7 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
             if ledger.status:
                 with findings.of("what has changed"):
                     check_goes_on(host, ledger, resolved)
-    if look:
+    if look and not (like is not None and _needs_the_same(like, request, job_request)):
         findings.problems += list_host_problems(job_request, host, code)
     findings.check(f"the job for {profile.name}")
     job = build_job(job_request, number)
@@ -293,15 +328,34 @@ def prepare(request: SubmitRequest, host: Host, *, look: bool = False) -> Prepar
     asked |= {"site.account": terms.account, "site.queue": terms.partition, "site.walltime": f"{terms.walltime_s:g} s"}
     warnings += describe_options(options, asked)
     warnings += list_site_warnings(job_request)
-    if read is not None and serving is None:
+    if read is not None and serving is None and request.call is None:
         warnings += warn_of_copies(read, job_request.shape.ranks, code)
         warnings += warn_of_python(job_request) if code.is_there and read.program.python else ()
-        warnings += [*warn_of_own_files(read, code), *_describe_other_command(request, host, ledger)]
+        warnings += warn_of_own_files(read, code)
+        warnings += [] if request.shell else _describe_other_command(request, host, ledger)
+        if code.is_there:
+            from shardway.launch.submission.foreign_model import describe_foreign_model
+
+            gpus = job.shape.nodes * job.shape.accelerators_per_node
+            warnings += filter(None, [describe_foreign_model(read, request.here, profile, gpus)])
     files = {**_list_files(request, loaded, folder), **served}
-    return Prepared(job_request, job, files, snapshot, tuple(warnings), ledger, resolved, serving)
+    return Prepared(job_request, job, files, snapshot, tuple(warnings), ledger, request, known, resolved, serving)
 
 
-def _load(request: SubmitRequest) -> tuple[LoadedRunFile, SiteProfile]:
+def _needs_the_same(like: Prepared, request: SubmitRequest, job_request: JobRequest) -> bool:
+    """Whether a job needs the files and programs of another one."""
+    one, other = like.request.loaded.values, job_request.loaded.values
+    same = (one.site, one.data, one.model) == (other.site, other.data, other.model)
+    return same and like.asked.command[:1] == request.command[:1]
+
+
+def find_run_directory(request: SubmitRequest, host: Host) -> Path:
+    """The run directory that a request would have, on its host. Raises UserError, HostUnreachable."""
+    loaded, _ = load_request(request)
+    return _find_places(request, loaded, host, known=False)[0]
+
+
+def load_request(request: SubmitRequest, like: Prepared | None = None) -> tuple[LoadedRunFile, SiteProfile]:
     """The run with the profile's [defaults] for keys that it does not set, and the profile."""
     findings, run_request = ProblemCollector(), request.run_request
     loaded = profile = None
@@ -311,7 +365,8 @@ def _load(request: SubmitRequest) -> tuple[LoadedRunFile, SiteProfile]:
         loaded = loaded.with_value("site.name", request.site, "--on")
     if name := loaded.values.site.name if loaded else request.site:
         with findings.of(f"the site {name}"):
-            profile = load_site(name)
+            is_known = like is not None and like.request.loaded.values.site.name == name
+            profile = like.request.profile if like is not None and is_known else load_site(name)
     if not loaded or not profile:
         findings.check("what was asked for")
         raise Bug("a run or a site was not loaded, and nothing says why")
@@ -336,24 +391,29 @@ def _list_cache_variables() -> dict[str, str]:
     return {name: os.path.abspath(os.environ[name]) for name in _OF_CACHES if os.environ.get(name)}
 
 
-def _find_places(request: SubmitRequest, loaded: LoadedRunFile, host: Host) -> tuple[Path, PurePosixPath]:
-    """The run directory and the secrets file on the host. Raises UserError for a variable that the host does not
-    set."""
+def _find_places(
+    request: SubmitRequest, loaded: LoadedRunFile, host: Host, *, known: bool
+) -> tuple[Path, PurePosixPath]:
+    """The run directory and the secrets file on the host, of which that may be `known`. Raises UserError for a variable
+    that the host does not set."""
     directory, values = request.run_request.directory, loaded.values
     try:
-        path, secrets = host.expand_many([str(directory or values.run.root), SECRETS])
+        place = str(directory or values.run.root)
+        path, *rest = host.expand_many([place] if known else [place, SECRETS])
     except UserError as error:
         where = "--dir" if directory is not None else f"run.root, {loaded.origins['run.root']}"
         raise UserError(f"the run directory ({where}): {error}") from None
     name, command = values.run.name, request.command
     if name == "auto":  # that of the file, script or module
         module = command[command.index("-m") + 1 :][:1] if "-m" in command else ()
+        if request.shell:
+            command = () if loaded.path else ("shell",)
         if request.serve is not None:
             command = (f"serve-{Path(request.serve.model).name}",)
         named = [word for word in command if word.endswith(".py")] or [word.rpartition(".")[2] for word in module]
         named = named or list(command[:1])
         name = Path(named[0]).stem if named else (loaded.path.stem if loaded.path else "default")
-    return Path(path) if directory is not None else Path(path) / name, secrets
+    return Path(path) if directory is not None else Path(path) / name, rest[0] if rest else PurePosixPath(SECRETS)
 
 
 def _plan_chain(request: SubmitRequest, profile: SiteProfile, number: int) -> Chain:
@@ -381,6 +441,24 @@ def _list_files(request: SubmitRequest, loaded: LoadedRunFile, folder: Attempt) 
         origins = loaded.origins
         files[folder.run_file] = render_run(loaded.values, origins, lambda dotted: origins[dotted] != DEFAULT)
     return files
+
+
+def _plan_call(
+    call: FunctionCall, request: JobRequest, folder: Attempt, snapshot: SnapshotPlan | None
+) -> dict[Path, str]:
+    """The files of a job that calls a function: the program, and the call."""
+    from shardway.launch.calls.packing import read_program
+
+    root, below = (str(snapshot.root), snapshot.below) if snapshot is not None else ("", "")
+    text = replace(call, ranks=request.shape.ranks).render(root, below)
+    return {folder.call_program: read_program(), folder.call_path: text}
+
+
+def _list_problems_of_call(call: FunctionCall, request: JobRequest) -> Iterator[Problem]:
+    """Accelerators that were asked for by name and are not there."""
+    if call.gpus and not request.shape.accelerators_per_node:
+        what = f"{call.gpus} accelerators on nodes of {request.profile.name}, which have none"
+        yield Problem("gpus", what, remedy="leave gpus out, or name another site")
 
 
 def _describe_other_command(request: SubmitRequest, host: Host, ledger: Ledger) -> Iterator[str]:
@@ -470,7 +548,8 @@ def read_last_request(host: Host, run: Path) -> Iterator[SubmitRequest]:
     """
     ledger = read_ledger(host, run)
     attempts = [entry.attempt for entry in ledger.entries]
-    texts = host.read_files([PurePosixPath(p) for attempt in attempts for p in (attempt.order_path, attempt.run_file)])
+    kept_paths = [p for attempt in attempts for p in (attempt.order_path, attempt.run_file, attempt.call_path)]
+    texts = host.read_files([*map(PurePosixPath, kept_paths)])
     last = next((a for a in reversed(attempts) if PurePosixPath(a.order_path) in texts), None)
     if last is None:
         if host.name or not RunDir(run).resolved_path.exists():
@@ -491,6 +570,12 @@ def read_last_request(host: Host, run: Path) -> Iterator[SubmitRequest]:
             raise UserError(
                 f"{last.order_path} is damaged.\n  To do: submit the run with `shardway submit --dir {run}`."
             )
+        if (called := texts.get(PurePosixPath(last.call_path))) is not None:
+            from shardway.launch.calls.packing import parse_call
+
+            request = replace(request, call=parse_call(called))
+            if request.call is None:
+                raise UserError(f"{last.call_path} is damaged.\n  To do: submit the function again.")
         result = ledger.last.result if ledger.last is not None else None
         if ledger.last is None or not (ledger.last.is_unsent or (result and result.state is Ending.NOT_NEEDED)):
             request = replace(request, follows=None)  # it has begun, and goes on whatever became of that run

@@ -25,12 +25,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from shardway.errors import ShardwayError, SiteError, UserError
 from shardway.launch.hosts.base import Host, HostUnreachable
 from shardway.launch.job import Job
-from shardway.launch.job_script import render_job_script, render_library
+from shardway.launch.job_script import render_enter_script, render_job_script, render_library
 from shardway.launch.runs.find import Known, forget, remember, render_known
 from shardway.launch.runs.followers import (
     PlaceInRow,
@@ -51,6 +51,7 @@ from shardway.launch.runs.job_status import (
 )
 from shardway.launch.schedulers.base import Explanation, RequestedResources, Scheduler, SchedulerSilent, find_scheduler
 from shardway.launch.snapshot import SnapshotPlan, take_snapshot
+from shardway.launch.submission.budget import check_budget, estimate_cost
 from shardway.launch.submission.prepare import Prepared, SubmitRequest, prepare
 from shardway.refusals import ANOTHER_FOLDER, find_remedy
 from shardway.rundir.attempts import Attempt, Submission
@@ -96,8 +97,16 @@ class SentSubmission:
         }
 
 
-def submit_run(request: SubmitRequest, host: Host, submitter: Submitter | None = None) -> SentSubmission:
-    """Submit the next attempt of a run, or go on with one whose submission was interrupted.
+def submit_run(
+    request: SubmitRequest,
+    host: Host,
+    submitter: Submitter | None = None,
+    *,
+    behind: Sequence[Prepared] = (),
+    agreed: bool = False,
+) -> SentSubmission:
+    """Submit the next attempt of a run, or go on with one whose submission was interrupted. What it and the submissions
+    `behind` it may cost is within their budget (site.budget), or the person has `agreed` to it.
 
     A run that follows another one gets no job before that is finished, unless jobs there may not submit jobs: it then
     waits in the queue for the last job of that run. Raises UserError where something is wrong or refused, SiteError
@@ -105,6 +114,7 @@ def submit_run(request: SubmitRequest, host: Host, submitter: Submitter | None =
     """
     submitter = submitter or Submitter(host)
     prepared = prepare(request, host, look=True)
+    check_budget([estimate_cost(each) for each in (prepared, *behind)], agreed=agreed)
     job, last = prepared.job, prepared.ledger.last
     check_free_for_job(host, prepared.ledger, submitter.tell)
     check_not_waiting(host, prepared.ledger)
@@ -123,7 +133,7 @@ def submit_run(request: SubmitRequest, host: Host, submitter: Submitter | None =
         nonlocal is_new
         is_new = remember(known)  # before the scheduler is asked, so that a kill does not lose it
         if prepared.snapshot is not None:
-            _bring_snapshot(host, prepared.snapshot, attempt)
+            bring_snapshot(host, prepared.snapshot, attempt)
 
     try:
         if place.is_listed:
@@ -147,7 +157,8 @@ def submit_run(request: SubmitRequest, host: Host, submitter: Submitter | None =
     return SentSubmission(prepared, submitted.job, host.name, submitted.found, tuple(further[1:]))
 
 
-def _bring_snapshot(host: Host, plan: SnapshotPlan, attempt: Attempt) -> None:
+def bring_snapshot(host: Host, plan: SnapshotPlan, attempt: Attempt) -> None:
+    """Copy the code, as the plan has it, into the folder `code` of an attempt on the host."""
     if not host.name:
         take_snapshot(plan, attempt.code)
         return
@@ -206,6 +217,22 @@ class Submitted:
     found: bool = False
 
 
+Taken = TypeVar("Taken", str, tuple[str, ...])
+
+
+@dataclass(frozen=True)
+class Handover(Generic[Taken]):
+    """What a scheduler is asked to take: the words, how its answer is read (empty for no answer), and how a job is
+    found whose answer was lost. `left`: what lies prepared if it does not answer."""
+
+    words: Sequence[str]
+    read: Callable[[str], Taken]
+    find: Callable[[], Taken]
+    asked: RequestedResources
+    where: str
+    left: str
+
+
 @dataclass(frozen=True)
 class Submitter:
     """Submits to one host. `pause` waits between two tries (tests do not wait); `tell` gets a sentence for the waiting
@@ -258,17 +285,19 @@ class Submitter:
         hand_over: Callable[[Submission], Submitted],
         after: str = "",
     ) -> Submitted:
-        attempt, asked, claim = job.folder, asdict(_list_requested(job)), render_claim(own_identity())
-        made = self._make_folder(attempt)
+        attempt, asked, claim = job.folder, asdict(list_requested(job)), render_claim(own_identity())
+        made = self.make_folder(attempt)
         try:
             submission = Submission(
                 *(job.scheduler, job.token, "", self.host.name, after, time.time(), asked, claim),
                 follows=str(job.follows or ""),
+                workdir=str(job.around.workdir),
             )
             texts = {
                 attempt.submission_path: render_submission(submission),  # the claim, before anything else
                 attempt.job_script: render_job_script(job),
                 attempt.job_library: render_library(job.scheduler),
+                attempt.enter_script: render_enter_script(job),
                 **files,
             }
             try:
@@ -288,10 +317,10 @@ class Submitter:
                     write_submission(self.host, attempt, replace(submission, submitted=0.0))
                 raise
         except BaseException:
-            self._sweep(made)
+            self.sweep_up(made)
             raise
 
-    def _make_folder(self, attempt: Attempt) -> tuple[str, ...]:
+    def make_folder(self, attempt: Attempt) -> tuple[str, ...]:
         """Make the folder of an attempt; returns the parent folders that were made, the innermost first.
 
         Raises UserError if another submitter has just made it, or if the file system refuses.
@@ -309,7 +338,7 @@ class Submitter:
             return new
         if mine.ok:
             self.remove(attempt)
-        self._sweep(new)
+        self.sweep_up(new)
         if "File exists" in mine.err:
             raise UserError(
                 f"attempt {attempt.number} of {attempt.path.parents[1]} was made by another command just now.\n"
@@ -322,8 +351,26 @@ class Submitter:
 
     def _hand_over(self, job: Job, submission: Submission) -> Submitted:
         """Hand a prepared attempt to the scheduler, again if it does not answer."""
-        scheduler, pause = find_scheduler(job.scheduler), FIRST_PAUSE_S
-        where = f"{job.scheduler} on {job.site}"
+        scheduler = find_scheduler(job.scheduler)
+        handover = Handover(
+            words=scheduler.submit(str(job.folder.job_script), str(job.folder.job_log), submission.after),
+            read=scheduler.read_job_id,
+            find=lambda: self._find(scheduler, job),
+            asked=list_requested(job),
+            where=f"{job.scheduler} on {job.site}",
+            left=f"Attempt {job.attempt} is prepared in {job.folder.path}",
+        )
+        try:
+            taken, found = self.hand_over(scheduler, handover)
+        except UserError:
+            self.remove(job.folder)
+            raise
+        return self._note(job, submission, taken, found=found)
+
+    def hand_over(self, scheduler: Scheduler, handover: Handover[Taken]) -> tuple[Taken, bool]:
+        """What the scheduler has taken, and whether an earlier try had got through. Raises UserError if it refuses,
+        SiteError if it does not answer."""
+        pause, where = FIRST_PAUSE_S, handover.where
         refusal: Explanation | None = None
         unsure = False  # whether an earlier try may have reached the scheduler
         for number in range(TRIES):
@@ -333,28 +380,24 @@ class Submitter:
                     self.tell(f"{where} did not take the job: {why} Trying again for about a minute.")
                 self.pause(pause)
                 pause *= 2
-                found = ""
                 try:
-                    found = self._find(scheduler, job)
+                    if found := handover.find():
+                        return found, True
                 except (SchedulerSilent, HostUnreachable):
                     if unsure:
                         continue
-                if found:  # outside the `try`: a job that cannot be noted must not be submitted again
-                    return self._note(job, submission, found, found=True)
-            words = scheduler.submit(str(job.folder.job_script), str(job.folder.job_log), submission.after)
             try:
-                done = self.host.run(words, timeout_s=SUBMIT_TIMEOUT_S)
+                done = self.host.run(handover.words, timeout_s=SUBMIT_TIMEOUT_S)
             except HostUnreachable:
                 unsure = True
                 continue
             if done.timed_out:
                 unsure = True
                 continue
-            if done.ok and (taken := scheduler.read_job_id(done.out)):
-                return self._note(job, submission, taken)
-            refusal = scheduler.explain_refusal(done, replace(_list_requested(job), host=self.host.name))
+            if done.ok and (taken := handover.read(done.out)):
+                return taken, False
+            refusal = scheduler.explain_refusal(done, replace(handover.asked, host=self.host.name))
             if refusal.hopeless:
-                self.remove(job.folder)
                 # without its client here it saw no job
                 missing = refusal.code in ("not_installed", "not_configured")
                 outcome = f"the job did not reach {where}" if missing else f"{where} refused the job"
@@ -363,7 +406,7 @@ class Submitter:
         why = f"its last words: {refusal.sentence}" if refusal else "there was no answer at all"
         raise SiteError(
             f"{where} did not take the job in {TRIES} tries; {why}\n"
-            f"  Attempt {job.attempt} is prepared in {job.folder.path}. To do: run the same command again later; it "
+            f"  {handover.left}. To do: run the same command again later; it "
             "first looks whether the job got through, so that it is never submitted twice."
         )
 
@@ -383,8 +426,11 @@ class Submitter:
                 f"{now.job or 'unknown'}.\n  Nothing was submitted. To do: look with `shardway status`."
             )
         if submission is not None:
-            named = replace(job, attempt=entry.number, token=submission.token)
-            if found := self._find(find_scheduler(job.scheduler), named):
+            named, scheduler = replace(job, attempt=entry.number, token=submission.token), find_scheduler(job.scheduler)
+            found = self._find(scheduler, named)
+            if not found and submission.array and (array := self.find_named(scheduler, submission.array)):
+                found = scheduler.name_task(array, submission.task)
+            if found:
                 return self._note(named, submission, found, found=True)
         self.remove(entry.attempt)
         return None
@@ -422,7 +468,11 @@ class Submitter:
     def _find(self, scheduler: Scheduler, job: Job) -> str:
         """The id of a job with this one's name; empty if the scheduler has none. Raises SchedulerSilent,
         HostUnreachable."""
-        found = scheduler.parse_found(self.host.run_many(scheduler.find(job.scheduler_name)))
+        return self.find_named(scheduler, job.scheduler_name)
+
+    def find_named(self, scheduler: Scheduler, name: str) -> str:
+        """The id of the job or array of this name, as `_find` gives it."""
+        found = scheduler.parse_found(self.host.run_many(scheduler.find(name)))
         return found[0] if found else ""
 
     def _note(self, job: Job, submission: Submission, taken: str, *, found: bool = False) -> Submitted:
@@ -440,13 +490,13 @@ class Submitter:
         around = [("rmdir", str(folder)) for folder in (attempt.path.parent, attempt.run_path)]
         self.host.run_many([("rm", "-rf", str(attempt.path)), *around])
 
-    def _sweep(self, folders: Sequence[str]) -> None:
+    def sweep_up(self, folders: Sequence[str]) -> None:
         """Remove the empty folders among those that were made for a submission."""
         with contextlib.suppress(ShardwayError):
             self.host.run_many([("rmdir", folder) for folder in folders])
 
 
-def _list_requested(job: Job) -> RequestedResources:
+def list_requested(job: Job) -> RequestedResources:
     """What a job requests from its scheduler, for messages about it."""
     terms, shape = job.terms, job.shape
     return RequestedResources(
