@@ -69,7 +69,7 @@ def run_script(name: str, directory: Path, on: Ranks, *words: str, last: int | N
         stack.enter_context(mock.patch.dict(sys.modules))  # one script's `model` is not another's
         stack.enter_context(mock.patch.object(door, "open_session", opened))
         if last is not None:
-            stack.enter_context(mock.patch.object(door.Run, "step", dying_after(last)))
+            stack.enter_context(mock.patch.object(door.LiveRun, "step", dying_after(last)))
             stack.enter_context(contextlib.suppress(Died))
         runpy.run_path(str(script), run_name="__main__")
 
@@ -78,7 +78,7 @@ def dying_after(last: int) -> Callable[..., float]:
     """`LiveRun.step` that does not survive the step after `last`."""
     step = door.LiveRun.step
 
-    def take(run: door.Run, *arguments: object) -> float:
+    def take(run: door.LiveRun, *arguments: object) -> float:
         if run._loop.counters.step >= last:  # type: ignore[union-attr]
             raise Died
         return step(run, *arguments)  # type: ignore[arg-type]

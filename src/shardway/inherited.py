@@ -19,7 +19,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import translate
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -54,12 +54,20 @@ class Family:
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return bool(patterns) and _compile(patterns).match(name) is not None
+    names, beginnings, others = _sort(patterns)
+    return name in names or name.startswith(beginnings) or any(fnmatchcase(name, other) for other in others)
 
 
 @cache
-def _compile(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(translate, patterns)))
+def _sort(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...], tuple[str, ...]]:
+    """Whole names, beginnings, and patterns that are neither: hundreds, which as expressions take long to compile."""
+    others = {each for each in patterns if _SPECIAL.intersection(each)}
+    beginnings = {each for each in others if each.endswith("*") and not _SPECIAL.intersection(each[:-1])}
+    whole = frozenset(patterns) - others
+    return whole, tuple(each[:-1] for each in beginnings), tuple(others - beginnings)
+
+
+_SPECIAL = frozenset("*?[")
 
 
 @cache

@@ -9,7 +9,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from shardway.errors import JobError, UserError
 from shardway.launch.calls.packing import RemoteTraceback, pack_call
 from shardway.launch.hosts.local import LocalHost
 from shardway.launch.runs.job_status import read_ledger, read_standing
-from shardway.launch.schedulers.base import JobPhase
+from shardway.launch.schedulers.base import JobPhase, JobRecord
 from shardway.launch.schedulers.local import ThisMachine
 from shardway.rundir.attempts import Ending, Result, Submission
 from shardway.rundir.directory import RunDir
@@ -125,6 +125,20 @@ def test_an_exception_comes_back_with_its_traceback(array: SentArray) -> None:
     assert "in act\n" in str(raised.value.__cause__)
     assert array.jobs["raise"].state == "crashed"
     assert "ValueError: broken on purpose" in array.jobs["raise"].logs()
+
+
+def test_a_value_is_back_before_the_scheduler_has_ended_its_job(
+    array: SentArray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind, word in (("raise", "crashed"), ("value", "finished")):
+        job = open_job(array.jobs[kind].run)
+        concurrent.futures.wait([job], WAIT_S)
+        (status,) = job._read_statuses()
+        still = replace(status, record=JobRecord(job.job_id, JobPhase.RUNNING), result=None)
+        monkeypatch.setattr(job, "_read_statuses", lambda still=still: [still])
+        assert (still.word, job.state) == ("running", word)
+        monkeypatch.undo()
+        assert job.state == word
 
 
 def test_an_exception_that_cannot_be_made_again_is_its_text(array: SentArray) -> None:

@@ -27,6 +27,7 @@ EXCEPTIONS = {
     "runfile/schema.py": "descriptions of keys, for people",
     "sites/problems.py": "names of site profiles",
     "watch/advice/rules.py": "what a person may write in a job script",
+    "learn/checks.py": "what a lesson asks a learner to write",
     "launch/snapshot.py": "endings of files that people keep beside their code",
 }
 

@@ -173,9 +173,9 @@ class FunctionJob(concurrent.futures.Future[Any]):
         shown = next((each for each in worked if each.is_active and each.word != "queued"), None)
         shown = shown or next((each for each in worked if each.is_active), None)
         shown = shown or next(iter((worked or statuses)[-1:]), None)
-        if self.done() and (shown is None or shown.entry.result is None):  # its last words are still to come
-            return str(Ending.FINISHED if self.exception() is None else Ending.CRASHED)
-        if self.done() and shown is not None:
+        if self.done():
+            if shown is None or shown.entry.result is None or shown.result is None:  # its last words are still to come
+                return str(Ending.FINISHED if self.exception() is None else Ending.CRASHED)
             self._word = shown.word
         return shown.word if shown is not None else "unknown"
 

@@ -198,10 +198,13 @@ def main() -> None:
         print_answer(sys.argv[4:])
         return
     last = Shutdown()
-    if sys.argv[1:2] and sys.argv[1] not in COMPUTING:  # whose garbage may hold memory of a device
+    is_short = bool(sys.argv[1:2]) and sys.argv[1] not in COMPUTING  # whose garbage may hold memory of a device
+    if is_short:
         # Python's own threshold has a tenth of the time of a short verb go into looking for garbage in its imports.
         gc.set_threshold(50_000)
     code = run_guarded(lambda: app(standalone_mode=False))
+    if is_short:
+        gc.freeze()  # else all that was imported is looked through once more when the interpreter ends
     leave(code, last, at_once=any(thread.daemon for thread in threading.enumerate()))
 
 

@@ -191,12 +191,12 @@ def plan_then(leader: SubmitRequest, host: Host, texts: Sequence[str]) -> list[P
 
     Raises UserError for what is wrong with one of them, before anything is submitted.
     """
-    from shardway.launch.runs.followers import find_followed
-    from shardway.launch.submission.prepare import prepare
-
     found: list[PlannedFollower] = []
     if not texts:
         return found
+    from shardway.launch.runs.followers import find_followed
+    from shardway.launch.submission.prepare import prepare
+
     all_words = [read_then(text) for text in texts]
     twice = next((text for number, text in enumerate(texts) if all_words[number] in all_words[:number]), None)
     if twice is not None:
@@ -225,14 +225,14 @@ def plan_then(leader: SubmitRequest, host: Host, texts: Sequence[str]) -> list[P
 def plan_before(leader: SubmitRequest, host: Host, texts: Sequence[str]) -> tuple[list[PlannedFollower], Path | None]:
     """The submissions that go before a run, in order, without those that are finished or have a job; and the run that
     it then follows, None for none. Raises UserError for what is wrong with one, before anything is submitted."""
-    from shardway.launch.runs.followers import is_finished
-    from shardway.launch.runs.job_status import read_standing
-    from shardway.launch.submission.prepare import prepare
-
     found: list[PlannedFollower] = []
     follows = leader.follows
     if not texts:
         return found, follows
+    from shardway.launch.runs.followers import is_finished
+    from shardway.launch.runs.job_status import read_standing
+    from shardway.launch.submission.prepare import prepare
+
     all_words = [read_before(text) for text in texts]
     first, places = prepare(leader, host), set[Path]()
     for text, words in zip(texts, all_words, strict=True):

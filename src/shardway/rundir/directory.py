@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardway.earlier_names import rename_sections
 from shardway.errors import JobError, UserError
@@ -31,18 +31,10 @@ from shardway.rundir.file_io import (
     write_json,
     write_whole,
 )
-from shardway.rundir.lease import (
-    LEASE,
-    FollowerLease,
-    HeldLease,
-    LeaseFiles,
-    LeaseOptions,
-    WriterLock,
-    find_holder,
-    find_holder_host,
-    signal_holder,
-)
-from shardway.rundir.names import LeftOutFile, list_partials, list_steps, partial_name, step_name
+from shardway.rundir.names import LEASE, LeftOutFile, list_partials, list_steps, partial_name, step_name
+
+if TYPE_CHECKING:
+    from shardway.rundir.lease import HeldLease, WriterLock
 
 FORMAT = 1  # version of the run directory that this code writes; the newest that it reads
 FOLDER_MODE = 0o750  # mode of a new run directory: facts about data, code and machine are for its owner and group
@@ -131,21 +123,31 @@ class RunDir:
 
     def writer_lock(self, attempt: str = "") -> WriterLock:
         """The lock that a writer must hold; `attempt` names the attempt that it is part of."""
+        from shardway.rundir.lease import LeaseOptions, WriterLock
+
         return WriterLock(self.path, LeaseOptions(attempt=attempt))
 
     def find_writer(self, *, by_hand: bool = False) -> str | None:
         """A description of the process that trains here now (with `by_hand` only outside of jobs), or None."""
+        from shardway.rundir.lease import find_holder
+
         return find_holder(self.path, by_hand=by_hand)
 
     def signal_writer(self, number: int) -> bool:
         """Send a signal to the process that trains here; returns whether it is on this machine and may be signalled."""
+        from shardway.rundir.lease import signal_holder
+
         return signal_holder(self.path, number)
 
     def find_writer_host(self) -> str:
+        from shardway.rundir.lease import find_holder_host
+
         return find_holder_host(self.path)
 
     def beside(self, epoch: int) -> RunDir:
         """This directory for a rank that writes in the holder's epoch."""
+        from shardway.rundir.lease import FollowerLease, LeaseFiles
+
         return replace(self, lease=FollowerLease(LeaseFiles(self.path / LEASE), str(self.path), epoch))
 
     @property

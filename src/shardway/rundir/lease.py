@@ -46,6 +46,7 @@ from typing import Any
 from shardway.errors import Fenced, JobError, UserError
 from shardway.refusals import find_remedy
 from shardway.rundir.file_io import is_there, read_fields, render_json, write_new, write_whole
+from shardway.rundir.names import LEASE
 
 # --- identity of a process, checkable from other processes and hosts
 
@@ -505,7 +506,7 @@ LEAVE_S = 5.0
 SHOWN_S = 120.0  # how long after its last heartbeat a holder without a visible lock is still shown
 
 
-LOCK, LEASE = "writer.lock", "lease"  # the file and the folder in a run directory
+LOCK = "writer.lock"  # the file in a run directory
 
 
 class WriterLock:

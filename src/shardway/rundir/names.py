@@ -37,6 +37,7 @@ from shardway.rundir.file_io import is_there, list_names, read_fields, remove_fo
 # --- the id of a run
 
 RUN_ID = "run-id"
+LEASE = "lease"  # the folder in a run directory that shows its one writer
 _ID = re.compile(r"[0-9a-f]{32}")
 
 

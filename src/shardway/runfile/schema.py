@@ -7,8 +7,6 @@ Invariants:
   cannot be made without one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial
@@ -250,7 +248,7 @@ flag = partial(key, False)
 class Section(BaseModel):
     """Base of the sections: strict keys, strict types, frozen once read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
 
 # --- [checkpoint]
@@ -922,21 +920,21 @@ class RunFile(Section):
     model_config = ConfigDict(json_schema_extra=_add_parent)
 
     format: Literal[1] = key(1, "Version of the run file format.")
-    model: ModelSection = Field(default_factory=ModelSection)
-    data: DataSection = Field(default_factory=DataSection)
-    train: TrainSection = Field(default_factory=TrainSection)
-    optim: OptimSection = Field(default_factory=OptimSection)
-    parallel: ParallelSection = Field(default_factory=ParallelSection)
-    deepspeed: DeepspeedSection = Field(default_factory=DeepspeedSection)
-    precision: PrecisionSection = Field(default_factory=PrecisionSection)
-    recompute: RecomputeSection = Field(default_factory=RecomputeSection)
-    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
-    guard: GuardSection = Field(default_factory=GuardSection)
-    track: TrackSection = Field(default_factory=TrackSection)
-    notify: NotifySection = Field(default_factory=NotifySection)
-    pipeline: PipelineSection = Field(default_factory=PipelineSection)
-    run: RunSection = Field(default_factory=RunSection)
-    site: SiteSection = Field(default_factory=SiteSection)
+    model: ModelSection = Field(default={}, validate_default=True)
+    data: DataSection = Field(default={}, validate_default=True)
+    train: TrainSection = Field(default={}, validate_default=True)
+    optim: OptimSection = Field(default={}, validate_default=True)
+    parallel: ParallelSection = Field(default={}, validate_default=True)
+    deepspeed: DeepspeedSection = Field(default={}, validate_default=True)
+    precision: PrecisionSection = Field(default={}, validate_default=True)
+    recompute: RecomputeSection = Field(default={}, validate_default=True)
+    checkpoint: CheckpointSection = Field(default={}, validate_default=True)
+    guard: GuardSection = Field(default={}, validate_default=True)
+    track: TrackSection = Field(default={}, validate_default=True)
+    notify: NotifySection = Field(default={}, validate_default=True)
+    pipeline: PipelineSection = Field(default={}, validate_default=True)
+    run: RunSection = Field(default={}, validate_default=True)
+    site: SiteSection = Field(default={}, validate_default=True)
 
 
 def sections() -> dict[str, type[Section]]:

@@ -6,12 +6,10 @@ Invariants:
 - No file and no property of the machine is read here.
 """
 
-from __future__ import annotations
-
 import datetime
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
@@ -137,7 +135,7 @@ class Node(_Table):
     local_disk: Place | None = fact("folder on the node's own disk")
 
     @model_validator(mode="after")
-    def _check_cpu_has_no_accelerators(self) -> Node:
+    def _check_cpu_has_no_accelerators(self) -> Self:
         if self.accelerator == CPU and self.accelerators_per_node:
             raise ValueError(
                 f'accelerator is "{CPU}" but accelerators_per_node is {self.accelerators_per_node}; '
@@ -171,7 +169,7 @@ class Queue(_Table):
     min_nodes: Count | None = fact("fewest nodes of a job")
 
     @model_validator(mode="after")
-    def _check_limits_are_ordered(self) -> Queue:
+    def _check_limits_are_ordered(self) -> Self:
         if self.min_nodes and self.max_nodes and self.min_nodes > self.max_nodes:
             raise ValueError(f"min_nodes is {self.min_nodes}; allowed: max_nodes, {self.max_nodes}, or fewer")
         if self.default_walltime and self.max_walltime and self.default_walltime > self.max_walltime:
@@ -307,7 +305,7 @@ class SiteProfile(_Table):
     sources: Mapping[str, FactSource] = Field({}, description="key path -> where the fact comes from")
 
     @model_validator(mode="after")
-    def _check_queues_differ(self) -> SiteProfile:
+    def _check_queues_differ(self) -> Self:
         names = [queue.name for queue in self.queues]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
