@@ -42,7 +42,10 @@ def has_same_bits(kept: Path) -> bool:
     """Whether this torch on this machine gives the bits that are kept (still_machine.py says why)."""
     about = read_json(kept / "about.json")
     alike = (about["torch"], about["machine"]) == (version("torch"), platform.machine())
-    return alike and (platform.machine() != "x86_64" or " avx2 " in Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    if not alike or platform.machine() != "x86_64":
+        return alike
+    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    return " avx2 " in cpu and "GenuineIntel" in cpu
 
 
 def copy(source: Path, target: Path) -> Path:

@@ -6,9 +6,10 @@
 
 Sums of floating-point numbers depend on the instructions of a CPU: torch, MKL and oneDNN choose other loops for AVX-512
 than for AVX2, and each adds in another order. Here all three use what every x86-64 since 2013 has (STILL), with one
-thread, so that each of these machines with the same torch gives the same bits. What was tried with OTHER to find this:
-other instructions for MKL and for the C library's functions change no bit; other ones for torch change all numbers;
-other ones for oneDNN change those of gelu and of bf16 products (muon).
+thread, so that each of Intel's with the same torch gives the same bits. What was tried with OTHER to find this: other
+instructions for MKL and for the C library's functions change no bit; other ones for torch change all numbers; other
+ones for oneDNN change those of gelu and of bf16 products (muon). An EPYC 7003 has the same bits in all cases but one,
+where a gradient differs by 4e-8 of itself, whatever MKL and oneDNN are set to; the reason is not known.
 
 It is started once, imports torch, and is forked for each rank: a rank costs what it trains, not what it imports.
 

@@ -267,6 +267,8 @@ def main(words: Iterable[str]) -> None:
         options = parse_options(words)
         with contextlib.suppress(OSError):
             os.nice(10)
+            # A sample waits for a core rather than interrupt a step that runs on it (sched(7)).
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         sampler = NodeSampler(options)
     except (OSError, ValueError, KeyError) as error:
         _report(f"telemetry of this node is not sampled: {error}")
