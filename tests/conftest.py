@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,16 @@ def pytest_collection_finish() -> None:
     """Thousands of tests and all their modules live until the end: the collector need not walk over them each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def modules_live_on() -> Iterator[None]:
+    """What a test imports lives until the end as well: torch's compiler is as large as torch."""
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) > before:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -48,7 +48,7 @@ def square(x):
 
 def describe(job):
     try:
-        return {"value": job.result(100), "state": job.state, "logs": job.logs()[-500:]}
+        return {"value": job.result(150), "state": job.state, "logs": job.logs()[-500:]}
     except Exception as error:
         own = isinstance(error, OwnError)
         cause = str(error.__cause__ or "")
@@ -59,6 +59,7 @@ options = dict(site="generic-slurm", keys=KEYS)
 with shardway.Executor(walltime="5m", **options) as executor:
     jobs = {kind: executor.submit(act, kind, 3) for kind in ("value", "raise", "odd", "memory")}
     by_srun = {**KEYS, "site.launcher": "srun"}
+    jobs["limit"] = shardway.submit(act, "late", 1, walltime="1m", **options)  # the least that Slurm knows
     jobs["ranks"] = shardway.submit(place, nodes=2, walltime="5m", site="generic-slurm", keys=by_srun)
     cancelled = executor.submit(act, "late", 2)
     mapped = executor.map_array(square, range(5), max_parallel=2)
@@ -88,7 +89,7 @@ def found(busy_alice: Person) -> FoundJobs:
     """All kinds of calls, submitted beside each other."""
     busy_alice.write("functions.py", PROGRAM)
     python = Path(sys.executable)
-    done = busy_alice.cluster.run(python, "functions.py", folder=busy_alice.folder, timeout_s=150)
+    done = busy_alice.cluster.run(python, "functions.py", folder=busy_alice.folder, timeout_s=240)
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     return FoundJobs(json.loads(line.removeprefix("FOUND ")))
@@ -122,6 +123,12 @@ def test_a_job_that_is_cancelled_is_stopped(found: FoundJobs) -> None:
     cancelled = found.facts["cancelled"]
     assert (cancelled["before"], cancelled["error"], cancelled["state"]) == ("running", "JobError", "stopped")
     assert cancelled["text"].startswith("act returned nothing: job ")
+
+
+def test_a_function_that_takes_longer_than_its_wall_time_is_ended(found: FoundJobs) -> None:
+    limit = found.facts["limit"]
+    assert (limit["error"], limit["state"]) == ("JobError", "deadline")
+    assert "wall-time" in limit["text"]
 
 
 def test_memory_that_was_not_enough_is_explained(found: FoundJobs, busy_alice: Person) -> None:
