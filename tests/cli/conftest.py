@@ -16,6 +16,12 @@ from shardway.hardware import probe
 from shardway.rundir import lease
 
 
+def list_log_handlers() -> list[logging.Handler]:
+    """Those of every library's logger."""
+    named = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    return [handler for logger in (logging.root, *named) for handler in logger.handlers]
+
+
 @pytest.fixture
 def shardway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Shardway]:
     """`shardway("train", "train.steps=2")`, run in tmp_path. No output may hold a traceback."""
@@ -29,9 +35,9 @@ def shardway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
     def run(*words: str) -> Ended:
         capsys.readouterr()
-        for handler in logging.getLogger("transformers").handlers:
-            if isinstance(handler, logging.StreamHandler):  # it has the stream of the test that imported the library
-                handler.stream = sys.stderr
+        for handler in list_log_handlers():
+            if isinstance(handler, logging.StreamHandler) and getattr(handler.stream, "closed", False):
+                handler.stream = sys.stderr  # it has that of the test that imported a library
                 monkeypatch.setattr(handler, "flush", sys.stderr.flush)
         code = run_guarded(lambda: app(list(words), standalone_mode=False, prog_name="shardway"))
         said = capsys.readouterr()

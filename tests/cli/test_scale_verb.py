@@ -5,9 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 import runpy
+import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from command_line import Shardway
 
 import warm
 from golden_files import Golden, golden_names
+from shardway.cli.scale_runs import _left_in_order
 from shardway.errors import UserError
 from shardway.launch.submission.prepare import SubmitRequest, render_order
 from shardway.resolve.request import KEYS_VARIABLE, ResolveRequest, read_keys_variable
@@ -210,3 +215,14 @@ def test_no_message_is_left_over() -> None:
             *("no-program", "batch-does-not-grow", "ramp", "other-settings"),
         )
     }
+
+
+def test_a_sigterm_reaches_the_run_that_it_waits_for() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    process = subprocess.Popen(["sleep", "60"])
+    later = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM))
+    later.start()
+    with _left_in_order(process):
+        assert process.wait(30) == -signal.SIGTERM
+    later.join()
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -276,7 +277,7 @@ class RunsHere:
             if status.get("state") == "stopped":
                 raise JobError(
                     f"the run on {self.asked.count(run.size)} was stopped: {status.get('reason', '')}.\n"
-                    f"  To do: give the same command again; it makes this run anew, and {_count_done(self)} kept."
+                    f"  To do: give the same command again; it makes this run anew and keeps {_count_done(self)}."
                 )
             if code or not self.is_done(run):
                 output.seek(0)
@@ -285,7 +286,7 @@ class RunsHere:
                 without = "" if code else ", and recorded no finished run"
                 raise JobError(
                     f"the run on {self.asked.count(run.size)} ended with exit code {code}{without}:{said}\n"
-                    f"  To do: mend it, then give the same command again; {_count_done(self)} kept."
+                    f"  To do: mend it, then give the same command again, which keeps {_count_done(self)}."
                 )
 
     def list_read(self) -> Iterator[tuple[PlannedRun, RunDir]]:
@@ -304,7 +305,9 @@ def _read_end(text: str) -> list[str]:
 
 @contextmanager
 def _left_in_order(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Wait for a process that got the same Ctrl-C; it saves and leaves. A second one ends it."""
+    """Wait for a process that got the same Ctrl-C; it saves and leaves. A second one ends it. A SIGTERM, which may have
+    reached this process alone, is passed on."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
     try:
         yield
     except BaseException:
@@ -314,6 +317,8 @@ def _left_in_order(process: subprocess.Popen[bytes]) -> Iterator[None]:
             process.kill()
             raise
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _count_done(runs: RunsHere) -> str:
