@@ -93,6 +93,16 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("references")
 
 
+@pytest.fixture(scope="module")
+def functions_by_value(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The functions of a module travel with their code, as those of a notebook do."""
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(request.module)
+    yield
+    cloudpickle.unregister_pickle_by_value(request.module)
+
+
 @pytest.fixture
 def warm_starts() -> Iterator[None]:
     """Processes of this Python start with torch imported; for tests of which these are no more than the means."""

@@ -32,13 +32,7 @@ QUIET = {"run.telemetry": "off"}
 WAIT_S = 60.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _sent_with_their_code() -> Iterator[None]:
-    """The functions of this module travel with their code, as those of a notebook do."""
-    module = sys.modules[__name__]
-    cloudpickle.register_pickle_by_value(module)
-    yield
-    cloudpickle.unregister_pickle_by_value(module)
+pytestmark = pytest.mark.usefixtures("functions_by_value")
 
 
 @contextlib.contextmanager

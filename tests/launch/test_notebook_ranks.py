@@ -1,28 +1,18 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 
 import shardway
 from shardway.errors import JobError, UserError
 from shardway.launch.calls import notebook
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _sent_with_their_code() -> Iterator[None]:
-    """The functions of this module travel with their code, as those of a notebook do."""
-    module = sys.modules[__name__]
-    cloudpickle.register_pickle_by_value(module)
-    yield
-    cloudpickle.unregister_pickle_by_value(module)
+pytestmark = pytest.mark.usefixtures("functions_by_value")
 
 
 def place() -> tuple[str, ...]:

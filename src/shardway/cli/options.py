@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardway.errors import UserError, legible
+from shardway.errors import JobError, UserError, legible
+from shardway.refusals import find_remedy
 from shardway.rundir.file_io import render_json
 
 if TYPE_CHECKING:
@@ -205,6 +206,17 @@ def read_time(option: str, text: str) -> float:
         return parse_seconds(text)
     except ValueError as error:
         raise UserError(f"{option}: {error}") from None
+
+
+@contextlib.contextmanager
+def explained_write(path: Path, elsewhere: str) -> Iterator[None]:
+    """Write a file for a person. Raises JobError where the file system refuses it; `elsewhere`: what to do then."""
+    try:
+        yield
+    except OSError as error:
+        raise JobError(
+            f"{path} cannot be written: {error.strerror}.\n  To do: {find_remedy(error, elsewhere)}."
+        ) from None
 
 
 # --- what is printed: facts on stdout, lines for a person on stderr

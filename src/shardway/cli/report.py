@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardway.cli.options import JsonOption, complete_run, find_run, print_json
+from shardway.cli.options import JsonOption, complete_run, explained_write, find_run, print_json
 from shardway.errors import JobError, UserError, legible
-from shardway.refusals import find_remedy
 
 if TYPE_CHECKING:
     from shardway.rundir.directory import RunDir
@@ -28,16 +27,11 @@ def _find(word: str | None) -> RunDir:
 
 
 def _write(path: Path, html: str, run: RunDir | None = None) -> None:
-    try:
+    with explained_write(path, "write the page elsewhere: --page FILE"):
         if run is not None:
             run.write_report(html)
         else:
             path.write_text(html, encoding="utf-8")
-    except OSError as error:
-        elsewhere = "write the page elsewhere: --page FILE"
-        raise JobError(
-            f"{path} cannot be written: {error.strerror}.\n  To do: {find_remedy(error, elsewhere)}."
-        ) from None
 
 
 def report(

@@ -18,10 +18,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardway.cli.main import CommandWithProgram, read_program_words
-from shardway.cli.options import DirOption, JsonOption, Words, find_run, print_json, read_request, report
+from shardway.cli.options import (
+    DirOption,
+    JsonOption,
+    Words,
+    explained_write,
+    find_run,
+    print_json,
+    read_request,
+    report,
+)
 from shardway.cli.submit import YesOption
 from shardway.errors import JobError, Problem, UserError, check_no_problems, legible
-from shardway.refusals import find_remedy
 
 if TYPE_CHECKING:
     from shardway.cli.scale_runs import RunsAsJobs, RunsHere, StudyRequest
@@ -280,18 +288,9 @@ def _output(study: ScaleStudy, sheets: Sequence[Path], *, as_json: bool, left: S
     if not as_json:  # before the sheets, which may have no place
         typer.echo(legible(render_study(study)))
     for path in sheets:
-        _write(path, render_csv(study) if path.suffix == ".csv" else render_sheet(study))
+        with explained_write(path, "write the sheet elsewhere: --sheet FILE"):
+            path.write_text(render_csv(study) if path.suffix == ".csv" else render_sheet(study), encoding="utf-8")
     if as_json:
         print_json({**study.as_json(), "not_finished": list(left), "sheets": [str(path) for path in sheets]})
     elif sheets:
         typer.echo(f"\nsheet  {', '.join(map(str, sheets))}")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        instead = "write the sheet elsewhere: --sheet FILE"
-        raise JobError(
-            f"{path} cannot be written: {error.strerror}.\n  To do: {find_remedy(error, instead)}."
-        ) from None

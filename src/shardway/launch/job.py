@@ -33,6 +33,11 @@ SECRETS = "~/.config/shardway/secrets.env"
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9_@+=,./-]+")
 
 
+def is_plain_path(path: str) -> bool:
+    """Whether a scheduler takes a path as it is: without what it interprets (blanks, %, quotes, colons)."""
+    return _PLAIN_PATH.fullmatch(path) is not None
+
+
 @dataclass(frozen=True)
 class Shape:
     """Nodes and what of each is wanted; 0 accelerators for none, None where the site does not want it said.
@@ -232,10 +237,10 @@ class Job:
 
     @property
     def log_for_scheduler(self) -> str:
-        """Where the scheduler writes what the job prints. A path with characters that schedulers interpret (blanks, %,
-        quotes, colons) is not given to them: the script then sends its output there itself."""
+        """Where the scheduler writes what the job prints. A path that is not plain is not given to it: the script then
+        sends its output there itself."""
         path = str(self.folder.job_log)
-        return path if _PLAIN_PATH.fullmatch(path) else "/dev/null"
+        return path if is_plain_path(path) else "/dev/null"
 
     @property
     def scheduler_name(self) -> str:

@@ -914,27 +914,32 @@ def _add_parent(schema: dict[str, Any]) -> None:
     schema["properties"]["extends"] = {"description": about, "type": "string"}
 
 
+def optional_section() -> Any:
+    """A section that may be left out. Its model is made at its first use, as a part of the whole file's."""
+    return Field(default={}, validate_default=True)
+
+
 class RunFile(Section):
     """A whole run file; `format` changes when a key changes its meaning."""
 
     model_config = ConfigDict(json_schema_extra=_add_parent)
 
     format: Literal[1] = key(1, "Version of the run file format.")
-    model: ModelSection = Field(default={}, validate_default=True)
-    data: DataSection = Field(default={}, validate_default=True)
-    train: TrainSection = Field(default={}, validate_default=True)
-    optim: OptimSection = Field(default={}, validate_default=True)
-    parallel: ParallelSection = Field(default={}, validate_default=True)
-    deepspeed: DeepspeedSection = Field(default={}, validate_default=True)
-    precision: PrecisionSection = Field(default={}, validate_default=True)
-    recompute: RecomputeSection = Field(default={}, validate_default=True)
-    checkpoint: CheckpointSection = Field(default={}, validate_default=True)
-    guard: GuardSection = Field(default={}, validate_default=True)
-    track: TrackSection = Field(default={}, validate_default=True)
-    notify: NotifySection = Field(default={}, validate_default=True)
-    pipeline: PipelineSection = Field(default={}, validate_default=True)
-    run: RunSection = Field(default={}, validate_default=True)
-    site: SiteSection = Field(default={}, validate_default=True)
+    model: ModelSection = optional_section()
+    data: DataSection = optional_section()
+    train: TrainSection = optional_section()
+    optim: OptimSection = optional_section()
+    parallel: ParallelSection = optional_section()
+    deepspeed: DeepspeedSection = optional_section()
+    precision: PrecisionSection = optional_section()
+    recompute: RecomputeSection = optional_section()
+    checkpoint: CheckpointSection = optional_section()
+    guard: GuardSection = optional_section()
+    track: TrackSection = optional_section()
+    notify: NotifySection = optional_section()
+    pipeline: PipelineSection = optional_section()
+    run: RunSection = optional_section()
+    site: SiteSection = optional_section()
 
 
 def sections() -> dict[str, type[Section]]:

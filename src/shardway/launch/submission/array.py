@@ -26,7 +26,7 @@ from pathlib import Path, PurePosixPath
 
 from shardway.errors import Bug, Problem, ShardwayError, UserError, check_no_problems
 from shardway.launch.hosts.base import Host
-from shardway.launch.job import Job
+from shardway.launch.job import Job, is_plain_path
 from shardway.launch.job_script import render_enter_script, render_job_script, render_library
 from shardway.launch.runs.find import Known, forget, remember
 from shardway.launch.runs.followers import check_not_waiting, is_finished
@@ -58,8 +58,6 @@ from shardway.rundir.directory import FOLDER_MODE, RunDir
 from shardway.rundir.lease import own_identity
 from shardway.rundir.sweep import ArrayDir, SweepDir
 from shardway.version import __version__
-
-_PLAIN_PATH = re.compile(r"[A-Za-z0-9_@+=,./-]+")
 
 COPY_S = 600.0
 """How long copies of the code for all members of an array may take."""
@@ -179,7 +177,7 @@ class ArraySubmission:
         statuses = read_standings(self.host, [each.ledger for each in prepared])
         for each, status in zip(prepared, statuses, strict=True):
             if describe_active(status) or not self.host.name:
-                check_free_for_job(self.host, replace(each.ledger, entries=each.ledger.entries), self.submitter.tell)
+                check_free_for_job(self.host, each.ledger, self.submitter.tell)
             check_not_waiting(self.host, each.ledger)
 
     def _find_after(self, job: Job) -> str:
@@ -463,7 +461,7 @@ def _name_job(name: str) -> str:
 def render_array_script(array: Job, jobs: Sequence[Job], at_once: int, place: ArrayDir) -> str:
     """The script of an array; `array`: one of the jobs under the array's name."""
     scheduler = find_scheduler(array.scheduler)
-    logs = str(place.log_folder) if _PLAIN_PATH.fullmatch(str(place.log_folder)) else ""
+    logs = str(place.log_folder) if is_plain_path(str(place.log_folder)) else ""
     at_once = at_once if at_once < len(jobs) else 0
     head = script_lines(
         ("#!/bin/bash", ""),
