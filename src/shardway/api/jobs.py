@@ -169,7 +169,7 @@ class FunctionJob(concurrent.futures.Future[Any]):
         if not self.until_done:
             statuses = [each for each in statuses if each.entry.number == self.attempt]
         # Of a chain the attempt that runs, or the last that had work to do.
-        worked = [each for each in statuses if each.result is None or each.result.state is not Ending.NOT_NEEDED]
+        worked = [each for each in statuses if not each.ran_nothing]
         shown = next((each for each in worked if each.is_active and each.word != "queued"), None)
         shown = shown or next((each for each in worked if each.is_active), None)
         shown = shown or next(iter((worked or statuses)[-1:]), None)
@@ -388,7 +388,7 @@ class JobWatcher:
                 job._settle(error=JobError(gone), word="unknown")
                 continue
             mine = statuses if job.until_done else [s for s in statuses if s.entry.number == job.attempt]
-            done = [s for s in mine if s.result is not None and s.result.state is not Ending.NOT_NEEDED]
+            done = [s for s in mine if s.result is not None and not s.ran_nothing]
             finished = next((s for s in done if s.result and s.result.state is Ending.FINISHED), None)
             if finished is None and any(s.is_active or s.entry.is_unsent for s in mine):
                 continue

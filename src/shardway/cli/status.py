@@ -349,7 +349,7 @@ class _Look:
     def _summarise(self, ledger: Ledger, attempts: Sequence[JobStatus]) -> RunSummary | None:
         """What the run recorded; its state is that of a job that continues it, or that has a reason the ranks could not
         record."""
-        from shardway.rundir.attempts import FAILURES, Ending
+        from shardway.rundir.attempts import FAILURES
         from shardway.watch.advice.events import FoldedEvents
         from shardway.watch.progress import GONE, summarise_progress
 
@@ -366,7 +366,7 @@ class _Look:
             return replace(summary, state=active.word, reason="")
         for attempt in reversed(attempts):
             result, entry = attempt.result, attempt.entry
-            if result is None or result.state is Ending.NOT_NEEDED:
+            if result is None or result.ran_nothing:
                 continue
             # The last attempt with work to do.
             if summary.reason == GONE:

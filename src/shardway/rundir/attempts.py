@@ -81,6 +81,11 @@ class Result:
     by: str = ""
     ended: float = 0.0
 
+    @property
+    def ran_nothing(self) -> bool:
+        """Whether the attempt was a link of a chain that was not needed: how its run stands follows from another."""
+        return self.state is Ending.NOT_NEEDED
+
 
 @dataclass(frozen=True)
 class Submission:

@@ -37,7 +37,7 @@ HANDOVER_S = 120.0
 def is_finished(ledger: Ledger) -> bool:
     """Whether the work of a run is done, by its newest attempt that had any; `state_of_run` of lib.sh is the same."""
     for entry in reversed(ledger.entries):
-        if entry.result is None or entry.result.state is not Ending.NOT_NEEDED:
+        if entry.result is None or not entry.result.ran_nothing:
             return entry.result is not None and entry.result.state is Ending.FINISHED
     return ledger.status.get("state") == "finished"
 

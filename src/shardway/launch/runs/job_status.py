@@ -249,6 +249,11 @@ class JobStatus:
         """Whether its job waits or runs, or may do so."""
         return self.result is None and not self.entry.is_unsent
 
+    @property
+    def ran_nothing(self) -> bool:
+        """Whether it has ended and had nothing to do."""
+        return self.result is not None and self.result.ran_nothing
+
 
 def read_standing(host: Host, ledger: Ledger) -> list[JobStatus]:
     """The attempts of one run, oldest first; one query to the scheduler, for open attempts only."""

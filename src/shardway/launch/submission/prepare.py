@@ -52,7 +52,7 @@ from shardway.launch.submission.job_request import (
 from shardway.places import expand_place
 from shardway.resolve.draft import Resolved
 from shardway.resolve.request import ResolveRequest
-from shardway.rundir.attempts import Attempt, Ending
+from shardway.rundir.attempts import Attempt
 from shardway.rundir.directory import RunDir
 from shardway.rundir.file_io import read_fields
 from shardway.runfile.load import COMMAND_LINE, DEFAULT, LoadedRunFile, load_run, render_run, render_value
@@ -577,7 +577,7 @@ def read_last_request(host: Host, run: Path) -> Iterator[SubmitRequest]:
             if request.call is None:
                 raise UserError(f"{last.call_path} is damaged.\n  To do: submit the function again.")
         result = ledger.last.result if ledger.last is not None else None
-        if ledger.last is None or not (ledger.last.is_unsent or (result and result.state is Ending.NOT_NEEDED)):
+        if ledger.last is None or not (ledger.last.is_unsent or (result and result.ran_nothing)):
             request = replace(request, follows=None)  # it has begun, and goes on whatever became of that run
         yield request
 

@@ -18,7 +18,6 @@ from shardway.launch.runs.followers import is_finished
 from shardway.launch.runs.job_status import JobStatus, Ledger, read_ledgers, read_standings
 from shardway.launch.submission.prepare import SubmitRequest, read_last_request
 from shardway.launch.sweep.record import Member, SweepRecord
-from shardway.rundir.attempts import Ending
 from shardway.units import Monitor
 
 
@@ -51,13 +50,9 @@ class MemberStatus:
         if self.is_finished:
             return "finished"
         active = [status for status in self.statuses if status.is_active]
-        worked = [status for status in self.statuses if not _is_idle(status)]
+        worked = [status for status in self.statuses if not status.ran_nothing]
         shown = active or worked or self.statuses
         return shown[-1].word if shown else "new"
-
-
-def _is_idle(status: JobStatus) -> bool:
-    return status.result is not None and status.result.state is Ending.NOT_NEEDED
 
 
 def read_members(host: Host, folder: Path, record: SweepRecord) -> list[MemberStatus]:
